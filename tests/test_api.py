@@ -100,7 +100,7 @@ CALLS: dict[str, tuple[Callable[[Conversion], object], type[UsageError], str]] =
     ),
     "a path of bytes": (lambda c: reshard_mpi.plan(b"src"), WrongTypeError, "source is of a wrong type"),
     "an empty path": (lambda c: reshard_mpi.plan(""), UsageError, "source can be no path"),
-    "an empty strategy": (lambda c: reshard_mpi.plan(c.src, ""), UsageError, "the source strategy can be no path"),
+    "an empty strategy": (lambda c: reshard_mpi.plan(c.src, ""), UsageError, "src_strategy can be no path"),
     "a NUL byte in a target": (
         lambda c: reshard_mpi.transform_checkpoints(c.src, "a\0b", "p"),
         UsageError,

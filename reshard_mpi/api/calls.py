@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from functools import partial
+from typing import Any, TypeVar
 
 from reshard_mpi import formats
 from reshard_mpi.api.plain import (
+    plain_bytes,
     plain_files,
     plain_number_or_none,
+    plain_numbers_or_none,
     plain_path,
     plain_path_or_none,
+    plain_share_or_none,
+    plain_size,
     plain_text,
+    plain_text_or_none,
     plain_texts,
 )
 from reshard_mpi.api.shown import OnProgress, progress_for
@@ -36,6 +42,7 @@ from reshard_mpi.runs.workers import Task, run_with_workers
 from reshard_mpi.sharding import strategy
 from reshard_mpi.sharding.placement import Strategy, unsharded
 
+E = TypeVar("E", bound=StrEnum)
 PathLike = str | os.PathLike[str]
 
 # What every call needs is loaded with the functions, so that the first call takes no longer than others.
@@ -43,28 +50,12 @@ usage.prepare()
 Task.CONVERT.load()
 
 
-def as_unlisted(value: str) -> Unlisted:
+def chosen(kind: type[E], value: str, name: str) -> E:
     """Return the named choice. Raises UsageError for an unknown one."""
     try:
-        return Unlisted(value)
+        return kind(value)
     except ValueError:
-        raise UsageError("unknown value of unlisted", expected=", ".join(Unlisted), got=repr(value)) from None
-
-
-def as_replicas(value: str) -> Replicas:
-    """Return the named choice. Raises UsageError for an unknown one."""
-    try:
-        return Replicas(value)
-    except ValueError:
-        raise UsageError("unknown value of replicas", expected=", ".join(Replicas), got=repr(value)) from None
-
-
-def as_accumulated(value: str) -> Accumulated:
-    """Return the named choice. Raises UsageError for an unknown one."""
-    try:
-        return Accumulated(value)
-    except ValueError:
-        raise UsageError("unknown value of accumulated", expected=", ".join(Accumulated), got=repr(value)) from None
+        raise UsageError(f"unknown value of {name}", expected=", ".join(kind), got=repr(value)) from None
 
 
 def known_format(name: object, argument: str) -> str | None:
@@ -72,9 +63,57 @@ def known_format(name: object, argument: str) -> str | None:
     return None if name is None else formats.by_name(plain_text(name, argument)).NAME
 
 
-def refuse_both(options: Mapping[str, bool]) -> None:
-    if all(options.values()):
-        raise UsageError(f"{' and '.join(options)} exclude each other", expected="one of them", got="both")
+def known_target(name: object, argument: str) -> str | None:
+    """Return the name of a format that can be written; None for None. Raises UsageError for an unknown one."""
+    return None if name is None else formats.require_target(plain_text(name, argument))
+
+
+_FLAGS = ("resume", "overwrite", "strict", "verify", "crc", "forward", "reverse")
+# What arguments mean to a run: fields of its request, each with what checks the value of an argument by this name.
+_FIELDS: Mapping[str, Callable[[Any, str], object]] = {
+    "source": plain_path,
+    "target": plain_path,
+    "src_strategy": plain_path_or_none,
+    "dst_strategy": plain_path_or_none,
+    "prefix": plain_text,
+    "select": plain_text_or_none,
+    "source_format": known_format,
+    "source_files": plain_number_or_none,
+    "to": known_target,
+    "ranks": plain_numbers_or_none,
+    "part": plain_share_or_none,
+    "unlisted": partial(chosen, Unlisted),
+    "memory": plain_size,
+    "max_active": plain_number_or_none,
+    "replicas": partial(chosen, Replicas),
+    "accumulated": partial(chosen, Accumulated),
+    "max_shard_size": plain_bytes,
+    "map": plain_path_or_none,
+    "config": plain_path_or_none,
+    "like": plain_path_or_none,
+    "dtype": plain_texts,
+    "include": plain_texts,
+    "exclude": plain_texts,
+    **dict.fromkeys(_FLAGS, lambda flag, _: bool(flag)),
+}
+
+
+def request_of(arguments: Mapping[str, Any], **called: str) -> Request:
+    """Return what the arguments of a public function ask for; those that mean nothing to a run are passed over.
+
+    called: what the function calls the arguments for some fields of the request, where it has other names for them.
+    Raises UsageError for wrong values, and for arguments that exclude each other.
+    """
+    given: dict[str, Any] = {"source": "", "target": ""}
+    for field, check in _FIELDS.items():
+        name = called.get(field, field)
+        if name in arguments:
+            given[field] = check(arguments[name], name)
+    request = Request(**given)
+    for one, other in (("forward", "reverse"), ("ranks", "part"), ("resume", "overwrite")):
+        if all(getattr(request, field) not in (False, None) for field in (one, other)):
+            raise UsageError(f"{one} and {other} exclude each other", expected="one of them", got="both")
+    return request
 
 
 def run(
@@ -99,7 +138,7 @@ def run(
         if processes > 1 and communicator is None:
             outcome = run_with_workers(request, processes, shown, work)
         else:
-            outcome = work.load()(request, comm, shown, None)
+            outcome = work.run(request, comm, shown)
     except BaseException:
         shown.abandon()
         raise
@@ -124,46 +163,6 @@ def raise_first(outcome: Outcome) -> None:
         raise first
 
 
-def map_fields(
-    map: PathLike | None,
-    forward: bool,
-    reverse: bool,
-    config: PathLike | None,
-    like: PathLike | None,
-    dtype: str | Iterable[str],
-    include: str | Iterable[str],
-    exclude: str | Iterable[str],
-) -> dict[str, Any]:
-    """Return what a request says of names, shapes and types, by the names of its fields.
-
-    Raises UsageError for arguments that exclude each other.
-    """
-    refuse_both({"forward": forward, "reverse": reverse})
-    return {
-        "map": plain_path_or_none(map, "map"),
-        "forward": bool(forward),
-        "reverse": bool(reverse),
-        "config": plain_path_or_none(config, "config"),
-        "like": plain_path_or_none(like, "like"),
-        "dtype": plain_texts(dtype, "dtype"),
-        "include": plain_texts(include, "include"),
-        "exclude": plain_texts(exclude, "exclude"),
-    }
-
-
-def found_shards(
-    source: object, select: str | None, source_format: object, source_files: object = None
-) -> discovery.ShardFiles:
-    path = plain_path(source, "source")
-    require_reachable(path)
-    return discovery.find_shards(
-        path,
-        select,
-        format_name=known_format(source_format, "source_format"),
-        file_count=plain_number_or_none(source_files, "source_files"),
-    )
-
-
 def listed_shards(files: object, name: str) -> discovery.ShardFiles:
     by_rank = plain_files(files, name)
     for path in by_rank.values():
@@ -177,27 +176,17 @@ def both_strategies(src_strategy: PathLike | None, dst_strategy: PathLike | None
     return source, target
 
 
-def conversion_of(
-    files: discovery.ShardFiles,
-    src_strategy: PathLike | None,
-    dst_strategy: PathLike | None,
-    unlisted: str,
-    strict: bool = False,
-    replicas: str = "sample",
-    accumulated: str = "refuse",
-    fields: Mapping[str, Any] = MappingProxyType({}),
-) -> Conversion:
-    """Return the conversion of `files`. fields: those that `map_fields` returns."""
-    source, target = both_strategies(src_strategy, dst_strategy)
-    if dst_strategy is None and as_unlisted(unlisted) is Unlisted.DROP:
+def conversion_of(files: discovery.ShardFiles, request: Request) -> Conversion:
+    """Return the conversion of `files` that a request asks for."""
+    source, target = both_strategies(request.src_strategy, request.dst_strategy)
+    if request.dst_strategy is None and request.unlisted is Unlisted.DROP:
         raise UsageError("unlisted='drop' needs a list to go by", expected="a target strategy", got="None")
-    checkpoint = open_source(files, source)
     conversion = Conversion(
-        checkpoint,
+        open_source(files, source),
         target,
-        as_unlisted(unlisted),
-        strict,
-        replicas=as_replicas(replicas),
-        accumulated=as_accumulated(accumulated),
+        request.unlisted,
+        request.strict,
+        replicas=request.replicas,
+        accumulated=request.accumulated,
     )
-    return through_map(Request("", "", **fields), conversion)[0]
+    return through_map(request, conversion)[0]

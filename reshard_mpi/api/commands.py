@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -10,42 +9,24 @@ from typing import TYPE_CHECKING, Any
 from reshard_mpi import formats
 from reshard_mpi.api.calls import (
     PathLike,
-    as_accumulated,
-    as_replicas,
-    as_unlisted,
     conversion_of,
-    found_shards,
-    known_format,
     listed_shards,
-    map_fields,
     raise_first,
-    refuse_both,
     report_of,
+    request_of,
     run,
 )
-from reshard_mpi.api.plain import (
-    plain_bytes,
-    plain_number,
-    plain_number_or_none,
-    plain_numbers,
-    plain_path,
-    plain_path_or_none,
-    plain_share,
-    plain_size,
-    plain_text,
-)
+from reshard_mpi.api.plain import plain_number
 from reshard_mpi.api.shown import OnProgress
 from reshard_mpi.api.wording import all_in_python, public
 from reshard_mpi.errors import UsageError
 from reshard_mpi.planning.shown_rules import told_rules
 from reshard_mpi.planning.summary import Plan, RankSummary
 from reshard_mpi.processes.comm import SerialComm
-from reshard_mpi.processes.governor.allowance import Allowance
 from reshard_mpi.runs.memory import RunMemory
 from reshard_mpi.runs.outcome import Report
 from reshard_mpi.runs.plans import plan_together
 from reshard_mpi.runs.progress import Silent, log
-from reshard_mpi.runs.request import Request
 from reshard_mpi.runs.workers import Task
 
 if TYPE_CHECKING:
@@ -106,33 +87,7 @@ def transform(
     TransformError if some targets could not be written.
     """
     begin = time.monotonic()
-    request = Request(
-        source=plain_path(source, "source"),
-        target=plain_path(target, "target"),
-        src_strategy=plain_path_or_none(src_strategy, "src_strategy"),
-        dst_strategy=plain_path_or_none(dst_strategy, "dst_strategy"),
-        prefix=plain_text(prefix, "prefix"),
-        select=None if select is None else plain_text(select, "select"),
-        source_format=known_format(source_format, "source_format"),
-        source_files=plain_number_or_none(source_files, "source_files"),
-        to=None if to is None else formats.require_target(plain_text(to, "to")),
-        ranks=None if ranks is None else tuple(plain_numbers(ranks, "ranks")),
-        part=None if part is None else plain_share(part, "part"),
-        resume=resume,
-        overwrite=overwrite,
-        unlisted=as_unlisted(unlisted),
-        strict=strict,
-        memory=plain_size(memory, "memory"),
-        max_active=plain_number_or_none(max_active, "max_active"),
-        verify=verify,
-        crc=crc,
-        replicas=as_replicas(replicas),
-        accumulated=as_accumulated(accumulated),
-        max_shard_size=plain_bytes(max_shard_size, "max_shard_size"),
-        **map_fields(map, forward, reverse, config, like, dtype, include, exclude),
-    )
-    refuse_both({"ranks": ranks is not None, "part": part is not None})
-    refuse_both({"resume": resume, "overwrite": overwrite})
+    request = request_of(locals())
     outcome = run(request, plain_number(jobs, "jobs"), comm, processes_name="jobs", progress=progress)
     outcome.raise_failures()
     return report_of(outcome, time.monotonic() - begin)
@@ -167,17 +122,15 @@ def plan(
     source_format, source_files, accumulated, map to exclude: as in `transform`. memory, and the log: as in
     `transform_checkpoints`. Raises a ReshardError if the transform would be refused.
     """
-    targets = None if ranks is None else plain_numbers(ranks, "ranks")
-    files = found_shards(source, select, source_format, source_files)
-    allowed = plain_size(memory, "memory")
-    fields = map_fields(map, forward, reverse, config, like, dtype, include, exclude)
-    with RunMemory(lambda: Allowance.of(allowed, None, os.environ), SerialComm(), Silent()) as allotted:
+    request = request_of(locals())
+    files = request.shard_files()
+    with RunMemory(lambda: request.allowance, SerialComm(), Silent()) as allotted:
         purpose = f"planning from {files.path}"
         notes = allotted.open().notes
-        allotted.to_open((src_strategy, dst_strategy), purpose, files.format)
-        conversion = conversion_of(files, src_strategy, dst_strategy, unlisted, strict, replicas, accumulated, fields)
+        allotted.to_open((request.src_strategy, request.dst_strategy), purpose, files.format)
+        conversion = conversion_of(files, request)
         allotted.on_giving_way(conversion.forget)
-        wanted = range(conversion.target.world_size) if targets is None else targets
+        wanted = range(conversion.target.world_size) if request.ranks is None else request.ranks
         projection = allotted.to_plan(conversion, files.format, purpose, targets=len(wanted))
         plans, outcome = plan_together(conversion, wanted, notes)
         for rank_plan in plans:
@@ -225,27 +178,10 @@ def verify(
     there. progress: as in `transform`. Raises DamageError for the first damage, with tensor, file and byte, and how
     many more there are; another ReshardError if the two cannot be compared, or if `source` keeps no sums.
     """
-    chosen = None if ranks is None else tuple(plain_numbers(ranks, "ranks"))
-    if chosen == ():
-        raise UsageError("ranks names no rank", expected="one rank or more, or None for all", got="none")
     begin = time.monotonic()
-    request = Request(
-        source=plain_path(source, "source"),
-        target=plain_path(source if target is None else target, "target"),
-        src_strategy=plain_path_or_none(src_strategy, "src_strategy"),
-        dst_strategy=plain_path_or_none(dst_strategy, "dst_strategy"),
-        select=select,
-        source_format=known_format(source_format, "source_format"),
-        source_files=plain_number_or_none(source_files, "source_files"),
-        ranks=chosen,
-        unlisted=as_unlisted(unlisted),
-        recorded=False,
-        memory=plain_size(memory, "memory"),
-        max_active=plain_number_or_none(max_active, "max_active"),
-        replicas=as_replicas(replicas),
-        accumulated=as_accumulated(accumulated),
-        **map_fields(map, forward, reverse, config, like, dtype, include, exclude),
-    )
+    request = request_of(locals() | {"target": source if target is None else target})._replace(recorded=False)
+    if request.ranks == ():
+        raise UsageError("ranks names no rank", expected="one rank or more, or None for all", got="none")
     work = Task.VERIFY_ALONE if target is None else Task.VERIFY_PAIR
     outcome = run(request, plain_number(process_num, "process_num"), comm, work, progress=progress)
     raise_first(outcome)
@@ -288,21 +224,8 @@ def diff(
     many more there are; another ReshardError if the two cannot be compared.
     """
     begin = time.monotonic()
-    request = Request(
-        source=plain_path(first, "first"),
-        target=plain_path(second, "second"),
-        src_strategy=plain_path_or_none(first_strategy, "first_strategy"),
-        dst_strategy=plain_path_or_none(second_strategy, "second_strategy"),
-        select=None if select is None else plain_text(select, "select"),
-        source_format=known_format(source_format, "source_format"),
-        source_files=plain_number_or_none(source_files, "source_files"),
-        recorded=False,
-        memory=plain_size(memory, "memory"),
-        max_active=plain_number_or_none(max_active, "max_active"),
-        replicas=as_replicas(replicas),
-        accumulated=as_accumulated(accumulated),
-        **map_fields(map, forward, reverse, config, like, dtype, include, exclude),
-    )
+    strategies = {"src_strategy": "first_strategy", "dst_strategy": "second_strategy"}
+    request = request_of(locals(), source="first", target="second", **strategies)._replace(recorded=False)
     outcome = run(request, plain_number(jobs, "jobs"), comm, Task.DIFF, processes_name="jobs", progress=progress)
     raise_first(outcome)
     return report_of(outcome, time.monotonic() - begin)
@@ -336,15 +259,14 @@ def load_rank(
     types of ml_dtypes; int4 comes as int8. Each array owns its memory. map to exclude: as in `transform`. replicas,
     accumulated and the log: as in `transform_checkpoints`. Raises a ReshardError.
     """
-    rank = plain_number(rank, "rank")
+    arguments, rank = dict(locals()), plain_number(rank, "rank")
     if isinstance(source, Mapping):
-        files = listed_shards(source, "source")
+        files = listed_shards(arguments.pop("source"), "source")
+        request = request_of(arguments)
     else:
-        files = found_shards(source, select, source_format, source_files)
-    fields = map_fields(map, forward, reverse, config, like, dtype, include, exclude)
-    conversion = conversion_of(
-        files, src_strategy, dst_strategy, unlisted, replicas=replicas, accumulated=accumulated, fields=fields
-    )
+        request = request_of(arguments)
+        files = request.shard_files()
+    conversion = conversion_of(files, request)
     (rank_plan,), outcome = plan_together(conversion, [rank])
     log(all_in_python(outcome.notes), all_in_python(outcome.warnings))
     from reshard_mpi.engine.arrays import load_shard

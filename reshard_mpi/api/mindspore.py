@@ -13,33 +13,24 @@ from typing import Any
 from reshard_mpi import formats
 from reshard_mpi.api.calls import (
     PathLike,
-    as_accumulated,
-    as_replicas,
-    as_unlisted,
     both_strategies,
+    chosen,
     conversion_of,
     listed_shards,
     raise_first,
     report_of,
+    request_of,
     run,
 )
-from reshard_mpi.api.plain import (
-    plain_number,
-    plain_number_or_none,
-    plain_numbers,
-    plain_path,
-    plain_path_or_none,
-    plain_share,
-    plain_size,
-    plain_text,
-)
+from reshard_mpi.api.plain import plain_number, plain_numbers, plain_path, plain_share, plain_text
 from reshard_mpi.api.shown import OnProgress, shown_to
 from reshard_mpi.api.wording import all_in_python, public
 from reshard_mpi.errors import TargetError, UsageError
 from reshard_mpi.journal.targets import Unrecorded
+from reshard_mpi.planning.parameters import Unlisted
+from reshard_mpi.planning.partial_sums import Accumulated
 from reshard_mpi.planning.ranks import joined_ranks, needed_ranks
 from reshard_mpi.processes.comm import SerialComm
-from reshard_mpi.processes.governor.allowance import Allowance
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.memory import RunMemory
 from reshard_mpi.runs.outcome import Report
@@ -47,13 +38,15 @@ from reshard_mpi.runs.overlap import refuse_posing
 from reshard_mpi.runs.plans import plan_together
 from reshard_mpi.runs.preflight import Tally, may_share, require_room, require_short_names, stranger_notes
 from reshard_mpi.runs.progress import log
-from reshard_mpi.runs.request import Request
 from reshard_mpi.runs.status import CLOSED, MOVED, Stage
 from reshard_mpi.runs.unified import numbers_of, request_of_files
 from reshard_mpi.runs.workers import Task
 from reshard_mpi.runs.write import target_report, write_whole
 from reshard_mpi.sharding.placement import unsharded
 from reshard_mpi.sharding.strategy.merge import merge
+
+# What these functions call the strategies of both sides.
+_FILES = {"src_strategy": "src_strategy_file", "dst_strategy": "dst_strategy_file"}
 
 
 @public
@@ -101,24 +94,10 @@ def transform_checkpoints(
     can never fit the memory), and a TransformError if some targets could not be written.
     """
     begin = time.monotonic()
-    formats.require_target(plain_text(output_format, "output_format"))
-    request = Request(
-        source=plain_path(src_checkpoints_dir, "src_checkpoints_dir"),
-        target=plain_path(dst_checkpoints_dir, "dst_checkpoints_dir"),
-        src_strategy=plain_path_or_none(src_strategy_file, "src_strategy_file"),
-        dst_strategy=plain_path_or_none(dst_strategy_file, "dst_strategy_file"),
-        prefix=plain_text(ckpt_prefix, "ckpt_prefix"),
-        to=output_format,
-        overwrite=True,
-        unlisted=as_unlisted(unlisted),
-        recorded=False,
-        memory=plain_size(memory, "memory"),
-        max_active=plain_number_or_none(max_active, "max_active"),
-        verify=verify,
-        crc=crc,
-        replicas=as_replicas(replicas),
-        accumulated=as_accumulated(accumulated),
-    )
+    plain_text(output_format, "output_format")
+    named = {"source": "src_checkpoints_dir", "target": "dst_checkpoints_dir", "prefix": "ckpt_prefix"}
+    request = request_of(locals(), to="output_format", **named, **_FILES)
+    request = request._replace(overwrite=True, recorded=False)
     outcome = run(request, plain_number(process_num, "process_num") or 1, comm, progress=progress)
     outcome.raise_failures()
     return report_of(outcome, time.monotonic() - begin)
@@ -148,6 +127,7 @@ def transform_checkpoint_by_rank(
     ReshardError, and then writes nothing.
     """
     begin = time.monotonic()
+    request = request_of(locals(), **_FILES)
     rank_id = plain_number(rank_id, "rank_id")
     path = Path(plain_path(save_checkpoint_file_name, "save_checkpoint_file_name"))
     name = formats.name_of(path.name)
@@ -159,17 +139,16 @@ def transform_checkpoint_by_rank(
             where=str(path),
         )
     files = listed_shards(checkpoint_files_map, "checkpoint_files_map")
-    strategies = src_strategy_file, dst_strategy_file
-    allowed = plain_size(memory, "memory"), plain_number_or_none(max_active, "max_active")
+    strategies = request.src_strategy, request.dst_strategy
     with (
         shown_to(progress) as shown,
-        RunMemory(lambda: Allowance.of(*allowed, os.environ), SerialComm(), shown) as lease,
+        RunMemory(lambda: request.allowance, SerialComm(), shown) as lease,
     ):
         shown.begin(Stage("planning"))
         purpose = f"target rank {rank_id} at {path}"
         notes = lease.open().notes
         lease.to_open(strategies, purpose, files.format)
-        conversion = conversion_of(files, *strategies, unlisted, replicas=replicas, accumulated=accumulated)
+        conversion = conversion_of(files, request)
         target = _require_free(path, rank_id, conversion, strategies)
         # In a folder that is not that of the rank, shards of other ranks are no strangers.
         strange = stranger_notes([path] if path.parent.name == f"rank_{rank_id}" else [])
@@ -242,29 +221,21 @@ def unified_safetensors(
     ReshardError: before anything is written if it cannot be done exactly.
     """
     begin = time.monotonic()
+    request = request_of(locals(), source="src_dir", target="dst_dir", src_strategy="src_strategy_file")
     if split_dst_file is None or not tuple(split_dst_file):
         part = None
     else:
         first, *others = plain_numbers(split_dst_file, "split_dst_file")
         part = plain_share((first - 1, *others), "split_dst_file")
     suffix = None if file_suffix is None else plain_text(file_suffix, "file_suffix")
-    request = Request(
-        source=plain_path(src_dir, "src_dir"),
-        target=plain_path(dst_dir, "dst_dir"),
-        src_strategy=plain_path_or_none(src_strategy_file, "src_strategy_file"),
-        select=None if suffix is None else f"*{glob.escape(suffix)}.safetensors",
-        part=part,
-        recorded=False,
-        memory=plain_size(memory, "memory"),
-        max_active=plain_number_or_none(max_active, "max_active"),
-        replicas=as_replicas(replicas),
-    )
+    select = None if suffix is None else f"*{glob.escape(suffix)}.safetensors"
+    request = request._replace(select=select, part=part, recorded=False)
     most = plain_number(max_process_num, "max_process_num")
-    chosen = request_of_files(request, choice_func)
-    if not (numbers := numbers_of(chosen)):
+    request = request_of_files(request, choice_func)
+    if not (numbers := numbers_of(request)):
         raise UsageError("split_dst_file has more shares than there are parts", got=repr(split_dst_file))
     processes = min(most, len(numbers), len(os.sched_getaffinity(0)))
-    outcome = run(chosen, processes, None, Task.UNIFY, processes_name="max_process_num", progress=progress)
+    outcome = run(request, processes, None, Task.UNIFY, processes_name="max_process_num", progress=progress)
     raise_first(outcome)
     return report_of(outcome, time.monotonic() - begin)
 
@@ -299,13 +270,12 @@ def ranks_needed(
     # Strategies made of rules list no names, so a rule's own glob stands for the parameters that it places, which may
     # be different ones in each stage.
     names = [glob for glob, _ in (*source.rules, *target.rules)]
-    available, choice = range(source.world_size), as_unlisted(unlisted)
+    available, choice = range(source.world_size), chosen(Unlisted, unlisted, "unlisted")
     ranks = needed_ranks(
         source, target, rank_id, names=names, available=available, unlisted=choice, from_any_stage=True
     )
-    joined = joined_ranks(
-        source, target, rank_id, names=names, unlisted=choice, accumulated=as_accumulated(accumulated)
-    )
+    joins = chosen(Accumulated, accumulated, "accumulated")
+    joined = joined_ranks(source, target, rank_id, names=names, unlisted=choice, accumulated=joins)
     return sorted({*ranks, *joined})
 
 

@@ -46,12 +46,20 @@ def plain_numbers(values: object, name: str) -> list[int]:
     return [plain_number(value, f"one of {name}") for value in values]
 
 
+def plain_numbers_or_none(values: object, name: str) -> tuple[int, ...] | None:
+    return None if values is None else tuple(plain_numbers(values, name))
+
+
 def plain_share(value: object, name: str) -> tuple[int, int]:
     """Return (i, n): share number i, from 0, of n shares. Raises UsageError if there is no such share."""
     numbers = plain_numbers(value, name)
     if len(numbers) != 2 or not 0 <= numbers[0] < numbers[1]:
         raise UsageError(f"{name} is no share", expected="(i, n) with i from 0 to n - 1", got=repr(value))
     return numbers[0], numbers[1]
+
+
+def plain_share_or_none(value: object, name: str) -> tuple[int, int] | None:
+    return None if value is None else plain_share(value, name)
 
 
 def plain_path(value: object, name: str) -> str:
@@ -81,6 +89,10 @@ def plain_text(value: object, name: str) -> str:
     if not isinstance(value, str):
         raise wrong_type(name, "a str", value)
     return value
+
+
+def plain_text_or_none(value: object, name: str) -> str | None:
+    return None if value is None else plain_text(value, name)
 
 
 def plain_texts(values: object, name: str) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from reshard_mpi.processes.comm import Comm, MPIComm, SerialComm
 from reshard_mpi.runs.progress import RunProgress, Silent, log_warning
 from reshard_mpi.runs.ranks import RankProgress, RootProgress
 from reshard_mpi.runs.status import RunStatus
-from reshard_mpi.runs.watched import Watched
+from reshard_mpi.runs.watched import Display, Watched
 
 # How far apart two calls are.
 _INTERVAL_SECONDS = 0.5
@@ -17,10 +17,8 @@ _INTERVAL_SECONDS = 0.5
 OnProgress = Callable[[RunStatus], object]
 
 
-class Told:
+class Told(Display):
     """The display of a caller's function. If it raises, the error is logged, and it is not called again."""
-
-    memory_bytes = 0
 
     def __init__(self, on_progress: OnProgress | None) -> None:
         self._on_progress = on_progress
@@ -34,14 +32,8 @@ class Told:
     def say(self, text: str) -> None:
         log_warning(text)
 
-    def reading(self, source: str) -> None:
-        pass
-
     def close(self, status: RunStatus) -> None:
         self._tell(status)
-
-    def abandon(self, *, ends_line: bool) -> None:
-        pass
 
     def _tell(self, status: RunStatus) -> None:
         if self._on_progress is None:

@@ -63,6 +63,12 @@ def parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     return top
 
 
+def commands_of(top: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """Return the parsers of commands, by name, of the parser of the command line."""
+    (commands,) = (action for action in top._actions if isinstance(action, argparse._SubParsersAction))
+    return dict(commands.choices)
+
+
 def _add_transform(parser: argparse.ArgumentParser) -> None:
     work = _add_conversion(parser)
     _add_jobs(work)

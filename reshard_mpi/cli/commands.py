@@ -187,7 +187,7 @@ def _run_shown(work: str, options: argparse.Namespace, world: comm.Comm, progres
         cores = len(os.sched_getaffinity(0))
         if (jobs or cores) > 1:
             return run_with_workers(request(options), jobs, progress, Task[work])
-    return Task[work].load()(request(options), world, progress, None)
+    return Task[work].run(request(options), world, progress)
 
 
 def _can_be_written(path: str, target: str) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from reshard_mpi.cli import values
-from reshard_mpi.cli.arguments import parser
+from reshard_mpi.cli.arguments import commands_of, parser
 from reshard_mpi.cli.guide import topics
 from reshard_mpi.mapping.reading import shipped_maps
 from reshard_mpi.mapping.rules import TYPES
@@ -88,10 +88,9 @@ class _Values(NamedTuple):
 def script(shell: str) -> str:
     """Return the script that a shell, bash or zsh, is to run."""
     top = parser()
-    (commands,) = (action for action in top._actions if isinstance(action, argparse._SubParsersAction))
-    by_command: dict[str, argparse.ArgumentParser] = {"": top, **commands.choices}
+    commands = commands_of(top)
     option_values, options, positionals = [], [], []
-    for name, command in by_command.items():
+    for name, command in {"": top, **commands}.items():
         option_values += [
             f"    {name}:{option}) {found.as_shell()} ;;" for option, found in _options_with_values(command)
         ]
@@ -103,7 +102,7 @@ def script(shell: str) -> str:
     for part, content in (
         ("values", "\n".join(option_values)),
         ("options", "\n".join(options)),
-        ("commands", " ".join(commands.choices)),
+        ("commands", " ".join(commands)),
         ("positionals", "\n".join(positionals)),
     ):
         text = text.replace(f"@{part}@", content)

@@ -19,7 +19,7 @@ from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.outcome import Outcome
 from reshard_mpi.runs.progress import Silent
 from reshard_mpi.runs.request import Request
-from reshard_mpi.runs.transform import convert
+from reshard_mpi.runs.workers import Task
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Placement, Strategy
@@ -68,7 +68,7 @@ def run_demo(folder: str | None, comm: Comm) -> str:
             if error is not None:
                 raise error
         begin = time.monotonic()
-        outcome = convert(_request(base), comm, Silent())
+        outcome = Task.CONVERT.run(_request(base), comm, Silent())
         seconds = time.monotonic() - begin
         outcome.raise_failures()
         problems = comm.allgather(_check(outcome, tensors, comm))

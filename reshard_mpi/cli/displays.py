@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from reshard_mpi.runs.progress import say
+from reshard_mpi.runs.watched import Display
 from reshard_mpi.text import one_line
 from reshard_mpi.units import MIB
 
@@ -24,10 +25,8 @@ _USUAL_COLUMNS, _USUAL_ROWS = 80, 24
 _LINE_SECONDS = 5.0
 
 
-class Lines:
+class Lines(Display):
     """Prints a line for each stage and then every few seconds, and a last one when the run has come to its end."""
-
-    memory_bytes = 0
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -50,11 +49,8 @@ class Lines:
         if self._stage and status.bytes_total is not None:
             say(status.as_text(), self._stream)
 
-    def abandon(self, *, ends_line: bool) -> None:
-        pass
 
-
-class Bar:
+class Bar(Display):
     """Draws a bar on a terminal."""
 
     memory_bytes = 5 * MIB  # of the library, as measured

@@ -5,12 +5,14 @@ The script runs `reshard-mpi transform` with the options that the user has given
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
 import string
 from pathlib import Path
-from typing import NamedTuple
 
+from reshard_mpi.cli import values
+from reshard_mpi.cli.arguments import commands_of, parser
 from reshard_mpi.planning.summary import Plan
 from reshard_mpi.runs.request import Request
 from reshard_mpi.runs.through import map_file
@@ -31,46 +33,17 @@ _START_MINUTES = 10
 _PLAIN = {ord(char): char for char in string.ascii_letters + string.digits + "-+._/ ~=,:@%"}
 
 
-class Option(NamedTuple):
-    """An option of `transform` that the script passes on. field: of `Request`. is_path: to be made absolute."""
-
-    flag: str
-    field: str
-    is_path: bool = False
-
-
-PASSED_ON = (
-    Option("--src-strategy", "src_strategy", is_path=True),
-    Option("--dst-strategy", "dst_strategy", is_path=True),
-    Option("--prefix", "prefix"),
-    Option("--select", "select"),
-    Option("--from", "source_format"),
-    Option("--src-files", "source_files"),
-    Option("--map", "map", is_path=True),
-    Option("--forward", "forward"),
-    Option("--reverse", "reverse"),
-    Option("--config", "config", is_path=True),
-    Option("--like", "like", is_path=True),
-    Option("--dtype", "dtype"),
-    Option("--include", "include"),
-    Option("--exclude", "exclude"),
-    Option("--to", "to"),
-    Option("--max-shard-size", "max_shard_size"),
-    Option("--unlisted", "unlisted"),
-    Option("--strict", "strict"),
-    Option("--overwrite", "overwrite"),
-    Option("--memory", "memory"),
-    Option("--max-active", "max_active"),
-    Option("--verify", "verify"),
-    Option("--crc", "crc"),
-    Option("--replicas", "replicas"),
-    Option("--accumulated", "accumulated"),
-)
 # What the script says itself (what a task makes, and that it goes on after a requeue), and what only says how it goes.
 NOT_PASSED_ON = (
     *("--rank", "--part", "--resume", "--jobs", "--report"),
-    *("--progress", "-q", "--quiet", "-v", "--verbose"),
+    *("--progress", "-q", "--quiet", "-v", "--verbose", "-h", "--help"),
 )
+
+
+def passed_on() -> list[argparse.Action]:
+    """Return the options of `transform` that the script passes on. Each sets the field of `Request` of its name."""
+    options = commands_of(parser(["transform"]))["transform"]._actions
+    return [option for option in options if not {*NOT_PASSED_ON}.issuperset(option.option_strings)]
 
 
 def batch_script(request: Request, plan: Plan, target_ranks: int) -> str:
@@ -135,14 +108,14 @@ def _command(request: Request, tasks: int) -> str:
     if path is not None:
         request = request._replace(map=str(path))
     lines = [f"exec reshard-mpi transform {_path(request.source)} {_path(request.target)}"]
-    for option in PASSED_ON:
-        given = getattr(request, option.field)
+    for option in passed_on():
+        (flag,), given = option.option_strings, getattr(request, option.dest)
+        is_path = option.type is values.path or option.dest == "map"
         for value in given if isinstance(given, tuple) else (given,):
             if value is True:
-                lines.append(option.flag)
+                lines.append(flag)
             elif value is not None and value is not False:
-                text = _path(value) if option.is_path else _word(str(value))
-                lines.append(f"{option.flag}={text}")
+                lines.append(f"{flag}={_path(value) if is_path else _word(str(value))}")
     again = [] if request.overwrite else ["--resume"]
     lines.append(" ".join([f'--part "$SLURM_ARRAY_TASK_ID/{tasks}"', *again, "--jobs 1"]))
     return " \\\n    ".join(lines)

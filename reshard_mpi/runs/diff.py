@@ -56,33 +56,32 @@ class _Side(NamedTuple):
     plan: RankPlan
 
 
-def diff(request: Request, comm: Comm, progress: Progress, strategies: Strategies | None = None) -> Outcome:
+def diff(request: Request, comm: Comm, progress: Progress, memory: RunMemory, strategies: Strategies | None) -> Outcome:
     """Compare the checkpoint `request.source` with `request.target`.
 
     The differences are the outcome's failures. Raises a ReshardError, the same on all processes, if the two cannot be
     compared.
     """
-    with RunMemory(lambda: request.allowance, comm, progress) as memory:
-        progress.begin(Stage("planning"))
-        first, second, planned = agreed(lambda: _planned(request, comm, strategies, memory), comm)
-        require_same_choice(comm, first.source.files, second.source.files)
-        if comm.rank == 0:
-            progress.reading(first.source.described)
-        lost = _compare_copies((first, second), comm, progress, memory)
-        planned = planned.joined([Outcome(lost=lost)])
-        specs = {spec.name: spec for spec in second.plan.tensors.specs}
-        common = [spec for spec in first.plan.tensors.specs if specs.get(spec.name) == spec]
-        mine = common[comm.rank :: comm.size]
-        size_bytes, own_bytes = (sum(spec.size_bytes for spec in tensors) for tensors in (common, mine))
-        progress.begin(Stage("comparing", size_bytes, len(common), "tensor"), own_bytes)
-        differences = attempt(lambda: _all_differences(first, second, mine, progress, is_first=comm.rank == 0), comm)
-        if isinstance(differences, Outcome):
-            outcome = differences.joined([planned])
-        else:
-            failures = tuple(Failure.here(None, comm, error) for error in differences)
-            checked = Checked(0, second.path, len(mine), sum(spec.size_bytes for spec in mine), ("the other",))
-            outcome = planned._replace(failures=failures, checked=(checked,))
-        return Outcome(processes=comm.size).joined(comm.allgather(outcome))
+    progress.begin(Stage("planning"))
+    first, second, planned = agreed(lambda: _planned(request, comm, strategies, memory), comm)
+    require_same_choice(comm, first.source.files, second.source.files)
+    if comm.rank == 0:
+        progress.reading(first.source.described)
+    lost = _compare_copies((first, second), comm, progress, memory)
+    planned = planned.joined([Outcome(lost=lost)])
+    specs = {spec.name: spec for spec in second.plan.tensors.specs}
+    common = [spec for spec in first.plan.tensors.specs if specs.get(spec.name) == spec]
+    mine = common[comm.rank :: comm.size]
+    size_bytes, own_bytes = (sum(spec.size_bytes for spec in tensors) for tensors in (common, mine))
+    progress.begin(Stage("comparing", size_bytes, len(common), "tensor"), own_bytes)
+    differences = attempt(lambda: _all_differences(first, second, mine, progress, is_first=comm.rank == 0), comm)
+    if isinstance(differences, Outcome):
+        outcome = differences.joined([planned])
+    else:
+        failures = tuple(Failure.here(None, comm, error) for error in differences)
+        checked = Checked(0, second.path, len(mine), sum(spec.size_bytes for spec in mine), ("the other",))
+        outcome = planned._replace(failures=failures, checked=(checked,))
+    return Outcome(processes=comm.size).joined(comm.allgather(outcome))
 
 
 def _compare_copies(sides: Sequence[_Side], comm: Comm, progress: Progress, memory: RunMemory) -> tuple[Lost, ...]:
@@ -128,9 +127,7 @@ def _planned(
     named = (request.src_strategy, request.dst_strategy) if strategies is None else ()
     memory.to_open(named, purpose)
     read = strategies or Strategies.read(request)
-    first_files = discovery.find_shards(
-        request.source, request.select, format_name=request.source_format, file_count=request.source_files
-    )
+    first_files = request.shard_files()
     second_files = discovery.find_shards(request.target, role="other")
     if not formats.by_name(second_files.format).TRAITS.tells_files:
         raise SourceError(

@@ -13,10 +13,9 @@ from reshard_mpi.planning.parameters import Unlisted, placing_name
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.memory import RunMemory
-from reshard_mpi.runs.opened import opened_outcome, opened_run
+from reshard_mpi.runs.opened import opened_run
 from reshard_mpi.runs.origins import Origin, likely_holders, origin_of, source_groups, unknown_tensor
 from reshard_mpi.runs.outcome import Outcome, agreed
-from reshard_mpi.runs.plans import outcome_of
 from reshard_mpi.runs.prepared import Run
 from reshard_mpi.runs.progress import Silent, complain
 from reshard_mpi.runs.request import Request
@@ -54,10 +53,10 @@ def _explained(request: Request, name: str, memory: RunMemory) -> tuple[str, Out
     lines += [f"  {line}" for line in _source_lines(run, first.target_rank, origin)]
     lines += ["", f"target: {request.target}: {formats.title(run.format)}, {counted(targets, 'rank')}"]
     lines += [f"  {line}" for line in _target_lines(run, name, both.target, _shapes(first))]
-    outcome = opened_outcome(run).joined([outcome_of(first)])
+    outcome = Outcome.begun(conversion).joined([Outcome.of(first)])
     for rank in run.targets if request.ranks is not None else (first.target_rank,):
         plan = first if rank == first.target_rank else conversion.plan(rank, checked=False)
-        outcome = outcome.joined([outcome_of(plan)])
+        outcome = outcome.joined([Outcome.of(plan)])
         lines += ["", *_rank_lines(run, plan, name, origin)]
     if request.ranks is None and targets > 1:
         lines += ["", f"--rank R explains the other target ranks, 0 to {targets - 1}"]

@@ -6,7 +6,6 @@ from functools import partial
 
 from reshard_mpi.errors import UsageError
 from reshard_mpi.runs.memory import RunMemory
-from reshard_mpi.runs.outcome import Outcome
 from reshard_mpi.runs.prepared import Run
 from reshard_mpi.runs.request import Request
 
@@ -35,9 +34,3 @@ def opened_run(request: Request, memory: RunMemory, *, targets: int = 1) -> Run:
     memory.to_plan(run.conversion, run.format, purpose, targets=targets)
     run.conversion.require_fitting_strategies()
     return run
-
-
-def opened_outcome(run: Run) -> Outcome:
-    """Return an outcome with the notes and warnings on a run that has been opened."""
-    source = run.conversion.source
-    return Outcome(notes=run.conversion.notes, other_warnings=source.files.warnings, missing=source.missing)

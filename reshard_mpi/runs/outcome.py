@@ -19,9 +19,10 @@ if TYPE_CHECKING:  # this module is loaded early, before memory for the engine h
     from reshard_mpi.formats.manifest import Manifest
     from reshard_mpi.journal.records import TensorSum
     from reshard_mpi.planning.copies import Alike
-    from reshard_mpi.planning.model import Beginning, Differing, Held, Moment
+    from reshard_mpi.planning.model import Beginning, Differing, Held, Moment, RankPlan
     from reshard_mpi.planning.partial_sums import Sums
     from reshard_mpi.processes.comm import Comm
+    from reshard_mpi.runs.conversion import Conversion
     from reshard_mpi.runs.preflight import Room
 
 
@@ -162,6 +163,19 @@ class Outcome(NamedTuple):
     processes: int = 0
     missing: Missing | None = None
 
+    @classmethod
+    def begun(cls, conversion: Conversion, notes: tuple[str, ...] = ()) -> Outcome:
+        """Return an outcome with the notes and warnings on what has been opened, and these `notes`."""
+        source = conversion.source
+        return cls(notes=(*conversion.notes, *notes), other_warnings=source.files.warnings, missing=source.missing)
+
+    @classmethod
+    def of(cls, plan: RankPlan) -> Outcome:
+        """Return an outcome with the notes and warnings on a plan."""
+        return cls(
+            absent=plan.absent, notes=plan.notes, lost=plan.lost, other_warnings=(*plan.warnings, *plan.left_out)
+        )
+
     def joined(self, others: Iterable[Outcome]) -> Outcome:
         """Return this outcome and the `others` as one, targets in the order of their ranks."""
         outcomes = [self, *others]
@@ -295,6 +309,12 @@ class Planned(NamedTuple):
     rooms: tuple[Room, ...] = ()
     due: Due = Due()
     sums: tuple[Sums, ...] = ()
+
+    @classmethod
+    def of(cls, plan: RankPlan) -> Planned:
+        """Return what there is to tell of the plan of one target."""
+        held, told = (plan.held,), (plan.beginnings, plan.differing, plan.alike)
+        return cls(Outcome.of(plan), plan.moments, held, *told, sums=plan.sums)
 
     def joined(self, others: Iterable[Planned]) -> Planned:
         """Return this and the `others` as one, without rooms; of what is equal, only the first."""

@@ -24,10 +24,9 @@ from reshard_mpi.planning.tensors import SourceGroup
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.memory import RunMemory
-from reshard_mpi.runs.opened import opened_outcome, opened_run
+from reshard_mpi.runs.opened import opened_run
 from reshard_mpi.runs.origins import Origin, likely_holders, listed_pieces, origin_of, source_groups, unknown_tensor
 from reshard_mpi.runs.outcome import Outcome, agreed
-from reshard_mpi.runs.plans import outcome_of
 from reshard_mpi.runs.progress import Progress
 from reshard_mpi.runs.request import Request
 from reshard_mpi.runs.status import Stage
@@ -94,7 +93,7 @@ def _figures(request: Request, asked: Asked, memory: RunMemory, progress: Progre
         collected.further,
         collected.further_tensors,
     )
-    return figures, opened_outcome(run).joined(collected.outcomes)
+    return figures, Outcome.begun(conversion).joined(collected.outcomes)
 
 
 @dataclass(slots=True)
@@ -191,7 +190,7 @@ class _Collected:
     def add(self, plan: RankPlan) -> None:
         """Add a target that has been planned."""
         self._planned.add(plan.target_rank)
-        self.outcomes.append(outcome_of(plan))
+        self.outcomes.append(Outcome.of(plan))
         new: dict[str, tuple[Group, list[str]]] = {}
         for group in plan.tensors.groups:
             unknown = set(group.names) - self._known

@@ -17,7 +17,8 @@ from reshard_mpi.processes.hosts import host_name
 from reshard_mpi.processes.signals import INTERRUPTED
 from reshard_mpi.runs.outcome import TargetReport
 from reshard_mpi.runs.progress import Progress
-from reshard_mpi.runs.status import CLOSED, MOVED, PHASES, READ_BACK, SYNCED, Counts, RunStatus, Stage, own_by_phase
+from reshard_mpi.runs.status import PHASES, Counts, RunStatus, Stage, own_by_phase
+from reshard_mpi.runs.watched import Display
 
 T = TypeVar("T")
 
@@ -74,10 +75,8 @@ def _counts(stage: int, units: int, waits: int, *by_phase: int) -> Counts:
     return Counts(stage, (moved, synced, read_back, closed), own, units, bool(waits))
 
 
-class PipeProgress:
+class PipeProgress(Progress):
     """The `Progress` of worker `rank`: it counts in `cells`, and sends all else to its parent."""
-
-    shown_bytes = 0
 
     def __init__(self, channel: Channel, rank: int, cells: memoryview) -> None:
         self._channel = channel
@@ -91,18 +90,6 @@ class PipeProgress:
         self._cells[_STAGE] += 1
         if self._rank == 0:  # one is enough, since all begin the same
             self._channel.send(("begin", (stage,)))
-
-    def moved(self, count_bytes: int) -> None:
-        self._cells[_DONE + MOVED] += count_bytes
-
-    def synced(self, count_bytes: int) -> None:
-        self._cells[_DONE + SYNCED] += count_bytes
-
-    def read_back(self, count_bytes: int) -> None:
-        self._cells[_DONE + READ_BACK] += count_bytes
-
-    def closed(self, count_bytes: int) -> None:
-        self._cells[_DONE + CLOSED] += count_bytes
 
     def completed(self) -> None:
         self._cells[_UNITS] += 1
@@ -132,11 +119,12 @@ class PipeProgress:
     def reading(self, source: str) -> None:
         self._channel.send(("reading", (source,)))
 
+    def _add(self, phase: int, count_bytes: int) -> None:
+        self._cells[_DONE + phase] += count_bytes
 
-class PipeDisplay:
+
+class PipeDisplay(Display):
     """The display of a parent of workers that has been started for another process, to which it sends all."""
-
-    memory_bytes = 0
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -155,9 +143,6 @@ class PipeDisplay:
 
     def close(self, status: RunStatus) -> None:
         self.update(status)
-
-    def abandon(self, *, ends_line: bool) -> None:
-        pass
 
 
 def tell(progress: Progress, kind: str, arguments: tuple[Any, ...]) -> None:

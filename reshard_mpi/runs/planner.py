@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints.chosen import moments_of
@@ -24,7 +24,6 @@ from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.bookkeeping import Needs
 from reshard_mpi.runs.division import Work, divide
 from reshard_mpi.runs.due import DueTargets
-from reshard_mpi.runs.listing import ListedTensor, listed_tensors
 from reshard_mpi.runs.memory import RunMemory
 from reshard_mpi.runs.outcome import Compared, Due, Failure, Outcome, Planned, TargetReport, attempt, record_of
 from reshard_mpi.runs.preflight import (
@@ -41,6 +40,9 @@ from reshard_mpi.runs.progress import Counted, Progress
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.status import Stage
 from reshard_mpi.runs.write import Writer
+
+if TYPE_CHECKING:
+    from reshard_mpi.runs.listing import ListedTensor
 
 _NOT_VERIFIED = (
     "targets that were complete already were not verified when they were made: reshard-mpi verify SRC DST does it now"
@@ -68,9 +70,9 @@ class Planner:
         request: Request,
         comm: Comm,
         strategies: Strategies | None,
-        known_damage: Mapping[int, ReshardError],
         memory: RunMemory,
         progress: Progress,
+        known_damage: Mapping[int, ReshardError],
         *,
         lists_tensors: bool = False,
     ) -> None:
@@ -131,9 +133,7 @@ class Planner:
             names = (*(run.path(rank).name for rank in every), *journal.leftovers())
             require_no_strangers(Path(request.target), endings, names)
         strange = () if together else stranger_notes(map(run.path, work.leads))
-        source = run.conversion.source
-        notes = (*run.conversion.notes, *governor.notes, *strange)
-        begun = Outcome(notes=notes, other_warnings=source.files.warnings, missing=source.missing)
+        begun = Outcome.begun(run.conversion, (*governor.notes, *strange))
         planned = Planned(begun, opened.choice).joined(record_of(Planned, plan) for plan in plans)
         self.outcome = planned.outcome
         return planned._replace(rooms=rooms, due=Due(self.led_bytes, len(self.summaries), len(self.outcome.targets)))
@@ -277,11 +277,7 @@ class Planner:
         self._list_tensors(run, plan)
         if evidence.held.digest not in self._placed:
             self._placed[evidence.held.digest] = (plan.stage, rank, plan.placed)
-        warnings = (*plan.warnings, *plan.left_out)
-        outcome = Outcome(absent=plan.absent, notes=plan.notes, lost=plan.lost, other_warnings=warnings)
-        return Planned(
-            outcome, plan.moments, (evidence.held,), plan.beginnings, plan.differing, plan.alike, sums=plan.sums
-        )
+        return Planned.of(plan)
 
     @cached_property
     def _earlier_target(self) -> EarlierTarget | None:
@@ -295,6 +291,8 @@ class Planner:
         """Keep what is listed of a target's tensors; targets of a stage have the same, unless they share them out."""
         are_shared_out = run.conversion.once or formats.by_name(run.format).TRAITS.is_filled
         if self._lists_tensors and (are_shared_out or plan.stage not in self._listed_stages):
+            from reshard_mpi.runs.listing import listed_tensors
+
             self._listed_stages.add(plan.stage)
             for name, tensor in listed_tensors(plan).items():
                 self.listed.setdefault(name, tensor)

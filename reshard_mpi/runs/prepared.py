@@ -11,7 +11,7 @@ from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.chosen import chosen_files
 from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.errors import ReshardError, UsageError
-from reshard_mpi.filesystem.paths import real_path, require_reachable
+from reshard_mpi.filesystem.paths import real_path
 from reshard_mpi.journal.identity import CHOSEN, RunIdentity, joined_words
 from reshard_mpi.journal.targets import Journal, Unrecorded
 from reshard_mpi.planning.filling import filled_files, strategy_of
@@ -66,10 +66,7 @@ class Run(NamedTuple):
                 got="no target strategy",
             )
         _check_prefix(request.prefix)
-        require_reachable(request.source)
-        files = discovery.find_shards(
-            request.source, request.select, format_name=request.source_format, file_count=request.source_files
-        )
+        files = request.shard_files()
         name = _target_format(request, files.format)
         traits = formats.by_name(name).TRAITS
         ranks = request.ranks if request.ranks is not None else range(strategies.target.world_size)

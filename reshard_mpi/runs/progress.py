@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import TYPE_CHECKING, TextIO
 
+from reshard_mpi.runs.status import CLOSED, MOVED, READ_BACK, SYNCED
 from reshard_mpi.text import one_line
 from reshard_mpi.units import format_bytes
 
@@ -49,8 +50,8 @@ def log_warning(text: str) -> None:
     log(notes=(), warnings=(text,))
 
 
-class Progress(Protocol):
-    """Is told the progress of a process of a run.
+class Progress:
+    """Is told the progress of a process of a run. This one does nothing with it; others replace what they show.
 
     `begin`: a stage, which all processes begin alike; of its bytes this process has `own_bytes` to do, and files of
     `closed_bytes` to close. `moved`, `synced`, `read_back`, `closed`: so many bytes have gone through this phase.
@@ -60,82 +61,22 @@ class Progress(Protocol):
     `shown_bytes`: how much memory it takes in this process to show it, besides what every process has.
     """
 
-    @property
-    def shown_bytes(self) -> int: ...
-
-    def begin(self, stage: Stage, own_bytes: int = 0, closed_bytes: int = 0) -> None: ...
-
-    def moved(self, count_bytes: int) -> None: ...
-
-    def synced(self, count_bytes: int) -> None: ...
-
-    def read_back(self, count_bytes: int) -> None: ...
-
-    def closed(self, count_bytes: int) -> None: ...
-
-    def completed(self) -> None: ...
-
-    def assigned(self, ranks: tuple[int, ...]) -> None: ...
-
-    def started(self, rank: int) -> None: ...
-
-    def finished(self, report: TargetReport) -> None: ...
-
-    def waiting(self, text: str) -> None: ...
-
-    def admitted(self) -> None: ...
-
-    def say(self, text: str) -> None: ...
-
-    def detail(self, text: str) -> None: ...
-
-    def reading(self, source: str) -> None: ...
-
-
-class RunProgress(Progress, Protocol):
-    """Is told the progress of a run by the process that the user has started.
-
-    `verbose`: whether details are shown. `count`: what returns the counts of its workers. `update`: how far the run is,
-    which has its workers elsewhere.
-    """
-
-    @property
-    def verbose(self) -> bool: ...
-
-    def count(self, others: Callable[[], Iterable[Counts]]) -> None: ...
-
-    def update(self, status: RunStatus) -> None: ...
-
-    def close(self) -> None:
-        """The run has come to its end; all ranks of an MPI run must call this."""
-
-    def abandon(self, *, ends_line: bool = True) -> None:
-        """The run was refused or stopped. ends_line: whether a line that is not ended has to be."""
-
-
-class Silent:
-    """Shows no progress. say: is given the lines for the user, which are logged as warnings unless it is set."""
-
-    verbose = False
     shown_bytes = 0
-
-    def __init__(self, say: Callable[[str], None] = log_warning) -> None:
-        self._say = say
 
     def begin(self, stage: Stage, own_bytes: int = 0, closed_bytes: int = 0) -> None:
         pass
 
     def moved(self, count_bytes: int) -> None:
-        pass
+        self._add(MOVED, count_bytes)
 
     def synced(self, count_bytes: int) -> None:
-        pass
+        self._add(SYNCED, count_bytes)
 
     def read_back(self, count_bytes: int) -> None:
-        pass
+        self._add(READ_BACK, count_bytes)
 
     def closed(self, count_bytes: int) -> None:
-        pass
+        self._add(CLOSED, count_bytes)
 
     def completed(self) -> None:
         pass
@@ -150,19 +91,33 @@ class Silent:
         pass
 
     def waiting(self, text: str) -> None:
-        self._say(text)
+        self.say(text)
 
     def admitted(self) -> None:
         pass
 
     def say(self, text: str) -> None:
-        self._say(text)
+        pass
 
     def detail(self, text: str) -> None:
         pass
 
     def reading(self, source: str) -> None:
         pass
+
+    def _add(self, phase: int, count_bytes: int) -> None:
+        """Count bytes that have gone through a phase."""
+
+
+class RunProgress(Progress):
+    """Is told the progress of a run by the process that the user has started.
+
+    `verbose`: whether details are shown. `count`: what returns the counts of its workers. `update`: how far the run is,
+    which has its workers elsewhere. `close`: the run has come to its end; all ranks of an MPI run must call this.
+    `abandon`: the run was refused or stopped; `ends_line`: whether a line that is not ended has to be.
+    """
+
+    verbose = False
 
     def count(self, others: Callable[[], Iterable[Counts]]) -> None:
         pass
@@ -175,6 +130,16 @@ class Silent:
 
     def abandon(self, *, ends_line: bool = True) -> None:
         pass
+
+
+class Silent(RunProgress):
+    """Shows no progress. say: is given the lines for the user, which are logged as warnings unless it is set."""
+
+    def __init__(self, say: Callable[[str], None] = log_warning) -> None:
+        self._say = say
+
+    def say(self, text: str) -> None:
+        self._say(text)
 
 
 class Counted:

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from reshard_mpi.processes.comm import MPIComm
-from reshard_mpi.runs.progress import told_target
-from reshard_mpi.runs.status import CLOSED, MOVED, NO_BYTES, READ_BACK, SYNCED, Counts, RunStatus, Stage, own_by_phase
-from reshard_mpi.runs.watched import Display, Watched
-
-if TYPE_CHECKING:
-    from reshard_mpi.runs.outcome import TargetReport
+from reshard_mpi.runs.status import MOVED, READ_BACK, Counts, Stage
+from reshard_mpi.runs.watched import Counting, Display, Watched
 
 # How often a rank tells what it has done: not so often that rank 0 has more than some 500 messages a second to read.
 _TELL_SECONDS = 0.5
@@ -36,14 +31,6 @@ class RootProgress(Watched):
         super().begin(stage, own_bytes, closed_bytes)
         self._look()
 
-    def moved(self, count_bytes: int) -> None:
-        super().moved(count_bytes)
-        self._look_if_due()
-
-    def read_back(self, count_bytes: int) -> None:
-        super().read_back(count_bytes)
-        self._look_if_due()
-
     def waiting(self, text: str) -> None:
         self._look()
         super().waiting(text)
@@ -59,8 +46,9 @@ class RootProgress(Watched):
         by_rank = self._by_rank
         return [by_rank.get(rank, Counts()) for rank in range(1, self._comm.size)]
 
-    def _look_if_due(self) -> None:
-        if time.monotonic() >= self._next_seconds:
+    def _add(self, phase: int, count_bytes: int) -> None:
+        super()._add(phase, count_bytes)
+        if phase in (MOVED, READ_BACK) and time.monotonic() >= self._next_seconds:
             self._look()
 
     def _look(self) -> None:
@@ -70,95 +58,44 @@ class RootProgress(Watched):
             self._by_rank = self._by_rank | arrived  # another one, since the thread that shows it reads this one
 
 
-class RankProgress:
+class RankProgress(Counting):
     """The `Progress` of any other rank. say: is given lines for the user. verbose: details are among them."""
 
-    shown_bytes = 0
-
     def __init__(self, comm: MPIComm, say: Callable[[str], None], *, verbose: bool = False) -> None:
+        super().__init__(verbose=verbose)
         self._comm = comm
         self._say = say
-        self.verbose = verbose
         self._posts = comm.posts()
-        self._counts = Counts()
-        self._done_bytes = list(NO_BYTES)
         self._interval_seconds = max(_TELL_SECONDS, comm.size * _TELL_SECONDS_A_RANK)
         self._next_seconds = 0.0
         self._no_longer_meanwhile = comm.meanwhile(self._tell_if_due)
 
     def begin(self, stage: Stage, own_bytes: int = 0, closed_bytes: int = 0) -> None:
-        self._done_bytes = list(NO_BYTES)
-        self._counts = Counts(self._counts.stage + 1, own_bytes=own_by_phase(stage, own_bytes, closed_bytes))
+        super().begin(stage, own_bytes, closed_bytes)
         self._tell()
-
-    def moved(self, count_bytes: int) -> None:
-        self._done_bytes[MOVED] += count_bytes
-        self._tell_if_due()
-
-    def synced(self, count_bytes: int) -> None:
-        self._done_bytes[SYNCED] += count_bytes
-        self._tell_if_due()
-
-    def read_back(self, count_bytes: int) -> None:
-        self._done_bytes[READ_BACK] += count_bytes
-        self._tell_if_due()
-
-    def closed(self, count_bytes: int) -> None:
-        self._done_bytes[CLOSED] += count_bytes
-        self._tell_if_due()
-
-    def completed(self) -> None:
-        self._counts = self._counts._replace(units=self._counts.units + 1)
-
-    def assigned(self, ranks: tuple[int, ...]) -> None:
-        pass
-
-    def started(self, rank: int) -> None:
-        pass
-
-    def finished(self, report: TargetReport) -> None:
-        self.completed()
-        self.detail(told_target(report))
 
     def waiting(self, text: str) -> None:
-        self._counts = self._counts._replace(waits=True)
+        super().waiting(text)
         self._tell()
-        self._say(text)
 
     def admitted(self) -> None:
-        if self._counts.waits:
-            self._counts = self._counts._replace(waits=False)
+        waited = self._counts.waits
+        super().admitted()
+        if waited:
             self._tell()
 
     def say(self, text: str) -> None:
         self._say(text)
 
-    def detail(self, text: str) -> None:
-        if self.verbose:
-            self._say(text)
-
-    def reading(self, source: str) -> None:
-        pass  # rank 0 says it
-
-    def count(self, others: Callable[[], Iterable[Counts]]) -> None:
-        pass  # it has no workers
-
-    def update(self, status: RunStatus) -> None:
-        pass
-
     def close(self) -> None:
         """Tell the last counts; every rank must close its progress."""
         self._no_longer_meanwhile()
-        self._comm.allgather(self._now)
+        self._comm.allgather(self._counts)
         self._posts.close()
 
-    def abandon(self, *, ends_line: bool = True) -> None:
-        """Leave it as it is, since other ranks may have ended."""
-
-    @property
-    def _now(self) -> Counts:
-        moved, synced, read_back, closed = self._done_bytes
-        return self._counts._replace(done_bytes=(moved, synced, read_back, closed))
+    def _add(self, phase: int, count_bytes: int) -> None:
+        super()._add(phase, count_bytes)
+        self._tell_if_due()
 
     def _tell_if_due(self) -> None:
         if time.monotonic() >= self._next_seconds:
@@ -166,4 +103,4 @@ class RankProgress:
 
     def _tell(self) -> None:
         self._next_seconds = time.monotonic() + self._interval_seconds
-        self._posts.send(self._now)
+        self._posts.send(self._counts)

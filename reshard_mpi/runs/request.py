@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.planning.partial_sums import Accumulated
@@ -11,6 +11,9 @@ from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.processes.governor.allowance import Allowance
 from reshard_mpi.sharding import strategy
 from reshard_mpi.sharding.placement import Strategy, unsharded
+
+if TYPE_CHECKING:
+    from reshard_mpi.checkpoints.discovery import ShardFiles
 
 # 5 GB, the size up to which huggingface_hub fills files.
 _USUAL_FILE_BYTES = 5 * 10**9
@@ -82,6 +85,14 @@ class Request(NamedTuple):
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     like: str | None = None
+
+    def shard_files(self) -> ShardFiles:
+        """Find the files of the source. Raises a ReshardError if they do not make up a checkpoint."""
+        from reshard_mpi.checkpoints.discovery import find_shards
+        from reshard_mpi.filesystem.paths import require_reachable
+
+        require_reachable(self.source)
+        return find_shards(self.source, self.select, format_name=self.source_format, file_count=self.source_files)
 
     @property
     def is_mapped(self) -> bool:

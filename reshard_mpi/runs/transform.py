@@ -7,12 +7,11 @@ gathered, so the outcome is the same on every process.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
-from reshard_mpi.errors import (
-    ReshardError,
-)
+from reshard_mpi.errors import ReshardError
 from reshard_mpi.planning.agreement import (
     differing_stages,
     require_one_moment,
@@ -22,12 +21,11 @@ from reshard_mpi.planning.agreement import (
 from reshard_mpi.planning.copies import dealt
 from reshard_mpi.planning.differing import between_targets, told_of
 from reshard_mpi.planning.fit import drift_warning, require_no_drift
-from reshard_mpi.planning.model import CHOSEN_FILES, Moment
+from reshard_mpi.planning.model import CHOSEN_FILES, Differing, Moment
 from reshard_mpi.planning.partial_sums import Accumulated, note_on_none
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.planning.summary import Plan
 from reshard_mpi.processes.comm import Comm
-from reshard_mpi.runs.listing import tensor_lines
 from reshard_mpi.runs.memory import RunMemory
 from reshard_mpi.runs.outcome import Compared, Due, Outcome, Planned, attempt, record_of
 from reshard_mpi.runs.planner import Planner
@@ -37,48 +35,34 @@ from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.status import CLOSED, MOVED, PHASES, Stage
 
 T = TypeVar("T")
+# Given what is known to be wrong with source shards, returns what plans the targets of this process.
+NewPlanner = Callable[[Mapping[int, ReshardError]], Planner]
 
 
-def convert(request: Request, comm: Comm, progress: Progress, strategies: Strategies | None = None) -> Outcome:
+def convert(
+    request: Request, comm: Comm, progress: Progress, memory: RunMemory, strategies: Strategies | None
+) -> Outcome:
     """Make this process's part of the targets of `request`; return the outcome of all processes of `comm`.
 
     Every process of `comm` must call it with the same request. strategies: those of the request, if they have been read
     already. Raises the same error on every process if the run is refused, before anything is written. Targets that fail
     later are in the outcome.
     """
-    with RunMemory(lambda: request.allowance, comm, progress) as memory:
-        return _convert(request, comm, progress, strategies, memory)
-
-
-def _convert(
-    request: Request, comm: Comm, progress: Progress, strategies: Strategies | None, memory: RunMemory
-) -> Outcome:
-    planner, planned, due = _planned(request, comm, progress, strategies, memory)
+    new_planner = partial(Planner, request, comm, strategies, memory, progress)
+    planner, planned, due = _planned(new_planner, request, comm, progress)
     _refuse(comm.allgather(planner.begin(progress)), comm)
-    if comm.rank == 0:
-        progress.reading(planner.described_source)  # not earlier, since a process alone may have started over until now
+    if comm.rank == 0:  # not earlier, since a process alone may have started over until now
+        progress.reading(planner.described_source)
     stage = Stage("writing", due.size_bytes, due.targets, ready=due.ready, phases=(MOVED, CLOSED))
     if request.verify:
         stage = stage._replace(name="writing and verifying", phases=PHASES)
     progress.begin(stage, planner.own_bytes, planner.led_bytes)
-    written = planner.writer(progress).write()
-    plans_outcome = Outcome(
-        notes=planned.notes,
-        lost=planned.lost,
-        missing=planned.missing,
-        other_warnings=planned.other_warnings,
-        processes=comm.size,
-    )
-    outcome = plans_outcome.joined(comm.allgather(planner.outcome.joined([written])))
+    own = planner.outcome.joined([planner.writer(progress).write()])
+    outcome = planned._replace(targets=(), processes=comm.size).joined(comm.allgather(own))
     if not request.recorded:
         return outcome
     # Even if targets have failed: another run may have made them meanwhile, and left it to this one to commit.
-    committed, *_ = comm.allgather(planner.commit(outcome) if comm.rank == 0 else Outcome())
-    return outcome._replace(
-        failures=(*outcome.failures, *committed.failures),
-        notes=(*outcome.notes, *committed.notes),
-        other_warnings=(*outcome.other_warnings, *committed.other_warnings),
-    )
+    return outcome.joined(comm.allgather(planner.commit(outcome) if comm.rank == 0 else Outcome()))
 
 
 def plan_targets(
@@ -91,37 +75,25 @@ def plan_targets(
     """
     shown = Silent(complain) if progress is None else progress
     with RunMemory(lambda: request.allowance, comm, shown) as memory:
-        return _plan_targets(request, comm, shown, memory, lists_tensors=lists_tensors)
+        new_planner = partial(Planner, request, comm, None, memory, shown, lists_tensors=lists_tensors)
+        planner, planned, _ = _planned(new_planner, request, comm, shown)
+        shares = _gather(comm, planner.summaries)
+        in_order = sorted((target for share in shares for target in share), key=lambda target: target.rank)
+        listed: Iterable[str] = ()
+        if lists_tensors:
+            from reshard_mpi.runs.listing import tensor_lines
+
+            listed = tensor_lines(_gather(comm, planner.listed), planner.origins())
+        return Plan(tuple(in_order), planner.described_source, tuple(listed), planner.shown_rules()), planned
 
 
-def _plan_targets(
-    request: Request, comm: Comm, progress: Progress, memory: RunMemory, *, lists_tensors: bool
-) -> tuple[Plan, Outcome]:
-    planner, planned, _ = _planned(request, comm, progress, None, memory, lists_tensors=lists_tensors)
-    shares = _gather(comm, planner.summaries)
-    targets = [target for share in shares for target in share]
-    listed = tensor_lines(_gather(comm, planner.listed), planner.origins()) if lists_tensors else ()
-    in_order = tuple(sorted(targets, key=lambda target: target.rank))
-    return Plan(in_order, planner.described_source, tuple(listed), planner.shown_rules()), planned
-
-
-def _planned(
-    request: Request,
-    comm: Comm,
-    progress: Progress,
-    strategies: Strategies | None,
-    memory: RunMemory,
-    *,
-    lists_tensors: bool = False,
-) -> tuple[Planner, Outcome, Due]:
+def _planned(new_planner: NewPlanner, request: Request, comm: Comm, progress: Progress) -> tuple[Planner, Outcome, Due]:
     """Plan the targets of all processes and compare the copies that must be the same.
 
     Returns this process's planner, and of all processes the outcome, and what they are to write. Raises the same error
     on every process if it refuses the run.
     """
-    planner, planned = _plan_with_sound_sources(
-        request, comm, progress, strategies, memory, lists_tensors=lists_tensors
-    )
+    planner, planned = _plan_with_sound_sources(new_planner, request, comm, progress)
     outcome = planned.outcome
     differing = [*planned.differing, *between_targets(planned.beginnings)]
     if planned.alike or request.replicas is not Replicas.ANY:
@@ -136,23 +108,19 @@ def _planned(
         if request.strict:
             require_no_drift(drifted, request.source)
         if drifted:
-            outcome = outcome._replace(other_warnings=(*outcome.other_warnings, drift_warning(drifted)))
+            outcome = outcome.joined([Outcome(other_warnings=(drift_warning(drifted),))])
         differing += [tensor for share in compared for tensor in share.unlisted]
-    told = told_of(differing, request.source, strict=request.strict)
-    outcome = outcome._replace(
-        notes=(*outcome.notes, *told.notes), other_warnings=(*outcome.other_warnings, *told.warnings)
-    )
-    return planner, outcome, planned.due
+    return planner, told_differing(outcome, differing, request.source, strict=request.strict), planned.due
+
+
+def told_differing(outcome: Outcome, differing: Iterable[Differing], source: str, *, strict: bool) -> Outcome:
+    """Return an outcome with what the user is told of tensors that differ. Raises DisagreementError if `strict`."""
+    told = told_of(differing, source, strict=strict)
+    return outcome.joined([Outcome(notes=told.notes, other_warnings=told.warnings)])
 
 
 def _plan_with_sound_sources(
-    request: Request,
-    comm: Comm,
-    progress: Progress,
-    strategies: Strategies | None,
-    memory: RunMemory,
-    *,
-    lists_tensors: bool,
+    new_planner: NewPlanner, request: Request, comm: Comm, progress: Progress
 ) -> tuple[Planner, Planned]:
     """Plan the targets of all processes; if they will be verified, only from shards that fit their own checksums.
 
@@ -164,7 +132,7 @@ def _plan_with_sound_sources(
     damage: dict[int, ReshardError] = {}
     while True:
         progress.begin(Stage("planning"))
-        planner = Planner(request, comm, strategies, damage, memory, progress, lists_tensors=lists_tensors)
+        planner = new_planner(damage)
         planned = _plan_together(planner, comm)
         chosen += (moment for moment in planned.moments if moment.name == CHOSEN_FILES)
         require_one_moment(chosen)  # in the second round another checkpoint may be the newest
@@ -191,18 +159,35 @@ def _plan_together(planner: Planner, comm: Comm) -> Planned:
     """
     all_planned = [record_of(Planned, value) for value in comm.allgather(planner.plan())]
     _refuse([planned.outcome for planned in all_planned], comm)
-    require_one_moment(moment for planned in all_planned for moment in planned.moments)
     require_room(planned.rooms for planned in all_planned)
-    for stage in differing_stages(held for planned in all_planned for held in planned.held):
+
+    def placed(stage: int) -> dict[int, dict[str, str]]:
         shares = _gather(comm, planner.placed(stage))
-        placed = {rank: described for share in shares for rank, described in share.items()}
-        require_same_names(placed, planner.source)
-        require_same_shapes(placed, planner.source)
+        return {rank: described for share in shares for rank, described in share.items()}
+
+    return agreeing(all_planned, placed, planner.source, planner.accumulated)
+
+
+def agreeing(
+    all_planned: Sequence[Planned],
+    placed: Callable[[int], Mapping[int, Mapping[str, str]]],
+    source: str,
+    accumulated: Accumulated,
+) -> Planned:
+    """Return what is said about plans, as one, if these have in common what they must.
+
+    placed: returns what strategies place on the target ranks of a stage. Raises a ReshardError if the run is refused.
+    """
+    require_one_moment(moment for planned in all_planned for moment in planned.moments)
+    for stage in differing_stages(held for planned in all_planned for held in planned.held):
+        of_stage = placed(stage)
+        require_same_names(of_stage, source)
+        require_same_shapes(of_stage, source)
     together = Planned().joined(all_planned)
-    notes = together.outcome.notes
-    if together.held and not together.sums and planner.accumulated is not Accumulated.REFUSE:
-        notes = (*notes, note_on_none(planner.accumulated))
-    return together._replace(outcome=together.outcome._replace(notes=notes))
+    if together.held and not together.sums and accumulated is not Accumulated.REFUSE:
+        noted = Outcome(notes=(note_on_none(accumulated),))
+        together = together._replace(outcome=together.outcome.joined([noted]))
+    return together
 
 
 def _gather(comm: Comm, value: T | Outcome) -> list[T]:

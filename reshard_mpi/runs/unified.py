@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.left_behind import Share
 from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.errors import UsageError, wrong_type
@@ -55,15 +54,9 @@ Choose = Callable[[str], object]
 def request_of_files(request: Request, choose: Choose | None) -> Request:
     """Return the request with the files to write, which are found by planning the whole checkpoint."""
     with RunMemory(lambda: request.allowance, SerialComm(), Silent()) as memory:
-        purpose = f"planning {request.target} from {request.source}"
         memory.open()
-        memory.to_open((request.src_strategy,), purpose)
-        files, read = discovery.find_shards(request.source, request.select), Strategies.read(request)
-        memory.to_open((request.src_strategy,), purpose, files.format)
-        source = open_source(files, read.source)
-        conversion = Conversion(source, read.target, replicas=request.replicas)
-        memory.on_giving_way(conversion.forget)
-        memory.to_plan(conversion, FORMAT, purpose)
+        conversion = _conversion(request, memory, None)
+        memory.to_plan(conversion, FORMAT, _purpose(request))
         plan = conversion.plan(0, checked=False)
         conversion.require_none_left_behind(
             plan, Share(0, 1), lambda name: choose is None or _chosen(name, choose(name)) is not None
@@ -71,6 +64,23 @@ def request_of_files(request: Request, choose: Choose | None) -> Request:
         unified = unified_files(plan, choose)
     # Otherwise tensors that are left out would be placed like those they are named after.
     return request._replace(files=unified, unlisted=request.unlisted if choose is None else Unlisted.DROP)
+
+
+def _purpose(request: Request) -> str:
+    return f"planning {request.target} from {request.source}"
+
+
+def _conversion(request: Request, memory: RunMemory, strategies: Strategies | None) -> Conversion:
+    """Return the conversion of the source to the files that the request lists, or, without such, to one of all."""
+    purpose, named = _purpose(request), (request.src_strategy,) if strategies is None else ()
+    memory.to_open(named, purpose)
+    read, files = strategies or Strategies.read(request), request.shard_files()
+    memory.to_open(named, purpose, files.format)
+    names = [[name for name, _ in file.tensors] for file in request.files]
+    target = strategy_of(names) if names else read.target
+    conversion = Conversion(open_source(files, read.source), target, request.unlisted, replicas=request.replicas)
+    memory.on_giving_way(conversion.forget)
+    return conversion
 
 
 def unified_files(plan: RankPlan, choose: Choose | None) -> tuple[TargetFile, ...]:
@@ -134,46 +144,39 @@ class _Opened(NamedTuple):
     outcome: Outcome
 
 
-def unify(request: Request, comm: Comm, progress: Progress, strategies: Strategies | None = None) -> Outcome:
+def unify(
+    request: Request, comm: Comm, progress: Progress, memory: RunMemory, strategies: Strategies | None
+) -> Outcome:
     """Write the files that `request` lists, or its part of them; return the outcome of all processes of `comm`.
 
     The request with the first part also writes the map, when its own files are complete. Raises the same error on every
     process if the run is refused, before anything is written. Files that fail later are in the outcome.
     """
-    with RunMemory(lambda: request.allowance, comm, progress) as memory:
-        progress.begin(Stage("planning"))
-        opened = agreed(lambda: _opened(request, comm, memory, strategies), comm)
-        require_same_choice(comm, opened.conversion.source.files)
-        plans = opened.plans.values()
-        own_bytes = sum(plan.written_bytes for plan in plans)
-        gathered = comm.allgather(([moment for plan in plans for moment in plan.moments], opened.rooms, own_bytes))
-        require_one_moment(moment for moments, *_ in gathered for moment in moments)
-        require_room(rooms for _, rooms, _ in gathered)
-        size_bytes = sum(own_bytes for *_, own_bytes in gathered)
-        stage = Stage("writing", size_bytes, len(numbers_of(request)), "file", phases=(MOVED, CLOSED))
-        progress.begin(stage, own_bytes, own_bytes)
-        has_map = comm.rank == 0 and (request.part is None or request.part[0] == 0)
-        agreed(lambda: _withdraw_map(request) if has_map else None, comm)
-        outcome = opened.outcome.joined(comm.allgather(_write(request, opened, comm, memory, progress)))
-        agreed(lambda: _publish_map(request) if has_map and not outcome.failures else None, comm)
-        return outcome
+    progress.begin(Stage("planning"))
+    opened = agreed(lambda: _opened(request, comm, memory, strategies), comm)
+    require_same_choice(comm, opened.conversion.source.files)
+    plans = opened.plans.values()
+    own_bytes = sum(plan.written_bytes for plan in plans)
+    gathered = comm.allgather(([moment for plan in plans for moment in plan.moments], opened.rooms, own_bytes))
+    require_one_moment(moment for moments, *_ in gathered for moment in moments)
+    require_room(rooms for _, rooms, _ in gathered)
+    size_bytes = sum(own_bytes for *_, own_bytes in gathered)
+    stage = Stage("writing", size_bytes, len(numbers_of(request)), "file", phases=(MOVED, CLOSED))
+    progress.begin(stage, own_bytes, own_bytes)
+    has_map = comm.rank == 0 and (request.part is None or request.part[0] == 0)
+    agreed(lambda: _withdraw_map(request) if has_map else None, comm)
+    outcome = opened.outcome.joined(comm.allgather(_write(request, opened, comm, memory, progress)))
+    agreed(lambda: _publish_map(request) if has_map and not outcome.failures else None, comm)
+    return outcome
 
 
 def _opened(request: Request, comm: Comm, memory: RunMemory, strategies: Strategies | None) -> _Opened:
     """Plan the files that this process writes, and check that they can be written."""
-    purpose = f"planning {request.target} from {request.source}"
     notes = memory.open().notes
-    named = (request.src_strategy,) if strategies is None else ()
-    memory.to_open(named, purpose)
-    read = strategies or Strategies.read(request)
-    files = discovery.find_shards(request.source, request.select)
-    memory.to_open(named, purpose, files.format)
-    source = open_source(files, read.source)
-    target = strategy_of([[name for name, _ in file.tensors] for file in request.files])
-    conversion = Conversion(source, target, request.unlisted, replicas=request.replicas)
-    memory.on_giving_way(conversion.forget)
+    conversion = _conversion(request, memory, strategies)
+    files = conversion.source.files
     mine = numbers_of(request)[comm.rank :: comm.size]
-    memory.to_plan(conversion, FORMAT, purpose, targets=len(mine))
+    memory.to_plan(conversion, FORMAT, _purpose(request), targets=len(mine))
     paths = {number: Path(request.target, request.files[number].name) for number in mine}
     refuse_overlap(files, request.target, paths.values())
     journal = Unrecorded(Path(request.target))

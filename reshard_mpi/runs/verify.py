@@ -51,19 +51,14 @@ _MAX_QUOTED = 200
 _BEFORE_LOCATING = Summing(0, is_native=False, decoding_bytes=0, with_numpy=True)
 
 
-def verify_pair(request: Request, comm: Comm, progress: Progress, strategies: Strategies | None = None) -> Outcome:
+def verify_pair(
+    request: Request, comm: Comm, progress: Progress, memory: RunMemory, strategies: Strategies | None
+) -> Outcome:
     """Verify that the checkpoint `request.target` holds what a transform of `request.source` to it would write.
 
     Damage is in the outcome's failures. Raises a ReshardError, the same on every process, if the two cannot be
     compared.
     """
-    with RunMemory(lambda: request.allowance, comm, progress) as memory:
-        return _verify_pair(request, comm, progress, strategies, memory)
-
-
-def _verify_pair(
-    request: Request, comm: Comm, progress: Progress, strategies: Strategies | None, memory: RunMemory
-) -> Outcome:
     purpose = f"verifying {request.target}"
 
     def begin() -> tuple[Conversion, SourceCheckpoint, Sequence[int], Governor, tuple[str, ...]]:
@@ -71,10 +66,8 @@ def _verify_pair(
         named = (request.src_strategy, request.dst_strategy) if strategies is None else ()
         memory.to_open(named, purpose)
         read = strategies or Strategies.read(request)
-        files, target_files = (
-            _shards(request.source, request.select, request.source_format, request.source_files),
-            _shards(request.target, role="target"),
-        )
+        require_reachable(request.target)
+        files, target_files = request.shard_files(), discovery.find_shards(request.target, role="target")
         memory.to_open(named, purpose, files.format, target_files.format)
         source = open_source(files, read.source)
         target = open_source(target_files, None if request.dst_strategy is None else read.target)
@@ -136,20 +129,17 @@ def _verify_pair(
     return _with_notes(checked, governor, conversion.source.files, target.files)
 
 
-def verify_alone(request: Request, comm: Comm, progress: Progress, strategies: Strategies | None = None) -> Outcome:
+def verify_alone(
+    request: Request, comm: Comm, progress: Progress, memory: RunMemory, strategies: Strategies | None
+) -> Outcome:
     """Verify the checkpoint `request.source` against the sums that it keeps.
 
     Where the request names ranks, only their shards are verified, each by itself. Damage is in the outcome's failures.
     Raises a ReshardError, the same on every process, if it cannot be verified, for instance since it keeps no sums.
     """
-    with RunMemory(lambda: request.allowance, comm, progress) as memory:
-        return _verify_alone(request, comm, progress, memory)
 
-
-def _verify_alone(request: Request, comm: Comm, progress: Progress, memory: RunMemory) -> Outcome:
     def begin() -> tuple[discovery.ShardFiles, Governor]:
-        named = request.select, request.source_format, request.source_files
-        return _shards(request.source, *named), memory.open()
+        return request.shard_files(), memory.open()
 
     progress.begin(Stage("planning"))
     files, governor = agreed(begin, comm)
@@ -179,18 +169,6 @@ def _verify_alone(request: Request, comm: Comm, progress: Progress, memory: RunM
         note = f"{len(unknown)} of {len(ranks)} shards keep no sums, that of rank {unknown[0]} the first"
         outcome = outcome._replace(notes=(*outcome.notes, note))
     return outcome
-
-
-def _shards(
-    path: str,
-    select: str | None = None,
-    format_name: str | None = None,
-    file_count: int | None = None,
-    *,
-    role: str = "source",
-) -> discovery.ShardFiles:
-    require_reachable(path)
-    return discovery.find_shards(path, select, role=role, format_name=format_name, file_count=file_count)
 
 
 def _accumulated(request: Request, path: str) -> Accumulated:

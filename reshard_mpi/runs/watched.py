@@ -6,11 +6,11 @@ import signal
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from reshard_mpi.runs.pace import Pace
-from reshard_mpi.runs.progress import told_target
-from reshard_mpi.runs.status import CLOSED, MOVED, NO_BYTES, READ_BACK, SYNCED, Counts, RunStatus, Stage, own_by_phase
+from reshard_mpi.runs.progress import RunProgress, told_target
+from reshard_mpi.runs.status import NO_BYTES, Counts, RunStatus, Stage, own_by_phase
 
 if TYPE_CHECKING:
     import threading
@@ -23,29 +23,73 @@ _TICK_SECONDS = 0.25
 _END_SECONDS = 1.0
 
 
-class Display(Protocol):
-    """Shows the progress of a run. Its methods are called by one thread at a time.
+class Display:
+    """Shows the progress of a run. Its methods are called by one thread at a time; here they do nothing.
 
     `update`: how far the run is, several times a second. `say`: a line for the user. `reading`: the source in one line.
     `close`: the end of the run, with the last status. `abandon`: the run was refused or stopped; `ends_line`: whether a
     line that is not ended has to be. `memory_bytes`: how much memory it takes.
     """
 
+    memory_bytes = 0
+
+    def update(self, status: RunStatus) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        pass
+
+    def reading(self, source: str) -> None:
+        pass
+
+    def close(self, status: RunStatus) -> None:
+        pass
+
+    def abandon(self, *, ends_line: bool) -> None:
+        pass
+
+
+class Counting(RunProgress):
+    """Counts what this process has done of each stage. verbose: details are said."""
+
+    def __init__(self, *, verbose: bool) -> None:
+        self.verbose = verbose
+        self._begun = Counts()  # but for the bytes that are done
+        self._done_bytes = list(NO_BYTES)
+
+    def begin(self, stage: Stage, own_bytes: int = 0, closed_bytes: int = 0) -> None:
+        self._done_bytes = list(NO_BYTES)
+        self._begun = Counts(self._begun.stage + 1, own_bytes=own_by_phase(stage, own_bytes, closed_bytes))
+
+    def completed(self) -> None:
+        self._begun = self._begun._replace(units=self._begun.units + 1)
+
+    def finished(self, report: TargetReport) -> None:
+        self.completed()
+        self.detail(told_target(report))
+
+    def waiting(self, text: str) -> None:
+        self._begun = self._begun._replace(waits=True)
+        self.say(text)
+
+    def admitted(self) -> None:
+        if self._begun.waits:
+            self._begun = self._begun._replace(waits=False)
+
+    def detail(self, text: str) -> None:
+        if self.verbose:
+            self.say(text)
+
     @property
-    def memory_bytes(self) -> int: ...
+    def _counts(self) -> Counts:
+        moved, synced, read_back, closed = self._done_bytes
+        return self._begun._replace(done_bytes=(moved, synced, read_back, closed))
 
-    def update(self, status: RunStatus) -> None: ...
-
-    def say(self, text: str) -> None: ...
-
-    def reading(self, source: str) -> None: ...
-
-    def close(self, status: RunStatus) -> None: ...
-
-    def abandon(self, *, ends_line: bool) -> None: ...
+    def _add(self, phase: int, count_bytes: int) -> None:
+        self._done_bytes[phase] += count_bytes
 
 
-class Watched:
+class Watched(Counting):
     """The `Progress` of a process that works alone or is the parent of workers, shown by a display.
 
     others: returns the counts of further processes of the run. verbose: show details.
@@ -54,15 +98,13 @@ class Watched:
     def __init__(
         self, display: Display, *, verbose: bool = False, others: Callable[[], Iterable[Counts]] = tuple
     ) -> None:
+        super().__init__(verbose=verbose)
         self.shown_bytes = display.memory_bytes
         self._display = display
-        self.verbose = verbose
         self._others = others
         self._begin_seconds = time.monotonic()
-        self._stage, self._number = Stage("starting"), 0
+        self._stage = Stage("starting")
         self._pace = Pace(self._stage, self._begin_seconds)
-        self._done_bytes, self._own_bytes, self._units = list(NO_BYTES), NO_BYTES, 0
-        self._waits = False
         self._thread: threading.Thread | None = None
         self._ended: threading.Event | None = None
         self._lock: threading.Lock | None = None
@@ -81,49 +123,12 @@ class Watched:
     def begin(self, stage: Stage, own_bytes: int = 0, closed_bytes: int = 0) -> None:
         self._start()
         with self._locked():
-            self._own_bytes = own_by_phase(stage, own_bytes, closed_bytes)
-            self._done_bytes, self._units = list(NO_BYTES), 0
-            self._stage, self._number, self._pace = stage, self._number + 1, Pace(stage, time.monotonic())
-
-    def moved(self, count_bytes: int) -> None:
-        self._done_bytes[MOVED] += count_bytes
-
-    def synced(self, count_bytes: int) -> None:
-        self._done_bytes[SYNCED] += count_bytes
-
-    def read_back(self, count_bytes: int) -> None:
-        self._done_bytes[READ_BACK] += count_bytes
-
-    def closed(self, count_bytes: int) -> None:
-        self._done_bytes[CLOSED] += count_bytes
-
-    def completed(self) -> None:
-        self._units += 1
-
-    def assigned(self, ranks: tuple[int, ...]) -> None:
-        pass
-
-    def started(self, rank: int) -> None:
-        pass
-
-    def finished(self, report: TargetReport) -> None:
-        self.completed()
-        self.detail(told_target(report))
-
-    def waiting(self, text: str) -> None:
-        self._waits = True
-        self.say(text)
-
-    def admitted(self) -> None:
-        self._waits = False
+            super().begin(stage, own_bytes, closed_bytes)
+            self._stage, self._pace = stage, Pace(stage, time.monotonic())
 
     def say(self, text: str) -> None:
         with self._locked():
             self._display.say(text)
-
-    def detail(self, text: str) -> None:
-        if self.verbose:
-            self.say(text)
 
     def reading(self, source: str) -> None:
         with self._locked():
@@ -138,11 +143,6 @@ class Watched:
         """End the display of a run that was refused or stopped."""
         self._stop()
         self._display.abandon(ends_line=ends_line)
-
-    @property
-    def _counts(self) -> Counts:
-        moved, synced, read_back, closed = self._done_bytes
-        return Counts(self._number, (moved, synced, read_back, closed), self._own_bytes, self._units, self._waits)
 
     def _locked(self) -> AbstractContextManager[object]:
         return nullcontext() if self._lock is None else self._lock
@@ -173,8 +173,9 @@ class Watched:
         if self._told is not None:
             return self._told
         now = time.monotonic()
-        nothing = Counts(self._number)  # of a process that has not begun this stage yet
-        counts = [own if own.stage == self._number else nothing for own in (self._counts, *self._others())]
+        mine = self._counts
+        nothing = Counts(mine.stage)  # of a process that has not begun this stage yet
+        counts = [own if own.stage == mine.stage else nothing for own in (mine, *self._others())]
         self._pace.add(now, counts)
         bytes_done, seconds_left = self._pace.bytes_done, self._pace.seconds_left
         return RunStatus.of(self._stage, counts, now - self._begin_seconds, bytes_done, seconds_left)

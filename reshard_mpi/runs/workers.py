@@ -18,13 +18,13 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from reshard_mpi.errors import ReshardError, TransformError, as_reshard_error
 from reshard_mpi.processes.comm import Comm, SerialComm
 from reshard_mpi.processes.forks import Channel, Fork, wait_for_any
-from reshard_mpi.processes.governor.admission import Governor
 from reshard_mpi.processes.governor.allotment import finish, register_worker
 from reshard_mpi.processes.hosts import host_name
 from reshard_mpi.processes.imports import fresh_interpreter, import_environment
@@ -67,7 +67,7 @@ class _Worker:
 
 
 class Task(StrEnum):
-    """What workers do together. Each value names a function of a request, a communicator, a progress and strategies."""
+    """What processes do together. Each value names a function, which takes what `run` does, and the run's memory."""
 
     CONVERT = "runs.transform:convert"
     VERIFY_PAIR = "runs.verify:verify_pair"
@@ -75,12 +75,22 @@ class Task(StrEnum):
     DIFF = "runs.diff:diff"
     UNIFY = "runs.unified:unify"
 
-    def load(self) -> Callable[[Request, Comm, Progress, Strategies | None], Outcome]:
+    def load(self) -> Callable[[Request, Comm, Progress, RunMemory, Strategies | None], Outcome]:
         """Import the function's module, and return the function."""
         module, _, name = self.partition(":")
-        function: Callable[[Request, Comm, Progress, Strategies | None], Outcome]
+        function: Callable[[Request, Comm, Progress, RunMemory, Strategies | None], Outcome]
         function = getattr(importlib.import_module(f"reshard_mpi.{module}"), name)
         return function
+
+    def run(self, request: Request, comm: Comm, progress: Progress, strategies: Strategies | None = None) -> Outcome:
+        """Do this process's part; return the outcome of all processes of `comm`, which must do the same.
+
+        strategies: those of the request, if they have been read already. Raises the same error on every process if the
+        run is refused.
+        """
+        function = self.load()
+        with RunMemory(lambda: request.allowance, comm, progress) as memory:
+            return function(request, comm, progress, memory, strategies)
 
 
 # What is divided by targets, and not by the shards that are there.
@@ -119,15 +129,21 @@ def _run_here(request: Request, jobs: int | None, progress: RunProgress, work: T
     if size < useful and jobs is not None:
         notes = (*notes, f"{size} of {useful} processes were started: there can be no memory for more at once")
     workers: list[_Worker] = []
+    counts = SharedCounts(size)
+
+    def be_worker(rank: int, channel: Channel) -> Outcome:
+        register_worker(memory.open())
+        channel.send(("there", None))
+        progress = PipeProgress(channel, rank, counts.of(rank))
+        return work.run(request, PipeComm(channel, rank, size), progress, strategies)
+
     stopped = True
     # Signals to stop are held back while workers are started or ended, so that none of them is forgotten.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _TO_STOP)
     try:
         try:
-            counts = SharedCounts(size)
             for rank in range(size):
-                cells = counts.of(rank)
-                workers.append(_start(workers, work, request, strategies, rank, size, mask, memory.open(), cells))
+                workers.append(_start(workers, rank, partial(be_worker, rank), mask))
             progress.count(counts.read)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             result = _serve(workers, progress, memory)
@@ -220,48 +236,26 @@ def _run_elsewhere(request: Request, jobs: int | None, progress: RunProgress, wo
     return outcome
 
 
-def _start(
-    others: list[_Worker],
-    work: Task,
-    request: Request,
-    strategies: Strategies,
-    rank: int,
-    size: int,
-    mask: Iterable[int],
-    governor: Governor,
-    cells: memoryview,
-) -> _Worker:
-    """Fork a worker. others: those started before. mask: the signals that are blocked in it. cells: where it counts."""
+def _start(others: list[_Worker], rank: int, be_worker: Callable[[Channel], Outcome], mask: Iterable[int]) -> _Worker:
+    """Fork a worker. others: those started before. mask: the signals that are blocked in it."""
     ours, theirs = Channel.pair()
 
     def be_child() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for other in (ours, *(worker.channel for worker in others)):
             other.close()  # or the worker at its other end would not see that the parent has closed it
-        _work(theirs, work, request, strategies, rank, size, governor, cells)
+        _work(theirs, be_worker)
 
     process = Fork(be_child)
     theirs.close()
     return _Worker(rank, process, ours)
 
 
-def _work(
-    channel: Channel,
-    work: Task,
-    request: Request,
-    strategies: Strategies,
-    rank: int,
-    size: int,
-    governor: Governor,
-    cells: memoryview,
-) -> None:
-    """Be a worker: do the work, and send the result to the parent."""
+def _work(channel: Channel, be_worker: Callable[[Channel], Outcome]) -> None:
+    """Do a worker's part of the work, and send the result to the parent."""
     with ends_quietly():
         try:
-            comm, progress = PipeComm(channel, rank, size), PipeProgress(channel, rank, cells)
-            register_worker(governor)
-            channel.send(("there", None))
-            result: Outcome | ReshardError = work.load()(request, comm, progress, strategies)
+            result: Outcome | ReshardError = be_worker(channel)
         except ReshardError as error:
             result = error
         finish()

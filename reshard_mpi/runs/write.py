@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -142,41 +142,45 @@ class Writer:
 
     def _fill(self, reservations: Mapping[int, Reserved]) -> Part:
         """Fill this process's shares of the targets that have been reserved."""
-        parts = []
-        for share in self._work.shares:
-            reserved = reservations.get(share.target)
-            if reserved is not None:
 
-                def fill(rank: int, reserved: Reserved = reserved, share: Share = share) -> Part:
-                    manifest = reserved.manifest()
-                    plan, waited_seconds = self._plan(rank)
-                    with self._opened(rank, reserved) as descriptor:
-                        span = share.range_of(os.fstat(descriptor).st_size)
-                        self._progress.started(rank)
-                        filled = _fill(plan, manifest, descriptor, span, self._limits, self._progress.moved)
-                    return Part(filled=(filled._replace(waited_seconds=waited_seconds),))
+        def fill(share: Share, plan: RankPlan, manifest: Manifest, descriptor: int, waited_seconds: float) -> Part:
+            span = share.range_of(os.fstat(descriptor).st_size)
+            self._progress.started(share.target)
+            filled = _fill(plan, manifest, descriptor, span, self._limits, self._progress.moved)
+            return Part(filled=(filled._replace(waited_seconds=waited_seconds),))
 
-                parts.append(record_of(Part, self._attempt(share.target, fill)))
-        return Part().joined(parts)
+        return self._of_shares(self._work.shares, reservations, fill)
 
     def _verify(self, reservations: Mapping[int, Reserved], parts: Sequence[Part]) -> Part:
         """Compare this process's shares of the targets that all have filled with their sources."""
-        verified = []
-        for share in self._work.shares:
-            reserved = reservations.get(share.target)
-            if reserved is not None and not self._parts_of(share.target, parts, verified=False)[1]:
 
-                def verify(rank: int, reserved: Reserved = reserved, share: Share = share) -> Part:
-                    manifest = reserved.manifest()
-                    plan, waited_seconds = self._plan(rank)
-                    with self._opened(rank, reserved) as descriptor:
-                        span = share.range_of(os.fstat(descriptor).st_size)
-                        share_bytes = share.bytes_of(plan.written_bytes)
-                        sums = self._verified(plan, manifest, descriptor, span, share_bytes)
-                    return Part(verified=(Verified(rank, sums, waited_seconds),))
+        def verify(share: Share, plan: RankPlan, manifest: Manifest, descriptor: int, waited_seconds: float) -> Part:
+            span = share.range_of(os.fstat(descriptor).st_size)
+            sums = self._verified(plan, manifest, descriptor, span, share.bytes_of(plan.written_bytes))
+            return Part(verified=(Verified(share.target, sums, waited_seconds),))
 
-                verified.append(record_of(Part, self._attempt(share.target, verify)))
-        return Part().joined(verified)
+        filled = [share for share in self._work.shares if not self._parts_of(share.target, parts, verified=False)[1]]
+        return self._of_shares(filled, reservations, verify)
+
+    def _of_shares(
+        self,
+        shares: Iterable[Share],
+        reservations: Mapping[int, Reserved],
+        do: Callable[[Share, RankPlan, Manifest, int, float], Part],
+    ) -> Part:
+        """Do something with each of these shares whose target has been reserved; return what is done together.
+
+        do: takes the share, the target's plan and manifest, its open file, and for how long memory was waited for.
+        """
+
+        def do_one(share: Share, rank: int) -> Part:
+            reserved = reservations[rank]
+            plan, waited_seconds = self._plan(rank)
+            with self._opened(rank, reserved) as descriptor:
+                return do(share, plan, reserved.manifest(), descriptor, waited_seconds)
+
+        there = (share for share in shares if share.target in reservations)
+        return Part().joined(record_of(Part, self._attempt(share.target, partial(do_one, share))) for share in there)
 
     def _verified(
         self, plan: RankPlan, manifest: Manifest, descriptor: int, span: Span | None, size_bytes: int

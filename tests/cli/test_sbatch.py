@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -21,7 +20,7 @@ from support.oracle import RawLayout
 from support.processes import Finished, run_command
 
 from reshard_mpi.cli import arguments
-from reshard_mpi.cli.sbatch import NOT_PASSED_ON, PASSED_ON, batch_script
+from reshard_mpi.cli.sbatch import batch_script, passed_on
 from reshard_mpi.planning.summary import Plan, RankSummary
 from reshard_mpi.runs.request import Request
 from reshard_mpi.units import MIB
@@ -140,16 +139,20 @@ def test_odd_paths_arrive_as_they_are(tmp_path: Path) -> None:
 
 def flags(command: str) -> set[str]:
     """Return the options of a command, as its parser knows them."""
-    (commands,) = (action for action in arguments.parser()._actions if isinstance(action, argparse._SubParsersAction))
-    return {flag for action in commands.choices[command]._actions for flag in action.option_strings} - {"-h", "--help"}
+    actions = arguments.commands_of(arguments.parser())[command]._actions
+    return {flag for action in actions for flag in action.option_strings} - {"-h", "--help"}
+
+
+def passed_on_flags() -> set[str]:
+    return {flag for option in passed_on() for flag in option.option_strings}
 
 
 def test_no_option_of_transform_is_forgotten() -> None:
-    passed_on = {option.flag for option in PASSED_ON}
-    assert flags("transform") == passed_on | {*NOT_PASSED_ON}
-    assert passed_on <= flags("plan")
+    own = {*("--rank", "--part", "--resume", "--jobs", "--report", "--progress", "-q", "--quiet", "-v", "--verbose")}
+    assert flags("transform") == passed_on_flags() | own
+    assert passed_on_flags() <= flags("plan")
     of_the_script = {"source", "target", "ranks", "part", "resume", "recorded", "report", "files"}
-    assert {*Request._fields} == {option.field for option in PASSED_ON} | of_the_script
+    assert {*Request._fields} == {option.dest for option in passed_on()} | of_the_script
 
 
 # Besides the strategies, which are always given here.
@@ -211,7 +214,7 @@ def test_every_option_that_is_passed_on_is_tried() -> None:
         "--max-shard-size",
         *MAPPED,
     }
-    assert tried == {option.flag for option in PASSED_ON}
+    assert tried == passed_on_flags()
 
 
 @pytest.mark.parametrize("options", [["--rank", "0"], ["--part", "0/2"], ["--json"], ["--resume", "--overwrite"]])

@@ -34,7 +34,6 @@ from reshard_mpi.runs.status import (
     Stage,
     own_by_phase,
 )
-from reshard_mpi.runs.transform import convert
 from reshard_mpi.runs.workers import Task
 
 WHOLE_BYTES = sum(array.nbytes for array in TENSORS.values())
@@ -102,7 +101,7 @@ def request(c: Conversion, **options: Any) -> Request:
 
 def counted(c: Conversion, task: Task = Task.CONVERT, **options: Any) -> Counting:
     counting = Counting()
-    outcome = task.load()(request(c, **options), SerialComm(), counting, None)
+    outcome = task.run(request(c, **options), SerialComm(), counting)
     assert not outcome.failures
     counting.assert_exact()
     return counting
@@ -163,7 +162,7 @@ def test_a_verification(tmp_path: Path, capsys: Capture, kind: str, crc: bool) -
     assert counted(c, Task.VERIFY_PAIR, recorded=False).named("verifying").size_bytes == files_bytes
     alone = Request(str(c.dst), str(c.dst), recorded=False)
     counting = Counting()
-    Task.VERIFY_ALONE.load()(alone, SerialComm(), counting, None)
+    Task.VERIFY_ALONE.run(alone, SerialComm(), counting)
     counting.assert_exact()
     assert counting.named("verifying") == Stage("verifying", files_bytes, 2, "shard")
 
@@ -183,7 +182,7 @@ def test_a_target_that_fails_is_not_counted_as_complete(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(write, "_fill", fail)
     counting = Counting()
-    outcome = convert(request(c), SerialComm(), counting)
+    outcome = Task.CONVERT.run(request(c), SerialComm(), counting)
     assert len(outcome.failures) == 2 and (counting.bytes[-1], counting.units[-1]) == ([0, 0, 0, 0], 0)
 
 
