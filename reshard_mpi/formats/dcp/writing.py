@@ -17,7 +17,6 @@ from reshard_mpi.formats.nest.trees import Value
 from reshard_mpi.formats.protocol import NO_SUMS
 from reshard_mpi.formats.specs import ShardSpec
 from reshard_mpi.formats.torch.dtypes import BY_TORCH_NAME
-from reshard_mpi.formats.torch.layout import Writer
 from reshard_mpi.units import KIB
 
 # What an item takes besides its payload: the gap before it and its own structure, measured for 32 dimensions.
@@ -48,7 +47,7 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
     files.check_names(path, [*specs.names, *strings])
     _require_types(spec, path)
     entries_of([*specs.names, *spec.elsewhere], strings, path)
-    tensors, writer, end = Tensors(path), Writer(fd), 0
+    tensors, writer, end = Tensors(path), files.StructureWriter(fd), 0
     kinds = [tensors.kind(Kind(kind.dtype, kind.box.shape, kind.box, kind.global_shape)) for kind in specs.kinds]
     layouts = [layout.of_tensor(Kind(kind.dtype, kind.box.shape)) for kind in specs.kinds]
     for name, kind in zip(specs.names, specs.kind_of):
@@ -95,11 +94,6 @@ def read_back(meant: Manifest) -> None:
 
 def seal(fd: int, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = False) -> None:
     """Do nothing: all but payloads is there, and there is no place for what depends on them."""
-
-
-def stored_sums(path: str) -> Mapping[str, int]:
-    """Return nothing: the format has no place for the sums of tensors."""
-    return NO_SUMS
 
 
 def entries_of(names: Sequence[str], strings: Mapping[str, str], where: str) -> list[tuple[str, Keys, Value]]:

@@ -27,10 +27,10 @@ from reshard_mpi.formats.listed import ListedTensors, Piece
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.nest.trees import Dict, Value
 from reshard_mpi.formats.protocol import OnBytes, uncounted
+from reshard_mpi.formats.protocol import no_sums as stored_sums
 from reshard_mpi.formats.safetensors import mindformers_index, reading, sealing
 from reshard_mpi.formats.safetensors.mindformers_index import INDEX, Cut, ListedTensor
 from reshard_mpi.formats.safetensors.parts import mindformers_count
-from reshard_mpi.formats.safetensors.sealing import stored_sums
 from reshard_mpi.formats.traits import Costs, Traits
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.units import KIB, MIB

@@ -9,7 +9,7 @@ from reshard_mpi.formats import files
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.nest.trees import Call, Dict, Global, Unreadable, Value
 from reshard_mpi.formats.torch.dtypes import BY_STORAGE, BY_TORCH_NAME, Storage
-from reshard_mpi.formats.torch.pickles import PLAIN_CALLS, Readers
+from reshard_mpi.formats.torch.pickles import PLAIN_CALLS
 
 SIZE = Global("torch", "Size")
 REBUILD = Global("torch._utils", "_rebuild_tensor_v2")
@@ -214,4 +214,3 @@ CALLS: Mapping[Global, Callable[..., Value]] = {
         "a tensor without elements (meta)", is_empty=True
     ),
 }
-READERS = Readers(storage, CALLS)

@@ -21,7 +21,6 @@ from reshard_mpi.formats.torch.layout import (
     MEMBER_BYTES,
     TOP,
     Placed,
-    Writer,
     descriptor,
     ends,
     local_header,
@@ -50,7 +49,7 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
     root = _root(spec, path)
     pickle = dumps(root)
     strings = dict(spec.strings)
-    tensors, members, writer = Tensors(path), list[Placed](), Writer(fd)
+    tensors, members, writer = Tensors(path), list[Placed](), files.StructureWriter(fd)
 
     def add(name: str, content: bytes) -> None:
         member = placed(name, len(content), members[-1].end if members else 0, crc32(content))
