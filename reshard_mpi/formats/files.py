@@ -75,6 +75,13 @@ def opened(path: str) -> Iterator[tuple[int, int]]:
         os.close(fd)
 
 
+def version_of(path: str) -> tuple[object, ...]:
+    """Return by what it is told that the file at `path` is still the same. Raises ShardError as `opened` does."""
+    with opened(path) as (fd, _):
+        status = os.fstat(fd)
+    return path, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
 def other_kind(start: bytes, path: str, expected: str) -> ShardError | None:
     """Return the error for a file of another kind than `expected`, by its first bytes; None if they tell no kind."""
     kind = kind_of(start)

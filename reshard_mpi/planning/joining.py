@@ -17,7 +17,7 @@ from reshard_mpi.formats.columns import Tensors
 from reshard_mpi.formats.dtypes import FLOATS
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.specs import SpecKind
-from reshard_mpi.formats.views import constant, joined
+from reshard_mpi.formats.views import JoinedTensors, constant
 from reshard_mpi.planning.copies import Alike
 from reshard_mpi.planning.losses import Lost, named
 from reshard_mpi.planning.model import Route
@@ -167,7 +167,7 @@ def joined_route(
             remedy="restore these shards: each has a sum of its own, which no other shard has",
         )
     shards = [manifests[rank].tensors for rank in holders]
-    tensors = joined(names, shards, is_mean=is_mean)
+    tensors = JoinedTensors(names, shards, is_mean=is_mean)
     numbers = array("I", range(len(names)))
     return Route(holders[0], part.box, part.region, tensors, numbers, joined_ranks=tuple(holders))
 

@@ -74,16 +74,8 @@ class _Listing(NamedTuple):
     has_common: bool
 
 
-class _Read(NamedTuple):
-    """An index that has been read. version: by what it is told that the file at `path` is still the same."""
-
-    path: str
-    version: tuple[int, ...]
-    tensors: Mapping[str, ListedTensor]
-
-
-# Whoever asks for the files of a checkpoint opens it next: its index is kept so long and no longer.
-_kept: list[_Read] = []
+# Whoever asks for the files of a checkpoint opens it next: its index is kept so long and no longer. By its version.
+_kept: dict[tuple[object, ...], Mapping[str, ListedTensor]] = {}
 
 
 def files_of(folder: str) -> tuple[str, ...]:
@@ -155,14 +147,11 @@ def _listing(folder: str) -> _Listing:
 
 def _indexed(path: str) -> Mapping[str, ListedTensor]:
     """Return the tensors of an index, if it has just been read without reading it again."""
-    with files.opened(path) as (fd, _):
-        status = os.fstat(fd)
-    version = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-    for read in _kept:
-        if (read.path, read.version) == (path, version):
-            return read.tensors
-    _kept[:] = [_Read(path, version, mindformers_index.read(path))]
-    return _kept[0].tensors
+    version = files.version_of(path)
+    if version not in _kept:
+        _kept.clear()
+        _kept[version] = mindformers_index.read(path)
+    return _kept[version]
 
 
 def _pieces(name: str, tensor: ListedTensor, boxes: Sequence[Box], located: Mapping[str, Tensors]) -> Iterator[Piece]:
