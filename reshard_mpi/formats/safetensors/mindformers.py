@@ -25,6 +25,7 @@ from reshard_mpi.formats import files, nest
 from reshard_mpi.formats.columns import Tensors
 from reshard_mpi.formats.listed import ListedTensors, Piece
 from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.nest.text import no_constant
 from reshard_mpi.formats.nest.trees import Dict, Value
 from reshard_mpi.formats.protocol import OnBytes, uncounted
 from reshard_mpi.formats.protocol import no_sums as stored_sums
@@ -235,7 +236,7 @@ def _strings(folder: str, tensors: Tensors) -> Mapping[str, str]:
         if len(content) > _MAX_COMMON_BYTES:
             raise ValueError(f"more than {_MAX_COMMON_BYTES} bytes")
         root = json.loads(
-            content.decode(), object_pairs_hook=_dictionary, parse_constant=_refuse_constant, parse_float=_finite
+            content.decode(), object_pairs_hook=_dictionary, parse_constant=no_constant, parse_float=_finite
         )
         if type(root) is not Dict:
             raise ValueError("no object")
@@ -265,7 +266,3 @@ def _finite(text: str) -> float:
     if math.isinf(number):
         raise ValueError(f"{text}, which is too large")
     return number
-
-
-def _refuse_constant(text: str) -> Any:
-    raise ValueError(f"{text}, which is no JSON")

@@ -7,6 +7,7 @@ without reading the file, finds them.
 
 from __future__ import annotations
 
+import sys
 from typing import NamedTuple
 
 from reshard_mpi.formats.torch.archive import (
@@ -68,6 +69,16 @@ def placed(name: str, size_bytes: int, at: int, crc: int = 0) -> Placed:
     wide_bytes = 16 * (size_bytes >= FULL_4) + 8 * (at >= FULL_4)
     start = at + LOCAL.size + len(encoded) + (4 + wide_bytes if wide_bytes else 0) + 4
     return Placed(encoded, at, -(-start // ALIGNMENT_BYTES) * ALIGNMENT_BYTES, size_bytes, crc)
+
+
+def first_members(pickle: bytes) -> dict[str, bytes]:
+    """Return the members of an archive before its payloads, by name."""
+    return {
+        "data.pkl": pickle,
+        ".format_version": b"1",
+        ".storage_alignment": str(ALIGNMENT_BYTES).encode(),
+        "byteorder": sys.byteorder.encode(),
+    }
 
 
 def local_header(member: Placed) -> bytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from collections.abc import Iterator
 from zlib import crc32
 
@@ -14,13 +13,13 @@ from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.nest.trees import Value
 from reshard_mpi.formats.specs import ShardSpec
 from reshard_mpi.formats.torch.layout import (
-    ALIGNMENT_BYTES,
     ENDS_BYTES,
     MEMBER_BYTES,
     TOP,
     Placed,
     descriptor,
     ends,
+    first_members,
     local_header,
     placed,
 )
@@ -54,10 +53,8 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
         writer.add(member.header_start, local_header(member) + content + descriptor(member))
         members.append(member)
 
-    add("data.pkl", pickle)
-    add(".format_version", b"1")
-    add(".storage_alignment", str(ALIGNMENT_BYTES).encode())
-    add("byteorder", sys.byteorder.encode())
+    for name, content in first_members(pickle).items():
+        add(name, content)
     kinds = [tensors.kind(kind) for kind in _kinds(spec)]
     for number, (name, kind) in enumerate(zip(specs.names, specs.kind_of)):
         size_bytes = specs.kinds[kind].size_bytes
