@@ -22,7 +22,7 @@ def require_consistent_source(source: SourceCheckpoint) -> None:
     """
     strategy = source.strategy
     for stage in range(strategy.stages):
-        ranks = range(stage * strategy.stage_size, (stage + 1) * strategy.stage_size)
+        ranks = strategy.ranks_of(stage)
         chosen = dict.fromkeys((*ranks[:_LOOKED_AT], *ranks[-_LOOKED_AT:]))
         found = {rank: source.find(rank) for rank in chosen if rank in source}
         manifests = {rank: manifest for rank, manifest in found.items() if manifest is not None}

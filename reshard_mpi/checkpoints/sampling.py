@@ -188,9 +188,8 @@ def _is_damage(tensor: Compared, pair: Pair, source: SourceCheckpoint) -> bool:
         return False
     if tensor.placement.is_uneven:
         return True  # parts have different shapes anyway, so other shards show nothing
-    size = source.strategy.stage_size
     stage = source.strategy.stage_of(pair.first)
-    others = (rank for rank in range(stage * size, (stage + 1) * size) if rank in source and rank not in pair[:2])
+    others = (rank for rank in source.strategy.ranks_of(stage) if rank in source and rank not in pair[:2])
     manifests = [source.find(rank) for rank in (*pair[:2], *islice(others, _MAX_WITNESSES))]
     entries = [manifest.tensors[tensor.name] for manifest in manifests if manifest and tensor.name in manifest.tensors]
     kinds = [(entry.shape, entry.dtype) for entry in entries]

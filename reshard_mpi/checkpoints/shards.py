@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import NamedTuple
 
@@ -13,12 +12,10 @@ from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError, ReshardError, StrategyError
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.planning.disputes import disputes, witnesses
-from reshard_mpi.planning.losses import Lost
+from reshard_mpi.planning.losses import Lost, described
 from reshard_mpi.planning.parameters import Unlisted, find_or_follow, is_dropped, listed_names
-from reshard_mpi.planning.partial_sums import Accumulated
 from reshard_mpi.planning.ranks import needed_ranks, wants
-from reshard_mpi.planning.replicas import Replicas
-from reshard_mpi.planning.target import ShardPlanner
+from reshard_mpi.planning.target import Policy, ShardPlanner
 from reshard_mpi.sharding.patterns import Pattern
 from reshard_mpi.sharding.placement import Placement, Strategy
 
@@ -68,7 +65,6 @@ class _Candidates:
         return manifest
 
 
-@dataclass(slots=True)
 class ShardOpener:
     """Opens source shards for the targets of a conversion.
 
@@ -76,16 +72,13 @@ class ShardOpener:
     processes, however a run is divided, take a target's data from the same shards.
     """
 
-    source: SourceCheckpoint
-    target: Strategy
-    unlisted: Unlisted
-    strict: bool
-    replicas: Replicas
-    accumulated: Accumulated
-    allows_holes: bool = False
-    _never_saved: dict[tuple[int, ...], set[str]] = field(default_factory=dict)
-    _asked_targets: set[int] = field(default_factory=set)
-    _others_have: set[str] = field(default_factory=set)
+    def __init__(self, source: SourceCheckpoint, target: Strategy, policy: Policy) -> None:
+        self.source = source
+        self.target = target
+        self.policy = policy
+        self._never_saved: dict[tuple[int, ...], set[str]] = {}
+        self._asked_targets: set[int] = set()
+        self._others_have: set[str] = set()
 
     def open(self, target_rank: int) -> Opened:
         """Open the shards that a target needs.
@@ -109,7 +102,7 @@ class ShardOpener:
         """
 
         def is_wanted(name: str) -> bool:
-            is_left_out = self.unlisted is Unlisted.DROP and is_dropped(self.target, name, taken)
+            is_left_out = self.policy.unlisted is Unlisted.DROP and is_dropped(self.target, name, taken)
             return is_asked(name) and not is_left_out and name not in self.target.parameters
 
         only_there = left_behind(self.source, taken, share, is_wanted)
@@ -150,13 +143,12 @@ class ShardOpener:
         source, lost = self.source.strategy, candidates.lost
         names = self.source.rule_names()
         ranks = set(
-            needed_ranks(source, self.target, target_rank, names=names, available=candidates, unlisted=self.unlisted)
+            needed_ranks(
+                source, self.target, target_rank, names=names, available=candidates, unlisted=self.policy.unlisted
+            )
         )
-        if (
-            source.world_size == self.target.world_size
-            and target_rank not in lost
-            and not self._is_unasked(target_rank)
-        ):
+        is_asked = target_rank in self.source or not self.source.files.picked
+        if source.world_size == self.target.world_size and target_rank not in lost and is_asked:
             ranks.add(target_rank)  # values that no strategy lists and each rank has for itself (random state)
         manifests: dict[int, Manifest] = {}
         self._add(manifests, ranks, candidates)
@@ -191,7 +183,7 @@ class ShardOpener:
             raise CoverageError(
                 f"no source shard can be used for target rank {target_rank}",
                 expected="one or more whose tensors the others do not contradict",
-                got="; ".join(map(str, islice(lost.values(), 4))) + ("; ..." if len(lost) > 4 else ""),
+                got=described(tuple(lost.values())),
                 where=self.source.files.path,
                 remedy="use shards of one and the same checkpoint; reshard-mpi inspect shows what they hold",
             )
@@ -199,12 +191,8 @@ class ShardOpener:
     def _stage_ranks(self, candidates: _Candidates) -> Iterator[int]:
         """Yield one rank with a usable shard for each stage that has one."""
         for stage, first in self.source.stage_ranks().items():
-            size = self.source.strategy.stage_size
-            others = (rank for rank in range(stage * size, (stage + 1) * size) if rank in self.source)
+            others = (rank for rank in self.source.strategy.ranks_of(stage) if rank in self.source)
             yield from islice((rank for rank in chain([first], others) if candidates.open(rank) is not None), 1)
-
-    def _is_unasked(self, rank: int) -> bool:
-        return self.source.files.picked and rank not in self.source
 
     def _add(self, manifests: dict[int, Manifest], ranks: Iterable[int], candidates: _Candidates) -> None:
         """Open those shards that are not lost and add them to `manifests`, which stays in the order of ranks."""
@@ -214,18 +202,7 @@ class ShardOpener:
             manifests[rank] = manifests.pop(rank)
 
     def _planner(self, target_rank: int, manifests: dict[int, Manifest], lost: dict[int, Lost]) -> ShardPlanner:
-        return ShardPlanner(
-            self.source.strategy,
-            self.target,
-            target_rank,
-            manifests,
-            lost=lost,
-            unlisted=self.unlisted,
-            strict=self.strict,
-            replicas=self.replicas,
-            accumulated=self.accumulated,
-            allows_holes=self.allows_holes,
-        )
+        return ShardPlanner(self.source.strategy, self.target, target_rank, manifests, lost, self.policy)
 
     def _other_holders(
         self, planner: ShardPlanner, manifests: dict[int, Manifest], candidates: _Candidates
@@ -271,9 +248,8 @@ class ShardOpener:
 
     def _first_of_stages(self, origins: Iterable[Placement]) -> Iterator[int]:
         """Yield the first ranks that have shards, of each stage in which one of these placements is."""
-        size = self.source.strategy.stage_size
         for stage in sorted({stage for origin in origins for stage in origin.stages}):
-            ranks = range(stage * size, (stage + 1) * size)
+            ranks = self.source.strategy.ranks_of(stage)
             yield from islice((rank for rank in ranks if rank in self.source), _MAX_WITNESSES)
 
     def _outvoted(self, manifests: Mapping[int, Manifest], lost: Collection[int]) -> dict[int, Lost]:
@@ -318,7 +294,8 @@ class ShardOpener:
         return {
             next(iter(ranks.values()))
             for name, ranks in self.source.rule_names().items()
-            if name not in seen and wants(self.source.strategy, self.target, target_rank, name, self.unlisted, seen)
+            if name not in seen
+            and wants(self.source.strategy, self.target, target_rank, name, self.policy.unlisted, seen)
         }
 
     def _require_stages_of_rules(self, target_rank: int) -> None:

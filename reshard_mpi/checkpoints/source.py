@@ -265,8 +265,7 @@ class SourceCheckpoint:
 
     def _telling_ranks(self, stage: int, first: int) -> list[int]:
         """Return ranks whose shards together hold all names of a stage. first: the lowest rank with a sound shard."""
-        end = (stage + 1) * self.strategy.stage_size
-        ranks = [rank for rank in range(first, end) if rank in self]
+        ranks = [rank for rank in self.strategy.ranks_of(stage) if rank >= first and rank in self]
         last = next(rank for rank in reversed(ranks) if self.find(rank) is not None)
         alike = self.manifest(first).tensors.keys() == self.manifest(last).tensors.keys()
         return [first] if alike else ranks

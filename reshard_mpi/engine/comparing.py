@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 
 from reshard_mpi.engine.files import Files, OnBytes
 from reshard_mpi.engine.regions import fill, read_region
-from reshard_mpi.planning.model import Check, Copy, Limits, TensorPlan
+from reshard_mpi.planning.model import Check, Copy, Limits, TensorPlan, meeting
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.units import KIB
 
@@ -92,14 +93,8 @@ def first_difference_of_tensors(
     None if they are equal. on_bytes: called with the number of bytes of a tensor that have just been compared.
     """
     box, itemsize = first.spec.box, first.spec.dtype.itemsize_bytes
-    most_elements = max(1, min(box.size, limits.buffer_bytes // 2 // itemsize))
-    expected, got = bytearray(most_elements * itemsize), bytearray(most_elements * itemsize)
-    for block in box.blocks(most_elements):
-        for tensor, content in ((first, expected), (second, got)):
-            for copy in tensor.copies:
-                part = copy.meeting(block)
-                if part is not None:
-                    fill(files, part, block, memoryview(content)[: block.size * itemsize], limits)
+    both = (_contents(files, tensor, box, limits) for tensor in (first, second))
+    for (block, expected), (_, got) in zip(*both):
         if expected != got:
             return _element(block, _first_differing_byte(expected, got) // itemsize)
         on_bytes(block.size * itemsize)
@@ -111,17 +106,22 @@ def first_nonzero(files: Files, tensor: TensorPlan, box: Box, limits: Limits) ->
 
     All bytes of a zero are 0, so -0.0 is none.
     """
+    for block, content in _contents(files, tensor, box, limits):
+        zeros = bytearray(len(content))
+        if content != zeros:
+            return _element(block, _first_differing_byte(content, zeros) // tensor.spec.dtype.itemsize_bytes)
+    return None
+
+
+def _contents(files: Files, tensor: TensorPlan, box: Box, limits: Limits) -> Iterator[tuple[Box, bytearray]]:
+    """Yield blocks of a box of a tensor with their bytes. Behind those of the last there are some of one before."""
     itemsize = tensor.spec.dtype.itemsize_bytes
     most_elements = max(1, min(box.size, limits.buffer_bytes // 2 // itemsize))
-    content, zeros = bytearray(most_elements * itemsize), bytes(most_elements * itemsize)
+    content = bytearray(most_elements * itemsize)
     for block in box.blocks(most_elements):
-        for copy in tensor.copies:
-            part = copy.meeting(block)
-            if part is not None:
-                fill(files, part, block, memoryview(content)[: block.size * itemsize], limits)
-        if content != zeros:
-            return _element(block, _first_differing_byte(content, bytearray(zeros)) // itemsize)
-    return None
+        for part in meeting(tensor.copies, block):
+            fill(files, part, block, memoryview(content)[: block.size * itemsize], limits)
+        yield block, content
 
 
 def _first_differing_byte(left: bytearray, right: bytearray) -> int:

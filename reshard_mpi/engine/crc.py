@@ -109,9 +109,14 @@ def _sum_of_runs(data: memoryview, runs: Runs, itemsize: int) -> int:
 @lru_cache(_KEPT_STEPS)
 def _gap(count_bytes: int) -> tuple[list[int], ...]:
     """Return four tables, for the low to the high byte of a CRC-32: their part of it after so many zero bytes."""
-    tables = [_combined([_shifted(1 << bit, count_bytes) for bit in range(low, low + 8)]) for low in range(0, 32, 8)]
+    tables = _after_zeros(count_bytes)
     inversions = _shifted(_ONES, count_bytes) ^ _ONES
     return (*tables[:3], [value ^ inversions for value in tables[3]])
+
+
+def _after_zeros(count_bytes: int) -> list[list[int]]:
+    """Return four tables, for the low to the high byte of a remainder: their part of it after so many zero bytes."""
+    return [_combined([_shifted(1 << bit, count_bytes) for bit in range(low, low + 8)]) for low in range(0, 32, 8)]
 
 
 def _combined(bits: list[int]) -> list[int]:
@@ -150,13 +155,9 @@ def _joined(remainders: Sums, apart_bytes: int) -> int:
 
 @lru_cache(_KEPT_STEPS)
 def _tables(count_bytes: int) -> list[Sums]:
-    """Return four tables, for the low to the high byte of a remainder: their part of it after so many zero bytes."""
     import numpy as np
 
-    return [
-        np.array(_combined([_shifted(1 << bit, count_bytes) for bit in range(low, low + 8)]), np.uint32)
-        for low in range(0, 32, 8)
-    ]
+    return [np.array(table, np.uint32) for table in _after_zeros(count_bytes)]
 
 
 @lru_cache(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from reshard_mpi.engine.files import Files
 from reshard_mpi.engine.stream import Stream
-from reshard_mpi.planning.model import Copy, Limits, TensorPlan
+from reshard_mpi.planning.model import Copy, Limits, TensorPlan, meeting
 from reshard_mpi.sharding.box import Box
 
 # Up to so many runs are read one by one, straight to their places; more are gathered by numpy from a mapped window.
@@ -52,8 +52,7 @@ def element_of(files: Files, tensor: TensorPlan, index: tuple[int, ...], limits:
     """Return the bytes of the element at a global index."""
     box = Box(index, tuple(number + 1 for number in index))
     content = bytearray(tensor.spec.dtype.itemsize_bytes)
-    part = next(part for copy in tensor.copies if (part := copy.meeting(box)) is not None)
-    fill(files, part, box, memoryview(content), limits)
+    fill(files, meeting(tensor.copies, box)[0], box, memoryview(content), limits)
     return bytes(content)
 
 
@@ -61,7 +60,4 @@ def only_element(files: Files, tensor: TensorPlan, limits: Limits) -> bytes:
     """Return the bytes of a tensor of one element. Raises ValueError if it has more."""
     if tensor.spec.box.size != 1:
         raise ValueError(f"{tensor.spec.name} has {tensor.spec.box.size} elements")
-    content = bytearray(tensor.spec.dtype.itemsize_bytes)
-    for copy in tensor.copies:
-        fill(files, copy, tensor.spec.box, memoryview(content), limits)
-    return bytes(content)
+    return element_of(files, tensor, tensor.spec.box.start, limits)

@@ -15,7 +15,7 @@ from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.places import ByteRange, Segments
 from reshard_mpi.formats.specs import TensorSpec
 from reshard_mpi.planning.listed import PiecesOf
-from reshard_mpi.planning.model import Copy, Limits, RankPlan, TensorPlan
+from reshard_mpi.planning.model import Copy, Limits, RankPlan, TensorPlan, meeting
 from reshard_mpi.sharding.box import Box
 
 # The first byte of a range of a file, and the one after its last.
@@ -75,10 +75,8 @@ def takes_numpy(spec: TensorSpec, entry: TensorEntry) -> bool:
 def copies_and_target(tensor: TensorPlan, target: Manifest) -> Iterator[tuple[Copy, Copy]]:
     """Yield copies that make up a tensor, each with one of the same region by the shard `target`, which holds it."""
     for copy in tensor.copies:
-        for own in _own(tensor.spec, target):
-            part = own.meeting(copy.target_region)
-            if part is not None:
-                yield copy.part(part.target_region), part
+        for part in meeting(_own(tensor.spec, target), copy.target_region):
+            yield copy.part(part.target_region), part
 
 
 def place_of(copy: Copy, element: Sequence[int]) -> ByteRange | None:
@@ -122,12 +120,10 @@ def _sum(
     itemsize = spec.dtype.itemsize_bytes
     summed = PartSum(Box.whole(spec.global_shape), itemsize)
     for block in blocks:
-        for copy in copies:
-            part = copy.meeting(block)
-            if part is not None:
-                region = part.target_region
-                content = buffer[: region.size * itemsize]
-                read_region(files, part, region, content, limits)
-                summed.add(region, content)
+        for part in meeting(copies, block):
+            region = part.target_region
+            content = buffer[: region.size * itemsize]
+            read_region(files, part, region, content, limits)
+            summed.add(region, content)
         on_bytes(block.size * itemsize)
     return summed.value

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from reshard_mpi.engine.files import Files, large_buffer
 from reshard_mpi.engine.regions import fill
 from reshard_mpi.engine.spacing import with_space
 from reshard_mpi.engine.stream import Stream, element_blocks
-from reshard_mpi.planning.model import Copy, Limits, TensorPlan
+from reshard_mpi.planning.model import Copy, Limits, TensorPlan, meeting
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strides import Strides, paired
 
@@ -37,7 +37,7 @@ class Tiles:
         box, itemsize = tensor.spec.box, tensor.spec.dtype.itemsize_bytes
         sides = _sides(tensor, max(1, tile_bytes(self._limits) // itemsize))
         for block in element_blocks(self._files, box, span, itemsize, box.size):
-            for tile, parts in _tiles(block, sides, _meeting(tensor.copies, block)):
+            for tile, parts in _tiles(block, sides, meeting(tensor.copies, block)):
                 spaced = with_space(tile, itemsize)
                 content = self._memory(spaced.size * itemsize)
                 for part in parts:
@@ -106,13 +106,7 @@ def _tiles(box: Box, sides: list[int], copies: list[Copy]) -> Iterator[tuple[Box
         if count > 1:
             middle = first + count // 2 * side
             for low, high in ((first, middle), (middle, last)):
-                half = Box(
-                    (*box.start[:dim], low, *box.start[dim + 1 :]), (*box.stop[:dim], high, *box.stop[dim + 1 :])
-                )
-                yield from _tiles(half, sides, _meeting(copies, half))
+                half = box.within(dim, low, high)
+                yield from _tiles(half, sides, meeting(copies, half))
             return
     yield box, copies
-
-
-def _meeting(copies: Iterable[Copy], box: Box) -> list[Copy]:
-    return [part for copy in copies if (part := copy.meeting(box)) is not None]

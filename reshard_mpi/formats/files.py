@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from reshard_mpi.errors import ShardError, TargetError
 from reshard_mpi.filesystem.file_kinds import kind_of
+from reshard_mpi.formats.manifest import Structure
 
 # Names of all tensors are kept in memory; no framework makes one this long.
 MAX_NAME_BYTES = 4096
@@ -27,6 +29,12 @@ _DIMENSION_BYTES = 60
 MAX_STRING_BYTES = 16 << 20
 # numpy stops at 64 dimensions, HDF5 at 32, MindSpore at 8.
 MAX_DIMENSIONS = 32
+# Spans of a file with so little between them are read by one call, which reads no more than so much.
+_CLOSE_BYTES, _READ_BYTES = 512, 64 << 10
+# Parts of a structure with so little between them are written by one call, which writes no more than so much.
+_SMALL_GAP_BYTES, _WRITTEN_BYTES = 16384, 256 << 10
+# From one byte to another, which is not included.
+Span = tuple[int, int]
 
 
 def kept_bytes(text: str) -> int:
@@ -67,6 +75,13 @@ def opened(path: str) -> Iterator[tuple[int, int]]:
         os.close(fd)
 
 
+def version_of(path: str) -> tuple[object, ...]:
+    """Return by what it is told that the file at `path` is still the same. Raises ShardError as `opened` does."""
+    with opened(path) as (fd, _):
+        status = os.fstat(fd)
+    return path, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
 def other_kind(start: bytes, path: str, expected: str) -> ShardError | None:
     """Return the error for a file of another kind than `expected`, by its first bytes; None if they tell no kind."""
     kind = kind_of(start)
@@ -82,6 +97,65 @@ def write_all(fd: int, data: bytes, offset_bytes: int) -> None:
         written = os.pwrite(fd, left, offset_bytes)
         left = left[written:]
         offset_bytes += written
+
+
+def contents(fd: int, spans: Sequence[Span]) -> Iterator[bytes]:
+    """Yield the bytes of ascending spans of a file; those close to each other are read by one call.
+
+    Raises ValueError if the file ends before, OSError if it cannot be read.
+    """
+    number = 0
+    while number < len(spans):
+        base, end = spans[number]
+        last = number + 1
+        while last < len(spans) and spans[last][0] - end <= _CLOSE_BYTES and spans[last][1] - base <= _READ_BYTES:
+            end = spans[last][1]
+            last += 1
+        content = os.pread(fd, end - base, base)
+        if len(content) < end - base:
+            raise ValueError("the file has become shorter")
+        if last == number + 1:
+            yield content
+        else:
+            yield from [content[start - base : stop - base] for start, stop in spans[number:last]]
+        number = last
+
+
+class StructureWriter:
+    """Writes what a file has besides payloads, in ascending order: parts close to each other by one call."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._start = self._end = 0
+        self._together: list[bytes] = []
+        self._parts: list[bytes] = []
+        self._digest = hashlib.blake2b()
+
+    def add(self, at: int, content: bytes) -> None:
+        """Add what begins at byte `at`, behind all that was added before; it is written later."""
+        gap = at - self._end
+        if gap > _SMALL_GAP_BYTES or at - self._start > _WRITTEN_BYTES:
+            self._write()
+            self._start = at
+        elif gap:
+            self._together.append(bytes(gap))
+        self._together.append(content)
+        self._parts.append(content)
+        self._end = at + len(content)
+
+    def _write(self) -> None:
+        if self._together:
+            write_all(self._fd, b"".join(self._together), self._start)
+            self._digest.update(b"".join(self._parts))
+            self._together.clear()
+            self._parts.clear()
+
+    def finish(self, size_bytes: int | None = None) -> Structure:
+        """Write the rest, and give the file its length; None: it ends with what was added. Return its structure."""
+        self._write()
+        end = self._end if size_bytes is None else size_bytes
+        os.ftruncate(self._fd, end)
+        return Structure(end, self._digest.digest())
 
 
 def not_as_written(path: str) -> ShardError:

@@ -21,6 +21,11 @@ def uncounted(count_bytes: int) -> None:
     """Be told of bytes that nobody counts."""
 
 
+def no_sums(path: str) -> Mapping[str, int]:
+    """Return nothing, as `Format.stored_sums` of a format that has no place for the sums of tensors."""
+    return NO_SUMS
+
+
 class Format(Protocol):
     """Tells where the bytes of a shard are; never plans or moves payload bytes.
 

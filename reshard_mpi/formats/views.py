@@ -32,21 +32,15 @@ def constant(name: str, dtype: DType, shape: tuple[int, ...], element: bytes) ->
     return TensorEntry(name, dtype, shape, Constant(element))
 
 
-def joined(names: Sequence[str], shards: Sequence[Tensors], *, is_mean: bool) -> Tensors:
-    """Return the sums of the tensors that several shards have by these names, or their means.
+class JoinedTensors(Tensors):
+    """The sums of the tensors that several shards have by some names, or their means; numbered in the order of these.
 
-    They are numbered in the order of `names`. shards: in the order in which they are added; all have these tensors, of
-    the same kinds.
+    shards: in the order in which they are added; all have these tensors, of the same kinds.
     """
-    return _JoinedTensors(names, shards, is_mean)
-
-
-class _JoinedTensors(Tensors):
-    """The sums or means of tensors of several shards, which keep where these are."""
 
     __slots__ = ("_is_mean", "_numbers", "_shards")
 
-    def __init__(self, names: Sequence[str], shards: Sequence[Tensors], is_mean: bool) -> None:
+    def __init__(self, names: Sequence[str], shards: Sequence[Tensors], *, is_mean: bool) -> None:
         first, *_ = shards
         super().__init__(first.path)
         self._shards, self._is_mean = tuple(shards), is_mean

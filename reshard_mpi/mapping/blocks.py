@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from reshard_mpi.mapping.syntax import Axis, Factor, Padded, Product, Sum, Term, axes_of, pads_of, sums_of
+from reshard_mpi.mapping.syntax import Axis, Padded, Product, Term, axes_of, pads_of, sums_of
 
 
 class EquationProblem(ValueError):
@@ -79,10 +79,7 @@ def check(left: Sequence[Term], right: Sequence[Term], *, copies: bool = False) 
 def _check_block(left: Term, left_summand: int, right: Term, right_summand: int) -> tuple[str, ...]:
     """Return the captures that the names of two paired blocks share. Raises EquationProblem if their axes differ."""
     shared = tuple(capture.name for capture in left.name.captures if capture in right.name.captures)
-    if any(
-        isinstance(factor, Sum) and any(any(pads_of(part)) for part in factor.summands)
-        for factor in _factors(left, right)
-    ):
+    if any(any(pads_of(part)) for term in (left, right) for found in sums_of(term) for part in found.summands):
         raise EquationProblem(f"padding within a concatenation, in {left.name.text} or {right.name.text}")
     axes = []
     for term, summand in ((left, left_summand), (right, right_summand)):
@@ -106,19 +103,6 @@ def _check_block(left: Term, left_summand: int, right: Term, right_summand: int)
                 f"not one-to-one: {_listed(alone)} of {term.name.text} is not on its other side, {other.name.text}"
             )
     return shared
-
-
-def _factors(*terms: Term) -> Iterator[Factor]:
-    for term in terms:
-        for dim in term.dims or ():
-            yield from _all_factors(dim)
-
-
-def _all_factors(product: Product) -> Iterator[Factor]:
-    for factor in product:
-        yield factor
-        if isinstance(factor, Padded):
-            yield from _all_factors(factor.product)
 
 
 def _block_axes(product: Product, summand: int) -> Iterator[str]:

@@ -11,7 +11,7 @@ from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import FLOATS, DType, numbers
 from reshard_mpi.mapping.candidates import MAX_NAMED
 from reshard_mpi.mapping.directions import Direction
-from reshard_mpi.mapping.following import owned_by, owners_in_target
+from reshard_mpi.mapping.following import owned_by, owners
 from reshard_mpi.mapping.made import Constant, Made
 from reshard_mpi.mapping.rules import TYPES, Rules, bytes_of
 from reshard_mpi.sharding.patterns import Pattern
@@ -97,7 +97,7 @@ def states_left_out(
     if not excluded:
         return frozenset()
     others = [name for name in shapes if name not in excluded]
-    owner_of = owners_in_target(others, shapes, rules, direction)
+    owner_of = owners(others, shapes, rules, direction, in_target=True)
     return frozenset(name for name in others if not excluded.isdisjoint(owned_by(name, owner_of)))
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from reshard_mpi.mapping.pairs import Geometry, Pair, Place, TargetShape, geometry
 from reshard_mpi.mapping.rules import EquationRule
-from reshard_mpi.mapping.sizes import Dimension, Sizes, SizesProblem, solved
-from reshard_mpi.mapping.syntax import Term, axes_of, pads_of
+from reshard_mpi.mapping.sizes import Dimension, Sizes, SizesProblem, names_in, solved
+from reshard_mpi.mapping.syntax import Term
 from reshard_mpi.sharding.box import Box
 
 
@@ -42,7 +42,7 @@ def fitted(
         if axes.get(axis, length) != length:
             raise SizesProblem(f"there are {length} tensors for {axis!r}, not {axes[axis]}")
     sizes = _solved_with(dimensions, [] if wanted is None else _dimensions(target, wanted), {**axes, **counts})
-    unknown = [name for name in _names(target) if name not in sizes]
+    unknown = [name for term in target for dim in term.dims or () for name in names_in(dim) if name not in sizes]
     if unknown and wanted is not None:
         sizes = solved(_dimensions(target, wanted), sizes)
     elif unknown:
@@ -75,14 +75,6 @@ def _dimensions(side: Sequence[Term], shapes: Sequence[tuple[int, ...]]) -> list
         for term, shape in zip(side, shapes)
         for number, (dim, length) in enumerate(zip(term.dims or (), shape))
     ]
-
-
-def _names(side: Sequence[Term]) -> Iterator[str]:
-    """Yield the names of the axes of tensors, and of the multiples that they are padded up to."""
-    for term in side:
-        for dim in term.dims or ():
-            names = (*axes_of(dim), *(padded.multiple for padded in pads_of(dim)))
-            yield from (name for name in names if not name.isdecimal())
 
 
 def whole_pair(place: Place, shape: tuple[int, ...]) -> Pair:

@@ -110,25 +110,19 @@ def followed(
 
 
 def owners(
-    names: Iterable[str], shapes: Mapping[str, tuple[int, ...]], rules: Rules | None, direction: Direction | None
+    names: Iterable[str],
+    shapes: Mapping[str, tuple[int, ...]],
+    rules: Rules | None,
+    direction: Direction | None,
+    *,
+    in_target: bool = False,
 ) -> dict[str, str]:
     """Return, by name, the parameters that tensors are state of; other tensors are left out.
 
-    names: of some of the tensors of the source. shapes: of all of them.
+    names: of some of the tensors of the source, or of the target. shapes: of all of them.
     """
-    known = [] if rules is None or direction is None else [_source(rule, direction) for rule in rules.states]
-    return _owners(names, shapes, known)
-
-
-def owners_in_target(
-    names: Iterable[str], shapes: Mapping[str, tuple[int, ...]], rules: Rules | None, direction: Direction | None
-) -> dict[str, str]:
-    """Return what `owners` does, for tensors of the target."""
-    known = [] if rules is None or direction is None else [_target(rule, direction) for rule in rules.states]
-    return _owners(names, shapes, known)
-
-
-def _owners(names: Iterable[str], shapes: Mapping[str, tuple[int, ...]], known: Sequence[Affixes]) -> dict[str, str]:
+    side = _target if in_target else _source
+    known = [] if rules is None or direction is None else [side(rule, direction) for rule in rules.states]
     parted = ((name, _parameter_of(name, known, shapes)) for name in names)
     return {name: found[0] for name, found in parted if found is not None and found[0] != name}
 

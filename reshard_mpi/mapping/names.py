@@ -61,16 +61,16 @@ class NamePattern:
 
     def match(self, name: str) -> tuple[str, ...] | None:
         """Return the texts that the captures stand for in a name; None if it does not match."""
-        if not (name.startswith(self._begin) and name.endswith(self._end)):
-            return None
-        found = self._regex.fullmatch(name)
-        return None if found is None else found.groups()
+        return self._matched(self._regex, name)
 
     def match_loosely(self, name: str) -> tuple[str, ...] | None:
         """Return what `match` does, but let integers be of any digits."""
+        return self._matched(self._loose, name)
+
+    def _matched(self, regex: re.Pattern[str], name: str) -> tuple[str, ...] | None:
         if not (name.startswith(self._begin) and name.endswith(self._end)):
             return None
-        found = self._loose.fullmatch(name)
+        found = regex.fullmatch(name)
         return None if found is None else found.groups()
 
     def filled(self, values: Mapping[str, object]) -> str:

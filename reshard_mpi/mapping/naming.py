@@ -13,7 +13,7 @@ from reshard_mpi.errors import MapError
 from reshard_mpi.mapping.candidates import Inventory
 from reshard_mpi.mapping.choice import Choice, is_chosen
 from reshard_mpi.mapping.likeness import Like
-from reshard_mpi.mapping.made import Made, Mapped
+from reshard_mpi.mapping.made import Mapped
 from reshard_mpi.mapping.mapped import applied
 from reshard_mpi.mapping.numbering import STATE, Training, named_tensors, training_in
 from reshard_mpi.mapping.renesting import MadeParameter, carried_into, with_names
@@ -65,7 +65,12 @@ def applied_to_file(
         return MappedFile(in_files, None if like.nest is None else carried_into(like.nest, source.nest))
     if training.optimizer is None or source.nest is None:
         return MappedFile(in_files, source.nest)
-    parameters = [_parameter(made, training) for made in in_files.made if _is_parameter(made, training)]
+    names = set(training.parameters.values())
+    parameters = [
+        MadeParameter(made.name.removeprefix(training.prefix), frozenset(made.sources.values()))
+        for made in in_files.made
+        if not names.isdisjoint(made.sources.values())
+    ]
     begin = f"{training.optimizer.path}state."
     is_kept = any(made.name.startswith(begin) for made in in_files.made)
     note = "the optimizer's state goes by names of parameters, as torch's set_optimizer_state_dict takes it"
@@ -118,14 +123,6 @@ def _names_in_target(training: Training, like: Like | None) -> Callable[[str], s
         return f"{path}state.{name.removeprefix(STATE).removeprefix(training.prefix)}"
 
     return renamed
-
-
-def _is_parameter(made: Made, training: Training) -> bool:
-    return not set(training.parameters.values()).isdisjoint(made.sources.values())
-
-
-def _parameter(made: Made, training: Training) -> MadeParameter:
-    return MadeParameter(made.name.removeprefix(training.prefix), frozenset(made.sources.values()))
 
 
 def _in_files(mapped: Mapped, named: Mapping[str, str], in_target: Callable[[str], str]) -> Mapped:

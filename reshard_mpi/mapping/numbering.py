@@ -154,11 +154,11 @@ def _optimizers(node: Any, path: str) -> Iterator[Numbered]:
         if all(made):
             yield Numbered(path, tuple(group for group in made if group is not None))
             return
-    for key, value in _parts(node):
+    for key, value in parts_of(node):
         yield from _optimizers(value, f"{path}{key}.")
 
 
-def _parts(node: Any) -> Iterator[tuple[Any, Any]]:
+def parts_of(node: Any) -> Iterator[tuple[Any, Any]]:
     """Yield keys and values of a dictionary, or places and items of an array."""
     if isinstance(node, dict) and isinstance(node.get("tuple"), list):
         node = node["tuple"]
@@ -174,7 +174,7 @@ def _group(node: Any) -> ParameterGroup | None:
     if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
         return None
     is_named = isinstance(names, list) and len(names) == len(numbers) and all(isinstance(name, str) for name in names)
-    settings = {key: value for key, value in _parts(node) if key not in ("params", "param_names")}
+    settings = {key: value for key, value in parts_of(node) if key not in ("params", "param_names")}
     return ParameterGroup(tuple(numbers), tuple(names) if is_named else None, settings)
 
 
@@ -184,7 +184,7 @@ def _paths(node: Any, path: str, without: Collection[str]) -> Iterator[str]:
         return
     if entries_of(node) is not None:
         yield path
-    for key, value in _parts(node):
+    for key, value in parts_of(node):
         yield from _paths(value, f"{path}{key}.", without)
 
 

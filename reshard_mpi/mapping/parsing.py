@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.mapping.blocks import EquationProblem, check
+from reshard_mpi.mapping.entries import flag_of, name_of, require_known, text_of
 from reshard_mpi.mapping.expressions import ConfigurationNeeded, ExpressionProblem, evaluated
-from reshard_mpi.mapping.names import NamePattern, PatternProblem
 from reshard_mpi.mapping.rules import TYPES, Drop, EquationRule, Fill, Rules
 from reshard_mpi.mapping.settings import Caution, Count, Number, caution_of, count_of, number_of
-from reshard_mpi.mapping.syntax import SyntaxProblem, Term, axes_of, pads_of, parse
+from reshard_mpi.mapping.sizes import names_in
+from reshard_mpi.mapping.syntax import SyntaxProblem, parse
 
 MAX_BYTES, MAX_ENTRIES = 1 << 20, 10_000
 _HEADER = re.compile(r"^[ \t]*\[\[[ \t]*(?:map|\"map\"|'map')[ \t]*\]\]", re.MULTILINE)
@@ -99,7 +100,7 @@ def parse_rules(text: str, where: str, config: Mapping[str, object] | None = Non
 
 def _only(entry: dict[str, Any], key: str, where: str) -> dict[str, Any]:
     """Return the table that an entry consists of."""
-    _known(entry, (key,), where)
+    require_known(entry, (key,), where)
     table = entry[key]
     if not isinstance(table, dict):
         raise MapError(f"{key} is no table", got=str(table)[:60], where=where)
@@ -107,9 +108,9 @@ def _only(entry: dict[str, Any], key: str, where: str) -> dict[str, Any]:
 
 
 def _state(entry: dict[str, Any], where: str) -> EquationRule:
-    _known(entry, ("state", "warning"), where)
-    warning = _text(entry, "warning", where) if "warning" in entry else ""
-    rule = _equation({"eq": _text(entry, "state", where), "optional": True}, where)
+    require_known(entry, ("state", "warning"), where)
+    warning = text_of(entry, "warning", where) if "warning" in entry else ""
+    rule = _equation({"eq": text_of(entry, "state", where), "optional": True}, where)
     terms = (*rule.equation.left, *rule.equation.right)
     if len(terms) != 2 or any(
         term.dims is not None or term.type_name or [capture.is_text for capture in term.name.captures] != [True]
@@ -125,8 +126,8 @@ def _state(entry: dict[str, Any], where: str) -> EquationRule:
 
 
 def _equation(entry: dict[str, Any], where: str) -> EquationRule:
-    _known(entry, ("eq", "optional", "copy", "pads", "like"), where)
-    text = _text(entry, "eq", where)
+    require_known(entry, ("eq", "optional", "copy", "pads", "like"), where)
+    text = text_of(entry, "eq", where)
     try:
         equation = parse(text)
     except SyntaxProblem as error:
@@ -138,7 +139,7 @@ def _equation(entry: dict[str, Any], where: str) -> EquationRule:
             raise MapError(
                 "an equation names an unknown type", expected=", ".join(TYPES), got=term.type_name, where=where
             )
-    copies = _flag(entry, "copy", where)
+    copies = flag_of(entry, "copy", where)
     pads = entry.get("pads", "zero")
     if pads not in ("zero", "drop"):
         raise MapError("pads is wrong", expected="'drop', or nothing", got=repr(pads)[:60], where=where)
@@ -149,18 +150,18 @@ def _equation(entry: dict[str, Any], where: str) -> EquationRule:
         shared = check(equation.left, equation.right, copies=copies)
     except EquationProblem as error:
         raise MapError("an equation is wrong", got=f"{error}; in {' '.join(text.split())[:200]}", where=where) from None
-    is_optional = _flag(entry, "optional", where) or like is not None
+    is_optional = flag_of(entry, "optional", where) or like is not None
     return EquationRule(equation, shared, is_optional, copies, pads == "drop", where, like)
 
 
 def _drop(entry: dict[str, Any], where: str) -> Drop:
-    _known(entry, ("drop", "side", "optional", "zeros"), where)
-    glob, side = _text(entry, "drop", where), _side(entry, "left", where)
-    return Drop(glob, side, _flag(entry, "optional", where), where, _flag(entry, "zeros", where))
+    require_known(entry, ("drop", "side", "optional", "zeros"), where)
+    glob, side = text_of(entry, "drop", where), _side(entry, "left", where)
+    return Drop(glob, side, flag_of(entry, "optional", where), where, flag_of(entry, "zeros", where))
 
 
 def _fill(entry: dict[str, Any], where: str) -> Fill:
-    _known(entry, ("fill", "side", "like", "optional"), where)
+    require_known(entry, ("fill", "side", "like", "optional"), where)
     if entry.get("like") not in (None, "only"):
         raise MapError("like is wrong", expected="'only', or nothing", got=repr(entry["like"])[:60], where=where)
     fill = entry["fill"]
@@ -168,12 +169,9 @@ def _fill(entry: dict[str, Any], where: str) -> Fill:
         raise MapError(
             "fill is no table", expected="{ name, value, shape, type, beside }", got=str(fill)[:60], where=where
         )
-    _known(fill, ("name", "value", "shape", "type", "beside"), where)
-    try:
-        name = NamePattern(_text(fill, "name", where))
-        beside = NamePattern(_text(fill, "beside", where)) if "beside" in fill else None
-    except PatternProblem as error:
-        raise MapError("a name is wrong", got=str(error), where=where) from None
+    require_known(fill, ("name", "value", "shape", "type", "beside"), where)
+    name = name_of(fill, "name", where)
+    beside = name_of(fill, "beside", where) if "beside" in fill else None
     if not set(name.captures) <= set(beside.captures if beside is not None else ()):
         raise MapError(
             "the name of what is made up has captures that the tensor beside it has not", got=name.text, where=where
@@ -201,7 +199,7 @@ def _fill(entry: dict[str, Any], where: str) -> Fill:
     if beside is None and (shape is None or dtype is None):
         raise MapError("what is made up beside nothing needs a shape and a type", got=name.text, where=where)
     side, lengths = _side(entry, "right", where), None if shape is None else tuple(shape)
-    return Fill(name, beside, lengths, dtype, value, side, where, "like" in entry, _flag(entry, "optional", where))
+    return Fill(name, beside, lengths, dtype, value, side, where, "like" in entry, flag_of(entry, "optional", where))
 
 
 def _axes(
@@ -211,7 +209,8 @@ def _axes(
     where = f"{where}, [axes]"
     if not isinstance(table, dict):
         raise MapError("[axes] is no table", got=str(table)[:60], where=where)
-    used = {name for rule in equations for term in (*rule.equation.left, *rule.equation.right) for name in _names(term)}
+    terms = (term for rule in equations for term in (*rule.equation.left, *rule.equation.right))
+    used = {name for term in terms for dim in term.dims or () for name in names_in(dim)}
     axes = {}
     for name, value in table.items():
         if name not in used:
@@ -234,32 +233,6 @@ def _axes(
             )
         axes[name] = value
     return axes
-
-
-def _names(term: Term) -> Iterator[str]:
-    for dim in term.dims or ():
-        yield from (name for name in axes_of(dim) if not name.isdecimal())
-        yield from (padded.multiple for padded in pads_of(dim) if not padded.multiple.isdecimal())
-
-
-def _known(table: Mapping[str, Any], keys: tuple[str, ...], where: str) -> None:
-    unknown = [key for key in table if key not in keys]
-    if unknown:
-        raise MapError("an entry of the map has an unknown key", expected=", ".join(keys), got=unknown[0], where=where)
-
-
-def _text(table: Mapping[str, Any], key: str, where: str) -> str:
-    value = table.get(key)
-    if not isinstance(value, str) or not value:
-        raise MapError(f"{key} is no text", got=repr(value)[:60], where=where)
-    return value
-
-
-def _flag(table: Mapping[str, Any], key: str, where: str) -> bool:
-    value = table.get(key, False)
-    if not isinstance(value, bool):
-        raise MapError(f"{key} is wrong", expected="true or false", got=repr(value)[:60], where=where)
-    return value
 
 
 def _side(table: Mapping[str, Any], usual: str, where: str) -> str:

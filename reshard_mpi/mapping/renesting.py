@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
-from reshard_mpi.mapping.numbering import Training, entries_of, value_of
+from reshard_mpi.mapping.numbering import Training, entries_of, parts_of, value_of
 
 # What numbers and names parameters, which belongs to a file and is not carried to another.
 _OF_PARAMETERS = ("params", "param_names", "state")
@@ -95,14 +95,7 @@ def _at(node: Any, path: str) -> Any:
     """Return the dictionary whose names begin with a path."""
     if not path:
         return node
-    parts: Iterable[tuple[Any, Any]]
-    if isinstance(node, dict) and isinstance(node.get("tuple"), list):
-        node = node["tuple"]
-    if isinstance(node, list):
-        parts = enumerate(node)
-    else:
-        parts = ((entry[0], entry[1]) for entry in entries_of(node) or () if len(entry) == 2)
-    for key, value in parts:
+    for key, value in parts_of(node):
         if path.startswith(f"{key}."):
             found = _at(value, path[len(f"{key}.") :])
             if found is not None:

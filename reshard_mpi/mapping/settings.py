@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import BY_NAME, DType
-from reshard_mpi.mapping.names import NamePattern, PatternProblem
+from reshard_mpi.mapping.entries import flag_of, name_of, require_known, text_of
+from reshard_mpi.mapping.names import NamePattern
 
 _CODES = {"int32": "i", "int64": "q", "float32": "f", "float64": "d"}
 # Frameworks multiply in single precision at every step.
@@ -118,48 +119,31 @@ def cautions(rules: Sequence[Caution], settings: Mapping[str, Any]) -> Iterator[
 
 def count_of(table: Mapping[str, Any], where: str) -> Count:
     """Read what a map says of a count. Raises MapError."""
-    names = [_text(table, key, where) for key in ("each", "beside", "total")]
-    each, beside, total = (_pattern(name, where) for name in names)
+    each, beside, total = names = [name_of(table, key, where) for key in ("each", "beside", "total")]
     if each.captures != beside.captures or [capture.is_text for capture in each.captures] != [True] or total.captures:
         raise MapError(
             "count is wrong",
             expected="one capture like {p*} in each and beside, and none in total",
-            got=", ".join(names),
+            got=", ".join(name.text for name in names),
             where=where,
         )
     each_type, total_type = (_type(table, key, where) for key in ("each_type", "total_type"))
-    _known(table, ("each", "beside", "each_type", "total", "total_type"), where)
+    require_known(table, ("each", "beside", "each_type", "total", "total_type"), where)
     return Count(each, beside, each_type, total.text, total_type, where)
 
 
 def number_of(table: Mapping[str, Any], where: str) -> Number:
     """Read what a map says of a number. Raises MapError."""
-    is_power = table.get("power", False)
-    if not isinstance(is_power, bool):
-        raise MapError("power is wrong", expected="true or false", got=repr(is_power)[:60], where=where)
-    _known(table, ("name", "of", "power", "type"), where)
-    name, of = _text(table, "name", where), _text(table, "of", where)
+    is_power = flag_of(table, "power", where)
+    require_known(table, ("name", "of", "power", "type"), where)
+    name, of = text_of(table, "name", where), text_of(table, "of", where)
     return Number(name, of, is_power, _type(table, "type", where), where)
 
 
 def caution_of(table: Mapping[str, Any], where: str) -> Caution:
     """Read what a map says of a setting that makes a difference. Raises MapError."""
-    _known(table, ("of", "text"), where)
-    return Caution(_text(table, "of", where), _text(table, "text", where), where)
-
-
-def _pattern(text: str, where: str) -> NamePattern:
-    try:
-        return NamePattern(text)
-    except PatternProblem as error:
-        raise MapError("a name is wrong", got=str(error), where=where) from None
-
-
-def _text(table: Mapping[str, Any], key: str, where: str) -> str:
-    value = table.get(key)
-    if not isinstance(value, str) or not value:
-        raise MapError(f"{key} is no text", got=repr(value)[:60], where=where)
-    return value
+    require_known(table, ("of", "text"), where)
+    return Caution(text_of(table, "of", where), text_of(table, "text", where), where)
 
 
 def _type(table: Mapping[str, Any], key: str, where: str) -> DType:
@@ -167,9 +151,3 @@ def _type(table: Mapping[str, Any], key: str, where: str) -> DType:
     if name not in _CODES:
         raise MapError(f"{key} is unknown", expected=", ".join(_CODES), got=repr(name)[:60], where=where)
     return BY_NAME[name]
-
-
-def _known(table: Mapping[str, Any], keys: tuple[str, ...], where: str) -> None:
-    unknown = [key for key in table if key not in keys]
-    if unknown:
-        raise MapError("an entry of the map has an unknown key", expected=", ".join(keys), got=unknown[0], where=where)

@@ -64,7 +64,7 @@ def solved(dimensions: Sequence[Dimension], known: Sizes) -> dict[str, int]:
     while waiting:
         undetermined = []
         for dimension in waiting:
-            unknown = {name for name in _names(dimension.product) if name not in sizes}
+            unknown = {name for name in names_in(dimension.product) if name not in sizes}
             if not unknown:
                 _require_length(dimension, sizes)
             elif len(unknown) == 1:
@@ -73,7 +73,7 @@ def solved(dimensions: Sequence[Dimension], known: Sizes) -> dict[str, int]:
                 undetermined.append(dimension)
         if len(undetermined) == len(waiting):
             dimension = waiting[0]
-            unknown_names = [name for name in dict.fromkeys(_names(dimension.product)) if name not in sizes]
+            unknown_names = [name for name in dict.fromkeys(names_in(dimension.product)) if name not in sizes]
             raise SizesProblem(
                 f"the length {dimension.length} of {dimension.where} does not tell how long"
                 f" {' and '.join(map(repr, unknown_names))} are: give one of them in [axes]"
@@ -95,7 +95,7 @@ def _multiples(dimensions: Sequence[Dimension], known: Sizes) -> Iterator[tuple[
             yield padded.multiple, dimension.length
 
 
-def _names(product: Product) -> Iterator[str]:
+def names_in(product: Product) -> Iterator[str]:
     """Yield the names of all axes, multiples of padding included, and no numbers."""
     yield from (name for name in axes_of(product) if not name.isdecimal())
     yield from (padded.multiple for padded in pads_of(product) if not padded.multiple.isdecimal())
@@ -112,7 +112,7 @@ def _unpadded_names(product: Product) -> Iterator[str]:
 def _require_length(dimension: Dimension, sizes: Sizes) -> None:
     length = extent(dimension.product, sizes)
     if length != dimension.length:
-        shown = ", ".join(f"{name} = {sizes[name]}" for name in dict.fromkeys(_names(dimension.product)))
+        shown = ", ".join(f"{name} = {sizes[name]}" for name in dict.fromkeys(names_in(dimension.product)))
         raise SizesProblem(
             f"{dimension.where} is {dimension.length} long, not {length}" + (f" ({shown})" if shown else "")
         )
@@ -125,7 +125,7 @@ def _root(dimension: Dimension, name: str, sizes: Sizes) -> int:
     length, rest = divmod(dimension.length - none, slope) if slope else (0, 1)
     if rest or length < 0:
         shown = "".join(
-            f", {other} = {sizes[other]}" for other in dict.fromkeys(_names(dimension.product)) if other in sizes
+            f", {other} = {sizes[other]}" for other in dict.fromkeys(names_in(dimension.product)) if other in sizes
         )
         raise SizesProblem(f"no length of {name!r} makes {dimension.where} {dimension.length} long{shown}")
     return length

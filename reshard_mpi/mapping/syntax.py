@@ -36,10 +36,6 @@ class Axis(NamedTuple):
 
     name: str
 
-    @property
-    def is_number(self) -> bool:
-        return self.name.isdecimal()
-
 
 class Sum(NamedTuple):
     """Blocks that lie one behind the other."""
@@ -78,10 +74,6 @@ class Equation(NamedTuple):
     text: str
     left: tuple[Term, ...]
     right: tuple[Term, ...]
-
-    @property
-    def turned(self) -> Equation:
-        return self._replace(left=self.right, right=self.left)
 
 
 def parse(text: str) -> Equation:

@@ -120,9 +120,5 @@ def _swept(
             active.append(waiting[begin])
             begin += 1
         active = [place for place in active if meeting[place][1].stop[dim] > low]
-        inner = [(meeting[place][0], _clipped(meeting[place][1], dim, low, high)) for place in sorted(active)]
+        inner = [(meeting[place][0], meeting[place][1].within(dim, low, high)) for place in sorted(active)]
         yield from _swept(inner, (*start[:dim], low, *start[dim + 1 :]), (*stop[:dim], high, *stop[dim + 1 :]), dim + 1)
-
-
-def _clipped(box: Box, dim: int, low: int, high: int) -> Box:
-    return Box((*box.start[:dim], low, *box.start[dim + 1 :]), (*box.stop[:dim], high, *box.stop[dim + 1 :]))

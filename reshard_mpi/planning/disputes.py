@@ -92,8 +92,7 @@ def witnesses(
     """Yield the first available ranks not opened yet, `each` of every stage that holds one of the named tensors."""
     stages = {stage for name in names for placement in _placements(strategy, name) for stage in placement.stages}
     for stage in sorted(stages):
-        ranks = range(stage * strategy.stage_size, (stage + 1) * strategy.stage_size)
-        yield from islice((rank for rank in ranks if rank in available and rank not in opened), each)
+        yield from islice((rank for rank in strategy.ranks_of(stage) if rank in available and rank not in opened), each)
 
 
 @lru_cache(maxsize=4096)

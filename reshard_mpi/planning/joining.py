@@ -14,10 +14,10 @@ from itertools import islice
 
 from reshard_mpi.errors import CoverageError, ReshardError, SourceError, StrategyError
 from reshard_mpi.formats.columns import Tensors
-from reshard_mpi.formats.dtypes import FLOATS
+from reshard_mpi.formats.dtypes import BY_NAME, FLOATS
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.specs import SpecKind
-from reshard_mpi.formats.views import constant, joined
+from reshard_mpi.formats.views import JoinedTensors, constant
 from reshard_mpi.planning.copies import Alike
 from reshard_mpi.planning.losses import Lost, named
 from reshard_mpi.planning.model import Route
@@ -138,11 +138,9 @@ def replicas(group: SourceGroup) -> int:
 def sums_among(groups: Iterable[tuple[Iterable[str], SourceGroup]]) -> tuple[Sums, ...]:
     """Return what accumulated gradients there are among tensors. groups: the names of each group."""
     pairs = ((sums_like(name), group) for names, group in groups for name in names if is_partial_sum(name))
-    return tuple({Sums(names, replicas(group), _added_in(group)): None for names, group in pairs})
-
-
-def _added_in(group: SourceGroup) -> str:
-    return "float64" if group.dtype.name == "float64" else "float32"
+    wide = BY_NAME["float64"]
+    sums = (Sums(names, replicas(group), "float64" if group.dtype == wide else "float32") for names, group in pairs)
+    return tuple(dict.fromkeys(sums))
 
 
 def joined_route(
@@ -167,7 +165,7 @@ def joined_route(
             remedy="restore these shards: each has a sum of its own, which no other shard has",
         )
     shards = [manifests[rank].tensors for rank in holders]
-    tensors = joined(names, shards, is_mean=is_mean)
+    tensors = JoinedTensors(names, shards, is_mean=is_mean)
     numbers = array("I", range(len(names)))
     return Route(holders[0], part.box, part.region, tensors, numbers, joined_ranks=tuple(holders))
 

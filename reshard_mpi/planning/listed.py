@@ -10,13 +10,12 @@ from reshard_mpi.errors import CoverageError
 from reshard_mpi.formats.columns import Tensors
 from reshard_mpi.formats.listed import ListedTensors, PieceList
 from reshard_mpi.planning.cover import Pieces, Taken, UncoveredError, overlapping
+from reshard_mpi.planning.losses import described
 from reshard_mpi.planning.mapped import MappedTensors
 from reshard_mpi.planning.model import Check, Copy, Group, PlannedTensors, Route
 from reshard_mpi.planning.replicas import Replicas, home_rank
 from reshard_mpi.sharding.box import Box
 
-# So many files that cannot be used are described in one message.
-_MAX_DESCRIBED = 4
 # Unless all are compared: so many overlaps of tensors of one kind, and so many elements of each overlap.
 _MAX_SAMPLED, _SAMPLED_ELEMENTS = 4, 4096
 
@@ -111,8 +110,7 @@ class PiecesOf:
         try:
             return known[1], known[2].cover(region)
         except UncoveredError as error:
-            more = "; ..." if len(tensors.missing) > _MAX_DESCRIBED else ""
-            missing = "; ".join(tensors.missing[:_MAX_DESCRIBED]) + more
+            missing = described(tensors.missing)
             raise CoverageError(
                 f"no piece of {name!r} that the checkpoint lists has a part that target rank {self._target_rank} needs",
                 expected=f"box {error.box}",

@@ -77,6 +77,6 @@ def named(ranks: Collection[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{more}"
 
 
-def described(losses: Sequence[Lost]) -> str:
-    """Return what is wrong with shards, in words: of many with the first ones only."""
+def described(losses: Sequence[object]) -> str:
+    """Return what is wrong with shards or files, in words: of many with the first ones only."""
     return "; ".join([*map(str, losses[:_MAX_DESCRIBED]), *(["..."] if len(losses) > _MAX_DESCRIBED else [])])

@@ -130,9 +130,7 @@ def target_region(region: Box, to: Box, order: tuple[int, ...] | None, part: Box
 
 def _cut(box: Box, dim: int, first: int, last: int) -> Box:
     """Return the part of a box between two indices of one dimension, counted from its start."""
-    low = box.start[dim]
-    start = (*box.start[:dim], low + first, *box.start[dim + 1 :])
-    return Box(start, (*box.stop[:dim], low + last, *box.stop[dim + 1 :]))
+    return box.within(dim, box.start[dim] + first, box.start[dim] + last)
 
 
 class TensorPlan(NamedTuple):
@@ -275,6 +273,11 @@ class PlannedTensors(Sequence[TensorPlan]):
 
     def __hash__(self) -> int:
         return hash(len(self))
+
+
+def meeting(copies: Iterable[Copy], box: Box) -> list[Copy]:
+    """Return what copies have of a box of the target."""
+    return [part for copy in copies if (part := copy.meeting(box)) is not None]
 
 
 class Check(NamedTuple):

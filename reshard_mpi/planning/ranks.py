@@ -153,9 +153,8 @@ def _one_of_its_stages(
     stages = [stage for origin in origins for stage in origin.stages]
     if any(source.stage_of(rank) in stages for rank in chosen):
         return ()
-    size = source.stage_size
-    near = (stage * size + home % size for stage in stages)
-    others = (rank for stage in stages for rank in range(stage * size, (stage + 1) * size))
+    near = (stage * source.stage_size + home % source.stage_size for stage in stages)
+    others = (rank for stage in stages for rank in source.ranks_of(stage))
     return tuple(islice((rank for rank in chain(near, others) if rank in available), 1))
 
 

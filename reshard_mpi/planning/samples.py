@@ -126,21 +126,12 @@ def _steps(meshes: Iterable[Shape]) -> list[_Step]:
 
 def _held_ways(strategy: Strategy) -> set[tuple[Shape, frozenset[int]]]:
     """Return a mesh and the stages for each kind of tensor and each way in which tensors of that kind are placed."""
-    stages_of: dict[tuple[str, tuple[object, ...]], set[int]] = {}
-    meshes: dict[tuple[object, ...], Shape] = {}
-
+    stages_of: dict[tuple[str, Shape, tuple[object, ...]], set[int]] = {}
     for name, listed in strategy.parameters.items():
         for placement in listed:
-            way = (
-                placement.mesh,
-                placement.split,
-                placement.optimizer,
-                placement.sizes,
-                placement.ceil,
-            )  # in whatever stage
-            meshes[way] = placement.mesh
-            stages_of.setdefault((kind_of(name), way), set()).update(placement.stages)
-    return {(meshes[way], frozenset(stages)) for (_, way), stages in stages_of.items()}
+            way = placement.split, placement.optimizer, placement.sizes, placement.ceil  # in whatever stage
+            stages_of.setdefault((kind_of(name), placement.mesh, way), set()).update(placement.stages)
+    return {(mesh, frozenset(stages)) for (_, mesh, _), stages in stages_of.items()}
 
 
 def _covering(held: Iterable[tuple[Shape, frozenset[int]]], present: Collection[int]) -> Iterator[tuple[int, _Step]]:

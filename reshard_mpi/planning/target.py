@@ -57,13 +57,26 @@ class BothLayouts(NamedTuple):
     target: Layout
 
 
+class Policy(NamedTuple):
+    """What the user wants of targets.
+
+    unlisted: what becomes of parameters that the target strategy does not list. strict: whether a listed parameter that
+    was never saved is an error. replicas: which copies are compared. accumulated: what becomes of accumulated
+    gradients. allows_holes: tensors that cannot be made do not refuse the plan, but are named in it.
+    """
+
+    unlisted: Unlisted
+    strict: bool
+    replicas: Replicas
+    accumulated: Accumulated
+    allows_holes: bool = False
+
+
 class ShardPlanner:
     """Plans one target rank from the source shards that were opened for it.
 
     manifests: the opened shards by rank, those of `needed_ranks` at least. lost: the shards that were needed and cannot
-    be used, by rank. unlisted: what becomes of parameters that the target strategy does not list. strict: whether a
-    listed parameter that was never saved is an error. replicas: which copies are compared. accumulated: what becomes of
-    accumulated gradients. allows_holes: tensors that cannot be made do not refuse the plan, but are named in it.
+    be used, by rank.
     """
 
     def __init__(
@@ -72,13 +85,8 @@ class ShardPlanner:
         target: Strategy,
         target_rank: int,
         manifests: Mapping[int, Manifest],
-        *,
         lost: Mapping[int, Lost],
-        unlisted: Unlisted,
-        strict: bool,
-        replicas: Replicas,
-        accumulated: Accumulated,
-        allows_holes: bool = False,
+        policy: Policy,
     ) -> None:
         self._source = source
         self._target = target
@@ -86,21 +94,17 @@ class ShardPlanner:
         self._stage = target.stage_of(target_rank)
         self._home = home_rank(target_rank, target.world_size, source.world_size)
         self._manifests = manifests
-        if unlisted is not Unlisted.DROP:
+        if policy.unlisted is not Unlisted.DROP:
             require_tensors_or_strings(manifests)
         self._tensors = SourceTensors(source, manifests, lost)
-        self._layouts = TargetLayouts(target, target_rank, self._tensors, unlisted)
+        self._layouts = TargetLayouts(target, target_rank, self._tensors, policy.unlisted)
         self._lost = lost
-        self._unlisted = unlisted
-        self._strict = strict
-        self._replicas = replicas
-        self._accumulated = accumulated
-        self._allows_holes = allows_holes
+        self._policy = policy
         self._holes: dict[str, ReshardError] = {}
         # All that goes into this shard: by the way in which it is held, and by name in file order.
         self._ways: dict[tuple[SourceGroup, Layout, Share | ReshardError], _Way] = {}
         self._wanted: dict[str, _Way] = {}
-        joining = Joining(accumulated, source, self._tensors, target_rank, keeps_errors=allows_holes)
+        joining = Joining(policy.accumulated, source, self._tensors, target_rank, keeps_errors=policy.allows_holes)
         for name in self._tensors.names:
             group = self._tensors.group(name)
             layout = self._layouts.layout(name, group)
@@ -163,7 +167,7 @@ class ShardPlanner:
         """Raise UsageError if target ranks that hold the same piece get different sums, for a target of one copy."""
         for way in self._ways.values():
             name = way.names[0]
-            if self._accumulated is Accumulated.SUM and is_partial_sum(name) and way.layout.placement.copies > 1:
+            if self._policy.accumulated is Accumulated.SUM and is_partial_sum(name) and way.layout.placement.copies > 1:
                 raise UsageError(
                     f"the target has one copy of {name!r} for {way.layout.placement.copies} ranks",
                     expected="--accumulated mean, a format with a file for each rank, or a target without replicas",
@@ -191,7 +195,7 @@ class ShardPlanner:
             if self._layouts.lists(name):
                 here = any(self._stage in placement.stages for placement in self._target.find(name))
             else:
-                here = wants(self._source, self._target, self._rank, name, self._unlisted, self._tensors)
+                here = wants(self._source, self._target, self._rank, name, self._policy.unlisted, self._tensors)
             if here:
                 yield name
 
@@ -219,10 +223,10 @@ class ShardPlanner:
         same_world = self._target.world_size == self._source.world_size
         checks = (
             *agreement_checks(self._tensors, self._wanted, same_world=same_world),
-            *pieces.checks(groups, self._replicas),
+            *pieces.checks(groups, self._policy.replicas),
         )
         strings, notes = common_strings(self._manifests, self._home)
-        if self._unlisted is Unlisted.DROP:
+        if self._policy.unlisted is Unlisted.DROP:
             strings = {}
         taken = [way for way in self._ways.values() if way.share is Share.TAKEN]
         wanted = ((way.names, way.group, way.layout) for way in taken)
@@ -241,7 +245,7 @@ class ShardPlanner:
             loose=loose,
             unplaced=frozenset(name for name in loose if not self._layouts.lists(name)),
             moments=tuple(self._shared()),
-            alike=(*copies_alike(wanted, self._layouts.box, self._replicas), *self._apart()),
+            alike=(*copies_alike(wanted, self._layouts.box, self._policy.replicas), *self._apart()),
             lost=self._replaced(groups) if self._lost else (),
             warnings=(
                 *(self._not_its_own() if same_world and self._rank in self._lost else ()),
@@ -272,14 +276,12 @@ class ShardPlanner:
 
         Layouts of the home rank's stage come first. Raises CoverageError if the parts do not make up the box.
         """
-        ordered = sorted(group.layouts, key=lambda layout: not self._is_near(layout.placement))
+        home_stage = self._source.stage_of(self._home)
+        ordered = sorted(group.layouts, key=lambda layout: home_stage not in layout.placement.stages)
         options = [parts_meeting(layout, box) for layout in ordered]
         at_hand = (option for option in options if all(map(self._is_at_hand, option)))
         parts = options[0] if len(options) == 1 else next(at_hand, options[0])
         return self._covering(parts, name, box)
-
-    def _is_near(self, placement: Placement) -> bool:
-        return self._source.stage_of(self._home) in placement.stages
 
     def _is_at_hand(self, part: Part) -> bool:
         return any(rank in self._manifests for rank in part.placement.holders(part.piece))
@@ -324,7 +326,7 @@ class ShardPlanner:
         if way.share is Share.ZEROS:
             return Group(kind, way.names, (zero_route(len(way.names), kind, min(self._manifests)),))
         if way.share is Share.JOINED:
-            is_mean = self._accumulated is Accumulated.MEAN
+            is_mean = self._policy.accumulated is Accumulated.MEAN
             joined = (
                 joined_route(way.names, part, way.group, self._manifests, self._lost, is_mean=is_mean)
                 for part in way.parts
@@ -336,10 +338,10 @@ class ShardPlanner:
                 rank = next((other for other in part.placement.holders(part.piece) if other in way.group.ranks), None)
             if rank is None:
                 error = hole(way.names[0], part, self._rank, self._manifests, self._lost)
-                if not self._allows_holes:
+                if not self._policy.allows_holes:
                     raise error
                 self._holes.update(dict.fromkeys(way.names, error))
-                return Group(SpecKind(way.group.dtype, way.group.shape, way.box), way.names, ())
+                return Group(kind, way.names, ())
             tensors = self._manifests[rank].tensors
             numbers = array("I", map(tensors.number_of.__getitem__, way.names))
             routes.append(Route(rank, part.box, part.region, tensors, numbers))
@@ -347,7 +349,7 @@ class ShardPlanner:
 
     def _apart(self) -> Iterator[Alike]:
         """Yield the copies that are added up, and so must not be the same, unless the user is trusted."""
-        if self._accumulated is Accumulated.SUM and self._replicas is not Replicas.ANY:
+        if self._policy.accumulated is Accumulated.SUM and self._policy.replicas is not Replicas.ANY:
             for way in self._ways.values():
                 if way.share is Share.JOINED:
                     yield from apart(way.names, way.parts, way.group.dtype.itemsize_bytes)
@@ -421,7 +423,7 @@ class ShardPlanner:
                 require_never_saved(name, origins, self._source, self._target, wanted, self._manifests, self._lost)
             if name in self._target.parameters:
                 absent.append(name)
-        if absent and self._strict:
+        if absent and self._policy.strict:
             raise CoverageError(
                 "the target strategy lists parameters that no source shard holds",
                 expected="every listed parameter (--strict)",

@@ -38,7 +38,7 @@ from reshard_mpi.planning.partial_sums import Accumulated, notes_on
 from reshard_mpi.planning.ranks import check_target_rank
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.planning.shown_rules import ShownRule, shown_rules
-from reshard_mpi.planning.target import BothLayouts
+from reshard_mpi.planning.target import BothLayouts, Policy
 from reshard_mpi.planning.tensors import SourceTensors
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Shape, Strategy
@@ -291,15 +291,8 @@ class Conversion:
 
     def _shards(self) -> ShardOpener:
         if self._opener is None:
-            self._opener = ShardOpener(
-                self.source,
-                self.target,
-                self.unlisted,
-                self.strict,
-                self.replicas,
-                self.accumulated,
-                self.allows_holes,
-            )
+            policy = Policy(self.unlisted, self.strict, self.replicas, self.accumulated, self.allows_holes)
+            self._opener = ShardOpener(self.source, self.target, policy)
         return self._opener
 
     def _moments(self, plan: RankPlan, manifests: Mapping[int, Manifest]) -> tuple[Moment, ...]:

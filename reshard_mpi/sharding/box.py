@@ -67,6 +67,11 @@ class Box:
         self._require_same_ndim(other)
         return all(low <= a and b <= high for low, a, b, high in zip(self.start, other.start, other.stop, self.stop))
 
+    def within(self, dim: int, low: int, high: int) -> Box:
+        """Return the part of this box from index `low` up to `high` of one dimension, in global coordinates."""
+        start, stop = self.start, self.stop
+        return Box((*start[:dim], low, *start[dim + 1 :]), (*stop[:dim], high, *stop[dim + 1 :]))
+
     def relative_to(self, outer: Box) -> Box:
         """Return this box in the coordinates of `outer`. Raises ValueError if that does not contain it."""
         if not outer.contains(self):

@@ -13,7 +13,7 @@ The semantics are MindSpore's:
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from reshard_mpi.errors import LayoutError
@@ -180,44 +180,41 @@ class Placement:
         stage = home // self.stage_size
         if stage not in self.stages:
             stage = self.stages[0]
-        coordinates = self._moved_to(piece, unravel(home % self.stage_size, self.mesh))
-        if self.optimizer > 1:
-            free = self.free_axes
-            lengths = tuple(self.mesh[axis] for axis in free)
-            position = ravel(tuple(coordinates[axis] for axis in free), lengths)
-            position += piece.part - position % self.optimizer
-            for axis, coordinate in zip(free, unravel(position, lengths)):
-                coordinates[axis] = coordinate
-        return stage * self.stage_size + ravel(tuple(coordinates), self.mesh)
+        near = unravel(home % self.stage_size, self.mesh)
+        free = self.free_axes
+        position = ravel(tuple(near[axis] for axis in free), tuple(self.mesh[axis] for axis in free))
+        return stage * self.stage_size + self._holders_in_stage(piece)(
+            position + piece.part - position % self.optimizer
+        )
 
     def holders(self, piece: Piece) -> Iterator[int]:
         """Yield every global rank that holds `piece`, in ascending order within each stage."""
-        free = self.free_axes
-        lengths = tuple(self.mesh[axis] for axis in free)
-        coordinates = self._moved_to(piece, [0] * len(self.mesh))
+        rank_at = self._holders_in_stage(piece)
         for stage in self.stages:
-            for position in range(piece.part, math.prod(lengths), self.optimizer):
-                for axis, coordinate in zip(free, unravel(position, lengths)):
-                    coordinates[axis] = coordinate
-                yield stage * self.stage_size + ravel(tuple(coordinates), self.mesh)
+            for position in range(piece.part, self.holders_per_slice, self.optimizer):
+                yield stage * self.stage_size + rank_at(position)
 
     def nth_holder(self, piece: Piece, number: int) -> int:
         """Return the global rank that `holders` yields as the one of this number, from 0."""
         stage, place = divmod(number, self.holders_per_slice // self.optimizer)
-        free = self.free_axes
-        coordinates = self._moved_to(piece, [0] * len(self.mesh))
-        lengths = tuple(self.mesh[axis] for axis in free)
-        for axis, coordinate in zip(free, unravel(piece.part + place * self.optimizer, lengths)):
-            coordinates[axis] = coordinate
-        return self.stages[stage] * self.stage_size + ravel(tuple(coordinates), self.mesh)
+        position = piece.part + place * self.optimizer
+        return self.stages[stage] * self.stage_size + self._holders_in_stage(piece)(position)
 
-    def _moved_to(self, piece: Piece, coordinates: Iterable[int]) -> list[int]:
-        """Return the coordinates of a rank, moved along the axes that cut to where the slice of `piece` is held."""
-        moved = list(coordinates)
+    def _holders_in_stage(self, piece: Piece) -> Callable[[int], int]:
+        """Return what finds the local rank that holds the slice of `piece`, by its position along the free axes."""
+        coordinates = [0] * len(self.mesh)
         for axes, index in zip(self.split, piece.index):
             for axis in reversed(axes):
-                index, moved[axis] = divmod(index, self.mesh[axis])
-        return moved
+                index, coordinates[axis] = divmod(index, self.mesh[axis])
+        free = self.free_axes
+        lengths = tuple(self.mesh[axis] for axis in free)
+
+        def rank_at(position: int) -> int:
+            for axis, coordinate in zip(free, unravel(position, lengths)):
+                coordinates[axis] = coordinate
+            return ravel(tuple(coordinates), self.mesh)
+
+        return rank_at
 
     def with_stages(self, stages: tuple[int, ...]) -> Placement:
         return replace(self, stages=stages)
@@ -288,6 +285,9 @@ class Strategy:
 
     def stage_of(self, rank: int) -> int:
         return rank // self.stage_size
+
+    def ranks_of(self, stage: int) -> range:
+        return range(stage * self.stage_size, (stage + 1) * self.stage_size)
 
     def find(self, name: str) -> tuple[Placement, ...]:
         """Return the placements of parameter `name`; empty where the strategy does not list it.

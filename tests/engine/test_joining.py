@@ -24,7 +24,7 @@ from reshard_mpi.engine.regions import fill
 from reshard_mpi.formats.columns import TensorEntry, Tensors
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.places import ByteRange, Converted, Decoded, Joined, Segments, Strided
-from reshard_mpi.formats.views import converted, joined
+from reshard_mpi.formats.views import JoinedTensors, converted
 from reshard_mpi.planning.model import Check, Copy, Limits
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.units import MIB
@@ -194,11 +194,11 @@ def test_the_view_of_several_shards() -> None:
         )
 
     shards = [shard("a", "v", "w"), shard("b", "w", "more", "v")]
-    seen = joined(["w", "v"], shards, is_mean=True)
+    seen = JoinedTensors(["w", "v"], shards, is_mean=True)
     assert seen.source(0) == Joined((shards[0]["w"].source, shards[1]["w"].source), True)
     assert seen.source(1) == Joined((shards[0]["v"].source, shards[1]["v"].source), True)
     assert seen.element_bytes([0, 1]) == 16 and seen.tables == (seen, *shards)
-    assert seen == joined(["w", "v"], shards, is_mean=True) != joined(["w", "v"], shards, is_mean=False)
+    assert seen == JoinedTensors(["w", "v"], shards, is_mean=True) != JoinedTensors(["w", "v"], shards, is_mean=False)
     half = converted(seen, FLOAT16)
     assert half.source(1) == Converted(seen.source(1), FLOAT32) and half.element_bytes([1]) == 8
 

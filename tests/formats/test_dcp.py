@@ -29,7 +29,8 @@ from reshard_mpi.formats import dcp
 from reshard_mpi.formats.dcp import metadata
 from reshard_mpi.formats.dcp.states import States
 from reshard_mpi.formats.nest import NEST
-from reshard_mpi.formats.torch.pickles import PLAIN_CALLS, Readers, load, no_persistent_ids
+from reshard_mpi.formats.torch.pickles import load
+from reshard_mpi.formats.torch.readers import PLAIN_CALLS, Readers, no_persistent_ids
 from reshard_mpi.formats.torch.tensors import SIZE, numbers
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.testing.checkpoints import Arrays, CheckpointConformance

@@ -14,7 +14,8 @@ from support.examples import few
 
 from reshard_mpi.formats.nest.trees import BYTEARRAY, FROZENSET, SET, Call, Dict, Global
 from reshard_mpi.formats.torch import pickling
-from reshard_mpi.formats.torch.pickles import CutShortError, PickleError, load
+from reshard_mpi.formats.torch.pickles import load
+from reshard_mpi.formats.torch.readers import CutShortError, PickleError
 from reshard_mpi.units import MIB
 
 BUILTIN = {SET: set, FROZENSET: frozenset, BYTEARRAY: bytearray, Global("builtins", "complex"): complex}

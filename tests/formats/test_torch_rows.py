@@ -14,7 +14,8 @@ from support.examples import many
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.nest.trees import Call, Dict, Value
 from reshard_mpi.formats.torch.content import Storages
-from reshard_mpi.formats.torch.pickles import PickleError, Readers, load
+from reshard_mpi.formats.torch.pickles import load
+from reshard_mpi.formats.torch.readers import PickleError, Readers
 from reshard_mpi.formats.torch.rows import TensorRows
 from reshard_mpi.formats.torch.tensors import CALLS, REBUILD
 from reshard_mpi.testing.samples import SampleTensor

@@ -28,7 +28,7 @@ from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.places import Decoded, Segments, Strided
 from reshard_mpi.formats.safetensors import index as safetensors_index
 from reshard_mpi.formats.safetensors import mindformers_index, sharding_text
-from reshard_mpi.formats.torch import pickles, pickling
+from reshard_mpi.formats.torch import pickles, pickling, readers
 from reshard_mpi.formats.torch.content import Storages
 from reshard_mpi.formats.torch.tensors import is_tensor
 from reshard_mpi.journal.commit import commit
@@ -91,7 +91,7 @@ def torch_pickle(data: bytes) -> None:
     try:
         root, _ = pickles.load(data, readers=Storages().readers)
         flattened = nest.flatten(root, is_tensor)
-    except (pickles.PickleError, nest.NestError):
+    except (readers.PickleError, nest.NestError):
         return
     again = nest.rebuild(dict(flattened.tensors), flattened.strings)
     flattened_again = nest.flatten(again, is_tensor)

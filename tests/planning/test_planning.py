@@ -26,7 +26,7 @@ from reshard_mpi.planning.parameters import (
 from reshard_mpi.planning.partial_sums import Accumulated, is_partial_sum
 from reshard_mpi.planning.ranks import needed_ranks
 from reshard_mpi.planning.replicas import Replicas
-from reshard_mpi.planning.target import ShardPlanner
+from reshard_mpi.planning.target import Policy, ShardPlanner
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Placement, Strategy, named_after
@@ -67,11 +67,8 @@ def planner(
         target,
         rank,
         manifests,
-        lost=unusable,
-        unlisted=unlisted,
-        strict=strict,
-        replicas=replicas,
-        accumulated=Accumulated.REFUSE,
+        unusable,
+        Policy(unlisted, strict, replicas, Accumulated.REFUSE),
     )
 
 

@@ -14,8 +14,9 @@ big-endian CRC-32 of everything before. They are no tensors; `check_crc` verifie
 from __future__ import annotations
 
 from reshard_mpi.formats.ckpt.reading import NAME, locate, read_back
-from reshard_mpi.formats.ckpt.sealing import check_crc, seal, stored_sums
+from reshard_mpi.formats.ckpt.sealing import check_crc, seal
 from reshard_mpi.formats.ckpt.writing import reserve, size_at_most_bytes
+from reshard_mpi.formats.protocol import no_sums as stored_sums
 from reshard_mpi.formats.traits import Costs, Traits
 from reshard_mpi.units import KIB
 

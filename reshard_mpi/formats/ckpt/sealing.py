@@ -27,11 +27,6 @@ def seal(fd: int, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = F
     os.fchmod(fd, 0o400)
 
 
-def stored_sums(path: str) -> Mapping[str, int]:
-    """Return nothing: the format has no place for the sums of tensors."""
-    return NO_SUMS
-
-
 def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
     """Tell whether the file at `path` ends in a CRC-32. Raises ShardError if that is not of what comes before it."""
     with files.opened(path) as (fd, size_bytes):

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
 from reshard_mpi.errors import TargetError
 from reshard_mpi.formats import files
 from reshard_mpi.formats.ckpt.reading import NAME
-from reshard_mpi.formats.ckpt.structure import of_parts
 from reshard_mpi.formats.ckpt.values import CRC_BYTES, EMPTY_CHECKPOINT, STRING_TYPE, encode_around, encode_header
 from reshard_mpi.formats.columns import Kind, TensorEntry, Tensors
 from reshard_mpi.formats.manifest import Manifest
@@ -16,9 +13,6 @@ from reshard_mpi.formats.specs import ShardSpec, SpecKind
 
 # MindSpore's synchronous save cuts at exactly this many bytes (`SLICE_SIZE`), and protobuf ends at 2 GiB.
 CUT_BYTES = 512 << 20
-# Headers with so little between them are written by one call, which writes no more than so much.
-_SMALL_GAP_BYTES = 16384
-_WRITTEN_BYTES = 256 << 10
 
 
 def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
@@ -28,7 +22,7 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
     written. Raises TargetError if a name or string cannot be stored, OSError if the file cannot be written.
     """
     files.check_names(path, [*spec.specs.names, *spec.strings])
-    tensors, structure, offset = Tensors(path), _Structure(fd), 0
+    tensors, structure, offset = Tensors(path), files.StructureWriter(fd), 0
     known: dict[tuple[int, int], tuple[bytes, bytes, int, int]] = {}
     specs = spec.specs
     for name, number in zip(specs.names, specs.kind_of):
@@ -56,12 +50,10 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
         # A file of 0 bytes cannot be told from a failed copy: a shard of nothing is the checksum of nothing.
         structure.add(0, EMPTY_CHECKPOINT)
         offset = len(EMPTY_CHECKPOINT)
-    structure.write()
-    os.ftruncate(fd, offset)
-    return Manifest(path, NAME, tensors, dict(spec.strings), structure=of_parts(structure.parts, offset))
+    return Manifest(path, NAME, tensors, dict(spec.strings), structure=structure.finish(offset))
 
 
-def _reserve_pieces(structure: _Structure, tensors: Tensors, name: str, kind: SpecKind, offset: int) -> int:
+def _reserve_pieces(structure: files.StructureWriter, tensors: Tensors, name: str, kind: SpecKind, offset: int) -> int:
     """Reserve a tensor that is cut into several Values, from `offset` on; return the offset after it."""
     dtype, shape, ranges = kind.dtype, kind.box.shape, []
     for length_bytes in _cuts(kind.size_bytes):
@@ -71,34 +63,6 @@ def _reserve_pieces(structure: _Structure, tensors: Tensors, name: str, kind: Sp
         offset += len(header) + length_bytes
     tensors.add_entry(TensorEntry(name, dtype, shape, Segments(tuple(ranges))))
     return offset
-
-
-class _Structure:
-    """Writes all of a file but payloads, and keeps it. parts: what has been added so far."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self._start = self._end = 0
-        self._together: list[bytes] = []
-        self.parts: list[bytes] = []
-
-    def add(self, offset: int, content: bytes) -> None:
-        """Add the bytes from `offset` on, which is behind all that was added before; they are written later."""
-        gap = offset - self._end
-        if gap > _SMALL_GAP_BYTES or offset - self._start > _WRITTEN_BYTES:
-            self.write()
-            self._start = offset
-        elif gap:
-            self._together.append(bytes(gap))
-        self._together.append(content)
-        self.parts.append(content)
-        self._end = offset + len(content)
-
-    def write(self) -> None:
-        """Write what has been added and is not written yet."""
-        if self._together:
-            files.write_all(self._fd, b"".join(self._together), self._start)
-            self._together.clear()
 
 
 def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:

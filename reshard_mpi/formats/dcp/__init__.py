@@ -10,14 +10,8 @@ from __future__ import annotations
 from reshard_mpi.formats.dcp.indexing import index
 from reshard_mpi.formats.dcp.reading import NAME, files_of, open_folder
 from reshard_mpi.formats.dcp.single import check_crc, locate
-from reshard_mpi.formats.dcp.writing import (
-    file_name,
-    read_back,
-    reserve,
-    seal,
-    size_at_most_bytes,
-    stored_sums,
-)
+from reshard_mpi.formats.dcp.writing import file_name, read_back, reserve, seal, size_at_most_bytes
+from reshard_mpi.formats.protocol import no_sums as stored_sums
 from reshard_mpi.formats.traits import Costs, Traits
 from reshard_mpi.units import KIB, MIB
 

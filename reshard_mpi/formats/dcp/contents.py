@@ -18,8 +18,9 @@ from reshard_mpi.formats.columns import Kind, Tensors
 from reshard_mpi.formats.dcp.states import MAX_NUMBER
 from reshard_mpi.formats.nest.trees import Dict, Value
 from reshard_mpi.formats.torch.dtypes import BY_TORCH_NAME
-from reshard_mpi.formats.torch.pickles import PickleError, load
+from reshard_mpi.formats.torch.pickles import load
 from reshard_mpi.formats.torch.pickling import dumps
+from reshard_mpi.formats.torch.readers import PickleError
 from reshard_mpi.formats.torch.tensors import numbers as numbers_of
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.units import MIB

@@ -14,13 +14,13 @@ from reshard_mpi.formats.columns import Kind
 from reshard_mpi.formats.dcp import layout
 from reshard_mpi.formats.dcp.metadata import INDEX, OWN_STRINGS
 from reshard_mpi.formats.dcp.paths import Keys, Leaf
-from reshard_mpi.formats.dcp.states import ItemPlace
+from reshard_mpi.formats.dcp.states import FILESYSTEM, METADATA, ItemPlace
 from reshard_mpi.formats.dcp.writing import entries_of
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.nest.trees import Value
+from reshard_mpi.formats.torch.pickling import text_opcode, whole_opcode
 
-_METADATA, _FILESYSTEM = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 _VERSION = "1.0.0"
 # Numbers of this many bytes, so that the pickle has the same length wherever its objects lie.
 _WIDE_BYTES = 8
@@ -106,7 +106,7 @@ def _listed(wholes: Mapping[str, _Whole], paths: Mapping[str, Keys], strings: Ma
     """Return the pickle with all but where objects lie."""
     write = _Pickler()
     write.raw(b"\x80\x02")
-    write.new(_METADATA, "Metadata")
+    write.new(METADATA, "Metadata")
     write.raw(b"}(")
     write.text("state_dict_metadata")
     write.raw(b"}(")
@@ -115,7 +115,7 @@ def _listed(wholes: Mapping[str, _Whole], paths: Mapping[str, Keys], strings: Ma
         if name in wholes:
             write.tensor(wholes[name])
         else:
-            write.new(_METADATA, "BytesStorageMetadata")
+            write.new(METADATA, "BytesStorageMetadata")
             write.raw(b"}b")
     write.raw(b"u")
     write.text("planner_data")
@@ -124,12 +124,12 @@ def _listed(wholes: Mapping[str, _Whole], paths: Mapping[str, Keys], strings: Ma
         write.text(name)
         write.path(path)
     write.raw(b"u")
-    for name, value in (("storage_meta", b"N"), ("version", _inline(_VERSION))):
+    for name, value in (("storage_meta", b"N"), ("version", text_opcode(_VERSION))):
         write.text(name)
         write.raw(value)
     if strings:
         write.text(OWN_STRINGS)
-        write.raw(b"}(" + b"".join(_inline(part) for pair in strings.items() for part in pair) + b"u")
+        write.raw(b"}(" + b"".join(text_opcode(part) for pair in strings.items() for part in pair) + b"u")
     write.text("storage_data")
     write.raw(b"}(")
     for name, whole in wholes.items():
@@ -185,7 +185,7 @@ class _Pickler:
 
     def text(self, text: str) -> None:
         if not self._is_known(text):
-            self.raw(_inline(text))
+            self.raw(text_opcode(text))
             self._remember(text)
 
     def constant(self, module: str, name: str) -> None:
@@ -201,14 +201,16 @@ class _Pickler:
     def size(self, numbers: tuple[int, ...]) -> None:
         if not self._is_known(numbers):
             self.constant("torch", "Size")
-            self.raw(b"(" + b"".join(map(_whole, numbers)) + b"t\x85R")
+            self.raw(b"(" + b"".join(map(whole_opcode, numbers)) + b"t\x85R")
             self._remember(numbers)
 
     def path(self, path: Keys) -> None:
-        self.raw(b"(" + b"".join(_whole(key) if type(key) is int else _inline(str(key)) for key in path) + b"t")
+        self.raw(
+            b"(" + b"".join(whole_opcode(key) if type(key) is int else text_opcode(str(key)) for key in path) + b"t"
+        )
 
     def tensor(self, whole: _Whole) -> None:
-        self.new(_METADATA, "TensorStorageMetadata")
+        self.new(METADATA, "TensorStorageMetadata")
         self.raw(b"}(")
         self.text("properties")
         self._properties(whole.dtype)
@@ -224,19 +226,19 @@ class _Pickler:
         """Write type, layout, whether gradients are required, memory format, and whether memory is pinned."""
         if self._is_known(dtype):
             return
-        self.new(_METADATA, "TensorProperties")
+        self.new(METADATA, "TensorProperties")
         self.raw(b"(")
         self.constant("torch", dtype.name)
         self.constant("torch.serialization", "_get_layout")
-        self.raw(_inline("torch.strided") + b"\x85R\x89")
-        self.constant(_METADATA, "_MEM_FORMAT_ENCODING")
+        self.raw(text_opcode("torch.strided") + b"\x85R\x89")
+        self.constant(METADATA, "_MEM_FORMAT_ENCODING")
         self.raw(b"K\x00\x85R\x89tb")
         self._remember(dtype)
 
     def _chunk(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
         if self._is_known((offsets, sizes)):
             return
-        self.new(_METADATA, "ChunkStorageMetadata")
+        self.new(METADATA, "ChunkStorageMetadata")
         self.raw(b"}(")
         self.text("offsets")
         self.size(offsets)
@@ -248,15 +250,15 @@ class _Pickler:
     def item(self, name: str, offsets: tuple[int, ...] | None, number: int | None, place: ItemPlace) -> None:
         """Write the key of an item and its place."""
         start = b"\x8a%c" % _WIDE_BYTES + place.offset_bytes.to_bytes(_WIDE_BYTES, "little")
-        index = b"N" if number is None else _whole(number)
-        length = _whole(place.length_bytes)
+        index = b"N" if number is None else whole_opcode(number)
+        length = whole_opcode(place.length_bytes)
         around, name_get, file_get = self._around_items, self._memo.get(name), self._memo.get(place.file)
         size_get = b"N" if offsets is None else self._memo.get(offsets)
         if around and name_get and file_get and size_get:
             values = (name_get, index, size_get, file_get, start, length)
             self._content += b"".join(part for pair in zip(around, (*values, b"ub")) for part in pair)
             return
-        self.new(_METADATA, "MetadataIndex")
+        self.new(METADATA, "MetadataIndex")
         self.raw(b"}(")
         self.text("fqn")
         self.text(name)
@@ -268,7 +270,7 @@ class _Pickler:
         else:
             self.size(offsets)
         self.raw(b"ub")
-        self.new(_FILESYSTEM, "_StorageInfo")
+        self.new(FILESYSTEM, "_StorageInfo")
         self.raw(b"}(")
         self.text("relative_path")
         self.text(place.file)
@@ -279,27 +281,11 @@ class _Pickler:
         self.raw(b"ub")
         get = self._memo
         self._around_items = (
-            get[_METADATA, "MetadataIndex"] + b")\x81}(" + get["fqn"],
+            get[METADATA, "MetadataIndex"] + b")\x81}(" + get["fqn"],
             get["index"],
             get["offset"],
-            b"ub" + get[_FILESYSTEM, "_StorageInfo"] + b")\x81}(" + get["relative_path"],
+            b"ub" + get[FILESYSTEM, "_StorageInfo"] + b")\x81}(" + get["relative_path"],
             get["offset"],
             get["length"],
             b"",
         )
-
-
-def _inline(text: str) -> bytes:
-    content = text.encode("utf-8", "surrogatepass")
-    return b"X" + len(content).to_bytes(4, "little") + content
-
-
-def _whole(number: int) -> bytes:
-    """Return the opcode of a number that is not negative, in the shortest form."""
-    if number < 1 << 8:
-        return b"K%c" % number
-    if number < 1 << 16:
-        return b"M" + number.to_bytes(2, "little")
-    if number < 1 << 31:
-        return b"J" + number.to_bytes(4, "little")
-    return b"\x8a%c" % _WIDE_BYTES + number.to_bytes(_WIDE_BYTES, "little")

@@ -15,11 +15,10 @@ from reshard_mpi.formats import files
 from reshard_mpi.formats.columns import ELSEWHERE, Kind, Tensors
 from reshard_mpi.formats.dcp.states import ItemKey
 from reshard_mpi.formats.nest.trees import Unreadable, Value, parts
-from reshard_mpi.formats.places import ByteRange, Place, Segments, Strided
 from reshard_mpi.formats.torch import archive
 from reshard_mpi.formats.torch.content import Content
 from reshard_mpi.formats.torch.pickles import BUDGET_BYTES
-from reshard_mpi.formats.torch.tensors import StoredTensor
+from reshard_mpi.formats.torch.tensors import StoredTensor, place_of
 from reshard_mpi.formats.torch.zipped import of_archive
 from reshard_mpi.units import KIB
 
@@ -64,7 +63,7 @@ class LocatedFile(NamedTuple):
         """Add a tensor that is part of an object to the tensors of the file; return its number."""
         start, swapped = self.storages[stored.storage.key]
         start += stored.offset * stored.dtype.itemsize_bytes
-        place = _place(self.tensors.path, stored, start, swapped)
+        place = place_of(self.tensors.path, stored, start, swapped)
         kind = self.tensors.kind(Kind(stored.dtype, stored.shape))
         return self.tensors.add_unnamed(kind, start if place is None else ELSEWHERE, place)
 
@@ -179,7 +178,7 @@ class _Locating:
             if kind is None:
                 kind = kinds[item.kind] = tensors.kind(item.kind)
             start = payload_start + stored.offset * dtype.itemsize_bytes
-            place = _place(self._path, stored, start, swapped)
+            place = place_of(self._path, stored, start, swapped)
             numbers[item.key] = tensors.add_unnamed(kind, start if place is None else ELSEWHERE, place)
         return LocatedFile(tensors, numbers, objects, storages)
 
@@ -278,15 +277,3 @@ class _Locating:
                     yield end + archive.DESCRIPTOR_CRC_AT, _CRC_BYTES
             if is_number:
                 yield end - member.size_bytes, member.size_bytes
-
-
-def _place(path: str, stored: StoredTensor, start: int, swapped: bool) -> Place | None:
-    """Return where a tensor is that is not one run of bytes as this machine has them; None if it is."""
-    itemsize_bytes = stored.dtype.itemsize_bytes
-    swapped = swapped and stored.dtype.part_bytes > 1
-    if 0 in stored.shape or (stored.is_row_major and not swapped):
-        return None
-    if not stored.is_row_major:
-        return Strided(path, start, tuple(step * itemsize_bytes for step in stored.strides), swapped)
-    size_bytes = Kind(stored.dtype, stored.shape).size_bytes
-    return Segments((ByteRange(path, start, size_bytes),), swapped)

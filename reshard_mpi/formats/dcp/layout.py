@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from functools import lru_cache
 from typing import NamedTuple
 from zlib import crc32
 
 from reshard_mpi.formats.columns import Kind
 from reshard_mpi.formats.nest.trees import Value
-from reshard_mpi.formats.torch.layout import ALIGNMENT_BYTES, Placed, descriptor, ends, local_header, placed
+from reshard_mpi.formats.torch.layout import (
+    ALIGNMENT_BYTES,
+    Placed,
+    descriptor,
+    ends,
+    first_members,
+    local_header,
+    placed,
+)
 from reshard_mpi.formats.torch.pickling import Leaf, dumps
 from reshard_mpi.units import KIB
 
@@ -44,7 +51,7 @@ class ItemLayout(NamedTuple):
 def of_tensor(kind: Kind) -> ItemLayout:
     """Return the layout of a tensor of a kind, of which only type and shape count."""
     plain = Kind(kind.dtype, kind.shape)
-    before, members = _members(dumps(Leaf(_KEY, plain)))
+    before, members = _written(first_members(dumps(Leaf(_KEY, plain))), [])
     payload = placed(f"data/{_KEY}", plain.size_bytes, members[-1].end)
     head = before.ljust(payload.header_start, b"\0") + local_header(payload)
     return ItemLayout(head, _finished([*members, payload]), plain.size_bytes)
@@ -52,19 +59,8 @@ def of_tensor(kind: Kind) -> ItemLayout:
 
 def of_object(value: Value) -> bytes:
     """Return the item of an object without tensors."""
-    before, members = _members(dumps(value))
+    before, members = _written(first_members(dumps(value)), [])
     return before + _finished(members)
-
-
-def _members(pickle: bytes) -> tuple[bytes, list[Placed]]:
-    """Return the first members of an archive, and where they lie."""
-    contents = {
-        "data.pkl": pickle,
-        ".format_version": b"1",
-        ".storage_alignment": str(ALIGNMENT_BYTES).encode(),
-        "byteorder": sys.byteorder.encode(),
-    }
-    return _written(contents, [])
 
 
 def _finished(members: list[Placed]) -> bytes:

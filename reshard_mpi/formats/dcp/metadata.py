@@ -27,7 +27,8 @@ from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.nest.text import MAX_DEPTH
 from reshard_mpi.formats.nest.trees import Call, Dict, Global, Value
 from reshard_mpi.formats.torch.dtypes import BY_TORCH_NAME
-from reshard_mpi.formats.torch.pickles import PLAIN_CALLS, PickleError, Readers, load, no_persistent_ids
+from reshard_mpi.formats.torch.pickles import load
+from reshard_mpi.formats.torch.readers import PLAIN_CALLS, PickleError, Readers, no_persistent_ids
 from reshard_mpi.formats.torch.tensors import SIZE, numbers
 from reshard_mpi.units import MIB
 

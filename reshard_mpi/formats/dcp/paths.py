@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
-from reshard_mpi.formats.nest.trees import Call, Dict, Global, Value
+from reshard_mpi.formats.nest.trees import Call, Dict, Global, Value, parts
 
 Keys = tuple[str | int, ...]
 
@@ -134,13 +134,4 @@ def _has_more(values: list[Value]) -> bool:
 
 
 def _has_tensors(value: Value) -> bool:
-    kind = type(value)
-    if kind is Leaf:
-        return True
-    if kind is list or kind is tuple:
-        return any(map(_has_tensors, value))
-    if kind is Dict:
-        return any(map(_has_tensors, value.flat))
-    if kind is Call:
-        return any(map(_has_tensors, (*value.args, *(value.items or ()), *(value.flat or ()), value.state)))
-    return False
+    return type(value) is Leaf or any(map(_has_tensors, parts(value)))

@@ -25,36 +25,23 @@ from reshard_mpi.text import natural_key
 NAME = "dcp"
 
 
-class _Read(NamedTuple):
-    """Metadata that has been read, and of which file. version: by what it is told that this is still the same."""
-
-    path: str
-    version: tuple[int, ...]
-    metadata: Metadata
-
-
 # Whoever asks for the files of a checkpoint opens it next, or goes through them: its metadata is kept so long and no
-# longer, since it may be large.
-_kept: list[_Read] = []
+# longer, since it may be large. By the version of its file.
+_kept: dict[tuple[object, ...], Metadata] = {}
 
 
-def _metadata_of(folder: str) -> _Read:
+def _metadata_of(folder: str) -> Metadata:
     """Return the metadata of a checkpoint, if it has just been read without reading it again."""
-    path = str(Path(folder, INDEX))
-    with files.opened(path) as (fd, _):
-        status = os.fstat(fd)
-    version = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-    for read in _kept:
-        if (read.path, read.version) == (path, version):
-            return read
-    return _Read(path, version, metadata.read(folder))
+    version = files.version_of(str(Path(folder, INDEX)))
+    if version not in _kept:
+        _kept.clear()
+        _kept[version] = metadata.read(folder)
+    return _kept[version]
 
 
 def files_of(folder: str) -> tuple[str, ...]:
     """Return the paths of the metadata and of all files that it names. Raises ShardError if it is damaged."""
-    found = _metadata_of(folder)
-    _kept[:] = [found]
-    names = {place.file for place in found.metadata.items.values()} - {INDEX}
+    names = {place.file for place in _metadata_of(folder).items.values()} - {INDEX}
     return tuple(str(Path(folder, name)) for name in (INDEX, *sorted(names, key=natural_key)))
 
 
@@ -63,7 +50,7 @@ def open_folder(folder: str) -> Manifest:
 
     Raises ShardError if metadata and files contradict each other, or an object is lost with its file.
     """
-    found = _metadata_of(folder).metadata
+    found = _metadata_of(folder)
     _kept.clear()
     located, missing = _located(folder, found)
     listed = ListedTensors(folder)
@@ -108,9 +95,7 @@ def wanted_in(path: str) -> list[Wanted]:
             where=path,
             remedy=f"give the folder in which {INDEX} lies",
         )
-    read = _metadata_of(folder)
-    _kept[:] = [read]
-    found = read.metadata
+    found = _metadata_of(folder)
     names = {place.file for place in found.items.values()}
     if file == max(names, key=natural_key, default=file):
         _kept.clear()  # whoever goes through all files is done

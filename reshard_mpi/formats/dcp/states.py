@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from reshard_mpi.formats.nest.trees import Call, Dict, Global, Value
-from reshard_mpi.formats.torch.pickles import ObjectReader, ReadObjects
+from reshard_mpi.formats.torch.readers import ObjectReader, ReadObjects
 from reshard_mpi.formats.torch.tensors import SIZE
 
 
@@ -46,12 +46,12 @@ class TensorFacts(NamedTuple):
     chunks: tuple[Chunk, ...]
 
 
-_METADATA, _FILESYSTEM = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
-TENSOR = Global(_METADATA, "TensorStorageMetadata")
-PROPERTIES = Global(_METADATA, "TensorProperties")
-CHUNK = Global(_METADATA, "ChunkStorageMetadata")
-ITEM_KEY = Global(_METADATA, "MetadataIndex")
-ITEM_PLACE = Global(_FILESYSTEM, "_StorageInfo")
+METADATA, FILESYSTEM = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
+TENSOR = Global(METADATA, "TensorStorageMetadata")
+PROPERTIES = Global(METADATA, "TensorProperties")
+CHUNK = Global(METADATA, "ChunkStorageMetadata")
+ITEM_KEY = Global(METADATA, "MetadataIndex")
+ITEM_PLACE = Global(FILESYSTEM, "_StorageInfo")
 
 # No shape and no file has larger numbers.
 MAX_NUMBER = 1 << 62

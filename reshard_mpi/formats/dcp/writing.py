@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
 
 from reshard_mpi.errors import ShardError, TargetError
-from reshard_mpi.formats import files, nest
+from reshard_mpi.formats import files
 from reshard_mpi.formats.columns import Kind, Tensors
 from reshard_mpi.formats.dcp import contents, layout
 from reshard_mpi.formats.dcp.paths import Keys, Leaf, flattened
@@ -16,10 +15,10 @@ from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.nest.trees import Value
 from reshard_mpi.formats.protocol import NO_SUMS
 from reshard_mpi.formats.specs import ShardSpec
-from reshard_mpi.formats.torch.dtypes import BY_TORCH_NAME
-from reshard_mpi.formats.torch.layout import Writer
+from reshard_mpi.formats.torch.pickling import rebuilt, require_types
 from reshard_mpi.units import KIB
 
+_HOLDER = "a torch distributed checkpoint"
 # What an item takes besides its payload: the gap before it and its own structure, measured for 32 dimensions.
 _ITEM_BYTES = 4 * KIB + 3 * KIB
 
@@ -31,7 +30,7 @@ def file_name(target_rank: int, targets: int, prefix: str) -> str:
 
 def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
     """Return what the file of `spec` can take. Raises TargetError for what torch cannot hold."""
-    _require_types(spec, "")
+    require_types(spec.specs, _HOLDER, "")
     entries_of([*spec.specs.names, *spec.elsewhere], spec.strings, "")
     specs = spec.specs
     dimensions = [len(kind.global_shape) for kind in specs.kinds]
@@ -46,9 +45,9 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
     """
     specs, strings = spec.specs, dict(spec.strings)
     files.check_names(path, [*specs.names, *strings])
-    _require_types(spec, path)
+    require_types(specs, _HOLDER, path)
     entries_of([*specs.names, *spec.elsewhere], strings, path)
-    tensors, writer, end = Tensors(path), Writer(fd), 0
+    tensors, writer, end = Tensors(path), files.StructureWriter(fd), 0
     kinds = [tensors.kind(Kind(kind.dtype, kind.box.shape, kind.box, kind.global_shape)) for kind in specs.kinds]
     layouts = [layout.of_tensor(Kind(kind.dtype, kind.box.shape)) for kind in specs.kinds]
     for name, kind in zip(specs.names, specs.kind_of):
@@ -97,25 +96,12 @@ def seal(fd: int, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = F
     """Do nothing: all but payloads is there, and there is no place for what depends on them."""
 
 
-def stored_sums(path: str) -> Mapping[str, int]:
-    """Return nothing: the format has no place for the sums of tensors."""
-    return NO_SUMS
-
-
 def entries_of(names: Sequence[str], strings: Mapping[str, str], where: str) -> list[tuple[str, Keys, Value]]:
     """Return what a checkpoint of these tensors and strings has: name, path, and a `Leaf` or an object.
 
     Raises TargetError if the strings do not fit the tensors, or two entries have the same name.
     """
-    try:
-        root = nest.rebuild({name: Leaf(name) for name in names}, strings)
-    except nest.NestError as error:
-        raise TargetError(
-            f"the nested dictionaries of the source cannot be made again: {error.problem}",
-            got=error.got,
-            where=where,
-            remedy="choose another format with --to, which keeps the tensors by their names",
-        ) from None
+    root = rebuilt({name: Leaf(name) for name in names}, strings, where)
     entries: list[tuple[str, Keys, Value]] = []
     met: set[str] = set()
     for path, value in flattened(root):
@@ -136,21 +122,3 @@ def entries_of(names: Sequence[str], strings: Mapping[str, str], where: str) -> 
 
 def _has(fd: int, start: int, content: bytes) -> bool:
     return os.pread(fd, len(content), start) == content
-
-
-def _require_types(spec: ShardSpec, path: str) -> None:
-    specs = spec.specs
-    unknown = {number for number, kind in enumerate(specs.kinds) if kind.dtype.name not in BY_TORCH_NAME}
-    for name, number in zip(specs.names, specs.kind_of) if unknown else ():
-        if number in unknown:
-            _refuse_type(name, str(specs.kinds[number].dtype), path)
-
-
-def _refuse_type(name: str, dtype: str, path: str) -> NoReturn:
-    raise TargetError(
-        f"a torch distributed checkpoint cannot hold {name!r}",
-        expected=f"one of {', '.join(BY_TORCH_NAME)}",
-        got=dtype,
-        where=path,
-        remedy=f"choose a format that holds {dtype}: --to ckpt or --to hdf5",
-    )

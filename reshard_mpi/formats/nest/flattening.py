@@ -20,7 +20,7 @@ from reshard_mpi.formats.nest.text import (
     owner_of,
     require_short,
 )
-from reshard_mpi.formats.nest.trees import LESS, PLAIN, Call, Dict, Global, Unreadable, Value
+from reshard_mpi.formats.nest.trees import LESS, PLAIN, Call, Dict, Global, Unreadable, Value, parts
 
 # What is left out is named, but not without end.
 _MAX_NOTES, _MAX_NOTED_CHARACTERS = 64, 300
@@ -307,8 +307,8 @@ class _Flattening:
         kind = type(value)
         if kind is Call:
             # A dictionary of attributes may lack one; any other state is for the class to understand.
-            parts = value.args if type(value.state) is Dict else (*value.args, value.state)
-            return value.function in PLAIN and all(self._is_plain(part, depth) for part in parts)
+            needed = value.args if type(value.state) is Dict else (*value.args, value.state)
+            return value.function in PLAIN and all(self._is_plain(part, depth) for part in needed)
         if kind is Global:
             return value in PLAIN
         return kind in _KEPT
@@ -319,10 +319,8 @@ class _Flattening:
         kind = type(value)
         if self._is_long(value):
             return False
-        if kind is list or kind is tuple:
-            return all(self._is_plain(item, depth + 1) for item in value)
-        if kind is Dict:
-            return all(self._is_plain(part, depth + 1) for part in value.flat)
+        if kind is list or kind is tuple or kind is Dict:
+            return all(self._is_plain(part, depth + 1) for part in parts(value))
         if kind is Call:
             further = (*(value.items or ()), *(value.flat or ()), value.state)
             return self._is_kept(value, depth) and all(self._is_plain(part, depth + 1) for part in further)

@@ -8,7 +8,7 @@ import json
 import math
 import struct
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.nest.text import (
@@ -17,6 +17,7 @@ from reshard_mpi.formats.nest.text import (
     MAX_DEPTH,
     MAX_VALUES,
     NestError,
+    no_constant,
     owner_of,
     require_short,
 )
@@ -37,7 +38,7 @@ def rebuild(leaves: Mapping[str, Value], strings: Mapping[str, str]) -> Value:
     if len(text) > MAX_CHARACTERS:
         raise NestError("the text of the nest is too long", f"{len(text)} characters")
     try:
-        content = json.loads(text, parse_constant=_no_constant)
+        content = json.loads(text, parse_constant=no_constant)
     except (ValueError, RecursionError) as error:
         raise NestError("the text of the nest is no JSON", str(error)[:100]) from None
     rebuilding = _Rebuilding(leaves)
@@ -190,7 +191,3 @@ def _double(text: str) -> float:
     if math.isfinite(value):
         raise NestError("the nest has a finite number in hexadecimal digits", repr(text[:40]))
     return value
-
-
-def _no_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no JSON")

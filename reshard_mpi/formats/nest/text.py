@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
+from typing import NoReturn
 
 from reshard_mpi.formats.files import MAX_NAME_BYTES, MAX_STRING_BYTES
 
@@ -23,6 +24,11 @@ class NestError(Exception):
         self.problem = problem
         self.got = got
         self.remedy = remedy
+
+
+def no_constant(text: str) -> NoReturn:
+    """Refuse what Python's parser takes for JSON and is none, such as NaN."""
+    raise ValueError(f"{text} is no JSON")
 
 
 def require_short(prefix: str) -> None:

@@ -11,8 +11,9 @@ into the metadata (see `metadata`). A file of the same tensors is always written
 
 from __future__ import annotations
 
+from reshard_mpi.formats.protocol import no_sums as stored_sums
 from reshard_mpi.formats.safetensors.reading import NAME, locate, read_back
-from reshard_mpi.formats.safetensors.sealing import check_crc, seal, stored_sums
+from reshard_mpi.formats.safetensors.sealing import check_crc, seal
 from reshard_mpi.formats.safetensors.writing import reserve, size_at_most_bytes
 from reshard_mpi.formats.traits import Costs, Traits
 from reshard_mpi.units import KIB, MIB

@@ -25,11 +25,11 @@ from reshard_mpi.formats.columns import Tensors
 from reshard_mpi.formats.listed import ListedTensors, Piece
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.protocol import NO_SUMS, OnBytes, uncounted
+from reshard_mpi.formats.protocol import no_sums as stored_sums
 from reshard_mpi.formats.safetensors import index as index_text
 from reshard_mpi.formats.safetensors import reading, writing
 from reshard_mpi.formats.safetensors.metadata import FORMAT, TORCH
 from reshard_mpi.formats.safetensors.reading import read_back
-from reshard_mpi.formats.safetensors.sealing import stored_sums
 from reshard_mpi.formats.specs import ShardSpec, Specs
 from reshard_mpi.formats.traits import Costs, Traits
 from reshard_mpi.sharding.box import Box

@@ -32,25 +32,16 @@ def read(path: str, *, may_be_flat: bool = False) -> dict[str, str]:
     with files.opened(path) as (fd, size_bytes):
         text = JsonText(fd, path, 0, size_bytes, "the index of a checkpoint")
         nested, flat = None, _Map(text)
-        text.require(b"{")
-        if not text.take(b"}"):
-            while True:
-                text.next_is(b'"')
-                at = text.at
-                key = text.text(_ESCAPED * files.MAX_NAME_BYTES)
-                text.require(b":")
-                if key == _MAP and text.next_is(b"{"):
-                    if nested is not None:
-                        raise text.damage(f"the index of a checkpoint has {_MAP!r} twice", at, expected="it once")
-                    nested = _Map(text)
-                    nested.take()
-                elif may_be_flat and text.next_is(b'"'):
-                    flat.take_file(at, key)
-                else:
-                    text.pass_over()
-                if text.take(b"}"):
-                    break
-                text.require(b",")
+        for at, key in text.members(_ESCAPED * files.MAX_NAME_BYTES):
+            if key == _MAP and text.next_is(b"{"):
+                if nested is not None:
+                    raise text.damage(f"the index of a checkpoint has {_MAP!r} twice", at, expected="it once")
+                nested = _Map(text)
+                nested.take()
+            elif may_be_flat and text.next_is(b'"'):
+                flat.take_file(at, key)
+            else:
+                text.pass_over()
         text.require_end()
         found = flat.files if nested is None else nested.files
         if not found:
@@ -69,19 +60,8 @@ class _Map:
 
     def take(self) -> None:
         """Take an object of names and files."""
-        text = self._text
-        text.require(b"{")
-        if text.take(b"}"):
-            return
-        while True:
-            text.next_is(b'"')
-            at = text.at
-            name = text.text(_ESCAPED * files.MAX_NAME_BYTES)
-            text.require(b":")
+        for at, name in self._text.members(_ESCAPED * files.MAX_NAME_BYTES):
             self.take_file(at, name)
-            if text.take(b"}"):
-                return
-            text.require(b",")
 
     def take_file(self, at: int, name: str | None) -> None:
         """Take the file of the tensor that is called so at byte `at`; None: its name is too long."""

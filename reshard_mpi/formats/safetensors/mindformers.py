@@ -25,12 +25,13 @@ from reshard_mpi.formats import files, nest
 from reshard_mpi.formats.columns import Tensors
 from reshard_mpi.formats.listed import ListedTensors, Piece
 from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.nest.text import no_constant
 from reshard_mpi.formats.nest.trees import Dict, Value
 from reshard_mpi.formats.protocol import OnBytes, uncounted
+from reshard_mpi.formats.protocol import no_sums as stored_sums
 from reshard_mpi.formats.safetensors import mindformers_index, reading, sealing
 from reshard_mpi.formats.safetensors.mindformers_index import INDEX, Cut, ListedTensor
 from reshard_mpi.formats.safetensors.parts import mindformers_count
-from reshard_mpi.formats.safetensors.sealing import stored_sums
 from reshard_mpi.formats.traits import Costs, Traits
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.units import KIB, MIB
@@ -74,16 +75,8 @@ class _Listing(NamedTuple):
     has_common: bool
 
 
-class _Read(NamedTuple):
-    """An index that has been read. version: by what it is told that the file at `path` is still the same."""
-
-    path: str
-    version: tuple[int, ...]
-    tensors: Mapping[str, ListedTensor]
-
-
-# Whoever asks for the files of a checkpoint opens it next: its index is kept so long and no longer.
-_kept: list[_Read] = []
+# Whoever asks for the files of a checkpoint opens it next: its index is kept so long and no longer. By its version.
+_kept: dict[tuple[object, ...], Mapping[str, ListedTensor]] = {}
 
 
 def files_of(folder: str) -> tuple[str, ...]:
@@ -155,14 +148,11 @@ def _listing(folder: str) -> _Listing:
 
 def _indexed(path: str) -> Mapping[str, ListedTensor]:
     """Return the tensors of an index, if it has just been read without reading it again."""
-    with files.opened(path) as (fd, _):
-        status = os.fstat(fd)
-    version = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-    for read in _kept:
-        if (read.path, read.version) == (path, version):
-            return read.tensors
-    _kept[:] = [_Read(path, version, mindformers_index.read(path))]
-    return _kept[0].tensors
+    version = files.version_of(path)
+    if version not in _kept:
+        _kept.clear()
+        _kept[version] = mindformers_index.read(path)
+    return _kept[version]
 
 
 def _pieces(name: str, tensor: ListedTensor, boxes: Sequence[Box], located: Mapping[str, Tensors]) -> Iterator[Piece]:
@@ -246,7 +236,7 @@ def _strings(folder: str, tensors: Tensors) -> Mapping[str, str]:
         if len(content) > _MAX_COMMON_BYTES:
             raise ValueError(f"more than {_MAX_COMMON_BYTES} bytes")
         root = json.loads(
-            content.decode(), object_pairs_hook=_dictionary, parse_constant=_refuse_constant, parse_float=_finite
+            content.decode(), object_pairs_hook=_dictionary, parse_constant=no_constant, parse_float=_finite
         )
         if type(root) is not Dict:
             raise ValueError("no object")
@@ -276,7 +266,3 @@ def _finite(text: str) -> float:
     if math.isinf(number):
         raise ValueError(f"{text}, which is too large")
     return number
-
-
-def _refuse_constant(text: str) -> Any:
-    raise ValueError(f"{text}, which is no JSON")

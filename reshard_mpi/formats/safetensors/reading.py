@@ -260,27 +260,17 @@ class _Reading:
         if self._has_metadata:
             raise header.damage("a shard has metadata twice", at, expected="it once")
         self._has_metadata = True
-        header.require(b"{")
-        if header.take(b"}"):
-            return
-        for _ in range(_MAX_METADATA):
-            header.next_is(b'"')
-            key_at = header.at
-            key = header.text(_ESCAPED * (files.MAX_NAME_BYTES + len(STRING_PREFIX)))
-            header.require(b":")
-            is_string = key is not None and key.startswith(STRING_PREFIX)
-            is_long = is_string or key == SHARDING
+        for count, (key_at, key) in enumerate(header.members(_ESCAPED * (files.MAX_NAME_BYTES + len(STRING_PREFIX)))):
+            if count == _MAX_METADATA:
+                raise header.damage(
+                    "the metadata of a shard is too long", key_at, expected=f"{_MAX_METADATA} entries at most"
+                )
+            is_long = key is not None and (key == SHARDING or key.startswith(STRING_PREFIX))
             text = header.text(MAX_STRING_BYTES if is_long else MAX_PLAIN_BYTES // 4)
             if key is None:
                 self._plain.leave_out("an entry with a very long name")
             else:
                 self._add_metadata(key_at, key, text)
-            if header.take(b"}"):
-                return
-            header.require(b",")
-        raise header.damage(
-            "the metadata of a shard is too long", header.at, expected=f"{_MAX_METADATA} entries at most"
-        )
 
     def _add_metadata(self, at: int, key: str, text: str | None) -> None:
         """Keep what an entry says. text: None if it is too long to say anything."""

@@ -58,11 +58,6 @@ def add_crc(fd: int, path: str) -> None:
     files.write_all(fd, patched[:length_bytes], LENGTH_BYTES)
 
 
-def stored_sums(path: str) -> Mapping[str, int]:
-    """Return nothing: the format has no place for the sums of tensors."""
-    return NO_SUMS
-
-
 def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
     """Tell whether the file at `path` has a checksum. Raises ShardError if it does not fit names and contents."""
     with files.opened(path) as (fd, size_bytes):

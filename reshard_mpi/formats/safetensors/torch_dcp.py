@@ -26,9 +26,9 @@ from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.listed import ListedTensors, Piece
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.protocol import OnBytes, uncounted
+from reshard_mpi.formats.protocol import no_sums as stored_sums
 from reshard_mpi.formats.safetensors import reading
 from reshard_mpi.formats.safetensors.metadata import SHARDING
-from reshard_mpi.formats.safetensors.sealing import stored_sums
 from reshard_mpi.formats.safetensors.sharding_text import saved_offsets
 from reshard_mpi.formats.traits import Costs, Traits
 from reshard_mpi.sharding.box import Box

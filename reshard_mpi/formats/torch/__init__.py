@@ -7,8 +7,9 @@ Facts of the layout are of torch 2.13.
 
 from __future__ import annotations
 
+from reshard_mpi.formats.protocol import no_sums as stored_sums
 from reshard_mpi.formats.torch.reading import NAME, locate, read_back
-from reshard_mpi.formats.torch.sealing import check_crc, seal, stored_sums
+from reshard_mpi.formats.torch.sealing import check_crc, seal
 from reshard_mpi.formats.torch.writing import reserve, size_at_most_bytes
 from reshard_mpi.formats.traits import Costs, Traits
 from reshard_mpi.units import KIB, MIB

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from reshard_mpi.formats.nest.trees import Value
 from reshard_mpi.formats.torch.dtypes import Storage
-from reshard_mpi.formats.torch.pickles import Readers
+from reshard_mpi.formats.torch.readers import Readers
 from reshard_mpi.formats.torch.rows import TensorRows
 from reshard_mpi.formats.torch.tensors import CALLS, REBUILD, storage
 from reshard_mpi.units import MIB

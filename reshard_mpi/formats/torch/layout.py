@@ -7,12 +7,9 @@ without reading the file, finds them.
 
 from __future__ import annotations
 
-import hashlib
-import os
+import sys
 from typing import NamedTuple
 
-from reshard_mpi.formats import files
-from reshard_mpi.formats.manifest import Structure
 from reshard_mpi.formats.torch.archive import (
     END,
     END64,
@@ -34,9 +31,6 @@ TOP = "archive/"
 _UTF8, _DESCRIPTOR = 0x0800, 0x0008
 DESCRIPTOR_MARK = b"PK\x07\x08"
 _MADE_BY, _NEEDED = 798, 45
-# Parts with so little between them are written together, and as much of them at once.
-_SMALL_GAP_BYTES = 16384
-_WRITTEN_BYTES = 256 << 10
 
 # What a member takes at most besides its payload and its name, which stands there twice: local header, zip64 sizes,
 # padding, descriptor, entry with zip64 sizes. And the ends of the archive.
@@ -75,6 +69,16 @@ def placed(name: str, size_bytes: int, at: int, crc: int = 0) -> Placed:
     wide_bytes = 16 * (size_bytes >= FULL_4) + 8 * (at >= FULL_4)
     start = at + LOCAL.size + len(encoded) + (4 + wide_bytes if wide_bytes else 0) + 4
     return Placed(encoded, at, -(-start // ALIGNMENT_BYTES) * ALIGNMENT_BYTES, size_bytes, crc)
+
+
+def first_members(pickle: bytes) -> dict[str, bytes]:
+    """Return the members of an archive before its payloads, by name."""
+    return {
+        "data.pkl": pickle,
+        ".format_version": b"1",
+        ".storage_alignment": str(ALIGNMENT_BYTES).encode(),
+        "byteorder": sys.byteorder.encode(),
+    }
 
 
 def local_header(member: Placed) -> bytes:
@@ -119,40 +123,3 @@ def _wide(member: Placed) -> bytes:
         numbers.append(member.header_start)
     content = b"".join(number.to_bytes(8, "little") for number in numbers)
     return ZIP64_EXTRA.to_bytes(2, "little") + len(content).to_bytes(2, "little") + content if content else b""
-
-
-class Writer:
-    """Writes what an archive has besides payloads, in ascending order: parts close to each other by one call.
-
-    digest: of all of it, as it was written.
-    """
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self._start = self._end = 0
-        self._together: list[bytes] = []
-        self.digest = hashlib.blake2b()
-
-    def add(self, at: int, content: bytes) -> None:
-        """Add what begins at byte `at`, behind all that was added before."""
-        gap = at - self._end
-        if gap > _SMALL_GAP_BYTES or at - self._start > _WRITTEN_BYTES:
-            self.write()
-            self._start = at
-        elif gap:
-            self._together.append(bytes(gap))
-        self._together.append(content)
-        self.digest.update(content)
-        self._end = at + len(content)
-
-    def write(self) -> None:
-        """Write what has been added."""
-        if self._together:
-            files.write_all(self._fd, b"".join(self._together), self._start)
-            self._together.clear()
-
-    def finish(self) -> Structure:
-        """Write the rest, and have the file end with it. Return its structure, which has no checksums yet."""
-        self.write()
-        os.ftruncate(self._fd, self._end)
-        return Structure(self._end, self.digest.digest())

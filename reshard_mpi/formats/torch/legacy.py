@@ -8,7 +8,8 @@ import sys
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.nest.trees import Dict, Value
 from reshard_mpi.formats.torch.content import MAX_PICKLE_BYTES, Content, Storages
-from reshard_mpi.formats.torch.pickles import CutShortError, PickleError, load
+from reshard_mpi.formats.torch.pickles import load
+from reshard_mpi.formats.torch.readers import CutShortError, PickleError
 from reshard_mpi.units import MIB
 
 # The first pickle: a number that no other file begins with.

@@ -6,14 +6,17 @@ Names and shapes that come again are taken from the memo, so a tensor among othe
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import NamedTuple
 
+from reshard_mpi.errors import TargetError
+from reshard_mpi.formats import nest
 from reshard_mpi.formats.columns import Kind
 from reshard_mpi.formats.nest.trees import ORDERED_DICT, Call, Dict, Global, Value
-from reshard_mpi.formats.torch.dtypes import STORAGE_OF
+from reshard_mpi.formats.specs import Specs
+from reshard_mpi.formats.torch.dtypes import BY_TORCH_NAME, STORAGE_OF
 from reshard_mpi.formats.torch.names import OLD_MODULES, OLD_NAMES
-from reshard_mpi.formats.torch.pickles import BYTES, CODECS_ENCODE
+from reshard_mpi.formats.torch.readers import BYTES, CODECS_ENCODE
 from reshard_mpi.formats.torch.tensors import REBUILD, REBUILD_UNTYPED
 
 # As many items at a time as the standard pickler gives to a dictionary.
@@ -36,6 +39,33 @@ def dumps(root: Value) -> bytes:
     pickler = _Pickler()
     pickler.write(root)
     return b"\x80\x02" + b"".join(pickler.parts) + b"."
+
+
+def require_types(specs: Specs, holder: str, path: str) -> None:
+    """Raise TargetError for the first tensor of a type that torch has not. holder: what cannot hold it, in words."""
+    unknown = {number for number, kind in enumerate(specs.kinds) if kind.dtype.name not in BY_TORCH_NAME}
+    if unknown:
+        name, dtype, *_ = next(specs[at] for at, kind in enumerate(specs.kind_of) if kind in unknown)
+        raise TargetError(
+            f"{holder} cannot hold {name!r}",
+            expected=f"one of {', '.join(BY_TORCH_NAME)}",
+            got=str(dtype),
+            where=path,
+            remedy=f"choose a format that holds {dtype}: --to ckpt or --to hdf5",
+        )
+
+
+def rebuilt(leaves: Mapping[str, Value], strings: Mapping[str, str], path: str) -> Value:
+    """Return the tree of a target's tensors and strings. Raises TargetError if the strings do not fit the tensors."""
+    try:
+        return nest.rebuild(leaves, strings)
+    except nest.NestError as error:
+        raise TargetError(
+            f"the nested dictionaries of the source cannot be made again: {error.problem}",
+            got=error.got,
+            where=path,
+            remedy="choose another format with --to, which keeps the tensors by their names",
+        ) from None
 
 
 def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -62,7 +92,7 @@ class _Pickler:
         if kind is Leaf:
             self._tensor(value)
         elif kind is str:
-            put(_text(value))
+            put(text_opcode(value))
         elif kind is Dict:
             put(b"}")
             self._pairs(value.flat)
@@ -80,7 +110,7 @@ class _Pickler:
         elif kind is bool:
             put(b"\x88" if value else b"\x89")
         elif kind is int:
-            put(_whole(value))
+            put(whole_opcode(value))
         elif kind is float:
             put(b"G" + _FLOAT.pack(value))
         elif kind is bytes:
@@ -149,10 +179,10 @@ class _Pickler:
     def _tensor(self, leaf: Leaf) -> None:
         around = self._around.get(leaf.kind)
         if around is not None:
-            self.parts += (around[0], _text(leaf.key), around[1])
+            self.parts += (around[0], text_opcode(leaf.key), around[1])
             return
         self._before_key(leaf.kind)
-        self.parts.append(_text(leaf.key))
+        self.parts.append(text_opcode(leaf.key))
         self._behind_key(leaf.kind)
         # All that these name is in the memo now.
         self._around[leaf.kind] = (self._apart(self._before_key, leaf.kind), self._apart(self._behind_key, leaf.kind))
@@ -167,14 +197,14 @@ class _Pickler:
         storage = STORAGE_OF.get(kind.dtype)
         self._global(REBUILD if storage else REBUILD_UNTYPED)
         self.parts.append(b"((")
-        self._shared("storage", lambda: self.parts.append(_text("storage")))
+        self._shared("storage", lambda: self.parts.append(text_opcode("storage")))
         self._global(Global("torch", storage) if storage else _UNTYPED_STORAGE)
 
     def _behind_key(self, kind: Kind) -> None:
         shape, is_typed = kind.shape, kind.dtype in STORAGE_OF
-        self._shared("cpu", lambda: self.parts.append(_text("cpu")))
+        self._shared("cpu", lambda: self.parts.append(text_opcode("cpu")))
         count = kind.size_bytes // kind.dtype.itemsize_bytes if is_typed else kind.size_bytes
-        self.parts.append(_whole(count) + b"tQK\x00")
+        self.parts.append(whole_opcode(count) + b"tQK\x00")
         self._shared(("size", shape), lambda: self._tuple(shape))
         self._shared(("strides", shape), lambda: self._tuple(row_major_strides(shape)))
         self.parts.append(b"\x89")
@@ -184,13 +214,14 @@ class _Pickler:
         self.parts.append(b"tR")
 
 
-def _text(text: str) -> bytes:
+def text_opcode(text: str) -> bytes:
+    """Return what puts a text on the stack."""
     content = text.encode("utf-8", "surrogatepass")
     return b"X" + len(content).to_bytes(4, "little") + content
 
 
-def _whole(number: int) -> bytes:
-    """Return a whole number in the shortest form."""
+def whole_opcode(number: int) -> bytes:
+    """Return what puts a whole number on the stack, in the shortest form."""
     if 0 <= number < 1 << 8:
         return b"K%c" % number
     if 0 <= number < 1 << 16:

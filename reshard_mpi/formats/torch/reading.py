@@ -13,12 +13,11 @@ from reshard_mpi.formats.columns import Kind, TensorEntry, Tensors
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.nest.trees import Value
-from reshard_mpi.formats.places import ByteRange, Segments, Strided
 from reshard_mpi.formats.torch import archive, legacy, structure
 from reshard_mpi.formats.torch.content import Content
 from reshard_mpi.formats.torch.dtensors import Whole, described
 from reshard_mpi.formats.torch.legacy import of_pickles
-from reshard_mpi.formats.torch.tensors import DistributedTensor, StoredTensor, is_tensor
+from reshard_mpi.formats.torch.tensors import DistributedTensor, StoredTensor, is_tensor, place_of
 from reshard_mpi.formats.torch.zipped import of_archive
 
 NAME = "torch"
@@ -124,9 +123,8 @@ def _add(tensors: Tensors, found: Iterable[tuple[str, Value]], content: Content,
         elif is_row_major and not swapped:
             tensors.add(name, number, start)
         else:
-            source: Segments | Strided = Segments((ByteRange(path, start, kind.size_bytes),), swapped)
-            if not is_row_major:
-                source = Strided(path, start, tuple(step * dtype.itemsize_bytes for step in strides), swapped)
+            source = place_of(path, stored, start, swapped)
+            assert source is not None
             tensors.add_entry(TensorEntry(name, dtype, shape, source, kind.box, kind.global_shape))
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from reshard_mpi.formats.nest.trees import ORDERED_DICT, Call, Global, Value
 from reshard_mpi.formats.torch.dtypes import BY_STORAGE, Storage
-from reshard_mpi.formats.torch.pickles import ReadObjects
+from reshard_mpi.formats.torch.readers import ReadObjects
 from reshard_mpi.formats.torch.tensors import REBUILD, StoredTensor, of_type
 
 # What an entry takes of memory besides its texts, as the interpreter counts it.
@@ -72,7 +72,7 @@ class TensorRows:
         self._sorts: dict[tuple[bytes, ...], _Sort] = {}
 
     def __call__(self, data: bytes, at: int, memo: Sequence[Value]) -> ReadObjects | None:
-        """Read them. See `pickles.ObjectReader`."""
+        """Read them. See `readers.ObjectReader`."""
         if len(memo) < _LONG_NUMBERS:
             return None
         made: list[Value] = []

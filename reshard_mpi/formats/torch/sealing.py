@@ -30,11 +30,6 @@ def seal(fd: int, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = F
     files.write_all(fd, bytes(directory), start)
 
 
-def stored_sums(path: str) -> Mapping[str, int]:
-    """Return nothing: the format has no place for the sums of tensors."""
-    return NO_SUMS
-
-
 def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
     """Tell whether every member of the file has a checksum. Raises ShardError if one does not fit.
 

@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from reshard_mpi.formats import files
+from reshard_mpi.formats.columns import Kind
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.nest.trees import Call, Dict, Global, Unreadable, Value
+from reshard_mpi.formats.places import ByteRange, Place, Segments, Strided
 from reshard_mpi.formats.torch.dtypes import BY_STORAGE, BY_TORCH_NAME, Storage
-from reshard_mpi.formats.torch.pickles import PLAIN_CALLS, Readers
+from reshard_mpi.formats.torch.readers import PLAIN_CALLS
 
 SIZE = Global("torch", "Size")
 REBUILD = Global("torch._utils", "_rebuild_tensor_v2")
@@ -50,6 +52,18 @@ class StoredTensor(NamedTuple):
                 return False
             run *= length
         return True
+
+
+def place_of(path: str, stored: StoredTensor, start: int, swapped: bool) -> Place | None:
+    """Return where a tensor is that is not one run of bytes as this machine has them; None if it is."""
+    itemsize_bytes = stored.dtype.itemsize_bytes
+    swapped = swapped and stored.dtype.part_bytes > 1
+    if 0 in stored.shape or (stored.is_row_major and not swapped):
+        return None
+    if not stored.is_row_major:
+        return Strided(path, start, tuple(step * itemsize_bytes for step in stored.strides), swapped)
+    size_bytes = Kind(stored.dtype, stored.shape).size_bytes
+    return Segments((ByteRange(path, start, size_bytes),), swapped)
 
 
 class DistributedTensor(NamedTuple):
@@ -214,4 +228,3 @@ CALLS: Mapping[Global, Callable[..., Value]] = {
         "a tensor without elements (meta)", is_empty=True
     ),
 }
-READERS = Readers(storage, CALLS)

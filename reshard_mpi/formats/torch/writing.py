@@ -4,34 +4,30 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from collections.abc import Iterator
 from zlib import crc32
 
-from reshard_mpi.errors import TargetError
 from reshard_mpi.formats import files, nest
 from reshard_mpi.formats.columns import Kind, Tensors
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.nest.trees import Value
 from reshard_mpi.formats.specs import ShardSpec
-from reshard_mpi.formats.torch.dtypes import BY_TORCH_NAME
 from reshard_mpi.formats.torch.layout import (
-    ALIGNMENT_BYTES,
     ENDS_BYTES,
     MEMBER_BYTES,
     TOP,
     Placed,
-    Writer,
     descriptor,
     ends,
+    first_members,
     local_header,
     placed,
 )
-from reshard_mpi.formats.torch.pickling import Leaf, dumps
+from reshard_mpi.formats.torch.pickling import Leaf, dumps, rebuilt, require_types
 from reshard_mpi.formats.torch.reading import NAME
 from reshard_mpi.formats.torch.zipped import OWN_RECORD
 
-_HOLDERS = "--to ckpt or --to hdf5"
+_HOLDER = "a file of torch"
 _ID_DIGITS = 40
 # What a pickle has of a tensor besides name, shape and strides, and of its first one of a kind.
 _PICKLED_BYTES, _PICKLED_KIND_BYTES, _NUMBER_BYTES = 96, 256, 11
@@ -50,17 +46,15 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
     root = _root(spec, path)
     pickle = dumps(root)
     strings = dict(spec.strings)
-    tensors, members, writer = Tensors(path), list[Placed](), Writer(fd)
+    tensors, members, writer = Tensors(path), list[Placed](), files.StructureWriter(fd)
 
     def add(name: str, content: bytes) -> None:
         member = placed(name, len(content), members[-1].end if members else 0, crc32(content))
         writer.add(member.header_start, local_header(member) + content + descriptor(member))
         members.append(member)
 
-    add("data.pkl", pickle)
-    add(".format_version", b"1")
-    add(".storage_alignment", str(ALIGNMENT_BYTES).encode())
-    add("byteorder", sys.byteorder.encode())
+    for name, content in first_members(pickle).items():
+        add(name, content)
     kinds = [tensors.kind(kind) for kind in _kinds(spec)]
     for number, (name, kind) in enumerate(zip(specs.names, specs.kind_of)):
         size_bytes = specs.kinds[kind].size_bytes
@@ -81,7 +75,7 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
 def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
     """Return what the file of `spec` can take. Raises TargetError for what torch cannot hold."""
     specs = spec.specs
-    _require_types(spec, "")
+    require_types(specs, _HOLDER, "")
     if nest.NEST in spec.strings:
         _root(spec, "")
     dimensions = [2 * len(kind.box.shape) * _NUMBER_BYTES for kind in specs.kinds]
@@ -103,38 +97,16 @@ def _string_bytes(name: str, text: str) -> int:
 
 def _root(spec: ShardSpec, path: str) -> Value:
     """Return the tree that the file is a pickle of. Raises TargetError if there is none."""
-    _require_types(spec, path)
     specs = spec.specs
+    require_types(specs, _HOLDER, path)
     kinds = list(_kinds(spec))
     leaves = {name: Leaf(str(at), kinds[kind]) for at, (name, kind) in enumerate(zip(specs.names, specs.kind_of))}
-    try:
-        return nest.rebuild(leaves, spec.strings)
-    except nest.NestError as error:
-        raise TargetError(
-            f"the nested dictionaries of the source cannot be made again: {error.problem}",
-            got=error.got,
-            where=path,
-            remedy="choose another format with --to, which keeps the tensors by their names",
-        ) from None
+    return rebuilt(leaves, spec.strings, path)
 
 
 def _kinds(spec: ShardSpec) -> Iterator[Kind]:
     """Yield what is written of each kind of tensors."""
     return (Kind(kind.dtype, kind.box.shape) for kind in spec.specs.kinds)
-
-
-def _require_types(spec: ShardSpec, path: str) -> None:
-    specs = spec.specs
-    unknown = {number for number, kind in enumerate(specs.kinds) if kind.dtype.name not in BY_TORCH_NAME}
-    if unknown:
-        name, dtype, *_ = next(specs[at] for at, kind in enumerate(specs.kind_of) if kind in unknown)
-        raise TargetError(
-            f"a file of torch cannot hold {name!r}",
-            expected=f"one of {', '.join(BY_TORCH_NAME)}",
-            got=str(dtype),
-            where=path,
-            remedy=f"choose a format that holds {dtype}: {_HOLDERS}",
-        )
 
 
 def _identity(pickle: bytes) -> bytes:

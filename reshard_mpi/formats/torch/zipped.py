@@ -9,7 +9,8 @@ from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.nest.trees import LESS, Value
 from reshard_mpi.formats.torch import archive
 from reshard_mpi.formats.torch.content import MAX_PICKLE_BYTES, Content, Storages
-from reshard_mpi.formats.torch.pickles import BUDGET_BYTES, PickleError, load
+from reshard_mpi.formats.torch.pickles import BUDGET_BYTES, load
+from reshard_mpi.formats.torch.readers import PickleError
 from reshard_mpi.units import MIB
 
 # What this program adds to archives whose names alone do not tell how it met them (`writing.py`).
