@@ -59,8 +59,15 @@ class SourceError(ReshardError, ValueError):
     """The source checkpoint does not exist, is ambiguous, or its shards do not belong together."""
 
 
+# What helps with a file that is not what it should be, where nothing better is known.
+_RESTORE = "copy the file again, or have the checkpoint saved again; reshard-mpi inspect says what can be read"
+
+
 class ShardError(ReshardError, ValueError):
     """One shard file cannot be read: empty, truncated, damaged, encrypted, or of an unknown kind."""
+
+    def __init__(self, problem: str, *, expected: str = "", got: str = "", where: str = "", remedy: str = "") -> None:
+        super().__init__(problem, expected=expected, got=got, where=where, remedy=remedy or _RESTORE)
 
 
 class StrategyError(ReshardError, ValueError):

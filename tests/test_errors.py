@@ -112,3 +112,10 @@ def test_errors_are_of_the_kinds_that_mindspore_raises(tmp_path: Path, name: str
     assert isinstance(caught.value, reshard_mpi.ReshardError)
     assert isinstance(caught.value, reshard_mpi.UsageError) == (caught.value.exit_code == 2)
     assert not c.dst.exists() and not (tmp_path / "out.ckpt").exists()
+
+
+def test_a_shard_that_cannot_be_read_says_what_to_do() -> None:
+    assert "\n  what to do: copy the file again" in str(
+        errors.ShardError("the header of a shard is damaged", where="a")
+    )
+    assert str(errors.ShardError("it is encrypted", remedy="decrypt it")).endswith("what to do: decrypt it")

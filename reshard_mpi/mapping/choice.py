@@ -81,7 +81,12 @@ def require_any(choice: Choice, names: Collection[str]) -> list[str]:
                 )
     chosen = [name for name in names if is_chosen(choice, name)]
     if not chosen:
-        raise MapError("--include and --exclude leave no tensor")
+        raise MapError(
+            "--include and --exclude leave no tensor",
+            expected="one tensor or more",
+            got=f"none of {len(names)}",
+            remedy="exclude less, or include more",
+        )
     return chosen
 
 

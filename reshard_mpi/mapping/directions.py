@@ -54,6 +54,7 @@ def told_direction(rules: Rules, inventory: Inventory, forward: bool | None, lik
             expected="--forward, from left to right, or --reverse",
             got="tensors that fit the left and the right sides of its equations",
             where=rules.where,
+            remedy="say which",
         )
     forwards, backwards = unmet.values()
     has_like = like is not None

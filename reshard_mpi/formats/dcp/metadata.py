@@ -243,9 +243,7 @@ def _named(value: Value, what: str) -> Iterator[tuple[str, Value]]:
     names: set[str] = set()
     for name, entry in _pairs(value, what):
         if type(name) is not str or len(name.encode("utf-8", "surrogatepass")) > files.MAX_NAME_BYTES:
-            raise _Unsound(
-                f"{what} has a key that is no text of {files.MAX_NAME_BYTES} bytes or less", repr(name)[:100]
-            )
+            raise _Unsound(f"{what} has a key that is no name, or too long a one", repr(name)[:100])
         if name in names:
             raise _Unsound(f"{what} has a name twice", repr(name))
         names.add(name)
