@@ -23,6 +23,7 @@ from support.launch import MPI, MPI_NAMES, RankRun, find_mpi, run_ranks
 from support.slurm import Cluster, running_cluster
 
 from reshard_mpi.cli import displays
+from reshard_mpi.processes.jobs import ONE_THREAD
 
 TESTS_FOLDER = str(Path(__file__).parent)
 RANKS_FOLDER = Path(__file__).parent / "ranks"
@@ -46,6 +47,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # Else every process that a test starts would compile all of the package again, which takes as long as what it does.
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    # Else whatever loads numpy starts threads for linear algebra, which nobody does here. A test that runs the command
+    # line in its own process sets this too, so it would depend on the order of tests.
+    os.environ.update(ONE_THREAD)
     # A run that takes longer than usual shows its progress, and on a busy machine any does.
     displays._FIRST_SECONDS = math.inf
     # A shell that starts the tests in the background has them, and all that they start, ignore interrupts.

@@ -64,7 +64,7 @@ def value(magnitude: int, form: Form) -> Fraction:
     """Return the number that a finite magnitude is."""
     exponent, mantissa = divmod(magnitude, 1 << form.mantissa_bits)
     significand = mantissa + ((1 << form.mantissa_bits) if exponent else 0)
-    return significand * Fraction(2) ** (max(exponent, 1) - form.bias - form.mantissa_bits)
+    return significand * power_of_two(max(exponent, 1) - form.bias - form.mantissa_bits)
 
 
 def nearest(number: Fraction, form: Form) -> int:
@@ -72,13 +72,24 @@ def nearest(number: Fraction, form: Form) -> int:
     if not number:
         return 0
     power = math.floor(math.log2(number.numerator) - math.log2(number.denominator))
-    power += (Fraction(2) ** (power + 1) <= number) - (number < Fraction(2) ** power)
+    power += (power_of_two(power + 1) <= number) - (number < power_of_two(power))
     power = max(power, 1 - form.bias)
-    steps = number / Fraction(2) ** (power - form.mantissa_bits)
+    steps = number / power_of_two(power - form.mantissa_bits)
     return (power + form.bias - 1 << form.mantissa_bits) + round(steps)  # which rounds a tie to the even number
 
 
+@lru_cache(maxsize=1 << 12)
+def power_of_two(exponent: int) -> Fraction:
+    """Return a power of two."""
+    return Fraction(2) ** exponent
+
+
 @lru_cache(maxsize=1 << 17)
+def rounded(magnitude: int, source: str, target: str) -> int:
+    """Return the nearest magnitude to a finite one of another type; the same for both signs."""
+    return nearest(value(magnitude, FORMS[source]), FORMS[target])
+
+
 def became(bits: int, source: str, target: str) -> Became:
     """Return what the bits of an element of type `source` are in type `target`."""
     if source == target:
@@ -93,7 +104,7 @@ def became(bits: int, source: str, target: str) -> Became:
         return Became(nan(magnitude, sign, source, target), too_large=False)
     if magnitude > old.largest:
         return Became(sign | (new.infinity if new.has_infinity else new.largest), not new.has_infinity)
-    magnitude = nearest(value(magnitude, old), new)
+    magnitude = rounded(magnitude, source, target)
     if magnitude <= new.largest:
         return Became(sign | magnitude, too_large=False)
     return Became(sign | (new.infinity if new.has_infinity else new.largest), too_large=True)
