@@ -6,7 +6,7 @@ import hashlib
 import os
 import stat
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from reshard_mpi.errors import ShardError, TargetError
@@ -33,6 +33,7 @@ MAX_DIMENSIONS = 32
 _CLOSE_BYTES, _READ_BYTES = 512, 64 << 10
 # Parts of a structure with so little between them are written by one call, which writes no more than so much.
 _SMALL_GAP_BYTES, _WRITTEN_BYTES = 16384, 256 << 10
+_SUMMED_BYTES = 2 << 20
 # From one byte to another, which is not included.
 Span = tuple[int, int]
 
@@ -73,6 +74,29 @@ def opened(path: str) -> Iterator[tuple[int, int]]:
         yield fd, status.st_size
     finally:
         os.close(fd)
+
+
+def crc32_of(fd: int, path: str, span: Span, crc: int = 0, on_bytes: Callable[[int], None] = lambda _: None) -> int:
+    """Return the CRC-32 of bytes of a file, continued from `crc`. Raises ShardError if the file has become shorter.
+
+    on_bytes: told how many bytes have just been read.
+    """
+    from zlib_ng.zlib_ng import crc32
+
+    at, end = span
+    buffer = memoryview(bytearray(min(_SUMMED_BYTES, end - at)))
+    while at < end:
+        count = os.preadv(fd, [buffer[: end - at]], at)
+        if count == 0:
+            raise became_shorter(path)
+        crc = crc32(buffer[:count], crc)
+        at += count
+        on_bytes(count)
+    return crc
+
+
+def became_shorter(path: str) -> ShardError:
+    return ShardError("a checkpoint became shorter while it was read", where=path)
 
 
 def version_of(path: str) -> tuple[object, ...]:

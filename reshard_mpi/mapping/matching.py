@@ -99,7 +99,7 @@ def matches(rules: Rules, inventory: Inventory, direction: Direction, like: Like
         if not applies and not rule.is_optional:
             raise MapError(
                 "an equation applies nowhere",
-                expected=f"tensors {', '.join(shown_term(term) for term in source)}"
+                expected=f"tensors {', '.join(map(shown_term, source))}"
                 + ("" if like is None else f", which become {', '.join(map(shown_term, target))} of the target"),
                 got=what_is_missing(source, rule, left or inventory),
                 where=rule.where,
@@ -143,7 +143,7 @@ def _match(
             first = [next(iter(names.values())) for names in held]
             raise MapError(
                 "an equation does not fit the shapes of its tensors",
-                expected=", ".join(shown_term(term) for term in source),
+                expected=", ".join(map(shown_term, source)),
                 got=f"{', '.join(f'{name} {list(shape)}' for name, shape in zip(first, shapes))}: {error}",
                 where=rule.where,
                 remedy="give the model's configuration, by which [axes] says how long they are (--config FILE.json)"
@@ -191,17 +191,14 @@ def _untold(
 ) -> MapError:
     shared = dict(zip(rule.shared, key))
     names = [next(iter(names[key].values())) for names in candidates.by_term]
+    made = ", ".join(filled_in_part(term, shared) for term in target)
     return MapError(
         "names and shapes do not tell what becomes of a tensor",
-        expected=f"a checkpoint that the target is to be like, which has {_listed(target, shared)} or has not",
+        expected=f"a checkpoint that the target is to be like, which has {made} or has not",
         got=", ".join(names),
         where=rule.where,
         remedy="give one, such as the target's network saved as it was made (--like CHECKPOINT)",
     )
-
-
-def _listed(side: Sequence[Term], shared: Mapping[str, str]) -> str:
-    return ", ".join(filled_in_part(term, shared) for term in side)
 
 
 def _in_part(
@@ -219,7 +216,7 @@ def _in_part(
     shape = f" ({other} has the shape {list(inventory[other].shape)})" if other is not None else ""
     return MapError(
         "an equation applies in part: some of its tensors are there, and others not",
-        expected=", ".join(shown_term(term) for term in source),
+        expected=", ".join(map(shown_term, source)),
         got=f"{', '.join(there)} without {', '.join(missing)}{shape or did_you_mean(missing[0], inventory)}",
         where=rule.where,
         remedy="mend the equation, or say optional = true if it applies only where all are there",

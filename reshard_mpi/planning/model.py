@@ -208,18 +208,6 @@ class PlannedTensors(Sequence[TensorPlan]):
         self.group_of = group_of
         self._place_in_group: array[int] | None = None
 
-    @classmethod
-    def of(cls, tensors: Iterable[TensorPlan]) -> PlannedTensors:
-        """Return tensors that were planned one by one, each as a group of its own."""
-        groups = []
-        for spec, copies in tensors:
-            routes = tuple(
-                Route(rank, source_box, region, Tensors("", [source]), (0,), to, order)
-                for rank, source, source_box, region, to, order in copies
-            )
-            groups.append(Group(SpecKind(*spec[1:]), (spec.name,), routes))
-        return cls(groups, range(len(groups)))
-
     @property
     def place_in_group(self) -> Sequence[int]:
         """The place of each tensor in its group."""

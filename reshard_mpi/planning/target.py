@@ -31,7 +31,7 @@ from reshard_mpi.planning.partial_sums import Accumulated, is_partial_sum
 from reshard_mpi.planning.ranks import wants
 from reshard_mpi.planning.replicas import Replicas, choose_holders, home_rank
 from reshard_mpi.planning.target_layouts import TargetLayouts
-from reshard_mpi.planning.tensors import Part, SourceGroup, SourceTensors, parts_meeting
+from reshard_mpi.planning.tensors import Part, SourceGroup, SourceTensors, needed_parts
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Piece, Placement, Strategy
@@ -104,6 +104,7 @@ class ShardPlanner:
         # All that goes into this shard: by the way in which it is held, and by name in file order.
         self._ways: dict[tuple[SourceGroup, Layout, Share | ReshardError], _Way] = {}
         self._wanted: dict[str, _Way] = {}
+        home_stage = source.stage_of(self._home)
         joining = Joining(policy.accumulated, source, self._tensors, target_rank, keeps_errors=policy.allows_holes)
         for name in self._tensors.names:
             group = self._tensors.group(name)
@@ -116,7 +117,7 @@ class ShardPlanner:
                 if way is None:
                     box = self._layouts.box(layout)
                     has_parts = share in (Share.TAKEN, Share.JOINED)
-                    parts = self._needed_parts(name, group, box) if has_parts else ()
+                    parts = needed_parts(name, group, box, target_rank, home_stage, manifests) if has_parts else ()
                     way = _Way(len(self._ways), group, layout, share, box, parts)
                     self._ways[group, layout, share] = way
                 way.names.append(name)
@@ -270,35 +271,6 @@ class ShardPlanner:
                 if name not in here or self._stage not in placements[0].stages:
                     elsewhere.add(name)
         return frozenset(elsewhere)
-
-    def _needed_parts(self, name: str, group: SourceGroup, box: Box) -> tuple[Part, ...]:
-        """Return the parts to read for a box, by the first layout all of whose parts should be in opened shards.
-
-        Layouts of the home rank's stage come first. Raises CoverageError if the parts do not make up the box.
-        """
-        home_stage = self._source.stage_of(self._home)
-        ordered = sorted(group.layouts, key=lambda layout: home_stage not in layout.placement.stages)
-        options = [parts_meeting(layout, box) for layout in ordered]
-        at_hand = (option for option in options if all(map(self._is_at_hand, option)))
-        parts = options[0] if len(options) == 1 else next(at_hand, options[0])
-        return self._covering(parts, name, box)
-
-    def _is_at_hand(self, part: Part) -> bool:
-        return any(rank in self._manifests for rank in part.placement.holders(part.piece))
-
-    def _covering(self, parts: tuple[Part, ...], name: str, box: Box) -> tuple[Part, ...]:
-        """Return `parts` if they cover `box`, else raise CoverageError.
-
-        Different pieces are disjoint, so parts of different pieces cover the box if their sizes add up to its size.
-        """
-        covered = sum(part.region.size for part in parts)
-        if covered != box.size or len({part.piece for part in parts}) != len(parts):
-            raise CoverageError(
-                f"the sources of {name!r} do not cover what target rank {self._rank} holds",
-                expected=f"{box.size} elements of box {box}",
-                got=f"{covered} elements in {len(parts)} parts",
-            )
-        return parts
 
     def _choose(self) -> list[Sequence[int | None]]:
         """Return the rank to read each part of each `_Way` from; None if no opened rank should hold the part."""

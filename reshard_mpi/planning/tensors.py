@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -54,6 +54,33 @@ class SourceGroup:
     def is_tied(self) -> bool:
         """Whether several stages share the tensors."""
         return sum(len(layout.placement.stages) for layout in self.layouts) > 1
+
+
+def needed_parts(
+    name: str, group: SourceGroup, box: Box, target_rank: int, home_stage: int, opened: Container[int]
+) -> tuple[Part, ...]:
+    """Return the parts to read for a box, by the first layout all of whose parts should be in opened shards.
+
+    Layouts of the home rank's stage come first. name: of a tensor of the group, for errors. opened: ranks. Raises
+    CoverageError if the parts do not make up the box. Different pieces are disjoint, so parts of different pieces cover
+    the box if their sizes add up to its size.
+    """
+    ordered = sorted(group.layouts, key=lambda layout: home_stage not in layout.placement.stages)
+    options = [parts_meeting(layout, box) for layout in ordered]
+
+    def is_at_hand(part: Part) -> bool:
+        return any(rank in opened for rank in part.placement.holders(part.piece))
+
+    at_hand = (option for option in options if all(map(is_at_hand, option)))
+    parts = options[0] if len(options) == 1 else next(at_hand, options[0])
+    covered = sum(part.region.size for part in parts)
+    if covered != box.size or len({part.piece for part in parts}) != len(parts):
+        raise CoverageError(
+            f"the sources of {name!r} do not cover what target rank {target_rank} holds",
+            expected=f"{box.size} elements of box {box}",
+            got=f"{covered} elements in {len(parts)} parts",
+        )
+    return parts
 
 
 # For each opened shard, the number of the kind that a tensor has in it; _LACKING if the shard does not hold it.

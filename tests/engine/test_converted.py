@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.float_oracle import became
+from support.plans import planned_singly
 
 from reshard_mpi.engine import floats
 from reshard_mpi.engine.files import Traffic
@@ -32,7 +33,7 @@ LIMITS = Limits(2 * MIB, 16 * MIB)
 
 
 def planned(*tensors: TensorPlan) -> RankPlan:
-    return of_groups(PlannedTensors.of(tensors))
+    return of_groups(planned_singly(tensors))
 
 
 def of_groups(tensors: PlannedTensors) -> RankPlan:

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import many
 from support.float_oracle import TYPES, became
+from support.plans import planned_singly
 
 from reshard_mpi.engine import files as engine_files
 from reshard_mpi.engine import gather as engine_gather
@@ -32,7 +33,7 @@ from reshard_mpi.formats.manifest import Manifest, ShardIdentity
 from reshard_mpi.formats.places import ByteRange, Decoded, Segments, Strided
 from reshard_mpi.formats.specs import TensorSpec
 from reshard_mpi.formats.views import constant, converted
-from reshard_mpi.planning.model import Check, Copy, Limits, PlannedTensors, RankPlan, TensorPlan
+from reshard_mpi.planning.model import Check, Copy, Limits, RankPlan, TensorPlan
 from reshard_mpi.sharding.box import Box
 
 DTYPES = ("uint8", "float16", "float32", "float8_e5m2", "float64", "complex64", "complex128")
@@ -97,7 +98,7 @@ def plans(draw: st.DrawFn, folder: Path) -> Drawn:
             all_too_large += too_large
         copies.append(copy)
     spec = TensorSpec("w", dtype, shape, target)
-    tensors = PlannedTensors.of([TensorPlan(spec, tuple(copies))])
+    tensors = planned_singly([TensorPlan(spec, tuple(copies))])
     plan = RankPlan(0, 0, NOWHERE, tensors, {}, (), (), (), (), frozenset())
     path = folder / "target"
     path.write_bytes(bytes(spec.size_bytes + 64))
@@ -408,7 +409,7 @@ def test_compressed_source_that_cannot_be_read_is_named() -> None:
         0,
         0,
         NOWHERE,
-        PlannedTensors.of([TensorPlan(TensorSpec("w", source.dtype, (4,), whole), (Copy(3, source, whole, whole),))]),
+        planned_singly([TensorPlan(TensorSpec("w", source.dtype, (4,), whole), (Copy(3, source, whole, whole),))]),
         {},
         (),
         (),
@@ -450,7 +451,7 @@ def test_only_what_a_process_fills_is_read_ahead(
         tensors.append(TensorPlan(TensorSpec(name, BY_NAME["uint8"], box.shape, box), (Copy(0, source, box, box),)))
         place = Segments((ByteRange(str(target), number * size, size),))
         places.add_entry(TensorEntry(name, BY_NAME["uint8"], box.shape, place))
-    plan = RankPlan(0, 0, NOWHERE, PlannedTensors.of(tensors), {}, (), (), (), (), frozenset())
+    plan = RankPlan(0, 0, NOWHERE, planned_singly(tensors), {}, (), (), (), (), frozenset())
     seen = []
     monkeypatch.setattr(Files, "advise", lambda _, part: seen.append(Path(part.path).name))
     limits = Limits(buffer_bytes=4096, window_bytes=4096)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.plans import planned_singly
 
 from reshard_mpi.formats.columns import ELSEWHERE, Kind, TensorEntry, Tensors
 from reshard_mpi.formats.dtypes import BY_NAME
@@ -11,7 +12,7 @@ from reshard_mpi.formats.manifest import ShardIdentity
 from reshard_mpi.formats.places import ByteRange, Constant, Converted, Segments, Strided
 from reshard_mpi.formats.specs import TensorSpec
 from reshard_mpi.formats.views import constant, converted
-from reshard_mpi.planning.model import Copy, PlannedTensors, RankPlan, TensorPlan
+from reshard_mpi.planning.model import Copy, RankPlan, TensorPlan
 from reshard_mpi.sharding.box import Box
 
 FLOAT32, BFLOAT16, INT32 = BY_NAME["float32"], BY_NAME["bfloat16"], BY_NAME["int32"]
@@ -97,7 +98,7 @@ def test_a_plan_needs_the_bytes_of_the_files() -> None:
         Copy(0, seen["first"], Box((0, 0), (2, 3)), Box((0, 0), (2, 3))),
         Copy(0, constant("w", BFLOAT16, (2, 3), bytes(2)), Box((2, 0), (4, 3)), Box((2, 0), (4, 3))),
     )
-    tensors = PlannedTensors.of([TensorPlan(TensorSpec("w", BFLOAT16, (4, 3), box), copies)])
+    tensors = planned_singly([TensorPlan(TensorSpec("w", BFLOAT16, (4, 3), box), copies)])
     plan = RankPlan(0, 0, ShardIdentity(0, 1, ""), tensors, {}, (), (), (), (), frozenset())
     assert plan.needed_bytes == 24 and plan.written_bytes == 24
     assert [copy.source.unconverted.dtype for copy in plan.tensors[0].copies] == [FLOAT32, BFLOAT16]

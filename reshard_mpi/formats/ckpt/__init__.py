@@ -20,20 +20,6 @@ from reshard_mpi.formats.protocol import no_sums as stored_sums
 from reshard_mpi.formats.traits import Costs, Traits
 from reshard_mpi.units import KIB
 
-__all__ = [
-    "MODE",
-    "NAME",
-    "SUFFIXES",
-    "TRAITS",
-    "check_crc",
-    "locate",
-    "read_back",
-    "reserve",
-    "seal",
-    "size_at_most_bytes",
-    "stored_sums",
-]
-
 SUFFIXES = (".ckpt",)
 # Nobody else's, as MindSpore's own.
 MODE = 0o600

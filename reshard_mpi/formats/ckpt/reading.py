@@ -118,7 +118,8 @@ class _Reading:
                 expected="each tensor once, its pieces side by side",
             )
         is_string, held_bytes = first.type_name == STRING_TYPE, first.content.length_bytes
-        whole_bytes = self._whole_bytes(first)
+        dtype = BY_MINDSPORE_NAME.get(first.type_name)  # of an unknown type no further piece is looked at
+        whole_bytes = 0 if dtype is None else dtype.itemsize_bytes * math.prod(first.dims)
         while (is_string or held_bytes < whole_bytes) and end < self._reader.size_bytes:
             if is_trailer(self._reader, end):
                 break
@@ -163,11 +164,6 @@ class _Reading:
             raise self._reader.damage(
                 "a shard's names take too much memory", offset, expected=f"{files.MAX_KEPT_BYTES} bytes at most"
             )
-
-    def _whole_bytes(self, piece: Value) -> int:
-        """Return the size of the tensor that `piece` is a piece of; 0 if its type is unknown."""
-        dtype = BY_MINDSPORE_NAME.get(piece.type_name)
-        return 0 if dtype is None else dtype.itemsize_bytes * math.prod(piece.dims)
 
     def _require_empty_piece(self, piece: Value) -> None:
         """Raise ShardError if `piece`, a further one of the last tensor, which is complete, has any content."""

@@ -9,9 +9,7 @@ from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import files
 from reshard_mpi.formats.ckpt.values import CRC_BYTES, CRC_MARK
 from reshard_mpi.formats.protocol import NO_SUMS, OnBytes, uncounted
-from reshard_mpi.units import MIB
 
-_BLOCK_BYTES = 2 * MIB
 _NUMBER_BYTES = CRC_BYTES - len(CRC_MARK)
 
 
@@ -22,7 +20,7 @@ def seal(fd: int, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = F
     """
     if crc:
         size_bytes = os.fstat(fd).st_size
-        trailer = CRC_MARK + _sum(fd, path, size_bytes).to_bytes(_NUMBER_BYTES, "big")
+        trailer = CRC_MARK + files.crc32_of(fd, path, (0, size_bytes)).to_bytes(_NUMBER_BYTES, "big")
         files.write_all(fd, trailer, size_bytes)
     os.fchmod(fd, 0o400)
 
@@ -35,7 +33,7 @@ def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
         if not trailer.startswith(CRC_MARK):
             return False
         expected = int.from_bytes(trailer[len(CRC_MARK) :], "big")
-        computed = _sum(fd, path, summed_bytes, on_bytes)
+        computed = files.crc32_of(fd, path, (0, summed_bytes), on_bytes=on_bytes)
         if computed != expected:
             raise ShardError(
                 "a checkpoint does not fit its own checksum: it is damaged",
@@ -45,18 +43,3 @@ def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
                 remedy="copy it again, or use another replica",
             )
         return True
-
-
-def _sum(fd: int, path: str, size_bytes: int, on_bytes: OnBytes = uncounted) -> int:
-    from zlib_ng.zlib_ng import crc32
-
-    buffer = memoryview(bytearray(min(_BLOCK_BYTES, size_bytes)))
-    offset = crc = 0
-    while offset < size_bytes:
-        count = os.preadv(fd, [buffer[: size_bytes - offset]], offset)
-        if count == 0:
-            raise ShardError("a checkpoint became shorter while it was read", where=path)
-        crc = crc32(buffer[:count], crc)
-        offset += count
-        on_bytes(count)
-    return crc

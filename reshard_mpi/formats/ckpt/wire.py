@@ -14,8 +14,8 @@ from reshard_mpi.protobuf import FIXED_BYTES, LENGTH, VARINT
 _WINDOW_BYTES = 1024
 _LARGE_WINDOW_BYTES = 64 << 10
 _HEADER_BYTES = 320
-# Fields of messages that are not encoded as MindSpore does it, which are read one by one; a value has ten.
-_MAX_FIELDS = 3 << 16
+# Fields that are read one by one, which those of values that are like others are not; a value has ten.
+_MAX_FIELDS = 1 << 20
 
 
 class Field(NamedTuple):
@@ -58,15 +58,6 @@ class Reader:
         if len(self._window) < length_bytes:
             raise self.cut_short(offset)
         return self._window[:length_bytes]
-
-    def peek(self, offset: int) -> bytes:
-        """Return bytes from `offset` on: enough for a header as MindSpore writes it, fewer at the end of the file."""
-        window_offset = offset - self._base
-        if not 0 <= window_offset <= len(self._window) - _HEADER_BYTES:
-            self._window = self._pread(offset, _WINDOW_BYTES)
-            self._base = offset
-            window_offset = 0
-        return self._window[window_offset : window_offset + _HEADER_BYTES]
 
     def window(self, offset: int) -> tuple[bytes, int, int]:
         """Return bytes of the file, the offset of their first, and the last offset at which a header is whole in them.

@@ -15,24 +15,6 @@ from reshard_mpi.formats.protocol import no_sums as stored_sums
 from reshard_mpi.formats.traits import Costs, Traits
 from reshard_mpi.units import KIB, MIB
 
-__all__ = [
-    "MODE",
-    "NAME",
-    "SUFFIXES",
-    "TRAITS",
-    "check_crc",
-    "file_name",
-    "files_of",
-    "index",
-    "locate",
-    "open_folder",
-    "read_back",
-    "reserve",
-    "seal",
-    "size_at_most_bytes",
-    "stored_sums",
-]
-
 SUFFIXES = (".distcp",)
 MODE = 0o666
 TRAITS = Traits(

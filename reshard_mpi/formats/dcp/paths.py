@@ -27,10 +27,6 @@ class Leaf(NamedTuple):
     name: str
 
 
-def is_leaf(value: Value) -> bool:
-    return type(value) is Leaf
-
-
 def tree_of(values: Iterable[tuple[Keys, Value]], where: str) -> Value:
     """Return the nested dictionaries and lists in which each value lies at its path.
 

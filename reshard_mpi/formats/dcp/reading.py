@@ -13,7 +13,7 @@ from reshard_mpi.formats.columns import Kind
 from reshard_mpi.formats.dcp import metadata
 from reshard_mpi.formats.dcp.items import Common, LocatedFile, MisfitError, Wanted, locate_items, named
 from reshard_mpi.formats.dcp.metadata import INDEX, Metadata
-from reshard_mpi.formats.dcp.paths import Leaf, is_leaf, tree_of
+from reshard_mpi.formats.dcp.paths import Leaf, tree_of
 from reshard_mpi.formats.dcp.states import Chunk, ItemKey
 from reshard_mpi.formats.listed import ListedTensors, Piece
 from reshard_mpi.formats.manifest import Manifest
@@ -191,15 +191,15 @@ def _strings(found: Metadata, objects: Mapping[str, Value], folder: str) -> _Str
     except nest.NestError as error:
         problem = f"a checkpoint cannot be read: {error.problem}"
         raise ShardError(problem, got=error.got, where=folder, remedy=error.remedy) from None
-    if any(name != leaf.name for name, leaf in flattened.tensors if is_leaf(leaf)):
+    if any(name != leaf.name for name, leaf in flattened.tensors if type(leaf) is Leaf):
         raise ShardError("the paths of a checkpoint do not lead to its names", where=folder)
-    inner = [(name, leaf) for name, leaf in flattened.tensors if not is_leaf(leaf)]
+    inner = [(name, leaf) for name, leaf in flattened.tensors if type(leaf) is not Leaf]
     return _Strings(flattened.strings, flattened.left_out, inner)
 
 
 def _is_tensor(value: Value) -> bool:
     """Tell whether a value is a tensor that is listed, or one in an object."""
-    return is_leaf(value) or type(value) is StoredTensor
+    return type(value) is Leaf or type(value) is StoredTensor
 
 
 def _box(chunk: Chunk) -> Box:

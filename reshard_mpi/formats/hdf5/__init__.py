@@ -21,20 +21,6 @@ from reshard_mpi.formats.specs import ShardSpec
 from reshard_mpi.formats.traits import Costs, Traits
 from reshard_mpi.units import KIB, MIB
 
-__all__ = [
-    "MODE",
-    "NAME",
-    "SUFFIXES",
-    "TRAITS",
-    "check_crc",
-    "locate",
-    "read_back",
-    "reserve",
-    "seal",
-    "size_at_most_bytes",
-    "stored_sums",
-]
-
 SUFFIXES = (".h5", ".hdf5")
 MODE = 0o666
 TRAITS = Traits(

@@ -18,20 +18,6 @@ from reshard_mpi.formats.safetensors.writing import reserve, size_at_most_bytes
 from reshard_mpi.formats.traits import Costs, Traits
 from reshard_mpi.units import KIB, MIB
 
-__all__ = [
-    "MODE",
-    "NAME",
-    "SUFFIXES",
-    "TRAITS",
-    "check_crc",
-    "locate",
-    "read_back",
-    "reserve",
-    "seal",
-    "size_at_most_bytes",
-    "stored_sums",
-]
-
 SUFFIXES = (".safetensors",)
 # Nobody else's, as MindSpore's own.
 MODE = 0o600

@@ -35,24 +35,6 @@ from reshard_mpi.formats.traits import Costs, Traits
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.units import KIB, MIB
 
-__all__ = [
-    "MODE",
-    "NAME",
-    "SUFFIXES",
-    "TRAITS",
-    "check_crc",
-    "file_name",
-    "files_of",
-    "index",
-    "locate",
-    "open_folder",
-    "read_back",
-    "reserve",
-    "seal",
-    "size_at_most_bytes",
-    "stored_sums",
-]
-
 NAME, SUFFIXES, MODE = "hf", (".safetensors",), 0o666
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MAP, HYPER = "param_name_map.json", "hyper_param.safetensors"

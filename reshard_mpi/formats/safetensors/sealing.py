@@ -13,7 +13,6 @@ from reshard_mpi.errors import ShardError, TargetError
 from reshard_mpi.formats import files
 from reshard_mpi.formats.columns import Tensors
 from reshard_mpi.formats.dtypes import DType, numbers
-from reshard_mpi.formats.places import ByteRange
 from reshard_mpi.formats.protocol import NO_SUMS, OnBytes, uncounted
 from reshard_mpi.formats.safetensors.header import LENGTH_BYTES
 from reshard_mpi.formats.safetensors.metadata import CRC
@@ -21,7 +20,7 @@ from reshard_mpi.formats.safetensors.reading import read
 from reshard_mpi.formats.safetensors.structure import START
 from reshard_mpi.units import GIB, MIB
 
-_BLOCK_BYTES = 2 * MIB
+_ZEROS_BYTES = 2 * MIB
 # MindSpore takes as much memory as the number says.
 _MAX_COUNTED_BYTES = 4 * GIB
 
@@ -93,25 +92,21 @@ def _sum(fd: int, tensors: Tensors, on_bytes: OnBytes = uncounted) -> int:
     """
     from zlib_ng.zlib_ng import crc32
 
-    buffer, zeros = memoryview(bytearray(_BLOCK_BYTES)), bytes(_BLOCK_BYTES)
-    crc = 0
+    crc, zeros = 0, bytes(_ZEROS_BYTES)
     for name in sorted(tensors):
         crc = crc32(name.encode(), crc)
         kind, start = tensors.kind_named(name), tensors.starts[tensors.number_of[name]]
-        place = ByteRange(tensors.path, start, kind.size_bytes)
         if not kind.shape and _is_whole(kind.dtype):
-            left = _counted(name, _read(fd, place, buffer), kind.dtype)
+            content = os.pread(fd, kind.size_bytes, start)
+            if len(content) < kind.size_bytes:
+                raise files.became_shorter(tensors.path)
+            left = _counted(name, content, kind.dtype)
             while left:
                 part = min(left, len(zeros))
                 crc = crc32(zeros[:part], crc)
                 left -= part
-            continue
-        at = 0
-        while at < place.length_bytes:
-            piece = place._replace(offset_bytes=start + at, length_bytes=min(len(buffer), place.length_bytes - at))
-            crc = crc32(_read(fd, piece, buffer), crc)
-            at += piece.length_bytes
-            on_bytes(piece.length_bytes)
+        else:
+            crc = files.crc32_of(fd, tensors.path, (start, start + kind.size_bytes), crc, on_bytes)
     return crc
 
 
@@ -119,19 +114,8 @@ def _is_whole(dtype: DType) -> bool:
     return dtype.name.startswith(("int", "uint"))
 
 
-def _counted(name: str, content: memoryview, dtype: DType) -> int:
-    value: int = numbers(bytes(content), dtype)[0]
+def _counted(name: str, content: bytes, dtype: DType) -> int:
+    value: int = numbers(content, dtype)[0]
     if not 0 <= value <= _MAX_COUNTED_BYTES:
         raise _UncountableError(name, value)
     return value
-
-
-def _read(fd: int, place: ByteRange, buffer: memoryview) -> memoryview:
-    """Return bytes of the file, read to the beginning of a buffer that is large enough."""
-    done = 0
-    while done < place.length_bytes:
-        count = os.preadv(fd, [buffer[done : place.length_bytes]], place.offset_bytes + done)
-        if count == 0:
-            raise ShardError("a checkpoint became shorter while it was read", where=place.path)
-        done += count
-    return buffer[: place.length_bytes]

@@ -34,8 +34,6 @@ from reshard_mpi.formats.traits import Costs, Traits
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.units import KIB, MIB
 
-__all__ = ["NAME", "SUFFIXES", "TRAITS", "check_crc", "files_of", "locate", "open_folder", "stored_sums"]
-
 NAME, SUFFIXES = "dcp-safetensors", (".safetensors",)
 TRAITS = Traits(
     Costs(reading=KIB, writing=0, checking=5 * KIB, library=2 * MIB),

@@ -14,20 +14,6 @@ from reshard_mpi.formats.torch.writing import reserve, size_at_most_bytes
 from reshard_mpi.formats.traits import Costs, Traits
 from reshard_mpi.units import KIB, MIB
 
-__all__ = [
-    "MODE",
-    "NAME",
-    "SUFFIXES",
-    "TRAITS",
-    "check_crc",
-    "locate",
-    "read_back",
-    "reserve",
-    "seal",
-    "size_at_most_bytes",
-    "stored_sums",
-]
-
 SUFFIXES = (".pt", ".pth", ".bin")
 MODE = 0o666
 TRAITS = Traits(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 
-from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.nest.trees import Dict, Value
 from reshard_mpi.formats.torch.content import MAX_PICKLE_BYTES, Content, Storages
 from reshard_mpi.formats.torch.pickles import load
@@ -28,15 +27,10 @@ def of_pickles(fd: int, path: str, size_bytes: int) -> Content:
             return _content(os.pread(fd, length_bytes, 0), fd, size_bytes)
         except CutShortError as error:
             if length_bytes >= min(size_bytes, MAX_PICKLE_BYTES):
-                raise _damage(error, path) from None
+                raise error.of_shard(path) from None
             length_bytes = min(4 * length_bytes, MAX_PICKLE_BYTES)
         except PickleError as error:
-            raise _damage(error, path) from None
-
-
-def _damage(error: PickleError, path: str) -> ShardError:
-    problem, where = f"a shard cannot be read: {error.problem}", f"{path}, byte {error.at}"
-    return ShardError(problem, got=error.got, where=where, remedy=error.remedy)
+            raise error.of_shard(path) from None
 
 
 def _content(data: bytes, fd: int, size_bytes: int) -> Content:

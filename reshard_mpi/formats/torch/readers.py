@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.nest.trees import Global, Value
 
 
@@ -17,6 +18,11 @@ class PickleError(Exception):
         self.at = at
         self.got = got
         self.remedy = remedy
+
+    def of_shard(self, path: str, within: str = "") -> ShardError:
+        """Return the error for the shard at `path`. within: in which member of it, in words."""
+        problem, where = f"a shard cannot be read: {self.problem}", f"{path}, byte {self.at}{within}"
+        return ShardError(problem, got=self.got, where=where, remedy=self.remedy)
 
 
 class CutShortError(PickleError):

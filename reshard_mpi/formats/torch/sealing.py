@@ -9,9 +9,6 @@ from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import files
 from reshard_mpi.formats.protocol import NO_SUMS, OnBytes, uncounted
 from reshard_mpi.formats.torch import archive
-from reshard_mpi.units import MIB
-
-_BLOCK_BYTES = 2 * MIB
 
 
 def seal(fd: int, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = False) -> None:
@@ -62,16 +59,6 @@ def check_members(fd: int, path: str, members: Mapping[str, archive.Member], on_
 
 def _sums(fd: int, path: str, members: Mapping[str, archive.Member], on_bytes: OnBytes = uncounted) -> Iterator[bytes]:
     """Yield the CRC-32 of each member's payload, as it is written."""
-    from zlib_ng.zlib_ng import crc32
-
-    buffer = memoryview(bytearray(_BLOCK_BYTES))
     for member in members.values():
-        at, end, found = member.offset_bytes, member.offset_bytes + member.size_bytes, 0
-        while at < end:
-            count = os.preadv(fd, [buffer[: end - at]], at)
-            if count == 0:
-                raise ShardError("a shard became shorter while it was read", where=path)
-            found = crc32(buffer[:count], found)
-            at += count
-            on_bytes(count)
-        yield found.to_bytes(4, "little")
+        span = member.offset_bytes, member.offset_bytes + member.size_bytes
+        yield files.crc32_of(fd, path, span, on_bytes=on_bytes).to_bytes(4, "little")

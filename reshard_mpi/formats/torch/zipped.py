@@ -105,7 +105,5 @@ def _unpickled(data: bytes, storages: Storages, path: str, budget_bytes: int) ->
         if end != len(data):
             raise PickleError("a pickle ends before its member does", end)
     except PickleError as error:
-        where = f"{path}, byte {error.at} of data.pkl"
-        problem = f"a shard cannot be read: {error.problem}"
-        raise ShardError(problem, got=error.got, where=where, remedy=error.remedy) from None
+        raise error.of_shard(path, " of data.pkl") from None
     return root

@@ -84,12 +84,7 @@ def _placement_values(placement: Placement) -> dict[str, Any]:
 
 def _placement(values: Any, stages: int, where: str) -> Placement:
     values = table(values, "a placement", where)
-    known_keys(
-        values,
-        ("mesh", "split", "optimizer", "sizes", "stages", "expanded_shape", "open_ended", "whole_scalars", "ceil"),
-        "a placement",
-        where,
-    )
+    known_keys(values, [field.name for field in fields(Placement)], "a placement", where)
     mesh = integers(array(values.get("mesh"), "mesh", where, MAX_AXES), "mesh", 1, MAX_RANKS, where)
     split = tuple(
         integers(axes, "split", 0, max(len(mesh) - 1, 0), where)

@@ -1,0 +1,21 @@
+"""Plans of tensors that are told one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from reshard_mpi.formats.columns import Tensors
+from reshard_mpi.formats.specs import SpecKind
+from reshard_mpi.planning.model import Group, PlannedTensors, Route, TensorPlan
+
+
+def planned_singly(tensors: Iterable[TensorPlan]) -> PlannedTensors:
+    """Return tensors that were planned one by one, each as a group of its own."""
+    groups = []
+    for spec, copies in tensors:
+        routes = tuple(
+            Route(rank, source_box, region, Tensors("", [source]), (0,), to, order)
+            for rank, source, source_box, region, to, order in copies
+        )
+        groups.append(Group(SpecKind(*spec[1:]), (spec.name,), routes))
+    return PlannedTensors(groups, range(len(groups)))
