@@ -26,7 +26,7 @@ from reshard_mpi.api.plain import plain_number, plain_numbers, plain_path, plain
 from reshard_mpi.api.shown import OnProgress, shown_to
 from reshard_mpi.api.wording import all_in_python, public
 from reshard_mpi.errors import TargetError, UsageError
-from reshard_mpi.journal.targets import Unrecorded
+from reshard_mpi.journal.unrecorded import Unrecorded
 from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.planning.partial_sums import Accumulated
 from reshard_mpi.planning.ranks import joined_ranks, needed_ranks

@@ -23,7 +23,7 @@ from reshard_mpi.formats.specs import Specs
 from reshard_mpi.journal.provenance import FirstLooks
 from reshard_mpi.journal.publication import publish_text
 from reshard_mpi.journal.records import Evidence
-from reshard_mpi.journal.targets import Unrecorded
+from reshard_mpi.journal.unrecorded import Unrecorded
 from reshard_mpi.planning.agreement import require_one_moment
 from reshard_mpi.planning.filling import filled_files, strategy_of
 from reshard_mpi.planning.model import PlannedTensors, RankPlan

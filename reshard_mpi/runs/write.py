@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from reshard_mpi import formats
 from reshard_mpi.engine.files import OnBytes, forget_cached
@@ -18,7 +18,6 @@ from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.protocol import Format
 from reshard_mpi.journal.publication import Publication, opened_partial
 from reshard_mpi.journal.records import TensorSum
-from reshard_mpi.journal.targets import Journal, Unrecorded
 from reshard_mpi.planning.model import Limits, RankPlan
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.division import Share, Work
@@ -38,6 +37,10 @@ from reshard_mpi.runs.outcome import (
 from reshard_mpi.runs.overflows import Overflow, joined
 from reshard_mpi.runs.prepared import Run
 from reshard_mpi.runs.progress import Progress
+
+if TYPE_CHECKING:
+    from reshard_mpi.journal.targets import Journal
+    from reshard_mpi.journal.unrecorded import Unrecorded
 
 T = TypeVar("T")
 
