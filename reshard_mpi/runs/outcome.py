@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from reshard_mpi.errors import ReshardError, TransformError, as_reshard_error
 from reshard_mpi.filesystem.folders import FileIdentity
 from reshard_mpi.planning.losses import Lost, Missing, merged, warnings_of
-from reshard_mpi.runs.overflows import Overflow
-from reshard_mpi.runs.overflows import warnings_of as overflows_told
 
 if TYPE_CHECKING:  # this module is loaded early, before memory for the engine has been asked for
     from reshard_mpi.formats.manifest import Manifest
@@ -23,6 +21,7 @@ if TYPE_CHECKING:  # this module is loaded early, before memory for the engine h
     from reshard_mpi.planning.partial_sums import Sums
     from reshard_mpi.processes.comm import Comm
     from reshard_mpi.runs.conversion import Conversion
+    from reshard_mpi.runs.overflows import Overflow
     from reshard_mpi.runs.preflight import Room
 
 
@@ -199,8 +198,12 @@ class Outcome(NamedTuple):
         absent = self.absent
         names = ", ".join(absent[:3]) + (" ..." if len(absent) > 3 else "")
         missed = (f"{len(absent)} listed parameters are in no source shard: {names}",) if absent else ()
-        overflows = overflows_told(target.overflows for target in self.targets)
-        return (*warnings_of(self.lost, self.missing), *self.other_warnings, *missed, *overflows)
+        told = (*warnings_of(self.lost, self.missing), *self.other_warnings, *missed)
+        if not any(target.overflows for target in self.targets):
+            return told
+        from reshard_mpi.runs.overflows import warnings_of as overflows_told
+
+        return (*told, *overflows_told(target.overflows for target in self.targets))
 
     def raise_failures(self) -> None:
         """Raise the error that refused the run, or a TransformError that names the targets that failed; if any."""

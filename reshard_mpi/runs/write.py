@@ -34,13 +34,13 @@ from reshard_mpi.runs.outcome import (
     attempt,
     record_of,
 )
-from reshard_mpi.runs.overflows import Overflow, joined
 from reshard_mpi.runs.prepared import Run
 from reshard_mpi.runs.progress import Progress
 
 if TYPE_CHECKING:
     from reshard_mpi.journal.targets import Journal
     from reshard_mpi.journal.unrecorded import Unrecorded
+    from reshard_mpi.runs.overflows import Overflow
 
 T = TypeVar("T")
 
@@ -302,8 +302,17 @@ def target_report(
         leased_bytes=leased_bytes,
         process=process,
         processes=len(filled),
-        overflows=joined(overflow for part in filled for overflow in part.overflows),
+        overflows=_joined_overflows(filled),
     )
+
+
+def _joined_overflows(filled: Sequence[Filled]) -> tuple[Overflow, ...]:
+    overflows = [overflow for part in filled for overflow in part.overflows]
+    if not overflows:
+        return ()
+    from reshard_mpi.runs.overflows import joined
+
+    return joined(overflows)
 
 
 def write_whole(
@@ -362,6 +371,8 @@ def _fill(
 
 def _overflows(plan: RankPlan, elements: Mapping[str, int]) -> Iterator[Overflow]:
     """Yield the overflows of a target's tensors. elements: how many were too large, by name."""
+    from reshard_mpi.runs.overflows import Overflow
+
     for spec in plan.tensors.specs:
         if spec.name in elements:
             yield Overflow(spec.name, spec.dtype.name, elements[spec.name])
