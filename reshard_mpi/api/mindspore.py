@@ -141,7 +141,7 @@ def transform_checkpoint_by_rank(
     files = listed_shards(checkpoint_files_map, "checkpoint_files_map")
     strategies = request.src_strategy, request.dst_strategy
     with (
-        shown_to(progress) as shown,
+        shown_to(progress, SerialComm()) as shown,
         RunMemory(lambda: request.allowance, SerialComm(), shown) as lease,
     ):
         shown.begin(Stage("planning"))

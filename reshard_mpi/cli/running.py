@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from reshard_mpi.cli.arguments import request
 from reshard_mpi.cli.start import stopped_text
 from reshard_mpi.processes import comm
-from reshard_mpi.processes.signals import stopped_by
 from reshard_mpi.text import one_line
 
 if TYPE_CHECKING:
@@ -47,16 +46,11 @@ def run(work: str, options: argparse.Namespace, group: comm.Comm) -> Outcome:
         return _run_shown(work, options, group, progress)
 
 
-@contextmanager
-def shown(options: argparse.Namespace, group: comm.Comm) -> Iterator[RunProgress]:
+def shown(options: argparse.Namespace, group: comm.Comm) -> AbstractContextManager[RunProgress]:
     """Show the progress of what is done in this context. All processes of `group` must enter and leave it."""
-    progress = _progress(options, group)
-    try:
-        yield progress
-    except BaseException as error:
-        progress.abandon(ends_line=stopped_by(error) is None)  # last words begin a line of their own
-        raise
-    progress.close()
+    from reshard_mpi.runs.progress import ended
+
+    return ended(_progress(options, group))
 
 
 def _run_shown(work: str, options: argparse.Namespace, group: comm.Comm, progress: RunProgress) -> Outcome:

@@ -77,7 +77,7 @@ class Journal:
     def check(self) -> None:
         """Raise TargetError if the folder cannot be joined: it cannot be written to, or holds another run."""
         require_writable(self.folder)
-        with self._opened_state() as state:
+        with _opened_inner(self.folder, STATE) as state:
             if state is not None:
                 require_writable(self._state)
                 for lock in (_RUN_LOCK, COMMIT_LOCK):
@@ -220,23 +220,14 @@ class Journal:
         return (read_json(run_path(self._state)) or {}).get("digest") == self.identity.digest
 
     @contextlib.contextmanager
-    def _opened_state(self) -> Iterator[Folder | None]:
-        """Open the folder of the state; None if it is not there."""
-        with contextlib.ExitStack() as folders:
-            state = None
-            with contextlib.suppress(FileNotFoundError):
-                folder = folders.enter_context(Folder.open(self.folder))
-                state = folders.enter_context(folder.inner(STATE))
-            yield state
-
-    @contextlib.contextmanager
     def _locked(self, state: Folder, target_rank: int) -> Iterator[None]:
         with closing(open_lock(state, _lock_name(target_rank))) as lock:
             self._take(lock, fcntl.LOCK_EX, target_rank)
             yield
 
     def _refuse_locked(self, target_rank: int) -> None:
-        with self._opened_state() as state, contextlib.suppress(FileNotFoundError):  # nobody has ever written it
+        # Without such a file, nobody has ever written it.
+        with _opened_inner(self.folder, STATE) as state, contextlib.suppress(FileNotFoundError):
             if state is not None:
                 with closing(state.open_file(_lock_name(target_rank), os.O_RDONLY, "a lock")) as lock:
                     self._take(lock, fcntl.LOCK_SH, target_rank)
@@ -312,14 +303,19 @@ def space_of_stale(folder: Path, path: Path, host: str = "") -> int:
         return 0 if inner is None else stale_bytes(inner, path.name, host)
 
 
-@contextlib.contextmanager
-def _opened_folder_of(folder: Path, path: Path) -> Iterator[Folder | None]:
+def _opened_folder_of(folder: Path, path: Path) -> AbstractContextManager[Folder | None]:
     """Open the folder of the target `path`; None if it is not there."""
+    return _opened_inner(folder, "" if path.parent == folder else path.parent.name)
+
+
+@contextlib.contextmanager
+def _opened_inner(folder: Path, name: str) -> Iterator[Folder | None]:
+    """Open a folder in a target folder, or with no name that itself; None if it is not there."""
     with contextlib.ExitStack() as folders:
         inner = None
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             target = folders.enter_context(Folder.open(folder))
-            inner = target if path.parent == folder else folders.enter_context(target.inner(path.parent.name))
+            inner = folders.enter_context(target.inner(name)) if name else target
         yield inner
 
 

@@ -73,7 +73,8 @@ def diff(request: Request, comm: Comm, progress: Progress, memory: RunMemory, st
     mine = common[comm.rank :: comm.size]
     size_bytes, own_bytes = (sum(spec.size_bytes for spec in tensors) for tensors in (common, mine))
     progress.begin(Stage("comparing", size_bytes, len(common), "tensor"), own_bytes)
-    differences = attempt(lambda: _all_differences(first, second, mine, progress, is_first=comm.rank == 0), comm)
+    unlike = _unlike(first, second) if comm.rank == 0 else ()
+    differences = attempt(lambda: [*unlike, *_differences(first, second, mine, progress)], comm)
     if isinstance(differences, Outcome):
         outcome = differences.joined([planned])
     else:
@@ -106,16 +107,6 @@ def _compare_copies(sides: Sequence[_Side], comm: Comm, progress: Progress, memo
         return tuple(lost)
 
     return agreed(compare_mine, comm)
-
-
-def _all_differences(
-    first: _Side, second: _Side, specs: Sequence[TensorSpec], progress: Progress, *, is_first: bool
-) -> list[DifferenceError]:
-    """Return the differences of values in the tensors `specs`.
-
-    is_first: whether this is the first process, which also returns the tensors that are not alike in both.
-    """
-    return [*(_unlike(first, second) if is_first else ()), *_differences(first, second, specs, progress)]
 
 
 def _planned(

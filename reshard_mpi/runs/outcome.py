@@ -38,15 +38,15 @@ class TargetReport(NamedTuple):
     path: str
     read_ranks: tuple[int, ...]
     written_bytes: int
-    needed_bytes: int
-    requested_bytes: int
-    mapped_bytes: int
-    seconds: float
-    engine_seconds: float
-    waited_seconds: float
-    leased_bytes: int
-    process: int
-    processes: int
+    needed_bytes: int = 0
+    requested_bytes: int = 0
+    mapped_bytes: int = 0
+    seconds: float = 0.0
+    engine_seconds: float = 0.0
+    waited_seconds: float = 0.0
+    leased_bytes: int = 0
+    process: int = 0
+    processes: int = 0
     skipped: bool = False
     overflows: tuple[Overflow, ...] = ()
 
@@ -133,15 +133,13 @@ class Failure(NamedTuple):
 
         alone: whether the run has only one process, which then is not named.
         """
-        target = "" if self.rank is None or self._is_named() else f"target rank {self.rank}"
+        target = "" if self.rank is None else f"target rank {self.rank}"
+        target = "" if target in self.error.problem else target
         place = "" if alone else f"process {self.process} on host {self.host}"
         about = f"{target} ({place})" if target and place else target or place
         named = copy.copy(self.error).with_traceback(self.error.__traceback__)
         named.problem = f"{about}: {named.problem}" if about else named.problem
         return named
-
-    def _is_named(self) -> bool:
-        return f"target rank {self.rank}" in self.error.problem
 
 
 class Outcome(NamedTuple):

@@ -337,22 +337,7 @@ class Planner:
     def _skipped(self, opened: _Opened, rank: int) -> Outcome:
         path = opened.run.path(rank)
         unverified = self._request.verify and not opened.journal.is_verified(rank)
-        report = TargetReport(
-            rank=rank,
-            path=str(path),
-            read_ranks=(),
-            written_bytes=path.stat().st_size,
-            needed_bytes=0,
-            requested_bytes=0,
-            mapped_bytes=0,
-            seconds=0.0,
-            engine_seconds=0.0,
-            waited_seconds=0.0,
-            leased_bytes=0,
-            process=self._comm.rank,
-            processes=0,
-            skipped=True,
-        )
+        report = TargetReport(rank, str(path), (), path.stat().st_size, process=self._comm.rank, skipped=True)
         return Outcome((report,), notes=(_NOT_VERIFIED,) if unverified else ())
 
     def _require_opened(self) -> _Opened:

@@ -219,11 +219,8 @@ def _is_gathered_to_compare(tensor: TensorPlan) -> bool:
 
 def _is_in_short_runs(tensor: TensorPlan) -> bool:
     whole, itemsize_bytes = Box.whole(tensor.spec.global_shape), tensor.spec.dtype.itemsize_bytes
-    return any(has_short_runs(box, whole, itemsize_bytes) for box in (tensor.spec.box, *_regions(tensor)))
-
-
-def _regions(tensor: TensorPlan) -> Iterator[Box]:
-    return (copy.target_region for copy in tensor.copies)
+    boxes = (tensor.spec.box, *(copy.target_region for copy in tensor.copies))
+    return any(has_short_runs(box, whole, itemsize_bytes) for box in boxes)
 
 
 def _loaded_bytes() -> int:

@@ -125,7 +125,7 @@ def _run_here(request: Request, jobs: int | None, progress: RunProgress, work: T
         units, unit = (len(request.files), "file") if work is Task.UNIFY else (shards or 1, "shard")
         size, notes = processes_of_use(jobs, units, unit, together=False)
     parameters = max(len(strategies.target.parameters), len(strategies.source.parameters) if strategies.source else 0)
-    useful, size = size, memory.share_out(size, parameters, least=1)
+    useful, size = size, memory.share_out(size, parameters)
     if size < useful and jobs is not None:
         notes = (*notes, f"{size} of {useful} processes were started: there can be no memory for more at once")
     workers: list[_Worker] = []
