@@ -33,6 +33,7 @@ from reshard_mpi.planning.ranks import joined_ranks, needed_ranks
 from reshard_mpi.processes.comm import SerialComm
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.memory import RunMemory
+from reshard_mpi.runs.one_file import target_report, write_whole
 from reshard_mpi.runs.outcome import Report
 from reshard_mpi.runs.overlap import refuse_posing
 from reshard_mpi.runs.plans import plan_together
@@ -41,7 +42,6 @@ from reshard_mpi.runs.progress import log
 from reshard_mpi.runs.status import CLOSED, MOVED, Stage
 from reshard_mpi.runs.unified import numbers_of, request_of_files
 from reshard_mpi.runs.workers import Task
-from reshard_mpi.runs.write import target_report, write_whole
 from reshard_mpi.sharding.placement import unsharded
 from reshard_mpi.sharding.strategy.merge import merge
 

@@ -52,11 +52,18 @@ class _Made(NamedTuple):
 
 def conversion_through(tensor_map: TensorMap, conversion: Conversion) -> Conversion:
     """Return a conversion of what a map makes of the source."""
-
     is_rank_by_rank = conversion.target.world_size == conversion.source.strategy.world_size > 1
 
     def through(original: Conversion) -> SourceCheckpoint:
-        return MappedCheckpoint.of(original, tensor_map, conversion.is_wanted, is_rank_by_rank=is_rank_by_rank)
+        files, wanted = original.source.files, conversion.is_wanted
+        return MappedCheckpoint(
+            files,
+            unsharded(files.path),
+            original=original,
+            tensor_map=tensor_map,
+            is_wanted=wanted,
+            is_rank_by_rank=is_rank_by_rank,
+        )
 
     original = Conversion(
         conversion.source,
@@ -84,21 +91,6 @@ class MappedCheckpoint(SourceCheckpoint):
     _made: _Made | None = field(default=None)
     _is_checked: bool = field(default=False)
     _recipes: Mapping[str, Made | Constant] | None = field(default=None)
-
-    @classmethod
-    def of(
-        cls,
-        original: Conversion,
-        tensor_map: TensorMap,
-        is_wanted: Callable[[str, Container[str]], bool],
-        *,
-        is_rank_by_rank: bool,
-    ) -> MappedCheckpoint:
-        """Return what a map makes of the source of `original`, a conversion of it to one full checkpoint."""
-        files, strategy = original.source.files, unsharded(original.source.files.path)
-        made = cls(files, strategy, original=original, tensor_map=tensor_map)
-        made.is_wanted, made.is_rank_by_rank = is_wanted, is_rank_by_rank
-        return made
 
     @property
     def stored(self) -> SourceCheckpoint:

@@ -24,8 +24,9 @@ from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.bookkeeping import Needs
 from reshard_mpi.runs.division import Work, divide, target_weights
 from reshard_mpi.runs.due import DueTargets
+from reshard_mpi.runs.exchanged import Compared, Due, Planned, record_of
 from reshard_mpi.runs.memory import RunMemory
-from reshard_mpi.runs.outcome import Compared, Due, Failure, Outcome, Planned, TargetReport, attempt, record_of
+from reshard_mpi.runs.outcome import Failure, Outcome, TargetReport, attempt
 from reshard_mpi.runs.preflight import (
     Room,
     may_share,

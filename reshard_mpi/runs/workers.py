@@ -190,11 +190,9 @@ def _count_shards(request: Request, work: Task) -> int:
     """Return how many shards there are to verify; 0 if that is unknown, for which the workers will raise an error."""
     from reshard_mpi.checkpoints import discovery
 
-    path, select, only = request.target, None, None
-    if work is Task.VERIFY_ALONE:
-        path, select, only = request.source, request.select, request.source_format
     try:
-        return len(discovery.find_shards(path, select, format_name=only).by_rank)
+        found = request.shard_files() if work is Task.VERIFY_ALONE else discovery.find_shards(request.target)
+        return len(found.by_rank)
     except (ReshardError, OSError):
         return 0
 
