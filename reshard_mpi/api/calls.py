@@ -10,19 +10,18 @@ from typing import Any, TypeVar
 
 from reshard_mpi import formats
 from reshard_mpi.api.plain import (
+    or_none,
     plain_bytes,
     plain_files,
-    plain_number_or_none,
-    plain_numbers_or_none,
+    plain_number,
+    plain_numbers,
     plain_path,
-    plain_path_or_none,
-    plain_share_or_none,
+    plain_share,
     plain_size,
     plain_text,
-    plain_text_or_none,
     plain_texts,
 )
-from reshard_mpi.api.shown import OnProgress, progress_for
+from reshard_mpi.api.shown import OnProgress, shown_to
 from reshard_mpi.api.wording import all_in_python
 from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.opening import open_source
@@ -58,14 +57,14 @@ def chosen(kind: type[E], value: str, name: str) -> E:
         raise UsageError(f"unknown value of {name}", expected=", ".join(kind), got=repr(value)) from None
 
 
-def known_format(name: object, argument: str) -> str | None:
-    """Return the name of a format; None for None. Raises UsageError for an unknown one."""
-    return None if name is None else formats.by_name(plain_text(name, argument)).NAME
+def known_format(name: object, argument: str) -> str:
+    """Return the name of a format. Raises UsageError for an unknown one."""
+    return formats.by_name(plain_text(name, argument)).NAME
 
 
-def known_target(name: object, argument: str) -> str | None:
-    """Return the name of a format that can be written; None for None. Raises UsageError for an unknown one."""
-    return None if name is None else formats.require_target(plain_text(name, argument))
+def known_target(name: object, argument: str) -> str:
+    """Return the name of a format that can be written. Raises UsageError for an unknown one."""
+    return formats.require_target(plain_text(name, argument))
 
 
 _FLAGS = ("resume", "overwrite", "strict", "verify", "crc", "forward", "reverse")
@@ -73,24 +72,24 @@ _FLAGS = ("resume", "overwrite", "strict", "verify", "crc", "forward", "reverse"
 _FIELDS: Mapping[str, Callable[[Any, str], object]] = {
     "source": plain_path,
     "target": plain_path,
-    "src_strategy": plain_path_or_none,
-    "dst_strategy": plain_path_or_none,
+    "src_strategy": or_none(plain_path),
+    "dst_strategy": or_none(plain_path),
     "prefix": plain_text,
-    "select": plain_text_or_none,
-    "source_format": known_format,
-    "source_files": plain_number_or_none,
-    "to": known_target,
-    "ranks": plain_numbers_or_none,
-    "part": plain_share_or_none,
+    "select": or_none(plain_text),
+    "source_format": or_none(known_format),
+    "source_files": or_none(plain_number),
+    "to": or_none(known_target),
+    "ranks": or_none(plain_numbers),
+    "part": or_none(plain_share),
     "unlisted": partial(chosen, Unlisted),
     "memory": plain_size,
-    "max_active": plain_number_or_none,
+    "max_active": or_none(plain_number),
     "replicas": partial(chosen, Replicas),
     "accumulated": partial(chosen, Accumulated),
     "max_shard_size": plain_bytes,
-    "map": plain_path_or_none,
-    "config": plain_path_or_none,
-    "like": plain_path_or_none,
+    "map": or_none(plain_path),
+    "config": or_none(plain_path),
+    "like": or_none(plain_path),
     "dtype": plain_texts,
     "include": plain_texts,
     "exclude": plain_texts,
@@ -133,16 +132,11 @@ def run(
     if processes < 1:
         raise UsageError(f"{processes_name} is out of range", expected="1 or more", got=str(processes))
     comm = SerialComm() if communicator is None else MPIComm(communicator)
-    shown = progress_for(progress, comm)
-    try:
+    with shown_to(progress, comm) as shown:
         if processes > 1 and communicator is None:
             outcome = run_with_workers(request, processes, shown, work)
         else:
             outcome = work.run(request, comm, shown)
-    except BaseException:
-        shown.abandon()
-        raise
-    shown.close()
     if communicator is None or communicator.Get_rank() == 0:
         log(all_in_python(outcome.notes), all_in_python(outcome.warnings))
     return outcome

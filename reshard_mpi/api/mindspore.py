@@ -26,13 +26,14 @@ from reshard_mpi.api.plain import plain_number, plain_numbers, plain_path, plain
 from reshard_mpi.api.shown import OnProgress, shown_to
 from reshard_mpi.api.wording import all_in_python, public
 from reshard_mpi.errors import TargetError, UsageError
-from reshard_mpi.journal.targets import Unrecorded
+from reshard_mpi.journal.unrecorded import Unrecorded
 from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.planning.partial_sums import Accumulated
 from reshard_mpi.planning.ranks import joined_ranks, needed_ranks
 from reshard_mpi.processes.comm import SerialComm
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.memory import RunMemory
+from reshard_mpi.runs.one_file import target_report, write_whole
 from reshard_mpi.runs.outcome import Report
 from reshard_mpi.runs.overlap import refuse_posing
 from reshard_mpi.runs.plans import plan_together
@@ -41,7 +42,6 @@ from reshard_mpi.runs.progress import log
 from reshard_mpi.runs.status import CLOSED, MOVED, Stage
 from reshard_mpi.runs.unified import numbers_of, request_of_files
 from reshard_mpi.runs.workers import Task
-from reshard_mpi.runs.write import target_report, write_whole
 from reshard_mpi.sharding.placement import unsharded
 from reshard_mpi.sharding.strategy.merge import merge
 
@@ -141,7 +141,7 @@ def transform_checkpoint_by_rank(
     files = listed_shards(checkpoint_files_map, "checkpoint_files_map")
     strategies = request.src_strategy, request.dst_strategy
     with (
-        shown_to(progress) as shown,
+        shown_to(progress, SerialComm()) as shown,
         RunMemory(lambda: request.allowance, SerialComm(), shown) as lease,
     ):
         shown.begin(Stage("planning"))

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
 
 from reshard_mpi.errors import UsageError, wrong_type
 from reshard_mpi.units import parse_bytes
+
+T = TypeVar("T")
+
+
+def or_none(plain: Callable[[object, str], T]) -> Callable[[object, str], T | None]:
+    """Return a function that does as `plain` does, and returns None for None."""
+    return lambda value, name: None if value is None else plain(value, name)
 
 
 def plain_number(value: object, name: str) -> int:
@@ -16,10 +24,6 @@ def plain_number(value: object, name: str) -> int:
         return int(operator.index(value))  # type: ignore[arg-type]
     except TypeError:
         raise wrong_type(name, "a whole number", value) from None
-
-
-def plain_number_or_none(value: object, name: str) -> int | None:
-    return None if value is None else plain_number(value, name)
 
 
 def plain_size(value: object, name: str) -> str | int | None:
@@ -39,15 +43,11 @@ def plain_bytes(value: object, name: str) -> int | None:
     return size_bytes
 
 
-def plain_numbers(values: object, name: str) -> list[int]:
+def plain_numbers(values: object, name: str) -> tuple[int, ...]:
     """Return whole numbers of any types as ints. Raises WrongTypeError."""
     if not isinstance(values, Iterable):
         raise wrong_type(name, "whole numbers, such as [0, 1]", values)
-    return [plain_number(value, f"one of {name}") for value in values]
-
-
-def plain_numbers_or_none(values: object, name: str) -> tuple[int, ...] | None:
-    return None if values is None else tuple(plain_numbers(values, name))
+    return tuple(plain_number(value, f"one of {name}") for value in values)
 
 
 def plain_share(value: object, name: str) -> tuple[int, int]:
@@ -58,10 +58,6 @@ def plain_share(value: object, name: str) -> tuple[int, int]:
     return numbers[0], numbers[1]
 
 
-def plain_share_or_none(value: object, name: str) -> tuple[int, int] | None:
-    return None if value is None else plain_share(value, name)
-
-
 def plain_path(value: object, name: str) -> str:
     """Return a path as a str. Raises UsageError if it cannot be a path."""
     path = os.fspath(value) if isinstance(value, os.PathLike) else value
@@ -70,10 +66,6 @@ def plain_path(value: object, name: str) -> str:
     if not path or "\0" in path:
         raise UsageError(f"{name} can be no path", expected="text without NUL bytes", got=repr(path))
     return path
-
-
-def plain_path_or_none(value: object, name: str) -> str | None:
-    return None if value is None else plain_path(value, name)
 
 
 def plain_files(files: object, name: str) -> dict[int, str]:
@@ -89,10 +81,6 @@ def plain_text(value: object, name: str) -> str:
     if not isinstance(value, str):
         raise wrong_type(name, "a str", value)
     return value
-
-
-def plain_text_or_none(value: object, name: str) -> str | None:
-    return None if value is None else plain_text(value, name)
 
 
 def plain_texts(values: object, name: str) -> tuple[str, ...]:

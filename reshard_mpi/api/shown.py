@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
-from reshard_mpi.processes.comm import Comm, MPIComm, SerialComm
-from reshard_mpi.runs.progress import RunProgress, Silent, log_warning
+from reshard_mpi.processes.comm import Comm, MPIComm
+from reshard_mpi.runs.progress import RunProgress, Silent, ended, log_warning
 from reshard_mpi.runs.ranks import RankProgress, RootProgress
 from reshard_mpi.runs.status import RunStatus
 from reshard_mpi.runs.watched import Display, Watched
@@ -47,16 +47,9 @@ class Told(Display):
             self._on_progress = None
 
 
-@contextmanager
-def shown_to(on_progress: OnProgress | None) -> Iterator[RunProgress]:
-    """Give what tells a caller's function the progress of what this process does alone, until its end."""
-    shown = progress_for(on_progress, SerialComm())
-    try:
-        yield shown
-    except BaseException:
-        shown.abandon()
-        raise
-    shown.close()
+def shown_to(on_progress: OnProgress | None, comm: Comm) -> AbstractContextManager[RunProgress]:
+    """Give what tells a caller's function the progress of a run, until its end. Every process must call this."""
+    return ended(progress_for(on_progress, comm))
 
 
 def progress_for(on_progress: OnProgress | None, comm: Comm) -> RunProgress:

@@ -19,35 +19,21 @@ R = TypeVar("R")
 
 # The arguments that mean what an option does, the one of `reshard_mpi.transform` first.
 _ARGUMENTS = {
-    "accumulated": ("accumulated",),
-    "config": ("config",),
-    "crc": ("crc",),
+    **{name: (name,) for name in ("accumulated", "config", "dtype", "exclude", "include", "like", "map", "memory")},
+    **{name: (name,) for name in ("crc", "forward", "overwrite", "resume", "reverse", "strict", "verify")},
+    **{name: (name,) for name in ("replicas", "unlisted")},
     "dst-strategy": ("dst_strategy", "dst_strategy_file", "second_strategy"),
-    "dtype": ("dtype",),
-    "exclude": ("exclude",),
-    "forward": ("forward",),
     "from": ("source_format",),
-    "include": ("include",),
     "jobs": ("jobs", "process_num", "max_process_num"),
-    "like": ("like",),
-    "map": ("map",),
     "max-active": ("max_active",),
     "max-shard-size": ("max_shard_size",),
-    "memory": ("memory",),
-    "overwrite": ("overwrite",),
     "part": ("part", "split_dst_file"),
     "prefix": ("prefix", "ckpt_prefix"),
     "rank": ("ranks", "rank", "rank_id"),
-    "replicas": ("replicas",),
-    "resume": ("resume",),
-    "reverse": ("reverse",),
     "select": ("select", "file_suffix"),
     "src-files": ("source_files",),
     "src-strategy": ("src_strategy", "src_strategy_file", "first_strategy"),
-    "strict": ("strict",),
     "to": ("to", "output_format"),
-    "unlisted": ("unlisted",),
-    "verify": ("verify",),
 }
 _FLAGS = {"crc", "forward", "overwrite", "resume", "reverse", "strict", "verify"}
 _CHOICES = "any|sample|check|mean|sum|refuse|follow|replicate|drop|unlimited|ckpt|hdf5|safetensors|torch|hf|dcp"

@@ -9,6 +9,20 @@ from typing import TYPE_CHECKING
 
 from reshard_mpi import formats
 from reshard_mpi.cli import values
+from reshard_mpi.cli.options import (
+    add_accumulated,
+    add_comparison,
+    add_files,
+    add_jobs,
+    add_map,
+    add_memory,
+    add_output,
+    add_progress,
+    add_rank,
+    add_strategies,
+    strategies_of,
+    work_of,
+)
 from reshard_mpi.cli.usage import CommandParser, HelpFormatter
 
 if TYPE_CHECKING:
@@ -71,8 +85,8 @@ def commands_of(top: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPars
 
 def _add_transform(parser: argparse.ArgumentParser) -> None:
     work = _add_conversion(parser)
-    _add_jobs(work)
-    output = _add_output(parser, "each target that is complete")
+    add_jobs(work)
+    output = add_output(parser, "each target that is complete")
     output.add_argument("--report", type=values.path, metavar="FILE.json", help="write what was done, target by target")
 
 
@@ -86,7 +100,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         help="list every tensor of the target: what it is made of, and which equation of the map says so",
     )
     printed.add_argument("-q", "--quiet", action="store_true", help="print no notes and no progress")
-    _add_progress(printed)
+    add_progress(printed)
     shown = printed.add_mutually_exclusive_group()
     shown.add_argument("--json", action="store_true", help="print it as JSON")
     shown.add_argument(
@@ -117,27 +131,27 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 def _add_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=values.path, metavar="SRC", help="a checkpoint")
     parser.add_argument("target", type=values.path, metavar="DST", nargs="?", help="what transform has made of it")
-    _add_strategies(parser, "sharded (default: as its shards say, else one full checkpoint)")
-    _add_files(
+    add_strategies(parser, "sharded (default: as its shards say, else one full checkpoint)")
+    add_files(
         parser,
         "SRC",
         ranks="check the shards of these ranks only, of DST if it is given, such as 3 or 0-3,8 (repeatable)",
     )
-    _add_map(parser)
-    _add_comparison(parser, "hold the source strategy against SRC")
-    _add_output(parser, "each shard that is sound")
+    add_map(parser)
+    add_comparison(parser, "hold the source strategy against SRC")
+    add_output(parser, "each shard that is sound")
 
 
 def _add_diff(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=values.path, metavar="A", help="a checkpoint")
     parser.add_argument("target", type=values.path, metavar="B", help="another one")
-    sharded, strategies = "is sharded (default: as its shards say, else one full checkpoint)", _strategies_of(parser)
+    sharded, strategies = "is sharded (default: as its shards say, else one full checkpoint)", strategies_of(parser)
     strategies.add_argument("--src-strategy", type=values.path, metavar="F|DIR", help=f"how A {sharded}")
     strategies.add_argument("--dst-strategy", type=values.path, metavar="F|DIR", help=f"how B {sharded}")
-    _add_files(parser, "A")
-    _add_map(parser, "A", "B, from both sides")
-    _add_comparison(parser, "hold the strategies against the checkpoints")
-    _add_output(parser, "each tensor that is the same")
+    add_files(parser, "A")
+    add_map(parser, "A", "B, from both sides")
+    add_comparison(parser, "hold the strategies against the checkpoints")
+    add_output(parser, "each tensor that is the same")
 
 
 def _add_commit(parser: argparse.ArgumentParser) -> None:
@@ -146,8 +160,8 @@ def _add_commit(parser: argparse.ArgumentParser) -> None:
 
 def _add_ranks(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("rank", type=values.rank, metavar="R", help="the target rank")
-    _add_strategies(parser)
-    _add_accumulated(parser)
+    add_strategies(parser)
+    add_accumulated(parser)
 
 
 def _add_merging(parser: argparse.ArgumentParser) -> None:
@@ -169,7 +183,7 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
         help="tensors whose names match, such as 'layers.0.*', with the ranks that hold them; or the path of another"
         " checkpoint, to list the tensors that are not alike in both: names, types and shapes",
     )
-    _add_rank(parser, "look at the shards of these ranks only, such as 3 or 0-3,8 (repeatable)")
+    add_rank(parser, "look at the shards of these ranks only, such as 3 or 0-3,8 (repeatable)")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print it as JSON")
     form.add_argument(
@@ -217,9 +231,9 @@ def _add_conversion(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     parser.add_argument("source", type=values.path, metavar="SRC", help=source)
     target = "folder for rank_<r>/<prefix><r>.<ending>; hf and dcp have their files in it"
     parser.add_argument("target", type=values.path, metavar="DST", help=target)
-    _add_strategies(parser)
-    _add_files(parser, "SRC")
-    _add_map(parser)
+    add_strategies(parser)
+    add_files(parser, "SRC")
+    add_map(parser)
     files = parser.add_argument_group("which files are written")
     files.add_argument("--to", choices=formats.TARGETS, help="target format (default: the source's)")
     files.add_argument("--prefix", default=formats.DEFAULT_PREFIX, help="of target file names (default: %(default)s)")
@@ -235,7 +249,7 @@ def _add_conversion(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         help="add a checksum of the file, for MindSpore to check (ckpt, safetensors, torch)",
     )
     share = files.add_mutually_exclusive_group()
-    _add_rank(share, "make these targets only, such as 3 or 0-3,8 (repeatable)")
+    add_rank(share, "make these targets only, such as 3 or 0-3,8 (repeatable)")
     share.add_argument(
         "--part",
         type=values.part,
@@ -265,169 +279,9 @@ def _add_conversion(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         " the checkpoint, comparing a few ranks in a few places of a few tensors. check: compare all copies of what is"
         " needed as well, byte by byte, once a run (each array task is one). any: trust (default: %(default)s)",
     )
-    work = _work_of(parser)
-    _add_memory(work)
+    work = work_of(parser)
+    add_memory(work)
     return work
-
-
-def _strategies_of(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    return parser.add_argument_group("how both sides are cut")
-
-
-def _work_of(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    return parser.add_argument_group("memory and processes")
-
-
-def _add_accumulated(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument(
-        "--accumulated",
-        choices=("mean", "sum", "refuse"),
-        default="refuse",
-        help="gradients that are being accumulated (accu_grads.*, grad_sum.*), of which ranks that hold the same piece"
-        " have different sums. mean: every target rank gets the mean of all. sum: the lowest of the target ranks that"
-        " hold the same piece gets the sum of all, the others zeros. refuse: they must be the same (default:"
-        " %(default)s)",
-    )
-
-
-def _add_map(command: argparse.ArgumentParser, source: str = "SRC", target: str = "the target") -> None:
-    parser = command.add_argument_group("what becomes of tensors")
-    parser.add_argument(
-        "--map",
-        metavar="FILE|NAME",
-        help=f"take the tensors of {source} through the equations of a map: other names, shapes and types"
-        " (reshard-mpi help maps)",
-    )
-    direction = parser.add_mutually_exclusive_group()
-    direction.add_argument(
-        "--forward",
-        action="store_true",
-        help="read the map from left to right (default: as the names tell)",
-    )
-    direction.add_argument("--reverse", action="store_true", help="read the map from right to left")
-    parser.add_argument(
-        "--config", type=values.path, metavar="FILE.json", help="the model's configuration, for [axes] of maps"
-    )
-    parser.add_argument(
-        "--like",
-        type=values.path,
-        metavar="CHECKPOINT",
-        help="a checkpoint of the target's network, trained or not: its names and shapes decide where those of"
-        " the source do not tell what an equation of the map makes, and the target must have them",
-    )
-    parser.add_argument(
-        "--dtype",
-        action="append",
-        default=[],
-        metavar="[GLOB=]TYPE",
-        help="convert floating-point tensors, all or those whose names match, to fp64, fp32, fp16, bf16, fp8_e4m3 or"
-        " fp8_e5m2, rounding to nearest even (repeatable; the last that matches counts)",
-    )
-    for option, text in (
-        ("--include", "take only tensors whose names match"),
-        ("--exclude", "leave out tensors whose names match"),
-    ):
-        parser.add_argument(
-            option,
-            action="append",
-            default=[],
-            metavar="GLOB",
-            help=f"{text}, as they are named in {target} (repeatable)",
-        )
-    _add_accumulated(parser)
-
-
-def _add_rank(parser: argparse._ActionsContainer, text: str) -> None:
-    parser.add_argument("--rank", type=values.ranks, action="extend", metavar="RANKS", help=text)
-
-
-def _add_jobs(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument(
-        "--jobs",
-        type=values.positive,
-        metavar="N",
-        help="local processes, no more than there is work for (default: one a core, up to 8 or the number of targets,"
-        " the more; 1 under a launcher)",
-    )
-
-
-def _add_files(command: argparse.ArgumentParser, source: str, *, ranks: str | None = None) -> None:
-    """Add which files are read. ranks: what it means to name ranks, where these are among them."""
-    parser = command.add_argument_group("which files are read")
-    parser.add_argument("--select", metavar="GLOB", help=f"take only files of {source} whose names match")
-    parser.add_argument(
-        "--from",
-        dest="source_format",
-        choices=formats.NAMES,
-        metavar="FORMAT",
-        help=f"take only files of this format in {source}: {', '.join(formats.NAMES)} (default: what lies there, if it"
-        " is of one)",
-    )
-    parser.add_argument(
-        "--src-files",
-        dest="source_files",
-        type=values.positive,
-        metavar="N",
-        help=f"how many files {source} was saved in: asked for where nothing in it tells (dcp-safetensors)",
-    )
-    if ranks is not None:
-        _add_rank(parser, ranks)
-
-
-def _add_comparison(parser: argparse.ArgumentParser, sampled: str) -> None:
-    checks = parser.add_argument_group("what is checked")
-    checks.add_argument(
-        "--replicas",
-        choices=("any", "sample"),
-        default="sample",
-        help=f"sample: {sampled}, as transform does. any: trust it (default: %(default)s)",
-    )
-    work = _work_of(parser)
-    _add_memory(work)
-    _add_jobs(work)
-
-
-def _add_output(parser: argparse.ArgumentParser, details: str) -> argparse._ArgumentGroup:
-    output = parser.add_argument_group("what is printed")
-    _add_progress(output)
-    amount = output.add_mutually_exclusive_group()
-    amount.add_argument("-q", "--quiet", action="store_true", help="print nothing but warnings and errors")
-    amount.add_argument("-v", "--verbose", action="store_true", help=f"print {details} as well")
-    return output
-
-
-def _add_progress(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument(
-        "--progress",
-        choices=("auto", "plain", "none"),
-        default="auto",
-        help="auto: a bar on a terminal, else a line every few seconds, as plain (default: %(default)s)",
-    )
-
-
-def _add_memory(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument(
-        "--memory",
-        metavar="SIZE|unlimited",
-        help="what all processes of this user on a host may take together, as 64G (default: RESHARD_MPI_MEMORY, else"
-        " what is free); processes that find no room wait. unlimited: none waits",
-    )
-    parser.add_argument("--max-active", type=values.positive, metavar="N", help="how many may work at once on a host")
-
-
-def _add_strategies(command: argparse.ArgumentParser, target: str = "to be (default: one full checkpoint)") -> None:
-    parser = _strategies_of(command)
-    parser.add_argument(
-        "--src-strategy", type=values.path, metavar="F|DIR", help="how SRC is sharded (default: as its shards say)"
-    )
-    parser.add_argument("--dst-strategy", type=values.path, metavar="F|DIR", help=f"how DST is {target}")
-    parser.add_argument(
-        "--unlisted",
-        choices=("follow", "replicate", "drop"),
-        default="follow",
-        help="parameters DST's strategy does not list: follow the one they are named after (moments.w: w), hold them"
-        " whole on every rank, or leave them out (default: %(default)s)",
-    )
 
 
 def request(options: argparse.Namespace) -> Request:

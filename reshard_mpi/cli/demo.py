@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from reshard_mpi import formats
-from reshard_mpi.errors import DisagreementError, ReshardError, TargetError, as_reshard_error
+from reshard_mpi.errors import DisagreementError, TargetError
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.processes.comm import Comm
-from reshard_mpi.runs.outcome import Outcome
+from reshard_mpi.runs.outcome import Outcome, agreed
 from reshard_mpi.runs.progress import Silent
 from reshard_mpi.runs.request import Request
 from reshard_mpi.runs.workers import Task
@@ -63,10 +63,7 @@ def run_demo(folder: str | None, comm: Comm) -> str:
     """
     with _shared_folder(folder, comm) as base:
         tensors = _tensors()
-        failed = _try_to_write_source(base, tensors) if comm.rank == 0 else None
-        for error in comm.allgather(failed):
-            if error is not None:
-                raise error
+        agreed(lambda: _write_source(base, tensors) if comm.rank == 0 else None, comm)
         begin = time.monotonic()
         outcome = Task.CONVERT.run(_request(base), comm, Silent())
         seconds = time.monotonic() - begin
@@ -120,15 +117,6 @@ def _tensors() -> Arrays:
         for prefix in ("", "moments.")
         for name, shape in _SHAPES.items()
     }
-
-
-def _try_to_write_source(base: Path, tensors: Arrays) -> ReshardError | None:
-    """Write the source; return the error if the file system refuses that, for all processes to raise it."""
-    try:
-        _write_source(base, tensors)
-    except OSError as error:
-        return as_reshard_error(error, base)
-    return None
 
 
 def _write_source(base: Path, tensors: Arrays) -> None:

@@ -11,17 +11,15 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby, pairwise
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi import formats
-from reshard_mpi.errors import CoverageError, DamageError, DisagreementError, ReshardError, TargetError, TransformError
+from reshard_mpi.errors import CoverageError, DamageError, DisagreementError, ReshardError
 from reshard_mpi.filesystem.folders import Folder, closing
-from reshard_mpi.filesystem.locks import holders, open_lock, try_lock
-from reshard_mpi.filesystem.paths import require_replaceable
+from reshard_mpi.filesystem.locks import open_lock, try_lock
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.journal.commit_record import COMMIT_ROOM, CommitRecord
 from reshard_mpi.journal.identity import RunIdentity
@@ -33,7 +31,6 @@ from reshard_mpi.journal.records import (
     TargetRecord,
     record_path,
     recorded_ranks,
-    run_path,
     written,
 )
 from reshard_mpi.journal.targets import COMMIT_LOCK, withdraw
@@ -45,12 +42,9 @@ from reshard_mpi.planning.agreement import (
 from reshard_mpi.planning.differing import Told, between_targets, told_of, without
 from reshard_mpi.text import natural_key
 
-# Committing takes moments: a process that is in the way for longer is stopped, or one of many that write all the time.
-_WAIT_SECONDS = 10.0
-_NAP_SECONDS = 0.05
+NOT_WRITTEN = "has not been written"
 # Larger records take more memory than a process has asked for when it plans.
 _MOST_READ_EARLY_BYTES = 1 << 20
-_NOT_WRITTEN = "has not been written"
 _ANEW = "make the targets anew from them with --overwrite"
 
 
@@ -61,29 +55,6 @@ class Committed(NamedTuple):
     targets: int
     size_bytes: int
     told: Told
-
-
-class Standing(NamedTuple):
-    """How far a run has come. complete: target ranks. problems: by rank, why targets that have a record are not."""
-
-    identity: RunIdentity
-    complete: tuple[int, ...]
-    problems: Mapping[int, str]
-
-    @property
-    def incomplete(self) -> Iterator[tuple[int, str]]:
-        """The rank of every target that is not complete, and why. There may be millions."""
-        complete = set(self.complete)
-        ranks = (rank for rank in range(self.identity.target_ranks) if rank not in complete)
-        return ((rank, self.problems.get(rank, _NOT_WRITTEN)) for rank in ranks)
-
-
-def standing(folder: Path) -> Standing:
-    """Return how far the run recorded under `folder` has come. Raises TargetError if there is none."""
-    identity = _recorded_run(folder)
-    targets = _recorded_targets(folder, identity)
-    complete = tuple(rank for rank, record in targets.items() if isinstance(record, TargetRecord))
-    return Standing(identity, complete, {rank: why for rank, why in targets.items() if isinstance(why, str)})
 
 
 class EarlierTarget(NamedTuple):
@@ -99,7 +70,7 @@ class EarlierTarget(NamedTuple):
             with contextlib.suppress(OSError):  # it is being replaced
                 if record_path(folder / STATE, rank).stat().st_size > _MOST_READ_EARLY_BYTES:
                     continue
-                record = _complete_record(folder, identity, rank)
+                record = complete_record(folder, identity, rank)
                 if isinstance(record, TargetRecord):
                     return cls(record, (folder / record.file).stat().st_mtime_ns)
         return None
@@ -113,36 +84,6 @@ class EarlierTarget(NamedTuple):
         require_same_sources({self.record.rank: earlier, target_rank: sources}, _ANEW)
         now_ns = max(self.written_ns, *(file.modified_ns for file in sources.files), 0)
         require_one_state({self.record.rank: (earlier, self.written_ns), target_rank: (sources, now_ns)}, _ANEW)
-
-
-def commit(folder: Path) -> Committed:
-    """Write the commit record of the run recorded under `folder`.
-
-    Raises TargetError if there is no run, TransformError if targets of it are not complete, DisagreementError or
-    CoverageError if they were made from shards that do not belong together. Then there is no commit record.
-    """
-    _recorded_run(folder)
-    require_replaceable(folder / COMMIT_RECORD, "the commit record")
-    deadline = time.monotonic() + _WAIT_SECONDS
-    with _opened(folder) as opened:
-        while not try_lock(opened.lock, fcntl.LOCK_EX):
-            _require_complete(folder, _recorded_run(folder), "; a process is writing some of them now")
-            if time.monotonic() >= deadline:
-                raise TargetError(
-                    "the targets are being written or committed by another process",
-                    expected="nobody at work on them",
-                    got=f"a lock on {folder / STATE / COMMIT_LOCK}, held by {holders(opened.lock)}",
-                    where=str(folder),
-                    remedy="wait for it",
-                )
-            time.sleep(_NAP_SECONDS)
-        identity = _recorded_run(folder)
-        try:
-            records = _require_complete(folder, identity, "")
-        except TransformError:
-            withdraw(opened.folder, identity.format)
-            raise
-        return _commit(opened, identity, records, told=())
 
 
 def commit_if_complete(
@@ -159,16 +100,16 @@ def commit_if_complete(
         return Told()
     if not all_made and not _are_all_recorded(folder / STATE, identity.target_ranks):
         return Told()
-    with _opened(folder) as opened:
+    with opened_to_commit(folder) as opened:
         if not try_lock(opened.lock, fcntl.LOCK_EX):
             return Told()
         records = []
         for target_rank in range(identity.target_ranks):
-            record = _complete_record(folder, identity, target_rank)
+            record = complete_record(folder, identity, target_rank)
             if isinstance(record, str):
                 return Told()
             records.append(record)
-        return _commit(opened, identity, records, told).told
+        return commit_locked(opened, identity, records, told).told
 
 
 class _Opened(NamedTuple):
@@ -180,7 +121,7 @@ class _Opened(NamedTuple):
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[_Opened]:
+def opened_to_commit(path: Path) -> Iterator[_Opened]:
     with (
         Folder.open(path) as folder,
         folder.inner(STATE) as state,
@@ -189,7 +130,7 @@ def _opened(path: Path) -> Iterator[_Opened]:
         yield _Opened(folder, state, lock)
 
 
-def _commit(
+def commit_locked(
     opened: _Opened, identity: RunIdentity, records: Sequence[TargetRecord], told: Collection[str]
 ) -> Committed:
     """Compare what the targets were made from, and write the commit record. The lock must be held."""
@@ -283,7 +224,7 @@ def _compare(folder: Path, identity: RunIdentity, records: Sequence[TargetRecord
         raise CoverageError(
             f"the targets of stage {stage} do not hold the same parameters",
             expected="all ranks of a stage alike",
-            got=f"differences between target ranks {_ranges(_runs(sorted(names)))}",
+            got=f"differences between target ranks {ranges(_runs(sorted(names)))}",
             where=str(folder),
             remedy=_ANEW,
         )
@@ -296,49 +237,7 @@ def _strangers(folder: Path, target_ranks: int) -> Iterator[str]:
     """Yield a note if targets are left of an earlier run that had more of them (--overwrite replaces only some)."""
     ranks = [rank for rank in recorded_ranks(folder / STATE) if rank >= target_ranks]
     if ranks:
-        yield f"{folder} also holds target ranks {_ranges(_runs(ranks))} of an earlier run, which are not committed"
-
-
-def _require_complete(folder: Path, identity: RunIdentity, besides: str) -> list[TargetRecord]:
-    """Return the records of all targets. Raises TransformError, which names those that are not complete.
-
-    besides: what the error is to say besides.
-    """
-    target_ranks = identity.target_ranks
-    targets = _recorded_targets(folder, identity)
-    records = [record for record in targets.values() if isinstance(record, TargetRecord)]
-    if len(records) < target_ranks:
-        missing = _ranges(_gaps([record.rank for record in records], target_ranks))
-        first = next(rank for rank in range(target_ranks) if not isinstance(targets.get(rank), TargetRecord))
-        raise TransformError(
-            f"{target_ranks - len(records)} of {target_ranks} targets are not complete: {missing}",
-            expected="all of them written by this run, as their records say",
-            got=f"target rank {first} {targets.get(first, _NOT_WRITTEN)}{besides}",
-            where=str(folder),
-            remedy="run the same transform again with --resume, or the array tasks that make these targets"
-            f" (sbatch --array={missing}, where a task is a target), then commit again",
-        )
-    return records
-
-
-def _recorded_targets(folder: Path, identity: RunIdentity) -> dict[int, TargetRecord | str]:
-    """Return by rank the records of targets that have one, or why these targets are not complete; ranks ascend."""
-    ranks = (rank for rank in recorded_ranks(folder / STATE) if rank < identity.target_ranks)
-    return {rank: _complete_record(folder, identity, rank) for rank in ranks}
-
-
-def _recorded_run(folder: Path) -> RunIdentity:
-    identity = RunIdentity.recorded(folder / STATE)
-    if identity is None or not identity.facts.keys() >= {"source", "to", "target_ranks"}:
-        is_damaged = run_path(folder / STATE).exists()
-        raise TargetError(
-            "the folder holds no run to commit",
-            expected="a folder that reshard-mpi transform has written to",
-            got="a record of a run that is damaged, or of another version" if is_damaged else "no record of a run",
-            where=str(folder),
-            remedy="transform again with --overwrite" if is_damaged else "give the DST of the transform",
-        )
-    return identity
+        yield f"{folder} also holds target ranks {ranges(_runs(ranks))} of an earlier run, which are not committed"
 
 
 def _are_all_recorded(state: Path, target_ranks: int) -> bool:
@@ -349,11 +248,11 @@ def _are_all_recorded(state: Path, target_ranks: int) -> bool:
     return all(record_path(state, rank).name in names for rank in range(target_ranks))
 
 
-def _complete_record(folder: Path, identity: RunIdentity, target_rank: int) -> TargetRecord | str:
+def complete_record(folder: Path, identity: RunIdentity, target_rank: int) -> TargetRecord | str:
     """Return the record of a complete target; of another, why it is not complete."""
     record = TargetRecord.read(folder / STATE, target_rank)
     if record is None:
-        return _NOT_WRITTEN
+        return NOT_WRITTEN
     if record.digest != identity.digest:
         return "is of another run"
     if "prefix" in identity.facts and not _is_file_of(identity, record):
@@ -403,7 +302,7 @@ def _as_text(identity: RunIdentity, records: Sequence[TargetRecord], sums: Mappi
     return written(text, COMMIT_ROOM, "the commit")
 
 
-def _ranges(runs: Iterable[tuple[int, int]]) -> str:
+def ranges(runs: Iterable[tuple[int, int]]) -> str:
     """Return runs of ranks, first and last, as sbatch's --array takes them: `1,4-7`."""
     return ",".join(f"{first}-{last}" if first < last else f"{first}" for first, last in runs)
 
@@ -413,10 +312,3 @@ def _runs(ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
     for _, run in groupby(enumerate(ranks), lambda numbered: numbered[1] - numbered[0]):
         consecutive = [rank for _, rank in run]
         yield consecutive[0], consecutive[-1]
-
-
-def _gaps(ranks: Sequence[int], count: int) -> Iterator[tuple[int, int]]:
-    """Yield the first and the last of every run of ranks below `count` that are missing from these ascending ones."""
-    for before, after in pairwise((-1, *ranks, count)):
-        if before + 1 < after:
-            yield before + 1, after - 1

@@ -24,34 +24,20 @@ _UNLIKE = re.compile(r", sha256:[0-9a-f]+\Z")
 # What files decide (settings are their digests) -> the names under which records keep the files' paths. The glob that
 # has led to what was chosen is kept as they are.
 _FILES = {
-    "src_strategy": "src_strategy_file",
-    "dst_strategy": "dst_strategy_file",
-    "map": "map_file",
-    "config": "config_file",
-    "like": "like_file",
+    **{name: f"{name}_file" for name in ("src_strategy", "dst_strategy", "map", "config", "like")},
     CHOSEN: _SELECT,
 }
-# Settings -> the options of the command line that make them.
+# Settings that are called like the options of the command line that make them.
+_OWN_NAMES = (
+    *("src_strategy", "dst_strategy", "from", "src_files", "prefix", "unlisted", "strict", "crc", "max_shard_size"),
+    *("accumulated", "map", "dtype", "include", "exclude", "config", "like"),
+)
+# Settings -> their options.
 _OPTIONS = {
-    "src_strategy": "--src-strategy",
-    "dst_strategy": "--dst-strategy",
-    "from": "--from",
-    "src_files": "--src-files",
+    **{name: f"--{name.replace('_', '-')}" for name in _OWN_NAMES},
     CHOSEN: "--select",
     _SELECT: "--select",  # a setting of its own in records of earlier versions
-    "prefix": "--prefix",
-    "unlisted": "--unlisted",
-    "strict": "--strict",
-    "crc": "--crc",
     "sums_in_shards": "--verify",
-    "max_shard_size": "--max-shard-size",
-    "accumulated": "--accumulated",
-    "map": "--map",
-    "dtype": "--dtype",
-    "include": "--include",
-    "exclude": "--exclude",
-    "config": "--config",
-    "like": "--like",
 }
 # Values of settings that nobody has to give.
 _USUAL = {"prefix": formats.DEFAULT_PREFIX, "unlisted": "follow"}
@@ -61,33 +47,17 @@ _REPEATED = ("dtype", "include", "exclude")
 _SPECIAL = re.compile(r"[\s'\"\\]")
 # Settings -> the checks of their values.
 SETTINGS: dict[str, Callable[[Any], Any]] = {
-    "source": fields.path,
-    "src_strategy": fields.optional(fields.digest),
-    "dst_strategy": fields.optional(fields.digest),
-    CHOSEN: fields.text,
+    **dict.fromkeys(("source", *(key for name, key in _FILES.items() if name != CHOSEN)), fields.path),
+    **dict.fromkeys((name for name in _FILES if name != CHOSEN), fields.optional(fields.digest)),
+    **dict.fromkeys(("unlisted", "direction", "dtype", "include", "exclude", CHOSEN), fields.text),
+    **dict.fromkeys(("strict", "crc", "sums_in_shards"), fields.flag),
     _SELECT: fields.optional(fields.text),
     "prefix": lambda value: fields.text(value, 255),
     "to": lambda value: fields.one_of(value, formats.TARGETS),
-    "unlisted": fields.text,
-    "strict": fields.flag,
-    "crc": fields.flag,
-    "sums_in_shards": fields.flag,
     "target_ranks": lambda value: fields.number(value, 1, MAX_RANKS),
     "src_files": lambda value: fields.number(value, 1),
     "max_shard_size": lambda value: fields.number(value, 1, MAX_TENSOR_BYTES),
     "accumulated": lambda value: fields.one_of(value, tuple(Accumulated)),
-    "map": fields.optional(fields.digest),
-    "config": fields.optional(fields.digest),
-    "like": fields.optional(fields.digest),
-    "direction": fields.text,
-    "dtype": fields.text,
-    "include": fields.text,
-    "exclude": fields.text,
-    "map_file": fields.path,
-    "src_strategy_file": fields.path,
-    "dst_strategy_file": fields.path,
-    "config_file": fields.path,
-    "like_file": fields.path,
 }
 _WORDS = {"source": "SRC", "to": "targets in", "target_ranks": "target ranks:"}
 

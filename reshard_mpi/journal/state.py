@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from reshard_mpi.errors import SourceError, TargetError
-from reshard_mpi.journal.commit import standing
 from reshard_mpi.journal.commit_record import CommitRecord
 from reshard_mpi.journal.publication import is_partial
 from reshard_mpi.journal.records import COMMIT_RECORD, STATE, run_path
+from reshard_mpi.journal.standing import standing
 from reshard_mpi.units import format_bytes
 
 _NAMED = 20

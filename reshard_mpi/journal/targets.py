@@ -46,7 +46,6 @@ from reshard_mpi.journal.records import (
     record_path,
     run_path,
 )
-from reshard_mpi.processes.hosts import host_name
 
 # Between attempts to take a lock that others have for an instant, to see whether it is held.
 _NAP_SECONDS = 0.002
@@ -65,75 +64,6 @@ def withdraw(folder: Folder, format_name: str) -> None:
         folder.sync()
 
 
-class Unrecorded:
-    """Keeps no state: targets are published complete, whatever was there, so identical concurrent runs are harmless.
-
-    The record that another run keeps of a target is removed when the target is replaced.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def check(self) -> None:
-        """Raise TargetError if the folder cannot be written to."""
-        _require_writable(self._folder)
-
-    def is_done(self, target_rank: int, path: Path) -> bool:
-        """Return False. Raises TargetError if no file can take the name `path`."""
-        _require_place(self._folder, path)
-        return False
-
-    def is_verified(self, target_rank: int) -> bool:
-        return False
-
-    def leftovers(self) -> Collection[str]:
-        return ()
-
-    def begin(self, say: Say = lambda _: None) -> None:
-        pass
-
-    @contextlib.contextmanager
-    def writing(
-        self,
-        target_rank: int,
-        path: Path,
-        evidence: Evidence | None = None,
-        mode: int = 0o666,
-        say: Say = lambda _: None,
-    ) -> Iterator[Publication]:
-        """Yield the file to write and publish; if it is not published, it is removed.
-
-        mode: its permissions while it is written.
-        """
-        make_folders(self._folder)
-        self._withdraw_record(target_rank, path)
-        announce = partial(_require_unchanged, target_rank, evidence)
-        with (
-            Folder.open(self._folder) as folder,
-            _target_folder(folder, path) as inner,
-        ):
-            host = host_name(os.environ)
-            remove_stale(inner, path.name, host)
-            with Publication(inner, path.name, mode, lambda *_: announce(), host=host) as publication:
-                yield publication
-
-    def left_bytes(self, path: Path) -> int:
-        """Return how much space stale partial files of a target take, which is free again when it is begun."""
-        return _stale_bytes(self._folder, path, host_name(os.environ))
-
-    def paths(self, target_rank: int, path: Path) -> tuple[Path, ...]:
-        """Return the longest paths that are made for a target."""
-        return (partial_path(path),)
-
-    def _withdraw_record(self, target_rank: int, path: Path) -> None:
-        folder = path.parent.parent
-        record = TargetRecord.read(folder / STATE, target_rank)
-        if record is not None and folder / record.file == path:
-            with Folder.open(folder) as target, target.inner(STATE) as state:
-                withdraw(target, formats.name_of(path.name) or formats.DEFAULT)
-                state.remove(record_path(state.path, target_rank).name)
-
-
 class Journal:
     """The state of one run in one target folder. Nothing is created before `begin`."""
 
@@ -146,10 +76,10 @@ class Journal:
 
     def check(self) -> None:
         """Raise TargetError if the folder cannot be joined: it cannot be written to, or holds another run."""
-        _require_writable(self.folder)
-        with self._opened_state() as state:
+        require_writable(self.folder)
+        with _opened_inner(self.folder, STATE) as state:
             if state is not None:
-                _require_writable(self._state)
+                require_writable(self._state)
                 for lock in (_RUN_LOCK, COMMIT_LOCK):
                     with contextlib.suppress(FileNotFoundError):
                         close(state.open_file(lock, os.O_RDONLY, "a lock"))
@@ -179,7 +109,7 @@ class Journal:
         name, or if a live process is writing it; DisagreementError if it is to be skipped, but was made from sources
         that have changed.
         """
-        _require_place(self.folder, path)
+        require_place(self.folder, path)
         self._refuse_locked(target_rank)
         if self._overwrite or not path.exists():
             return False
@@ -245,7 +175,7 @@ class Journal:
             folder.inner(STATE) as state,
             self._locked(state, target_rank),
             _commit_lock(state, say),
-            _target_folder(folder, path) as inner,
+            target_folder(folder, path) as inner,
         ):
             withdraw(folder, self.identity.format)
             record = record_path(self._state, target_rank).name
@@ -259,7 +189,7 @@ class Journal:
 
     def left_bytes(self, path: Path) -> int:
         """Return how much space stale partial files of a target take, which is free again when it is begun."""
-        return _stale_bytes(self.folder, path)
+        return space_of_stale(self.folder, path)
 
     def paths(self, target_rank: int, path: Path) -> tuple[Path, ...]:
         """Return the longest paths that are made for a target."""
@@ -275,7 +205,7 @@ class Journal:
         sums: Sequence[TensorSum],
     ) -> None:
         """Record that the target is complete as soon as the file with this `status` takes its name."""
-        _require_unchanged(target_rank, evidence)
+        require_unchanged(target_rank, evidence)
         file, announced = path.relative_to(self.folder).as_posix(), (status.st_ino, status.st_mtime_ns)
         record = TargetRecord(self.identity.digest, target_rank, file, status.st_size, evidence, tuple(sums), announced)
         publish_text(state, record_path(self._state, target_rank).name, record.as_text(), synced=False)  # the next is
@@ -290,23 +220,14 @@ class Journal:
         return (read_json(run_path(self._state)) or {}).get("digest") == self.identity.digest
 
     @contextlib.contextmanager
-    def _opened_state(self) -> Iterator[Folder | None]:
-        """Open the folder of the state; None if it is not there."""
-        with contextlib.ExitStack() as folders:
-            state = None
-            with contextlib.suppress(FileNotFoundError):
-                folder = folders.enter_context(Folder.open(self.folder))
-                state = folders.enter_context(folder.inner(STATE))
-            yield state
-
-    @contextlib.contextmanager
     def _locked(self, state: Folder, target_rank: int) -> Iterator[None]:
         with closing(open_lock(state, _lock_name(target_rank))) as lock:
             self._take(lock, fcntl.LOCK_EX, target_rank)
             yield
 
     def _refuse_locked(self, target_rank: int) -> None:
-        with self._opened_state() as state, contextlib.suppress(FileNotFoundError):  # nobody has ever written it
+        # Without such a file, nobody has ever written it.
+        with _opened_inner(self.folder, STATE) as state, contextlib.suppress(FileNotFoundError):
             if state is not None:
                 with closing(state.open_file(_lock_name(target_rank), os.O_RDONLY, "a lock")) as lock:
                     self._take(lock, fcntl.LOCK_SH, target_rank)
@@ -344,7 +265,7 @@ def _another_choice(ours: str, theirs: str, folder: Path, source: str) -> Target
     )
 
 
-def _require_writable(folder: Path) -> None:
+def require_writable(folder: Path) -> None:
     """Raise TargetError if `folder` is there but cannot be written to, or cannot be made where it is not."""
     nearest = folder
     while not os.path.lexists(nearest):
@@ -367,32 +288,38 @@ def _require_writable(folder: Path) -> None:
         )
 
 
-def _require_place(folder: Path, path: Path) -> None:
+def require_place(folder: Path, path: Path) -> None:
     """Raise TargetError if no file can take the name `path` below the target folder, whatever is there."""
     with _opened_folder_of(folder, path) as inner:
         if inner is not None:
             require_own_stale(inner, path.name)
-    _require_writable(path.parent)
+    require_writable(path.parent)
     require_replaceable(path, "a target")
 
 
-def _stale_bytes(folder: Path, path: Path, host: str = "") -> int:
+def space_of_stale(folder: Path, path: Path, host: str = "") -> int:
+    """Return how many bytes the stale partial files of the target `path` take."""
     with _opened_folder_of(folder, path) as inner:
         return 0 if inner is None else stale_bytes(inner, path.name, host)
 
 
-@contextlib.contextmanager
-def _opened_folder_of(folder: Path, path: Path) -> Iterator[Folder | None]:
+def _opened_folder_of(folder: Path, path: Path) -> AbstractContextManager[Folder | None]:
     """Open the folder of the target `path`; None if it is not there."""
+    return _opened_inner(folder, "" if path.parent == folder else path.parent.name)
+
+
+@contextlib.contextmanager
+def _opened_inner(folder: Path, name: str) -> Iterator[Folder | None]:
+    """Open a folder in a target folder, or with no name that itself; None if it is not there."""
     with contextlib.ExitStack() as folders:
         inner = None
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             target = folders.enter_context(Folder.open(folder))
-            inner = target if path.parent == folder else folders.enter_context(target.inner(path.parent.name))
+            inner = folders.enter_context(target.inner(name)) if name else target
         yield inner
 
 
-def _target_folder(folder: Folder, path: Path) -> AbstractContextManager[Folder]:
+def target_folder(folder: Folder, path: Path) -> AbstractContextManager[Folder]:
     """Return the folder of the target `path`: the target folder, or one in it, which is made if it is not there."""
     return contextlib.nullcontext(folder) if path.parent == folder.path else folder.made_inner(path.parent.name)
 
@@ -409,7 +336,8 @@ def _commit_lock(state: Folder, say: Say) -> Iterator[None]:
         yield
 
 
-def _require_unchanged(target_rank: int, evidence: Evidence | None) -> None:
+def require_unchanged(target_rank: int, evidence: Evidence | None) -> None:
+    """Raise DisagreementError if sources of a target have changed since it was planned."""
     if evidence is not None:
         problem = f"sources of target rank {target_rank} were changed while it was written"
         evidence.sources.require_unchanged(problem, "make sure that nothing writes to the source, and run again")

@@ -12,13 +12,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from reshard_mpi.errors import ReshardError, UsageError
 from reshard_mpi.processes.hosts import Identity, distinct_names, host_name
-from reshard_mpi.processes.posts import Posts
 from reshard_mpi.processes.signals import ignore_stops, stopped_by
 from reshard_mpi.text import lines
+
+if TYPE_CHECKING:
+    from reshard_mpi.processes.posts import Posts
 
 T = TypeVar("T")
 
@@ -113,6 +115,8 @@ class MPIComm:
 
     def posts(self) -> Posts:
         """Open a way by which ranks send small values to rank 0; every process must call this."""
+        from reshard_mpi.processes.posts import Posts
+
         self._wait_for_all()
         return Posts(self._communicator)
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import chain, islice
+from itertools import islice
 
 from reshard_mpi.checkpoints.comparison import difference
 from reshard_mpi.checkpoints.consistency import require_consistent_source
@@ -20,7 +18,7 @@ from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.engine.comparing import first_difference
 from reshard_mpi.engine.files import Files
 from reshard_mpi.engine.regions import fill, takes_numpy
-from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError, ReshardError
+from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError
 from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.manifest import Manifest, shown_string
 from reshard_mpi.planning.agreement import loose_beginnings, moment_counters, require_nothing_left_out
@@ -39,8 +37,6 @@ from reshard_mpi.planning.ranks import check_target_rank
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.planning.shown_rules import ShownRule, shown_rules
 from reshard_mpi.planning.target import BothLayouts, Policy
-from reshard_mpi.planning.tensors import SourceTensors
-from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Shape, Strategy
 from reshard_mpi.sharding.strategy import table
 from reshard_mpi.units import MIB
@@ -264,31 +260,6 @@ class Conversion:
                 require_living_rules(strategy, names, side, source.files.path)
         self._is_fitting = True
 
-    @property
-    def has_even_targets(self) -> bool:
-        """Whether the shards of all targets will be equally large."""
-        return self.target.stages == 1 and not self._has_uneven_slices()
-
-    def _has_uneven_slices(self) -> bool:
-        all_placements = chain.from_iterable(self.target.parameters.values())
-        return any(placement.is_uneven for placement in all_placements)
-
-    def target_weights(self, targets: Sequence[int]) -> dict[int, int]:
-        """Return the relative sizes of the shards of `targets`: in bytes, or 1 each if all are equal."""
-        if self.has_even_targets:
-            return dict.fromkeys(targets, 1)
-        uneven = self._has_uneven_slices()
-        of_stage = self._itemsizes_by_stage()
-        weights: dict[int, int] = {}
-        by_stage: dict[int, int] = {}
-        for target_rank in targets:
-            stage = self.target.stage_of(target_rank)
-            if uneven or stage not in by_stage:
-                itemsizes = of_stage.get(stage, {})
-                by_stage[stage] = sum(itemsize * layout.box(target_rank).size for layout, itemsize in itemsizes.items())
-            weights[target_rank] = by_stage[stage]
-        return weights
-
     def _shards(self) -> ShardOpener:
         if self._opener is None:
             policy = Policy(self.unlisted, self.strict, self.replicas, self.accumulated, self.allows_holes)
@@ -360,27 +331,6 @@ class Conversion:
                     if first_difference(check._replace(copies=(first, copy)), limits=self.limits, files=files)
                 ),
             )
-
-    def _itemsizes_by_stage(self) -> dict[int, dict[Layout, int]]:
-        """Return, for each target stage, its layouts, each with the sum of the element sizes of the tensors it is of.
-
-        The first shard of each stage of the source tells which tensors there are. A tensor that does not fit its
-        strategy is left out; planning raises an error that names it.
-        """
-        first = {rank: self.source.manifest(rank) for rank in self.source.stage_ranks().values()}
-        tensors = SourceTensors(self.source.strategy, first)
-        itemsizes: dict[Layout, int] = {}
-        for name in tensors.names:
-            with contextlib.suppress(LayoutError, DisagreementError):
-                group = tensors.group(name)
-                for placement in find_or_follow(self.target, name, partial(tensors.same_shape, name)):
-                    layout = tensors.layout(placement, group.shape)
-                    itemsizes[layout] = itemsizes.get(layout, 0) + group.dtype.itemsize_bytes
-        by_stage: dict[int, dict[Layout, int]] = {}
-        for layout, itemsize in itemsizes.items():
-            for stage in layout.placement.stages:
-                by_stage.setdefault(stage, {})[layout] = itemsize
-        return by_stage
 
     def _strategy_table(self) -> str:
         if self._table is None:

@@ -67,14 +67,15 @@ def diff(request: Request, comm: Comm, progress: Progress, memory: RunMemory, st
     require_same_choice(comm, first.source.files, second.source.files)
     if comm.rank == 0:
         progress.reading(first.source.described)
-    lost = _compare_copies((first, second), comm, progress, memory)
+    lost = _compare_copies((first, second), comm, progress)
     planned = planned.joined([Outcome(lost=lost)])
     specs = {spec.name: spec for spec in second.plan.tensors.specs}
     common = [spec for spec in first.plan.tensors.specs if specs.get(spec.name) == spec]
     mine = common[comm.rank :: comm.size]
     size_bytes, own_bytes = (sum(spec.size_bytes for spec in tensors) for tensors in (common, mine))
     progress.begin(Stage("comparing", size_bytes, len(common), "tensor"), own_bytes)
-    differences = attempt(lambda: _all_differences(first, second, mine, progress, is_first=comm.rank == 0), comm)
+    unlike = _unlike(first, second) if comm.rank == 0 else ()
+    differences = attempt(lambda: [*unlike, *_differences(first, second, mine, progress)], comm)
     if isinstance(differences, Outcome):
         outcome = differences.joined([planned])
     else:
@@ -84,7 +85,7 @@ def diff(request: Request, comm: Comm, progress: Progress, memory: RunMemory, st
     return Outcome(processes=comm.size).joined(comm.allgather(outcome))
 
 
-def _compare_copies(sides: Sequence[_Side], comm: Comm, progress: Progress, memory: RunMemory) -> tuple[Lost, ...]:
+def _compare_copies(sides: Sequence[_Side], comm: Comm, progress: Progress) -> tuple[Lost, ...]:
     """Compare the copies on either side that must be the same before one stands for all, as a transform does.
 
     Returns the shards of both that could not be read. Raises, the same on all processes, what `compare` raises.
@@ -107,16 +108,6 @@ def _compare_copies(sides: Sequence[_Side], comm: Comm, progress: Progress, memo
         return tuple(lost)
 
     return agreed(compare_mine, comm)
-
-
-def _all_differences(
-    first: _Side, second: _Side, specs: Sequence[TensorSpec], progress: Progress, *, is_first: bool
-) -> list[DifferenceError]:
-    """Return the differences of values in the tensors `specs`.
-
-    is_first: whether this is the first process, which also returns the tensors that are not alike in both.
-    """
-    return [*(_unlike(first, second) if is_first else ()), *_differences(first, second, specs, progress)]
 
 
 def _planned(

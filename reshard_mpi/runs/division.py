@@ -1,13 +1,23 @@
-"""Which process makes which target: each makes whole targets alone; those left over are filled by several together.
+"""How large targets are, and which process makes which: whole ones alone, and those left over together with others.
 
 Every process computes the same division, so none has to ask another.
 """
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import chain
 from typing import NamedTuple
+
+from reshard_mpi.errors import DisagreementError, LayoutError
+from reshard_mpi.planning.parameters import find_or_follow
+from reshard_mpi.planning.tensors import SourceTensors
+from reshard_mpi.runs.conversion import Conversion
+from reshard_mpi.sharding.layout import Layout
+from reshard_mpi.sharding.placement import Strategy
 
 # Files filled by several processes are cut at multiples of this, so no two of them write to one page.
 CUT_BYTES = 1 << 20
@@ -50,6 +60,56 @@ class Work(NamedTuple):
     def helps(self) -> tuple[int, ...]:
         """The targets of which this process fills a part while another process leads."""
         return tuple(share.target for share in self.shares if share.start > 0)
+
+
+def are_even(target: Strategy) -> bool:
+    """Tell whether the shards of all targets will be equally large."""
+    return target.stages == 1 and not _has_uneven_slices(target)
+
+
+def _has_uneven_slices(target: Strategy) -> bool:
+    return any(placement.is_uneven for placement in chain.from_iterable(target.parameters.values()))
+
+
+def target_weights(conversion: Conversion, targets: Sequence[int]) -> dict[int, int]:
+    """Return the relative sizes of the shards of `targets`: in bytes, or 1 each if all are equal."""
+    target = conversion.target
+    if are_even(target):
+        return dict.fromkeys(targets, 1)
+    uneven = _has_uneven_slices(target)
+    of_stage = _itemsizes_by_stage(conversion)
+    weights: dict[int, int] = {}
+    by_stage: dict[int, int] = {}
+    for rank in targets:
+        stage = target.stage_of(rank)
+        if uneven or stage not in by_stage:
+            itemsizes = of_stage.get(stage, {})
+            by_stage[stage] = sum(itemsize * layout.box(rank).size for layout, itemsize in itemsizes.items())
+        weights[rank] = by_stage[stage]
+    return weights
+
+
+def _itemsizes_by_stage(conversion: Conversion) -> dict[int, dict[Layout, int]]:
+    """Return, for each target stage, its layouts, each with the sum of the element sizes of the tensors it is of.
+
+    The first shard of each stage of the source tells which tensors there are. A tensor that does not fit its
+    strategy is left out; planning raises an error that names it.
+    """
+    source = conversion.source
+    first = {rank: source.manifest(rank) for rank in source.stage_ranks().values()}
+    tensors = SourceTensors(source.strategy, first)
+    itemsizes: dict[Layout, int] = {}
+    for name in tensors.names:
+        with contextlib.suppress(LayoutError, DisagreementError):
+            group = tensors.group(name)
+            for placement in find_or_follow(conversion.target, name, partial(tensors.same_shape, name)):
+                layout = tensors.layout(placement, group.shape)
+                itemsizes[layout] = itemsizes.get(layout, 0) + group.dtype.itemsize_bytes
+    by_stage: dict[int, dict[Layout, int]] = {}
+    for layout, itemsize in itemsizes.items():
+        for stage in layout.placement.stages:
+            by_stage.setdefault(stage, {})[layout] = itemsize
+    return by_stage
 
 
 def assign(weights: Mapping[int, int], processes: Sequence[int]) -> dict[int, list[int]]:

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from reshard_mpi.checkpoints.source import LEFT_OUT, Extent, SourceCheckpoint
-from reshard_mpi.engine.comparing import first_difference_of_tensors, first_nonzero
 from reshard_mpi.engine.files import Files
-from reshard_mpi.engine.regions import element_of, only_element
-from reshard_mpi.errors import DisagreementError, MapError, ReshardError
+from reshard_mpi.engine.regions import only_element
+from reshard_mpi.errors import DisagreementError, ReshardError
 from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.manifest import NEST, Manifest, shown_string
 from reshard_mpi.formats.nest import first_difference
@@ -22,15 +21,16 @@ from reshard_mpi.formats.protocol import OnBytes, uncounted
 from reshard_mpi.mapping.candidates import Inventory, Kind
 from reshard_mpi.mapping.choice import is_chosen
 from reshard_mpi.mapping.computing import values_of
-from reshard_mpi.mapping.made import Constant, Equal, Made, Mapped, require_holdable
+from reshard_mpi.mapping.made import Constant, Made, Mapped, require_holdable
 from reshard_mpi.mapping.naming import SourceFile, applied_to_file
 from reshard_mpi.mapping.settings import unpacked
 from reshard_mpi.planning.agreement import OWN
 from reshard_mpi.planning.losses import Lost, Missing
 from reshard_mpi.planning.mapped import MappedTensors
-from reshard_mpi.planning.model import RankPlan, TensorPlan
+from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.planning.partial_sums import Accumulated, is_partial_sum, notes_on, sums_like
 from reshard_mpi.runs.conversion import Conversion
+from reshard_mpi.runs.mapped_values import require_equal, require_known_sums, require_padding, tensor_at
 from reshard_mpi.runs.maps import TensorMap, tied_tensors
 from reshard_mpi.sharding.placement import unsharded
 from reshard_mpi.text import counted, shortened
@@ -52,11 +52,18 @@ class _Made(NamedTuple):
 
 def conversion_through(tensor_map: TensorMap, conversion: Conversion) -> Conversion:
     """Return a conversion of what a map makes of the source."""
-
     is_rank_by_rank = conversion.target.world_size == conversion.source.strategy.world_size > 1
 
     def through(original: Conversion) -> SourceCheckpoint:
-        return MappedCheckpoint.of(original, tensor_map, conversion.is_wanted, is_rank_by_rank=is_rank_by_rank)
+        files, wanted = original.source.files, conversion.is_wanted
+        return MappedCheckpoint(
+            files,
+            unsharded(files.path),
+            original=original,
+            tensor_map=tensor_map,
+            is_wanted=wanted,
+            is_rank_by_rank=is_rank_by_rank,
+        )
 
     original = Conversion(
         conversion.source,
@@ -84,21 +91,6 @@ class MappedCheckpoint(SourceCheckpoint):
     _made: _Made | None = field(default=None)
     _is_checked: bool = field(default=False)
     _recipes: Mapping[str, Made | Constant] | None = field(default=None)
-
-    @classmethod
-    def of(
-        cls,
-        original: Conversion,
-        tensor_map: TensorMap,
-        is_wanted: Callable[[str, Container[str]], bool],
-        *,
-        is_rank_by_rank: bool,
-    ) -> MappedCheckpoint:
-        """Return what a map makes of the source of `original`, a conversion of it to one full checkpoint."""
-        files, strategy = original.source.files, unsharded(original.source.files.path)
-        made = cls(files, strategy, original=original, tensor_map=tensor_map)
-        made.is_wanted, made.is_rank_by_rank = is_wanted, is_rank_by_rank
-        return made
 
     @property
     def stored(self) -> SourceCheckpoint:
@@ -220,8 +212,8 @@ class MappedCheckpoint(SourceCheckpoint):
     def check_values(self) -> None:
         """Raise MapError if tensors of which one is taken for all differ, or padding holds anything but zeros."""
         made = self._opened()
-        self._require_equal(made)
-        self._require_padding(made)
+        require_equal(self._conversion, made.plan, made.mapped)
+        require_padding(self._conversion, made.plan, made.mapped)
 
     @property
     def _conversion(self) -> Conversion:
@@ -242,7 +234,7 @@ class MappedCheckpoint(SourceCheckpoint):
             tied = {} if nest is None else tied_tensors(self.stored, in_order)
             made = applied_to_file(rules, choice, in_order, SourceFile(nest, tied, self.files.path), forward, like)
             if self._conversion.accumulated is Accumulated.SUM:
-                _require_known_sums(made.mapped, self.files.path)
+                require_known_sums(made.mapped, self.files.path)
             require_holdable(made.mapped)
             mapped = made.mapped._replace(constants=(*made.mapped.constants, *self._computed(made.mapped, plan)))
             rank = min(plan.read_ranks, default=0)
@@ -276,7 +268,7 @@ class MappedCheckpoint(SourceCheckpoint):
         with Files() as files:
 
             def read(name: str) -> float:
-                tensor = _tensor(plan, places[name])
+                tensor = tensor_at(plan, places[name])
                 content = only_element(files, tensor, self._conversion.limits)
                 return unpacked(content, tensor.spec.dtype, name, self.files.path)
 
@@ -335,58 +327,6 @@ class MappedCheckpoint(SourceCheckpoint):
                     " --exclude keeps it",
                 )
 
-    def _require_equal(self, made: _Made) -> None:
-        places = made.plan.tensors.places if made.mapped.equal else {}
-        for equal in made.mapped.equal:
-            tensors = [_tensor(made.plan, places[name]) for name in equal.names]
-            for other in tensors[1:]:
-                self._require_same(tensors[0], other, equal)
-
-    def _require_same(self, first: TensorPlan, other: TensorPlan, equal: Equal) -> None:
-        if (first.spec.dtype, first.spec.global_shape) != (other.spec.dtype, other.spec.global_shape):
-            element = None
-        else:
-            self._conversion.before_gathering()
-            with Files() as files:
-                element = first_difference_of_tensors(files, first, other, self._conversion.limits)
-            if element is None:
-                return
-        where = f"a difference at element {list(element)}" if element is not None else "other types or shapes"
-        raise MapError(
-            "one tensor is taken for several, and they differ",
-            expected=f"the same in {first.spec.name} and {other.spec.name}",
-            got=where,
-            where=f"{self.files.path}, by {equal.where}",
-            remedy="save them as one and the same, or give each an equation of its own",
-        )
-
-    def _require_padding(self, made: _Made) -> None:
-        places = made.plan.tensors.places if made.mapped.pads else {}
-        for pads in made.mapped.pads:
-            if pads.are_dropped:
-                continue
-            self._conversion.before_gathering()
-            tensor = _tensor(made.plan, places[pads.name])
-            with Files() as files:
-                for box in pads.boxes:
-                    element = first_nonzero(files, tensor, box, self._conversion.limits)
-                    if element is not None:
-                        is_whole = box == tensor.spec.box
-                        content = element_of(files, tensor, element, self._conversion.limits)
-                        value = numbers(content, tensor.spec.dtype)[0]
-                        raise MapError(
-                            f"{pads.name} is left out, and is not zero"
-                            if is_whole
-                            else f"the padding of {pads.name} is not zero",
-                            expected=f"zeros in {box}, of all bits 0",
-                            got=f"{value} at element {list(element)}",
-                            where=f"{self.files.path}, by {pads.where}",
-                            remedy="leave zeros = true out of the entry of the map if it may be lost"
-                            if is_whole
-                            else 'say pads = "drop" in the entry of the map if it may be thrown away, though it may'
-                            " have been trained",
-                        )
-
 
 def _comparing_only(plan: RankPlan, names: Container[str]) -> RankPlan:
     """Return a plan without comparisons of other tensors than these."""
@@ -395,29 +335,3 @@ def _comparing_only(plan: RankPlan, names: Container[str]) -> RankPlan:
         checks=tuple(check for check in plan.checks if check.name in names),
         alike=tuple(group for group in alike if group.names),
     )
-
-
-def _tensor(plan: RankPlan, at: tuple[int, int]) -> TensorPlan:
-    group, place = at
-    name = plan.tensors.groups[group].names[place]
-    if name in plan.holes:
-        raise plan.holes[name].with_traceback(None)
-    return plan.tensors.groups[group].tensor(place)
-
-
-def _require_known_sums(mapped: Mapped, path: str) -> None:
-    """Raise MapError if the names of accumulated gradients are those of other tensors before the map, or after it.
-
-    One of several target ranks gets a sum, and the others zeros; which tensors are sums is known by their names.
-    """
-    for tensor in mapped.made:
-        sources = {tensor.sources[pair.source] for pair in tensor.shape.pairs}
-        if sources and {is_partial_sum(tensor.name)} != set(map(is_partial_sum, sources)):
-            raise MapError(
-                f"the map makes {tensor.name!r} of {shortened(sorted(sources))}, and only one side is known as sums",
-                expected="accumulated gradients with names such as accu_grads.<parameter> on both sides"
-                " (--accumulated sum)",
-                got=f"{tensor.name!r} in the target",
-                where=f"{path}, by {tensor.where}" if tensor.where else path,
-                remedy="call them so on both sides, and rename them afterwards by another run",
-            )

@@ -68,7 +68,7 @@ class RunMemory:
 
     def to_open(self, strategies: Iterable[str | os.PathLike[str] | None], purpose: str, *source_formats: str) -> None:
         """Wait for the memory to read strategies and, for given source formats, the first shards."""
-        self._need(opening_bytes(strategies, *source_formats), purpose)
+        self.to_move(opening_bytes(strategies, *source_formats), purpose)
 
     def to_plan(
         self,
@@ -85,13 +85,13 @@ class RunMemory:
         targets: how many are planned at most. verify: whether targets are compared with their sources afterwards.
         also_read: another checkpoint that is read to be compared.
         """
+        project = partial(Projection.of, conversion, target_format, targets=targets, verify=verify, also_read=also_read)
         if conversion.original is not None:  # what the map makes tells how much memory planning takes
-            before = Projection.of(conversion, target_format, targets=targets, verify=verify, also_read=also_read)
-            self._need(before.planning_bytes, purpose)
+            self.to_move(project().planning_bytes, purpose)
             conversion.source.manifest(0)
-        self._projection = Projection.of(conversion, target_format, targets=targets, verify=verify, also_read=also_read)
-        self._need(self._projection.planning_bytes, purpose)
-        conversion.before_gathering = partial(self._need, self._projection.gathering_bytes, purpose)
+        self._projection = project()
+        self.to_move(self._projection.planning_bytes, purpose)
+        conversion.before_gathering = partial(self.to_move, self._projection.gathering_bytes, purpose)
         return self._projection
 
     @property
@@ -110,7 +110,11 @@ class RunMemory:
 
     def to_move(self, peak_bytes: int, purpose: str) -> bool:
         """Wait for `peak_bytes` of memory in all, to move or compare bytes; tell whether plans have not been freed."""
-        return self._need(peak_bytes, purpose)
+        self.open()
+        assert self._allotment is not None
+        is_kept = self._allotment.need(peak_bytes + self._progress.shown_bytes, purpose)
+        self._progress.admitted()
+        return is_kept
 
     def turn(self) -> None:
         """Give way to other processes between two targets, if this process keeps enough memory to go on."""
@@ -122,17 +126,17 @@ class RunMemory:
         if self._allotment is not None:
             self._allotment.stay()
 
-    def share_out(self, jobs: int, parameters: int, *, least: int) -> int:
-        """Wait for the memory to fork workers; return how many: `jobs`, or as many as there can be memory for.
+    def share_out(self, jobs: int, parameters: int) -> int:
+        """Wait for the memory to fork workers; return how many: `jobs`, or as many as there can be memory for, but one.
 
         This process keeps its memory from now on. parameters: how many the strategies list, which is how many tensors
-        each worker plans. least: at least so many workers.
+        each worker plans.
         """
         governor = self.open()
         assert self._allotment is not None
         room_bytes = governor.ceiling_bytes - INTERPRETER_BYTES - _WORK_BYTES
-        size = max(least, min(jobs, room_bytes // (WORKER_BYTES + parameters * _PLANNED_BYTES)))
-        self._need(INTERPRETER_BYTES + size * WORKER_BYTES, "starting workers")
+        size = max(1, min(jobs, room_bytes // (WORKER_BYTES + parameters * _PLANNED_BYTES)))
+        self.to_move(INTERPRETER_BYTES + size * WORKER_BYTES, "starting workers")
         self._allotment.be_floor()
         return size
 
@@ -144,13 +148,6 @@ class RunMemory:
     def take_waited_seconds(self) -> float:
         """Return for how long this process has waited for memory since the last call."""
         return self._allotment.take_waited_seconds() if self._allotment is not None else 0.0
-
-    def _need(self, peak_bytes: int, purpose: str) -> bool:
-        self.open()
-        assert self._allotment is not None
-        is_kept = self._allotment.need(peak_bytes + self._progress.shown_bytes, purpose)
-        self._progress.admitted()
-        return is_kept
 
     def _free(self) -> None:
         for free in self._on_giving_way:

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import copy
-import pickle
-import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from reshard_mpi.errors import ReshardError, TransformError, as_reshard_error
-from reshard_mpi.filesystem.folders import FileIdentity
 from reshard_mpi.planning.losses import Lost, Missing, merged, warnings_of
-from reshard_mpi.runs.overflows import Overflow
-from reshard_mpi.runs.overflows import warnings_of as overflows_told
 
 if TYPE_CHECKING:  # this module is loaded early, before memory for the engine has been asked for
-    from reshard_mpi.formats.manifest import Manifest
     from reshard_mpi.journal.records import TensorSum
-    from reshard_mpi.planning.copies import Alike
-    from reshard_mpi.planning.model import Beginning, Differing, Held, Moment, RankPlan
-    from reshard_mpi.planning.partial_sums import Sums
+    from reshard_mpi.planning.model import RankPlan
     from reshard_mpi.processes.comm import Comm
     from reshard_mpi.runs.conversion import Conversion
-    from reshard_mpi.runs.preflight import Room
+    from reshard_mpi.runs.overflows import Overflow
 
 
 class TargetReport(NamedTuple):
@@ -39,60 +31,21 @@ class TargetReport(NamedTuple):
     path: str
     read_ranks: tuple[int, ...]
     written_bytes: int
-    needed_bytes: int
-    requested_bytes: int
-    mapped_bytes: int
-    seconds: float
-    engine_seconds: float
-    waited_seconds: float
-    leased_bytes: int
-    process: int
-    processes: int
+    needed_bytes: int = 0
+    requested_bytes: int = 0
+    mapped_bytes: int = 0
+    seconds: float = 0.0
+    engine_seconds: float = 0.0
+    waited_seconds: float = 0.0
+    leased_bytes: int = 0
+    process: int = 0
+    processes: int = 0
     skipped: bool = False
     overflows: tuple[Overflow, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as plain values."""
         return {**self._asdict(), "overflows": [overflow._asdict() for overflow in self.overflows]}
-
-
-class Reserved(NamedTuple):
-    """A target that several processes are going to fill: its file exists, with everything but the payloads.
-
-    packed: its manifest, compressed, since each process gets those of all targets and needs few. identity: of the file.
-    """
-
-    rank: int
-    packed: bytes
-    identity: FileIdentity
-
-    @classmethod
-    def of(cls, rank: int, manifest: Manifest, identity: FileIdentity) -> Reserved:
-        return cls(rank, zlib.compress(pickle.dumps(manifest), level=1), identity)
-
-    def manifest(self) -> Manifest:
-        """Return the manifest of the file, with the place of each tensor."""
-        manifest: Manifest = pickle.loads(zlib.decompress(self.packed))
-        return manifest
-
-
-class Filled(NamedTuple):
-    """One process's share of a target that has been filled."""
-
-    rank: int
-    requested_bytes: int
-    mapped_bytes: int
-    seconds: float
-    waited_seconds: float
-    overflows: tuple[Overflow, ...] = ()
-
-
-class Verified(NamedTuple):
-    """One process's share of a target that has been read back and compared with its sources. sums: of the tensors."""
-
-    rank: int
-    sums: tuple[TensorSum, ...]
-    waited_seconds: float
 
 
 class Checked(NamedTuple):
@@ -134,15 +87,13 @@ class Failure(NamedTuple):
 
         alone: whether the run has only one process, which then is not named.
         """
-        target = "" if self.rank is None or self._is_named() else f"target rank {self.rank}"
+        target = "" if self.rank is None else f"target rank {self.rank}"
+        target = "" if target in self.error.problem else target
         place = "" if alone else f"process {self.process} on host {self.host}"
         about = f"{target} ({place})" if target and place else target or place
         named = copy.copy(self.error).with_traceback(self.error.__traceback__)
         named.problem = f"{about}: {named.problem}" if about else named.problem
         return named
-
-    def _is_named(self) -> bool:
-        return f"target rank {self.rank}" in self.error.problem
 
 
 class Outcome(NamedTuple):
@@ -199,8 +150,12 @@ class Outcome(NamedTuple):
         absent = self.absent
         names = ", ".join(absent[:3]) + (" ..." if len(absent) > 3 else "")
         missed = (f"{len(absent)} listed parameters are in no source shard: {names}",) if absent else ()
-        overflows = overflows_told(target.overflows for target in self.targets)
-        return (*warnings_of(self.lost, self.missing), *self.other_warnings, *missed, *overflows)
+        told = (*warnings_of(self.lost, self.missing), *self.other_warnings, *missed)
+        if not any(target.overflows for target in self.targets):
+            return told
+        from reshard_mpi.runs.overflows import warnings_of as overflows_told
+
+        return (*told, *overflows_told(target.overflows for target in self.targets))
 
     def raise_failures(self) -> None:
         """Raise the error that refused the run, or a TransformError that names the targets that failed; if any."""
@@ -283,93 +238,7 @@ class Report(NamedTuple):
         return sum(target.written_bytes for target in self.targets if not target.skipped)
 
 
-class Due(NamedTuple):
-    """How much is to be written: payload bytes, and targets. ready: how many targets are complete already."""
-
-    size_bytes: int = 0
-    targets: int = 0
-    ready: int = 0
-
-
-class Planned(NamedTuple):
-    """What a process tells the others about its plans before anything is written.
-
-    outcome: notes, warnings, and failures that refuse the run. moments, held, beginnings: what targets must have in
-    common (see `RankPlan`). differing: what shards do not hold alike. alike: copies that must be the same. rooms: the
-    room that it needs on file systems. due: what it leads the writing of. sums: the accumulated gradients of its
-    targets.
-    """
-
-    outcome: Outcome = Outcome()
-    moments: tuple[Moment, ...] = ()
-    held: tuple[Held, ...] = ()
-    beginnings: tuple[Beginning, ...] = ()
-    differing: tuple[Differing, ...] = ()
-    alike: tuple[Alike, ...] = ()
-    rooms: tuple[Room, ...] = ()
-    due: Due = Due()
-    sums: tuple[Sums, ...] = ()
-
-    @classmethod
-    def of(cls, plan: RankPlan) -> Planned:
-        """Return what there is to tell of the plan of one target."""
-        held, told = (plan.held,), (plan.beginnings, plan.differing, plan.alike)
-        return cls(Outcome.of(plan), plan.moments, held, *told, sums=plan.sums)
-
-    def joined(self, others: Iterable[Planned]) -> Planned:
-        """Return this and the `others` as one, without rooms; of what is equal, only the first."""
-        parts = [self, *others]
-        digests = (held for part in reversed(parts) for held in part.held)
-        beginnings = (beginning for part in reversed(parts) for beginning in part.beginnings)
-        return Planned(
-            self.outcome.joined(part.outcome for part in parts[1:]),
-            tuple(dict.fromkeys(moment for part in parts for moment in part.moments)),
-            tuple({(held.stage, held.digest): held for held in digests}.values()),
-            tuple({(beginning.name, beginning.digest): beginning for beginning in beginnings}.values()),
-            tuple(dict.fromkeys(tensor for part in parts for tensor in part.differing)),
-            tuple(dict.fromkeys(alike for part in parts for alike in part.alike)),
-            due=Due(*map(sum, zip(*(part.due for part in parts)))),
-            sums=tuple(dict.fromkeys(sums for part in parts for sums in part.sums)),
-        )
-
-
-class Compared(NamedTuple):
-    """The result of comparing copies in one process.
-
-    drifted: names of tensors whose copies have drifted apart. unlisted: tensors that no strategy lists and that differ.
-    """
-
-    outcome: Outcome = Outcome()
-    drifted: tuple[str, ...] = ()
-    unlisted: tuple[Differing, ...] = ()
-
-
-class Part(NamedTuple):
-    """What a process has done so far for targets that several fill together. outcome: with its failures."""
-
-    outcome: Outcome = Outcome()
-    reserved: tuple[Reserved, ...] = ()
-    filled: tuple[Filled, ...] = ()
-    verified: tuple[Verified, ...] = ()
-
-    def joined(self, others: Iterable[Part]) -> Part:
-        """Return this and the `others`, of the same process, as one."""
-        parts = [self, *others]
-        return Part(
-            self.outcome.joined(part.outcome for part in parts[1:]),
-            tuple(reserved for part in parts for reserved in part.reserved),
-            tuple(filled for part in parts for filled in part.filled),
-            tuple(verified for part in parts for verified in part.verified),
-        )
-
-
 T = TypeVar("T")
-R = TypeVar("R", Planned, Compared, Part)
-
-
-def record_of(kind: type[R], value: R | Outcome) -> R:
-    """Return `value` as a record of `kind`; an outcome, of a process that failed or died, as a record of that alone."""
-    return kind(value) if isinstance(value, Outcome) else value
 
 
 # Errors that are no fault of this program: they become failures of a target or a process.

@@ -307,10 +307,7 @@ def _target_panel(kind: _Kind, other_cuts: tuple[Sequence[int], ...]) -> Panel:
 
 def _layout_of(layouts: Sequence[Layout], taken: Sequence[Box]) -> Layout:
     """Return the layout by which boxes have been taken, of those by which stages that share a tensor cut it."""
-    first = taken[:1]
-    fitting = (layout for layout in layouts if all(box in _boxes_at(layout, box) for box in first))
-    return next(fitting, layouts[0])
-
-
-def _boxes_at(layout: Layout, box: Box) -> list[Box]:
-    return [layout.piece_box(piece) for piece, _ in layout.pieces_meeting(box)]
+    for layout in layouts if taken else ():
+        if taken[0] in [layout.piece_box(piece) for piece, _ in layout.pieces_meeting(taken[0])]:
+            return layout
+    return layouts[0]

@@ -14,7 +14,7 @@ from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, T
 from reshard_mpi.journal.commit import EarlierTarget, commit_if_complete
 from reshard_mpi.journal.provenance import FirstLooks, Sources
 from reshard_mpi.journal.records import Evidence
-from reshard_mpi.journal.targets import Journal, Unrecorded
+from reshard_mpi.journal.targets import Journal
 from reshard_mpi.planning.copies import Alike
 from reshard_mpi.planning.losses import Lost
 from reshard_mpi.planning.model import Moment, RankPlan
@@ -22,10 +22,11 @@ from reshard_mpi.planning.shown_rules import ShownRule
 from reshard_mpi.planning.summary import RankSummary
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.bookkeeping import Needs
-from reshard_mpi.runs.division import Work, divide
+from reshard_mpi.runs.division import Work, divide, target_weights
 from reshard_mpi.runs.due import DueTargets
+from reshard_mpi.runs.exchanged import Compared, Due, Planned, record_of
 from reshard_mpi.runs.memory import RunMemory
-from reshard_mpi.runs.outcome import Compared, Due, Failure, Outcome, Planned, TargetReport, attempt, record_of
+from reshard_mpi.runs.outcome import Failure, Outcome, TargetReport, attempt
 from reshard_mpi.runs.preflight import (
     Room,
     may_share,
@@ -42,6 +43,7 @@ from reshard_mpi.runs.status import Stage
 from reshard_mpi.runs.write import Writer
 
 if TYPE_CHECKING:
+    from reshard_mpi.journal.unrecorded import Unrecorded
     from reshard_mpi.runs.listing import ListedTensor
 
 _NOT_VERIFIED = (
@@ -116,7 +118,7 @@ class Planner:
         for rank in run.targets[-1:]:  # the one with the longest number
             require_short_names(journal.paths(rank, run.path(rank)))
         journal.check()
-        works = divide(run.conversion.target_weights(run.targets), self._comm.hosts)
+        works = divide(target_weights(run.conversion, run.targets), self._comm.hosts)
         opened = self._opened = _Opened(run, journal, works, due, moments_of(run.conversion.source.files))
         work = works[self._comm.rank]
         ranks = (*((rank, True) for rank in work.leads), *((rank, False) for rank in work.helps))
@@ -346,22 +348,7 @@ class Planner:
     def _skipped(self, opened: _Opened, rank: int) -> Outcome:
         path = opened.run.path(rank)
         unverified = self._request.verify and not opened.journal.is_verified(rank)
-        report = TargetReport(
-            rank=rank,
-            path=str(path),
-            read_ranks=(),
-            written_bytes=path.stat().st_size,
-            needed_bytes=0,
-            requested_bytes=0,
-            mapped_bytes=0,
-            seconds=0.0,
-            engine_seconds=0.0,
-            waited_seconds=0.0,
-            leased_bytes=0,
-            process=self._comm.rank,
-            processes=0,
-            skipped=True,
-        )
+        report = TargetReport(rank, str(path), (), path.stat().st_size, process=self._comm.rank, skipped=True)
         return Outcome((report,), notes=(_NOT_VERIFIED,) if unverified else ())
 
     def _require_opened(self) -> _Opened:

@@ -10,7 +10,8 @@ from reshard_mpi.planning.differing import between_targets
 from reshard_mpi.planning.fit import drift_warning, require_no_drift
 from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.runs.conversion import Conversion
-from reshard_mpi.runs.outcome import Outcome, Planned
+from reshard_mpi.runs.exchanged import Planned
+from reshard_mpi.runs.outcome import Outcome
 from reshard_mpi.runs.transform import agreeing, told_differing
 
 

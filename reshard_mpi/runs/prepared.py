@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery
@@ -13,17 +13,20 @@ from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.errors import ReshardError, UsageError
 from reshard_mpi.filesystem.paths import real_path
 from reshard_mpi.journal.identity import CHOSEN, RunIdentity, joined_words
-from reshard_mpi.journal.targets import Journal, Unrecorded
+from reshard_mpi.journal.targets import Journal
 from reshard_mpi.planning.filling import filled_files, strategy_of
 from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.planning.partial_sums import Accumulated
 from reshard_mpi.planning.ranks import check_target_rank
 from reshard_mpi.runs.conversion import Conversion
-from reshard_mpi.runs.division import assign
+from reshard_mpi.runs.division import are_even, assign, target_weights
 from reshard_mpi.runs.overlap import refuse_overlap
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.through import map_file, through_map
 from reshard_mpi.sharding.placement import Strategy
+
+if TYPE_CHECKING:
+    from reshard_mpi.journal.unrecorded import Unrecorded
 
 # Planning takes a millisecond and a KiB for each, and no cluster has as many ranks.
 MAX_TARGETS = 1 << 16
@@ -116,6 +119,8 @@ class Run(NamedTuple):
         """Return the journal, which keeps the state of this run in the target folder."""
         request = self.request
         if not request.recorded:
+            from reshard_mpi.journal.unrecorded import Unrecorded
+
             return Unrecorded(Path(request.target))
         identity, resume, overwrite = self._identity(), request.resume, request.overwrite
         return Journal(Path(request.target), identity, resume=resume, overwrite=overwrite)
@@ -251,6 +256,6 @@ def chosen_targets(request: Request, conversion: Conversion) -> tuple[int, ...]:
     share, shares = request.part
     if shares >= len(all_ranks):
         return tuple(all_ranks[share : share + 1])
-    if conversion.has_even_targets:
+    if are_even(target):
         return tuple(all_ranks[share::shares])  # as `assign` deals out equal targets
-    return tuple(sorted(assign(conversion.target_weights(all_ranks), range(shares))[share]))
+    return tuple(sorted(assign(target_weights(conversion, all_ranks), range(shares))[share]))

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, TextIO
 
+from reshard_mpi.processes.signals import stopped_by
 from reshard_mpi.runs.status import CLOSED, MOVED, READ_BACK, SYNCED
 from reshard_mpi.text import one_line
 from reshard_mpi.units import format_bytes
@@ -130,6 +131,17 @@ class RunProgress(Progress):
 
     def abandon(self, *, ends_line: bool = True) -> None:
         pass
+
+
+@contextlib.contextmanager
+def ended(progress: RunProgress) -> Iterator[RunProgress]:
+    """Give the progress of a run, and end it with the block: closed, or abandoned if that raises anything."""
+    try:
+        yield progress
+    except BaseException as error:
+        progress.abandon(ends_line=stopped_by(error) is None)  # last words begin a line of their own
+        raise
+    progress.close()
 
 
 class Silent(RunProgress):

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints.source import MAX_KEPT_BYTES, SourceCheckpoint
@@ -22,9 +22,11 @@ from reshard_mpi.formats.places import Constant, Decoded, Joined
 from reshard_mpi.formats.traits import Costs
 from reshard_mpi.planning.model import Group, RankPlan, TensorPlan
 from reshard_mpi.runs.conversion import LIMITS, Conversion
-from reshard_mpi.runs.selfcheck import Summing
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.units import KIB, MIB
+
+if TYPE_CHECKING:
+    from reshard_mpi.runs.selfcheck import Summing
 
 # An interpreter with the modules that plan and move bytes, and a thread; what numpy adds, and what MPI adds.
 INTERPRETER_BYTES = 28 * MIB
@@ -217,11 +219,8 @@ def _is_gathered_to_compare(tensor: TensorPlan) -> bool:
 
 def _is_in_short_runs(tensor: TensorPlan) -> bool:
     whole, itemsize_bytes = Box.whole(tensor.spec.global_shape), tensor.spec.dtype.itemsize_bytes
-    return any(has_short_runs(box, whole, itemsize_bytes) for box in (tensor.spec.box, *_regions(tensor)))
-
-
-def _regions(tensor: TensorPlan) -> Iterator[Box]:
-    return (copy.target_region for copy in tensor.copies)
+    boxes = (tensor.spec.box, *(copy.target_region for copy in tensor.copies))
+    return any(has_short_runs(box, whole, itemsize_bytes) for box in boxes)
 
 
 def _loaded_bytes() -> int:

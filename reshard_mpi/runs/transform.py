@@ -26,8 +26,9 @@ from reshard_mpi.planning.partial_sums import Accumulated, note_on_none
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.planning.summary import Plan
 from reshard_mpi.processes.comm import Comm
+from reshard_mpi.runs.exchanged import Compared, Due, Planned, record_of
 from reshard_mpi.runs.memory import RunMemory
-from reshard_mpi.runs.outcome import Compared, Due, Outcome, Planned, attempt, record_of
+from reshard_mpi.runs.outcome import Outcome, attempt
 from reshard_mpi.runs.planner import Planner
 from reshard_mpi.runs.preflight import require_room
 from reshard_mpi.runs.progress import Progress, Silent, complain

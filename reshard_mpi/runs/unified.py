@@ -23,7 +23,7 @@ from reshard_mpi.formats.specs import Specs
 from reshard_mpi.journal.provenance import FirstLooks
 from reshard_mpi.journal.publication import publish_text
 from reshard_mpi.journal.records import Evidence
-from reshard_mpi.journal.targets import Unrecorded
+from reshard_mpi.journal.unrecorded import Unrecorded
 from reshard_mpi.planning.agreement import require_one_moment
 from reshard_mpi.planning.filling import filled_files, strategy_of
 from reshard_mpi.planning.model import PlannedTensors, RankPlan
@@ -32,6 +32,7 @@ from reshard_mpi.processes.comm import Comm, SerialComm
 from reshard_mpi.runs.choices import require_same_choice
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.memory import RunMemory
+from reshard_mpi.runs.one_file import target_report, write_whole
 from reshard_mpi.runs.outcome import Outcome, agreed, attempt
 from reshard_mpi.runs.overlap import refuse_overlap
 from reshard_mpi.runs.plans import plan_together
@@ -39,7 +40,6 @@ from reshard_mpi.runs.preflight import Room, Tally, may_share, require_room, req
 from reshard_mpi.runs.progress import Progress, Silent
 from reshard_mpi.runs.request import Request, Strategies, TargetFile
 from reshard_mpi.runs.status import CLOSED, MOVED, Stage
-from reshard_mpi.runs.write import target_report, write_whole
 from reshard_mpi.units import GIB
 
 FORMAT = "safetensors"

@@ -30,7 +30,7 @@ from reshard_mpi.processes.governor.admission import Governor
 from reshard_mpi.runs.choices import require_same_choice
 from reshard_mpi.runs.conversion import LIMITS, Conversion
 from reshard_mpi.runs.differences import where_it_differs
-from reshard_mpi.runs.division import assign
+from reshard_mpi.runs.division import assign, target_weights
 from reshard_mpi.runs.memory import RunMemory
 from reshard_mpi.runs.outcome import EXPECTED, Checked, Failure, Outcome, agreed
 from reshard_mpi.runs.prepared import chosen_targets
@@ -99,7 +99,7 @@ def verify_pair(
     require_same_choice(comm, conversion.source.files, target.files)
     if comm.rank == 0:
         progress.reading(conversion.source.described)
-    weights = conversion.target_weights(ranks)
+    weights = target_weights(conversion, ranks)
 
     def check(rank: int, size_bytes: int) -> tuple[Checked, list[ReshardError]]:
         rank_purpose = f"target rank {rank} of {request.target}"

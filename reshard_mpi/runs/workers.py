@@ -125,7 +125,7 @@ def _run_here(request: Request, jobs: int | None, progress: RunProgress, work: T
         units, unit = (len(request.files), "file") if work is Task.UNIFY else (shards or 1, "shard")
         size, notes = processes_of_use(jobs, units, unit, together=False)
     parameters = max(len(strategies.target.parameters), len(strategies.source.parameters) if strategies.source else 0)
-    useful, size = size, memory.share_out(size, parameters, least=1)
+    useful, size = size, memory.share_out(size, parameters)
     if size < useful and jobs is not None:
         notes = (*notes, f"{size} of {useful} processes were started: there can be no memory for more at once")
     workers: list[_Worker] = []
@@ -190,11 +190,9 @@ def _count_shards(request: Request, work: Task) -> int:
     """Return how many shards there are to verify; 0 if that is unknown, for which the workers will raise an error."""
     from reshard_mpi.checkpoints import discovery
 
-    path, select, only = request.target, None, None
-    if work is Task.VERIFY_ALONE:
-        path, select, only = request.source, request.select, request.source_format
     try:
-        return len(discovery.find_shards(path, select, format_name=only).by_rank)
+        found = request.shard_files() if work is Task.VERIFY_ALONE else discovery.find_shards(request.target)
+        return len(found.by_rank)
     except (ReshardError, OSError):
         return 0
 

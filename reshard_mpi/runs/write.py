@@ -4,40 +4,33 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from reshard_mpi import formats
-from reshard_mpi.engine.files import OnBytes, forget_cached
-from reshard_mpi.engine.transfer import Span, write_shard
-from reshard_mpi.errors import ShardError, TransformError, told
+from reshard_mpi.engine.files import forget_cached
+from reshard_mpi.engine.transfer import Span
+from reshard_mpi.errors import TransformError
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.formats.protocol import Format
 from reshard_mpi.journal.publication import Publication, opened_partial
 from reshard_mpi.journal.records import TensorSum
-from reshard_mpi.journal.targets import Journal, Unrecorded
-from reshard_mpi.planning.model import Limits, RankPlan
+from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.division import Share, Work
 from reshard_mpi.runs.due import DueTargets
+from reshard_mpi.runs.exchanged import Filled, Part, Reserved, Verified, record_of
 from reshard_mpi.runs.memory import RunMemory
-from reshard_mpi.runs.outcome import (
-    Failure,
-    Filled,
-    Outcome,
-    Part,
-    Reserved,
-    TargetReport,
-    Verified,
-    attempt,
-    record_of,
-)
-from reshard_mpi.runs.overflows import Overflow, joined
+from reshard_mpi.runs.one_file import fill_file, require_as_meant, target_report
+from reshard_mpi.runs.outcome import Failure, Outcome, attempt
 from reshard_mpi.runs.prepared import Run
 from reshard_mpi.runs.progress import Progress
+
+if TYPE_CHECKING:
+    from reshard_mpi.journal.targets import Journal
+    from reshard_mpi.journal.unrecorded import Unrecorded
 
 T = TypeVar("T")
 
@@ -117,7 +110,7 @@ class Writer:
         self._progress.started(rank)
         with self._writing(rank) as publication:
             manifest = self._reserved(publication, plan)
-            filled = _fill(plan, manifest, publication.descriptor, None, self._limits, self._progress.moved)
+            filled = fill_file(plan, manifest, publication.descriptor, None, self._limits, self._progress.moved)
             sums: tuple[TensorSum, ...] = ()
             if self._run.request.verify:
                 sums = self._verified(plan, manifest, publication.descriptor, None, plan.written_bytes)
@@ -146,7 +139,7 @@ class Writer:
         def fill(share: Share, plan: RankPlan, manifest: Manifest, descriptor: int, waited_seconds: float) -> Part:
             span = share.range_of(os.fstat(descriptor).st_size)
             self._progress.started(share.target)
-            filled = _fill(plan, manifest, descriptor, span, self._limits, self._progress.moved)
+            filled = fill_file(plan, manifest, descriptor, span, self._limits, self._progress.moved)
             return Part(filled=(filled._replace(waited_seconds=waited_seconds),))
 
         return self._of_shares(self._work.shares, reservations, fill)
@@ -214,7 +207,7 @@ class Writer:
         """Finish a target, read its structure back, and put it in place."""
         sums_by_name = {tensor.name: tensor.value for tensor in sums}
         self._format.seal(publication.descriptor, manifest.path, sums_by_name, crc=self._run.request.crc)
-        _require_as_meant(self._format, publication, manifest, sums_by_name)
+        require_as_meant(self._format, publication, manifest, sums_by_name)
         publication.publish(sums)
 
     def _publish(self, parts: Sequence[Part]) -> Outcome:
@@ -275,69 +268,6 @@ class Writer:
         return Outcome((report,))
 
 
-def target_report(
-    plan: RankPlan,
-    path: Path,
-    begin: float,
-    waited_seconds: float,
-    leased_bytes: int,
-    process: int,
-    filled: Sequence[Filled],
-) -> TargetReport:
-    """Return the report of a target that is complete now. begin: a monotonic time. filled: its parts."""
-    return TargetReport(
-        rank=plan.target_rank,
-        path=str(path),
-        read_ranks=plan.read_ranks,
-        written_bytes=plan.written_bytes,
-        needed_bytes=plan.needed_bytes,
-        requested_bytes=sum(part.requested_bytes for part in filled),
-        mapped_bytes=sum(part.mapped_bytes for part in filled),
-        seconds=time.monotonic() - begin,
-        engine_seconds=max(part.seconds for part in filled),
-        waited_seconds=waited_seconds + max(part.waited_seconds for part in filled),
-        leased_bytes=leased_bytes,
-        process=process,
-        processes=len(filled),
-        overflows=joined(overflow for part in filled for overflow in part.overflows),
-    )
-
-
-def write_whole(
-    plan: RankPlan, format_name: str, publication: Publication, limits: Limits, on_bytes: OnBytes
-) -> Filled:
-    """Write the shard of `plan`, read its structure back, and put it in place."""
-    module, fd, path = formats.by_name(format_name), publication.descriptor, str(publication.partial)
-    manifest = module.reserve(fd, path, plan.shard)
-    filled = _fill(plan, manifest, fd, None, limits, on_bytes)
-    module.seal(fd, path)
-    _require_as_meant(module, publication, manifest, {})
-    publication.publish()
-    return filled
-
-
-def _require_as_meant(module: Format, publication: Publication, manifest: Manifest, sums: Mapping[str, int]) -> None:
-    """Raise TransformError if a sealed target, read back from the disk, has not the intended structure and sums."""
-    forget_cached(publication.descriptor)
-    try:
-        module.read_back(manifest)
-        found_sums = module.stored_sums(manifest.path) if sums else sums
-    except ShardError as error:
-        raise _not_as_meant(manifest.path, told(error)) from error
-    if found_sums and found_sums != sums:
-        raise _not_as_meant(manifest.path, "other sums")
-
-
-def _not_as_meant(path: str, got: str) -> TransformError:
-    return TransformError(
-        "what was written is not what lies in the file",
-        expected="the structure that was meant",
-        got=got,
-        where=path,
-        remedy="look for a failing disk or memory, and run the same command with --resume",
-    )
-
-
 def _joined(parts: Sequence[Verified], plan: RankPlan) -> tuple[TensorSum, ...]:
     """Return the sums of a target's tensors, joined from those of its parts."""
     if not parts:
@@ -345,20 +275,3 @@ def _joined(parts: Sequence[Verified], plan: RankPlan) -> tuple[TensorSum, ...]:
     from reshard_mpi.journal.sums import joined_sums
 
     return joined_sums((part.sums for part in parts), plan.tensors.specs.names)
-
-
-def _fill(
-    plan: RankPlan, manifest: Manifest, descriptor: int, span: Span | None, limits: Limits, on_bytes: OnBytes
-) -> Filled:
-    begin = time.monotonic()
-    traffic = write_shard(plan, manifest, descriptor, span=span, limits=limits, on_bytes=on_bytes)
-    seconds = time.monotonic() - begin
-    overflows = tuple(_overflows(plan, traffic.overflows)) if traffic.overflows else ()
-    return Filled(plan.target_rank, traffic.requested_bytes, traffic.mapped_bytes, seconds, 0.0, overflows)
-
-
-def _overflows(plan: RankPlan, elements: Mapping[str, int]) -> Iterator[Overflow]:
-    """Yield the overflows of a target's tensors. elements: how many were too large, by name."""
-    for spec in plan.tensors.specs:
-        if spec.name in elements:
-            yield Overflow(spec.name, spec.dtype.name, elements[spec.name])

@@ -121,14 +121,14 @@ SWAP = """
 import os
 from reshard_mpi.runs import write
 
-fill = write._fill
+fill = write.fill_file
 
 def swap(plan, manifest, descriptor, *more):
     {before}
     filled = fill(plan, manifest, descriptor, *more)
     {after}
     return filled
-write._fill = swap
+write.fill_file = swap
 """
 PARTIAL = "os.unlink(manifest.path); os.symlink({private!r}, manifest.path)"
 FOLDER = (

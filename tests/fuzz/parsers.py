@@ -31,10 +31,10 @@ from reshard_mpi.formats.safetensors import mindformers_index, sharding_text
 from reshard_mpi.formats.torch import pickles, pickling, readers
 from reshard_mpi.formats.torch.content import Storages
 from reshard_mpi.formats.torch.tensors import is_tensor
-from reshard_mpi.journal.commit import commit
 from reshard_mpi.journal.commit_record import CommitRecord
 from reshard_mpi.journal.identity import RunIdentity
 from reshard_mpi.journal.records import COMMIT_RECORD, STATE, TargetRecord, record_path, run_path
+from reshard_mpi.journal.standing import commit
 from reshard_mpi.journal.state import as_lines, state_of
 from reshard_mpi.mapping import candidates, mapped
 from reshard_mpi.mapping.parsing import parse_rules

@@ -35,10 +35,12 @@ from support.processes import clean_environment
 
 import reshard_mpi
 from reshard_mpi.errors import ReshardError, TargetError
-from reshard_mpi.journal import commit as committing
-from reshard_mpi.journal.commit import commit, commit_if_complete
+from reshard_mpi.journal import commit as journal_commit
+from reshard_mpi.journal import standing as committing
+from reshard_mpi.journal.commit import commit_if_complete
 from reshard_mpi.journal.identity import RunIdentity
 from reshard_mpi.journal.records import Evidence, TargetRecord
+from reshard_mpi.journal.standing import commit
 from reshard_mpi.journal.targets import Journal
 from reshard_mpi.planning.differing import Told
 from reshard_mpi.planning.model import Held
@@ -151,7 +153,7 @@ def test_it_cannot_be_written(tmp_path: Path, capsys: Capture, monkeypatch: pyte
 
     c = make(tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr(committing, "publish_text", full)
+        patched.setattr(journal_commit, "publish_text", full)
         finished = transform_here(capsys, c)
     assert finished.code == 4 and "are complete, but the commit record could not be written" in finished.err
     assert "No space" in finished.err

@@ -26,7 +26,8 @@ from reshard_mpi.journal import targets
 from reshard_mpi.journal.identity import RunIdentity
 from reshard_mpi.journal.publication import Publication, remove_stale_records
 from reshard_mpi.journal.records import Evidence, TargetRecord
-from reshard_mpi.journal.targets import Journal, Unrecorded
+from reshard_mpi.journal.targets import Journal
+from reshard_mpi.journal.unrecorded import Unrecorded
 from reshard_mpi.planning.model import Beginning, Held, Moment
 
 EVIDENCE = Evidence(

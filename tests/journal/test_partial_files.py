@@ -20,7 +20,7 @@ import reshard_mpi
 from reshard_mpi.filesystem.folders import Folder
 from reshard_mpi.journal import publication
 from reshard_mpi.journal.publication import Publication, remove_stale, stale_bytes
-from reshard_mpi.journal.targets import Unrecorded
+from reshard_mpi.journal.unrecorded import Unrecorded
 from reshard_mpi.processes.hosts import host_name
 
 CONTENT = bytes(8192)
@@ -28,7 +28,7 @@ CONTENT = bytes(8192)
 WRITER = f"""
 import sys
 from pathlib import Path
-from reshard_mpi.journal.targets import Unrecorded
+from reshard_mpi.journal.unrecorded import Unrecorded
 path = Path(sys.argv[1])
 with Unrecorded(path.parent.parent).writing(0, path) as publication:
     publication.partial.write_bytes(b"x" * {len(CONTENT)})

@@ -33,7 +33,7 @@ from reshard_mpi.runs import write
 from reshard_mpi.engine import files
 from reshard_mpi.planning.model import Limits
 
-map_window, fill, turns = files.Files.window, write._fill, []
+map_window, fill, turns = files.Files.window, write.fill_file, []
 
 @contextlib.contextmanager
 def window(self, part, requested_bytes):
@@ -61,7 +61,7 @@ def unbounded(plan, manifest, descriptor, span, limits, on_bytes):
     limits = Limits(buffer_bytes=1 << 31, window_bytes=1 << 31)
     return fill(plan, manifest, descriptor, span, limits, on_bytes)
 
-write._fill = unbounded
+write.fill_file = unbounded
 """
 
 

@@ -133,7 +133,7 @@ def test_a_source_that_is_saved_over_while_it_is_read(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, journal: bool
 ) -> None:
     c = make(tmp_path)
-    fill = write._fill
+    fill = write.fill_file
 
     def save_over(plan, *arguments):
         filled = fill(plan, *arguments)
@@ -142,7 +142,7 @@ def test_a_source_that_is_saved_over_while_it_is_read(
         return filled
 
     with monkeypatch.context() as patched:
-        patched.setattr(write, "_fill", save_over)
+        patched.setattr(write, "fill_file", save_over)
         if journal:
             finished = transform_here(capsys, c)
             assert finished.code == 4 and "1 of 2 targets failed" in finished.err
@@ -187,14 +187,14 @@ def test_what_only_a_look_at_the_same_way_and_time_shows(
     os.utime(tmp_path / "other" / "rank_2" / original.shard(2).name, ns=(1, 1))
     (tmp_path / "latest").symlink_to(original.src.name)
     c = original.but(src=tmp_path / "latest")
-    fill = write._fill
+    fill = write.fill_file
 
     def change_then_fill(plan, *arguments):
         if plan.target_rank == 1:
             change(c)
         return fill(plan, *arguments)
 
-    monkeypatch.setattr(write, "_fill", change_then_fill)
+    monkeypatch.setattr(write, "fill_file", change_then_fill)
     if journal:
         message = transform_here(capsys, c).err
     else:

@@ -17,6 +17,7 @@ from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.errors import CoverageError
 from reshard_mpi.planning.filling import strategy_of as filled
 from reshard_mpi.runs.conversion import Conversion
+from reshard_mpi.runs.division import target_weights
 from reshard_mpi.sharding.placement import Placement, Strategy, unsharded
 
 TENSORS = {"w": np.zeros((12, 4), np.float32), "v": np.zeros(6, np.float16), "scale.w": np.zeros((), np.float32)}
@@ -28,7 +29,7 @@ def weights(folder: Path, target: Side, ranks: range) -> dict[int, int]:
     source = Side(2, 1, rows, frozenset({"scale.w"}))
     write_shards(source, TENSORS, folder, "ckpt")
     checkpoint = open_source(find_shards(str(folder)), strategy_of(source))
-    return Conversion(checkpoint, strategy_of(target)).target_weights(ranks)
+    return target_weights(Conversion(checkpoint, strategy_of(target)), ranks)
 
 
 def test_targets_of_one_stage_weigh_alike(tmp_path: Path) -> None:
@@ -52,7 +53,7 @@ def test_files_that_are_filled_weigh_what_they_hold(tmp_path: Path) -> None:
     write_shards(whole, each, tmp_path, "ckpt")
     checkpoint = open_source(find_shards(str(tmp_path)), strategy_of(whole))
     named = [[f"w{first}", f"w{first + 1}"] for first in range(0, 300, 2)]
-    found = Conversion(checkpoint, filled(named)).target_weights(range(150))
+    found = target_weights(Conversion(checkpoint, filled(named)), range(150))
     assert found == {file: sum(each[name].nbytes for name in names) for file, names in enumerate(named)}
 
 

@@ -180,7 +180,7 @@ def test_a_target_that_fails_is_not_counted_as_complete(tmp_path: Path, monkeypa
     def fail(plan: Any, *_: Any) -> Any:
         raise OSError(5, "a disk", str(plan.target_rank))
 
-    monkeypatch.setattr(write, "_fill", fail)
+    monkeypatch.setattr(write, "fill_file", fail)
     counting = Counting()
     outcome = Task.CONVERT.run(request(c), SerialComm(), counting)
     assert len(outcome.failures) == 2 and (counting.bytes[-1], counting.units[-1]) == ([0, 0, 0, 0], 0)

@@ -24,7 +24,7 @@ from reshard_mpi.formats.columns import TensorEntry, Tensors
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.places import ByteRange, Segments
-from reshard_mpi.runs.outcome import Reserved
+from reshard_mpi.runs.exchanged import Reserved
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Placement, Strategy
@@ -45,7 +45,7 @@ from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.planning.model import Limits
 from reshard_mpi.filesystem.folders import Folder
 from reshard_mpi.journal.publication import Publication
-from reshard_mpi.runs.write import write_whole
+from reshard_mpi.runs.one_file import write_whole
 from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 

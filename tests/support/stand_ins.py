@@ -14,14 +14,14 @@ from reshard_mpi.runs import division, write
 
 division.CUT_BYTES = 16  # so that the small files here are filled by several processes
 
-fill = write._fill
+fill = write.fill_file
 
 def stand_in(plan, manifest, descriptor, span, limits, on_bytes):
     filled = fill(plan, manifest, descriptor, span, limits, on_bytes)
     if {when}:
         {do}
     return filled
-write._fill = stand_in
+write.fill_file = stand_in
 """
 
 

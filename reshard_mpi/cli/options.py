@@ -1,0 +1,168 @@
+"""Options that several commands have, by the groups in which help shows them."""
+
+from __future__ import annotations
+
+import argparse
+
+from reshard_mpi import formats
+from reshard_mpi.cli import values
+
+
+def strategies_of(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    return parser.add_argument_group("how both sides are cut")
+
+
+def work_of(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    return parser.add_argument_group("memory and processes")
+
+
+def add_accumulated(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--accumulated",
+        choices=("mean", "sum", "refuse"),
+        default="refuse",
+        help="gradients that are being accumulated (accu_grads.*, grad_sum.*), of which ranks that hold the same piece"
+        " have different sums. mean: every target rank gets the mean of all. sum: the lowest of the target ranks that"
+        " hold the same piece gets the sum of all, the others zeros. refuse: they must be the same (default:"
+        " %(default)s)",
+    )
+
+
+def add_map(command: argparse.ArgumentParser, source: str = "SRC", target: str = "the target") -> None:
+    parser = command.add_argument_group("what becomes of tensors")
+    parser.add_argument(
+        "--map",
+        metavar="FILE|NAME",
+        help=f"take the tensors of {source} through the equations of a map: other names, shapes and types"
+        " (reshard-mpi help maps)",
+    )
+    direction = parser.add_mutually_exclusive_group()
+    direction.add_argument(
+        "--forward",
+        action="store_true",
+        help="read the map from left to right (default: as the names tell)",
+    )
+    direction.add_argument("--reverse", action="store_true", help="read the map from right to left")
+    parser.add_argument(
+        "--config", type=values.path, metavar="FILE.json", help="the model's configuration, for [axes] of maps"
+    )
+    parser.add_argument(
+        "--like",
+        type=values.path,
+        metavar="CHECKPOINT",
+        help="a checkpoint of the target's network, trained or not: its names and shapes decide where those of"
+        " the source do not tell what an equation of the map makes, and the target must have them",
+    )
+    parser.add_argument(
+        "--dtype",
+        action="append",
+        default=[],
+        metavar="[GLOB=]TYPE",
+        help="convert floating-point tensors, all or those whose names match, to fp64, fp32, fp16, bf16, fp8_e4m3 or"
+        " fp8_e5m2, rounding to nearest even (repeatable; the last that matches counts)",
+    )
+    for option, text in (
+        ("--include", "take only tensors whose names match"),
+        ("--exclude", "leave out tensors whose names match"),
+    ):
+        parser.add_argument(
+            option,
+            action="append",
+            default=[],
+            metavar="GLOB",
+            help=f"{text}, as they are named in {target} (repeatable)",
+        )
+    add_accumulated(parser)
+
+
+def add_rank(parser: argparse._ActionsContainer, text: str) -> None:
+    parser.add_argument("--rank", type=values.ranks, action="extend", metavar="RANKS", help=text)
+
+
+def add_jobs(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--jobs",
+        type=values.positive,
+        metavar="N",
+        help="local processes, no more than there is work for (default: one a core, up to 8 or the number of targets,"
+        " the more; 1 under a launcher)",
+    )
+
+
+def add_files(command: argparse.ArgumentParser, source: str, *, ranks: str | None = None) -> None:
+    """Add which files are read. ranks: what it means to name ranks, where these are among them."""
+    parser = command.add_argument_group("which files are read")
+    parser.add_argument("--select", metavar="GLOB", help=f"take only files of {source} whose names match")
+    parser.add_argument(
+        "--from",
+        dest="source_format",
+        choices=formats.NAMES,
+        metavar="FORMAT",
+        help=f"take only files of this format in {source}: {', '.join(formats.NAMES)} (default: what lies there, if it"
+        " is of one)",
+    )
+    parser.add_argument(
+        "--src-files",
+        dest="source_files",
+        type=values.positive,
+        metavar="N",
+        help=f"how many files {source} was saved in: asked for where nothing in it tells (dcp-safetensors)",
+    )
+    if ranks is not None:
+        add_rank(parser, ranks)
+
+
+def add_comparison(parser: argparse.ArgumentParser, sampled: str) -> None:
+    checks = parser.add_argument_group("what is checked")
+    checks.add_argument(
+        "--replicas",
+        choices=("any", "sample"),
+        default="sample",
+        help=f"sample: {sampled}, as transform does. any: trust it (default: %(default)s)",
+    )
+    work = work_of(parser)
+    add_memory(work)
+    add_jobs(work)
+
+
+def add_output(parser: argparse.ArgumentParser, details: str) -> argparse._ArgumentGroup:
+    output = parser.add_argument_group("what is printed")
+    add_progress(output)
+    amount = output.add_mutually_exclusive_group()
+    amount.add_argument("-q", "--quiet", action="store_true", help="print nothing but warnings and errors")
+    amount.add_argument("-v", "--verbose", action="store_true", help=f"print {details} as well")
+    return output
+
+
+def add_progress(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--progress",
+        choices=("auto", "plain", "none"),
+        default="auto",
+        help="auto: a bar on a terminal, else a line every few seconds, as plain (default: %(default)s)",
+    )
+
+
+def add_memory(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--memory",
+        metavar="SIZE|unlimited",
+        help="what all processes of this user on a host may take together, as 64G (default: RESHARD_MPI_MEMORY, else"
+        " what is free); processes that find no room wait. unlimited: none waits",
+    )
+    parser.add_argument("--max-active", type=values.positive, metavar="N", help="how many may work at once on a host")
+
+
+def add_strategies(command: argparse.ArgumentParser, target: str = "to be (default: one full checkpoint)") -> None:
+    parser = strategies_of(command)
+    parser.add_argument(
+        "--src-strategy", type=values.path, metavar="F|DIR", help="how SRC is sharded (default: as its shards say)"
+    )
+    parser.add_argument("--dst-strategy", type=values.path, metavar="F|DIR", help=f"how DST is {target}")
+    parser.add_argument(
+        "--unlisted",
+        choices=("follow", "replicate", "drop"),
+        default="follow",
+        help="parameters DST's strategy does not list: follow the one they are named after (moments.w: w), hold them"
+        " whole on every rank, or leave them out (default: %(default)s)",
+    )
