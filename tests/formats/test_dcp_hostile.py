@@ -133,7 +133,7 @@ SPOILED: dict[str, tuple[Callable[[Metadata], object], str]] = {
     "no storage_data": (lambda m: setattr(m, "storage_data", None), "no dictionary storage_data"),
     "no state_dict_metadata": (lambda m: setattr(m, "state_dict_metadata", [1]), "no dictionary state_dict_metadata"),
     "a key that is no index": (lambda m: m.storage_data.update({"w": places(m)[0]}), "no MetadataIndex"),
-    "a name that is no text": (lambda m: m.state_dict_metadata.update({7: None}), "a key that is no text"),
+    "a name that is no text": (lambda m: m.state_dict_metadata.update({7: None}), "a key that is no name"),
     "an entry of no kind": (lambda m: m.state_dict_metadata.update(w=3), "no TensorStorageMetadata"),
 }
 

@@ -37,7 +37,7 @@ from support.stand_ins import doing
 import reshard_mpi
 from reshard_mpi import formats
 from reshard_mpi.errors import DamageError, ShardError, SourceError, UsageError
-from reshard_mpi.formats.ckpt import sealing
+from reshard_mpi.formats import files
 from reshard_mpi.runs import one_file, write
 from reshard_mpi.runs import verify as verifying
 from reshard_mpi.units import format_bytes
@@ -369,7 +369,7 @@ def test_a_file_that_shrinks_while_its_checksum_is_made(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     path.write_bytes(bytes(10))
     with path.open("rb") as stream, pytest.raises(ShardError, match="became shorter"):
-        sealing._sum(stream.fileno(), str(path), 11)
+        files.crc32_of(stream.fileno(), str(path), (0, 11))
 
 
 def test_targets_are_read_back_from_the_disk(c: Conversion, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
