@@ -91,6 +91,9 @@ def needed_ranks(
         for placement, pieces in needs:
             demands.setdefault(placement, {}).update(dict.fromkeys(pieces))
     ranks = set(choose_holders(demands, home, available).values())
+    if source.world_size == target.world_size and target_rank in available:
+        # Its own shard is opened in any case, since it may hold values that no strategy lists.
+        ranks = set(choose_holders(demands, home, {*ranks, target_rank}).values())
     for origins in unplaced:
         ranks.update(_one_of_its_stages(origins, source, ranks, home, available))
     if not ranks:

@@ -246,3 +246,12 @@ def test_the_work_does_not_grow_with_the_ranks(monkeypatch: pytest.MonkeyPatch, 
     small, large = (sum(counts.values()) for counts in work)
     assert large <= small + 10, work
     assert large < 200, work
+
+
+def test_a_ranks_own_shard_serves_where_it_is_opened_anyway() -> None:
+    """Where ranks stay as many, planning opens a target's own shard and takes from it, so the list must name it."""
+    stages = {"w": (0, 1, 5), "layer1.weight": (2, 4), "layer-1.weight": (3, 4)}
+    source = Strategy(6, 6, {name: (Placement((1,), ((),), stages=of),) for name, of in stages.items()})
+    target = Strategy(6, 1, {name: (Placement((6,), ((),)),) for name in stages})
+    assert [ranks_for(source, target, rank) for rank in range(6)] == [[0, 4], [1, 4], [0, 4], [0, 4], [0, 4], [4, 5]]
+    assert ranks_for(source, target, 1, available=(0, 2, 3, 4, 5)) == [0, 4]
