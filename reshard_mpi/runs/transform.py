@@ -63,7 +63,8 @@ def convert(
     if not request.recorded:
         return outcome
     # Even if targets have failed: another run may have made them meanwhile, and left it to this one to commit.
-    return outcome.joined(comm.allgather(planner.commit(outcome) if comm.rank == 0 else Outcome()))
+    committed, *_ = comm.allgather(planner.commit(outcome) if comm.rank == 0 else Outcome())
+    return outcome.joined([committed._replace(targets=())])  # for a process that has died, what it had made comes again
 
 
 def plan_targets(

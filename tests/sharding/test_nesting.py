@@ -233,6 +233,6 @@ def test_factors_that_cannot_have_the_other_sides_dimensions_are_refused() -> No
 def test_an_open_ended_placement_is_closed_by_the_shape() -> None:
     rule = Placement((2,), ((0,),), open_ended=True)
     assert regroup(rule, (4, 3, 2)) == Placement((2,), ((0,), (), ()))
-    assert regroup(rule, ()) is rule  # for the layout to refuse
+    assert regroup(rule, ()) == rule  # for the layout to refuse
     nothing = Placement((2,), open_ended=True)
-    assert regroup(nothing, (4, 3)) is nothing
+    assert regroup(nothing, (4, 3)) == nothing
