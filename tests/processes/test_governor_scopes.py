@@ -117,7 +117,7 @@ def test_a_group_of_which_is_not_known_what_is_in_use(tmp_path: Path) -> None:
     root = tree(tmp_path, "0::/a\n", [V2_MOUNT], v2("a", "1000", 700))
     (group,) = control_groups(root)
     (group.folder / "memory.stat").unlink()
-    assert group.allowed_bytes({}) == 1000
+    assert group.allowed_bytes({}) == group.allowed_bytes({os.getpid(): 1 << 40}) == group.certain_bytes() == 1000
 
 
 def test_without_control_groups(tmp_path: Path) -> None:

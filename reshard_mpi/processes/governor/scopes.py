@@ -91,16 +91,22 @@ class ControlGroup(NamedTuple):
     most_held: None = None
 
     def certain_bytes(self) -> int:
+        free_bytes = self._free_bytes()
+        return self.ceiling_bytes if free_bytes is None else free_bytes
+
+    def allowed_bytes(self, leased_bytes: Mapping[int, int]) -> int:
+        free_bytes = self._free_bytes()
+        return self.ceiling_bytes if free_bytes is None else free_bytes + _used_bytes(leased_bytes, anonymous_bytes)
+
+    def _free_bytes(self) -> int | None:
+        """Return how much nothing uses; None if that is unknown, as with kernels that are emulated."""
         try:
             used_bytes = int((self.folder / self.usage_file).read_text())
             lines = [line.split() for line in (self.folder / "memory.stat").read_text().splitlines()]
         except OSError:
-            return self.ceiling_bytes  # unknown, as with kernels that are emulated
+            return None
         cache_bytes = sum(int(count) for name, count in lines if name in self.cache_names)
         return self.ceiling_bytes - max(0, used_bytes - cache_bytes)
-
-    def allowed_bytes(self, leased_bytes: Mapping[int, int]) -> int:
-        return self.certain_bytes() + _used_bytes(leased_bytes, anonymous_bytes)
 
 
 class SlurmJob(NamedTuple):
