@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +18,7 @@ from reshard_mpi.engine.joining import Joining
 from reshard_mpi.engine.placing import Array, assign, put, raw_dtype, source_view, strides_alone, swap, target_view
 from reshard_mpi.engine.spacing import with_space
 from reshard_mpi.engine.stream import Stream
+from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.places import ByteRange, Constant, Converted, Decoded, Joined
 from reshard_mpi.planning.model import Copy, Limits
 from reshard_mpi.sharding.box import Box
@@ -31,8 +31,8 @@ _MIN_RUN_BYTES = 1024
 _MIN_RUN_APART_BYTES, _FAR_APART = 4096, 2
 # So much is taken at a time to be converted, and to be joined.
 _CONVERTED_BYTES, _JOINED_BYTES = 4 * MIB, 2 * MIB
-# Less than this is read sooner than it is mapped.
-_MIN_MAPPED_BYTES = 256 * KIB
+# Where one range of a file becomes one run, so much is read at a time: it stays in the processor's second cache.
+_READ_TO_CONVERT_BYTES = 256 * KIB
 
 
 def gather(files: Files, copy: Copy, out: Array, out_box: Box, limits: Limits) -> None:
@@ -221,51 +221,59 @@ def _gather_converted(files: Files, copy: Copy, source: Converted, out: Array, o
     unconverted = copy._replace(source=copy.source._replace(dtype=stored, source=source.place))
     scratch, flat = np.empty(most_elements, out.dtype), out.reshape(-1)
 
-    def put_converted(part: Copy, content: memoryview) -> None:
-        elements = np.frombuffer(content, raw_dtype(stored))
-        strides = strides_alone(part, out_box)
-        start, size = strides.target_offset, len(elements)
-        is_one_run = strides.run_length == size
-        converted = flat[start : start + size] if is_one_run else scratch[:size]
-        files.traffic.too_large += convert(elements, stored, converted, dtype)
-        if not is_one_run:
-            put(converted, part, out, out_box)
+    def put_converted(part: Copy, elements: Array) -> None:
+        converted = _one_run(part, out_box, flat)
+        place = scratch[: len(elements)] if converted is None else converted
+        files.traffic.too_large += convert(elements, stored, place, dtype)
+        if converted is None:
+            put(place, part, out, out_box)
 
     if isinstance(source.place, Decoded | Joined):
         for part, read in _read_whole(files, unconverted, source.place, limits):
             elements, done = read.view(raw_dtype(stored)).reshape(-1), 0
             for block in part.region.blocks(most_elements):
-                put_converted(part.taking(block), elements[done : done + block.size].data)
+                put_converted(part.taking(block), elements[done : done + block.size])
                 done += block.size
         return
-    as_stored = _InStoredOrder.of(unconverted)
+    as_stored, raw = _InStoredOrder.of(unconverted), raw_dtype(stored)
+    few = np.empty(min(most_elements, max(1, _READ_TO_CONVERT_BYTES // raw.itemsize)), raw)
     for block in as_stored.turned.region.blocks(most_elements):
-        with _stored_elements(files, as_stored.alone(block), block, limits) as content:
-            put_converted(as_stored.turned.taking(block), content)
+        alone, part = as_stored.alone(block), as_stored.turned.taking(block)
+        stored_range, converted = _one_range(alone, block), _one_run(part, out_box, flat)
+        if stored_range is not None and converted is not None:
+            _convert_range(files, stored_range, stored, few, converted, dtype)
+        else:
+            elements = np.empty(block.shape, raw)
+            gather(files, alone, elements, block, limits)
+            put_converted(part, elements.reshape(-1))
 
 
-@contextmanager
-def _stored_elements(files: Files, copy: Copy, block: Box, limits: Limits) -> Iterator[memoryview]:
-    """Yield the elements of a copy to `block`, row-major: mapped if they lie so in one file, else read.
-
-    No array of them may be left when the context ends.
-    """
-    raw, stored, strides = raw_dtype(copy.source.dtype), copy.source.stored, copy.strides(block)
-    if stored is not None and not stored.swapped and strides.run_length == strides.size == block.size:
-        part = Stream(stored).one_part(strides.source_offset * raw.itemsize, block.size * raw.itemsize)
-        if part is not None and _is_mapped(part, raw.alignment, limits):
-            files.advise(part)
-            with files.window(part, part.length_bytes) as window:
-                yield window
-            return
-    elements = np.empty(block.shape, raw)
-    gather(files, copy, elements, block, limits)
-    yield elements.reshape(-1).data
+def _one_run(part: Copy, out_box: Box, flat: Array) -> Array | None:
+    """Return the elements of `flat`, which holds `out_box`, that a copy goes to; None if they are several runs."""
+    strides = strides_alone(part, out_box)
+    if strides.run_length != strides.size:
+        return None
+    return flat[strides.target_offset : strides.target_offset + strides.size]
 
 
-def _is_mapped(part: ByteRange, alignment: int, limits: Limits) -> bool:
-    """Tell whether elements are taken from a map of their file: numpy wants them aligned."""
-    return _MIN_MAPPED_BYTES <= part.length_bytes <= limits.window_bytes and part.offset_bytes % alignment == 0
+def _one_range(copy: Copy, block: Box) -> ByteRange | None:
+    """Return where a copy to `block` is stored if that is one range of a file, in the order of the block; else None."""
+    stored, strides = copy.source.stored, copy.strides(block)
+    if stored is None or stored.swapped or not strides.run_length == strides.size == block.size:
+        return None
+    itemsize = copy.source.dtype.itemsize_bytes
+    return Stream(stored).one_part(strides.source_offset * itemsize, block.size * itemsize)
+
+
+def _convert_range(files: Files, part: ByteRange, stored: DType, elements: Array, out: Array, dtype: DType) -> None:
+    """Convert what a range of a file holds to `out`. elements: for as many as are read at a time."""
+    files.advise(part)
+    for first in range(0, len(out), len(elements)):
+        converted = out[first : first + len(elements)]
+        read = elements[: len(converted)]
+        place = ByteRange(part.path, part.offset_bytes + first * elements.itemsize, read.nbytes)
+        files.read_into(place, memoryview(read.view(np.uint8).data))
+        files.traffic.too_large += convert(read, stored, converted, dtype)
 
 
 def _read_whole(files: Files, copy: Copy, source: Decoded | Joined, limits: Limits) -> Iterator[tuple[Copy, Array]]:

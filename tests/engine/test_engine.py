@@ -261,7 +261,7 @@ LIMITS = st.builds(
     space_bytes=st.sampled_from([1, 4, 64]),
     run_bytes=st.sampled_from([0, 4, 1024]),
     converted_bytes=st.sampled_from([8, 64, 1 << 19]),
-    mapped_bytes=st.sampled_from([1, 1 << 18]),
+    read_bytes=st.sampled_from([1, 1 << 18]),
 )
 def test_every_path_moves_the_same_bytes(
     data: st.DataObject,
@@ -278,7 +278,7 @@ def test_every_path_moves_the_same_bytes(
     space_bytes: int,
     run_bytes: int,
     converted_bytes: int,
-    mapped_bytes: int,
+    read_bytes: int,
 ) -> None:
     """Kernel copy, its fall-back, reads of runs and gathering from windows all give what numpy's slicing gives.
 
@@ -300,7 +300,7 @@ def test_every_path_moves_the_same_bytes(
         patch.setattr(engine_gather, "_MIN_RUN_BYTES", run_bytes)
         patch.setattr(engine_gather, "_CONVERTED_BYTES", converted_bytes)
         patch.setattr(engine_gather, "_JOINED_BYTES", converted_bytes)
-        patch.setattr(engine_gather, "_MIN_MAPPED_BYTES", mapped_bytes)
+        patch.setattr(engine_gather, "_READ_TO_CONVERT_BYTES", read_bytes)
         if not kernel:
             patch.setattr(engine_files.os, "copy_file_range", _unsupported)
         moved = []
