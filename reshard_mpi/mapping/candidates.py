@@ -76,9 +76,11 @@ def candidates_of(side: Sequence[Term], rule: EquationRule, inventory: Inventory
         shared = [captures.index(name) for name in rule.shared]
         others = [number for number in range(len(captures)) if number not in shared]
         plain = term.name.text if not captures else None
+        ndim, lengths = None if term.dims is None else len(term.dims), _lengths_told(term)
         for name in (plain,) if plain is not None and plain in inventory else () if plain is not None else inventory:
-            values = term.name.match(name)
-            if values is None or not _fits(term, inventory[name].shape):
+            values, shape = term.name.match(name), inventory[name].shape
+            fits = ndim is None or (len(shape) == ndim and all(shape[dim] == length for dim, length in lengths))
+            if values is None or not fits:
                 loose = term.name.match_loosely(name) if others else None
                 if loose is not None:
                     misfits.setdefault(tuple(loose[number] for number in shared), name)
@@ -89,17 +91,10 @@ def candidates_of(side: Sequence[Term], rule: EquationRule, inventory: Inventory
     return Candidates(tuple(by_term), misfits)
 
 
-def _fits(term: Term, shape: tuple[int, ...]) -> bool:
-    """Tell whether a shape has the term's number of dimensions, and those lengths that are numbers."""
-    if term.dims is None:
-        return True
-    if len(term.dims) != len(shape):
-        return False
-    for dim, length in zip(term.dims, shape):
-        names = list(axes_of(dim))
-        if all(name.isdecimal() for name in names) and extent(dim, {}) != length:
-            return False
-    return True
+def _lengths_told(term: Term) -> list[tuple[int, int]]:
+    """Return the dimensions of a term whose lengths are numbers, with these."""
+    dims = enumerate(term.dims or ())
+    return [(number, extent(dim, {})) for number, dim in dims if all(name.isdecimal() for name in axes_of(dim))]
 
 
 def filled(term: Term, shared: Mapping[str, str], values: tuple[int, ...]) -> str:

@@ -45,7 +45,7 @@ def told_direction(rules: Rules, inventory: Inventory, forward: bool | None, lik
     if forward is not None:
         return Direction(forward)
     unmet = {direction: _unmet(rules, inventory, direction, like) for direction in (Direction(True), Direction(False))}
-    fitting = [direction for direction, missing in unmet.items() if missing is None]
+    fitting = [direction for direction, found in unmet.items() if found is None]
     if len(fitting) == 1:
         return fitting[0]
     if fitting:
@@ -56,7 +56,7 @@ def told_direction(rules: Rules, inventory: Inventory, forward: bool | None, lik
             where=rules.where,
             remedy="say which",
         )
-    forwards, backwards = unmet.values()
+    forwards, backwards = (found.why(direction, inventory) for direction, found in unmet.items() if found is not None)
     has_like = like is not None
     raise MapError(
         "the map does not fit the checkpoint in either direction",
@@ -70,8 +70,21 @@ def told_direction(rules: Rules, inventory: Inventory, forward: bool | None, lik
     )
 
 
-def _unmet(rules: Rules, inventory: Inventory, direction: Direction, like: Likeness | None) -> str | None:
-    """Return which equation applies nowhere in this direction, though it must, and why; None if there is none.
+class _Unmet(NamedTuple):
+    """Why a direction does not fit. rule: an equation that applies nowhere, though it must; None: none applies."""
+
+    rule: EquationRule | None
+
+    def why(self, direction: Direction, inventory: Inventory) -> str:
+        """Return it in words: these take long to find among many names."""
+        if self.rule is None:
+            return "no equation applies"
+        source, _ = direction.sides(self.rule)
+        return f"{self.rule.where}: {what_is_missing(source, self.rule, inventory)}"
+
+
+def _unmet(rules: Rules, inventory: Inventory, direction: Direction, like: Likeness | None) -> _Unmet | None:
+    """Return why a map cannot be read in this direction; None if it can.
 
     An equation whose names are the same on both sides, or that only `like` can tell about, says nothing.
     """
@@ -86,5 +99,5 @@ def _unmet(rules: Rules, inventory: Inventory, direction: Direction, like: Liken
         )
         any_applies = any_applies or applies
         if not applies and not rule.is_optional:
-            return f"{rule.where}: {what_is_missing(source, rule, inventory)}"
-    return None if any_applies else "no equation applies"
+            return _Unmet(rule)
+    return None if any_applies else _Unmet(None)
