@@ -22,8 +22,9 @@ from benchmarks.network import ITEM_BYTES, Resharding, Shapes
 from benchmarks.peers.cp import Cp
 from benchmarks.peers.ours import Between
 from benchmarks.peers.protocol import Peer
+from benchmarks.planning import Program
 from benchmarks.results import Results
-from benchmarks.rows import Question, alone, answer, largest_process
+from benchmarks.rows import Clock, Question, alone, answer, largest_process
 from benchmarks.workplace import workplace
 from reshard_mpi.sharding.placement import Placement, Strategy
 
@@ -48,12 +49,14 @@ eq = "{p*}.up [f h] <=> {p*}.up_t [h f]"
 eq = '''layers.{l}.q [n h], layers.{l}.k [m h], layers.{l}.v [m h]
     <=> blocks.{l}.q [h n], blocks.{l}.k [h m], blocks.{l}.v [h m]'''
 """
-_STACKED = """
+_GATE_AND_UP = """
 [[map]]
 eq = '''model.layers.{l}.mlp.experts.{e}.gate_proj.weight [f h], model.layers.{l}.mlp.experts.{e}.up_proj.weight [f h]
     <=> model.layers.{l}.mlp.experts.gate_up_proj [e (f + f) h]'''
+"""
+_STACKED = f"""{_GATE_AND_UP}
 [[map]]
-eq = "model.layers.{l}.mlp.experts.{e}.down_proj.weight [h f] <=> model.layers.{l}.mlp.experts.down_proj [e h f]"
+eq = "model.layers.{{l}}.mlp.experts.{{e}}.down_proj.weight [h f] <=> model.layers.{{l}}.mlp.experts.down_proj [e h f]"
 """
 _BFLOAT16_BYTES = 2
 _MEMORY, _ZEROS = Path("/dev/shm"), bytes(1 << 20)
@@ -135,9 +138,14 @@ def measure(megabytes: int, pairs: int, folder: Path | None) -> Results:
         shutil.rmtree(made.source)
         planned = _plan_of_largest(place)
         planning = warmed_up(planned.run, pairs)
+        (place / "experts.toml").write_text(_GATE_AND_UP)
+        compiled = Program("experts_mapped", (str(place / "experts.toml"),))
+        compiling = warmed_up(compiled.run, pairs)
     what = "DeepSeek-V3 from Hugging Face to experts stacked, EP 8 x TP 4 x PP 4, one rank"
     rows.append(alone("maps.plan", f"{what}: plan", planned.name, planning))
     rows.append(alone("maps.plan.memory", f"{what}: peak memory", planned.name, planning))
+    what = "29,696 tensors of experts stacked: the map compiled"
+    rows.append(alone("maps.compile", what, "map of 29,696 tensors", compiling, Clock.INNER))
     return Results("maps", machine, pairs, [*rows, largest_process("maps.memory", runs)])
 
 

@@ -108,6 +108,7 @@ TARGETS = {
     "maps.cast": Target(Figure.TIME, 1.3, LARGE_MB),
     "maps.plan": Target(Figure.SECONDS, 5.0),
     "maps.plan.memory": Target(Figure.PEAK, 200 * MIB),
+    "maps.compile": Target(Figure.SECONDS, 0.5),
     "maps.memory": Target(Figure.PEAK, 200 * MIB),
     # many tensors
     "tensors.ckpt": Target(Figure.SECONDS, 1.5),
