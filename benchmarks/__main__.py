@@ -59,7 +59,7 @@ checkpoint to each form beside `cp` of what was written.
 _MAPS = """\
 Takes a mixture of experts of 4 ranks through maps to 2: queries, keys, values and experts regrouped, all transposed,
 and all cast to bfloat16, each beside `cp`; then plans one rank of DeepSeek-V3 from Hugging Face's layout to experts
-stacked, from files without payloads.
+stacked, from files without payloads, and compiles a map of its experts.
 """
 _TENSORS = """\
 Reshards checkpoints of very many small tensors, float32 of 64 x 64, cut along rows over 4 ranks, into columns over 2:
