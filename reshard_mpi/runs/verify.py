@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery
@@ -42,7 +43,8 @@ from reshard_mpi.runs.status import Stage
 from reshard_mpi.runs.through import through_map
 from reshard_mpi.text import counted
 
-T = TypeVar("T")
+# What was checked of a shard, and its damage.
+Verdict = tuple[Checked, list[ReshardError]]
 
 # So many damaged tensors of one shard are located; if there are more, one line says so.
 _MAX_LOCATED = 20
@@ -51,65 +53,29 @@ _MAX_QUOTED = 200
 _BEFORE_LOCATING = Summing(0, is_native=False, decoding_bytes=0, with_numpy=True)
 
 
-def verify_pair(
-    request: Request, comm: Comm, progress: Progress, memory: RunMemory, strategies: Strategies | None
-) -> Outcome:
-    """Verify that the checkpoint `request.target` holds what a transform of `request.source` to it would write.
+class _Pair(NamedTuple):
+    """What a transform would make of a source, and the checkpoint that is to be that.
 
-    Damage is in the outcome's failures. Raises a ReshardError, the same on every process, if the two cannot be
-    compared.
+    ranks: target ranks to verify. notes: what is to be said of the comparison.
     """
-    purpose = f"verifying {request.target}"
 
-    def begin() -> tuple[Conversion, SourceCheckpoint, Sequence[int], Governor, tuple[str, ...]]:
-        governor = memory.open()
-        named = (request.src_strategy, request.dst_strategy) if strategies is None else ()
-        memory.to_open(named, purpose)
-        read = strategies or Strategies.read(request)
-        require_reachable(request.target)
-        files, target_files = request.shard_files(), discovery.find_shards(request.target, role="target")
-        memory.to_open(named, purpose, files.format, target_files.format)
-        source = open_source(files, read.source)
-        target = open_source(target_files, None if request.dst_strategy is None else read.target)
-        accumulated = _accumulated(request, target_files.path)
-        keeps_strings = formats.by_name(target_files.format).TRAITS.keeps_strings
-        conversion = Conversion(
-            source,
-            target.strategy,
-            request.unlisted,
-            replicas=request.replicas,
-            accumulated=accumulated,
-            keeps_strings=keeps_strings,
-        )
-        conversion, _ = through_map(request, conversion)
-        memory.on_giving_way(conversion.forget, target.forget)
-        memory.to_plan(conversion, target_files.format, purpose, also_read=target)
-        conversion.drifted_tensors(damaged_are_replaced=True, process=comm.rank, processes=comm.size)
-        notes: tuple[str, ...] = ()
-        if comm.rank == 0:
-            conversion.source.check_values()
-            notes = conversion.source.map_notes()
-            if accumulated is not request.accumulated:
-                made_so = f"the {accumulated} of the replicas, as {target_files.path} says"
-                notes = (*notes, f"accumulated gradients are compared with {made_so}")
-        return conversion, target, chosen_targets(request, conversion), governor, notes
+    conversion: Conversion
+    target: SourceCheckpoint
+    ranks: Sequence[int]
+    governor: Governor
+    notes: tuple[str, ...]
 
-    progress.begin(Stage("planning"))
-    conversion, target, ranks, governor, notes = agreed(begin, comm)
-    require_same_choice(comm, conversion.source.files, target.files)
-    if comm.rank == 0:
-        progress.reading(conversion.source.described)
-    weights = target_weights(conversion, ranks)
-
-    def check(rank: int, size_bytes: int) -> tuple[Checked, list[ReshardError]]:
-        rank_purpose = f"target rank {rank} of {request.target}"
-        memory.to_plan(conversion, target.files.format, rank_purpose, also_read=target)
+    def check(self, rank: int, size_bytes: int, memory: RunMemory, progress: Progress) -> Verdict:
+        """Compare the shard of a target rank with its sources. Raises DamageError if it cannot be compared."""
+        conversion, target = self.conversion, self.target
+        purpose = f"target rank {rank} of {target.files.path}"
+        memory.to_plan(conversion, target.files.format, purpose, also_read=target)
         plan = conversion.plan(rank, checked=False)
         conversion.require_none_left_behind(plan, Share(rank, conversion.target.world_size))
         if rank not in target:
             raise DamageError("a shard is missing", expected=f"one of target rank {rank}", where=target.files.path)
         peak_bytes = memory.require_possible(plan)
-        while not memory.to_move(peak_bytes, rank_purpose):
+        while not memory.to_move(peak_bytes, purpose):
             plan = conversion.plan(rank, checked=False)
         shard = target.manifest(rank)
         _require_same_tensors(plan, shard)
@@ -125,8 +91,60 @@ def verify_pair(
             checked = again._replace(notes=checked.notes)
         return checked, damage
 
-    checked = _each(target.files, weights, comm, progress, check, notes)
-    return _with_notes(checked, governor, conversion.source.files, target.files)
+
+def verify_pair(
+    request: Request, comm: Comm, progress: Progress, memory: RunMemory, strategies: Strategies | None
+) -> Outcome:
+    """Verify that the checkpoint `request.target` holds what a transform of `request.source` to it would write.
+
+    Damage is in the outcome's failures. Raises a ReshardError, the same on every process, if the two cannot be
+    compared.
+    """
+    progress.begin(Stage("planning"))
+    pair = agreed(lambda: _opened_pair(request, comm, memory, strategies), comm)
+    source, target = pair.conversion.source, pair.target
+    require_same_choice(comm, source.files, target.files)
+    if comm.rank == 0:
+        progress.reading(source.described)
+    weights = target_weights(pair.conversion, pair.ranks)
+    check = partial(pair.check, memory=memory, progress=progress)
+    checked = _each(target.files, weights, comm, progress, check, pair.notes)
+    return _with_notes(checked, pair.governor, source.files, target.files)
+
+
+def _opened_pair(request: Request, comm: Comm, memory: RunMemory, strategies: Strategies | None) -> _Pair:
+    """Open both checkpoints, with memory enough to plan."""
+    purpose = f"verifying {request.target}"
+    governor = memory.open()
+    named = (request.src_strategy, request.dst_strategy) if strategies is None else ()
+    memory.to_open(named, purpose)
+    read = strategies or Strategies.read(request)
+    require_reachable(request.target)
+    files, target_files = request.shard_files(), discovery.find_shards(request.target, role="target")
+    memory.to_open(named, purpose, files.format, target_files.format)
+    source = open_source(files, read.source)
+    target = open_source(target_files, None if request.dst_strategy is None else read.target)
+    accumulated = _accumulated(request, target_files.path)
+    conversion = Conversion(
+        source,
+        target.strategy,
+        request.unlisted,
+        replicas=request.replicas,
+        accumulated=accumulated,
+        keeps_strings=formats.by_name(target_files.format).TRAITS.keeps_strings,
+    )
+    conversion, _ = through_map(request, conversion)
+    memory.on_giving_way(conversion.forget, target.forget)
+    memory.to_plan(conversion, target_files.format, purpose, also_read=target)
+    conversion.drifted_tensors(damaged_are_replaced=True, process=comm.rank, processes=comm.size)
+    notes: tuple[str, ...] = ()
+    if comm.rank == 0:
+        conversion.source.check_values()
+        notes = conversion.source.map_notes()
+        if accumulated is not request.accumulated:
+            made_so = f"the {accumulated} of the replicas, as {target_files.path} says"
+            notes = (*notes, f"accumulated gradients are compared with {made_so}")
+    return _Pair(conversion, target, chosen_targets(request, conversion), governor, notes)
 
 
 def verify_alone(
@@ -150,7 +168,7 @@ def verify_alone(
         if rank not in files.by_rank:
             raise discovery.no_such_rank(files, rank)
 
-    def check(rank: int, _: int) -> tuple[Checked, list[ReshardError]]:
+    def check(rank: int, _: int) -> Verdict:
         def before_sums(summing: Summing) -> None:
             memory.to_move(checking_bytes(files.format, summing), f"rank {rank} of {request.source}")
 
@@ -187,7 +205,7 @@ def _each(
     weights: Mapping[int, int],
     comm: Comm,
     progress: Progress,
-    check: Callable[[int, int], tuple[Checked, list[ReshardError]]],
+    check: Callable[[int, int], Verdict],
     notes: tuple[str, ...] = (),
 ) -> Outcome:
     """Check this process's share of the ranks; return the outcome of all processes.
@@ -270,7 +288,7 @@ def _quoted(text: str | None) -> str:
     return repr(text) if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]!r}..."
 
 
-def _compare(plan: RankPlan, shard: Manifest, on_bytes: OnBytes) -> tuple[Checked, list[ReshardError]]:
+def _compare(plan: RankPlan, shard: Manifest, on_bytes: OnBytes) -> Verdict:
     """Compare a shard with its sources; return what was checked, and the damage.
 
     on_bytes: called with the number of bytes just compared.
