@@ -67,62 +67,96 @@ def applied(
     which equations apply, and in which order tensors are; what is made must be alike, of what `choice` takes. settings:
     of the source's optimizer. Raises MapError if the map does not fit.
     """
-    taken = _Taken(None, (), (), tuple(inventory), {}, Counted(None, (), ()))
-    constants: list[Constant] = []
-    numbers: list[Computed] = []
-    if rules is not None:
-        taken = _taken(rules, inventory, forward, like)
-    direction = taken.direction
-    tensors = _tensors(taken, inventory, choice, like)
-    if rules is not None and direction is not None:
-        constants = made_up(rules, tensors, direction, like)
-        if not direction.is_forward:
-            settings = {} if like is None else like.training.settings
-        numbers = _computed(rules, taken, tensors, settings, like)
-        of_numbers = {number.name for number in numbers}
-        constants = [constant for constant in constants if constant.name not in of_numbers]
-    shapes = {tensor.name: tensor.shape.shape for tensor in tensors}
-    shapes |= {constant.name: constant.kind.shape for constant in constants}
-    shapes |= {number.name: number.kind.shape for number in numbers}
-    all_shapes = {**({} if like is None else like.shapes), **shapes}
-    states_out = states_left_out(choice, all_shapes, rules, direction)
+    taken = _taken(rules, inventory, forward, like)
+    everything = _everything(taken, rules, inventory, choice, like, settings)
+    shapes = everything.shapes
+    states_out = states_left_out(choice, {**({} if like is None else like.shapes), **shapes}, rules, taken.direction)
     chosen = frozenset(require_any(choice, shapes)) - states_out
-    kept = [name for name in taken.kept if name in chosen]
-    owned = owners(kept, {name: kind.shape for name, kind in inventory.items()}, rules, direction) if rules else {}
-    require_none_stranded((name for name in kept if name not in owned), taken.matches, inventory)
-    tensors = [tensor for tensor in tensors if tensor.name in chosen]
-    numbers = [number for number in numbers if number.name in chosen]
-    used = {name for tensor in tensors for name in tensor.sources.values()}
+    made = everything.among(chosen)
+    _require_state_follows([name for name in taken.kept if name in chosen], taken, inventory, rules)
     if like is not None:
         of_choice = {name: shape for name, shape in like.shapes.items() if is_chosen(choice, name)}
         of_choice = {name: shape for name, shape in of_choice.items() if name not in states_out}
-        require_alike({name: shapes[name] for name in shapes if name in chosen}, like._replace(shapes=of_choice))
-    known = taken.counted
-    does_anything = taken.matches or taken.states or taken.dropped or constants or numbers
+        require_alike(made.shapes, like._replace(shapes=of_choice))
+    does_anything = taken.matches or taken.states or taken.dropped or everything.constants or made.numbers
     if rules is not None and not does_anything:
-        raise _does_nothing(rules, direction, inventory, like)
+        raise _does_nothing(rules, taken.direction, inventory, like)
+    used = {name for tensor in made.tensors for name in tensor.sources.values()}
+    known = taken.counted
     return Mapped(
-        tuple(all_typed(choice, tensors)),
-        tuple(constant_typed(choice, constant) for constant in constants if constant.name in chosen),
+        tuple(all_typed(choice, made.tensors)),
+        tuple(constant_typed(choice, constant) for constant in made.constants),
         tuple(_equal((*taken.matches, *taken.states), used, known)),
         (*_pads((*taken.matches, *taken.states), used), *zeros(taken.dropped, inventory)),
         (
             *taken.dropped,
             *(name for name in shapes if name not in chosen),
             *(name for name, _ in known.numbers),
-            *(() if numbers else known.steps),
+            *(() if made.numbers else known.steps),
         ),
-        direction,
-        tuple(numbers),
+        taken.direction,
+        tuple(made.numbers),
         known,
-        tuple(_cautions(rules, taken.states, settings)) if rules is not None else (),
-        settings,
+        tuple(_cautions(rules, taken.states, everything.settings)) if rules is not None else (),
+        everything.settings,
         (*_states_dropped(taken, inventory, rules), *(name for name in shapes if name in states_out)),
     )
 
 
-def _taken(rules: Rules, inventory: Inventory, forward: bool | None, like: Like | None) -> _Taken:
-    """Return what becomes of the tensors of a checkpoint by a map."""
+class _Everything(NamedTuple):
+    """What a checkpoint becomes, or a part of that. settings: of the optimizer on the map's left side."""
+
+    tensors: Sequence[Made]
+    constants: Sequence[Constant]
+    numbers: Sequence[Computed]
+    settings: Mapping[str, Any]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        shapes = {tensor.name: tensor.shape.shape for tensor in self.tensors}
+        shapes |= {constant.name: constant.kind.shape for constant in self.constants}
+        return shapes | {number.name: number.kind.shape for number in self.numbers}
+
+    def among(self, names: Container[str]) -> _Everything:
+        """Return those that have one of these names."""
+        return self._replace(
+            tensors=[tensor for tensor in self.tensors if tensor.name in names],
+            constants=[constant for constant in self.constants if constant.name in names],
+            numbers=[number for number in self.numbers if number.name in names],
+        )
+
+
+def _everything(
+    taken: _Taken,
+    rules: Rules | None,
+    inventory: Inventory,
+    choice: Choice,
+    like: Like | None,
+    settings: Mapping[str, Any],
+) -> _Everything:
+    """Return all that the tensors of a checkpoint become. settings: of the source's optimizer."""
+    tensors = _tensors(taken, inventory, choice, like)
+    if rules is None or taken.direction is None:
+        return _Everything(tensors, (), (), settings)
+    constants = made_up(rules, tensors, taken.direction, like)
+    if not taken.direction.is_forward:
+        settings = {} if like is None else like.training.settings
+    numbers = _computed(rules, taken, tensors, settings, like)
+    of_numbers = {number.name for number in numbers}
+    return _Everything(tensors, [made for made in constants if made.name not in of_numbers], numbers, settings)
+
+
+def _require_state_follows(kept: Sequence[str], taken: _Taken, inventory: Inventory, rules: Rules | None) -> None:
+    """Raise MapError if state stays as it is, though the parameter that it is of does not."""
+    shapes = {name: kind.shape for name, kind in inventory.items()}
+    owned = owners(kept, shapes, rules, taken.direction) if rules else {}
+    require_none_stranded((name for name in kept if name not in owned), taken.matches, inventory)
+
+
+def _taken(rules: Rules | None, inventory: Inventory, forward: bool | None, like: Like | None) -> _Taken:
+    """Return what becomes of the tensors of a checkpoint by a map; without one they stay as they are."""
+    if rules is None:
+        return _Taken(None, (), (), tuple(inventory), {}, Counted(None, (), ()))
     shapes = None if like is None else like.shapes
     direction = told_direction(rules, inventory, forward, shapes)
     states_apart = {name: kind for name, kind in inventory.items() if not is_state(name, rules, inventory, direction)}
