@@ -76,12 +76,7 @@ def matches(rules: Rules, inventory: Inventory, direction: Direction, like: Like
                 continue
             applies = True
             if key in candidates.misfits:
-                raise MapError(
-                    "some of the tensors that are put together do not fit the equation, and would be left out",
-                    expected=", ".join(map(shown_term, source)),
-                    got=f"{(misfit := candidates.misfits[key])} {list(inventory[misfit].shape)}",
-                    where=rule.where,
-                )
+                raise _misfit(rule, source, candidates.misfits[key], inventory)
             for name in (*match.sources.values(), *match.equal):
                 if name not in left:
                     raise MapError("not one-to-one: an equation takes a tensor twice", got=name, where=rule.where)
@@ -97,14 +92,27 @@ def matches(rules: Rules, inventory: Inventory, direction: Direction, like: Like
                 )
             yield match
         if not applies and not rule.is_optional:
-            raise MapError(
-                "an equation applies nowhere",
-                expected=f"tensors {', '.join(map(shown_term, source))}"
-                + ("" if like is None else f", which become {', '.join(map(shown_term, target))} of the target"),
-                got=what_is_missing(source, rule, left or inventory),
-                where=rule.where,
-                remedy="mend the names, or say optional = true if it need not apply",
-            )
+            as_like = "" if like is None else f", which become {', '.join(map(shown_term, target))} of the target"
+            raise _applies_nowhere(rule, source, as_like, left or inventory)
+
+
+def _misfit(rule: EquationRule, source: Sequence[Term], name: str, inventory: Inventory) -> MapError:
+    return MapError(
+        "some of the tensors that are put together do not fit the equation, and would be left out",
+        expected=", ".join(map(shown_term, source)),
+        got=f"{name} {list(inventory[name].shape)}",
+        where=rule.where,
+    )
+
+
+def _applies_nowhere(rule: EquationRule, source: Sequence[Term], as_like: str, inventory: Inventory) -> MapError:
+    return MapError(
+        "an equation applies nowhere",
+        expected=f"tensors {', '.join(map(shown_term, source))}{as_like}",
+        got=what_is_missing(source, rule, inventory),
+        where=rule.where,
+        remedy="mend the names, or say optional = true if it need not apply",
+    )
 
 
 def _is_as_wanted(made: Geometry, wanted: Sequence[tuple[int, ...]]) -> bool:
