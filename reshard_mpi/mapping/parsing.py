@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from reshard_mpi.errors import MapError
@@ -13,7 +13,7 @@ from reshard_mpi.mapping.blocks import EquationProblem, check
 from reshard_mpi.mapping.entries import flag_of, name_of, require_known, text_of
 from reshard_mpi.mapping.expressions import ConfigurationNeeded, ExpressionProblem, evaluated
 from reshard_mpi.mapping.rules import TYPES, Drop, EquationRule, Fill, Rules
-from reshard_mpi.mapping.settings import Caution, Count, Number, caution_of, count_of, number_of
+from reshard_mpi.mapping.settings import caution_of, count_of, number_of
 from reshard_mpi.mapping.sizes import names_in
 from reshard_mpi.mapping.syntax import SyntaxProblem, parse
 
@@ -21,7 +21,6 @@ MAX_BYTES, MAX_ENTRIES = 1 << 20, 10_000
 _HEADER = re.compile(r"^[ \t]*\[\[[ \t]*(?:map|\"map\"|'map')[ \t]*\]\]", re.MULTILINE)
 _SIDES = ("left", "right")
 _LIKE = ("only", "needed", "forward")
-_KINDS = ("eq", "state", "drop", "fill", "count", "number", "caution")
 _MAX_AXIS, _MAX_DIMENSIONS = 1 << 62, 32
 
 
@@ -31,6 +30,31 @@ def parse_rules(text: str, where: str, config: Mapping[str, object] | None = Non
     config: the model's configuration, for expressions in [axes]. Raises MapError, with the place in the file, for what
     it cannot mean.
     """
+    content = _content(text, where)
+    entries, lines = content["map"], [text.count("\n", 0, header.start()) + 1 for header in _HEADER.finditer(text)]
+    read: dict[str, list[Any]] = {kind: [] for kind in _READERS}
+    for number, entry in enumerate(entries):
+        line = f", line {lines[number]}" if len(lines) == len(entries) else ""
+        kind, made = _entry(entry, f"{where}{line}, [[map]] {number + 1}")
+        read[kind].append(made)
+    equations: list[EquationRule] = read["eq"]
+    axes = _axes(content.get("axes", {}), equations, config, where)
+    return Rules(
+        tuple(equations),
+        tuple(read["drop"]),
+        tuple(read["fill"]),
+        axes,
+        where,
+        lacks_config=len(axes) < len(content.get("axes", {})),
+        states=tuple(read["state"]),
+        counts=tuple(read["count"]),
+        numbers=tuple(read["number"]),
+        cautions=tuple(read["caution"]),
+    )
+
+
+def _content(text: str, where: str) -> dict[str, Any]:
+    """Return what a map file has, as TOML: entries, and keys that it may have."""
     if len(text) > MAX_BYTES:
         raise MapError("the map is too large", expected=f"at most {MAX_BYTES} characters", where=where)
     try:
@@ -49,53 +73,19 @@ def parse_rules(text: str, where: str, config: Mapping[str, object] | None = Non
         raise MapError(
             "the map has no [[map]] entries", expected=f"1 to {MAX_ENTRIES}", got=str(entries)[:60], where=where
         )
-    lines = [text.count("\n", 0, header.start()) + 1 for header in _HEADER.finditer(text)]
-    equations: list[EquationRule] = []
-    drops: list[Drop] = []
-    fills: list[Fill] = []
-    states: list[EquationRule] = []
-    counts: list[Count] = []
-    numbers: list[Number] = []
-    cautions: list[Caution] = []
-    for number, entry in enumerate(entries):
-        line = f", line {lines[number]}" if len(lines) == len(entries) else ""
-        place = f"{where}{line}, [[map]] {number + 1}"
-        if not isinstance(entry, dict):
-            raise MapError("an entry of the map is no table", got=str(entry)[:60], where=place)
-        kinds = [key for key in _KINDS if key in entry]
-        if len(kinds) != 1:
-            raise MapError(
-                f"an entry of the map needs one of {', '.join(_KINDS)}", got=", ".join(entry) or "none", where=place
-            )
-        match kinds[0]:
-            case "eq":
-                equations.append(_equation(entry, place))
-            case "state":
-                states.append(_state(entry, place))
-            case "drop":
-                drops.append(_drop(entry, place))
-            case "fill":
-                fills.append(_fill(entry, place))
-            case "count":
-                counts.append(count_of(_only(entry, "count", place), place))
-            case "number":
-                numbers.append(number_of(_only(entry, "number", place), place))
-            case _:
-                cautions.append(caution_of(_only(entry, "caution", place), place))
-    axes = _axes(content.get("axes", {}), equations, config, where)
-    lacks_config = len(axes) < len(content.get("axes", {}))
-    return Rules(
-        tuple(equations),
-        tuple(drops),
-        tuple(fills),
-        axes,
-        where,
-        lacks_config,
-        tuple(states),
-        tuple(counts),
-        tuple(numbers),
-        tuple(cautions),
-    )
+    return content
+
+
+def _entry(entry: object, where: str) -> tuple[str, object]:
+    """Read an entry; return its kind, and what it says."""
+    if not isinstance(entry, dict):
+        raise MapError("an entry of the map is no table", got=str(entry)[:60], where=where)
+    kinds = [kind for kind in _READERS if kind in entry]
+    if len(kinds) != 1:
+        raise MapError(
+            f"an entry of the map needs one of {', '.join(_READERS)}", got=", ".join(entry) or "none", where=where
+        )
+    return kinds[0], _READERS[kinds[0]](entry, where)
 
 
 def _only(entry: dict[str, Any], key: str, where: str) -> dict[str, Any]:
@@ -246,3 +236,15 @@ def _marked(text: str, position: int) -> str:
     """Return the part of an equation around a character, which is marked."""
     before, after = text[max(0, position - 60) : position], text[position : position + 20]
     return f"{' '.join(before.split())} >>> {' '.join(after.split())}"
+
+
+# What an entry of each kind is read by, which takes the entry and its place in the file.
+_READERS: dict[str, Callable[[dict[str, Any], str], object]] = {
+    "eq": _equation,
+    "state": _state,
+    "drop": _drop,
+    "fill": _fill,
+    "count": lambda entry, where: count_of(_only(entry, "count", where), where),
+    "number": lambda entry, where: number_of(_only(entry, "number", where), where),
+    "caution": lambda entry, where: caution_of(_only(entry, "caution", where), where),
+}
