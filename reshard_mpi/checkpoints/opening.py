@@ -35,17 +35,7 @@ def open_source(
     """
     _require_all_files(files)
     if files.is_folder:
-        if known_damage:  # its files are those of one rank, so no other has the same
-            raise known_damage[min(known_damage)].with_traceback(None)
-        if strategy is not None:
-            raise SourceError(
-                "a strategy is given for a checkpoint that lists its own pieces",
-                expected="its index alone, which says where everything lies",
-                got=strategy.origin,
-                where=files.path,
-                remedy="leave that strategy out",
-            )
-        return SourceCheckpoint(files, unsharded(files.path), {0: locate(files, 0)})
+        return _open_folder(files, strategy, known_damage)
     if strategy is not None and strategy.world_size > 1:
         files = in_its_rank(files)
     said = strategy is not None
@@ -57,14 +47,7 @@ def open_source(
     if strategy is None:
         if damage:
             raise damage[min(damage)]
-        if len(files.by_rank) > 1 or first != 0:
-            raise SourceError(
-                "the shards do not say how they are sharded",
-                expected="a source strategy for a checkpoint of several ranks",
-                got=f"{len(files.by_rank)} rank folders without one",
-                where=files.path,
-                remedy="give --src-strategy, or --dst-strategy for what is verified",
-            )
+        _require_alone(files, first)
         strategy = unsharded(files.path)
     if strategy.world_size == 1 and manifest.identity is None:
         _require_no_part(manifest)
@@ -72,6 +55,41 @@ def open_source(
         if manifest.lacks_others:
             warning = f"{manifest.path} was saved without what other ranks hold: tensors of theirs may be missing"
             files = files._replace(warnings=(*files.warnings, warning))
+    _require_known_ranks(files, strategy)
+    return SourceCheckpoint(files._replace(read=None), strategy, {first: manifest}, _damage=damage)
+
+
+def _open_folder(
+    files: ShardFiles, strategy: Strategy | None, known_damage: Mapping[int, ReshardError]
+) -> SourceCheckpoint:
+    """Open a checkpoint that lists its own pieces."""
+    if known_damage:  # its files are those of one rank, so no other has the same
+        raise known_damage[min(known_damage)].with_traceback(None)
+    if strategy is not None:
+        raise SourceError(
+            "a strategy is given for a checkpoint that lists its own pieces",
+            expected="its index alone, which says where everything lies",
+            got=strategy.origin,
+            where=files.path,
+            remedy="leave that strategy out",
+        )
+    return SourceCheckpoint(files, unsharded(files.path), {0: locate(files, 0)})
+
+
+def _require_alone(files: ShardFiles, first: int) -> None:
+    """Raise SourceError if a shard that does not describe itself is not that of rank 0 alone. first: its rank."""
+    if len(files.by_rank) > 1 or first != 0:
+        raise SourceError(
+            "the shards do not say how they are sharded",
+            expected="a source strategy for a checkpoint of several ranks",
+            got=f"{len(files.by_rank)} rank folders without one",
+            where=files.path,
+            remedy="give --src-strategy, or --dst-strategy for what is verified",
+        )
+
+
+def _require_known_ranks(files: ShardFiles, strategy: Strategy) -> None:
+    """Raise SourceError if there are shards of ranks that the strategy does not have."""
     outside = [rank for rank in files.by_rank if rank >= strategy.world_size]
     if outside:
         raise SourceError(
@@ -81,7 +99,6 @@ def open_source(
             where=files.path,
             remedy="give the strategy this checkpoint was saved with",
         )
-    return SourceCheckpoint(files._replace(read=None), strategy, {first: manifest}, _damage=damage)
 
 
 def _first_sound(
