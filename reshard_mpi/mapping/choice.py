@@ -45,12 +45,19 @@ _COUNTERS = frozenset(
 
 def type_of(choice: Choice, name: str, dtype: DType, shape: tuple[int, ...]) -> DType:
     """Return the type that a tensor of the target gets: by the last pattern that matches, else its own."""
+    number = _deciding(choice, name, shape) if dtype in FLOATS else None
+    return dtype if number is None else choice.types[number][1]
+
+
+def _deciding(choice: Choice, name: str, shape: tuple[int, ...]) -> int | None:
+    """Return which of `types` gives a tensor of floating-point numbers its type; None: it stays."""
     in_file = choice.named(name)
     is_counter = prod(shape) == 1 and in_file.rpartition(".")[2] in _COUNTERS
-    for glob, wanted in reversed(choice.types) if dtype in FLOATS else ():
+    for number in reversed(range(len(choice.types))):
+        glob = choice.types[number][0]
         if Pattern(glob).matches(in_file) and not (glob == ANY and is_counter):
-            return wanted
-    return dtype
+            return number
+    return None
 
 
 def is_chosen(choice: Choice, name: str) -> bool:
@@ -107,22 +114,35 @@ def states_left_out(
 
 
 def all_typed(choice: Choice, tensors: Sequence[Made]) -> Iterator[Made]:
-    """Yield tensors in the types that `--dtype` gives them. Raises MapError for a pattern that matches none."""
-    floats = [choice.named(tensor.name) for tensor in tensors if tensor.dtype in FLOATS]
-    for glob, dtype in choice.types:
-        if glob != ANY and not any(map(Pattern(glob).matches, floats)):
-            raise MapError(
-                f"--dtype {glob}={_named(dtype)} matches no floating-point tensor",
-                got=", ".join(floats[:MAX_NAMED]) + (" ..." if len(floats) > MAX_NAMED else "") or "none",
-                remedy="give a pattern of the names that the target has",
-            )
+    """Yield tensors in the types that `--dtype` gives them. Raises MapError for a pattern that decides of none."""
+    floats = [tensor for tensor in tensors if tensor.dtype in FLOATS]
+    deciding = {_deciding(choice, tensor.name, tensor.shape.shape) for tensor in floats} if choice.types else set()
+    for number, (glob, dtype) in enumerate(choice.types):
+        if glob != ANY and number not in deciding:
+            raise _without_effect(choice, glob, dtype, [choice.named(tensor.name) for tensor in floats])
     for tensor in tensors:
         yield tensor._replace(dtype=type_of(choice, tensor.name, tensor.dtype, tensor.shape.shape))
 
 
-def _named(dtype: DType) -> str:
-    """Return what `--dtype` calls a type."""
-    return next((name for name, known in TYPES.items() if known == dtype), str(dtype))
+def _without_effect(choice: Choice, glob: str, dtype: DType, floats: Sequence[str]) -> MapError:
+    if any(map(Pattern(glob).matches, floats)):
+        return MapError(
+            f"--dtype {_shown(glob, dtype)} has no effect, since the last pattern that matches counts",
+            expected="a type for all before those for some",
+            got=", ".join(_shown(*each) for each in choice.types),
+            remedy="change the order, or leave it out",
+        )
+    return MapError(
+        f"--dtype {_shown(glob, dtype)} matches no floating-point tensor",
+        got=", ".join(floats[:MAX_NAMED]) + (" ..." if len(floats) > MAX_NAMED else "") or "none",
+        remedy="give a pattern of the names that the target has",
+    )
+
+
+def _shown(glob: str, dtype: DType) -> str:
+    """Return what is behind `--dtype`."""
+    name = next((name for name, known in TYPES.items() if known == dtype), str(dtype))
+    return name if glob == ANY else f"{glob}={name}"
 
 
 def constant_typed(choice: Choice, constant: Constant) -> Constant:

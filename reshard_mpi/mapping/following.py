@@ -168,7 +168,7 @@ def _parameter_of(
 
     known: what maps have around names of parameters in those of their state.
     """
-    parted = _parted(name, known, shapes) or _parted_anywhere(name, shapes)
+    parted = _parted(name, known, shapes) or parted_anywhere(name, shapes)
     if parted is None or (shapes[name] != shapes[parted[0]] and prod(shapes[name]) != 1):
         return None
     return parted
@@ -183,7 +183,7 @@ def _parted(name: str, known: Iterable[Affixes], inventory: Container[str]) -> t
     return None
 
 
-def _parted_anywhere(name: str, known: Container[str]) -> tuple[str, Affixes] | None:
+def parted_anywhere(name: str, known: Container[str]) -> tuple[str, Affixes] | None:
     """Return the parameter among `known` that state belongs to, that of the longest name, and what is around that."""
     spans = [part.span() for part in _PART.finditer(name)]
     parts = parts_of(name)

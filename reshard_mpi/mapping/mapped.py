@@ -311,8 +311,10 @@ def _require_different(tensors: Iterable[Made]) -> None:
             )
             raise MapError(
                 f"two tensors would have the name {tensor.name}",
+                expected="another name for each tensor of the target",
                 got=" and ".join(described),
                 where=tensor.where or other.where,
+                remedy="mend the equations, or leave one of the two out with an entry drop",
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -92,7 +93,10 @@ def bytes_of(value: int | float, dtype: DType, name: str, where: str) -> bytes:
     try:
         if dtype.name == "bfloat16":  # the upper half of a float32, rounded to nearest even
             (bits,) = struct.unpack("=I", struct.pack("=f", value))
-            return struct.pack("=H", bits + 0x7FFF + (bits >> 16 & 1) >> 16)
+            upper = bits + 0x7FFF + (bits >> 16 & 1) >> 16
+            if upper & 0x7FFF == _BFLOAT16_INFINITY and math.isfinite(value):
+                raise struct.error("too large")
+            return struct.pack("=H", upper)
         if code is None and value != 0:
             raise struct.error("only zeros can be made up in this type")
         if code is None:
@@ -100,11 +104,20 @@ def bytes_of(value: int | float, dtype: DType, name: str, where: str) -> bytes:
         integral = code not in "efd"
         if integral and value != int(value):
             raise struct.error("no integer")
+        if dtype.name == "bool" and value not in (0, 1):
+            raise struct.error("neither 0 nor 1")
         return struct.pack(f"={code}", int(value) if integral else float(value))
     except (struct.error, ValueError, OverflowError) as error:
-        raise MapError(f"{name} cannot be made up of {value} in {dtype.name}", got=str(error), where=where) from None
+        raise MapError(
+            f"{name} cannot be made up of {value} in {dtype.name}",
+            expected="a value that the type can hold",
+            got=str(error),
+            where=where,
+            remedy="give another value, or another type",
+        ) from None
 
 
+_BFLOAT16_INFINITY = 0x7F80
 _CODES = {
     "int8": "b", "uint8": "B", "int16": "h", "uint16": "H", "int32": "i", "uint32": "I", "int64": "q", "uint64": "Q",
     "float16": "e", "float32": "f", "float64": "d", "bool": "?",

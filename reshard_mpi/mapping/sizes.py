@@ -56,10 +56,6 @@ def solved(dimensions: Sequence[Dimension], known: Sizes) -> dict[str, int]:
     other or do not tell an axis.
     """
     sizes = {**known, **dict(_multiples(dimensions, known))}
-    for dimension in dimensions:
-        for name in _unpadded_names(dimension.product):
-            if name not in sizes:
-                raise SizesProblem(f"how much of {dimension.where} is padding cannot be told: give {name!r} in [axes]")
     waiting = list(dimensions)
     while waiting:
         undetermined = []
@@ -67,19 +63,28 @@ def solved(dimensions: Sequence[Dimension], known: Sizes) -> dict[str, int]:
             unknown = {name for name in names_in(dimension.product) if name not in sizes}
             if not unknown:
                 _require_length(dimension, sizes)
-            elif len(unknown) == 1:
+            elif len(unknown) == 1 and unknown.isdisjoint(_padded_names(dimension.product)):
                 sizes |= {name: _root(dimension, name, sizes) for name in unknown}
             else:
                 undetermined.append(dimension)
         if len(undetermined) == len(waiting):
-            dimension = waiting[0]
-            unknown_names = [name for name in dict.fromkeys(names_in(dimension.product)) if name not in sizes]
-            raise SizesProblem(
-                f"the length {dimension.length} of {dimension.where} does not tell how long"
-                f" {' and '.join(map(repr, unknown_names))} are: give one of them in [axes]"
-            )
+            raise _untold(waiting, sizes)
         waiting = undetermined
     return sizes
+
+
+def _untold(dimensions: Sequence[Dimension], sizes: Sizes) -> SizesProblem:
+    for dimension in dimensions:
+        for name in _padded_names(dimension.product):
+            if name not in sizes:
+                problem = f"how much of {dimension.where} is padding cannot be told: give {name!r} in [axes]"
+                return SizesProblem(problem)
+    dimension = dimensions[0]
+    unknown_names = [name for name in dict.fromkeys(names_in(dimension.product)) if name not in sizes]
+    return SizesProblem(
+        f"the length {dimension.length} of {dimension.where} does not tell how long"
+        f" {' and '.join(map(repr, unknown_names))} are: give one of them in [axes]"
+    )
 
 
 def _multiples(dimensions: Sequence[Dimension], known: Sizes) -> Iterator[tuple[str, int]]:
@@ -101,8 +106,8 @@ def names_in(product: Product) -> Iterator[str]:
     yield from (padded.multiple for padded in pads_of(product) if not padded.multiple.isdecimal())
 
 
-def _unpadded_names(product: Product) -> Iterator[str]:
-    """Yield the names of the axes that are padded."""
+def _padded_names(product: Product) -> Iterator[str]:
+    """Yield the names of the axes that are padded, and of the multiples that they are padded up to."""
     for padded in pads_of(product):
         yield from (name for name in axes_of(padded.product) if not name.isdecimal())
         if not padded.multiple.isdecimal():

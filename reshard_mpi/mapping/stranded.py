@@ -1,7 +1,8 @@
-"""State that would be left behind: it is named after a part of a parameter's name, so nothing tells that it follows.
+"""State that would be left behind: named after a part of a parameter's name, or of a shape that no equation is for.
 
 With `model.layers.0.w` and `optim.exp_avg.layers.0.w`, a map that takes the one and leaves the other as it is would
-make a checkpoint whose optimizer belongs to parameters that it does not have.
+make a checkpoint whose optimizer belongs to parameters that it does not have. So it would with what Adafactor keeps of
+the rows and columns of `w`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from reshard_mpi.errors import MapError
 from reshard_mpi.mapping.candidates import Inventory
-from reshard_mpi.mapping.following import STATE_WORDS, parts_of
+from reshard_mpi.mapping.following import STATE_WORDS, parted_anywhere, parts_of
 from reshard_mpi.mapping.matching import Match
 
 
@@ -22,8 +23,20 @@ def require_none_stranded(kept: Iterable[str], taken: Iterable[Match], inventory
     states = [name for name in kept if not STATE_WORDS.isdisjoint(parts_of(name))]
     if not states:
         return
-    parameters = _by_ends_of_names(taken)
+    matches = list(taken)
+    parameters = _by_ends_of_names(matches)
+    match_of = {name: match for match in matches for name in (*match.sources.values(), *match.equal)}
     for name in states:
+        parted = parted_anywhere(name, match_of)
+        if parted is not None:
+            whole, _ = parted
+            raise MapError(
+                f"state of {whole} would stay as it is, while an equation takes the parameter",
+                expected=f"the shape of the parameter, {list(inventory[whole].shape)}, or a single element",
+                got=f"{name} {list(inventory[name].shape)}",
+                where=match_of[whole].rule.where,
+                remedy="write equations for such state, or leave it out with --exclude",
+            )
         for parameter, match in _named_in_part(name, parameters):
             if inventory[parameter].shape == inventory[name].shape:
                 raise MapError(

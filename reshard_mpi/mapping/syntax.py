@@ -228,8 +228,10 @@ class _Reader:
         if found is None or found.lastgroup is None:
             raise SyntaxProblem(f"{expected} is expected", self.position)
         value = found.group(found.lastgroup)
-        if found.lastgroup == "number" and (len(value) > _MAX_DIGITS or (value[0] == "0" and value != "0")):
+        if found.lastgroup == "number" and value[0] == "0" and value != "0":
             raise SyntaxProblem("a number without leading zeros is expected", found.start(found.lastgroup))
+        if found.lastgroup == "number" and len(value) > _MAX_DIGITS:
+            raise SyntaxProblem(f"a number of at most {_MAX_DIGITS} digits is expected", found.start(found.lastgroup))
         self.position = self._after_space(found.end())
         return found.lastgroup, value
 

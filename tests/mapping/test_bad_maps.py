@@ -63,6 +63,7 @@ def refused(tmp_path: Path, text: str, **options: object) -> str:
         ("a.{l}.{l} [x] <=> b.{l} [x]", "capture twice"),
         ("a [" + "(" * 40 + "x" + ")" * 40 + "] <=> b [x]", "nested more than"),
         ("a [x 007] <=> b [x 7]", "leading zeros"),
+        ("a [(x | 4611686018427387903)] <=> b [x]", "at most 18 digits"),
         ("a [x y] <=> b [x]", "not one-to-one: 'y'"),
         ("a [x] <=> b [y]", "not one-to-one"),
         ("a [x x] <=> b [x]", "twice"),
@@ -347,6 +348,8 @@ def test_options_that_do_not_belong_together(tmp_path: Path, options: dict[str, 
         ({"include": "nothing.*"}, "matches no tensor"),
         ({"dtype": ["bf16", "nothing.*=fp16"]}, "^dtype nothing.*=fp16 matches no floating-point tensor"),
         ({"dtype": "count=fp16"}, "matches no floating-point tensor"),
+        ({"dtype": ["a.0.*=fp32", "bf16"]}, "^dtype a.0.*=fp32 has no effect"),
+        ({"dtype": ["a.0.q=fp32", "fp64", "a.*=bf16"]}, "^dtype a.0.q=fp32 has no effect"),
         ({"exclude": "nothing.*"}, "matches no tensor"),
         ({"include": "a.*", "exclude": "a.*"}, "leave no tensor"),
     ],
@@ -355,6 +358,16 @@ def test_options_that_do_not_fit(tmp_path: Path, options: dict[str, object], say
     with pytest.raises(MapError, match=says):
         reshard_mpi.transform(checkpoint(tmp_path), tmp_path / "dst", **options)  # type: ignore[arg-type]
     assert not (tmp_path / "dst").exists()
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [(300, "int8"), (1.5, "int32"), (2, "bool"), (1e6, "fp16"), (3.4e38, "bf16"), (1e300, "fp32"), (1, "fp8_e5m2")],
+)
+def test_what_is_made_up_of_a_value_that_its_type_cannot_hold(tmp_path: Path, value: float, dtype: str) -> None:
+    fill = f"[[map]]\nfill = {{ name = 'new', value = {value}, shape = [2], type = '{dtype}' }}"
+    equation = "[[map]]\neq = 'a.0.q [x y] <=> b [x y]'\n"
+    assert "cannot be made up" in refused(tmp_path, equation + fill)
 
 
 @pytest.mark.parametrize("content", few(4, [b"{", b"[1]", b"\xff", b'{"a": ' * 5000, b"{}" + b" " * (5 << 20)]))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.checkpoints import write_ranks
 from support.command_line import Capture, run_here
-from support.full_checkpoints import Tensors, assert_held, floats, map_of, source_of
+from support.full_checkpoints import Tensors, assert_held, floats, held, map_of, source_of
 
 import reshard_mpi
 from reshard_mpi import MapError
@@ -256,6 +256,20 @@ def test_state_named_after_a_part_of_a_parameters_name_is_no_state_that_stays(tm
     assert "map.toml" in str(caught.value) and not (tmp_path / "dst").exists()
     reshard_mpi.transform(source, tmp_path / "dst", map=map_path, include="net.*")
     assert_held(tmp_path / "dst", {"net.w": np.stack([array.T for array in tensors.values()])})
+
+
+@pytest.mark.parametrize("state", ["optimizer.state.{}.exp_avg_sq_row", "exp_avg_sq_col.{}.moment"])
+def test_state_of_another_shape_than_its_parameter_does_not_stay(tmp_path: Path, state: str) -> None:
+    """As Adafactor's, of rows and of columns: it would be that of a parameter that is no longer there as it was."""
+    tensors: Tensors = {f"model.layers.{number}.w": floats(2, 3, first=number) for number in range(2)}
+    states = {state.format(name): floats(2) for name in tensors} | {state.format("other"): floats(2)}
+    source = source_of(tmp_path, tensors | states | {"other": floats(3)})
+    with pytest.raises(MapError, match=r"state of model\.layers\.0\.w would stay as it is") as caught:
+        reshard_mpi.transform(source, tmp_path / "dst", map=map_of(tmp_path, STACKED))
+    assert "map.toml" in str(caught.value) and not (tmp_path / "dst").exists()
+    out = state.format("model.*")
+    reshard_mpi.transform(source, tmp_path / "dst", map=map_of(tmp_path, STACKED), exclude=out)
+    assert {"net.w", "other", state.format("other")} == held(tmp_path / "dst").keys()
 
 
 def test_tensors_that_are_like_no_state_of_a_parameter_stay(tmp_path: Path) -> None:

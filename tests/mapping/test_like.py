@@ -102,6 +102,15 @@ def test_padding_is_as_long_as_there() -> None:
         made(text, {"a": (5, 3)}, None)
 
 
+def test_what_is_padded_is_as_long_as_there() -> None:
+    text = '[[map]]\neq = "a [v h] <=> b [(v | 4) h]"\n'
+    assert shapes_of(made(text, {"b": (8, 3)}, {"a": (5, 3)})) == {"a": (5, 3)}
+    with pytest.raises(MapError, match=r"padding cannot be told: give 'v'"):
+        made(text, {"b": (8, 3)}, {"a": (4, 3)})
+    with pytest.raises(MapError, match=r"padding cannot be told: give 'v'"):
+        made(text, {"b": (8, 3)}, None)
+
+
 def test_lengths_are_as_there() -> None:
     text = '[[map]]\neq = "a [x h], b [y h] <=> c [(x + y) h]"\n'
     assert shapes_of(made(text, {"c": (5, 3)}, {"a": (2, 3), "b": (3, 3)})) == {"a": (2, 3), "b": (3, 3)}

@@ -62,6 +62,20 @@ def test_lengths_that_the_map_gives_bind_names_as_well(length: int) -> None:
         mapped(text, {f"x.{e}": (2,) for e in range(3)})
 
 
+@pytest.mark.parametrize("bias", [4, 5, 8, 9])
+def test_another_tensor_tells_how_much_is_padding(bias: int) -> None:
+    text = '[[map]]\neq = "a [v h], b [v] <=> c [(v | 4) h], d [v]"\n'
+    source = {"c": (8, 3), "d": (bias,)}
+    if bias in (5, 8):
+        assert {tensor.name: tensor.shape.shape for tensor in mapped(text, source).made} == {
+            "a": (bias, 3),
+            "b": (bias,),
+        }
+        return
+    with pytest.raises(MapError, match=rf"is 8 long, not {-(-bias // 4) * 4} \(v = {bias}\)"):
+        mapped(text, source)
+
+
 def test_without_a_configuration_shapes_tell_or_it_is_asked_for() -> None:
     text = '[axes]\ng = "groups"\n[[map]]\neq = "x [(g d)] <=> y [d g]"\n'
     assert mapped(text, {"x": (6,)}, {"groups": 2}).made[0].shape.shape == (3, 2)
