@@ -171,9 +171,10 @@ class ShardPlanner:
             if self._policy.accumulated is Accumulated.SUM and is_partial_sum(name) and way.layout.placement.copies > 1:
                 raise UsageError(
                     f"the target has one copy of {name!r} for {way.layout.placement.copies} ranks",
-                    expected="--accumulated mean, a format with a file for each rank, or a target without replicas",
+                    expected="one rank for each piece, as there is one sum",
                     got="--accumulated sum, which gives the sum to one of these ranks and zeros to the others",
                     where=self._target.origin,
+                    remedy="take --accumulated mean, a format with a file a rank (--to), or a target without replicas",
                 )
 
     def unseen(self) -> dict[tuple[Placement, ...], list[str]]:

@@ -79,6 +79,7 @@ def needed_parts(
             f"the sources of {name!r} do not cover what target rank {target_rank} holds",
             expected=f"{box.size} elements of box {box}",
             got=f"{covered} elements in {len(parts)} parts",
+            remedy="check that the source strategy is that of this checkpoint",
         )
     return parts
 
