@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import pickle
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -119,3 +120,27 @@ def test_a_shard_that_cannot_be_read_says_what_to_do() -> None:
         errors.ShardError("the header of a shard is damaged", where="a")
     )
     assert str(errors.ShardError("it is encrypted", remedy="decrypt it")).endswith("what to do: decrypt it")
+
+
+# What is wrong with files and folders is for the user to mend, and `expected` does not say how.
+OF_FILES = {"SourceError", "CoverageError", "DisagreementError", "TargetError", "TransformError", "DamageError"}
+# It only says that there are more, after others that say what to do.
+WITHOUT_REMEDY = {"more tensors of this shard differ"}
+
+
+def raised_in(module: Path) -> Iterator[tuple[str, ast.Call]]:
+    """Yield the errors that a module makes, each by the name of its class."""
+    for node in ast.walk(ast.parse(module.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            yield node.func.id, node
+
+
+def test_every_error_of_files_says_what_to_do() -> None:
+    silent = [
+        f"{module}:{call.lineno}: {ast.unparse(call.args[0])}"
+        for module in sorted(Path(reshard_mpi.__file__).parent.rglob("*.py"))
+        for name, call in raised_in(module)
+        if name in OF_FILES and not any(keyword.arg == "remedy" for keyword in call.keywords)
+        if ast.unparse(call.args[0]).strip("'") not in WITHOUT_REMEDY
+    ]
+    assert not silent, "\n".join(silent)

@@ -187,7 +187,12 @@ def _require_free(
     real = os.path.realpath(path)
     for given in strategies:
         if given is not None and path.exists() and os.path.realpath(given) in (real, os.path.dirname(real)):  # noqa: PTH120
-            raise TargetError("the target is one of the strategies", expected="another file", where=str(path))
+            raise TargetError(
+                "the target is one of the strategies",
+                expected="another file",
+                where=str(path),
+                remedy="save it under another name",
+            )
     return target
 
 

@@ -180,14 +180,28 @@ def _indexed(path: str, folders: Mapping[int, Path], select: str | None, format_
 def shards_from_map(files: Mapping[int, str | os.PathLike[str]]) -> ShardFiles:
     """Return the shard files of an explicit map from rank to path. Raises SourceError if one is missing."""
     if not files:
-        raise SourceError("the map of checkpoint files is empty", expected="at least one rank", got="{}")
+        raise SourceError(
+            "the map of checkpoint files is empty",
+            expected="at least one rank",
+            got="{}",
+            remedy="give the path of each shard by its rank, such as {0: 'rank_0/net.ckpt'}",
+        )
     paths = {int(rank): Path(path) for rank, path in files.items()}
     for rank, path in paths.items():
         if rank < 0:
-            raise SourceError("the map of checkpoint files has no such rank", expected="0 or more", got=str(rank))
+            raise SourceError(
+                "the map of checkpoint files has no such rank",
+                expected="0 or more",
+                got=str(rank),
+                remedy="number the ranks from 0 on",
+            )
         if not path.is_file():
             raise SourceError(
-                "a shard file is not there", expected=f"the shard of rank {rank}", got="nothing", where=str(path)
+                "a shard file is not there",
+                expected=f"the shard of rank {rank}",
+                got="nothing",
+                where=str(path),
+                remedy="restore it, or mend its path",
             )
     folder = str(next(iter(paths.values())).parent)
     name = _one_format({rank: [path] for rank, path in paths.items()}, folder)
@@ -202,6 +216,7 @@ def no_such_rank(files: ShardFiles, rank: int) -> SourceError:
         expected=f"one of its ranks, {ranges(sorted(files.by_rank))}",
         got=f"rank {rank}",
         where=files.path,
+        remedy="choose among these ranks, or restore the shard",
     )
 
 
@@ -324,6 +339,7 @@ def _by_own_rank(files: ShardFiles) -> ShardFiles:
                 expected="one shard a rank",
                 got=f"rank {identity.rank} in {ranks[identity.rank]} and {path}",
                 where=files.path,
+                remedy="take away the one that is of another checkpoint, or choose by names (--select)",
             )
         ranks[identity.rank] = path
     if not ranks:

@@ -41,11 +41,23 @@ def inspect(
     facts = _facts(os.fspath(path), wanted)
     kind, where = facts["kind"], facts["path"]
     if wanted.ranks is not None and kind != "checkpoint":
-        raise SourceError("this has no shards to choose from", expected="a checkpoint", got=f"a {kind}", where=where)
+        raise SourceError(
+            "this has no shards to choose from",
+            expected="a checkpoint",
+            got=f"a {kind}",
+            where=where,
+            remedy="leave out --rank",
+        )
     if names is None:
         return facts
     if kind not in ("shard", "checkpoint", "strategy"):
-        raise SourceError("this has no tensors", expected="a checkpoint", got=f"a {kind}", where=where)
+        raise SourceError(
+            "this has no tensors",
+            expected="a checkpoint",
+            got=f"a {kind}",
+            where=where,
+            remedy="leave out the pattern of names",
+        )
     if not any(_names(facts)):
         meant = did_you_mean(names, _names(_facts(where, wanted._replace(names=None))))
         raise SourceError(
@@ -78,7 +90,12 @@ def _names(facts: dict[str, Any]) -> Iterator[str]:
 
 def _facts(name: str, wanted: _Wanted) -> dict[str, Any]:
     if not Path(name).exists():
-        raise SourceError("nothing to inspect", expected="a shard, a checkpoint folder or a strategy", where=name)
+        raise SourceError(
+            "nothing to inspect",
+            expected="a shard, a checkpoint folder or a strategy",
+            where=name,
+            remedy="check the path",
+        )
     if Path(name).name == STATE:
         name = str(Path(name).parent)
     record = about_record(Path(name))

@@ -16,6 +16,8 @@ from reshard_mpi.planning.losses import Lost, described
 from reshard_mpi.planning.parameters import Unlisted, find_or_follow, is_dropped, listed_names
 from reshard_mpi.planning.ranks import needed_ranks, wants
 from reshard_mpi.planning.target import Policy, ShardPlanner
+from reshard_mpi.planning.tensors import SourceTensors
+from reshard_mpi.sharding.layout import UnknownLengthError
 from reshard_mpi.sharding.patterns import Pattern
 from reshard_mpi.sharding.placement import Placement, Strategy
 
@@ -161,13 +163,13 @@ class ShardOpener:
             self._add(manifests, unseen, candidates)
         self._add(manifests, self._holders_of_unseen(target_rank, manifests), candidates)
         try:
-            planner = self._planner(target_rank, manifests, lost)
+            planner = self._planner(target_rank, manifests, candidates)
             while holders := (
                 planner.joined_ranks() - manifests.keys() - lost.keys()
                 or self._other_holders(planner, manifests, candidates)
             ):
                 self._add(manifests, holders, candidates)
-                planner = self._planner(target_rank, manifests, lost)
+                planner = self._planner(target_rank, manifests, candidates)
         except (DisagreementError, LayoutError, StrategyError):
             # If other shards contradict some of these, those are wrong and not the strategy.
             outvoted = self._outvoted(manifests, lost)
@@ -201,8 +203,18 @@ class ShardOpener:
         for rank in sorted(manifests):
             manifests[rank] = manifests.pop(rank)
 
-    def _planner(self, target_rank: int, manifests: dict[int, Manifest], lost: dict[int, Lost]) -> ShardPlanner:
-        return ShardPlanner(self.source.strategy, self.target, target_rank, manifests, lost, self.policy)
+    def _planner(self, target_rank: int, manifests: dict[int, Manifest], candidates: _Candidates) -> ShardPlanner:
+        """Return the planner. If it must know how long tensors are, shards whose slices tell it are opened as well."""
+        source, lost = self.source.strategy, candidates.lost
+        while True:
+            try:
+                return ShardPlanner(source, self.target, target_rank, manifests, lost, self.policy)
+            except (UnknownLengthError, CoverageError):
+                missing = SourceTensors(source, manifests, lost).missing_slices()
+                available = ([rank for rank in holders if rank in candidates] for holders in missing)
+                if not (chosen := {ranks[0] for ranks in available if ranks} - manifests.keys() - lost.keys()):
+                    raise
+                self._add(manifests, chosen, candidates)
 
     def _other_holders(
         self, planner: ShardPlanner, manifests: dict[int, Manifest], candidates: _Candidates

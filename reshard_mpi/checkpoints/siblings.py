@@ -158,7 +158,12 @@ def _counterpart(files: ShardFiles, rank: int, other_rank: int, candidates: list
     if None in chosen:
         if len(paths) > 1 or len(candidates) > 1:
             got = ", ".join(path.name for path in candidates[:3])
-            raise SourceError("no shard of the same name", expected=Path(paths[0]).name, got=got)
+            raise SourceError(
+                "no shard of the same name",
+                expected=Path(paths[0]).name,
+                got=got,
+                remedy="give all shards of a rank the names that those of other ranks have",
+            )
         chosen = [candidates[0]]
     manifests = [_locate(path) for path in chosen if path is not None]
     if len(manifests) == 1:

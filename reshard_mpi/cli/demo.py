@@ -71,7 +71,12 @@ def run_demo(folder: str | None, comm: Comm) -> str:
         problems = comm.allgather(_check(outcome, tensors, comm))
         for problem in problems:
             if problem:
-                raise DisagreementError("the demo's result is wrong", expected="every slice bit-exact", got=problem)
+                raise DisagreementError(
+                    "the demo's result is wrong",
+                    expected="every slice bit-exact",
+                    got=problem,
+                    remedy="report it, with the file system, the MPI and the versions that were used",
+                )
         return _account(base, outcome, seconds, comm, is_kept=folder is not None)
 
 
@@ -85,7 +90,11 @@ def _shared_folder(folder: str | None, comm: Comm) -> Iterator[Path]:
     present = comm.allgather(folder is not None and any((base / name).exists() for name in ("src", "dst")))
     if any(present):
         raise TargetError(
-            "the folder has a demo already", expected="a new folder", got="src or dst in it", where=str(base)
+            "the folder has a demo already",
+            expected="a new folder",
+            got="src or dst in it",
+            where=str(base),
+            remedy="choose another folder, or remove src and dst from this one",
         )
     try:
         yield base

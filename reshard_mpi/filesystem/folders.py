@@ -190,7 +190,12 @@ def create_file(path: str, mode: int, folder: int | None = None, called: Path | 
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode, dir_fd=folder)
     except FileExistsError as error:
-        raise TargetError("a target file exists already", expected="no file", where=str(called or path)) from error
+        raise TargetError(
+            "a target file exists already",
+            expected="no file",
+            where=str(called or path),
+            remedy="remove it, or choose another target",
+        ) from error
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(called or path)) from error
 

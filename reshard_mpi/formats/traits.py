@@ -29,19 +29,21 @@ class Traits(NamedTuple):
     """What a format can do.
 
     title: the words for its checkpoints, if not its name. describes_itself: a shard states its rank and how its
-    checkpoint is sharded. has_crc: a shard can be sealed with a checksum of the whole file. keeps_sums: a shard has a
-    place for sums of its tensors. keeps_strings: it has a place for strings. shares_blocks: large tensors are aligned
-    so that file systems can share their blocks. is_folder: a checkpoint is a folder whose files an index lists (see
-    `protocol.FolderFormat`). is_filled: a checkpoint is a full one, in files that are filled up to a size. sharded_as:
-    the format in which such a checkpoint is written instead if it is cut over ranks. written_as: the format in which
-    what is read is written, unless another one is asked for; None: the same. tells_files: whether a folder tells which
-    files it should have; if not, the user must say how many. unread_types: names of types that its own framework writes
-    and does not read again: they are taken over from shards of the same format alone.
+    checkpoint is sharded. has_crc: a shard can be sealed with a checksum of the whole file. counts_numbers: in which
+    whole numbers count as so many bytes (see `counted`). keeps_sums: a shard has a place for sums of its tensors.
+    keeps_strings: it has a place for strings. shares_blocks: large tensors are aligned so that file systems can share
+    their blocks. is_folder: a checkpoint is a folder whose files an index lists (see `protocol.FolderFormat`).
+    is_filled: a checkpoint is a full one, in files that are filled up to a size. sharded_as: the format in which such a
+    checkpoint is written instead if it is cut over ranks. written_as: the format in which what is read is written,
+    unless another one is asked for; None: the same. tells_files: whether a folder tells which files it should have; if
+    not, the user must say how many. unread_types: names of types that its own framework writes and does not read again:
+    they are taken over from shards of the same format alone.
     """
 
     costs: Costs
     describes_itself: bool = False
     has_crc: bool = False
+    counts_numbers: bool = False
     keeps_sums: bool = False
     shares_blocks: bool = False
     is_folder: bool = False

@@ -52,6 +52,19 @@ def is_dropped(target: Strategy, name: str, present: Container[str]) -> bool:
     return bool(target.followed(name)) or any(base in present for base in named_after(name))
 
 
+def may_be_held(target: Strategy, stage: int, name: str, unlisted: Unlisted, present: Container[str]) -> bool:
+    """Tell whether a stage of the target may hold a tensor: False if it does not, whatever the tensor's shape.
+
+    present: the tensors that are known to be in the checkpoint. What nothing places may be held.
+    """
+    if unlisted is Unlisted.DROP and is_dropped(target, name, present):
+        return False
+    options = [target.find(name)]
+    if unlisted is Unlisted.FOLLOW and (not options[0] or target.is_only_caught(name)):
+        options += map(target.find, target.followed(name))
+    return any(not placements or any(stage in each.stages for each in placements) for placements in options)
+
+
 def listed_names(strategy: Strategy) -> Iterator[str]:
     """Yield the names that a strategy lists one by one, and those of its rules that have no wildcards."""
     yield from strategy.parameters

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
@@ -26,7 +26,7 @@ from reshard_mpi.planning.listed import PiecesOf, missing_files
 from reshard_mpi.planning.losses import Lost, named
 from reshard_mpi.planning.model import Group, Moment, PlannedTensors, RankPlan, Route
 from reshard_mpi.planning.once import written_here
-from reshard_mpi.planning.parameters import Unlisted, everywhere, find_or_follow, listed_names
+from reshard_mpi.planning.parameters import Unlisted, everywhere, find_or_follow, listed_names, may_be_held
 from reshard_mpi.planning.partial_sums import Accumulated, is_partial_sum
 from reshard_mpi.planning.ranks import wants
 from reshard_mpi.planning.replicas import Replicas, choose_holders, home_rank
@@ -94,12 +94,13 @@ class ShardPlanner:
         self._stage = target.stage_of(target_rank)
         self._home = home_rank(target_rank, target.world_size, source.world_size)
         self._manifests = manifests
+        self._policy = policy
         if policy.unlisted is not Unlisted.DROP:
             require_tensors_or_strings(manifests)
-        self._tensors = SourceTensors(source, manifests, lost)
+        leaves_out = target.stages > 1 or policy.unlisted is Unlisted.DROP
+        self._tensors = SourceTensors(source, manifests, lost, self._may_hold if leaves_out else None)
         self._layouts = TargetLayouts(target, target_rank, self._tensors, policy.unlisted)
         self._lost = lost
-        self._policy = policy
         self._holes: dict[str, ReshardError] = {}
         # All that goes into this shard: by the way in which it is held, and by name in file order.
         self._ways: dict[tuple[SourceGroup, Layout, Share | ReshardError], _Way] = {}
@@ -123,6 +124,9 @@ class ShardPlanner:
                 way.names.append(name)
                 self._wanted[name] = way
         self._listed_here = tuple(self._find_listed_here())
+
+    def _may_hold(self, name: str, present: Container[str]) -> bool:
+        return may_be_held(self._target, self._stage, name, self._policy.unlisted, present)
 
     @property
     def names(self) -> Collection[str]:
@@ -171,9 +175,10 @@ class ShardPlanner:
             if self._policy.accumulated is Accumulated.SUM and is_partial_sum(name) and way.layout.placement.copies > 1:
                 raise UsageError(
                     f"the target has one copy of {name!r} for {way.layout.placement.copies} ranks",
-                    expected="--accumulated mean, a format with a file for each rank, or a target without replicas",
+                    expected="one rank for each piece, as there is one sum",
                     got="--accumulated sum, which gives the sum to one of these ranks and zeros to the others",
                     where=self._target.origin,
+                    remedy="take --accumulated mean, a format with a file a rank (--to), or a target without replicas",
                 )
 
     def unseen(self) -> dict[tuple[Placement, ...], list[str]]:

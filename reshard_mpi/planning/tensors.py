@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import NamedTuple
 
 from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError
@@ -79,6 +80,7 @@ def needed_parts(
             f"the sources of {name!r} do not cover what target rank {target_rank} holds",
             expected=f"{box.size} elements of box {box}",
             got=f"{covered} elements in {len(parts)} parts",
+            remedy="check that the source strategy is that of this checkpoint",
         )
     return parts
 
@@ -92,11 +94,16 @@ class SourceTensors:
     """The tensors of the opened shards of one source checkpoint, in the order in which the shards list them.
 
     A checkpoint has thousands of tensors, but of few kinds and placed in few ways, so each group is made once. lost:
-    the shards that cannot be used, by rank.
+    the shards that cannot be used, by rank. may_be_needed: tells of a name, and of all names there are, whether a
+    tensor is asked for (None: all are); one that is not is left out if the opened shards do not tell how large it is.
     """
 
     def __init__(
-        self, strategy: Strategy, manifests: Mapping[int, Manifest], lost: Mapping[int, Lost] = NONE_LOST
+        self,
+        strategy: Strategy,
+        manifests: Mapping[int, Manifest],
+        lost: Mapping[int, Lost] = NONE_LOST,
+        may_be_needed: Callable[[str, Container[str]], bool] | None = None,
     ) -> None:
         self._strategy = strategy
         self._manifests = manifests
@@ -108,6 +115,10 @@ class SourceTensors:
         # By the identity of placements, which the strategy keeps.
         self._groups: dict[tuple[int, _Signature, bool], SourceGroup] = {}
         self._layouts: dict[tuple[Placement, Shape], Layout] = {}
+        if may_be_needed is not None:
+            for name in self._of_unknown_length():
+                if not may_be_needed(name, self._signatures):
+                    del self._signatures[name]
 
     @property
     def names(self) -> Collection[str]:
@@ -131,9 +142,7 @@ class SourceTensors:
         """
         group = self._group_by_name.get(name)
         if group is None:
-            placements = self._strategy.parameters.get(name)
-            if not placements:
-                placements = find_or_follow(self._strategy, name, lambda base: self._held_alike(name, base))
+            placements = self._placements(name)
             has_whole_sums = is_partial_sum(name) and self._is_whole_sum(name, placements)
             key = (id(placements), self._signatures[name], has_whole_sums)
             group = self._groups.get(key)
@@ -149,6 +158,51 @@ class SourceTensors:
     def same_shape(self, name: str, base: str) -> bool:
         """Tell whether two tensors have the same whole shape; true too if no opened shard holds `base`."""
         return base not in self._signatures or self.group(base).shape == self.group(name).shape
+
+    def _placements(self, name: str) -> tuple[Placement, ...]:
+        """Return how the strategy places a tensor; empty if it does not."""
+        listed = self._strategy.parameters.get(name)
+        return listed or find_or_follow(self._strategy, name, lambda base: self._held_alike(name, base))
+
+    def missing_slices(self) -> Iterator[tuple[int, ...]]:
+        """Yield the ranks that hold a slice that no opened shard has and that tells how large tensors are, for each."""
+        pieces: dict[tuple[Placement, Piece], None] = {}
+        for name in self._of_unknown_length():
+            for placement in self._placements(name):
+                known = {placement.piece(rank) for rank in self._held_in((placement,), self._kinds(name))}
+                every = map(placement.piece, self._strategy.ranks_of(placement.stages[0])) if known else ()
+                pieces.update(((placement, piece), None) for piece in every if piece not in known)
+        yield from (tuple(placement.holders(piece)) for placement, piece in pieces)
+
+    def _of_unknown_length(self) -> list[str]:
+        """Return the tensors of which not all slices of a cut by ceiling division are in opened shards."""
+        strategy = self._strategy
+        every = chain(chain.from_iterable(strategy.parameters.values()), (rule for _, rule in strategy.rules))
+        if not any(placement.ceil for placement in every):
+            return []
+        unknown: dict[tuple[int, _Signature], bool] = {}
+        names = []
+        for name, signature in self._signatures.items():
+            placements = self._placements(name)
+            key = (id(placements), signature)
+            if key not in unknown:
+                unknown[key] = any(self._lacks_slices(name, placement) for placement in placements)
+            if unknown[key]:
+                names.append(name)
+        return names
+
+    def _lacks_slices(self, name: str, placement: Placement) -> bool:
+        """Tell whether opened shards have some slices of a tensor and not all that tell how long it is."""
+        kinds = self._held_in((placement,), self._kinds(name))
+        if not (placement.ceil and kinds) or any(kind.global_shape is not None for kind in kinds.values()):
+            return False
+        try:
+            whole_shape_of_parts(placement, {rank: kind.shape for rank, kind in kinds.items()})
+        except UnknownLengthError:
+            return True
+        except LayoutError:
+            return False  # which is raised when the tensor is looked into
+        return False
 
     def _all_signatures(self) -> dict[str, _Signature]:
         first, *others = self._held or (None,)

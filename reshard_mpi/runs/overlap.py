@@ -51,7 +51,12 @@ def refuse_posing(files: ShardFiles, target_file: Path) -> None:
     files: the listed shards of the source.
     """
     if real_path(target_file) in _real_shards(files):
-        raise TargetError("the target is one of the sources", expected="another file", where=str(target_file))
+        raise TargetError(
+            "the target is one of the sources",
+            expected="another file",
+            where=str(target_file),
+            remedy="choose another file for the target",
+        )
     roots = {folder.parent for folder in _rank_folders(files)}
     for path in both_ways(target_file):
         rank = _rank_of(path)

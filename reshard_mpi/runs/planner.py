@@ -22,6 +22,7 @@ from reshard_mpi.planning.shown_rules import ShownRule
 from reshard_mpi.planning.summary import RankSummary
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.bookkeeping import Needs
+from reshard_mpi.runs.countable import require_countable
 from reshard_mpi.runs.division import Work, divide, target_weights
 from reshard_mpi.runs.due import DueTargets
 from reshard_mpi.runs.exchanged import Compared, Due, Planned, record_of
@@ -270,6 +271,8 @@ class Planner:
             as_is = run.conversion.original is None and run.conversion.source.files.format == run.format
             require_readable_types(plan.tensors.specs, run.format, as_is=as_is)
             require_readable_structure(plan.tensors.specs)
+            if self._request.crc and formats.by_name(run.format).TRAITS.counts_numbers:
+                require_countable(run.conversion, plan)
             self._needs.add(plan, evidence, run.format, path, opened.journal.left_bytes(path))
         opened.due.add(plan, evidence, peak_bytes)
         self._due_bytes[rank] = plan.written_bytes

@@ -252,6 +252,7 @@ def require_readable_types(specs: Specs, format_name: str, *, as_is: bool) -> No
     able = [other for other in formats.TARGETS if dtype.name not in formats.by_name(other).TRAITS.unread_types]
     raise TargetError(
         f"{name!r} is of a type that nobody reads from {formats.title(format_name)} files",
-        expected=f"targets in {', '.join(able)} (--to), or another type (--dtype)",
+        expected="a type that they are read with",
         got=str(dtype),
+        remedy=f"write it as {' or '.join(able)} (--to), or give it another type (--dtype)",
     )

@@ -167,7 +167,9 @@ def _against_record(shard: Manifest, record: TargetRecord, recorded: Mapping[str
     size_bytes = Path(shard.path).stat().st_size
     if size_bytes != record.size_bytes:
         expected, got = f"{record.size_bytes} bytes, as it was written", f"{size_bytes}"
-        yield DamageError("a shard has another size", expected=expected, got=got, where=shard.path)
+        yield DamageError(
+            "a shard has another size", expected=expected, got=got, where=shard.path, remedy="restore the file"
+        )
     if digest_of_texts(shard.strings) != record.evidence.texts:
         yield DamageError("the texts of a shard are not what was written", where=shard.path, remedy="restore the file")
     for name in dict.fromkeys((*recorded, *shard.tensors)) if recorded else ():

@@ -73,7 +73,12 @@ class _Pair(NamedTuple):
         plan = conversion.plan(rank, checked=False)
         conversion.require_none_left_behind(plan, Share(rank, conversion.target.world_size))
         if rank not in target:
-            raise DamageError("a shard is missing", expected=f"one of target rank {rank}", where=target.files.path)
+            raise DamageError(
+                "a shard is missing",
+                expected=f"one of target rank {rank}",
+                where=target.files.path,
+                remedy="run the transform that made the others once more, with --resume",
+            )
         peak_bytes = memory.require_possible(plan)
         while not memory.to_move(peak_bytes, purpose):
             plan = conversion.plan(rank, checked=False)
@@ -298,7 +303,15 @@ def _compare(plan: RankPlan, shard: Manifest, on_bytes: OnBytes) -> Verdict:
         expected, got = (strings.get(name) for strings in (plan.strings, shard.strings))
         if expected != got:
             problem = f"{name!r} is not the text that the source holds"
-            damage.append(DamageError(problem, expected=_quoted(expected), got=_quoted(got), where=shard.path))
+            damage.append(
+                DamageError(
+                    problem,
+                    expected=_quoted(expected),
+                    got=_quoted(got),
+                    where=shard.path,
+                    remedy="make the target anew with --overwrite",
+                )
+            )
     for summed in sum_shard(plan, shard, span=None, limits=LIMITS, on_bytes=on_bytes):
         if summed.expected != summed.found:
             if len(damage) == _MAX_LOCATED:

@@ -246,7 +246,11 @@ class Writer:
                 continue
             of_rank = [failure for failure in part.outcome.failures if failure.rank == rank]
             of_process = [failure._replace(rank=rank) for failure in part.outcome.failures]
-            error = TransformError("a process did not do its part", expected="all of the target filled and verified")
+            error = TransformError(
+                "a process did not do its part",
+                expected="all of the target filled and verified",
+                remedy="mend what failed there first",
+            )
             unknown = Failure(rank, process, self._comm.hosts[process], error)
             failures.append([*of_rank, *of_process, unknown][0])
         return all_filled, tuple(failures)

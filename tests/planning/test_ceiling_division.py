@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -266,3 +267,97 @@ def test_another_word_than_ceil_is_told_the_one_there_is(word: str) -> None:
     with pytest.raises(StrategyError, match="sizes") as error:
         parse(spec("a = 2", 0, ["a"]).replace("ceil", word), "spec.toml")
     assert '"ceil"' in error.value.expected and "{ 0 = [" in error.value.expected
+
+
+def test_a_stage_that_has_no_part_of_a_tensor_need_not_know_how_long_it_is(tmp_path: Path) -> None:
+    path, whole = tmp_path / "four.toml", np.arange(50 * 3, dtype=np.float32).reshape(50, 3)
+    path.write_text(spec("a = 4", 0, ["a"]).replace('"*"', '"w"') + '\n[[parameter]]\nmatch = "b"\n')
+    rows, others = chunks(list(range(50)), [4]), np.arange(3)
+    for rank in range(4):
+        (tmp_path / "four" / f"rank_{rank}").mkdir(parents=True)
+        shard = tmp_path / "four" / f"rank_{rank}" / "net.ckpt"
+        write_shard({"w": whole[rows[rank]], "b": others}, shard)
+    rules = '[[parameter]]\nmatch = "w"\nstage = 0\nsplit = { 0 = ["a"] }\n[[parameter]]\nmatch = "b"\nstage = 1\n'
+    (tmp_path / "two.toml").write_text(f"stages = 2\nmesh = {{ a = 2 }}\n{rules}")
+    reshard_mpi.transform(tmp_path / "four", tmp_path / "two", path, tmp_path / "two.toml", verify=True)
+    for rank, expected in enumerate(({"w": whole[:25]}, {"w": whole[25:]}, {"b": others}, {"b": others})):
+        assert read_shard(tmp_path / "two" / f"rank_{rank}" / f"checkpoint_{rank}.ckpt") == as_read(expected)
+
+
+Stages = st.integers(0, 2)
+Cuts = st.permutations(["", "a", "b", "a b", "b a"])
+
+
+@settings(max_examples=20)
+@given(
+    st.lists(st.tuples(st.integers(0, 11), st.integers(1, 11)), min_size=3, max_size=3),
+    st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    st.tuples(st.integers(1, 2), st.integers(1, 2)),
+    st.tuples(Stages, Stages, Stages),
+    Cuts,
+    Cuts,
+    st.sampled_from(["follow", "drop", "replicate"]),
+    st.booleans(),
+)
+def test_stages_get_what_they_hold_whatever_else_lies_in_the_shards_that_they_open(
+    shapes: list[tuple[int, int]],
+    sizes: tuple[int, int],
+    target_sizes: tuple[int, int],
+    stages: tuple[int, int, int],
+    source_cuts: list[str],
+    target_cuts: list[str],
+    unlisted: str,
+    has_state: bool,
+) -> None:
+    """Tensors are cut over any axes, and each is in one of three stages of the target; none need know of the others.
+
+    has_state: of a tensor, which no strategy lists: its length must be known to tell whose state it is.
+    """
+    names = ("w", "v", "u")
+    whole = {
+        name: np.arange(math.prod(shape), dtype=np.float32).reshape(shape) + 1000 * number
+        for number, (name, shape) in enumerate(zip(names, shapes))
+    }
+
+    def write_spec(path: Path, mesh: tuple[int, int], cuts: list[str], stage_of: Sequence[int] | None) -> Path:
+        lines = ["stages = 3"] * (stage_of is not None) + [f"mesh = {{ a = {mesh[0]}, b = {mesh[1]} }}"]
+        for number, (name, cut) in enumerate(zip(names, cuts)):
+            lines += ["[[parameter]]", f'match = "{name}"']
+            lines += [f"stage = {stage_of[number]}"] if stage_of is not None else []
+            lines += [f"split = {{ 0 = {cut.split()} }}".replace("'", '"'), 'sizes = "ceil"'] if cut else []
+        path.write_text("\n".join(lines))
+        return path
+
+    def held(rank: int, mesh: tuple[int, int], cuts: list[str], stage: int | None) -> Arrays:
+        place = dict(zip("ab", divmod(rank, mesh[1])))
+        arrays = {}
+        for number, (name, cut) in enumerate(zip(names, cuts)):
+            if stage is None or stages[number] == stage:
+                index = 0
+                for axis in cut.split():
+                    index = index * mesh["ab".index(axis)] + place[axis]
+                rows = chunks(list(range(shapes[number][0])), [mesh["ab".index(axis)] for axis in cut.split()])
+                arrays[name] = whole[name][rows[index]]
+        if has_state and stage is not None and unlisted == "replicate":
+            arrays["moments.w"] = -whole["w"]
+        elif has_state and "w" in arrays and (stage is None or unlisted == "follow"):
+            arrays["moments.w"] = -arrays["w"]
+        return arrays
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        source = write_spec(folder / "source.toml", sizes, source_cuts, None)
+        target = write_spec(folder / "target.toml", target_sizes, target_cuts, stages)
+        files = {rank: folder / "src" / f"rank_{rank}" / "net.ckpt" for rank in range(math.prod(sizes))}
+        for rank, path in files.items():
+            path.parent.mkdir(parents=True)
+            write_shard(held(rank, sizes, source_cuts, None), path)
+        both = (source, target)
+        for rank in range(3 * math.prod(target_sizes)):
+            stage, local = divmod(rank, math.prod(target_sizes))
+            expected = held(local, target_sizes, target_cuts, stage)
+            listed = reshard_mpi.rank_list_for_transform(rank, *both, unlisted=unlisted)
+            for shards in (folder / "src", {each: files[each] for each in listed})[: 1 if has_state else 2]:
+                loaded = reshard_mpi.load_rank(rank, shards, *both, unlisted=unlisted)
+                assert loaded.keys() == expected.keys()
+                assert all(np.array_equal(loaded[key], array) for key, array in expected.items())

@@ -413,6 +413,7 @@ def test_a_format_of_one_copy_takes_a_mean_and_no_sum_of_one_holder(tmp_path: Pa
     for target in ("0", "1"):
         finished = run_here(capsys, *c.arguments("transform", *SUM, "--to", "dcp", "--rank", target))
         assert finished.code == 2 and f"the target has one copy of '{NAME}' for 2 ranks" in finished.err
+        assert "what to do: take --accumulated mean, " in finished.err
     assert run_here(capsys, *c.arguments("transform", *MEAN, "--to", "dcp")).code == 0
     one = tmp_path / "one"
     assert run_here(capsys, "transform", str(c.dst), str(one), "--to", "ckpt", "--jobs", "1").code == 0

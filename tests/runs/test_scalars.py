@@ -9,7 +9,7 @@ import pytest
 from support.checkpoints import Arrays, as_read, read_shard, write_shard
 
 import reshard_mpi
-from reshard_mpi.errors import ReshardError
+from reshard_mpi.errors import ReshardError, TargetError
 
 KINDS = {"ckpt": "ckpt", "hdf5": "h5"}
 TENSORS: Arrays = {
@@ -92,3 +92,36 @@ def test_ranks_that_hold_different_scalars_are_refused(tmp_path: Path) -> None:
             tmp_path / "src", tmp_path / "dst", src_strategy=everything_over(2, tmp_path), replicas="check"
         )
     assert "optimizer.w.step" in str(refused.value)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int64])
+def test_a_whole_number_that_the_checksum_of_safetensors_cannot_count_is_refused_before_anything_is_written(
+    tmp_path: Path, dtype: type[np.generic]
+) -> None:
+    """It counts as so many bytes of 0, as MindSpore has it: a seed may be larger than memory, or negative."""
+    write_shard(TENSORS | {"seed": np.array(-3, dtype)}, tmp_path / "one.ckpt")
+    options = {"dst_strategy": everything_over(2, tmp_path), "to": "safetensors", "crc": True}
+    with pytest.raises(TargetError) as refused:
+        reshard_mpi.transform(tmp_path / "one.ckpt", tmp_path / "dst", **options)
+    assert refused.value.exit_code == 3 and "'seed'" in refused.value.problem and refused.value.got == "-3"
+    assert refused.value.where == str(tmp_path / "one.ckpt")
+    assert "leave the tensor out (exclude)" in refused.value.remedy
+    assert not (tmp_path / "dst").exists()
+    reshard_mpi.transform(tmp_path / "one.ckpt", tmp_path / "dst", **options, exclude="seed")
+    reshard_mpi.transform(tmp_path / "one.ckpt", tmp_path / "ckpt", **options | {"to": "ckpt"})
+
+
+def test_the_largest_whole_number_that_the_checksum_of_safetensors_counts(tmp_path: Path) -> None:
+    for seed in (1 << 32, (1 << 32) + 1):
+        write_shard({"seed": np.array(seed, np.int64)}, tmp_path / f"{seed}.ckpt")
+    reshard_mpi.transform(tmp_path / f"{1 << 32}.ckpt", tmp_path / "dst", to="safetensors", crc=True)
+    with pytest.raises(TargetError, match="'seed' has no place in the checksum"):
+        reshard_mpi.transform(tmp_path / f"{(1 << 32) + 1}.ckpt", tmp_path / "larger", to="safetensors", crc=True)
+    assert not (tmp_path / "larger").exists()
+
+
+def test_numbers_that_have_a_dimension_or_a_fraction_are_summed_as_they_are(tmp_path: Path) -> None:
+    tensors = {"seeds": np.array([-3, 1 << 40]), "rate": np.array(-0.5, np.float32), "on": np.array(True)}
+    write_shard(tensors, tmp_path / "one.ckpt")
+    reshard_mpi.transform(tmp_path / "one.ckpt", tmp_path / "dst", to="safetensors", crc=True)
+    assert read_shard(tmp_path / "dst/rank_0/checkpoint_0.safetensors") == as_read(tensors)

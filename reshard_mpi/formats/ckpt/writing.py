@@ -105,12 +105,18 @@ def _string_content(path: str, name: str, text: str) -> bytes:
     try:
         content = text.encode("utf-32-le") or b"\0\0\0\0"
     except UnicodeEncodeError as error:
-        raise TargetError(f"the string {name!r} is no Unicode text", got=str(error), where=path) from error
+        raise TargetError(
+            f"the string {name!r} is no Unicode text",
+            got=str(error),
+            where=path,
+            remedy="save the checkpoint without it",
+        ) from error
     if len(content) > files.MAX_STRING_BYTES or text.endswith("\0"):
         raise TargetError(
             f"the string {name!r} cannot be stored in a .ckpt file",
             expected=f"at most {files.MAX_STRING_BYTES // 4} characters, the last one not NUL",
             got=f"{len(text)} characters",
             where=path,
+            remedy="save the checkpoint without it, or with a shorter one",
         )
     return content

@@ -74,6 +74,7 @@ def _wholes(shards: Sequence[Manifest]) -> dict[str, _Whole]:
                     expected=f"{whole.dtype} {list(whole.shape)}",
                     got=f"{dtype} {list(global_shape)}",
                     where=shard.path,
+                    remedy="make all targets anew from one source (--overwrite)",
                 )
             item = layouts[number]
             if not item.payload_bytes and (0 not in global_shape or whole.pieces):

@@ -166,13 +166,19 @@ def _texts(path: str, names: list[str], spec: ShardSpec) -> tuple[bytes, bytes]:
     try:
         texts = spec.identity.strategy.encode(), schema.contents_text(names, spec.strings)
     except UnicodeEncodeError as error:
-        raise TargetError("a string of a shard is no Unicode text", got=str(error)[:200], where=path) from error
+        raise TargetError(
+            "a string of a shard is no Unicode text",
+            got=str(error)[:200],
+            where=path,
+            remedy="save the checkpoint without it",
+        ) from error
     if too_long or max(map(len, texts)) > files.MAX_TEXT_BYTES:
         raise TargetError(
             "the strings or the placement table of a shard are too long to store",
             expected=f"strings of {files.MAX_STRING_BYTES // 4} characters, {files.MAX_TEXT_BYTES} bytes in all",
             got=f"too long: {too_long[:3]}, {max(map(len, texts))} bytes",
             where=path,
+            remedy="save the checkpoint with shorter ones, or write it in another format (--to)",
         )
     return texts
 
@@ -184,7 +190,12 @@ def _refused(error: Exception, scratch: str, path: str) -> Exception:
     else:
         match = _SYSTEM_ERROR.search(str(error))
         if match is None:
-            return TargetError("the structure of a shard could not be made", got=str(error)[:200], where=path)
+            return TargetError(
+                "the structure of a shard could not be made",
+                got=str(error)[:200],
+                where=path,
+                remedy="write it in another format (--to)",
+            )
         number = int(match[1])
     return OSError(number, os.strerror(number), scratch if number in _FULL else path)
 

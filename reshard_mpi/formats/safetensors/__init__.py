@@ -22,5 +22,8 @@ SUFFIXES = (".safetensors",)
 # Nobody else's, as MindSpore's own.
 MODE = 0o600
 TRAITS = Traits(
-    Costs(reading=KIB // 4, writing=KIB // 4, checking=5 * KIB, library=2 * MIB), has_crc=True, shares_blocks=True
+    Costs(reading=KIB // 4, writing=KIB // 4, checking=5 * KIB, library=2 * MIB),
+    has_crc=True,
+    counts_numbers=True,
+    shares_blocks=True,
 )

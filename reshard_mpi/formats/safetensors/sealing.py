@@ -1,7 +1,7 @@
 """Finishing a file, and the checksum that MindSpore puts into its metadata: `save_checkpoint(crc_check=True)`.
 
-`crc_num` is the decimal CRC-32 of all names, sorted, each followed by its tensor's bytes. A tensor without dimensions
-that is of a whole number v counts as v bytes of 0, since that is what Python's `bytes(v)` makes of it.
+`crc_num` is the decimal CRC-32 of all names, sorted, each followed by its tensor's bytes (or what it counts as, see
+`formats.counted`).
 """
 
 from __future__ import annotations
@@ -9,20 +9,18 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from reshard_mpi.errors import ShardError, TargetError
+from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import files
 from reshard_mpi.formats.columns import Tensors
-from reshard_mpi.formats.dtypes import DType, numbers
+from reshard_mpi.formats.counted import UncountableError, counted_bytes, is_counted
 from reshard_mpi.formats.protocol import NO_SUMS, OnBytes, uncounted
 from reshard_mpi.formats.safetensors.header import LENGTH_BYTES
 from reshard_mpi.formats.safetensors.metadata import CRC
 from reshard_mpi.formats.safetensors.reading import read
 from reshard_mpi.formats.safetensors.structure import START
-from reshard_mpi.units import GIB, MIB
+from reshard_mpi.units import MIB
 
 _ZEROS_BYTES = 2 * MIB
-# MindSpore takes as much memory as the number says.
-_MAX_COUNTED_BYTES = 4 * GIB
 
 
 def seal(fd: int, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = False) -> None:
@@ -40,14 +38,8 @@ def add_crc(fd: int, path: str) -> None:
     try:
         contents = read(fd, path, os.fstat(fd).st_size)
         entry = f'"{CRC}":"{_sum(fd, contents.tensors)}"'.encode()
-    except _UncountableError as error:
-        raise TargetError(
-            f"{error.name!r} has no place in the checksum that MindSpore checks",
-            expected="a whole number from 0 to 2^32, since it counts as so many bytes",
-            got=str(error.value),
-            where=path,
-            remedy="leave out --crc, or write it as ckpt (--to)",
-        ) from None
+    except UncountableError as error:
+        raise error.refusal(path) from None
     length_bytes = int.from_bytes(os.pread(fd, LENGTH_BYTES, 0), "little")
     header = os.pread(fd, length_bytes, LENGTH_BYTES)
     entry += b"" if header.startswith(b"}", len(START)) else b","
@@ -65,7 +57,7 @@ def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
             return False
         try:
             found = str(_sum(fd, contents.tensors, on_bytes))
-        except _UncountableError as error:
+        except UncountableError as error:
             found = f"none that can be: {error.name!r} is {error.value}"
         if found != contents.crc.strip(" "):
             raise ShardError(
@@ -78,15 +70,8 @@ def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
         return True
 
 
-class _UncountableError(Exception):
-    """A whole number that does not count as so many bytes."""
-
-    def __init__(self, name: str, value: int) -> None:
-        self.name, self.value = name, value
-
-
 def _sum(fd: int, tensors: Tensors, on_bytes: OnBytes = uncounted) -> int:
-    """Return the checksum of all tensors. Raises _UncountableError if there is none, ShardError if the file is cut.
+    """Return the checksum of all tensors. Raises UncountableError if there is none, ShardError if the file is cut.
 
     on_bytes: told how many bytes have just been read.
     """
@@ -96,11 +81,11 @@ def _sum(fd: int, tensors: Tensors, on_bytes: OnBytes = uncounted) -> int:
     for name in sorted(tensors):
         crc = crc32(name.encode(), crc)
         kind, start = tensors.kind_named(name), tensors.starts[tensors.number_of[name]]
-        if not kind.shape and _is_whole(kind.dtype):
+        if is_counted(kind.dtype, kind.shape):
             content = os.pread(fd, kind.size_bytes, start)
             if len(content) < kind.size_bytes:
                 raise files.became_shorter(tensors.path)
-            left = _counted(name, content, kind.dtype)
+            left = counted_bytes(name, content, kind.dtype)
             while left:
                 part = min(left, len(zeros))
                 crc = crc32(zeros[:part], crc)
@@ -108,14 +93,3 @@ def _sum(fd: int, tensors: Tensors, on_bytes: OnBytes = uncounted) -> int:
         else:
             crc = files.crc32_of(fd, tensors.path, (start, start + kind.size_bytes), crc, on_bytes)
     return crc
-
-
-def _is_whole(dtype: DType) -> bool:
-    return dtype.name.startswith(("int", "uint"))
-
-
-def _counted(name: str, content: bytes, dtype: DType) -> int:
-    value: int = numbers(content, dtype)[0]
-    if not 0 <= value <= _MAX_COUNTED_BYTES:
-        raise _UncountableError(name, value)
-    return value

@@ -100,7 +100,12 @@ def lay_out(specs: Specs, metadata: dict[str, str], path: str) -> Layout:
     try:
         header = text.encode()
     except UnicodeEncodeError as error:
-        raise TargetError("a name or string is no Unicode text", got=str(error), where=path) from None
+        raise TargetError(
+            "a name or string is no Unicode text",
+            got=str(error),
+            where=path,
+            remedy="rename or leave out the tensor (--map, --exclude), or save the checkpoint without the string",
+        ) from None
     length_bytes = -(-(LENGTH_BYTES + len(header) + CRC_ROOM_BYTES) // alignment) * alignment - LENGTH_BYTES
     if length_bytes > MAX_HEADER_BYTES:
         raise TargetError(
@@ -161,6 +166,7 @@ def _metadata(spec: ShardSpec) -> dict[str, str]:
                 f"the string {name!r} is too long for a safetensors file",
                 expected=f"{MAX_STRING_BYTES} bytes at most, as JSON",
                 got=f"{size_bytes} bytes",
+                remedy="save the checkpoint with a shorter one, or write it in another format (--to)",
             )
     entries, plain_bytes = {} if FORMAT in names else {FORMAT: MINDSPORE}, 0
     for name, text in spec.strings.items():

@@ -29,7 +29,7 @@ def merge(sources: str | Sequence[str], out: str) -> None:
     paths = [sources] if isinstance(sources, str) else list(sources)
     target = Path(out)
     if not target.name:
-        raise TargetError("the merged strategy needs a file name", got=repr(out))
+        raise TargetError("the merged strategy needs a file name", got=repr(out), remedy="give the path of a file")
     if not is_replaceable(target):
         raise TargetError(
             "the merged strategy cannot be written",
@@ -123,7 +123,12 @@ def _write(target: Path, data: bytes) -> None:
             os.fsync(stream.fileno())
         part.replace(target)
     except OSError as error:
-        raise TargetError("the merged strategy cannot be written", got=str(error), where=str(target)) from None
+        raise TargetError(
+            "the merged strategy cannot be written",
+            got=str(error),
+            where=str(target),
+            remedy="choose another path, or make this one writable",
+        ) from None
     finally:
         with suppress(OSError):
             part.unlink(missing_ok=True)
