@@ -63,7 +63,7 @@ def open_source(
                 expected="a source strategy for a checkpoint of several ranks",
                 got=f"{len(files.by_rank)} rank folders without one",
                 where=files.path,
-                remedy="give --src-strategy, or --dst-strategy for what is verified",
+                remedy="give --src-strategy, or --dst-strategy if it is the second checkpoint of verify or diff",
             )
         strategy = unsharded(files.path)
     if strategy.world_size == 1 and manifest.identity is None:
