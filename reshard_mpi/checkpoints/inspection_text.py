@@ -97,9 +97,13 @@ def _strategy_lines(facts: dict[str, Any]) -> list[str]:
 
 
 def _placement_text(facts: dict[str, Any]) -> str:
-    text = f"mesh {facts['mesh']} split {facts['split']}"
+    """Return a placement whose axes have no names in the words of a spec; they are axis0, axis1 and so on."""
+    cuts = [f"{dim}={'+'.join(f'axis{axis}' for axis in axes)}" for dim, axes in enumerate(facts["split"]) if axes]
+    text = " ".join(["split", *cuts] if cuts else ["whole"])
     if facts["optimizer"] > 1:
-        text += f" optimizer {facts['optimizer']}"
+        text = f"{text if cuts else ''} optimizer {facts['optimizer']}".strip()
+    if text != "whole":
+        text = f"mesh {'x'.join(map(str, facts['mesh']))} {text}"
     if facts["stages"] != [0]:
         text += f" stages {facts['stages']}"
     return text + (f" sizes {facts['sizes']}" if "sizes" in facts else "")
