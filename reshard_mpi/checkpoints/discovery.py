@@ -374,5 +374,5 @@ def _nothing(path: str, expected: str, got: str, role: str) -> SourceError:
         expected=expected,
         got=got,
         where=path,
-        remedy="give the folder that holds rank_0, rank_1 and so on, or a checkpoint file",
+        remedy="give the folder that holds rank_0, rank_1 and so on (links will do), or a checkpoint file",
     )

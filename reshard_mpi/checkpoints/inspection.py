@@ -91,10 +91,11 @@ def _names(facts: dict[str, Any]) -> Iterator[str]:
 def _facts(name: str, wanted: _Wanted) -> dict[str, Any]:
     if not Path(name).exists():
         raise SourceError(
-            "nothing to inspect",
+            "there is nothing to inspect",
             expected="a shard, a checkpoint folder or a strategy",
+            got="nothing",
             where=name,
-            remedy="check the path",
+            remedy="check the path, and that this machine sees it",
         )
     if Path(name).name == STATE:
         name = str(Path(name).parent)
@@ -221,7 +222,9 @@ def _strategy(path: str, wanted: _Wanted) -> dict[str, Any]:
             expected="a shard, a folder of rank_* folders, or strategy files",
             got=error.problem if kind is None else f"{kind.what}: {error.problem}",
             where=path,
-            remedy="give one of these" if kind is None else kind.remedy,
+            remedy="give one of these; the folders of ranks must be called rank_0, rank_1 and so on (links will do)"
+            if kind is None
+            else kind.remedy,
         ) from None
     return {"kind": "strategy", "path": path, **_strategy_facts(loaded, wanted)}
 

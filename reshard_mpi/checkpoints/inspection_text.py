@@ -25,7 +25,7 @@ def _lines(facts: dict[str, Any]) -> list[str]:
     if facts["kind"] == "shard":
         return [*_shard_lines(facts), _total_line(facts["totals"])]
     size = format_bytes(facts["size_bytes"])
-    lines = [f"checkpoint: {facts['ranks']} ranks, {facts['format']}, {size} of tensors", *facts["notes"]]
+    lines = [f"checkpoint: {counted(facts['ranks'], 'rank')}, {facts['format']}, {size} of tensors", *facts["notes"]]
     lines += _tensor_lines(facts) if "names" in facts else _file_lines(facts)
     lines.append(_total_line(facts["totals"]))
     return [*lines, *as_lines({name: facts[name] for name in ("run", "commit") if name in facts})]
@@ -33,7 +33,8 @@ def _lines(facts: dict[str, Any]) -> list[str]:
 
 def _file_lines(checkpoint: dict[str, Any]) -> list[str]:
     return [
-        f"  rank {rank}: {len(shard['tensors'])} tensors, {format_bytes(shard['size_bytes'])}  {shard['path']}"
+        f"  rank {rank}: {counted(len(shard['tensors']), 'tensor')}, "
+        f"{format_bytes(shard['size_bytes'])}  {shard['path']}"
         for rank, shards in checkpoint["shards"].items()
         for shard in shards
     ]
@@ -81,10 +82,11 @@ def _shown(text: str) -> str:
 
 
 def _strategy_lines(facts: dict[str, Any]) -> list[str]:
-    count = f"{len(facts['parameters'])} parameters" if facts["parameters"] or not facts["rules"] else ""
-    rules = f"{len(facts['rules'])} rules" if facts["rules"] else ""
+    count = counted(len(facts["parameters"]), "parameter") if facts["parameters"] or not facts["rules"] else ""
+    rules = counted(len(facts["rules"]), "rule") if facts["rules"] else ""
     listed = ", ".join(filter(None, (count, rules)))
-    lines = [f"strategy: {facts['ranks']} ranks in {facts['stages']} stages, {listed}"]
+    ranks, stages = counted(facts["ranks"], "rank"), counted(facts["stages"], "stage")
+    lines = [f"strategy: {ranks} in {stages}, {listed}"]
     if "mesh" in facts:
         lines.append(f"  mesh {' '.join(f'{axis}={length}' for axis, length in facts['mesh'].items())}")
     listed_placements = [*facts["parameters"].items(), *((rule["match"], [rule]) for rule in facts["rules"])]
@@ -95,9 +97,13 @@ def _strategy_lines(facts: dict[str, Any]) -> list[str]:
 
 
 def _placement_text(facts: dict[str, Any]) -> str:
-    text = f"mesh {facts['mesh']} split {facts['split']}"
+    """Return a placement whose axes have no names in the words of a spec; they are axis0, axis1 and so on."""
+    cuts = [f"{dim}={'+'.join(f'axis{axis}' for axis in axes)}" for dim, axes in enumerate(facts["split"]) if axes]
+    text = " ".join(["split", *cuts] if cuts else ["whole"])
     if facts["optimizer"] > 1:
-        text += f" optimizer {facts['optimizer']}"
+        text = f"{text if cuts else ''} optimizer {facts['optimizer']}".strip()
+    if text != "whole":
+        text = f"mesh {'x'.join(map(str, facts['mesh']))} {text}"
     if facts["stages"] != [0]:
         text += f" stages {facts['stages']}"
     return text + (f" sizes {facts['sizes']}" if "sizes" in facts else "")

@@ -84,7 +84,7 @@ def _require_alone(files: ShardFiles, first: int) -> None:
             expected="a source strategy for a checkpoint of several ranks",
             got=f"{len(files.by_rank)} rank folders without one",
             where=files.path,
-            remedy="give --src-strategy, or --dst-strategy for what is verified",
+            remedy="give --src-strategy, or --dst-strategy if it is the second checkpoint of verify or diff",
         )
 
 

@@ -160,7 +160,7 @@ def _add_commit(parser: argparse.ArgumentParser) -> None:
 
 def _add_ranks(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("rank", type=values.rank, metavar="R", help="the target rank")
-    add_strategies(parser)
+    add_strategies(parser, unsaid="one full checkpoint")
     add_accumulated(parser)
 
 
@@ -194,7 +194,12 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_guide(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("topic", metavar="TOPIC", nargs="?", help="a page (default: the list of pages)")
+    parser.add_argument(
+        "topic",
+        metavar="TOPIC",
+        nargs="?",
+        help="a page, or a map that comes with the program (default: the list of pages)",
+    )
 
 
 def _add_completion(parser: argparse.ArgumentParser) -> None:

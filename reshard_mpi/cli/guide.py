@@ -29,12 +29,19 @@ def topics() -> dict[str, str]:
 
 
 def page(topic: str | None) -> str:
-    """Return a page of the guide; None: the list of pages. Raises UsageError if there is none of this topic."""
+    """Return a page of the guide, or a map that comes with the program as it is; None: the list of pages.
+
+    Raises UsageError if there is none of this topic.
+    """
     known = topics()
     if topic is None:
         width = max(map(len, known))
         return "\n".join(f"reshard-mpi help {name:<{width}}  {title}" for name, title in known.items())
     if topic not in known:
+        from reshard_mpi.mapping.reading import shipped_maps
+
+        if topic in (maps := shipped_maps()):
+            return maps[topic].read_text(encoding="utf-8").rstrip()
         raise UsageError(
             f"the guide has no such page{did_you_mean(topic, known)}", expected=", ".join(known), got=topic
         )
@@ -79,7 +86,8 @@ def _shipped_maps() -> str:
     described = described_maps()
     width = max(map(len, described), default=0)
     lines = [f"    {name:<{width}}  {description}" for name, description in described.items()]
-    return "\n".join(["## Maps that come with the program", "", *lines])
+    told = "`reshard-mpi help NAME` prints one of them, to be read, or changed and given as a file."
+    return "\n".join(["## Maps that come with the program", "", *lines, "", told])
 
 
 def _title(path: Path) -> str:

@@ -118,7 +118,7 @@ def add_comparison(parser: argparse.ArgumentParser, sampled: str) -> None:
         "--replicas",
         choices=("any", "sample"),
         default="sample",
-        help=f"sample: {sampled}, as transform does. any: trust it (default: %(default)s)",
+        help=f"sample: {sampled}, as transform does. any: trust (default: %(default)s)",
     )
     work = work_of(parser)
     add_memory(work)
@@ -153,10 +153,14 @@ def add_memory(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--max-active", type=values.positive, metavar="N", help="how many may work at once on a host")
 
 
-def add_strategies(command: argparse.ArgumentParser, target: str = "to be (default: one full checkpoint)") -> None:
+def add_strategies(
+    command: argparse.ArgumentParser,
+    target: str = "to be (default: one full checkpoint)",
+    unsaid: str = "as its shards say",
+) -> None:
     parser = strategies_of(command)
     parser.add_argument(
-        "--src-strategy", type=values.path, metavar="F|DIR", help="how SRC is sharded (default: as its shards say)"
+        "--src-strategy", type=values.path, metavar="F|DIR", help=f"how SRC is sharded (default: {unsaid})"
     )
     parser.add_argument("--dst-strategy", type=values.path, metavar="F|DIR", help=f"how DST is {target}")
     parser.add_argument(

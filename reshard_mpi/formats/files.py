@@ -58,7 +58,8 @@ def opened(path: str) -> Iterator[tuple[int, int]]:
         # O_NONBLOCK: a pipe in the place of a shard must not make us wait for a writer.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, ValueError) as error:
-        raise ShardError("a shard cannot be opened", got=str(error), where=path) from error
+        remedy = "get the right to read it" if isinstance(error, PermissionError) else ""
+        raise ShardError("a shard cannot be opened", got=str(error), where=path, remedy=remedy) from error
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):

@@ -15,7 +15,7 @@ NEST = "__reshard_mpi_nest__"
 
 def shown_string(name: str) -> str:
     """Return what people are told that a string of a shard is."""
-    return "what is neither tensor nor text, and how all is nested" if name == NEST else repr(name)
+    return "settings beside the tensors, and how all is nested" if name == NEST else repr(name)
 
 
 class ShardIdentity(NamedTuple):

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from reshard_mpi.mapping.pairs import Geometry, Pair, Place, TargetShape, geometry
 from reshard_mpi.mapping.rules import EquationRule
-from reshard_mpi.mapping.sizes import Dimension, Sizes, SizesProblem, names_in, solved
+from reshard_mpi.mapping.sizes import Dimension, Sizes, SizesProblem, UntoldLength, names_in, solved
 from reshard_mpi.mapping.syntax import Term
 from reshard_mpi.sharding.box import Box
 
@@ -46,10 +46,7 @@ def fitted(
     if unknown and wanted is not None:
         sizes = solved(_dimensions(target, wanted), sizes)
     elif unknown:
-        raise SizesProblem(
-            f"nothing tells how long {unknown[0]!r} is: give it in [axes], or a checkpoint that the target"
-            " is to be like"
-        )
+        raise UntoldLength(f"nothing tells how long {unknown[0]!r} is")
     if rule.copies:
         return geometry(source[:1], target, sizes, copies=len(target) > 1)
     return geometry(source, target, sizes)

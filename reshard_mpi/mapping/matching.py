@@ -25,7 +25,7 @@ from reshard_mpi.mapping.directions import Direction
 from reshard_mpi.mapping.fitting import fitted
 from reshard_mpi.mapping.pairs import MAX_PAIRS, Geometry, Place
 from reshard_mpi.mapping.rules import EquationRule, Rules
-from reshard_mpi.mapping.sizes import SizesProblem
+from reshard_mpi.mapping.sizes import SizesProblem, UntoldLength
 from reshard_mpi.mapping.syntax import Term
 from reshard_mpi.text import did_you_mean
 
@@ -154,9 +154,7 @@ def _match(
                 expected=", ".join(map(shown_term, source)),
                 got=f"{', '.join(f'{name} {list(shape)}' for name, shape in zip(first, shapes))}: {error}",
                 where=rule.where,
-                remedy="give the model's configuration, by which [axes] says how long they are (--config FILE.json)"
-                if rules.lacks_config
-                else "",
+                remedy=_remedy(error, rules),
             ) from None
     sources = {Place(number, values): name for number, names in enumerate(held) for values, name in names.items()}
     shared = dict(zip(rule.shared, key))
@@ -166,6 +164,14 @@ def _match(
         sources = {place: name for place, name in sources.items() if place.term == 0}
     targets = {place: filled(target[place.term], shared, place.values) for place in made.targets}
     return Match(rule, sources, targets, made, equal)
+
+
+def _remedy(error: Exception, rules: Rules) -> str:
+    if rules.lacks_config:
+        return "give the model's configuration, by which [axes] says how long they are (--config FILE.json)"
+    if isinstance(error, UntoldLength):
+        return "give a checkpoint that the target is to be like (--like CHECKPOINT), or its length in [axes] of the map"
+    return ""
 
 
 def _counts(

@@ -43,6 +43,7 @@ def map_path(name: str) -> Path:
             f"there is no map of this name{did_you_mean(name, shipped)}",
             expected=f"the path of a file, or one of {', '.join(shipped)}",
             got=name,
+            remedy="reshard-mpi help maps tells what each is for",
         )
     return shipped[name]
 
@@ -60,7 +61,8 @@ def read_rules(name: str, config: str | None) -> tuple[Rules, dict[str, str]]:
         content = _text(Path(config), _MAX_CONFIG_BYTES, "the configuration")
         digests["config"] = hashlib.sha256(content.encode()).hexdigest()
         values = _configuration(content, config)
-    return parse_rules(text, str(path), values), digests
+    where = name if path == shipped_maps().get(name) else str(path)
+    return parse_rules(text, where, values), digests
 
 
 def _text(path: Path, most_bytes: int, what: str) -> str:

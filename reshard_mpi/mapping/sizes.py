@@ -15,6 +15,10 @@ class SizesProblem(ValueError):
     """Shapes contradict an equation, or do not tell how long an axis is."""
 
 
+class UntoldLength(SizesProblem):
+    """Neither shapes nor [axes] tell how long an axis of the target is."""
+
+
 class Dimension(NamedTuple):
     """A dimension of a tensor: what an equation says of it, and its length. where: in words, which it is."""
 

@@ -11,6 +11,15 @@ from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Placement, Strategy, named_after
 
+_NOT_DIVIDED = (
+    "choose a target strategy whose cuts divide the tensor, or give the sizes of its slices (in a TOML rule"
+    ' sizes = "ceil": as torch cuts)'
+)
+_NOT_DIVIDED_AGAIN = (
+    "choose a target strategy whose cuts divide the tensor: in TOML give it a rule before this one, without optimizer,"
+    ' or one with split and sizes = "ceil" instead of optimizer'
+)
+
 
 class TargetLayouts:
     """The layouts of tensors, and the boxes of one rank, on the target's side.
@@ -58,10 +67,7 @@ class TargetLayouts:
             return self._tensors.layout(placement, group.shape)
         except LayoutError as error:
             error.where = f"tensor {name!r}, target strategy {self._strategy.origin}".rstrip()
-            error.remedy = error.remedy or (
-                "choose a target strategy whose cuts divide the tensor, or give the sizes of its slices (in a TOML rule"
-                ' sizes = "ceil": as torch cuts)'
-            )
+            error.remedy = error.remedy or (_NOT_DIVIDED_AGAIN if placement.optimizer > 1 else _NOT_DIVIDED)
             raise
 
     def placements(self, name: str) -> tuple[Placement, ...]:

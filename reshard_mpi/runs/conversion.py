@@ -156,7 +156,7 @@ class Conversion:
                 where=self.source.files.path,
                 remedy="leave out --strict, or choose another format (--to)",
             )
-        left_out = f"left out, since the target's format has no place for texts: {names}"
+        left_out = f"left out, since the target's format has no place for texts or settings: {names}"
         return plan._replace(strings={}, notes=(*plan.notes, left_out))
 
     @property

@@ -306,8 +306,9 @@ class MappedCheckpoint(SourceCheckpoint):
         if made is None:
             yield f"left out, since {like.path} has no such thing: {shown_string(NEST)}"
         else:
-            where = first_difference(own, made) or "how tensors are nested"
-            yield f"{shown_string(NEST)}: as in {like.path}, with the values of the source that both have; else {where}"
+            other = first_difference(own, made)
+            where = f"the first other one is {other}" if other else "tensors are nested otherwise"
+            yield f"{shown_string(NEST)}: as in {like.path}, with the values of the source that both have; {where}"
 
     def _require_nobodys_own(self, made: _Made, whole: RankPlan) -> None:
         """Raise DisagreementError if each rank has its own of something that all targets would get from one of them.

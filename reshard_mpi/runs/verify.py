@@ -270,7 +270,8 @@ def _require_same_tensors(plan: RankPlan, shard: Manifest) -> None:
                 expected=_described(planned.get(name)),
                 got=_described(present.get(name)),
                 where=shard.path,
-                remedy="give the strategies, --unlisted and --map it was made with, or make it anew with --overwrite",
+                remedy="give the options it was made with (reshard-mpi inspect DST shows them), or make it anew with"
+                " --overwrite",
             )
 
 

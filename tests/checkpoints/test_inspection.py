@@ -105,7 +105,7 @@ def test_a_target_folder_that_is_not_complete(c: Conversion, capsys: Capture) ->
     (c.dst / "rank_2" / "net_2.ckpt").unlink()
     for path in (c.dst, c.dst / ".reshard_mpi"):
         lines = text(capsys, path)
-        assert lines[0].startswith("checkpoint: 1 ranks, ckpt")
+        assert lines[0].startswith("checkpoint: 1 rank, ckpt")
         assert lines[-7:] == [
             "run: 1 of 4 targets complete, not committed",
             f"  made by: reshard-mpi transform {c.src} {c.dst} --src-strategy {c.src_strategy}"

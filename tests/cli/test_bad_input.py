@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -338,7 +340,7 @@ def a_cut_of_the_target_that_does_not_divide(c: Conversion) -> Conversion:
     )
 
 
-@bad(LayoutError, "optimizer cut", "multiple of 3", r"\[8\] of shape \[8\]", "'b'", "where: .*odd")
+@bad(LayoutError, "optimizer cut", "multiple of 3", r"\[8\] of shape \[8\]", "'b'", "where: .*odd", "without optimizer")
 def an_optimizer_cut_of_the_target_that_does_not_divide(c: Conversion) -> Conversion:
     return c.but(dst_strategy=c.strategy("odd", {"w": RawLayout((3,), (-1, -1)), "b": RawLayout((3,), (-1,), 3)}))
 
@@ -751,6 +753,19 @@ def test_a_read_only_file_system(tmp_path: Path, capsys: Capture) -> None:
     assert finished.code == 3 and "Traceback" not in finished.err, finished
 
 
+def test_a_shard_that_may_not_be_read(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    c, open_file = make(tmp_path), os.open
+
+    def refused(path: Any, *arguments: Any, **named: Any) -> int:
+        if str(path).endswith(c.shard(0).name):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return open_file(path, *arguments, **named)
+
+    monkeypatch.setattr(os, "open", refused)  # root may read anything
+    finished = run_here(capsys, "inspect", str(c.shard(0)))
+    assert finished.code == 3 and "what to do: get the right to read it" in finished.err, finished
+
+
 # Other commands.
 
 
@@ -769,8 +784,8 @@ def test_nothing_to_inspect(tmp_path: Path, capsys: Capture) -> None:
     shutil.copy(make(tmp_path / "other", "hdf5").shard(2), c.shard(2).parent)
     c.shard(3).write_bytes(b"")
     for path, says in (
-        (tmp_path / "missing", "nothing to inspect"),
-        (tmp_path / "empty", "neither a checkpoint nor a strategy"),
+        (tmp_path / "missing", "there is nothing to inspect"),
+        (tmp_path / "empty", "must be called rank_0, rank_1 and so on"),
         (tmp_path / "notes.txt", "neither a checkpoint nor a strategy"),
         (c.src, "two formats"),
         (c.shard(3), "a shard is empty"),

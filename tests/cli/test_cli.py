@@ -335,8 +335,8 @@ def test_inspect_a_checkpoint(conversion: Conversion, capsys: Capture) -> None:
 
 def test_inspect_a_strategy(conversion: Conversion, capsys: Capture) -> None:
     finished = run_here(capsys, "inspect", str(conversion.src_strategy))
-    assert finished.out.splitlines()[0] == "strategy: 4 ranks in 1 stages, 2 parameters"
-    assert "  w  mesh [2, 2] split [[], [1]]" in finished.out.splitlines()
+    assert finished.out.splitlines()[0] == "strategy: 4 ranks in 1 stage, 2 parameters"
+    assert "  w  mesh 2x2 split 1=axis1" in finished.out.splitlines()
     shown = json.loads(run_here(capsys, "inspect", "--json", str(conversion.src_strategy)).out)
     expected = {"mesh": [2, 2], "split": [[], [1]], "optimizer": 1, "stages": [0]}
     assert shown["kind"] == "strategy" and shown["parameters"]["w"] == [expected]

@@ -227,7 +227,7 @@ def test_strings_are_left_out_and_that_is_said(tmp_path: Path) -> None:
     tensor = SampleTensor.random("w", BY_NAME["float32"], (2, 3))
     safetensors_peer.write(path, Contents.of([tensor], {"note": "text"}))
     said = done(["transform", str(path), str(tmp_path / "hf"), "--to", "hf", "--jobs", "1", "--verify"])
-    assert "has no place for texts: 'note'" in said
+    assert "has no place for texts or settings: 'note'" in said
     strict = ["transform", str(path), str(tmp_path / "strict"), "--to", "hf", "--strict", "--jobs", "1"]
     assert "cannot be carried" in refused(strict) and not (tmp_path / "strict").exists()
     done(["verify", str(path), str(tmp_path / "hf"), "--jobs", "1"])

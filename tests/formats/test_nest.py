@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_mpi.formats import nest
+from reshard_mpi.formats.nest.comparing import first_difference
 from reshard_mpi.formats.nest.trees import ORDERED_DICT, SET, Call, Dict, Global, Unreadable
 
 
@@ -368,3 +369,7 @@ def test_what_is_no_unicode_text_is_refused(root: list[Any]) -> None:
     with pytest.raises(nest.NestError, match="no Unicode text") as error:
         nest.flatten(Dict(root), is_tensor)
     assert "other keys" in error.value.remedy
+
+
+def test_a_difference_of_the_whole_has_a_name() -> None:
+    assert first_difference('{"dict":[]}', '{"call":[]}') == 'the whole (not there and {"call": []})'

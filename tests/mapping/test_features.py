@@ -213,7 +213,7 @@ def test_verify_and_diff_go_through_the_map(tmp_path: Path) -> None:
     reshard_mpi.transform(source, tmp_path / "dst", map=map_path, to="hdf5")
     reshard_mpi.verify(source, tmp_path / "dst", map=map_path)
     reshard_mpi.diff(source, tmp_path / "dst", map=map_path)
-    with pytest.raises(DamageError, match="unlisted and map it was made with"):
+    with pytest.raises(DamageError, match="give the options it was made with"):
         reshard_mpi.verify(source, tmp_path / "dst")
     with pytest.raises(DifferenceError):
         reshard_mpi.diff(source, tmp_path / "dst")

@@ -11,7 +11,7 @@ from support.command_line import Capture, run_here
 
 import reshard_mpi
 from reshard_mpi.mapping.parsing import parse_rules
-from reshard_mpi.mapping.reading import described_maps, read_rules
+from reshard_mpi.mapping.reading import described_maps, read_rules, shipped_maps
 
 PAGE = (Path(reshard_mpi.__file__).parent / "guide" / "maps.md").read_text()
 README = (Path(__file__).parents[2] / "README.md").read_text()
@@ -63,6 +63,7 @@ def test_the_program_shows_the_guide_and_its_maps(capsys: Capture) -> None:
     assert shown.code == 0 and shown.out.startswith("# Maps")
     for name, description in described_maps().items():
         assert description and f"{name} " in shown.out and description in shown.out
+        assert run_here(capsys, "help", name).out == shipped_maps()[name].read_text()
     wrong = run_here(capsys, "help", "nothing")
     assert wrong.code == 2 and "no such page" in wrong.err
 

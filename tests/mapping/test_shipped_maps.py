@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from support.checkpoints import write_shard
+from support.checkpoints import as_read, read_shard, write_shard
 
 import reshard_mpi
 from reshard_mpi.errors import MapError
@@ -166,6 +166,51 @@ def test_llama_to_megatron_and_back(tmp_path: Path, is_qwen: bool, has_fused_nor
     expected = megatron(model, has_fused_norms=has_fused_norms)
     assert_same(through(model, like=expected), expected)
     assert_same(through(expected), model)
+
+
+def of_megatron_rank(model: Tensors, rank: int, ranks: int) -> Tensors:
+    """Return what a tensor-parallel rank of Megatron-Core has: its part of gate_proj, then its part of up_proj."""
+    tensors = {}
+    for name, array in megatron(model, multiple=4 * ranks).items():
+        if name.endswith("linear_fc1.weight"):
+            array = np.concatenate([np.split(part, ranks)[rank] for part in np.split(array, 2)])
+        elif name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+            array = np.split(array, ranks, axis=1)[rank]
+        elif "norm" not in name:
+            array = np.split(array, ranks)[rank]
+        tensors[name] = array
+    return tensors
+
+
+@pytest.mark.parametrize("is_qwen", [False, True], ids=["llama", "qwen"])
+def test_llama_to_ranks_of_megatron_and_back(tmp_path: Path, is_qwen: bool) -> None:
+    model = llama(is_qwen=is_qwen)
+    write_shard(model, tmp_path / "llama.safetensors")
+    keys = {"tensor_model_parallel_size": 2, "make_vocab_size_divisible_by": 4}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | keys))
+    rules = ((["*norm*"], ""), (["*linear_proj*", "*linear_fc2*"], 'split = { 1 = ["tensor"] }'))
+    text = "mesh = { tensor = 2 }\n"
+    for patterns, split in (*rules, (["*"], 'split = { 0 = ["tensor"] }')):
+        text += "".join(f'[[parameter]]\nmatch = "{pattern}"\n{split}\n' for pattern in patterns)
+    (tmp_path / "two.toml").write_text(text)
+    through = {"map": "hf-llama-megatron-tp", "config": tmp_path / "config.json"}
+    reshard_mpi.transform(
+        tmp_path / "llama.safetensors", tmp_path / "ranks", dst_strategy=tmp_path / "two.toml", **through
+    )
+    for rank in range(2):
+        file = tmp_path / "ranks" / f"rank_{rank}" / f"checkpoint_{rank}.safetensors"
+        assert read_shard(file) == as_read(of_megatron_rank(model, rank, 2))
+    assert_same(reshard_mpi.load_rank(0, tmp_path / "ranks", tmp_path / "two.toml", **through), model)
+
+
+def test_groups_that_would_be_cut_are_refused(tmp_path: Path) -> None:
+    write_shard(llama(), tmp_path / "llama.safetensors")
+    keys = {"tensor_model_parallel_size": 4, "make_vocab_size_divisible_by": 4}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | keys))
+    with pytest.raises(MapError, match="length of 'g' cannot be computed"):
+        reshard_mpi.load_rank(
+            0, tmp_path / "llama.safetensors", map="hf-llama-megatron-tp", config=tmp_path / "config.json"
+        )
 
 
 @pytest.mark.parametrize("ours", [False, True], ids=["head here", "tied here"])

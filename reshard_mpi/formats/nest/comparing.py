@@ -14,7 +14,7 @@ def first_difference(first: str | None, second: str | None) -> str:
     ours, theirs = ({} if text is None else dict(_values(json.loads(text), "")) for text in (first, second))
     for name in (*ours, *theirs):
         if ours.get(name) != theirs.get(name):
-            return f"{name} ({_quoted(ours.get(name))} and {_quoted(theirs.get(name))})"
+            return f"{name or 'the whole'} ({_quoted(ours.get(name))} and {_quoted(theirs.get(name))})"
     return ""
 
 
