@@ -100,6 +100,11 @@ CALLS: dict[str, tuple[Callable[[Conversion], object], type[UsageError], str]] =
         WrongTypeError,
         "the file of rank 0 in checkpoint_files_map(.|\n)*got: NoneType",
     ),
+    "a flag in words": (
+        lambda c: reshard_mpi.transform(c.src, c.dst, overwrite="no"),
+        WrongTypeError,
+        "overwrite is of a wrong type(.|\n)*True or False(.|\n)*str: 'no'",
+    ),
     "a path of bytes": (lambda c: reshard_mpi.plan(b"src"), WrongTypeError, "source is of a wrong type"),
     "an empty path": (lambda c: reshard_mpi.plan(""), UsageError, "source can be no path"),
     "an empty strategy": (lambda c: reshard_mpi.plan(c.src, ""), UsageError, "src_strategy can be no path"),

@@ -13,6 +13,7 @@ from reshard_mpi.api.plain import (
     or_none,
     plain_bytes,
     plain_files,
+    plain_flag,
     plain_number,
     plain_numbers,
     plain_path,
@@ -93,7 +94,7 @@ _FIELDS: Mapping[str, Callable[[Any, str], object]] = {
     "dtype": plain_texts,
     "include": plain_texts,
     "exclude": plain_texts,
-    **dict.fromkeys(_FLAGS, lambda flag, _: bool(flag)),
+    **dict.fromkeys(_FLAGS, plain_flag),
 }
 
 

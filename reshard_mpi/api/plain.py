@@ -26,6 +26,16 @@ def plain_number(value: object, name: str) -> int:
         raise wrong_type(name, "a whole number", value) from None
 
 
+def plain_flag(value: object, name: str) -> bool:
+    """Return a flag as a bool; a number or None is one as well. Raises WrongTypeError: "no" would be true."""
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    plain = value.item() if hasattr(value, "item") else value  # numpy's
+    if not isinstance(plain, int):
+        raise wrong_type(name, "True or False", value)
+    return bool(plain)
+
+
 def plain_size(value: object, name: str) -> str | int | None:
     """Return a size as a str, an int or None. Raises WrongTypeError."""
     return value if value is None or isinstance(value, str) else plain_number(value, name)

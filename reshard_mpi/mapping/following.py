@@ -30,11 +30,23 @@ _COUNTS = frozenset(("step", "state_step"))
 # Words that frameworks have in the names of what optimizers and training keep of a parameter.
 STATE_WORDS = frozenset(
     (
-        *("accu_grads", "accum", "accumulator", "acc_delta", "adam_m", "adam_v", "ema", "exp_avg", "exp_avg_sq"),
-        *("exp_avg_diff", "exp_inf", "fp32_param", "grad_avg", "grad_sum", "main_param", "master", "master_param"),
-        *("max_exp_avg_sq", "mean_grad", "mean_square", "moment", "moment1", "moment2", "moments", "momentum"),
-        *("momentum_buf", "momentum_buffer", "optim", "optimizer", "optimizer_state", "optimizer_states"),
-        *("optim_state", "square_avg", "stat", "state", "step", "sum", "velocity", "vhat"),
+        *(
+            "accu_grads",
+            "accum",
+            "accum_update",
+            "accumulator",
+            "acc_delta",
+            "adam_m",
+            "adam_v",
+            "ax",
+            "ema",
+            "exp_avg",
+        ),
+        *("exp_avg_sq", "exp_avg_diff", "exp_inf", "fp32_param", "grad_avg", "grad_sum", "lamb_m", "lamb_v"),
+        *("main_param", "master", "master_param", "max_exp_avg_sq", "mean_grad", "mean_square", "moment", "moment1"),
+        *("moment2", "moments", "momentum", "momentum_buf", "momentum_buffer", "optim", "optimizer"),
+        *("optimizer_state", "optimizer_states", "optim_state", "prev", "square_avg", "stat", "state", "step"),
+        *("step_size", "sum", "velocity", "vhat"),
     )
 )
 

@@ -19,7 +19,15 @@ from reshard_mpi import DamageError, DifferenceError, MapError, TargetError
 JOINED = "[[map]]\neq = 'l.{n}.gate [f h], l.{n}.up [f h] <=> l.{n}.both [h (f + f)]'\n"
 
 
-@pytest.mark.parametrize("around", ["moments.{}", "adam_m.{}", "optimizer.state.{}.exp_avg"])
+# What MindSpore's optimizers put before the names of parameters; Ftrl's `linear` is too common a name of layers.
+OF_MINDSPORE = (
+    *("accu_grads", "accum", "accum_update", "adam_m", "adam_v", "ax", "exp_avg", "exp_avg_sq", "exp_inf", "lamb_m"),
+    *("lamb_v", "max_exp_avg_sq", "mean_grad", "mean_square", "moment", "moment1", "moment2", "momentum_buf"),
+    *("moments", "prev", "stat", "step_size", "vhat"),
+)
+
+
+@pytest.mark.parametrize("around", [*(f"{word}.{{}}" for word in OF_MINDSPORE), "optimizer.state.{}.exp_avg"])
 def test_state_follows_its_parameter(tmp_path: Path, around: str) -> None:
     tensors = {"l.0.gate": floats(3, 2), "l.0.up": floats(3, 2, first=10), "other": floats(2)}
     state = {around.format(name): array + 100 for name, array in tensors.items()}
