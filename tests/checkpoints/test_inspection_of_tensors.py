@@ -70,7 +70,7 @@ def test_tensors_by_a_pattern_in_rank_folders(c: Conversion, capsys: Capture) ->
     shown = lines(capsys, str(c.dst), "w", "--rank", "0,2-3")
     assert shown[1] == "  w  float32 [2, 4] of [8, 4]  32 B  ranks 0,2-3"
     assert lines(capsys, str(c.dst), "--rank", "3")[:2] == [
-        "checkpoint: 1 ranks, hdf5, 100 B of tensors",
+        "checkpoint: 1 rank, hdf5, 100 B of tensors",
         f"  rank 3: 4 tensors, 100 B  {c.dst}/rank_3/checkpoint_3.h5",
     ]
 
@@ -105,7 +105,7 @@ def test_patterns_and_ranks_of_what_has_none(c: Conversion, capsys: Capture) -> 
 
 def test_a_strategy_by_a_pattern(c: Conversion, capsys: Capture) -> None:
     shown = lines(capsys, str(c.src_strategy), "?")
-    assert [line.split("  mesh ")[0] for line in shown[1:]] == ["  w", "  b"]
+    assert [line.split("  mesh ")[0] for line in shown[1:]] == ["  w", "  b  whole"]
     assert len(lines(capsys, str(c.src_strategy), "b")) == 2
 
 

@@ -226,7 +226,7 @@ def test_metadata_of_other_programs_is_carried(tmp_path: Path, capsys: Capture) 
     made = tmp_path / "out" / "rank_0" / "checkpoint_0.safetensors"
     assert header(made)["__metadata__"] == {"format": "ms", "mykey": "my value"}
     finished = run_here(capsys, "transform", str(made), str(tmp_path / "hf"), "--to", "hf", "--jobs", "1")
-    assert finished.code == 0 and "no place for texts: 'mykey'" in finished.err
+    assert finished.code == 0 and "no place for texts or settings: 'mykey'" in finished.err
 
 
 def test_strings_are_written_so_that_they_are_read_back(tmp_path: Path) -> None:
