@@ -133,6 +133,10 @@ class SourceCheckpoint:
         """Return what the user should know of what a map makes of it."""
         return ()
 
+    def cut_warnings(self, plan: RankPlan) -> tuple[str, ...]:
+        """Return what the user must know of how a target has what a map makes of it. plan: that of the target."""
+        return ()
+
     def completed(self, plan: RankPlan, *, checked: bool) -> RankPlan:
         """Return the plan of a target with what there is to say of the checkpoint besides.
 

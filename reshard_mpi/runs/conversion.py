@@ -105,6 +105,8 @@ class Conversion:
         if plan.strings and not self.keeps_strings:
             plan = self._without_strings(plan)
         plan = self.source.completed(plan, checked=checked)
+        if not self.once:  # else cuts say only who writes what
+            plan = plan._replace(warnings=(*plan.warnings, *self.source.cut_warnings(plan)))
         plan = plan._replace(notes=(*plan.notes, *notes_on(self.accumulated, plan.sums)))
         if checked:
             self.require_none_left_behind(plan, Share(target_rank, self.target.world_size))

@@ -32,6 +32,7 @@ from reshard_mpi.planning.partial_sums import Accumulated, is_partial_sum, notes
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.mapped_values import require_equal, require_known_sums, require_padding, tensor_at
 from reshard_mpi.runs.maps import TensorMap, tied_tensors
+from reshard_mpi.runs.one_sided import source_warnings, target_warnings
 from reshard_mpi.sharding.placement import unsharded
 from reshard_mpi.text import counted, shortened
 
@@ -39,7 +40,8 @@ from reshard_mpi.text import counted, shortened
 class _Made(NamedTuple):
     """The checkpoint planned as one full one, its tensors, what the map makes of them, and that as a shard.
 
-    needed: the names of the checkpoint's tensors of which targets have anything, or that are looked at.
+    needed: the names of the checkpoint's tensors of which targets have anything, or that are looked at. warnings: of
+    how the source is cut.
     """
 
     plan: RankPlan
@@ -48,6 +50,7 @@ class _Made(NamedTuple):
     manifest: Manifest
     notes: tuple[str, ...]
     needed: frozenset[str]
+    warnings: tuple[str, ...]
 
 
 def conversion_through(tensor_map: TensorMap, conversion: Conversion) -> Conversion:
@@ -178,8 +181,11 @@ class MappedCheckpoint(SourceCheckpoint):
         return self._opened().inventory.keys()
 
     def map_notes(self) -> tuple[str, ...]:
-        whole, _, mapped, _, notes, _ = self._opened()
+        whole, _, mapped, _, notes, *_ = self._opened()
         return (*self._notes(mapped), *notes, *self._nest_notes(whole))
+
+    def cut_warnings(self, plan: RankPlan) -> tuple[str, ...]:
+        return tuple(target_warnings(self._opened().mapped.made, plan))
 
     def completed(self, plan: RankPlan, *, checked: bool) -> RankPlan:
         """Return a target's plan with what planning the checkpoint as it is has shown.
@@ -192,7 +198,7 @@ class MappedCheckpoint(SourceCheckpoint):
             self.check_values()
             self._require_nobodys_own(made, whole)
             self._made, self._is_checked = made._replace(plan=whole), True
-        whole, _, mapped, *_ = self._opened()
+        whole, _, mapped, *_, warnings = self._opened()
         taken = {name for tensor in mapped.made for name in tensor.sources.values()}
         known_sums = set(notes_on(self._conversion.accumulated, whole.sums))  # said of the target, if it has them
         whole_notes = (note for note in whole.notes if note not in known_sums)
@@ -204,7 +210,7 @@ class MappedCheckpoint(SourceCheckpoint):
             differing=(*whole.differing, *plan.differing),
             alike=whole.alike,
             lost=whole.lost,
-            warnings=(*whole.warnings, *mapped.cautions, *plan.warnings),
+            warnings=(*whole.warnings, *mapped.cautions, *warnings, *plan.warnings),
             left_out=(*whole.left_out, *plan.left_out),
             sums=tuple(sums for sums in whole.sums if sums.names in kinds_of_sums),
         )
@@ -245,7 +251,9 @@ class MappedCheckpoint(SourceCheckpoint):
             manifest = Manifest(self.files.path, self.files.format, tensors, strings)
             needed = self._needed(mapped)
             plan = _comparing_only(plan, needed)
-            self._made = _Made(plan, in_order, mapped, manifest, made.notes, needed)
+            is_cut = self.stored.strategy.world_size > 1  # the pieces of an index say only who has written what
+            warnings = tuple(source_warnings(self._wanted(mapped), plan)) if is_cut else ()
+            self._made = _Made(plan, in_order, mapped, manifest, made.notes, needed, warnings)
         return self._made
 
     def _wanted(self, mapped: Mapped) -> list[Made]:

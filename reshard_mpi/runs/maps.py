@@ -68,7 +68,12 @@ def _typed(text: str) -> tuple[str, DType]:
     """Return the glob and the type of `--dtype TYPE` or `--dtype GLOB=TYPE`."""
     glob, equals, name = text.rpartition("=")
     if name not in TYPES or (equals and not glob):
-        raise UsageError("--dtype is no type", expected=f"TYPE or GLOB=TYPE, TYPE one of {', '.join(TYPES)}", got=text)
+        short = next((short for short, dtype in TYPES.items() if dtype.name == name), None)
+        raise UsageError(
+            "--dtype is no type" + ("" if short is None else f"; did you mean {short!r}?"),
+            expected=f"TYPE or GLOB=TYPE, TYPE one of {', '.join(TYPES)}",
+            got=text,
+        )
     return glob or "*", TYPES[name]
 
 

@@ -104,7 +104,7 @@ def test_part(conversion: Conversion, capsys: Capture) -> None:
     assert run_here(capsys, *conversion.arguments("transform", "--part", "0/2")).code == 0
     assert_right(conversion)
     finished = run_here(capsys, *conversion.arguments("transform", "--part", "5/6"))  # more parts than targets
-    assert finished.code == 0 and "wrote 0 shards" in finished.out
+    assert finished.code == 0 and finished.out.splitlines()[-1] == "wrote 0 shards"
 
 
 def test_resume_makes_what_is_missing(conversion: Conversion, capsys: Capture) -> None:

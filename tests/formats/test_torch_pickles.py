@@ -119,6 +119,7 @@ def proto(body: bytes) -> bytes:
 
 HOSTILE = {
     "os.system": (proto(b"cos\nsystem\nX\x04\x00\x00\x00true\x85R."), "would run code"),
+    "_io.FileIO": (proto(b"c_io\nFileIO\n)R."), "would run code"),
     "posix.system": (proto(b"cposix\nsystem\nX\x04\x00\x00\x00true\x85R."), "would run code"),
     "nt.system": (proto(b"cnt\nsystem\nX\x04\x00\x00\x00true\x85R."), "would run code"),
     "subprocess": (proto(b"csubprocess\nPopen\n]\x85R."), "would run code"),

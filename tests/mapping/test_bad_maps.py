@@ -328,6 +328,7 @@ def test_one_tensor_for_several_that_differ(tmp_path: Path) -> None:
     ("options", "says"),
     [
         ({"dtype": "float"}, "^dtype is no type"),
+        ({"dtype": "w=bfloat16"}, "^dtype is no type; did you mean 'bf16'"),
         ({"dtype": "=bf16"}, "^dtype is no type"),
         ({"forward": True}, "^forward=True belongs to a map"),
         ({"reverse": True}, "^reverse=True belongs to a map"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import io
 import itertools
 import math
 import subprocess
@@ -222,6 +223,13 @@ def test_plain_data_comes_back(tmp_path: Path) -> None:
     reshard_mpi.transform(tmp_path / "plain.pt", tmp_path / "out")
     loaded = torch.load(tmp_path / "out" / "rank_0" / "checkpoint_0.pt", weights_only=False)
     require_same(loaded, value)
+
+
+def test_extra_state_of_transformer_engine_comes_back(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2), "w._extra_state": io.BytesIO(b"state")}, tmp_path / "te.pt")
+    reshard_mpi.transform(tmp_path / "te.pt", tmp_path / "out")
+    loaded = torch.load(tmp_path / "out" / "rank_0" / "checkpoint_0.pt", weights_only=False)
+    assert loaded["w._extra_state"].read() == b"state"
 
 
 RANKS = """

@@ -91,7 +91,11 @@ SET = Global("builtins", "set")
 FROZENSET = Global("builtins", "frozenset")
 BYTEARRAY = Global("builtins", "bytearray")
 
+# Transformer Engine has its layers' extra state in it.
+BYTES_IO = Global("_io", "BytesIO")
+
 _PLAIN_NAMES = {
+    BYTES_IO.module: (BYTES_IO.name,),
     "argparse": ("Namespace",),
     "builtins": (
         *("bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset", "int", "list", "range", "set"),

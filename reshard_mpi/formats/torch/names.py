@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reshard_mpi.formats.nest.trees import Global
+from reshard_mpi.formats.nest.trees import BYTES_IO, Global
 
 # Modules that serve to run something: a checkpoint that names one of them is none. What they would have done is not
 # asked. The names of `builtins` that only hold data are no part of it.
@@ -47,4 +47,4 @@ def runs_code(name: Global) -> bool:
     """Tell whether what is called so serves to run something."""
     if name.module == "builtins":
         return name.name not in _DATA_OF_BUILTINS
-    return name.module.partition(".")[0] in _RUNNERS
+    return name != BYTES_IO and name.module.partition(".")[0] in _RUNNERS

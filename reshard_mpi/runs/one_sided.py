@@ -1,0 +1,94 @@
+"""Tensors that a map puts behind each other in one, where a strategy gives a rank some of them and nothing of others.
+
+Halves of `[(f + f) h]` are all of the first tensor and all of the second. FSDP cuts so. Under tensor parallelism each
+rank has a part of both, which is another tensor as a whole; no byte tells which of the two a file is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Set
+
+from reshard_mpi.mapping.made import Made
+from reshard_mpi.planning.model import RankPlan
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.text import shortened
+
+# The boxes of one tensor, each with the name, without its numbers, of the tensor on the map's other side: layers or
+# experts that are stacked are one kind, of which a rank may well have only some.
+Parts = list[tuple[str, Box]]
+_NUMBER = re.compile(r"[0-9]+")
+
+
+def target_warnings(made: Iterable[Made], plan: RankPlan) -> Iterator[str]:
+    """Yield what must be known of how the strategy of the targets cuts what is made. plan: that of one target."""
+    by_name = {tensor.name: tensor for tensor in made if len(tensor.sources) > 1}
+    known: dict[tuple[int, Box], bool] = {}
+    names = []
+    for group in plan.tensors.groups:
+        box = group.kind.box
+        if not by_name or box.shape == group.kind.global_shape:
+            continue
+        for name in group.names:
+            tensor = by_name.get(name)
+            if tensor is None:
+                continue
+            key = (id(tensor.shape), box)
+            if key not in known:
+                parts = [(_kind(tensor.sources[pair.source]), pair.to) for pair in tensor.shape.pairs]
+                known[key] = _is_one_sided(parts, box)
+            if known[key]:
+                names.append(name)
+    if names:
+        yield _warning(names, "the target")
+
+
+def source_warnings(made: Iterable[Made], plan: RankPlan) -> Iterator[str]:
+    """Yield what must be known of how the strategy of the source cuts what is taken apart. plan: that of it whole."""
+    parts_of = _parted(made)
+    names = []
+    for group in plan.tensors.groups if parts_of else ():
+        boxes = {route.source_box for route in group.routes if route.source_box != group.kind.box}
+        for name in group.names if boxes else ():
+            parts = parts_of.get(name, [])
+            if any(_is_one_sided(parts, box) for box in boxes):
+                names.append(name)
+    if names:
+        yield _warning(names, "the source")
+
+
+def _parted(made: Iterable[Made]) -> Mapping[str, Parts]:
+    """Return the source tensors of which tensors of several kinds are made."""
+    kinds: dict[str, set[str]] = {}
+    users: dict[str, list[Made]] = {}
+    for tensor in made:
+        for name in tensor.sources.values():
+            kinds.setdefault(name, set()).add(_kind(tensor.name))
+            users.setdefault(name, []).append(tensor)
+    return {
+        name: [
+            (_kind(tensor.name), pair.region)
+            for tensor in users[name]
+            for pair in tensor.shape.pairs
+            if tensor.sources[pair.source] == name
+        ]
+        for name, of_name in kinds.items()
+        if len(of_name) > 1
+    }
+
+
+def _is_one_sided(parts: Parts, box: Box) -> bool:
+    met: Set[str] = {kind for kind, part in parts if part.ndim == box.ndim and part.intersect(box) is not None}
+    return bool(met) and met != {kind for kind, _ in parts}
+
+
+def _kind(name: str) -> str:
+    return _NUMBER.sub("#", name)
+
+
+def _warning(names: list[str], side: str) -> str:
+    return (
+        f"the map has several tensors behind each other in {shortened(names)}, and the strategy of {side} gives a rank"
+        " only some of these: FSDP cuts so, but under tensor parallelism each rank has a part of each (see reshard-mpi"
+        " help maps)"
+    )
