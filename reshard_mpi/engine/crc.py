@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     Sums = np.ndarray[Any, np.dtype[np.uint32]]
 
 _ONES = 0xFFFFFFFF
-# Runs shorter than this are summed all at once, byte after byte, by numpy; longer ones one by one by the library.
+# Up to so many runs are put together one by one: it takes less time than to begin any of the ways for more of them.
+_FEW_RUNS = 64
+# Of more, those shorter than this are summed all at once, byte after byte, by numpy; others one by one with tables.
 _SHORT_BYTES = 48
 # Runs are only a few different distances apart; the tables of one distance take 40 KiB.
 _KEPT_STEPS = 64
@@ -63,9 +65,9 @@ def sum_of_whole(parts: Iterable[int], size_bytes: int) -> int:
 
 
 def has_short_runs(box: Box, whole: Box, itemsize_bytes: int) -> bool:
-    """Tell whether the runs of a part in its whole tensor are so short that numpy is loaded to sum them."""
+    """Tell whether the runs of a part in its whole tensor are so short, and so many, that numpy is loaded for them."""
     length = run_length(box, box, whole)
-    return length < box.size and length * itemsize_bytes < _SHORT_BYTES
+    return length * _FEW_RUNS < box.size and length * itemsize_bytes < _SHORT_BYTES
 
 
 def sum_of_zeros(size_bytes: int) -> int:
@@ -91,6 +93,12 @@ def _sum_of_runs(data: memoryview, runs: Runs, itemsize: int) -> int:
         return _remainder(data[first : first + length])
     if length == step == apart:
         return _remainder(data[first : first + length * runs.repeats])
+    ends = range(first + length, first + length + runs.repeats * step, step)
+    if runs.repeats <= _FEW_RUNS:
+        state = 0
+        for end in ends:
+            state = _shifted(state, apart) ^ _remainder(data[end - length : end])
+        return state
     if length < _SHORT_BYTES:
         import numpy as np
 
@@ -100,7 +108,7 @@ def _sum_of_runs(data: memoryview, runs: Runs, itemsize: int) -> int:
         )
     low, second, third, high = _gap(apart - length)
     crc = _ONES
-    for end in range(first + length, first + length + runs.repeats * step, step):
+    for end in ends:
         crc = low[crc & 0xFF] ^ second[crc >> 8 & 0xFF] ^ third[crc >> 16 & 0xFF] ^ high[crc >> 24]
         crc = crc32(data[end - length : end], crc)
     return crc ^ _ONES

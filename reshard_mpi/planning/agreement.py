@@ -256,12 +256,18 @@ def left_out_of(manifests: Mapping[int, Manifest]) -> Iterator[str]:
 def require_nothing_left_out(manifests: Mapping[int, Manifest]) -> None:
     """Raise DisagreementError if anything in the opened shards cannot be converted."""
     for warning in left_out_of(manifests):
-        raise DisagreementError(
-            "something in the source cannot be carried to the target",
-            expected="tensors and plain data alone, as --strict demands",
-            got=warning,
-            remedy="leave --strict out, or save the source without it",
-        )
+        raise not_carried(warning, expected="tensors and plain data alone", remedy="save the source without it")
+
+
+def not_carried(what: str, *, expected: str, remedy: str, where: str = "") -> DisagreementError:
+    """Return the error for something in the source that a target would be without, where `strict` wants all of it."""
+    return DisagreementError(
+        "something in the source cannot be carried to the target",
+        expected=f"{expected}, as --strict demands",
+        got=what,
+        where=where,
+        remedy=f"leave out --strict, or {remedy}",
+    )
 
 
 def common_strings(manifests: Mapping[int, Manifest], home: int) -> tuple[dict[str, str], list[str]]:

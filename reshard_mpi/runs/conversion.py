@@ -18,10 +18,10 @@ from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.engine.comparing import first_difference
 from reshard_mpi.engine.files import Files
 from reshard_mpi.engine.regions import fill, takes_numpy
-from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError
+from reshard_mpi.errors import CoverageError, ReshardError
 from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.manifest import Manifest, shown_string
-from reshard_mpi.planning.agreement import loose_beginnings, moment_counters, require_nothing_left_out
+from reshard_mpi.planning.agreement import loose_beginnings, moment_counters, not_carried, require_nothing_left_out
 from reshard_mpi.planning.fit import (
     NO_DRIFT,
     Drift,
@@ -151,12 +151,11 @@ class Conversion:
         """Return a plan without strings, for which the target has no place. Raises DisagreementError if `strict`."""
         names = ", ".join(map(shown_string, plan.strings))
         if self.strict:
-            raise DisagreementError(
-                "something in the source cannot be carried to the target",
-                expected="no texts beside the tensors, since the target's format has no place for them",
-                got=names,
+            raise not_carried(
+                names,
+                expected="a target format with a place for texts",
                 where=self.source.files.path,
-                remedy="leave out --strict, or choose another format (--to)",
+                remedy="choose another format (--to)",
             )
         left_out = f"left out, since the target's format has no place for texts or settings: {names}"
         return plan._replace(strings={}, notes=(*plan.notes, left_out))

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 # An interpreter with the modules that plan and move bytes, and a thread; what numpy adds, and what MPI adds.
 INTERPRETER_BYTES = 28 * MIB
-_NUMPY_BYTES = 13 * MIB
+_NUMPY_BYTES = 14 * MIB
 _MPI_BYTES = 18 * MIB
 # How many bytes parsing a strategy file takes at most for each of its bytes.
 _PARSING_SHARE = 11
@@ -91,7 +91,8 @@ class Projection(NamedTuple):
     planning_bytes: the most while it plans. base_bytes: an interpreter with its libraries, and what has been read and
     planned. tensor_bytes: for each tensor that is written, in this program and in the library of the format. compares:
     whether the target is read as well as its sources, and all of them through windows. has_numpy: whether base_bytes
-    includes numpy. decoding_bytes: the most that decoding a tensor of the target takes.
+    includes numpy. decoding_bytes: the most that decoding a tensor of the target takes. writes: whether the target is
+    written; many small tensors are then moved in batches.
     """
 
     planning_bytes: int
@@ -100,6 +101,7 @@ class Projection(NamedTuple):
     compares: bool
     has_numpy: bool
     decoding_bytes: int = 0
+    writes: bool = True
 
     @classmethod
     def of(
@@ -142,7 +144,7 @@ class Projection(NamedTuple):
                 base_bytes += extent.tensors * target_costs.child_tensor
             if not extent.is_as_stored and not has_numpy:
                 base_bytes, has_numpy = base_bytes + _NUMPY_BYTES, True
-            return cls(planning_bytes, base_bytes, _SUM_BYTES, True, has_numpy, extent.decoding_bytes)
+            return cls(planning_bytes, base_bytes, _SUM_BYTES, True, has_numpy, extent.decoding_bytes, writes=False)
         if target_costs.uses_numpy:
             base_bytes += 0 if has_numpy else _NUMPY_BYTES
             has_numpy = True
@@ -161,7 +163,7 @@ class Projection(NamedTuple):
         decoding_bytes, has_numpy = self.decoding_bytes, self.has_numpy
         buffer_bytes = window_bytes = conversion_bytes = turning_bytes = 0
         records_bytes = self.tensor_bytes * len(plan.tensors)
-        if are_many(plan.tensors):
+        if self.writes and are_many(plan.tensors):
             has_numpy, buffer_bytes = True, 2 * LIMITS.buffer_bytes
             window_bytes = max(window_bytes, plan.needed_bytes)
             records_bytes += _BATCHED_BYTES * plan.copies

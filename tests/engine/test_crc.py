@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reshard_mpi.engine import crc
 from reshard_mpi.engine.crc import PartSum, sum_of_whole, sum_of_zeros
 from reshard_mpi.sharding.box import Box
 
@@ -64,6 +65,27 @@ def test_columns_of_any_width(columns: int) -> None:
         sum_of_part(whole, Box((0, number), (301, min(number + columns, 1000)))) for number in range(0, 1000, columns)
     ]
     assert sum_of_whole(sums, whole.nbytes) == zlib.crc32(whole.tobytes())
+
+
+@pytest.mark.parametrize("columns", [1, 4, 16, 47, 48, 100])
+@pytest.mark.parametrize("rows", [2, 3, 4, 63, 64, 65, 66])
+def test_few_runs_are_summed_without_tables_and_without_numpy(
+    monkeypatch: pytest.MonkeyPatch, rows: int, columns: int
+) -> None:
+    """Thousands of small tensors, each of a few short runs: what is made once for many runs costs more than these."""
+    whole = np.random.default_rng(rows).integers(0, 256, (rows, 300), np.uint8)
+    part = Box((0, 7), (rows, 7 + columns))
+    alone = np.zeros_like(whole)
+    alone[:, 7 : 7 + columns] = whole[:, 7 : 7 + columns]
+    made: list[str] = []
+    for name in ("_short_remainders", "_gap"):
+        function = getattr(crc, name)
+        monkeypatch.setattr(
+            crc, name, lambda *given, name=name, function=function: made.append(name) or function(*given)
+        )
+    assert sum_of_part(whole, part) == zlib.crc32(alone.tobytes())
+    assert bool(made) is (rows > 64)
+    assert crc.has_short_runs(part, Box.whole(whole.shape), 1) is ("_short_remainders" in made)
 
 
 def test_zeros_and_nothing() -> None:
