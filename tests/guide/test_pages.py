@@ -173,3 +173,4 @@ def test_what_is_shown_must_be_what_is_printed() -> None:
     assert agrees("a\n...\nd", "a\nb\nc\nd\n")
     assert not agrees("wrote 1.2 MiB in 0.10 s\n", "wrote 1.3 MiB in 0.10 s\n")
     assert not agrees("a\nd", "a\nb\nd")
+    assert agrees("a\n", "planning, 1 s so far\nwriting 1.2 MiB of 2.4 MiB, 50 %, 1 of 2 targets\na\n")

@@ -22,6 +22,9 @@ _RUN_ELSEWHERE = re.compile(r"run by (\S+)::(\w+)")
 _EXIT = re.compile(r"exit (\d+)")
 # What differs from run to run: seconds, and rates.
 _VARYING = re.compile(r"\b\d+(?:\.\d+)? s\b|\d+(?:\.\d+)? [KMGT]?i?B/s")
+# What a run that takes longer than usual, as any does on a busy machine, says of its progress.
+_STAGES = "starting|planning|checking sources|comparing copies|comparing|writing|verifying"
+_PROGRESS = re.compile(rf"^(?:{_STAGES})(?:: |, | \d)[^\n]*\n", re.MULTILINE)
 _RUNNERS = {"sh": "bash", "python": "python"}
 
 
@@ -121,6 +124,10 @@ def run_steps(run: Iterable[Step], folder: Path, *, timeout_seconds: float = 120
 
 
 def agrees(shown: str, printed: str) -> bool:
-    """Tell whether a page shows what was printed. `...` stands for anything; seconds and rates may be others."""
+    """Tell whether a page shows what was printed, progress aside.
+
+    `...` stands for anything; seconds and rates may be others.
+    """
+    printed = _PROGRESS.sub("", printed)
     pieces = (re.escape(_VARYING.sub("<varying>", piece)) for piece in shown.strip().split("..."))
     return re.fullmatch(".*".join(pieces), _VARYING.sub("<varying>", printed).strip(), re.DOTALL) is not None
