@@ -101,7 +101,8 @@ class PipeProgress(Progress):
         self._channel.send(("started", (rank,)))
 
     def finished(self, report: TargetReport) -> None:
-        self._channel.send(("finished", (report,)))  # the parent counts it
+        self.completed()
+        self._channel.send(("finished", (report,)))
 
     def waiting(self, text: str) -> None:
         self._cells[_WAITS] = 1

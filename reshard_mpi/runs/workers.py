@@ -33,7 +33,7 @@ from reshard_mpi.processes.signals import exit_when_terminated
 from reshard_mpi.runs.memory import RunMemory
 from reshard_mpi.runs.outcome import Failure, Outcome, TargetReport
 from reshard_mpi.runs.pipes import PipeComm, PipeDisplay, PipeProgress, SharedCounts, ends_quietly, tell
-from reshard_mpi.runs.progress import Progress, RunProgress
+from reshard_mpi.runs.progress import Progress, RunProgress, told_target
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.watched import Watched
 
@@ -288,7 +288,10 @@ def _serve(workers: list[_Worker], progress: RunProgress, memory: RunMemory) -> 
                 worker.gathering, worker.value, worker.target = True, value, None
             else:
                 _note(worker, kind, value)
-                tell(progress, kind, value)
+                if kind == "finished":  # the worker has counted it, in the stage that it is in
+                    progress.detail(told_target(*value))
+                else:
+                    tell(progress, kind, value)
         waiting = [worker for worker in open_workers if worker.gathering]
         if waiting and len(waiting) == len(open_workers):
             values = [worker.value if worker.alive else worker.lost for worker in workers]

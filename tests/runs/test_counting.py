@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,10 @@ from support.rank_calls import told_while_transforming
 import reshard_mpi
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.processes.comm import SerialComm
+from reshard_mpi.processes.forks import Channel
 from reshard_mpi.runs import write
+from reshard_mpi.runs.outcome import TargetReport
+from reshard_mpi.runs.pipes import PipeProgress, SharedCounts
 from reshard_mpi.runs.progress import Silent
 from reshard_mpi.runs.request import Request
 from reshard_mpi.runs.status import (
@@ -184,6 +188,17 @@ def test_a_target_that_fails_is_not_counted_as_complete(tmp_path: Path, monkeypa
     counting = Counting()
     outcome = Task.CONVERT.run(request(c), SerialComm(), counting)
     assert len(outcome.failures) == 2 and (counting.bytes[-1], counting.units[-1]) == ([0, 0, 0, 0], 0)
+
+
+def test_a_worker_counts_its_targets_in_the_stage_that_it_is_in() -> None:
+    """The parent may hear of a target before it hears, from another worker, that the stage has begun."""
+    counts = SharedCounts(2)
+    ours, theirs = Channel.pair()
+    with closing(ours), closing(theirs):
+        progress = PipeProgress(theirs, 1, counts.of(1))
+        progress.begin(Stage("writing", 8, 2, "target"), 4)
+        progress.finished(TargetReport(1, "rank_1", (0,), 4))
+    assert [(own.stage, own.units) for own in counts.read()] == [(0, 0), (1, 1)]
 
 
 # What the caller of a function is told
