@@ -272,7 +272,7 @@ def _convert_range(files: Files, part: ByteRange, stored: DType, elements: Array
         converted = out[first : first + len(elements)]
         read = elements[: len(converted)]
         place = ByteRange(part.path, part.offset_bytes + first * elements.itemsize, read.nbytes)
-        files.read_into(place, memoryview(read.view(np.uint8).data))
+        files.read_into(place, read.view(np.uint8).data)
         files.traffic.too_large += convert(read, stored, converted, dtype)
 
 
