@@ -160,16 +160,19 @@ class TestCommands:
         ("arguments", "message"),
         [
             (["--pairs", "0"], "expected 1 or more, got '0'"),
-            (["--folder", "/nonexistent"], "there is no folder /nonexistent"),
-            (["--json", "/nonexistent/result.json"], "there is no folder for /nonexistent/result.json"),
+            (["--folder", "ABSENT"], "there is no folder ABSENT"),
+            (["--json", "ABSENT/result.json"], "there is no folder for ABSENT/result.json"),
             (["--processes", "2"], "--processes needs two counts"),
         ],
     )
-    def test_wrong_usage_is_told_at_once(self, arguments: list[str], message: str, capsys: Capture) -> None:
+    def test_wrong_usage_is_told_at_once(
+        self, tmp_path: Path, arguments: list[str], message: str, capsys: Capture
+    ) -> None:
+        absent = str(tmp_path / "absent")
         with pytest.raises(SystemExit) as raised:
-            options = parser().parse_args(["scaling", *arguments])
+            options = parser().parse_args(["scaling", *(word.replace("ABSENT", absent) for word in arguments)])
             options.run(options)
-        assert message in capsys.readouterr().err + str(raised.value)
+        assert message.replace("ABSENT", absent) in capsys.readouterr().err + str(raised.value)
 
     @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
     def test_an_interrupted_benchmark_leaves_nothing(self, tmp_path: Path, number: int, code: int) -> None:
@@ -181,7 +184,7 @@ class TestCommands:
         assert "warm-up" in started.stderr.readline()
         assert list(tmp_path.iterdir())
         started.send_signal(number)
-        _, errors = started.communicate(timeout=30)
+        _, errors = started.communicate(timeout=300)
         assert started.returncode == code
         assert "Traceback" not in errors
         assert not list(tmp_path.iterdir())
@@ -255,9 +258,12 @@ class TestMeasuring:
         assert 10_000_000 <= run.read_bytes < 12_000_000
         assert 10_000_000 <= run.written_bytes < 10_100_000
 
-    def test_seconds_of_commands_side_by_side(self) -> None:
-        pause = [*PYTHON, "import time; time.sleep(0.3)"]
-        assert 0.3 <= measure([pause, pause]).run.seconds < measure([pause]).run.seconds + 0.3
+    def test_commands_run_side_by_side(self, tmp_path: Path) -> None:
+        """Each waits for the other."""
+        meet = "import pathlib, sys, time\npathlib.Path(sys.argv[1]).touch()\n"
+        meet += "while not pathlib.Path(sys.argv[2]).exists(): time.sleep(0.01)"
+        first, second = str(tmp_path / "first"), str(tmp_path / "second")
+        assert measure([[*PYTHON, meet, first, second], [*PYTHON, meet, second, first]]).run.seconds > 0
 
     def test_output_and_environment(self) -> None:
         say = [*PYTHON, "import os; print(os.environ['WORD'])"]
@@ -269,9 +275,9 @@ class TestMeasuring:
             measure([[*PYTHON, "pass"], fail])
         assert "first" in raised.value.details
 
-    def test_a_command_that_does_not_exist(self) -> None:
+    def test_a_command_that_does_not_exist(self, tmp_path: Path) -> None:
         with pytest.raises(CommandFailedError):
-            measure([["/nonexistent"]])
+            measure([[str(tmp_path / "absent")]])
 
     def test_cp_shares_the_folders_out(self, tmp_path: Path) -> None:
         for rank in range(3):
@@ -438,8 +444,10 @@ class TestSurroundings:
         assert lacks(str(bare_interpreter), "torch", "--torch") == expected
         assert lacks(sys.executable, "numpy", "--torch") is None
 
-    def test_an_interpreter_that_is_none(self) -> None:
-        assert lacks("/nonexistent", "torch", "--torch") == "the interpreter given by --torch cannot be started"
+    def test_an_interpreter_that_is_none(self, tmp_path: Path) -> None:
+        assert (
+            lacks(str(tmp_path / "absent"), "torch", "--torch") == "the interpreter given by --torch cannot be started"
+        )
 
     def test_workplace(self, tmp_path: Path) -> None:
         with pytest.raises(ZeroDivisionError), workplace(tmp_path, 1000) as folder:
@@ -462,7 +470,7 @@ class TestSurroundings:
 
     def test_xfs_without_its_tools(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "geteuid", lambda: 0)
-        monkeypatch.setenv("PATH", "/nonexistent")
+        monkeypatch.setenv("PATH", str(tmp_path / "absent"))
         with pytest.raises(xfs.CannotMountError, match=r"mkfs\.xfs is not installed"), xfs.mounted(tmp_path, 1):
             pass
         assert not list(tmp_path.iterdir())

@@ -79,7 +79,7 @@ class Shell:
     def give(self, line: str) -> str:
         """Type a line, and a command that tells when it is done; return what the terminal has shown until then."""
         os.write(self._terminal, f"{line}\necho {END[:3]}''{END[3:]}\n".encode())
-        shown, deadline = "", time.monotonic() + 20
+        shown, deadline = "", time.monotonic() + 300
         while not re.search(rf"^{END}\r?$", shown, re.MULTILINE):
             assert time.monotonic() < deadline, shown
             if select.select([self._terminal], [], [], 1)[0]:

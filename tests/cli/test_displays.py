@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import re
 import time
 from collections.abc import Mapping
@@ -193,12 +194,22 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def slow_down(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> None:
-    function = getattr(module, name)
+    """Have a function begin when the display has been updated twice more, so that what it does is shown."""
+    function, update, updates = getattr(module, name), displays.Lines.update, itertools.count()
+    last = 0
+
+    def counted(lines: displays.Lines, status: RunStatus) -> None:
+        nonlocal last
+        update(lines, status)
+        last = next(updates)
 
     def slow(*arguments: Any, **options: Any) -> Any:
-        time.sleep(0.1)
+        before, hanging = last, time.monotonic() + 60
+        while last < before + 2 and time.monotonic() < hanging:
+            time.sleep(0.005)
         return function(*arguments, **options)
 
+    monkeypatch.setattr(displays.Lines, "update", counted)
     monkeypatch.setattr(module, name, slow)
 
 
@@ -246,10 +257,12 @@ def test_ranks_that_are_planned(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, option: list[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    plan = Conversion_.plan
     slow_down(monkeypatch, Conversion_, "plan")
     finished = run_here(capsys, *make(tmp_path / "c").arguments("plan", *option))
     assert finished.code == 0 and re.search(r"^planning: rank 1 of 2, \S+ s so far$", finished.err, re.M), finished
     assert "planning" not in finished.out
+    monkeypatch.setattr(Conversion_, "plan", plan)  # it would wait for a display
     quiet = run_here(capsys, *make(tmp_path / "q").arguments("plan", *option, "-q"))
     assert quiet.code == 0 and quiet.err == ""
 

@@ -16,5 +16,5 @@ _ASK = 'print(mindspore.get_auto_parallel_context("strategy_ckpt_config"))'
 def test_the_strategy_is_asked_for() -> None:
     program = block_run_by((GUIDE / "strategies.md").read_text(), "test_the_strategy_is_asked_for")
     command = [sys.executable, "-c", f"{program}\n{_ASK}"]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
     assert "'save_file': 'strategies/src_strategy_0.ckpt'" in finished.stdout

@@ -125,7 +125,7 @@ class Crowd:
             (self.folder / "gate" / f"go_{rank}").touch()
 
     def ended_well(self) -> bool:
-        errors = [process.communicate(timeout=60)[1] for process in self.processes]
+        errors = [process.communicate(timeout=300)[1] for process in self.processes]
         assert [process.returncode for process in self.processes] == [0] * 16, errors
         return all(read_shard(self.c.written(rank)) == self.c.expected(rank) for rank in range(16))
 
@@ -259,7 +259,7 @@ def test_who_waits_says_so_and_the_report_too(tmp_path: Path, state: Path) -> No
         assert "1 lease holds 120.00 MiB of the 150.00 MiB that this host" in line
         assert listing(c.dst / "rank_0") == {}
         first.let_go()
-        _, message = process.communicate(timeout=60)
+        _, message = process.communicate(timeout=300)
     assert process.returncode == 0 and "s of it waiting" in message
     targets = json.loads((tmp_path / "r.json").read_text())["targets"]
     assert targets[0]["waited_seconds"] >= 1 > targets[1]["waited_seconds"]
@@ -338,7 +338,7 @@ def test_a_process_that_cannot_grow_starts_over_and_keeps_its_place(tmp_path: Pa
         with ended(later := Holder(state, 100 * MIB, memory="200M")):
             assert later.read().startswith("waits: ")
             first.let_go()
-            _, message = process.communicate(timeout=60)
+            _, message = process.communicate(timeout=300)
             later.expect("holds").let_go()
     assert process.returncode == 0, message
     assert read_shard(c.written(0)) == c.expected(0)
@@ -353,7 +353,7 @@ def test_a_process_that_waits_at_its_start_can_be_stopped(tmp_path: Path, state:
             process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
             assert process.stderr is not None and "waiting for memory" in process.stderr.readline()
             process.send_signal(number)
-            _, message = process.communicate(timeout=60)
+            _, message = process.communicate(timeout=300)
             said = f"reshard-mpi: {word}; the same command with --resume goes on\n"
             assert (process.returncode, message) == (code, said)
     assert not c.dst.exists()

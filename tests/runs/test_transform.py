@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -384,14 +383,12 @@ def test_a_run_that_is_stopped_while_strategies_are_read(tmp_path: Path) -> None
     (tmp_path / "stand_in").mkdir()
     read = (
         "import os, signal, time\nfrom reshard_mpi.runs.request import Strategies\n\n"
-        "def read(request):\n    os.kill(os.getpid(), signal.SIGTERM)\n    time.sleep(30)\n\n"
+        "def read(request):\n    os.kill(os.getpid(), signal.SIGTERM)\n    time.sleep(100_000)\n\n"
         "Strategies.read = read\n"
     )
     (tmp_path / "stand_in" / "sitecustomize.py").write_text(read)
-    begin = time.monotonic()
     finished = transform_apart(c, "--jobs", "2", env={"PYTHONPATH": str(tmp_path / "stand_in")})
     assert finished.code == 143 and finished.err == "reshard-mpi: terminated; the same command with --resume goes on\n"
-    assert time.monotonic() - begin < 15, finished
     assert not c.dst.exists()
 
 

@@ -55,7 +55,7 @@ def run_apart(
     mpi: MPI | None = None,
     ranks: int = 2,
     env: Mapping[str, str] | None = None,
-    timeout_seconds: float = 60,
+    timeout_seconds: float = 300,
     check: bool = False,
 ) -> Finished:
     """Run the command line in a process of its own, as users do; with `mpi`, on so many ranks. Else: `run_command`."""
@@ -65,12 +65,12 @@ def run_apart(
     return run_command(command, env=env, timeout_seconds=timeout_seconds, check=check)
 
 
-def measure_apart(*arguments: str | os.PathLike[str], timeout_seconds: float = 120) -> Measured:
+def measure_apart(*arguments: str | os.PathLike[str], timeout_seconds: float = 300) -> Measured:
     """Run the command line in a process of its own, and measure its peak memory."""
     return measure_peak([*COMMAND, *arguments], timeout_seconds=timeout_seconds)
 
 
-def run_in_fork(*arguments: str, prepare: Callable[[], object] | None = None, timeout_seconds: int = 60) -> Finished:
+def run_in_fork(*arguments: str, prepare: Callable[[], object] | None = None, timeout_seconds: int = 300) -> Finished:
     """Run the command line in a fork of this process, which saves its start. prepare: what the fork does before."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = os.fork()

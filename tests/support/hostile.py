@@ -12,6 +12,9 @@ import reshard_mpi
 from support.processes import run_command
 
 CHILD = Path(__file__).with_name("hostile_child.py")
+# The most processor time that a hostile file may take, in units of the reference that the child measures beside it. The
+# costliest takes a quarter of it; work that grew with the square of a size would take a hundred times as much.
+MAX_WORK = 1000
 
 
 def read_by_child(kind: str, path: Path, **env: str) -> dict[str, Any]:

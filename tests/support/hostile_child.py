@@ -1,6 +1,7 @@
-"""Has the package read one hostile file, in a process with limits, and says what came of it and what it took.
+"""Have the package read one hostile file, in a process with limits, and print the outcome and the cost.
 
-`python hostile_child.py KIND PATH`; KIND is a name of `KINDS`. Prints JSON.
+`python hostile_child.py KIND PATH`; KIND is a name of `KINDS`. Prints JSON. Processor time is given in units of a
+reference workload that the same process has measured, so a bound on it holds on a machine of any speed.
 """
 
 from __future__ import annotations
@@ -89,7 +90,8 @@ def main(kind: str, path: str) -> dict[str, Any]:
     for pid in filter(None, (os.getpid(), helping)):
         Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak is from now on
     before, helper_before = status(os.getpid(), "VmRSS"), status(helping, "VmHWM") if helping else 0
-    begin, begin_cpu = time.monotonic(), cpu_seconds(helping)
+    unit_seconds = reference_seconds()
+    begin_cpu = cpu_seconds(helping)
     error: BaseException | None = None
     try:
         KINDS[kind](path)
@@ -108,10 +110,21 @@ def main(kind: str, path: str) -> dict[str, Any]:
         "problem": str(error),
         "growth_bytes": status(os.getpid(), "VmHWM") - before,
         "helper_growth_bytes": helper_growth,
-        "cpu_seconds": used,
-        "seconds": time.monotonic() - begin,
+        "work": used / unit_seconds,
         "opened": sorted(opened),
     }
+
+
+def reference_seconds() -> float:
+    """Return the processor time of a fixed piece of work that shares no code with the package: the least of five."""
+    return min(map(_counted_bytes, range(5)))
+
+
+def _counted_bytes(_: int) -> float:
+    begin, total = time.process_time(), 0
+    for number in range(400_000):
+        total += number & 0x7F
+    return time.process_time() - begin + 0 * total
 
 
 def cpu_seconds(pid: int | None) -> float:

@@ -70,7 +70,7 @@ def run_ranks(
     ranks: int,
     function: Callable[..., Any],
     *args: Any,
-    timeout_seconds: float = 60,
+    timeout_seconds: float = 300,
     env: Mapping[str, str] | None = None,
     options: Sequence[str] = (),
     check: bool = True,

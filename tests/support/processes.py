@@ -68,7 +68,7 @@ def clean_environment() -> dict[str, str]:
 def run_command(
     argv: Sequence[str | os.PathLike[str]],
     *,
-    timeout_seconds: float = 60,
+    timeout_seconds: float = 300,
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
     check: bool = False,
@@ -126,7 +126,7 @@ def _run_once(
 def measure_peak(
     argv: Sequence[str | os.PathLike[str]],
     *,
-    timeout_seconds: float = 120,
+    timeout_seconds: float = 300,
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
 ) -> Measured:
