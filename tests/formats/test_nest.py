@@ -137,19 +137,22 @@ def test_names_are_joined_by_dots() -> None:
     ]
     assert shown(again) == shown(root)
     assert json.loads(flattened.strings[nest.NEST]) == {
-        "dict": [
-            ["epoch", 3],
-            ["model", {"call": ["collections", "OrderedDict", []], "dict": []}],
-            [
-                "optimizer",
-                {
-                    "dict": [
-                        ["state", {"dict": [[0, {"dict": []}], [1, {"dict": []}]]}],
-                        ["groups", [{"dict": [["lr", 0.1], ["params", [0, 1]]]}]],
-                    ]
-                },
-            ],
-        ]
+        "nest": {
+            "dict": [
+                ["epoch", 3],
+                ["model", {"call": ["collections", "OrderedDict", []], "dict": []}],
+                [
+                    "optimizer",
+                    {
+                        "dict": [
+                            ["state", {"dict": [[0, {"dict": []}], [1, {"dict": []}]]}],
+                            ["groups", [{"dict": [["lr", 0.1], ["params", [0, 1]]]}]],
+                        ]
+                    },
+                ],
+            ]
+        },
+        "order": [0, "model.layer.0.weight", 14, "bias", 0, "optimizer.state.0.step", 18, "exp_avg", 16, "1.step"],
     }
 
 
