@@ -21,8 +21,7 @@ from reshard_mpi.errors import (
 )
 from reshard_mpi.formats.columns import Tensors
 from reshard_mpi.formats.listed import ListedTensors
-from reshard_mpi.formats.manifest import NEST, Manifest, ShardIdentity
-from reshard_mpi.formats.nest import common_text
+from reshard_mpi.formats.manifest import NEST, Manifest, ShardIdentity, common_nest
 from reshard_mpi.formats.protocol import OnBytes, uncounted
 from reshard_mpi.planning.losses import Lost, Missing
 from reshard_mpi.planning.model import RankPlan
@@ -324,7 +323,7 @@ def locate(files: ShardFiles, rank: int, like: Manifest | None = None) -> Manife
     strings = {name: text for manifest in manifests for name, text in manifest.strings.items()}
     nested = [manifest for manifest in manifests if NEST in manifest.strings]
     if nested:
-        common = common_text(manifest.strings[NEST] for manifest in nested)
+        common = common_nest(manifest.strings[NEST] for manifest in nested)
         if common is None:
             raise SourceError(
                 "two of the loose files have nested dictionaries of their own",

@@ -79,7 +79,8 @@ def applied_to_file(
     if begin is not None and any(made.name.startswith(begin) for made in in_files.made):
         by_names = "the optimizer's state goes by names of parameters, as torch's set_optimizer_state_dict takes it"
         notes = (by_names, *notes)
-    tensors = [tensor.name for tensor in (*in_files.made, *in_files.constants, *in_files.computed)]
+    made_up = (*(constant.name for constant in in_files.constants), *(number.name for number in in_files.computed))
+    tensors = [*(tensor.name for tensor in in_files.made), *made_up]
     return MappedFile(in_files, with_names(source.nest, training, parameters, tensors, source.path), notes)
 
 

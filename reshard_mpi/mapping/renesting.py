@@ -22,9 +22,7 @@ class MadeParameter(NamedTuple):
     sources: frozenset[str]
 
 
-def with_names(
-    nest: str, training: Training, made: Sequence[MadeParameter], tensors: Sequence[str], where: str
-) -> str:
+def with_names(nest: str, training: Training, made: Sequence[MadeParameter], tensors: Sequence[str], where: str) -> str:
     """Return a nest in which the optimizer's state goes by the names of the parameters that are made, not by numbers.
 
     tensors: the names of all that is made, in order. Raises MapError if parameters of several groups are put together.

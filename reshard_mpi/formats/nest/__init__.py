@@ -32,8 +32,8 @@ from __future__ import annotations
 from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.nest.comparing import first_difference
 from reshard_mpi.formats.nest.flattening import Flattened, flatten
-from reshard_mpi.formats.nest.order import common_text
+from reshard_mpi.formats.nest.order import agree
 from reshard_mpi.formats.nest.rebuilding import rebuild
 from reshard_mpi.formats.nest.text import NestError
 
-__all__ = ["NEST", "Flattened", "NestError", "common_text", "first_difference", "flatten", "rebuild"]
+__all__ = ["NEST", "Flattened", "NestError", "agree", "first_difference", "flatten", "rebuild"]

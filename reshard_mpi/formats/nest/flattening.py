@@ -74,7 +74,9 @@ def flatten(root: Value, is_tensor: Callable[[Value], bool], *, has_order: bool 
     if text == _NAMES_ALONE:
         return Flattened(made.tensors, {}, left_out)
     if has_order and made.tensors:
-        in_order = f'{{"nest":{text},"order":{json.dumps(coded(name for name, _ in made.tensors), separators=_COMPACT)}}}'
+        in_order = (
+            f'{{"nest":{text},"order":{json.dumps(coded(name for name, _ in made.tensors), separators=_COMPACT)}}}'
+        )
         if len(in_order) <= MAX_CHARACTERS:
             text = in_order
         else:

@@ -91,17 +91,18 @@ def places(order: Sequence[Any] | None, names: frozenset[str]) -> dict[str, int]
     return place
 
 
-def common_text(texts: Iterable[str]) -> str | None:
-    """Return one text for shards whose nests differ in nothing but the order of tensors, which it is without.
-
-    Stages of a pipeline that others have saved have tensors of their own. The same text if all are the same; None if
-    nests differ otherwise, or one is none.
-    """
-    different = list(dict.fromkeys(texts))
-    if len(different) == 1:
-        return different[0]
+def agree(first: str | None, second: str | None) -> bool:
+    """Tell whether two nests are the same; an order that only one of them has counts for nothing."""
+    if first is None or second is None or first == second:
+        return first == second
     try:
-        roots = {written(parsed(text).root, None) for text in different}
+        one, other = parsed(first), parsed(second)
+        if written(one.root, None) != written(other.root, None):
+            return False
+        if one.order is None or other.order is None:
+            return True
+        ours, theirs = [*decoded(one.order)], [*decoded(other.order)]
     except (ValueError, RecursionError, NestError):
-        return None
-    return roots.pop() if len(roots) == 1 else None
+        return False
+    in_both = {*ours}.intersection(theirs)
+    return [name for name in ours if name in in_both] == [name for name in theirs if name in in_both]
