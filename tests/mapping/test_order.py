@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,14 @@ import numpy as np
 import pytest
 from support import torch_peer
 from support.checkpoints import sample
+from support.command_line import Capture, run_here
 
 import reshard_mpi
+from reshard_mpi import formats
+from reshard_mpi.errors import MapError, TargetError
+from reshard_mpi.formats import ckpt
+from reshard_mpi.formats.nest import NEST
+from reshard_mpi.testing import samples
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -36,8 +44,9 @@ def moment(name: str) -> Array:
     return np.full((2, 3), 100 + [*MODEL].index(name), np.float32)
 
 
-def training() -> dict[str, Any]:
-    """Return what torch saves of a training: values among tensors, and a number beside state."""
+def training(names: Iterable[str] = MODEL) -> dict[str, Any]:
+    """Return what torch saves of a training: values among tensors, and a number beside state. names: in their order."""
+    names = list(names)
     keys = iter(range(100))
 
     def tensor(array: Array) -> Any:
@@ -45,12 +54,12 @@ def training() -> dict[str, Any]:
 
     state = {
         number: {"step": tensor(np.array(3, np.float32)), "exp_avg": tensor(moment(name)), "note": number}
-        for number, name in enumerate(MODEL)
+        for number, name in enumerate(names)
     }
-    groups = [{"lr": 0.5, "params": [*range(len(MODEL))]}]
+    groups = [{"lr": 0.5, "params": [*range(len(names))]}]
     return {
         "epoch": 3,
-        "model": {name: tensor(array) for name, array in MODEL.items()},
+        "model": {name: tensor(MODEL[name]) for name in names},
         "seed": tensor(np.array(5, np.int64)),
         "optimizer": {"state": state, "param_groups": groups},
         "last": tensor(np.zeros(3, np.int8)),
@@ -116,3 +125,114 @@ def test_state_goes_with_its_parameter(tmp_path: Path, form: str, ways: str) -> 
     assert [*optimizer["state"]] == names == optimizer["param_groups"][0]["params"]
     for name in MODEL:
         assert np.array_equal(array_of(optimizer["state"][f"net.{name}"]["exp_avg"]), moment(name)), name
+
+
+def without_order(path: Path) -> None:
+    """Make a shard as earlier versions wrote it: its nest has no order of tensors."""
+    form = formats.name_of(str(path))
+    assert form is not None
+    module = formats.by_name(form)
+    found = samples.contents_of(module.locate(str(path)))
+    nest = json.dumps(json.loads(found.strings[NEST])["nest"], separators=(",", ":"))
+    path.unlink()
+    samples.write(module, str(path), samples.Contents(found.tensors, {NEST: nest}))
+
+
+@pytest.mark.parametrize("form", ["ckpt", "safetensors", "torch"])
+def test_without_the_order_numbers_are_refused(tmp_path: Path, form: str) -> None:
+    between = made(source(tmp_path), tmp_path / "between", form, tmp_path)
+    without_order(between)
+    (tmp_path / "map.toml").write_text(MAP)
+    with pytest.raises(MapError, match="order of the model's tensors, which is not known") as raised:
+        made(between, tmp_path / "back", "torch", tmp_path, map=tmp_path / "map.toml")
+    assert "convert torch's own file once more" in str(raised.value) and str(between) in str(raised.value)
+    assert not list(tmp_path.glob("back/rank_*"))
+    # All else can be done with it.
+    made(between, tmp_path / "weights", "torch", tmp_path, map=tmp_path / "map.toml", exclude="optimizer.*")
+    loaded = torch_peer.load(made(between, tmp_path / "same", "torch", tmp_path))
+    assert sorted(loaded) == sorted(training())
+    for number, name in enumerate(MODEL):
+        assert np.array_equal(array_of(loaded["optimizer"]["state"][number]["exp_avg"]), moment(name))
+
+
+def test_names_in_the_file_need_no_order(tmp_path: Path) -> None:
+    saved = training()
+    (group,) = saved["optimizer"]["param_groups"]
+    group["param_names"] = [*MODEL]
+    torch_peer.save(tmp_path / "x.pt", saved)
+    between = made(tmp_path / "x.pt", tmp_path / "between", "safetensors", tmp_path)
+    without_order(between)
+    (tmp_path / "map.toml").write_text(MAP)
+    report = reshard_mpi.transform(between, tmp_path / "back", to="torch", map=tmp_path / "map.toml")
+    assert "cannot be seen" not in " ".join(report.notes)
+    (path,) = (tmp_path / "back").rglob("*.pt")
+    state = torch_peer.load(path)["optimizer"]["state"]
+    assert all(np.array_equal(array_of(state[f"net.{name}"]["exp_avg"]), moment(name)) for name in MODEL)
+
+
+def test_it_is_told_what_numbers_are_taken_for(tmp_path: Path) -> None:
+    (tmp_path / "map.toml").write_text(MAP)
+    report = reshard_mpi.transform(source(tmp_path), tmp_path / "there", map=tmp_path / "map.toml")
+    assert "given its parameters in another order, as from two lists, cannot be seen" in " ".join(report.notes)
+
+
+@pytest.mark.parametrize("ways", SPECS)
+@pytest.mark.parametrize("form", FORMATS)
+def test_like_a_checkpoint_that_was_converted(tmp_path: Path, form: str, ways: str) -> None:
+    """The target is numbered by the order of that model, whatever has become of its file; so is the source."""
+    order = {0: "c", 1: "a", 2: "b", 3: "d"}
+    other = training(order.values())
+    torch_peer.save(tmp_path / "other.pt", other)
+    like = made(tmp_path / "other.pt", tmp_path / "like", form, tmp_path)
+    between = made(source(tmp_path), tmp_path / "between", form, tmp_path, ways=ways)
+    (tmp_path / "map.toml").write_text("[[map]]\neq = '{p*} <=> {p*}'\n")
+    options = {"map": tmp_path / "map.toml", "like": like, "forward": True}
+    path = made(between, tmp_path / "back", "torch", tmp_path, before=ways, **options)
+    loaded = torch_peer.load(path)
+    assert keys_of(loaded) == keys_of(other)
+    for number, name in order.items():
+        assert np.array_equal(array_of(loaded["optimizer"]["state"][number]["exp_avg"]), moment(name))
+        assert np.array_equal(array_of(loaded["model"][name]), MODEL[name])
+
+
+def test_like_a_checkpoint_without_the_order_is_refused(tmp_path: Path) -> None:
+    like = made(source(tmp_path), tmp_path / "like", "safetensors", tmp_path)
+    without_order(like)
+    (tmp_path / "map.toml").write_text("[[map]]\neq = '{p*} <=> {p*}'\n")
+    with pytest.raises(MapError, match="order of the model's tensors, which is not known") as raised:
+        made(source(tmp_path), tmp_path / "back", "torch", tmp_path, map=tmp_path / "map.toml", like=like, forward=True)
+    assert str(like) in str(raised.value)
+
+
+def test_an_earlier_checkpoint_is_verified_and_compared_as_before(tmp_path: Path, capsys: Capture) -> None:
+    path = made(source(tmp_path), tmp_path / "there", "safetensors", tmp_path)
+    without_order(path)
+    said = run_here(capsys, "verify", str(tmp_path / "x.pt"), str(tmp_path / "there"))
+    assert said.code == 0, said
+    said = run_here(capsys, "diff", str(tmp_path / "x.pt"), str(path))
+    assert said.code == 0 and "differ" not in said.out + said.err, said
+    saved = training()
+    saved["model"] = dict(reversed(saved["model"].items()))
+    torch_peer.save(tmp_path / "other.pt", saved)
+    said = run_here(capsys, "diff", str(tmp_path / "x.pt"), str(tmp_path / "other.pt"))
+    assert said.code == 0 and "the order of their keys" in said.out + said.err, said
+
+
+WRONG_ORDERS = ["3", "{}", "[0]", '[1,"a"]', '[0,"a",2,"b"]', '["a",0]', '[true,"a"]', '[0,"a",-1,"b"]', "[null,null]"]
+WRONG_ORDERS += ['[0,"model.a",0,"model.a"]', f'[0,"{"x" * 5000}"]', f'[0,"{"x" * 3000}",3000,"{"y" * 3000}"]']
+
+
+@pytest.mark.parametrize("order", WRONG_ORDERS, ids=range(len(WRONG_ORDERS)))
+def test_a_forged_order_is_refused(tmp_path: Path, order: str) -> None:
+    between = made(source(tmp_path), tmp_path / "between", "ckpt", tmp_path)
+    found = samples.contents_of(ckpt.locate(str(between)))
+    root = json.dumps(json.loads(found.strings[NEST])["nest"])
+    between.unlink()
+    forged = {NEST: f'{{"nest":{root},"order":{order}}}'}
+    samples.write(ckpt, str(between), samples.Contents(found.tensors, forged))
+    (tmp_path / "map.toml").write_text(MAP)
+    with pytest.raises(TargetError, match="order of a nest"):
+        made(between, tmp_path / "back", "torch", tmp_path)
+    with pytest.raises(MapError, match=r"nested cannot be read|not known here"):
+        made(between, tmp_path / "back", "torch", tmp_path, map=tmp_path / "map.toml")
+    assert not list(tmp_path.glob("back/rank_*"))
