@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.nest import NestError
-from reshard_mpi.formats.nest.order import parsed, places
+from reshard_mpi.formats.nest.order import decoded, parsed, places
 from reshard_mpi.mapping.candidates import Likeness
 
 # What state is called once its numbers are names, wherever the optimizer is in its file.
@@ -140,8 +140,20 @@ def training_in(nest: str | None, shapes: Likeness, alias: Mapping[str, str], wh
         got = " or ".join(found.values()) if found else "; ".join(problems[:_MAX_NAMED]) or "no parameters"
         raise _doubt("whose optimizer state each number is cannot be told", got, where)
     ((parameters, prefix),) = found.items()
+    gone = None if are_named else _gone(nest, prefix, optimizer, shapes)
+    if gone is not None:
+        raise _doubt("whose optimizer state each number is cannot be told", f"{gone} was left out before", where)
     numbers = [number for group in optimizer.groups for number in group.numbers]
     return Training(prefix, optimizer, dict(zip(numbers, parameters)), are_named)
+
+
+def _gone(nest: str, prefix: str, optimizer: Numbered, shapes: Likeness) -> str | None:
+    """Return a tensor that the model had when its order was written down, and has no more; None if it has all."""
+    for name in decoded(parsed(nest).order or ()):
+        is_of_model = name.startswith(prefix) and not name.startswith(optimizer.path)
+        if is_of_model and name not in shapes and name.rpartition(".")[2] not in _BUFFERS:
+            return name
+    return None
 
 
 def in_order(nest: str, names: Iterable[str], where: str) -> list[str]:

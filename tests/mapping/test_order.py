@@ -236,3 +236,16 @@ def test_a_forged_order_is_refused(tmp_path: Path, order: str) -> None:
     with pytest.raises(MapError, match=r"nested cannot be read|not known here"):
         made(between, tmp_path / "back", "torch", tmp_path, map=tmp_path / "map.toml")
     assert not list(tmp_path.glob("back/rank_*"))
+
+
+@pytest.mark.parametrize("form", ["safetensors", "torch"])
+def test_a_parameter_that_was_left_out_before_leaves_a_doubt(tmp_path: Path, form: str) -> None:
+    """Another tensor that is no parameter would take its number."""
+    saved = training()
+    keys = iter(range(100, 200))
+    saved["model"]["table"] = torch_peer.tensor(sample("", MODEL["a"]), str(next(keys)))
+    torch_peer.save(tmp_path / "x.pt", saved)
+    between = made(tmp_path / "x.pt", tmp_path / "between", form, tmp_path, exclude=["model.b", "*.state.1.*"])
+    (tmp_path / "map.toml").write_text(MAP)
+    with pytest.raises(MapError, match=r"model\.b was left out before"):
+        made(between, tmp_path / "back", "torch", tmp_path, map=tmp_path / "map.toml")

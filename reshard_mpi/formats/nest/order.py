@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from reshard_mpi.formats.files import MAX_NAME_BYTES
+from reshard_mpi.formats.files import MAX_NAME_BYTES, MAX_TENSORS
 from reshard_mpi.formats.nest.text import NestError, no_constant
 
 
@@ -69,6 +69,8 @@ def _shared(first: str, second: str) -> int:
 def decoded(order: Sequence[Any]) -> Iterator[str]:
     """Yield the names of an order. Raises NestError if it is none."""
     name = ""
+    if len(order) > 2 * MAX_TENSORS:
+        raise NestError("the order of a nest has too many names", f"more than {MAX_TENSORS}")
     for shared, rest in zip(order[::2], order[1::2]):
         if type(shared) is not int or not 0 <= shared <= len(name) or type(rest) is not str:
             raise NestError("the order of a nest has an entry that is no name", str((shared, rest))[:100])
