@@ -17,7 +17,8 @@ import reshard_mpi
 from reshard_mpi import formats
 from reshard_mpi.errors import MapError, TargetError
 from reshard_mpi.formats import ckpt
-from reshard_mpi.formats.nest import NEST
+from reshard_mpi.formats.manifest import common_nest
+from reshard_mpi.formats.nest import NEST, agree, flattening
 from reshard_mpi.testing import samples
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -249,3 +250,55 @@ def test_a_parameter_that_was_left_out_before_leaves_a_doubt(tmp_path: Path, for
     (tmp_path / "map.toml").write_text(MAP)
     with pytest.raises(MapError, match=r"model\.b was left out before"):
         made(between, tmp_path / "back", "torch", tmp_path, map=tmp_path / "map.toml")
+
+
+def stage_files(folder: Path) -> Path:
+    """Write what the stages of a pipeline have saved: the same dictionaries, each with tensors of its own."""
+    for rank, names in enumerate(("db", "ac")):
+        (folder / f"rank_{rank}").mkdir(parents=True)
+        model = {name: torch_peer.tensor(sample("", MODEL[name]), name) for name in names}
+        torch_peer.save(folder / f"rank_{rank}" / "x.pt", {"model": model, "epoch": 3})
+    return folder
+
+
+@pytest.mark.parametrize("form", ["torch", "dcp", "safetensors"])
+def test_stages_that_others_have_saved_are_of_one_nest(tmp_path: Path, form: str) -> None:
+    stages = "mesh = { data = 1 }\nstages = 2\n[[parameter]]\nmatch = 'model.[ac]'\nstage = 1\n[[parameter]]\n"
+    (tmp_path / "stages.toml").write_text(f"{stages}match = '*'\nstage = 0\n")
+    cut = {"src_strategy": tmp_path / "stages.toml"}
+    there = {} if form == "safetensors" else {"dst_strategy": tmp_path / "stages.toml"}
+    report = reshard_mpi.transform(stage_files(tmp_path / "src"), tmp_path / "there", to=form, **cut, **there)
+    assert not [note for note in report.notes if "differs" in note]
+    again = {} if form != "torch" else cut
+    reshard_mpi.transform(tmp_path / "there", tmp_path / "back", to="torch", **again)
+    loaded = torch_peer.load(tmp_path / "back" / "rank_0" / "checkpoint_0.pt")
+    assert [*loaded] == ["epoch", "model"] or [*loaded] == ["model", "epoch"]
+    assert sorted(loaded["model"]) == sorted(MODEL) and loaded["epoch"] == 3
+
+
+def test_loose_files_of_one_nest_are_joined(tmp_path: Path) -> None:
+    src = tmp_path / "loose"
+    src.mkdir()
+    for rank in range(2):
+        path = stage_files(tmp_path / f"{rank}") / f"rank_{rank}" / "x.pt"
+        path.rename(src / f"part-0000{rank + 1}-of-00002.pt")
+    path = made(src, tmp_path / "one", "torch", tmp_path)
+    assert keys_of(torch_peer.load(path)) == [("model", [(name, None) for name in "dbac"]), ("epoch", None)]
+
+
+def test_an_order_that_is_too_long_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flattening, "MAX_CHARACTERS", 500)
+    report = reshard_mpi.transform(source(tmp_path), tmp_path / "there")
+    assert "the order of its keys: it would take more than 500 characters" in " ".join(report.warnings)
+
+
+def test_nests_agree_whatever_only_one_of_them_says_of_the_order() -> None:
+    root = '{"dict":[["a",1]]}'
+    one, other, fewer = (
+        f'{{"nest":{root},"order":{order}}}' for order in ('[0,"x",0,"y"]', '[0,"y",0,"x"]', '[0,"y"]')
+    )
+    assert agree(None, None) and not agree(None, one) and agree(one, root) and agree(root, one) and agree(one, fewer)
+    assert not agree(one, other) and not agree(one, '{"dict":[["a",true]]}') and not agree(one, "{")
+    assert not agree(one, f'{{"nest":{root},"order":[3]}}')
+    assert common_nest([one, other]) == root == common_nest([root, one]) and common_nest([one, one]) == one
+    assert common_nest([one, '{"dict":[]}']) is common_nest([one, "{"]) is common_nest([]) is None
