@@ -34,7 +34,6 @@ _MOST_ITEMS = (1 << 18, 1 << 14, 1 << 10)
 _CHARACTERS_OF_ITEM = 8
 # The nest of a dictionary of tensors, of which something else may have been left out.
 _NAMES_ALONE = '{"dict":[]}'
-_COMPACT = (",", ":")
 
 
 class Flattened(NamedTuple):
@@ -74,9 +73,8 @@ def flatten(root: Value, is_tensor: Callable[[Value], bool], *, has_order: bool 
     if text == _NAMES_ALONE:
         return Flattened(made.tensors, {}, left_out)
     if has_order and made.tensors:
-        in_order = (
-            f'{{"nest":{text},"order":{json.dumps(coded(name for name, _ in made.tensors), separators=_COMPACT)}}}'
-        )
+        order = json.dumps(coded(name for name, _ in made.tensors), separators=(",", ":"))
+        in_order = f'{{"nest":{text},"order":{order}}}'
         if len(in_order) <= MAX_CHARACTERS:
             text = in_order
         else:
