@@ -21,7 +21,7 @@ from reshard_mpi.errors import (
 )
 from reshard_mpi.formats.columns import Tensors
 from reshard_mpi.formats.listed import ListedTensors
-from reshard_mpi.formats.manifest import NEST, Manifest, ShardIdentity
+from reshard_mpi.formats.manifest import NEST, Manifest, ShardIdentity, common_nest
 from reshard_mpi.formats.protocol import OnBytes, uncounted
 from reshard_mpi.planning.losses import Lost, Missing
 from reshard_mpi.planning.model import RankPlan
@@ -321,15 +321,18 @@ def locate(files: ShardFiles, rank: int, like: Manifest | None = None) -> Manife
             tensors.add_entry(entry)
             holder[name] = manifest.path
     strings = {name: text for manifest in manifests for name, text in manifest.strings.items()}
-    for manifest in manifests:
-        if manifest.strings.get(NEST, strings.get(NEST)) != strings.get(NEST):
+    nested = [manifest for manifest in manifests if NEST in manifest.strings]
+    if nested:
+        common = common_nest(manifest.strings[NEST] for manifest in nested)
+        if common is None:
             raise SourceError(
                 "two of the loose files have nested dictionaries of their own",
                 expected="one file, or files that are dictionaries of tensors",
-                got=f"{manifest.path} and another",
+                got=f"{nested[0].path} and another",
                 where=files.path,
                 remedy="choose one of them with --select, and convert the others by themselves",
             )
+        strings[NEST] = common
     left_out = tuple(what for manifest in manifests for what in manifest.left_out)
     lacks_others = any(manifest.lacks_others for manifest in manifests)
     part_of = next((manifest.part_of for manifest in manifests if manifest.part_of), "")

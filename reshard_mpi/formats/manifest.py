@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from reshard_mpi.formats.columns import Tensors
@@ -16,6 +17,26 @@ NEST = "__reshard_mpi_nest__"
 def shown_string(name: str) -> str:
     """Return what people are told that a string of a shard is."""
     return "settings beside the tensors, and how all is nested" if name == NEST else repr(name)
+
+
+def common_nest(texts: Iterable[str]) -> str | None:
+    """Return one text for shards whose nests differ in nothing but the order of their tensors, without an order then.
+
+    Stages of a pipeline that others have saved have tensors of their own, so no order is that of all. The same text if
+    all are the same; None if nests differ otherwise.
+    """
+    different = list(dict.fromkeys(texts))
+    if len(different) == 1:
+        return different[0]
+    values = set()
+    for text in different:
+        try:
+            content = json.loads(text)
+            has_order = type(content) is dict and content.keys() == {"nest", "order"}
+            values.add(json.dumps(content["nest"] if has_order else content, separators=(",", ":")))
+        except (ValueError, RecursionError):
+            return None
+    return values.pop() if len(values) == 1 else None
 
 
 class ShardIdentity(NamedTuple):

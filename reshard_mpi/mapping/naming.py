@@ -6,7 +6,7 @@ numbers for names, and everything below a key like `model`. This is between the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from reshard_mpi.errors import MapError
@@ -15,7 +15,7 @@ from reshard_mpi.mapping.choice import Choice, is_chosen
 from reshard_mpi.mapping.likeness import Like
 from reshard_mpi.mapping.made import Mapped
 from reshard_mpi.mapping.mapped import applied
-from reshard_mpi.mapping.numbering import STATE, Training, named_tensors, training_in
+from reshard_mpi.mapping.numbering import STATE, Training, in_order, named_tensors, training_in
 from reshard_mpi.mapping.renesting import MadeParameter, carried_into, with_names
 from reshard_mpi.mapping.rules import Rules
 
@@ -54,6 +54,8 @@ def applied_to_file(
         if choice.exclude:
             _require_no_orphans(mapped, inventory, source)
         return MappedFile(mapped, source.nest)
+    if source.nest is not None:
+        inventory = {name: inventory[name] for name in in_order(source.nest, inventory, source.path)}
     training = _training(choice, inventory, source)
     shapes = {name: kind.shape for name, kind in inventory.items()}
     named = named_tensors(training, shapes, source.path, is_stripped=like is not None)
@@ -61,21 +63,34 @@ def applied_to_file(
     plain = {name: inventory[in_file] for name, in_file in named.items()}
     mapped = applied(rules, choice._replace(named=in_target), plain, forward, like, training.settings)
     in_files = _in_files(mapped, named, in_target)
+    notes = tuple(_told_of_order(training, source.path))
     if like is not None:
-        return MappedFile(in_files, None if like.nest is None else carried_into(like.nest, source.nest))
-    if training.optimizer is None or source.nest is None:
-        return MappedFile(in_files, source.nest)
+        nest = None if like.nest is None else carried_into(like.nest, source.nest)
+        return MappedFile(in_files, nest, (*notes, *_told_of_order(like.training, like.path)))
+    if source.nest is None:
+        return MappedFile(in_files, None)
     names = set(training.parameters.values())
     parameters = [
         MadeParameter(made.name.removeprefix(training.prefix), frozenset(made.sources.values()))
         for made in in_files.made
         if not names.isdisjoint(made.sources.values())
     ]
-    begin = f"{training.optimizer.path}state."
-    is_kept = any(made.name.startswith(begin) for made in in_files.made)
-    note = "the optimizer's state goes by names of parameters, as torch's set_optimizer_state_dict takes it"
-    nest = with_names(source.nest, training, parameters, source.path)
-    return MappedFile(in_files, nest, (note,) if is_kept else ())
+    begin = None if training.optimizer is None else f"{training.optimizer.path}state."
+    if begin is not None and any(made.name.startswith(begin) for made in in_files.made):
+        by_names = "the optimizer's state goes by names of parameters, as torch's set_optimizer_state_dict takes it"
+        notes = (by_names, *notes)
+    made_up = (*(constant.name for constant in in_files.constants), *(number.name for number in in_files.computed))
+    tensors = [*(tensor.name for tensor in in_files.made), *made_up]
+    return MappedFile(in_files, with_names(source.nest, training, parameters, tensors, source.path), notes)
+
+
+def _told_of_order(training: Training, path: str) -> Iterator[str]:
+    """Yield a note if nothing but the order of the model's tensors tells which parameter has which number."""
+    if training.optimizer is not None and not training.are_named:
+        yield (
+            f"the optimizer's numbers in {path} are taken for the order of the model's tensors, as by"
+            " model.parameters(): that it was given its parameters in another order, as from two lists, cannot be seen"
+        )
 
 
 def _require_no_orphans(mapped: Mapped, inventory: Inventory, source: SourceFile) -> None:

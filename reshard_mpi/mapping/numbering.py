@@ -2,17 +2,19 @@
 
 Such a file has the model's tensors in one dictionary, and beside it `{"state": {0: {...}}, "param_groups": [...]}`. The
 numbers get the names of parameters here, so that state can follow them: `optimizer.state.0.exp_avg` becomes
-`optimizer.state.fc.weight.exp_avg`. What leaves a doubt is refused.
+`optimizer.state.fc.weight.exp_avg`. What leaves a doubt is refused. Formats have orders of their own, so the order of
+the model is taken from the text of the nest alone.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
+from reshard_mpi.formats.nest import NestError
+from reshard_mpi.formats.nest.order import decoded, parsed, places
 from reshard_mpi.mapping.candidates import Likeness
 
 # What state is called once its numbers are names, wherever the optimizer is in its file.
@@ -24,6 +26,10 @@ _MAX_NAMED = 5
 _REMEDY = (
     "give torch's optimizer named parameters, which it keeps in the file (AdamW(model.named_parameters())), or leave"
     " the state out (--exclude)"
+)
+_ORDER_REMEDY = (
+    "convert torch's own file once more, since what earlier versions of this program made of it does not have the"
+    f" order; or {_REMEDY}"
 )
 
 
@@ -46,12 +52,13 @@ class Training(NamedTuple):
     """What a file has of a training.
 
     prefix: what names of the model's tensors begin with. optimizer: None if there is none, or no state in it.
-    parameters: the names of its parameters, by number.
+    parameters: the names of its parameters, by number. are_named: the optimizer says these names itself.
     """
 
     prefix: str
     optimizer: Numbered | None
     parameters: Mapping[int, str]
+    are_named: bool = False
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -86,20 +93,18 @@ def value_of(node: Any, key: str) -> Any:
 def training_in(nest: str | None, shapes: Likeness, alias: Mapping[str, str], where: str) -> Training:
     """Return what a file has of a training.
 
-    nest: the text that says how its tensors are nested. shapes: of all its tensors, in its order. alias: for tensors
+    nest: the text that says how its tensors are nested, and their order. shapes: of all its tensors. alias: for tensors
     that are others once more, such as tied weights, the name of the first of them. where: the file, for errors. Raises
     MapError if state is numbered and the names of the parameters cannot be told.
     """
     if nest is None:
         return NO_TRAINING
+    root, place = _parsed(nest, shapes, where)
     try:
-        root = json.loads(nest)
         optimizers = {optimizer.path: optimizer for optimizer in _optimizers(root, "")}
         paths = set(_paths(root, "", optimizers))
-    except (ValueError, RecursionError) as error:
-        raise MapError(
-            "how the tensors of a file are nested cannot be read", got=str(error)[:100], where=where
-        ) from None
+    except RecursionError as error:
+        raise _unreadable(error, where) from None
     below = _below(shapes, optimizers)
     with_state = [path for path, names in below.items() if any(state_of(optimizers[path], name) for name in names)]
     others = dict.fromkeys(shapes, None)
@@ -112,6 +117,17 @@ def training_in(nest: str | None, shapes: Likeness, alias: Mapping[str, str], wh
     if len(with_state) > 1:
         raise _doubt("there are several optimizers", ", ".join(with_state[:_MAX_NAMED]), where)
     optimizer = optimizers[with_state[0]]
+    are_named = all(group.names is not None for group in optimizer.groups)
+    unplaced = [name for name in others if name not in place]
+    if unplaced and not are_named:
+        raise MapError(
+            "torch numbers the optimizer's state by the order of the model's tensors, which is not known here",
+            expected="torch's own file, or a checkpoint that this program has made of it",
+            got=f"{'no order' if not place else 'an order without these'}: {', '.join(unplaced[:_MAX_NAMED])}",
+            where=where,
+            remedy=_ORDER_REMEDY,
+        )
+    models = _below(sorted(others, key=lambda name: place.get(name, len(place))), paths)
     found: dict[tuple[str, ...], str] = {}
     problems = []
     for path, own in sorted(models.items(), key=lambda model: -len(model[0])):
@@ -124,8 +140,43 @@ def training_in(nest: str | None, shapes: Likeness, alias: Mapping[str, str], wh
         got = " or ".join(found.values()) if found else "; ".join(problems[:_MAX_NAMED]) or "no parameters"
         raise _doubt("whose optimizer state each number is cannot be told", got, where)
     ((parameters, prefix),) = found.items()
+    gone = None if are_named else _gone(nest, prefix, optimizer, shapes)
+    if gone is not None:
+        raise _doubt("whose optimizer state each number is cannot be told", f"{gone} was left out before", where)
     numbers = [number for group in optimizer.groups for number in group.numbers]
-    return Training(prefix, optimizer, dict(zip(numbers, parameters)))
+    return Training(prefix, optimizer, dict(zip(numbers, parameters)), are_named)
+
+
+def _gone(nest: str, prefix: str, optimizer: Numbered, shapes: Likeness) -> str | None:
+    """Return a tensor that the model had when its order was written down, and has no more; None if it has all."""
+    for name in decoded(parsed(nest).order or ()):
+        is_of_model = name.startswith(prefix) and not name.startswith(optimizer.path)
+        if is_of_model and name not in shapes and name.rpartition(".")[2] not in _BUFFERS:
+            return name
+    return None
+
+
+def in_order(nest: str, names: Iterable[str], where: str) -> list[str]:
+    """Return names of tensors in the order of a nest; those that it does not have come last.
+
+    where: the file of the nest, for errors. Raises MapError if the nest cannot be read.
+    """
+    names = list(names)
+    _, place = _parsed(nest, names, where)
+    return sorted(names, key=lambda name: place.get(name, len(place)))
+
+
+def _parsed(nest: str, names: Iterable[str], where: str) -> tuple[Any, Mapping[str, int]]:
+    """Return the value of a nest, and the places of those names that its order has. Raises as `in_order` does."""
+    try:
+        root, order = parsed(nest)
+        return root, places(order, frozenset(names))
+    except (ValueError, RecursionError, NestError) as error:
+        raise _unreadable(error, where) from None
+
+
+def _unreadable(error: Exception, where: str) -> MapError:
+    return MapError("how the tensors of a file are nested cannot be read", got=str(error)[:100], where=where)
 
 
 def _below(names: Iterable[str], paths: Collection[str]) -> dict[str, list[str]]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
+from reshard_mpi.formats.nest.order import decoded, parsed, written
 from reshard_mpi.mapping.numbering import Training, entries_of, parts_of, value_of
 
 # What numbers and names parameters, which belongs to a file and is not carried to another.
@@ -21,19 +22,20 @@ class MadeParameter(NamedTuple):
     sources: frozenset[str]
 
 
-def with_names(nest: str, training: Training, made: Sequence[MadeParameter], where: str) -> str:
+def with_names(nest: str, training: Training, made: Sequence[MadeParameter], tensors: Sequence[str], where: str) -> str:
     """Return a nest in which the optimizer's state goes by the names of the parameters that are made, not by numbers.
 
-    Raises MapError if parameters of several groups are put together.
+    tensors: the names of all that is made, in order. Raises MapError if parameters of several groups are put together.
     """
+    root, order = parsed(nest)
+    names_in_order = None if order is None else tensors
     optimizer = training.optimizer
     if optimizer is None:
-        return nest
+        return written(root, names_in_order)
     number_of = {name: number for number, name in training.parameters.items()}
     group_of = {number: at for at, group in enumerate(optimizer.groups) for number in group.numbers}
     members: list[list[str]] = [[] for _ in optimizer.groups]
     states = []
-    root = json.loads(nest)
     node = _at(root, optimizer.path)
     values = {entry[0]: entry[1] for entry in entries_of(value_of(node, "state")) or () if len(entry) == 2}
     for parameter in made:
@@ -57,15 +59,15 @@ def with_names(nest: str, training: Training, made: Sequence[MadeParameter], whe
         _set(group, "params", names)
         if value_of(group, "param_names") is not None:
             _set(group, "param_names", names)
-    return json.dumps(root, separators=(",", ":"), ensure_ascii=False)
+    return written(root, names_in_order)
 
 
 def carried_into(nest: str, source: str | None) -> str:
     """Return a nest with those values of the source's that both have, numbers and names of parameters apart."""
     if source is None:
         return nest
-    root = _carried(json.loads(nest), json.loads(source))
-    return json.dumps(root, separators=(",", ":"), ensure_ascii=False)
+    root, order = parsed(nest)
+    return written(_carried(root, parsed(source).root), None if order is None else decoded(order))
 
 
 def _carried(node: Any, source: Any) -> Any:

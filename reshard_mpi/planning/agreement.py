@@ -9,7 +9,7 @@ from math import prod
 
 from reshard_mpi.errors import CoverageError, DisagreementError
 from reshard_mpi.formats.listed import ListedTensors
-from reshard_mpi.formats.manifest import Manifest, shown_string
+from reshard_mpi.formats.manifest import NEST, Manifest, common_nest, shown_string
 from reshard_mpi.formats.specs import TensorSpec
 from reshard_mpi.planning.listed import PiecesOf
 from reshard_mpi.planning.mapped import MappedTensors
@@ -277,8 +277,11 @@ def common_strings(manifests: Mapping[int, Manifest], home: int) -> tuple[dict[s
     """
     strings: dict[str, str] = {}
     notes = []
+    common = common_nest(manifest.strings[NEST] for manifest in manifests.values() if NEST in manifest.strings)
+    if common is not None:
+        strings[NEST] = common
     for rank in sorted(manifests, key=lambda rank: (rank != home, rank)):
         for name, text in manifests[rank].strings.items():
-            if strings.setdefault(name, text) != text:
+            if strings.setdefault(name, text) != text and (name != NEST or common is None):
                 notes.append(f"the string {shown_string(name)} of {manifests[rank].path} differs from the one taken")
     return dict(sorted(strings.items())), notes

@@ -22,6 +22,7 @@ from reshard_mpi.engine.sums import place_of
 from reshard_mpi.errors import DifferenceError, SourceError
 from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.manifest import NEST
+from reshard_mpi.formats.nest import agree
 from reshard_mpi.formats.nest import first_difference as first_nest_difference
 from reshard_mpi.formats.places import Decoded, Joined
 from reshard_mpi.formats.specs import TensorSpec
@@ -176,8 +177,10 @@ def _other_texts(first: RankPlan, second: RankPlan) -> Iterator[str]:
     differing = [name for name in names if first.strings.get(name) != second.strings.get(name)]
     if NEST in differing:
         differing.remove(NEST)
-        where = first_nest_difference(first.strings.get(NEST), second.strings.get(NEST))
-        yield f"values beside the tensors differ: {where or 'how they are nested'}"
+        ours, theirs = first.strings.get(NEST), second.strings.get(NEST)
+        if not agree(ours, theirs):
+            where = first_nest_difference(ours, theirs)
+            yield f"values beside the tensors differ: {where or 'how they are nested, or the order of their keys'}"
     if differing:
         yield f"texts beside the tensors differ: {shortened(list(map(repr, differing)))}"
 

@@ -11,6 +11,7 @@ from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.errors import UsageError
 from reshard_mpi.formats.dtypes import DType
+from reshard_mpi.formats.listed import ListedTensors
 from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.mapping.choice import Choice
 from reshard_mpi.mapping.likeness import Like
@@ -95,6 +96,8 @@ def tied_tensors(source: SourceCheckpoint, names: Iterable[str]) -> Mapping[str,
     if len(source.files.by_rank) != 1:
         return {}
     tensors = source.manifest(min(source.files.by_rank)).tensors
+    if isinstance(tensors, ListedTensors):  # each is written by itself
+        return {}
     first: dict[object, str] = {}
     tied = {}
     for name in names:

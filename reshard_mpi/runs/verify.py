@@ -20,7 +20,8 @@ from reshard_mpi.engine.files import OnBytes
 from reshard_mpi.engine.sums import sum_shard
 from reshard_mpi.errors import DamageError, ReshardError, SourceError, as_reshard_error
 from reshard_mpi.filesystem.paths import require_reachable
-from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.manifest import NEST, Manifest
+from reshard_mpi.formats.nest import agree
 from reshard_mpi.journal.commit_record import CommitRecord
 from reshard_mpi.journal.identity import RunIdentity
 from reshard_mpi.journal.records import STATE
@@ -302,7 +303,8 @@ def _compare(plan: RankPlan, shard: Manifest, on_bytes: OnBytes) -> Verdict:
     damage: list[ReshardError] = []
     for name in sorted(plan.strings.keys() | shard.strings.keys()):
         expected, got = (strings.get(name) for strings in (plan.strings, shard.strings))
-        if expected != got:
+        is_same = agree(expected, got) if name == NEST else expected == got
+        if not is_same:
             problem = f"{name!r} is not the text that the source holds"
             damage.append(
                 DamageError(

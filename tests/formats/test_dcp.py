@@ -29,6 +29,7 @@ from reshard_mpi.formats import dcp
 from reshard_mpi.formats.dcp import metadata
 from reshard_mpi.formats.dcp.states import States
 from reshard_mpi.formats.nest import NEST
+from reshard_mpi.formats.nest.order import decoded, parsed
 from reshard_mpi.formats.torch.pickles import load
 from reshard_mpi.formats.torch.readers import PLAIN_CALLS, Readers, no_persistent_ids
 from reshard_mpi.formats.torch.tensors import SIZE, numbers
@@ -49,11 +50,14 @@ def test_what_torch_has_written() -> None:
     assert {name: entry.dtype.name for name, entry in manifest.tensors.items()} == {
         name: facts["dtype"] for name, facts in EXPECTED.items()
     }
-    assert json.loads(manifest.strings[NEST])["dict"] == [
+    root, order = parsed(manifest.strings[NEST])
+    in_order = [name for name in decoded(order or ()) if name.startswith(("model.", "optim."))]  # as they were saved
+    assert in_order == [
+        *(f"model.{name}" for name in ["row", "col", "uneven", "tiny", "both", "zero2", "rep", "plain", "scalar"]),
+        *(f"optim.state.row.{name}" for name in ("step", "exp_avg")),
+    ]
+    assert root["dict"] == [
         ["model", {"dict": []}],
-        ["plainlist", [1, 2, 3]],
-        ["none", None],
-        ["keys.with.dots", {"dict": []}],
         [
             "optim",
             {
@@ -69,6 +73,9 @@ def test_what_torch_has_written() -> None:
         ["step", 12],
         ["name", "run"],
         ["list", [{"tensor": None}, {"dict": []}]],
+        ["plainlist", [1, 2, 3]],
+        ["none", None],
+        ["keys.with.dots", {"dict": []}],
     ]
 
 
@@ -124,13 +131,15 @@ def test_paths_become_a_nest(tmp_path: Path) -> None:
     objects = {"l.0": ("a", [1, 2]), "a.b.lr": ("b", 0.5), "n": ("b", (1, None))}
     paths = {"a.b.c": ("a.b", "c"), "l.1": ("l", 1), "l.0": ("l", 0), "a.b.lr": ("a.b", "lr"), "n": ("n",)}
     dcp_peer.write(tmp_path, tensors, objects, paths=paths)
-    assert json.loads(dcp.open_folder(str(tmp_path)).strings[NEST]) == {
+    root, order = parsed(dcp.open_folder(str(tmp_path)).strings[NEST])
+    assert root == {
         "dict": [
+            ["a.b", {"dict": [["c"], ["lr", 0.5]]}],
             ["l", [[1, 2], {"tensor": None}]],
-            ["a.b", {"dict": [["lr", 0.5]]}],
             ["n", {"tuple": [1, None]}],
         ]
     }
+    assert order is not None and [*decoded(order)] == ["a.b.c", "l.1"]
 
 
 def test_tensors_in_objects_are_carried(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from random import Random
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from reshard_mpi.formats import nest
 from reshard_mpi.formats.nest.comparing import first_difference
+from reshard_mpi.formats.nest.order import decoded, parsed, written
 from reshard_mpi.formats.nest.trees import ORDERED_DICT, SET, Call, Dict, Global, Unreadable
 
 
@@ -109,8 +111,9 @@ def trees(draw: st.DrawFn) -> Any:
 MORE = ["list", "tuple", "ordered", "namespace"]
 
 
-@given(root=trees())
-def test_there_and_back_is_the_identity(root: Any) -> None:
+@given(root=trees(), random=st.randoms(use_true_random=False))
+def test_there_and_back_is_the_identity(root: Any, random: Random) -> None:
+    """In whatever order the shard has its tensors, if there is a nest."""
     try:
         flattened, again = there_and_back(root)
     except nest.NestError as error:
@@ -118,6 +121,17 @@ def test_there_and_back_is_the_identity(root: Any) -> None:
         return
     assert not flattened.left_out
     assert shown(again) == shown(root)
+    if nest.NEST in flattened.strings:
+        random.shuffle(flattened.tensors)
+        assert shown(nest.rebuild(dict(flattened.tensors), flattened.strings)) == shown(root)
+
+
+@given(names=st.lists(st.text(max_size=6), unique=True))
+def test_orders_are_names(names: list[str]) -> None:
+    text = written({"dict": []}, names)
+    root, order = parsed(text)
+    assert root == {"dict": []} and order is not None and [*decoded(order)] == names
+    assert parsed(text).in_order(["another name", *reversed(names)]) == [*names, "another name"]
 
 
 def test_names_are_joined_by_dots() -> None:
@@ -137,19 +151,22 @@ def test_names_are_joined_by_dots() -> None:
     ]
     assert shown(again) == shown(root)
     assert json.loads(flattened.strings[nest.NEST]) == {
-        "dict": [
-            ["epoch", 3],
-            ["model", {"call": ["collections", "OrderedDict", []], "dict": []}],
-            [
-                "optimizer",
-                {
-                    "dict": [
-                        ["state", {"dict": [[0, {"dict": []}], [1, {"dict": []}]]}],
-                        ["groups", [{"dict": [["lr", 0.1], ["params", [0, 1]]]}]],
-                    ]
-                },
-            ],
-        ]
+        "nest": {
+            "dict": [
+                ["epoch", 3],
+                ["model", {"call": ["collections", "OrderedDict", []], "dict": []}],
+                [
+                    "optimizer",
+                    {
+                        "dict": [
+                            ["state", {"dict": [[0, {"dict": []}], [1, {"dict": []}]]}],
+                            ["groups", [{"dict": [["lr", 0.1], ["params", [0, 1]]]}]],
+                        ]
+                    },
+                ],
+            ]
+        },
+        "order": [0, "model.layer.0.weight", 14, "bias", 0, "optimizer.state.0.step", 18, "exp_avg", 16, "1.step"],
     }
 
 

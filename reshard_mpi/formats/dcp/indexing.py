@@ -17,7 +17,7 @@ from reshard_mpi.formats.dcp.paths import Keys, Leaf
 from reshard_mpi.formats.dcp.states import FILESYSTEM, METADATA, ItemPlace
 from reshard_mpi.formats.dcp.writing import entries_of
 from reshard_mpi.formats.dtypes import DType
-from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.manifest import NEST, Manifest, common_nest
 from reshard_mpi.formats.nest.trees import Value
 from reshard_mpi.formats.torch.pickling import text_opcode, whole_opcode
 
@@ -91,8 +91,12 @@ def _entries(shards: Sequence[Manifest]) -> tuple[dict[str, str], dict[str, Keys
     their own; where these differ, none is kept as such.
     """
     names: dict[tuple[tuple[str, str], ...], dict[str, None]] = {}
+    common = common_nest(shard.strings[NEST] for shard in shards if NEST in shard.strings)
     for shard in shards:
-        names.setdefault(tuple(shard.strings.items()), {}).update(dict.fromkeys(shard.tensors))
+        texts = dict(shard.strings)
+        if common is not None and NEST in texts:
+            texts[NEST] = common
+        names.setdefault(tuple(texts.items()), {}).update(dict.fromkeys(shard.tensors))
     paths: dict[str, Keys] = {}
     objects: dict[str, Value] = {}
     for strings, own in names.items():
@@ -100,7 +104,7 @@ def _entries(shards: Sequence[Manifest]) -> tuple[dict[str, str], dict[str, Keys
             paths.setdefault(name, path)
             if type(value) is not Leaf:
                 objects.setdefault(name, value)
-    return (dict(shards[0].strings) if len(names) == 1 else {}), paths, objects
+    return (dict(next(iter(names))) if len(names) == 1 else {}), paths, objects
 
 
 def _listed(wholes: Mapping[str, _Whole], paths: Mapping[str, Keys], strings: Mapping[str, str]) -> _Pickler:

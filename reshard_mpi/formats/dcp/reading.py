@@ -182,12 +182,14 @@ class _Strings(NamedTuple):
 def _strings(found: Metadata, objects: Mapping[str, Value], folder: str) -> _Strings:
     if found.strings is not None:
         return _Strings(found.strings, (), [])
+    # Ranks list what they have written; the paths are those of all keys of a rank, in the order of its dictionaries.
+    has_order = found.paths.keys() == found.entries.keys()
     values = (
-        (found.paths.get(name, (name,)), Leaf(name) if entry is not None else objects[name])
-        for name, entry in found.entries.items()
+        (found.paths.get(name, (name,)), objects[name] if found.entries[name] is None else Leaf(name))
+        for name in (found.paths if has_order else found.entries)
     )
     try:
-        flattened = nest.flatten(tree_of(values, folder), _is_tensor)
+        flattened = nest.flatten(tree_of(values, folder), _is_tensor, has_order=has_order)
     except nest.NestError as error:
         problem = f"a checkpoint cannot be read: {error.problem}"
         raise ShardError(problem, got=error.got, where=folder, remedy=error.remedy) from None

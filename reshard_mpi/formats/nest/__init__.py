@@ -15,8 +15,16 @@ shard, called `NEST`, so that it passes through formats that have names only:
 
 Only objects of `trees.PLAIN` are kept. A tensor that no entry lists belongs to the dictionary with the longest path
 that its name begins with, of those that are no state and all of whose listed keys are texts; the rest of its name is
-its key, and it comes after what is listed, in the order of the shard. So names of tensors are listed only where that
-would be wrong. A shard of names alone, a plain dictionary of tensors followed by texts, has no such string.
+its key, and it comes after what is listed. So names of tensors are listed only where that would be wrong.
+
+The order of tensors that are not listed stands beside the value, for formats and stages of a pipeline have orders of
+their own, and torch numbers the state of parameters by their order in the model:
+
+    {"nest": value, "order": [COUNT, TEXT ...]}     names of all tensors; each is the first COUNT characters of the one
+                                                    before it, and TEXT
+
+A text without it, as earlier versions wrote all, is the value alone; tensors have the order of the shard then. A shard
+of names alone, a plain dictionary of tensors followed by texts, has no such string.
 """
 
 from __future__ import annotations
@@ -24,7 +32,8 @@ from __future__ import annotations
 from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.nest.comparing import first_difference
 from reshard_mpi.formats.nest.flattening import Flattened, flatten
+from reshard_mpi.formats.nest.order import agree
 from reshard_mpi.formats.nest.rebuilding import rebuild
 from reshard_mpi.formats.nest.text import NestError
 
-__all__ = ["NEST", "Flattened", "NestError", "first_difference", "flatten", "rebuild"]
+__all__ = ["NEST", "Flattened", "NestError", "agree", "first_difference", "flatten", "rebuild"]

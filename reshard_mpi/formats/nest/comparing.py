@@ -6,12 +6,14 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from reshard_mpi.formats.nest.order import parsed
+
 _MAX_QUOTED = 60
 
 
 def first_difference(first: str | None, second: str | None) -> str:
     """Say which value differs first between two texts of nests, of which None has no values; nothing if none does."""
-    ours, theirs = ({} if text is None else dict(_values(json.loads(text), "")) for text in (first, second))
+    ours, theirs = ({} if text is None else dict(_values(parsed(text).root, "")) for text in (first, second))
     for name in (*ours, *theirs):
         if ours.get(name) != theirs.get(name):
             return f"{name or 'the whole'} ({_quoted(ours.get(name))} and {_quoted(theirs.get(name))})"

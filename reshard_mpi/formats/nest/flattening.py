@@ -11,6 +11,7 @@ from typing import NamedTuple
 from reshard_mpi.formats.files import MAX_NAME_BYTES, MAX_TENSORS
 from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.nest.losses import described
+from reshard_mpi.formats.nest.order import coded
 from reshard_mpi.formats.nest.text import (
     DOUBLE,
     MAX_CHARACTERS,
@@ -43,8 +44,11 @@ class Flattened(NamedTuple):
     left_out: tuple[str, ...]
 
 
-def flatten(root: Value, is_tensor: Callable[[Value], bool]) -> Flattened:
-    """Return a tree as names. is_tensor: tells which leaves are tensors. Raises NestError if it cannot be."""
+def flatten(root: Value, is_tensor: Callable[[Value], bool], *, has_order: bool = True) -> Flattened:
+    """Return a tree as names. Raises NestError if it cannot be.
+
+    is_tensor: tells which leaves are tensors. has_order: the order of keys is that of whoever made the tree.
+    """
     if type(root) is Dict and _is_flat(root, is_tensor):
         flat = [(key, value) for key, value in root.pairs() if is_tensor(value)]
         _require_names(flat)
@@ -65,8 +69,17 @@ def flatten(root: Value, is_tensor: Callable[[Value], bool]) -> Flattened:
             "load it with torch, make them dense and of a usual type, and save it again",
         )
     _require_names(made.tensors)
-    text = "".join(made.parts)
-    return Flattened(made.tensors, {} if text == _NAMES_ALONE else {NEST: text}, tuple(made.left_out))
+    text, left_out = "".join(made.parts), tuple(made.left_out)
+    if text == _NAMES_ALONE:
+        return Flattened(made.tensors, {}, left_out)
+    if has_order and made.tensors:
+        order = json.dumps(coded(name for name, _ in made.tensors), separators=(",", ":"))
+        in_order = f'{{"nest":{text},"order":{order}}}'
+        if len(in_order) <= MAX_CHARACTERS:
+            text = in_order
+        else:
+            left_out += (f"the order of its keys: it would take more than {MAX_CHARACTERS} characters with it",)
+    return Flattened(made.tensors, {NEST: text}, left_out)
 
 
 def _written(root: Value, is_tensor: Callable[[Value], bool]) -> _Flattening:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 import math
 import struct
 from collections.abc import Mapping
 from typing import Any
 
 from reshard_mpi.formats.manifest import NEST
+from reshard_mpi.formats.nest.order import parsed
 from reshard_mpi.formats.nest.text import (
     DOUBLE,
     MAX_CHARACTERS,
     MAX_DEPTH,
     MAX_VALUES,
     NestError,
-    no_constant,
     owner_of,
     require_short,
 )
@@ -38,12 +37,12 @@ def rebuild(leaves: Mapping[str, Value], strings: Mapping[str, str]) -> Value:
     if len(text) > MAX_CHARACTERS:
         raise NestError("the text of the nest is too long", f"{len(text)} characters")
     try:
-        content = json.loads(text, parse_constant=no_constant)
+        content = parsed(text)
     except (ValueError, RecursionError) as error:
         raise NestError("the text of the nest is no JSON", str(error)[:100]) from None
-    rebuilding = _Rebuilding(leaves)
+    rebuilding = _Rebuilding({name: leaves[name] for name in content.in_order(leaves)})
     try:
-        root = rebuilding.value(content, "", 0)
+        root = rebuilding.value(content.root, "", 0)
     except RecursionError:  # of what is shown of an unknown value
         raise NestError("the nest has too many values or levels") from None
     rebuilding.add_unlisted(others)

@@ -241,7 +241,8 @@ def _strings(folder: str, tensors: Tensors) -> Mapping[str, str]:
         if _COMMON_KEY in tensors:
             raise ValueError(f"a tensor called {_COMMON_KEY!r}, in the place of what the file says")
         leaves: list[Value] = [part for name in tensors for part in (name, _Leaf(name))]
-        return nest.flatten(Dict([_COMMON_KEY, root, *leaves]), lambda value: type(value) is _Leaf).strings
+        tree = Dict([_COMMON_KEY, root, *leaves])
+        return nest.flatten(tree, lambda value: type(value) is _Leaf, has_order=False).strings
     except (ValueError, RecursionError, nest.NestError) as error:
         raise ShardError(
             f"{COMMON} of a checkpoint cannot be read",
