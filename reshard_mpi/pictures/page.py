@@ -83,10 +83,12 @@ def _data(figures: Figures, cuts: Iterable[Cut]) -> dict[str, Any]:
     sources, targets = {feed.source for feed in feeds}, {feed.target for feed in feeds}
     names = _Names()
     return {
-        "sourceWord": flow.sources.word,
-        "targetWord": flow.targets.word,
         "rows": [list(span) for span in grid.rows],
         "columns": [list(span) for span in grid.columns],
+        "rowNames": [one_line(flow.sources.span(*span)) for span in grid.rows],
+        "columnNames": [one_line(flow.targets.span(*span)) for span in grid.columns],
+        "sourceNames": {number: one_line(name) for number, name in flow.sources.names.items()},
+        "targetNames": {number: one_line(name) for number, name in flow.targets.names.items()},
         "sourceFiles": {number: one_line(flow.sources.files.get(number, "")) for number in sources},
         "targetFiles": {number: one_line(flow.targets.files.get(number, "")) for number in targets},
         "feeds": [list(feed) for feed in feeds],
@@ -95,7 +97,7 @@ def _data(figures: Figures, cuts: Iterable[Cut]) -> dict[str, Any]:
                 "names": names.of(cut),
                 "count": cut.total,
                 "shape": f"{cut.target.dtype} {list(cut.target.shape)}",
-                "moves": [_move(move, cut) for move in cut.moves[:_MOST_MOVES]],
+                "moves": [_move(move) for move in cut.moves[:_MOST_MOVES]],
                 "moreMoves": max(0, len(cut.moves) - _MOST_MOVES) + cut.further_moves,
             }
             for cut in cuts
@@ -120,15 +122,14 @@ class _Names:
         return names
 
 
-def _move(move: Move, cut: Cut) -> list[Any]:
-    panel = one_line(cut.sources[move.panel].name)[:_MOST_NAME] if move.panel is not None else ""
+def _move(move: Move) -> list[Any]:
     made_up = move.source is None
     return [
         move.target,
         str(move.region),
         move.source,
         "" if made_up else str(move.source_region),
-        panel,
+        one_line(move.tensor)[:_MOST_NAME],
         one_line(move.file),
         move.size_bytes,
     ]
