@@ -11,7 +11,7 @@ from reshard_mpi.text import one_line
 # beyond it, where some are pictures.
 _LETTERS = {" !'(),-./:;I[\\]fijlrt|J": 0.42, '"*?_`sz': 0.53, "ABCDGHKNOQRUVXZ&": 0.79, "#+<=>^w~": 0.84, "%@MWm": 1.0}
 _WIDTHS = {letter: width for letters, width in _LETTERS.items() for letter in letters}
-_LETTER, _OTHER_LETTER, _PICTURE = 0.64, 1.0, 1.4
+_LETTER, _OTHER_LETTER, _PICTURE = 0.64, 1.14, 1.4
 _NARROWEST, _BOLD = 0.42, 1.17
 
 

@@ -188,6 +188,8 @@ def _caption(panel: Panel, shards: Shards, x: float, y: float) -> Iterator[Text]
     copies = max((block.copies for block in panel.blocks), default=1)
     pieces = "whole" if panel.pieces == 1 else f"{panel.pieces} pieces"
     on_each = f"{'' if panel.pieces == 1 else 'each '}on {counted(copies, shards.word)}"
+    if pieces == "whole" and copies == 1 and shards.names and panel.blocks:
+        on_each = f"in {_holders(panel.blocks[0], shards)}"
     shape = f"{panel.dtype} {list(panel.shape)}: "
     room = min(_PANEL + 60, _WIDTH - 24 - x)
     yield Text(x, y, fitted(f"{shape}{pieces}, {on_each}", room, 10.5), 10.5, colour=FAINT)
