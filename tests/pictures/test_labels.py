@@ -7,8 +7,9 @@ from math import ceil
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import many
 
 from reshard_mpi.pictures.figures import Block, Cut, Feed, Figures, Flow, Move, Panel, Shards
 from reshard_mpi.pictures.labels import area_of, files_as_shards, tensor_labels
@@ -117,7 +118,7 @@ def drawings(draw: st.DrawFn) -> Figures:
     return fused(tensors, draw(lengths), draw(lengths), draw(st.integers(0, 1)), sources, draw(st.integers(1, 12)))
 
 
-@settings(max_examples=800)
+@many(400)
 @given(drawn=drawings())
 def test_no_text_is_cut_off_or_written_over_another(drawn: Figures) -> None:
     for scene in (matrix_scene(drawn), cut_scene(drawn.cuts[0], drawn)):
