@@ -26,7 +26,8 @@ for (const item of document.querySelectorAll("body *")) {
   if (box.left < outer.left - 1 || box.right > Math.min(outer.right, width) + 1) {
     found.push([item.tagName, item.textContent.slice(0, 60), box.left, box.right, outer.left, outer.right]);
   }
-  if (item instanceof HTMLElement && item.clientWidth && item.scrollWidth > item.clientWidth + 1) found.push([item.tagName, "scrolls"]);
+  const scrolls = item instanceof HTMLElement && item.clientWidth && item.scrollWidth > item.clientWidth + 1;
+  if (scrolls) found.push([item.tagName, "scrolls"]);
 }
 if (document.documentElement.scrollWidth > width) found.push(["page", document.documentElement.scrollWidth]);
 return found;
