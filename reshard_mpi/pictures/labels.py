@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os.path
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import PurePath
 from typing import NamedTuple
 
 from reshard_mpi.pictures.figures import Shards
@@ -41,9 +40,9 @@ def files_as_shards(total: int, files: Mapping[int, str]) -> Shards:
 
     total: how many there are. files: paths by number.
     """
-    paths = {number: Path(path).absolute() for number, path in files.items()}
-    folder = os.path.commonpath([path.parent for path in paths.values()]) if paths else ""
-    names = {number: str(path.relative_to(folder)) for number, path in paths.items()}
+    parts = {number: PurePath(path).parts for number, path in files.items()}
+    shared = _shared(list(parts.values()), min((len(path) - 1 for path in parts.values()), default=0))
+    names = {number: one_line("/".join(path[shared:])) for number, path in parts.items()}
     short = distinct_parts([re.findall(r"[^\W_]+|[\W_]+", name) for name in names.values()])
     return Shards(total, "file", files, names, dict(zip(names, short)))
 
