@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 from string import Template
@@ -77,18 +77,20 @@ def _left_out(figures: Figures, cuts: int) -> Iterator[str]:
         yield f"The smallest {feeds} of {len(figures.flow.feeds)} entries are not in the lists of files."
 
 
-def _data(figures: Figures, cuts: Iterable[Cut]) -> dict[str, Any]:
+def _data(figures: Figures, cuts: Sequence[Cut]) -> dict[str, Any]:
     flow, grid = figures.flow, grid_of(figures.flow)
     feeds = sorted(flow.feeds, key=lambda feed: feed.size_bytes, reverse=True)[:_MOST_FEEDS]
     sources, targets = {feed.source for feed in feeds}, {feed.target for feed in feeds}
+    moves = [move for cut in cuts for move in cut.moves[:_MOST_MOVES]]
+    named = sources | {move.source for move in moves}, targets | {move.target for move in moves}
     names = _Names()
     return {
         "rows": [list(span) for span in grid.rows],
         "columns": [list(span) for span in grid.columns],
         "rowNames": [one_line(flow.sources.span(*span)) for span in grid.rows],
         "columnNames": [one_line(flow.targets.span(*span)) for span in grid.columns],
-        "sourceNames": {number: one_line(name) for number, name in flow.sources.names.items()},
-        "targetNames": {number: one_line(name) for number, name in flow.targets.names.items()},
+        "sourceNames": {number: name for number, name in flow.sources.names.items() if number in named[0]},
+        "targetNames": {number: name for number, name in flow.targets.names.items() if number in named[1]},
         "sourceFiles": {number: one_line(flow.sources.files.get(number, "")) for number in sources},
         "targetFiles": {number: one_line(flow.targets.files.get(number, "")) for number in targets},
         "feeds": [list(feed) for feed in feeds],
