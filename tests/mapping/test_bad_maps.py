@@ -377,7 +377,7 @@ def test_what_is_made_up_of_a_value_that_its_type_cannot_hold(tmp_path: Path, va
 def test_a_configuration_that_is_none(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "map.toml").write_text("[[map]]\neq = 'a.0.q [x y] <=> b [y x]'")
     (tmp_path / "config.json").write_bytes(content)
-    with pytest.raises(MapError, match="(?s)the configuration.*config.json.*what to do: "):
+    with pytest.raises(MapError, match=r"(?s)the configuration.*config\.json.*what to do: "):
         reshard_mpi.transform(
             checkpoint(tmp_path), tmp_path / "dst", map=tmp_path / "map.toml", config=tmp_path / "config.json"
         )
