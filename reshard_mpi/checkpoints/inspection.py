@@ -138,6 +138,7 @@ def _checkpoint(files: discovery.ShardFiles, wanted: _Wanted) -> dict[str, Any]:
         "path": files.path,
         "format": files.format,
         "ranks": len(shards),
+        **({"files": list(files.one_by_one().shards)} if files.is_folder else {}),
         "size_bytes": sum(shard["size_bytes"] for rank_shards in shards.values() for shard in rank_shards),
         "totals": _totals(shard for rank_shards in shards.values() for shard in rank_shards),
         "notes": [*files.notes, *([] if formats.by_name(files.format).TRAITS.tells_files else [_MAY_LACK_FILES])],

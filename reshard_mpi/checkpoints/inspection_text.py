@@ -25,13 +25,16 @@ def _lines(facts: dict[str, Any]) -> list[str]:
     if facts["kind"] == "shard":
         return [*_shard_lines(facts), _total_line(facts["totals"])]
     size = format_bytes(facts["size_bytes"])
-    lines = [f"checkpoint: {counted(facts['ranks'], 'rank')}, {facts['format']}, {size} of tensors", *facts["notes"]]
+    holders = counted(len(facts["files"]), "file") if "files" in facts else counted(facts["ranks"], "rank")
+    lines = [f"checkpoint: {holders}, {facts['format']}, {size} of tensors", *facts["notes"]]
     lines += _tensor_lines(facts) if "names" in facts else _file_lines(facts)
     lines.append(_total_line(facts["totals"]))
     return [*lines, *as_lines({name: facts[name] for name in ("run", "commit") if name in facts})]
 
 
 def _file_lines(checkpoint: dict[str, Any]) -> list[str]:
+    if "files" in checkpoint:  # a folder with an index has no ranks
+        return [f"  {path}" for path in checkpoint["files"]]
     return [
         f"  rank {rank}: {counted(len(shard['tensors']), 'tensor')}, "
         f"{format_bytes(shard['size_bytes'])}  {shard['path']}"

@@ -259,7 +259,8 @@ def _add_conversion(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         "--part",
         type=values.part,
         metavar="I/N",
-        help="make the I-th (from 0) of N shares of the targets; with as many shares as targets or more, target I",
+        help="make the I-th (from 0) of N shares of the targets, which are dealt out in turn: 0/2 is 0, 2, 4 and so on;"
+        " with as many shares as targets or more, target I",
     )
     again = files.add_mutually_exclusive_group()
     again.add_argument("--resume", action="store_true", help="skip targets this same run has completed")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from reshard_mpi.runs.progress import say
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 # line says all, and the library that draws the bar takes a while to load.
 _FIRST_SECONDS = 0.5
 _USUAL_COLUMNS, _USUAL_ROWS = 80, 24
+# Columns that a bar takes at least, with what is around it.
+_LEAST_BAR = 14
 # Seconds between two lines.
 _LINE_SECONDS = 5.0
 
@@ -59,21 +61,25 @@ class Bar(Display):
         self._stream = stream
         self._with_colour = with_colour
         self._bar: tqdm[NoReturn] | None = None
-        self._text_columns = 0
+        self._widths = 0, 0  # of the widest texts before and behind the bar
 
     def update(self, status: RunStatus) -> None:
         if self._bar is None:
             if status.seconds < _FIRST_SECONDS:
                 return
             self._bar = _new_bar(self._stream, with_colour=self._with_colour)
-        self._bar.ncols = _columns(self._stream)
+        columns = self._bar.ncols = _columns(self._stream)
         if status.bytes_total is None:
-            self._bar.bar_format = status.as_text()
+            self._bar.bar_format = status.as_text()[:columns]
         else:
             self._bar.total, self._bar.n = max(1, status.bytes_total), status.bytes_done or not status.bytes_total
-            text = status.as_text(with_percent=False)
-            self._text_columns = max(self._text_columns, len(text))  # or the end of the bar would jump about
-            self._bar.bar_format = f"{status.percent:3} %|{{bar}}| {text:<{self._text_columns}}"
+            first, others = status.beside_a_bar()
+            before = max(self._widths[0], len(first))  # or the ends of the bar would jump about
+            room = max(0, columns - before - _LEAST_BAR)
+            rest = _fitting(others, room)
+            behind = min(max(self._widths[1], len(rest)), room)
+            self._widths = before, behind
+            self._bar.bar_format = f"{first:<{before}} |{{bar}}| {rest:<{behind}}"
         with contextlib.suppress(OSError, ValueError):  # nobody looks any more
             self._bar.refresh()
 
@@ -125,6 +131,17 @@ def _new_bar(stream: TextIO, *, with_colour: bool) -> tqdm[NoReturn]:
     # It draws nothing on a terminal that does not say how many rows it has, unless it is told.
     columns, rows = _columns(stream), _USUAL_ROWS
     return tqdm(total=1, file=stream, ncols=columns, nrows=rows, mininterval=0, bar_format=" ", colour=colour)
+
+
+def _fitting(parts: Sequence[str], columns: int) -> str:
+    """Return the first of some parts, joined, as many as fit a number of columns."""
+    text = ""
+    for part in parts:
+        longer = f"{text}, {part}" if text else part
+        if len(longer) > columns:
+            break
+        text = longer
+    return text
 
 
 def _columns(stream: TextIO) -> int:

@@ -5,12 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from reshard_mpi.text import did_you_mean
+
 _TOKEN = re.compile(r"\s*(?:(?P<number>[0-9]+)|(?P<key>[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*)|(?P<mark>[-+*/()]))")
 _MAX_TEXT, _MAX_NESTED, _MAX_VALUE = 1_000, 32, 1 << 62
 
 
 class ExpressionProblem(ValueError):
-    """What is wrong with an expression."""
+    """What is wrong with an expression, and what to do."""
+
+    def __init__(self, problem: str, remedy: str = "correct the expression") -> None:
+        super().__init__(problem)
+        self.remedy = remedy
 
 
 class ConfigurationNeeded(ExpressionProblem):
@@ -36,6 +42,7 @@ def evaluated(text: str, config: Mapping[str, object] | None) -> int:
 class _Reader:
     def __init__(self, text: str, config: Mapping[str, object] | None) -> None:
         self._config = config
+        self._values: dict[str, int] = {}  # of the keys that have been read
         self._tokens: list[tuple[str, str]] = []
         position = 0
         while text[position:].strip():
@@ -65,7 +72,11 @@ class _Reader:
             if mark == "*":
                 value = _bounded(value * other)
             elif other == 0 or value % other:
-                raise ExpressionProblem(f"{value} / {other} is no integer")
+                keys = ", ".join(f"{key} = {known}" for key, known in self._values.items())
+                raise ExpressionProblem(
+                    f"{value} / {other}, which is no integer" + (f" ({keys})" if keys else ""),
+                    "correct these keys in the file that --config names" if keys else "correct the expression",
+                )
             else:
                 value //= other
         return value
@@ -93,11 +104,19 @@ class _Reader:
         value: object = self._config
         for part in key.split("."):
             if not isinstance(value, Mapping) or part not in value:
-                raise ExpressionProblem(f"the configuration has no {key!r}")
+                known = [str(name) for name in value] if isinstance(value, Mapping) else []
+                raise ExpressionProblem(
+                    f"no key {key!r} in the configuration{did_you_mean(part, known)}",
+                    f"add {key!r} with its number to the file that --config names, or write a number in [axes]",
+                )
             value = value[part]
         if isinstance(value, bool) or not isinstance(value, int):
-            raise ExpressionProblem(f"{key!r} of the configuration is no integer: {str(value)[:40]!r}")
-        return _bounded(value)
+            raise ExpressionProblem(
+                f"{key!r} of the configuration, which is no integer: {str(value)[:40]!r}",
+                f"set {key!r} to an integer in the file that --config names",
+            )
+        self._values[key] = _bounded(value)
+        return self._values[key]
 
 
 def _bounded(value: int) -> int:

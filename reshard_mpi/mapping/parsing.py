@@ -211,12 +211,19 @@ def _axes(
                 remedy="mend the name, or remove it",
             )
         if isinstance(value, str):
+            text = value
             try:
-                value = evaluated(value, config)
+                value = evaluated(text, config)
             except ConfigurationNeeded:
                 continue
             except ExpressionProblem as error:
-                raise MapError(f"the length of {name!r} cannot be computed", got=str(error), where=where) from None
+                raise MapError(
+                    f"the length of {name!r} cannot be computed",
+                    expected=f"an integer from {text!r}",
+                    got=str(error),
+                    where=where,
+                    remedy=error.remedy,
+                ) from None
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < _MAX_AXIS:
             raise MapError(
                 f"{name!r} in [axes] is no length", expected="a positive integer", got=str(value)[:60], where=where

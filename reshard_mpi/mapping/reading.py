@@ -96,7 +96,15 @@ def _configuration(text: str, where: str) -> Mapping[str, object]:
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise MapError("the configuration is no JSON", got=str(error)[:200], where=where) from None
+        values, got = None, str(error)[:200]
+    else:
+        got = text[:60]
     if not isinstance(values, dict):
-        raise MapError("the configuration is no JSON object", got=text[:60], where=where)
+        raise MapError(
+            "the configuration is no JSON object",
+            expected="the config.json of the model, such as Hugging Face folders have",
+            got=got,
+            where=where,
+            remedy="give its path",
+        )
     return values

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from reshard_mpi.sharding.box import Box
+from reshard_mpi.text import number_ranges
 
 
 class Feed(NamedTuple):
@@ -21,12 +22,33 @@ class Shards(NamedTuple):
     """The shards of one side.
 
     total: how many there are. word: what a number of one counts, "rank" or "file". files: paths by number, at least of
-    the shards that are in a picture.
+    the shards that are in a picture. names, short_names: what those are called that have no rank, their files' names,
+    and the parts in which these differ.
     """
 
     total: int
     word: str
     files: Mapping[int, str]
+    names: Mapping[int, str] = {}
+    short_names: Mapping[int, str] = {}
+
+    def called(self, numbers: Sequence[int]) -> str:
+        """Return some shards by name, such as `rank 3`, `ranks 0, 4` or `model.safetensors`."""
+        if self.names:
+            return ", ".join(self.names.get(number, f"{self.word} {number}") for number in numbers)
+        return f"{self.word}{'s' if len(numbers) > 1 else ''} {number_ranges(numbers)}"
+
+    def briefly(self, numbers: Sequence[int]) -> str:
+        """Return the same in fewer letters: numbers of ranks, or what names of files differ in."""
+        if self.names:
+            return ", ".join(self.short_names.get(number, str(number)) for number in numbers)
+        return number_ranges(numbers)
+
+    def span(self, first: int, last: int) -> str:
+        """Return the shards from `first` to `last` in words: `rank 3`, `ranks 4-7`, or names of files."""
+        if first == last:
+            return self.called([first])
+        return f"{self.called([first])} to {self.called([last])}" if self.names else f"{self.word}s {first}-{last}"
 
 
 class Flow(NamedTuple):
@@ -81,7 +103,7 @@ class Move(NamedTuple):
     """A region of a target's tensor and what it is made of.
 
     region: in the target tensor. source: the source shard; None: it is made up. panel: the number of the source tensor
-    in the picture; None: it is not in it. source_region: in that tensor.
+    in the picture; None: it is not in it. source_region: in that tensor. tensor: the source tensor's name, or "".
     """
 
     target: int
@@ -91,6 +113,7 @@ class Move(NamedTuple):
     source_region: Box
     file: str
     size_bytes: int
+    tensor: str = ""
 
 
 class Cut(NamedTuple):

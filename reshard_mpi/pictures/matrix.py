@@ -12,7 +12,10 @@ from reshard_mpi.pictures.scene import Rectangle, Scene, Text, fitted, text_widt
 from reshard_mpi.text import counted
 from reshard_mpi.units import format_bytes
 
+# The margins at the least, and how long a side of the matrix is at most.
 _LEFT, _TOP, _RIGHT, _SIDE = 110.0, 156.0, 96.0, 520.0
+# Names of files beside rows and above columns are no longer than this.
+_MOST_ROW_LABEL, _MOST_COLUMN_LABEL = 220.0, 120.0
 _MOST_CELL, _LEAST_WIDTH, _LEAST_HEIGHT = 72.0, 46.0, 28.0
 # Numbers of rows and columns are so far apart.
 _LEAST_APART = 13.0
@@ -21,40 +24,67 @@ _MOST_ASPECT = 2.2
 _LEGEND_STEPS = 64
 
 
-class _Cell(NamedTuple):
-    """The size of a cell."""
+class _Frame(NamedTuple):
+    """Where the matrix lies, and the size of a cell. rows, columns: what is written beside them."""
 
+    left: float
+    top: float
     width: float
     height: float
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    are_turned: bool  # of columns
 
 
 def matrix_scene(figures: Figures) -> Scene:
     """Return the picture of who feeds whom."""
     flow, grid = figures.flow, grid_of(figures.flow)
-    cell = _cell(grid)
+    cell = _frame(grid, flow.sources, flow.targets)
     width, height = cell.width * len(grid.columns), cell.height * len(grid.rows)
-    total_width = max(_LEFT + width + _RIGHT, 640.0)
+    total_width = max(cell.left + width + _RIGHT, 640.0)
     notes = [line for note in _notes(figures) for line in wrapped(note, total_width - 48, 10.5, 4)]
-    title = "Who feeds whom: what each target reads of each source shard"
+    title = "Who feeds whom: what targets read of source shards"
     total = f"{counted(len(flow.planned), 'target')}, {format_bytes(flow.size_bytes)} read" + (
         " (a sample)" if flow.is_sample else ""
     )
     heading = [
-        Text(24, 32, fitted(title, total_width - 48, 16), 16, bold=True),
+        Text(24, 32, fitted(title, total_width - 48, 16, bold=True), 16, bold=True),
         Text(24, 54, fitted(f"from {figures.source}", total_width - 48, 11.5), 11.5, title=figures.source),
         Text(24, 71, fitted(f"to {figures.target}", total_width - 48, 11.5), 11.5, title=figures.target),
         Text(24, 88, total, 11.5),
     ]
-    end = _TOP + height
+    end = cell.top + height
     items = [*heading, *_axes(grid, flow.sources, flow.targets, cell), *_cells(figures, grid, cell)]
     items += _legend(max(grid.cells.values(), default=0), end + 30)
     items += [Text(24, end + 84 + 15 * number, note, 10.5, colour=FAINT) for number, note in enumerate(notes)]
     return Scene(total_width, end + 92 + 15 * len(notes), f"{title}; {total}", tuple(items))
 
 
-def _cell(grid: Grid) -> _Cell:
+def _frame(grid: Grid, sources: Shards, targets: Shards) -> _Frame:
     width, height = min(_MOST_CELL, _SIDE / len(grid.columns)), min(_MOST_CELL, _SIDE / len(grid.rows))
-    return _Cell(min(width, height * _MOST_ASPECT), min(height, width * _MOST_ASPECT))
+    width, height = min(width, height * _MOST_ASPECT), min(height, width * _MOST_ASPECT)
+    rows = _labels(grid.rows, sources, _MOST_ROW_LABEL)
+    columns = _labels(grid.columns, targets, width - 4)
+    are_turned = any(text_width(label, 10) > width - 4 for label in columns)
+    if are_turned:
+        columns = _labels(grid.columns, targets, _MOST_COLUMN_LABEL, are_turned=True)
+    left = max(_LEFT, 60 + max(text_width(label, 10) for label in rows))
+    top = max(_TOP, 118 + max(text_width(label, 10) for label in columns)) if are_turned else _TOP
+    return _Frame(left, top, width, height, rows, columns, are_turned)
+
+
+def _labels(spans: tuple[Span, ...], shards: Shards, room: float, *, are_turned: bool = False) -> tuple[str, ...]:
+    """Return what is written beside rows or above columns: numbers of ranks, or names of files.
+
+    room: how long a name may be; where one is longer, only what names differ in.
+    """
+    if not shards.names:
+        return tuple(str(span.first) if are_turned else str(span) for span in spans)
+    long = [shards.called([span.first]) + ("" if span.first == span.last else " ...") for span in spans]
+    if all(text_width(label, 10) <= room for label in long):
+        return tuple(long)
+    short = [shards.briefly([span.first]) + ("" if span.first == span.last else " ...") for span in spans]
+    return tuple(fitted(label, max(room, 40.0), 10) for label in short)
 
 
 def _notes(figures: Figures) -> Iterator[str]:
@@ -67,7 +97,8 @@ def _notes(figures: Figures) -> Iterator[str]:
     for side, spans, place in ((flow.sources, grid.rows, "row"), (flow.targets, grid.columns, "column")):
         size = spans[0].last - spans[0].first + 1
         if size > 1:
-            yield f"Each {place} stands for {size} {side.word}s next to each other."
+            named = ", and has the name of the first" if side.names else ""
+            yield f"Each {place} stands for {size} {side.word}s next to each other{named}."
     blank = sum(
         all((row, column) not in grid.cells for column in range(len(grid.columns))) for row in range(len(grid.rows))
     )
@@ -75,41 +106,43 @@ def _notes(figures: Figures) -> Iterator[str]:
         yield f"{counted(blank, 'row')} without a shade: nothing is read of them, as others hold the same."
 
 
-def _axes(grid: Grid, sources: Shards, targets: Shards, cell: _Cell) -> Iterator[Rectangle | Text]:
+def _axes(grid: Grid, sources: Shards, targets: Shards, cell: _Frame) -> Iterator[Rectangle | Text]:
     """Yield the numbers of rows and columns, and for each a mark, also where there is no room for a number."""
     width, height = cell.width * len(grid.columns), cell.height * len(grid.rows)
-    yield Text(26, _TOP + height / 2, f"source {sources.word}", 12, "middle", bold=True, turned=True)
-    are_turned = max(text_width(str(span), 10) for span in grid.columns) > cell.width - 4
-    yield Text(_LEFT, _TOP - (50 if are_turned else 30), f"target {targets.word}", 12, bold=True)
+    yield Text(26, cell.top + height / 2, f"source {sources.word}", 12, "middle", bold=True, turned=True)
+    above = 30.0
+    if cell.are_turned:
+        above = max(50.0, 20 + max(text_width(label, 10) for label in cell.columns))
+    yield Text(cell.left, cell.top - above, f"target {targets.word}", 12, bold=True)
     step = _label_step(cell.width)
     for number, span in enumerate(grid.columns):
-        x, key, title = _LEFT + number * cell.width, f"column {number}", _title(span, targets)
-        yield Rectangle(x + 0.5, _TOP - 7, cell.width - 1, 5, GRID, title=title, key=key)
+        x, key, title = cell.left + number * cell.width, f"column {number}", _title(span, targets)
+        yield Rectangle(x + 0.5, cell.top - 7, cell.width - 1, 5, GRID, title=title, key=key)
         if number % step == 0:
             middle = x + cell.width / 2
-            if are_turned:
-                yield Text(middle + 3.5, _TOP - 11, str(span.first), 10, turned=True, title=title, key=key)
+            if cell.are_turned:
+                yield Text(middle + 3.5, cell.top - 11, cell.columns[number], 10, turned=True, title=title, key=key)
             else:
-                yield Text(middle, _TOP - 11, str(span), 10, "middle", title=title, key=key)
+                yield Text(middle, cell.top - 11, cell.columns[number], 10, "middle", title=title, key=key)
     step = _label_step(cell.height)
     for number, span in enumerate(grid.rows):
-        y, key, title = _TOP + number * cell.height, f"row {number}", _title(span, sources)
-        yield Rectangle(_LEFT - 7, y + 0.5, 5, cell.height - 1, GRID, title=title, key=key)
+        y, key, title = cell.top + number * cell.height, f"row {number}", _title(span, sources)
+        yield Rectangle(cell.left - 7, y + 0.5, 5, cell.height - 1, GRID, title=title, key=key)
         if number % step == 0:
-            yield Text(_LEFT - 11, y + cell.height / 2 + 3.5, str(span), 10, "end", title=title, key=key)
+            yield Text(cell.left - 11, y + cell.height / 2 + 3.5, cell.rows[number], 10, "end", title=title, key=key)
     if _label_step(cell.height) == 1:
-        yield Text(_LEFT + width + 8, _TOP - 11, "in all", 10, colour=FAINT)
+        yield Text(cell.left + width + 8, cell.top - 11, "in all", 10, colour=FAINT)
         for number in range(len(grid.rows)):
             read = sum(grid.cells.get((number, column), 0) for column in range(len(grid.columns)))
-            y = _TOP + (number + 0.5) * cell.height + 3.5
+            y = cell.top + (number + 0.5) * cell.height + 3.5
             text = format_bytes(read) if read else "-"
-            yield Text(_LEFT + width + 8, y, text, 10, colour=FAINT, key=f"row {number}")
+            yield Text(cell.left + width + 8, y, text, 10, colour=FAINT, key=f"row {number}")
 
 
 def _title(span: Span, shards: Shards) -> str:
     """Return what is said of a row or a column that is pointed at: its numbers, and the file of a single shard."""
     file = shards.files.get(span.first, "") if span.first == span.last else ""
-    return f"{shards.word} {span}" + (f": {file}" if file else "")
+    return shards.span(*span) + (f": {file}" if file else "")
 
 
 def _label_step(length: float) -> int:
@@ -120,17 +153,17 @@ def _label_step(length: float) -> int:
     return step
 
 
-def _cells(figures: Figures, grid: Grid, cell: _Cell) -> Iterator[Rectangle | Text]:
+def _cells(figures: Figures, grid: Grid, cell: _Frame) -> Iterator[Rectangle | Text]:
     flow = figures.flow
     largest = max(grid.cells.values(), default=0)
-    gap = 1.0 if min(cell) > _LEAST_APART else 0.25
+    gap = 1.0 if min(cell.width, cell.height) > _LEAST_APART else 0.25
     for row, source in enumerate(grid.rows):
         for column, target in enumerate(grid.columns):
             size_bytes = grid.cells.get((row, column), 0)
             fill = amount_colour(size_bytes / largest) if size_bytes else EMPTY
-            x, y = _LEFT + column * cell.width, _TOP + row * cell.height
+            x, y = cell.left + column * cell.width, cell.top + row * cell.height
             said = format_bytes(size_bytes) if size_bytes else "nothing"
-            title = f"source {flow.sources.word} {source} to target {flow.targets.word} {target}: {said}"
+            title = f"source {flow.sources.span(*source)} to target {flow.targets.span(*target)}: {said}"
             key = f"cell {row} {column}"
             yield Rectangle(x + gap / 2, y + gap / 2, cell.width - gap, cell.height - gap, fill, title=title, key=key)
             if size_bytes and cell.width >= _LEAST_WIDTH and cell.height >= _LEAST_HEIGHT:
@@ -138,7 +171,7 @@ def _cells(figures: Figures, grid: Grid, cell: _Cell) -> Iterator[Rectangle | Te
                 x, y, colour = x + cell.width / 2, y + cell.height / 2, on(fill)
                 yield Text(x, y - 1, amount, 10.5, "middle", colour, key=key)
                 yield Text(x, y + 11, unit, 9, "middle", colour, key=key)
-    yield Rectangle(_LEFT, _TOP, cell.width * len(grid.columns), cell.height * len(grid.rows), None, GRID)
+    yield Rectangle(cell.left, cell.top, cell.width * len(grid.columns), cell.height * len(grid.rows), None, GRID)
 
 
 def _legend(largest: int, top: float) -> list[Rectangle | Text]:

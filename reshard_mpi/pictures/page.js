@@ -12,7 +12,8 @@
     return (step ? size.toFixed(2) : String(size)) + " " + units[step];
   }
 
-  function span(pair) { return pair[0] === pair[1] ? String(pair[0]) : pair[0] + "-" + pair[1]; }
+  function source(number) { return data.sourceNames[number] ?? number; }
+  function target(number) { return data.targetNames[number] ?? number; }
   function within(number, pair) { return pair[0] <= number && number <= pair[1]; }
   function counted(count, word) { return count + " " + word + (count === 1 ? "" : "s"); }
 
@@ -43,14 +44,14 @@
     const column = kind === "row" ? null : data.columns[Number(kind === "column" ? first : second)];
     const feeds = data.feeds.filter((feed) => (!row || within(feed[0], row)) && (!column || within(feed[1], column)));
     const total = feeds.reduce((sum, feed) => sum + feed[3], 0);
-    const source = row ? "source " + data.sourceWord + " " + span(row) : "";
-    const target = column ? "target " + data.targetWord + " " + span(column) : "";
-    byId("chosen").textContent = row && column ? source + " to " + target : source || target;
+    const from = row ? "source " + data.rowNames[Number(first)] : "";
+    const to = column ? "target " + data.columnNames[Number(kind === "column" ? first : second)] : "";
+    byId("chosen").textContent = row && column ? from + " to " + to : from || to;
     byId("told").textContent = !feeds.length ? "Nothing is read." :
       (row ? (column ? "" : "feeds " + counted(new Set(feeds.map((feed) => feed[1])).size, "target") + ": ")
         : "reads " + counted(new Set(feeds.map((feed) => feed[0])).size, "source") + ": ") + bytes(total);
     fill(byId("feeds"), feeds.slice(0, MOST_ROWS).map((feed) => [
-      feed[0], feed[1], feed[2], { text: bytes(feed[3]) },
+      source(feed[0]), target(feed[1]), feed[2], { text: bytes(feed[3]) },
       data.sourceFiles[feed[0]] ?? "", data.targetFiles[feed[1]] ?? "",
     ]));
     byId("more").textContent = feeds.length > MOST_ROWS ? "and " + (feeds.length - MOST_ROWS) + " smaller ones" : "";
@@ -77,7 +78,7 @@
     const drawn = name === cut.names[0] ? "" : " (drawn: " + cut.names[0] + ", which is cut in the same way)";
     byId("tensor").textContent = "What " + name + " is made of" + drawn;
     fill(byId("moves"), cut.moves.map((move) => [
-      move[0], move[1], move[2] === null ? "made up" : move[2], move[3], move[4], { text: bytes(move[6]) }, move[5],
+      target(move[0]), move[1], move[2] === null ? "made up" : source(move[2]), move[3], move[4], { text: bytes(move[6]) }, move[5],
     ]));
     byId("more-moves").textContent = cut.moreMoves ? "and " + cut.moreMoves + " more" : "";
     for (const button of document.querySelectorAll("#names button")) {

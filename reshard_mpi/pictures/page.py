@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 from string import Template
@@ -77,16 +77,20 @@ def _left_out(figures: Figures, cuts: int) -> Iterator[str]:
         yield f"The smallest {feeds} of {len(figures.flow.feeds)} entries are not in the lists of files."
 
 
-def _data(figures: Figures, cuts: Iterable[Cut]) -> dict[str, Any]:
+def _data(figures: Figures, cuts: Sequence[Cut]) -> dict[str, Any]:
     flow, grid = figures.flow, grid_of(figures.flow)
     feeds = sorted(flow.feeds, key=lambda feed: feed.size_bytes, reverse=True)[:_MOST_FEEDS]
     sources, targets = {feed.source for feed in feeds}, {feed.target for feed in feeds}
+    moves = [move for cut in cuts for move in cut.moves[:_MOST_MOVES]]
+    named = sources | {move.source for move in moves}, targets | {move.target for move in moves}
     names = _Names()
     return {
-        "sourceWord": flow.sources.word,
-        "targetWord": flow.targets.word,
         "rows": [list(span) for span in grid.rows],
         "columns": [list(span) for span in grid.columns],
+        "rowNames": [one_line(flow.sources.span(*span)) for span in grid.rows],
+        "columnNames": [one_line(flow.targets.span(*span)) for span in grid.columns],
+        "sourceNames": {number: name for number, name in flow.sources.names.items() if number in named[0]},
+        "targetNames": {number: name for number, name in flow.targets.names.items() if number in named[1]},
         "sourceFiles": {number: one_line(flow.sources.files.get(number, "")) for number in sources},
         "targetFiles": {number: one_line(flow.targets.files.get(number, "")) for number in targets},
         "feeds": [list(feed) for feed in feeds],
@@ -95,7 +99,7 @@ def _data(figures: Figures, cuts: Iterable[Cut]) -> dict[str, Any]:
                 "names": names.of(cut),
                 "count": cut.total,
                 "shape": f"{cut.target.dtype} {list(cut.target.shape)}",
-                "moves": [_move(move, cut) for move in cut.moves[:_MOST_MOVES]],
+                "moves": [_move(move) for move in cut.moves[:_MOST_MOVES]],
                 "moreMoves": max(0, len(cut.moves) - _MOST_MOVES) + cut.further_moves,
             }
             for cut in cuts
@@ -120,15 +124,14 @@ class _Names:
         return names
 
 
-def _move(move: Move, cut: Cut) -> list[Any]:
-    panel = one_line(cut.sources[move.panel].name)[:_MOST_NAME] if move.panel is not None else ""
+def _move(move: Move) -> list[Any]:
     made_up = move.source is None
     return [
         move.target,
         str(move.region),
         move.source,
         "" if made_up else str(move.source_region),
-        panel,
+        one_line(move.tensor)[:_MOST_NAME],
         one_line(move.file),
         move.size_bytes,
     ]

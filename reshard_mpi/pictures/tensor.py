@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from reshard_mpi.pictures.cuts import is_at_front
-from reshard_mpi.pictures.figures import Block, Cut, Figures, Move, Panel, Shards
+from reshard_mpi.pictures.figures import Block, Cut, Figures, Flow, Move, Panel, Shards
+from reshard_mpi.pictures.labels import Area, area_of, label_beside, label_within, tensor_labels
 from reshard_mpi.pictures.palette import EMPTY, FAINT, GRID, INK, PAPER, on, rank_colours
 from reshard_mpi.pictures.scene import Rectangle, Scene, Text, fitted, text_width, wrapped
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.text import counted, number_ranges, shortened
+from reshard_mpi.text import counted, one_line, shortened
 from reshard_mpi.units import format_bytes
 
 _WIDTH, _PANEL, _GAP, _LEFT = 1000.0, 360.0, 140.0, 92.0
@@ -49,26 +50,40 @@ class _Frame(NamedTuple):
 
 
 class _Grounds:
-    """The colours of what moves take: those of the source blocks that they lie in."""
+    """The colours of a picture: one for what each source shard has of each source tensor."""
 
-    def __init__(self, sources: Sequence[Panel], colours: Mapping[int, str]) -> None:
-        self._sources = sources
-        self._colours = colours
+    def __init__(self, cut: Cut) -> None:
+        self._sources = cut.sources
         self._held = defaultdict[tuple[int, int], list[Block]](list)
-        for number, panel in enumerate(sources):
+        self._first_blocks: dict[tuple[str, int], Block] = {}
+        for number, panel in enumerate(cut.sources):
             for block in panel.blocks:
                 for holder in block.holders:
                     self._held[number, holder].append(block)
+                if block.holders:
+                    self._first_blocks.setdefault((panel.name, block.holders[0]), block)
+        loose = {(move.tensor, move.source) for move in cut.moves if move.panel is None and move.source is not None}
+        keys = [*self._first_blocks, *sorted(loose)]
+        names = list(dict.fromkeys(name for name, _ in keys))
+        keys.sort(key=lambda key: (names.index(key[0]), key[1]))
+        self.colours = dict(zip(keys, rank_colours(range(len(keys))).values()))
+        self.tensors = dict(zip(names, tensor_labels(names)))
 
     def of(self, move: Move) -> str:
+        """Return the colour of what a move takes: that of the source block that it lies in."""
         if move.source is None:
             return EMPTY
         if move.panel is not None:
+            name = self._sources[move.panel].name
             near = self._held.get((move.panel, move.source), ())
             for block in (*near, *self._sources[move.panel].blocks):
                 if block.holders and block.box.contains(move.source_region):
-                    return self._colours[block.holders[0]]
-        return self._colours.get(move.source, EMPTY)
+                    return self.colours[name, block.holders[0]]
+        return self.colours.get((move.tensor, move.source), EMPTY)
+
+    def holders(self, key: tuple[str, int]) -> Sequence[int]:
+        """Return the shards that hold what has a colour, as far as they are known."""
+        return self._first_blocks[key].holders if key in self._first_blocks else (key[1],)
 
 
 def cut_scene(cut: Cut, figures: Figures) -> Scene:
@@ -78,36 +93,33 @@ def cut_scene(cut: Cut, figures: Figures) -> Scene:
     others = f"; {counted(cut.total - 1, 'more tensor')} alike" if cut.total > 1 else ""
     each = cut.size_bytes // cut.total
     about = f"{target.dtype} {list(target.shape)}, {format_bytes(each)}{others}"
+    title = f"How both sides cut {target.name}"
     heading = [
-        Text(24, 32, fitted(f"How both sides cut {target.name}", _WIDTH - 48, 16), 16, bold=True, title=target.name),
-        Text(24, 54, about, 11.5),
+        Text(24, 32, fitted(title, _WIDTH - 48, 16, bold=True), 16, bold=True, title=target.name),
+        Text(24, 54, fitted(about, _WIDTH - 48, 11.5), 11.5),
         Text(24, 71, fitted(f"from {figures.source}", _WIDTH - 48, 11.5), 11.5, title=figures.source),
         Text(24, 88, fitted(f"to {figures.target}", _WIDTH - 48, 11.5), 11.5, title=figures.target),
     ]
     top = 150.0
-    blocks = [block for panel in cut.sources for block in panel.blocks if block.holders]
-    colours = rank_colours([block.holders[0] for block in blocks])
+    grounds = _Grounds(cut)
     right = _LEFT + _PANEL + _GAP
-    sources, source_end = _sources(cut, flow.sources, colours, top)
+    sources, source_end = _sources(cut, flow.sources, grounds, top)
     frame = _frame(target, right, top, _PANEL)
-    target_items = list(_target(cut, frame, flow.targets, flow.sources, _Grounds(cut.sources, colours)))
+    target_items = list(_target(cut, frame, flow.targets, flow.sources, grounds))
     captions = [Text(right, top - 38, "target", 12, bold=True)]
     captions += _caption(target, flow.targets, right, top - 22)
     end = max(source_end, frame.y + frame.height) + 30
-    named = {block.holders[0]: block for block in reversed(blocks)}
-    legend = list(_legend(colours, named, flow.sources, end + 12))
+    legend = list(_legend(grounds, flow.sources, end + 12))
     end += 44 if legend else 8
     notes = [
-        line
-        for note in _notes(cut, flow.sources, is_sample=flow.is_sample)
-        for line in wrapped(note, _WIDTH - 48, 10.5, 3)
+        line for note in _notes(cut, flow, is_sample=flow.is_sample) for line in wrapped(note, _WIDTH - 48, 10.5, 3)
     ]
     written = [Text(24, end + 15 * number, line, 10.5, colour=FAINT) for number, line in enumerate(notes)]
     items = (*heading, *captions, *sources, *target_items, *legend, *written)
-    return Scene(_WIDTH, end + 15 * len(notes) + 12, f"How both sides cut {target.name}, {about}", items)
+    return Scene(_WIDTH, end + 15 * len(notes) + 12, f"{title}, {about}", items)
 
 
-def _notes(cut: Cut, sources: Shards, *, is_sample: bool) -> Iterator[str]:
+def _notes(cut: Cut, flow: Flow, *, is_sample: bool) -> Iterator[str]:
     if cut.by:
         yield f"Made of {shortened([panel.name for panel in cut.sources])} by {cut.by}."
     if cut.further:
@@ -124,10 +136,14 @@ def _notes(cut: Cut, sources: Shards, *, is_sample: bool) -> Iterator[str]:
             "not planned, as this is a sample." if is_sample else "no target that was asked for."
         )
     if cut.moves and cut.target.blocks:
-        yield (
-            "Colours: the pieces of the source, and where they go. Black frames: what one target holds; `0 < 2, 3` is"
-            f" target 0, which reads source {sources.word}s 2 and 3."
+        first = cut.moves[0].target
+        read = sorted({move.source for move in cut.moves if move.target == first and move.source is not None})[:3]
+        reads = (
+            f"; `{flow.targets.briefly([first])} < {flow.sources.briefly(read)}` is target"
+            f" {flow.targets.called([first])}, which reads source {flow.sources.called(read)}"
         )
+        colours = "Colours: the pieces of the source, and where they go. " if read else ""
+        yield f"{colours}Black frames: what one target holds{reads if read else ''}."
 
 
 def _dimension_notes(panel: Panel, side: str) -> Iterator[str]:
@@ -140,7 +156,7 @@ def _dimension_notes(panel: Panel, side: str) -> Iterator[str]:
             yield f"The {side} cuts dimension {dim} too, into {count}: what is drawn is where its index is 0."
 
 
-def _sources(cut: Cut, shards: Shards, colours: Mapping[int, str], top: float) -> tuple[list[Rectangle | Text], float]:
+def _sources(cut: Cut, shards: Shards, grounds: _Grounds, top: float) -> tuple[list[Rectangle | Text], float]:
     """Return the drawings of the source tensors, one below the other, and where they end."""
     items: list[Rectangle | Text] = [Text(_LEFT, top - 38, "source", 12, bold=True)]
     if not cut.sources:
@@ -162,7 +178,7 @@ def _sources(cut: Cut, shards: Shards, colours: Mapping[int, str], top: float) -
         items += _empty(frame, panel)
         for block in panel.blocks:
             if block.box.size and block.holders:
-                items += _block(frame, block, shards, colours[block.holders[0]], number)
+                items += _block(frame, block, shards, grounds.colours[panel.name, block.holders[0]], number)
         items += _ticks(frame, [block.box for block in panel.blocks])
         y += frame.height
     return items, y
@@ -172,8 +188,11 @@ def _caption(panel: Panel, shards: Shards, x: float, y: float) -> Iterator[Text]
     copies = max((block.copies for block in panel.blocks), default=1)
     pieces = "whole" if panel.pieces == 1 else f"{panel.pieces} pieces"
     on_each = f"{'' if panel.pieces == 1 else 'each '}on {counted(copies, shards.word)}"
+    if pieces == "whole" and copies == 1 and shards.names and panel.blocks:
+        on_each = f"in {_holders(panel.blocks[0], shards)}"
     shape = f"{panel.dtype} {list(panel.shape)}: "
-    yield Text(x, y, fitted(f"{shape}{pieces}, {on_each}", _PANEL + 60, 10.5), 10.5, colour=FAINT)
+    room = min(_PANEL + 60, _WIDTH - 24 - x)
+    yield Text(x, y, fitted(f"{shape}{pieces}, {on_each}", room, 10.5), 10.5, colour=FAINT)
 
 
 def _frame(panel: Panel, x: float, y: float, room: float) -> _Frame:
@@ -198,7 +217,7 @@ def _block(frame: _Frame, block: Block, shards: Shards, fill: str, number: int) 
     x, y, width, height = frame.place(block.box)
     title = f"source {_holders(block, shards)}: {_pieces(block)}"
     yield Rectangle(x, y, width, height, fill, PAPER, _line(width, height), title=title, key=f"source {number}")
-    yield from _label([*_names(block, shards)], x, y, width, height, on(fill), title)
+    yield from label_within([*_names(block, shards)], Area(x, y, width, height), on(fill), title)
 
 
 def _target(cut: Cut, frame: _Frame, targets: Shards, sources: Shards, grounds: _Grounds) -> Iterator[Rectangle | Text]:
@@ -225,9 +244,24 @@ def _target(cut: Cut, frame: _Frame, targets: Shards, sources: Shards, grounds: 
         names, labels = list(_names(block, targets)), list[str]()
         if block.copies == block.pieces == 1:  # each of several targets reads sources of its own
             read = sorted({move.source for move in all_moves if move.source is not None})
-            labels = [f"{name} < {number_ranges(read)}" for name in names if read]
+            told = dict.fromkeys((sources.called(read) if sources.names else "", sources.briefly(read)))
+            labels = [f"{name} < {text}" for name in names for text in told if read and text]
         labels += names
-        frames += _framed_label(labels, x, y, width, height, ground, title)
+        is_striped = block.pieces == 1 and len(grounds.tensors) > 1
+        left = 8 + max(text_width(text, 9) for text in grounds.tensors.values()) if is_striped else 0.0
+        left = left if left < width / 2 else 0.0  # else labels of stripes are where the other is not
+        label = list(_framed_label(labels, Area(x + left, y, width - left, height), ground, title))
+        frames += label
+        if is_striped:
+            taken = [
+                area_of(item) if isinstance(item, Text) else Area(item.x, item.y, item.width, item.height)
+                for item in label
+            ]
+            for move in moves[: max(0, _MOST_DRAWN_MOVES - drawn)]:
+                stripe, text = Area(*frame.place(move.region)), grounds.tensors.get(move.tensor, "")
+                stripes = list(label_beside(text, stripe, taken, on(grounds.of(move)), move.tensor)) if text else []
+                taken += map(area_of, stripes)
+                frames += stripes
     yield from frames
     yield from _ticks(frame, [block.box for block in cut.target.blocks])
 
@@ -238,11 +272,11 @@ def _move(
     x, y, width, height = frame.place(move.region)
     fill = grounds.of(move)
     if move.source is None:
-        title = f"target rank {move.target}: {move.region} is made up"
+        title = f"target {move.target}: {move.region} is made up"
     else:
-        of_name = f" of {cut.sources[move.panel].name}" if move.panel is not None and len(cut.sources) > 1 else ""
+        of_name = f" of {move.tensor}" if move.tensor and len(cut.sources) > 1 else ""
         title = (
-            f"target rank {move.target}: {move.region} from {sources.word} {move.source},"
+            f"target {move.target}: {move.region} from {sources.called([move.source])},"
             f" {move.source_region}{of_name}, {format_bytes(move.size_bytes)}"
         )
     stroke = None if whole else PAPER
@@ -251,45 +285,30 @@ def _move(
 
 def _holders(block: Block, shards: Shards) -> str:
     """Return who holds the first piece of a block, as `rank 3` or `ranks 0, 4`."""
-    more = ", ..." if block.copies > len(block.holders) else ""
-    return f"{shards.word}{'s' if block.copies > 1 else ''} {number_ranges(block.holders)}{more}"
+    return shards.called(block.holders) + (", ..." if block.copies > len(block.holders) else "")
 
 
 def _names(block: Block, shards: Shards) -> Iterator[str]:
     """Yield what may be written into a block, the longest first."""
-    full = _holders(block, shards)
-    yield full
-    yield full.partition(" ")[2]
+    more = ", ..." if block.copies > len(block.holders) else ""
+    yield shards.called(block.holders) + more
+    yield shards.briefly(block.holders) + more
     if block.copies > 1:
-        yield f"{block.holders[0]}, ..."
-    yield str(block.holders[0])
+        yield f"{shards.briefly(block.holders[:1])}, ..."
+    yield shards.briefly(block.holders[:1])
 
 
 def _pieces(block: Block) -> str:
     return f"{block.pieces} pieces, of which the first is {block.piece}" if block.pieces > 1 else str(block.piece)
 
 
-def _label(
-    texts: Sequence[str], x: float, y: float, width: float, height: float, colour: str, title: str
-) -> Iterator[Text]:
-    """Yield the first of the texts that fits into a rectangle, in its middle."""
-    for size in (11.0, 9.0):
-        for text in texts:
-            if text_width(text, size) <= width - 4 and size <= height - 3:
-                yield Text(x + width / 2, y + height / 2 + size * 0.36, text, size, "middle", colour, title=title)
-                return
-
-
-def _framed_label(
-    texts: Sequence[str], x: float, y: float, width: float, height: float, ground: str | None, title: str
-) -> Iterator[Rectangle | Text]:
+def _framed_label(texts: Sequence[str], area: Area, ground: str | None, title: str) -> Iterator[Rectangle | Text]:
     """Yield a label in the middle of a rectangle; on a ground of several colours with a ground of its own."""
-    for label in _label(texts, x, y, width, height, INK if ground is None else on(ground), title):
-        if ground is None:
-            wide = text_width(label.text, label.size) + 6
-            if label.size + 6 <= height:
-                middle = label.y - label.size * 0.36
-                yield Rectangle(label.x - wide / 2, middle - label.size * 0.75, wide, label.size * 1.5, PAPER)
+    for label in label_within(texts, area, INK if ground is None else on(ground), title):
+        wide = text_width(label.text, label.size) + 6
+        if ground is None and label.size + 6 <= area.height:
+            middle = area.y + area.height / 2
+            yield Rectangle(label.x - wide / 2, middle - label.size * 0.75, wide, label.size * 1.5, PAPER)
         yield label
 
 
@@ -303,10 +322,12 @@ def _ticks(frame: _Frame, boxes: Sequence[Box]) -> Iterator[Text]:
         name = f"dimension {frame.across}"
         yield Text(frame.x + frame.width / 2, frame.y + frame.height + 15, name, 9.5, "middle", FAINT)
     if frame.down is not None:
+        widest = 0.0
         for index, place in _spaced(frame.shape, frame.down, boxes, frame.height, lambda _: 11):
             yield Text(frame.x - 6, frame.y + place + 3, str(index), 9, "end", FAINT)
+            widest = max(widest, text_width(str(index), 9))
         name = f"dimension {frame.down}"
-        yield Text(frame.x - 48, frame.y + frame.height / 2, name, 9.5, "middle", FAINT, turned=True)
+        yield Text(frame.x - max(48, 14 + widest), frame.y + frame.height / 2, name, 9.5, "middle", FAINT, turned=True)
 
 
 def _spaced(
@@ -327,29 +348,48 @@ def _spaced(
         yield shape[dim], end
 
 
-def _legend(
-    colours: Mapping[int, str], named: Mapping[int, Block], shards: Shards, y: float
-) -> Iterator[Rectangle | Text]:
-    """Yield what the colours of ranks mean. named: a block in the colour of each."""
-    if len(colours) < 2:
+def _legend(grounds: _Grounds, shards: Shards, y: float) -> Iterator[Rectangle | Text]:
+    """Yield what the colours mean."""
+    keys = list(grounds.colours)
+    if len(keys) < 2:
         return
-    if len(colours) <= _MOST_SWATCHES:
-        begin = f"source {shards.word}"
+    names = {name: [key for key in keys if key[0] == name] for name in grounds.tensors}
+    begin = "source tensor" if len(names) > 1 else f"source {shards.word}"
+    x = _LEFT + text_width(begin, 10) + 14
+    if len(keys) <= _MOST_SWATCHES:
         yield Text(_LEFT, y + 10, begin, 10)
-        x = _LEFT + text_width(begin, 10) + 14
-        room = (_WIDTH - 24 - x) / len(colours) - 31
-        for rank, colour in colours.items():
-            options = list(_names(named[rank], shards))[1:]
-            text = next((option for option in options if text_width(option, 10) <= room), options[-1])
-            yield Rectangle(x, y, 12, 12, colour)
-            yield Text(x + 17, y + 10, text, 10)
+        room = (_WIDTH - 24 - x) / len(keys) - 31
+        for key in keys:
+            holders = grounds.holders(key)
+            options = [shards.called(holders)] if shards.names else []
+            options += [shards.briefly(holders), f"{shards.briefly(holders[:1])}, ..."]
+            if len(names) > 1:
+                of_key = [f"{grounds.tensors[key[0]]}: {option}" for option in options]
+                options = of_key if len(names[key[0]]) > 1 else [one_line(key[0]), grounds.tensors[key[0]]]
+            text = next((option for option in options if text_width(option, 10) <= room), None)
+            text = fitted(options[-1], room, 10) if text is None else text
+            yield Rectangle(x, y, 12, 12, grounds.colours[key])
+            yield Text(x + 17, y + 10, text, 10, title=key[0])
             x += 31 + text_width(text, 10)
         return
-    ranks, width = list(colours), 220.0
-    step = width / len(ranks)
-    for number, rank in enumerate(ranks):
-        yield Rectangle(_LEFT + number * step, y, step + 0.3, 12, colours[rank])
-    yield Text(_LEFT + width + 12, y + 10, f"source {shards.word}s {ranks[0]} to {ranks[-1]}, in their order", 10)
+    strips = names if 1 < len(names) <= _MOST_SWATCHES else {"": keys}
+    room = (_WIDTH - 24 - x) / len(strips) - 31
+    width = 220.0 if len(strips) == 1 else min(60.0, room / 2)
+    if len(strips) > 1:
+        yield Text(_LEFT, y + 10, begin, 10)
+    else:
+        x = _LEFT
+        first, last = keys[0], keys[-1]
+        begin = f"source {shards.span(first[1], last[1])}, in their order"
+        if len(names) > 1:
+            begin = f"source tensors {grounds.tensors[first[0]]} to {grounds.tensors[last[0]]}, in their order"
+    for name, of_name in strips.items():
+        step = width / len(of_name)
+        for number, key in enumerate(of_name):
+            yield Rectangle(x + number * step, y, step + 0.3, 12, grounds.colours[key])
+        text = fitted(grounds.tensors[name], room - width, 10) if name else fitted(begin, _WIDTH - 48 - x - width, 10)
+        yield Text(x + width + 8, y + 10, text, 10, title=name)
+        x += width + text_width(text, 10) + 31
 
 
 def _line(width: float, height: float) -> float:

@@ -222,10 +222,10 @@ def _copy_lines(run: Run, copy: Copy, origin: Origin) -> Iterator[str]:
         yield f"{copy.target_region} is made up: it is in no file"
         return
     source = origin.source_of(copy.target_region)
-    of_source = f" of {source}" if source is not None and origin.boxes is not None else ""
+    of_source = f" of {source}" if source is not None and origin.boxes is not None else ""  # a map may rename it
     stored = run.conversion.source.stored
     holder = "a piece" if stored.files.is_folder else f"source rank {copy.source_rank}"
-    moved = "" if copy.to is None else f" as {copy.region}{of_source}"
+    moved = "" if copy.to is None and not of_source else f" as {copy.region}{of_source}"
     turned = "" if copy.order is None else f", its dimensions in the order {list(copy.order)}"
     yield f"{copy.target_region} comes from {holder}{moved}{turned}, which holds {copy.source_box}:"
     yield f"  {_bytes_text(copy)}"

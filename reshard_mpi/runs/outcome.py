@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from reshard_mpi.errors import ReshardError, TransformError, as_reshard_error
 from reshard_mpi.planning.losses import Lost, Missing, merged, warnings_of
+from reshard_mpi.text import counted
 
 if TYPE_CHECKING:  # this module is loaded early, before memory for the engine has been asked for
     from reshard_mpi.journal.records import TensorSum
@@ -166,10 +167,11 @@ class Outcome(NamedTuple):
         alone = self.processes <= 1
         if not ranks:
             raise first.named(alone=alone)
-        done = sum(not target.skipped for target in self.targets)
+        named = f"target rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))} failed"
+        others = f"{counted(len(self.targets), 'other')} {'is' if len(self.targets) == 1 else 'are'} complete"
         raise TransformError(
             f"{len(ranks)} of {len(ranks) + len(self.targets)} targets failed; the first: {first.named(alone=alone)}",
-            got=f"failed: {', '.join(map(str, ranks))}; complete: {done}",
+            got=f"{named}; {others}",
             remedy="mend the cause and run the same command with --resume",
         )
 

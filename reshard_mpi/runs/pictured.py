@@ -18,6 +18,7 @@ from reshard_mpi.pictures.cuts import (
 )
 from reshard_mpi.pictures.figures import Block, Cut, Feed, Figures, Flow, Move, Panel, Shards
 from reshard_mpi.pictures.flow import MOST_PLANNED, feeds_of, most_planned, path_of, sampled_targets
+from reshard_mpi.pictures.labels import files_as_shards
 from reshard_mpi.planning.model import Group, RankPlan
 from reshard_mpi.planning.once import writer
 from reshard_mpi.planning.tensors import SourceGroup
@@ -32,6 +33,7 @@ from reshard_mpi.runs.request import Request
 from reshard_mpi.runs.status import Stage
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
+from reshard_mpi.text import counted
 
 # Of tensors that are alike so many are named, of what a picture's tensor is made of so many are drawn, and so many
 # moves of it are kept.
@@ -83,8 +85,10 @@ def _figures(request: Request, asked: Asked, memory: RunMemory, progress: Progre
     cuts = tuple(collected.cuts())
     of_cuts = {move.target for cut in cuts for move in cut.moves}
     files = {rank: str(run.path(rank)) for rank in sorted({*planned, *of_cuts})}
-    flow = Flow(collected.sources.shards, Shards(targets, "rank", files), planned, tuple(feeds))
-    ranks = "1 rank" if targets == 1 else f"{targets} ranks"
+    are_files = formats.by_name(run.format).TRAITS.is_filled
+    written = files_as_shards(targets, files) if are_files else Shards(targets, "rank", files)
+    flow = Flow(collected.sources.shards, written, planned, tuple(feeds))
+    ranks = counted(targets, written.word)
     figures = Figures(
         f"{request.source}: {conversion.source.described}",
         f"{request.target}: {formats.title(run.format)}, {ranks}",
@@ -129,7 +133,7 @@ class _Sources:
 
     @property
     def shards(self) -> Shards:
-        return Shards(self.count, "file" if self.by_file else "rank", self.files)
+        return files_as_shards(self.count, self.files) if self.by_file else Shards(self.count, "rank", self.files)
 
 
 @dataclass(slots=True)
@@ -170,7 +174,9 @@ class _Kind:
             drawn = self.origin.sources[:_MOST_SOURCES]
             panel = drawn.index(source) if source in drawn else None
             size_bytes = copy.region.size * copy.source.unconverted.dtype.itemsize_bytes if number is not None else 0
-            self.moves.append(Move(target_rank, copy.target_region, number, panel, copy.region, path, size_bytes))
+            self.moves.append(
+                Move(target_rank, copy.target_region, number, panel, copy.region, path, size_bytes, source or "")
+            )
 
 
 @dataclass(slots=True)

@@ -111,24 +111,50 @@ class RunStatus(NamedTuple):
     def is_complete(self) -> bool:
         return self.bytes_done == self.bytes_total and self.targets_done == self.targets_total
 
-    def as_text(self, *, with_percent: bool = True) -> str:
+    def as_text(self) -> str:
         """Return the status as one line for people."""
         if self.bytes_total is None:
             of_all = f": {self.unit} {self.targets_done} of {self.targets_total}" if self.targets_total else ""
             parts = [f"{self.stage}{of_all}, {format_seconds(self.seconds)} so far"]
         else:
-            parts = [f"{self.stage} {format_bytes(self.bytes_done)} of {format_bytes(self.bytes_total)}"]
-            parts += [f"{self.percent} %"] if with_percent else []
-            if self.is_complete:
-                parts.append(f"in {format_seconds(self.seconds)}")
-            elif self.bytes_per_second is not None and self.seconds_left:
-                parts += [format_rate(int(self.bytes_per_second), 1.0), f"{format_seconds(self.seconds_left)} left"]
-            before = f" ({self.targets_before} complete before)" if self.targets_before else ""
-            if self.targets_total or before:
-                parts.append(f"{self.targets_done} of {counted(self.targets_total, self.unit)}{before}")
-        if self.waiting:
-            parts.append("waiting for memory" if self.waiting == 1 else f"{self.waiting} processes wait for memory")
-        return ", ".join(parts)
+            parts = [self._moved(), f"{self.percent} %", *self._rate(), *self._time(), *self._targets()]
+        return ", ".join((*parts, *self._waiting()))
+
+    def beside_a_bar(self) -> tuple[str, tuple[str, ...]]:
+        """Return what people want to know first, how much is done and how long the rest takes, and what else there is.
+
+        The second part begins with what matters most of it; the number of bytes must be known.
+        """
+        return ", ".join((f"{self.percent:3} %", *self._time())), (
+            self._moved(),
+            *self._waiting(),
+            *self._targets(),
+            *self._rate(),
+        )
+
+    def _moved(self) -> str:
+        return f"{self.stage} {format_bytes(self.bytes_done)} of {format_bytes(self.bytes_total or 0)}"
+
+    def _rate(self) -> tuple[str, ...]:
+        known = not self.is_complete and self.bytes_per_second is not None and self.seconds_left
+        return (format_rate(int(self.bytes_per_second or 0), 1.0),) if known else ()
+
+    def _time(self) -> tuple[str, ...]:
+        if self.is_complete:
+            return (f"in {format_seconds(self.seconds)}",)
+        known = self.bytes_per_second is not None and self.seconds_left
+        return (f"{format_seconds(self.seconds_left or 0)} left",) if known else ()
+
+    def _targets(self) -> tuple[str, ...]:
+        before = f" ({self.targets_before} complete before)" if self.targets_before else ""
+        if not self.targets_total and not before:
+            return ()
+        return (f"{self.targets_done} of {counted(self.targets_total, self.unit)}{before}",)
+
+    def _waiting(self) -> tuple[str, ...]:
+        if not self.waiting:
+            return ()
+        return ("waiting for memory" if self.waiting == 1 else f"{self.waiting} processes wait for memory",)
 
 
 def format_seconds(seconds: float) -> str:

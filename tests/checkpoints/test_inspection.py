@@ -214,3 +214,17 @@ def test_a_file_of_the_state_of_a_run(c: Conversion, capsys: Capture, name: str)
 
 def test_a_checkpoint_of_no_run_says_nothing_of_one(tmp_path: Path, capsys: Capture) -> None:
     assert not {"run", "commit"} & set(as_json(capsys, make(tmp_path).src))
+
+
+@pytest.mark.parametrize("to", ["dcp", "hf"])
+def test_a_folder_with_an_index_has_files_and_no_ranks(c: Conversion, capsys: Capture, to: str) -> None:
+    cut = ["--dst-strategy", str(c.dst_strategy)] if to == "dcp" else []
+    target = c.folder / to
+    made = ["transform", str(c.src), str(target), "--src-strategy", str(c.src_strategy), *cut, "--to", to]
+    assert run_here(capsys, *made).code == 0
+    files = sorted(target.glob("*.distcp" if to == "dcp" else "*.safetensors"))
+    lines = text(capsys, target)
+    assert lines[0].startswith(f"checkpoint: {len(files)} file{'s' * (len(files) > 1)}, {to}, ")
+    assert lines[1 : 1 + len(files)] == [f"  {path}" for path in files] and lines[1 + len(files)].startswith(
+        "  total: "
+    )

@@ -24,7 +24,7 @@ from reshard_mpi.cli import displays
 from reshard_mpi.engine import comparing
 from reshard_mpi.runs import diff, watched
 from reshard_mpi.runs.conversion import Conversion as Conversion_
-from reshard_mpi.runs.status import Counts, RunStatus, Stage
+from reshard_mpi.runs.status import Counts, RunStatus, Stage, format_seconds
 
 ESCAPE = "\x1b"
 TENSORS = {f"layer{number}.w": np.full((8, 4), number, np.float32) for number in range(8)}
@@ -48,7 +48,7 @@ def slowed(c: Conversion) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("jobs", ["1", "2"])
-@pytest.mark.parametrize("columns", [0, 100])
+@pytest.mark.parametrize("columns", [0, 30, 60, 100])
 def test_a_bar_on_a_terminal(c: Conversion, jobs: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)  # a continuous integration may well have it
     command = [*COMMAND, *c.arguments("transform", "--jobs", jobs)]
@@ -57,12 +57,16 @@ def test_a_bar_on_a_terminal(c: Conversion, jobs: str, columns: int, monkeypatch
     assert code == 0 and closing.startswith("wrote 2 shards, ") and end == "", shown
     assert any(line.startswith("source: ") for line in bar)
     frames = [re.sub(rf"{ESCAPE}\[\d*m", "", frame).rstrip() for frame in bar]
-    drawn = [match for frame in frames if (match := re.fullmatch(r" *(\d+) %\|(.*)\| writing (.*)", frame))]
+    drawn = [
+        match for frame in frames if (match := re.fullmatch(r" *(\d+) %(|, .* left|, in .*) +\|.*\| ?(.*)", frame))
+    ]
     percents = [int(match[1]) for match in drawn]
     assert percents == sorted(percents) and percents[-1] == 100 and any(0 < percent < 100 for percent in percents)
-    assert any(re.fullmatch(rf"\S+ B of {SIZE}, \S+ K?i?B/s, [\d.]+ s left, \d of 2 targets", m[3]) for m in drawn), (
-        frames
+    # What matters most stands first, and is there on the narrowest terminal; the rest as far as there is room for it.
+    rest = {30: "", 60: rf"writing \S+ B of {SIZE}"}.get(
+        columns, rf"writing \S+ B of {SIZE}, \d of 2 targets(, \S+ K?i?B/s)?"
     )
+    assert any(re.fullmatch(r", [\d.]+ s left", match[2]) and re.fullmatch(rest, match[3]) for match in drawn), frames
     assert all(len(match[0]) < (columns or 80) for match in drawn)
     assert f"{ESCAPE}[32m" in shown
 
@@ -290,12 +294,37 @@ def test_a_run_that_is_over_at_once_has_no_lines() -> None:
     assert lines._stream.getvalue() == ""  # type: ignore[attr-defined]
 
 
-# Streams and variables
-
-
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("columns", [1, 20, 30, 60, 80, 200])
+@pytest.mark.parametrize("waiting", [0, 1, 300])
+def test_a_bar_of_any_width_has_percent_and_time_left_first(
+    monkeypatch: pytest.MonkeyPatch, columns: int, waiting: int
+) -> None:
+    monkeypatch.setattr(displays, "_columns", lambda _: columns)
+    stream = Terminal()
+    bar = displays.Bar(stream, with_colour=False)
+    total = 123 << 30
+    for done, left in ((1 << 20, 7384.0), (50 << 30, 61.0), (122 << 30, 5.0)):
+        counts = [Counts(1, (done, 0, 0, 0), (total, 0, 0, 0), 3)]
+        status = RunStatus.of(Stage("comparing copies", total, 128, ready=5), counts, 9.0, done, left)
+        bar.update(status._replace(waiting=waiting))
+        frame = stream.getvalue().rpartition("\r")[2]
+        first = f"{done * 100 // total:3} %, {format_seconds(left)} left"
+        assert frame.startswith(first[:columns]) and len(frame) <= columns
+        if columns == 200:
+            assert "comparing copies" in frame and "3 of 128 targets (5 complete before)" in frame and "/s" in frame
+            assert ("wait" in frame) == (waiting > 0)
+    bar.update(status._replace(bytes_total=None, waiting=waiting))
+    assert len(stream.getvalue().rpartition("\r")[2]) <= columns
+    bar.abandon(ends_line=False)
+
+
+# Streams and variables
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,9 @@ def assert_failed(finished: Finished, c: Conversion, whole: Conversion, *ranks: 
     assert finished.code == 4, finished
     named = rf"error: {len(ranks)} of 4 targets failed; the first: target rank {ranks[0]}\b"
     assert len(re.findall(named, finished.err)) == 1, finished
-    assert f"got: failed: {', '.join(map(str, ranks))}; complete: {4 - len(ranks)}" in finished.err, finished
+    failed = f"target rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} failed"
+    others = {0: "0 others are", 1: "1 other is"}.get(4 - len(ranks), f"{4 - len(ranks)} others are")
+    assert f"got: {failed}; {others} complete" in finished.err, finished
     assert "Traceback" not in finished.err and "wrote" not in finished.out, finished
     assert set(c.dst.glob("rank_*/*")) == {c.written(rank) for rank in range(4) if rank not in ranks}
     assert_nothing_half_done(c, whole)

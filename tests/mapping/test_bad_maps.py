@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -375,7 +377,7 @@ def test_what_is_made_up_of_a_value_that_its_type_cannot_hold(tmp_path: Path, va
 def test_a_configuration_that_is_none(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "map.toml").write_text("[[map]]\neq = 'a.0.q [x y] <=> b [y x]'")
     (tmp_path / "config.json").write_bytes(content)
-    with pytest.raises(MapError, match="the configuration"):
+    with pytest.raises(MapError, match=r"(?s)the configuration.*config\.json.*what to do: "):
         reshard_mpi.transform(
             checkpoint(tmp_path), tmp_path / "dst", map=tmp_path / "map.toml", config=tmp_path / "config.json"
         )
@@ -418,6 +420,32 @@ def test_expressions(text: str, value: int) -> None:
 def test_expressions_that_are_none(text: str) -> None:
     with pytest.raises(ExpressionProblem):
         evaluated(text, CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("length", "config", "got", "remedy"),
+    [
+        ("n / k", {"n": 2, "k": 4}, "2 / 4, which is no integer (n = 2, k = 4)", "correct these keys in the file that"),
+        ("6 / 4", {}, "6 / 4, which is no integer", "correct the expression"),
+        ("heads", {"head": 4}, "no key 'heads' in the configuration; did you mean 'head'?", "or write a number"),
+        ("deep.size", {"deep": 4}, "no key 'deep.size' in the configuration", "add 'deep.size' with its number"),
+        (
+            "heads",
+            {"heads": 4.5},
+            "'heads' of the configuration, which is no integer: '4.5'",
+            "set 'heads' to an integer",
+        ),
+        ("4 /", {}, "it ends where a number or a key is expected", "correct the expression"),
+    ],
+)
+def test_a_length_that_cannot_be_computed_says_what_to_do(
+    tmp_path: Path, length: str, config: dict[str, object], got: str, remedy: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    text = f"[axes]\nx = '{length}'\n[[map]]\neq = 'a.{{l}}.q [(x r) h] <=> c.{{l}} [(x r) h]'"
+    said = refused(tmp_path, text, config=tmp_path / "config.json")
+    assert f"expected: an integer from '{length}'" in said and f"got: {got}" in said
+    assert "map.toml, [axes]" in said and re.search(f"what to do: .*{re.escape(remedy)}", said)
 
 
 @pytest.mark.parametrize("options", [{}, {"forward": True}])

@@ -14,6 +14,30 @@ from support.conversions import make
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.xdist_group("a browser")]
 
+# Returns the elements that are not within the page, or not within what they are in, to the pixel.
+CUT_OFF = """
+const found = [];
+const width = document.documentElement.clientWidth;
+for (const item of document.querySelectorAll("body *")) {
+  const box = item.getBoundingClientRect();
+  if (!box.width || !box.height || ["TITLE", "SCRIPT", "OPTION"].includes(item.tagName.toUpperCase())) continue;
+  const around = item.parentElement.getBoundingClientRect();
+  const outer = item.parentElement === document.body ? { left: 0, right: width } : around;
+  if (box.left < outer.left - 1 || box.right > Math.min(outer.right, width) + 1) {
+    found.push([item.tagName, item.textContent.slice(0, 60), box.left, box.right, outer.left, outer.right]);
+  }
+  const scrolls = item instanceof HTMLElement && item.clientWidth && item.scrollWidth > item.clientWidth + 1;
+  if (scrolls) found.push([item.tagName, "scrolls"]);
+}
+if (document.documentElement.scrollWidth > width) found.push(["page", document.documentElement.scrollWidth]);
+return found;
+"""
+FUSED = """
+[[map]]
+eq = '''model.layers.{l}.attention.q.weight [a b], model.layers.{l}.attention.k.weight [a b],
+        model.layers.{l}.attention.v.weight [a b] <=> model.layers.{l}.attention.qkv.weight [(a + a + a) b]'''
+"""
+THREE = 'mesh = { x = 3 }\n[[parameter]]\nmatch = "*"\nsplit = { 0 = ["x"] }\nsizes = "ceil"\n'
 HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>"
 
 
@@ -88,7 +112,33 @@ def test_many_targets_in_groups(capsys: Capture, tmp_path: Path, page: Page) -> 
     page.open(plot(capsys, tmp_path / "plan.html", *arguments))
     assert "128 of 4096 targets planned" in page.text("header")
     page.click("#matrix rect[data-key='column 5']")
-    assert page.text("#chosen") == "target rank 320-383"
+    assert page.text("#chosen") == "target ranks 320-383"
     assert len(page.rows("#feeds")) == 2
     assert "4096 pieces" in page.text("#cut svg")
+    assert page.complaints() == []
+
+
+@pytest.mark.parametrize("width", [700, 900, 1099, 1100, 1500])
+def test_nothing_is_cut_off(capsys: Capture, tmp_path: Path, page: Page, width: int) -> None:
+    folder = tmp_path / ("a_long_name_of_a_folder_" * 4)
+    folder.mkdir()
+    for number in range(3):
+        tensors = {f"model.layers.{number}.attention.{part}.weight": np.ones((64, 32)) for part in "qkv"}
+        tensors |= {f"W{'M' * 150}.{number}": np.ones((7, 9)), f"layers.{number}.bias": np.ones(100_000)}
+        write_shard(tensors, folder / f"model-{number + 1:05}-of-00003.safetensors")
+    (tmp_path / "map.toml").write_text(FUSED)
+    (tmp_path / "dst.toml").write_text(THREE)
+    options = ("--map", tmp_path / "map.toml", "--dst-strategy", tmp_path / "dst.toml")
+    path = plot(capsys, tmp_path / "plan.html", folder, tmp_path / "dst", *options)
+    page.resize(width, 1000)
+    try:
+        page.open(path)
+        page.click("#matrix text[data-key='row 0']")
+        assert page.text("#chosen") == "source model-00001-of-00003.safetensors"
+        for name in ("qkv", "WMM", "bias"):
+            page.type("#search", name)
+            page.click("#names button")
+            assert page.run(CUT_OFF) == []
+    finally:
+        page.resize(1500, 1400)
     assert page.complaints() == []

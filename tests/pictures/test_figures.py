@@ -209,3 +209,23 @@ def test_only_the_targets_that_are_asked_for(tmp_path: Path) -> None:
     assert figures.flow.planned == (1,) and {feed.target for feed in figures.flow.feeds} == {1}
     (cut,) = (cut for cut in figures.cuts if cut.names[0] == "w")
     assert [block.planned for block in cut.target.blocks] == [None, 1]
+
+
+def test_files_are_called_by_their_names_on_both_sides(tmp_path: Path) -> None:
+    """A folder with an index has files and no ranks."""
+    (tmp_path / "src").mkdir()
+    for number in (1, 2):
+        tensors = {f"{letter}.{number}": np.ones((4, 2), np.float32) for letter in "abcdef"}
+        write_shard(tensors, tmp_path / "src" / f"model-{number:05}-of-00002.safetensors")
+    equation = ", ".join(f"{letter}.1 [x y]" for letter in "abcdef") + " <=> all [(x + x + x + x + x + x) y]"
+    (tmp_path / "map.toml").write_text(f'[[map]]\neq = "{equation}"\n')
+    request = Request(str(tmp_path / "src"), str(tmp_path / "dst"), to="hf", map=str(tmp_path / "map.toml"))
+    figures = figures_of(request)
+    flow = figures.flow
+    assert flow.sources.called([0, 1]) == "model-00001-of-00002.safetensors, model-00002-of-00002.safetensors"
+    assert flow.sources.briefly([1]) == "00002" and flow.sources.span(0, 0) == "model-00001-of-00002.safetensors"
+    assert (flow.targets.word, flow.targets.called([0])) == ("file", "model.safetensors")
+    assert figures.target.endswith("Hugging Face folder, 1 file")
+    (fused,) = (cut for cut in figures.cuts if cut.names == ("all",))
+    assert [move.tensor for move in fused.moves] == [f"{letter}.1" for letter in "abcdef"]
+    assert fused.further == 2 and [move.panel for move in fused.moves] == [0, 1, 2, 3, None, None]

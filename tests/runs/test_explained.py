@@ -209,7 +209,10 @@ def test_a_map_is_told_with_its_equation(capsys: Capture, tmp_path: Path) -> Non
     assert f"made of q, k, v, by {tmp_path}/map.toml, line 2, [[map]] 1" in text
     for name in "qkv":
         assert f"{name}: float32 [3, 4], placed by {strategy}, layout" in text
+    assert "[0:3, 0:2] comes from source rank 0 as [0:3, 0:2] of q, which holds [0:3, 0:2]:" in text
     assert "[3:6, 0:2] comes from source rank 0 as [0:3, 0:2] of k, which holds [0:3, 0:2]:" in text
+    pieces = [line for line in text.splitlines() if " comes from " in line]
+    assert all(re.search(r"as \[[^\]]*\] of [qkv], which holds", piece) for piece in pieces), pieces
     made_of = np.concatenate(list(arrays.values()))
     assert len(parts(text)) == 6
     for part in parts(text):

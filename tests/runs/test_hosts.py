@@ -107,7 +107,7 @@ def test_a_rank_that_fails(tmp_path: Path, capsys: Capture, hosts: Hosts, target
     assert finished.code == 4 and exit_codes(c) == [4] * 4, finished
     named = f"target rank {target} (process {process} on host {NAMES[process]}): the file system refused"
     assert finished.err.count(f"1 of 4 targets failed; the first: {named}") == 1, finished
-    assert f"failed: {target}; complete: 3" in finished.err and "--resume" in finished.err
+    assert f"got: target rank {target} failed; 3 others are complete" in finished.err and "--resume" in finished.err
     (failure,) = report_of(c)["failures"]
     assert "the disk is gone" in str(failure.pop("error"))
     assert failure == {"rank": target, "process": process, "host": NAMES[process], "kind": "ReshardError"}

@@ -130,7 +130,7 @@ def test_functions_on_every_rank(reference: Conversion, tmp_path: Path, mpirun: 
 def assert_others_complete(c: Conversion, finished: Finished) -> None:
     assert finished.code == 4, finished
     assert finished.err.count("1 of 4 targets failed; the first: target rank 1") == 1, finished
-    assert "got: failed: 1; complete: 3" in finished.err and "--resume" in finished.err
+    assert "got: target rank 1 failed; 3 others are complete" in finished.err and "--resume" in finished.err
     assert "Traceback" not in finished.err and "wrote" not in finished.out
 
 
@@ -226,7 +226,7 @@ def test_a_helper_that_cannot_read(tmp_path: Path, capsys: Capture) -> None:
     assert finished.code == 4, finished
     # One or both of those that help: the error is theirs, not that of the one that leads.
     assert re.search(r"1 of 4 targets failed; the first: target rank 3 \(process [12] on host", finished.err)
-    assert "the disk is gone" in finished.err and "complete: 3" in finished.err
+    assert "the disk is gone" in finished.err and "3 others are complete" in finished.err
     assert_right(c, (0, 1, 2))
     resume(c, capsys)
     assert_right(c)
@@ -249,7 +249,7 @@ def test_a_target_that_cannot_be_reserved(tmp_path: Path, capsys: Capture) -> No
     with (tmp_path / "stand_in" / "sitecustomize.py").open("a") as stream:
         stream.write(NO_ROOM_FOR_RANK_3)
     finished = transform_apart(c, "--jobs", "3", env=env)
-    assert finished.code == 4 and "failed: 3; complete: 3" in finished.err, finished
+    assert finished.code == 4 and "got: target rank 3 failed; 3 others are complete" in finished.err, finished
     resume(c, capsys)
     assert_right(c)
 
@@ -274,7 +274,7 @@ def test_a_worker_that_is_killed(tmp_path: Path, capsys: Capture) -> None:
     named = f"the first: target rank 1{place(1)}: a worker process died"
     assert f"2 of 4 targets failed; {named}" in finished.err, finished
     assert "signal SIGKILL while it wrote target rank 1" in finished.err and "fewer --jobs" in finished.err
-    assert "got: failed: 1, 3; complete: 2" in finished.err
+    assert "got: target ranks 1, 3 failed; 2 others are complete" in finished.err
     output = resume(c, capsys)
     assert "wrote 2 shards" in output and "2 were complete" in output
     assert_right(c)  # nor is the dead one's partial file left

@@ -57,6 +57,11 @@ class Page:
         script += " (row) => Array.from(row.cells, (cell) => cell.textContent));"
         return self._driver.execute_script(script, selector)
 
+    def resize(self, width: int, height: int) -> None:
+        """Give the page a size in pixels, without what is around it."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self._driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+
     def run(self, script: str) -> Any:
         return self._driver.execute_script(script)
 
