@@ -78,6 +78,17 @@ def plain_path(value: object, name: str) -> str:
     return path
 
 
+def plain_maps(values: object, name: str) -> tuple[str, ...]:
+    """Return a map (a path, a name or an equation), several, or none of them, as a tuple. Raises WrongTypeError."""
+    if values is None:
+        return ()
+    if isinstance(values, str | os.PathLike):
+        return (plain_path(values, name),)
+    if not isinstance(values, Iterable):
+        raise wrong_type(name, "a path, a name or an equation, or several", values)
+    return tuple(plain_path(value, f"one of {name}") for value in values)
+
+
 def plain_files(files: object, name: str) -> dict[int, str]:
     """Return a dict from rank to the path of its shard. Raises UsageError if `files` is no such map."""
     if not isinstance(files, Mapping):

@@ -22,6 +22,13 @@ def path(text: str) -> str:
     return text
 
 
+def map_name(text: str) -> str:
+    """Return a map as it was given: a path, a name or an equation."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a path, a name or an equation, got ''")
+    return text
+
+
 def positive(text: str) -> int:
     """Return a number of 1 or more."""
     if not _is_number(text) or int(text) < 1:

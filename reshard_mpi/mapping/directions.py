@@ -40,13 +40,14 @@ class Direction(NamedTuple):
 def told_direction(rules: Rules, inventory: Inventory, forward: bool | None, like: Likeness | None = None) -> Direction:
     """Return the direction in which a map is read.
 
-    forward: as the user says; None: as the names tell. Raises MapError if they fit neither direction, or both.
+    forward: as the user says; None: as the names tell. Where these fit both directions, an equation that the user has
+    typed is read as it is written. Raises MapError if names fit neither direction, or both those of a file.
     """
     if forward is not None:
         return Direction(forward)
     unmet = {direction: _unmet(rules, inventory, direction, like) for direction in (Direction(True), Direction(False))}
     fitting = [direction for direction, found in unmet.items() if found is None]
-    if len(fitting) == 1:
+    if len(fitting) == 1 or (fitting and rules.is_typed):
         return fitting[0]
     if fitting:
         raise MapError(

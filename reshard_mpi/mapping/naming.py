@@ -54,7 +54,7 @@ def applied_to_file(
         if choice.exclude:
             _require_no_orphans(mapped, inventory, source)
         return MappedFile(mapped, source.nest)
-    training = _training(choice, inventory, source)
+    training = _training(choice.last or choice, inventory, source)
     shapes = {name: kind.shape for name, kind in inventory.items()}
     named = named_tensors(training, shapes, source.path, is_stripped=like is not None)
     in_target = _names_in_target(training, like)
