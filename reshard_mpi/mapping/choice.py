@@ -23,7 +23,7 @@ class Choice(NamedTuple):
     include: globs of which one must match; None: all. exclude: globs of which none may. types: globs with the types
     that floating-point tensors become. named: what tensors are called in the target's file, where it is not their name.
     may_match_none: whether globs may match nothing. last: what is taken once all maps are applied, if this is not the
-    last of several: nothing is left out here, but state that would have no parameter and is left out then.
+    last of several: nothing is left out here, and state that is left out then may stay without its parameter.
     """
 
     include: tuple[str, ...] | None = None

@@ -71,9 +71,10 @@ def applied(
     everything = _everything(taken, rules, inventory, choice, like, settings)
     shapes = everything.shapes
     states_out = states_left_out(choice, {**({} if like is None else like.shapes), **shapes}, rules, taken.direction)
-    chosen = frozenset(require_any(choice, shapes)) - states_out - _stranded_states(choice, taken, inventory, rules)
+    chosen = frozenset(require_any(choice, shapes)) - states_out
+    stranded = _stranded_in_between(choice, taken, inventory, rules)
     made = everything.among(chosen)
-    _require_state_follows([name for name in taken.kept if name in chosen], taken, inventory, rules)
+    _require_state_follows([name for name in taken.kept if name in chosen - stranded], taken, inventory, rules)
     if like is not None:
         of_choice = {name: shape for name, shape in like.shapes.items() if is_chosen(choice, name)}
         of_choice = {name: shape for name, shape in of_choice.items() if name not in states_out}
@@ -100,6 +101,7 @@ def applied(
         tuple(_cautions(rules, taken.states, everything.settings)) if rules is not None else (),
         everything.settings,
         (*_states_dropped(taken, inventory, rules), *(name for name in shapes if name in states_out)),
+        stranded,
     )
 
 
@@ -153,8 +155,8 @@ def _require_state_follows(kept: Sequence[str], taken: _Taken, inventory: Invent
     require_none_stranded((name for name in kept if name not in owned), taken.matches, inventory)
 
 
-def _stranded_states(choice: Choice, taken: _Taken, inventory: Inventory, rules: Rules | None) -> frozenset[str]:
-    """Return the state that the user leaves out and that no later map may have, since it stays while parameters go."""
+def _stranded_in_between(choice: Choice, taken: _Taken, inventory: Inventory, rules: Rules | None) -> frozenset[str]:
+    """Return state that stays while its parameter goes, and that the user leaves out after the last map."""
     names = [] if choice.last is None else [name for name in taken.kept if not is_chosen(choice.last, name)]
     try:
         _require_state_follows(names, taken, inventory, rules)

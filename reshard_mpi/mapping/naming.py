@@ -1,16 +1,17 @@
-"""What a map makes of the tensors of a file that may hold a training, in which parameters are numbered.
+"""What maps make of the tensors of a file that may hold a training, in which parameters are numbered.
 
 A map speaks of parameters by their names, and of the state of `w` as `optimizer.state.w.exp_avg`; a file may have
-numbers for names, and everything below a key like `model`. This is between the two, on both sides.
+numbers for names, and everything below a key like `model`. This is between the two, on both sides. Of several maps each
+takes the names that the one before it has made, so the numbers of the files matter only at the beginning and the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
-from reshard_mpi.mapping.candidates import Inventory
+from reshard_mpi.mapping.candidates import Inventory, Kind
 from reshard_mpi.mapping.choice import Choice, is_chosen
 from reshard_mpi.mapping.likeness import Like
 from reshard_mpi.mapping.made import Mapped
@@ -33,49 +34,107 @@ class SourceFile(NamedTuple):
 
 
 class MappedFile(NamedTuple):
-    """What a map makes of a file, in the names of the files on both sides, and how it is nested."""
+    """What maps make of a file, and how it is nested.
 
-    mapped: Mapped
+    mapped: what each of them makes; the first is in the names of the source's file, the last in those of the target's.
+    """
+
+    mapped: tuple[Mapped, ...]
     nest: str | None
     notes: tuple[str, ...] = ()
 
 
 def applied_to_file(
-    rules: Rules | None,
+    rules: Sequence[Rules],
     choice: Choice,
     inventory: Inventory,
     source: SourceFile,
     forward: bool | None = None,
     like: Like | None = None,
 ) -> MappedFile:
-    """Return what `mapping.mapped.applied` makes of a file. Raises what that raises."""
-    if rules is None:
+    """Return what `mapping.mapped.applied` makes of a file by each map, one after another. Raises what that raises.
+
+    rules: of the maps; if there are none, every tensor keeps its name and shape. choice, like: of what the last makes.
+    """
+    if not rules:
         mapped = applied(None, choice, inventory, forward)
         if choice.exclude:
             _require_no_orphans(mapped, inventory, source)
-        return MappedFile(mapped, source.nest)
-    training = _training(choice.last or choice, inventory, source)
+        return MappedFile((mapped,), source.nest)
+    training = _training(choice, inventory, source)
     shapes = {name: kind.shape for name, kind in inventory.items()}
     named = named_tensors(training, shapes, source.path, is_stripped=like is not None)
     in_target = _names_in_target(training, like)
     plain = {name: inventory[in_file] for name, in_file in named.items()}
-    mapped = applied(rules, choice._replace(named=in_target), plain, forward, like, training.settings)
-    in_files = _in_files(mapped, named, in_target)
+    chain = tuple(_chained(rules, choice._replace(named=in_target), plain, forward, like, training.settings))
+    in_files = _chain_in_files(chain, named, in_target)
     if like is not None:
         return MappedFile(in_files, None if like.nest is None else carried_into(like.nest, source.nest))
     if training.optimizer is None or source.nest is None:
         return MappedFile(in_files, source.nest)
     names = set(training.parameters.values())
     parameters = [
-        MadeParameter(made.name.removeprefix(training.prefix), frozenset(made.sources.values()))
-        for made in in_files.made
-        if not names.isdisjoint(made.sources.values())
+        MadeParameter(name.removeprefix(training.prefix), sources)
+        for name, sources in _made_of(in_files).items()
+        if not names.isdisjoint(sources)
     ]
     begin = f"{training.optimizer.path}state."
-    is_kept = any(made.name.startswith(begin) for made in in_files.made)
+    is_kept = any(made.name.startswith(begin) for made in in_files[-1].made)
     note = "the optimizer's state goes by names of parameters, as torch's set_optimizer_state_dict takes it"
     nest = with_names(source.nest, training, parameters, source.path)
     return MappedFile(in_files, nest, (note,) if is_kept else ())
+
+
+def _chained(
+    rules: Sequence[Rules],
+    choice: Choice,
+    inventory: Inventory,
+    forward: bool | None,
+    like: Like | None,
+    settings: Mapping[str, Any],
+) -> Iterator[Mapped]:
+    """Yield what each map makes of what the one before it has made."""
+    *first, last = rules
+    stranded: frozenset[str] = frozenset()
+    for of_one in first:
+        mapped = applied(of_one, Choice(last=choice), inventory, forward, None, settings)
+        _require_none_taken(stranded, mapped)
+        stranded |= mapped.stranded
+        yield mapped
+        kinds = {made.name: Kind(made.dtype, made.shape.shape) for made in mapped.made}
+        kinds |= {constant.name: constant.kind for constant in mapped.constants}
+        inventory = kinds | {number.name: number.kind for number in mapped.computed}
+    mapped = applied(last, choice, inventory, forward, like, settings)
+    _require_none_taken(stranded, mapped)
+    yield mapped
+
+
+def _require_none_taken(stranded: frozenset[str], mapped: Mapped) -> None:
+    """Raise MapError if an equation takes state that an earlier map has left without its parameter."""
+    for made in mapped.made if stranded else ():
+        taken = stranded.intersection(made.sources.values()) if made.where else frozenset()
+        if taken:
+            raise MapError(
+                "an equation takes state whose parameter an earlier map has changed",
+                expected="state that has followed its parameter",
+                got=min(taken),
+                where=made.where,
+                remedy="write equations for such state in the earlier map, or leave it out with an entry drop there",
+            )
+
+
+def _made_of(chain: Sequence[Mapped]) -> dict[str, frozenset[str]]:
+    """Return the names of the tensors that the last map makes of others, and of the first tensors that are in each."""
+    origins: dict[str, frozenset[str]] = {}
+    for number, mapped in enumerate(chain):
+        before = origins
+        origins = {
+            made.name: frozenset(made.sources.values())
+            if number == 0
+            else frozenset().union(*(before.get(name, frozenset()) for name in made.sources.values()))
+            for made in mapped.made
+        }
+    return origins
 
 
 def _require_no_orphans(mapped: Mapped, inventory: Inventory, source: SourceFile) -> None:
@@ -123,6 +182,17 @@ def _names_in_target(training: Training, like: Like | None) -> Callable[[str], s
         return f"{path}state.{name.removeprefix(STATE).removeprefix(training.prefix)}"
 
     return renamed
+
+
+def _chain_in_files(
+    chain: Sequence[Mapped], named: Mapping[str, str], in_target: Callable[[str], str]
+) -> tuple[Mapped, ...]:
+    """Return the same, the first in the names of the source's file and the last in those of the target's."""
+    last = len(chain) - 1
+    return tuple(
+        _in_files(mapped, named if number == 0 else {}, in_target if number == last else str)
+        for number, mapped in enumerate(chain)
+    )
 
 
 def _in_files(mapped: Mapped, named: Mapping[str, str], in_target: Callable[[str], str]) -> Mapped:

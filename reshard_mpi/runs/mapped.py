@@ -35,25 +35,19 @@ from reshard_mpi.planning.partial_sums import Accumulated, is_partial_sum, notes
 from reshard_mpi.runs.composed import Composition
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.mapped_values import require_equal, require_known_sums, require_padding, tensor_at
-from reshard_mpi.runs.maps import Step, TensorMap, tied_tensors
+from reshard_mpi.runs.maps import TensorMap, tied_tensors
 from reshard_mpi.runs.one_sided import source_warnings, target_warnings
 from reshard_mpi.sharding.placement import unsharded
 from reshard_mpi.text import counted, shortened
 
 
 class _Step(NamedTuple):
-    """A full checkpoint, planned, its tensors, and what one map makes of these.
-
-    tensors: what it makes, as those of a shard. nest: how they are nested, as a text. notes: on how that has changed.
-    """
+    """What one map makes of a full checkpoint. plan: of that. tensors: what is made, as those of a shard."""
 
     rules: Rules | None
     plan: RankPlan
-    inventory: Inventory
     mapped: Mapped
     tensors: MappedTensors
-    nest: str | None
-    notes: tuple[str, ...]
 
     @property
     def recipes(self) -> dict[str, Made | Constant]:
@@ -70,15 +64,17 @@ class _Step(NamedTuple):
 class _Made(NamedTuple):
     """What all maps make of the checkpoint, one after another, and that as a shard.
 
-    plan: of the checkpoint as one full one. made: the tensors that maps make of others, each as made of those of the
-    checkpoint. needed: the names of the checkpoint's tensors of which targets have anything, or that are looked at.
-    warnings: of how the source is cut.
+    plan: of the checkpoint as one full one. inventory: its tensors. made: the tensors that maps make of others, each as
+    made of those of the checkpoint. needed: the names of the checkpoint's tensors of which targets have anything, or
+    that are looked at. warnings: of how the source is cut.
     """
 
     plan: RankPlan
+    inventory: Inventory
     steps: tuple[_Step, ...]
     made: tuple[Made, ...]
     manifest: Manifest
+    notes: tuple[str, ...]
     needed: frozenset[str]
     warnings: tuple[str, ...]
 
@@ -182,7 +178,7 @@ class MappedCheckpoint(SourceCheckpoint):
 
     def origins(self, accumulated: Accumulated = Accumulated.REFUSE) -> Iterator[tuple[str, str]]:
         made = self._opened()
-        dtypes = {name: kind.dtype for name, kind in made.steps[0].inventory.items()}
+        dtypes = {name: kind.dtype for name, kind in made.inventory.items()}
         for tensor in made.made:
             sources = list(dict.fromkeys(tensor.sources[pair.source] for pair in tensor.shape.pairs))
             before = {dtypes[name] for name in sources} - {tensor.dtype}
@@ -218,12 +214,11 @@ class MappedCheckpoint(SourceCheckpoint):
         return bool(rules) or is_chosen(choice, name)  # rules may give it another name
 
     def taken(self, plan: RankPlan) -> Set[str]:
-        return self._opened().steps[0].inventory.keys()
+        return self._opened().inventory.keys()
 
     def map_notes(self) -> tuple[str, ...]:
         made = self._opened()
-        notes = dict.fromkeys(note for step in made.steps for note in step.notes)
-        return (*self._notes(made), *notes, *self._nest_notes(made))
+        return (*self._notes(made), *made.notes, *self._nest_notes(made))
 
     def cut_warnings(self, plan: RankPlan) -> tuple[str, ...]:
         return tuple(target_warnings(self._opened().made, plan))
@@ -273,42 +268,38 @@ class MappedCheckpoint(SourceCheckpoint):
         if self._made is None:
             assert self.tensor_map is not None
             plan = self._conversion.plan(0, checked=False)
+            inventory = _inventory_of(plan)
+            nest = plan.strings.get(NEST)
+            tied = {} if nest is None else tied_tensors(self.stored, inventory)
+            rules, choice, forward, like, _ = self.tensor_map
+            made_file = applied_to_file(
+                rules, choice, inventory, SourceFile(nest, tied, self.files.path), forward, like
+            )
             steps: list[_Step] = []
-            for step in self.tensor_map.steps:
-                steps.append(self._applied(step, steps[-1] if steps else None, plan))
-            *_, last = steps
-            made = last.mapped.made
+            for mapped, own_rules in zip(made_file.mapped, rules or (None,)):
+                steps.append(self._planned(mapped, own_rules, plan if not steps else steps[-1].planned))
+            made = steps[-1].mapped.made
             for before in reversed(steps[:-1]):
                 made = tuple(Composition().of(made, before.recipes))
             strings = {name: text for name, text in plan.strings.items() if name != NEST}
-            if last.nest is not None:
-                strings[NEST] = last.nest
-            manifest = Manifest(self.files.path, self.files.format, last.tensors, strings)
+            if made_file.nest is not None:
+                strings[NEST] = made_file.nest
+            manifest = Manifest(self.files.path, self.files.format, steps[-1].tensors, strings)
             needed = self._needed(steps)
             plan = _comparing_only(plan, needed)
             is_cut = self.stored.strategy.world_size > 1  # the pieces of an index say only who has written what
             warnings = tuple(source_warnings(self._wanted(made), plan)) if is_cut else ()
-            self._made = _Made(plan, tuple(steps), made, manifest, needed, warnings)
+            self._made = _Made(plan, inventory, tuple(steps), made, manifest, made_file.notes, needed, warnings)
         return self._made
 
-    def _applied(self, step: Step, before: _Step | None, whole: RankPlan) -> _Step:
-        """Apply one map. before: what the maps before it make; None: it is the first. whole: the checkpoint's plan."""
-        assert self.tensor_map is not None
-        plan = whole if before is None else before.planned
-        groups = ((Kind(group.kind.dtype, group.kind.global_shape), group.names) for group in plan.tensors.groups)
-        kinds = {name: kind for kind, names in groups for name in names}
-        inventory = {name: kinds[name] for name in plan.tensors.specs.names}
-        nest = plan.strings.get(NEST) if before is None else before.nest
-        tied = tied_tensors(self.stored, inventory) if before is None and nest is not None else {}
-        file, forward = SourceFile(nest, tied, self.files.path), self.tensor_map.forward
-        made = applied_to_file(step.rules, step.choice, inventory, file, forward, step.like)
+    def _planned(self, mapped: Mapped, rules: Rules | None, plan: RankPlan) -> _Step:
+        """Return what one map makes of the tensors of a plan, with the numbers that are computed of theirs."""
         if self._conversion.accumulated is Accumulated.SUM:
-            require_known_sums(made.mapped, self.files.path)
-        require_holdable(made.mapped)
-        mapped = made.mapped._replace(constants=(*made.mapped.constants, *self._computed(made.mapped, plan)))
-        rank = min(whole.read_ranks, default=0)
-        tensors = MappedTensors(self.files.path, mapped, plan.tensors, rank, plan.holes)
-        return _Step(step.rules, plan, inventory, mapped, tensors, made.nest, made.notes)
+            require_known_sums(mapped, self.files.path)
+        require_holdable(mapped)
+        mapped = mapped._replace(constants=(*mapped.constants, *self._computed(mapped, plan)))
+        rank = min(plan.read_ranks, default=0)
+        return _Step(rules, plan, mapped, MappedTensors(self.files.path, mapped, plan.tensors, rank, plan.holes))
 
     def _wanted(self, made: Sequence[Made]) -> list[Made]:
         """Return the tensors that targets have; others are left out by their strategy."""
@@ -396,6 +387,13 @@ class MappedCheckpoint(SourceCheckpoint):
                     remedy=f"leave it out (--exclude {name!r}); only a run without --map, --dtype, --include and"
                     " --exclude keeps it",
                 )
+
+
+def _inventory_of(plan: RankPlan) -> Inventory:
+    """Return the tensors of a plan in file order."""
+    groups = ((Kind(group.kind.dtype, group.kind.global_shape), group.names) for group in plan.tensors.groups)
+    kinds = {name: kind for kind, names in groups for name in names}
+    return {name: kinds[name] for name in plan.tensors.specs.names}
 
 
 def _by_name(made: Sequence[Made], constants: Sequence[Constant]) -> dict[str, Made | Constant]:

@@ -22,17 +22,6 @@ from reshard_mpi.runs.request import Request
 from reshard_mpi.sharding.placement import unsharded
 
 
-class Step(NamedTuple):
-    """One of the maps that are applied one after another, with what is taken of what it makes.
-
-    rules: None: every tensor keeps its name and shape. like: the checkpoint that the target is to be like, of the last.
-    """
-
-    rules: Rules | None
-    choice: Choice
-    like: Like | None
-
-
 class TensorMap(NamedTuple):
     """What a request says of names, shapes and types.
 
@@ -69,13 +58,6 @@ class TensorMap(NamedTuple):
         if like is not None:  # wherever it lies
             digests["like"] = hashlib.sha256(repr(like._replace(path="")).encode()).hexdigest()
         return cls(tuple(rules for rules, _ in read), choice, forward, like, digests)
-
-    @property
-    def steps(self) -> tuple[Step, ...]:
-        """The maps in the order in which they are applied; one that changes nothing if there are none."""
-        *first, last = self.rules or (None,)
-        between = Choice(last=self.choice)
-        return (*(Step(rules, between, None) for rules in first), Step(last, self.choice, self.like))
 
     def of_two_checkpoints(self) -> TensorMap:
         """Return the same for one of two checkpoints: globs may match tensors of the other one only."""
