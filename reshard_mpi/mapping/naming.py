@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 from reshard_mpi.errors import MapError
 from reshard_mpi.mapping.candidates import Inventory, Kind
 from reshard_mpi.mapping.choice import Choice, is_chosen
+from reshard_mpi.mapping.composed import composed
 from reshard_mpi.mapping.likeness import Like
-from reshard_mpi.mapping.made import Mapped
+from reshard_mpi.mapping.made import Made, Mapped
 from reshard_mpi.mapping.mapped import applied
 from reshard_mpi.mapping.numbering import STATE, Training, named_tensors, training_in
 from reshard_mpi.mapping.renesting import MadeParameter, carried_into, with_names
@@ -37,9 +38,11 @@ class MappedFile(NamedTuple):
     """What maps make of a file, and how it is nested.
 
     mapped: what each of them makes; the first is in the names of the source's file, the last in those of the target's.
+    made: the tensors that the last one makes of others, as made of those of the file.
     """
 
     mapped: tuple[Mapped, ...]
+    made: tuple[Made, ...]
     nest: str | None
     notes: tuple[str, ...] = ()
 
@@ -60,7 +63,7 @@ def applied_to_file(
         mapped = applied(None, choice, inventory, forward)
         if choice.exclude:
             _require_no_orphans(mapped, inventory, source)
-        return MappedFile((mapped,), source.nest)
+        return MappedFile((mapped,), mapped.made, source.nest)
     training = _training(choice, inventory, source)
     shapes = {name: kind.shape for name, kind in inventory.items()}
     named = named_tensors(training, shapes, source.path, is_stripped=like is not None)
@@ -68,21 +71,22 @@ def applied_to_file(
     plain = {name: inventory[in_file] for name, in_file in named.items()}
     chain = tuple(_chained(rules, choice._replace(named=in_target), plain, forward, like, training.settings))
     in_files = _chain_in_files(chain, named, in_target)
+    all_made = composed((mapped.made, mapped.constants) for mapped in in_files)
     if like is not None:
-        return MappedFile(in_files, None if like.nest is None else carried_into(like.nest, source.nest))
+        return MappedFile(in_files, all_made, None if like.nest is None else carried_into(like.nest, source.nest))
     if training.optimizer is None or source.nest is None:
-        return MappedFile(in_files, source.nest)
+        return MappedFile(in_files, all_made, source.nest)
     names = set(training.parameters.values())
     parameters = [
-        MadeParameter(name.removeprefix(training.prefix), sources)
-        for name, sources in _made_of(in_files).items()
-        if not names.isdisjoint(sources)
+        MadeParameter(made.name.removeprefix(training.prefix), frozenset(made.sources.values()))
+        for made in all_made
+        if not names.isdisjoint(made.sources.values())
     ]
     begin = f"{training.optimizer.path}state."
-    is_kept = any(made.name.startswith(begin) for made in in_files[-1].made)
+    is_kept = any(made.name.startswith(begin) for made in all_made)
     note = "the optimizer's state goes by names of parameters, as torch's set_optimizer_state_dict takes it"
     nest = with_names(source.nest, training, parameters, source.path)
-    return MappedFile(in_files, nest, (note,) if is_kept else ())
+    return MappedFile(in_files, all_made, nest, (note,) if is_kept else ())
 
 
 def _chained(
@@ -121,20 +125,6 @@ def _require_none_taken(stranded: frozenset[str], mapped: Mapped) -> None:
                 where=made.where,
                 remedy="write equations for such state in the earlier map, or leave it out with an entry drop there",
             )
-
-
-def _made_of(chain: Sequence[Mapped]) -> dict[str, frozenset[str]]:
-    """Return the names of the tensors that the last map makes of others, and of the first tensors that are in each."""
-    origins: dict[str, frozenset[str]] = {}
-    for number, mapped in enumerate(chain):
-        before = origins
-        origins = {
-            made.name: frozenset(made.sources.values())
-            if number == 0
-            else frozenset().union(*(before.get(name, frozenset()) for name in made.sources.values()))
-            for made in mapped.made
-        }
-    return origins
 
 
 def _require_no_orphans(mapped: Mapped, inventory: Inventory, source: SourceFile) -> None:

@@ -17,10 +17,10 @@ from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.places import Segments
 from reshard_mpi.formats.specs import SpecKind
 from reshard_mpi.formats.views import constant, converted
-from reshard_mpi.planning.cover import Pieces
-from reshard_mpi.planning.model import Group, PlannedTensors, Route, source_region, target_region
+from reshard_mpi.planning.model import Group, PlannedTensors, Route
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.sharding.strides import paired
+from reshard_mpi.sharding.cover import Pieces
+from reshard_mpi.sharding.moves import Move, source_region
 
 if TYPE_CHECKING:
     from reshard_mpi.mapping.made import Mapped
@@ -42,32 +42,6 @@ class _Recipe(NamedTuple):
     shape: TargetShape
     groups: tuple[int, ...]
     element: bytes | None = None
-
-
-class Move(NamedTuple):
-    """A box of a tensor that becomes a box of another one. order: as in `planning.model.Copy`."""
-
-    region: Box
-    to: Box
-    order: tuple[int, ...] | None = None
-
-    def then(self, after: Move) -> Move | None:
-        """Return the move of what both have in common: from the source of this one to the target of the one after it.
-
-        None if they have nothing in common.
-        """
-        shared = self.to.intersect(after.region)
-        if shared is None:
-            return None
-        to = target_region(after.region, after.to, after.order, shared)
-        if self.order is None and self.to == self.region:
-            return Move(shared, to, after.order)
-        region = source_region(self.region, self.to, self.order, shared)
-        between = {dim: own for own, dim in paired(region, shared, self.order)}
-        long = [between[dim] for dim, _ in paired(shared, to, after.order)]
-        if long == sorted(long):
-            return Move(region, to)
-        return Move(region, to, (*long, *(dim for dim in range(region.ndim) if dim not in long)))
 
 
 class MappedTensors(Tensors):

@@ -32,7 +32,6 @@ from reshard_mpi.planning.losses import Lost, Missing
 from reshard_mpi.planning.mapped import MappedTensors
 from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.planning.partial_sums import Accumulated, is_partial_sum, notes_on, sums_like
-from reshard_mpi.runs.composed import Composition
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.mapped_values import require_equal, require_known_sums, require_padding, tensor_at
 from reshard_mpi.runs.maps import TensorMap, tied_tensors
@@ -48,11 +47,6 @@ class _Step(NamedTuple):
     plan: RankPlan
     mapped: Mapped
     tensors: MappedTensors
-
-    @property
-    def recipes(self) -> dict[str, Made | Constant]:
-        """What the tensors that the map makes are made of, by their names."""
-        return _by_name(self.mapped.made, self.mapped.constants)
 
     @property
     def planned(self) -> RankPlan:
@@ -197,7 +191,8 @@ class MappedCheckpoint(SourceCheckpoint):
         """Return what a tensor is made of; None if the map makes none of this name."""
         if self._recipes is None:
             made = self._opened()
-            self._recipes = _by_name(made.made, made.constants)
+            recipes: dict[str, Made | Constant] = {tensor.name: tensor for tensor in made.made}
+            self._recipes = recipes | {tensor.name: tensor for tensor in made.constants}
         return self._recipes.get(name)
 
     @property
@@ -278,9 +273,6 @@ class MappedCheckpoint(SourceCheckpoint):
             steps: list[_Step] = []
             for mapped, own_rules in zip(made_file.mapped, rules or (None,)):
                 steps.append(self._planned(mapped, own_rules, plan if not steps else steps[-1].planned))
-            made = steps[-1].mapped.made
-            for before in reversed(steps[:-1]):
-                made = tuple(Composition().of(made, before.recipes))
             strings = {name: text for name, text in plan.strings.items() if name != NEST}
             if made_file.nest is not None:
                 strings[NEST] = made_file.nest
@@ -288,8 +280,10 @@ class MappedCheckpoint(SourceCheckpoint):
             needed = self._needed(steps)
             plan = _comparing_only(plan, needed)
             is_cut = self.stored.strategy.world_size > 1  # the pieces of an index say only who has written what
-            warnings = tuple(source_warnings(self._wanted(made), plan)) if is_cut else ()
-            self._made = _Made(plan, inventory, tuple(steps), made, manifest, made_file.notes, needed, warnings)
+            warnings = tuple(source_warnings(self._wanted(made_file.made), plan)) if is_cut else ()
+            self._made = _Made(
+                plan, inventory, tuple(steps), made_file.made, manifest, made_file.notes, needed, warnings
+            )
         return self._made
 
     def _planned(self, mapped: Mapped, rules: Rules | None, plan: RankPlan) -> _Step:
@@ -394,11 +388,6 @@ def _inventory_of(plan: RankPlan) -> Inventory:
     groups = ((Kind(group.kind.dtype, group.kind.global_shape), group.names) for group in plan.tensors.groups)
     kinds = {name: kind for kind, names in groups for name in names}
     return {name: kinds[name] for name in plan.tensors.specs.names}
-
-
-def _by_name(made: Sequence[Made], constants: Sequence[Constant]) -> dict[str, Made | Constant]:
-    recipes: dict[str, Made | Constant] = {tensor.name: tensor for tensor in made}
-    return recipes | {tensor.name: tensor for tensor in constants}
 
 
 def _comparing_only(plan: RankPlan, names: Container[str]) -> RankPlan:

@@ -1,0 +1,94 @@
+"""Maps that are applied one after another: which boxes of the first tensors are which boxes of the last ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from reshard_mpi.mapping.made import Constant, Made
+from reshard_mpi.mapping.pairs import Pair, Place, TargetShape
+from reshard_mpi.sharding.cover import Pieces
+from reshard_mpi.sharding.moves import Move
+from reshard_mpi.text import shortened
+
+
+class _Composed(NamedTuple):
+    """How tensors are made of the first ones.
+
+    places: for each source of the shape, in order, the source of the last map and that of the map before.
+    """
+
+    shape: TargetShape
+    places: tuple[tuple[Place, Place], ...]
+
+
+class Composition:
+    """Says of tensors that several maps make one after another what they are made of at the beginning.
+
+    Tensors that are made alike get one shape, so that they can be told by it.
+    """
+
+    def __init__(self) -> None:
+        self._composed: dict[object, _Composed] = {}
+        self._pieces: dict[int, Pieces] = {}
+        self._kept: list[object] = []  # what identities are of
+
+    def of(self, made: Iterable[Made], before: Mapping[str, Made | Constant]) -> Iterator[Made]:
+        """Yield tensors, each as made of what the tensors `before` are made of; others are made of nothing."""
+        for tensor in made:
+            names = {pair.source: tensor.sources[pair.source] for pair in tensor.shape.pairs}
+            recipes = {place: before.get(name) for place, name in names.items()}
+            key = id(tensor.shape), tuple((place, _identity(recipe)) for place, recipe in recipes.items())
+            composed = self._composed.get(key)
+            if composed is None:
+                composed = self._composed[key] = self._compose(tensor.shape, recipes)
+                self._kept += [tensor, *recipes.values()]
+            sources = {}
+            for number, (place, inner) in enumerate(composed.places):
+                recipe = recipes[place]
+                assert isinstance(recipe, Made)
+                sources[Place(number, ())] = recipe.sources[inner]
+            wheres = list(dict.fromkeys(recipe.where for recipe in recipes.values() if recipe and recipe.where))
+            where = ", then ".join(filter(None, (shortened(wheres) if wheres else "", tensor.where)))
+            yield tensor._replace(shape=composed.shape, sources=sources, where=where)
+
+    def _compose(self, shape: TargetShape, recipes: Mapping[Place, Made | Constant | None]) -> _Composed:
+        places: dict[tuple[Place, Place], Place] = {}
+        pairs, zeros = [], list(shape.zeros)
+        for pair in shape.pairs:
+            recipe, after = recipes[pair.source], Move(pair.region, pair.to, pair.order)
+            if isinstance(recipe, Made):
+                for number, _ in sorted(self._pieces_of(recipe.shape).meeting(pair.region)):
+                    inner = recipe.shape.pairs[number]
+                    move = Move(inner.region, inner.to, inner.order).then(after)
+                    if move is not None:
+                        place = places.setdefault((pair.source, inner.source), Place(len(places), ()))
+                        pairs.append(Pair(place, *move))
+            if recipe and (isinstance(recipe, Made) or not any(recipe.element)):
+                moved = (Move(box, box).then(after) for box in recipe.shape.zeros)
+                zeros += [move.to for move in moved if move is not None]
+        return _Composed(TargetShape(shape.shape, tuple(pairs), tuple(zeros)), tuple(places))
+
+    def _pieces_of(self, shape: TargetShape) -> Pieces:
+        if id(shape) not in self._pieces:
+            self._pieces[id(shape)] = Pieces([pair.to for pair in shape.pairs])
+        return self._pieces[id(shape)]
+
+
+def _identity(recipe: Made | Constant | None) -> object:
+    """Return what is the same of tensors that are made alike."""
+    return (recipe.kind, recipe.element) if isinstance(recipe, Constant) else recipe and id(recipe.shape)
+
+
+def composed(chain: Iterable[tuple[Iterable[Made], Iterable[Constant]]]) -> tuple[Made, ...]:
+    """Return the tensors that the last of several maps makes, as made of those that the first one takes.
+
+    chain: for each map, the tensors that it makes of others, and those that it makes up.
+    """
+    first: dict[str, Made | Constant] = {}
+    last: tuple[Made, ...] = ()
+    for number, (made, constants) in enumerate(chain):
+        last = tuple(made) if number == 0 else tuple(Composition().of(made, first))
+        first = {tensor.name: tensor for tensor in last}
+        first |= {constant.name: constant for constant in constants}
+    return last
