@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+from reshard_mpi.errors import MapError
 from reshard_mpi.mapping.made import Constant, Made
-from reshard_mpi.mapping.pairs import Pair, Place, TargetShape
+from reshard_mpi.mapping.pairs import MAX_PAIRS, Pair, Place, TargetShape
 from reshard_mpi.sharding.cover import Pieces
 from reshard_mpi.sharding.moves import Move
 from reshard_mpi.text import shortened
@@ -32,16 +33,20 @@ class Composition:
         self._composed: dict[object, _Composed] = {}
         self._pieces: dict[int, Pieces] = {}
         self._kept: list[object] = []  # what identities are of
+        self._boxes = 0
 
     def of(self, made: Iterable[Made], before: Mapping[str, Made | Constant]) -> Iterator[Made]:
-        """Yield tensors, each as made of what the tensors `before` are made of; others are made of nothing."""
+        """Yield tensors, each as made of what the tensors `before` are made of; others are made of nothing.
+
+        Raises MapError if they are made of too many boxes.
+        """
         for tensor in made:
             names = {pair.source: tensor.sources[pair.source] for pair in tensor.shape.pairs}
             recipes = {place: before.get(name) for place, name in names.items()}
             key = id(tensor.shape), tuple((place, _identity(recipe)) for place, recipe in recipes.items())
             composed = self._composed.get(key)
             if composed is None:
-                composed = self._composed[key] = self._compose(tensor.shape, recipes)
+                composed = self._composed[key] = self._compose(tensor, recipes)
                 self._kept += [tensor, *recipes.values()]
             sources = {}
             for number, (place, inner) in enumerate(composed.places):
@@ -52,8 +57,9 @@ class Composition:
             where = ", then ".join(filter(None, (shortened(wheres) if wheres else "", tensor.where)))
             yield tensor._replace(shape=composed.shape, sources=sources, where=where)
 
-    def _compose(self, shape: TargetShape, recipes: Mapping[Place, Made | Constant | None]) -> _Composed:
+    def _compose(self, tensor: Made, recipes: Mapping[Place, Made | Constant | None]) -> _Composed:
         places: dict[tuple[Place, Place], Place] = {}
+        shape = tensor.shape
         pairs, zeros = [], list(shape.zeros)
         for pair in shape.pairs:
             recipe, after = recipes[pair.source], Move(pair.region, pair.to, pair.order)
@@ -64,10 +70,21 @@ class Composition:
                     if move is not None:
                         place = places.setdefault((pair.source, inner.source), Place(len(places), ()))
                         pairs.append(Pair(place, *move))
+                        self._count(tensor)
             if recipe and (isinstance(recipe, Made) or not any(recipe.element)):
                 moved = (Move(box, box).then(after) for box in recipe.shape.zeros)
                 zeros += [move.to for move in moved if move is not None]
         return _Composed(TargetShape(shape.shape, tuple(pairs), tuple(zeros)), tuple(places))
+
+    def _count(self, tensor: Made) -> None:
+        self._boxes += 1
+        if self._boxes > MAX_PAIRS:
+            raise MapError(
+                f"the maps together would put tensors together from more than {MAX_PAIRS} boxes of different shapes",
+                got=f"{tensor.name}, by {tensor.where}, of tensors that an earlier map has cut otherwise",
+                where=tensor.where,
+                remedy="convert the tensors in several runs, with one map each",
+            )
 
     def _pieces_of(self, shape: TargetShape) -> Pieces:
         if id(shape) not in self._pieces:

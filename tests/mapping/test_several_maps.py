@@ -382,3 +382,12 @@ def test_arrays_of_a_rank_go_through_all(tmp_path: Path) -> None:
     source = source_of(tmp_path, TENSORS)
     loaded = reshard_mpi.load_rank(0, source, map=[RENAMED, JOINED])
     assert all(np.array_equal(loaded[name], array) for name, array in MADE.items()) and loaded.keys() == MADE.keys()
+
+
+def test_cuts_that_cross_each_other_too_often_are_refused(tmp_path: Path) -> None:
+    """Each map alone makes 300 boxes; together they would make 90,000, each of one element."""
+    source = source_of(tmp_path, {f"r.{n}": floats(300, first=n) for n in range(300)})
+    maps = ["r.{n} [c] <=> all [n c]", "all [n c] <=> c.{c} [n]"]
+    with pytest.raises(MapError, match="in several runs, with one map each"):
+        reshard_mpi.transform(source, tmp_path / "dst", map=maps)
+    assert_like_one_run_each(source, tmp_path, ["r.{n} [c] <=> all [n c]"])
