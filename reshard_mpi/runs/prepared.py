@@ -115,6 +115,14 @@ class Run(NamedTuple):
         """Return the final path of one target shard: `rank_<r>/<prefix><r><ending>`, unless its format has others."""
         return _target_file(self.request, self.format, target_rank, self.strategies.target.world_size)
 
+    @property
+    def target_notes(self) -> tuple[str, ...]:
+        """What the user should know of where targets lie: a name like `one.pt` is that of a folder all the same."""
+        target = self.request.target.rstrip("/")
+        if not self.targets or formats.name_of(target) is None:
+            return ()
+        return (f"{target} is a folder, in which the targets are written: {self.path(self.targets[0])}",)
+
     def journal(self) -> Journal | Unrecorded:
         """Return the journal, which keeps the state of this run in the target folder."""
         request = self.request
