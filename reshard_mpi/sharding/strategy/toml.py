@@ -39,7 +39,12 @@ def parse(data: str, where: str) -> Strategy:
     if len(data) > MAX_SPEC_BYTES:
         raise StrategyError("the spec is too large", expected=f"at most {MAX_SPEC_BYTES} bytes", where=where)
     if any(line.count(".") > _MAX_DOTS for line in data.split("\n")):
-        raise StrategyError("a line of the spec has too many dots", expected=f"at most {_MAX_DOTS}", where=where)
+        raise StrategyError(
+            "a line of the spec has too many dots",
+            expected=f"at most {_MAX_DOTS}",
+            where=where,
+            remedy="write a list of patterns in several lines",
+        )
     checks.parsed_size(sum(cost * data.count(mark) for mark, cost in _MARK_BYTES.items()), 0, where)
     try:
         content = tomllib.loads(data)
