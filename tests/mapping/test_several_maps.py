@@ -157,8 +157,8 @@ def test_every_map_must_do_something(tmp_path: Path) -> None:
 
 def test_the_direction_of_each_is_found(tmp_path: Path) -> None:
     source = source_of(tmp_path, MADE)
-    reshard_mpi.transform(source, tmp_path / "dst", map=[JOINED, "wrapped.{p*} <=> {p*}"])
-    expected = {f"wrapped.{name.removeprefix('app.')}": array for name, array in TENSORS.items()}
+    reshard_mpi.transform(source, tmp_path / "dst", map=[JOINED, "wrapped.l.{p*} <=> l.{p*}"])
+    expected = {name.replace("app.l.", "wrapped.l.").replace("app.", ""): array for name, array in TENSORS.items()}
     assert_held(tmp_path / "dst", expected)
 
 
@@ -351,6 +351,10 @@ def test_an_equation_that_fits_both_ways_is_read_as_it_is_written(tmp_path: Path
     assert_held(tmp_path / "dst", {"w": floats(2)})
     reshard_mpi.transform(source, tmp_path / "more", map="{p*} <=> a.{p*}")
     assert_held(tmp_path / "more", {"a.a.w": floats(2)})
+    with pytest.raises(MapError, match="its right side takes any name"):  # which would put `b.` before all names
+        reshard_mpi.transform(source, tmp_path / "no", map="b.{p*} <=> {p*}")
+    reshard_mpi.transform(source, tmp_path / "wrapped", map="b.{p*} <=> {p*}", reverse=True)
+    assert_held(tmp_path / "wrapped", {"b.a.w": floats(2)})
     with pytest.raises(MapError, match="both directions"):
         reshard_mpi.transform(source, tmp_path / "no", map=map_of(tmp_path, '[[map]]\neq = "a.{p*} <=> {p*}"'))
 
