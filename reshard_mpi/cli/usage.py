@@ -49,6 +49,10 @@ _FORMATS = {
 _LAST_COUNTS = frozenset(("jobs", "memory", "max_active", "progress", "report"))
 
 
+# Which of them have been given, while arguments are parsed.
+_GIVEN = "_given"
+
+
 class _Given(argparse.Action):
     """Keeps the value of an option. Another value for it is an error, where it decides what is made."""
 
@@ -59,7 +63,7 @@ class _Given(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        given: set[str] = vars(namespace).setdefault("_given", set())
+        given: set[str] = vars(namespace).setdefault(_GIVEN, set())
         if option_string is not None and self.dest not in _LAST_COUNTS:
             if self.dest in given and getattr(namespace, self.dest) != values:
                 before = getattr(namespace, self.dest)
@@ -87,6 +91,7 @@ class CommandParser(argparse.ArgumentParser):
             meant = f"; did you mean {instead}?" if known else did_you_mean(unknown, self._option_string_actions)
             self.error(f"no such option: {unknown}{meant}")
         options, superfluous = super().parse_known_args(arguments, namespace)
+        vars(options).pop(_GIVEN, None)
         if superfluous and superfluous[0].startswith("-") and "--" not in arguments:
             self.error(f"no such option: {superfluous[0]}")
         if superfluous:
