@@ -6,11 +6,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from reshard_mpi.errors import MapError
-from reshard_mpi.mapping.made import Constant, Made
+from reshard_mpi.mapping.computing import Computed
+from reshard_mpi.mapping.made import Constant, Made, Mapped
 from reshard_mpi.mapping.pairs import MAX_PAIRS, Pair, Place, TargetShape
 from reshard_mpi.sharding.cover import Pieces
 from reshard_mpi.sharding.moves import Move
 from reshard_mpi.text import shortened
+
+# A tensor that is made of no other one.
+MadeUp = Constant | Computed
 
 
 class _Composed(NamedTuple):
@@ -35,7 +39,7 @@ class Composition:
         self._kept: list[object] = []  # what identities are of
         self._boxes = 0
 
-    def of(self, made: Iterable[Made], before: Mapping[str, Made | Constant]) -> Iterator[Made]:
+    def of(self, made: Iterable[Made], before: Mapping[str, MadeUp | Made]) -> Iterator[Made]:
         """Yield tensors, each as made of what the tensors `before` are made of; others are made of nothing.
 
         Raises MapError if they are made of too many boxes.
@@ -57,7 +61,7 @@ class Composition:
             where = ", then ".join(filter(None, (shortened(wheres) if wheres else "", tensor.where)))
             yield tensor._replace(shape=composed.shape, sources=sources, where=where)
 
-    def _compose(self, tensor: Made, recipes: Mapping[Place, Made | Constant | None]) -> _Composed:
+    def _compose(self, tensor: Made, recipes: Mapping[Place, MadeUp | Made | None]) -> _Composed:
         places: dict[tuple[Place, Place], Place] = {}
         shape = tensor.shape
         pairs, zeros = [], list(shape.zeros)
@@ -71,7 +75,7 @@ class Composition:
                         place = places.setdefault((pair.source, inner.source), Place(len(places), ()))
                         pairs.append(Pair(place, *move))
                         self._count(tensor)
-            if recipe and (isinstance(recipe, Made) or not any(recipe.element)):
+            if isinstance(recipe, Made) or (isinstance(recipe, Constant) and not any(recipe.element)):
                 moved = (Move(box, box).then(after) for box in recipe.shape.zeros)
                 zeros += [move.to for move in moved if move is not None]
         return _Composed(TargetShape(shape.shape, tuple(pairs), tuple(zeros)), tuple(places))
@@ -92,20 +96,20 @@ class Composition:
         return self._pieces[id(shape)]
 
 
-def _identity(recipe: Made | Constant | None) -> object:
+def _identity(recipe: MadeUp | Made | None) -> object:
     """Return what is the same of tensors that are made alike."""
-    return (recipe.kind, recipe.element) if isinstance(recipe, Constant) else recipe and id(recipe.shape)
+    if isinstance(recipe, Made):
+        return id(recipe.shape)
+    return (recipe.kind, recipe.element) if isinstance(recipe, Constant) else recipe and recipe.kind
 
 
-def composed(chain: Iterable[tuple[Iterable[Made], Iterable[Constant]]]) -> tuple[Made, ...]:
-    """Return the tensors that the last of several maps makes, as made of those that the first one takes.
-
-    chain: for each map, the tensors that it makes of others, and those that it makes up.
-    """
-    first: dict[str, Made | Constant] = {}
+def composed(chain: Iterable[Mapped]) -> tuple[Made, ...]:
+    """Return the tensors that the last of several maps makes of others, as made of those that the first one takes."""
+    first: dict[str, MadeUp | Made] = {}
     last: tuple[Made, ...] = ()
-    for number, (made, constants) in enumerate(chain):
-        last = tuple(made) if number == 0 else tuple(Composition().of(made, first))
+    for number, mapped in enumerate(chain):
+        last = mapped.made if number == 0 else tuple(Composition().of(mapped.made, first))
         first = {tensor.name: tensor for tensor in last}
-        first |= {constant.name: constant for constant in constants}
+        first |= {tensor.name: tensor for tensor in mapped.constants}
+        first |= {tensor.name: tensor for tensor in mapped.computed}
     return last

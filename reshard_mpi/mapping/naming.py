@@ -71,7 +71,7 @@ def applied_to_file(
     plain = {name: inventory[in_file] for name, in_file in named.items()}
     chain = tuple(_chained(rules, choice._replace(named=in_target), plain, forward, like, training.settings))
     in_files = _chain_in_files(chain, named, in_target)
-    all_made = composed((mapped.made, mapped.constants) for mapped in in_files)
+    all_made = composed(in_files)
     if like is not None:
         return MappedFile(in_files, all_made, None if like.nest is None else carried_into(like.nest, source.nest))
     if training.optimizer is None or source.nest is None:

@@ -177,7 +177,7 @@ class MappedCheckpoint(SourceCheckpoint):
             sources = list(dict.fromkeys(tensor.sources[pair.source] for pair in tensor.shape.pairs))
             before = {dtypes[name] for name in sources} - {tensor.dtype}
             types = f", converted from {' and '.join(map(str, before))}" if before else ""
-            origin = f"{shortened(sources)}, by {tensor.where}" if tensor.where else "as it is"
+            origin = f"{shortened(sources) or 'made up'}, by {tensor.where}" if tensor.where else "as it is"
             zeros = f", {sum(box.size for box in tensor.shape.zeros)} zeros" if tensor.shape.zeros else ""
             joins = accumulated is not Accumulated.REFUSE and any(map(is_partial_sum, sources))
             types += f", the {accumulated} of replicas" if joins else ""

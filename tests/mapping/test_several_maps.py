@@ -163,7 +163,7 @@ def test_the_direction_of_each_is_found(tmp_path: Path) -> None:
 
 
 def test_types_in_between_round_and_the_type_asked_for_is_that_of_the_last(tmp_path: Path) -> None:
-    values = np.array([[1.001, -3.0e-3], [65504.0, 7.7]], np.float32)
+    values = np.array([[1.001, -3.0e-3], [600.3, 7.7]], np.float32)
     source = source_of(tmp_path, {"w": values, "kept": values})
     maps = ["w [a b] <=> v [b a] : bf16", "v [a b] <=> u [(a b)] : fp32"]
     reshard_mpi.transform(source, tmp_path / "dst", map=maps, verify=True)
@@ -308,6 +308,52 @@ def test_state_that_is_left_out_in_the_end_need_not_follow_on_the_way(tmp_path: 
     for further in (["exp_avg.w <=> other"], ["exp_avg.w <=> other", "other <=> more"]):
         with pytest.raises(MapError, match=r"an earlier map|matches no tensor"):
             reshard_mpi.transform(tmp_path / "named", tmp_path / "no", map=turned + further, exclude="exp_avg.*")
+
+
+COUNTED = """
+[[map]]
+eq = "model.{p*}.weight [o i] <=> model.{p*}.kernel [i o]"
+[[map]]
+state = "optimizer.state.{p*}.exp_avg <=> m.{p*}"
+[[map]]
+[map.count]
+each = "optimizer.state.{p*}.step"
+beside = "optimizer.state.{p*}.exp_avg"
+total = "t"
+total_type = "int32"
+[[map]]
+number = { name = "rate", of = "lr" }
+[[map]]
+fill = { name = "ones", value = 1, shape = [2], type = "float32" }
+"""
+RENAMED_AGAIN = """
+[[map]]
+eq = "t <=> steps"
+[[map]]
+eq = "rate <=> learning_rate : bf16"
+[[map]]
+eq = "ones [c] <=> more [(c | 3)]"
+[[map]]
+eq = "m.model.{p*} <=> moment.{p*}"
+"""
+
+
+def test_numbers_that_are_computed_and_what_is_made_up_in_between_go_on(tmp_path: Path, capsys: Capture) -> None:
+    torch_peer.save(tmp_path / "source.pt", training(TRAINED))
+    maps = [map_of(tmp_path, COUNTED).rename(tmp_path / "counted.toml"), map_of(tmp_path, RENAMED_AGAIN)]
+    asked: dict[str, Any] = {"to": "safetensors", "forward": True}
+    reshard_mpi.transform(tmp_path / "source.pt", tmp_path / "dst", map=maps, verify=True, **asked)
+    reshard_mpi.transform(tmp_path / "source.pt", tmp_path / "first", map=maps[0], **asked)
+    reshard_mpi.transform(tmp_path / "first", tmp_path / "second", map=maps[1], **asked)
+    made = held(tmp_path / "dst")
+    assert made["steps"] == 3 and made["learning_rate"].astype(np.float32) == 0.5
+    assert made["more"].tolist() == [1, 1, 0] and "moment.q" in made and "rate" not in made
+    assert_held(tmp_path / "second", made)
+    both = ("--map", str(maps[0]), "--map", str(maps[1]), "--forward")
+    asked_for = ("plan", str(tmp_path / "source.pt"), str(tmp_path / "none"), *both)
+    assert "more float32 [3]: made up, by" in run_here(capsys, *asked_for, "-v").out
+    explained = run_here(capsys, *asked_for, "--explain", "learning_rate")
+    assert explained.code == 0 and "made up, by" in explained.out and "it is in no file" in explained.out
 
 
 def test_a_hole_refuses_only_what_needs_it(tmp_path: Path) -> None:
