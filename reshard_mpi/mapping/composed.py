@@ -1,14 +1,19 @@
-"""Maps that are applied one after another: which boxes of the first tensors are which boxes of the last ones."""
+"""Maps that are applied one after another (`chained`), and what all together make of the first tensors (`composed`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
+from reshard_mpi.mapping.candidates import Inventory, Kind
+from reshard_mpi.mapping.choice import Choice
 from reshard_mpi.mapping.computing import Computed
+from reshard_mpi.mapping.likeness import Like
 from reshard_mpi.mapping.made import Constant, Made, Mapped
+from reshard_mpi.mapping.mapped import applied
 from reshard_mpi.mapping.pairs import MAX_PAIRS, Pair, Place, TargetShape
+from reshard_mpi.mapping.rules import Rules
 from reshard_mpi.sharding.cover import Pieces
 from reshard_mpi.sharding.moves import Move
 from reshard_mpi.text import shortened
@@ -113,3 +118,44 @@ def composed(chain: Iterable[Mapped]) -> tuple[Made, ...]:
         first |= {tensor.name: tensor for tensor in mapped.constants}
         first |= {tensor.name: tensor for tensor in mapped.computed}
     return last
+
+
+def chained(
+    rules: Sequence[Rules],
+    choice: Choice,
+    inventory: Inventory,
+    forward: bool | None,
+    like: Like | None,
+    settings: Mapping[str, Any],
+) -> Iterator[Mapped]:
+    """Yield what each map makes of what the one before it has made. Raises what `applied` raises.
+
+    choice, like: of what the last one makes. settings: of the source's optimizer.
+    """
+    *first, last = rules
+    stranded: frozenset[str] = frozenset()
+    for of_one in first:
+        mapped = applied(of_one, Choice(last=choice), inventory, forward, None, settings)
+        _require_none_taken(stranded, mapped)
+        stranded |= mapped.stranded
+        yield mapped
+        kinds = {made.name: Kind(made.dtype, made.shape.shape) for made in mapped.made}
+        kinds |= {constant.name: constant.kind for constant in mapped.constants}
+        inventory = kinds | {number.name: number.kind for number in mapped.computed}
+    mapped = applied(last, choice, inventory, forward, like, settings)
+    _require_none_taken(stranded, mapped)
+    yield mapped
+
+
+def _require_none_taken(stranded: frozenset[str], mapped: Mapped) -> None:
+    """Raise MapError if an equation takes state that an earlier map has left without its parameter."""
+    for made in mapped.made if stranded else ():
+        taken = stranded.intersection(made.sources.values()) if made.where else frozenset()
+        if taken:
+            raise MapError(
+                "an equation takes state whose parameter an earlier map has changed",
+                expected="state that has followed its parameter",
+                got=min(taken),
+                where=made.where,
+                remedy="write equations for such state in the earlier map, or leave it out with an entry drop there",
+            )

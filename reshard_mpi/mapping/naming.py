@@ -7,13 +7,13 @@ takes the names that the one before it has made, so the numbers of the files mat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from reshard_mpi.errors import MapError
-from reshard_mpi.mapping.candidates import Inventory, Kind
+from reshard_mpi.mapping.candidates import Inventory
 from reshard_mpi.mapping.choice import Choice, is_chosen
-from reshard_mpi.mapping.composed import composed
+from reshard_mpi.mapping.composed import chained, composed
 from reshard_mpi.mapping.likeness import Like
 from reshard_mpi.mapping.made import Made, Mapped
 from reshard_mpi.mapping.mapped import applied
@@ -69,7 +69,7 @@ def applied_to_file(
     named = named_tensors(training, shapes, source.path, is_stripped=like is not None)
     in_target = _names_in_target(training, like)
     plain = {name: inventory[in_file] for name, in_file in named.items()}
-    chain = tuple(_chained(rules, choice._replace(named=in_target), plain, forward, like, training.settings))
+    chain = tuple(chained(rules, choice._replace(named=in_target), plain, forward, like, training.settings))
     in_files = _chain_in_files(chain, named, in_target)
     all_made = composed(in_files)
     if like is not None:
@@ -87,44 +87,6 @@ def applied_to_file(
     note = "the optimizer's state goes by names of parameters, as torch's set_optimizer_state_dict takes it"
     nest = with_names(source.nest, training, parameters, source.path)
     return MappedFile(in_files, all_made, nest, (note,) if is_kept else ())
-
-
-def _chained(
-    rules: Sequence[Rules],
-    choice: Choice,
-    inventory: Inventory,
-    forward: bool | None,
-    like: Like | None,
-    settings: Mapping[str, Any],
-) -> Iterator[Mapped]:
-    """Yield what each map makes of what the one before it has made."""
-    *first, last = rules
-    stranded: frozenset[str] = frozenset()
-    for of_one in first:
-        mapped = applied(of_one, Choice(last=choice), inventory, forward, None, settings)
-        _require_none_taken(stranded, mapped)
-        stranded |= mapped.stranded
-        yield mapped
-        kinds = {made.name: Kind(made.dtype, made.shape.shape) for made in mapped.made}
-        kinds |= {constant.name: constant.kind for constant in mapped.constants}
-        inventory = kinds | {number.name: number.kind for number in mapped.computed}
-    mapped = applied(last, choice, inventory, forward, like, settings)
-    _require_none_taken(stranded, mapped)
-    yield mapped
-
-
-def _require_none_taken(stranded: frozenset[str], mapped: Mapped) -> None:
-    """Raise MapError if an equation takes state that an earlier map has left without its parameter."""
-    for made in mapped.made if stranded else ():
-        taken = stranded.intersection(made.sources.values()) if made.where else frozenset()
-        if taken:
-            raise MapError(
-                "an equation takes state whose parameter an earlier map has changed",
-                expected="state that has followed its parameter",
-                got=min(taken),
-                where=made.where,
-                remedy="write equations for such state in the earlier map, or leave it out with an entry drop there",
-            )
 
 
 def _require_no_orphans(mapped: Mapped, inventory: Inventory, source: SourceFile) -> None:
