@@ -58,7 +58,7 @@ def transform(
     memory: str | int | None = None,
     max_active: int | None = None,
     max_shard_size: str | int | None = None,
-    map: PathLike | None = None,
+    map: PathLike | Iterable[PathLike] | None = None,
     forward: bool = False,
     reverse: bool = False,
     config: PathLike | None = None,
@@ -74,17 +74,17 @@ def transform(
 
     The folder keeps a record of the run, so that it can be resumed, and is committed when all targets are complete.
     source_format: read only files of this format, if there are several. source_files: how many files the source was
-    saved in, where nothing in it tells. ranks: the targets to make; None: all. part: (i, n), share number i from 0
-    of n shares of them. accumulated: as in `transform_checkpoints`. max_shard_size: the most bytes of a file of
-    format "hf", as "5GB" (the default) or a number of bytes. map: path of a map, or the name of one that comes with
-    the program; forward and reverse: its direction, where names do not tell it; config: path of the model's
-    configuration; like: of a checkpoint whose names and shapes the target is to have. dtype: "TYPE" or "GLOB=TYPE",
-    or several; include, exclude: globs of names in the target. jobs: how many local processes, 1 or more. comm: an
-    mpi4py communicator whose ranks share the work instead; all of them must make the call, and get the same report.
-    progress: a function that is called about twice a second, and once at the end, with a `RunStatus`: how far the
-    run is, over all its processes. It may be called from another thread than the caller's; with comm, that of its
-    rank 0 is called. Raises a ReshardError before anything is written if the transform is refused, and a
-    TransformError if some targets could not be written.
+    saved in, where nothing in it tells. ranks: the targets to make; None: all. part: (i, n), share number i from 0 of n
+    shares of them. accumulated: as in `transform_checkpoints`. max_shard_size: the most bytes of a file of format "hf",
+    as "5GB" (the default) or a number of bytes. map: an equation, the path of a map, or the name of one that comes with
+    the program; or several of these, applied one after another. forward and reverse: their direction, where names do
+    not tell it; config: path of the model's configuration; like: of a checkpoint whose names and shapes the target is
+    to have. dtype: "TYPE" or "GLOB=TYPE", or several; include, exclude: globs of names in the target. jobs: how many
+    local processes, 1 or more. comm: an mpi4py communicator whose ranks share the work instead; all of them must make
+    the call, and get the same report. progress: a function that is called about twice a second, and once at the end,
+    with a `RunStatus`: how far the run is, over all its processes. It may be called from another thread than the
+    caller's; with comm, that of its rank 0 is called. Raises a ReshardError before anything is written if the transform
+    is refused, and a TransformError if some targets could not be written.
     """
     begin = time.monotonic()
     request = request_of(locals())
@@ -107,7 +107,7 @@ def plan(
     strict: bool = False,
     replicas: str = "sample",
     accumulated: str = "refuse",
-    map: PathLike | None = None,
+    map: PathLike | Iterable[PathLike] | None = None,
     forward: bool = False,
     reverse: bool = False,
     config: PathLike | None = None,
@@ -156,7 +156,7 @@ def verify(
     unlisted: str = "follow",
     replicas: str = "sample",
     accumulated: str = "refuse",
-    map: PathLike | None = None,
+    map: PathLike | Iterable[PathLike] | None = None,
     forward: bool = False,
     reverse: bool = False,
     config: PathLike | None = None,
@@ -200,7 +200,7 @@ def diff(
     source_files: int | None = None,
     replicas: str = "sample",
     accumulated: str = "refuse",
-    map: PathLike | None = None,
+    map: PathLike | Iterable[PathLike] | None = None,
     forward: bool = False,
     reverse: bool = False,
     config: PathLike | None = None,
@@ -244,7 +244,7 @@ def load_rank(
     unlisted: str = "follow",
     replicas: str = "sample",
     accumulated: str = "refuse",
-    map: PathLike | None = None,
+    map: PathLike | Iterable[PathLike] | None = None,
     forward: bool = False,
     reverse: bool = False,
     config: PathLike | None = None,

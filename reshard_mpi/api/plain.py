@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 from reshard_mpi.errors import UsageError, wrong_type
+from reshard_mpi.filesystem.paths import is_url
 from reshard_mpi.units import parse_bytes
 
 T = TypeVar("T")
@@ -75,7 +76,22 @@ def plain_path(value: object, name: str) -> str:
         raise wrong_type(name, "a str or a pathlib.Path", value)
     if not path or "\0" in path:
         raise UsageError(f"{name} can be no path", expected="text without NUL bytes", got=repr(path))
+    if is_url(path):
+        raise UsageError(
+            f"{name} is a URL", expected="a path", got=repr(path), remedy="copy what is there to a file system"
+        )
     return path
+
+
+def plain_maps(values: object, name: str) -> tuple[str, ...]:
+    """Return a map (a path, a name or an equation), several, or none of them, as a tuple. Raises WrongTypeError."""
+    if values is None:
+        return ()
+    if isinstance(values, str | os.PathLike):
+        return (plain_path(values, name),)
+    if not isinstance(values, Iterable):
+        raise wrong_type(name, "a path, a name or an equation, or several", values)
+    return tuple(plain_path(value, f"one of {name}") for value in values)
 
 
 def plain_files(files: object, name: str) -> dict[int, str]:

@@ -300,7 +300,7 @@ def request(options: argparse.Namespace) -> Request:
     # Most fields are called like their options.
     named = {field: value for field, value in vars(options).items() if field in Request._fields}
     named["target"] = options.target or options.source
-    for repeatable in ("dtype", "include", "exclude"):
+    for repeatable in ("map", "dtype", "include", "exclude"):
         named[repeatable] = tuple(getattr(options, repeatable, ()))
     named["ranks"] = tuple(options.rank) if getattr(options, "rank", None) else None
     named["unlisted"] = Unlisted(getattr(options, "unlisted", Unlisted.FOLLOW))

@@ -7,6 +7,7 @@ each of them, in the order in which they are best read.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from reshard_mpi.errors import UsageError
@@ -42,12 +43,23 @@ def page(topic: str | None) -> str:
 
         if topic in (maps := shipped_maps()):
             return maps[topic].read_text(encoding="utf-8").rstrip()
-        raise UsageError(
-            f"the guide has no such page{did_you_mean(topic, known)}", expected=", ".join(known), got=topic
-        )
+        meant = did_you_mean(topic, known) or _page_about(topic, known)
+        raise UsageError(f"the guide has no such page{meant}", expected=", ".join(known), got=topic)
     text = (_FOLDER / f"{topic}.md").read_text(encoding="utf-8").rstrip()
     shown = as_shown(text)
     return f"{shown}\n\n{_shipped_maps()}" if topic == "maps" else shown
+
+
+def _page_about(word: str, topics: Iterable[str]) -> str:
+    """Return `; page 'x' tells of it` with the page that has a word in a heading, or most often; empty if none has."""
+    pattern = re.compile(rf"(?<![\w-]){re.escape(word)}(?![\w-])", re.IGNORECASE)
+    said = {}
+    for topic in topics:
+        text = (_FOLDER / f"{topic}.md").read_text(encoding="utf-8")
+        headings = sum(1 for line in text.splitlines() if line.startswith("#") and pattern.search(line))
+        said[topic] = headings, len(pattern.findall(text))
+    best = max(said, key=said.__getitem__)
+    return f"; {best!r} tells of it" if said[best] > (0, 0) else ""
 
 
 def as_shown(markdown: str) -> str:

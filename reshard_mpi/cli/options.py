@@ -32,17 +32,21 @@ def add_map(command: argparse.ArgumentParser, source: str = "SRC", target: str =
     parser = command.add_argument_group("what becomes of tensors")
     parser.add_argument(
         "--map",
-        metavar="FILE|NAME",
-        help=f"take the tensors of {source} through the equations of a map: other names, shapes and types"
-        " (reshard-mpi help maps)",
+        type=values.map_name,
+        action="append",
+        default=[],
+        metavar="FILE|NAME|EQ",
+        help=f"take the tensors of {source} through the equations of a map, a file or one that comes with the program,"
+        " or through an equation ('LEFT <=> RIGHT'): other names, shapes and types (repeatable: each is applied to what"
+        " the one before it has made; reshard-mpi help maps)",
     )
     direction = parser.add_mutually_exclusive_group()
     direction.add_argument(
         "--forward",
         action="store_true",
-        help="read the map from left to right (default: as the names tell)",
+        help="read every map from left to right (default: as the names tell, for each map)",
     )
-    direction.add_argument("--reverse", action="store_true", help="read the map from right to left")
+    direction.add_argument("--reverse", action="store_true", help="read every map from right to left")
     parser.add_argument(
         "--config", type=values.path, metavar="FILE.json", help="the model's configuration, for [axes] of maps"
     )

@@ -15,7 +15,7 @@ from reshard_mpi.cli import values
 from reshard_mpi.cli.arguments import commands_of, parser
 from reshard_mpi.planning.summary import Plan
 from reshard_mpi.runs.request import Request
-from reshard_mpi.runs.through import map_file
+from reshard_mpi.runs.through import map_words
 from reshard_mpi.text import counted
 from reshard_mpi.units import MIB, format_bytes
 
@@ -104,13 +104,11 @@ def _sharing(target_ranks: int, tasks: int) -> str:
 
 def _command(request: Request, tasks: int) -> str:
     """Return the one command of the script. exec: signals reach the program itself."""
-    path = map_file(request)
-    if path is not None:
-        request = request._replace(map=str(path))
+    request = request._replace(map=map_words(request))
     lines = [f"exec reshard-mpi transform {_path(request.source)} {_path(request.target)}"]
     for option in passed_on():
         (flag,), given = option.option_strings, getattr(request, option.dest)
-        is_path = option.type is values.path or option.dest == "map"
+        is_path = option.type is values.path
         for value in given if isinstance(given, tuple) else (given,):
             if value is True:
                 lines.append(flag)

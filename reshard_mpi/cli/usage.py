@@ -27,11 +27,57 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
 
+# Options of other programs, and what does the same here.
+_INSTEAD = {
+    **dict.fromkeys(("--strip-prefix", "--remove-prefix"), "--map 'PREFIX{p*} <=> {p*}'"),
+    **dict.fromkeys(("--add-prefix", "--prepend-prefix"), "--map '{p*} <=> PREFIX{p*}'"),
+    **dict.fromkeys(("--rename", "--rename-keys", "--key-map", "--key-mapping"), "--map 'OLD <=> NEW'"),
+    **dict.fromkeys(("--output-format", "--target-format", "--format"), "--to FORMAT"),
+    **dict.fromkeys(("--input-format", "--source-format"), "--from FORMAT"),
+    **dict.fromkeys(("--transpose", "--permute"), "--map 'NAME [a b] <=> NAME [b a]'"),
+}
+# Words of users for formats.
+_FORMATS = {
+    **dict.fromkeys(("pt", "pth", "bin", "pytorch"), "torch"),
+    **dict.fromkeys(("huggingface", "hugging-face", "hugging_face", "transformers"), "hf"),
+    **dict.fromkeys(("distcp", "torch-dcp", "torch_dcp", "fsdp", "fsdp2"), "dcp"),
+    **dict.fromkeys(("h5", "hdf"), "hdf5"),
+    **dict.fromkeys(("mindspore", "ms"), "ckpt"),
+    "st": "safetensors",
+}
+# Options of which the last counts, since they only say how it goes; scripts put theirs before those of users.
+_LAST_COUNTS = frozenset(("jobs", "memory", "max_active", "progress", "report"))
+
+
+# Which of them have been given, while arguments are parsed.
+_GIVEN = "_given"
+
+
+class _Given(argparse.Action):
+    """Keeps the value of an option. Another value for it is an error, where it decides what is made."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        given: set[str] = vars(namespace).setdefault(_GIVEN, set())
+        if option_string is not None and self.dest not in _LAST_COUNTS:
+            if self.dest in given and getattr(namespace, self.dest) != values:
+                before = getattr(namespace, self.dest)
+                raise argparse.ArgumentError(self, f"given twice, with {str(before)!r} and with {str(values)!r}")
+            given.add(self.dest)
+        setattr(namespace, self.dest, values)
+
+
 class CommandParser(argparse.ArgumentParser):
     """Parses the arguments of one command, or of the whole command line up to the name of a command."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, allow_abbrev=False)  # a shortened option would change its meaning with the next one
+        self.register("action", None, _Given)
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -40,8 +86,12 @@ class CommandParser(argparse.ArgumentParser):
         arguments = list(sys.argv[1:] if args is None else args)
         unknown = next(self._unknown_options(arguments), None)
         if unknown is not None:
-            self.error(f"no such option: {unknown}{did_you_mean(unknown, self._option_string_actions)}")
+            instead = _INSTEAD.get(unknown)
+            known = instead is not None and instead.partition(" ")[0] in self._option_string_actions
+            meant = f"; did you mean {instead}?" if known else did_you_mean(unknown, self._option_string_actions)
+            self.error(f"no such option: {unknown}{meant}")
         options, superfluous = super().parse_known_args(arguments, namespace)
+        vars(options).pop(_GIVEN, None)
         if superfluous and superfluous[0].startswith("-") and "--" not in arguments:
             self.error(f"no such option: {superfluous[0]}")
         if superfluous:
@@ -61,7 +111,8 @@ class CommandParser(argparse.ArgumentParser):
         if action.choices is None or value in action.choices:
             return
         choices = list(map(str, action.choices))
-        meant = did_you_mean(str(value), choices)
+        known = _FORMATS.get(str(value).casefold().lstrip("."))
+        meant = f"; did you mean {known!r}?" if known in choices else did_you_mean(str(value), choices)
         if action.dest == argparse.SUPPRESS:
             raise argparse.ArgumentError(None, f"no such command: {value!r}{meant}")
         raise argparse.ArgumentError(action, f"expected {_alternatives(choices)}, got {value!r}{meant}")

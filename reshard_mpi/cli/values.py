@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import argparse
 
+from reshard_mpi.filesystem.paths import is_url
 from reshard_mpi.units import parse_bytes
+
+# What is between the sides of an equation; `mapping.syntax` has it too, and takes long to load.
+ARROW = "<=>"
 
 # As many as a run makes at once.
 _MOST_RANKS = 1 << 16
@@ -19,7 +23,16 @@ def path(text: str) -> str:
     """Return a path as it was given."""
     if not text:  # such as a variable of the shell that is not set; to a system call it is no path either
         raise argparse.ArgumentTypeError("expected a path, got ''")
+    if is_url(text):
+        raise argparse.ArgumentTypeError(f"expected a path, got the URL {text!r}; copy what is there to a file system")
     return text
+
+
+def map_name(text: str) -> str:
+    """Return a map as it was given: a path, a name or an equation."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a path, a name or an equation, got ''")
+    return text if ARROW in text else path(text)
 
 
 def positive(text: str) -> int:

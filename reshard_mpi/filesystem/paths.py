@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 from pathlib import Path
 
@@ -21,6 +22,14 @@ _KINDS = (
     (stat.S_ISCHR, "a device"),
     (stat.S_ISBLK, "a device"),
 )
+
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+
+def is_url(path: str) -> bool:
+    """Tell whether a path looks like a URL, as `s3://bucket/x`, which names nothing on a file system."""
+    return _URL.match(path) is not None
 
 
 def real_path(path: Path | str) -> Path:

@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +39,8 @@ _OPTIONS = {
     _SELECT: "--select",  # a setting of its own in records of earlier versions
     "sums_in_shards": "--verify",
 }
+# How many maps are applied one after another, if there are several; `map` is the digest of all of them.
+_MAPS, _MOST_MAPS = "maps", 1 << 16
 # Values of settings that nobody has to give.
 _USUAL = {"prefix": formats.DEFAULT_PREFIX, "unlisted": "follow"}
 # Settings that hold the values of an option that is given several times.
@@ -47,7 +49,9 @@ _REPEATED = ("dtype", "include", "exclude")
 _SPECIAL = re.compile(r"[\s'\"\\]")
 # Settings -> the checks of their values.
 SETTINGS: dict[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(("source", *(key for name, key in _FILES.items() if name != CHOSEN)), fields.path),
+    **dict.fromkeys(("source", *(key for name, key in _FILES.items() if name not in (CHOSEN, "map"))), fields.path),
+    _FILES["map"]: fields.text,  # or equations
+    _MAPS: lambda value: fields.number(value, 2, _MOST_MAPS),
     **dict.fromkeys((name for name in _FILES if name != CHOSEN), fields.optional(fields.digest)),
     **dict.fromkeys(("unlisted", "direction", "dtype", "include", "exclude", CHOSEN), fields.text),
     **dict.fromkeys(("strict", "crc", "sums_in_shards"), fields.flag),
@@ -59,12 +63,17 @@ SETTINGS: dict[str, Callable[[Any], Any]] = {
     "max_shard_size": lambda value: fields.number(value, 1, MAX_TENSOR_BYTES),
     "accumulated": lambda value: fields.one_of(value, tuple(Accumulated)),
 }
-_WORDS = {"source": "SRC", "to": "targets in", "target_ranks": "target ranks:"}
+_WORDS = {"source": "SRC", "to": "targets in", "target_ranks": "target ranks:", _MAPS: "maps:"}
 
 
 def joined_words(words: Iterable[str]) -> str:
     """Return the values of a repeated option as one text, which is another one for any other values."""
     return " ".join(shlex.quote(word) if not word or _SPECIAL.search(word) else word for word in words)
+
+
+def joined_maps(words: Sequence[str]) -> str:
+    """Return the maps of a run as one text: a single one as it is."""
+    return words[0] if len(words) == 1 else joined_words(words)
 
 
 def glob_of(chosen: str) -> str | None:
@@ -123,6 +132,14 @@ class RunIdentity(NamedTuple):
         ours, theirs = (Path(str(run.facts.get("source", ""))) for run in (self, other))
         return str(theirs) if ours != theirs and ours.parent == theirs.parent else None
 
+    @property
+    def maps(self) -> tuple[str, ...]:
+        """The maps through which tensors are taken, in their order: paths, or equations."""
+        text = self.files.get("map")
+        if text is None:
+            return ()
+        return tuple(shlex.split(text)) if _MAPS in self.facts else (text,)
+
     def command(self, target: str) -> str:
         """Return the command that makes these targets in the folder `target`."""
         words = ["reshard-mpi", "transform", str(self.facts.get("source")), target]
@@ -132,6 +149,7 @@ class RunIdentity(NamedTuple):
                 words.append(option)
             elif value and value != _USUAL.get(name):
                 values = shlex.split(str(value)) if name in _REPEATED else [str(value)]
+                values = list(self.maps) if name == "map" else values
                 words += (word for text in values for word in (option, text))
         if self.facts.get("direction"):
             words.append(f"--{self.facts['direction']}")

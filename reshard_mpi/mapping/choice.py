@@ -22,6 +22,8 @@ class Choice(NamedTuple):
 
     include: globs of which one must match; None: all. exclude: globs of which none may. types: globs with the types
     that floating-point tensors become. named: what tensors are called in the target's file, where it is not their name.
+    may_match_none: whether globs may match nothing. last: what is taken once all maps are applied, if this is not the
+    last of several: nothing is left out here, and state that is left out then may stay without its parameter.
     """
 
     include: tuple[str, ...] | None = None
@@ -29,6 +31,7 @@ class Choice(NamedTuple):
     types: tuple[tuple[str, DType], ...] = ()
     named: Callable[[str], str] = str
     may_match_none: bool = False
+    last: Choice | None = None
 
 
 # The glob of a type that is given without one.

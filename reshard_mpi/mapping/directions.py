@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from reshard_mpi.errors import MapError
-from reshard_mpi.mapping.candidates import Inventory, Likeness, candidates_of, wanted_shapes, what_is_missing
+from reshard_mpi.mapping.candidates import Inventory, Likeness, candidates_of, shown, wanted_shapes, what_is_missing
 from reshard_mpi.mapping.rules import EquationRule, Rules
 from reshard_mpi.mapping.syntax import Term
 
@@ -40,13 +40,22 @@ class Direction(NamedTuple):
 def told_direction(rules: Rules, inventory: Inventory, forward: bool | None, like: Likeness | None = None) -> Direction:
     """Return the direction in which a map is read.
 
-    forward: as the user says; None: as the names tell. Raises MapError if they fit neither direction, or both.
+    forward: as the user says; None: as the names tell. Where these fit both directions, an equation that the user has
+    typed is read as it is written. Raises MapError if names fit neither direction, or both those of a file.
     """
     if forward is not None:
         return Direction(forward)
     unmet = {direction: _unmet(rules, inventory, direction, like) for direction in (Direction(True), Direction(False))}
     fitting = [direction for direction, found in unmet.items() if found is None]
-    if len(fitting) == 1:
+    if rules.is_typed and fitting and not fitting[0].is_forward and _takes_any_name(rules):
+        raise MapError(
+            "no tensor has a name of the equation's left side, and its right side takes any name",
+            expected="names of the left side, or --reverse if it is to be read from right to left",
+            got=shown(inventory),
+            where=rules.where,
+            remedy="mend the equation, or say --reverse",
+        )
+    if len(fitting) == 1 or (fitting and rules.is_typed):
         return fitting[0]
     if fitting:
         raise MapError(
@@ -68,6 +77,11 @@ def told_direction(rules: Rules, inventory: Inventory, forward: bool | None, lik
         * has_like
         + " --forward and --reverse tell what is wrong with one direction",
     )
+
+
+def _takes_any_name(rules: Rules) -> bool:
+    """Tell whether the right sides of equations take tensors of any name, as `{p*}` does, so that they tell nothing."""
+    return any(term.name.is_any for rule in rules.equations for term in rule.equation.right)
 
 
 class _Unmet(NamedTuple):

@@ -66,7 +66,7 @@ class Mapped(NamedTuple):
     left_out: the names of tensors that go nowhere. states_left_out: those of them that are left out with the parameter
     whose state they are. computed: tensors of one element that are computed, with the `settings` of the optimizer on
     the left. counted: those of the source that hold what is computed anew. cautions: what people must know of it, in
-    words.
+    words. stranded: state that stays while its parameter goes, which is left out after a later map.
     """
 
     made: tuple[Made, ...]
@@ -80,6 +80,7 @@ class Mapped(NamedTuple):
     cautions: tuple[str, ...] = ()
     settings: Mapping[str, Any] = MappingProxyType({})
     states_left_out: tuple[str, ...] = ()
+    stranded: frozenset[str] = frozenset()
 
 
 def require_holdable(mapped: Mapped) -> None:

@@ -31,7 +31,7 @@ from reshard_mpi.mapping.matching import Match, matches
 from reshard_mpi.mapping.pairs import Place, TargetShape
 from reshard_mpi.mapping.rules import TYPES, Drop, Rules
 from reshard_mpi.mapping.settings import cautions
-from reshard_mpi.mapping.stranded import require_none_stranded
+from reshard_mpi.mapping.stranded import is_named_like_state, require_none_stranded
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import named_after
 
@@ -72,8 +72,9 @@ def applied(
     shapes = everything.shapes
     states_out = states_left_out(choice, {**({} if like is None else like.shapes), **shapes}, rules, taken.direction)
     chosen = frozenset(require_any(choice, shapes)) - states_out
+    stranded = _stranded_in_between(choice, taken, inventory, rules)
     made = everything.among(chosen)
-    _require_state_follows([name for name in taken.kept if name in chosen], taken, inventory, rules)
+    _require_state_follows([name for name in taken.kept if name in chosen - stranded], taken, inventory, rules)
     if like is not None:
         of_choice = {name: shape for name, shape in like.shapes.items() if is_chosen(choice, name)}
         of_choice = {name: shape for name, shape in of_choice.items() if name not in states_out}
@@ -100,6 +101,7 @@ def applied(
         tuple(_cautions(rules, taken.states, everything.settings)) if rules is not None else (),
         everything.settings,
         (*_states_dropped(taken, inventory, rules), *(name for name in shapes if name in states_out)),
+        stranded,
     )
 
 
@@ -151,6 +153,16 @@ def _require_state_follows(kept: Sequence[str], taken: _Taken, inventory: Invent
     shapes = {name: kind.shape for name, kind in inventory.items()}
     owned = owners(kept, shapes, rules, taken.direction) if rules else {}
     require_none_stranded((name for name in kept if name not in owned), taken.matches, inventory)
+
+
+def _stranded_in_between(choice: Choice, taken: _Taken, inventory: Inventory, rules: Rules | None) -> frozenset[str]:
+    """Return state that stays while its parameter goes, and that the user leaves out after the last map."""
+    names = [] if choice.last is None else [name for name in taken.kept if not is_chosen(choice.last, name)]
+    try:
+        _require_state_follows(names, taken, inventory, rules)
+    except MapError:
+        return frozenset(name for name in names if is_named_like_state(name))
+    return frozenset()
 
 
 def _taken(rules: Rules | None, inventory: Inventory, forward: bool | None, like: Like | None) -> _Taken:

@@ -59,6 +59,11 @@ class NamePattern:
         self._loose = re.compile("".join(loose), re.DOTALL)
         self._begin, self._end = self.literals[0], self.literals[-1]
 
+    @property
+    def is_any(self) -> bool:
+        """Whether it matches every name, as `{p*}` does."""
+        return [capture.is_text for capture in self.captures] == [True] and not any(self.literals)
+
     def match(self, name: str) -> tuple[str, ...] | None:
         """Return the texts that the captures stand for in a name; None if it does not match."""
         return self._matched(self._regex, name)

@@ -1,19 +1,21 @@
-"""What a map makes of the tensors of a file that may hold a training, in which parameters are numbered.
+"""What maps make of the tensors of a file that may hold a training, in which parameters are numbered.
 
 A map speaks of parameters by their names, and of the state of `w` as `optimizer.state.w.exp_avg`; a file may have
-numbers for names, and everything below a key like `model`. This is between the two, on both sides.
+numbers for names, and everything below a key like `model`. This is between the two, on both sides. Of several maps each
+takes the names that the one before it has made, so the numbers of the files matter only at the beginning and the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from reshard_mpi.errors import MapError
 from reshard_mpi.mapping.candidates import Inventory
 from reshard_mpi.mapping.choice import Choice, is_chosen
+from reshard_mpi.mapping.composed import chained, composed
 from reshard_mpi.mapping.likeness import Like
-from reshard_mpi.mapping.made import Mapped
+from reshard_mpi.mapping.made import Made, Mapped
 from reshard_mpi.mapping.mapped import applied
 from reshard_mpi.mapping.numbering import STATE, Training, in_order, named_tensors, training_in
 from reshard_mpi.mapping.renesting import MadeParameter, carried_into, with_names
@@ -33,27 +35,35 @@ class SourceFile(NamedTuple):
 
 
 class MappedFile(NamedTuple):
-    """What a map makes of a file, in the names of the files on both sides, and how it is nested."""
+    """What maps make of a file, and how it is nested.
 
-    mapped: Mapped
+    mapped: what each of them makes; the first is in the names of the source's file, the last in those of the target's.
+    made: the tensors that the last one makes of others, as made of those of the file.
+    """
+
+    mapped: tuple[Mapped, ...]
+    made: tuple[Made, ...]
     nest: str | None
     notes: tuple[str, ...] = ()
 
 
 def applied_to_file(
-    rules: Rules | None,
+    rules: Sequence[Rules],
     choice: Choice,
     inventory: Inventory,
     source: SourceFile,
     forward: bool | None = None,
     like: Like | None = None,
 ) -> MappedFile:
-    """Return what `mapping.mapped.applied` makes of a file. Raises what that raises."""
-    if rules is None:
+    """Return what `mapping.mapped.applied` makes of a file by each map, one after another. Raises what that raises.
+
+    rules: of the maps; if there are none, every tensor keeps its name and shape. choice, like: of what the last makes.
+    """
+    if not rules:
         mapped = applied(None, choice, inventory, forward)
         if choice.exclude:
             _require_no_orphans(mapped, inventory, source)
-        return MappedFile(mapped, source.nest)
+        return MappedFile((mapped,), mapped.made, source.nest)
     if source.nest is not None:
         inventory = {name: inventory[name] for name in in_order(source.nest, inventory, source.path)}
     training = _training(choice, inventory, source)
@@ -61,27 +71,30 @@ def applied_to_file(
     named = named_tensors(training, shapes, source.path, is_stripped=like is not None)
     in_target = _names_in_target(training, like)
     plain = {name: inventory[in_file] for name, in_file in named.items()}
-    mapped = applied(rules, choice._replace(named=in_target), plain, forward, like, training.settings)
-    in_files = _in_files(mapped, named, in_target)
+    chain = tuple(chained(rules, choice._replace(named=in_target), plain, forward, like, training.settings))
+    in_files = _chain_in_files(chain, named, in_target)
+    all_made = composed(in_files)
     notes = tuple(_told_of_order(training, source.path))
     if like is not None:
         nest = None if like.nest is None else carried_into(like.nest, source.nest)
-        return MappedFile(in_files, nest, (*notes, *_told_of_order(like.training, like.path)))
+        return MappedFile(in_files, all_made, nest, (*notes, *_told_of_order(like.training, like.path)))
     if source.nest is None:
-        return MappedFile(in_files, None)
+        return MappedFile(in_files, all_made, None)
     names = set(training.parameters.values())
     parameters = [
         MadeParameter(made.name.removeprefix(training.prefix), frozenset(made.sources.values()))
-        for made in in_files.made
+        for made in all_made
         if not names.isdisjoint(made.sources.values())
     ]
     begin = None if training.optimizer is None else f"{training.optimizer.path}state."
-    if begin is not None and any(made.name.startswith(begin) for made in in_files.made):
+    if begin is not None and any(made.name.startswith(begin) for made in all_made):
         by_names = "the optimizer's state goes by names of parameters, as torch's set_optimizer_state_dict takes it"
         notes = (by_names, *notes)
-    made_up = (*(constant.name for constant in in_files.constants), *(number.name for number in in_files.computed))
-    tensors = [*(tensor.name for tensor in in_files.made), *made_up]
-    return MappedFile(in_files, with_names(source.nest, training, parameters, tensors, source.path), notes)
+    last = in_files[-1]
+    made_up = (*(constant.name for constant in last.constants), *(number.name for number in last.computed))
+    tensors = [*(tensor.name for tensor in all_made), *made_up]
+    nest = with_names(source.nest, training, parameters, tensors, source.path)
+    return MappedFile(in_files, all_made, nest, notes)
 
 
 def _told_of_order(training: Training, path: str) -> Iterator[str]:
@@ -138,6 +151,17 @@ def _names_in_target(training: Training, like: Like | None) -> Callable[[str], s
         return f"{path}state.{name.removeprefix(STATE).removeprefix(training.prefix)}"
 
     return renamed
+
+
+def _chain_in_files(
+    chain: Sequence[Mapped], named: Mapping[str, str], in_target: Callable[[str], str]
+) -> tuple[Mapped, ...]:
+    """Return the same, the first in the names of the source's file and the last in those of the target's."""
+    last = len(chain) - 1
+    return tuple(
+        _in_files(mapped, named if number == 0 else {}, in_target if number == last else str)
+        for number, mapped in enumerate(chain)
+    )
 
 
 def _in_files(mapped: Mapped, named: Mapping[str, str], in_target: Callable[[str], str]) -> Mapped:

@@ -22,6 +22,7 @@ _HEADER = re.compile(r"^[ \t]*\[\[[ \t]*(?:map|\"map\"|'map')[ \t]*\]\]", re.MUL
 _SIDES = ("left", "right")
 _LIKE = ("only", "needed", "forward")
 _MAX_AXIS, _MAX_DIMENSIONS = 1 << 62, 32
+_MAX_SHOWN = 100
 
 
 def parse_rules(text: str, where: str, config: Mapping[str, object] | None = None) -> Rules:
@@ -51,6 +52,13 @@ def parse_rules(text: str, where: str, config: Mapping[str, object] | None = Non
         numbers=tuple(read["number"]),
         cautions=tuple(read["caution"]),
     )
+
+
+def parse_equation(text: str) -> Rules:
+    """Read a map that is a single equation, as on the command line. Raises MapError if it is none."""
+    shown = " ".join(text.split())
+    where = f"'{shown if len(shown) <= _MAX_SHOWN else shown[:_MAX_SHOWN] + '...'}'"
+    return Rules((_equation({"eq": text}, where),), (), (), {}, where, is_typed=True)
 
 
 def _content(text: str, where: str) -> dict[str, Any]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
 from reshard_mpi.errors import MapError
 from reshard_mpi.filesystem.paths import described
-from reshard_mpi.mapping.parsing import MAX_BYTES, parse_rules
+from reshard_mpi.mapping.parsing import MAX_BYTES, parse_equation, parse_rules
 from reshard_mpi.mapping.rules import Rules
+from reshard_mpi.mapping.syntax import ARROW
 from reshard_mpi.text import did_you_mean
 
 _SHIPPED = Path(__file__).parent / "maps"
@@ -32,8 +34,18 @@ def described_maps() -> dict[str, str]:
     return descriptions
 
 
-def map_path(name: str) -> Path:
-    """Return the path of a map, given by its path or by the name of one that comes with the program."""
+def is_equation(name: str) -> bool:
+    """Tell whether a map is given as an equation; a file with such a name goes before."""
+    return ARROW in name and not os.path.exists(name)  # noqa: PTH110 - Path.exists raises for long names
+
+
+def map_path(name: str) -> Path | None:
+    """Return the path of a map, given by its path or by the name of one that comes with the program.
+
+    None: it is an equation itself.
+    """
+    if is_equation(name):
+        return None
     path = Path(name)
     if "/" in name or name.endswith(".toml") or path.exists():
         return path
@@ -41,7 +53,7 @@ def map_path(name: str) -> Path:
     if name not in shipped:
         raise MapError(
             f"there is no map of this name{did_you_mean(name, shipped)}",
-            expected=f"the path of a file, or one of {', '.join(shipped)}",
+            expected=f"the path of a file, an equation (LEFT {ARROW} RIGHT), or one of {', '.join(shipped)}",
             got=name,
             remedy="reshard-mpi help maps tells what each is for",
         )
@@ -51,16 +63,18 @@ def map_path(name: str) -> Path:
 def read_rules(name: str, config: str | None) -> tuple[Rules, dict[str, str]]:
     """Return the rules of a map, and digests of what they come from: of the `map`, and of the `config` if there is one.
 
-    name: of a map that comes with the program, or the path of a file. config: the path of a model's configuration;
-    None: there is none. Raises MapError if one of them cannot be read.
+    name: of a map that comes with the program, the path of a file, or an equation. config: the path of a model's
+    configuration; None: there is none. Raises MapError if one of them cannot be read.
     """
     path = map_path(name)
-    text = _text(path, MAX_BYTES, "the map")
+    text = name if path is None else _text(path, MAX_BYTES, "the map")
     digests, values = {"map": hashlib.sha256(text.encode()).hexdigest()}, None
     if config is not None:
         content = _text(Path(config), _MAX_CONFIG_BYTES, "the configuration")
         digests["config"] = hashlib.sha256(content.encode()).hexdigest()
         values = _configuration(content, config)
+    if path is None:
+        return parse_equation(text), digests
     where = name if path == shipped_maps().get(name) else str(path)
     return parse_rules(text, where, values), digests
 

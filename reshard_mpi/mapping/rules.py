@@ -127,8 +127,9 @@ _CODES = {
 class Rules(NamedTuple):
     """What a map file says.
 
-    states: equations of what is before and behind a parameter's name in that of its state. axes: the lengths that it
-    gives. where: the file. lacks_config: whether it gives others by the configuration of the model, and there is none.
+    is_typed: whether it is no file but an equation that the user has typed. states: equations of what is before and
+    behind a parameter's name in that of its state. axes: the lengths that it gives. where: the file. lacks_config:
+    whether it gives others by the configuration of the model, and there is none.
     """
 
     equations: tuple[EquationRule, ...]
@@ -141,3 +142,4 @@ class Rules(NamedTuple):
     counts: tuple[Count, ...] = ()
     numbers: tuple[Number, ...] = ()
     cautions: tuple[Caution, ...] = ()
+    is_typed: bool = False

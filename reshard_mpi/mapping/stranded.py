@@ -20,7 +20,7 @@ def require_none_stranded(kept: Iterable[str], taken: Iterable[Match], inventory
 
     kept: the names of those that stay, and are neither left out nor state of another tensor by its whole name.
     """
-    states = [name for name in kept if not STATE_WORDS.isdisjoint(parts_of(name))]
+    states = list(filter(is_named_like_state, kept))
     if not states:
         return
     matches = list(taken)
@@ -46,6 +46,11 @@ def require_none_stranded(kept: Iterable[str], taken: Iterable[Match], inventory
                     where=match.rule.where,
                     remedy="write equations for such state as for the parameters, or leave it out with --exclude",
                 )
+
+
+def is_named_like_state(name: str) -> bool:
+    """Tell whether a part of a tensor's name is a word that optimizers use for their state."""
+    return not STATE_WORDS.isdisjoint(parts_of(name))
 
 
 def _by_ends_of_names(taken: Iterable[Match]) -> Mapping[str, tuple[str, Match] | None]:

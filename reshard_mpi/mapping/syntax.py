@@ -16,6 +16,9 @@ from reshard_mpi.mapping.names import NamePattern, PatternProblem
 # An equation of a few lines; nothing that people write is longer.
 MAX_TEXT, MAX_NESTED, MAX_TENSORS, MAX_SUMMANDS = 20_000, 8, 64, 64
 
+# What is between the sides of an equation.
+ARROW = "<=>"
+
 _TOKEN = re.compile(r"\s*(?:(?P<word>[A-Za-z_][A-Za-z0-9_]*)|(?P<number>[0-9]+)|(?P<mark>[()+|\]]))")
 _NAME = re.compile(r"[^\s\[\],]+")
 _TYPE = re.compile(r"\s*:\s*([A-Za-z0-9_]+)")
@@ -82,8 +85,8 @@ def parse(text: str) -> Equation:
         raise SyntaxProblem(f"the equation is longer than {MAX_TEXT} characters", MAX_TEXT)
     reader = _Reader(text)
     left = reader.side()
-    if not reader.takes("<=>"):
-        raise SyntaxProblem("'<=>' or ',' is expected", reader.position)
+    if not reader.takes(ARROW):
+        raise SyntaxProblem(f"'{ARROW}' or ',' is expected", reader.position)
     right = reader.side()
     if reader.position < len(text):
         raise SyntaxProblem("',' or the end of the equation is expected", reader.position)
@@ -153,7 +156,7 @@ class _Reader:
 
     def _term(self) -> Term:
         found = _NAME.match(self._text, self.position)
-        if found is None or found.group().startswith("<=>"):
+        if found is None or found.group().startswith(ARROW):
             raise SyntaxProblem("the name of a tensor is expected", self.position)
         try:
             name = NamePattern(found.group())

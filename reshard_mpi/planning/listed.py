@@ -9,12 +9,12 @@ from itertools import islice
 from reshard_mpi.errors import CoverageError
 from reshard_mpi.formats.columns import Tensors
 from reshard_mpi.formats.listed import ListedTensors, PieceList
-from reshard_mpi.planning.cover import Pieces, Taken, UncoveredError, overlapping
 from reshard_mpi.planning.losses import described
 from reshard_mpi.planning.mapped import MappedTensors
 from reshard_mpi.planning.model import Check, Copy, Group, PlannedTensors, Route
 from reshard_mpi.planning.replicas import Replicas, home_rank
 from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.cover import Pieces, Taken, UncoveredError, overlapping
 
 # Unless all are compared: so many overlaps of tensors of one kind, and so many elements of each overlap.
 _MAX_SAMPLED, _SAMPLED_ELEMENTS = 4, 4096

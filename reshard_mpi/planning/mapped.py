@@ -7,7 +7,7 @@ of what it makes. Both together say where each part of a target comes from.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,15 +15,20 @@ from reshard_mpi.errors import ReshardError
 from reshard_mpi.formats.columns import ELSEWHERE, Kind, Tensors
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.places import Segments
+from reshard_mpi.formats.specs import SpecKind
 from reshard_mpi.formats.views import constant, converted
-from reshard_mpi.planning.model import Group, PlannedTensors, Route, source_region, target_region
+from reshard_mpi.planning.model import Group, PlannedTensors, Route
 from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.cover import Pieces
+from reshard_mpi.sharding.moves import Move, source_region
 
 if TYPE_CHECKING:
     from reshard_mpi.mapping.made import Mapped
     from reshard_mpi.mapping.pairs import TargetShape
 
 _NOWHERE = Segments(())
+# Of tensors with more routes than this the ones that are needed are looked up.
+_FEW_ROUTES = 8
 NO_HOLES: Mapping[str, ReshardError] = MappingProxyType({})
 
 
@@ -45,7 +50,10 @@ class MappedTensors(Tensors):
     recipe_of: for each tensor, the number of the way in which it is made.
     """
 
-    __slots__ = ("_converted", "_groups", "_holes", "_number_of_recipe", "_places", "_rank", "_recipes", "recipe_of")
+    __slots__ = (
+        *("_converted", "_groups", "_holes", "_number_of_recipe", "_pieces", "_places", "_rank", "_recipes"),
+        "recipe_of",
+    )
 
     def __init__(
         self,
@@ -67,6 +75,7 @@ class MappedTensors(Tensors):
         self._rank = rank
         # By the identity of tensors, which are kept with what they become.
         self._converted: dict[tuple[int, DType], tuple[Tensors, Tensors]] = {}
+        self._pieces: dict[int, Pieces] = {}
         self._recipes: list[_Recipe] = []
         self._number_of_recipe: dict[tuple[object, ...], int] = {}
         self._places: list[Sequence[int]] = []
@@ -106,24 +115,23 @@ class MappedTensors(Tensors):
             if group in self._holes:
                 raise self._holes[group].with_traceback(None)
             region = source_region(pair.region, pair.to, pair.order, wanted)
+            after = Move(region, wanted, pair.order)
             in_group = [own[index] for own in sources]
-            for part in self._groups[group].routes:
-                shared = part.region.intersect(region)
-                if shared is not None:
-                    to = target_region(pair.region, pair.to, pair.order, shared)
+            for part in self._meeting(group, region):
+                own = Move(part.region, part.region if part.to is None else part.to, part.order)
+                moved = own.then(after)
+                if moved is not None:
                     tensors = part.tensors
                     if self._groups[group].kind.dtype != dtype:
                         tensors = self._in_type(tensors, dtype)
-                    numbers_there = array("I", (part.numbers[place] for place in in_group))
-                    is_same = to == shared and pair.order is None
                     yield Route(
                         part.source_rank,
                         part.source_box,
-                        shared,
+                        moved.region,
                         tensors,
-                        numbers_there,
-                        None if is_same else to,
-                        pair.order,
+                        array("I", (part.numbers[place] for place in in_group)),
+                        None if moved.to == moved.region and moved.order is None else moved.to,
+                        moved.order,
                         part.joined_ranks,
                     )
         for zeros in shape.zeros:
@@ -133,6 +141,33 @@ class MappedTensors(Tensors):
                 made_up = Tensors("", [constant("", dtype, wanted.shape, content)])
                 zero = Box.whole(wanted.shape)
                 yield Route(self._rank, zero, zero, made_up, array("I", [0] * len(numbers)), wanted)
+
+    def planned(self) -> tuple[PlannedTensors, Mapping[str, ReshardError]]:
+        """Return where all of these tensors come from, each whole; and by name the errors for those with a hole."""
+        names: list[list[str]] = [[] for _ in self._recipes]
+        numbers = [array("I") for _ in self._recipes]
+        for number, name in enumerate(self):
+            names[self.recipe_of[number]].append(name)
+            numbers[self.recipe_of[number]].append(number)
+        groups, holes = [], {}
+        for recipe, own_names, own_numbers in zip(self._recipes, names, numbers):
+            whole = Box.whole(recipe.shape.shape)
+            try:
+                routes = tuple(self.routes(Route(self._rank, whole, whole, self, own_numbers), range(len(own_names))))
+            except ReshardError as error:
+                holes.update(dict.fromkeys(own_names, error))
+                routes = ()
+            groups.append(Group(SpecKind(recipe.dtype, whole.shape, whole), own_names, routes))
+        return PlannedTensors(groups, self.recipe_of), holes
+
+    def _meeting(self, group: int, region: Box) -> Iterable[Route]:
+        """Return the routes of a group that may have something of a region."""
+        routes = self._groups[group].routes
+        if len(routes) <= _FEW_ROUTES:
+            return routes
+        if group not in self._pieces:
+            self._pieces[group] = Pieces([part.region if part.to is None else part.to for part in routes])
+        return (routes[number] for number in sorted(number for number, _ in self._pieces[group].meeting(region)))
 
     def _in_type(self, tensors: Tensors, dtype: DType) -> Tensors:
         """Return the same tensors as they are in another type; always the same object."""

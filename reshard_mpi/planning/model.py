@@ -16,6 +16,7 @@ from reshard_mpi.planning.copies import Alike
 from reshard_mpi.planning.losses import Lost
 from reshard_mpi.planning.partial_sums import Sums
 from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.moves import source_region, target_region
 from reshard_mpi.sharding.strides import Strides, paired
 
 # How much memory a plan takes for each tensor, and for each copy.
@@ -108,24 +109,6 @@ class Copy(NamedTuple):
             dim = max((dim for dim, length in enumerate(shape) if length > 1), key=lambda dim: shape[dim] * steps[dim])
         length = shape[dim]
         return self._cut(dim, 0, length // 2), self._cut(dim, length // 2, length)
-
-
-def source_region(region: Box, to: Box, order: tuple[int, ...] | None, part: Box) -> Box:
-    """Return what of `region`, which becomes `to`, becomes `part` of that."""
-    start, stop = list(region.start), list(region.stop)
-    for dim, other in paired(region, to, order):
-        start[dim] += part.start[other] - to.start[other]
-        stop[dim] = start[dim] + part.stop[other] - part.start[other]
-    return Box(tuple(start), tuple(stop))
-
-
-def target_region(region: Box, to: Box, order: tuple[int, ...] | None, part: Box) -> Box:
-    """Return what of `to`, which `region` becomes, `part` of the region becomes."""
-    start, stop = list(to.start), list(to.stop)
-    for dim, other in paired(region, to, order):
-        start[other] += part.start[dim] - region.start[dim]
-        stop[other] = start[other] + part.stop[dim] - part.start[dim]
-    return Box(tuple(start), tuple(stop))
 
 
 def _cut(box: Box, dim: int, first: int, last: int) -> Box:

@@ -1,12 +1,14 @@
-"""A source checkpoint as a map makes it: one full checkpoint of one rank, in the names, shapes and types of the target.
+"""A source checkpoint as maps make it: one full checkpoint of one rank, in the names, shapes and types of the target.
 
 The checkpoint is planned as one full one, in its own names and by its own strategy, with all the checks that belong to
-that. Nothing is read of it but its structure, what a map says is equal or padding, and single numbers.
+that. Maps are applied one after another: what one makes is planned as a full checkpoint as well, each of whose tensors
+comes from the shards, so nothing in between is ever there. Nothing is read of the shards but their structure, what a
+map says is equal or padding, and single numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Set
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -23,6 +25,7 @@ from reshard_mpi.mapping.choice import is_chosen
 from reshard_mpi.mapping.computing import values_of
 from reshard_mpi.mapping.made import Constant, Made, Mapped, require_holdable
 from reshard_mpi.mapping.naming import SourceFile, applied_to_file
+from reshard_mpi.mapping.rules import Rules
 from reshard_mpi.mapping.settings import unpacked
 from reshard_mpi.planning.agreement import OWN
 from reshard_mpi.planning.losses import Lost, Missing
@@ -37,20 +40,47 @@ from reshard_mpi.sharding.placement import unsharded
 from reshard_mpi.text import counted, shortened
 
 
-class _Made(NamedTuple):
-    """The checkpoint planned as one full one, its tensors, what the map makes of them, and that as a shard.
+class _Step(NamedTuple):
+    """What one map makes of a full checkpoint. plan: of that. tensors: what is made, as those of a shard."""
 
-    needed: the names of the checkpoint's tensors of which targets have anything, or that are looked at. warnings: of
-    how the source is cut.
+    rules: Rules | None
+    plan: RankPlan
+    mapped: Mapped
+    tensors: MappedTensors
+
+    @property
+    def planned(self) -> RankPlan:
+        """What the map makes, planned as a full checkpoint."""
+        tensors, holes = self.tensors.planned()
+        return self.plan._replace(tensors=tensors, holes=holes)
+
+
+class _Made(NamedTuple):
+    """What all maps make of the checkpoint, one after another, and that as a shard.
+
+    plan: of the checkpoint as one full one. inventory: its tensors. made: the tensors that maps make of others, each as
+    made of those of the checkpoint. needed: the names of the checkpoint's tensors of which targets have anything, or
+    that are looked at. warnings: of how the source is cut.
     """
 
     plan: RankPlan
     inventory: Inventory
-    mapped: Mapped
+    steps: tuple[_Step, ...]
+    made: tuple[Made, ...]
     manifest: Manifest
     notes: tuple[str, ...]
     needed: frozenset[str]
     warnings: tuple[str, ...]
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """The names of tensors that go nowhere, of what each map takes and of what the last one makes."""
+        return tuple(dict.fromkeys(name for step in self.steps for name in step.mapped.left_out))
+
+    @property
+    def constants(self) -> tuple[Constant, ...]:
+        """The tensors of the target that are made up."""
+        return self.steps[-1].mapped.constants
 
 
 def conversion_through(tensor_map: TensorMap, conversion: Conversion) -> Conversion:
@@ -128,9 +158,10 @@ class MappedCheckpoint(SourceCheckpoint):
         own, made = self.stored.extent, self._made
         if made is None:
             return own
-        shapes = {id(tensor.shape): tensor.shape for tensor in made.mapped.made}
+        first, *others = (step.mapped.made for step in made.steps)
+        shapes = {id(tensor.shape): tensor.shape for tensors in (first, *others, made.made) for tensor in tensors}
         boxes = sum(len(shape.pairs) + len(shape.zeros) for shape in shapes.values())
-        return own._replace(tensors=max(own.tensors, len(made.manifest.tensors)) + boxes)
+        return own._replace(tensors=max(own.tensors, len(first)) + sum(map(len, others)) + boxes)
 
     def forget(self) -> None:
         self._conversion.forget()
@@ -142,32 +173,32 @@ class MappedCheckpoint(SourceCheckpoint):
     def origins(self, accumulated: Accumulated = Accumulated.REFUSE) -> Iterator[tuple[str, str]]:
         made = self._opened()
         dtypes = {name: kind.dtype for name, kind in made.inventory.items()}
-        for tensor in made.mapped.made:
+        for tensor in made.made:
             sources = list(dict.fromkeys(tensor.sources[pair.source] for pair in tensor.shape.pairs))
             before = {dtypes[name] for name in sources} - {tensor.dtype}
             types = f", converted from {' and '.join(map(str, before))}" if before else ""
-            origin = f"{shortened(sources)}, by {tensor.where}" if tensor.where else "as it is"
+            origin = f"{shortened(sources) or 'made up'}, by {tensor.where}" if tensor.where else "as it is"
             zeros = f", {sum(box.size for box in tensor.shape.zeros)} zeros" if tensor.shape.zeros else ""
             joins = accumulated is not Accumulated.REFUSE and any(map(is_partial_sum, sources))
             types += f", the {accumulated} of replicas" if joins else ""
             yield tensor.name, f"{origin}{zeros}{types}"
-        for name, kind, element, where in made.mapped.constants:
+        for name, kind, element, where in made.constants:
             yield name, f"made up of {numbers(element, kind.dtype)[0]}, by {where}"
-        for name in made.mapped.left_out:
+        for name in made.left_out:
             yield name, LEFT_OUT
 
     def recipe(self, name: str) -> Made | Constant | None:
         """Return what a tensor is made of; None if the map makes none of this name."""
         if self._recipes is None:
-            mapped = self._opened().mapped
-            made = {tensor.name: tensor for tensor in mapped.made}
-            self._recipes = {**made, **{tensor.name: tensor for tensor in mapped.constants}}
+            made = self._opened()
+            recipes: dict[str, Made | Constant] = {tensor.name: tensor for tensor in made.made}
+            self._recipes = recipes | {tensor.name: tensor for tensor in made.constants}
         return self._recipes.get(name)
 
     @property
     def left_out(self) -> tuple[str, ...]:
         """The names of the tensors of the source that go nowhere."""
-        return self._opened().mapped.left_out
+        return self._opened().left_out
 
     def needs(self, name: str) -> bool:
         return name in self._opened().needed
@@ -175,17 +206,17 @@ class MappedCheckpoint(SourceCheckpoint):
     def takes(self, name: str) -> bool:
         assert self.tensor_map is not None
         rules, choice, *_ = self.tensor_map
-        return rules is not None or is_chosen(choice, name)  # rules may give it another name
+        return bool(rules) or is_chosen(choice, name)  # rules may give it another name
 
     def taken(self, plan: RankPlan) -> Set[str]:
         return self._opened().inventory.keys()
 
     def map_notes(self) -> tuple[str, ...]:
-        whole, _, mapped, _, notes, *_ = self._opened()
-        return (*self._notes(mapped), *notes, *self._nest_notes(whole))
+        made = self._opened()
+        return (*self._notes(made), *made.notes, *self._nest_notes(made))
 
     def cut_warnings(self, plan: RankPlan) -> tuple[str, ...]:
-        return tuple(target_warnings(self._opened().mapped.made, plan))
+        return tuple(target_warnings(self._opened().made, plan))
 
     def completed(self, plan: RankPlan, *, checked: bool) -> RankPlan:
         """Return a target's plan with what planning the checkpoint as it is has shown.
@@ -198,8 +229,10 @@ class MappedCheckpoint(SourceCheckpoint):
             self.check_values()
             self._require_nobodys_own(made, whole)
             self._made, self._is_checked = made._replace(plan=whole), True
-        whole, _, mapped, *_, warnings = self._opened()
-        taken = {name for tensor in mapped.made for name in tensor.sources.values()}
+        made = self._opened()
+        whole = made.plan
+        cautions = dict.fromkeys(caution for step in made.steps for caution in step.mapped.cautions)
+        taken = {name for tensor in made.made for name in tensor.sources.values()}
         known_sums = set(notes_on(self._conversion.accumulated, whole.sums))  # said of the target, if it has them
         whole_notes = (note for note in whole.notes if note not in known_sums)
         kinds_of_sums = {sums_like(name) for name in taken if is_partial_sum(name)}
@@ -210,16 +243,16 @@ class MappedCheckpoint(SourceCheckpoint):
             differing=(*whole.differing, *plan.differing),
             alike=whole.alike,
             lost=whole.lost,
-            warnings=(*whole.warnings, *mapped.cautions, *warnings, *plan.warnings),
+            warnings=(*whole.warnings, *cautions, *made.warnings, *plan.warnings),
             left_out=(*whole.left_out, *plan.left_out),
             sums=tuple(sums for sums in whole.sums if sums.names in kinds_of_sums),
         )
 
     def check_values(self) -> None:
         """Raise MapError if tensors of which one is taken for all differ, or padding holds anything but zeros."""
-        made = self._opened()
-        require_equal(self._conversion, made.plan, made.mapped)
-        require_padding(self._conversion, made.plan, made.mapped)
+        for step in self._opened().steps:
+            require_equal(self._conversion, step.plan, step.mapped)
+            require_padding(self._conversion, step.plan, step.mapped)
 
     @property
     def _conversion(self) -> Conversion:
@@ -230,42 +263,52 @@ class MappedCheckpoint(SourceCheckpoint):
         if self._made is None:
             assert self.tensor_map is not None
             plan = self._conversion.plan(0, checked=False)
-            inventory = {
-                name: Kind(group.kind.dtype, group.kind.global_shape)
-                for name, group in ((name, group) for group in plan.tensors.groups for name in group.names)
-            }
-            in_order = {name: inventory[name] for name in plan.tensors.specs.names}
-            rules, choice, forward, like, _ = self.tensor_map
+            inventory = _inventory_of(plan)
             nest = plan.strings.get(NEST)
-            tied = {} if nest is None else tied_tensors(self.stored, in_order)
-            made = applied_to_file(rules, choice, in_order, SourceFile(nest, tied, self.files.path), forward, like)
-            if self._conversion.accumulated is Accumulated.SUM:
-                require_known_sums(made.mapped, self.files.path)
-            require_holdable(made.mapped)
-            mapped = made.mapped._replace(constants=(*made.mapped.constants, *self._computed(made.mapped, plan)))
-            rank = min(plan.read_ranks, default=0)
-            tensors = MappedTensors(self.files.path, mapped, plan.tensors, rank, plan.holes)
+            tied = {} if nest is None else tied_tensors(self.stored, inventory)
+            rules, choice, forward, like, _ = self.tensor_map
+            made_file = applied_to_file(
+                rules, choice, inventory, SourceFile(nest, tied, self.files.path), forward, like
+            )
+            steps: list[_Step] = []
+            for mapped, own_rules in zip(made_file.mapped, rules or (None,)):
+                steps.append(self._planned(mapped, own_rules, plan if not steps else steps[-1].planned))
             strings = {name: text for name, text in plan.strings.items() if name != NEST}
-            if made.nest is not None:
-                strings[NEST] = made.nest
-            manifest = Manifest(self.files.path, self.files.format, tensors, strings)
-            needed = self._needed(mapped)
+            if made_file.nest is not None:
+                strings[NEST] = made_file.nest
+            manifest = Manifest(self.files.path, self.files.format, steps[-1].tensors, strings)
+            needed = self._needed(steps)
             plan = _comparing_only(plan, needed)
             is_cut = self.stored.strategy.world_size > 1  # the pieces of an index say only who has written what
-            warnings = tuple(source_warnings(self._wanted(mapped), plan)) if is_cut else ()
-            self._made = _Made(plan, in_order, mapped, manifest, made.notes, needed, warnings)
+            warnings = tuple(source_warnings(self._wanted(made_file.made), plan)) if is_cut else ()
+            self._made = _Made(
+                plan, inventory, tuple(steps), made_file.made, manifest, made_file.notes, needed, warnings
+            )
         return self._made
 
-    def _wanted(self, mapped: Mapped) -> list[Made]:
-        """Return the tensors that targets have; others are left out by their strategy."""
-        names = {tensor.name for tensor in mapped.made}
-        return [tensor for tensor in mapped.made if self.is_wanted(tensor.name, names)]
+    def _planned(self, mapped: Mapped, rules: Rules | None, plan: RankPlan) -> _Step:
+        """Return what one map makes of the tensors of a plan, with the numbers that are computed of theirs."""
+        if self._conversion.accumulated is Accumulated.SUM:
+            require_known_sums(mapped, self.files.path)
+        require_holdable(mapped)
+        mapped = mapped._replace(constants=(*mapped.constants, *self._computed(mapped, plan)))
+        rank = min(plan.read_ranks, default=0)
+        return _Step(rules, plan, mapped, MappedTensors(self.files.path, mapped, plan.tensors, rank, plan.holes))
 
-    def _needed(self, mapped: Mapped) -> frozenset[str]:
-        needed = {name for tensor in self._wanted(mapped) for name in tensor.sources.values()}
-        needed.update(name for equal in mapped.equal for name in equal.names)
-        needed.update(pads.name for pads in mapped.pads)
-        return frozenset(needed | set(mapped.counted.names))
+    def _wanted(self, made: Sequence[Made]) -> list[Made]:
+        """Return the tensors that targets have; others are left out by their strategy."""
+        names = {tensor.name for tensor in made}
+        return [tensor for tensor in made if self.is_wanted(tensor.name, names)]
+
+    def _needed(self, steps: Sequence[_Step]) -> frozenset[str]:
+        needed = {tensor.name for tensor in self._wanted(steps[-1].mapped.made)}
+        for step in reversed(steps):
+            mapped = step.mapped
+            needed = {name for tensor in mapped.made if tensor.name in needed for name in tensor.sources.values()}
+            needed.update(name for equal in mapped.equal for name in equal.names)
+            needed.update(pads.name for pads in mapped.pads)
+            needed.update(mapped.counted.names)
+        return frozenset(needed)
 
     def _computed(self, mapped: Mapped, plan: RankPlan) -> Iterator[Constant]:
         """Yield the tensors that are computed of single numbers of the source."""
@@ -283,38 +326,41 @@ class MappedCheckpoint(SourceCheckpoint):
             for number, element in values_of(mapped.computed, mapped.counted, mapped.settings, read):
                 yield Constant(number.name, number.kind, element, number.where)
 
-    def _notes(self, mapped: Mapped) -> Iterator[str]:
-        """Yield what the user must know of what the map makes."""
-        if mapped.direction is not None and self.tensor_map is not None and self.tensor_map.rules is not None:
-            made = sum(1 for tensor in mapped.made if tensor.where)
-            yield f"the map {self.tensor_map.rules.where}, read {mapped.direction}, makes {counted(made, 'tensor')}"
-            kept = [next(iter(tensor.sources.values())) for tensor in self._wanted(mapped) if not tensor.where]
-            if kept:
-                yield f"no equation takes {shortened(kept)}; names and shapes stay as they are"
-        with_parameters = frozenset(mapped.states_left_out)
-        left_out = [name for name in mapped.left_out if name not in with_parameters]
+    def _notes(self, made: _Made) -> Iterator[str]:
+        """Yield what the user must know of what the maps make."""
+        for step in made.steps:
+            if step.rules is not None and step.mapped.direction is not None:
+                count = sum(1 for tensor in step.mapped.made if tensor.where)
+                yield f"the map {step.rules.where}, read {step.mapped.direction}, makes {counted(count, 'tensor')}"
+        is_mapped = made.steps[0].rules is not None
+        kept = [next(iter(tensor.sources.values())) for tensor in self._wanted(made.made) if not tensor.where]
+        if kept and is_mapped:
+            yield f"no equation takes {shortened(kept)}; names and shapes stay as they are"
+        with_parameters = [name for step in made.steps for name in step.mapped.states_left_out]
+        left_out = [name for name in made.left_out if name not in frozenset(with_parameters)]
         if left_out:
             yield f"left out: {shortened(left_out)}"
         if with_parameters:
-            yield f"left out with the parameters whose state they are: {shortened(mapped.states_left_out)}"
-        if mapped.constants:
-            yield f"made up: {shortened([tensor.name for tensor in mapped.constants])}"
-        dropped = [(pads.name, sum(box.size for box in pads.boxes)) for pads in mapped.pads if pads.are_dropped]
+            yield f"left out with the parameters whose state they are: {shortened(with_parameters)}"
+        if made.constants:
+            yield f"made up: {shortened([tensor.name for tensor in made.constants])}"
+        pads = (pads for step in made.steps for pads in step.mapped.pads if pads.are_dropped)
+        dropped = [(pad.name, sum(box.size for box in pad.boxes)) for pad in pads]
         if dropped:
             elements = sum(size for _, size in dropped)
             names = shortened([name for name, _ in dropped])
             yield f"{elements} elements of padding are dropped, whatever they hold: {names}"
 
-    def _nest_notes(self, whole: RankPlan) -> Iterator[str]:
+    def _nest_notes(self, made: _Made) -> Iterator[str]:
         """Yield what becomes of what is neither tensor nor text."""
         like = None if self.tensor_map is None else self.tensor_map.like
-        own, made = whole.strings.get(NEST), self._opened().manifest.strings.get(NEST)
-        if like is None or made == own:
+        own, new = made.plan.strings.get(NEST), made.manifest.strings.get(NEST)
+        if like is None or new == own:
             return
-        if made is None:
+        if new is None:
             yield f"left out, since {like.path} has no such thing: {shown_string(NEST)}"
         else:
-            other = first_difference(own, made)
+            other = first_difference(own, new)
             where = f"the first other one is {other}" if other else "tensors are nested otherwise"
             yield f"{shown_string(NEST)}: as in {like.path}, with the values of the source that both have; {where}"
 
@@ -323,7 +369,7 @@ class MappedCheckpoint(SourceCheckpoint):
 
         whole: the plan of the checkpoint with what its checks found.
         """
-        taken = {name for tensor in self._wanted(made.mapped) for name in tensor.sources.values()}
+        taken = {name for tensor in self._wanted(made.made) for name in tensor.sources.values()}
         own = (check.name for check in made.plan.checks if check.why == OWN and check.name in taken)
         for name in own if self.is_rank_by_rank else ():
             if any(tensor.name == name for tensor in whole.differing):
@@ -335,6 +381,13 @@ class MappedCheckpoint(SourceCheckpoint):
                     remedy=f"leave it out (--exclude {name!r}); only a run without --map, --dtype, --include and"
                     " --exclude keeps it",
                 )
+
+
+def _inventory_of(plan: RankPlan) -> Inventory:
+    """Return the tensors of a plan in file order."""
+    groups = ((Kind(group.kind.dtype, group.kind.global_shape), group.names) for group in plan.tensors.groups)
+    kinds = {name: kind for kind, names in groups for name in names}
+    return {name: kinds[name] for name in plan.tensors.specs.names}
 
 
 def _comparing_only(plan: RankPlan, names: Container[str]) -> RankPlan:

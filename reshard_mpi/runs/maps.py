@@ -26,12 +26,12 @@ from reshard_mpi.sharding.placement import unsharded
 class TensorMap(NamedTuple):
     """What a request says of names, shapes and types.
 
-    rules: None: every tensor keeps its name and shape. forward: the direction in which the rules are read; None: as the
-    names tell. like: the checkpoint that the target is to be like. digests: of what decides what the rules make, by the
-    names of the options.
+    rules: of maps that are applied one after another; if there are none, every tensor keeps its name and shape. choice,
+    like: of what the last one makes. forward: the direction in which they are read; None: as the names tell. digests:
+    of what decides what the rules make, by the names of the options.
     """
 
-    rules: Rules | None
+    rules: tuple[Rules, ...]
     choice: Choice
     forward: bool | None
     like: Like | None
@@ -43,18 +43,22 @@ class TensorMap(NamedTuple):
 
         Raises MapError if the map cannot be read, UsageError for options that do not belong together.
         """
-        if request.map is None:
+        if not request.map:
             options = {"--config": request.config, "--forward": request.forward, "--reverse": request.reverse}
             for option, given in (options | {"--like": request.like}).items():
                 if given:
-                    raise UsageError(f"{option} belongs to a map", expected="--map FILE|NAME as well", got="no --map")
+                    raise UsageError(f"{option} belongs to a map", expected="--map as well", got="no --map")
         choice = Choice(request.include or None, request.exclude, tuple(map(_typed, request.dtype)))
-        rules, digests = read_rules(request.map, request.config) if request.map is not None else (None, {})
+        read = [read_rules(name, request.config) for name in request.map]
+        digests = {key: text for _, digests_of_one in read for key, text in digests_of_one.items()}
+        if len(read) > 1:
+            in_order = " ".join(digests_of_one["map"] for _, digests_of_one in read)
+            digests["map"] = hashlib.sha256(in_order.encode()).hexdigest()
         like = None if request.like is None else _like(request.like)
         forward = request.forward if request.forward or request.reverse else None
         if like is not None:  # wherever it lies
             digests["like"] = hashlib.sha256(repr(like._replace(path="")).encode()).hexdigest()
-        return cls(rules, choice, forward, like, digests)
+        return cls(tuple(rules for rules, _ in read), choice, forward, like, digests)
 
     def of_two_checkpoints(self) -> TensorMap:
         """Return the same for one of two checkpoints: globs may match tensors of the other one only."""
@@ -62,7 +66,7 @@ class TensorMap(NamedTuple):
 
     def choice_alone(self) -> TensorMap:
         """Return what it says of which tensors are taken, for a checkpoint that is as the map would make it."""
-        return self._replace(rules=None, forward=None, like=None, choice=self.choice._replace(types=()), digests={})
+        return self._replace(rules=(), forward=None, like=None, choice=self.choice._replace(types=()), digests={})
 
 
 def _typed(text: str) -> tuple[str, DType]:

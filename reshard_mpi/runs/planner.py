@@ -136,7 +136,7 @@ class Planner:
             names = (*(run.path(rank).name for rank in every), *journal.leftovers())
             require_no_strangers(Path(request.target), endings, names)
         strange = () if together else stranger_notes(map(run.path, work.leads))
-        begun = Outcome.begun(run.conversion, (*governor.notes, *strange))
+        begun = Outcome.begun(run.conversion, (*governor.notes, *run.target_notes, *strange))
         planned = Planned(begun, opened.choice).joined(record_of(Planned, plan) for plan in plans)
         self.outcome = planned.outcome
         return planned._replace(rooms=rooms, due=Due(self.led_bytes, len(self.summaries), len(self.outcome.targets)))

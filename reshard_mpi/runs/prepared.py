@@ -12,7 +12,7 @@ from reshard_mpi.checkpoints.chosen import chosen_files
 from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.errors import ReshardError, UsageError
 from reshard_mpi.filesystem.paths import real_path
-from reshard_mpi.journal.identity import CHOSEN, RunIdentity, joined_words
+from reshard_mpi.journal.identity import CHOSEN, RunIdentity, joined_maps, joined_words
 from reshard_mpi.journal.targets import Journal
 from reshard_mpi.planning.filling import filled_files, strategy_of
 from reshard_mpi.planning.parameters import Unlisted
@@ -22,7 +22,7 @@ from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.division import are_even, assign, target_weights
 from reshard_mpi.runs.overlap import refuse_overlap
 from reshard_mpi.runs.request import Request, Strategies
-from reshard_mpi.runs.through import map_file, through_map
+from reshard_mpi.runs.through import map_words, through_map
 from reshard_mpi.sharding.placement import Strategy
 
 if TYPE_CHECKING:
@@ -115,6 +115,14 @@ class Run(NamedTuple):
         """Return the final path of one target shard: `rank_<r>/<prefix><r><ending>`, unless its format has others."""
         return _target_file(self.request, self.format, target_rank, self.strategies.target.world_size)
 
+    @property
+    def target_notes(self) -> tuple[str, ...]:
+        """What the user should know of where targets lie: a name like `one.pt` is that of a folder all the same."""
+        target = self.request.target.rstrip("/")
+        if not self.targets or formats.name_of(target) is None:
+            return ()
+        return (f"{target} is a folder, in which the targets are written: {self.path(self.targets[0])}",)
+
     def journal(self) -> Journal | Unrecorded:
         """Return the journal, which keeps the state of this run in the target folder."""
         request = self.request
@@ -130,11 +138,12 @@ class Run(NamedTuple):
         files = {
             "src_strategy": request.src_strategy,
             "dst_strategy": request.dst_strategy,
-            "map": map_file(request),
             "config": request.config,
             "like": request.like,
         }
         named = {name: str(real_path(path)) for name, path in files.items() if path is not None}
+        if request.map:
+            named["map"] = joined_maps(map_words(request))
         source = self.conversion.source.files.path  # of several moments that lie there the one that was chosen
         is_filled = formats.by_name(self.format).TRAITS.is_filled
         joins = request.accumulated is not Accumulated.REFUSE
@@ -160,17 +169,18 @@ class Run(NamedTuple):
             {**named, **({CHOSEN: request.select} if request.select is not None else {})},
         )
 
-    def _map_facts(self) -> dict[str, str]:
+    def _map_facts(self) -> dict[str, str | int]:
         """Return the settings that say what becomes of names, shapes and types, if anything does."""
         request = self.request
         told = {
             **self.map_digests,
+            "maps": len(request.map) if len(request.map) > 1 else None,
             "direction": "forward" if request.forward else "reverse" if request.reverse else None,
             "dtype": joined_words(request.dtype),
             "include": joined_words(request.include),
             "exclude": joined_words(request.exclude),
         }
-        return {name: text for name, text in told.items() if text}
+        return {name: value for name, value in told.items() if value}
 
 
 def _target_format(request: Request, source_format: str) -> str:

@@ -38,18 +38,18 @@ class Request(NamedTuple):
     src_strategy, dst_strategy: paths of files or folders; None if left out. prefix: of target file names. select: a
     glob that source file names must match. to: name of the target format; None: that of the source. source_format: read
     only files of this format; None: of whichever there is. source_files: how many files the source was saved in, if the
-    user says so. ranks: the targets to make; None: all. part: (i, n) for
-    share number i of n of them. recorded: keep a journal in the target folder; without one, existing target files are
-    replaced. memory: a size, "unlimited", or None for what the environment says. max_active: how many processes of a
-    host may transform at once; None: any number. verify: read sources and targets again, compare them, and keep sums.
-    crc: add a checksum to target files. replicas: which copies are compared before one is taken. accumulated: what
-    becomes of accumulated gradients that differ between replicas. report: path of the
-    report that will be written; None: none. max_shard_size: the most bytes of a file, where files are filled up to a
-    size; None: the usual size. files: those of the target, for a run whose caller says which tensors each holds. map: a
-    file, or the name of a map that comes with the program. forward, reverse: which way it is read; neither: as the
-    names tell. config: path of the model's configuration. dtype: `TYPE` or `GLOB=TYPE`, of which the last that matches
-    counts. include, exclude: globs of which one, and none, must match the names of the target's tensors. like: path
-    of a checkpoint whose names and shapes the target is to have.
+    user says so. ranks: the targets to make; None: all. part: (i, n) for share number i of n of them. recorded: keep a
+    journal in the target folder; without one, existing target files are replaced. memory: a size, "unlimited", or None
+    for what the environment says. max_active: how many processes of a host may transform at once; None: any number.
+    verify: read sources and targets again, compare them, and keep sums. crc: add a checksum to target files. replicas:
+    which copies are compared before one is taken. accumulated: what becomes of accumulated gradients that differ
+    between replicas. report: path of the report that will be written; None: none. max_shard_size: the most bytes of a
+    file, where files are filled up to a size; None: the usual size. files: those of the target, for a run whose caller
+    says which tensors each holds. map: maps that are applied one after another, each an equation, a file, or the name
+    of a map that comes with the program. forward, reverse: which way they are read; neither: as the names tell, for
+    each by itself. config: path of the model's configuration. dtype: `TYPE` or `GLOB=TYPE`, of which the last that
+    matches counts. include, exclude: globs of which one, and none, must match the names of the target's tensors. like:
+    path of a checkpoint whose names and shapes the target is to have.
     """
 
     source: str
@@ -77,7 +77,7 @@ class Request(NamedTuple):
     report: str | None = None
     max_shard_size: int | None = None
     files: tuple[TargetFile, ...] = ()
-    map: str | None = None
+    map: tuple[str, ...] = ()
     forward: bool = False
     reverse: bool = False
     config: str | None = None

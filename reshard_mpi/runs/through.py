@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
 
+from reshard_mpi.filesystem.paths import real_path
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.request import Request
 
 
 def through_map(request: Request, conversion: Conversion) -> tuple[Conversion, Mapping[str, str]]:
-    """Return the conversion of what the request's map makes of the source, and digests of what decides what that is.
+    """Return the conversion of what the request's maps make of the source, and digests of what decides what that is.
 
     The same conversion if the request leaves all tensors as they are. Raises MapError
     if the map cannot be read, UsageError for options that do not belong together.
@@ -24,13 +24,14 @@ def through_map(request: Request, conversion: Conversion) -> tuple[Conversion, M
     return conversion_through(tensor_map, conversion), tensor_map.digests
 
 
-def map_file(request: Request) -> Path | None:
-    """Return the path of the request's map, which may be one that comes with the program; None if there is none."""
-    if request.map is None:
-        return None
+def map_words(request: Request) -> tuple[str, ...]:
+    """Return the request's maps as they may be given from any folder: absolute paths, and equations as they are."""
+    if not request.map:
+        return ()
     from reshard_mpi.mapping.reading import map_path
 
-    return map_path(request.map)
+    paths = ((name, map_path(name)) for name in request.map)
+    return tuple(name if path is None else str(real_path(path)) for name, path in paths)
 
 
 def both_through_map(

@@ -702,16 +702,17 @@ def test_a_target_that_holds_another_run(tmp_path: Path, capsys: Capture) -> Non
     c = make(tmp_path)
     assert run_here(capsys, *c.arguments("transform", "--rank", "0")).code == 0
     before = listing(tmp_path)
-    another_strategy = [*c.arguments()[3:5], "--dst-strategy", str(c.src_strategy)]
+    another_strategy = f"--dst-strategy {c.src_strategy}, target ranks: 4"
     for other, now, then in (
         (["--unlisted", "replicate"], "--unlisted 'replicate'", "--unlisted 'follow'"),
         (["--prefix", "x"], "--prefix 'x'", "--prefix 'checkpoint_'"),
         (["--to", "hdf5"], "targets in hdf5", "targets in ckpt"),
         (["--resume", "--strict"], "--strict", "no --strict"),
-        (another_strategy, f"--dst-strategy {c.src_strategy}, target ranks: 4", f"--dst-strategy {c.dst_strategy}, "),
+        ([], another_strategy, f"--dst-strategy {c.dst_strategy}, "),
     ):
         for command in ("transform", "plan"):
-            finished = run_here(capsys, *c.arguments(command, "--rank", "1", *other))
+            asked = c if other else c.but(dst_strategy=c.src_strategy)
+            finished = run_here(capsys, *asked.arguments(command, "--rank", "1", *other))
             assert finished.code == 3 and "the target folder holds another run" in finished.err
             assert all(f"\n  {label}: " in finished.err for label in LABELS)
             assert f"\n  expected: an empty folder, or a run with {now}\n" in finished.err, finished

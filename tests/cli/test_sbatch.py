@@ -188,7 +188,7 @@ def test_what_becomes_of_tensors_is_passed_on(tmp_path: Path, capsys: Capture, d
 
 
 def test_the_checkpoint_that_the_target_is_to_be_like_is_passed_on(tmp_path: Path) -> None:
-    asked = Request("src", "dst", map=f"{tmp_path}/map.toml", like="like it")
+    asked = Request("src", "dst", map=(f"{tmp_path}/map.toml",), like="like it")
     assert f"--like='{Path('like it').absolute()}'" in batch_script(asked, Plan((), "a source"), 2)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from support.command_line import Capture, run_apart, run_here
 from support.conversions import assert_right, make
+from support.full_checkpoints import floats, source_of
 
 import reshard_mpi
 from reshard_mpi.cli.arguments import parser
@@ -35,6 +36,26 @@ from reshard_mpi.cli.arguments import parser
         (["transform", "a", "b", "--to=hdf"], "got 'hdf'; did you mean 'hdf5'?"),
         (["transform", "a", "b", "--from", "safetensor"], "got 'safetensor'; did you mean 'safetensors'?"),
         (["transform", "a", "b", "--unlisted", "Drop"], "expected follow, replicate or drop, got 'Drop'; did you mean"),
+        (["transform", "a", "b", "--to=pt"], "got 'pt'; did you mean 'torch'?"),
+        (["transform", "a", "b", "--to", "HuggingFace"], "got 'HuggingFace'; did you mean 'hf'?"),
+        (["transform", "a", "b", "--from", ".distcp"], "got '.distcp'; did you mean 'dcp'?"),
+        (
+            ["transform", "a", "b", "--strip-prefix", "model."],
+            "no such option: --strip-prefix; did you mean --map 'PREFIX{p*} <=> {p*}'?",
+        ),
+        (["plan", "a", "b", "--rename=a:b"], "no such option: --rename; did you mean --map 'OLD <=> NEW'?"),
+        (["ranks", "0", "--rename=a:b"], "no such option: --rename"),
+        (["transform", "a", "b", "--to", "hf", "--to", "dcp"], "argument --to: given twice, with 'hf' and with 'dcp'"),
+        (["diff", "a", "b", "--from=hf", "--from", "dcp"], "argument --from: given twice, with 'hf' and with 'dcp'"),
+        (["plan", "a", "b", "--config", "x", "--config", "y"], "argument --config: given twice, with 'x' and with 'y'"),
+        (["verify", "a", "b", "--like", "x", "--like", "y"], "argument --like: given twice"),
+        (["ranks", "0", "--src-strategy", "x", "--src-strategy", "y"], "argument --src-strategy: given twice"),
+        (["plan", "a", "b", "--dst-strategy", "x", "--dst-strategy", "y"], "argument --dst-strategy: given twice"),
+        (["plan", "a", "b", "--part", "0/2", "--part", "1/2"], "argument --part: given twice"),
+        (["transform", "a", "s3://bucket/x"], "argument DST: expected a path, got the URL 's3://bucket/x'"),
+        (["inspect", "file:///a"], "argument PATH: expected a path, got the URL 'file:///a'"),
+        (["transform", "a", "b", "--map", "https://a/b.toml"], "argument --map: expected a path, got the URL"),
+        (["transform", "a", "b", "--map", ""], "argument --map: expected a path, a name or an equation, got ''"),
         (["verify", "a", "--replicas", "check"], "argument --replicas: expected any or sample, got 'check'"),
     ],
 )
@@ -45,6 +66,36 @@ def test_what_was_meant(capsys: Capture, arguments: list[str], says: str) -> Non
     command = " ".join(["reshard-mpi", *arguments[:1]]) if "argument" in first or "transform:" in first else ""
     assert first.startswith(f"{command or 'reshard-mpi'}") and ": error: " in first
     assert second == f"  what to do: {first.partition(':')[0]} --help"
+
+
+def test_the_same_twice_and_what_only_says_how_it_goes_may_be_given_again() -> None:
+    asked = ("transform", "a", "b", "--to", "hf", "--to=hf", "--like", "c", "--like", "c")
+    options = parser().parse_args([*asked, "--jobs", "1", "--jobs", "2", "--memory", "1G", "--memory", "2G"])
+    assert (options.to, options.like, options.jobs, options.memory) == ("hf", "c", 2, "2G")
+
+
+def test_a_folder_whose_name_is_like_a_url_is_named_from_here(tmp_path: Path, capsys: Capture) -> None:
+    with pytest.raises(reshard_mpi.ReshardError, match="target is a URL"):
+        reshard_mpi.transform("src", "s3://bucket/x")
+    with pytest.raises(reshard_mpi.ReshardError, match="source is a URL"):
+        reshard_mpi.load_rank(0, "gs://bucket/x")
+    source = source_of(tmp_path, {"w": floats(2)})
+    assert run_here(capsys, "transform", str(source), f"{tmp_path}/s3://bucket").code == 0
+
+
+@pytest.mark.parametrize(("word", "page"), [("hf", "formats"), ("FSDP", "strategies"), ("safetensors", "formats")])
+def test_a_page_that_tells_of_a_word(capsys: Capture, word: str, page: str) -> None:
+    finished = run_here(capsys, "help", word)
+    assert finished.code == 2 and f"no such page; {page!r} tells of it" in finished.err
+    assert "tells of it" not in run_here(capsys, "help", "qwertyuiop").err
+
+
+def test_a_target_that_is_called_like_a_file_is_said_to_be_a_folder(tmp_path: Path, capsys: Capture) -> None:
+    source, path = source_of(tmp_path, {"w": floats(2)}), tmp_path / "one.pt"
+    finished = run_here(capsys, "transform", str(source), f"{path}/", "--to", "torch")
+    assert f"{path} is a folder, in which the targets are written: {path}/rank_0/checkpoint_0.pt" in finished.err
+    assert (path / "rank_0" / "checkpoint_0.pt").is_file()
+    assert "is a folder" not in run_here(capsys, "plan", str(source), str(tmp_path / "dst"), "--to", "torch").err
 
 
 def test_a_topic_and_a_map_that_were_meant(tmp_path: Path, capsys: Capture) -> None:

@@ -12,6 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from hypothesis import strategies as st
 
+from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.mapping.candidates import Kind
+from reshard_mpi.mapping.made import Mapped
+
 Array = np.ndarray[Any, np.dtype[Any]]
 Draw = Any
 
@@ -163,3 +167,95 @@ def cases(draw: Draw, *, pads: bool = True) -> Case:
         sides.append(Side(", ".join(texts), tensors))
     left, right = sides
     return Case(f"{left.text} <=> {right.text}", lengths, left.tensors, right.tensors, is_padded)
+
+
+class _Family(NamedTuple):
+    """The tensors of one name of a side: an array over the captures of the name and its dimensions, for each layer."""
+
+    name: str
+    captures: int
+    layers: list[Array]
+
+
+def _families(tensors: dict[str, Array]) -> list[_Family]:
+    by_name: dict[str, dict[int, dict[tuple[int, ...], Array]]] = {}
+    for full, array in tensors.items():
+        name, layer, *indices = full.split(".")
+        by_name.setdefault(name, {}).setdefault(int(layer), {})[tuple(map(int, indices))] = array
+    families = []
+    for name, layers in by_name.items():
+        arrays = []
+        for _, members in sorted(layers.items()):
+            last = max(members)
+            stacked = np.stack([members[index] for index in sorted(members)])
+            arrays.append(stacked.reshape(tuple(index + 1 for index in last) + stacked.shape[1:]))
+        families.append(_Family(name, len(last), arrays))
+    return families
+
+
+@st.composite
+def following(draw: Draw, tensors: dict[str, Array], name: str) -> Case:
+    """Draw an equation that takes all tensors of a side through a further one, in other arrangements.
+
+    name: what the tensors that it makes begin with. Dimensions are cut where the first equation has not cut them.
+    """
+    families = _families(tensors)
+    layers = len(families[0].layers)
+    axes, lengths, texts, blocks = [], {}, [], [[] for _ in range(layers)]
+    for number, family in enumerate(families):
+        own, dims = [], []
+        for place, length in enumerate(family.layers[0].shape):
+            cut = draw(st.sampled_from([size for size in range(1, length + 1) if length % size == 0]))
+            parts = {f"{name}{number}v{place}": cut, f"{name}{number}w{place}": length // cut}
+            if place < family.captures:
+                parts = {f"{name}{number}v{place}": length}
+            lengths |= parts
+            own += parts
+            dims.append(" ".join(parts) if len(parts) == 1 else f"({' '.join(parts)})")
+        captures = "".join(f".{{{axis}}}" for axis in own[: family.captures])
+        texts.append(f"{family.name}.{{l}}{captures} [{' '.join(dims[family.captures :])}]")
+        axes.append(own)
+        for layer, array in enumerate(family.layers):
+            blocks[layer].append(array.reshape([lengths[axis] for axis in own]))
+    if len(families) > 1 and draw(st.booleans()):
+        right = _joined(draw, name, blocks, axes, [], lengths)
+    else:
+        ways = [_ways(draw, own, [], pads=draw(st.booleans())) for own in axes]
+        made: dict[str, Array] = {}
+        for number, way in enumerate(ways):
+            for layer in range(layers):
+                made |= _tensors(f"{name}{number}", layer, blocks[layer][number], axes[number], way)
+        right = Side(", ".join(_text(f"{name}{number}", way) for number, way in enumerate(ways)), made)
+    is_padded = "|" in right.text
+    return Case(f"{', '.join(texts)} <=> {right.text}", lengths, tensors, right.tensors, is_padded)
+
+
+def kinds(tensors: dict[str, Array]) -> dict[str, Kind]:
+    return {name: Kind(BY_NAME[str(array.dtype)], array.shape) for name, array in tensors.items()}
+
+
+def made_of(mapped: Mapped, tensors: dict[str, Array]) -> dict[str, Array]:
+    """Make every tensor element by element, and see that each element is made once."""
+    made = {}
+    for tensor in mapped.made:
+        array = np.full(tensor.shape.shape, -1, dtype=np.int64)
+        for box in tensor.shape.zeros:
+            place = tuple(map(slice, box.start, box.stop))
+            assert (array[place] == -1).all()
+            array[place] = 0
+        for pair in tensor.shape.pairs:
+            part = tensors[tensor.sources[pair.source]][tuple(map(slice, pair.region.start, pair.region.stop))]
+            if pair.order is not None:
+                part = part.transpose(pair.order)
+            place = tuple(map(slice, pair.to.start, pair.to.stop))
+            assert (array[place] == -1).all()
+            array[place] = part.reshape(pair.to.shape)
+        assert (array != -1).all()
+        made[tensor.name] = array
+    return made
+
+
+def assert_same(made: dict[str, Array], expected: dict[str, Array]) -> None:
+    assert made.keys() == expected.keys()
+    for name, array in expected.items():
+        assert np.array_equal(made[name], array), name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from itertools import accumulate
 
 from reshard_mpi.errors import StrategyError
 from reshard_mpi.sharding.strategy.files import Kind, StrategyFile, decode, distinct, look_all, text_of
@@ -22,11 +23,14 @@ def place_of_rule(path: str, number: int) -> str:
     """
     file = next(look_all(path))
     text = text_of(file)
-    # What looks like a header may be in a text, but not before all true headers that come before this rule's.
-    headers = [match.start() for match in _HEADER.finditer(text)][number : number + _MOST_TRIED]
-    header = next((header for header in headers if _entries_in(text[:header]) == number), None)
+    patterns = [entry.get("match") for entry in tomllib.loads(text)["parameter"]]
+    last_rules = accumulate(len(dict.fromkeys(match)) if isinstance(match, list) else 1 for match in patterns)
+    entry = next(place for place, rules in enumerate(last_rules) if number < rules)
+    # What looks like a header may be in a text, but not before all true headers that come before this entry's.
+    headers = [match.start() for match in _HEADER.finditer(text)][entry : entry + _MOST_TRIED]
+    header = next((header for header in headers if _entries_in(text[:header]) == entry), None)
     line = "" if header is None else f", line {_line(text, header)}"
-    return f"{file.path}{line}, [[parameter]] {number + 1}"
+    return f"{file.path}{line}, [[parameter]] {entry + 1}"
 
 
 def place_of_layout(path: str, name: str) -> str:
@@ -62,7 +66,7 @@ def _written_name(content: StageFile, name: str) -> str | None:
 
 
 def _entries_in(text: str) -> int | None:
-    """Return how many rules the beginning of a spec has; None if it ends within something."""
+    """Return how many entries the beginning of a spec has; None if it ends within something."""
     try:
         entries = tomllib.loads(text).get("parameter", [])
     except (ValueError, RecursionError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,10 +17,12 @@ from reshard_mpi.sharding.strategy.limits import (
     MAX_DIMENSIONS,
     MAX_LENGTH,
     MAX_RANKS,
+    MAX_RULES,
     MAX_SPEC_BYTES,
     MAX_STAGES,
 )
 from reshard_mpi.sharding.strategy.stages import located
+from reshard_mpi.text import shortened
 
 # What the marks of TOML cost when it is parsed; a key's dots are looked at for each of its parts anew.
 _MARK_BYTES = {".": 700, "[": 700, "{": 700, "=": 600}
@@ -37,7 +39,12 @@ def parse(data: str, where: str) -> Strategy:
     if len(data) > MAX_SPEC_BYTES:
         raise StrategyError("the spec is too large", expected=f"at most {MAX_SPEC_BYTES} bytes", where=where)
     if any(line.count(".") > _MAX_DOTS for line in data.split("\n")):
-        raise StrategyError("a line of the spec has too many dots", expected=f"at most {_MAX_DOTS}", where=where)
+        raise StrategyError(
+            "a line of the spec has too many dots",
+            expected=f"at most {_MAX_DOTS}",
+            where=where,
+            remedy="write a list of patterns in several lines",
+        )
     checks.parsed_size(sum(cost * data.count(mark) for mark, cost in _MARK_BYTES.items()), 0, where)
     try:
         content = tomllib.loads(data)
@@ -69,18 +76,25 @@ def parse(data: str, where: str) -> Strategy:
     entries = checks.rules(content.get("parameter"), "[[parameter]]", where)
     if not entries:
         raise wrong("[[parameter]]", "one entry or more", entries, where)
-    rules = tuple(_rule(entry, number, mesh, stages, where) for number, entry in enumerate(entries, 1))
+    by_entry = [tuple(_rules(entry, number, mesh, stages, where)) for number, entry in enumerate(entries, 1)]
+    rules = tuple(checks.rules([rule for of_entry in by_entry for rule in of_entry], "[[parameter]]", where))
     checks.patterns((glob for glob, _ in rules), where)
-    required = frozenset(glob for (glob, _), entry in zip(rules, entries) if glob != "*" and not entry.get("optional"))
+    needed = (of_entry for of_entry, entry in zip(by_entry, entries) if not entry.get("optional"))
+    required = frozenset(glob for of_entry in needed for glob, _ in of_entry if glob != "*")
     return Strategy(ranks, stages, {}, rules, where, required_rules=required, axes=tuple(mesh))
 
 
-def _rule(entry: Any, number: int, mesh: Mesh, stages: int, where: str) -> tuple[str, Placement]:
+def _rules(entry: Any, number: int, mesh: Mesh, stages: int, where: str) -> Iterator[tuple[str, Placement]]:
+    """Yield a pattern with its placement for each pattern of an entry."""
     where = f"{where}, [[parameter]] {number}"
     entry = table(entry, "a parameter", where)
     known_keys(entry, RULE_KEYS, "a parameter", where)
-    glob = text(entry.get("match"), "match", where)
-    where += f" ({glob!r})"
+    match = entry.get("match")
+    listed = array(match, "match", where, MAX_RULES) if isinstance(match, list) else [match]
+    globs = list(dict.fromkeys(text(glob, "match", where) for glob in listed))
+    if not globs:
+        raise wrong("match", "a pattern, or a list of patterns", match, where)
+    where += f" ({shortened(list(map(repr, globs)))})"
     if not isinstance(entry.get("optional", False), bool):
         raise wrong("optional", "true or false", entry["optional"], where)
     by_dim = {
@@ -109,9 +123,10 @@ def _rule(entry: Any, number: int, mesh: Mesh, stages: int, where: str) -> tuple
         cut = _axes(entry.get("optimizer", []), "optimizer", mesh, where)
         pieces = _optimizer(cut, placement, tuple(mesh), where)
         is_cut = bool(split) or pieces > 1
-        return glob, replace(placement, optimizer=pieces, whole_scalars=glob == "*" and is_cut)
+        placement = replace(placement, optimizer=pieces)
     except LayoutError as error:
         raise located(error, where) from None
+    yield from ((glob, replace(placement, whole_scalars=glob == "*" and is_cut)) for glob in globs)
 
 
 def _dimension(key: str, what: str, where: str) -> int:

@@ -11,6 +11,7 @@ from reshard_mpi.sharding import strategy
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Placement
+from reshard_mpi.sharding.strategy.entries import place_of_rule
 from reshard_mpi.sharding.strategy.toml import parse
 
 MESH = "mesh = { dp = 2, tp = 4 }\n"
@@ -44,6 +45,44 @@ def test_a_spec(tmp_path: Path) -> None:
     assert made.find("layers.3.qkv") == (Placement((2, 4), ((), (1,)), 2, stages=both, open_ended=True),)
     assert made.find("head") == (Placement((2, 4), ((1, 0),), stages=(1,), open_ended=True),)
     assert made.find("anything") == (Placement((2, 4), stages=both, open_ended=True),)
+
+
+LISTED = """
+[mesh]
+tp = 2
+[[parameter]]
+match = ["*.q", "*.k", "*.q"]
+split = { 0 = ["tp"] }
+[[parameter]]
+match = ["head", "*"]
+optional = true
+"""
+
+
+def test_a_rule_for_several_patterns(tmp_path: Path) -> None:
+    made = parse(LISTED, "spec.toml")
+    assert [glob for glob, _ in made.rules] == ["*.q", "*.k", "head", "*"]
+    assert made.rules[0][1] == made.rules[1][1] and made.find("a.k")[0].is_cut and not made.find("head")[0].is_cut
+    assert made.required_rules == {"*.q", "*.k"}
+    path = tmp_path / "spec.toml"
+    path.write_text(LISTED)
+    assert [place_of_rule(str(path), rule).removeprefix(f"{path}, ") for rule in range(4)] == [
+        *["line 4, [[parameter]] 1"] * 2,
+        *["line 7, [[parameter]] 2"] * 2,
+    ]
+
+
+@pytest.mark.parametrize("match", ["[]", "['a', 1]", "['']", "[['a']]", "1", repr([f"a{n}" for n in range(1025)])])
+def test_what_is_no_pattern_and_no_list_of_patterns(match: str) -> None:
+    with pytest.raises(StrategyError) as caught:
+        parse(f"{MESH}[[parameter]]\nmatch = {match}\n", "spec.toml")
+    assert caught.value.where.startswith("spec.toml, [[parameter]] 1")
+
+
+def test_all_patterns_together_are_no_more_than_rules_may_be() -> None:
+    entries = (f"[[parameter]]\nmatch = {[f'{word}{n}' for n in range(1000)]}\n" for word in ("a", "b"))
+    with pytest.raises(StrategyError, match="parameter"):
+        parse(f"{MESH}{''.join(entries)}", "spec.toml")
 
 
 def test_a_rule_fits_tensors_of_any_further_dimensions() -> None:

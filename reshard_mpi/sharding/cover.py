@@ -45,7 +45,7 @@ class Pieces:
         """
         if not box.size:
             return []
-        meeting = sorted(self._meeting(box))
+        meeting = sorted(self.meeting(box))
         span_by_key = dict[tuple[int, tuple[int, ...], tuple[int, ...]], list[int]]()
         regions: list[tuple[int, list[int], tuple[int, ...], tuple[int, ...]]] = []
         for number, start, stop in _swept(meeting, box.start, box.stop, 0):
@@ -64,7 +64,7 @@ class Pieces:
         ]
         return sorted(covering, key=lambda taken: (taken[1].start, taken[0]))
 
-    def _meeting(self, box: Box) -> Iterator[tuple[int, Box]]:
+    def meeting(self, box: Box) -> Iterator[tuple[int, Box]]:
         """Yield the pieces that share elements with `box`, by number, and what they share."""
         low, high = (box.start[self._dim], box.stop[self._dim]) if box.ndim else (0, 1)
         for number, piece in self._boxes[bisect_right(self._reaches, low) : bisect_left(self._starts, high)]:
