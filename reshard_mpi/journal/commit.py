@@ -137,7 +137,6 @@ def commit_locked(
     folder = opened.folder.path
     try:
         found = _compare(folder, identity, records, told)
-        found = found._replace(notes=(*found.notes, *_strangers(folder, len(records))))
         sums = _sums(identity, records)
     except ReshardError:
         withdraw(opened.folder, identity.format)
@@ -231,13 +230,6 @@ def _compare(folder: Path, identity: RunIdentity, records: Sequence[TargetRecord
     unlike = between_targets(start for record in records for start in record.evidence.beginnings)
     strict = identity.facts.get("strict") is True
     return told_of(without(unlike, told), identity.facts["source"], strict=strict)
-
-
-def _strangers(folder: Path, target_ranks: int) -> Iterator[str]:
-    """Yield a note if targets are left of an earlier run that had more of them (--overwrite replaces only some)."""
-    ranks = [rank for rank in recorded_ranks(folder / STATE) if rank >= target_ranks]
-    if ranks:
-        yield f"{folder} also holds target ranks {ranges(_runs(ranks))} of an earlier run, which are not committed"
 
 
 def _are_all_recorded(state: Path, target_ranks: int) -> bool:

@@ -129,13 +129,12 @@ class Planner:
         for rank, leads in ranks:
             plans.append(attempt(partial(self._plan_target, opened, rank, leads), self._comm, rank))
             self._progress.completed()
-        rooms, together = self._rooms(run), formats.folder_by_name(run.format) is not None
-        every = range(run.conversion.target.world_size)
-        if together:
-            endings = formats.by_name(run.format).SUFFIXES
-            names = (*(run.path(rank).name for rank in every), *journal.leftovers())
-            require_no_strangers(Path(request.target), endings, names)
-        strange = () if together else stranger_notes(map(run.path, work.leads))
+        rooms = self._rooms(run)
+        own_paths = [run.path(rank) for rank in work.leads]
+        if request.recorded:
+            every_path = map(run.path, range(run.conversion.target.world_size))
+            require_no_strangers(Path(request.target), run.format, every_path, own_paths, journal.leftovers())
+        strange = () if request.recorded else stranger_notes(own_paths)
         begun = Outcome.begun(run.conversion, (*governor.notes, *strange))
         planned = Planned(begun, opened.choice).joined(record_of(Planned, plan) for plan in plans)
         self.outcome = planned.outcome
