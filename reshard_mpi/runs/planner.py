@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, NamedTuple
 from reshard_mpi import formats
 from reshard_mpi.checkpoints.chosen import moments_of
 from reshard_mpi.checkpoints.comparison import compare, comparing_bytes
-from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, TransformError, as_reshard_error
+from reshard_mpi.errors import (
+    CoverageError,
+    DisagreementError,
+    ReshardError,
+    ShardError,
+    TransformError,
+    as_reshard_error,
+)
+from reshard_mpi.errors import told as error_told
 from reshard_mpi.journal.commit import EarlierTarget, commit_if_complete
 from reshard_mpi.journal.provenance import FirstLooks, Sources
 from reshard_mpi.journal.records import Evidence
@@ -323,26 +331,26 @@ class Planner:
         run, journal, *_ = self._require_opened()
         if not isinstance(journal, Journal):
             return Outcome()
-        all_made = len(made.targets) == run.conversion.target.world_size
+        made_ranks = {target.rank for target in made.targets}
         any_written = any(not target.skipped for target in made.targets)
         try:
             told = commit_if_complete(
                 journal.folder,
                 journal.identity,
-                all_made=all_made,
+                made=made_ranks,
                 any_written=any_written,
                 told=(*made.notes, *made.other_warnings),
             )
             return Outcome(notes=told.notes, other_warnings=told.warnings)
         except (CoverageError, DisagreementError) as error:
-            if all_made or not self._request.overwrite:
+            if len(made_ranks) == run.conversion.target.world_size or not self._request.overwrite:
                 raise
             note = f"not committed yet, as targets that are still to be replaced may be why: {error.problem}"
             return Outcome(notes=(note,))
-        except OSError as error:
+        except (OSError, ShardError) as error:  # a ShardError is about a target, which the index is made of
             raise TransformError(
                 "the targets are complete, but the commit record could not be written",
-                got=str(error),
+                got=str(error) if isinstance(error, OSError) else error_told(error),
                 where=str(journal.folder),
                 remedy="mend the cause, then reshard-mpi commit",
             ) from error
