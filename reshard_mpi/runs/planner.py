@@ -16,7 +16,6 @@ from reshard_mpi.errors import (
     ReshardError,
     ShardError,
     TransformError,
-    as_reshard_error,
 )
 from reshard_mpi.errors import told as error_told
 from reshard_mpi.journal.commit import EarlierTarget, commit_if_complete
@@ -35,7 +34,7 @@ from reshard_mpi.runs.division import Work, divide, target_weights
 from reshard_mpi.runs.due import DueTargets
 from reshard_mpi.runs.exchanged import Compared, Due, Planned, record_of
 from reshard_mpi.runs.memory import RunMemory
-from reshard_mpi.runs.outcome import Failure, Outcome, TargetReport, attempt
+from reshard_mpi.runs.outcome import Outcome, TargetReport, attempt
 from reshard_mpi.runs.preflight import (
     Room,
     may_share,
@@ -47,6 +46,7 @@ from reshard_mpi.runs.preflight import (
 )
 from reshard_mpi.runs.prepared import Run
 from reshard_mpi.runs.progress import Counted, Progress
+from reshard_mpi.runs.projection import checking_bytes
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.status import Stage
 from reshard_mpi.runs.write import Writer
@@ -54,6 +54,7 @@ from reshard_mpi.runs.write import Writer
 if TYPE_CHECKING:
     from reshard_mpi.journal.unrecorded import Unrecorded
     from reshard_mpi.runs.listing import ListedTensor
+    from reshard_mpi.runs.selfcheck import Summing
 
 _NOT_VERIFIED = (
     "targets that were complete already were not verified when they were made: reshard-mpi verify SRC DST does it now"
@@ -221,19 +222,48 @@ class Planner:
 
     def check_sources(self, sizes: Mapping[int, int], progress: Progress) -> dict[int, ReshardError] | Outcome:
         """Return, by rank, the errors of those source shards that do not fit their own checksums. sizes: by rank."""
-        source = self._require_opened().run.conversion.source
+        from reshard_mpi.runs.source_sums import damage_of
+
+        conversion = self._require_opened().run.conversion
+        before_sums = partial(self._before_sums, conversion.source.files.format)
         errors: dict[int, ReshardError] = {}
-        try:
+
+        def check() -> dict[int, ReshardError]:
             for rank, size_bytes in sizes.items():
-                counted = Counted(progress.moved, size_bytes)
-                error = source.check_crc(rank, counted.add)
+                error = damage_of(conversion.source.stored, rank, size_bytes, conversion.limits, before_sums, progress)
                 if error is not None:
                     errors[rank] = error
-                counted.end()
                 progress.completed()
-        except MemoryError as error:
-            return Outcome(failures=(Failure.here(None, self._comm, as_reshard_error(error)),))
-        return errors
+            return errors
+
+        return attempt(check, self._comm)
+
+    def check_committed(self, progress: Progress) -> Outcome:
+        """Hold this process's share of the source's whole tensors against those that it was committed with.
+
+        A failure refuses the run. Nothing is read if each shard has sums of its own, by which it has been checked.
+        """
+        from reshard_mpi.runs.source_sums import committed_tensors, require_as_committed
+
+        def check() -> Outcome:
+            source = self._require_opened().run.conversion.source
+            limits = self._require_opened().run.conversion.limits
+            found = committed_tensors(source.stored)
+            if found is not None:
+                record, tensors = found
+                needed = [tensor for tensor in tensors if source.needs(tensor.spec.name)]
+                mine = needed[self._comm.rank :: self._comm.size]
+                size_bytes, own_bytes = (sum(tensor.spec.size_bytes for tensor in of) for of in (needed, mine))
+                progress.begin(Stage("checking sources", size_bytes), own_bytes)
+                self._memory.to_move(self._memory.projection.gathering_bytes, f"checking {self.source}")
+                require_as_committed(record, mine, self.source, limits, progress.moved)
+            return Outcome()
+
+        return attempt(check, self._comm)
+
+    def _before_sums(self, format_name: str, summing: Summing) -> None:
+        peak_bytes = max(self._memory.projection.gathering_bytes, checking_bytes(format_name, summing))
+        self._memory.to_move(peak_bytes, f"checking {self.source}")
 
     def begin(self, progress: Progress) -> Outcome:
         """Make the target folder ready if this process has anything to write. A failure refuses the run."""
