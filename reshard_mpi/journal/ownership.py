@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from reshard_mpi import formats
@@ -64,18 +65,19 @@ def require_own_target(state: Folder | None, folder: Path, target_rank: int, pat
     )
 
 
-def require_own_index(folder: Path, state: Path, identity: RunIdentity, *, is_begun: bool) -> None:
+def require_own_index(folder: Path, state: Path, identity: RunIdentity, is_begun: Callable[[], bool]) -> None:
     """Raise TargetError if the folder has an index, or a commit record, that the run `identity` has not written.
 
-    is_begun: whether the folder's records are those of this run.
+    is_begun: tells whether the folder's records are those of this run. It is asked after a file has been seen, since
+    another process may begin the run, and end it, meanwhile.
     """
     index = formats.index_of(identity.format)
     if index is not None and os.path.lexists(folder / index):
-        is_own = is_begun and own_index(folder, state, identity) is not None
+        is_own = is_begun() and own_index(folder, state, identity) is not None
         # It is looked for again: another process may have begun to make a target anew, and removed it.
         if not is_own and os.path.lexists(folder / index):
             raise _foreign(folder / index, "index")
-    if not is_begun and os.path.lexists(folder / COMMIT_RECORD):
+    if os.path.lexists(folder / COMMIT_RECORD) and not is_begun():
         raise _foreign(folder / COMMIT_RECORD, "commit record")
 
 

@@ -100,7 +100,7 @@ class Journal:
             return
         run = read_json(run_path(self._state))
         if run is None or run.get("digest") == self.identity.digest:
-            require_own_index(self.folder, self._state, self.identity, is_begun=run is not None)
+            require_own_index(self.folder, self._state, self.identity, self._is_begun)
             return
         other = RunIdentity.recorded(self._state)
         choice = self.identity.other_choice(other) if other is not None else None
