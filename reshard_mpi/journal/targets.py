@@ -144,7 +144,7 @@ class Journal:
             expected="no file of that name",
             got=f"{path.stat().st_size} bytes, {origin}",
             where=str(path),
-            remedy="--resume skips what this run has completed, --overwrite makes it anew",
+            remedy="--resume skips what is complete, --overwrite replaces it",
         )
 
     def is_verified(self, target_rank: int) -> bool:

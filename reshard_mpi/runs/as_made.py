@@ -60,22 +60,24 @@ def as_made(request: Request, path: str) -> tuple[Request, tuple[str, ...]]:
     return made, _said((*notes, f"compared with {_shown(run, told)}"), path)
 
 
-def require_as_made(request: Request, digests: Mapping[str, str], path: str) -> None:
-    """Raise UsageError if the checkpoint at `path` was made with other options than those of the request.
+def made_otherwise(request: Request, digests: Mapping[str, str], path: str) -> UsageError | None:
+    """Return the error for a checkpoint at `path` if it was made with other options than those of the request.
 
-    digests: of the map, its configuration, and the checkpoint that it is like, as `through_map` returns them.
+    Others may come to the same, so it is an error only if the checkpoint is not what the request makes. digests: of the
+    map, its configuration, and the checkpoint that it is like, as `through_map` returns them.
     """
     run = recorded_run(path)
     if run is None:
-        return
+        return None
     given = {
         **digests,
         **{name: words for name in _REPEATED if (words := joined_words(getattr(request, name)))},
     }
     made = {name: run.facts[name] for name in (*_FILES, *_REPEATED) if run.facts.get(name)}
     differing = [name for name in (*_FILES, *_REPEATED) if given.get(name) != made.get(name)]
-    if differing:
-        raise _not_given(f"{' and '.join(f'--{name}' for name in differing)} of other values", _shown(run, made), path)
+    if not differing:
+        return None
+    return _not_given(f"{' and '.join(f'--{name}' for name in differing)} of other values", _shown(run, made), path)
 
 
 def _not_given(got: str, made_with: str, path: str) -> UsageError:

@@ -25,7 +25,7 @@ from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.planning.partial_sums import Accumulated, is_partial_sum, notes_on
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.processes.governor.admission import Governor
-from reshard_mpi.runs.as_made import as_made, recorded_run, require_as_made
+from reshard_mpi.runs.as_made import as_made, made_otherwise, recorded_run
 from reshard_mpi.runs.choices import require_same_choice
 from reshard_mpi.runs.conversion import LIMITS, Conversion
 from reshard_mpi.runs.differences import where_it_differs
@@ -55,7 +55,8 @@ _BEFORE_LOCATING = Summing(0, is_native=False, decoding_bytes=0, with_numpy=True
 class _Pair(NamedTuple):
     """What a transform would make of a source, and the checkpoint that is to be that.
 
-    ranks: target ranks to verify. notes: what is to be said of the comparison.
+    ranks: target ranks to verify. notes: what is to be said of the comparison. otherwise: the error for options that
+    are not those that the target was made with, if they are not.
     """
 
     conversion: Conversion
@@ -63,6 +64,7 @@ class _Pair(NamedTuple):
     ranks: Sequence[int]
     governor: Governor
     notes: tuple[str, ...]
+    otherwise: ReshardError | None
 
     def check(self, rank: int, size_bytes: int, memory: RunMemory, progress: Progress) -> Verdict:
         """Compare the shard of a target rank with its sources. Raises DamageError if it cannot be compared."""
@@ -126,6 +128,8 @@ def verify_pair(
     weights = target_weights(pair.conversion, pair.ranks)
     check = partial(pair.check, memory=memory, progress=progress)
     checked = _each(target.files, weights, comm, progress, check, pair.notes)
+    if checked.failures and pair.otherwise is not None:
+        raise pair.otherwise
     return _with_notes(checked, pair.governor, source.files, target.files)
 
 
@@ -152,7 +156,7 @@ def _opened_pair(request: Request, comm: Comm, memory: RunMemory, strategies: St
         keeps_strings=formats.by_name(target_files.format).TRAITS.keeps_strings,
     )
     conversion, digests = through_map(request, conversion)
-    require_as_made(request, digests, target_files.path)
+    otherwise = made_otherwise(request, digests, target_files.path)
     memory.on_giving_way(conversion.forget, target.forget)
     memory.to_plan(conversion, target_files.format, purpose, also_read=target)
     conversion.drifted_tensors(damaged_are_replaced=True, process=comm.rank, processes=comm.size)
@@ -163,7 +167,7 @@ def _opened_pair(request: Request, comm: Comm, memory: RunMemory, strategies: St
         if accumulated is not request.accumulated:
             joined = f"the {accumulated} of the replicas, as {target_files.path} says"
             notes = (*notes, f"accumulated gradients are compared with {joined}")
-    return _Pair(conversion, target, chosen_targets(request, conversion), governor, notes)
+    return _Pair(conversion, target, chosen_targets(request, conversion), governor, notes, otherwise)
 
 
 def verify_alone(
