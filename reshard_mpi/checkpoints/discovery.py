@@ -165,12 +165,13 @@ def _indexed(path: str, folders: Mapping[int, Path], select: str | None, format_
         for name in formats.names_of_folder(path)
         if format_name in (None, name) and (select is None or fnmatchcase(formats.index_of(name) or "", select))
     ]
-    if len(names) > 1 or (names and folders and format_name is None):
+    beside = {rank: folder for rank, folder in folders.items() if names and shards_in(folder, None)}
+    if len(names) > 1 or (beside and format_name is None):
         lying = [f"{formats.index_of(name) or 'files'} ({name})" for name in names]
         raise SourceError(
             "two checkpoints lie together",
             expected="rank folders, or a folder with an index",
-            got=" and ".join([*([f"{len(folders)} rank folders"] if folders else []), *lying]),
+            got=" and ".join([*([f"{len(beside)} rank folders"] if beside else []), *lying]),
             where=path,
             remedy=f"move one of them to a folder of its own, or say which is meant, such as --from {names[0]}",
         )

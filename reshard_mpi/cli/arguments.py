@@ -37,7 +37,7 @@ exit codes:
        printed
   4    some targets failed or are missing, and are named (the others are
        complete), verify has found damage, diff a difference, or only the report
-       could not be written
+       or the commit record could not be written
   5    it can never fit the memory that is allowed, refused before anything was
        written
   130  interrupted

@@ -67,6 +67,19 @@ def sum_tensors(
             yield Summed(spec, None, _sum(files, spec, _own(spec, shard), blocks, buffer, limits, on_bytes))
 
 
+def sum_sources(tensors: Iterable[TensorPlan], *, limits: Limits, on_bytes: OnBytes) -> Iterator[Summed]:
+    """Yield the sums of planned tensors by their sources. Raises ShardError if one cannot be read.
+
+    on_bytes: called with the number of bytes just summed.
+    """
+    buffer = memoryview(bytearray(limits.buffer_bytes))
+    with Files() as files:
+        for tensor in tensors:
+            spec = tensor.spec
+            blocks = spec.box.blocks(max(1, len(buffer) // spec.dtype.itemsize_bytes))
+            yield Summed(spec, None, _sum(files, spec, tensor.copies, blocks, buffer, limits, on_bytes))
+
+
 def takes_numpy(spec: TensorSpec, entry: TensorEntry) -> bool:
     """Tell whether numpy is loaded to sum a tensor of a shard."""
     return not entry.is_as_stored or has_short_runs(spec.box, Box.whole(spec.global_shape), spec.dtype.itemsize_bytes)

@@ -129,6 +129,11 @@ class Folder:
             return False
         return True
 
+    def remove_empty(self, name: str) -> None:
+        """Remove a folder in this one if nothing is in it."""
+        with contextlib.suppress(OSError):
+            os.rmdir(name, dir_fd=self._fd)
+
     def blocks(self, name: str) -> int:
         """Return how many blocks of 512 bytes a file takes; 0 if it is gone."""
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -110,19 +110,32 @@ def folder_by_name(name: str) -> FolderFormat | None:
 
 def names_of_folder(path: str) -> tuple[str, ...]:
     """Return the names of the formats a file of which marks the folder `path`."""
+    names = _names_in(path)
+    return tuple(name for name, form in _FORMS.items() if any(_marks(path, names, form)))
+
+
+def marks_in(path: str) -> tuple[str, ...]:
+    """Return the names of the files that mark the folder `path` as a checkpoint of any format."""
+    names = _names_in(path)
+    return tuple(dict.fromkeys(mark for form in _FORMS.values() for mark in _marks(path, names, form)))
+
+
+def _names_in(folder: str) -> Sequence[str]:
+    """Return the names of what lies in a folder; if it cannot be listed, those that mark one."""
     try:
-        names = os.listdir(path)  # noqa: PTH208 - of names alone
+        return os.listdir(folder)  # noqa: PTH208 - of names alone
     except OSError:  # a folder whose files may be opened, and not listed
-        names = [mark for form in _FORMS.values() for mark in form.marks]
-    return tuple(name for name, form in _FORMS.items() if _is_marked(path, names, form))
+        return [mark for form in _FORMS.values() for mark in form.marks]
 
 
-def _is_marked(folder: str, names: Sequence[str], form: _Form) -> bool:
-    """Tell whether a folder is marked as a checkpoint of a form. names: of what lies in it."""
-    if form.parts is not None and any(map(form.parts.fullmatch, names)):
-        return True
-    there = (Path(folder, mark) for mark in form.marks if mark in names)
-    return any(path.is_file() and _begins_with(path, form.index_says) for path in there)
+def _marks(folder: str, names: Sequence[str], form: _Form) -> Iterator[str]:
+    """Yield the names that mark a folder as a checkpoint of a form. names: of what lies in it."""
+    if form.parts is not None:
+        yield from filter(form.parts.fullmatch, names)
+    for mark in form.marks:
+        path = Path(folder, mark)
+        if mark in names and path.is_file() and _begins_with(path, form.index_says):
+            yield mark
 
 
 def _begins_with(path: Path, content: bytes) -> bool:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi import formats
-from reshard_mpi.errors import CoverageError, DamageError, DisagreementError, ReshardError
+from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, TransformError
 from reshard_mpi.filesystem.folders import Folder, closing
 from reshard_mpi.filesystem.locks import open_lock, try_lock
 from reshard_mpi.formats.manifest import Manifest
@@ -43,6 +43,7 @@ from reshard_mpi.planning.differing import Told, between_targets, told_of, witho
 from reshard_mpi.text import natural_key
 
 NOT_WRITTEN = "has not been written"
+_OF_ANOTHER_RUN = "is of another run"
 # Larger records take more memory than a process has asked for when it plans.
 _MOST_READ_EARLY_BYTES = 1 << 20
 _ANEW = "make the targets anew from them with --overwrite"
@@ -87,28 +88,35 @@ class EarlierTarget(NamedTuple):
 
 
 def commit_if_complete(
-    folder: Path, identity: RunIdentity, *, all_made: bool, any_written: bool, told: Collection[str]
+    folder: Path, identity: RunIdentity, *, made: Collection[int], any_written: bool, told: Collection[str]
 ) -> Told:
     """Write the commit record if all targets of the run are complete; return what the user is told besides `told`.
 
-    all_made: the caller knows that all are. any_written: some have just been written; if none has, an existing commit
-    record is kept. While another process writes a target nothing is done, since that process calls this afterwards.
-    Raises DisagreementError or CoverageError as `commit` does.
+    made: the ranks of the targets that are complete, as the caller knows. any_written: some have just been written; if
+    none has, an existing commit record is kept. While another process writes a target nothing is done, since that
+    process calls this afterwards. Raises TransformError if the records do not say what the caller knows;
+    DisagreementError or CoverageError as `commit` does.
     """
     committed = None if any_written else CommitRecord.read(folder)
     if committed is not None and committed.digest == identity.digest and _has_index(folder, identity.format):
         return Told()
-    if not all_made and not _are_all_recorded(folder / STATE, identity.target_ranks):
+    are_all_made = len(made) == identity.target_ranks
+    if not are_all_made and not _are_all_recorded(folder / STATE, identity.target_ranks, made):
         return Told()
     with opened_to_commit(folder) as opened:
         if not try_lock(opened.lock, fcntl.LOCK_EX):
-            return Told()
+            by_another = f"{folder} is left to another process to commit, which is at work there"
+            return Told(notes=(by_another,) if are_all_made else ())
         records = []
         for target_rank in range(identity.target_ranks):
             record = complete_record(folder, identity, target_rank)
-            if isinstance(record, str):
-                return Told()
-            records.append(record)
+            if isinstance(record, TargetRecord):
+                records.append(record)
+            elif target_rank in made:
+                raise _not_as_made(folder, target_rank, record)
+            else:
+                left = f"{folder} is not committed: target rank {target_rank} {record}"
+                return Told(notes=(left,) if record != _OF_ANOTHER_RUN else ())  # which is replaced one by one
         return commit_locked(opened, identity, records, told).told
 
 
@@ -137,8 +145,7 @@ def commit_locked(
     folder = opened.folder.path
     try:
         found = _compare(folder, identity, records, told)
-        found = found._replace(notes=(*found.notes, *_strangers(folder, len(records))))
-        sums = _sums(identity, records)
+        sums = _sums(records)
     except ReshardError:
         withdraw(opened.folder, identity.format)
         raise
@@ -175,30 +182,16 @@ def _publish_index(folder: Folder, format_name: str, records: Sequence[TargetRec
             publish_bytes(folder, index, content)
 
 
-def _sums(identity: RunIdentity, records: Sequence[TargetRecord]) -> dict[str, int]:
+def _sums(records: Sequence[TargetRecord]) -> dict[str, int]:
     """Return the CRC-32 of every whole tensor by name; none if a target has not been verified.
 
-    Raises DamageError if copies have different sums, or if the source was committed with other sums.
+    Raises DamageError if copies have different sums.
     """
     if not all(record.sums for record in records):
         return {}
     from reshard_mpi.journal.sums import sums_of_wholes
 
-    sums = dict(sums_of_wholes({record.rank: record.sums for record in records}))
-    source = CommitRecord.read(Path(identity.facts["source"]))
-    source_files = {file.path for record in records for file in record.evidence.sources.files}
-    if source is None or not source_files <= set(source.files.values()):
-        return sums  # its commit record is not about these files: others have been saved beside the committed ones
-    for name, value in sums.items():
-        if source.sums.get(name, f"{value:08x}") != f"{value:08x}":
-            raise DamageError(
-                f"{name!r} is not what the source was committed with",
-                expected=f"CRC-32 {source.sums[name]}, as its {COMMIT_RECORD} says",
-                got=f"{value:08x}",
-                where=identity.facts["source"],
-                remedy="the source has changed since: reshard-mpi verify it, and restore it from a copy",
-            )
-    return sums
+    return dict(sums_of_wholes({record.rank: record.sums for record in records}))
 
 
 def _compare(folder: Path, identity: RunIdentity, records: Sequence[TargetRecord], told: Collection[str]) -> Told:
@@ -233,19 +226,31 @@ def _compare(folder: Path, identity: RunIdentity, records: Sequence[TargetRecord
     return told_of(without(unlike, told), identity.facts["source"], strict=strict)
 
 
-def _strangers(folder: Path, target_ranks: int) -> Iterator[str]:
-    """Yield a note if targets are left of an earlier run that had more of them (--overwrite replaces only some)."""
-    ranks = [rank for rank in recorded_ranks(folder / STATE) if rank >= target_ranks]
-    if ranks:
-        yield f"{folder} also holds target ranks {ranges(_runs(ranks))} of an earlier run, which are not committed"
-
-
-def _are_all_recorded(state: Path, target_ranks: int) -> bool:
+def _are_all_recorded(state: Path, target_ranks: int, made: Collection[int]) -> bool:
+    """Tell whether all targets have records. Raises TransformError if one of those that have been made has none."""
     try:
         names = {path.name for path in state.iterdir()}
     except FileNotFoundError:
+        if made:
+            raise
         return False
-    return all(record_path(state, rank).name in names for rank in range(target_ranks))
+    unrecorded = [rank for rank in range(target_ranks) if record_path(state, rank).name not in names]
+    for rank in unrecorded:
+        if rank in made:
+            raise _not_as_made(state.parent, rank, NOT_WRITTEN)
+    return not unrecorded
+
+
+def _not_as_made(folder: Path, target_rank: int, found: str) -> TransformError:
+    """Return the error for a target that a run has made, and whose record or file is not found as it was made."""
+    return TransformError(
+        "the targets were made, and are not committed",
+        expected=f"target rank {target_rank} as this run has made it",
+        got=f"by its record and its file it {found}",
+        where=str(folder),
+        remedy="see who else writes there, or look for a failing file system; then reshard-mpi commit, which says what"
+        " is missing",
+    )
 
 
 def complete_record(folder: Path, identity: RunIdentity, target_rank: int) -> TargetRecord | str:
@@ -254,7 +259,7 @@ def complete_record(folder: Path, identity: RunIdentity, target_rank: int) -> Ta
     if record is None:
         return NOT_WRITTEN
     if record.digest != identity.digest:
-        return "is of another run"
+        return _OF_ANOTHER_RUN
     if "prefix" in identity.facts and not _is_file_of(identity, record):
         return f"has a record of another file, {record.file}"
     try:

@@ -55,7 +55,7 @@ class Publication:
         self._then = then
         self._mode = mode
         self._host = host
-        self._is_published = False
+        self.is_published = False
 
     @property
     def partial(self) -> Path:
@@ -78,7 +78,7 @@ class Publication:
 
     def __exit__(self, *_: object) -> None:
         with contextlib.suppress(OSError):  # what stays is removed when the file is written again
-            if not self._is_published:
+            if not self.is_published:
                 self._folder.remove(self._partial_name)
         close(self.descriptor)  # what was to be kept is on the disk
 
@@ -102,7 +102,7 @@ class Publication:
         os.close(os.dup(self.descriptor))  # on which network file systems may report an error of writing
         self._before(os.fstat(self.descriptor), sums)
         self._folder.replace(self._partial_name, self._name, self.descriptor)
-        self._is_published = True
+        self.is_published = True
         if synced:
             self._folder.sync()
         self._then()

@@ -7,6 +7,7 @@ that write targets share `commit.lock`, and one that commits has it alone, so no
 A record is written twice. The first one is written before the target takes its name and identifies the file that will
 (`TargetRecord.announced`), so a finished target is known as such even if its writer died in that instant. The second
 one holds for whatever file is in place, for folders that are copied and file systems that give files new numbers.
+What lies in a target's place and is not this program's own (see `ownership`) is replaced with --overwrite alone.
 """
 
 from __future__ import annotations
@@ -28,6 +29,14 @@ from reshard_mpi.filesystem.locks import Say, holders, open_lock, try_lock, wait
 from reshard_mpi.filesystem.paths import described, require_replaceable
 from reshard_mpi.journal.identity import RunIdentity, glob_of
 from reshard_mpi.journal.leftovers import leftovers, remove_leftovers
+from reshard_mpi.journal.ownership import (
+    lock_name,
+    note_replaceable,
+    own_index,
+    remove_note,
+    require_own_index,
+    require_own_target,
+)
 from reshard_mpi.journal.publication import (
     Publication,
     partial_path,
@@ -75,7 +84,10 @@ class Journal:
         self._overwrite = overwrite
 
     def check(self) -> None:
-        """Raise TargetError if the folder cannot be joined: it cannot be written to, or holds another run."""
+        """Raise TargetError if the folder cannot be joined: it cannot be written to, or is not this run's.
+
+        It is not if it holds another run, or an index or a commit record that this run has not written.
+        """
         require_writable(self.folder)
         with _opened_inner(self.folder, STATE) as state:
             if state is not None:
@@ -84,8 +96,11 @@ class Journal:
                     with contextlib.suppress(FileNotFoundError):
                         close(state.open_file(lock, os.O_RDONLY, "a lock"))
         require_replaceable(self.folder / COMMIT_RECORD, "the commit record")
+        if self._overwrite:
+            return
         run = read_json(run_path(self._state))
-        if run is None or run.get("digest") == self.identity.digest or self._overwrite:
+        if run is None or run.get("digest") == self.identity.digest:
+            require_own_index(self.folder, self._state, self.identity, self._is_begun)
             return
         other = RunIdentity.recorded(self._state)
         choice = self.identity.other_choice(other) if other is not None else None
@@ -105,27 +120,29 @@ class Journal:
     def is_done(self, target_rank: int, path: Path) -> bool:
         """Tell whether the target is complete and is to be skipped (--resume).
 
-        Raises TargetError if its file exists and neither --resume nor --overwrite is given, if no file can take its
-        name, or if a live process is writing it; DisagreementError if it is to be skipped, but was made from sources
-        that have changed.
+        Raises TargetError if its file exists and neither --resume nor --overwrite is given, or is of another origin and
+        --overwrite is not given, if no file can take its name, or if a live process is writing it; DisagreementError if
+        it is to be skipped, but was made from sources that have changed.
         """
         require_place(self.folder, path)
         self._refuse_locked(target_rank)
-        if self._overwrite or not path.exists():
+        if self._overwrite or not os.path.lexists(path):
             return False
         record = self._record(target_rank)
-        status = path.stat()
-        complete = record is not None and record.is_about(status)
+        complete = record is not None and path.exists() and record.is_about(path.stat())
+        if not complete:
+            with _opened_inner(self.folder, STATE) as state:
+                require_own_target(state, self.folder, target_rank, path)
         if self._resume:
             if complete and record is not None:
                 problem = f"target rank {target_rank} was made from sources that have changed since"
                 record.evidence.sources.require_unchanged(problem, _CHANGED)
             return complete
-        origin = "complete by the record of this run" if complete else "of another origin"
+        origin = "complete by the record of this run" if complete else "which this run was about to replace"
         raise TargetError(
             f"target rank {target_rank} is there already",
             expected="no file of that name",
-            got=f"{status.st_size} bytes, {origin}",
+            got=f"{path.stat().st_size} bytes, {origin}",
             where=str(path),
             remedy="--resume skips what is complete, --overwrite replaces it",
         )
@@ -136,8 +153,15 @@ class Journal:
         return record is not None and bool(record.sums)
 
     def leftovers(self) -> Collection[str]:
-        """Return the names of the files of an earlier run that `begin` removes, since --overwrite is given."""
-        return leftovers(self.folder, self.identity) if self._overwrite and not self._is_begun() else ()
+        """Return the paths of the files of an earlier run that `begin` removes, since --overwrite is given.
+
+        They are relative to the target folder.
+        """
+        if not self._overwrite or self._is_begun():
+            return ()
+        earlier = RunIdentity.recorded(self._state)
+        own = own_index(self.folder, self._state, earlier) if earlier is not None else None
+        return {*leftovers(self.folder, self.identity), *([own] if own is not None else [])}
 
     def begin(self, say: Say = lambda _: None) -> None:
         """Create the folder and record the run in it; join the run if another process has begun it.
@@ -154,10 +178,15 @@ class Journal:
         ):
             if wait_for_lock(lock, fcntl.LOCK_EX, path, say, _BEGIN_SECONDS, self._is_begun):
                 remove_stale(state, run.name)
-                if self.leftovers():
-                    withdraw(folder, (RunIdentity.recorded(self._state) or self.identity).format)
+                is_new = read_json(run) is None
+                if self._overwrite and not self._is_begun():
+                    is_new = True
+                    earlier = RunIdentity.recorded(self._state)
+                    if earlier is not None and own_index(self.folder, self._state, earlier) is not None:
+                        withdraw(folder, earlier.format)
+                    withdraw(folder, self.identity.format)
                     remove_leftovers(folder, state, self.identity)
-                if read_json(run) is None or (self._overwrite and not self._is_begun()):
+                if is_new:
                     publish_text(state, run.name, self.identity.as_text())
         self.check()
 
@@ -173,11 +202,12 @@ class Journal:
         with (
             Folder.open(self.folder) as folder,
             folder.inner(STATE) as state,
-            self._locked(state, target_rank),
+            self._locked(state, target_rank) as lock,
             _commit_lock(state, say),
             target_folder(folder, path) as inner,
         ):
             withdraw(folder, self.identity.format)
+            note_replaceable(lock, path)
             record = record_path(self._state, target_rank).name
             state.remove(record)
             remove_stale(state, record)
@@ -186,6 +216,8 @@ class Journal:
             confirm = partial(self._confirm, state, target_rank)
             with Publication(inner, path.name, mode, announce, confirm) as publication:
                 yield publication
+                if publication.is_published:
+                    remove_note(lock)
 
     def left_bytes(self, path: Path) -> int:
         """Return how much space stale partial files of a target take, which is free again when it is begun."""
@@ -220,16 +252,16 @@ class Journal:
         return (read_json(run_path(self._state)) or {}).get("digest") == self.identity.digest
 
     @contextlib.contextmanager
-    def _locked(self, state: Folder, target_rank: int) -> Iterator[None]:
-        with closing(open_lock(state, _lock_name(target_rank))) as lock:
+    def _locked(self, state: Folder, target_rank: int) -> Iterator[int]:
+        with closing(open_lock(state, lock_name(target_rank))) as lock:
             self._take(lock, fcntl.LOCK_EX, target_rank)
-            yield
+            yield lock
 
     def _refuse_locked(self, target_rank: int) -> None:
         # Without such a file, nobody has ever written it.
         with _opened_inner(self.folder, STATE) as state, contextlib.suppress(FileNotFoundError):
             if state is not None:
-                with closing(state.open_file(_lock_name(target_rank), os.O_RDONLY, "a lock")) as lock:
+                with closing(state.open_file(lock_name(target_rank), os.O_RDONLY, "a lock")) as lock:
                     self._take(lock, fcntl.LOCK_SH, target_rank)
 
     def _take(self, lock: int, kind: int, target_rank: int) -> None:
@@ -242,7 +274,7 @@ class Journal:
             raise TargetError(
                 f"target rank {target_rank} is being written by another process",
                 expected="one process for each target",
-                got=f"a lock on {self._state / _lock_name(target_rank)}, held by {holders(lock)}",
+                got=f"a lock on {self._state / lock_name(target_rank)}, held by {holders(lock)}",
                 where=str(self.folder),
                 remedy="wait for it, or give the processes different targets",
             )
@@ -322,10 +354,6 @@ def _opened_inner(folder: Path, name: str) -> Iterator[Folder | None]:
 def target_folder(folder: Folder, path: Path) -> AbstractContextManager[Folder]:
     """Return the folder of the target `path`: the target folder, or one in it, which is made if it is not there."""
     return contextlib.nullcontext(folder) if path.parent == folder.path else folder.made_inner(path.parent.name)
-
-
-def _lock_name(target_rank: int) -> str:
-    return f"rank_{target_rank}.lock"
 
 
 @contextlib.contextmanager

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from reshard_mpi import formats
 from reshard_mpi.checkpoints.chosen import moments_of
 from reshard_mpi.checkpoints.comparison import compare, comparing_bytes
-from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, TransformError, as_reshard_error
+from reshard_mpi.errors import (
+    CoverageError,
+    DisagreementError,
+    ReshardError,
+    ShardError,
+    TransformError,
+)
+from reshard_mpi.errors import told as error_told
 from reshard_mpi.journal.commit import EarlierTarget, commit_if_complete
 from reshard_mpi.journal.provenance import FirstLooks, Sources
 from reshard_mpi.journal.records import Evidence
@@ -27,7 +34,7 @@ from reshard_mpi.runs.division import Work, divide, target_weights
 from reshard_mpi.runs.due import DueTargets
 from reshard_mpi.runs.exchanged import Compared, Due, Planned, record_of
 from reshard_mpi.runs.memory import RunMemory
-from reshard_mpi.runs.outcome import Failure, Outcome, TargetReport, attempt
+from reshard_mpi.runs.outcome import Outcome, TargetReport, attempt
 from reshard_mpi.runs.preflight import (
     Room,
     may_share,
@@ -39,6 +46,7 @@ from reshard_mpi.runs.preflight import (
 )
 from reshard_mpi.runs.prepared import Run
 from reshard_mpi.runs.progress import Counted, Progress
+from reshard_mpi.runs.projection import checking_bytes
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.status import Stage
 from reshard_mpi.runs.write import Writer
@@ -46,6 +54,7 @@ from reshard_mpi.runs.write import Writer
 if TYPE_CHECKING:
     from reshard_mpi.journal.unrecorded import Unrecorded
     from reshard_mpi.runs.listing import ListedTensor
+    from reshard_mpi.runs.selfcheck import Summing
 
 _NOT_VERIFIED = (
     "targets that were complete already were not verified when they were made: reshard-mpi verify SRC DST does it now"
@@ -129,13 +138,12 @@ class Planner:
         for rank, leads in ranks:
             plans.append(attempt(partial(self._plan_target, opened, rank, leads), self._comm, rank))
             self._progress.completed()
-        rooms, together = self._rooms(run), formats.folder_by_name(run.format) is not None
-        every = range(run.conversion.target.world_size)
-        if together:
-            endings = formats.by_name(run.format).SUFFIXES
-            names = (*(run.path(rank).name for rank in every), *journal.leftovers())
-            require_no_strangers(Path(request.target), endings, names)
-        strange = () if together else stranger_notes(map(run.path, work.leads))
+        rooms = self._rooms(run)
+        own_paths = [run.path(rank) for rank in work.leads]
+        if request.recorded:
+            every_path = map(run.path, range(run.conversion.target.world_size))
+            require_no_strangers(Path(request.target), run.format, every_path, own_paths, journal.leftovers())
+        strange = () if request.recorded else stranger_notes(own_paths)
         begun = Outcome.begun(run.conversion, (*governor.notes, *run.target_notes, *strange))
         planned = Planned(begun, opened.choice).joined(record_of(Planned, plan) for plan in plans)
         self.outcome = planned.outcome
@@ -214,19 +222,48 @@ class Planner:
 
     def check_sources(self, sizes: Mapping[int, int], progress: Progress) -> dict[int, ReshardError] | Outcome:
         """Return, by rank, the errors of those source shards that do not fit their own checksums. sizes: by rank."""
-        source = self._require_opened().run.conversion.source
+        from reshard_mpi.runs.source_sums import damage_of
+
+        conversion = self._require_opened().run.conversion
+        before_sums = partial(self._before_sums, conversion.source.files.format)
         errors: dict[int, ReshardError] = {}
-        try:
+
+        def check() -> dict[int, ReshardError]:
             for rank, size_bytes in sizes.items():
-                counted = Counted(progress.moved, size_bytes)
-                error = source.check_crc(rank, counted.add)
+                error = damage_of(conversion.source.stored, rank, size_bytes, conversion.limits, before_sums, progress)
                 if error is not None:
                     errors[rank] = error
-                counted.end()
                 progress.completed()
-        except MemoryError as error:
-            return Outcome(failures=(Failure.here(None, self._comm, as_reshard_error(error)),))
-        return errors
+            return errors
+
+        return attempt(check, self._comm)
+
+    def check_committed(self, progress: Progress) -> Outcome:
+        """Hold this process's share of the source's whole tensors against those that it was committed with.
+
+        A failure refuses the run. Nothing is read if each shard has sums of its own, by which it has been checked.
+        """
+        from reshard_mpi.runs.source_sums import committed_tensors, require_as_committed
+
+        def check() -> Outcome:
+            source = self._require_opened().run.conversion.source
+            limits = self._require_opened().run.conversion.limits
+            found = committed_tensors(source.stored)
+            if found is not None:
+                record, tensors = found
+                needed = [tensor for tensor in tensors if source.needs(tensor.spec.name)]
+                mine = needed[self._comm.rank :: self._comm.size]
+                size_bytes, own_bytes = (sum(tensor.spec.size_bytes for tensor in of) for of in (needed, mine))
+                progress.begin(Stage("checking sources", size_bytes), own_bytes)
+                self._memory.to_move(self._memory.projection.gathering_bytes, f"checking {self.source}")
+                require_as_committed(record, mine, self.source, limits, progress.moved)
+            return Outcome()
+
+        return attempt(check, self._comm)
+
+    def _before_sums(self, format_name: str, summing: Summing) -> None:
+        peak_bytes = max(self._memory.projection.gathering_bytes, checking_bytes(format_name, summing))
+        self._memory.to_move(peak_bytes, f"checking {self.source}")
 
     def begin(self, progress: Progress) -> Outcome:
         """Make the target folder ready if this process has anything to write. A failure refuses the run."""
@@ -324,26 +361,26 @@ class Planner:
         run, journal, *_ = self._require_opened()
         if not isinstance(journal, Journal):
             return Outcome()
-        all_made = len(made.targets) == run.conversion.target.world_size
+        made_ranks = {target.rank for target in made.targets}
         any_written = any(not target.skipped for target in made.targets)
         try:
             told = commit_if_complete(
                 journal.folder,
                 journal.identity,
-                all_made=all_made,
+                made=made_ranks,
                 any_written=any_written,
                 told=(*made.notes, *made.other_warnings),
             )
             return Outcome(notes=told.notes, other_warnings=told.warnings)
         except (CoverageError, DisagreementError) as error:
-            if all_made or not self._request.overwrite:
+            if len(made_ranks) == run.conversion.target.world_size or not self._request.overwrite:
                 raise
             note = f"not committed yet, as targets that are still to be replaced may be why: {error.problem}"
             return Outcome(notes=(note,))
-        except OSError as error:
+        except (OSError, ShardError) as error:  # a ShardError is about a target, which the index is made of
             raise TransformError(
                 "the targets are complete, but the commit record could not be written",
-                got=str(error),
+                got=str(error) if isinstance(error, OSError) else error_told(error),
                 where=str(journal.folder),
                 remedy="mend the cause, then reshard-mpi commit",
             ) from error

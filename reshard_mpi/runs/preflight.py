@@ -6,13 +6,13 @@ import fcntl
 import os
 import struct
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi import formats
-from reshard_mpi.checkpoints.discovery import ShardFiles, shards_in, strangers
+from reshard_mpi.checkpoints.discovery import ShardFiles, rank_of_folder, shards_in, strangers
 from reshard_mpi.errors import TargetError
 from reshard_mpi.formats.files import MAX_KEPT_BYTES, MAX_TENSORS, kept_bytes, kept_kind_bytes
 from reshard_mpi.formats.specs import Specs
@@ -120,23 +120,49 @@ def stranger_notes(paths: Iterable[Path]) -> tuple[str, ...]:
     return (f"{shards[0]}{more} will lie beside the new targets: a shard of another run, which is left as it is",)
 
 
-def require_no_strangers(folder: Path, endings: tuple[str, ...], names: Iterable[str]) -> None:
+def require_no_strangers(
+    folder: Path, format_name: str, every_path: Iterable[Path], own_paths: Iterable[Path], removed: Iterable[str]
+) -> None:
     """Raise TargetError if a folder has foreign files that would be taken for a part of the checkpoint written there.
 
-    endings: of the names of such files. names: of the files that are part of the checkpoint, or are going to be
-    removed.
+    every_path: of the targets of all processes. own_paths: of those whose folders this process looks into. removed: the
+    paths, relative to the folder, of files that are going to be removed.
     """
-    own = set(names)
-    lying = shards_in(folder, None) if folder.is_dir() else []
-    found = [path for path in lying if path.name.endswith(endings) and path.name not in own]
+    if not folder.is_dir():
+        return
+    targets = set(every_path)
+    expected = {*targets, *(folder / name for name in removed)}
+    index = formats.index_of(format_name)
+    marks = (folder / name for name in formats.marks_in(str(folder)) if name != index)
+    lying = (*marks, *_shards_beside(folder, format_name, targets, own_paths))
+    found = [path.relative_to(folder) for path in dict.fromkeys(lying) if path not in expected]
     if found:
         raise TargetError(
             "the target folder holds files that are no part of the checkpoint, and may be taken for one",
             expected="a folder without other checkpoint files",
-            got=", ".join(path.name for path in found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else ""),
+            got=", ".join(map(str, found[:3])) + (f" and {len(found) - 3} more" if len(found) > 3 else ""),
             where=str(folder),
-            remedy="remove them, or choose another folder",
+            remedy="choose another folder, or remove them if nobody needs them",
         )
+
+
+def _shards_beside(
+    folder: Path, format_name: str, targets: Collection[Path], own_paths: Iterable[Path]
+) -> Iterator[Path]:
+    """Yield the shards that are read with the targets in `folder`, if they are no targets: see `require_no_strangers`.
+
+    Those are shards in the folder itself if its files make up one checkpoint, and shards in any rank folder.
+    """
+    target_folders = {path.parent.name for path in targets if path.parent != folder}
+    if formats.folder_by_name(format_name) is not None:
+        endings = formats.by_name(format_name).SUFFIXES
+        yield from (path for path in shards_in(folder, None) if path.name.endswith(endings))
+    else:
+        for path in own_paths:
+            yield from strangers(path)
+    for name in os.listdir(folder):  # noqa: PTH208 - of names alone
+        if rank_of_folder(name) is not None and name not in target_folders and (folder / name).is_dir():
+            yield from shards_in(folder / name, None)
 
 
 def may_share(files: ShardFiles, format_name: str, target: Path) -> bool:

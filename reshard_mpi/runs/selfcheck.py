@@ -59,10 +59,6 @@ def check_shard(
     by: dict[str, None] = {}
     sums: list[TensorSum] = []
     tensors = read_bytes = world_size = 0
-    if record is None and os.path.lexists(record_path(folder / STATE, rank)):
-        remedy = "reshard-mpi verify SRC DST, if there is a source; transform with --resume makes the target anew"
-        where = str(record_path(folder / STATE, rank))
-        damage.append(DamageError("the record of a shard is damaged", where=where, remedy=remedy))
     for path in files.by_rank[rank]:
         shard = files.locate(path)
         is_recorded = record is not None and _is_of(record, folder, path)
@@ -99,6 +95,26 @@ def check_shard(
         counted.end()
     path = files.by_rank[rank][0]
     return Checked(rank, path, tensors, read_bytes, tuple(by), tuple(sums), world_size=world_size), damage
+
+
+def damaged_record(files: ShardFiles, rank: int) -> Iterator[DamageError]:
+    """Yield the damage of the record of a rank's shard, if it cannot be read."""
+    state = Path(files.path) / STATE
+    if TargetRecord.read(state, rank) is None and os.path.lexists(record_path(state, rank)):
+        remedy = "reshard-mpi verify SRC DST, if there is a source; transform with --resume makes the target anew"
+        where = str(record_path(state, rank))
+        yield DamageError("the record of a shard is damaged", where=where, remedy=remedy)
+
+
+def keeps_sums(files: ShardFiles, rank: int) -> bool:
+    """Tell whether there are sums of the tensors in the files of a rank: in these, or in a record that is theirs."""
+    module, folder = formats.by_name(files.format), Path(files.path)
+    record = TargetRecord.read(folder / STATE, rank)
+    return any(
+        (record is not None and record.sums and _is_of(record, folder, path))
+        or (module.TRAITS.keeps_sums and module.stored_sums(path))
+        for path in files.by_rank[rank]
+    )
 
 
 def check_together(files: ShardFiles, checked: Iterable[Checked], *, sound: bool) -> Iterator[DamageError]:

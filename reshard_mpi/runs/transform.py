@@ -149,6 +149,7 @@ def _plan_with_sound_sources(
         progress.begin(stage, sum(mine.values()))
         errors = _gather(comm, planner.check_sources(mine, progress))
         if not any(errors):
+            _refuse(comm.allgather(planner.check_committed(progress)), comm)
             return planner, planned
         checked |= read.keys()
         damage = damage | {rank: error for share in errors for rank, error in share.items()}

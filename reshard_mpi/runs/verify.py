@@ -22,13 +22,11 @@ from reshard_mpi.errors import DamageError, ReshardError, SourceError, as_reshar
 from reshard_mpi.filesystem.paths import require_reachable
 from reshard_mpi.formats.manifest import NEST, Manifest
 from reshard_mpi.formats.nest import agree
-from reshard_mpi.journal.commit_record import CommitRecord
-from reshard_mpi.journal.identity import RunIdentity
-from reshard_mpi.journal.records import STATE
 from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.planning.partial_sums import Accumulated, is_partial_sum, notes_on
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.processes.governor.admission import Governor
+from reshard_mpi.runs.as_made import as_made, made_otherwise, recorded_run
 from reshard_mpi.runs.choices import require_same_choice
 from reshard_mpi.runs.conversion import LIMITS, Conversion
 from reshard_mpi.runs.differences import where_it_differs
@@ -36,10 +34,11 @@ from reshard_mpi.runs.division import assign, target_weights
 from reshard_mpi.runs.memory import RunMemory
 from reshard_mpi.runs.outcome import EXPECTED, Checked, Failure, Outcome, agreed
 from reshard_mpi.runs.prepared import chosen_targets
-from reshard_mpi.runs.progress import Counted, Progress
+from reshard_mpi.runs.progress import Counted, Progress, Silent, complain
 from reshard_mpi.runs.projection import checking_bytes
 from reshard_mpi.runs.request import Request, Strategies
-from reshard_mpi.runs.selfcheck import Summing, check_shard, check_together
+from reshard_mpi.runs.selfcheck import Summing, check_shard, check_together, damaged_record
+from reshard_mpi.runs.source_sums import damage_of
 from reshard_mpi.runs.status import Stage
 from reshard_mpi.runs.through import through_map
 from reshard_mpi.text import counted
@@ -57,7 +56,8 @@ _BEFORE_LOCATING = Summing(0, is_native=False, decoding_bytes=0, with_numpy=True
 class _Pair(NamedTuple):
     """What a transform would make of a source, and the checkpoint that is to be that.
 
-    ranks: target ranks to verify. notes: what is to be said of the comparison.
+    ranks: target ranks to verify. notes: what is to be said of the comparison. otherwise: the error for options that
+    are not those that the target was made with, if they are not.
     """
 
     conversion: Conversion
@@ -65,6 +65,7 @@ class _Pair(NamedTuple):
     ranks: Sequence[int]
     governor: Governor
     notes: tuple[str, ...]
+    otherwise: ReshardError | None
 
     def check(self, rank: int, size_bytes: int, memory: RunMemory, progress: Progress) -> Verdict:
         """Compare the shard of a target rank with its sources. Raises DamageError if it cannot be compared."""
@@ -90,12 +91,25 @@ class _Pair(NamedTuple):
         shard_progress.end()
         checked = checked._replace(notes=tuple(notes_on(conversion.accumulated, plan.sums)))
         unfit: dict[int, ReshardError] = {}
-        while damage and (errors := _unfit(conversion.source, plan, unfit)):  # the sources may be what is damaged
+        while damage and (errors := self._unfit(plan, unfit, memory)):  # the sources may be what is damaged
             unfit |= errors
             plan = conversion.without(unfit).plan(rank, checked=False)
             again, damage = _compare(plan, shard, lambda _: None)
             checked = again._replace(notes=checked.notes)
         return checked, damage
+
+    def _unfit(self, plan: RankPlan, known: Collection[int], memory: RunMemory) -> dict[int, ReshardError]:
+        """Return the errors of source shards of `plan` that do not fit what is kept of them, besides those `known`."""
+        source = self.conversion.source.stored
+
+        def before_sums(summing: Summing) -> None:
+            peak_bytes = max(memory.projection.gathering_bytes, checking_bytes(source.files.format, summing))
+            memory.to_move(peak_bytes, f"checking {source.files.path}")
+
+        silent = Silent(complain)
+        ranks = [rank for rank in plan.read_ranks if rank not in known]
+        errors = {rank: damage_of(source, rank, 0, LIMITS, before_sums, silent) for rank in ranks}
+        return {rank: error for rank, error in errors.items() if error is not None}
 
 
 def verify_pair(
@@ -115,6 +129,8 @@ def verify_pair(
     weights = target_weights(pair.conversion, pair.ranks)
     check = partial(pair.check, memory=memory, progress=progress)
     checked = _each(target.files, weights, comm, progress, check, pair.notes)
+    if checked.failures and pair.otherwise is not None:
+        raise pair.otherwise
     return _with_notes(checked, pair.governor, source.files, target.files)
 
 
@@ -130,6 +146,7 @@ def _opened_pair(request: Request, comm: Comm, memory: RunMemory, strategies: St
     memory.to_open(named, purpose, files.format, target_files.format)
     source = open_source(files, read.source)
     target = open_source(target_files, None if request.dst_strategy is None else read.target)
+    request, made_so = as_made(request, target_files.path)
     accumulated = _accumulated(request, target_files.path)
     conversion = Conversion(
         source,
@@ -139,18 +156,19 @@ def _opened_pair(request: Request, comm: Comm, memory: RunMemory, strategies: St
         accumulated=accumulated,
         keeps_strings=formats.by_name(target_files.format).TRAITS.keeps_strings,
     )
-    conversion, _ = through_map(request, conversion)
+    conversion, digests = through_map(request, conversion)
+    otherwise = made_otherwise(request, digests, target_files.path)
     memory.on_giving_way(conversion.forget, target.forget)
     memory.to_plan(conversion, target_files.format, purpose, also_read=target)
     conversion.drifted_tensors(damaged_are_replaced=True, process=comm.rank, processes=comm.size)
     notes: tuple[str, ...] = ()
     if comm.rank == 0:
         conversion.source.check_values()
-        notes = conversion.source.map_notes()
+        notes = (*made_so, *conversion.source.map_notes())
         if accumulated is not request.accumulated:
-            made_so = f"the {accumulated} of the replicas, as {target_files.path} says"
-            notes = (*notes, f"accumulated gradients are compared with {made_so}")
-    return _Pair(conversion, target, chosen_targets(request, conversion), governor, notes)
+            joined = f"the {accumulated} of the replicas, as {target_files.path} says"
+            notes = (*notes, f"accumulated gradients are compared with {joined}")
+    return _Pair(conversion, target, chosen_targets(request, conversion), governor, notes, otherwise)
 
 
 def verify_alone(
@@ -179,7 +197,8 @@ def verify_alone(
             memory.to_move(checking_bytes(files.format, summing), f"rank {rank} of {request.source}")
 
         before_sums(_BEFORE_LOCATING)
-        return check_shard(files, rank, LIMITS, before_sums, progress)
+        checked, damage = check_shard(files, rank, LIMITS, before_sums, progress)
+        return checked, [*damaged_record(files, rank), *damage]
 
     weights = dict.fromkeys(ranks, 1)
     outcome = _with_notes(_each(files, weights, comm, progress, check), governor, files)
@@ -199,10 +218,7 @@ def _accumulated(request: Request, path: str) -> Accumulated:
     """Return what the target has of accumulated gradients: what was asked for, else what its record says."""
     if request.accumulated is not Accumulated.REFUSE:
         return request.accumulated
-    run = RunIdentity.recorded(Path(path) / STATE)
-    if run is None:
-        committed = CommitRecord.read(Path(path))
-        run = None if committed is None else committed.run
+    run = recorded_run(path)
     return Accumulated(run.facts.get("accumulated", Accumulated.REFUSE)) if run else Accumulated.REFUSE
 
 
@@ -274,12 +290,6 @@ def _require_same_tensors(plan: RankPlan, shard: Manifest) -> None:
                 remedy="give the options it was made with (reshard-mpi inspect DST shows them), or make it anew with"
                 " --overwrite",
             )
-
-
-def _unfit(source: SourceCheckpoint, plan: RankPlan, known: Collection[int]) -> dict[int, ReshardError]:
-    """Return the errors of source shards of `plan` that do not fit their own checksums, besides those `known`."""
-    errors = ((rank, source.check_crc(rank)) for rank in plan.read_ranks if rank not in known)
-    return {rank: error for rank, error in errors if error is not None}
 
 
 def _described(tensor: tuple[object, ...] | None) -> str:

@@ -670,14 +670,15 @@ def test_a_finished_target(tmp_path: Path, capsys: Capture) -> None:
     assert listing(c.dst) == {name.removeprefix("dst/"): v for name, v in before.items() if name.startswith("dst/")}
 
 
-def test_a_target_that_another_program_wrote(tmp_path: Path, capsys: Capture) -> None:
+@pytest.mark.parametrize("options", [(), ("--resume",)])
+def test_a_target_that_another_program_wrote(tmp_path: Path, capsys: Capture, options: tuple[str, ...]) -> None:
     c = make(tmp_path)
     c.written(1).parent.mkdir(parents=True)
     c.written(1).write_text("mine")
     before = listing(tmp_path)
-    finished = run_here(capsys, *c.arguments())
-    assert finished.code == 3 and "target rank 1 is there already" in finished.err
-    assert "of another origin" in finished.err
+    finished = run_here(capsys, *c.arguments("transform", *options))
+    assert finished.code == 3 and "a file that this run has not written lies where target rank 1 goes" in finished.err
+    assert "of another origin" in finished.err and "--overwrite" not in finished.err
     assert listing(tmp_path) == before
 
 

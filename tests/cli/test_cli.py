@@ -121,6 +121,11 @@ def test_resume_redoes_what_is_not_complete(conversion: Conversion, capsys: Capt
     whole = conversion.written(0).read_bytes()
     conversion.written(0).unlink()
     conversion.written(0).write_bytes(whole[:-1])
+    finished = run_here(capsys, *conversion.arguments("transform", "--resume"))
+    assert (
+        finished.code == 3 and f"{len(whole) - 1} bytes, not the {len(whole)} that this run has written" in finished.err
+    )
+    conversion.written(0).unlink()
     left = conversion.written(1).with_name(".checkpoint_1.ckpt.0123.partial")
     left.write_bytes(b"left by a run that died")
     conversion.written(1).unlink()

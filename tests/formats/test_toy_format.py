@@ -130,6 +130,8 @@ def test_folders_that_are_no_checkpoint(tmp_path: Path) -> None:
     assert part.name in run(back.arguments("transform", "--to", "ckpt"), 3)
     part.write_bytes(content)
     (toys.dst / "rank_0").mkdir()
+    run(back.arguments("transform", "--to", "ckpt"))
+    (toys.dst / "rank_0" / "net.ckpt").write_bytes(b"")
     assert "two checkpoints lie together" in run(back.arguments("transform", "--to", "ckpt"), 3)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -13,13 +14,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from support.command_line import COMMAND, Capture, run_here
 from support.conversions import (
+    DST_LAYOUTS,
     TENSORS,
     Conversion,
+    assert_right,
     four_targets,
     make,
     of_every_kind,
@@ -34,6 +38,7 @@ from support.oracle import RawLayout
 from support.processes import clean_environment
 
 import reshard_mpi
+from reshard_mpi.checkpoints.discovery import find_shards
 from reshard_mpi.errors import ReshardError, TargetError
 from reshard_mpi.journal import commit as journal_commit
 from reshard_mpi.journal import standing as committing
@@ -44,6 +49,7 @@ from reshard_mpi.journal.standing import commit
 from reshard_mpi.journal.targets import Journal
 from reshard_mpi.planning.differing import Told
 from reshard_mpi.planning.model import Held
+from reshard_mpi.runs import planner
 from reshard_mpi.runs.outcome import Outcome
 from reshard_mpi.runs.write import Writer
 
@@ -161,6 +167,51 @@ def test_it_cannot_be_written(tmp_path: Path, capsys: Capture, monkeypatch: pyte
     assert record(c).exists()
 
 
+@pytest.mark.parametrize("call", ["stat", "open", "listdir"])
+@pytest.mark.parametrize("options", [("--to", "ckpt"), ("--to", "hf"), ("--to", "dcp"), ("--part", "1/2")])
+def test_what_has_just_been_written_is_not_found_for_once(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], call: str
+) -> None:
+    """A run, or the last task of an array, commits what it has made, or says what it has not found."""
+    c, number = make(tmp_path), 0
+    c = c.but(dst_strategy=None) if "hf" in options else c
+    tasks = [("--part", "0/2"), options] if "--part" in options else [options]
+    look, commit_it = getattr(os, call), planner.commit_if_complete
+    ends = set()
+    while number < 200:
+        c, left = c.but(dst=tmp_path / f"dst{number}"), number
+        number += 1
+
+        def looked(path: object, *arguments: object, dst: Path = c.dst, **named: object) -> object:
+            nonlocal left
+            left -= str(path).startswith((str(dst), ".reshard_mpi", "reshard.json", "rank_"))
+            if left == -1:
+                raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
+            return look(path, *arguments, **named)
+
+        def commit_blindly(*arguments: Any, **named: Any) -> Told:
+            with monkeypatch.context() as patched:
+                patched.setattr(os, call, looked)
+                return commit_it(*arguments, **named)
+
+        for task in tasks[:-1]:
+            assert transform_here(capsys, c, *task).code == 0
+        with monkeypatch.context() as patched:
+            patched.setattr(planner, "commit_if_complete", commit_blindly)
+            finished = transform_here(capsys, c, *tasks[-1])
+        ends.add(finished.code)
+        if finished.code == 0 and "note: " not in finished.err:
+            assert find_shards(str(c.dst)) and record(c).exists(), (finished, number)
+        elif finished.code == 0:  # what another task has made is not found
+            assert f"note: {c.dst} is not committed: target rank 0 " in finished.err and "--part" in options
+        else:
+            assert finished.code == 4 and "targets" in finished.err and str(c.dst) in finished.err, (finished, number)
+            assert run_here(capsys, "commit", str(c.dst)).code == 0 and record(c).exists()
+        if left >= 0:
+            break
+    assert number < 200 and ends <= {0, 4}
+
+
 # commit
 
 
@@ -223,6 +274,10 @@ def test_commit_says_what_is_missing(tmp_path: Path, capsys: Capture, spoiled: s
     assert finished.code == 4 and "1 of 4 targets are not complete: 1\n" in finished.err and finished.out == ""
     assert f"target rank 1 {got}" in finished.err and "--resume" in finished.err and "sbatch --array=1," in finished.err
     assert not record(c).exists()  # it was not true any more
+    if spoiled in ("no record", "another size"):  # the file may be somebody else's
+        finished = transform_here(capsys, c, "--resume")
+        assert finished.code == 3 and f"where: {c.written(1)}" in finished.err
+        c.written(1).unlink()
     assert transform_here(capsys, c, "--resume").code == 0
     assert record(c).read_text() == text
 
@@ -325,9 +380,9 @@ def test_targets_of_an_earlier_run_with_more_of_them(tmp_path: Path, capsys: Cap
     fewer = c.but(dst_strategy=tmp_path / "dst_strategy" / "strategy_0.ckpt")
     finished = transform_here(capsys, fewer, "--overwrite", "--rank", "0")
     assert finished.ended == (0, "") and not record(c).exists()
-    finished = transform_here(capsys, fewer, "--overwrite", "--rank", "1")
-    assert finished.code == 0
-    assert finished.err == f"note: {c.dst} also holds target ranks 2-3 of an earlier run, which are not committed\n"
+    assert not c.written(2).parent.exists() and not c.written(3).parent.exists()
+    assert transform_here(capsys, fewer, "--overwrite", "--rank", "1").ended == (0, "")
+    assert_right(fewer.but(target=side(2, DST_LAYOUTS)))
     assert [target["rank"] for target in json.loads(record(c).read_text())["targets"]] == [0, 1]
 
 
@@ -402,7 +457,11 @@ def test_one_that_replaces_a_target_without_a_journal_withdraws_it(tmp_path: Pat
     reshard_mpi.transform_checkpoints(*arguments, unlisted="drop")
     assert not record(c).exists()
     assert run_here(capsys, "commit", str(c.dst)).code == 4
-    assert transform_here(capsys, c, "--resume").code == 0
+    for path in c.dst.glob("rank_*/*.h5"):
+        path.unlink()
+    finished = transform_here(capsys, c, "--resume")
+    assert finished.code == 3 and "that this run has not written" in finished.err
+    assert transform_here(capsys, c, "--overwrite").code == 0
     assert record(c).exists()
 
 
@@ -417,9 +476,11 @@ def test_nobody_commits_while_another_writes(tmp_path: Path) -> None:
     commit_two(tmp_path)
     (tmp_path / "reshard.json").unlink()
     with commit_lock(tmp_path, fcntl.LOCK_SH):
-        assert commit_if_complete(tmp_path, identity(2), all_made=True, any_written=True, told=()) == Told()
+        told = commit_if_complete(tmp_path, identity(2), made={0, 1}, any_written=True, told=())
+        assert told == Told(notes=(f"{tmp_path} is left to another process to commit, which is at work there",))
+        assert commit_if_complete(tmp_path, identity(2), made={1}, any_written=True, told=()) == Told()
         assert not (tmp_path / "reshard.json").exists()
-    commit_if_complete(tmp_path, identity(2), all_made=True, any_written=True, told=())
+    commit_if_complete(tmp_path, identity(2), made={0, 1}, any_written=True, told=())
     assert (tmp_path / "reshard.json").exists()
 
 
@@ -494,7 +555,7 @@ def test_of_tasks_that_end_at_one_moment_one_commits(tmp_path: Path, turn: int) 
         os.close(go)
         os.read(begin, 1)  # all at once, when the other end is closed
         write(tmp_path, ranks, rank)
-        commit_if_complete(tmp_path, identity(ranks), all_made=False, any_written=True, told=())
+        commit_if_complete(tmp_path, identity(ranks), made={rank}, any_written=True, told=())
 
     processes = [in_fork(lambda rank=rank: task(rank)) for rank in range(ranks)]
     os.close(begin)

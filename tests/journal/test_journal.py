@@ -33,7 +33,7 @@ from reshard_mpi.planning.model import Beginning, Held, Moment
 EVIDENCE = Evidence(
     (0, 1), Held(0, "d1", 0), (Moment("global_step", "7", "/data/src/0"),), (Beginning("seed", "d2", 1),)
 )
-FACTS = {"source": "/data/src", "prefix": "checkpoint_", "format": "ckpt"}
+FACTS = {"source": "/data/src", "prefix": "checkpoint_", "format": "ckpt", "target_ranks": 1}
 
 # A process that says what it has got as far as, and then stays where it is until it is ended.
 HOLDER = """
@@ -306,12 +306,10 @@ def test_a_complete_target_is_recorded_and_skipped_on_resume(tmp_path: Path) -> 
     "spoil",
     [
         lambda folder, path: path.unlink(),
-        lambda folder, path: path.write_bytes(b"another size"),
-        lambda folder, path: (folder / ".reshard_mpi" / "rank_0.json").unlink(),
         lambda folder, path: (folder / ".reshard_mpi" / "rank_0.json").write_text("{"),
         lambda folder, path: (folder / ".reshard_mpi" / "rank_0.json").write_text('{"digest": "", "size_bytes": 5}'),
     ],
-    ids=["gone", "another size", "no record", "damaged record", "record of another run"],
+    ids=["gone", "damaged record", "record of another run"],
 )
 def test_what_is_not_complete_by_its_record_is_done_again(
     tmp_path: Path, spoil: Callable[[Path, Path], object]
@@ -323,6 +321,46 @@ def test_what_is_not_complete_by_its_record_is_done_again(
     assert not resumed.is_done(0, path)
     write(resumed, path)
     assert resumed.is_done(0, path)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda folder, path: path.write_bytes(b"another size"),
+        lambda folder, path: (folder / ".reshard_mpi" / "rank_0.json").unlink(),
+        lambda folder, path: shutil.rmtree(folder / ".reshard_mpi"),
+        lambda folder, path: (path.unlink(), path.symlink_to(folder / "nowhere")),
+    ],
+    ids=["another size", "no record", "no records", "a link that leads nowhere"],
+)
+def test_what_no_record_explains_is_replaced_by_overwriting_alone(
+    tmp_path: Path, spoil: Callable[[Path, Path], object]
+) -> None:
+    path = tmp_path / "rank_0" / "net.ckpt"
+    write(journal(tmp_path), path)
+    spoil(tmp_path, path)
+    for state in (journal(tmp_path), journal(tmp_path, resume=True)):
+        error = refused(lambda state=state: state.is_done(0, path))  # type: ignore[misc]
+        assert "this run has not written" in error.problem and error.where == str(path)
+        assert "--overwrite" not in error.remedy and "another target folder" in error.remedy
+    write(journal(tmp_path, overwrite=True), path)
+    assert journal(tmp_path, resume=True).is_done(0, path)
+
+
+def test_a_note_of_what_is_replaced_is_of_that_file_alone(tmp_path: Path) -> None:
+    """A writer that was to replace a file may be killed; the file that then lies there may be another one."""
+    path = tmp_path / "rank_0" / "net.ckpt"
+    path.parent.mkdir()
+    path.write_bytes(b"before")
+    again = journal(tmp_path, overwrite=True)
+    again.begin()
+    with pytest.raises(ValueError), again.writing(0, path, EVIDENCE):
+        raise ValueError
+    assert not journal(tmp_path, resume=True).is_done(0, path)
+    assert "about to replace" in refused(lambda: journal(tmp_path).is_done(0, path)).got
+    path.write_bytes(b"others")
+    os.utime(path, ns=(0, 0))
+    refused(lambda: journal(tmp_path, resume=True).is_done(0, path))
 
 
 def test_a_target_that_fails_is_neither_there_nor_recorded_and_can_be_written_again(tmp_path: Path) -> None:

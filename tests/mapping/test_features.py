@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -221,8 +222,10 @@ def test_verify_and_diff_go_through_the_map(tmp_path: Path) -> None:
     reshard_mpi.transform(source, tmp_path / "dst", map=map_path, to="hdf5")
     reshard_mpi.verify(source, tmp_path / "dst", map=map_path)
     reshard_mpi.diff(source, tmp_path / "dst", map=map_path)
+    reshard_mpi.verify(source, tmp_path / "dst")  # the record says what it was made with
+    shutil.copytree(tmp_path / "dst", tmp_path / "bare", ignore=lambda *_: [".reshard_mpi", "reshard.json"])
     with pytest.raises(DamageError, match="give the options it was made with"):
-        reshard_mpi.verify(source, tmp_path / "dst")
+        reshard_mpi.verify(source, tmp_path / "bare")
     with pytest.raises(DifferenceError):
         reshard_mpi.diff(source, tmp_path / "dst")
     wrong = {"w": floats(3, 2)}

@@ -10,7 +10,15 @@ from pathlib import Path
 
 import pytest
 from support.command_line import COMMAND, Capture, run_here
-from support.conversions import Conversion, four_targets, listing, make, transform_apart, transform_by_function
+from support.conversions import (
+    Conversion,
+    four_targets,
+    listing,
+    make,
+    transform_apart,
+    transform_by_function,
+    transform_here,
+)
 from support.launch import MPI
 from support.processes import run_command
 
@@ -280,10 +288,24 @@ def folder_of(length: int) -> Path:
 # Left-overs
 
 
-def test_shards_of_another_name_are_pointed_out(tmp_path: Path, capsys: Capture) -> None:
+def test_shards_of_another_name_are_removed_or_refuse_the_run(tmp_path: Path, capsys: Capture) -> None:
     c = make(tmp_path)
     assert run_here(capsys, *c.arguments()).err.count("note:") == 0
-    finished = run_here(capsys, *c.arguments("transform", "--overwrite", "--prefix", "net_"))
-    note = f"note: {c.written(0)} and 1 more will lie beside the new targets: a shard of another run"
-    assert finished.code == 0 and finished.err.count(note) == 1, finished
-    assert c.written(0).exists()
+    finished = transform_here(capsys, c, "--overwrite", "--prefix", "net_")
+    assert finished.ended == (0, "") and not c.written(0).exists(), finished  # they were this program's own
+    strange = c.dst / "rank_1" / "other.ckpt"
+    strange.write_bytes(b"precious")
+    for options in (["--overwrite"], ["--overwrite", "--prefix", "more_"]):
+        finished = run_here(capsys, *c.arguments("transform", *options))
+        assert finished.code == 3 and "got: rank_1/other.ckpt\n" in finished.err and "another folder" in finished.err
+    assert strange.read_bytes() == b"precious"
+
+
+def test_functions_point_out_shards_of_another_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    c = make(tmp_path)
+    strange = c.dst / "rank_1" / "other.ckpt"
+    strange.parent.mkdir(parents=True)
+    strange.write_bytes(b"precious")
+    with caplog.at_level("INFO", "reshard_mpi"):
+        transform_by_function(c)
+    assert f"{strange} will lie beside the new targets" in caplog.text and strange.read_bytes() == b"precious"

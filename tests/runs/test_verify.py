@@ -181,8 +181,8 @@ def test_a_source_that_was_committed_with_other_sums(tmp_path: Path, capsys: Cap
     flip(c.written(2), "w")
     again = ["transform", str(c.dst), str(tmp_path / "again"), "--verify", "--jobs", "1"]
     finished = run_here(capsys, *again)
-    assert finished.code == 4 and "'w' is not what the source was committed with" in finished.err
-    assert not (tmp_path / "again" / "reshard.json").exists()
+    assert finished.code == 3 and "'w' is damaged, expected the sum" in finished.err, finished
+    assert not (tmp_path / "again").exists()
 
 
 def test_a_source_that_was_saved_beside_what_was_committed(tmp_path: Path, capsys: Capture) -> None:

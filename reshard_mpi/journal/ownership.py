@@ -1,0 +1,135 @@
+"""Which files in a target folder this program may replace without `--overwrite`: those that it has written itself.
+
+Others may have saved a checkpoint there, or copied one. A file is explained by the record of its target, which is
+written before the file takes its name, or by the note in the target's lock. The note says which file was there when a
+writer began: one that the user has given up with `--overwrite`, whose record is gone while its target is made again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from reshard_mpi import formats
+from reshard_mpi.errors import TargetError
+from reshard_mpi.filesystem.folders import Folder, close
+from reshard_mpi.filesystem.paths import described
+from reshard_mpi.journal.identity import RunIdentity
+from reshard_mpi.journal.records import COMMIT_RECORD, TargetRecord, record_path, recorded_ranks
+
+_MOST_NOTE_BYTES = 64
+_ELSEWHERE = "choose another target folder, or remove the file if nobody needs it"
+
+
+def lock_name(target_rank: int) -> str:
+    return f"rank_{target_rank}.lock"
+
+
+def remove_note(lock: int) -> None:
+    """Remove the note of `note_replaceable`, since that file has been replaced."""
+    with contextlib.suppress(OSError):  # no other file is taken for that one
+        if os.fstat(lock).st_size:
+            os.ftruncate(lock, 0)
+
+
+def note_replaceable(lock: int, path: Path) -> None:
+    """Note in the open lock of a target which file lies at `path` now; its writer replaces that one."""
+    note = _noted(path)
+    if os.pread(lock, _MOST_NOTE_BYTES, 0) != note:
+        os.ftruncate(lock, 0)
+        if note:
+            os.pwrite(lock, note, 0)
+
+
+def require_own_target(state: Folder | None, folder: Path, target_rank: int, path: Path) -> None:
+    """Raise TargetError if the file at `path`, where a target goes, is nobody's that this folder's records know.
+
+    state: the open folder of the records; None if there is none. folder: the target folder.
+    """
+    record = None if state is None else TargetRecord.read(state.path, target_rank)
+    if state is not None and (
+        _is_explained(record, state, folder, target_rank, path) or _is_noted(state, target_rank, path)
+    ):
+        return
+    got = f"{path.stat().st_size} bytes of another origin" if path.is_file() else described(path)
+    if record is not None and folder / record.file == path and path.is_file():
+        got = f"{path.stat().st_size} bytes, not the {record.size_bytes} that this run has written"
+    raise TargetError(
+        f"a file that this run has not written lies where target rank {target_rank} goes",
+        expected="no file of that name, or the one that this run has put there",
+        got=got,
+        where=str(path),
+        remedy=f"{_ELSEWHERE}, and --resume makes the target",
+    )
+
+
+def require_own_index(folder: Path, state: Path, identity: RunIdentity, is_begun: Callable[[], bool]) -> None:
+    """Raise TargetError if the folder has an index, or a commit record, that the run `identity` has not written.
+
+    is_begun: tells whether the folder's records are those of this run. It is asked after a file has been seen, since
+    another process may begin the run, and end it, meanwhile.
+    """
+    index = formats.index_of(identity.format)
+    if index is not None and os.path.lexists(folder / index):
+        is_own = is_begun() and own_index(folder, state, identity) is not None
+        # It is looked for again: another process may have begun to make a target anew, and removed it.
+        if not is_own and os.path.lexists(folder / index):
+            raise _foreign(folder / index, "index")
+    if os.path.lexists(folder / COMMIT_RECORD) and not is_begun():
+        raise _foreign(folder / COMMIT_RECORD, "commit record")
+
+
+def own_index(folder: Path, state: Path, identity: RunIdentity) -> str | None:
+    """Return the name of the index that the recorded run `identity` has written; None if there is none.
+
+    It is written when all targets are recorded, and removed before the record of one is.
+    """
+    index = formats.index_of(identity.format)
+    if index is None or not os.path.lexists(folder / index):
+        return None
+    target_ranks = identity.facts.get("target_ranks")  # which records of earlier versions may lack
+    recorded = [rank for rank in recorded_ranks(state) if target_ranks is not None and rank < target_ranks]
+    return index if len(recorded) == target_ranks else None
+
+
+def _foreign(path: Path, kind: str) -> TargetError:
+    return TargetError(
+        f"the target folder has the {kind} of a checkpoint that this run has not written",
+        expected="an empty folder, or what this run has put there",
+        got=described(path),
+        where=str(path),
+        remedy=_ELSEWHERE,
+    )
+
+
+def _is_explained(record: TargetRecord | None, state: Folder, folder: Path, target_rank: int, path: Path) -> bool:
+    """Tell whether a target's record explains its file; a record that cannot be read was lost with the power."""
+    if record is None:
+        return os.path.lexists(record_path(state.path, target_rank))
+    with contextlib.suppress(OSError):
+        return folder / record.file == path and path.stat().st_size == record.size_bytes
+    return False
+
+
+def _is_noted(state: Folder, target_rank: int, path: Path) -> bool:
+    """Tell whether the file at `path` is the one that a writer of the target has found there, and was to replace."""
+    try:
+        lock = state.open_file(lock_name(target_rank), os.O_RDONLY, "a lock")
+    except FileNotFoundError:
+        return False
+    try:
+        note = os.pread(lock, _MOST_NOTE_BYTES, 0)
+    finally:
+        close(lock)
+    return bool(note) and note == _noted(path)
+
+
+def _noted(path: Path) -> bytes:
+    """Return the note on the file at `path`, which no other file has; an empty one if there is none."""
+    try:
+        status = path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return b""
+    return f"replaces {status.st_size} bytes of {status.st_mtime_ns}\n".encode()

@@ -1,0 +1,171 @@
+"""Target folders in which something lies already: what others have put there changes only where --overwrite names it.
+
+States of a folder are drawn: what runs have left in it, what of that was lost or copied, and what others have saved
+there. After a run that ends well, there is one checkpoint, the one that was asked for, and no other.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from support.command_line import run_captured
+from support.conversions import Conversion, listing, make
+from support.examples import few
+
+from reshard_mpi import formats
+from reshard_mpi.checkpoints.discovery import find_shards
+from reshard_mpi.journal.records import STATE, recorded_ranks
+
+FORMS = ("ckpt", "hdf5", "safetensors", "torch", "dcp", "hf")
+FOREIGN = b"nobody's but their own: "
+# Names that others may have given to their files, besides those of targets.
+STRANGE = (
+    "rank_0/other.pt",
+    "rank_1/net-3_9.ckpt",
+    "rank_7/checkpoint_7.safetensors",
+    ".metadata",
+    "__9_0.distcp",
+    "model.safetensors.index.json",
+    "model.safetensors",
+    "model-00009-of-00009.safetensors",
+    "param_name_map.json",
+    "reshard.json",
+)
+HARMLESS = ("README.md", "config.json", "rank_0/train.log", "logs/rank_0.txt")
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A target folder, with the files that others have put there."""
+
+    path: Path
+    foreign: dict[str, bytes]
+
+    def put(self, name: str, draw: random.Random) -> None:
+        """Have somebody else write a file, in place of whatever is there."""
+        path = self.path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        self.foreign[name] = FOREIGN + draw.randbytes(draw.randint(0, 40))
+        path.write_bytes(self.foreign[name])
+
+
+def command(c: Conversion, form: str, dst: Path, *options: str) -> list[str]:
+    """Return the command that makes targets of a form."""
+    cut = {"hf": ["--max-shard-size", "140"]}.get(form, [])
+    there = c.but(dst=dst, dst_strategy=None) if form == "hf" else c.but(dst=dst)
+    return there.arguments("transform", "--to", form, "--progress", "none", *cut, *options)
+
+
+@pytest.fixture(scope="module")
+def conversion(tmp_path_factory: pytest.TempPathFactory) -> Conversion:
+    """A conversion with what undisturbed runs make of it, by the name of the form."""
+    c = make(tmp_path_factory.mktemp("used"))
+    for form in FORMS:
+        assert run_captured(*command(c, form, c.folder / form)).code == 0
+    return c
+
+
+def made_by(c: Conversion, form: str) -> dict[str, bytes | None]:
+    """Return the files that an undisturbed run makes, besides its records."""
+    return {
+        name: content for name, content in listing(c.folder / form).items() if content and ".reshard_mpi" not in name
+    }
+
+
+def drawn_folder(c: Conversion, form: str, path: Path, draw: random.Random) -> tuple[Folder, bool, bool]:
+    """Return a folder in a drawn state, whether its records are of the run itself, and whether they are of another."""
+    folder, state = Folder(path, {}), path / ".reshard_mpi"
+    base = draw.choice(("nothing", "empty", "own", "own", "part", "part", "failed overwrite", "other", "other prefix"))
+    if base == "empty":
+        path.mkdir()
+    elif base in ("own", "failed overwrite"):
+        shutil.copytree(c.folder / form, path, copy_function=draw.choice((shutil.copy, shutil.copy2)))
+    elif base == "part":
+        assert run_captured(*command(c, form, path, "--rank", "1")).code == 0
+    elif base == "other":
+        shutil.copytree(c.folder / draw.choice([other for other in FORMS if other != form]), path)
+    elif base == "other prefix" and form not in ("hf", "dcp"):
+        assert run_captured(*command(c, form, path, "--prefix", "net_")).code == 0
+    if base == "failed overwrite":  # killed between the record's removal and the name
+        for lost in ("reshard.json", formats.index_of(form)):
+            if lost is not None:
+                (path / lost).unlink(missing_ok=True)
+        target = min(name for name in made_by(c, form) if formats.name_of(name))
+        status = (path / target).lstat()
+        (state / "rank_0.json").unlink()
+        (state / "rank_0.lock").write_text(f"replaces {status.st_size} bytes of {status.st_mtime_ns}\n")
+    loses_records = state.exists() and draw.random() < 0.2
+    if loses_records:
+        shutil.rmtree(state)
+        folder.foreign.update({name: text for name, text in listing(path).items() if text is not None})
+    elif draw.random() < 0.3 and base in ("own", "part"):  # a target is lost
+        lost = [name for name in made_by(c, form) if formats.name_of(name) and (path / name).exists()]
+        (path / draw.choice(lost)).unlink()
+    is_own = base in ("own", "part", "failed overwrite") and not loses_records
+    return folder, is_own, state.exists() and not is_own
+
+
+@pytest.mark.parametrize("number", few(5, range(120)))
+@pytest.mark.parametrize("form", FORMS)
+def test_drawn_folders(conversion: Conversion, tmp_path: Path, form: str, number: int) -> None:
+    c, draw = conversion, random.Random(f"{form}/{number}")
+    folder, is_own, is_others = drawn_folder(c, form, tmp_path / "dst", draw)
+    made = made_by(c, form)
+    for name in draw.sample([*STRANGE, *made, *made], draw.choice((0, 0, 1, 1, 2))):
+        folder.put(name, draw)
+    for name in draw.sample(HARMLESS, draw.randint(0, 2)):
+        folder.put(name, draw)
+    mode = draw.choice(((), ("--resume",), ("--resume",), ("--overwrite",)))
+    before = listing(folder.path)
+    finished = run_captured(*command(c, form, folder.path, *mode))
+    after = listing(folder.path)
+    assert finished.code in (0, 3), finished
+    if finished.code == 3:
+        assert after == before
+        assert "--overwrite" in mode or "--overwrite" not in finished.err or is_own or is_others
+    named = {*made, "reshard.json"} if "--overwrite" in mode else set()
+    named |= {formats.index_of(form)} if "--overwrite" in mode else set()
+    if is_own:  # what says what lies in the folder is written anew, an index where all targets are recorded
+        named |= {"reshard.json"}
+        targets = sum(formats.name_of(name) is not None for name in made)
+        named |= {formats.index_of(form)} if len(recorded_ranks(folder.path / STATE)) == targets else set()
+    for name, content in folder.foreign.items():
+        assert name in named or after.get(name) == content, (name, mode)
+    if finished.code == 0:
+        assert {name: after.get(name) for name in made} == made
+        found = find_shards(str(folder.path))
+        read = {os.path.relpath(path, folder.path) for paths in found.by_rank.values() for path in paths}
+        assert read == {name for name in made if name != "reshard.json"} and not found.notes
+        assert run_captured("inspect", str(folder.path)).code == 0
+    if set(folder.foreign) <= set(HARMLESS):
+        goes_on = mode == ("--resume",) if is_own else not is_others
+        assert finished.code == 0 or not (goes_on or mode == ("--overwrite",)), finished
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_array_tasks_one_after_another(conversion: Conversion, tmp_path: Path, form: str) -> None:
+    c, dst = conversion, tmp_path / "dst"
+    dst.mkdir()
+    tasks = 3 if form == "hf" else 2
+    for _ in range(2):
+        for task in range(tasks):
+            finished = run_captured(*command(c, form, dst, "--part", f"{task}/{tasks}", "--resume"))
+            assert finished.code == 0, finished
+    assert {name: listing(dst)[name] for name in made_by(c, form)} == made_by(c, form)
+
+
+@pytest.mark.parametrize("earlier", FORMS)
+@pytest.mark.parametrize("form", FORMS)
+def test_overwriting_leaves_one_checkpoint(conversion: Conversion, tmp_path: Path, form: str, earlier: str) -> None:
+    dst = tmp_path / "dst"
+    shutil.copytree(conversion.folder / earlier, dst, copy_function=shutil.copy2)
+    assert run_captured(*command(conversion, form, dst, "--overwrite")).code == 0
+    lying = {name for name, content in listing(dst).items() if content is not None and ".reshard_mpi" not in name}
+    assert lying == made_by(conversion, form).keys()
+    assert find_shards(str(dst)).format == form

@@ -1,0 +1,172 @@
+"""Sources that were made with --verify, and keep sums: held against them before anything is made, whatever is made."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from support.command_line import Capture, run_here
+from support.conversions import FOUR_LAYOUTS, Conversion, make, side
+from support.oracle import RawLayout
+from support.processes import Finished
+
+from reshard_mpi import formats
+from reshard_mpi.checkpoints.discovery import find_shards
+
+FORMS = ("ckpt", "hdf5", "safetensors", "torch", "dcp", "hf")
+
+
+def verified(capsys: Capture, folder: Path, form: str) -> Conversion:
+    """Make a checkpoint of two shards with --verify, and return the conversion of it to four."""
+    c = make(folder)
+    options = ["--to", form, "--verify", *(["--max-shard-size", "140"] if form == "hf" else [])]
+    made = c.but(dst=folder / "made", dst_strategy=None if form == "hf" else c.dst_strategy)
+    finished = run_here(capsys, *made.arguments("transform", *options))
+    assert finished.code == 0, finished
+    states_itself = form in ("hf", "dcp", "hdf5")
+    strategy = None if states_itself else c.dst_strategy
+    return c.to(side(4, FOUR_LAYOUTS)).but(src=made.dst, src_strategy=strategy, dst=folder / "dst")
+
+
+def spoil(folder: Path, name: str = "w", rank: int = -1) -> Path:
+    """Turn over a bit of a tensor in one of the files that hold it, the last unless another is asked for; return it."""
+    found = find_shards(str(folder))
+    module = formats.by_name(found.format)
+    holders = [path for path in found.shards if name in module.locate(path).tensors]
+    entry = module.locate(holders[rank]).tensors[name]
+    path = Path(holders[rank])
+    place = entry.source.ranges[0] if hasattr(entry.source, "ranges") else entry.source.pieces[0]
+    content = bytearray(path.read_bytes())
+    content[place.offset_bytes] ^= 1
+    path.chmod(0o600)
+    path.write_bytes(content)
+    return path
+
+
+def again(capsys: Capture, c: Conversion, form: str, *options: str) -> Finished:
+    c = c.but(dst_strategy=None) if form == "hf" else c
+    return run_here(capsys, *c.arguments("transform", "--verify", "--to", form, "--progress", "none", *options))
+
+
+@pytest.mark.parametrize("lost", [".reshard_mpi", "reshard.json", None])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_damaged_one_is_refused_before_anything_is_written(
+    tmp_path: Path, capsys: Capture, form: str, lost: str | None
+) -> None:
+    """By the sums that are left, where the records or the commit record are lost. Without --verify it is as it is."""
+    c = verified(capsys, tmp_path, form)
+    spoil(c.src)
+    if lost == ".reshard_mpi":
+        shutil.rmtree(c.src / lost)
+    elif lost is not None:
+        (c.src / lost).unlink()
+    for to in ("ckpt", "hf", "dcp"):
+        for options in ([], ["--dtype", "fp32"], ["--exclude", "b"]):
+            finished = again(capsys, c, to, *options)
+            assert finished.code == 3 and "'w'" in finished.err, finished
+            assert not c.dst.exists()
+    if lost == ".reshard_mpi" and form not in ("hdf5", "torch"):  # files have no sums: other tensors are sound
+        assert again(capsys, c, "ckpt", "--exclude", "*w").code == 0
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_tasks_of_an_array(tmp_path: Path, capsys: Capture, form: str) -> None:
+    c = verified(capsys, tmp_path, form)
+    shutil.rmtree(c.src / ".reshard_mpi")
+    spoil(c.src)
+    for task in range(4):
+        finished = again(capsys, c, "torch", "--rank", str(task), "--resume")
+        if form == "hdf5" and task < 2:  # its files have sums of their own, and that of the first rank is sound
+            assert finished.code == 0, finished
+        else:
+            assert finished.code == 3 and "'w'" in finished.err, finished
+            assert not list(c.dst.glob(f"rank_{task}/*")), finished
+
+
+@pytest.mark.parametrize("form", ["ckpt", "hdf5", "safetensors", "torch"])
+def test_a_damaged_one_is_replaced_by_another_that_holds_the_same(tmp_path: Path, capsys: Capture, form: str) -> None:
+    """Ranks 0 and 1, and ranks 2 and 3, hold the same."""
+    made = make(tmp_path).to(side(4, {"w": RawLayout((2, 2), (1, -1)), "b": RawLayout((2, 2), (1,))}))
+    made = made.but(dst=tmp_path / "replicated")
+    assert run_here(capsys, *made.arguments("transform", "--to", form, "--verify")).code == 0
+    path = spoil(made.dst, rank=2)
+    back = made.but(src=made.dst, src_strategy=None if form == "hdf5" else made.dst_strategy, dst_strategy=None)
+    back = back.but(dst=tmp_path / "whole")
+    finished = again(capsys, back, form)
+    assert finished.code == 0 and f"{path.parent.name}" in finished.err and "cannot be used" in finished.err, finished
+    assert run_here(capsys, "verify", str(back.dst)).code == 0
+
+
+# What is made of one is converted
+
+
+RENAMED = "[[map]]\neq = 'w [a b] <=> kernel [a b]'\n"
+TURNED = "[[map]]\neq = 'w [a b] <=> w [b a]'\n"
+WAYS = {
+    "another type": ("--dtype", "w=bf16"),
+    "another name": ("--map", RENAMED, "--forward"),
+    "turned": ("--map", TURNED, "--forward"),
+    "chosen": ("--include", "w", "--include", "moments.*"),
+}
+
+
+def options_of(folder: Path, way: str) -> list[str]:
+    """Return the options of a way to convert, whose map is written."""
+    (folder / "map.toml").write_text(next((text for text in WAYS[way] if "[[map]]" in text), ""))
+    return [str(folder / "map.toml") if "[[map]]" in text else text for text in WAYS[way]]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_converted_is_no_change_of_the_source(tmp_path: Path, capsys: Capture, form: str, way: str) -> None:
+    c = verified(capsys, tmp_path, form)
+    finished = again(capsys, c, form, *options_of(tmp_path, way))
+    assert finished.code == 0 and (c.dst / "reshard.json").exists(), finished
+    assert again(capsys, c, form, "--resume", *options_of(tmp_path, way)).code == 0
+    assert run_here(capsys, "verify", str(c.dst)).code == 0
+
+
+def verify(capsys: Capture, c: Conversion, *options: str) -> Finished:
+    return run_here(capsys, *c.arguments("verify", "--progress", "none", *options))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kept", [".reshard_mpi", "reshard.json"])
+def test_verify_takes_what_is_recorded(tmp_path: Path, capsys: Capture, way: str, kept: str) -> None:
+    c, options = verified(capsys, tmp_path, "ckpt"), options_of(tmp_path, way)
+    assert again(capsys, c, "safetensors", *options).code == 0
+    lost = c.dst / ("reshard.json" if kept == ".reshard_mpi" else ".reshard_mpi")
+    shutil.rmtree(lost) if lost.is_dir() else lost.unlink()
+    finished = verify(capsys, c)
+    assert finished.code == 0 and "note: compared with " in finished.err and options[1] in finished.err, finished
+    assert verify(capsys, c, *options).ended == (0, finished.err.partition("\n")[2])
+    for wrong in (["--dtype", "fp16"], ["--exclude", "b"]):
+        finished = verify(capsys, c, *wrong)
+        assert finished.code == 2 and "was made with other options" in finished.err, finished
+        assert options[1] in finished.err and "damage" not in finished.err
+    if "--map" in options:
+        (tmp_path / "map.toml").rename(tmp_path / "moved.toml")
+        finished = verify(capsys, c)
+        assert finished.code == 2 and "whose file is not there" in finished.err, finished
+        moved = [text.replace("map.toml", "moved.toml") for text in options]
+        assert verify(capsys, c, *moved).code == 0
+        (tmp_path / "map.toml").write_text(RENAMED.replace("kernel", "other"))
+        finished = verify(capsys, c)
+        assert finished.code == 2 and "was made with other options" in finished.err, finished
+
+
+def test_verify_takes_that_parameters_were_dropped(tmp_path: Path, capsys: Capture) -> None:
+    c = make(tmp_path)
+    assert run_here(capsys, *c.arguments("transform", "--unlisted", "drop")).code == 0
+    finished = verify(capsys, c)
+    assert finished.code == 0 and "note: compared with --unlisted drop" in finished.err, finished
+
+
+def test_damage_of_a_source_is_not_that_of_its_target(tmp_path: Path, capsys: Capture) -> None:
+    c = verified(capsys, tmp_path, "ckpt")
+    assert again(capsys, c, "safetensors").code == 0
+    path = spoil(c.src)
+    finished = verify(capsys, c)
+    assert finished.code == 4 and f"in {path}" in finished.err and "no source holds" in finished.err, finished
+    assert "differs from its source" not in finished.err
