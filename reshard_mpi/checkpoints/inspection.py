@@ -14,6 +14,7 @@ from reshard_mpi.checkpoints.siblings import in_its_rank
 from reshard_mpi.errors import ReshardError, SourceError, StrategyError
 from reshard_mpi.filesystem.file_kinds import kind_of_file
 from reshard_mpi.formats.columns import TensorEntry
+from reshard_mpi.formats.listed import ListedTensors
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.places import Decoded, Strided
 from reshard_mpi.journal.records import STATE
@@ -175,6 +176,8 @@ def _shard(manifest: Manifest, wanted: _Wanted) -> dict[str, Any]:
     }
     if manifest.left_out:
         facts["left_out"] = list(manifest.left_out)
+    if isinstance(manifest.tensors, ListedTensors) and manifest.tensors.unreadable:
+        facts["unreadable"] = dict(manifest.tensors.unreadable)
     if manifest.identity is not None:
         facts |= {"rank": manifest.identity.rank, "world_size": manifest.identity.world_size}
     return facts

@@ -27,6 +27,8 @@ def _lines(facts: dict[str, Any]) -> list[str]:
     size = format_bytes(facts["size_bytes"])
     lines = [f"checkpoint: {counted(facts['ranks'], 'rank')}, {facts['format']}, {size} of tensors", *facts["notes"]]
     lines += _tensor_lines(facts) if "names" in facts else _file_lines(facts)
+    lost = (_lost_lines(shard) for shards in facts["shards"].values() for shard in shards)
+    lines += dict.fromkeys(line for of_shard in lost for line in of_shard)
     lines.append(_total_line(facts["totals"]))
     return [*lines, *as_lines({name: facts[name] for name in ("run", "commit") if name in facts})]
 
@@ -73,7 +75,13 @@ def _shard_lines(shard: dict[str, Any]) -> list[str]:
         whole = f"  at {facts['offset']} of {facts['global_shape']}" if "offset" in facts else ""
         lines.append(f"  {name}  {facts['dtype']} {facts['shape']}  {format_bytes(facts['size_bytes'])}{whole}")
     lines += [f"  {name}  {_shown(text)}" for name, text in shard["strings"].items()]
-    return [*lines, *(f"  left out: {what}" for what in shard.get("left_out", ()))]
+    return [*lines, *_lost_lines(shard)]
+
+
+def _lost_lines(shard: dict[str, Any]) -> list[str]:
+    """Return a line for each thing of a shard that no target can have."""
+    unreadable = [f"  cannot be read: {name}: {why}" for name, why in shard.get("unreadable", {}).items()]
+    return unreadable + [f"  left out: {what}" for what in shard.get("left_out", ())]
 
 
 def _shown(text: str) -> str:
