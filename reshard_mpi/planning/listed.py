@@ -167,11 +167,11 @@ class PiecesOf:
 
 def _unreadable(name: str, tensors: ListedTensors) -> CoverageError:
     others = len(tensors.unreadable) - 1
+    besides = f"; and {counted(others, 'other tensor')} cannot be read either" if others else ""
     return CoverageError(
         f"the tensor {name!r} of the checkpoint cannot be read",
         expected="a dense tensor of a type and form that this program knows",
-        got=tensors.unreadable[name]
-        + (f"; and {counted(others, 'other tensor')} cannot be read either" if others else ""),
+        got=f"{tensors.unreadable[name]}{besides}",
         where=tensors.path,
         remedy=f"go on without it (--exclude {shlex.quote(glob.escape(name))}), or save it in another form",
     )
