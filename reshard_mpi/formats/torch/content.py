@@ -33,8 +33,8 @@ class Content(NamedTuple):
 class Storages:
     """The storages that a pickle names, while it is read.
 
-    by_key: one of each, of types that are known; all of a key have the same size. unknown: those of other types. prefix:
-    is put before their keys in what is read, to tell them from those of other archives.
+    by_key: one of each, of types that are known; all of a key have the same size. unknown: those of other types.
+    prefix: is put before their keys in what is read, to tell them from those of other archives.
     """
 
     def __init__(self, prefix: str = "") -> None:
