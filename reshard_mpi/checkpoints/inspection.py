@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery, moments
+from reshard_mpi.checkpoints.foreign import ForeignCheckpointError
 from reshard_mpi.checkpoints.siblings import in_its_rank
 from reshard_mpi.errors import ReshardError, SourceError, StrategyError
 from reshard_mpi.filesystem.file_kinds import kind_of_file
@@ -106,6 +107,8 @@ def _facts(name: str, wanted: _Wanted) -> dict[str, Any]:
     state = state_of(Path(name)) if Path(name).is_dir() else {}
     try:
         files = discovery.find_shards(name)
+    except ForeignCheckpointError:
+        raise
     except SourceError as error:
         if state:
             return {"kind": "run", "path": name, **state}
@@ -141,6 +144,7 @@ def _checkpoint(files: discovery.ShardFiles, wanted: _Wanted) -> dict[str, Any]:
         "ranks": len(shards),
         "size_bytes": sum(shard["size_bytes"] for rank_shards in shards.values() for shard in rank_shards),
         "totals": _totals(shard for rank_shards in shards.values() for shard in rank_shards),
+        **({"left_out": [files.left_out]} if files.left_out else {}),
         "notes": [*files.notes, *([] if formats.by_name(files.format).TRAITS.tells_files else [_MAY_LACK_FILES])],
         "shards": shards,
     }

@@ -27,7 +27,8 @@ def _lines(facts: dict[str, Any]) -> list[str]:
     size = format_bytes(facts["size_bytes"])
     lines = [f"checkpoint: {counted(facts['ranks'], 'rank')}, {facts['format']}, {size} of tensors", *facts["notes"]]
     lines += _tensor_lines(facts) if "names" in facts else _file_lines(facts)
-    lost = (_lost_lines(shard) for shards in facts["shards"].values() for shard in shards)
+    shards = (shard for shards in facts["shards"].values() for shard in shards)
+    lost = (_lost_lines(lossy) for lossy in (*shards, facts))
     lines += dict.fromkeys(line for of_shard in lost for line in of_shard)
     lines.append(_total_line(facts["totals"]))
     return [*lines, *as_lines({name: facts[name] for name in ("run", "commit") if name in facts})]

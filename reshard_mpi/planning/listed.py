@@ -168,13 +168,25 @@ class PiecesOf:
 def _unreadable(name: str, tensors: ListedTensors) -> CoverageError:
     others = len(tensors.unreadable) - 1
     besides = f"; and {counted(others, 'other tensor')} cannot be read either" if others else ""
+    pattern = shlex.quote(_pattern_of_all(name, tensors))
     return CoverageError(
         f"the tensor {name!r} of the checkpoint cannot be read",
         expected="a dense tensor of a type and form that this program knows",
         got=f"{tensors.unreadable[name]}{besides}",
         where=tensors.path,
-        remedy=f"go on without it (--exclude {shlex.quote(glob.escape(name))}), or save it in another form",
+        remedy=f"go on without it (--exclude {pattern}), or save it in another form",
     )
+
+
+def _pattern_of_all(name: str, tensors: ListedTensors) -> str:
+    """Return a pattern of all tensors that cannot be read; of `name` alone where others would match it too."""
+    first, last = min(tensors.unreadable), max(tensors.unreadable)
+    alike = next((at for at, (one, other) in enumerate(zip(first, last)) if one != other), len(first))
+    prefix = first[: first.rfind(".", 0, alike) + 1]
+    others = (other for other in tensors if other not in tensors.unreadable)
+    if len(tensors.unreadable) == 1 or not prefix or any(other.startswith(prefix) for other in others):
+        return glob.escape(name)
+    return f"{glob.escape(prefix)}*"
 
 
 def missing_files(tensors: Tensors) -> Iterator[str]:

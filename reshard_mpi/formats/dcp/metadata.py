@@ -166,7 +166,7 @@ def _left_out(buckets: Sequence[str]) -> tuple[str, ...]:
         return ()
     what = "the optimizer's state in flat buckets (dp_reshardable), of which Megatron-Core alone knows what lies where"
     remedy = "it can save another form by --dist-ckpt-optim-fully-reshardable"
-    return (f"{shortened(buckets)}: {what}; {remedy}",)
+    return (f"{shortened(sorted(buckets), 2)}: {what}; {remedy}",)
 
 
 def _require_same_items(entries: Mapping[str, ListedTensor | None], items: Mapping[ItemKey, ItemPlace]) -> None:
