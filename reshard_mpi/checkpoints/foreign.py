@@ -72,7 +72,8 @@ def _tagged(folder: str) -> list[str]:
                 tag = stream.read(_MAX_TAG_BYTES + 1).decode().strip()
         except (OSError, UnicodeDecodeError):
             continue
-        if tag and "/" not in tag and "\0" not in tag and Path(folder, tag).is_dir():
+        is_name = tag not in ("", ".", "..") and not {"/", "\0"} & set(tag)
+        if is_name and os.path.isdir(Path(folder, tag)):  # noqa: PTH112 - which says no to names that are too long
             found.append(str(Path(folder, tag)))
     return found
 
@@ -139,9 +140,9 @@ def _megatron(folder: str) -> _Kind | None:
     if _MEGATRON_FILE in names and _MEGATRON_OPTIMIZER not in names:
         return None  # one file, which may be a full checkpoint, and says so if it is not
     remedy = (
-        f"of one rank alone, give {_MEGATRON_FILE}: it has the weights; with tensor parallelism alone, put {_MEGATRON_FILE} of each rank into folders rank_0, rank_1 ... (links will"
-        " do) and say how the tensors are cut: reshard-mpi help strategies; else load it with Megatron, and save it as"
-        " torch_dist"
+        f"the weights are in {_MEGATRON_FILE}: of one rank give that file; with tensor parallelism alone put those of"
+        " all ranks into folders rank_0, rank_1 ... (links will do) and say how the tensors are cut: reshard-mpi help"
+        " strategies; else load it with Megatron, and save it as torch_dist"
     )
     if ranks:
         return _Kind("a Megatron checkpoint of the old form", f"{len(ranks)} folders mp_rank_*", remedy)
