@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery, moments
-from reshard_mpi.checkpoints.foreign import ForeignCheckpointError
+from reshard_mpi.checkpoints.foreign_checkpoints import ForeignCheckpointError
 from reshard_mpi.checkpoints.siblings import in_its_rank
 from reshard_mpi.errors import ReshardError, SourceError, StrategyError
 from reshard_mpi.filesystem.file_kinds import kind_of_file

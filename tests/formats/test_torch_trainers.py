@@ -1,6 +1,6 @@
 """Files of DeepSpeed and Megatron by their own words: those without the weights that they list are refused.
 
-The files are made with the keys that the programs write; `tests/checkpoints/test_shared_samples.py` has true ones.
+The files are made with the keys that the programs write; `tests/checkpoints/test_foreign_samples.py` has true ones.
 """
 
 from __future__ import annotations
