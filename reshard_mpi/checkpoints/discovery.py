@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints import moments
-from reshard_mpi.checkpoints.unread_files import left_out_of_folder
 from reshard_mpi.checkpoints.choice import PART, choose, require_one_step
 from reshard_mpi.checkpoints.foreign_checkpoints import require_readable
+from reshard_mpi.checkpoints.unread_files import left_out_of_folder
 from reshard_mpi.errors import ShardError, SourceError, told
 from reshard_mpi.filesystem.file_kinds import kind_of_file
 from reshard_mpi.filesystem.paths import described, real_path

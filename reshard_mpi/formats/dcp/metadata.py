@@ -64,9 +64,9 @@ class Metadata(NamedTuple):
     """What the metadata lists.
 
     entries: tensors by name, None for an object, without those in `left_out`: tensors and objects that nobody can use
-    by themselves. items: where each chunk and object lies. paths: the keys under which
-    an entry lies in nested dictionaries and lists, where that is known. strings: those with which this program wrote
-    the checkpoint, None if others did. end: the byte behind the metadata in its file.
+    by themselves. items: where each chunk and object lies, of these as well. paths: the keys under which an entry lies
+    in nested dictionaries and lists, where that is known. strings: those with which this program wrote the checkpoint,
+    None if others did. end: the byte behind the metadata in its file.
     """
 
     entries: Mapping[str, ListedTensor | None]
@@ -155,7 +155,6 @@ def _metadata(root: Value, end: int) -> Metadata:
     buckets = [name for name in entries if _OF_BUCKETS.fullmatch(name)]
     for name in buckets:
         del entries[name]
-    items = {key: place for key, place in items.items() if key.name in entries} if buckets else items
     paths = _paths(state.get("planner_data"), entries)
     return Metadata(entries, items, paths, strings, end, _left_out(buckets))
 

@@ -61,9 +61,10 @@ def open_folder(folder: str) -> Manifest:
     for name, tensor in found.entries.items():
         if tensor is None:
             continue
-        unreadable = tensor.unreadable or next(
-            (why for chunk in tensor.chunks if (why := why_not.get(ItemKey(name, chunk.offsets)))), ""
-        )
+        unreadable = tensor.unreadable
+        if why_not and not unreadable:
+            keys = (ItemKey(name, chunk.offsets) for chunk in tensor.chunks)
+            unreadable = next((why_not[key] for key in keys if key in why_not), "")
         if unreadable:
             listed.add_unreadable(name, tensor.dtype, tensor.shape, unreadable)
             continue

@@ -60,15 +60,15 @@ def _require_listed_weights(root: Dict, path: str) -> None:
     shapes = root.get("param_shapes")
     for name, shape in (pair for group in (shapes if type(shapes) is list else [shapes]) for pair in _pairs(group)):
         tensor = held.get(name)
-        if type(tensor) is not StoredTensor:
+        if tensor is None:
             lacking.append(name)
-        elif not _is_size(shape, tensor.shape):
+        elif type(tensor) is StoredTensor and 0 in tensor.shape and not _is_size(shape, tensor.shape):
             empty.append(name)
     if empty:
         raise ShardError(
             "a file is of a DeepSpeed ZeRO stage 3 checkpoint, and has no weights",
             expected="parameters of the shapes that the file lists",
-            got=f"{len(empty)} that are not, such as {empty[0]!r} of shape {list(held[empty[0]].shape)}",
+            got=f"{len(empty)} that are empty, such as {empty[0]!r} of shape {list(held[empty[0]].shape)}",
             where=path,
             remedy="the weights lie in pieces in the files *_optim_states.pt beside it; " + _CONVERTER,
         )
