@@ -329,7 +329,7 @@ class SourceTensors:
         box = layout.box(rank)
         whole = kind.global_shape
         if kind.shape != box.shape or kind.box not in (None, box) or whole not in (None, layout.shape):
-            owners = (base for base in named_after(name) if base != name and base in self._signatures)
+            owners = (base for base in named_after(name) if base in self._signatures)
             blamed = next((base for base in owners if self._held_alike(name, base)), name)
             of_state = f" of {name!r}, which goes with it" if blamed != name else ""
             if not listed and kind.shape != box.shape:
