@@ -12,6 +12,8 @@ from typing import NamedTuple
 from reshard_mpi import formats
 from reshard_mpi.checkpoints import moments
 from reshard_mpi.checkpoints.choice import PART, choose, require_one_step
+from reshard_mpi.checkpoints.foreign_checkpoints import require_readable
+from reshard_mpi.checkpoints.unread_files import left_out_of_folder
 from reshard_mpi.errors import ShardError, SourceError, told
 from reshard_mpi.filesystem.file_kinds import kind_of_file
 from reshard_mpi.filesystem.paths import described, real_path
@@ -32,7 +34,8 @@ class ShardFiles(NamedTuple):
     say that they may not belong together. is_folder: whether an index lists the contents of the files, which make up
     one full checkpoint; their rank is then 0. said_files: how many files were saved, if the caller says so. latest: the
     name of the folder, if a file beside it names it as the latest of several. read: the structure of the first file,
-    if it was read to learn whose it is, so that it is parsed once.
+    if it was read to learn whose it is, so that it is parsed once. left_out: in words, which files lie beside these and
+    may be of the same checkpoint, but are not read; empty if none.
     """
 
     path: str
@@ -45,6 +48,7 @@ class ShardFiles(NamedTuple):
     said_files: int | None = None
     latest: str = ""
     read: Manifest | None = None
+    left_out: str = ""
 
     def locate(self, path: str, like: Manifest | None = None) -> Manifest:
         """Read the structure of one of the files, unless it has been read. Raises as `Format.locate` does."""
@@ -80,7 +84,10 @@ def find_shards(
     Raises SourceError where there is nothing or no clear choice.
     """
     latest = moments.latest_in(path)
-    found = _found(path if latest is None else latest.path, select, role, format_name)
+    folder = path if latest is None else latest.path
+    found = _found(folder, select, role, format_name)
+    if select is None and Path(folder).is_dir():
+        found = _naming_left_out(found, folder, format_name)
     if latest is not None:
         found = found._replace(notes=(latest.note, *found.notes), latest=Path(latest.path).name)
     return found._replace(said_files=file_count)
@@ -109,6 +116,8 @@ def _found(path: str, select: str | None, role: str, format_name: str | None) ->
     if name is not None and (folder_format := formats.folder_by_name(name)) is not None:
         return ShardFiles(path, name, {0: folder_format.files_of(path)}, is_folder=True)
     wanted = f"{_endings(format_name)}{_selected(select)}"
+    if not folders and select is None:
+        require_readable(path, role)
     if folders:
         return _from_folders(path, folders, select, role, format_name)
     loose = shards_in(given, select, format_name)
@@ -118,6 +127,31 @@ def _found(path: str, select: str | None, role: str, format_name: str | None) ->
     _require_index(name, given, path, role)
     _require_all_parts(loose, path)
     return _by_own_rank(ShardFiles(path, name, {0: tuple(str(entry) for entry in loose)}))
+
+
+def _naming_left_out(files: ShardFiles, folder: str, format_name: str | None) -> ShardFiles:
+    """Return files with a warning that names what lies beside them in `folder` and is not read.
+
+    format_name: the one that the user has chosen, so that files of others are left out by his will.
+    """
+    paths = [path for paths in files.by_rank.values() for path in paths]
+    inside = [Path(os.path.relpath(path, folder)).parts for path in paths]
+    suffixes = formats.by_name(files.format).SUFFIXES
+
+    def is_taken(name: str) -> bool:
+        if name.endswith(suffixes):  # of several files of a rank, or of several ranks, it is said which are taken
+            return not files.is_folder
+        is_of_others = format_name is not None and formats.name_of(name) is not None
+        return is_of_others or _is_strategy(Path(folder, name))
+
+    left_out = left_out_of_folder(folder, {parts[0] for parts in inside}, is_taken)
+    if inside and len(inside[0]) == 2 and rank_of_folder(inside[0][0]) is not None:  # the first rank stands for all
+        of_rank = left_out_of_folder(str(Path(paths[0]).parent), {inside[0][1]}, is_taken)
+        left_out = "; ".join(filter(None, (left_out, of_rank and f"in {inside[0][0]} {of_rank}")))
+    if not left_out:
+        return files
+    warning = f"left out, though it lies in {folder} beside what is read: {left_out}"
+    return files._replace(left_out=left_out, warnings=(*files.warnings, warning))
 
 
 def _require_index(name: str, folder: Path, path: str, role: str) -> None:

@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery, moments
+from reshard_mpi.checkpoints.foreign_checkpoints import ForeignCheckpointError
 from reshard_mpi.checkpoints.siblings import in_its_rank
 from reshard_mpi.errors import ReshardError, SourceError, StrategyError
 from reshard_mpi.filesystem.file_kinds import kind_of_file
 from reshard_mpi.formats.columns import TensorEntry
+from reshard_mpi.formats.listed import ListedTensors
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.places import Decoded, Strided
 from reshard_mpi.journal.records import STATE
@@ -105,6 +107,8 @@ def _facts(name: str, wanted: _Wanted) -> dict[str, Any]:
     state = state_of(Path(name)) if Path(name).is_dir() else {}
     try:
         files = discovery.find_shards(name)
+    except ForeignCheckpointError:
+        raise
     except SourceError as error:
         if state:
             return {"kind": "run", "path": name, **state}
@@ -141,6 +145,7 @@ def _checkpoint(files: discovery.ShardFiles, wanted: _Wanted) -> dict[str, Any]:
         **({"files": list(files.one_by_one().shards)} if files.is_folder else {}),
         "size_bytes": sum(shard["size_bytes"] for rank_shards in shards.values() for shard in rank_shards),
         "totals": _totals(shard for rank_shards in shards.values() for shard in rank_shards),
+        **({"left_out": [files.left_out]} if files.left_out else {}),
         "notes": [*files.notes, *([] if formats.by_name(files.format).TRAITS.tells_files else [_MAY_LACK_FILES])],
         "shards": shards,
     }
@@ -176,6 +181,8 @@ def _shard(manifest: Manifest, wanted: _Wanted) -> dict[str, Any]:
     }
     if manifest.left_out:
         facts["left_out"] = list(manifest.left_out)
+    if isinstance(manifest.tensors, ListedTensors) and manifest.tensors.unreadable:
+        facts["unreadable"] = dict(manifest.tensors.unreadable)
     if manifest.identity is not None:
         facts |= {"rank": manifest.identity.rank, "world_size": manifest.identity.world_size}
     return facts

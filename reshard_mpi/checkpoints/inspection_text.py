@@ -28,6 +28,9 @@ def _lines(facts: dict[str, Any]) -> list[str]:
     holders = counted(len(facts["files"]), "file") if "files" in facts else counted(facts["ranks"], "rank")
     lines = [f"checkpoint: {holders}, {facts['format']}, {size} of tensors", *facts["notes"]]
     lines += _tensor_lines(facts) if "names" in facts else _file_lines(facts)
+    shards = (shard for shards in facts["shards"].values() for shard in shards)
+    lost = (_lost_lines(lossy) for lossy in (*shards, facts))
+    lines += dict.fromkeys(line for of_shard in lost for line in of_shard)
     lines.append(_total_line(facts["totals"]))
     return [*lines, *as_lines({name: facts[name] for name in ("run", "commit") if name in facts})]
 
@@ -76,7 +79,13 @@ def _shard_lines(shard: dict[str, Any]) -> list[str]:
         whole = f"  at {facts['offset']} of {facts['global_shape']}" if "offset" in facts else ""
         lines.append(f"  {name}  {facts['dtype']} {facts['shape']}  {format_bytes(facts['size_bytes'])}{whole}")
     lines += [f"  {name}  {_shown(text)}" for name, text in shard["strings"].items()]
-    return [*lines, *(f"  left out: {what}" for what in shard.get("left_out", ()))]
+    return [*lines, *_lost_lines(shard)]
+
+
+def _lost_lines(shard: dict[str, Any]) -> list[str]:
+    """Return a line for each thing of a shard that no target can have."""
+    unreadable = [f"  cannot be read: {name}: {why}" for name, why in shard.get("unreadable", {}).items()]
+    return unreadable + [f"  left out: {what}" for what in shard.get("left_out", ())]
 
 
 def _shown(text: str) -> str:

@@ -148,10 +148,10 @@ def _require_no_part(manifest: Manifest) -> None:
     if manifest.part_of:
         raise SourceError(
             f"a file is one part of {manifest.part_of}, and may hold slices",
-            expected="the folder with all parts",
+            expected="all parts" if manifest.to_have_all else "the folder with all parts",
             got="a file by itself",
             where=manifest.path,
-            remedy="give that folder as it was saved, without --select",
+            remedy=manifest.to_have_all or "give that folder as it was saved, without --select",
         )
 
 

@@ -335,6 +335,6 @@ def locate(files: ShardFiles, rank: int, like: Manifest | None = None) -> Manife
         strings[NEST] = common
     left_out = tuple(what for manifest in manifests for what in manifest.left_out)
     lacks_others = any(manifest.lacks_others for manifest in manifests)
-    part_of = next((manifest.part_of for manifest in manifests if manifest.part_of), "")
+    part = next((manifest for manifest in manifests if manifest.part_of), manifests[0])
     joined = Manifest(files.path, files.format, tensors, strings, left_out=left_out)
-    return joined._replace(lacks_others=lacks_others, part_of=part_of)
+    return joined._replace(lacks_others=lacks_others, part_of=part.part_of, to_have_all=part.to_have_all)

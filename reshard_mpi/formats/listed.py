@@ -32,10 +32,12 @@ class ListedTensors(Tensors):
 
     A file may have several pieces of a tensor. Pieces may overlap if they hold the same there. lists: the different
     lists of pieces. list_of: for each tensor, the number of its list. numbers: for each tensor, the numbers of its
-    pieces in their files. missing: in words, why no pieces of some files are listed.
+    pieces in their files. missing: in words, why no pieces of some files are listed. unreadable: the names of tensors
+    whose elements cannot be read though their files are sound, each with the reason in words; no pieces of them are
+    listed.
     """
 
-    __slots__ = ("_number_of_list", "list_of", "lists", "missing", "numbers")
+    __slots__ = ("_number_of_list", "list_of", "lists", "missing", "numbers", "unreadable")
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
@@ -43,12 +45,11 @@ class ListedTensors(Tensors):
         self.list_of = array("I")
         self.numbers: list[tuple[int, ...]] = []
         self.missing: tuple[str, ...] = ()
+        self.unreadable: dict[str, str] = {}
         self._number_of_list: dict[tuple[tuple[Box, int], ...], int] = {}
 
     def add_listed(self, name: str, dtype: DType, shape: tuple[int, ...], pieces: Sequence[Piece]) -> None:
         """Add a tensor. Raises ValueError if there is one of its name already, or if a piece does not fit it."""
-        if name in self.number_of:
-            raise ValueError(f"two tensors called {name!r}")
         whole = Box.whole(shape)
         for box, tensors, number in pieces:
             kind = tensors.kinds[tensors.kind_of[number]]
@@ -58,10 +59,24 @@ class ListedTensors(Tensors):
         list_number = self._number_of_list.setdefault(key, len(self.lists))
         if list_number == len(self.lists):
             self.lists.append(tuple((piece.box, piece.tensors) for piece in pieces))
+        self._add(name, Kind(dtype, shape), list_number, tuple(piece.number for piece in pieces))
+
+    def add_unreadable(self, name: str, dtype: DType, shape: tuple[int, ...], why: str) -> None:
+        """Add a tensor that cannot be read. Raises ValueError if there is one of its name already.
+
+        It has an empty list of its own, so that nothing is said of it together with others.
+        """
+        self._add(name, Kind(dtype, shape), len(self.lists), ())
+        self.lists.append(())
+        self.unreadable[name] = why
+
+    def _add(self, name: str, kind: Kind, list_number: int, numbers: tuple[int, ...]) -> None:
+        if name in self.number_of:
+            raise ValueError(f"two tensors called {name!r}")
         self.elsewhere[len(self.starts)] = _NOWHERE
-        self.add(name, self.kind(Kind(dtype, shape)), ELSEWHERE)
+        self.add(name, self.kind(kind), ELSEWHERE)
         self.list_of.append(list_number)
-        self.numbers.append(tuple(piece.number for piece in pieces))
+        self.numbers.append(numbers)
 
     @property
     def pieces(self) -> int:

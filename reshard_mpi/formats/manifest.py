@@ -63,7 +63,8 @@ class Manifest(NamedTuple):
     structure: if the format has it, another file with an equal one has the same tensors at the same places. left_out:
     in words, what else is in the file and cannot be converted. lacks_others: whether it states
     that it was saved without what other ranks hold as well. part_of: in words, of what checkpoint the file says that it
-    is one part, so that it is none by itself; empty if it says nothing.
+    is one part, so that it is none by itself; empty if it says nothing. to_have_all: what to do then, if it is not to
+    give the folder.
     """
 
     path: str
@@ -75,6 +76,7 @@ class Manifest(NamedTuple):
     left_out: tuple[str, ...] = ()
     lacks_others: bool = False
     part_of: str = ""
+    to_have_all: str = ""
 
     def at(self, path: str) -> Manifest:
         """Return the manifest of the file `path`, which must have the same structure."""

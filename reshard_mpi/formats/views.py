@@ -122,7 +122,7 @@ def _converted_list(tensors: ListedTensors, dtype: DType) -> ListedTensors:
     view = ListedTensors(tensors.path)
     view.number_of, view.kind_of, view.starts = tensors.number_of, tensors.kind_of, tensors.starts
     view.elsewhere, view.list_of, view.numbers = tensors.elsewhere, tensors.list_of, tensors.numbers
-    view.missing = tensors.missing
+    view.missing, view.unreadable = tensors.missing, tensors.unreadable
     view.kinds = [_converted_kind(kind, dtype) for kind in tensors.kinds]
     view.lists = [tuple((box, by_file[id(file)]) for box, file in pieces) for pieces in tensors.lists]
     return view

@@ -15,7 +15,7 @@ from reshard_mpi.planning.parameters import Unlisted, find_or_follow
 from reshard_mpi.planning.samples import MAX_TENSORS, Pair
 from reshard_mpi.sharding.nesting import regroup_part
 from reshard_mpi.sharding.patterns import Pattern
-from reshard_mpi.sharding.placement import Placement, Shape, Strategy
+from reshard_mpi.sharding.placement import Placement, Shape, Strategy, named_after
 from reshard_mpi.text import nearest_first
 from reshard_mpi.units import KIB
 
@@ -195,6 +195,7 @@ def _judge_unlisted(pair: Pair, tensors: Sequence[Compared], where: str) -> None
     if len(own) > _MAX_OWN_TENSORS:
         suspects = own
     if suspects:
+        suspects = _parameters_first(suspects)
         raise StrategyError(
             "tensors that the source strategy does not list are no copies of each other",
             expected="the same on every rank, or small values that each rank has for itself",
@@ -349,8 +350,14 @@ def _count_cutting_axes(placement: Placement) -> int:
     return len(axes) + (placement.optimizer > 1)
 
 
+def _parameters_first(tensors: Sequence[Compared]) -> list[Compared]:
+    """Return tensors with those last that are state of others among them: what is wrong with these is wrong with it."""
+    names = {tensor.name for tensor in tensors}
+    return sorted(tensors, key=lambda tensor: any(base in names for base in named_after(tensor.name)))
+
+
 def _some(tensors: Sequence[Compared]) -> str:
-    names = _quoted([tensor.name for tensor in tensors])
+    names = _quoted([tensor.name for tensor in _parameters_first(tensors)])
     return f"{len(tensors)} compared tensors ({names})" if len(tensors) > 1 else names
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import glob
+import shlex
 from array import array
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from reshard_mpi.errors import CoverageError
+from reshard_mpi.errors import CoverageError, ReshardError
 from reshard_mpi.formats.columns import Tensors
 from reshard_mpi.formats.listed import ListedTensors, PieceList
 from reshard_mpi.planning.losses import described
@@ -15,6 +17,7 @@ from reshard_mpi.planning.model import Check, Copy, Group, PlannedTensors, Route
 from reshard_mpi.planning.replicas import Replicas, home_rank
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.cover import Pieces, Taken, UncoveredError, overlapping
+from reshard_mpi.text import counted
 
 # Unless all are compared: so many overlaps of tensors of one kind, and so many elements of each overlap.
 _MAX_SAMPLED, _SAMPLED_ELEMENTS = 4, 4096
@@ -24,12 +27,15 @@ class PiecesOf:
     """Finds the pieces that one target reads.
 
     target_rank, targets: the rank, and how many ranks there are. Of several files that hold the same, the target
-    prefers the first one from its own place on among the files, so that targets read different files.
+    prefers the first one from its own place on among the files, so that targets read different files. allows_holes:
+    tensors without all their pieces do not refuse the plan, but are named in `holes`, each with the reason.
     """
 
-    def __init__(self, target_rank: int, targets: int) -> None:
+    def __init__(self, target_rank: int, targets: int, *, allows_holes: bool = False) -> None:
         self._target_rank = target_rank
         self._targets = targets
+        self._allows_holes = allows_holes
+        self.holes: dict[str, ReshardError] = {}
         self._known: dict[int, tuple[PieceList, list[int], Pieces]] = {}
         self._overlapping: dict[tuple[int, Box], list[tuple[int, int, Box]]] = {}
         self._places: dict[int, dict[int, int]] = {}
@@ -38,7 +44,7 @@ class PiecesOf:
         """Return the same tensors with every route from a list of pieces replaced by routes from the pieces themselves.
 
         Those from tensors that a map makes are replaced by routes from what they are made of. Raises CoverageError for
-        a part that no piece has.
+        a part that no piece has, and for a tensor that cannot be read, unless there may be holes.
         """
         if not any(
             isinstance(route.tensors, ListedTensors | MappedTensors)
@@ -63,7 +69,13 @@ class PiecesOf:
         groups = []
         for (number, *_), own_names, own_places in zip(made, names, places):
             group = tensors.groups[number]
-            routes = [made for route in group.routes for made in self._routes(route, own_names[0], own_places)]
+            try:
+                routes = [made for route in group.routes for made in self._routes(route, own_names[0], own_places)]
+            except CoverageError as error:
+                if not self._allows_holes:
+                    raise
+                routes = []
+                self.holes.update(dict.fromkeys(own_names, error))
             groups.append(Group(group.kind, own_names, tuple(routes)))
         return PlannedTensors(groups, group_of)
 
@@ -85,6 +97,8 @@ class PiecesOf:
         if not isinstance(tensors, ListedTensors):
             yield route._replace(numbers=array("I", (route.numbers[place] for place in places)))
             return
+        if name in tensors.unreadable:
+            raise _unreadable(name, tensors)
         numbers = [route.numbers[place] for place in places]
         pieces = tensors.lists[tensors.list_of[numbers[0]]]
         order, taken = self._taken(tensors, tensors.list_of[numbers[0]], route.region, name)
@@ -149,6 +163,30 @@ class PiecesOf:
     def _piece(self, tensors: ListedTensors, number: int, piece: int, name: str, region: Box) -> Copy:
         box, file = tensors.lists[tensors.list_of[number]][piece]
         return Route(0, box, region, file, (tensors.numbers[number][piece],)).copy(0, name)
+
+
+def _unreadable(name: str, tensors: ListedTensors) -> CoverageError:
+    others = len(tensors.unreadable) - 1
+    besides = f"; and {counted(others, 'other tensor')} cannot be read either" if others else ""
+    pattern = shlex.quote(_pattern_of_all(name, tensors))
+    return CoverageError(
+        f"the tensor {name!r} of the checkpoint cannot be read",
+        expected="a dense tensor of a type and form that this program knows",
+        got=f"{tensors.unreadable[name]}{besides}",
+        where=tensors.path,
+        remedy=f"go on without it (--exclude {pattern}), or save it in another form",
+    )
+
+
+def _pattern_of_all(name: str, tensors: ListedTensors) -> str:
+    """Return a pattern of all tensors that cannot be read; of `name` alone where others would match it too."""
+    first, last = min(tensors.unreadable), max(tensors.unreadable)
+    alike = next((at for at, (one, other) in enumerate(zip(first, last)) if one != other), len(first))
+    prefix = first[: first.rfind(".", 0, alike) + 1]
+    others = (other for other in tensors if other not in tensors.unreadable)
+    if len(tensors.unreadable) == 1 or not prefix or any(other.startswith(prefix) for other in others):
+        return glob.escape(name)
+    return f"{glob.escape(prefix)}*"
 
 
 def missing_files(tensors: Tensors) -> Iterator[str]:

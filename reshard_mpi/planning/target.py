@@ -224,7 +224,7 @@ class ShardPlanner:
         choice = self._choose()
         absent = self._absent()
         groups = tuple(self._planned(way, choice[way.number]) for way in self._ways.values())
-        pieces = PiecesOf(self._rank, self._target.world_size)
+        pieces = PiecesOf(self._rank, self._target.world_size, allows_holes=self._policy.allows_holes)
         tensors = pieces.planned(PlannedTensors(groups, array("I", (way.number for way in self._wanted.values()))))
         same_world = self._target.world_size == self._source.world_size
         checks = (
@@ -259,7 +259,7 @@ class ShardPlanner:
             ),
             left_out=tuple(left_out_of(self._manifests)),
             sums=sums_among((way.names, way.group) for way in self._ways.values()),
-            holes=self._holes,
+            holes={**self._holes, **pieces.holes},
         )
 
     def written_elsewhere(self) -> frozenset[str]:

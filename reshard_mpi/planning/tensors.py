@@ -270,7 +270,7 @@ class SourceTensors:
             raise
         for layout in layouts:
             for rank in self._held_in((layout.placement,), kinds_in_stages):
-                self._check(name, rank, layout, first_rank, kinds)
+                self._check(name, rank, layout, first_rank, kinds, listed=listed)
         for rank, kind in kinds_in_stages.items():
             if kind.dtype != first.dtype:
                 raise DisagreementError(
@@ -317,17 +317,34 @@ class SourceTensors:
             for rank, kind in self._kinds(name).items()
         )
 
-    def _check(self, name: str, rank: int, layout: Layout, first_rank: int, kinds: Mapping[int, Kind]) -> None:
-        """Raise DisagreementError if `rank` does not hold what the layout says, which was derived from `first_rank`."""
+    def _check(
+        self, name: str, rank: int, layout: Layout, first_rank: int, kinds: Mapping[int, Kind], *, listed: bool
+    ) -> None:
+        """Raise DisagreementError if `rank` does not hold what the layout says, which was derived from `first_rank`.
+
+        What is wrong with a parameter is wrong with its state too, such as moments, and said of the parameter. listed:
+        whether the strategy says how the tensor is cut; else it should be whole on every rank.
+        """
         kind, first = kinds[rank], kinds[first_rank]
         box = layout.box(rank)
         whole = kind.global_shape
         if kind.shape != box.shape or kind.box not in (None, box) or whole not in (None, layout.shape):
+            owners = (base for base in named_after(name) if base in self._signatures)
+            blamed = next((base for base in owners if self._held_alike(name, base)), name)
+            of_state = f" of {name!r}, which goes with it" if blamed != name else ""
+            if not listed and kind.shape != box.shape:
+                raise DisagreementError(
+                    f"the source strategy does not say how {blamed!r} is cut, and it is not the same on all ranks",
+                    expected=f"shape {list(first.shape)} on every rank, as in {self._manifests[first_rank].path}",
+                    got=f"shape {list(kind.shape)} on rank {rank}{of_state}",
+                    where=self._manifests[rank].path,
+                    remedy="say in the source strategy how it is cut: in TOML by a rule that matches its name",
+                )
             raise DisagreementError(
-                f"the shape of {name!r} does not fit its layout, or the shards disagree",
+                f"the shape of {blamed!r} does not fit its layout, or the shards disagree",
                 expected=f"box {box} of shape {list(box.shape)} on rank {rank} (whole tensor {list(layout.shape)},"
                 f" as {self._manifests[first_rank].path} has {list(first.shape)})",
-                got=f"shape {list(kind.shape)}"
+                got=f"shape {list(kind.shape)}{of_state}"
                 + (f" at box {kind.box}" if kind.box is not None else "")
                 + (f" of {list(whole)}" if whole is not None else ""),
                 where=self._manifests[rank].path,

@@ -95,6 +95,7 @@ class Conversion:
             require_same_network(self.source.strategy, opened.manifests.values())
             if self.strict:
                 require_nothing_left_out(opened.manifests)
+                self._require_all_files_read()
             plan = opened.planner.plan(self._strategy_table())
         except CoverageError as error:
             self._tell_where(error)
@@ -114,6 +115,13 @@ class Conversion:
         if self.once:
             opened.planner.require_one_copy()
         return plan.without(opened.planner.written_elsewhere()) if self.once else plan
+
+    def _require_all_files_read(self) -> None:
+        """Raise DisagreementError if files beside those of the source are not read."""
+        files = self.source.files
+        if files.left_out:
+            expected, remedy = "all files of the folder to be read", "move them elsewhere"
+            raise not_carried(files.left_out, expected=expected, remedy=remedy, where=files.path)
 
     def both_layouts(self, target_rank: int, names: Iterable[str]) -> dict[str, BothLayouts]:
         """Return how both sides hold those of these tensors that a target rank holds. Raises what `plan` raises."""

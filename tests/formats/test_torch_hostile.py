@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 import struct
 import sys
 import zipfile
@@ -320,6 +321,47 @@ def test_older_files(tmp_path: Path, change: Callable[[bytes], bytes], problem: 
         assert len(torch.locate(str(path)).tensors) == 3
     else:
         refused(path, problem)
+
+
+def older(path: Path, value: Any, contents: dict[str, tuple[int, bytes]]) -> None:
+    """Write a value in the older layout. contents: of each storage the number of its elements, and its bytes."""
+    data, _ = torch_peer.dumps(value)
+    numbers = {"protocol_version": 1001, "little_endian": sys.byteorder == "little", "type_sizes": {}}
+    start = [pickle.dumps(part, 2) for part in (0x1950A86A20F9469CFC6C, 1001, numbers)]
+    storages = [struct.pack("=q", elements) + content for elements, content in contents.values()]
+    path.write_bytes(b"".join((*start, data, pickle.dumps(list(contents), 2), *storages)))
+
+
+@pytest.mark.parametrize(
+    "kind, elements, content, problem, got",
+    [
+        ("QUInt8Storage", 6, bytes(6), "tensors that cannot be read", "q: a tensor of an unknown type (QUInt8Storage)"),
+        ("QInt32Storage", 6, bytes(24), "tensors that cannot be read", "q: a tensor of an unknown type"),
+        ("QUInt8Storage", 6, bytes(5), "in the middle of a storage", ""),
+        ("OddStorage", 6, bytes(6), "a storage is of a type that is not known here", "OddStorage"),
+    ],
+)
+def test_older_files_with_a_quantized_tensor(
+    tmp_path: Path, kind: str, elements: int, content: bytes, problem: str, got: str
+) -> None:
+    """Its storage is passed over, so the tensor is named; no other is blamed, nor the file."""
+    made = type(kind, (), {"__module__": "torch"})
+    with mock.patch.object(STAND_INS["torch"], kind, made, create=True):
+        value = {"w": tensor(), "q": tensor(Stored(made, "1", elements, content))}
+        older(tmp_path / "net.pt", value, {"1": (elements, content), "0": (6, FLOATS)})
+    with pytest.raises(ShardError, match=problem) as error:
+        torch.locate(str(tmp_path / "net.pt"))
+    assert got in error.value.got
+    older(tmp_path / "net.pt", {"w": tensor()}, {"0": (6, FLOATS)})
+    assert samples.payload(torch.locate(str(tmp_path / "net.pt")).tensors["w"]) == FLOATS
+
+
+def test_a_compressed_program(tmp_path: Path) -> None:
+    """As torch.jit.save compresses its code."""
+    with zipfile.ZipFile(tmp_path / "net.pt", "w") as made:
+        made.writestr("net/data.pkl", b"\x80\x02}.")
+        made.writestr("net/code/__torch__/net.py", b"def forward(self): ..." * 9, zipfile.ZIP_DEFLATED)
+    refused(tmp_path / "net.pt", "TorchScript program")
 
 
 # Files that are unusual, and sound

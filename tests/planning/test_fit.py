@@ -652,6 +652,18 @@ def test_parts_of_tensors_are_no_ranks_own(tmp_path: Path, capsys: Capture, size
     assert finished.code == 0 and "x.0" in read_shard(c.dst / "rank_1" / "checkpoint_1.ckpt")
 
 
+def test_a_forgotten_tensor_is_named_before_its_moments(tmp_path: Path, capsys: Capture) -> None:
+    """Which lie before it in the files of some programs, and are cut as it is."""
+    spec = Spec(MESH, (Rule("layers.*.qkv", ROWS), Rule("layers.*.out", COLUMNS), Rule("[enh]*", WHOLE)))
+    c = Checkpoint(tmp_path, spec, {name: array for name, array in tensors().items() if name != "embedding"})
+    noise = np.random.default_rng(2)
+    for rank in range(8):
+        names = [f"adam_{kind}.x.{number}" for kind in "mv" for number in range(2)] + ["x.0", "x.1"]
+        c.rewrite(rank, {name: noise.standard_normal((2, 2), dtype=np.float32) for name in names})
+    finished = run_here(capsys, *c.arguments(spec))
+    assert finished.code == 3 and "in 6 compared tensors ('x.0', 'x.1', 'adam_" in finished.err, finished.err
+
+
 @pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int64, np.float32])
 def test_forgotten_tensors_of_two_dimensions(tmp_path: Path, capsys: Capture, kind: type) -> None:
     """Quantized weights, however small, and columns of one element are parts of a tensor."""

@@ -386,6 +386,21 @@ def test_what_the_opened_shards_lack_is_told_with_the_ranks_that_should_hold_it(
 # What does not fit
 
 
+@pytest.mark.parametrize("state", ["adam_m.v", "moments.v", "exp_avg.v"])
+def test_what_is_said_of_a_tensor_that_no_rule_places_names_it_and_not_its_moment(state: str) -> None:
+    """Moments come first in some files, and are cut as their parameter is."""
+    parts = {"w": (2, 6), state: (2, 6), "v": (2, 6)}, {"w": (2, 6), state: (3, 6), "v": (3, 6)}
+    error = refusal(DisagreementError, two_ranks(w=ROWS), one_rank(), shards(*parts))
+    assert error.problem == "the source strategy does not say how 'v' is cut, and it is not the same on all ranks"
+    assert error.got == f"shape [3, 6] on rank 1 of {state!r}, which goes with it"
+    alone = {"w": (2, 6), state: (2, 6), "v": (2, 6)}, {"w": (2, 6), state: (3, 6), "v": (2, 6)}
+    error = refusal(DisagreementError, two_ranks(w=ROWS), one_rank(), shards(*alone))
+    assert error.problem.startswith(f"the source strategy does not say how {state!r} is cut")
+    placed = two_ranks(w=ROWS, v=Placement((2,), ((), ())))
+    error = refusal(DisagreementError, placed, one_rank(), shards(*parts))
+    assert error.problem == "the shape of 'v' does not fit its layout, or the shards disagree"
+
+
 def test_a_shape_that_the_layout_does_not_give_is_refused() -> None:
     error = refusal(DisagreementError, two_ranks(w=ROWS), one_rank(), shards({"w": (2, 6)}, {"w": (3, 6)}))
     assert error.problem == "the shape of 'w' does not fit its layout, or the shards disagree"

@@ -51,13 +51,15 @@ class StoragePlace(NamedTuple):
 class LocatedFile(NamedTuple):
     """The items of a file: its tensors, the number of each among them, and the objects as trees.
 
-    storages: of the tensors in objects, by key, which is that of no other archive of the checkpoint.
+    storages: of the tensors in objects, by key, which is that of no other archive of the checkpoint. unreadable: in
+    words, why tensors cannot be read whose items are sound.
     """
 
     tensors: Tensors
     numbers: dict[ItemKey, int]
     objects: dict[ItemKey, Value]
     storages: dict[str, StoragePlace]
+    unreadable: dict[ItemKey, str]
 
     def add(self, stored: StoredTensor) -> int:
         """Add a tensor that is part of an object to the tensors of the file; return its number."""
@@ -157,6 +159,7 @@ class _Locating:
     def located(self, ordered: Sequence[Wanted]) -> LocatedFile:
         tensors, numbers, objects = Tensors(self._path), dict[ItemKey, int](), dict[ItemKey, Value]()
         storages: dict[str, StoragePlace] = {}
+        unreadable: dict[ItemKey, str] = {}
         kinds: dict[Kind, int] = {}
         for item in ordered:
             if item.kind is None:
@@ -165,6 +168,9 @@ class _Locating:
                 storages |= {key: StoragePlace(start, content.swapped) for key, start in content.starts.items()}
                 continue
             payload_start, stored, swapped = self._tensor(item)
+            if isinstance(stored, Unreadable):
+                unreadable[item.key] = stored.what
+                continue
             dtype, shape = item.kind[:2]
             if stored.dtype is not dtype or stored.shape != shape:
                 raise MisfitError(
@@ -180,10 +186,13 @@ class _Locating:
             start = payload_start + stored.offset * dtype.itemsize_bytes
             place = place_of(self._path, stored, start, swapped)
             numbers[item.key] = tensors.add_unnamed(kind, start if place is None else ELSEWHERE, place)
-        return LocatedFile(tensors, numbers, objects, storages)
+        return LocatedFile(tensors, numbers, objects, storages, unreadable)
 
-    def _tensor(self, item: Wanted) -> tuple[int, StoredTensor, bool]:
-        """Return where the payload of an item begins, what lies in it, and whether its bytes are swapped."""
+    def _tensor(self, item: Wanted) -> tuple[int, StoredTensor | Unreadable, bool]:
+        """Return where the payload of an item begins, what lies in it, and whether its bytes are swapped.
+
+        The place of a tensor that cannot be read is 0.
+        """
         sorts = self._common.sorts.setdefault(item.length_bytes, [])
         head = os.pread(self._fd, min(_HEAD_BYTES, item.length_bytes), item.offset_bytes)
         for sort in sorts:
@@ -194,7 +203,7 @@ class _Locating:
         content = self._content(item)
         stored = content.root
         if type(stored) is Unreadable:
-            raise self._unusual(item, stored.what)
+            return 0, stored, False
         if type(stored) is not StoredTensor:
             raise MisfitError(
                 f"{named(item.key)} is no tensor",
@@ -232,7 +241,11 @@ class _Locating:
     def _content(self, item: Wanted) -> Content:
         if not archive.is_archive(os.pread(self._fd, 4, item.offset_bytes)):
             raise self._unusual(item, "no archive of torch")
-        return of_archive(self._fd, self._path, item.length_bytes, item.offset_bytes)
+        try:
+            return of_archive(self._fd, self._path, item.length_bytes, item.offset_bytes)
+        except ShardError as error:
+            error.problem = f"{named(item.key)}: {error.problem}"
+            raise
 
     def _unusual(self, item: Wanted, what: str) -> ShardError:
         return ShardError(

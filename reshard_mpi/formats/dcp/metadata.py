@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,13 +31,16 @@ from reshard_mpi.formats.torch.dtypes import BY_TORCH_NAME
 from reshard_mpi.formats.torch.pickles import load
 from reshard_mpi.formats.torch.readers import PLAIN_CALLS, PickleError, Readers, no_persistent_ids
 from reshard_mpi.formats.torch.tensors import SIZE, numbers
+from reshard_mpi.text import shortened
 from reshard_mpi.units import MIB
 
 INDEX = ".metadata"
 # An attribute that this program adds: the strings of the checkpoint, with the text of its nest.
 OWN_STRINGS = "reshard_mpi_strings"
-# An attribute that Megatron-Core adds.
+# An attribute that Megatron-Core up to 0.15 adds, and the class that 0.15 gives to the whole.
 _MEGATRON = "mcore_data"
+_MEGATRON_ROOT = Global("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata")
+_FLATTENED = "a range of flattened elements a rank, as the optimizer of Megatron-Core up to 0.15 has them"
 # That of 250,000 items has 48 MB, and its objects take so much memory by the count of `pickles`.
 _MAX_BYTES = 48 * MIB
 _BUDGET_BYTES = 144 * MIB
@@ -45,19 +49,24 @@ _TORCH = "torch."
 
 
 class ListedTensor(NamedTuple):
-    """A tensor as the metadata has it, and its chunks, each once."""
+    """A tensor as the metadata has it, and its chunks, each once.
+
+    unreadable: in words, why no file can give its elements; empty if one can.
+    """
 
     dtype: DType
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
+    unreadable: str = ""
 
 
 class Metadata(NamedTuple):
     """What the metadata lists.
 
-    entries: tensors by name, None for an object. items: where each chunk and object lies. paths: the keys under which
-    an entry lies in nested dictionaries and lists, where that is known. strings: those with which this program wrote
-    the checkpoint, None if others did. end: the byte behind the metadata in its file.
+    entries: tensors by name, None for an object, without those in `left_out`: tensors and objects that nobody can use
+    by themselves. items: where each chunk and object lies, of these as well. paths: the keys under which an entry lies
+    in nested dictionaries and lists, where that is known. strings: those with which this program wrote the checkpoint,
+    None if others did. end: the byte behind the metadata in its file.
     """
 
     entries: Mapping[str, ListedTensor | None]
@@ -65,6 +74,14 @@ class Metadata(NamedTuple):
     paths: Mapping[str, Keys]
     strings: Mapping[str, str] | None
     end: int
+    left_out: tuple[str, ...] = ()
+
+
+# The state of an optimizer as Megatron-Core keeps it in memory, and how long its buckets are.
+_OF_BUCKETS = re.compile(
+    r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+"
+    r"\.(?:gbuf_idx_\d+\.dtype_\(.*\)\.bucket_idx_\d+\..*|per_bucket_numel(?:_unpadded)?/.*)"
+)
 
 
 class _Unsound(Exception):
@@ -94,7 +111,7 @@ def read(folder: str) -> Metadata:
             f"the metadata of a checkpoint cannot be read: {error.problem}",
             got=error.got,
             where=f"{path}, byte {error.at}",
-            remedy="copy it again, or save the checkpoint again",
+            remedy=error.remedy or "copy it again, or save the checkpoint again",
         ) from None
     except _Unsound as error:
         raise ShardError(
@@ -106,20 +123,22 @@ def read(folder: str) -> Metadata:
 
 
 def _metadata(root: Value, end: int) -> Metadata:
-    state = _state(root, "Metadata")
-    for name, facts in _named(state.get(_MEGATRON) or Dict(), _MEGATRON):
-        if type(facts) is Dict and facts.get("nd_reformulated_orig_global_shape") is not None:
-            raise _Unsound("a tensor is cut into flattened ranges, as Megatron-Core up to 0.13 does", repr(name))
+    is_of_megatron = type(root) is Call and root.function == _MEGATRON_ROOT and type(root.state) is Dict
+    state = root.state if is_of_megatron else _state(root, "Metadata")
+    flattened = frozenset(
+        name
+        for name, facts in _named(state.get(_MEGATRON) or Dict(), _MEGATRON)
+        if type(facts) is Dict and facts.get("nd_reformulated_orig_global_shape") is not None
+    )
     entries: dict[str, ListedTensor | None] = {}
     alike: dict[int, ListedTensor] = {}
     for name, value in _named(state.get("state_dict_metadata"), "state_dict_metadata"):
         if type(value) is Call and value.function.name == "BytesStorageMetadata":
             entries[name] = None
             continue
-        if not name:
-            raise _Unsound("a tensor has no name", "''")
         tensor = alike.get(id(value)) or alike.setdefault(id(value), _tensor(name, value))
-        entries[name] = tensor
+        unreadable = _FLATTENED if name in flattened else "" if name else "a tensor without a name"
+        entries[name] = tensor._replace(unreadable=unreadable) if unreadable else tensor
     items: dict[ItemKey, ItemPlace] = {}
     for key_value, place_value in _pairs(state.get("storage_data"), "storage_data"):
         key, place = _key(key_value), _place(place_value)
@@ -133,7 +152,20 @@ def _metadata(root: Value, end: int) -> Metadata:
     strings = None if own is None else dict(_named(own, OWN_STRINGS))
     if strings is not None and not all(type(text) is str for text in strings.values()):
         raise _Unsound(f"{OWN_STRINGS} is no dictionary of texts")
-    return Metadata(entries, items, _paths(state.get("planner_data"), entries), strings, end)
+    buckets = [name for name in entries if _OF_BUCKETS.fullmatch(name)]
+    for name in buckets:
+        del entries[name]
+    paths = _paths(state.get("planner_data"), entries)
+    return Metadata(entries, items, paths, strings, end, _left_out(buckets))
+
+
+def _left_out(buckets: Sequence[str]) -> tuple[str, ...]:
+    """Return in words what is left out: the names of buckets, and of how they are divided, if there are any."""
+    if not buckets:
+        return ()
+    what = "the optimizer's state in flat buckets (dp_reshardable), of which Megatron-Core alone knows what lies where"
+    remedy = "it can save another form by --dist-ckpt-optim-fully-reshardable"
+    return (f"{shortened(sorted(buckets), 2)}: {what}; {remedy}",)
 
 
 def _require_same_items(entries: Mapping[str, ListedTensor | None], items: Mapping[ItemKey, ItemPlace]) -> None:
@@ -163,8 +195,7 @@ def _tensor(name: str, value: Value) -> ListedTensor:
     facts = value if isinstance(value, TensorFacts) else _facts(value)
     dtype, shape, chunks = facts
     known = BY_TORCH_NAME.get(dtype.name) if dtype.module == "torch" else None
-    if known is None:
-        raise _Unsound("a tensor is of a type that is not known here", f"{name!r}: {dtype}"[:200])
+    unreadable = "" if known is not None else f"elements of a type that is not known here, {dtype}"[:200]
     if len(shape) > files.MAX_DIMENSIONS:
         raise _Unsound("a tensor has too many dimensions", f"{name!r}, {len(shape)}")
     listed: dict[tuple[int, ...], Chunk] = {}
@@ -175,7 +206,8 @@ def _tensor(name: str, value: Value) -> ListedTensor:
             raise _Unsound("a chunk does not lie in its tensor", f"{name!r}, {chunk} of {list(shape)}")
         if listed.setdefault(chunk.offsets, chunk) != chunk:
             raise _Unsound("a tensor has two chunks of different sizes at one place", f"{name!r}, {chunk}")
-    return ListedTensor(known, shape, tuple(listed.values()))
+    # Of an unknown type nothing is read; one byte an element stands for its size.
+    return ListedTensor(known or DType(dtype.name, 1, 1, ""), shape, tuple(listed.values()), unreadable)
 
 
 def _facts(value: Value) -> TensorFacts:

@@ -57,8 +57,16 @@ def open_folder(folder: str) -> Manifest:
     listed.missing = tuple(missing.values())
     boxes: dict[Chunk, Box] = {}
     place_of = {key: (file.tensors, number) for file in located.values() for key, number in file.numbers.items()}
+    why_not = {key: why for file in located.values() for key, why in file.unreadable.items()}
     for name, tensor in found.entries.items():
         if tensor is None:
+            continue
+        unreadable = tensor.unreadable
+        if why_not and not unreadable:
+            keys = (ItemKey(name, chunk.offsets) for chunk in tensor.chunks)
+            unreadable = next((why_not[key] for key in keys if key in why_not), "")
+        if unreadable:
+            listed.add_unreadable(name, tensor.dtype, tensor.shape, unreadable)
             continue
         pieces = []
         for chunk in tensor.chunks:
@@ -78,7 +86,7 @@ def open_folder(folder: str) -> Manifest:
         piece = Piece(Box.whole(stored.shape), file.tensors, file.add(stored))
         listed.add_listed(name, stored.dtype, stored.shape, [piece])
     besides = tuple(f"{name}: {stored.besides}" for name, stored in inner if stored.besides)
-    return Manifest(folder, NAME, listed, strings, left_out=(*left_out, *besides))
+    return Manifest(folder, NAME, listed, strings, left_out=(*found.left_out, *left_out, *besides))
 
 
 def wanted_in(path: str) -> list[Wanted]:
@@ -131,12 +139,13 @@ def _located(folder: str, found: Metadata) -> tuple[dict[str, LocatedFile], dict
 def _items(found: Metadata) -> Iterator[tuple[ItemKey, Kind | None]]:
     """Yield each item that is to be located, with the kind of tensor that it should be; None for an object.
 
-    The objects of what this program has written are not: its strings have all of them.
+    Tensors of which is known that they cannot be read are not, nor the objects of what this program has written: its
+    strings have all of them.
     """
     kinds: dict[tuple[object, ...], Kind] = {}
     for name, tensor in found.entries.items():
         if tensor is not None:
-            for chunk in tensor.chunks:
+            for chunk in tensor.chunks if not tensor.unreadable else ():
                 size = tensor.dtype, chunk.sizes
                 yield ItemKey(name, chunk.offsets), kinds.get(size) or kinds.setdefault(size, Kind(*size))
         elif found.strings is None:
@@ -187,6 +196,7 @@ def _strings(found: Metadata, objects: Mapping[str, Value], folder: str) -> _Str
     values = (
         (found.paths.get(name, (name,)), objects[name] if found.entries[name] is None else Leaf(name))
         for name in (found.paths if has_order else found.entries)
+        if name
     )
     try:
         flattened = nest.flatten(tree_of(values, folder), _is_tensor, has_order=has_order)

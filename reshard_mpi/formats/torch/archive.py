@@ -90,6 +90,16 @@ def _outlines(directory: bytes | bytearray) -> Iterator[tuple[int, int, int]]:
         at += ENTRY.size + name_bytes + extra_bytes + comment_bytes
 
 
+def program(path: str) -> ShardError:
+    """Return the error for an archive that torch.jit.save has written."""
+    return ShardError(
+        "an archive is a TorchScript program",
+        expected="a file of torch.save",
+        where=path,
+        remedy="load it with torch.jit.load, and save its state_dict()",
+    )
+
+
 class _Archive:
     """One archive while its structure is read. Places in it are counted from its first byte, but those of members."""
 
@@ -188,6 +198,8 @@ class _Archive:
         if flags & ENCRYPTED or flags & MASKED:
             raise self._damage("a member of a shard is encrypted", start + at, got=repr(name))
         if method != STORED or stored_bytes != size_bytes:
+            if "/code/" in name:
+                raise program(self._path)
             raise self._damage(
                 "a member of a shard is compressed",
                 start + at,

@@ -33,12 +33,13 @@ class Content(NamedTuple):
 class Storages:
     """The storages that a pickle names, while it is read.
 
-    by_key: one of each, of types that are known; all of a key have the same size. prefix: is put before their keys in
-    what is read, to tell them from those of other archives.
+    by_key: one of each, of types that are known; all of a key have the same size. unknown: those of other types.
+    prefix: is put before their keys in what is read, to tell them from those of other archives.
     """
 
     def __init__(self, prefix: str = "") -> None:
         self.by_key: dict[str, Storage] = {}
+        self.unknown: dict[str, Storage] = {}
         self._prefix = prefix
 
     @property
@@ -48,7 +49,9 @@ class Storages:
 
     def _storage(self, persistent_id: Value) -> Storage:
         made = storage(persistent_id)
-        return made if made.unknown is not None else self._known(made)
+        if made.unknown is not None:
+            return self.unknown.setdefault(made.key, made)
+        return self._known(made)
 
     def _known(self, made: Storage) -> Storage:
         first = self.by_key.setdefault(made.key, made)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 
 from reshard_mpi.formats.nest.trees import Dict, Value
 from reshard_mpi.formats.torch.content import MAX_PICKLE_BYTES, Content, Storages
@@ -17,6 +18,9 @@ _PROTOCOL = 1001
 # The pickles do not say how long they are, so at first this much is read.
 _FIRST_BYTES = MIB
 _COUNT_BYTES = 8
+# Types that this program does not read, by the class of their storages: how long an element is, to pass over them.
+_PASSED_BYTES = {"QInt8Storage": 1, "QUInt8Storage": 1, "QInt32Storage": 4, "QUInt4x2Storage": 1, "QUInt2x4Storage": 1}
+_PASSED_BYTES["ComplexHalfStorage"] = 4
 
 
 def of_pickles(fd: int, path: str, size_bytes: int) -> Content:
@@ -46,13 +50,13 @@ def _content(data: bytes, fd: int, size_bytes: int) -> Content:
     root, at = load(data, at, storages.readers)
     keys, at = load(data, at)
     starts: dict[str, int] = {}
-    for key in _checked(keys, storages, at):
+    for key, (elements, length_bytes) in zip(_checked(keys, storages, at), _sizes(keys, storages, at)):
         counted = os.pread(fd, _COUNT_BYTES, at)
         starts[key] = at + _COUNT_BYTES
-        at = starts[key] + storages.by_key[key].size_bytes
+        at = starts[key] + length_bytes
         if len(counted) < _COUNT_BYTES or at > size_bytes:
             raise PickleError("an older checkpoint of torch ends in the middle of a storage", at)
-        if int.from_bytes(counted, "little" if is_little else "big") != storages.by_key[key].elements:
+        if int.from_bytes(counted, "little" if is_little else "big") != elements:
             raise PickleError("a storage of an older checkpoint has another size than its pickle says", starts[key])
     if at != size_bytes:
         raise PickleError("something follows the end of an older checkpoint of torch", at)
@@ -63,6 +67,19 @@ def _checked(keys: Value, storages: Storages, at: int) -> list[str]:
     """Return the keys of all storages in the order in which they lie in the file."""
     if type(keys) is not list or not all(type(key) is str for key in keys):
         raise PickleError("an older checkpoint of torch has no list of its storages", at)
-    if len(keys) != len(storages.by_key) or set(keys) != storages.by_key.keys():
+    named = storages.by_key.keys() | storages.unknown.keys()
+    if len(keys) != len(named) or set(keys) != named:
         raise PickleError("the storages of an older checkpoint of torch are not those that its pickle names", at)
     return keys
+
+
+def _sizes(keys: list[str], storages: Storages, at: int) -> Iterator[tuple[int, int]]:
+    """Yield of each storage how many elements it has, and how many bytes."""
+    for key in keys:
+        storage = storages.by_key.get(key) or storages.unknown[key]
+        if storage.unknown is None:
+            yield storage.elements, storage.size_bytes
+        elif storage.unknown in _PASSED_BYTES:
+            yield storage.elements, storage.elements * _PASSED_BYTES[storage.unknown]
+        else:
+            raise PickleError("a storage is of a type that is not known here", at, storage.unknown[:200])

@@ -22,6 +22,8 @@ BUDGET_BYTES = 112 * MIB
 # Whole numbers of more bytes are in no checkpoint, and take long to be written in digits.
 _MAX_INT_BYTES = 255
 _MAX_GLOBAL_BYTES = 512
+# What to do about a pickle that is a program.
+_PROGRAM = "do not load it: it is no checkpoint but a program; ask who made it for the tensors alone, as safetensors"
 _BINFLOAT = struct.Struct(">d")
 
 
@@ -320,7 +322,8 @@ class _Machine:
             known = OLD_NAMES.get(Global(module, name)) or Global(OLD_MODULES.get(module, module), name)
             self._globals[module, name] = known
             if runs_code(known):
-                raise PickleError("a pickle would run code if it were loaded", at, f"{module}.{name}"[:200])
+                problem = "a pickle would run code if it were loaded"
+                raise PickleError(problem, at, f"{module}.{name}"[:200], _PROGRAM)
         return known
 
     def _new_with_names(self, function: Value, args: Value, names: Value, at: int) -> Call:

@@ -18,6 +18,7 @@ from reshard_mpi.formats.torch.content import Content
 from reshard_mpi.formats.torch.dtensors import Whole, described
 from reshard_mpi.formats.torch.legacy import of_pickles
 from reshard_mpi.formats.torch.tensors import DistributedTensor, StoredTensor, is_tensor, place_of
+from reshard_mpi.formats.torch.trainers import RankShare, require_weights, share_of
 from reshard_mpi.formats.torch.zipped import of_archive
 
 NAME = "torch"
@@ -46,12 +47,15 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
 
 def _parsed(path: str, content: Content) -> Manifest:
     """Return what the content of a file is."""
+    strings = _own_strings(content)
+    is_of_others = strings is None  # what this program has written may have settings of what it was made from
+    if is_of_others:
+        require_weights(content.root, path)
     try:
         flattened = nest.flatten(content.root, is_tensor)
     except nest.NestError as error:
         problem = f"a shard cannot be read: {error.problem}"
         raise ShardError(problem, got=error.got, where=path, remedy=error.remedy) from None
-    strings = _own_strings(content)
     found = flattened.tensors
     if strings is not None:
         # Its dictionaries are in the order of the nest, its storages in that of the shard.
@@ -69,7 +73,9 @@ def _parsed(path: str, content: Content) -> Manifest:
         )
     texts = flattened.strings if strings is None else strings
     besides = tuple(f"{name}: {tensor.besides}" for name, tensor in found if getattr(tensor, "besides", ""))
-    return Manifest(path, NAME, tensors, texts, identity, left_out=(*flattened.left_out, *besides[:_MAX_BESIDES]))
+    left_out = (*flattened.left_out, *besides[:_MAX_BESIDES])
+    part_of, to_have_all = share_of(content.root) if is_of_others else RankShare()
+    return Manifest(path, NAME, tensors, texts, identity, left_out=left_out, part_of=part_of, to_have_all=to_have_all)
 
 
 def read_back(meant: Manifest) -> None:

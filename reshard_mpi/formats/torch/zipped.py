@@ -45,12 +45,7 @@ def of_archive(
         )
     top = pickles[0].removesuffix("data.pkl")
     if f"{top}constants.pkl" in members:
-        raise ShardError(
-            "an archive is a TorchScript program",
-            expected="a file of torch.save",
-            where=path,
-            remedy="load it with torch.jit.load, and save its state_dict()",
-        )
+        raise archive.program(path)
 
     def small(name: str, default: bytes) -> bytes:
         member = members.get(top + name)

@@ -1,0 +1,146 @@
+"""Checkpoints that DeepSpeed and Megatron themselves have written: refused by what they are, or read and told whole."""
+
+from __future__ import annotations
+
+import os
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import safetensors_peer
+from support.command_line import run_captured
+
+from reshard_mpi.testing.samples import Contents
+
+DATA = Path(os.environ.get("RESHARD_MPI_SHARED_DATA", Path(__file__).parents[3] / "shared" / "data"))
+DEEPSPEED, MEGATRON = DATA / "deepspeed", DATA / "megatron"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not (DEEPSPEED.is_dir() and MEGATRON.is_dir()),
+        reason="no deepspeed and megatron under RESHARD_MPI_SHARED_DATA or ../shared/data",
+    ),
+]
+REFUSED = {
+    "deepspeed/zero1_4_fp32": "a DeepSpeed ZeRO checkpoint",
+    "deepspeed/zero1_2_bf16_groups_tied": "a DeepSpeed ZeRO checkpoint",
+    "deepspeed/zero1_2_bf16_optimizer": "a DeepSpeed ZeRO checkpoint",
+    "deepspeed/zero1_4_bf16_pipeline2": "a DeepSpeed checkpoint of a pipeline",
+    "deepspeed/zero2_2_bf16_frozen": "a DeepSpeed ZeRO checkpoint",
+    "deepspeed/zero2_4_fp32_groups": "a DeepSpeed ZeRO checkpoint",
+    "deepspeed/zero2_4_bf16_round_robin": "a DeepSpeed ZeRO checkpoint",
+    "deepspeed/zero2_4_bf16_aligned": "a DeepSpeed ZeRO checkpoint",
+    "deepspeed/zero2_2_bf16_moe": "a DeepSpeed checkpoint of a mixture of experts",
+    "deepspeed/zero3_2_bf16": "a DeepSpeed ZeRO stage 3 checkpoint",
+    "deepspeed/zero3_4_fp32_frozen_tied": "a DeepSpeed ZeRO stage 3 checkpoint",
+    "deepspeed/zero3_4_bf16_subgroups": "a DeepSpeed ZeRO stage 3 checkpoint",
+    "deepspeed/zero1_2_bf16_groups_tied_universal": "a universal checkpoint of DeepSpeed",
+    "deepspeed/zero2_2_bf16_frozen_universal": "a universal checkpoint of DeepSpeed",
+    "deepspeed/zero3_2_bf16_universal": "a universal checkpoint of DeepSpeed",
+    "megatron/legacy_tp2pp2": "a Megatron checkpoint of the old form",
+    "megatron/legacy_pp2_vpp2_tied_plain": "a Megatron checkpoint of the old form",
+}
+# Files whose weights are all there, with what they must equal; all others of DeepSpeed and Megatron are refused.
+WHOLE = {
+    "deepspeed/zero1_4_fp32": "zero1_4_fp32",
+    "deepspeed/zero1_2_bf16_groups_tied": "zero1_2_bf16_groups_tied",
+    "deepspeed/zero1_2_bf16_optimizer": "bf16",
+    "deepspeed/zero2_2_bf16_frozen": "bf16",
+    "deepspeed/zero2_4_fp32_groups": "zero2_4_fp32_groups",
+    "deepspeed/zero2_4_bf16_round_robin": "bf16",
+    "deepspeed/zero2_4_bf16_aligned": "bf16",
+    "deepspeed/zero1_2_bf16_groups_tied_universal": "zero1_2_bf16_groups_tied",
+    "deepspeed/zero2_2_bf16_frozen_universal": "bf16",
+}
+
+
+def unpacked(name: str, folder: Path) -> Path:
+    """Return the folder of the save in an archive, and above it the one that names it."""
+    with tarfile.open(DATA / f"{name}.tar.xz") as archive:
+        archive.extractall(folder, filter="data")
+    (found,) = folder.glob("*/*/")
+    return found
+
+
+def refused(source: Path, out: Path) -> str:
+    """Return what all commands say of a source, which they refuse."""
+    said = [run_captured("plan", str(source), str(out))]
+    said += [run_captured("transform", str(source), str(out), "--to", to) for to in ("torch", "hf", "safetensors")]
+    assert {one.code for one in said} == {3} and not out.exists()
+    problems = {one.err.partition("error: ")[2].partition("\n")[0].removeprefix("target rank 0: ") for one in said}
+    assert len(problems) == 1, problems
+    return said[0].err
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(tmp_path: Path, name: str) -> None:
+    save = unpacked(name, tmp_path)
+    for source in (save.parent, save):
+        for said in (refused(source, tmp_path / "out"), run_captured("inspect", str(source)).err):
+            assert f"is {REFUSED[name]}, which is not read" in said and f"where: {save}" in said
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_each_file(tmp_path: Path, name: str) -> None:
+    save = unpacked(name, tmp_path)
+    for path in sorted(path for path in save.rglob("*.pt") if path.parent.parent.name != "zero"):
+        if path.name == "mp_rank_00_model_states.pt" and name in WHOLE:
+            whole = tmp_path / "whole"
+            said = run_captured("transform", str(path), str(whole), "--to", "hf", "--include", "module.*")
+            assert said.code == 0, said.err
+            require_equal(safetensors_peer.read(whole / "model.safetensors"), WHOLE[name])
+        elif not path.name.startswith(("layer_", "optimizer_state")):
+            said_of_it = refused(path, tmp_path / "out")
+            assert "DeepSpeed" in said_of_it or "Megatron" in said_of_it
+
+
+def require_equal(made: Contents, expected_name: str) -> None:
+    expected = safetensors_peer.read(DEEPSPEED / "expected" / f"{expected_name}.safetensors").tensors
+    assert len(made.tensors) >= 29
+    for name, sample in made.tensors.items():
+        whole = expected[name]
+        assert (sample.dtype, sample.shape, sample.content) == (whole.dtype, whole.shape, whole.content), name
+
+
+TORCH_DIST = {
+    "core19_tp2pp2": ("tp2", [], ["bucket_idx_0"]),
+    "core19_tp2pp2_reshardable": ("tp2", [], []),
+    "core19_ep2_experts": ("experts", [], ["bucket_idx_0"]),
+    "core18_tp2dp2_buckets": ("tp2", [], ["bucket_idx_0", "common.pt (Megatron's settings"]),
+    "core15_tp2pp2": ("tp2", [], ["bucket_idx_0", "common.pt (Megatron's settings"]),
+    "core14_tp2dp2_model_space": ("tp2", ["--exclude", "optimizer.state.*"], ["common.pt (Megatron's settings"]),
+}
+
+
+@pytest.mark.parametrize("name", TORCH_DIST)
+def test_torch_dist(tmp_path: Path, name: str) -> None:
+    """Weights are those of the running ranks; what is not read is named, and refused by --strict."""
+    expected_name, options, left_out = TORCH_DIST[name]
+    save, out = unpacked(f"megatron/{name}", tmp_path), tmp_path / "out"
+    if options:
+        said_of_it = refused(save, out)
+        assert "as the optimizer of Megatron-Core up to 0.15 has them" in said_of_it
+        assert "(--exclude 'optimizer.state.*')" in said_of_it
+    said = run_captured("transform", str(save), str(out), "--to", "hf", *options)
+    assert said.code == 0, said.err
+    for what in left_out:
+        assert what in said.err
+        assert what in run_captured("inspect", str(save)).out
+    if left_out:
+        assert run_captured("plan", str(save), str(tmp_path / "strict"), "--strict", *options).code == 3
+    expected: dict[str, Any] = dict(np.load(MEGATRON / "expected" / f"{expected_name}.npz"))
+    made = safetensors_peer.read(out / "model.safetensors").tensors
+    weights = [weight for weight in expected if "|" not in weight]
+    assert weights and set(weights) <= set(made) and not any("bucket" in other for other in made)
+    for weight in weights:
+        sample = made[weight]
+        assert sample.dtype.name == "bfloat16"
+        floats = (np.frombuffer(sample.content, np.uint16).astype(np.uint32) << 16).view(np.float32)
+        assert np.array_equal(floats.reshape(sample.shape), expected[weight]), weight
+    states = [name for name in made if name.startswith("optimizer.state.")]
+    for state in states:  # of what is saved by names: param, exp_avg and exp_avg_sq
+        kind, _, parameter = state.removeprefix("optimizer.state.").partition(".")
+        whole = np.frombuffer(made[state].content, np.float32).reshape(made[state].shape)
+        assert np.array_equal(whole, expected[f"{kind}|{parameter}"]), state
