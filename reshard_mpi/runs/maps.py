@@ -21,7 +21,6 @@ from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.request import Request
 from reshard_mpi.sharding.placement import unsharded
 
-
 _MAX_MAPS_LENGTH = 1 << 15
 
 
