@@ -22,6 +22,8 @@ from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.request import Request
 from reshard_mpi.sharding.placement import unsharded
 
+_MAX_MAPS_LENGTH = 1 << 15
+
 
 class TensorMap(NamedTuple):
     """What a request says of names, shapes and types.
@@ -49,6 +51,14 @@ class TensorMap(NamedTuple):
                 if given:
                     raise UsageError(f"{option} belongs to a map", expected="--map as well", got="no --map")
         choice = Choice(request.include or None, request.exclude, tuple(map(_typed, request.dtype)))
+        length = sum(map(len, request.map))
+        if length > _MAX_MAPS_LENGTH:  # records of runs hold them
+            raise UsageError(
+                "the maps are too long together",
+                expected=f"{_MAX_MAPS_LENGTH} characters at most",
+                got=str(length),
+                remedy="put equations into a file (reshard-mpi help maps)",
+            )
         read = [read_rules(name, request.config) for name in request.map]
         digests = {key: text for _, digests_of_one in read for key, text in digests_of_one.items()}
         if len(read) > 1:

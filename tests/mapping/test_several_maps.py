@@ -428,6 +428,13 @@ def test_what_is_no_map_is_refused(tmp_path: Path, maps: Any) -> None:
         reshard_mpi.transform(source, tmp_path / "dst", map=maps)
 
 
+def test_more_text_than_a_record_holds_is_refused(tmp_path: Path) -> None:
+    source = source_of(tmp_path, {"a": floats(2)})
+    with pytest.raises(reshard_mpi.ReshardError, match="too long together"):
+        reshard_mpi.transform(source, tmp_path / "dst", map=["a <=> b", "b <=> a"] * 2500)
+    assert not (tmp_path / "dst").exists()
+
+
 def test_arrays_of_a_rank_go_through_all(tmp_path: Path) -> None:
     source = source_of(tmp_path, TENSORS)
     loaded = reshard_mpi.load_rank(0, source, map=[RENAMED, JOINED])

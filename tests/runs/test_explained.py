@@ -234,16 +234,8 @@ def test_what_is_converted_and_what_is_turned(capsys: Capture, tmp_path: Path) -
     text = explain(capsys, *conversion.arguments("plan")[1:], "--dtype", "bf16", "--explain", "w")
     assert text.startswith("w: bfloat16 [8, 4], 64 B") and "converted from float32 to bfloat16" in text
     (tmp_path / "map.toml").write_text('[[map]]\neq = "w [a b] <=> v [b a]"\n')
-    text = explain(
-        capsys,
-        *conversion.arguments("plan")[1:],
-        "--map",
-        str(tmp_path / "map.toml"),
-        "--explain",
-        "v",
-        "--dst-strategy",
-        str(conversion.strategy("other", {"v": RawLayout((2,), (0, -1))})),
-    )
+    other = conversion.but(dst_strategy=conversion.strategy("other", {"v": RawLayout((2,), (0, -1))}))
+    text = explain(capsys, *other.arguments("plan")[1:], "--map", str(tmp_path / "map.toml"), "--explain", "v")
     assert "its dimensions in the order [1, 0]" in text
 
 
