@@ -219,7 +219,7 @@ def test_files_are_called_by_their_names_on_both_sides(tmp_path: Path) -> None:
         write_shard(tensors, tmp_path / "src" / f"model-{number:05}-of-00002.safetensors")
     equation = ", ".join(f"{letter}.1 [x y]" for letter in "abcdef") + " <=> all [(x + x + x + x + x + x) y]"
     (tmp_path / "map.toml").write_text(f'[[map]]\neq = "{equation}"\n')
-    request = Request(str(tmp_path / "src"), str(tmp_path / "dst"), to="hf", map=str(tmp_path / "map.toml"))
+    request = Request(str(tmp_path / "src"), str(tmp_path / "dst"), to="hf", map=(str(tmp_path / "map.toml"),))
     figures = figures_of(request)
     flow = figures.flow
     assert flow.sources.called([0, 1]) == "model-00001-of-00002.safetensors, model-00002-of-00002.safetensors"
