@@ -62,8 +62,9 @@ class _Grounds:
                     self._held[number, holder].append(block)
                 if block.holders:
                     self._first_blocks.setdefault((panel.name, block.holders[0]), block)
-        loose = {(move.tensor, move.source) for move in cut.moves if move.panel is None and move.source is not None}
-        keys = [*self._first_blocks, *sorted(loose)]
+        in_order = sorted(cut.moves, key=lambda move: move.region.start)
+        loose = [(move.tensor, move.source) for move in in_order if move.panel is None and move.source is not None]
+        keys = list(dict.fromkeys((*self._first_blocks, *loose)))
         names = list(dict.fromkeys(name for name, _ in keys))
         keys.sort(key=lambda key: (names.index(key[0]), key[1]))
         self.colours = dict(zip(keys, rank_colours(range(len(keys))).values()))

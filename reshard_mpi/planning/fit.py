@@ -16,7 +16,7 @@ from reshard_mpi.planning.samples import MAX_TENSORS, Pair
 from reshard_mpi.sharding.nesting import regroup_part
 from reshard_mpi.sharding.patterns import Pattern
 from reshard_mpi.sharding.placement import Placement, Shape, Strategy, named_after
-from reshard_mpi.text import nearest_first
+from reshard_mpi.text import counted, nearest_first
 from reshard_mpi.units import KIB
 
 # A value that each rank has for itself (random state, a counter) is small, has one dimension at most, and only one
@@ -284,7 +284,7 @@ def require_living_rules(strategy: Strategy, names: Collection[str], which: str,
         return
     glob, taken_by = dead[0]
     others = f" (and {len(dead) - 1} more)" if len(dead) > 1 else ""
-    got = f"{glob!r}{others}, beside {len(names)} tensors: {_quoted(nearest_first(glob, list(names)))}"
+    got = f"{glob!r}{others}, beside {counted(len(names), 'tensor')}: {_quoted(nearest_first(glob, list(names)))}"
     remedy = "correct the pattern, or say optional = true in the rule"
     if taken_by == glob:
         got, remedy = f"{glob!r} twice{others}", "remove one of the two rules"

@@ -14,6 +14,7 @@ from support.examples import many
 from reshard_mpi.pictures.figures import Block, Cut, Feed, Figures, Flow, Move, Panel, Shards
 from reshard_mpi.pictures.labels import area_of, files_as_shards, tensor_labels
 from reshard_mpi.pictures.matrix import matrix_scene
+from reshard_mpi.pictures.palette import rank_colours
 from reshard_mpi.pictures.scene import Rectangle, Scene, Text, text_width
 from reshard_mpi.pictures.tensor import cut_scene
 from reshard_mpi.sharding.box import Box
@@ -158,3 +159,14 @@ def test_the_stripes_of_a_fused_tensor_are_labelled_with_their_tensors() -> None
     narrow = fused([f"{LLAMA}{letter}_projection.weight" for letter in "qkv"], 640, 30, 1, sources, 1)
     upright = [item for item in cut_scene(narrow.cuts[0], narrow).items if isinstance(item, Text) and item.turned]
     assert {"q_projection", "k_projection", "v_projection"} <= {text.text for text in upright}
+
+
+def test_the_colours_of_many_tensors_are_in_the_order_of_the_target() -> None:
+    drawn = fused([f"m.experts.{number}.w1" for number in range(24)], 8, 16, 0, files_as_shards(1, {0: "/a/w.x"}), 2)
+    scene = cut_scene(drawn.cuts[0], drawn)
+    stripes = [item for item in scene.items if isinstance(item, Rectangle) and item.key == "move"]
+    by_place = [stripe.fill for stripe in sorted(stripes, key=lambda stripe: stripe.y)]
+    assert by_place == list(rank_colours(range(24)).values())
+    texts = [item.text for item in scene.items if isinstance(item, Text)]
+    assert "source tensors experts.0 to experts.23, in their order" in texts
+    assert {f"experts.{number}" for number in range(24)} <= set(texts)
