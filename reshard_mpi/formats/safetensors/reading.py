@@ -198,7 +198,11 @@ class _Reading:
         dtype = BY_TAG.get(dtype_tag)
         if dtype is None:
             raise self._header.damage(
-                f"{called} has a type that is not known", at, expected=", ".join(BY_TAG), got=repr(dtype_tag)
+                f"{called} has a type that is not known",
+                at,
+                expected=", ".join(BY_TAG),
+                got=repr(dtype_tag),
+                remedy="save this tensor in another type, or the file without it",
             )
         if len(dims) > files.MAX_DIMENSIONS:
             raise self._header.damage(
