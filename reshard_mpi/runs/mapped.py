@@ -185,7 +185,8 @@ class MappedCheckpoint(SourceCheckpoint):
         return (*self._notes(mapped), *notes, *self._nest_notes(whole))
 
     def cut_warnings(self, plan: RankPlan) -> tuple[str, ...]:
-        return tuple(target_warnings(self._opened().mapped.made, plan))
+        rules = None if self.tensor_map is None else self.tensor_map.rules
+        return tuple(target_warnings(self._opened().mapped.made, plan, rules))
 
     def completed(self, plan: RankPlan, *, checked: bool) -> RankPlan:
         """Return a target's plan with what planning the checkpoint as it is has shown.
@@ -252,7 +253,7 @@ class MappedCheckpoint(SourceCheckpoint):
             needed = self._needed(mapped)
             plan = _comparing_only(plan, needed)
             is_cut = self.stored.strategy.world_size > 1  # the pieces of an index say only who has written what
-            warnings = tuple(source_warnings(self._wanted(mapped), plan)) if is_cut else ()
+            warnings = tuple(source_warnings(self._wanted(mapped), plan, rules)) if is_cut else ()
             self._made = _Made(plan, in_order, mapped, manifest, made.notes, needed, warnings)
         return self._made
 
