@@ -499,7 +499,10 @@ def test_files_that_say_how_they_are_cut_are_believed(tmp_path: Path, capsys: Ca
     write_shard(whole, tmp_path / "model.ckpt")
     (tmp_path / "two.toml").write_text(CUT_IN_TWO.text())
     reshard_mpi.transform(tmp_path / "model.ckpt", tmp_path / "two", None, tmp_path / "two.toml", to="hdf5")
-    assert run_here(capsys, "transform", str(tmp_path / "two"), str(tmp_path / "one"), "--to", "ckpt", "--strict").code == 0
+    assert (
+        run_here(capsys, "transform", str(tmp_path / "two"), str(tmp_path / "one"), "--to", "ckpt", "--strict").code
+        == 0
+    )
     assert read_shard(tmp_path / "one" / "rank_0" / "checkpoint_0.ckpt") == as_read(whole)
 
 
