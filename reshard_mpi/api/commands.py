@@ -20,6 +20,7 @@ from reshard_mpi.api.plain import plain_number
 from reshard_mpi.api.shown import OnProgress
 from reshard_mpi.api.wording import all_in_python, public
 from reshard_mpi.errors import UsageError
+from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.planning.shown_rules import told_rules
 from reshard_mpi.planning.summary import Plan, RankSummary
 from reshard_mpi.processes.comm import SerialComm
@@ -256,7 +257,8 @@ def load_rank(
     """Return the shard of target rank `rank` without writing it: C-contiguous arrays, and strings as str, by name.
 
     source: a checkpoint folder or file, or a map from source rank to shard file. Arrays of bfloat16 and float8 have
-    types of ml_dtypes; int4 comes as int8. Each array owns its memory. map to exclude: as in `transform`. replicas,
+    types of ml_dtypes; int4 comes as int8. Each array owns its memory. What is neither tensor nor text, and how all of
+    it is nested, is not returned. map to exclude: as in `transform`. replicas,
     accumulated and the log: as in `transform_checkpoints`. Raises a ReshardError.
     """
     arguments, rank = dict(locals()), plain_number(rank, "rank")
@@ -271,4 +273,5 @@ def load_rank(
     log(all_in_python(outcome.notes), all_in_python(outcome.warnings))
     from reshard_mpi.engine.arrays import load_shard
 
-    return {**load_shard(rank_plan, limits=conversion.limits), **rank_plan.strings}
+    texts = {name: text for name, text in rank_plan.strings.items() if name != NEST}
+    return {**load_shard(rank_plan, limits=conversion.limits), **texts}

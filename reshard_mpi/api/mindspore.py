@@ -37,7 +37,14 @@ from reshard_mpi.runs.one_file import target_report, write_whole
 from reshard_mpi.runs.outcome import Report
 from reshard_mpi.runs.overlap import refuse_posing
 from reshard_mpi.runs.plans import plan_together
-from reshard_mpi.runs.preflight import Tally, may_share, require_room, require_short_names, stranger_notes
+from reshard_mpi.runs.preflight import (
+    Tally,
+    may_share,
+    require_readable_structure,
+    require_room,
+    require_short_names,
+    stranger_notes,
+)
 from reshard_mpi.runs.progress import log
 from reshard_mpi.runs.status import CLOSED, MOVED, Stage
 from reshard_mpi.runs.unified import numbers_of, request_of_files
@@ -155,6 +162,7 @@ def transform_checkpoint_by_rank(
         lease.on_giving_way(conversion.forget)
         lease.to_plan(conversion, name, purpose)
         (rank_plan,), outcome = plan_together(conversion, [rank_id], (*notes, *strange))
+        require_readable_structure(rank_plan.shard, name)
         tally = Tally()
         size_bytes, left_bytes = formats.by_name(name).size_at_most_bytes(rank_plan.shard), target.left_bytes(path)
         tally.add(path, size_bytes, left_bytes=left_bytes)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from reshard_mpi.errors import ShardError, TargetError
 from reshard_mpi.filesystem.file_kinds import kind_of
-from reshard_mpi.formats.manifest import Structure
+from reshard_mpi.formats.manifest import Manifest, Structure
 
 # Names of all tensors are kept in memory; no framework makes one this long.
 MAX_NAME_BYTES = 4096
@@ -192,6 +192,12 @@ def not_as_written(path: str) -> ShardError:
         where=path,
         remedy="look for a failing disk or memory, and make sure that nobody else writes there",
     )
+
+
+def require_as_written(found: Manifest, meant: Manifest) -> None:
+    """Raise ShardError if what was read back differs from what was meant in tensors, strings or structure."""
+    if (found.tensors, found.strings, found.structure) != (meant.tensors, meant.strings, meant.structure):
+        raise not_as_written(meant.path)
 
 
 def check_names(path: str, names: list[str]) -> None:

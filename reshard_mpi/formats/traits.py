@@ -37,7 +37,8 @@ class Traits(NamedTuple):
     checkpoint is written instead if it is cut over ranks. written_as: the format in which what is read is written,
     unless another one is asked for; None: the same. tells_files: whether a folder tells which files it should have; if
     not, the user must say how many. unread_types: names of types that its own framework writes and does not read again:
-    they are taken over from shards of the same format alone.
+    they are taken over from shards of the same format alone. unread_empty: whether that framework refuses a
+    shard of nothing.
     """
 
     costs: Costs
@@ -54,3 +55,4 @@ class Traits(NamedTuple):
     tells_files: bool = True
     title: str = ""
     unread_types: tuple[str, ...] = ()
+    unread_empty: bool = False

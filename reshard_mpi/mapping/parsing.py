@@ -21,6 +21,8 @@ MAX_BYTES, MAX_ENTRIES = 1 << 20, 10_000
 _HEADER = re.compile(r"^[ \t]*\[\[[ \t]*(?:map|\"map\"|'map')[ \t]*\]\]", re.MULTILINE)
 _SIDES = ("left", "right")
 _LIKE = ("only", "needed", "forward")
+# The key by which a configuration says how many tensor-parallel ranks there are, as Megatron calls it.
+_TENSOR_PARALLEL = "tensor_model_parallel_size"
 _MAX_AXIS, _MAX_DIMENSIONS = 1 << 62, 32
 _MAX_SHOWN = 100
 
@@ -51,6 +53,8 @@ def parse_rules(text: str, where: str, config: Mapping[str, object] | None = Non
         counts=tuple(read["count"]),
         numbers=tuple(read["number"]),
         cautions=tuple(read["caution"]),
+        tensor_parallel=_tensor_parallel(config),
+        cuts_by_rank=_TENSOR_PARALLEL in content.get("axes", {}).values(),
     )
 
 
@@ -59,6 +63,12 @@ def parse_equation(text: str) -> Rules:
     shown = " ".join(text.split())
     where = f"'{shown if len(shown) <= _MAX_SHOWN else shown[:_MAX_SHOWN] + '...'}'"
     return Rules((_equation({"eq": text}, where),), (), (), {}, where, is_typed=True)
+
+
+def _tensor_parallel(config: Mapping[str, object] | None) -> int | None:
+    """Return how many tensor-parallel ranks a configuration says there are; None if it says nothing."""
+    value = None if config is None else config.get(_TENSOR_PARALLEL)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
 def _content(text: str, where: str) -> dict[str, Any]:

@@ -130,6 +130,8 @@ class Rules(NamedTuple):
     is_typed: whether it is no file but an equation that the user has typed. states: equations of what is before and
     behind a parameter's name in that of its state. axes: the lengths that it gives. where: the file. lacks_config:
     whether it gives others by the configuration of the model, and there is none.
+    tensor_parallel: how many tensor-parallel ranks the configuration says there are; None: it says nothing.
+    cuts_by_rank: whether an axis has that length, so that tensors have a part for each of these ranks.
     """
 
     equations: tuple[EquationRule, ...]
@@ -143,3 +145,5 @@ class Rules(NamedTuple):
     numbers: tuple[Number, ...] = ()
     cautions: tuple[Caution, ...] = ()
     is_typed: bool = False
+    tensor_parallel: int | None = None
+    cuts_by_rank: bool = False

@@ -216,7 +216,8 @@ class MappedCheckpoint(SourceCheckpoint):
         return (*self._notes(made), *made.notes, *self._nest_notes(made))
 
     def cut_warnings(self, plan: RankPlan) -> tuple[str, ...]:
-        return tuple(target_warnings(self._opened().made, plan))
+        rules = () if self.tensor_map is None else self.tensor_map.rules
+        return tuple(target_warnings(self._opened().made, plan, rules))
 
     def completed(self, plan: RankPlan, *, checked: bool) -> RankPlan:
         """Return a target's plan with what planning the checkpoint as it is has shown.
@@ -280,7 +281,7 @@ class MappedCheckpoint(SourceCheckpoint):
             needed = self._needed(steps)
             plan = _comparing_only(plan, needed)
             is_cut = self.stored.strategy.world_size > 1  # the pieces of an index say only who has written what
-            warnings = tuple(source_warnings(self._wanted(made_file.made), plan)) if is_cut else ()
+            warnings = tuple(source_warnings(self._wanted(made_file.made), plan, rules)) if is_cut else ()
             self._made = _Made(
                 plan, inventory, tuple(steps), made_file.made, manifest, made_file.notes, needed, warnings
             )

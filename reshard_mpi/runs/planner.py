@@ -307,7 +307,7 @@ class Planner:
         if leads:
             as_is = run.conversion.original is None and run.conversion.source.files.format == run.format
             require_readable_types(plan.tensors.specs, run.format, as_is=as_is)
-            require_readable_structure(plan.tensors.specs)
+            require_readable_structure(plan.shard, run.format)
             if self._request.crc and formats.by_name(run.format).TRAITS.counts_numbers:
                 require_countable(run.conversion, plan)
             self._needs.add(plan, evidence, run.format, path, opened.journal.left_bytes(path))

@@ -15,7 +15,7 @@ from reshard_mpi import formats
 from reshard_mpi.checkpoints.discovery import ShardFiles, rank_of_folder, shards_in, strangers
 from reshard_mpi.errors import TargetError
 from reshard_mpi.formats.files import MAX_KEPT_BYTES, MAX_TENSORS, kept_bytes, kept_kind_bytes
-from reshard_mpi.formats.specs import Specs
+from reshard_mpi.formats.specs import ShardSpec, Specs
 from reshard_mpi.units import format_bytes
 
 # To share blocks of two files (`struct file_clone_range`): the source's descriptor, its offset, a length, an offset.
@@ -249,15 +249,28 @@ def _replaced_bytes(path: Path) -> int:
     return status.st_blocks * 512 if status.st_nlink == 1 else 0
 
 
-def require_readable_structure(specs: Specs) -> None:
-    """Raise TargetError for a target with more or longer names than shards are read with."""
-    names_bytes = sum(map(kept_bytes, specs.names))
+def require_readable_structure(spec: ShardSpec, format_name: str) -> None:
+    """Raise TargetError for a target that could not be read again.
+
+    It has more or longer names than shards are read with, or nothing where its format's own framework wants something.
+    """
+    specs, strings = spec.specs, spec.strings
+    if formats.by_name(format_name).TRAITS.unread_empty and not specs.names and not strings:
+        raise TargetError(
+            f"a target would hold nothing, and nobody reads that from {formats.title(format_name)} files",
+            expected="a tensor or a text at least on every rank",
+            got=f"nothing on rank {spec.identity.rank}",
+            remedy="write it as safetensors or hdf5 (--to), or leave this rank out (--rank)",
+        )
+    count = len(specs.names) + len(strings)
+    names_bytes = sum(map(kept_bytes, (*specs.names, *strings, *strings.values())))
     kinds_bytes = sum(kept_kind_bytes(len(kind.global_shape)) for kind in set(specs.kinds))
-    if len(specs.names) > MAX_TENSORS or names_bytes + kinds_bytes > MAX_KEPT_BYTES:
+    if count > MAX_TENSORS or names_bytes + kinds_bytes > MAX_KEPT_BYTES:
         raise TargetError(
             "a target would hold more than it could be read with again",
-            expected=f"at most {MAX_TENSORS} tensors, whose names and shapes take {MAX_KEPT_BYTES} bytes of memory",
-            got=f"{len(specs.names)} tensors, {names_bytes + kinds_bytes} bytes",
+            expected=f"at most {MAX_TENSORS} tensors and texts, which take {MAX_KEPT_BYTES} bytes of memory with names"
+            " and shapes",
+            got=f"{count} tensors and texts, {names_bytes + kinds_bytes} bytes",
             remedy="divide it over more stages, make it in several runs (--include), or choose shorter names",
         )
 

@@ -36,7 +36,14 @@ from reshard_mpi.runs.one_file import target_report, write_whole
 from reshard_mpi.runs.outcome import Outcome, agreed, attempt
 from reshard_mpi.runs.overlap import refuse_overlap
 from reshard_mpi.runs.plans import plan_together
-from reshard_mpi.runs.preflight import Room, Tally, may_share, require_room, require_short_names
+from reshard_mpi.runs.preflight import (
+    Room,
+    Tally,
+    may_share,
+    require_readable_structure,
+    require_room,
+    require_short_names,
+)
 from reshard_mpi.runs.progress import Progress, Silent
 from reshard_mpi.runs.request import Request, Strategies, TargetFile
 from reshard_mpi.runs.status import CLOSED, MOVED, Stage
@@ -188,6 +195,7 @@ def _opened(request: Request, comm: Comm, memory: RunMemory, strategies: Strateg
     renamed = {plan.target_rank: _renamed(plan, request.files[plan.target_rank]) for plan in plans}
     tally = Tally()
     for number, plan in renamed.items():
+        require_readable_structure(plan.shard, FORMAT)
         size_bytes = by_name(FORMAT).size_at_most_bytes(plan.shard)
         tally.add(paths[number], size_bytes, left_bytes=journal.left_bytes(paths[number]))
         memory.require_possible(plan)

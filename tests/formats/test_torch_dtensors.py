@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import torch_peer
+from support import safetensors_peer, torch_peer
 
+import reshard_mpi
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import torch
 from reshard_mpi.formats.columns import Kind
@@ -170,6 +171,21 @@ def test_meshes_of_older_releases(tmp_path: Path) -> None:
     }
     boxes = {name: entry.box for name, entry in manifest.tensors.items()}
     assert boxes == {"both": Box((2, 0), (4, 3)), "norm": Box((3,), (5,))}
+
+
+def test_equal_parts_of_a_tensor_are_no_mistake(tmp_path: Path) -> None:
+    """The files say that they are different parts, so they are believed: rows of decay rates are alike."""
+    rows = np.tile(np.arange(8, dtype=np.float32), (4, 1))
+    for rank in range(2):
+        mesh = older_mesh(np.arange(2), rank)
+        root = Dict(["A_log", older_tensor("0", mesh, [0], (2, 8), (4, 8))])
+        members = {"data.pkl": pickling.dumps(root), "data/0": rows[:2].tobytes(), "data/mesh2": bytes(8)}
+        path = tmp_path / "ranks" / f"rank_{rank}" / f"checkpoint_{rank}.pt"
+        path.parent.mkdir(parents=True)
+        torch_peer.archive(path, {**members, "version": b"3\n"})
+    reshard_mpi.transform(tmp_path / "ranks", tmp_path / "one", strict=True, to="safetensors")
+    written = safetensors_peer.read(tmp_path / "one" / "rank_0" / "checkpoint_0.safetensors")
+    np.testing.assert_array_equal(np.frombuffer(written.tensors["A_log"].content, np.float32).reshape(4, 8), rows)
 
 
 def layout_mesh(shape: Shape, strides: Shape, coordinates: Sequence[int]) -> Call:

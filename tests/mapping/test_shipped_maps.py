@@ -13,7 +13,7 @@ import pytest
 from support.checkpoints import as_read, read_shard, write_shard
 
 import reshard_mpi
-from reshard_mpi.errors import MapError
+from reshard_mpi.errors import MapError, StrategyError
 from reshard_mpi.mapping.reading import read_rules, shipped_maps
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -201,6 +201,45 @@ def test_llama_to_ranks_of_megatron_and_back(tmp_path: Path, is_qwen: bool) -> N
         file = tmp_path / "ranks" / f"rank_{rank}" / f"checkpoint_{rank}.safetensors"
         assert read_shard(file) == as_read(of_megatron_rank(model, rank, 2))
     assert_same(reshard_mpi.load_rank(0, tmp_path / "ranks", tmp_path / "two.toml", **through), model)
+
+
+@pytest.mark.parametrize("name", ["hf-llama-megatron-tp", "hf-llama-megatron"])
+@pytest.mark.parametrize(("tensor_parallel", "ranks"), [(1, 2), (2, 4), (2, 2), (2, 1)])
+def test_a_configuration_that_contradicts_the_strategy(
+    tmp_path: Path, name: str, tensor_parallel: int, ranks: int
+) -> None:
+    write_shard(llama(), tmp_path / "llama.safetensors")
+    keys = {"tensor_model_parallel_size": tensor_parallel, "make_vocab_size_divisible_by": 4}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | keys))
+    rules = '[[parameter]]\nmatch = "*linear_fc1.weight"\nsplit = { 0 = ["tensor"] }\n[[parameter]]\nmatch = "*"\n'
+    (tmp_path / "ranks.toml").write_text(f"mesh = {{ tensor = {ranks} }}\n{rules}")
+    through = {"map": name, "config": tmp_path / "config.json"}
+    has_parts_for_ranks = name.endswith("-tp")
+    is_right = ranks == 1 or (tensor_parallel == ranks if has_parts_for_ranks else tensor_parallel == 1)
+
+    hugging_face, like = tmp_path / "llama.safetensors", {}
+    if not has_parts_for_ranks:  # padding is told by another file
+        write_shard(megatron(llama(), is_tied=False), tmp_path / "like.safetensors")
+        like = {"like": tmp_path / "like.safetensors"}
+
+    def target() -> dict[str, Array | str]:
+        return reshard_mpi.load_rank(0, hugging_face, None, tmp_path / "ranks.toml", **through, **like)
+
+    def source() -> dict[str, Array | str]:
+        return reshard_mpi.load_rank(0, tmp_path / "shards", tmp_path / "ranks.toml", **through)
+
+    write_shard(reshard_mpi.load_rank(0, hugging_face, **through, **like), tmp_path / "megatron.safetensors")
+    reshard_mpi.transform(
+        tmp_path / "megatron.safetensors", tmp_path / "shards", None, tmp_path / "ranks.toml", to="safetensors"
+    )
+    if is_right:
+        target()
+        assert_same(source(), llama())
+        return
+    for side, load in (("target", target), ("source", source)):
+        with pytest.raises(StrategyError, match=f"strategy of the {side} contradicts the configuration") as caught:
+            load()
+        assert "linear_fc1" in str(caught.value) and "tensor_model_parallel_size" in str(caught.value)
 
 
 def test_groups_that_would_be_cut_are_refused(tmp_path: Path) -> None:

@@ -44,6 +44,14 @@ def every_type() -> dict[str, np.ndarray]:
     return tensors
 
 
+@pytest.mark.parametrize("content", [b"", b"crc_num" + bytes(10)], ids=["no byte", "a checksum"])
+def test_it_loads_no_file_of_nothing(tmp_path: Path, content: bytes) -> None:
+    """So a rank that holds nothing is refused as a target in this format."""
+    (tmp_path / "net.ckpt").write_bytes(content)
+    with pytest.raises(ValueError, match="dict is empty"):
+        ms.load_checkpoint(str(tmp_path / "net.ckpt"))
+
+
 @pytest.mark.parametrize("options", [{}, {"crc_check": True}, {"async_save": "thread"}], ids=str)
 @of_every_kind
 def test_it_saves_and_it_loads(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:

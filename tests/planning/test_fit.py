@@ -489,6 +489,29 @@ def test_parts_that_are_the_same_by_nature(tmp_path: Path, capsys: Capture) -> N
     assert run_here(capsys, *c.arguments(spec)).code == 0
 
 
+EQUAL_ROWS = np.tile(np.linspace(-2, 3, 8, dtype=np.float32), (32, 1))
+CUT_IN_TWO = Spec({"rank": 2}, (Rule("*", {0: ("rank",)}),))
+
+
+def test_files_that_say_how_they_are_cut_are_believed(tmp_path: Path, capsys: Capture) -> None:
+    """Mamba's decay rates are the same in each row, so ranks hold equal parts; its strategy is no less right."""
+    whole = {"A_log": EQUAL_ROWS, "mixer": np.arange(64, dtype=np.float32).reshape(8, 8)}
+    write_shard(whole, tmp_path / "model.ckpt")
+    (tmp_path / "two.toml").write_text(CUT_IN_TWO.text())
+    reshard_mpi.transform(tmp_path / "model.ckpt", tmp_path / "two", None, tmp_path / "two.toml", to="hdf5")
+    assert (
+        run_here(capsys, "transform", str(tmp_path / "two"), str(tmp_path / "one"), "--to", "ckpt", "--strict").code
+        == 0
+    )
+    assert read_shard(tmp_path / "one" / "rank_0" / "checkpoint_0.ckpt") == as_read(whole)
+
+
+def test_a_spec_for_equal_rows_needs_to_be_taken_at_its_word(tmp_path: Path, capsys: Capture) -> None:
+    c = Checkpoint(tmp_path, CUT_IN_TWO, {"A_log": EQUAL_ROWS})
+    finished = run_here(capsys, *c.arguments(CUT_IN_TWO, target=Spec({"n": 1}, (Rule("*", {}),))))
+    assert finished.code == 3 and "parts that should be different are the same" in finished.err
+
+
 def test_a_shard_of_another_shape_is_no_proof_against_the_strategy(tmp_path: Path, capsys: Capture) -> None:
     spec = but(RIGHT, 2, optimizer=())  # or nobody else had what rank 5 has of the embedding
     c = Checkpoint(tmp_path, spec)

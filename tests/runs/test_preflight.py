@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
+from support.checkpoints import write_shard
 from support.command_line import COMMAND, Capture, run_here
 from support.conversions import (
     Conversion,
@@ -23,10 +25,13 @@ from support.launch import MPI
 from support.processes import run_command
 
 import reshard_mpi
+from reshard_mpi import formats
+from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.folders import Folder
 from reshard_mpi.journal.publication import stale_bytes
 from reshard_mpi.runs import preflight
 from reshard_mpi.runs.preflight import Room, Tally, require_room
+from reshard_mpi.testing.samples import Contents, spec_of
 
 # Stands in for what file systems say is free.
 STAND_IN = """
@@ -309,3 +314,33 @@ def test_functions_point_out_shards_of_another_name(tmp_path: Path, caplog: pyte
     with caplog.at_level("INFO", "reshard_mpi"):
         transform_by_function(c)
     assert f"{strange} will lie beside the new targets" in caplog.text and strange.read_bytes() == b"precious"
+
+
+@pytest.mark.parametrize("to", [name for name in formats.TARGETS if not formats.by_name(name).TRAITS.is_filled])
+def test_a_rank_that_holds_nothing(tmp_path: Path, to: str) -> None:
+    """MindSpore loads no file without a parameter; all other formats have files of nothing that are read again."""
+    model = {"w": np.arange(4, dtype=np.float32)}
+    write_shard(model, tmp_path / "model.safetensors")
+    (tmp_path / "two.toml").write_text('mesh = { n = 1 }\nstages = 2\n[[parameter]]\nmatch = "w"\nstage = 0\n')
+
+    def transform() -> None:
+        reshard_mpi.transform(tmp_path / "model.safetensors", tmp_path / "dst", None, tmp_path / "two.toml", to=to)
+
+    if to == "ckpt":
+        with pytest.raises(TargetError, match="a target would hold nothing") as refused:
+            transform()
+        assert "rank 1" in str(refused.value) and not (tmp_path / "dst").exists()
+        return
+    transform()
+    with_strategy = (
+        {} if formats.by_name(to).TRAITS.is_folder or to == "hdf5" else {"src_strategy": tmp_path / "two.toml"}
+    )
+    assert list(reshard_mpi.load_rank(0, tmp_path / "dst", **with_strategy)) == ["w"]
+
+
+def test_texts_count_as_what_a_shard_is_read_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = spec_of(Contents({}, {f"note {number}": "text" for number in range(20)}))
+    preflight.require_readable_structure(spec, "safetensors")
+    monkeypatch.setattr(preflight, "MAX_TENSORS", 19)
+    with pytest.raises(TargetError, match="more than it could be read with again"):
+        preflight.require_readable_structure(spec, "safetensors")

@@ -28,4 +28,5 @@ TRAITS = Traits(
     has_crc=True,
     title="MindSpore checkpoint",
     unread_types=("float8_e4m3fn", "float8_e5m2", "hifloat8"),  # load_checkpoint of 2.10 refuses them
+    unread_empty=True,  # as it refuses any file without a parameter
 )

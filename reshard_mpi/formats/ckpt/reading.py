@@ -40,9 +40,7 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
 
 def read_back(meant: Manifest) -> None:
     """Read the structure of a checkpoint that was just written. Raises ShardError if it is not that of `meant`."""
-    with files.opened(meant.path) as (fd, _):
-        if structure.of_file(fd, meant.tensors) != meant.structure:
-            raise files.not_as_written(meant.path)
+    files.require_as_written(locate(meant.path), meant)
 
 
 class _Reading:
@@ -106,7 +104,7 @@ class _Reading:
     def _take(self, offset: int) -> int:
         """Add the tensor or string at `offset` with all its pieces; return the offset after them."""
         first = value_at(self._reader, offset)
-        self._count_unlike(first)
+        self._count_value(first.offset, first.tag)
         pieces, end = [first], first.end
         if first.tag == next(reversed(self._tensors.number_of), None):
             self._require_empty_piece(first)
@@ -126,15 +124,18 @@ class _Reading:
             following = value_at(self._reader, end)
             if following.tag != first.tag:
                 break
-            self._count_unlike(following)
+            self._count_value(following.offset, following.tag)
+            self._keep(following.offset, files.kept_kind_bytes(0))  # a range of its own
             pieces.append(following)
             held_bytes += following.content.length_bytes
             end = following.end
         if is_string:
             self._add_string(pieces)
         else:
-            entry = _tensor(self._reader, pieces)
+            entry, kinds = _tensor(self._reader, pieces), len(self._tensors.kinds)
             self._tensors.add_entry(entry)
+            if len(self._tensors.kinds) > kinds:
+                self._keep(first.offset, files.kept_kind_bytes(len(first.dims)))
             if len(pieces) == 1 and held_bytes:
                 self._remember(first)
         return end
@@ -150,16 +151,16 @@ class _Reading:
             alike.clear()
         alike[after_name] = self._tensors.kind_of[-1], tensor.content.length_bytes
 
-    def _count_unlike(self, value: Value) -> None:
-        self._kept_bytes += files.kept_kind_bytes(len(value.dims))
-        self._count_value(value.offset, value.tag)
-
     def _count_value(self, offset: int, name: str) -> None:
         """Count a Value, a piece like a tensor: it has a name of its own. Raises ShardError for too many."""
         self._count += 1
-        self._kept_bytes += files.kept_bytes(name)
         if self._count > files.MAX_TENSORS:
             raise self._reader.damage("a shard holds too many values", offset, expected=f"{files.MAX_TENSORS} at most")
+        self._keep(offset, files.kept_bytes(name))
+
+    def _keep(self, offset: int, size_bytes: int) -> None:
+        """Count memory that the structure takes. Raises ShardError for too much."""
+        self._kept_bytes += size_bytes
         if self._kept_bytes > files.MAX_KEPT_BYTES:
             raise self._reader.damage(
                 "a shard's names take too much memory", offset, expected=f"{files.MAX_KEPT_BYTES} bytes at most"

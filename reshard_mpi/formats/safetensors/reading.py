@@ -82,10 +82,8 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
 
 
 def read_back(meant: Manifest) -> None:
-    """Look at the header of a file that was just written. Raises ShardError if it is not what was meant."""
-    with files.opened(meant.path) as (fd, size_bytes):
-        if structure.of_file(fd, size_bytes) != meant.structure:
-            raise files.not_as_written(meant.path)
+    """Read the header of a file that was just written. Raises ShardError if it is not what was meant."""
+    files.require_as_written(locate(meant.path), meant)
 
 
 def read(fd: int, path: str, size_bytes: int) -> Contents:
