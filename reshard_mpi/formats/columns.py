@@ -223,15 +223,20 @@ class Tensors(Mapping[str, TensorEntry]):
         return len(self.starts)
 
     def __eq__(self, other: object) -> bool:
-        """Tell whether both have the same tensors at the same places, in the same order."""
-        return isinstance(other, Tensors) and self._columns() == other._columns()
+        """Tell whether both have the same tensors at the same places, in the same order; kinds may be in another."""
+        if not isinstance(other, Tensors) or self._columns() != other._columns():
+            return False
+        if self.kinds == other.kinds:
+            return self.kind_of == other.kind_of
+        numbers = {kind: number for number, kind in enumerate(other.kinds)}
+        translated = [numbers.get(kind, -1) for kind in self.kinds]
+        return [translated[number] for number in self.kind_of] == list(other.kind_of)
 
     def __hash__(self) -> int:
         return hash((self.path, len(self)))
 
     def _columns(self) -> tuple[object, ...]:
-        places = self.starts, self.elsewhere, self.path
-        return self.kinds, self.kind_of, list(self.number_of), *places
+        return list(self.number_of), self.starts, self.elsewhere, self.path
 
     @property
     def tables(self) -> tuple[Tensors, ...]:

@@ -73,3 +73,16 @@ def test_tensors_that_are_alike_are_not_parsed_again(tmp_path: Path) -> None:
     assert isinstance(manifest, Manifest)
     assert list(manifest.tensors) == [tensor.name for tensor in tensors]
     assert parsed.call_count == 1
+
+
+@pytest.mark.parametrize("length", [127, 128, 129, 255, 256, 2000, 4096])
+def test_names_of_every_length_are_taken_alike(tmp_path: Path, length: int) -> None:
+    names = [f"{number}".rjust(length, "n") for number in range(50)]
+    contents = Contents.of([SampleTensor(name, BY_NAME["int8"], (2,), b"ab") for name in names])
+    ckpt_peer.write(tmp_path / "shard.ckpt", contents)
+    with mock.patch.object(reading, "value_at", wraps=reading.value_at) as parsed:
+        fast = located(tmp_path / "shard.ckpt")
+    with mock.patch.object(reading, "encoding_of", lambda *_: None):
+        slow = located(tmp_path / "shard.ckpt")
+    assert fast == slow and isinstance(fast, Manifest) and list(fast.tensors) == names
+    assert parsed.call_count < 10

@@ -17,6 +17,7 @@ from reshard_mpi.checkpoints.inspection import inspect
 from reshard_mpi.errors import SourceError, TargetError
 from reshard_mpi.formats import ckpt, nest, torch
 from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.torch import content, reading, zipped
 from reshard_mpi.testing import samples
 from reshard_mpi.testing.samples import Contents, SampleTensor
@@ -47,6 +48,12 @@ def test_there_and_back_through_every_format(tmp_path: Path) -> None:
         path = transformed(path, tmp_path / str(number), to=to)
         assert contents_of(path) == original
     assert path.suffix == ".pt"
+
+
+def test_a_loaded_rank_has_no_text_of_the_programs_own() -> None:
+    loaded = reshard_mpi.load_rank(0, GOLDEN / "train.pth")
+    own = contents_of(GOLDEN / "train.pth")
+    assert NEST in own.strings and loaded.keys() == (own.tensors.keys() | own.strings.keys()) - {NEST}
 
 
 def test_there_and_back_through_a_format_that_cannot_hold_all_of_it(tmp_path: Path) -> None:

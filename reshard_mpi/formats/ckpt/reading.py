@@ -8,7 +8,15 @@ import sys
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import files
 from reshard_mpi.formats.ckpt import structure
-from reshard_mpi.formats.ckpt.values import STRING_TYPE, USUAL_START, Value, encoding_of, is_trailer, value_at
+from reshard_mpi.formats.ckpt.values import (
+    STRING_TYPE,
+    USUAL_START,
+    Value,
+    encoding_of,
+    is_trailer,
+    tag_bytes,
+    value_at,
+)
 from reshard_mpi.formats.ckpt.wire import Reader
 from reshard_mpi.formats.columns import TensorEntry, Tensors
 from reshard_mpi.formats.dtypes import BY_MINDSPORE_NAME, DType
@@ -80,7 +88,7 @@ class _Reading:
             if head is None or alike is None:
                 break
             name_at = head.end()
-            name_end = name_at + window[name_at - 1]
+            name_end = name_at + tag_bytes(head)
             for rest in alike:
                 if window.startswith(rest, name_end):
                     break
@@ -125,7 +133,7 @@ class _Reading:
             if following.tag != first.tag:
                 break
             self._count_value(following.offset, following.tag)
-            self._keep(following.offset, files.kept_kind_bytes(0))  # a range of its own
+            self._keep(following.offset, files.kept_kind_bytes(len(following.dims)))
             pieces.append(following)
             held_bytes += following.content.length_bytes
             end = following.end

@@ -24,10 +24,10 @@ _VALUE = 1
 _TAG, _TENSOR, _MAP_TENSOR = _VALUE_FIELDS = (1, 2, 3)
 _DIMS, _TYPE, _CONTENT = _TENSOR_FIELDS = (1, 2, 3)
 _VALUE_KEY = encode_varint(_VALUE << 3 | LENGTH)
-# The encoding protobuf's serializers make: fields in order of their numbers, tags and types shorter than 128 bytes.
+# The encoding protobuf's serializers make: fields in order of their numbers, tags with a length of one or two bytes.
 # Varints of up to nine bytes have at most 63 bits.
 _VARINT = rb"[\x80-\xff]{0,8}[\x00-\x7f]"
-USUAL_START = re.compile(rb"\x0a(%b)\x0a([\x01-\x7f])" % _VARINT)
+USUAL_START = re.compile(rb"\x0a(%b)\x0a([\x01-\x7f]|[\x80-\xff][\x01-\x7f])" % _VARINT)
 # All bytes between a name and the content. No name of a type has the byte that begins the content.
 _USUAL_REST = re.compile(
     rb"\x12%b(?:\x08%b){0,%d}\x12[\x01-\x3f][0-9A-Za-z_]+\x1a%b" % (_VARINT, _VARINT, files.MAX_DIMENSIONS, _VARINT)
@@ -75,8 +75,14 @@ def encoding_of(reader: Reader, value: Value) -> tuple[bytes, bytes] | None:
     """
     window, base, _ = reader.window(value.offset)
     start = USUAL_START.match(window, value.offset - base)
-    rest = _USUAL_REST.match(window, start.end() + start[2][0]) if start else None
+    rest = _USUAL_REST.match(window, start.end() + tag_bytes(start)) if start else None
     return (start[0], rest[0]) if start and rest else None
+
+
+def tag_bytes(start: re.Match[bytes]) -> int:
+    """Return the length of the tag behind what `USUAL_START` has matched."""
+    length = start[2]
+    return length[0] if len(length) == 1 else length[0] & 0x7F | length[1] << 7
 
 
 def _value(reader: Reader, value: Field) -> Value:
@@ -159,16 +165,16 @@ def _text(reader: Reader, field: Field, limit_bytes: int, name: str) -> str:
 
 def encode_header(tag: str, dims: tuple[int, ...], type_name: str, content_bytes: int) -> bytes:
     """Return the bytes of a Value up to its content, in the field order protobuf's serializer uses."""
-    tag_bytes = tag.encode()
-    before, after = encode_around(len(tag_bytes), dims, type_name, content_bytes)
-    return before + tag_bytes + after
+    encoded = tag.encode()
+    before, after = encode_around(len(encoded), dims, type_name, content_bytes)
+    return before + encoded + after
 
 
-def encode_around(tag_bytes: int, dims: tuple[int, ...], type_name: str, content_bytes: int) -> tuple[bytes, bytes]:
-    """Return the bytes of a Value before its tag, which has `tag_bytes` bytes, and those between tag and content."""
+def encode_around(length_bytes: int, dims: tuple[int, ...], type_name: str, content_bytes: int) -> tuple[bytes, bytes]:
+    """Return the bytes of a Value before its tag, which has `length_bytes` bytes, and those between tag and content."""
     type_bytes = type_name.encode()
     tensor = b"".join(b"\x08" + encode_varint(length) for length in dims)
     tensor += encode_length(_TYPE, len(type_bytes)) + type_bytes + encode_length(_CONTENT, content_bytes)
-    tag = encode_length(_TAG, tag_bytes)
+    tag = encode_length(_TAG, length_bytes)
     after = encode_length(_TENSOR, len(tensor) + content_bytes) + tensor
-    return encode_length(_VALUE, len(tag) + tag_bytes + len(after) + content_bytes) + tag, after
+    return encode_length(_VALUE, len(tag) + length_bytes + len(after) + content_bytes) + tag, after

@@ -81,12 +81,12 @@ def _parsed(path: str, content: Content) -> Manifest:
 def read_back(meant: Manifest) -> None:
     """Read the structure of a file that was just written. Raises ShardError if it is not what was meant.
 
-    The file is parsed, and all of its bytes but payloads are compared.
+    All of its bytes but payloads are compared, and it is parsed as it will be later.
     """
-    files.require_as_written(locate(meant.path)._replace(structure=meant.structure), meant)
     with files.opened(meant.path) as (fd, size_bytes):
         if structure.of_file(fd, size_bytes, meant.tensors) != meant.structure:
             raise files.not_as_written(meant.path)
+    files.require_as_written(locate(meant.path)._replace(structure=meant.structure), meant)
 
 
 def _content(fd: int, path: str, size_bytes: int) -> Content:
