@@ -35,7 +35,8 @@ class ShardFiles(NamedTuple):
     one full checkpoint; their rank is then 0. said_files: how many files were saved, if the caller says so. latest: the
     name of the folder, if a file beside it names it as the latest of several. read: the structure of the first file,
     if it was read to learn whose it is, so that it is parsed once. left_out: in words, which files lie beside these and
-    may be of the same checkpoint, but are not read; empty if none.
+    may be of the same checkpoint, but are not read; empty if none. is_recorded: whether the run that wrote the files
+    has recorded how they are cut, so that they say it as much as files that describe themselves.
     """
 
     path: str
@@ -49,6 +50,7 @@ class ShardFiles(NamedTuple):
     latest: str = ""
     read: Manifest | None = None
     left_out: str = ""
+    is_recorded: bool = False
 
     def locate(self, path: str, like: Manifest | None = None) -> Manifest:
         """Read the structure of one of the files, unless it has been read. Raises as `Format.locate` does."""

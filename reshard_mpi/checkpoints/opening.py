@@ -42,6 +42,9 @@ def open_source(
     first, manifest, described, damage = _first_sound(files, known_damage)
     if strategy is None:
         strategy = described
+        if described is None and len(files.by_rank) > 1:
+            strategy = _recorded(files)
+            files = files._replace(is_recorded=strategy is not None)
     elif described is not None:
         _require_agreement(strategy, described, manifest.path)
     if strategy is None:
@@ -159,6 +162,17 @@ def _described(manifest: Manifest) -> Strategy | None:
     if manifest.identity is None:
         return None
     return table.loads(manifest.identity.strategy, manifest.path)
+
+
+def _recorded(files: ShardFiles) -> Strategy | None:
+    """Return the strategy that the run which wrote the files has recorded; None if it has not, or they are others."""
+    from reshard_mpi.journal.recorded_strategy import recorded_strategy
+
+    try:
+        recorded = recorded_strategy(Path(files.path), files.by_rank)
+    except OSError as error:
+        raise as_reshard_error(error, Path(files.path)) from None
+    return None if recorded is None else table.loads(*recorded)
 
 
 def _require_agreement(given: Strategy, described: Strategy, path: str) -> None:

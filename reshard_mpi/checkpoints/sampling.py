@@ -91,7 +91,7 @@ def drifted_tensors(
                     raise unknown_tensor(unknown, strategy, shard.path)
             sampled = sampler.choose(strategy.stage_of(pair.first), first.tensors, second.tensors)
             _require_homes(source, [tensor for tensor in sampled if tensor.home_stage is not None], pair, excerpts)
-            compared = list(_compared(sampled, pair, first, second, excerpts))
+            compared = list(_compared(sampled, pair, first, second, excerpts, is_recorded=source.files.is_recorded))
             compared = [tensor for tensor in compared if not _is_damage(tensor, pair, source)]
             if any(tensor.one_part and tensor.differs for tensor in compared):
                 damage = next((error for rank in pair[:2] if (error := source.check_crc(rank)) is not None), None)
@@ -144,10 +144,17 @@ def _require_homes(source: SourceCheckpoint, strays: Iterable[Sampled], pair: Pa
 
 
 def _compared(
-    sampled: Iterable[Sampled], pair: Pair, first: Manifest, second: Manifest, excerpts: _Excerpts
+    sampled: Iterable[Sampled],
+    pair: Pair,
+    first: Manifest,
+    second: Manifest,
+    excerpts: _Excerpts,
+    *,
+    is_recorded: bool,
 ) -> Iterator[Compared]:
     """Compare tensors in two shards: `pair.tensors` at most whose parts should be the same, and as many of the others.
 
+    is_recorded: whether the run that wrote the shards has recorded how they are cut: then parts may well be equal.
     Tensors that cannot be compared, for instance because a shard is damaged, are left to planning.
     """
     one_part_of: dict[tuple[int, Shape | None], bool] = {}
@@ -170,7 +177,7 @@ def _compared(
             ways.add((placement, one_part))
             decoded_bytes += _decoded_bytes(entry) + _decoded_bytes(other)
             likeness, telling = _likeness(first, second, name, one_part, excerpts)
-            telling = telling and not _say_different_parts(entry, other)
+            telling = telling and not ((is_recorded and not one_part) or _say_different_parts(entry, other))
         except (LayoutError, ShardError, OSError):
             continue
         left[one_part] -= 1

@@ -17,7 +17,7 @@ import fcntl
 import os
 import shlex
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -45,6 +45,7 @@ from reshard_mpi.journal.publication import (
     require_own_stale,
     stale_bytes,
 )
+from reshard_mpi.journal.recorded_strategy import STRATEGY_RECORD, keep_strategy, strategy_record
 from reshard_mpi.journal.records import (
     COMMIT_RECORD,
     STATE,
@@ -76,9 +77,19 @@ def withdraw(folder: Folder, format_name: str) -> None:
 class Journal:
     """The state of one run in one target folder. Nothing is created before `begin`."""
 
-    def __init__(self, folder: Path, identity: RunIdentity, *, resume: bool, overwrite: bool) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        identity: RunIdentity,
+        *,
+        resume: bool,
+        overwrite: bool,
+        strategy: Callable[[], str] | None = None,
+    ) -> None:
+        """strategy: makes the placement table of the targets, to be recorded; None: the targets say it themselves."""
         self.folder = folder
         self.identity = identity
+        self._strategy = strategy
         self._state = folder / STATE
         self._resume = resume
         self._overwrite = overwrite
@@ -186,6 +197,8 @@ class Journal:
                         withdraw(folder, earlier.format)
                     withdraw(folder, self.identity.format)
                     remove_leftovers(folder, state, self.identity)
+                if self._strategy is not None and (is_new or not (self._state / STRATEGY_RECORD).exists()):
+                    keep_strategy(state, strategy_record(self.identity.digest, self._strategy()))
                 if is_new:
                     publish_text(state, run.name, self.identity.as_text())
         self.check()

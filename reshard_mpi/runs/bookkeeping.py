@@ -7,10 +7,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 from reshard_mpi import formats
+from reshard_mpi.journal.recorded_strategy import STRATEGY_RECORD
 from reshard_mpi.journal.records import COMMIT_RECORD, STATE, Evidence, TargetRecord, record_path
 from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.runs.preflight import Room, Tally
 from reshard_mpi.runs.request import Request
+from reshard_mpi.sharding.placement import Strategy
 
 # A number in JSON, with its separator.
 _NUMBER_BYTES = 24
@@ -19,6 +21,8 @@ _SUM_BYTES = 48
 # The identity of a run, with paths and options; keys of a record; a digest.
 _IDENTITY_BYTES = 16384
 _LINE_BYTES = 256
+# A placement in the table of a strategy.
+_PLACEMENT_BYTES = 1024
 # What the report says of a target, and of each rank that it was read from, on a line of its own.
 _REPORTED_TARGET_BYTES = 640
 _REPORTED_RANK_BYTES = 16
@@ -55,6 +59,14 @@ class Needs:
         module = formats.by_name(format_name)
         size_bytes = module.size_at_most_bytes(plan.shard._replace(with_sums=request.verify), crc=request.crc)
         self._tally.add(path, size_bytes, left_bytes=left_bytes)
+
+    def add_strategy(self, target: Strategy) -> None:
+        """Add the record of how the targets are cut: their placement table, escaped once more as one text."""
+        names = (*target.parameters, *(glob for glob, _ in target.rules))
+        size_bytes = _IDENTITY_BYTES + sum(2 * _text_bytes(name) + 2 * _NUMBER_BYTES for name in names)
+        placements = {placement for held in target.parameters.values() for placement in held}
+        size_bytes += _PLACEMENT_BYTES * (len(placements) + len(target.rules))
+        self._tally.add_record(Path(self._request.target, STATE, STRATEGY_RECORD), size_bytes)
 
     def rooms(self, reported: int, processes: int, shares: Callable[[], bool]) -> tuple[Room, ...]:
         """Return the room that is needed on each file system, as `Tally.rooms` does.

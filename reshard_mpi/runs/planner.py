@@ -355,6 +355,8 @@ class Planner:
             return may_share(run.conversion.source.files, run.format, run.path(run.targets[0]))
 
         reported = len(run.targets) if self._comm.rank == 0 else 0
+        if self._comm.rank == 0 and run.request.recorded and run.records_strategy:
+            self._needs.add_strategy(run.conversion.target)
         return self._needs.rooms(reported, self._comm.size, shares)
 
     def _commit(self, made: Outcome) -> Outcome:

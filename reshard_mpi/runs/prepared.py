@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,6 +25,7 @@ from reshard_mpi.runs.overlap import refuse_overlap
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.through import map_words, through_map
 from reshard_mpi.sharding.placement import Strategy
+from reshard_mpi.sharding.strategy import table
 
 if TYPE_CHECKING:
     from reshard_mpi.journal.unrecorded import Unrecorded
@@ -131,7 +133,14 @@ class Run(NamedTuple):
 
             return Unrecorded(Path(request.target))
         identity, resume, overwrite = self._identity(), request.resume, request.overwrite
-        return Journal(Path(request.target), identity, resume=resume, overwrite=overwrite)
+        target = self.conversion.target
+        table_of_targets = partial(table.dumps, target) if self.records_strategy else None
+        return Journal(Path(request.target), identity, resume=resume, overwrite=overwrite, strategy=table_of_targets)
+
+    @property
+    def records_strategy(self) -> bool:
+        """Whether the run records how its targets are cut: there are several, and no index lists what they hold."""
+        return self.conversion.target.world_size > 1 and formats.folder_by_name(self.format) is None
 
     def _identity(self) -> RunIdentity:
         request = self.request

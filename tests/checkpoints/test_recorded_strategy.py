@@ -1,0 +1,99 @@
+"""Shards that a run has written are read again without a strategy, since its records say how it has cut them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.checkpoints import write_shard
+from support.command_line import Capture, run_here
+
+import reshard_mpi
+from reshard_mpi import SourceError, StrategyError
+
+SPEC = """
+mesh = { tp = 4 }
+[[parameter]]
+match = "w*"
+split = { 0 = ["tp"] }
+"""
+FORMATS = ("safetensors", "torch", "ckpt")
+
+
+@pytest.fixture(params=FORMATS)
+def made(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """The target folder of four ranks; the rows of one tensor are alike, as those of many a state are."""
+    write_shard(tensors(), tmp_path / "model.safetensors")
+    (tmp_path / "four.toml").write_text(SPEC)
+    strategy = tmp_path / "four.toml"
+    reshard_mpi.transform(tmp_path / "model.safetensors", tmp_path / "four", dst_strategy=strategy, to=request.param)
+    strategy.unlink()
+    return tmp_path / "four"
+
+
+def tensors() -> dict[str, np.ndarray]:
+    rows = np.tile(np.arange(64, dtype=np.float32), (8, 1))
+    return {"w": np.arange(64, dtype=np.float32).reshape(8, 8), "w_alike": rows, "b": np.ones(3, np.float32)}
+
+
+def test_by_every_function(made: Path, tmp_path: Path, capsys: Capture) -> None:
+    reshard_mpi.transform(made, tmp_path / "one", to="safetensors", strict=True)
+    assert run_here(capsys, "diff", str(tmp_path / "model.safetensors"), str(tmp_path / "one")).code == 0
+    assert run_here(capsys, "diff", str(tmp_path / "model.safetensors"), str(made)).code == 0
+    assert run_here(capsys, "verify", str(tmp_path / "model.safetensors"), str(made)).code in (0, 2)
+    for rank in range(4):
+        half = reshard_mpi.load_rank(rank, made, dst_strategy=spec(tmp_path))
+        assert (half["w"] == tensors()["w"][2 * rank : 2 * rank + 2]).all()
+    reshard_mpi.transform(made, tmp_path / "again", dst_strategy=spec(tmp_path), to="hdf5")
+    reshard_mpi.transform(tmp_path / "again", tmp_path / "whole", to="safetensors")
+    assert run_here(capsys, "diff", str(tmp_path / "model.safetensors"), str(tmp_path / "whole")).code == 0
+
+
+def spec(folder: Path) -> Path:
+    (folder / "again.toml").write_text(SPEC)
+    return folder / "again.toml"
+
+
+def test_a_lost_shard_that_nothing_replaces_is_named(made: Path, tmp_path: Path) -> None:
+    for path in (made / "rank_2").iterdir():
+        path.unlink()
+    with pytest.raises(reshard_mpi.ReshardError, match="rank 2"):
+        reshard_mpi.transform(made, tmp_path / "one", to="safetensors")
+
+
+@pytest.mark.parametrize("how", ["no commit", "no record", "another size", "another run", "no table", "no JSON"])
+def test_other_files_need_a_strategy(made: Path, tmp_path: Path, how: str) -> None:
+    record, commit = made / ".reshard_mpi" / "strategy.json", made / "reshard.json"
+    if how == "no commit":
+        commit.unlink()
+    elif how == "no record":
+        record.unlink()
+    elif how == "another size":
+        facts = json.loads(commit.read_text())
+        facts["targets"][1]["size_bytes"] += 1
+        commit.write_text(json.dumps(facts))
+    elif how == "no JSON":
+        record.write_text("[" * 100_000)
+    else:
+        facts = json.loads(record.read_text())
+        facts |= {"digest": "0" * 64} if how == "another run" else {"strategy": 7}
+        record.write_text(json.dumps(facts))
+    with pytest.raises(SourceError, match="do not say how they are sharded"):
+        reshard_mpi.transform(made, tmp_path / "one", to="safetensors")
+
+
+def test_a_forged_table_is_refused(made: Path, tmp_path: Path) -> None:
+    record = made / ".reshard_mpi" / "strategy.json"
+    facts = json.loads(record.read_text())
+    facts["strategy"] = facts["strategy"].replace('"world_size":4', '"world_size":"4"')
+    record.write_text(json.dumps(facts))
+    with pytest.raises(StrategyError, match="world_size"):
+        reshard_mpi.transform(made, tmp_path / "one", to="safetensors")
+
+
+def test_a_strategy_that_is_given_goes_before(made: Path, tmp_path: Path) -> None:
+    (tmp_path / "wrong.toml").write_text(SPEC.replace("{ 0 =", "{ 1 ="))
+    with pytest.raises(reshard_mpi.ReshardError):
+        reshard_mpi.transform(made, tmp_path / "one", tmp_path / "wrong.toml", to="safetensors")
