@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import zlib
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -18,7 +19,7 @@ from typing import Any
 
 import pytest
 from support.command_line import Capture
-from support.processes import clean_environment, run_command
+from support.processes import HANG_SECONDS, clean_environment, run_command
 
 sys.path.append(str(Path(__file__).parent.parent))  # benchmarks are part of the checkout, not of what is installed
 
@@ -160,12 +161,15 @@ class TestCommands:
         ("arguments", "message"),
         [
             (["--pairs", "0"], "expected 1 or more, got '0'"),
-            (["--folder", "/nonexistent"], "there is no folder /nonexistent"),
-            (["--json", "/nonexistent/result.json"], "there is no folder for /nonexistent/result.json"),
+            (["--folder", "nowhere"], "there is no folder nowhere"),
+            (["--json", "nowhere/result.json"], "there is no folder for nowhere/result.json"),
             (["--processes", "2"], "--processes needs two counts"),
         ],
     )
-    def test_wrong_usage_is_told_at_once(self, arguments: list[str], message: str, capsys: Capture) -> None:
+    def test_wrong_usage_is_told_at_once(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str, capsys: Capture
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
         with pytest.raises(SystemExit) as raised:
             options = parser().parse_args(["scaling", *arguments])
             options.run(options)
@@ -181,7 +185,7 @@ class TestCommands:
         assert "warm-up" in started.stderr.readline()
         assert list(tmp_path.iterdir())
         started.send_signal(number)
-        _, errors = started.communicate(timeout=30)
+        _, errors = started.communicate(timeout=HANG_SECONDS)
         assert started.returncode == code
         assert "Traceback" not in errors
         assert not list(tmp_path.iterdir())
@@ -255,9 +259,17 @@ class TestMeasuring:
         assert 10_000_000 <= run.read_bytes < 12_000_000
         assert 10_000_000 <= run.written_bytes < 10_100_000
 
-    def test_seconds_of_commands_side_by_side(self) -> None:
-        pause = [*PYTHON, "import time; time.sleep(0.3)"]
-        assert 0.3 <= measure([pause, pause]).run.seconds < measure([pause]).run.seconds + 0.3
+    def test_seconds_of_commands_side_by_side(self, tmp_path: Path) -> None:
+        """Two that wait for each other, and then for a while, which each prints."""
+        pipes = [str(tmp_path / name) for name in ("one", "other")]
+        for pipe in pipes:
+            os.mkfifo(pipe)
+        meet = "import sys, time; [open(pipe, mode).close() for pipe, mode in zip(sys.argv[1:3], sys.argv[3])]; "
+        pause = "begin = time.monotonic(); time.sleep(0.3); print(time.monotonic() - begin)"
+        begin = time.monotonic()
+        result = measure([[*PYTHON, meet + pause, *pipes, modes] for modes in ("rw", "wr")])
+        elapsed_seconds = time.monotonic() - begin
+        assert float(result.stdout.split()[0]) <= result.run.seconds <= elapsed_seconds
 
     def test_output_and_environment(self) -> None:
         say = [*PYTHON, "import os; print(os.environ['WORD'])"]
@@ -269,9 +281,9 @@ class TestMeasuring:
             measure([[*PYTHON, "pass"], fail])
         assert "first" in raised.value.details
 
-    def test_a_command_that_does_not_exist(self) -> None:
+    def test_a_command_that_does_not_exist(self, tmp_path: Path) -> None:
         with pytest.raises(CommandFailedError):
-            measure([["/nonexistent"]])
+            measure([[str(tmp_path / "nowhere")]])
 
     def test_cp_shares_the_folders_out(self, tmp_path: Path) -> None:
         for rank in range(3):
@@ -438,8 +450,9 @@ class TestSurroundings:
         assert lacks(str(bare_interpreter), "torch", "--torch") == expected
         assert lacks(sys.executable, "numpy", "--torch") is None
 
-    def test_an_interpreter_that_is_none(self) -> None:
-        assert lacks("/nonexistent", "torch", "--torch") == "the interpreter given by --torch cannot be started"
+    def test_an_interpreter_that_is_none(self, tmp_path: Path) -> None:
+        expected = "the interpreter given by --torch cannot be started"
+        assert lacks(str(tmp_path / "nowhere"), "torch", "--torch") == expected
 
     def test_workplace(self, tmp_path: Path) -> None:
         with pytest.raises(ZeroDivisionError), workplace(tmp_path, 1000) as folder:
@@ -462,7 +475,7 @@ class TestSurroundings:
 
     def test_xfs_without_its_tools(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "geteuid", lambda: 0)
-        monkeypatch.setenv("PATH", "/nonexistent")
+        monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
         with pytest.raises(xfs.CannotMountError, match=r"mkfs\.xfs is not installed"), xfs.mounted(tmp_path, 1):
             pass
         assert not list(tmp_path.iterdir())

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from support.command_line import Capture, run_apart, run_here
 from support.examples import few
-from support.processes import run_command
+from support.processes import HANG_SECONDS, run_command
 
 from reshard_mpi.cli.arguments import parser
 
@@ -79,7 +79,7 @@ class Shell:
     def give(self, line: str) -> str:
         """Type a line, and a command that tells when it is done; return what the terminal has shown until then."""
         os.write(self._terminal, f"{line}\necho {END[:3]}''{END[3:]}\n".encode())
-        shown, deadline = "", time.monotonic() + 20
+        shown, deadline = "", time.monotonic() + HANG_SECONDS
         while not re.search(rf"^{END}\r?$", shown, re.MULTILINE):
             assert time.monotonic() < deadline, shown
             if select.select([self._terminal], [], [], 1)[0]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from support.cases import Side
 from support.command_line import COMMAND, Capture, run_apart, run_here
 from support.conversions import Conversion, make, write_conversion
 from support.harm import fault
+from support.holders import until
 from support.launch import MPI
 from support.oracle import RawLayout
 from support.terminals import run_on_terminal
@@ -186,17 +186,31 @@ def test_the_end_of_a_run_says_where_one_file_is(tmp_path: Path, capsys: Capture
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have a line printed at every look, and look all the time."""
+    """Have a line printed at every look, look all the time, and count the looks."""
     monkeypatch.setattr(displays, "_FIRST_SECONDS", 0.0)
     monkeypatch.setattr(displays, "_LINE_SECONDS", 0.0)
     monkeypatch.setattr(watched, "_TICK_SECONDS", 0.01)
+    monkeypatch.setattr(displays, "Lines", CountedLines)
+    monkeypatch.setattr(CountedLines, "looks", 0)
+
+
+class CountedLines(displays.Lines):
+    """Counts how often how far a run is has been shown."""
+
+    looks = 0
+
+    def update(self, status: RunStatus) -> None:
+        super().update(status)
+        CountedLines.looks += 1
 
 
 def slow_down(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> None:
+    """Have a function begin only when what was done before it has been shown; a first look may be under way."""
     function = getattr(module, name)
 
     def slow(*arguments: Any, **options: Any) -> Any:
-        time.sleep(0.1)
+        before = CountedLines.looks
+        until(lambda: CountedLines.looks >= before + 2, "shown")
         return function(*arguments, **options)
 
     monkeypatch.setattr(module, name, slow)

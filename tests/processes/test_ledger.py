@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +62,10 @@ def test_200_processes_contend(tmp_path: Path) -> None:
     report = crowd(tmp_path, [64] * 200, 256)
     assert report["order"] == list(range(200))
     assert max(visit["held_bytes"] for visit in report["visits"]) <= 256
-    # The longest of each process; a few come out long on a machine that does other things as well.
-    locked_seconds = sorted(visit["locked_seconds"] for visit in report["visits"])
-    print(f"the lock was held {1000 * locked_seconds[100]:.2f} ms, at the longest {1000 * locked_seconds[-1]:.2f} ms")
-    assert locked_seconds[180] <= 0.005
+    # Little is done while the lock is held: the line is listed, and one of its files renamed.
+    most_calls = max(visit["calls_a_file"] for visit in report["visits"])
+    print(f"at most {most_calls:.1f} calls a file are made while the lock is held")
+    assert most_calls <= 30
 
 
 @pytest.mark.slow
@@ -89,15 +88,13 @@ def test_only_the_head_of_the_line_looks_again_and_again(state: Path) -> None:
                 holder.let_go()
 
 
-def test_a_killed_holder_frees_its_bytes_within_a_second(state: Path) -> None:
+def test_a_killed_holder_frees_its_bytes(state: Path) -> None:
     a = Holder(state, LEASE, memory="64M").expect("holds")
     b = Holder(state, LEASE, memory="64M")
     with ended(a, b):
         assert b.read().startswith("waits: ")
-        begin = time.monotonic()
         a.kill()
         b.expect("holds")
-        assert time.monotonic() - begin < 1.0
         assert pids(state, holding=True) == [b.pid]
         b.let_go()
 
@@ -131,8 +128,9 @@ def test_a_fork_of_a_holder_does_not_keep_its_lease(state: Path) -> None:
             os.read(reading, 1)
             os._exit(0)
     try:
-        with leased(governor, LEASE, "parent again", print) as waited_seconds:
-            assert waited_seconds < 1.0
+        assert occupants(state) == []
+        with leased(governor, LEASE, "parent again", print):
+            pass
     finally:
         os.write(writing, b".")
         os.waitpid(pid, 0)

@@ -14,7 +14,7 @@ import pytest
 
 from reshard_mpi.cli import commands
 from support.launch import MPI, mpirun_command
-from support.processes import Finished, Measured, measure_peak, run_command
+from support.processes import HANG_SECONDS, Finished, Measured, measure_peak, run_command
 
 COMMAND = [sys.executable, "-m", "reshard_mpi"]
 Capture = pytest.CaptureFixture[str]
@@ -55,7 +55,7 @@ def run_apart(
     mpi: MPI | None = None,
     ranks: int = 2,
     env: Mapping[str, str] | None = None,
-    timeout_seconds: float = 60,
+    timeout_seconds: float = HANG_SECONDS,
     check: bool = False,
 ) -> Finished:
     """Run the command line in a process of its own, as users do; with `mpi`, on so many ranks. Else: `run_command`."""
@@ -65,19 +65,19 @@ def run_apart(
     return run_command(command, env=env, timeout_seconds=timeout_seconds, check=check)
 
 
-def measure_apart(*arguments: str | os.PathLike[str], timeout_seconds: float = 120) -> Measured:
+def measure_apart(*arguments: str | os.PathLike[str], timeout_seconds: float = HANG_SECONDS) -> Measured:
     """Run the command line in a process of its own, and measure its peak memory."""
     return measure_peak([*COMMAND, *arguments], timeout_seconds=timeout_seconds)
 
 
-def run_in_fork(*arguments: str, prepare: Callable[[], object] | None = None, timeout_seconds: int = 60) -> Finished:
+def run_in_fork(*arguments: str, prepare: Callable[[], object] | None = None) -> Finished:
     """Run the command line in a fork of this process, which saves its start. prepare: what the fork does before."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = os.fork()
         if process == 0:
             code = 99
             try:
-                signal.alarm(timeout_seconds)
+                signal.alarm(int(HANG_SECONDS))
                 os.dup2(out.fileno(), 1)
                 os.dup2(err.fileno(), 2)
                 sys.stdout, sys.stderr = (open(fd, "w", closefd=False) for fd in (1, 2))  # noqa: SIM115

@@ -17,7 +17,7 @@ from reshard_mpi.processes.governor import admission, ledger
 from reshard_mpi.processes.governor.admission import Governor, Say, open_governor
 from reshard_mpi.processes.governor.allowance import Allowance
 
-TIMEOUT_SECONDS = 60.0
+TIMEOUT_SECONDS = 300.0
 
 
 class Holder:

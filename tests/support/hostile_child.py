@@ -1,5 +1,7 @@
 """Has the package read one hostile file, in a process with limits, and says what came of it and what it took.
 
+Work is counted in steps of a plain loop of Python, timed beside the reading: so it is the same on every machine.
+
 `python hostile_child.py KIND PATH`; KIND is a name of `KINDS`. Prints JSON.
 """
 
@@ -22,6 +24,7 @@ from reshard_mpi.sharding.strategy import table
 
 # Beyond what is measured: more than this is a failure of another kind, before it is one of the machine.
 _ROOM_BYTES = 256 << 20
+_LOOP_STEPS = 1_000_000
 
 
 def locate(path: str) -> None:
@@ -89,7 +92,7 @@ def main(kind: str, path: str) -> dict[str, Any]:
     for pid in filter(None, (os.getpid(), helping)):
         Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak is from now on
     before, helper_before = status(os.getpid(), "VmRSS"), status(helping, "VmHWM") if helping else 0
-    begin, begin_cpu = time.monotonic(), cpu_seconds(helping)
+    step_before, begin_cpu = step_seconds(), cpu_seconds(helping)
     error: BaseException | None = None
     try:
         KINDS[kind](path)
@@ -108,10 +111,17 @@ def main(kind: str, path: str) -> dict[str, Any]:
         "problem": str(error),
         "growth_bytes": status(os.getpid(), "VmHWM") - before,
         "helper_growth_bytes": helper_growth,
-        "cpu_seconds": used,
-        "seconds": time.monotonic() - begin,
+        "steps": used / max(step_before, step_seconds()),
         "opened": sorted(opened),
     }
+
+
+def step_seconds() -> float:
+    """Return the processor time of one step of a plain loop, which is longer where all else takes longer."""
+    begin = time.process_time()
+    for _ in range(_LOOP_STEPS):
+        pass
+    return (time.process_time() - begin) / _LOOP_STEPS
 
 
 def cpu_seconds(pid: int | None) -> float:

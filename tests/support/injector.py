@@ -129,7 +129,7 @@ def compiled() -> Path:
     folder = _folder()
     library = folder / "calls.so"
     command = [compiler() or "cc", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-o", library, _SOURCE]
-    subprocess.run(command, check=True, timeout=60)
+    subprocess.run(command, check=True, timeout=300)
     return library
 
 

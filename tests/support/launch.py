@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from support.processes import Finished, run_command
+from support.processes import HANG_SECONDS, Finished, run_command
 
 MPI_NAMES = ("mpich", "openmpi")
 
@@ -70,7 +70,7 @@ def run_ranks(
     ranks: int,
     function: Callable[..., Any],
     *args: Any,
-    timeout_seconds: float = 60,
+    timeout_seconds: float = HANG_SECONDS,
     env: Mapping[str, str] | None = None,
     options: Sequence[str] = (),
     check: bool = True,

@@ -23,7 +23,10 @@ _MARK = "RESHARD_MPI_TEST_RUN"
 # What launchers leave in the environment: a child that sees it would take itself for a rank of the tests' own job.
 _LAUNCHER_VARIABLES = ("HYDRA_", "MPI4PY_", "MPIR_", "OMPI_", "OPAL_", "PMIX_", "PMI_", "PRTE_", "SLURM_")
 
-_LINGER_SECONDS = 5.0  # how long after a command's end its children may take to go
+# After this a command counts as one that hangs. It shows of nothing that it is quick: machines may be slow and busy.
+HANG_SECONDS = 300.0
+
+_LINGER_SECONDS = 60.0  # how long after a command's end its children may take to go
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,7 @@ def clean_environment() -> dict[str, str]:
 def run_command(
     argv: Sequence[str | os.PathLike[str]],
     *,
-    timeout_seconds: float = 60,
+    timeout_seconds: float = HANG_SECONDS,
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
     check: bool = False,
@@ -126,7 +129,7 @@ def _run_once(
 def measure_peak(
     argv: Sequence[str | os.PathLike[str]],
     *,
-    timeout_seconds: float = 120,
+    timeout_seconds: float = HANG_SECONDS,
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
 ) -> Measured:
