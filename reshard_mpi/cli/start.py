@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from reshard_mpi.errors import ReshardError
 from reshard_mpi.processes import comm
@@ -33,15 +33,25 @@ def begin_command() -> None:
     if _has_begun:
         return
     _has_begun = True
-    arguments = sys.argv[1:]
-    exit_when_terminated()
+    if comm.awaits_world(os.environ):
+        sys.excepthook = _end_job_with_traceback
+    else:
+        exit_when_terminated()
     try:
-        begin(arguments)
+        begin(sys.argv[1:])
     except (KeyboardInterrupt, Terminated) as stop:
-        code = stopped_by(stop) or INTERRUPTED
-        ignore_stops()
-        _say(stopped_text(code, resumes=arguments[0] == "transform" and "--overwrite" not in arguments))
-        os._exit(code)
+        end_if_stopped(stop)
+
+
+def end_if_stopped(error: BaseException) -> None:
+    """End this process, after its last words, if a signal to stop has raised `error`."""
+    code = stopped_by(error)
+    if code is None:
+        return
+    ignore_stops()
+    resumes = sys.argv[1:2] == ["transform"] and "--overwrite" not in sys.argv
+    _say(stopped_text(code, resumes=resumes))
+    os._exit(code)
 
 
 def stopped_text(code: int, *, resumes: bool) -> str:
@@ -67,13 +77,13 @@ def begin(arguments: Sequence[str]) -> None:
     say = (lambda _: None) if {"-q", "--quiet"} & set(arguments) else _say
     words = " ".join(("reshard-mpi", *arguments))[:_MAX_QUOTED]
     purpose = "".join(letter if letter.isprintable() else "?" for letter in words)
-    if comm.launched_size(os.environ) > 1:
-        # All ranks of a job are there already, and MPI goes on only with all of them: none can wait.
-        allotment.started(Start(os.getpid(), governor, governor.register(BASE_BYTES + _MPI_BYTES, purpose), None))
-        return
     earlier = _Earlier.loads(again)
     size_bytes = min(max(BASE_BYTES, earlier.need_bytes), governor.ceiling_bytes)
     try:
+        if comm.launched_size(os.environ) > 1:
+            # All ranks of a job are there already, and MPI goes on only with all of them: none can wait.
+            allotment.started(Start(os.getpid(), governor, governor.register(BASE_BYTES + _MPI_BYTES, purpose), None))
+            return
         lease = governor.take(size_bytes, purpose, say, numbers=earlier.numbers)
     except ReshardError:
         return  # it will be raised again
@@ -85,6 +95,11 @@ def begin(arguments: Sequence[str]) -> None:
             _start_over(lease, _Earlier(size_bytes, waited_seconds, numbers))
 
     allotment.started(Start(os.getpid(), governor, lease, over, waited_seconds, earlier.need_bytes))
+
+
+def _end_job_with_traceback(*error: Any) -> None:
+    sys.__excepthook__(*error)
+    comm.end_job(os.environ, 1)
 
 
 class _Earlier(NamedTuple):
