@@ -131,7 +131,9 @@ def test_who_waits_says_for_whom(state: Path) -> None:
             assert f"on pid {first.pid} (stopped, for " in notice and "1 lease holds 64.00 MiB" in notice
             in_line(state, second)
             with ended(third := Holder(state, LEASE, memory="64M")):
-                assert f"on pid {second.pid} (" in third.read()
+                notice = third.read()
+                assert f"on pid {first.pid} (stopped, for " in notice and f", pid {second.pid} (" in notice, notice
+                assert "1 ahead in line" in notice
 
 
 @contextlib.contextmanager
