@@ -22,6 +22,8 @@ _COMMANDS = ("transform", "plan", "verify")
 # The variable in which a process that starts over passes on what it knows.
 _AGAIN = "RESHARD_MPI_START_OVER"
 _MAX_QUOTED = 120
+# No number that a process passes on to the one that takes its place is larger.
+_MOST = 1 << 53
 _has_begun = False
 # The memory of MPI, as measured with MPICH and Open MPI.
 _MPI_BYTES = 18 << 20
@@ -111,11 +113,14 @@ class _Earlier(NamedTuple):
 
     @classmethod
     def loads(cls, text: str) -> _Earlier:
+        """Return what a process has passed on; nothing where somebody else has set the variable."""
         try:
             need_bytes, waited_seconds, numbers = json.loads(text)
-            return cls(int(need_bytes), float(waited_seconds), {key: int(number) for key, number in numbers.items()})
-        except (ValueError, TypeError, AttributeError):
+            earlier = cls(int(need_bytes), float(waited_seconds), {key: int(at) for key, at in numbers.items()})
+        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
             return cls()
+        counts = (earlier.need_bytes, earlier.waited_seconds, *earlier.numbers.values())
+        return earlier if all(0 <= count < _MOST for count in counts) else cls()
 
 
 def _start_over(lease: Lease, known: _Earlier) -> None:

@@ -260,8 +260,9 @@ def test_ranks_that_are_planned(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, option: list[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    slow_down(monkeypatch, Conversion_, "plan")
-    finished = run_here(capsys, *make(tmp_path / "c").arguments("plan", *option))
+    with monkeypatch.context() as patch:
+        slow_down(patch, Conversion_, "plan")
+        finished = run_here(capsys, *make(tmp_path / "c").arguments("plan", *option))
     assert finished.code == 0 and re.search(r"^planning: rank 1 of 2, \S+ s so far$", finished.err, re.M), finished
     assert "planning" not in finished.out
     quiet = run_here(capsys, *make(tmp_path / "q").arguments("plan", *option, "-q"))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,8 @@ from support.command_line import COMMAND
 from support.conversions import Conversion, make
 from support.launch import MPI, mpirun_command
 from support.processes import Finished, run_command
+
+from reshard_mpi.cli import start
 
 # Does something in one rank, or in all, as soon as a module is about to be loaded.
 STAND_IN = """
@@ -96,3 +100,49 @@ def test_a_rank_that_cannot_be_loaded_ends_all(tmp_path: Path, mpi: MPI, rank: s
     env = at_import(tmp_path, LATE, "raise OSError('no module today')", rank)
     finished = run_command(mpirun_command(mpi, 3, [*COMMAND, *c.arguments()]), env=env)
     assert finished.code == 1 and finished.err.count("OSError: no module today") == 1, finished
+
+
+# What a parent leaves to the program
+
+
+FORGED = [
+    "[1e400, 1, {}]",
+    "[1, NaN, {}]",
+    '[1, 1, {"host": -9}]',
+    f'[1, 1, {{"host": {10**26}}}]',
+    "[" * 100_000,
+    "9" * 5000,
+]
+
+
+@pytest.mark.parametrize("text", FORGED)
+def test_what_nobody_has_passed_on_is_passed_over(text: str) -> None:
+    assert start._Earlier.loads(text) == start._Earlier()
+
+
+def test_what_has_been_passed_on() -> None:
+    known = start._Earlier(5, 1.5, {"host": 7})
+    assert start._Earlier.loads(json.dumps(known)) == known
+
+
+@pytest.mark.parametrize("variable", ["RESHARD_MPI_STATE_DIR", "RESHARD_MPI_HOST"])
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_a_name_that_is_too_long(tmp_path: Path, variable: str, jobs: str) -> None:
+    name = "n" * 300 if variable == "RESHARD_MPI_HOST" else str(tmp_path / ("n" * 300))
+    finished = run_command([*COMMAND, *make(tmp_path).arguments(), "--jobs", jobs], env={variable: name})
+    assert finished.code == 3 and finished.err.count("File name too long") == 1, finished
+    assert "RESHARD_MPI_STATE_DIR" in finished.err and "Traceback" not in finished.err, finished
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["transform", "verify"])
+def test_a_parent_that_ignores_the_end_of_children(tmp_path: Path, command: str) -> None:
+    c = make(tmp_path)
+    if command == "verify":
+        run_command([*COMMAND, *c.arguments("transform", "--verify")], check=True)
+    arguments = c.arguments() if command == "transform" else ["verify", str(c.dst)]
+    ignoring = (
+        "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    finished = run_command([sys.executable, "-c", ignoring, *map(str, [*COMMAND, *arguments, "--jobs", "2"])])
+    assert finished.code == 0, finished
