@@ -4,6 +4,7 @@ Under `python -m` what is imported here is imported by the program, for which Py
 So nothing is, but what lies in this package and what is part of the interpreter.
 """
 
+import _signal  # type: ignore[import-not-found]
 import gc
 
 TYPE_CHECKING = False
@@ -18,12 +19,18 @@ def command() -> "NoReturn":
     for it would take longer than a small conversion.
     """
     gc.disable()
-    from reshard_mpi.cli.start import begin_command
+    if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:  # else it is ignored, and stays so
+        _signal.signal(_signal.SIGINT, _signal.SIG_DFL)  # no tracebacks of half-loaded modules
+    from reshard_mpi.cli.start import begin_command, end_if_stopped
 
     begin_command()
-    from reshard_mpi.cli import commands
+    try:
+        from reshard_mpi.cli import commands
 
-    commands.command()
+        commands.command()
+    except (KeyboardInterrupt, SystemExit) as end:
+        end_if_stopped(end)
+        raise
 
 
 if __name__ == "__main__":

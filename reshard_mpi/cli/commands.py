@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from reshard_mpi.cli.arguments import parser
 from reshard_mpi.cli.running import last_words, run, tell, world
-from reshard_mpi.cli.start import begin_command
+from reshard_mpi.cli.start import begin_command, end_if_stopped
 from reshard_mpi.cli.streams import flush_standard_streams, open_standard_streams, tell_done
 from reshard_mpi.errors import ReshardError
 from reshard_mpi.processes import comm
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit with its code."""
-    exit_when_terminated()
+    if not comm.awaits_world(os.environ):
+        exit_when_terminated()
     for name, value in ONE_THREAD.items():
         os.environ.setdefault(name, value)
     options = argparse.Namespace()
@@ -63,11 +64,14 @@ def command() -> NoReturn:
     try:
         main()
     except SystemExit as end:
+        end_if_stopped(end)
+        code = end.code if isinstance(end.code, int) else 1
         flush_standard_streams()
+        comm.end_job(os.environ, code)
         if "mpi4py.MPI" in sys.modules:
             raise
         finish()
-        os._exit(end.code if isinstance(end.code, int) else 1)
+        os._exit(code)
 
 
 def _function_of(name: str) -> Callable[[argparse.Namespace], int]:

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from reshard_mpi.errors import ReshardError
 from reshard_mpi.processes import comm
@@ -22,6 +22,8 @@ _COMMANDS = ("transform", "plan", "verify")
 # The variable in which a process that starts over passes on what it knows.
 _AGAIN = "RESHARD_MPI_START_OVER"
 _MAX_QUOTED = 120
+# No number that a process passes on to the one that takes its place is larger.
+_MOST = 1 << 53
 _has_begun = False
 # The memory of MPI, as measured with MPICH and Open MPI.
 _MPI_BYTES = 18 << 20
@@ -33,15 +35,25 @@ def begin_command() -> None:
     if _has_begun:
         return
     _has_begun = True
-    arguments = sys.argv[1:]
-    exit_when_terminated()
+    if comm.awaits_world(os.environ):
+        sys.excepthook = _end_job_with_traceback
+    else:
+        exit_when_terminated()
     try:
-        begin(arguments)
+        begin(sys.argv[1:])
     except (KeyboardInterrupt, Terminated) as stop:
-        code = stopped_by(stop) or INTERRUPTED
-        ignore_stops()
-        _say(stopped_text(code, resumes=arguments[0] == "transform" and "--overwrite" not in arguments))
-        os._exit(code)
+        end_if_stopped(stop)
+
+
+def end_if_stopped(error: BaseException) -> None:
+    """End this process, after its last words, if a signal to stop has raised `error`."""
+    code = stopped_by(error)
+    if code is None:
+        return
+    ignore_stops()
+    resumes = sys.argv[1:2] == ["transform"] and "--overwrite" not in sys.argv
+    _say(stopped_text(code, resumes=resumes))
+    os._exit(code)
 
 
 def stopped_text(code: int, *, resumes: bool) -> str:
@@ -67,13 +79,13 @@ def begin(arguments: Sequence[str]) -> None:
     say = (lambda _: None) if {"-q", "--quiet"} & set(arguments) else _say
     words = " ".join(("reshard-mpi", *arguments))[:_MAX_QUOTED]
     purpose = "".join(letter if letter.isprintable() else "?" for letter in words)
-    if comm.launched_size(os.environ) > 1:
-        # All ranks of a job are there already, and MPI goes on only with all of them: none can wait.
-        allotment.started(Start(os.getpid(), governor, governor.register(BASE_BYTES + _MPI_BYTES, purpose), None))
-        return
     earlier = _Earlier.loads(again)
     size_bytes = min(max(BASE_BYTES, earlier.need_bytes), governor.ceiling_bytes)
     try:
+        if comm.launched_size(os.environ) > 1:
+            # All ranks of a job are there already, and MPI goes on only with all of them: none can wait.
+            allotment.started(Start(os.getpid(), governor, governor.register(BASE_BYTES + _MPI_BYTES, purpose), None))
+            return
         lease = governor.take(size_bytes, purpose, say, numbers=earlier.numbers)
     except ReshardError:
         return  # it will be raised again
@@ -87,6 +99,11 @@ def begin(arguments: Sequence[str]) -> None:
     allotment.started(Start(os.getpid(), governor, lease, over, waited_seconds, earlier.need_bytes))
 
 
+def _end_job_with_traceback(*error: Any) -> None:
+    sys.__excepthook__(*error)
+    comm.end_job(os.environ, 1)
+
+
 class _Earlier(NamedTuple):
     """What the process knew that has started over: what it needs, how long it has waited, its places in line."""
 
@@ -96,11 +113,14 @@ class _Earlier(NamedTuple):
 
     @classmethod
     def loads(cls, text: str) -> _Earlier:
+        """Return what a process has passed on; nothing where somebody else has set the variable."""
         try:
             need_bytes, waited_seconds, numbers = json.loads(text)
-            return cls(int(need_bytes), float(waited_seconds), {key: int(number) for key, number in numbers.items()})
-        except (ValueError, TypeError, AttributeError):
+            earlier = cls(int(need_bytes), float(waited_seconds), {key: int(at) for key, at in numbers.items()})
+        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
             return cls()
+        counts = (earlier.need_bytes, earlier.waited_seconds, *earlier.numbers.values())
+        return earlier if all(0 <= count < _MOST for count in counts) else cls()
 
 
 def _start_over(lease: Lease, known: _Earlier) -> None:

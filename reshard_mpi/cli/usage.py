@@ -119,7 +119,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong in one line, and where to look in another; exit with 2."""
-        if comm.launched_rank(os.environ) == 0:
+        if comm.speaks(os.environ):
             text = f"{self.prog}: error: {one_line(message)}\n  what to do: {self.prog} --help"
             with contextlib.suppress(OSError):  # the exit code says it too
                 print(text, file=sys.stderr)

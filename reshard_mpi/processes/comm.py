@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from reshard_mpi.errors import ReshardError, UsageError
 from reshard_mpi.processes.hosts import Identity, distinct_names, host_name
-from reshard_mpi.processes.signals import ignore_stops, stopped_by
+from reshard_mpi.processes.signals import exit_when_terminated, ignore_stops, stopped_by
 from reshard_mpi.text import lines
 
 if TYPE_CHECKING:
@@ -46,8 +46,9 @@ _STOP_SECONDS = 2.0
 _STOP_TAG, _TOLD_TAG = 17, 18
 _MAPPED = Path("/proc/self/maps")
 _MPICH_SHARED_MEMORY = "/dev/shm/mpich_shm_"
-# Whether this process knows nothing of the others that its launcher has started.
+# Whether this process knows nothing of the others that its launcher has started, and whether it has looked.
 _is_by_itself = False
+_has_world = False
 
 
 class Comm(Protocol):
@@ -150,9 +151,39 @@ def is_launched(environment: Mapping[str, str]) -> bool:
     return launched_size(environment) > 1 or any(name in environment for name in _RANK_VARIABLES)
 
 
+def awaits_world(environment: Mapping[str, str]) -> bool:
+    """Tell whether a launcher has started other processes as well, and this one is not yet connected to them.
+
+    They will wait for it without end, unless the launcher ends them: so it dies by the signals that it is sent.
+    """
+    return not _has_world and launched_size(environment) > 1
+
+
 def speaks(environment: Mapping[str, str]) -> bool:
-    """Tell whether this process is to report errors: where all fail alike, one report is enough."""
-    return _is_by_itself or launched_rank(environment) == 0
+    """Tell whether this process is to report errors: where all fail alike, one report is enough.
+
+    Before it is connected to the others it cannot know whether rank 0 fails as well. If rank 0 does, then the launcher
+    ends this process while it waits here (`end_job`).
+    """
+    if _is_by_itself or launched_rank(environment) == 0:
+        return True
+    if _has_world:
+        return False
+    time.sleep(_HEAD_START_SECONDS)
+    return True
+
+
+def end_job(environment: Mapping[str, str], code: int) -> None:
+    """Have the launcher end the whole job if this process fails with `code` before it is connected to the others.
+
+    Most launchers do so by themselves when a process exits with another code than 0. That of MPICH has to be told, in
+    the protocol PMI-1; srun, which speaks a later version with the same variables, is known by `PMI_JOBID`.
+    """
+    if code == 0 or not awaits_world(environment) or "PMI_FD" not in environment or "PMI_JOBID" in environment:
+        return
+    time.sleep(_SPEAK_SECONDS)
+    with contextlib.suppress(OSError, ValueError):
+        os.write(int(environment["PMI_FD"]), b"cmd=abort exitcode=%d\n" % code)
 
 
 @contextmanager
@@ -165,19 +196,17 @@ def world(
     stopped: called with the exit code on one rank when a signal to stop ends the job. Raises UsageError if the launcher
     and the MPI library do not belong together.
     """
+    global _is_by_itself, _has_world  # noqa: PLW0603 - facts of the process, as its world is
     communicator = None
     if is_launched(environment):
         try:
             communicator = _connect(environment)
         except UsageError:
-            # Launchers that speak PMIx end all processes when the first has failed. That may be any of them, so each
-            # reports it; mostly only rank 0 has the time to.
-            ends_others = "PMIX_RANK" in environment
-            global _is_by_itself  # noqa: PLW0603 - a fact of the process, as its world is
-            _is_by_itself = explicit_share or ends_others
             if not explicit_share:
-                time.sleep(_HEAD_START_SECONDS if ends_others and launched_rank(environment) > 0 else 0)
                 raise
+            _is_by_itself = True
+        _has_world = True
+        exit_when_terminated()
     if communicator is None or communicator.Get_size() == 1:
         yield SerialComm()
         return

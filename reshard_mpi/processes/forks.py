@@ -86,32 +86,52 @@ class Fork:
                 with contextlib.suppress(OSError):  # a fork need not fail because nobody reads
                     stream.flush()
         self._exit_code: int | None = None
+        # Where the end of children is ignored, as a parent may have left it, the kernel keeps no exit codes.
+        self._told: int | None
+        telling: int | None
+        self._told, telling = (None, None) if signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL else os.pipe()
         # A signal just after the fork would make the new process go on as if it were this one.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
         try:
             self._pid = os.fork()
             if self._pid == 0:
-                _be_a_process(work, mask)
+                _be_a_process(work, mask, telling)
         finally:
+            if telling is not None:
+                os.close(telling)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def wait(self) -> int:
         """Wait for the end and return the exit code, negative for a signal."""
         if self._exit_code is None:
-            self._exit_code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
-        return self._exit_code
+            self._ended(0)
+        return self._exit_code or 0
 
     def ends_within(self, seconds: float) -> bool:
         """Wait at most so long for the end of the process; tell whether it has ended."""
         deadline = time.monotonic() + seconds
         while self._exit_code is None:
-            pid, status = os.waitpid(self._pid, os.WNOHANG)
-            if pid:
-                self._exit_code = os.waitstatus_to_exitcode(status)
-            elif time.monotonic() >= deadline:
+            if self._ended(os.WNOHANG):
+                break
+            if time.monotonic() >= deadline:
                 return False
-            else:
-                time.sleep(_NAP_SECONDS)
+            time.sleep(_NAP_SECONDS)
+        return True
+
+    def _ended(self, options: int) -> bool:
+        """Tell whether the process has ended, and keep its exit code. options: of `os.waitpid`."""
+        try:
+            pid, status = os.waitpid(self._pid, options)
+        except ChildProcessError:  # somebody else has waited for it, or the kernel keeps no exit codes
+            told = b"" if self._told is None else os.read(self._told, 1)
+            self._exit_code = told[0] if told else -signal.SIGKILL
+        else:
+            if not pid:
+                return False
+            self._exit_code = os.waitstatus_to_exitcode(status)
+        if self._told is not None:
+            os.close(self._told)
+            self._told = None
         return True
 
     def terminate(self) -> None:
@@ -127,10 +147,10 @@ class Fork:
             os.kill(self._pid, number)
 
 
-def _be_a_process(work: Callable[[], None], mask: Iterable[int]) -> None:
+def _be_a_process(work: Callable[[], None], mask: Iterable[int], telling: int | None) -> None:
     """Do `work` in a fork and end the process, so it does nothing that the parent is about to do.
 
-    mask: the signals that were blocked before the fork.
+    mask: the signals that were blocked before the fork. telling: where the exit code is written, if anywhere.
     """
     code = 1
     try:
@@ -150,4 +170,7 @@ def _be_a_process(work: Callable[[], None], mask: Iterable[int]) -> None:
             sys.stdout.flush()
             sys.stderr.flush()
         finally:
+            if telling is not None:
+                with contextlib.suppress(OSError):
+                    os.write(telling, bytes([code & 0xFF]))
             os._exit(code)

@@ -39,7 +39,8 @@ def stopped_by(error: BaseException) -> int | None:
 def exit_when_terminated() -> None:
     """Have SIGTERM raise Terminated in the main thread from now on; neither it nor an interrupt gets lost."""
     signal.signal(signal.SIGTERM, _terminate)
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it is ignored in the background of a shell
+    # It is ignored in the background of a shell, and a process that was forked has its parent's.
+    if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_DFL):
         signal.signal(signal.SIGINT, _interrupt)
     sys.unraisablehook = _raise_again
     atexit.register(_stop_handling)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import itertools
 import re
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from support.cases import Side
 from support.command_line import COMMAND, Capture, run_apart, run_here
 from support.conversions import Conversion, make, write_conversion
 from support.harm import fault
+from support.holders import until
 from support.launch import MPI
 from support.oracle import RawLayout
 from support.terminals import run_on_terminal
@@ -191,10 +191,22 @@ def test_the_end_of_a_run_says_where_one_file_is(tmp_path: Path, capsys: Capture
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have a line printed at every look, and look all the time."""
+    """Have a line printed at every look, look all the time, and count the looks."""
     monkeypatch.setattr(displays, "_FIRST_SECONDS", 0.0)
     monkeypatch.setattr(displays, "_LINE_SECONDS", 0.0)
     monkeypatch.setattr(watched, "_TICK_SECONDS", 0.01)
+    monkeypatch.setattr(displays, "Lines", CountedLines)
+    monkeypatch.setattr(CountedLines, "looks", 0)
+
+
+class CountedLines(displays.Lines):
+    """Counts how often how far a run is has been shown."""
+
+    looks = 0
+
+    def update(self, status: RunStatus) -> None:
+        super().update(status)
+        CountedLines.looks += 1
 
 
 def slow_down(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> None:

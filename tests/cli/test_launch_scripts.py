@@ -153,7 +153,7 @@ def test_what_the_batch_script_alone_is_sent_reaches_the_ranks(tmp_path: Path) -
     told = tmp_path / "scancel.arguments"
     recording(tmp_path, "scancel", then="while :; do sleep 0.05; done")  # it may try again and again
     # Until the ranks are told; should they never be, it ends like one that has done its work.
-    wait = f"for _ in {{1..200}}; do if [ -e '{told}' ]; then exit 143; fi; sleep 0.05; done"
+    wait = f"for _ in {{1..6000}}; do if [ -e '{told}' ]; then exit 143; fi; sleep 0.05; done"
     make_program(tmp_path, "srun", f'kill -TERM "$PPID"\n{wait}')
     env = {**with_programs(tmp_path), "SLURM_JOB_ID": "17"}
     finished = launch("slurm_mpi.sbatch", "SRC", "DST", env=env, cwd=tmp_path)

@@ -24,7 +24,7 @@ from support.conversions import Conversion, listing, shards, transform_apart, wr
 from support.harm import assert_nothing_half_done, assert_resumed, fault
 from support.launch import MPI, mpirun_command
 from support.oracle import RawLayout
-from support.processes import Finished, clean_environment, run_command
+from support.processes import HANG_SECONDS, Finished, clean_environment, run_command
 
 # Of columns cut in two, in rows of three lengths: copied by the kernel, read to their places; many are gathered from a
 # window, few are read one by one.
@@ -237,7 +237,7 @@ def test_two_runs_at_once(c: Conversion, whole: Conversion, capsys: Capture) -> 
                 )
                 assert listing(c.dst) == before
             go.read_bytes()
-            assert first.wait(60) == 0
+            assert first.wait(HANG_SECONDS) == 0
         finally:
             first.kill()
     assert_resumed(c, capsys, whole)
@@ -258,7 +258,7 @@ def test_a_job_that_is_stopped(
 ) -> None:
     launcher = c.folder / "launcher"
     whose = "os.getpid()" if whom == "a rank" else f"int(open({str(launcher)!r}).read())"
-    stop = f"os.kill({whose}, {int(kind)}); import time; time.sleep(30)"
+    stop = f"os.kill({whose}, {int(kind)}); import time; time.sleep(600)"
     env = fault(c, c.folder / "counter", stop, on="pwrite", path="dst/rank_1/.")
     command = mpirun_command(mpi, 2, [*COMMAND, *c.arguments()])
     finished = run_command(["sh", "-c", f'echo $$ > {launcher}; exec "$@"', "-", *command], env=env)

@@ -222,3 +222,18 @@ def test_a_report_that_may_not_be_written(tmp_path: Path, capsys: Capture) -> No
     (tmp_path / "closed").mkdir(mode=0o500)
     finished = run_here(capsys, *c.arguments("transform", "--report", str(tmp_path / "closed" / "report.json")))
     assert finished.code == 2 and "the report cannot be written" in finished.err and not c.dst.exists()
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+@pytest.mark.parametrize("form", ["ckpt", "hdf5", "safetensors", "torch", "dcp"])
+def test_modes_follow_the_umask(tmp_path: Path, capsys: Capture, form: str, umask: int) -> None:
+    """Of targets, indexes and records alike, whatever the format."""
+    c = make(tmp_path)
+    before = os.umask(umask)
+    try:
+        finished = run_here(capsys, *c.arguments("transform", "--to", form))
+    finally:
+        os.umask(before)
+    assert finished.code == 0, finished
+    modes = {str(path): path.stat().st_mode & 0o777 for path in c.dst.rglob("*") if path.is_file()}
+    assert len(modes) > 3 and set(modes.values()) == {0o666 & ~umask}, modes

@@ -14,7 +14,6 @@ from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import ckpt, files
 from reshard_mpi.formats.ckpt import writing
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.protocol import reserve_file, seal_file
 from reshard_mpi.testing import samples
 from reshard_mpi.testing.samples import Contents, SampleTensor, payload
 
@@ -222,11 +221,3 @@ def test_large_tensors_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert [r.length_bytes for r in manifest.tensors["w"].source.ranges][:-1] == [cut_bytes] * ((24 - 1) // cut_bytes)
     assert ckpt_peer.read(path) == contents
     assert samples.contents_of(ckpt.locate(str(path))) == contents
-
-
-def test_modes(tmp_path: Path) -> None:
-    path = tmp_path / "shard.ckpt"
-    reserve_file(ckpt, str(path), samples.spec_of(Contents({})))
-    assert path.stat().st_mode & 0o777 == 0o600
-    seal_file(ckpt, str(path))
-    assert path.stat().st_mode & 0o777 == 0o400

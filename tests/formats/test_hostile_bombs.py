@@ -1,4 +1,4 @@
-"""Files that cost nothing to make and would cost much to read: each is refused by name, in a second and 64 MiB.
+"""Files that cost nothing to make and would cost much to read: each is refused by name, with little work, in 64 MiB.
 
 Every one is read by a process of its own (`hostile_child.py`), with a time-out, so that a defect is a failure and not
 the end of the tests.

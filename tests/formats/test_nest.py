@@ -390,3 +390,12 @@ def test_what_is_no_unicode_text_is_refused(root: list[Any]) -> None:
 
 def test_a_difference_of_the_whole_has_a_name() -> None:
     assert first_difference('{"dict":[]}', '{"call":[]}') == 'the whole (not there and {"call": []})'
+
+
+@pytest.mark.parametrize(
+    "text", ["", "no JSON", "[" * 100_000, "9" * 10_000, '{"dict": [5]}', '{"tuple": 5}', '{"dict": [[]]}']
+)
+def test_differences_of_texts_that_are_no_nests(text: str) -> None:
+    assert first_difference(text, text) == ""
+    for pair in ((text, '{"dict":[]}'), ('{"dict":[]}', text), (None, text)):
+        assert first_difference(*pair) == "the text of a nest is damaged"

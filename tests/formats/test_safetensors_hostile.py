@@ -228,7 +228,7 @@ BOMBS: dict[str, tuple[Callable[[], bytes], str]] = {
 
 
 @pytest.mark.parametrize("bomb", BOMBS)
-def test_memory_and_time_are_bounded(tmp_path: Path, bomb: str) -> None:
+def test_memory_and_work_are_bounded(tmp_path: Path, bomb: str) -> None:
     header, message = BOMBS[bomb]
     path = tmp_path / "bomb.safetensors"
     path.write_bytes(file_of(header()))

@@ -35,7 +35,7 @@ from support.conversions import (
 )
 from support.launch import MPI
 from support.oracle import RawLayout
-from support.processes import clean_environment
+from support.processes import HANG_SECONDS, clean_environment
 
 import reshard_mpi
 from reshard_mpi.checkpoints.discovery import find_shards
@@ -490,12 +490,12 @@ def test_commit_waits_for_one_who_is_about_to_be_done(tmp_path: Path, monkeypatc
         monkeypatch.setattr(committing, "_WAIT_SECONDS", 0.1)
         with pytest.raises(ReshardError, match="being written or committed by another process"):
             commit(tmp_path)
-        monkeypatch.setattr(committing, "_WAIT_SECONDS", 60.0)
+        monkeypatch.setattr(committing, "_WAIT_SECONDS", HANG_SECONDS)
         thread = threading.Thread(target=commit, args=(tmp_path,))
         thread.start()
         thread.join(0.2)
         assert thread.is_alive()
-    thread.join(60)
+    thread.join(HANG_SECONDS)
     assert not thread.is_alive()
 
 
@@ -506,7 +506,7 @@ def test_who_writes_waits_for_one_who_commits(tmp_path: Path) -> None:
         thread.start()
         thread.join(0.2)
         assert thread.is_alive() and (tmp_path / "reshard.json").exists()
-    thread.join(60)
+    thread.join(HANG_SECONDS)
     assert not thread.is_alive() and not (tmp_path / "reshard.json").exists()
 
 
@@ -666,7 +666,7 @@ def test_array_tasks_at_once(tmp_path: Path, kind: str) -> None:
         subprocess.Popen([*COMMAND, *c.arguments("transform", "--part", f"{part}/4")], env=clean_environment())
         for part in range(4)
     ]
-    assert [task.wait(60) for task in tasks] == [0] * 4
+    assert [task.wait(HANG_SECONDS) for task in tasks] == [0] * 4
     assert [target["rank"] for target in json.loads(record(c).read_text())["targets"]] == [0, 1, 2, 3]
 
 

@@ -34,3 +34,13 @@ finally:
 def test_a_signal_right_after_the_fork(signal: str, code: int) -> None:
     finished = run_command([sys.executable, "-c", SIGNALLED.format(signal=signal)])
     assert (finished.out, finished.err) == (f"ended with {code}\nwent on\n", ""), finished
+
+
+@pytest.mark.parametrize(("do", "code"), [("None", 0), ("sys.exit(5)", 5), ("os.kill(os.getpid(), 9)", -9)])
+@pytest.mark.parametrize("wait", ["fork.wait()", "fork.ends_within(600) and fork.wait()"])
+def test_exit_codes_where_the_parent_ignores_the_end_of_children(do: str, code: int, wait: str) -> None:
+    program = (
+        "import os, signal, sys; from reshard_mpi.processes.forks import Fork;"
+        f"signal.signal(signal.SIGCHLD, signal.SIG_IGN); fork = Fork(lambda: {do}); print({wait})"
+    )
+    assert run_command([sys.executable, "-c", program], check=True).out == f"{code}\n"

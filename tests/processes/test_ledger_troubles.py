@@ -16,7 +16,7 @@ import pytest
 from support.command_line import Capture, run_here
 from support.conversions import make
 from support.crowd import NoNotices, claim, entered
-from support.holders import Holder, ended, until
+from support.holders import TIMEOUT_SECONDS, Holder, ended, until
 from support.ledgers import LEASE, in_line, ledger, occupants, pids
 
 from reshard_mpi.errors import ReshardError
@@ -97,7 +97,7 @@ def test_two_that_take_themselves_for_the_head_are_not_both_admitted(tmp_path: P
         judged.append(len(held))
         if len(judged) == 1:
             found.set()
-            go_on.wait(30)
+            go_on.wait(TIMEOUT_SECONDS)
         return "no room" if held else None
 
     admitted = threading.Event()
@@ -108,13 +108,13 @@ def test_two_that_take_themselves_for_the_head_are_not_both_admitted(tmp_path: P
 
     thread = threading.Thread(target=first)
     thread.start()
-    assert found.wait(30)
+    assert found.wait(TIMEOUT_SECONDS)
     passing = line.register(claim(1))
     go_on.set()
     until(lambda: len(judged) >= 2, "it looks again")
     assert judged[:2] == [0, 1] and not admitted.is_set()
     line.leave(passing)
-    thread.join(30)
+    thread.join(TIMEOUT_SECONDS)
     assert admitted.is_set()
 
 
@@ -131,7 +131,9 @@ def test_who_waits_says_for_whom(state: Path) -> None:
             assert f"on pid {first.pid} (stopped, for " in notice and "1 lease holds 64.00 MiB" in notice
             in_line(state, second)
             with ended(third := Holder(state, LEASE, memory="64M")):
-                assert f"on pid {second.pid} (" in third.read()
+                notice = third.read()
+                assert f"on pid {first.pid} (stopped, for " in notice and f", pid {second.pid} (" in notice, notice
+                assert "1 ahead in line" in notice
 
 
 @contextlib.contextmanager
@@ -316,7 +318,7 @@ def test_floors_are_counted_and_not_waited_for(tmp_path: Path) -> None:
     until(governor.is_waited_for, "in line")
     assert not admitted.wait(0.3)
     first.give_back()
-    assert admitted.wait(30)
+    assert admitted.wait(TIMEOUT_SECONDS)
     thread.join()
     for floor in floors:
         floor.give_back()

@@ -29,7 +29,7 @@ from reshard_mpi.processes.signals import exit_when_terminated
 exit_when_terminated()
 try:
     import module_of_c
-    time.sleep(30)
+    time.sleep(600)
 except KeyboardInterrupt:
     sys.exit(130)
 """
@@ -70,7 +70,7 @@ def press(
 def paused(c: Conversion) -> tuple[dict[str, str], Path]:
     """Return the environment in which the second target is begun and not ended, and the file that tells of it."""
     ready = c.folder / "ready"
-    wait = f"open({str(ready)!r}, 'w').close(); import time; time.sleep(60)"
+    wait = f"open({str(ready)!r}, 'w').close(); import time; time.sleep(600)"
     return fault(c, c.folder / "counter", wait, on="pwrite", path="dst/rank_1/."), ready
 
 
@@ -104,7 +104,7 @@ def test_what_cannot_be_resumed_does_not_promise_it(tmp_path: Path, capsys: Capt
     (tmp_path / "stand_in").mkdir()
     (tmp_path / "stand_in" / "sitecustomize.py").write_text(
         "import time\nfrom reshard_mpi.checkpoints import discovery\n\n"
-        f"def find(*_, **__):\n    open({str(ready)!r}, 'w').close()\n    time.sleep(60)\n\n"
+        f"def find(*_, **__):\n    open({str(ready)!r}, 'w').close()\n    time.sleep(600)\n\n"
         "discovery.find_shards = find\n"
     )
     arguments = c.arguments(command) if command == "plan" else ["verify", str(c.dst), "--jobs", "1"]

@@ -25,7 +25,8 @@ ALLOWED_MIB = {"ckpt": 400, "hdf5": 500}
 LITTLE_MIB = 300  # not enough for what four ranks need, but for two
 
 # A conversion takes a second, and SLURM looks once a second. So every rank, with a window of its source mapped and
-# used, waits for the others to come as far, and then for SLURM to look at them twice.
+# used, waits for the others to come as far, and then for SLURM to look at them twice, or to
+# end them.
 _HOLD = """
 import contextlib, os, time
 from pathlib import Path
@@ -47,10 +48,10 @@ def hold():
     folder = Path({folder!r})
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     (folder / f"held_{{os.getpid()}}").write_text(status["VmRSS"].split()[0])
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 120
     while len(list(folder.glob("held_*"))) < {ranks} and time.monotonic() < deadline:
         time.sleep(0.05)
-    time.sleep(2.5)
+    time.sleep({held_seconds})
 
 files.Files.window = window
 """
@@ -98,9 +99,9 @@ def run(
         pytest.skip("mpich is not installed")
     made = write_large(folder, kind, SOURCE, TARGET, SHAPE, lambda *_: b"")  # how much is moved matters, not what
     (folder / "stand_in").mkdir()
-    text = _HOLD.format(window=5 if bounded else 1, ranks=together, folder=str(folder)) + (
-        "" if bounded else _UNBOUNDED
-    )
+    window, held_seconds = (5, 2.5) if bounded else (1, 120)
+    text = _HOLD.format(window=window, ranks=together, folder=str(folder), held_seconds=held_seconds)
+    text += "" if bounded else _UNBOUNDED
     (folder / "stand_in" / "sitecustomize.py").write_text(text)
     path = os.pathsep.join([str(folder / "stand_in"), os.environ.get("PYTHONPATH", "")]).rstrip(":")
     job = slurm.submit(

@@ -308,7 +308,7 @@ def call(c: Conversion, env: dict[str, str]) -> Finished:
 @pytest.mark.slow
 def test_a_caller_of_the_function_that_is_interrupted(tmp_path: Path) -> None:
     c = four_targets(tmp_path)
-    finished = call(c, doing(tmp_path, "os.kill(int(os.environ['CALLER']), signal.SIGINT); time.sleep(30)"))
+    finished = call(c, doing(tmp_path, "os.kill(int(os.environ['CALLER']), signal.SIGINT); time.sleep(600)"))
     assert finished.code == -signal.SIGINT and "KeyboardInterrupt" in finished.err, finished
     assert not c.written(1).exists() and not list(c.dst.rglob("*.partial"))
 
@@ -316,7 +316,9 @@ def test_a_caller_of_the_function_that_is_interrupted(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_parent_of_workers_that_is_killed(tmp_path: Path) -> None:
     c = four_targets(tmp_path)
-    finished = call(c, doing(tmp_path, "os.kill(os.getppid(), signal.SIGKILL); time.sleep(0.2)"))
+    kill = "parent = os.getppid(); os.kill(parent, signal.SIGKILL)"
+    wait = "any(time.sleep(0.01) or os.getppid() != parent for _ in iter(int, 1))"  # until it has gone
+    finished = call(c, doing(tmp_path, f"{kill}; {wait}"))
     assert finished.code == 1 and "TransformError: the parent of the worker processes died" in finished.err
     assert "signal SIGKILL" in finished.err
 
@@ -367,7 +369,7 @@ STOPS = {
 def test_a_run_that_is_stopped(tmp_path: Path, capsys: Capture, name: str) -> None:
     jobs, do, code = STOPS[name]
     c = four_targets(tmp_path)
-    finished = transform_apart(c, "--jobs", jobs, env=doing(tmp_path, f"{do}; time.sleep(30)"))
+    finished = transform_apart(c, "--jobs", jobs, env=doing(tmp_path, f"{do}; time.sleep(600)"))
     assert finished.code == code, finished
     assert "Traceback" not in finished.err and "wrote" not in finished.out, finished.err
     word = {130: "interrupted", 143: "terminated"}[code]

@@ -14,7 +14,7 @@ import pytest
 
 from reshard_mpi.cli import commands
 from support.launch import MPI, mpirun_command
-from support.processes import Finished, Measured, measure_peak, run_command
+from support.processes import HANG_SECONDS, Finished, Measured, measure_peak, run_command
 
 COMMAND = [sys.executable, "-m", "reshard_mpi"]
 Capture = pytest.CaptureFixture[str]
@@ -77,7 +77,7 @@ def run_in_fork(*arguments: str, prepare: Callable[[], object] | None = None, ti
         if process == 0:
             code = 99
             try:
-                signal.alarm(timeout_seconds)
+                signal.alarm(int(HANG_SECONDS))
                 os.dup2(out.fileno(), 1)
                 os.dup2(err.fileno(), 2)
                 sys.stdout, sys.stderr = (open(fd, "w", closefd=False) for fd in (1, 2))  # noqa: SIM115

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from reshard_mpi.processes.governor import scopes
+from support.processes import HANG_SECONDS
 
 _TOPS = {1: Path("/sys/fs/cgroup/memory"), 2: Path("/sys/fs/cgroup")}
 
@@ -40,7 +41,7 @@ class Group:
 
     def empty(self) -> None:
         """Kill what is left in the group, and remove it."""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + HANG_SECONDS
         while True:
             for pid in (self.folder / "cgroup.procs").read_text().split():
                 with contextlib.suppress(ProcessLookupError):

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from support.processes import run_command
+from support.processes import HANG_SECONDS, run_command
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "reshard_mpi" / "guide"
@@ -96,7 +96,7 @@ def block_run_by(page: str, test: str) -> str:
     return text
 
 
-def run_steps(run: Iterable[Step], folder: Path, *, timeout_seconds: float = 120) -> list[Ran]:
+def run_steps(run: Iterable[Step], folder: Path, *, timeout_seconds: float = 2 * HANG_SECONDS) -> list[Ran]:
     """Run commands in one shell, which begins in a new folder `folder`/work, and stops where an exit code is another.
 
     What is returned ends with the step that went wrong.

@@ -23,7 +23,10 @@ _MARK = "RESHARD_MPI_TEST_RUN"
 # What launchers leave in the environment: a child that sees it would take itself for a rank of the tests' own job.
 _LAUNCHER_VARIABLES = ("HYDRA_", "MPI4PY_", "MPIR_", "OMPI_", "OPAL_", "PMIX_", "PMI_", "PRTE_", "SLURM_")
 
-_LINGER_SECONDS = 5.0  # how long after a command's end its children may take to go
+# After this a command counts as one that hangs. It shows of nothing that it is quick: machines may be slow and busy.
+HANG_SECONDS = 300.0
+
+_LINGER_SECONDS = 60.0  # how long after a command's end its children may take to go
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,9 @@ from support.processes import Finished, clean_environment, processes_with
 from support.slurm_setup import CONTROLLER, NODES, missing, on_host, search_path, write_configuration
 
 _POLL_SECONDS = 0.05
-_START_SECONDS = 30.0
-_COMMAND_SECONDS = 30.0
-_STOP_SECONDS = 20.0
+_START_SECONDS = 120.0
+_COMMAND_SECONDS = 120.0
+_STOP_SECONDS = 120.0
 _SHOWN_CHARACTERS = 6000
 # The states of a job that is going to have another one.
 _NOT_ENDED = (
@@ -155,7 +155,7 @@ class Cluster:
         self.command("scontrol", "requeue", job)
         self.start_again(job)
 
-    def start_again(self, job: str, *, timeout_seconds: float = 30) -> None:
+    def start_again(self, job: str, *, timeout_seconds: float = 300) -> None:
         """Have a job that was put back into the queue start in a second; SLURM would wait for two minutes.
 
         Not at once: nodes know what they must not start any more by the second in which it was. And not while a step

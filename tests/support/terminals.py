@@ -34,7 +34,7 @@ def run_on_terminal(
     pid, terminal = pty.fork()
     if pid == 0:
         fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 24 if columns else 0, columns, 0, 0))
-        signal.alarm(_MOST_SECONDS)  # which is kept by what takes the place of this process
+        signal.alarm(int(HANG_SECONDS))  # which is kept by what takes the place of this process
         os.execvpe(command[0], command, {**clean_environment(), "TERM": "xterm", **env})
     shown = b""
     try:

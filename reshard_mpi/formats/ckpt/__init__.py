@@ -22,7 +22,7 @@ from reshard_mpi.units import KIB
 
 SUFFIXES = (".ckpt",)
 # Nobody else's, as MindSpore's own.
-MODE = 0o600
+MODE = 0o666
 TRAITS = Traits(
     Costs(reading=KIB // 4, writing=KIB // 4, checking=2 * KIB),
     has_crc=True,

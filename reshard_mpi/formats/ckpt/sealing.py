@@ -14,7 +14,7 @@ _NUMBER_BYTES = CRC_BYTES - len(CRC_MARK)
 
 
 def seal(fd: int, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = False) -> None:
-    """Give the file the mode of MindSpore's checkpoints: read-only for its owner. crc: append the CRC-32 first.
+    """Finish a checkpoint file. crc: append its CRC-32.
 
     The sums of tensors are dropped, as the format has no place for them.
     """
@@ -22,7 +22,6 @@ def seal(fd: int, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = F
         size_bytes = os.fstat(fd).st_size
         trailer = CRC_MARK + files.crc32_of(fd, path, (0, size_bytes)).to_bytes(_NUMBER_BYTES, "big")
         files.write_all(fd, trailer, size_bytes)
-    os.fchmod(fd, 0o400)
 
 
 def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:

@@ -20,7 +20,7 @@ from reshard_mpi.units import KIB, MIB
 
 SUFFIXES = (".safetensors",)
 # Nobody else's, as MindSpore's own.
-MODE = 0o600
+MODE = 0o666
 TRAITS = Traits(
     Costs(reading=KIB // 4, writing=KIB // 4, checking=5 * KIB, library=2 * MIB),
     has_crc=True,

@@ -24,13 +24,12 @@ _ZEROS_BYTES = 2 * MIB
 
 
 def seal(fd: int, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = False) -> None:
-    """Make the file read-only for its owner, the mode MindSpore gives its checkpoints. crc: add `crc_num` first.
+    """Finish a file. crc: add `crc_num`, the checksum that MindSpore knows.
 
     There is no place in it for the sums of tensors. Raises TargetError if it holds what MindSpore cannot sum.
     """
     if crc:
         add_crc(fd, path)
-    os.fchmod(fd, 0o400)
 
 
 def add_crc(fd: int, path: str) -> None:

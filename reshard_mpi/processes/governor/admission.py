@@ -23,7 +23,7 @@ from reshard_mpi.units import format_bytes
 # Leases change hands within milliseconds where targets are small: nobody wants to read of that.
 _FIRST_NOTICE_SECONDS = 1.0
 _NOTICE_SECONDS = 30.0
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_NO_PLACE = (errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG)
 # Of those who are waited for, so many are named.
 _MAX_NAMED = 3
 
@@ -185,7 +185,7 @@ class Governor:
             except FileNotFoundError:
                 make_place(self._place)
             except OSError as error:
-                if error.errno not in _FULL:
+                if error.errno not in _NO_PLACE:
                     raise
                 raise no_place(self._place.folder, error) from None
 

@@ -175,7 +175,8 @@ class Ledger:
                 if awake is not None:
                     if notices.left_seconds() <= 0:
                         first = self._files.occupant(ahead[0], WAITING)
-                        notices.tell(len(ahead), None, [first] if first else [])
+                        stopped = [occupant for occupant in self._leases(notices) if occupant.claim.is_stopped]
+                        notices.tell(len(ahead), None, [*stopped, *([first] if first else [])])
                     self._sleep_until_gone(awake, min(WATCH_SECONDS, notices.left_seconds()))
                     continue
                 begin = time.monotonic()
