@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import zlib
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -19,7 +18,7 @@ from typing import Any
 
 import pytest
 from support.command_line import Capture
-from support.processes import HANG_SECONDS, clean_environment, run_command
+from support.processes import clean_environment, run_command
 
 sys.path.append(str(Path(__file__).parent.parent))  # benchmarks are part of the checkout, not of what is installed
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from support.command_line import Capture, run_apart, run_here
 from support.examples import few
-from support.processes import HANG_SECONDS, run_command
+from support.processes import run_command
 
 from reshard_mpi.cli.arguments import parser
 

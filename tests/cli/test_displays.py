@@ -15,7 +15,6 @@ from support.cases import Side
 from support.command_line import COMMAND, Capture, run_apart, run_here
 from support.conversions import Conversion, make, write_conversion
 from support.harm import fault
-from support.holders import until
 from support.launch import MPI
 from support.oracle import RawLayout
 from support.terminals import run_on_terminal

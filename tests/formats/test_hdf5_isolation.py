@@ -15,7 +15,7 @@ import h5py
 import numpy as np
 import pytest
 from support.examples import few
-from support.processes import HANG_SECONDS, run_command
+from support.processes import run_command
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import hdf5

@@ -19,7 +19,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.processes import HANG_SECONDS
 
 from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.folders import Folder

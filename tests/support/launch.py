@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from support.processes import HANG_SECONDS, Finished, run_command
+from support.processes import Finished, run_command
 
 MPI_NAMES = ("mpich", "openmpi")
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from support.processes import clean_environment
+from support.processes import HANG_SECONDS, clean_environment
 
 _MOST_SECONDS = 300
 

@@ -7,13 +7,17 @@ from collections.abc import Iterator
 from typing import Any
 
 from reshard_mpi.formats.nest.order import parsed
+from reshard_mpi.formats.nest.text import NestError
 
 _MAX_QUOTED = 60
 
 
 def first_difference(first: str | None, second: str | None) -> str:
     """Say which value differs first between two texts of nests, of which None has no values; nothing if none does."""
-    ours, theirs = ({} if text is None else dict(_values(parsed(text).root, "")) for text in (first, second))
+    try:
+        ours, theirs = ({} if text is None else dict(_values(parsed(text).root, "")) for text in (first, second))
+    except (NestError, ValueError, TypeError, LookupError, RecursionError):
+        return "" if first == second else "the text of a nest is damaged"
     for name in (*ours, *theirs):
         if ours.get(name) != theirs.get(name):
             return f"{name or 'the whole'} ({_quoted(ours.get(name))} and {_quoted(theirs.get(name))})"
