@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import re
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

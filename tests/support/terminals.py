@@ -14,8 +14,6 @@ from pathlib import Path
 
 from support.processes import HANG_SECONDS, clean_environment
 
-_MOST_SECONDS = 300
-
 
 def run_on_terminal(
     command: list[str],
