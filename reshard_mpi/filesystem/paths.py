@@ -44,8 +44,12 @@ def described(path: Path) -> str:
     except FileNotFoundError:
         return "a symbolic link that leads nowhere" if path.is_symlink() else "nothing"
     except OSError as error:
-        return "a symbolic link that leads to itself" if error.errno == errno.ELOOP else str(error.strerror)
+        return _in_words(error)
     return kind_of(mode)
+
+
+def _in_words(error: OSError) -> str:
+    return "a symbolic link that leads to itself" if error.errno == errno.ELOOP else str(error.strerror)
 
 
 def kind_of(mode: int) -> str:
@@ -81,11 +85,11 @@ def require_reachable(source: str) -> None:
         Path(source).stat()
     except (FileNotFoundError, NotADirectoryError):
         return  # the search for a checkpoint there says what is wrong
-    except OSError:
+    except OSError as error:
         raise SourceError(
             "the source cannot be looked at",
             expected="a folder or a checkpoint file",
-            got=described(Path(source)),
+            got=_in_words(error),
             where=source,
             remedy="check the path, and the permissions of the folders it leads through",
         ) from None

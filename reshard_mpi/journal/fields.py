@@ -5,6 +5,7 @@ Every check returns the value with its type known, or raises ValueError, since t
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable, Collection, Mapping
@@ -33,10 +34,13 @@ class Room(NamedTuple):
 def parse(stream: BinaryIO, room: Room) -> dict[str, Any]:
     """Return the JSON object in a file.
 
-    Raises ValueError or RecursionError for anything else, for a name that comes twice, and for what exceeds `room`. A
-    file that is too large is not read, and one that would take too much memory is not parsed.
+    Raises OSError if it cannot be read, ValueError or RecursionError for anything else, for a name that comes twice,
+    and for what exceeds `room`. A file that is too large is not read, and one that would take too much memory is not
+    parsed.
     """
     data = stream.read(room.file_bytes + 1) if os.fstat(stream.fileno()).st_size <= room.file_bytes else b""
+    if data is None:  # EAGAIN: the file was opened so that a pipe in its place is not waited for
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), stream.name)
     if not 0 < len(data) <= room.file_bytes or parsed_bytes(data) > room.parsed_bytes:
         raise ValueError("too large, or empty")
     # We write nothing but ASCII; other characters would take up to four times as much room.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -96,8 +97,12 @@ class FirstLooks:
     """The state of each file of a source when it was first looked at. source: a folder, or one file."""
 
     def __init__(self, source: str) -> None:
-        self._folder = Path(source) if Path(source).is_dir() else Path(source).parent
+        self._source = Path(source)
         self._looks: dict[str, tuple[SourceFile, int]] = {}
+
+    @cached_property
+    def _folder(self) -> Path:
+        return self._source if self._source.is_dir() else self._source.parent
 
     def sources(self, paths: Iterable[str]) -> Sources:
         """Return these files of the source, as each was at the first look. Raises OSError if one is gone."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import stat
@@ -237,3 +238,24 @@ def test_modes_follow_the_umask(tmp_path: Path, capsys: Capture, form: str, umas
     assert finished.code == 0, finished
     modes = {str(path): path.stat().st_mode & 0o777 for path in c.dst.rglob("*") if path.is_file()}
     assert len(modes) > 3 and set(modes.values()) == {0o666 & ~umask}, modes
+
+
+@pytest.mark.parametrize("call", range(1, 5))
+def test_a_source_that_the_file_system_cannot_tell_of(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    """Whichever look at it fails, it is said in the same form, and in words that the ranks of a run exchange."""
+    c, calls, real = make(tmp_path), [], Path.stat
+
+    def stat_of(path: Path, **options: bool) -> os.stat_result:
+        if path == c.src:
+            calls.append(path)
+            if len(calls) == call:
+                raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(path))
+        return real(path, **options)
+
+    monkeypatch.setattr(Path, "stat", stat_of)
+    finished = run_here(capsys, *c.arguments())
+    assert len(calls) >= call and finished.code == 3, finished
+    assert f"got: {os.strerror(errno.ENOSYS)}\n  where: {c.src}" in finished.err, finished
+    assert not list(c.dst.glob("rank_*/*"))

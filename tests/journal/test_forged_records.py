@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import random
@@ -274,3 +276,18 @@ def test_there_is_room_for_what_is_real() -> None:
 def test_a_record_that_could_not_be_read_again_is_not_written() -> None:
     with pytest.raises(ReshardError, match="the record of target rank 0 would be too large"):
         written("x" * (RUN_ROOM.file_bytes + 1), RUN_ROOM, "target rank 0")
+
+
+def test_a_file_system_that_has_nothing_to_give_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python then returns None in place of what is read, which is no record, and no damage either."""
+    path = tmp_path / "run.json"
+    path.write_text("{}")
+
+    class Unready(io.FileIO):
+        def read(self, size_bytes: int = -1) -> None:  # type: ignore[override]
+            return None
+
+    monkeypatch.setattr("builtins.open", lambda path, mode, opener: Unready(path, opener=opener))
+    with pytest.raises(BlockingIOError, match=os.strerror(errno.EAGAIN)) as raised:
+        read_json(path)
+    assert raised.value.filename == path
