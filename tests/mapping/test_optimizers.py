@@ -238,6 +238,16 @@ def test_a_group_of_parameters_of_several_groups_has_what_these_say_alike(tmp_pa
     assert (group["lr"], group["decay"]) == (0.5, 0.3)
 
 
+def test_numbers_that_become_other_parameters_are_of_one_moment(tmp_path: Path) -> None:
+    """Parameters have been trained for other numbers of steps, as some are frozen for a time: `0.step` is another's."""
+    source, like = training(), training(LIKE_MODEL, LIKE_PARAMETERS)
+    for number, name in enumerate(PARAMETERS):
+        source["optimizer"]["state"][number]["step"] = tensor(np.array(7 if name in "qk" else 10 + number, np.float32))
+    state = converted(tmp_path, source, like=like)["optimizer"]["state"]
+    assert [arrays_of(state[number])["step"] for number in range(3)] == [13, 12, 7]
+    reshard_mpi.verify(tmp_path / "source.pt", tmp_path / "made", map=tmp_path / "map.toml", like=tmp_path / "like.pt")
+
+
 @pytest.mark.parametrize("copy", ["ema", "wrapped", "first"])
 def test_a_copy_of_the_model_without_its_buffers_is_a_doubt(tmp_path: Path, copy: str) -> None:
     """The copy alone has as many tensors as there are numbers, and the optimizer's model has a buffer of its own."""
