@@ -157,9 +157,10 @@ def _carried_entry(entry: list[Any], source: Any) -> list[Any]:
 
 
 def _at(node: Any, path: str) -> Any:
-    """Return the dictionary whose names begin with a path."""
+    """Return the optimizer whose names begin with a path. A forged nest may have other values under the same key."""
     if not path:
-        return node
+        is_one = entries_of(value_of(node, "state")) is not None and isinstance(value_of(node, "param_groups"), list)
+        return node if is_one else None
     for key, value in parts_of(node):
         if path.startswith(f"{key}."):
             found = _at(value, path[len(f"{key}.") :])

@@ -357,6 +357,7 @@ def test_trees_that_are_refused(make: Any, problem: str) -> None:
         ('{"dict":[[{"dict":[]},1]]}', "no plain value"),
         ('{"dict":[["a",1],["a",2]]}', "key twice"),
         ('{"dict":[["w"],["w"]]}', "key twice"),
+        ('{"dict":[[0,{"dict":[]}],[0,null]]}', "key twice"),
         ('{"dict":[["w",3]]}', "the place of something else"),
         ('{"dict":[["' + "k" * 5000 + '",{"dict":[]}]]}', "joined by dots are too long"),
         ('[{"tensor":null}]', "not in the shard"),
@@ -390,3 +391,8 @@ def test_what_is_no_unicode_text_is_refused(root: list[Any]) -> None:
 
 def test_a_difference_of_the_whole_has_a_name() -> None:
     assert first_difference('{"dict":[]}', '{"call":[]}') == 'the whole (not there and {"call": []})'
+
+
+@pytest.mark.parametrize("forged", ['{"dict":[["a",{"dict":[[]]}]]}', '{"dict":[5]}', '{"tuple":3}', '{"dict":7}', "3"])
+def test_what_differs_in_a_forged_text_is_shown(forged: str) -> None:
+    assert first_difference('{"dict":[]}', forged) and first_difference(forged, forged) == ""

@@ -23,11 +23,15 @@ def first_difference(first: str | None, second: str | None) -> str:
 def _values(value: Any, name: str) -> Iterator[tuple[str, str]]:
     """Yield the values of a nest that are no tensors, by their names: keys and places joined by dots."""
     if isinstance(value, dict) and isinstance(entries := value.get("dict"), list) and len(value) == 1:
-        for key, *held in entries:
-            if held:
-                yield from _values(held[0], f"{name}.{key}" if name else str(key))
-    elif isinstance(value, list) or (isinstance(value, dict) and [*value] == ["tuple"]):
-        for place, item in enumerate(value if isinstance(value, list) else value["tuple"]):
+        for entry in entries:
+            if not (isinstance(entry, list) and entry):  # a nest that nobody has made again yet may be anything
+                yield name, json.dumps(value)
+            elif len(entry) > 1:
+                yield from _values(entry[1], f"{name}.{entry[0]}" if name else str(entry[0]))
+        return
+    items = value["tuple"] if isinstance(value, dict) and [*value] == ["tuple"] else value
+    if isinstance(items, list):
+        for place, item in enumerate(items):
             yield from _values(item, f"{name}.{place}" if name else str(place))
     else:
         yield name, json.dumps(value)
