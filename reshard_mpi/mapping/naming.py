@@ -76,7 +76,13 @@ def applied_to_file(
     all_made = composed(in_files)
     notes = tuple(_told_of_order(training, source.path))
     if like is not None:
-        nest = None if like.nest is None else carried_into(like.nest, source.nest)
+        # By their names in the target's file.
+        at_source = [MadeParameter(made.name, frozenset(made.sources.values())) for made in all_made]
+        nest = (
+            None
+            if like.nest is None
+            else carried_into(like.nest, source.nest, training, like.training, at_source, source.path)
+        )
         return MappedFile(in_files, all_made, nest, (*notes, *_told_of_order(like.training, like.path)))
     if source.nest is None:
         return MappedFile(in_files, all_made, None)

@@ -27,6 +27,10 @@ _REMEDY = (
     "give torch's optimizer named parameters, which it keeps in the file (AdamW(model.named_parameters())), or leave"
     " the state out (--exclude)"
 )
+_TWIN_REMEDY = (
+    "convert the checkpoint without the other one before, and without a map (--exclude 'ema.*'), then that with the"
+    " map; or leave the state out (--exclude)"
+)
 _ORDER_REMEDY = (
     "convert torch's own file once more, since what earlier versions of this program made of it does not have the"
     f" order; or {_REMEDY}"
@@ -140,11 +144,36 @@ def training_in(nest: str | None, shapes: Likeness, alias: Mapping[str, str], wh
         got = " or ".join(found.values()) if found else "; ".join(problems[:_MAX_NAMED]) or "no parameters"
         raise _doubt("whose optimizer state each number is cannot be told", got, where)
     ((parameters, prefix),) = found.items()
+    twin = None if are_named else _twin(parameters, prefix, models, shapes)
+    if twin is not None:
+        got = f"{prefix} or {twin}, which has these parameters too, and more"
+        raise _doubt("whose optimizer state each number is cannot be told", got, where, _TWIN_REMEDY)
     gone = None if are_named else _gone(nest, prefix, optimizer, shapes)
     if gone is not None:
         raise _doubt("whose optimizer state each number is cannot be told", f"{gone} was left out before", where)
     numbers = [number for group in optimizer.groups for number in group.numbers]
     return Training(prefix, optimizer, dict(zip(numbers, parameters)), are_named)
+
+
+def _twin(parameters: Sequence[str], prefix: str, models: Mapping[str, Sequence[str]], shapes: Likeness) -> str | None:
+    """Return the path of another model that has all these parameters by names and shapes; None if there is none.
+
+    It has more tensors besides, else it would fit the numbers too: buffers of users' own, which only one of a model and
+    its copy (EMA, a teacher) may have, or parameters that are frozen. parameters: of the model at `prefix`.
+    """
+    own = [name.removeprefix(prefix) for name in parameters]
+    while all("." in name for name in own) and len({name.partition(".")[0] for name in own}) == 1:
+        own = [name.partition(".")[2] for name in own]  # such as "module" of DataParallel
+    for path, names in models.items():
+        if path.startswith(prefix) or prefix.startswith(path):
+            continue
+        before = {name.removesuffix(own[0]) for name in names if f".{name}".endswith(f".{own[0]}")}
+        if any(
+            all(shapes.get(f"{begin}{name}") == shapes[parameter] for name, parameter in zip(own, parameters))
+            for begin in before
+        ):
+            return path
+    return None
 
 
 def _gone(nest: str, prefix: str, optimizer: Numbered, shapes: Likeness) -> str | None:
@@ -193,9 +222,9 @@ def _below(names: Iterable[str], paths: Collection[str]) -> dict[str, list[str]]
     return below
 
 
-def _doubt(problem: str, got: str, where: str) -> MapError:
+def _doubt(problem: str, got: str, where: str, remedy: str = _REMEDY) -> MapError:
     expected = "as many parameters as the optimizer has, in the order of the model, each with the shape of its state"
-    return MapError(problem, expected=expected, got=got, where=where, remedy=_REMEDY)
+    return MapError(problem, expected=expected, got=got, where=where, remedy=remedy)
 
 
 def _optimizers(node: Any, path: str) -> Iterator[Numbered]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
@@ -45,13 +45,7 @@ def with_names(nest: str, training: Training, made: Sequence[MadeParameter], ten
             continue
         state = values.get(numbers[0], {"dict": []})
         if len(groups) > 1 or any(values.get(number, {"dict": []}) != state for number in numbers):
-            raise MapError(
-                "parameters that the optimizer treats differently are put together",
-                expected="one group of parameters, and the same numbers in their state",
-                got=", ".join(sorted(parameter.sources)),
-                where=where,
-                remedy="leave the optimizer's state out (--exclude)",
-            )
+            raise _treated_differently(", ".join(sorted(parameter.sources)), where)
         members[groups.pop()].append(parameter.name)
         states.append([parameter.name, state])
     _set(node, "state", {"dict": states})
@@ -62,12 +56,81 @@ def with_names(nest: str, training: Training, made: Sequence[MadeParameter], ten
     return written(root, names_in_order)
 
 
-def carried_into(nest: str, source: str | None) -> str:
-    """Return a nest with those values of the source's that both have, numbers and names of parameters apart."""
+def carried_into(
+    nest: str, source: str | None, training: Training, theirs: Training, made: Sequence[MadeParameter], where: str
+) -> str:
+    """Return a nest with those values of the source's that both have, numbers and names of parameters apart.
+
+    training: of the source. theirs: of the nest. made: the parameters of the nest, by their names there. What an
+    optimizer says of a parameter goes where the parameter goes: numbers and groups may be others in the nest. Raises
+    MapError if parameters of different numbers in their state are put together.
+    """
     if source is None:
         return nest
     root, order = parsed(nest)
-    return written(_carried(root, parsed(source).root), None if order is None else decoded(order))
+    source_root = parsed(source).root
+    carried = _carried(root, source_root)
+    if training.optimizer is not None and theirs.optimizer is not None:
+        numbers = _source_numbers(training, theirs, made)
+        own, node = _at(root, theirs.optimizer.path), _at(source_root, training.optimizer.path)
+        into = _at(carried, theirs.optimizer.path)
+        _set(into, "state", _carried_states(value_of(own, "state"), value_of(node, "state"), numbers, where))
+        _set(into, "param_groups", _carried_groups(value_of(own, "param_groups"), node, training, theirs, numbers))
+    return written(carried, None if order is None else decoded(order))
+
+
+def _source_numbers(training: Training, theirs: Training, made: Sequence[MadeParameter]) -> dict[int, list[int]]:
+    """Return for the number of each parameter of a nest those of the source's parameters that are in it."""
+    number_of = {name: number for number, name in training.parameters.items()}
+    sources = {parameter.name: parameter.sources for parameter in made}
+    return {
+        number: sorted(number_of[source] for source in sources.get(name, ()) if source in number_of)
+        for number, name in theirs.parameters.items()
+    }
+
+
+def _carried_states(own: Any, source: Any, numbers: Mapping[int, Sequence[int]], where: str) -> Any:
+    """Return the states of parameters with the numbers and other values of the source's parameters in them."""
+    states = {entry[0]: entry[1] for entry in entries_of(source) or () if len(entry) == 2 and type(entry[0]) is int}
+    entries = []
+    for entry in entries_of(own) or ():
+        of_source = numbers.get(entry[0], ()) if type(entry[0]) is int else ()
+        if len(entry) == 2 and of_source:
+            found = [states.get(number, {"dict": []}) for number in of_source]
+            if any(state != found[0] for state in found):
+                got = ", ".join(str(number) for number in of_source)
+                raise _treated_differently(f"the parameters of the numbers {got}", where)
+            entry = [entry[0], _carried(entry[1], found[0])]
+        entries.append(entry)
+    return {"dict": entries}
+
+
+def _carried_groups(
+    own: Any, source: Any, training: Training, theirs: Training, numbers: Mapping[int, Sequence[int]]
+) -> list[Any]:
+    """Return groups of parameters with those settings that all groups of their parameters in the source say alike."""
+    groups = () if training.optimizer is None else training.optimizer.groups
+    nodes = value_of(source, "param_groups")
+    node_of = {number: node for group, node in zip(groups, nodes) for number in group.numbers}
+    carried = []
+    for node, group in zip(own, () if theirs.optimizer is None else theirs.optimizer.groups):
+        found = [node_of[number] for ours in group.numbers for number in numbers.get(ours, ()) if number in node_of]
+        first, *others = list({id(other): other for other in found}.values()) or [{"dict": []}]
+        alike = [
+            entry for entry in entries_of(first) or () if all(entry in (entries_of(other) or ()) for other in others)
+        ]
+        carried.append(_carried(node, {"dict": alike}))
+    return carried
+
+
+def _treated_differently(got: str, where: str) -> MapError:
+    return MapError(
+        "parameters that the optimizer treats differently are put together",
+        expected="one group of parameters, and the same numbers in their state",
+        got=got,
+        where=where,
+        remedy="leave the optimizer's state out (--exclude)",
+    )
 
 
 def _carried(node: Any, source: Any) -> Any:
@@ -94,9 +157,10 @@ def _carried_entry(entry: list[Any], source: Any) -> list[Any]:
 
 
 def _at(node: Any, path: str) -> Any:
-    """Return the dictionary whose names begin with a path."""
+    """Return the optimizer whose names begin with a path. A forged nest may have other values under the same key."""
     if not path:
-        return node
+        is_one = entries_of(value_of(node, "state")) is not None and isinstance(value_of(node, "param_groups"), list)
+        return node if is_one else None
     for key, value in parts_of(node):
         if path.startswith(f"{key}."):
             found = _at(value, path[len(f"{key}.") :])

@@ -276,6 +276,9 @@ class Conversion:
         return self._opener
 
     def _moments(self, plan: RankPlan, manifests: Mapping[int, Manifest]) -> tuple[Moment, ...]:
+        if self.original is not None:
+            # Those of the source itself tell the moment. In what maps make, a number in a name may be another's.
+            return ()
         counters = tuple(moment_counters(manifests, self._is_listed))
         if not counters:
             return ()

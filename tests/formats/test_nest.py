@@ -357,6 +357,7 @@ def test_trees_that_are_refused(make: Any, problem: str) -> None:
         ('{"dict":[[{"dict":[]},1]]}', "no plain value"),
         ('{"dict":[["a",1],["a",2]]}', "key twice"),
         ('{"dict":[["w"],["w"]]}', "key twice"),
+        ('{"dict":[[0,{"dict":[]}],[0,null]]}', "key twice"),
         ('{"dict":[["w",3]]}', "the place of something else"),
         ('{"dict":[["' + "k" * 5000 + '",{"dict":[]}]]}', "joined by dots are too long"),
         ('[{"tensor":null}]', "not in the shard"),
@@ -399,3 +400,8 @@ def test_differences_of_texts_that_are_no_nests(text: str) -> None:
     assert first_difference(text, text) == ""
     for pair in ((text, '{"dict":[]}'), ('{"dict":[]}', text), (None, text)):
         assert first_difference(*pair) == "the text of a nest is damaged"
+
+
+@pytest.mark.parametrize("forged", ['{"dict":[["a",{"dict":[[]]}]]}', '{"dict":[5]}', '{"tuple":3}', '{"dict":7}', "3"])
+def test_what_differs_in_a_forged_text_is_shown(forged: str) -> None:
+    assert first_difference('{"dict":[]}', forged) and first_difference(forged, forged) == ""

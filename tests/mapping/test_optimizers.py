@@ -180,6 +180,20 @@ def spoiled(change: str) -> dict[str, Any]:
     return source
 
 
+def test_a_forged_nest_with_two_optimizers_under_one_key_is_no_traceback() -> None:
+    from reshard_mpi.mapping.numbering import training_in
+    from reshard_mpi.mapping.renesting import MadeParameter, carried_into, with_names
+
+    optimizer = (
+        '["optimizer",{"dict":[["state",{"dict":[[0,{"dict":[]}]]}],["param_groups",[{"dict":[["params",[0]]]}]]]}]'
+    )
+    nest = '{"nest":{"dict":[["optimizer",3],' + optimizer + ']},"order":[0,"w"]}'
+    training = training_in(nest, {"w": (2,), "optimizer.state.0.exp_avg": (2,)}, {}, "file")
+    made = [MadeParameter("w", frozenset("w"))]
+    assert '"w"' in with_names(nest, training, made, ["w"], "file")
+    assert "params" in carried_into(nest, nest, training, training, made, "file")
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -201,6 +215,64 @@ def test_what_leaves_a_doubt_is_refused(tmp_path: Path, change: str) -> None:
     if change != "no model":
         left_out = ["optimizer.*"] + (["second.*"] if change == "two optimizers" else [])
         assert "qk" in converted(tmp_path, spoiled(change), MAP_OF_FILES, exclude=left_out)["model"]
+
+
+@pytest.mark.parametrize("form", ["torch", "hdf5"])
+def test_settings_and_numbers_go_where_their_parameter_goes(tmp_path: Path, form: str) -> None:
+    """Not to the group or number of the same place: the target has other groups, and other numbers."""
+    source, like = training(), training(LIKE_MODEL, LIKE_PARAMETERS)
+    for number, name in enumerate(PARAMETERS):
+        source["optimizer"]["state"][number]["step"] = 7 if name in "qk" else 10 + number
+    for number in range(len(LIKE_PARAMETERS)):
+        like["optimizer"]["state"][number]["step"] = 1
+    source["optimizer"]["param_groups"] = [
+        {"lr": 0.5, "decay": 0.1, "eps": 1.0, "params": [0, 1], "param_names": ["q", "k"]},
+        {"lr": 0.25, "decay": 0, "eps": 1.0, "params": [2, 3], "param_names": ["bias", "out.weight"]},
+    ]
+    like["optimizer"]["param_groups"] = [
+        {"lr": 9.0, "decay": 0, "params": [0, 1], "param_names": ["out.kernel", "bias"]},
+        {"lr": 9.0, "decay": 0.1, "params": [2], "param_names": ["qk"]},
+    ]
+    torch_peer.save(tmp_path / "like.pt", like)
+    reshard_mpi.transform(tmp_path / "like.pt", tmp_path / "like", to=form)
+    made = converted(tmp_path, source, like=tmp_path / "like", to="torch")["optimizer"]
+    assert [made["state"][number]["step"] for number in range(3)] == [13, 12, 7]
+    assert [(group["lr"], group["decay"]) for group in made["param_groups"]] == [(0.25, 0), (0.5, 0.1)]
+    assert [group["params"] for group in made["param_groups"]] == [[0, 1], [2]]
+
+
+def test_a_group_of_parameters_of_several_groups_has_what_these_say_alike(tmp_path: Path) -> None:
+    source, like = training(), training(LIKE_MODEL, LIKE_PARAMETERS)
+    source["optimizer"]["param_groups"] = [
+        {"lr": 0.5, "decay": 0.1, "params": [0, 1], "param_names": ["q", "k"]},
+        {"lr": 0.5, "decay": 0, "params": [2, 3], "param_names": ["bias", "out.weight"]},
+    ]
+    like["optimizer"]["param_groups"] = [{"lr": 9.0, "decay": 0.3, "params": [0, 1, 2]}]
+    (group,) = converted(tmp_path, source, like=like)["optimizer"]["param_groups"]
+    assert (group["lr"], group["decay"]) == (0.5, 0.3)
+
+
+def test_numbers_that_become_other_parameters_are_of_one_moment(tmp_path: Path) -> None:
+    """Parameters have been trained for other numbers of steps, as some are frozen for a time: `0.step` is another's."""
+    source, like = training(), training(LIKE_MODEL, LIKE_PARAMETERS)
+    for number, name in enumerate(PARAMETERS):
+        source["optimizer"]["state"][number]["step"] = tensor(np.array(7 if name in "qk" else 10 + number, np.float32))
+    state = converted(tmp_path, source, like=like)["optimizer"]["state"]
+    assert [arrays_of(state[number])["step"] for number in range(3)] == [13, 12, 7]
+    reshard_mpi.verify(tmp_path / "source.pt", tmp_path / "made", map=tmp_path / "map.toml", like=tmp_path / "like.pt")
+
+
+@pytest.mark.parametrize("copy", ["ema", "wrapped", "first"])
+def test_a_copy_of_the_model_without_its_buffers_is_a_doubt(tmp_path: Path, copy: str) -> None:
+    """The copy alone has as many tensors as there are numbers, and the optimizer's model has a buffer of its own."""
+    source = training(MODEL | {"mask": BIAS[:4]})
+    plain = {name: tensor(MODEL[name].copy()) for name in PARAMETERS}
+    if copy == "wrapped":
+        plain = {f"module.{name}": value for name, value in plain.items()}
+    source = {"teacher": plain, **source} if copy == "first" else {**source, "teacher": plain}
+    with pytest.raises(MapError, match="whose optimizer state each number is cannot be told") as raised:
+        converted(tmp_path, source, "[[map]]\neq = '{p*} <=> x.{p*}'\n")
+    assert "teacher." in str(raised.value) and "model." in str(raised.value) and "exclude" in str(raised.value)
 
 
 def test_joined_parameters_of_two_groups_are_refused(tmp_path: Path) -> None:

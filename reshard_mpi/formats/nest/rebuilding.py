@@ -123,10 +123,11 @@ class _Rebuilding:
             if type(key) not in (str, int, float, bool, bytes, tuple, type(None)):
                 raise NestError("the nest has a key that is no plain value", str(entry)[:100])
             is_open = is_open and type(key) is str
-            if type(key) is str:
-                if key in keys:
+            if type(key) is not tuple:
+                mark = key if type(key) is str else (type(key), key)
+                if mark in keys:
                     raise NestError("a dictionary of the nest has a key twice", repr(key)[:100])
-                keys.add(key)
+                keys.add(mark)
             name = f"{prefix}{key}"
             if len(entry) == 2:
                 flat += [key, self.value(entry[1], f"{name}.", depth + 1)]
