@@ -1,4 +1,4 @@
-"""Refuses targets that would overwrite the source, or would be read as a part of it the next time."""
+"""Refuses targets that would overwrite or remove the source, or would be read as a part of it the next time."""
 
 from __future__ import annotations
 
@@ -45,6 +45,24 @@ def refuse_overlap(files: ShardFiles, target: str, target_files: Iterable[Path])
         )
 
 
+def refuse_removing(files: ShardFiles, folder: Path, removed: Iterable[str]) -> None:
+    """Raise TargetError if a run would remove its source: a file that an earlier run has left in the target folder.
+
+    removed: the paths, relative to the target folder, of what the run removes before it writes.
+    """
+    left = {inode: name for name in removed if (inode := _inode(folder / name)) is not None}
+    for shard in _shards(files) if left else ():
+        inode = _inode(shard)
+        if inode in left:
+            raise TargetError(
+                "the source is a target of an earlier run in this folder, which --overwrite removes",
+                expected="a source that no earlier run has put into the target folder",
+                got=f"{shard}, which is {left[inode]} there",
+                where=str(folder),
+                remedy=_OUTSIDE,
+            )
+
+
 def refuse_posing(files: ShardFiles, target_file: Path) -> None:
     """Raise TargetError if the file is a source shard, or lies in a rank folder of the source (to be read with it).
 
@@ -68,6 +86,15 @@ def refuse_posing(files: ShardFiles, target_file: Path) -> None:
                 where=str(target_file),
                 remedy=_OUTSIDE,
             )
+
+
+def _inode(path: Path) -> tuple[int, int] | None:
+    """Return what tells a file from all others, whatever names and links lead to it; None if it is not there."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _shards(files: ShardFiles) -> list[Path]:

@@ -35,6 +35,7 @@ from reshard_mpi.runs.due import DueTargets
 from reshard_mpi.runs.exchanged import Compared, Due, Planned, record_of
 from reshard_mpi.runs.memory import RunMemory
 from reshard_mpi.runs.outcome import Outcome, TargetReport, attempt
+from reshard_mpi.runs.overlap import refuse_removing
 from reshard_mpi.runs.preflight import (
     Room,
     may_share,
@@ -142,7 +143,9 @@ class Planner:
         own_paths = [run.path(rank) for rank in work.leads]
         if request.recorded:
             every_path = map(run.path, range(run.conversion.target.world_size))
-            require_no_strangers(Path(request.target), run.format, every_path, own_paths, journal.leftovers())
+            folder, removed = Path(request.target), journal.leftovers()
+            refuse_removing(run.conversion.source.files, folder, removed)
+            require_no_strangers(folder, run.format, every_path, own_paths, removed)
         strange = () if request.recorded else stranger_notes(own_paths)
         begun = Outcome.begun(run.conversion, (*governor.notes, *run.target_notes, *strange))
         planned = Planned(begun, opened.choice).joined(record_of(Planned, plan) for plan in plans)

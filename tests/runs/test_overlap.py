@@ -209,3 +209,31 @@ def test_one_target_by_rank_under_another_name(c: Conversion) -> None:
     place = c.src / "out" / "rank_0" / "checkpoint_0.ckpt"
     reshard_mpi.transform_checkpoint_by_rank(0, listed, place, c.src_strategy, c.dst_strategy)
     assert read_shard(place) == c.expected(0)
+
+
+def a_file_there(c: Conversion, file: str) -> Path:
+    return c.dst / file
+
+
+def a_link_to_it(c: Conversion, file: str) -> Path:
+    (c.folder / f"link{Path(file).suffix}").symlink_to(c.dst / file)
+    return c.folder / f"link{Path(file).suffix}"
+
+
+def another_name_of_it(c: Conversion, file: str) -> Path:
+    (c.folder / "other.safetensors").hardlink_to(c.dst / file)
+    return c.folder / "other.safetensors"
+
+
+@pytest.mark.parametrize("place", [a_file_there, a_link_to_it, another_name_of_it])
+@pytest.mark.parametrize("to", ["hdf5", "torch"])
+def test_a_target_of_an_earlier_run_is_no_source_of_the_run_that_removes_it(
+    c: Conversion, capsys: Capture, place: Callable[[Conversion, str], Path], to: str
+) -> None:
+    full = c.but(dst_strategy=None)
+    assert run_here(capsys, *full.arguments("transform", "--to", "hf")).code == 0
+    before = listing(c.dst)
+    source = place(c, "model.safetensors")
+    refused = run_here(capsys, "transform", str(source), str(c.dst), "--to", to, "--overwrite", "--jobs", "1")
+    assert refused.code == 3 and "a target of an earlier run in this folder, which --overwrite removes" in refused.err
+    assert listing(c.dst) == before
