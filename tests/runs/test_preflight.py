@@ -309,3 +309,15 @@ def test_functions_point_out_shards_of_another_name(tmp_path: Path, caplog: pyte
     with caplog.at_level("INFO", "reshard_mpi"):
         transform_by_function(c)
     assert f"{strange} will lie beside the new targets" in caplog.text and strange.read_bytes() == b"precious"
+
+
+@pytest.mark.parametrize("lying", ["rank_9/checkpoint_9.ckpt", "model.safetensors"])
+def test_functions_point_out_other_checkpoints(tmp_path: Path, caplog: pytest.LogCaptureFixture, lying: str) -> None:
+    """Such as the last ranks of an earlier one of more ranks, beside which the new one is not read any more."""
+    c = make(tmp_path)
+    strange = c.dst / lying
+    strange.parent.mkdir(parents=True)
+    strange.write_bytes(b"precious")
+    with caplog.at_level("INFO", "reshard_mpi"):
+        transform_by_function(c)
+    assert f"{strange} will lie beside the new targets" in caplog.text and strange.read_bytes() == b"precious"
