@@ -50,14 +50,14 @@ def refuse_removing(files: ShardFiles, folder: Path, removed: Iterable[str]) -> 
 
     removed: the paths, relative to the target folder, of what the run removes before it writes.
     """
-    left = {inode: name for name in removed if (inode := _inode(folder / name)) is not None}
+    left = {identity: name for name in removed if (identity := _identity(folder / name)) is not None}
     for shard in _shards(files) if left else ():
-        inode = _inode(shard)
-        if inode in left:
+        identity = _identity(shard)
+        if identity in left:
             raise TargetError(
                 "the source is a target of an earlier run in this folder, which --overwrite removes",
                 expected="a source that no earlier run has put into the target folder",
-                got=f"{shard}, which is {left[inode]} there",
+                got=f"{shard}, which is {left[identity]} there",
                 where=str(folder),
                 remedy=_OUTSIDE,
             )
@@ -88,13 +88,16 @@ def refuse_posing(files: ShardFiles, target_file: Path) -> None:
             )
 
 
-def _inode(path: Path) -> tuple[int, int] | None:
-    """Return what tells a file from all others, whatever names and links lead to it; None if it is not there."""
+def _identity(path: Path) -> tuple[int, int, Path | None] | None:
+    """Return what tells a name of a file from all others, whatever links lead there; None if it is not there.
+
+    A file of several names (hard links) is lost only with the last, so there the name counts.
+    """
     try:
         status = path.stat()
     except OSError:
         return None
-    return status.st_dev, status.st_ino
+    return status.st_dev, status.st_ino, real_path(path) if status.st_nlink > 1 else None
 
 
 def _shards(files: ShardFiles) -> list[Path]:
