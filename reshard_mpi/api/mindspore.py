@@ -25,6 +25,7 @@ from reshard_mpi.api.calls import (
 from reshard_mpi.api.plain import plain_number, plain_numbers, plain_path, plain_share, plain_text
 from reshard_mpi.api.shown import OnProgress, shown_to
 from reshard_mpi.api.wording import all_in_python, public
+from reshard_mpi.checkpoints.discovery import strangers
 from reshard_mpi.errors import TargetError, UsageError
 from reshard_mpi.journal.unrecorded import Unrecorded
 from reshard_mpi.planning.parameters import Unlisted
@@ -158,7 +159,7 @@ def transform_checkpoint_by_rank(
         conversion = conversion_of(files, request)
         target = _require_free(path, rank_id, conversion, strategies)
         # In a folder that is not that of the rank, shards of other ranks are no strangers.
-        strange = stranger_notes([path] if path.parent.name == f"rank_{rank_id}" else [])
+        strange = stranger_notes(strangers(path) if path.parent.name == f"rank_{rank_id}" else ())
         lease.on_giving_way(conversion.forget)
         lease.to_plan(conversion, name, purpose)
         (rank_plan,), outcome = plan_together(conversion, [rank_id], (*notes, *strange))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -18,7 +19,7 @@ from reshard_mpi.errors import ShardError, SourceError, told
 from reshard_mpi.filesystem.file_kinds import kind_of_file
 from reshard_mpi.filesystem.paths import described, real_path
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.text import natural_key, ranges
+from reshard_mpi.text import counted, natural_key, ranges
 
 _RANK_FOLDER = re.compile(r"rank_(\d+)")
 # A strategy file kept beside the shards may end in .ckpt too; it begins with the number field `current_stage`, a
@@ -136,20 +137,34 @@ def _naming_left_out(files: ShardFiles, folder: str, format_name: str | None) ->
 
     format_name: the one that the user has chosen, so that files of others are left out by his will.
     """
-    paths = [path for paths in files.by_rank.values() for path in paths]
-    inside = [Path(os.path.relpath(path, folder)).parts for path in paths]
     suffixes = formats.by_name(files.format).SUFFIXES
+    read: defaultdict[Path, set[str]] = defaultdict(set)  # by folder, relative to `folder`: what is read in it
+    for path in (path for paths in files.by_rank.values() for path in paths):
+        inside = Path(os.path.relpath(path, folder))
+        for place in (inside, *inside.parents[:-1]):
+            read[place.parent].add(place.name)
+    are_loose = not files.is_folder and read.keys() == {Path()}
 
-    def is_taken(name: str) -> bool:
-        if name.endswith(suffixes):  # of several files of a rank, or of several ranks, it is said which are taken
-            return not files.is_folder
-        is_of_others = format_name is not None and formats.name_of(name) is not None
-        return is_of_others or _is_strategy(Path(folder, name))
+    def left_out_of(place: Path) -> str:
+        # It is said elsewhere which of several files of a rank, or of loose files, are taken.
+        are_others_told = are_loose or (not files.is_folder and place != Path())
 
-    left_out = left_out_of_folder(folder, {parts[0] for parts in inside}, is_taken)
-    if inside and len(inside[0]) == 2 and rank_of_folder(inside[0][0]) is not None:  # the first rank stands for all
-        of_rank = left_out_of_folder(str(Path(paths[0]).parent), {inside[0][1]}, is_taken)
-        left_out = "; ".join(filter(None, (left_out, of_rank and f"in {inside[0][0]} {of_rank}")))
+        def is_taken(name: str) -> bool:
+            entry = Path(folder, place, name)
+            if name.endswith(suffixes):
+                return are_others_told or _is_strategy(entry)
+            if rank_of_folder(name) is not None and _has_shards(entry):
+                return True
+            is_of_others = format_name is not None and formats.name_of(name) is not None
+            return is_of_others or _is_strategy(entry)
+
+        return left_out_of_folder(str(Path(folder, place)), read[place], is_taken)
+
+    of_folder = left_out_of(Path())
+    below = ((place, left_out_of(place)) for place in tuple(read) if place != Path())
+    in_folders = [f"in {place} {names}" for place, names in below if names]
+    more = f", and files in {counted(len(in_folders) - 1, 'more folder')}" if len(in_folders) > 1 else ""
+    left_out = "; ".join(filter(None, (of_folder, *in_folders[:1]))) + more
     if not left_out:
         return files
     warning = f"left out, though it lies in {folder} beside what is read: {left_out}"
@@ -323,6 +338,13 @@ def shards_in(folder: Path, select: str | None, format_name: str | None = None) 
         and not _is_strategy(entry)
     ]
     return sorted(shards, key=lambda entry: natural_key(entry.name))
+
+
+def _has_shards(folder: Path) -> bool:
+    try:
+        return bool(shards_in(folder, None))
+    except OSError:  # it is a file, or not to be looked into
+        return False
 
 
 def _is_strategy(entry: Path) -> bool:

@@ -27,7 +27,7 @@ _SAME_WEIGHTS = re.compile(
     r"(?:pytorch_model|tf_model|flax_model|rust_model)(?:-\d+-of-\d+)?\.(?:bin|h5|msgpack|ot)|.*\.(?:onnx|gguf|tflite)"
 )
 # Folders that are other saves of the same run, or none at all.
-_OTHER_SAVES = re.compile(r"checkpoint-\d+|rank_\d+|__pycache__|wandb|mlruns|tensorboard|runs|logs?")
+_OTHER_SAVES = re.compile(r"checkpoint-\d+|__pycache__|wandb|mlruns|tensorboard|runs|logs?")
 _SAID = {
     "common.pt": "Megatron's settings: arguments, iteration, scheduler, the optimizer's groups",
     "train_state.pt": "Megatron Bridge's step and consumed samples",

@@ -39,17 +39,33 @@ class SourceFile(NamedTuple):
         return f"{self.size_bytes} bytes of {day}.{rest:09d} UTC"
 
 
+class FileStatus(NamedTuple):
+    """Which file it is, how many names it has, and when its status was last changed."""
+
+    inode: int
+    links: int
+    changed_ns: int
+
+    def is_later_than(self, was: FileStatus) -> bool:
+        """Tell whether the file was written or replaced since `was`.
+
+        That another name was given to it, or taken from it, changes its status and nothing else: a target that replaces
+        one does so if the source is a copy by hard links of what was there.
+        """
+        return self.inode != was.inode or (self.links == was.links and self.changed_ns != was.changed_ns)
+
+
 class Sources(NamedTuple):
     """Files of the source under `folder`, in the order of their ranks.
 
     Only within the run that has looked at them: named: the folder by the name that it is read by, which may be a link
-    that leads elsewhere later. changed_ns: when the status of each file was last changed.
+    that leads elsewhere later. statuses: what else tells that a file has changed, of each.
     """
 
     folder: str = ""
     files: tuple[SourceFile, ...] = ()
     named: str = ""
-    changed_ns: tuple[int, ...] = ()
+    statuses: tuple[FileStatus, ...] = ()
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Sources:
@@ -83,12 +99,12 @@ class Sources(NamedTuple):
     def _changed(self) -> Iterator[tuple[SourceFile, SourceFile, bool]]:
         """Yield every file that has changed, as it was and is, and whether only the change of its status tells."""
         folder = Path(self.named or self.folder)
-        for was, changed_ns in zip_longest(self.files, self.changed_ns):
+        for was, was_status in zip_longest(self.files, self.statuses):
             try:
-                now, now_changed_ns = _look(folder, was.path)
+                now, status = _look(folder, was.path)
             except FileNotFoundError:
                 continue
-            is_later = changed_ns is not None and now_changed_ns != changed_ns
+            is_later = was_status is not None and status.is_later_than(was_status)
             if now != was or is_later:
                 yield was, now, now == was
 
@@ -98,7 +114,7 @@ class FirstLooks:
 
     def __init__(self, source: str) -> None:
         self._source = Path(source)
-        self._looks: dict[str, tuple[SourceFile, int]] = {}
+        self._looks: dict[str, tuple[SourceFile, FileStatus]] = {}
 
     @cached_property
     def _folder(self) -> Path:
@@ -111,8 +127,8 @@ class FirstLooks:
             if path not in self._looks:
                 self._looks[path] = _look(self._folder, os.path.relpath(path, self._folder))
             looks.append(self._looks[path])
-        files, changed_ns = tuple(file for file, _ in looks), tuple(changed_ns for _, changed_ns in looks)
-        return Sources(str(self._folder.resolve()), files, str(self._folder), changed_ns)
+        files, statuses = tuple(file for file, _ in looks), tuple(status for _, status in looks)
+        return Sources(str(self._folder.resolve()), files, str(self._folder), statuses)
 
 
 def require_same_sources(sources: Mapping[int, Sources], remedy: str) -> None:
@@ -146,7 +162,8 @@ def require_one_state(targets: Mapping[int, tuple[Sources, int]], remedy: str) -
             sources.require_unchanged(problem, remedy)
 
 
-def _look(folder: Path, path: str) -> tuple[SourceFile, int]:
-    """Return a file as it is now, and when its status was last changed."""
+def _look(folder: Path, path: str) -> tuple[SourceFile, FileStatus]:
+    """Return a file as it is now, and its status."""
     status = (folder / path).stat()
-    return SourceFile(path, status.st_size, status.st_mtime_ns), status.st_ctime_ns
+    now = SourceFile(path, status.st_size, status.st_mtime_ns)
+    return now, FileStatus(status.st_ino, status.st_nlink, status.st_ctime_ns)

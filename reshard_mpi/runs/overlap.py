@@ -1,4 +1,4 @@
-"""Refuses targets that would overwrite the source, or would be read as a part of it the next time."""
+"""Refuses targets that would overwrite or remove the source, or would be read as a part of it the next time."""
 
 from __future__ import annotations
 
@@ -45,6 +45,24 @@ def refuse_overlap(files: ShardFiles, target: str, target_files: Iterable[Path])
         )
 
 
+def refuse_removing(files: ShardFiles, folder: Path, removed: Iterable[str]) -> None:
+    """Raise TargetError if a run would remove its source: a file that an earlier run has left in the target folder.
+
+    removed: the paths, relative to the target folder, of what the run removes before it writes.
+    """
+    left = {identity: name for name in removed if (identity := _identity(folder / name)) is not None}
+    for shard in _shards(files) if left else ():
+        identity = _identity(shard)
+        if identity in left:
+            raise TargetError(
+                "the source is a target of an earlier run in this folder, which --overwrite removes",
+                expected="a source that no earlier run has put into the target folder",
+                got=f"{shard}, which is {left[identity]} there",
+                where=str(folder),
+                remedy=_OUTSIDE,
+            )
+
+
 def refuse_posing(files: ShardFiles, target_file: Path) -> None:
     """Raise TargetError if the file is a source shard, or lies in a rank folder of the source (to be read with it).
 
@@ -68,6 +86,18 @@ def refuse_posing(files: ShardFiles, target_file: Path) -> None:
                 where=str(target_file),
                 remedy=_OUTSIDE,
             )
+
+
+def _identity(path: Path) -> tuple[int, int, Path | None] | None:
+    """Return what tells a name of a file from all others, whatever links lead there; None if it is not there.
+
+    A file of several names (hard links) is lost only with the last, so there the name counts.
+    """
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino, real_path(path) if status.st_nlink > 1 else None
 
 
 def _shards(files: ShardFiles) -> list[Path]:

@@ -35,8 +35,10 @@ from reshard_mpi.runs.due import DueTargets
 from reshard_mpi.runs.exchanged import Compared, Due, Planned, record_of
 from reshard_mpi.runs.memory import RunMemory
 from reshard_mpi.runs.outcome import Outcome, TargetReport, attempt
+from reshard_mpi.runs.overlap import refuse_removing
 from reshard_mpi.runs.preflight import (
     Room,
+    lying_beside,
     may_share,
     require_no_strangers,
     require_readable_structure,
@@ -140,10 +142,15 @@ class Planner:
             self._progress.completed()
         rooms = self._rooms(run)
         own_paths = [run.path(rank) for rank in work.leads]
+        folder, every_path = Path(request.target), map(run.path, range(run.conversion.target.world_size))
+        strange: tuple[str, ...] = ()
         if request.recorded:
-            every_path = map(run.path, range(run.conversion.target.world_size))
-            require_no_strangers(Path(request.target), run.format, every_path, own_paths, journal.leftovers())
-        strange = () if request.recorded else stranger_notes(own_paths)
+            removed = journal.leftovers()
+            refuse_removing(run.conversion.source.files, folder, removed)
+            require_no_strangers(folder, run.format, every_path, own_paths, removed)
+        else:
+            index = formats.index_of(run.format)
+            strange = stranger_notes(lying_beside(folder, run.format, index, every_path, own_paths))
         begun = Outcome.begun(run.conversion, (*governor.notes, *run.target_notes, *strange))
         planned = Planned(begun, opened.choice).joined(record_of(Planned, plan) for plan in plans)
         self.outcome = planned.outcome

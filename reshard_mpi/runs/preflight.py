@@ -111,13 +111,12 @@ def require_room(shares: Iterable[Sequence[Room]]) -> None:
             )
 
 
-def stranger_notes(paths: Iterable[Path]) -> tuple[str, ...]:
-    """Return a note on foreign shards in the folders of the targets `paths`, if there are any."""
-    shards = [file for path in paths for file in strangers(path)]
-    if not shards:
+def stranger_notes(lying: Sequence[Path]) -> tuple[str, ...]:
+    """Return a note on files of other checkpoints that a run leaves beside its targets, if there are any."""
+    if not lying:
         return ()
-    more = f" and {len(shards) - 1} more" if len(shards) > 1 else ""
-    return (f"{shards[0]}{more} will lie beside the new targets: a shard of another run, which is left as it is",)
+    more = f" and {len(lying) - 1} more" if len(lying) > 1 else ""
+    return (f"{lying[0]}{more} will lie beside the new targets: of another checkpoint, and left as it is",)
 
 
 def require_no_strangers(
@@ -125,17 +124,12 @@ def require_no_strangers(
 ) -> None:
     """Raise TargetError if a folder has foreign files that would be taken for a part of the checkpoint written there.
 
-    every_path: of the targets of all processes. own_paths: of those whose folders this process looks into. removed: the
-    paths, relative to the folder, of files that are going to be removed.
+    every_path, own_paths: as for `lying_beside`. removed: the paths, relative to the folder, of files that are going to
+    be removed.
     """
-    if not folder.is_dir():
-        return
-    targets = set(every_path)
-    expected = {*targets, *(folder / name for name in removed)}
-    index = formats.index_of(format_name)
-    marks = (folder / name for name in formats.marks_in(str(folder)) if name != index)
-    lying = (*marks, *_shards_beside(folder, format_name, targets, own_paths))
-    found = [path.relative_to(folder) for path in dict.fromkeys(lying) if path not in expected]
+    expected = {folder / name for name in removed}
+    lying = lying_beside(folder, format_name, formats.index_of(format_name), every_path, own_paths)
+    found = [path.relative_to(folder) for path in lying if path not in expected]
     if found:
         raise TargetError(
             "the target folder holds files that are no part of the checkpoint, and may be taken for one",
@@ -146,10 +140,26 @@ def require_no_strangers(
         )
 
 
+def lying_beside(
+    folder: Path, format_name: str, index: str | None, every_path: Iterable[Path], own_paths: Iterable[Path]
+) -> list[Path]:
+    """Return files in a target folder that may be taken for a part of the checkpoint written there, or for another one.
+
+    index: the name of the file that is to make the folder a checkpoint, if there is to be one. every_path: of the
+    targets of all processes. own_paths: of those whose folders this process looks into.
+    """
+    if not folder.is_dir():
+        return []
+    targets = set(every_path)
+    marks = (folder / name for name in formats.marks_in(str(folder)) if name != index)
+    lying = (*marks, *_shards_beside(folder, format_name, targets, own_paths))
+    return [path for path in dict.fromkeys(lying) if path not in targets]
+
+
 def _shards_beside(
     folder: Path, format_name: str, targets: Collection[Path], own_paths: Iterable[Path]
 ) -> Iterator[Path]:
-    """Yield the shards that are read with the targets in `folder`, if they are no targets: see `require_no_strangers`.
+    """Yield the shards that are read with the targets in `folder`, if they are no targets: see `lying_beside`.
 
     Those are shards in the folder itself if its files make up one checkpoint, and shards in any rank folder.
     """

@@ -39,10 +39,12 @@ from reshard_mpi.runs.plans import plan_together
 from reshard_mpi.runs.preflight import (
     Room,
     Tally,
+    lying_beside,
     may_share,
     require_readable_structure,
     require_room,
     require_short_names,
+    stranger_notes,
 )
 from reshard_mpi.runs.progress import Progress, Silent
 from reshard_mpi.runs.request import Request, Strategies, TargetFile
@@ -191,6 +193,9 @@ def _opened(request: Request, comm: Comm, memory: RunMemory, strategies: Strateg
     for number, path in paths.items():
         require_short_names(journal.paths(number, path))
         journal.is_done(number, path)
+    if comm.rank == 0:
+        every_path = [Path(request.target, file.name) for file in request.files]
+        notes = (*notes, *stranger_notes(lying_beside(Path(request.target), "hf", MAP, every_path, ())))
     plans, outcome = plan_together(conversion, mine, notes)
     renamed = {plan.target_rank: _renamed(plan, request.files[plan.target_rank]) for plan in plans}
     tally = Tally()

@@ -131,7 +131,48 @@ def test_what_lies_in_a_rank_folder(tmp_path: Path) -> None:
         (tmp_path / "rank_0" / name).write_bytes(b"\x08content")
     torch_peer.write(tmp_path / "common.pt", CONTENTS)
     left_out = discovery.find_shards(str(tmp_path), format_name="torch").left_out
-    assert left_out == "in rank_0 optimizer.npz"
+    assert left_out.startswith("common.pt (Megatron's settings") and left_out.endswith("; in rank_0 optimizer.npz")
+
+
+def test_files_of_its_format_beside_rank_folders(tmp_path: Path) -> None:
+    """They are of no rank, so no choice among the files of a rank has told of them."""
+    a_rank_folder(tmp_path)
+    torch_peer.write(tmp_path / "optimizer.pt", CONTENTS)
+    (tmp_path / "strategy.ckpt").write_bytes(b"\x08content")
+    assert discovery.find_shards(str(tmp_path)).left_out == "optimizer.pt"
+    assert discovery.find_shards(str(tmp_path), format_name="torch").left_out == "optimizer.pt"
+
+
+def test_what_lies_in_other_rank_folders_than_the_first(tmp_path: Path) -> None:
+    for rank in range(4):
+        (tmp_path / f"rank_{rank}").mkdir()
+        torch_peer.write(tmp_path / f"rank_{rank}" / "net.pt", CONTENTS)
+    (tmp_path / "rank_2" / "head.npz").write_bytes(b"content")
+    assert discovery.find_shards(str(tmp_path)).left_out == "in rank_2 head.npz"
+    (tmp_path / "rank_3" / "loss.npz").write_bytes(b"content")
+    assert discovery.find_shards(str(tmp_path)).left_out == "in rank_2 head.npz, and files in 1 more folder"
+
+
+def test_folders_into_which_an_index_leads(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    safetensors_peer.write(tmp_path / "a" / "b" / "w.safetensors", CONTENTS)
+    index = {"metadata": {}, "weight_map": {"w": "a/b/w.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert discovery.find_shards(str(tmp_path)).left_out == ""
+    safetensors_peer.write(tmp_path / "a" / "b" / "more.safetensors", CONTENTS)
+    assert discovery.find_shards(str(tmp_path)).left_out == "in a/b more.safetensors"
+    (tmp_path / "a" / "optimizer.npz").write_bytes(b"content")
+    assert discovery.find_shards(str(tmp_path)).left_out == "in a/b more.safetensors, and files in 1 more folder"
+
+
+def test_a_rank_folder_without_shards(tmp_path: Path) -> None:
+    """Its files are named, unless it has shards, which are chosen by their format."""
+    a_model_of_hugging_face(tmp_path)
+    (tmp_path / "rank_0").mkdir()
+    (tmp_path / "rank_0" / "weights.npy").write_bytes(b"content")
+    assert discovery.find_shards(str(tmp_path)).left_out == "rank_0/"
+    torch_peer.write(tmp_path / "rank_0" / "net.pt", CONTENTS)
+    assert discovery.find_shards(str(tmp_path), format_name="hf").left_out == ""
 
 
 def test_the_targets_of_a_run_in_the_source(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -209,3 +210,40 @@ def test_one_target_by_rank_under_another_name(c: Conversion) -> None:
     place = c.src / "out" / "rank_0" / "checkpoint_0.ckpt"
     reshard_mpi.transform_checkpoint_by_rank(0, listed, place, c.src_strategy, c.dst_strategy)
     assert read_shard(place) == c.expected(0)
+
+
+def a_file_there(c: Conversion, file: str) -> Path:
+    return c.dst / file
+
+
+def a_link_to_it(c: Conversion, file: str) -> Path:
+    (c.folder / f"link{Path(file).suffix}").symlink_to(c.dst / file)
+    return c.folder / f"link{Path(file).suffix}"
+
+
+@pytest.mark.parametrize("place", [a_file_there, a_link_to_it])
+@pytest.mark.parametrize("to", ["hdf5", "torch"])
+def test_a_target_of_an_earlier_run_is_no_source_of_the_run_that_removes_it(
+    c: Conversion, capsys: Capture, place: Callable[[Conversion, str], Path], to: str
+) -> None:
+    full = c.but(dst_strategy=None)
+    assert run_here(capsys, *full.arguments("transform", "--to", "hf")).code == 0
+    before = listing(c.dst)
+    source = place(c, "model.safetensors")
+    refused = run_here(capsys, "transform", str(source), str(c.dst), "--to", to, "--overwrite", "--jobs", "1")
+    assert refused.code == 3 and "a target of an earlier run in this folder, which --overwrite removes" in refused.err
+    assert listing(c.dst) == before
+
+
+def test_a_copy_by_hard_links_of_what_an_earlier_run_has_made_is_a_source(c: Conversion, capsys: Capture) -> None:
+    """Targets take the place of names of its files, or these are removed: the files themselves stay as they are."""
+    assert run_here(capsys, *c.arguments()).code == 0
+    copy = c.folder / "copy"
+    shutil.copytree(c.dst, copy, copy_function=os.link)
+    before = shards(copy)
+    for to in ("ckpt", "hf", "ckpt"):
+        anew = reshard_mpi.transform(copy, c.dst, c.dst_strategy, to=to, overwrite=True)
+        assert len(anew.targets) == 1
+        reshard_mpi.diff(c.src, c.dst, c.src_strategy)
+    back = reshard_mpi.transform(copy, c.dst, c.dst_strategy, c.src_strategy, overwrite=True)
+    assert len(back.targets) == 4 and shards(copy) == before

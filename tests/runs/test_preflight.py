@@ -344,3 +344,15 @@ def test_texts_count_as_what_a_shard_is_read_with(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(preflight, "MAX_TENSORS", 19)
     with pytest.raises(TargetError, match="more than it could be read with again"):
         preflight.require_readable_structure(spec, "safetensors")
+
+
+@pytest.mark.parametrize("lying", ["rank_9/checkpoint_9.ckpt", "model.safetensors"])
+def test_functions_point_out_other_checkpoints(tmp_path: Path, caplog: pytest.LogCaptureFixture, lying: str) -> None:
+    """Such as the last ranks of an earlier one of more ranks, beside which the new one is not read any more."""
+    c = make(tmp_path)
+    strange = c.dst / lying
+    strange.parent.mkdir(parents=True)
+    strange.write_bytes(b"precious")
+    with caplog.at_level("INFO", "reshard_mpi"):
+        transform_by_function(c)
+    assert f"{strange} will lie beside the new targets" in caplog.text and strange.read_bytes() == b"precious"

@@ -197,3 +197,17 @@ def test_files_that_are_there_are_replaced_and_a_failure_leaves_no_map(
     with pytest.raises(ReshardError, match="No space left"):
         unified_safetensors(c.src, c.src_strategy, c.dst, max_process_num=1)
     assert not (c.dst / "param_name_map.json").exists() and (c.dst / "part0.safetensors").exists()
+
+
+def test_another_checkpoint_that_is_there_is_pointed_out(c: Conversion, caplog: pytest.LogCaptureFixture) -> None:
+    """It would be read in place of the new one."""
+    c.dst.mkdir()
+    lying = c.dst / "model.safetensors.index.json"
+    lying.write_text("{}")
+    with caplog.at_level("INFO", "reshard_mpi"):
+        unified_safetensors(c.src, c.src_strategy, c.dst)
+        assert f"{lying} will lie beside the new targets" in caplog.text and lying.read_text() == "{}"
+        lying.unlink()
+        caplog.clear()
+        unified_safetensors(c.src, c.src_strategy, c.dst)  # over files of its own
+    assert "beside" not in caplog.text
