@@ -60,23 +60,30 @@ class Needs:
         size_bytes = module.size_at_most_bytes(plan.shard._replace(with_sums=request.verify), crc=request.crc)
         self._tally.add(path, size_bytes, left_bytes=left_bytes)
 
-    def add_strategy(self, target: Strategy) -> None:
+    def _add_strategy(self, target: Strategy) -> None:
         """Add the record of how the targets are cut: their placement table, escaped once more as one text."""
         names = (*target.parameters, *(glob for glob, _ in target.rules))
         size_bytes = _IDENTITY_BYTES + sum(2 * _text_bytes(name) + 2 * _NUMBER_BYTES for name in names)
         placements = {placement for held in target.parameters.values() for placement in held}
         size_bytes += _PLACEMENT_BYTES * (len(placements) + len(target.rules))
-        self._tally.add_record(Path(self._request.target, STATE, STRATEGY_RECORD), size_bytes)
+        path = Path(self._request.target, STATE, STRATEGY_RECORD)
+        if not path.exists():
+            self._tally.add_record(path, size_bytes)
 
-    def rooms(self, reported: int, processes: int, shares: Callable[[], bool]) -> tuple[Room, ...]:
+    def rooms(
+        self, reported: int, processes: int, shares: Callable[[], bool], strategy: Strategy | None
+    ) -> tuple[Room, ...]:
         """Return the room that is needed on each file system, as `Tally.rooms` does.
 
         reported: how many targets are in the report that this process writes, if any. processes, shares: see there.
+        strategy: of the targets, if this process is to record it.
         """
         request = self._request
         if request.recorded and self._read_ranks:
             commit_bytes = commit_record_at_most_bytes(self._read_ranks.items(), self._sources, self._summed)
             self._tally.add_record(Path(request.target, COMMIT_RECORD), commit_bytes)
+            if strategy is not None:
+                self._add_strategy(strategy)
         if request.report is not None and reported:
             longest_path = max(self._read_ranks, key=len, default="")
             most_ranks = max(map(len, self._read_ranks.values()), default=0)

@@ -362,9 +362,8 @@ class Planner:
             return may_share(run.conversion.source.files, run.format, run.path(run.targets[0]))
 
         reported = len(run.targets) if self._comm.rank == 0 else 0
-        if self._comm.rank == 0 and run.request.recorded and run.records_strategy:
-            self._needs.add_strategy(run.conversion.target)
-        return self._needs.rooms(reported, self._comm.size, shares)
+        strategy = run.conversion.target if self._comm.rank == 0 and run.records_strategy else None
+        return self._needs.rooms(reported, self._comm.size, shares, strategy)
 
     def _commit(self, made: Outcome) -> Outcome:
         run, journal, *_ = self._require_opened()

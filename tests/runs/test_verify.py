@@ -511,6 +511,8 @@ def test_pair_whose_target_describes_itself(tmp_path: Path, capsys: Capture) -> 
     assert verify(capsys, c.but(dst_strategy=None)).code == 4
     c = c.but(kind="ckpt", dst=tmp_path / "silent")
     assert run_here(capsys, *c.arguments()).code == 0
+    assert verify(capsys, c.but(dst_strategy=None)).code == 0  # by the run's record
+    (c.dst / ".reshard_mpi" / "strategy.json").unlink()
     finished = verify(capsys, c.but(dst_strategy=None))
     assert finished.code == 3 and str(c.dst) in finished.err and "--dst-strategy" in finished.err
 
