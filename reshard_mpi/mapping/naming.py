@@ -18,7 +18,7 @@ from reshard_mpi.mapping.likeness import Like
 from reshard_mpi.mapping.made import Made, Mapped
 from reshard_mpi.mapping.mapped import applied
 from reshard_mpi.mapping.numbering import STATE, Training, in_order, named_tensors, training_in
-from reshard_mpi.mapping.renesting import MadeParameter, carried_into, with_names
+from reshard_mpi.mapping.renesting import MadeParameter, carried_into, groups_left_alone, with_names
 from reshard_mpi.mapping.rules import Rules
 
 
@@ -83,6 +83,13 @@ def applied_to_file(
             if like.nest is None
             else carried_into(like.nest, source.nest, training, like.training, at_source, source.path)
         )
+        if like.nest is not None and source.nest is not None:
+            left_alone = groups_left_alone(like.nest, source.nest, training, like.training)
+            notes += tuple(
+                f"the settings of {path}param_groups are those of {like.path}: without the optimizer's state in both"
+                " checkpoints nothing tells which group is which"
+                for path in left_alone
+            )
         return MappedFile(in_files, all_made, nest, (*notes, *_told_of_order(like.training, like.path)))
     if source.nest is None:
         return MappedFile(in_files, all_made, None)

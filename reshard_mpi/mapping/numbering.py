@@ -105,7 +105,7 @@ def training_in(nest: str | None, shapes: Likeness, alias: Mapping[str, str], wh
         return NO_TRAINING
     root, place = _parsed(nest, shapes, where)
     try:
-        optimizers = {optimizer.path: optimizer for optimizer in _optimizers(root, "")}
+        optimizers = {optimizer.path: optimizer for optimizer in optimizers_in(root, "")}
         paths = set(_paths(root, "", optimizers))
     except RecursionError as error:
         raise _unreadable(error, where) from None
@@ -227,7 +227,8 @@ def _doubt(problem: str, got: str, where: str, remedy: str = _REMEDY) -> MapErro
     return MapError(problem, expected=expected, got=got, where=where, remedy=remedy)
 
 
-def _optimizers(node: Any, path: str) -> Iterator[Numbered]:
+def optimizers_in(node: Any, path: str) -> Iterator[Numbered]:
+    """Yield the dictionaries of optimizers in a part of a nest. path: what names in this part begin with."""
     groups = value_of(node, "param_groups")
     if entries_of(value_of(node, "state")) is not None and isinstance(groups, list) and groups:
         made = [_group(group) for group in groups]
@@ -235,7 +236,7 @@ def _optimizers(node: Any, path: str) -> Iterator[Numbered]:
             yield Numbered(path, tuple(group for group in made if group is not None))
             return
     for key, value in parts_of(node):
-        yield from _optimizers(value, f"{path}{key}.")
+        yield from optimizers_in(value, f"{path}{key}.")
 
 
 def parts_of(node: Any) -> Iterator[tuple[Any, Any]]:

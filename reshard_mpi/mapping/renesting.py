@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.nest.order import decoded, parsed, written
-from reshard_mpi.mapping.numbering import Training, entries_of, parts_of, value_of
+from reshard_mpi.mapping.numbering import Training, entries_of, optimizers_in, parts_of, value_of
 
 # What numbers and names parameters, which belongs to a file and is not carried to another.
 _OF_PARAMETERS = ("params", "param_names", "state")
@@ -62,8 +62,9 @@ def carried_into(
     """Return a nest with those values of the source's that both have, numbers and names of parameters apart.
 
     training: of the source. theirs: of the nest. made: the parameters of the nest, by their names there. What an
-    optimizer says of a parameter goes where the parameter goes: numbers and groups may be others in the nest. Raises
-    MapError if parameters of different numbers in their state are put together.
+    optimizer says of a parameter goes where the parameter goes: numbers and groups may be others in the nest. Groups
+    that nothing tells apart stay as they are in the nest (`groups_left_alone`). Raises MapError if parameters of different
+    numbers in their state are put together, or a setting that is a tensor belongs to other parameters in the nest.
     """
     if source is None:
         return nest
@@ -75,8 +76,25 @@ def carried_into(
         own, node = _at(root, theirs.optimizer.path), _at(source_root, training.optimizer.path)
         into = _at(carried, theirs.optimizer.path)
         _set(into, "state", _carried_states(value_of(own, "state"), value_of(node, "state"), numbers, where))
-        _set(into, "param_groups", _carried_groups(value_of(own, "param_groups"), node, training, theirs, numbers))
+        groups = _carried_groups(value_of(own, "param_groups"), node, training, theirs, numbers, where)
+        _set(into, "param_groups", groups)
+    for path in groups_left_alone(nest, source, training, theirs):
+        _set(_at(carried, path), "param_groups", value_of(_at(root, path), "param_groups"))
     return written(carried, None if order is None else decoded(order))
+
+
+def groups_left_alone(nest: str, source: str, training: Training, theirs: Training) -> list[str]:
+    """Return the paths of optimizers of a nest whose groups have parameters that are not known: they have no state.
+
+    A lone group has all parameters in any case.
+    """
+    if training.optimizer is not None and theirs.optimizer is not None:
+        return []
+    counts = [
+        {optimizer.path: len(optimizer.groups) for optimizer in optimizers_in(parsed(text).root, "")}
+        for text in (nest, source)
+    ]
+    return [path for path, count in counts[0].items() if path in counts[1] and max(count, counts[1][path]) > 1]
 
 
 def _source_numbers(training: Training, theirs: Training, made: Sequence[MadeParameter]) -> dict[int, list[int]]:
@@ -106,19 +124,32 @@ def _carried_states(own: Any, source: Any, numbers: Mapping[int, Sequence[int]],
 
 
 def _carried_groups(
-    own: Any, source: Any, training: Training, theirs: Training, numbers: Mapping[int, Sequence[int]]
+    own: Any, source: Any, training: Training, theirs: Training, numbers: Mapping[int, Sequence[int]], where: str
 ) -> list[Any]:
-    """Return groups of parameters with those settings that all groups of their parameters in the source say alike."""
+    """Return groups of parameters with those settings that all groups of their parameters in the source say alike.
+
+    Raises MapError for a setting that is a tensor, which stays at its place, if the parameters there are others.
+    """
     groups = () if training.optimizer is None else training.optimizer.groups
     nodes = value_of(source, "param_groups")
     node_of = {number: node for group, node in zip(groups, nodes) for number in group.numbers}
-    carried = []
+    carried: list[Any] = []
     for node, group in zip(own, () if theirs.optimizer is None else theirs.optimizer.groups):
         found = [node_of[number] for ours in group.numbers for number in numbers.get(ours, ()) if number in node_of]
         first, *others = list({id(other): other for other in found}.values()) or [{"dict": []}]
         alike = [
             entry for entry in entries_of(first) or () if all(entry in (entries_of(other) or ()) for other in others)
         ]
+        if any(len(entry) == 1 for entry in (*(entries_of(first) or ()), *(entries_of(node) or ()))) and not (
+            len(carried) < len(nodes) and first is nodes[len(carried)] and not others
+        ):
+            raise MapError(
+                "a setting of the optimizer is a tensor, and its group has other parameters in the other checkpoint",
+                expected="groups of the same parameters in the same order, or settings that are plain numbers",
+                got=f"group {len(carried)} of {theirs.optimizer.path if theirs.optimizer else ''}param_groups",
+                where=where,
+                remedy="give --like a checkpoint with the groups in this order, or leave the optimizer out (--exclude)",
+            )
         carried.append(_carried(node, {"dict": alike}))
     return carried
 

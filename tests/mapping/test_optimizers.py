@@ -252,6 +252,43 @@ def test_a_group_of_parameters_of_several_groups_has_what_these_say_alike(tmp_pa
     assert (group["lr"], group["decay"]) == (0.5, 0.3)
 
 
+def test_groups_that_nothing_tells_apart_stay_as_they_are_there(tmp_path: Path) -> None:
+    """Without state no number is a parameter's, so the settings of one group could go to the parameters of another."""
+    source, like = training(), training(LIKE_MODEL, LIKE_PARAMETERS)
+    source["optimizer"] = {"state": {}, "param_groups": [{"lr": 0.5, "params": [0, 1]}, {"lr": 0.25, "params": [2, 3]}]}
+    like["optimizer"] = {"state": {}, "param_groups": [{"lr": 9.0, "params": [0, 1]}, {"lr": 8.0, "params": [2]}]}
+    made = converted(tmp_path, source, like=like)
+    assert [group["lr"] for group in made["optimizer"]["param_groups"]] == [9.0, 8.0] and made["epoch"] == 3
+    for one in (source, like):
+        one["optimizer"]["param_groups"][:] = [{**one["optimizer"]["param_groups"][0], "params": [0, 1, 2, 3]}]
+    (group,) = converted(tmp_path, source, like=like)["optimizer"]["param_groups"]
+    assert group["lr"] == 0.5
+
+
+def test_a_setting_that_is_a_tensor_stays_with_its_parameters(tmp_path: Path) -> None:
+    source, like = training(), training(LIKE_MODEL, LIKE_PARAMETERS)
+    rates = [tensor(np.array(rate, np.float32)) for rate in (0.5, 0.25)]
+    source["optimizer"]["param_groups"] = [
+        {"lr": rates[0], "params": [0, 1], "param_names": ["q", "k"]},
+        {"lr": rates[1], "params": [2, 3], "param_names": ["bias", "out.weight"]},
+    ]
+    groups = [
+        {"lr": tensor(np.array(9, np.float32)), "params": [0, 1], "param_names": ["out.kernel", "bias"]},
+        {"lr": tensor(np.array(8, np.float32)), "params": [2], "param_names": ["qk"]},
+    ]
+    like["optimizer"]["param_groups"] = groups
+    with pytest.raises(MapError, match="a setting of the optimizer is a tensor"):
+        converted(tmp_path, source, like=like)
+    names, parameters = (*LIKE_PARAMETERS[2:], *LIKE_PARAMETERS[:2]), [{"params": [0]}, {"params": [1, 2]}]
+    like = training({name: LIKE_MODEL[name] for name in (*names, *LIKE_MODEL)}, names)
+    like["optimizer"]["param_groups"] = [
+        {**group, **own, "param_names": [names[number] for number in own["params"]]}
+        for group, own in zip(groups, parameters)
+    ]
+    made = converted(tmp_path, source, like=like)["optimizer"]["param_groups"]
+    assert [float(arrays_of({"lr": group["lr"]})["lr"]) for group in made] == [0.5, 0.25]
+
+
 def test_numbers_that_become_other_parameters_are_of_one_moment(tmp_path: Path) -> None:
     """Parameters have been trained for other numbers of steps, as some are frozen for a time: `0.step` is another's."""
     source, like = training(), training(LIKE_MODEL, LIKE_PARAMETERS)
