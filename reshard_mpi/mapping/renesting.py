@@ -63,8 +63,9 @@ def carried_into(
 
     training: of the source. theirs: of the nest. made: the parameters of the nest, by their names there. What an
     optimizer says of a parameter goes where the parameter goes: numbers and groups may be others in the nest. Groups
-    that nothing tells apart stay as they are in the nest (`groups_left_alone`). Raises MapError if parameters of different
-    numbers in their state are put together, or a setting that is a tensor belongs to other parameters in the nest.
+    that nothing tells apart stay as they are in the nest (`groups_left_alone`). Raises MapError if parameters of
+    different numbers in their state are put together, or if a setting that is a tensor belongs to other parameters in
+    the nest.
     """
     if source is None:
         return nest
