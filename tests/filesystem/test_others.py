@@ -158,7 +158,7 @@ def test_nothing_is_written_where_a_swapped_link_leads(
     assert (tmp_path / "done").exists() and "Traceback" not in finished.err, finished
     assert listing(private) == before
     if what == "partial":
-        assert finished.code == 4 and "failed: 0;" in finished.err, finished
+        assert finished.code == 4 and "target rank 0 failed;" in finished.err, finished
         assert not c.written(0).exists()
     # A folder that is taken away while it is held open gets its file all the same, and is not found again.
     for name in ("rank_0", "rank_0.away"):

@@ -62,10 +62,10 @@ def test_200_processes_contend(tmp_path: Path) -> None:
     report = crowd(tmp_path, [64] * 200, 256)
     assert report["order"] == list(range(200))
     assert max(visit["held_bytes"] for visit in report["visits"]) <= 256
-    # Held only to list and rename files: some listings long, in processor time, the longest of each process.
-    listings = sorted(visit["locked_seconds"] / report["listing_seconds"] for visit in report["visits"])
-    print(f"the lock was held for {listings[100]:.1f} listings, at the longest for {listings[-1]:.1f}")
-    assert listings[100] <= 100
+    # Little is done while the lock is held: the line is listed, and one of its files renamed.
+    most_calls = max(visit["calls_a_file"] for visit in report["visits"])
+    print(f"at most {most_calls:.1f} calls a file are made while the lock is held")
+    assert most_calls <= 30
 
 
 @pytest.mark.slow
