@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 # An interpreter with the modules that plan and move bytes, and a thread; what numpy adds, and what MPI adds.
 INTERPRETER_BYTES = 28 * MIB
-_NUMPY_BYTES = 14 * MIB
+_NUMPY_BYTES = 15 * MIB
 _MPI_BYTES = 18 * MIB
 # How many bytes parsing a strategy file takes at most for each of its bytes.
 _PARSING_SHARE = 11
