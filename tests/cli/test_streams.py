@@ -119,9 +119,9 @@ def test_output_that_nobody_wants(conversion: Conversion, redirections: str) -> 
         assert finished.code == 0 and finished.err == "", finished
 
 
-def test_wrong_usage_that_cannot_be_told() -> None:
+def test_wrong_usage_that_cannot_be_told(tmp_path: Path) -> None:
     assert shell([*COMMAND, "transform"], "2>/dev/full").code == 2
-    assert shell([*COMMAND, "inspect", "/nothing"], ">/dev/full 2>/dev/full").code == 3
+    assert shell([*COMMAND, "inspect", str(tmp_path / "absent")], ">/dev/full 2>/dev/full").code == 3
 
 
 # The report
