@@ -15,6 +15,7 @@ from support import dcp_peer, safetensors_peer, torch_peer
 from support.command_line import run_captured
 from support.dcp_peer import listed
 
+import reshard_mpi
 from reshard_mpi.checkpoints import discovery
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.sharding.box import Box
@@ -179,6 +180,19 @@ def test_the_targets_of_a_run_in_the_source(tmp_path: Path) -> None:
     a_dcp(tmp_path)
     assert run_captured("transform", str(tmp_path), str(tmp_path / "out"), "--to", "torch").code == 0
     assert "left out" not in run_captured("verify", str(tmp_path), str(tmp_path / "out")).err
+
+
+def test_own_files_of_ranks_that_hold_nothing(tmp_path: Path) -> None:
+    a_dcp(tmp_path)
+    (tmp_path / "four.toml").write_text("mesh = { data = 4 }\n[[parameter]]\nmatch = '*'\n")
+    reshard_mpi.transform(tmp_path, tmp_path / "own", dst_strategy=tmp_path / "four.toml", to="dcp")
+    assert len([*(tmp_path / "own").glob("*.distcp")]) == 4
+    assert reshard_mpi.transform(tmp_path / "own", tmp_path / "back", to="torch", strict=True).warnings == ()
+    # One that holds something, but of another checkpoint, is named.
+    (other,) = (path for path in (tmp_path / "own").glob("*.distcp") if path.stat().st_size > 1000)
+    (tmp_path / "own" / "__9_0.distcp").write_bytes(other.read_bytes())
+    (warning,) = reshard_mpi.transform(tmp_path / "own", tmp_path / "again", to="torch").warnings
+    assert warning.endswith("beside what is read: __9_0.distcp")
 
 
 def test_very_many(tmp_path: Path) -> None:

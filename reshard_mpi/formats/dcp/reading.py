@@ -10,7 +10,7 @@ from typing import NamedTuple
 from reshard_mpi.errors import ShardError, told
 from reshard_mpi.formats import files, nest
 from reshard_mpi.formats.columns import Kind
-from reshard_mpi.formats.dcp import metadata
+from reshard_mpi.formats.dcp import contents, metadata
 from reshard_mpi.formats.dcp.items import Common, LocatedFile, MisfitError, Wanted, locate_items, named
 from reshard_mpi.formats.dcp.metadata import INDEX, Metadata
 from reshard_mpi.formats.dcp.paths import Leaf, tree_of
@@ -40,9 +40,25 @@ def _metadata_of(folder: str) -> Metadata:
 
 
 def files_of(folder: str) -> tuple[str, ...]:
-    """Return the paths of the metadata and of all files that it names. Raises ShardError if it is damaged."""
-    names = {place.file for place in _metadata_of(folder).items.values()} - {INDEX}
+    """Return the paths of the metadata, of all files that it names, and of our files for ranks that hold nothing.
+
+    Raises ShardError if the metadata is damaged.
+    """
+    found = _metadata_of(folder)
+    names = {place.file for place in found.items.values()} - {INDEX}
+    others = (path for path in Path(folder).glob("*.distcp") if path.name not in names)
+    names.update(path.name for path in others if _holds_nothing(str(path), found.strings or {}))
     return tuple(str(Path(folder, name)) for name in (INDEX, *sorted(names, key=natural_key)))
+
+
+def _holds_nothing(path: str, strings: Mapping[str, str]) -> bool:
+    """Tell whether a file says of itself that it has no tensor, and no string besides `strings`."""
+    try:
+        with files.opened(path) as (fd, size_bytes):
+            held = contents.read(fd, path, size_bytes)
+    except ShardError:
+        return False
+    return not held.tensors and held.strings.items() <= strings.items()
 
 
 def open_folder(folder: str) -> Manifest:
