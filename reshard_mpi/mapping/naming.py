@@ -73,6 +73,7 @@ def applied_to_file(
     plain = {name: inventory[in_file] for name, in_file in named.items()}
     chain = tuple(chained(rules, choice._replace(named=in_target), plain, forward, like, training.settings))
     in_files = _chain_in_files(chain, named, in_target)
+    _require_different(in_files[-1], chain[-1], source.path)
     all_made = composed(in_files)
     notes = tuple(_told_of_order(training, source.path))
     if like is not None:
@@ -164,6 +165,31 @@ def _names_in_target(training: Training, like: Like | None) -> Callable[[str], s
         return f"{path}state.{name.removeprefix(STATE).removeprefix(training.prefix)}"
 
     return renamed
+
+
+def _require_different(in_file: Mapped, plain: Mapped, path: str) -> None:
+    """Raise MapError if two tensors have one name in the target's file, where state has that of a shorter parameter.
+
+    plain: the same by the names that the maps have given.
+    """
+    origin: dict[str, str] = {}
+    for name, given in zip(_names_made(in_file), _names_made(plain)):
+        other = origin.setdefault(name, given)
+        if other != given:
+            raise MapError(
+                f"two tensors would have the name {name}",
+                expected="another name for each tensor of the target",
+                got=f"{other} and {given}",
+                where=path,
+                remedy="mend the equations: state is named without what all names of the source's model begin with; or"
+                " leave the state out (--exclude)",
+            )
+
+
+def _names_made(mapped: Mapped) -> Iterator[str]:
+    yield from (made.name for made in mapped.made)
+    yield from (constant.name for constant in mapped.constants)
+    yield from (number.name for number in mapped.computed)
 
 
 def _chain_in_files(

@@ -540,6 +540,16 @@ def test_numbered_state_of_what_is_left_out_goes_with_it(tmp_path: Path, way: st
     assert [*made["optimizer"]["state"]] == ["qk", "out.kernel"] == made["optimizer"]["param_groups"][0]["params"]
 
 
+def test_state_that_would_get_the_names_of_other_state_is_refused(tmp_path: Path) -> None:
+    """The state of `q` and of `model.q` would both be `optimizer.state.q.*`, and one of the two would be lost."""
+    torch_peer.save(tmp_path / "source.pt", training())
+    (tmp_path / "map.toml").write_text("[[map]]\neq = 'model.q <=> k'\n[[map]]\neq = 'model.k <=> model.k'\n")
+    for target in ("safetensors", "torch"):
+        with pytest.raises(MapError, match=r"two tensors would have the name optimizer\.state\.k\.step"):
+            reshard_mpi.transform(tmp_path / "source.pt", tmp_path / "made", map=tmp_path / "map.toml", to=target)
+    assert not (tmp_path / "made").exists() or not [*(tmp_path / "made").rglob("checkpoint_*")]
+
+
 def test_without_a_map_numbered_state_of_what_is_excluded_is_refused(tmp_path: Path) -> None:
     torch_peer.save(tmp_path / "source.pt", training())
     with pytest.raises(MapError, match=r"model\.bias is excluded, and its state is not") as raised:
