@@ -415,6 +415,25 @@ def test_steps_that_differ_are_no_one_number(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize(("steps", "what"), [(2**24 + 1, "cannot be"), (2**53 + 1, "too large to reckon with")])
+def test_a_count_is_not_rounded(tmp_path: Path, steps: int, what: str) -> None:
+    write_shard(there("m", t=np.array([steps], np.int64)), tmp_path / "source.ckpt")
+    (tmp_path / "map.toml").write_text(STATES)
+    with pytest.raises(MapError, match=what):
+        reshard_mpi.load_rank(0, tmp_path / "source.ckpt", map=tmp_path / "map.toml", reverse=True)
+
+
+@pytest.mark.parametrize("beta", [1e300, 10**400, 0.0])
+def test_settings_of_which_no_number_can_be_made_are_refused(tmp_path: Path, beta: float) -> None:
+    source = training(steps=-1.0 if beta == 0 else 3.0)
+    source["optimizer"]["param_groups"][0]["betas"] = (0.9, beta)
+    torch_peer.save(tmp_path / "source.pt", source)
+    text = STATES.replace("{p*}.weight [o", "model.{p*}.weight [o").replace("> {p*}.kernel", "> model.{p*}.kernel")
+    (tmp_path / "map.toml").write_text(text)
+    with pytest.raises(MapError, match="power cannot be made of a setting of the optimizer"):
+        reshard_mpi.transform(tmp_path / "source.pt", tmp_path / "there", map=tmp_path / "map.toml", to="ckpt")
+
+
 def test_what_a_setting_makes_different_is_said(tmp_path: Path) -> None:
     source = training()
     source["optimizer"]["param_groups"][0]["amsgrad"] = True
