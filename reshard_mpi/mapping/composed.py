@@ -10,7 +10,7 @@ from reshard_mpi.mapping.candidates import Inventory, Kind
 from reshard_mpi.mapping.choice import Choice
 from reshard_mpi.mapping.computing import Computed
 from reshard_mpi.mapping.likeness import Like
-from reshard_mpi.mapping.made import Constant, Made, Mapped
+from reshard_mpi.mapping.made import Constant, Made, Mapped, taken_of
 from reshard_mpi.mapping.mapped import applied
 from reshard_mpi.mapping.pairs import MAX_PAIRS, Pair, Place, TargetShape
 from reshard_mpi.mapping.rules import Rules
@@ -50,7 +50,7 @@ class Composition:
         Raises MapError if they are made of too many boxes.
         """
         for tensor in made:
-            names = {pair.source: tensor.sources[pair.source] for pair in tensor.shape.pairs}
+            names = {place: tensor.sources[place] for place in taken_of(tensor)}
             recipes = {place: before.get(name) for place, name in names.items()}
             key = id(tensor.shape), tuple((place, _identity(recipe)) for place, recipe in recipes.items())
             composed = self._composed.get(key)
@@ -83,6 +83,10 @@ class Composition:
             if isinstance(recipe, Made) or (isinstance(recipe, Constant) and not any(recipe.element)):
                 moved = (Move(box, box).then(after) for box in recipe.shape.zeros)
                 zeros += [move.to for move in moved if move is not None]
+        if not places:  # of no element, or of zeros alone: it is made of the same tensors nevertheless
+            for place, recipe in recipes.items():
+                for own in taken_of(recipe) if isinstance(recipe, Made) else ():
+                    places[place, own] = Place(len(places), ())
         return _Composed(TargetShape(shape.shape, tuple(pairs), tuple(zeros)), tuple(places))
 
     def _count(self, tensor: Made) -> None:
@@ -104,7 +108,7 @@ class Composition:
 def _identity(recipe: MadeUp | Made | None) -> object:
     """Return what is the same of tensors that are made alike."""
     if isinstance(recipe, Made):
-        return id(recipe.shape)
+        return id(recipe.shape), None if recipe.shape.pairs else tuple(recipe.sources)
     return (recipe.kind, recipe.element) if isinstance(recipe, Constant) else recipe and recipe.kind
 
 

@@ -109,7 +109,7 @@ def values_of(
         steps = None if wanted.steps is None else read(wanted.steps)
         value = steps if wanted.number is None else worth(wanted.number, settings, steps)
         assert value is not None
-        yield wanted, packed(value, wanted.kind.dtype, wanted.name, wanted.where)
+        yield wanted, packed(value, wanted.kind.dtype, wanted.name, wanted.where, is_count=wanted.number is None)
 
 
 def _shape(name: str, usual: tuple[int, ...], like: Likeness | None) -> tuple[int, ...]:

@@ -30,6 +30,14 @@ class Made(NamedTuple):
     where: str
 
 
+def taken_of(tensor: Made) -> tuple[Place, ...]:
+    """Return which of its sources a tensor is made of: an equation of several tensors may take others besides.
+
+    One that has no element of any, since it has none itself or only zeros, is made of all.
+    """
+    return tuple(dict.fromkeys(pair.source for pair in tensor.shape.pairs)) or tuple(tensor.sources)
+
+
 class Constant(NamedTuple):
     """A tensor that is made up. element: the bytes of each of its elements."""
 

@@ -15,7 +15,7 @@ from reshard_mpi.mapping.candidates import Inventory
 from reshard_mpi.mapping.choice import Choice, is_chosen
 from reshard_mpi.mapping.composed import chained, composed
 from reshard_mpi.mapping.likeness import Like
-from reshard_mpi.mapping.made import Made, Mapped
+from reshard_mpi.mapping.made import Made, Mapped, taken_of
 from reshard_mpi.mapping.mapped import applied
 from reshard_mpi.mapping.numbering import STATE, Training, in_order, named_tensors, training_in
 from reshard_mpi.mapping.renesting import MadeParameter, carried_into, groups_left_alone, with_names
@@ -78,7 +78,7 @@ def applied_to_file(
     notes = tuple(_told_of_order(training, source.path))
     if like is not None:
         # By their names in the target's file.
-        at_source = [MadeParameter(made.name, frozenset(made.sources.values())) for made in all_made]
+        at_source = [MadeParameter(made.name, _sources(made)) for made in all_made]
         nest = (
             None
             if like.nest is None
@@ -96,9 +96,9 @@ def applied_to_file(
         return MappedFile(in_files, all_made, None)
     names = set(training.parameters.values())
     parameters = [
-        MadeParameter(made.name.removeprefix(training.prefix), frozenset(made.sources.values()))
+        MadeParameter(made.name.removeprefix(training.prefix), _sources(made))
         for made in all_made
-        if not names.isdisjoint(made.sources.values())
+        if not names.isdisjoint(_sources(made))
     ]
     begin = None if training.optimizer is None else f"{training.optimizer.path}state."
     if begin is not None and any(made.name.startswith(begin) for made in all_made):
@@ -184,6 +184,10 @@ def _require_different(in_file: Mapped, plain: Mapped, path: str) -> None:
                 remedy="mend the equations: state is named without what all names of the source's model begin with; or"
                 " leave the state out (--exclude)",
             )
+
+
+def _sources(made: Made) -> frozenset[str]:
+    return frozenset(made.sources[place] for place in taken_of(made))
 
 
 def _names_made(mapped: Mapped) -> Iterator[str]:

@@ -69,13 +69,16 @@ def setting(settings: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def packed(value: float, dtype: DType, name: str, where: str) -> bytes:
-    """Return the bytes of a number. Raises MapError if the type cannot hold it."""
+def packed(value: float, dtype: DType, name: str, where: str, *, is_count: bool = False) -> bytes:
+    """Return the bytes of a number. Raises MapError if the type cannot hold it; a count must not be rounded either."""
     code = _CODES[dtype.name]
     try:
         if code in "iq" and value != int(value):
             raise ValueError("no integer")
-        return struct.pack(f"={code}", int(value) if code in "iq" else value)
+        content = struct.pack(f"={code}", int(value) if code in "iq" else value)
+        if is_count and struct.unpack(f"={code}", content)[0] != value:
+            raise ValueError("it would be rounded")
+        return content
     except (ValueError, OverflowError, struct.error) as error:
         raise MapError(f"{name} cannot be {value!r} in {dtype.name}", got=str(error), where=where) from None
 
@@ -85,15 +88,33 @@ def unpacked(content: bytes, dtype: DType, name: str, where: str) -> float:
     code = _CODES.get(dtype.name)
     if code is None:
         raise MapError(f"{name} is no number of a known type", expected=", ".join(_CODES), got=str(dtype), where=where)
-    return float(struct.unpack(f"={code}", content)[0])
+    value: float = struct.unpack(f"={code}", content)[0]
+    if float(value) != value and value == value:
+        raise MapError(f"{name} is too large to reckon with", expected="2^53 at most", got=str(value), where=where)
+    return float(value)
 
 
 def worth(number: Number, settings: Mapping[str, Any], steps: float | None) -> float | None:
-    """Return the value of a number; None if the setting is not there, or how many steps were taken is not known."""
+    """Return the value of a number; None if the setting is not there, or how many steps were taken is not known.
+
+    Raises MapError if there is no such number.
+    """
     value = setting(settings, number.of)
     if isinstance(value, bool) or not isinstance(value, int | float) or (number.is_power and steps is None):
         return None
-    return float(value) ** steps if number.is_power and steps is not None else float(value)
+    try:
+        result = float(value) ** steps if number.is_power and steps is not None else float(value)
+        if isinstance(result, complex):
+            raise ValueError("a negative number to the power of a fraction")
+        return result
+    except (ValueError, ArithmeticError) as error:
+        raise MapError(
+            f"{number.name} cannot be made of a setting of the optimizer",
+            expected="a number that floating point can hold",
+            got=f"{number.of}: {error}",
+            where=number.where,
+            remedy="leave the optimizer's state out (--exclude)",
+        ) from None
 
 
 def require_power(number: Number, settings: Mapping[str, Any], steps: float | None, held: float, name: str) -> None:

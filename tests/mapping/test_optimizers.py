@@ -312,6 +312,29 @@ def test_a_copy_of_the_model_without_its_buffers_is_a_doubt(tmp_path: Path, copy
     assert "teacher." in str(raised.value) and "model." in str(raised.value) and "exclude" in str(raised.value)
 
 
+@pytest.mark.parametrize("is_like", [False, True])
+def test_parameters_of_two_groups_may_be_in_one_equation(tmp_path: Path, is_like: bool) -> None:
+    """An equation of several tensors holds a weight and its bias together; each has the settings of its own group."""
+    model = {"fc.w": Q[:6].reshape(3, 2), "fc.b": BIAS[:3]}
+
+    def grouped(names: tuple[str, ...], decays: tuple[float, float]) -> dict[str, Any]:
+        source = training(dict(zip(names, model.values())), names)
+        settings = source["optimizer"]["param_groups"][0]
+        source["optimizer"]["param_groups"] = [
+            {**settings, "params": [number], "param_names": [name], "weight_decay": decay}
+            for number, (name, decay) in enumerate(zip(names, decays))
+        ]
+        return source
+
+    prefix = "" if is_like else "model."
+    text = f"[[map]]\neq = '{prefix}fc.w [o i], {prefix}fc.b [o] <=> {prefix}d.w [o i], {prefix}d.b [o]'"
+    options = {"like": grouped(("d.w", "d.b"), (7.0, 8.0))} if is_like else {}
+    made = converted(tmp_path, grouped(tuple(model), (0.5, 0.0)), text, **options)
+    groups = made["optimizer"]["param_groups"]
+    assert [group["weight_decay"] for group in groups] == [0.5, 0.0]
+    assert [group["param_names"] for group in groups] == [["d.w"], ["d.b"]]
+
+
 def test_joined_parameters_of_two_groups_are_refused(tmp_path: Path) -> None:
     source = training()
     (group,) = source["optimizer"]["param_groups"]
@@ -413,6 +436,25 @@ def test_steps_that_differ_are_no_one_number(tmp_path: Path) -> None:
             like=tmp_path / "like.ckpt",
             to="ckpt",
         )
+
+
+@pytest.mark.parametrize(("steps", "what"), [(2**24 + 1, "cannot be"), (2**53 + 1, "too large to reckon with")])
+def test_a_count_is_not_rounded(tmp_path: Path, steps: int, what: str) -> None:
+    write_shard(there("m", t=np.array([steps], np.int64)), tmp_path / "source.ckpt")
+    (tmp_path / "map.toml").write_text(STATES)
+    with pytest.raises(MapError, match=what):
+        reshard_mpi.load_rank(0, tmp_path / "source.ckpt", map=tmp_path / "map.toml", reverse=True)
+
+
+@pytest.mark.parametrize("beta", [1e300, 10**400, 0.0])
+def test_settings_of_which_no_number_can_be_made_are_refused(tmp_path: Path, beta: float) -> None:
+    source = training(steps=-1.0 if beta == 0 else 3.0)
+    source["optimizer"]["param_groups"][0]["betas"] = (0.9, beta)
+    torch_peer.save(tmp_path / "source.pt", source)
+    text = STATES.replace("{p*}.weight [o", "model.{p*}.weight [o").replace("> {p*}.kernel", "> model.{p*}.kernel")
+    (tmp_path / "map.toml").write_text(text)
+    with pytest.raises(MapError, match="power cannot be made of a setting of the optimizer"):
+        reshard_mpi.transform(tmp_path / "source.pt", tmp_path / "there", map=tmp_path / "map.toml", to="ckpt")
 
 
 def test_what_a_setting_makes_different_is_said(tmp_path: Path) -> None:
@@ -538,6 +580,18 @@ def test_numbered_state_of_what_is_left_out_goes_with_it(tmp_path: Path, way: st
     made = converted(tmp_path, training(), text, **({"exclude": "model.bias"} if way == "exclude" else {}))
     assert "bias" not in made["model"]
     assert [*made["optimizer"]["state"]] == ["qk", "out.kernel"] == made["optimizer"]["param_groups"][0]["params"]
+
+
+def test_an_empty_parameter_goes_through_several_maps(tmp_path: Path) -> None:
+    model = {"q": Q[:12].reshape(4, 3), "empty": Q[:0].reshape(0, 3), "out": OUT[:6].reshape(2, 3)}
+    torch_peer.save(tmp_path / "source.pt", training(model, tuple(model)))
+    equations = ["model.{p*} [a b] <=> model.n.{p*} [b a]", "model.n.{p*} <=> model.m.{p*}"]
+    reshard_mpi.transform(tmp_path / "source.pt", tmp_path / "made", map=equations)
+    (path,) = (tmp_path / "made").rglob("*.pt")
+    made = torch_peer.load(path)
+    names = ["m.q", "m.empty", "m.out"]
+    assert [*made["optimizer"]["state"]] == names == made["optimizer"]["param_groups"][0]["params"] == [*made["model"]]
+    assert arrays_of(made["optimizer"]["state"]["m.empty"])["exp_avg"].shape == (3, 0)
 
 
 def test_state_that_would_get_the_names_of_other_state_is_refused(tmp_path: Path) -> None:
