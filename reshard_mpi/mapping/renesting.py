@@ -195,9 +195,10 @@ def _is_value(node: Any) -> bool:
 
 
 def _carried_entry(entry: list[Any], source: Any) -> list[Any]:
-    if len(entry) == 2 and isinstance(entry[0], str) and entry[0] not in _OF_PARAMETERS:
+    key = entry[0]
+    if len(entry) == 2 and type(key) in (str, int) and key not in _OF_PARAMETERS:
         for other in entries_of(source) or ():
-            if len(other) == 2 and other[0] == entry[0]:
+            if len(other) == 2 and other[0] == key and type(other[0]) is type(key):
                 return [entry[0], _carried(entry[1], other[1])]
     return entry
 

@@ -241,6 +241,12 @@ def test_settings_and_numbers_go_where_their_parameter_goes(tmp_path: Path, form
     assert [group["params"] for group in made["param_groups"]] == [[0, 1], [2]]
 
 
+def test_values_under_numbers_are_those_of_the_source(tmp_path: Path) -> None:
+    history = {0: 1.5, 1: 0.5}
+    made = converted(tmp_path, training(history=history), like=training(LIKE_MODEL, LIKE_PARAMETERS, history={0: 9.0}))
+    assert made["history"] == {0: 1.5}
+
+
 @pytest.mark.parametrize("texts", [(True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("is_like", [False, True])
 def test_plain_values_of_state_go_with_numbers_that_are_texts(
