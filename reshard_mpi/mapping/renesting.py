@@ -37,7 +37,7 @@ def with_names(nest: str, training: Training, made: Sequence[MadeParameter], ten
     members: list[list[str]] = [[] for _ in optimizer.groups]
     states = []
     node = _at(root, optimizer.path)
-    values = {entry[0]: entry[1] for entry in entries_of(value_of(node, "state")) or () if len(entry) == 2}
+    values = _states_of(value_of(node, "state"))
     for parameter in made:
         numbers = sorted(number_of[name] for name in parameter.sources if name in number_of)
         groups = {group_of[number] for number in numbers}
@@ -110,18 +110,32 @@ def _source_numbers(training: Training, theirs: Training, made: Sequence[MadePar
 
 def _carried_states(own: Any, source: Any, numbers: Mapping[int, Sequence[int]], where: str) -> Any:
     """Return the states of parameters with the numbers and other values of the source's parameters in them."""
-    states = {entry[0]: entry[1] for entry in entries_of(source) or () if len(entry) == 2 and type(entry[0]) is int}
+    states = _states_of(source)
     entries = []
     for entry in entries_of(own) or ():
-        of_source = numbers.get(entry[0], ()) if type(entry[0]) is int else ()
+        number = _number(entry[0])
+        of_source = () if number is None else numbers.get(number, ())
         if len(entry) == 2 and of_source:
             found = [states.get(number, {"dict": []}) for number in of_source]
             if any(state != found[0] for state in found):
-                got = ", ".join(str(number) for number in of_source)
+                got = ", ".join(map(str, of_source))
                 raise _treated_differently(f"the parameters of the numbers {got}", where)
             entry = [entry[0], _carried(entry[1], found[0])]
         entries.append(entry)
     return {"dict": entries}
+
+
+def _states_of(node: Any) -> dict[int, Any]:
+    """Return what an optimizer has of each parameter, by number."""
+    states = ((_number(entry[0]), entry[1]) for entry in entries_of(node) or () if len(entry) == 2)
+    return {number: state for number, state in states if number is not None}
+
+
+def _number(key: Any) -> int | None:
+    """Return the number that a key is: torch's distributed checkpoints have it as text. None if it is none."""
+    if isinstance(key, str) and key.isdecimal() and len(key) < 10:
+        return int(key)
+    return key if type(key) is int else None
 
 
 def _carried_groups(
@@ -181,9 +195,10 @@ def _is_value(node: Any) -> bool:
 
 
 def _carried_entry(entry: list[Any], source: Any) -> list[Any]:
-    if len(entry) == 2 and isinstance(entry[0], str) and entry[0] not in _OF_PARAMETERS:
+    key = entry[0]
+    if len(entry) == 2 and type(key) in (str, int) and key not in _OF_PARAMETERS:
         for other in entries_of(source) or ():
-            if len(other) == 2 and other[0] == entry[0]:
+            if len(other) == 2 and other[0] == key and type(other[0]) is type(key):
                 return [entry[0], _carried(entry[1], other[1])]
     return entry
 

@@ -241,6 +241,33 @@ def test_settings_and_numbers_go_where_their_parameter_goes(tmp_path: Path, form
     assert [group["params"] for group in made["param_groups"]] == [[0, 1], [2]]
 
 
+def test_values_under_numbers_are_those_of_the_source(tmp_path: Path) -> None:
+    history = {0: 1.5, 1: 0.5}
+    made = converted(tmp_path, training(history=history), like=training(LIKE_MODEL, LIKE_PARAMETERS, history={0: 9.0}))
+    assert made["history"] == {0: 1.5}
+
+
+@pytest.mark.parametrize("texts", [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("is_like", [False, True])
+def test_plain_values_of_state_go_with_numbers_that_are_texts(
+    tmp_path: Path, is_like: bool, texts: tuple[bool, bool]
+) -> None:
+    """As in torch's distributed checkpoints, where the keys 0 and 1 have become "0" and "1"."""
+
+    def counted(names: tuple[str, ...], first: int, *, is_text: bool) -> dict[str, Any]:
+        source = training({name: Q[:6].reshape(2, 3) for name in names}, names)
+        states = source["optimizer"]["state"]
+        states = {number: {**state, "step": first + number} for number, state in states.items()}
+        source["optimizer"]["state"] = {str(number) if is_text else number: state for number, state in states.items()}
+        return source
+
+    options = {"like": counted(("n.b", "n.a"), 100, is_text=texts[1])} if is_like else {}
+    text = "[[map]]\neq = '{p*} <=> n.{p*}'" if is_like else "[[map]]\neq = 'model.{p*} <=> n.{p*}'"
+    made = converted(tmp_path, counted(("a", "b"), 5, is_text=texts[0]), text, forward=True, **options)
+    steps = [state["step"] for state in made["optimizer"]["state"].values()]
+    assert steps == ([6, 5] if is_like else [5, 6])
+
+
 def test_a_group_of_parameters_of_several_groups_has_what_these_say_alike(tmp_path: Path) -> None:
     source, like = training(), training(LIKE_MODEL, LIKE_PARAMETERS)
     source["optimizer"]["param_groups"] = [
