@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
@@ -54,6 +54,60 @@ def with_names(nest: str, training: Training, made: Sequence[MadeParameter], ten
         if value_of(group, "param_names") is not None:
             _set(group, "param_names", names)
     return written(root, names_in_order)
+
+
+def with_other_names(
+    nest: str, inventory: Container[str], made: Sequence[MadeParameter], tensors: Sequence[str], where: str
+) -> str:
+    """Return a nest in which optimizers whose state goes by names have the names of what is made of their parameters.
+
+    inventory: the names of the source's tensors; parameters that are called otherwise keep their names. made: all that
+    is made. tensors: as in `with_names`, which see for what is raised.
+    """
+    root, order = parsed(nest)
+    made_of: dict[str, list[MadeParameter]] = {}
+    for parameter in made:
+        for source in parameter.sources:
+            made_of.setdefault(source, []).append(parameter)
+
+    def renamed(name: Any) -> list[Any]:
+        if isinstance(name, str) and name in inventory:
+            return [parameter.name for parameter in made_of.get(name, ())]
+        return [name]
+
+    for node in _named_optimizers(root):
+        groups = value_of(node, "param_groups")
+        group_of = {name: at for at, group in enumerate(groups) for name in value_of(group, "params")}
+        states = {entry[0]: entry for entry in entries_of(value_of(node, "state")) or () if isinstance(entry[0], str)}
+        treated = {name: (at, states.get(name, [name, {"dict": []}])[1:]) for name, at in group_of.items()}
+        for parameter in made:
+            found = [treated[name] for name in parameter.sources if name in treated]
+            if any(other != found[0] for other in found):
+                raise _treated_differently(", ".join(sorted(parameter.sources)), where)
+        entries: dict[Any, list[Any]] = {}
+        for name, entry in states.items():
+            for new in renamed(name) if name in group_of else [name]:
+                entries.setdefault(new, [new, *entry[1:]])
+        _set(node, "state", {"dict": list(entries.values())})
+        for group in groups:
+            for key in ("params", "param_names"):
+                names = value_of(group, key)
+                if isinstance(names, list):
+                    _set(group, key, list(dict.fromkeys(new for name in names for new in renamed(name))))
+    return written(root, None if order is None else tensors)
+
+
+def _named_optimizers(node: Any) -> Iterator[Any]:
+    """Yield the dictionaries of optimizers whose groups name their parameters and whose state goes by these names."""
+    state, groups = entries_of(value_of(node, "state")), value_of(node, "param_groups")
+    if state is not None and isinstance(groups, list) and groups:
+        names = [value_of(group, "params") for group in groups]
+        if all(isinstance(of_group, list) and all(isinstance(name, str) for name in of_group) for of_group in names):
+            if all(entry and isinstance(entry[0], str) for entry in state):
+                yield node
+            return
+    for _, value in parts_of(node):
+        yield from _named_optimizers(value)
 
 
 def carried_into(

@@ -609,6 +609,30 @@ def test_numbered_state_of_what_is_left_out_goes_with_it(tmp_path: Path, way: st
     assert [*made["optimizer"]["state"]] == ["qk", "out.kernel"] == made["optimizer"]["param_groups"][0]["params"]
 
 
+def test_state_that_goes_by_names_is_renamed_by_the_next_run_too(tmp_path: Path) -> None:
+    """Also its plain values and the groups: what two runs make is what both maps make in one run."""
+    source = training()
+    for number, state in source["optimizer"]["state"].items():
+        state["count"] = 5 if number < 2 else number
+    first = "[[map]]\neq = 'model.{p*} <=> net.{p*}'"
+    then = "[[map]]\neq = 'net.q [a h], net.k [b h] <=> body.qk [(a + b) h]'\n[[map]]\neq = 'net.bias <=> body.bias'\n"
+    (tmp_path / "b").mkdir()
+    by_names = converted(tmp_path, source, first)
+    two_runs = converted(tmp_path / "b", by_names, then)
+    optimizer = two_runs["optimizer"]
+    names = ["body.qk", "body.bias", "net.out.weight"]
+    assert [*optimizer["state"]] == names == optimizer["param_groups"][0]["params"]
+    assert [state["count"] for state in optimizer["state"].values()] == [5, 2, 3]
+    expected = np.concatenate([moment(0, MODEL["q"]), moment(1, MODEL["k"])])
+    moments = {"exp_avg": optimizer["state"]["body.qk"]["exp_avg"]}
+    assert np.array_equal(arrays_of(moments)["exp_avg"], expected)
+    left_out = converted(tmp_path / "b", by_names, then, exclude="body.bias")["optimizer"]
+    assert [*left_out["state"]] == ["body.qk", "net.out.weight"] == left_out["param_groups"][0]["params"]
+    by_names["optimizer"]["state"]["net.k"]["count"] = 6
+    with pytest.raises(MapError, match="parameters that the optimizer treats differently are put together"):
+        converted(tmp_path / "b", by_names, then)
+
+
 def test_an_empty_parameter_goes_through_several_maps(tmp_path: Path) -> None:
     model = {"q": Q[:12].reshape(4, 3), "empty": Q[:0].reshape(0, 3), "out": OUT[:6].reshape(2, 3)}
     torch_peer.save(tmp_path / "source.pt", training(model, tuple(model)))
