@@ -279,6 +279,31 @@ def test_a_group_of_parameters_of_several_groups_has_what_these_say_alike(tmp_pa
     assert (group["lr"], group["decay"]) == (0.5, 0.3)
 
 
+@pytest.mark.parametrize("is_named", [(True, True), (True, False), (False, True), (False, False)])
+def test_settings_and_plain_values_go_where_their_parameter_goes_by_names_too(
+    tmp_path: Path, is_named: tuple[bool, bool]
+) -> None:
+    """As torch's get_optimizer_state_dict has them: groups of the other checkpoint are in another order."""
+
+    def grouped(names: tuple[str, ...], first: int, *, is_named: bool) -> dict[str, Any]:
+        states = training({name: Q[:6].reshape(2, 3) for name in names}, names)["optimizer"]["state"]
+        states = {number: {**state, "count": first + number} for number, state in states.items()}
+        keys = names if is_named else range(len(names))
+        groups = [
+            {"lr": first / 2 + number, "params": [key], **({} if is_named else {"param_names": [name]})}
+            for number, (key, name) in enumerate(zip(keys, names))
+        ]
+        optimizer = {"state": dict(zip(keys, states.values())), "param_groups": groups}
+        return {**{name: tensor(Q[:6].reshape(2, 3)) for name in names}, "optimizer": optimizer}
+
+    source, like = grouped(("a", "b"), 4, is_named=is_named[0]), grouped(("n.b", "n.a"), 100, is_named=is_named[1])
+    text = "[[map]]\neq = 'a <=> n.a'\n[[map]]\neq = 'b <=> n.b'"
+    made = converted(tmp_path, source, text, like=like)["optimizer"]
+    assert [group["lr"] for group in made["param_groups"]] == [3.0, 2.0]
+    assert [group["params"] for group in made["param_groups"]] == ([["n.b"], ["n.a"]] if is_named[1] else [[0], [1]])
+    assert [state["count"] for state in made["state"].values()] == [5, 4]
+
+
 def test_groups_that_nothing_tells_apart_stay_as_they_are_there(tmp_path: Path) -> None:
     """Without state no number is a parameter's, so the settings of one group could go to the parameters of another."""
     source, like = training(), training(LIKE_MODEL, LIKE_PARAMETERS)
