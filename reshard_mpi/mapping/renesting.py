@@ -73,17 +73,23 @@ def with_other_names(
         for source in parameter.sources:
             made_of.setdefault(source, []).append(parameter)
 
-    def renamed(name: Any) -> list[Any]:
-        if isinstance(name, str) and name in inventory:
-            return [parameter.name for parameter in made_of.get(name, ())]
-        return [name]
-
-    for _, node in _named_optimizers(root):
+    for path, node in _named_optimizers(root):
         groups = value_of(node, _GROUPS)
         group_of = {name: at for at, group in enumerate(groups) for name in value_of(group, "params")}
         states = {entry[0]: entry for entry in entries_of(value_of(node, "state")) or () if isinstance(entry[0], str)}
         treated = {name: (at, states.get(name, [name, {"dict": []}])[1:]) for name, at in group_of.items()}
-        for parameter in made:
+        by_state = _followed_by_state(f"{path}state.", [name for name in group_of if name not in inventory], made)
+        made_of_others: dict[str, list[str]] = {}
+        for parameter in by_state:
+            for name in parameter.sources:
+                made_of_others.setdefault(name, []).append(parameter.name)
+
+        def renamed(name: Any, others: Mapping[str, list[str]] = made_of_others) -> list[Any]:
+            if isinstance(name, str) and name in inventory:
+                return [parameter.name for parameter in made_of.get(name, ())]
+            return others.get(name, [name])
+
+        for parameter in (*made, *by_state):
             found = [treated[name] for name in parameter.sources if name in treated]
             if any(other != found[0] for other in found):
                 raise _treated_differently(", ".join(sorted(parameter.sources)), where)
@@ -98,6 +104,26 @@ def with_other_names(
                 if isinstance(names, list):
                     _set(group, key, list(dict.fromkeys(new for name in names for new in renamed(name))))
     return written(root, None if order is None else tensors)
+
+
+def _followed_by_state(begin: str, names: Sequence[str], made: Sequence[MadeParameter]) -> list[MadeParameter]:
+    """Return parameters that no tensor is named after, as those are called whose state is made of theirs.
+
+    begin: what names of state begin with.
+    """
+    known = frozenset(names)
+    found: dict[str, set[str]] = {}
+    for tensor in made if known else ():
+        if not tensor.name.startswith(begin):
+            continue
+        for source in tensor.sources:
+            name, dot, key = source.removeprefix(begin).rpartition(".")
+            while dot and name not in known:
+                name, dot, last = name.rpartition(".")
+                key = f"{last}.{key}"
+            if dot and source.startswith(begin) and tensor.name.endswith(f".{key}"):
+                found.setdefault(tensor.name[len(begin) : -len(key) - 1], set()).add(name)
+    return [MadeParameter(name, frozenset(sources)) for name, sources in found.items()]
 
 
 def _named_optimizers(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:

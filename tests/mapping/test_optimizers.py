@@ -658,6 +658,27 @@ def test_state_that_goes_by_names_is_renamed_by_the_next_run_too(tmp_path: Path)
         converted(tmp_path / "b", by_names, then)
 
 
+def test_state_by_names_that_are_those_of_no_tensor_has_equations_of_its_own(tmp_path: Path) -> None:
+    """As torch's get_state_dict has it: the tensor is `model.q`, its state `q`; refused without these equations."""
+    source = training()
+    states = source["optimizer"]["state"]
+    source["optimizer"]["state"] = {
+        name: {**state, "count": number} for name, (number, state) in zip(PARAMETERS, states.items())
+    }
+    source["optimizer"]["param_groups"][0]["params"] = [*PARAMETERS]
+    text = "[[map]]\neq = 'model.{p*} <=> model.n.{p*}'\n"
+    with pytest.raises(MapError, match="would stay as it is"):
+        converted(tmp_path, source, text)
+    text += "[[map]]\neq = 'optimizer.state.{p*} <=> optimizer.state.n.{p*}'\n"
+    made = converted(tmp_path, source, text, forward=True)["optimizer"]
+    names = [f"n.{name}" for name in PARAMETERS]
+    assert [*made["state"]] == names == made["param_groups"][0]["params"]
+    for name, (number, state) in zip(names, states.items()):
+        assert made["state"][name]["count"] == number and [*made["state"][name]] == ["step", "exp_avg", "count"]
+        moments = {"exp_avg": made["state"][name]["exp_avg"]}
+        assert np.array_equal(arrays_of(moments)["exp_avg"], arrays_of({"exp_avg": state["exp_avg"]})["exp_avg"])
+
+
 def test_an_empty_parameter_goes_through_several_maps(tmp_path: Path) -> None:
     model = {"q": Q[:12].reshape(4, 3), "empty": Q[:0].reshape(0, 3), "out": OUT[:6].reshape(2, 3)}
     torch_peer.save(tmp_path / "source.pt", training(model, tuple(model)))
