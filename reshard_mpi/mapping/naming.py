@@ -18,7 +18,7 @@ from reshard_mpi.mapping.likeness import Like
 from reshard_mpi.mapping.made import Made, Mapped, taken_of
 from reshard_mpi.mapping.mapped import applied
 from reshard_mpi.mapping.numbering import STATE, Training, in_order, named_tensors, training_in
-from reshard_mpi.mapping.renesting import MadeParameter, carried_into, groups_left_alone, with_names
+from reshard_mpi.mapping.renesting import MadeParameter, carried_into, groups_left_alone, with_names, with_other_names
 from reshard_mpi.mapping.rules import Rules
 
 
@@ -107,7 +107,11 @@ def applied_to_file(
     last = in_files[-1]
     made_up = (*(constant.name for constant in last.constants), *(number.name for number in last.computed))
     tensors = [*(tensor.name for tensor in all_made), *made_up]
-    nest = with_names(source.nest, training, parameters, tensors, source.path)
+    if training.optimizer is None:
+        all_parameters = [MadeParameter(made.name, _sources(made)) for made in all_made]
+        nest = with_other_names(source.nest, inventory, all_parameters, tensors, source.path)
+    else:
+        nest = with_names(source.nest, training, parameters, tensors, source.path)
     return MappedFile(in_files, all_made, nest, notes)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
@@ -12,6 +12,9 @@ from reshard_mpi.mapping.numbering import Training, entries_of, optimizers_in, p
 
 # What numbers and names parameters, which belongs to a file and is not carried to another.
 _OF_PARAMETERS = ("params", "param_names", "state")
+_GROUPS = "param_groups"
+# What state is kept under: a number, or the name of a parameter.
+_Key = int | str
 _VALUES = {"tuple", "bytes", "float", "global"}
 
 
@@ -56,6 +59,89 @@ def with_names(nest: str, training: Training, made: Sequence[MadeParameter], ten
     return written(root, names_in_order)
 
 
+def with_other_names(
+    nest: str, inventory: Container[str], made: Sequence[MadeParameter], tensors: Sequence[str], where: str
+) -> str:
+    """Return a nest in which optimizers whose state goes by names have the names of what is made of their parameters.
+
+    inventory: the names of the source's tensors; parameters that are called otherwise keep their names. made: all that
+    is made. tensors: as in `with_names`, which see for what is raised.
+    """
+    root, order = parsed(nest)
+    made_of: dict[str, list[MadeParameter]] = {}
+    for parameter in made:
+        for source in parameter.sources:
+            made_of.setdefault(source, []).append(parameter)
+
+    for path, node in _named_optimizers(root):
+        groups = value_of(node, _GROUPS)
+        group_of = {name: at for at, group in enumerate(groups) for name in value_of(group, "params")}
+        states = {entry[0]: entry for entry in entries_of(value_of(node, "state")) or () if isinstance(entry[0], str)}
+        treated = {name: (at, states.get(name, [name, {"dict": []}])[1:]) for name, at in group_of.items()}
+        by_state = _followed_by_state(f"{path}state.", [name for name in group_of if name not in inventory], made)
+        made_of_others: dict[str, list[str]] = {}
+        for parameter in by_state:
+            for name in parameter.sources:
+                made_of_others.setdefault(name, []).append(parameter.name)
+
+        def renamed(name: Any, others: Mapping[str, list[str]] = made_of_others) -> list[Any]:
+            if isinstance(name, str) and name in inventory:
+                return [parameter.name for parameter in made_of.get(name, ())]
+            return others.get(name, [name])
+
+        for parameter in (*made, *by_state):
+            found = [treated[name] for name in parameter.sources if name in treated]
+            if any(other != found[0] for other in found):
+                raise _treated_differently(", ".join(sorted(parameter.sources)), where)
+        entries: dict[Any, list[Any]] = {}
+        for name, entry in states.items():
+            for new in renamed(name) if name in group_of else [name]:
+                entries.setdefault(new, [new, *entry[1:]])
+        _set(node, "state", {"dict": list(entries.values())})
+        for group in groups:
+            for key in ("params", "param_names"):
+                names = value_of(group, key)
+                if isinstance(names, list):
+                    _set(group, key, list(dict.fromkeys(new for name in names for new in renamed(name))))
+    return written(root, None if order is None else tensors)
+
+
+def _followed_by_state(begin: str, names: Sequence[str], made: Sequence[MadeParameter]) -> list[MadeParameter]:
+    """Return parameters that no tensor is named after, as those are called whose state is made of theirs.
+
+    begin: what names of state begin with.
+    """
+    known = frozenset(names)
+    found: dict[str, set[str]] = {}
+    for tensor in made if known else ():
+        if not tensor.name.startswith(begin):
+            continue
+        for source in tensor.sources:
+            name, dot, key = source.removeprefix(begin).rpartition(".")
+            while dot and name not in known:
+                name, dot, last = name.rpartition(".")
+                key = f"{last}.{key}"
+            if dot and source.startswith(begin) and tensor.name.endswith(f".{key}"):
+                found.setdefault(tensor.name[len(begin) : -len(key) - 1], set()).add(name)
+    return [MadeParameter(name, frozenset(sources)) for name, sources in found.items()]
+
+
+def _named_optimizers(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dictionaries of optimizers whose groups name their parameters and whose state goes by these names.
+
+    path: what names in this part of a nest begin with; those of each are yielded as well.
+    """
+    state, groups = entries_of(value_of(node, "state")), value_of(node, _GROUPS)
+    if state is not None and isinstance(groups, list) and groups:
+        names = [value_of(group, "params") for group in groups]
+        if all(isinstance(of_group, list) and all(isinstance(name, str) for name in of_group) for of_group in names):
+            if all(isinstance(entry[0], str) for entry in state):
+                yield path, node
+            return
+    for key, value in parts_of(node):
+        yield from _named_optimizers(value, f"{path}{key}.")
+
+
 def carried_into(
     nest: str, source: str | None, training: Training, theirs: Training, made: Sequence[MadeParameter], where: str
 ) -> str:
@@ -72,13 +158,13 @@ def carried_into(
     root, order = parsed(nest)
     source_root = parsed(source).root
     carried = _carried(root, source_root)
-    if training.optimizer is not None and theirs.optimizer is not None:
-        numbers = _source_numbers(training, theirs, made)
-        own, node = _at(root, theirs.optimizer.path), _at(source_root, training.optimizer.path)
-        into = _at(carried, theirs.optimizer.path)
-        _set(into, "state", _carried_states(value_of(own, "state"), value_of(node, "state"), numbers, where))
-        groups = _carried_groups(value_of(own, "param_groups"), node, training, theirs, numbers, where)
-        _set(into, "param_groups", groups)
+    for held, of_source in _pairs_of(list(_held(root, theirs)), list(_held(source_root, training))):
+        sources = _sources_of(held, of_source, made)
+        into, own, node = _at(carried, held.path), _at(root, held.path), _at(source_root, of_source.path)
+        _set(into, "state", _carried_states(value_of(own, "state"), value_of(node, "state"), sources, where))
+        _set(
+            into, "param_groups", _carried_groups(held, of_source, value_of(own, "param_groups"), node, sources, where)
+        )
     for path in groups_left_alone(nest, source, training, theirs):
         _set(_at(carried, path), "param_groups", value_of(_at(root, path), "param_groups"))
     return written(carried, None if order is None else decoded(order))
@@ -98,59 +184,94 @@ def groups_left_alone(nest: str, source: str, training: Training, theirs: Traini
     return [path for path, count in counts[0].items() if path in counts[1] and max(count, counts[1][path]) > 1]
 
 
-def _source_numbers(training: Training, theirs: Training, made: Sequence[MadeParameter]) -> dict[int, list[int]]:
-    """Return for the number of each parameter of a nest those of the source's parameters that are in it."""
-    number_of = {name: number for number, name in training.parameters.items()}
+class _Held(NamedTuple):
+    """An optimizer of a nest that has state. groups: the names of parameters by their keys, which are numbers or names.
+
+    path: what names of its tensors begin with.
+    """
+
+    path: str
+    groups: tuple[Mapping[_Key, str], ...]
+
+
+def _held(root: Any, training: Training) -> Iterator[_Held]:
+    """Yield the optimizer of a training, or else those that go by names."""
+    if training.optimizer is not None:
+        name_of = training.parameters
+        groups = training.optimizer.groups
+        yield _Held(training.optimizer.path, tuple({key: name_of[key] for key in group.numbers} for group in groups))
+        return
+    for path, node in _named_optimizers(root):
+        names = [value_of(group, "params") for group in value_of(node, _GROUPS)]
+        yield _Held(path, tuple({_named(name): name for name in of_group} for of_group in names))
+
+
+def _pairs_of(held: Sequence[_Held], of_source: Sequence[_Held]) -> list[tuple[_Held, _Held]]:
+    """Return which optimizers are one another: the only ones, or those of one path."""
+    if len(held) == len(of_source) == 1:
+        return [(held[0], of_source[0])]
+    return [(own, other) for own in held for other in of_source if own.path == other.path]
+
+
+def _sources_of(held: _Held, of_source: _Held, made: Sequence[MadeParameter]) -> dict[_Key, list[_Key]]:
+    """Return for the key of each parameter of a nest those of the source's parameters that are in it."""
+    key_of = {name: key for group in of_source.groups for key, name in group.items()}
+    place = {key: number for number, key in enumerate(key_of.values())}
     sources = {parameter.name: parameter.sources for parameter in made}
-    return {
-        number: sorted(number_of[source] for source in sources.get(name, ()) if source in number_of)
-        for number, name in theirs.parameters.items()
-    }
+    found: dict[_Key, list[_Key]] = {}
+    for key, name in ((key, name) for group in held.groups for key, name in group.items()):
+        of_it = sources.get(name, {name} if key == name else ())  # the name may be that of no tensor
+        found[key] = sorted((key_of[source] for source in of_it if source in key_of), key=place.__getitem__)
+    return found
 
 
-def _carried_states(own: Any, source: Any, numbers: Mapping[int, Sequence[int]], where: str) -> Any:
+def _carried_states(own: Any, source: Any, sources: Mapping[_Key, Sequence[_Key]], where: str) -> Any:
     """Return the states of parameters with the numbers and other values of the source's parameters in them."""
     states = _states_of(source)
     entries = []
     for entry in entries_of(own) or ():
-        number = _number(entry[0])
-        of_source = () if number is None else numbers.get(number, ())
+        key = _key(entry[0])
+        of_source = () if key is None else sources.get(key, ())
         if len(entry) == 2 and of_source:
-            found = [states.get(number, {"dict": []}) for number in of_source]
+            found = [states.get(other, {"dict": []}) for other in of_source]
             if any(state != found[0] for state in found):
                 got = ", ".join(map(str, of_source))
-                raise _treated_differently(f"the parameters of the numbers {got}", where)
+                raise _treated_differently(f"the parameters {got}", where)
             entry = [entry[0], _carried(entry[1], found[0])]
         entries.append(entry)
     return {"dict": entries}
 
 
-def _states_of(node: Any) -> dict[int, Any]:
-    """Return what an optimizer has of each parameter, by number."""
-    states = ((_number(entry[0]), entry[1]) for entry in entries_of(node) or () if len(entry) == 2)
-    return {number: state for number, state in states if number is not None}
+def _states_of(node: Any) -> dict[_Key, Any]:
+    """Return what an optimizer has of each parameter, by number or name."""
+    states = ((_key(entry[0]), entry[1]) for entry in entries_of(node) or () if len(entry) == 2)
+    return {key: state for key, state in states if key is not None}
 
 
-def _number(key: Any) -> int | None:
-    """Return the number that a key is: torch's distributed checkpoints have it as text. None if it is none."""
+def _key(key: Any) -> _Key | None:
+    """Return the number or name that a key is: torch's distributed checkpoints have numbers as text."""
     if isinstance(key, str) and key.isdecimal() and len(key) < 10:
         return int(key)
-    return key if type(key) is int else None
+    return key if type(key) is int or isinstance(key, str) else None
+
+
+def _named(name: str) -> _Key:
+    key = _key(name)
+    return name if key is None else key
 
 
 def _carried_groups(
-    own: Any, source: Any, training: Training, theirs: Training, numbers: Mapping[int, Sequence[int]], where: str
+    held: _Held, of_source: _Held, own: Any, source: Any, sources: Mapping[_Key, Sequence[_Key]], where: str
 ) -> list[Any]:
     """Return groups of parameters with those settings that all groups of their parameters in the source say alike.
 
     Raises MapError for a setting that is a tensor, which stays at its place, if the parameters there are others.
     """
-    groups = () if training.optimizer is None else training.optimizer.groups
-    nodes = value_of(source, "param_groups")
-    node_of = {number: node for group, node in zip(groups, nodes) for number in group.numbers}
+    nodes = value_of(source, _GROUPS)
+    node_of = {key: node for group, node in zip(of_source.groups, nodes) for key in group}
     carried: list[Any] = []
-    for node, group in zip(own, () if theirs.optimizer is None else theirs.optimizer.groups):
-        found = [node_of[number] for ours in group.numbers for number in numbers.get(ours, ()) if number in node_of]
+    for node, group in zip(own, held.groups):
+        found = [node_of[key] for ours in group for key in sources.get(ours, ())]
         first, *others = list({id(other): other for other in found}.values()) or [{"dict": []}]
         alike = [
             entry for entry in entries_of(first) or () if all(entry in (entries_of(other) or ()) for other in others)
@@ -161,7 +282,7 @@ def _carried_groups(
             raise MapError(
                 "a setting of the optimizer is a tensor, and its group has other parameters in the other checkpoint",
                 expected="groups of the same parameters in the same order, or settings that are plain numbers",
-                got=f"group {len(carried)} of {theirs.optimizer.path if theirs.optimizer else ''}param_groups",
+                got=f"group {len(carried)} of {held.path}param_groups",
                 where=where,
                 remedy="give --like a checkpoint with the groups in this order, or leave the optimizer out (--exclude)",
             )

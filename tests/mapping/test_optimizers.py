@@ -279,6 +279,31 @@ def test_a_group_of_parameters_of_several_groups_has_what_these_say_alike(tmp_pa
     assert (group["lr"], group["decay"]) == (0.5, 0.3)
 
 
+@pytest.mark.parametrize("is_named", [(True, True), (True, False), (False, True), (False, False)])
+def test_settings_and_plain_values_go_where_their_parameter_goes_by_names_too(
+    tmp_path: Path, is_named: tuple[bool, bool]
+) -> None:
+    """As torch's get_optimizer_state_dict has them: groups of the other checkpoint are in another order."""
+
+    def grouped(names: tuple[str, ...], first: int, *, is_named: bool) -> dict[str, Any]:
+        states = training({name: Q[:6].reshape(2, 3) for name in names}, names)["optimizer"]["state"]
+        states = {number: {**state, "count": first + number} for number, state in states.items()}
+        keys = names if is_named else range(len(names))
+        groups = [
+            {"lr": first / 2 + number, "params": [key], **({} if is_named else {"param_names": [name]})}
+            for number, (key, name) in enumerate(zip(keys, names))
+        ]
+        optimizer = {"state": dict(zip(keys, states.values())), "param_groups": groups}
+        return {**{name: tensor(Q[:6].reshape(2, 3)) for name in names}, "optimizer": optimizer}
+
+    source, like = grouped(("a", "b"), 4, is_named=is_named[0]), grouped(("n.b", "n.a"), 100, is_named=is_named[1])
+    text = "[[map]]\neq = 'a <=> n.a'\n[[map]]\neq = 'b <=> n.b'"
+    made = converted(tmp_path, source, text, like=like)["optimizer"]
+    assert [group["lr"] for group in made["param_groups"]] == [3.0, 2.0]
+    assert [group["params"] for group in made["param_groups"]] == ([["n.b"], ["n.a"]] if is_named[1] else [[0], [1]])
+    assert [state["count"] for state in made["state"].values()] == [5, 4]
+
+
 def test_groups_that_nothing_tells_apart_stay_as_they_are_there(tmp_path: Path) -> None:
     """Without state no number is a parameter's, so the settings of one group could go to the parameters of another."""
     source, like = training(), training(LIKE_MODEL, LIKE_PARAMETERS)
@@ -607,6 +632,51 @@ def test_numbered_state_of_what_is_left_out_goes_with_it(tmp_path: Path, way: st
     made = converted(tmp_path, training(), text, **({"exclude": "model.bias"} if way == "exclude" else {}))
     assert "bias" not in made["model"]
     assert [*made["optimizer"]["state"]] == ["qk", "out.kernel"] == made["optimizer"]["param_groups"][0]["params"]
+
+
+def test_state_that_goes_by_names_is_renamed_by_the_next_run_too(tmp_path: Path) -> None:
+    """Also its plain values and the groups: what two runs make is what both maps make in one run."""
+    source = training()
+    for number, state in source["optimizer"]["state"].items():
+        state["count"] = 5 if number < 2 else number
+    first = "[[map]]\neq = 'model.{p*} <=> net.{p*}'"
+    then = "[[map]]\neq = 'net.q [a h], net.k [b h] <=> body.qk [(a + b) h]'\n[[map]]\neq = 'net.bias <=> body.bias'\n"
+    (tmp_path / "b").mkdir()
+    by_names = converted(tmp_path, source, first)
+    two_runs = converted(tmp_path / "b", by_names, then)
+    optimizer = two_runs["optimizer"]
+    names = ["body.qk", "body.bias", "net.out.weight"]
+    assert [*optimizer["state"]] == names == optimizer["param_groups"][0]["params"]
+    assert [state["count"] for state in optimizer["state"].values()] == [5, 2, 3]
+    expected = np.concatenate([moment(0, MODEL["q"]), moment(1, MODEL["k"])])
+    moments = {"exp_avg": optimizer["state"]["body.qk"]["exp_avg"]}
+    assert np.array_equal(arrays_of(moments)["exp_avg"], expected)
+    left_out = converted(tmp_path / "b", by_names, then, exclude="body.bias")["optimizer"]
+    assert [*left_out["state"]] == ["body.qk", "net.out.weight"] == left_out["param_groups"][0]["params"]
+    by_names["optimizer"]["state"]["net.k"]["count"] = 6
+    with pytest.raises(MapError, match="parameters that the optimizer treats differently are put together"):
+        converted(tmp_path / "b", by_names, then)
+
+
+def test_state_by_names_that_are_those_of_no_tensor_has_equations_of_its_own(tmp_path: Path) -> None:
+    """As torch's get_state_dict has it: the tensor is `model.q`, its state `q`; refused without these equations."""
+    source = training()
+    states = source["optimizer"]["state"]
+    source["optimizer"]["state"] = {
+        name: {**state, "count": number} for name, (number, state) in zip(PARAMETERS, states.items())
+    }
+    source["optimizer"]["param_groups"][0]["params"] = [*PARAMETERS]
+    text = "[[map]]\neq = 'model.{p*} <=> model.n.{p*}'\n"
+    with pytest.raises(MapError, match="would stay as it is"):
+        converted(tmp_path, source, text)
+    text += "[[map]]\neq = 'optimizer.state.{p*} <=> optimizer.state.n.{p*}'\n"
+    made = converted(tmp_path, source, text, forward=True)["optimizer"]
+    names = [f"n.{name}" for name in PARAMETERS]
+    assert [*made["state"]] == names == made["param_groups"][0]["params"]
+    for name, (number, state) in zip(names, states.items()):
+        assert made["state"][name]["count"] == number and [*made["state"][name]] == ["step", "exp_avg", "count"]
+        moments = {"exp_avg": made["state"][name]["exp_avg"]}
+        assert np.array_equal(arrays_of(moments)["exp_avg"], arrays_of({"exp_avg": state["exp_avg"]})["exp_avg"])
 
 
 def test_an_empty_parameter_goes_through_several_maps(tmp_path: Path) -> None:
