@@ -12,15 +12,14 @@ import numpy as np
 from benchmarks.network import ITEM_BYTES, Resharding, Shapes
 from reshard_mpi import formats
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.manifest import ShardIdentity
-from reshard_mpi.formats.places import Segments
+from reshard_mpi.formats.locations import ByteRanges
+from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.formats.protocol import reserve_file, seal_file
-from reshard_mpi.formats.specs import ShardSpec, TensorSpec
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Strategy
 from reshard_mpi.sharding.strategy import table
+from reshard_mpi.sharding.strategy.mindspore_layouts import to_stage_files
 from reshard_mpi.sharding.strategy.protobuf import encode_protobuf
-from reshard_mpi.sharding.strategy.stages import to_stage_files
 
 _FLOAT = BY_NAME["float32"]
 _SHIFT_BYTES = 1 << 20
@@ -89,7 +88,7 @@ def _write_shard(made: Checkpoint, rank: int, noise: memoryview) -> None:
             shift_bytes = zlib.crc32(f"{spec.name} {spec.box}".encode()) % (_SHIFT_BYTES // ITEM_BYTES) * ITEM_BYTES
             content = noise[shift_bytes : shift_bytes + spec.size_bytes]
             segments = place.tensors[spec.name].source
-            assert isinstance(segments, Segments)
+            assert isinstance(segments, ByteRanges)
             for part in segments.ranges:
                 stream.seek(part.offset_bytes)
                 stream.write(content[: part.length_bytes])

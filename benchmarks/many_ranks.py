@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from reshard_mpi.formats.columns import TensorEntry, Tensors
 from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.formats.locations import ByteRange, ByteRanges
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.formats.places import ByteRange, Segments
+from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Placement, Shape, Strategy
 
@@ -41,12 +41,12 @@ def manifest(source: Strategy, rank: int) -> Manifest:
     """Return the shard of one rank as if a file held it."""
     dtype = BY_NAME["float32"]
     path = f"rank_{rank}/checkpoint_{rank}.ckpt"
-    tensors = Tensors(path)
+    tensors = TensorTable(path)
     offset_bytes = 0
     for name, (placement,) in source.parameters.items():
         box = Layout(placement, shape(placement)).box(rank)
         size_bytes = box.size * dtype.itemsize_bytes
-        place = Segments((ByteRange(path, offset_bytes, size_bytes),))
+        place = ByteRanges((ByteRange(path, offset_bytes, size_bytes),))
         tensors.add_entry(TensorEntry(name, dtype, box.shape, place))
         offset_bytes += size_bytes
     return Manifest(path, "ckpt", tensors)

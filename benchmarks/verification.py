@@ -21,9 +21,8 @@ from benchmarks.targets import SMALL_MB
 from benchmarks.workplace import workplace
 from reshard_mpi import formats
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.manifest import ShardIdentity
+from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.formats.protocol import reserve_file
-from reshard_mpi.formats.specs import ShardSpec, TensorSpec
 from reshard_mpi.sharding.box import Box
 
 _BLOCK_BYTES = 1 << 20

@@ -1,4 +1,4 @@
-"""Protobuf's wire format: the fields of a message in memory, and how they are written.
+"""Read and write protobuf's wire format in memory (`fields`).
 
 The encoding is that of protobuf.dev/programming-guides/encoding: a field is a key (number x 8 + wire type) and a
 value; a varint has 7 bits a byte, least significant first, and at most 64 bits.
@@ -19,11 +19,11 @@ class WireError(Exception):
     """The data is not protobuf."""
 
 
-class CutShortError(WireError):
+class MessageCutShortError(WireError):
     """The data ends in the middle of a field."""
 
 
-class Field(NamedTuple):
+class MessageField(NamedTuple):
     """One field, from byte `start` to byte `end` of a message.
 
     value: the number, if the field is a varint. content: the bytes, if the field has a length.
@@ -57,11 +57,11 @@ def varint(data: bytes, offset: int) -> tuple[int, int]:
         shift += 7
     else:
         if offset + _MAX_VARINT_BYTES > len(data):
-            raise CutShortError("the end of the data in a number")
+            raise MessageCutShortError("the end of the data in a number")
     raise WireError("a number of more than 64 bits")
 
 
-def field(data: bytes, offset: int, most_bytes: int | None = None) -> Field:
+def field(data: bytes, offset: int, most_bytes: int | None = None) -> MessageField:
     """Return the field at byte `offset` of `data`.
 
     most_bytes: a longer content is an error, even where the data ends before it does. Raises CutShortError if the data
@@ -85,11 +85,11 @@ def field(data: bytes, offset: int, most_bytes: int | None = None) -> Field:
     else:
         raise WireError(f"wire type {wire_type}")
     if end > len(data):
-        raise CutShortError("the end of the data in a field")
-    return Field(number, wire_type, value, content, offset, end)
+        raise MessageCutShortError("the end of the data in a field")
+    return MessageField(number, wire_type, value, content, offset, end)
 
 
-def fields(data: bytes) -> Iterator[Field]:
+def fields(data: bytes) -> Iterator[MessageField]:
     """Yield the fields of a message. Raises WireError where the data is not protobuf."""
     offset, size_bytes = 0, len(data)
     while offset < size_bytes:
@@ -99,10 +99,10 @@ def fields(data: bytes) -> Iterator[Field]:
         if is_short and key & 7 == LENGTH:
             end = start + value
             if end > size_bytes:
-                raise CutShortError("the end of the data in a field")
-            item = Field(key >> 3, LENGTH, 0, data[start:end], offset, end)
+                raise MessageCutShortError("the end of the data in a field")
+            item = MessageField(key >> 3, LENGTH, 0, data[start:end], offset, end)
         elif is_short and key & 7 == VARINT:
-            item = Field(key >> 3, VARINT, value, b"", offset, start)
+            item = MessageField(key >> 3, VARINT, value, b"", offset, start)
         else:
             item = field(data, offset)
         yield item

@@ -1,4 +1,4 @@
-"""Text for people, in which nothing acts on a terminal or looks like something else; numbers, and names in their order.
+"""Format text and sizes for people; nothing in it acts on a terminal (`shortened`, `parse_bytes`).
 
 Names of tensors, files and parameters may hold anything. Control characters (even single bytes above 127) move the
 cursor, change titles and colours, and forge lines; direction marks reverse names; half of a surrogate pair cannot be
@@ -105,3 +105,39 @@ def nearest_first(pattern: str, known: Sequence[str]) -> list[str]:
     likely = sorted((name for name in compared if bare in name), key=len)[:_MAX_NEAREST]
     likely = likely or get_close_matches(bare, compared, _MAX_NEAREST, _LEAST_LIKENESS)
     return list(dict.fromkeys((*likely, *known)))
+
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+
+_STEPS = ((1 << 40, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
+_SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*(?:([KMGT])(i?B)?|B)?", re.ASCII | re.IGNORECASE)
+
+
+def format_bytes(size_bytes: int) -> str:
+    """Return a size such as `1.50 GiB` or `312 B`."""
+    for step_bytes, name in _STEPS:
+        if size_bytes >= step_bytes:
+            return f"{size_bytes / step_bytes:.2f} {name}"
+    return f"{size_bytes} B"
+
+
+def parse_bytes(text: str) -> int:
+    """Return the size that `text` says, as `400M`, `1.5 GiB`, `64GB` or `1048576`.
+
+    K, M, G, T, with or without iB, are powers of 1024, as batch systems have them; KB and so on powers of 1000. Raises
+    ValueError, which says what is expected.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError("a size such as 400M, 1.5G or 64GiB")
+    number, unit, ending = match.groups()
+    base = 1000 if (ending or "").upper() == "B" else 1024
+    factor = base ** ("KMGT".index(unit.upper()) + 1) if unit else 1
+    return int(float(number) * factor) if "." in number else int(number) * factor
+
+
+def format_rate(size_bytes: int, seconds: float) -> str:
+    """Return a throughput such as `1.20 GiB/s`."""
+    return f"{format_bytes(int(size_bytes / seconds))}/s" if seconds > 0 else "-"

@@ -13,8 +13,8 @@ import pytest
 from support.conversions import TENSORS, Conversion, assert_right, listing, make, transform_by_function
 
 import reshard_mpi
-from reshard_mpi import UsageError, WrongTypeError
-from reshard_mpi.api import calls, commands, mindspore
+from reshard_mpi import UsageError, WrongTypeError, api
+from reshard_mpi.api import calls, mindspore
 
 # MindSpore 2.10.0, `mindspore.parallel`; every argument may be given by position.
 SIGNATURES = {
@@ -169,7 +169,7 @@ def arguments_that_are_ignored(function: ast.FunctionDef) -> set[str]:
     return arguments - read - called - calls._FIELDS.keys() - set(mindspore._FILES.values())
 
 
-@pytest.mark.parametrize("module", [commands, mindspore])
+@pytest.mark.parametrize("module", [api, mindspore])
 def test_no_argument_is_accepted_and_ignored(module: ModuleType) -> None:
     functions = [node for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.FunctionDef)]
     ignored = {function.name: arguments_that_are_ignored(function) for function in functions}

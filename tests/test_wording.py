@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from support.command_line import Capture, run_here
 from support.conversions import Conversion, make
 
 import reshard_mpi
-from reshard_mpi.api import commands, mindspore, wording
-from reshard_mpi.api.wording import in_python, public
+from reshard_mpi import api
+from reshard_mpi.api import arguments, mindspore
+from reshard_mpi.api.arguments import in_python, public
 from reshard_mpi.cli.arguments import parser
 from reshard_mpi.errors import ReshardError, UsageError
 
@@ -51,7 +53,7 @@ def test_options_become_arguments(function: Callable[[str], str], text: str, exp
 
 
 def test_outside_of_a_call_nothing_is_known() -> None:
-    assert wording._arguments.get() == ()
+    assert arguments._arguments.get() == ()
 
 
 def test_every_option_of_a_transform_has_an_argument() -> None:
@@ -60,15 +62,15 @@ def test_every_option_of_a_transform_has_an_argument() -> None:
     )
     options = {text.removeprefix("--") for action in transform._actions for text in action.option_strings}
     only_typed = {"help", "h", "report", "progress", "quiet", "q", "verbose", "v", "-h", "-q", "-v"}
-    assert options - only_typed <= wording._ARGUMENTS.keys()
-    own = commands.transform.__wrapped__.__code__.co_varnames  # type: ignore[attr-defined]
-    assert all(names[0] in own for names in wording._ARGUMENTS.values())
+    assert options - only_typed <= arguments._ARGUMENTS.keys()
+    own = api.transform.__wrapped__.__code__.co_varnames  # type: ignore[attr-defined]
+    assert all(names[0] in own for names in arguments._ARGUMENTS.values())
 
 
-@pytest.mark.parametrize("module", [commands, mindspore])
-def test_every_public_function_is_public(module: object) -> None:
+@pytest.mark.parametrize("module", [api, mindspore])
+def test_every_public_function_is_public(module: ModuleType) -> None:
     exported = [getattr(module, name) for name in reshard_mpi.__all__ if hasattr(module, name)]
-    functions = [value for value in exported if not isinstance(value, type)]
+    functions = [value for value in exported if getattr(value, "__module__", "") == module.__name__]
     assert functions and all(hasattr(function, "__wrapped__") for function in functions)
 
 

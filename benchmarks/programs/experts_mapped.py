@@ -5,12 +5,12 @@ import sys
 import time
 
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.mapping.candidates import Kind
-from reshard_mpi.mapping.choice import Choice
-from reshard_mpi.mapping.mapped import applied
-from reshard_mpi.mapping.reading import read_rules
+from reshard_mpi.mapping.apply import applied
+from reshard_mpi.mapping.direction import ShapeAndType
+from reshard_mpi.mapping.map_file import read_rules
+from reshard_mpi.mapping.selection import Selection
 
-kind = Kind(BY_NAME["bfloat16"], (2048, 7168))
+kind = ShapeAndType(BY_NAME["bfloat16"], (2048, 7168))
 inventory = {
     f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight": kind
     for layer in range(3, 61)
@@ -19,7 +19,7 @@ inventory = {
 }
 begin = time.perf_counter()
 rules, _ = read_rules(sys.argv[1], None)
-mapped = applied(rules, Choice(), inventory)
+mapped = applied(rules, Selection(), inventory)
 seconds = time.perf_counter() - begin
 assert len(mapped.made) == 58
 print(json.dumps({"seconds": seconds, "tensors": len(inventory)}))

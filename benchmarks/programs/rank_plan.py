@@ -9,7 +9,7 @@ import time
 
 from benchmarks.many_ranks import manifest
 from reshard_mpi.checkpoints.discovery import ShardFiles
-from reshard_mpi.checkpoints.left_behind import Share
+from reshard_mpi.checkpoints.shards import ShardShare
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.runs.conversion import Conversion
@@ -29,7 +29,7 @@ src_strategy, dst_strategy, target_rank, *ranks = sys.argv[1:]
 source, target = strategy.load(src_strategy), strategy.load(dst_strategy)
 every = {rank: (f"rank_{rank}",) for rank in range(source.world_size)}
 described = _Described(ShardFiles("nowhere", "ckpt", every), source)
-looked_into = Share(int(target_rank), target.world_size).ranks(source.world_size)
+looked_into = ShardShare(int(target_rank), target.world_size).ranks(source.world_size)
 described.held = {rank: manifest(source, rank) for rank in {*map(int, ranks), *looked_into}}
 conversion = Conversion(described, target)
 begin = time.perf_counter()

@@ -12,10 +12,9 @@ from pathlib import Path
 from reshard_mpi.engine.transfer import write_shard
 from reshard_mpi.formats import ckpt
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.manifest import ShardIdentity
+from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, SpecKind, Specs
 from reshard_mpi.formats.protocol import reserve_file
-from reshard_mpi.formats.specs import ShardSpec, SpecKind, Specs
-from reshard_mpi.planning.model import Group, PlannedTensors, RankPlan, Route
+from reshard_mpi.planning.model import Group, PlannedTensors, RankPlan, ReadGroup
 from reshard_mpi.runs.conversion import LIMITS
 from reshard_mpi.sharding.box import Box
 
@@ -28,7 +27,7 @@ def main() -> None:
     spec = ShardSpec(ShardIdentity(0, 1, ""), Specs(names, [kind], [0] * count), {})
     source = reserve_file(ckpt, str(folder / "from.ckpt"), spec)
     target = reserve_file(ckpt, str(folder / "to.ckpt"), spec)
-    route = Route(0, box, box, source.tensors, range(count))
+    route = ReadGroup(0, box, box, source.tensors, range(count))
     tensors = PlannedTensors([Group(kind, names, (route,))], [0] * count)
     plan = RankPlan(0, 0, spec.identity, tensors, {}, (), (), (), (), frozenset())
     descriptor = os.open(target.path, os.O_RDWR)

@@ -11,7 +11,7 @@ import time
 
 from reshard_mpi import formats
 from reshard_mpi.engine.sums import sum_tensors
-from reshard_mpi.formats.specs import TensorSpec
+from reshard_mpi.formats.manifest import TensorSpec
 from reshard_mpi.runs.conversion import LIMITS
 from reshard_mpi.sharding.box import Box
 

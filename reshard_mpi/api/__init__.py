@@ -1,4 +1,6 @@
-"""The public functions. None uses MPI unless a communicator is given, so they may be called on one rank or on all.
+"""Offer the public functions (`transform`, `verify`, `diff`, `plan`, `load_rank`); none uses MPI unasked.
+
+The public functions. None uses MPI unless a communicator is given, so they may be called on one rank or on all.
 
 They log what the command line prints, to the logger "reshard_mpi": notes at level INFO, warnings and reasons for
 waiting at level WARNING, each text once. With a communicator, its rank 0 logs. Without one, each rank that calls a
@@ -7,7 +9,22 @@ function logs for itself. Worker processes log nothing.
 
 from __future__ import annotations
 
-from reshard_mpi.api.commands import diff, load_rank, plan, transform, verify
+import time
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from reshard_mpi import formats
+from reshard_mpi.api.arguments import all_in_python, plain_number, public
+from reshard_mpi.api.calls import (
+    OnProgress,
+    PathLike,
+    conversion_of,
+    listed_shards,
+    raise_first,
+    report_of,
+    request_of,
+    run,
+)
 from reshard_mpi.api.mindspore import (
     convert_checkpoint_by_rank,
     convert_checkpoints,
@@ -19,9 +36,262 @@ from reshard_mpi.api.mindspore import (
     unified_safetensors,
 )
 from reshard_mpi.checkpoints.inspection import inspect
-from reshard_mpi.planning.summary import Plan, RankSummary
+from reshard_mpi.errors import UsageError
+from reshard_mpi.formats.manifest import NEST
+from reshard_mpi.planning.summary import Plan, RankSummary, told_rules
+from reshard_mpi.processes.comm import SerialComm
+from reshard_mpi.runs.memory import RunMemory
 from reshard_mpi.runs.outcome import Report, ShardReport, TargetReport
-from reshard_mpi.runs.status import RunStatus
+from reshard_mpi.runs.progress import RunStatus, Silent, log
+from reshard_mpi.runs.transform import plan_together
+from reshard_mpi.runs.workers import Task
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@public
+def transform(
+    source: PathLike,
+    target: PathLike,
+    src_strategy: PathLike | None = None,
+    dst_strategy: PathLike | None = None,
+    *,
+    to: str | None = None,
+    prefix: str = formats.DEFAULT_PREFIX,
+    select: str | None = None,
+    source_format: str | None = None,
+    source_files: int | None = None,
+    ranks: Iterable[int] | None = None,
+    part: tuple[int, int] | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    unlisted: str = "follow",
+    strict: bool = False,
+    replicas: str = "sample",
+    accumulated: str = "refuse",
+    verify: bool = False,
+    crc: bool = False,
+    memory: str | int | None = None,
+    max_active: int | None = None,
+    max_shard_size: str | int | None = None,
+    map: PathLike | Iterable[PathLike] | None = None,
+    forward: bool = False,
+    reverse: bool = False,
+    config: PathLike | None = None,
+    like: PathLike | None = None,
+    dtype: str | Iterable[str] = (),
+    include: str | Iterable[str] = (),
+    exclude: str | Iterable[str] = (),
+    jobs: int = 1,
+    comm: Any = None,
+    progress: OnProgress | None = None,
+) -> Report:
+    """Reshard the checkpoint `source` into the folder `target`, as `reshard-mpi transform` does with these options.
+
+    The folder keeps a record of the run, so that it can be resumed, and is committed when all targets are complete.
+    source_format: read only files of this format, if there are several. source_files: how many files the source was
+    saved in, where nothing in it tells. ranks: the targets to make; None: all. part: (i, n), share number i from 0 of n
+    shares of them. accumulated: as in `transform_checkpoints`. max_shard_size: the most bytes of a file of format "hf",
+    as "5GB" (the default) or a number of bytes. map: an equation, the path of a map, or the name of one that comes with
+    the program; or several of these, applied one after another. forward and reverse: their direction, where names do
+    not tell it; config: path of the model's configuration; like: of a checkpoint whose names and shapes the target is
+    to have. dtype: "TYPE" or "GLOB=TYPE", or several; include, exclude: globs of names in the target. jobs: how many
+    local processes, 1 or more. comm: an mpi4py communicator whose ranks share the work instead; all of them must make
+    the call, and get the same report. progress: a function that is called about twice a second, and once at the end,
+    with a `RunStatus`: how far the run is, over all its processes. It may be called from another thread than the
+    caller's; with comm, that of its rank 0 is called. Raises a ReshardError before anything is written if the transform
+    is refused, and a TransformError if some targets could not be written.
+    """
+    begin = time.monotonic()
+    request = request_of(locals())
+    outcome = run(request, plain_number(jobs, "jobs"), comm, processes_name="jobs", progress=progress)
+    outcome.raise_failures()
+    return report_of(outcome, time.monotonic() - begin)
+
+
+@public
+def plan(
+    source: PathLike,
+    src_strategy: PathLike | None = None,
+    dst_strategy: PathLike | None = None,
+    *,
+    ranks: Iterable[int] | None = None,
+    select: str | None = None,
+    source_format: str | None = None,
+    source_files: int | None = None,
+    unlisted: str = "follow",
+    strict: bool = False,
+    replicas: str = "sample",
+    accumulated: str = "refuse",
+    map: PathLike | Iterable[PathLike] | None = None,
+    forward: bool = False,
+    reverse: bool = False,
+    config: PathLike | None = None,
+    like: PathLike | None = None,
+    dtype: str | Iterable[str] = (),
+    include: str | Iterable[str] = (),
+    exclude: str | Iterable[str] = (),
+    memory: str | int | None = None,
+) -> Plan:
+    """Return what a transform of `source` would do, writing nothing. ranks: the target ranks (None: all).
+
+    source_format, source_files, accumulated, map to exclude: as in `transform`. memory, and the log: as in
+    `transform_checkpoints`. Raises a ReshardError if the transform would be refused.
+    """
+    request = request_of(locals())
+    files = request.shard_files()
+    with RunMemory(lambda: request.allowance, SerialComm(), Silent()) as allotted:
+        purpose = f"planning from {files.path}"
+        notes = allotted.open().notes
+        allotted.to_open((request.src_strategy, request.dst_strategy), purpose, files.format)
+        conversion = conversion_of(files, request)
+        allotted.on_giving_way(conversion.forget)
+        wanted = range(conversion.target.world_size) if request.ranks is None else request.ranks
+        projection = allotted.to_plan(conversion, files.format, purpose, targets=len(wanted))
+        plans, outcome = plan_together(conversion, wanted, notes)
+        for rank_plan in plans:
+            allotted.require_possible(rank_plan)
+        rules = conversion.shown_rules(wanted[0] if wanted else None)
+        notes = (*outcome.notes, *told_rules(rules, are_all=True))
+        log(all_in_python(notes), all_in_python(outcome.warnings))
+        summaries = tuple(RankSummary.of(rank_plan, projection.peak_bytes(rank_plan)) for rank_plan in plans)
+        return Plan(summaries, conversion.source.described, rules=rules)
+
+
+@public
+def verify(
+    source: PathLike,
+    target: PathLike | None = None,
+    src_strategy: PathLike | None = None,
+    dst_strategy: PathLike | None = None,
+    *,
+    ranks: Iterable[int] | None = None,
+    select: str | None = None,
+    source_format: str | None = None,
+    source_files: int | None = None,
+    unlisted: str = "follow",
+    replicas: str = "sample",
+    accumulated: str = "refuse",
+    map: PathLike | Iterable[PathLike] | None = None,
+    forward: bool = False,
+    reverse: bool = False,
+    config: PathLike | None = None,
+    like: PathLike | None = None,
+    dtype: str | Iterable[str] = (),
+    include: str | Iterable[str] = (),
+    exclude: str | Iterable[str] = (),
+    process_num: int = 1,
+    memory: str | int | None = None,
+    max_active: int | None = None,
+    comm: Any = None,
+    progress: OnProgress | None = None,
+) -> Report:
+    """Verify that `target` holds what a transform of `source` would write, or, without it, that `source` fits its sums.
+
+    Formats and layouts may differ. ranks: check the shards of these ranks only, of `target` if it is given (None:
+    all). accumulated, map to exclude: those of the transform. replicas: "sample" checks the source strategy as in
+    `transform_checkpoints`, "any" does not. process_num (1 or more), memory, max_active, comm and the log: as
+    there. progress: as in `transform`. Raises DamageError for the first damage, with tensor, file and byte, and how
+    many more there are; another ReshardError if the two cannot be compared, or if `source` keeps no sums.
+    """
+    begin = time.monotonic()
+    request = request_of(locals() | {"target": source if target is None else target})._replace(recorded=False)
+    if request.ranks == ():
+        raise UsageError("ranks names no rank", expected="one rank or more, or None for all", got="none")
+    work = Task.VERIFY_ALONE if target is None else Task.VERIFY_PAIR
+    outcome = run(request, plain_number(process_num, "process_num"), comm, work, progress=progress)
+    raise_first(outcome)
+    return report_of(outcome, time.monotonic() - begin)
+
+
+@public
+def diff(
+    first: PathLike,
+    second: PathLike,
+    first_strategy: PathLike | None = None,
+    second_strategy: PathLike | None = None,
+    *,
+    select: str | None = None,
+    source_format: str | None = None,
+    source_files: int | None = None,
+    replicas: str = "sample",
+    accumulated: str = "refuse",
+    map: PathLike | Iterable[PathLike] | None = None,
+    forward: bool = False,
+    reverse: bool = False,
+    config: PathLike | None = None,
+    like: PathLike | None = None,
+    dtype: str | Iterable[str] = (),
+    include: str | Iterable[str] = (),
+    exclude: str | Iterable[str] = (),
+    jobs: int = 1,
+    memory: str | int | None = None,
+    max_active: int | None = None,
+    comm: Any = None,
+    progress: OnProgress | None = None,
+) -> Report:
+    """Compare two checkpoints: whether they hold the same tensors, whatever their formats, layouts and order of names.
+
+    A strategy of None means that the shards describe themselves, or are one full checkpoint. select, source_format,
+    source_files: for the files of the first one, as in `transform`. map to dtype: what becomes of the first one before
+    it is compared, as in `transform`. include, exclude: which tensors of both are compared. accumulated: how gradients
+    that are being accumulated are joined on either side before they are compared. replicas: as in `verify`. progress:
+    as in `transform`. Raises DifferenceError for the first difference, with tensor, element, values and places, and how
+    many more there are; another ReshardError if the two cannot be compared.
+    """
+    begin = time.monotonic()
+    strategies = {"src_strategy": "first_strategy", "dst_strategy": "second_strategy"}
+    request = request_of(locals(), source="first", target="second", **strategies)._replace(recorded=False)
+    outcome = run(request, plain_number(jobs, "jobs"), comm, Task.DIFF, processes_name="jobs", progress=progress)
+    raise_first(outcome)
+    return report_of(outcome, time.monotonic() - begin)
+
+
+@public
+def load_rank(
+    rank: int,
+    source: PathLike | Mapping[int, PathLike],
+    src_strategy: PathLike | None = None,
+    dst_strategy: PathLike | None = None,
+    *,
+    select: str | None = None,
+    source_format: str | None = None,
+    source_files: int | None = None,
+    unlisted: str = "follow",
+    replicas: str = "sample",
+    accumulated: str = "refuse",
+    map: PathLike | Iterable[PathLike] | None = None,
+    forward: bool = False,
+    reverse: bool = False,
+    config: PathLike | None = None,
+    like: PathLike | None = None,
+    dtype: str | Iterable[str] = (),
+    include: str | Iterable[str] = (),
+    exclude: str | Iterable[str] = (),
+) -> dict[str, np.ndarray[Any, Any] | str]:
+    """Return the shard of target rank `rank` without writing it: C-contiguous arrays, and strings as str, by name.
+
+    source: a checkpoint folder or file, or a map from source rank to shard file. Arrays of bfloat16 and float8 have
+    types of ml_dtypes; int4 comes as int8. Each array owns its memory. What is neither tensor nor text, and how all of
+    it is nested, is not returned. map to exclude: as in `transform`. replicas,
+    accumulated and the log: as in `transform_checkpoints`. Raises a ReshardError.
+    """
+    arguments, rank = dict(locals()), plain_number(rank, "rank")
+    if isinstance(source, Mapping):
+        files = listed_shards(arguments.pop("source"), "source")
+        request = request_of(arguments)
+    else:
+        request = request_of(arguments)
+        files = request.shard_files()
+    conversion = conversion_of(files, request)
+    (rank_plan,), outcome = plan_together(conversion, [rank])
+    log(all_in_python(outcome.notes), all_in_python(outcome.warnings))
+    from reshard_mpi.engine.gather import load_shard
+
+    texts = {name: text for name, text in rank_plan.strings.items() if name != NEST}
+    return {**load_shard(rank_plan, limits=conversion.limits), **texts}
+
 
 __all__ = [
     "Plan",

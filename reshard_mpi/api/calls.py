@@ -1,15 +1,17 @@
-"""What the public functions have in common: they turn arguments into plain values, find sources, and begin runs."""
+"""Begin runs for the public functions: requests, progress, reports (`request_of`, `run`)."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from enum import StrEnum
 from functools import partial
 from typing import Any, TypeVar
 
 from reshard_mpi import formats
-from reshard_mpi.api.plain import (
+from reshard_mpi.api.arguments import (
+    all_in_python,
     or_none,
     plain_bytes,
     plain_files,
@@ -23,31 +25,81 @@ from reshard_mpi.api.plain import (
     plain_text,
     plain_texts,
 )
-from reshard_mpi.api.shown import OnProgress, shown_to
-from reshard_mpi.api.wording import all_in_python
 from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.errors import UsageError
 from reshard_mpi.filesystem.paths import require_reachable
-from reshard_mpi.planning.parameters import Unlisted
-from reshard_mpi.planning.partial_sums import Accumulated
+from reshard_mpi.planning.parameters import Accumulated, Unlisted
 from reshard_mpi.planning.replicas import Replicas
-from reshard_mpi.processes.comm import MPIComm, SerialComm
-from reshard_mpi.processes.governor import usage
-from reshard_mpi.runs.conversion import Conversion
+from reshard_mpi.processes.comm import Comm, MPIComm, SerialComm
+from reshard_mpi.processes.governor import scopes
+from reshard_mpi.runs.conversion import Conversion, apply_map
+from reshard_mpi.runs.monitor import Display, ProgressMonitor, RankProgress, RootProgress
 from reshard_mpi.runs.outcome import Outcome, Report
-from reshard_mpi.runs.progress import log
+from reshard_mpi.runs.progress import RunProgress, RunStatus, Silent, ended, log, log_warning
 from reshard_mpi.runs.request import Request
-from reshard_mpi.runs.through import through_map
 from reshard_mpi.runs.workers import Task, run_with_workers
 from reshard_mpi.sharding import strategy
 from reshard_mpi.sharding.placement import Strategy, unsharded
+
+# How far apart two calls are.
+_INTERVAL_SECONDS = 0.5
+
+OnProgress = Callable[[RunStatus], object]
+
+
+class CallbackDisplay(Display):
+    """The display of a caller's function. If it raises, the error is logged, and it is not called again."""
+
+    def __init__(self, on_progress: OnProgress | None) -> None:
+        self._on_progress = on_progress
+        self._next_seconds = 0.0
+
+    def update(self, status: RunStatus) -> None:
+        if status.seconds >= self._next_seconds:
+            self._next_seconds = status.seconds + _INTERVAL_SECONDS
+            self._tell(status)
+
+    def say(self, text: str) -> None:
+        log_warning(text)
+
+    def close(self, status: RunStatus) -> None:
+        self._tell(status)
+
+    def _tell(self, status: RunStatus) -> None:
+        if self._on_progress is None:
+            return
+        try:
+            self._on_progress(status)
+        except Exception:
+            import logging
+
+            logging.getLogger("reshard_mpi").exception("the function that is told the progress has failed")
+            self._on_progress = None
+
+
+def shown_to(on_progress: OnProgress | None, comm: Comm) -> AbstractContextManager[RunProgress]:
+    """Give what tells a caller's function the progress of a run, until its end. Every process must call this."""
+    return ended(progress_for(on_progress, comm))
+
+
+def progress_for(on_progress: OnProgress | None, comm: Comm) -> RunProgress:
+    """Return what tells a caller's function the progress of a run. Every process of `comm` must call this.
+
+    It is called on rank 0, if it is given there.
+    """
+    if not any(comm.allgather(on_progress is not None)):
+        return Silent()
+    if not isinstance(comm, MPIComm):
+        return ProgressMonitor(CallbackDisplay(on_progress))
+    return RootProgress(comm, CallbackDisplay(on_progress)) if comm.rank == 0 else RankProgress(comm, log_warning)
+
 
 E = TypeVar("E", bound=StrEnum)
 PathLike = str | os.PathLike[str]
 
 # What every call needs is loaded with the functions, so that the first call takes no longer than others.
-usage.prepare()
+scopes.prepare()
 Task.CONVERT.load()
 
 
@@ -185,4 +237,4 @@ def conversion_of(files: discovery.ShardFiles, request: Request) -> Conversion:
         replicas=request.replicas,
         accumulated=request.accumulated,
     )
-    return through_map(request, conversion)[0]
+    return apply_map(request, conversion)[0]

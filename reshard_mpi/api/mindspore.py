@@ -1,4 +1,4 @@
-"""The functions with MindSpore's names, arguments and file conventions."""
+"""Offer MindSpore's names, arguments and file conventions (`transform_checkpoints`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from reshard_mpi import formats
+from reshard_mpi.api.arguments import (
+    all_in_python,
+    plain_number,
+    plain_numbers,
+    plain_path,
+    plain_share,
+    plain_text,
+    public,
+)
 from reshard_mpi.api.calls import (
+    OnProgress,
     PathLike,
     both_strategies,
     chosen,
@@ -21,35 +31,31 @@ from reshard_mpi.api.calls import (
     report_of,
     request_of,
     run,
+    shown_to,
 )
-from reshard_mpi.api.plain import plain_number, plain_numbers, plain_path, plain_share, plain_text
-from reshard_mpi.api.shown import OnProgress, shown_to
-from reshard_mpi.api.wording import all_in_python, public
 from reshard_mpi.checkpoints.discovery import strangers
 from reshard_mpi.errors import TargetError, UsageError
-from reshard_mpi.journal.unrecorded import Unrecorded
-from reshard_mpi.planning.parameters import Unlisted
-from reshard_mpi.planning.partial_sums import Accumulated
+from reshard_mpi.journal.targets import Unrecorded
+from reshard_mpi.planning.parameters import Accumulated, Unlisted
 from reshard_mpi.planning.ranks import joined_ranks, needed_ranks
 from reshard_mpi.processes.comm import SerialComm
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.memory import RunMemory
-from reshard_mpi.runs.one_file import target_report, write_whole
 from reshard_mpi.runs.outcome import Report
 from reshard_mpi.runs.overlap import refuse_posing
-from reshard_mpi.runs.plans import plan_together
 from reshard_mpi.runs.preflight import (
-    Tally,
+    SpaceByFilesystem,
     may_share,
     require_readable_structure,
     require_room,
     require_short_names,
     stranger_notes,
 )
-from reshard_mpi.runs.progress import log
-from reshard_mpi.runs.status import CLOSED, MOVED, Stage
+from reshard_mpi.runs.progress import CLOSED, MOVED, Stage, log
+from reshard_mpi.runs.transform import plan_together
 from reshard_mpi.runs.unified import numbers_of, request_of_files
 from reshard_mpi.runs.workers import Task
+from reshard_mpi.runs.write import target_report, write_whole
 from reshard_mpi.sharding.placement import unsharded
 from reshard_mpi.sharding.strategy.merge import merge
 
@@ -164,7 +170,7 @@ def transform_checkpoint_by_rank(
         lease.to_plan(conversion, name, purpose)
         (rank_plan,), outcome = plan_together(conversion, [rank_id], (*notes, *strange))
         require_readable_structure(rank_plan.shard, name)
-        tally = Tally()
+        tally = SpaceByFilesystem()
         size_bytes, left_bytes = formats.by_name(name).size_at_most_bytes(rank_plan.shard), target.left_bytes(path)
         tally.add(path, size_bytes, left_bytes=left_bytes)
         require_room([tally.rooms(1, partial(may_share, conversion.source.files, name, path))])

@@ -1,1 +1,1 @@
-"""A checkpoint as a whole: which files it has, which tensors, who holds what; lost and replaced shards."""
+"""Know a checkpoint as a whole: its files, tensors and holders; lost and replaced shards."""

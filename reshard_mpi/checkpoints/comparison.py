@@ -1,4 +1,4 @@
-"""Copies that must be the same, compared byte by byte before anything is written."""
+"""Compare replicas byte by byte before anything is written (`compare`)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from operator import attrgetter
 
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.errors import CoverageError, DisagreementError, StrategyError
-from reshard_mpi.formats.columns import TensorEntry
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.planning.copies import Alike
+from reshard_mpi.formats.tensor_table import TensorEntry
 from reshard_mpi.planning.losses import Lost, named
 from reshard_mpi.planning.model import Check, Copy, Limits
-from reshard_mpi.planning.tensors import Part
-from reshard_mpi.units import KIB
+from reshard_mpi.planning.replicas import ReplicaGroup
+from reshard_mpi.planning.tensors import TensorPart
+from reshard_mpi.text import KIB
 
 # How many tensors the shards of a batch may have in all; each takes some 600 bytes. If the ranks that hold the same
 # have more, they are compared in several batches, and the first of them is read again for each.
@@ -29,7 +29,7 @@ _Holder = tuple[int, int, Manifest]
 
 
 def compare(
-    source: SourceCheckpoint, all_alike: Iterable[Alike], limits: Limits, on_bytes: Callable[[int], None]
+    source: SourceCheckpoint, all_alike: Iterable[ReplicaGroup], limits: Limits, on_bytes: Callable[[int], None]
 ) -> tuple[Lost, ...]:
     """Compare all copies of tensors that should be the same; return the shards that could not be read.
 
@@ -78,9 +78,9 @@ class _Comparison:
         self._limits = limits
         self._on_bytes = on_bytes
 
-    def compare_holders(self, group: Sequence[Alike]) -> None:
+    def compare_holders(self, group: Sequence[ReplicaGroup]) -> None:
         """Compare the tensors of `group`, which the same ranks hold. Raises what `compare` raises."""
-        from reshard_mpi.engine.comparing import digest_unless_zeros, first_difference
+        from reshard_mpi.engine.compare import digest_unless_zeros, first_difference
         from reshard_mpi.engine.files import Files
 
         first: dict[tuple[int, str], Copy] = {}  # the first copy of each tensor, by its place in the group and its name
@@ -108,7 +108,7 @@ class _Comparison:
                     if copy is not None and digest_unless_zeros(copy, limits=self._limits, files=files) is not None:
                         raise _of_others(name, copy.source_rank, unasked, self._source)
 
-    def tell_apart(self, group: Sequence[Alike]) -> None:
+    def tell_apart(self, group: Sequence[ReplicaGroup]) -> None:
         """Make sure that no two copies of the tensors of `group`, which the same ranks hold, are the same.
 
         Copies in shards that are opened together are compared up to where they differ, others by digests of all that
@@ -121,8 +121,8 @@ class _Comparison:
         else:
             self._tell_apart_by_digests(group, chain((first, second), batches))
 
-    def _tell_apart_at_once(self, group: Sequence[Alike], batch: Iterable[_Holder]) -> None:
-        from reshard_mpi.engine.comparing import first_same
+    def _tell_apart_at_once(self, group: Sequence[ReplicaGroup], batch: Iterable[_Holder]) -> None:
+        from reshard_mpi.engine.compare import first_same
         from reshard_mpi.engine.files import Files
 
         with Files() as files:
@@ -132,8 +132,8 @@ class _Comparison:
                     raise _not_apart(self._source, check.name, check.why, same)
                 self._on_bytes(sum(copy.size_bytes for copy in check.copies))
 
-    def _tell_apart_by_digests(self, group: Sequence[Alike], batches: Iterable[Iterable[_Holder]]) -> None:
-        from reshard_mpi.engine.comparing import digest_unless_zeros
+    def _tell_apart_by_digests(self, group: Sequence[ReplicaGroup], batches: Iterable[Iterable[_Holder]]) -> None:
+        from reshard_mpi.engine.compare import digest_unless_zeros
         from reshard_mpi.engine.files import Files
 
         known: dict[tuple[int, str, bytes], int] = {}  # a rank for each digest of each tensor's copies
@@ -150,13 +150,13 @@ class _Comparison:
                             same = other, copy.source_rank
                             raise _not_apart(self._source, check.name, check.why, same)
 
-    def _unasked(self, parts: Sequence[Part]) -> list[int]:
+    def _unasked(self, parts: Sequence[TensorPart]) -> list[int]:
         """Return the ranks that hold `parts`, and are not among those whose shards the user has picked."""
         if not self._source.files.picked:
             return []
         return [rank for part in parts for rank in part.placement.holders(part.piece) if rank not in self._source]
 
-    def _batches(self, parts: Sequence[Part]) -> Iterator[list[_Holder]]:
+    def _batches(self, parts: Sequence[TensorPart]) -> Iterator[list[_Holder]]:
         """Yield the shards that hold `parts`, in batches of (number of the part, rank, manifest)."""
         source, batch, tensors = self._source, list[_Holder](), 0
         for number, part in enumerate(parts):
@@ -175,9 +175,9 @@ class _Comparison:
             yield batch
 
 
-def _portions(group: Iterable[Alike]) -> Iterator[tuple[Alike, ...]]:
+def _portions(group: Iterable[ReplicaGroup]) -> Iterator[tuple[ReplicaGroup, ...]]:
     """Cut what the same ranks hold so that the copies of each portion can all be kept in mind."""
-    portion, copies = list[Alike](), 0
+    portion, copies = list[ReplicaGroup](), 0
     for alike in group:
         names = max(1, _MAX_DIGESTS // alike.copies)
         for first in range(0, len(alike.names), names):
@@ -191,7 +191,7 @@ def _portions(group: Iterable[Alike]) -> Iterator[tuple[Alike, ...]]:
         yield tuple(portion)
 
 
-def _checks(group: Sequence[Alike], batch: Iterable[_Holder]) -> Iterator[Check]:
+def _checks(group: Sequence[ReplicaGroup], batch: Iterable[_Holder]) -> Iterator[Check]:
     """Yield the copies of each tensor of a group in a batch of shards, always in the same order."""
     shards = list(batch)
     for alike in group:
@@ -235,7 +235,7 @@ def _of_unlisted(name: str, error: DisagreementError, source: SourceCheckpoint) 
     )
 
 
-def _copies(alike: Alike, name: str, batch: Iterable[_Holder], known: Copy | None = None) -> Iterator[Copy]:
+def _copies(alike: ReplicaGroup, name: str, batch: Iterable[_Holder], known: Copy | None = None) -> Iterator[Copy]:
     """Yield the copies of one tensor in a batch of shards, after the `known` one of an earlier batch.
 
     Raises DisagreementError for a copy of another shape or type.

@@ -1,4 +1,4 @@
-"""Which files of a folder are the shards of a checkpoint, and of which rank."""
+"""Find the shard files of a folder and their ranks (`find_shards`)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi import formats
-from reshard_mpi.checkpoints import moments
-from reshard_mpi.checkpoints.choice import PART, choose, require_one_step
-from reshard_mpi.checkpoints.foreign_checkpoints import require_readable
-from reshard_mpi.checkpoints.unread_files import left_out_of_folder
+from reshard_mpi.checkpoints import file_selection
+from reshard_mpi.checkpoints.file_selection import PART, choose, require_one_step
+from reshard_mpi.checkpoints.foreign_files import left_out_of_folder, require_readable
 from reshard_mpi.errors import ShardError, SourceError, told
-from reshard_mpi.filesystem.file_kinds import kind_of_file
-from reshard_mpi.filesystem.paths import described, real_path
+from reshard_mpi.filesystem.paths import described, kind_of_file, real_path
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.text import counted, natural_key, ranges
 
@@ -86,7 +84,7 @@ def find_shards(
     format; one file is then of it whatever its ending. file_count: how many files were saved, if the caller knows.
     Raises SourceError where there is nothing or no clear choice.
     """
-    latest = moments.latest_in(path)
+    latest = file_selection.latest_in(path)
     folder = path if latest is None else latest.path
     found = _found(folder, select, role, format_name)
     if select is None and Path(folder).is_dir():

@@ -1,4 +1,4 @@
-"""Descriptions of strategy files, shards and checkpoint folders, for people and scripts."""
+"""Describe strategy files, shards and checkpoint folders as plain values (`inspect`)."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from reshard_mpi import formats
-from reshard_mpi.checkpoints import discovery, moments
-from reshard_mpi.checkpoints.foreign_checkpoints import ForeignCheckpointError
+from reshard_mpi.checkpoints import discovery, file_selection
+from reshard_mpi.checkpoints.foreign_files import ForeignCheckpointError
 from reshard_mpi.checkpoints.siblings import in_its_rank
 from reshard_mpi.errors import ReshardError, SourceError, StrategyError
-from reshard_mpi.filesystem.file_kinds import kind_of_file
-from reshard_mpi.formats.columns import TensorEntry
-from reshard_mpi.formats.listed import ListedTensors
+from reshard_mpi.filesystem.paths import kind_of_file
+from reshard_mpi.formats.locations import LibraryRead, StridedView
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.formats.places import Decoded, Strided
+from reshard_mpi.formats.tensor_table import ChunkedTensors, TensorEntry
 from reshard_mpi.journal.records import STATE
-from reshard_mpi.journal.state import about_record, state_of
+from reshard_mpi.journal.run_status import about_record, state_of
 from reshard_mpi.sharding import strategy
 from reshard_mpi.sharding.patterns import Pattern
 from reshard_mpi.sharding.placement import Placement, Strategy
+from reshard_mpi.sharding.strategy import table
+from reshard_mpi.sharding.strategy.spec_text import spec_text
 from reshard_mpi.text import did_you_mean
 
 _MAY_LACK_FILES = "nothing in it tells whether its last files are missing: tensors may be larger than what is here"
@@ -39,7 +40,7 @@ def inspect(
     ranks: of which the shards are described; None: all. Raises SourceError if there is nothing that can be read, or
     nothing of these names and ranks.
     """
-    wanted = _Wanted(None if names is None else Pattern(names), None if ranks is None else frozenset(ranks))
+    wanted = _TensorFilter(None if names is None else Pattern(names), None if ranks is None else frozenset(ranks))
     facts = _facts(os.fspath(path), wanted)
     kind, where = facts["kind"], facts["path"]
     if wanted.ranks is not None and kind != "checkpoint":
@@ -72,7 +73,7 @@ def inspect(
     return {**facts, "names": names}
 
 
-class _Wanted(NamedTuple):
+class _TensorFilter(NamedTuple):
     """What is to be described: tensors whose names match, in the shards of some ranks; None: all."""
 
     names: Pattern | None
@@ -90,7 +91,7 @@ def _names(facts: dict[str, Any]) -> Iterator[str]:
     yield from (rule["match"] for rule in facts.get("rules", ()))
 
 
-def _facts(name: str, wanted: _Wanted) -> dict[str, Any]:
+def _facts(name: str, wanted: _TensorFilter) -> dict[str, Any]:
     if not Path(name).exists():
         raise SourceError(
             "there is nothing to inspect",
@@ -112,7 +113,11 @@ def _facts(name: str, wanted: _Wanted) -> dict[str, Any]:
     except SourceError as error:
         if state:
             return {"kind": "run", "path": name, **state}
-        if any(Path(name).glob("rank_*")) or Path(name, moments.TRACKER).exists() or formats.is_mark(Path(name).name):
+        if (
+            any(Path(name).glob("rank_*"))
+            or Path(name, file_selection.TRACKER).exists()
+            or formats.is_mark(Path(name).name)
+        ):
             raise
         try:
             return _strategy(name, wanted)
@@ -132,7 +137,7 @@ def _facts(name: str, wanted: _Wanted) -> dict[str, Any]:
     return {"kind": "shard", **shard, "totals": _totals([shard])}
 
 
-def _checkpoint(files: discovery.ShardFiles, wanted: _Wanted) -> dict[str, Any]:
+def _checkpoint(files: discovery.ShardFiles, wanted: _TensorFilter) -> dict[str, Any]:
     shards = {
         rank: [_shard(manifest, wanted) for manifest in manifests]
         for rank, manifests in manifests_of(files, wanted.ranks)
@@ -170,7 +175,7 @@ def manifests_of(
             yield rank, map(files.locate, paths)
 
 
-def _shard(manifest: Manifest, wanted: _Wanted) -> dict[str, Any]:
+def _shard(manifest: Manifest, wanted: _TensorFilter) -> dict[str, Any]:
     tensors = {name: _tensor(entry) for name, entry in manifest.tensors.items() if wanted.has_name(name)}
     facts: dict[str, Any] = {
         "path": manifest.path,
@@ -181,7 +186,7 @@ def _shard(manifest: Manifest, wanted: _Wanted) -> dict[str, Any]:
     }
     if manifest.left_out:
         facts["left_out"] = list(manifest.left_out)
-    if isinstance(manifest.tensors, ListedTensors) and manifest.tensors.unreadable:
+    if isinstance(manifest.tensors, ChunkedTensors) and manifest.tensors.unreadable:
         facts["unreadable"] = dict(manifest.tensors.unreadable)
     if manifest.identity is not None:
         facts |= {"rank": manifest.identity.rank, "world_size": manifest.identity.world_size}
@@ -210,17 +215,17 @@ def _tensor(entry: TensorEntry) -> dict[str, Any]:
     facts: dict[str, Any] = {"dtype": entry.dtype.name, "shape": list(entry.shape), "size_bytes": entry.size_bytes}
     if entry.box is not None and entry.global_shape is not None:
         facts |= {"offset": list(entry.box.start), "global_shape": list(entry.global_shape)}
-    if isinstance(entry.source, Decoded):
+    if isinstance(entry.source, LibraryRead):
         facts["chunk"] = list(entry.source.chunk)
     else:
         ranges = entry.stored.ranges if entry.stored is not None else ()
         facts["ranges"] = [[part.offset_bytes, part.length_bytes] for part in ranges]
-    if isinstance(entry.source, Strided):
+    if isinstance(entry.source, StridedView):
         facts["strides_bytes"] = list(entry.source.strides_bytes)
     return facts
 
 
-def _strategy(path: str, wanted: _Wanted) -> dict[str, Any]:
+def _strategy(path: str, wanted: _TensorFilter) -> dict[str, Any]:
     try:
         loaded = strategy.load(path)
     except StrategyError as error:
@@ -237,7 +242,7 @@ def _strategy(path: str, wanted: _Wanted) -> dict[str, Any]:
     return {"kind": "strategy", "path": path, **_strategy_facts(loaded, wanted)}
 
 
-def _strategy_facts(loaded: Strategy, wanted: _Wanted) -> dict[str, Any]:
+def _strategy_facts(loaded: Strategy, wanted: _TensorFilter) -> dict[str, Any]:
     # Of a name without wildcards the rule that places it is meant.
     name = wanted.names.text if wanted.names is not None and wanted.names.is_plain else None
     placing = loaded.rule_of(name) if name is not None and name not in loaded.parameters else None
@@ -277,3 +282,26 @@ def _placement(placement: Placement, strategy: Strategy) -> dict[str, Any]:
         split = {str(dim): [names[axis] for axis in axes] for dim, axes in enumerate(placement.split) if axes}
         facts["axes"] = {"split": split, "optimizer": [names[axis] for axis in placement.optimizer_axes]}
     return facts
+
+
+def strategy_as_toml(path: str) -> str:
+    """Return the strategy that lies at `path`, or that the shards there carry, as a TOML spec.
+
+    Raises StrategyError if a spec cannot say it, or SourceError if the shards carry none.
+    """
+    try:
+        files = discovery.find_shards(path)
+    except SourceError:
+        if not Path(path).exists():
+            raise
+        return spec_text(strategy.load(path))
+    identity = next((shard.identity for _, shards in manifests_of(files) for shard in shards), None)
+    if identity is None:
+        raise SourceError(
+            "the shards do not say how they are sharded",
+            expected="strategy files, or shards that carry their strategy, such as native HDF5 ones",
+            got=f"shards in {files.format}",
+            where=path,
+            remedy="give the strategy files of the checkpoint",
+        )
+    return spec_text(table.loads(identity.strategy, path))

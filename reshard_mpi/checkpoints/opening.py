@@ -1,23 +1,25 @@
-"""Opens the source checkpoint: joins its files and a strategy, or refuses what does not belong together."""
+"""Open the source: join its files and a strategy, or refuse them (`open_source`).
+
+A folder may hold checkpoints of several moments, and a training may add another one at any time. Then whoever looks
+later chooses other files, of the same structure and with other values.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints.discovery import ShardFiles
+from reshard_mpi.checkpoints.file_selection import NAME_WAYS, name_ending_in_rank, name_without_rank
 from reshard_mpi.checkpoints.siblings import in_its_rank, require_full
 from reshard_mpi.checkpoints.source import DAMAGE, SourceCheckpoint, locate
-from reshard_mpi.errors import (
-    LayoutError,
-    ReshardError,
-    SourceError,
-    StrategyError,
-    as_reshard_error,
-)
+from reshard_mpi.errors import LayoutError, ReshardError, SourceError, StrategyError, as_reshard_error
 from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.planning.model import CHOSEN_FILES, Moment
 from reshard_mpi.sharding.placement import Strategy, unsharded
 from reshard_mpi.sharding.strategy import table
 
@@ -166,7 +168,7 @@ def _described(manifest: Manifest) -> Strategy | None:
 
 def _recorded(files: ShardFiles) -> Strategy | None:
     """Return the strategy that the run which wrote the files has recorded; None if it has not, or they are others."""
-    from reshard_mpi.journal.recorded_strategy import recorded_strategy
+    from reshard_mpi.journal.identity import recorded_strategy
 
     try:
         recorded = recorded_strategy(Path(files.path), files.by_rank)
@@ -185,3 +187,33 @@ def _require_agreement(given: Strategy, described: Strategy, path: str) -> None:
             where=f"{given.origin} and {path}",
             remedy="leave it out: these shards describe themselves",
         )
+
+
+_DIGEST_LENGTH = 32
+
+
+def chosen_files(files: ShardFiles) -> str:
+    """Return what the files are called in all ranks, with `<rank>` for the rank; else a name and a digest of all names.
+
+    What all ranks are called by is the same if some of them are missing, or restored.
+    """
+    names = {rank: tuple(path.rpartition("/")[2] for path in paths) for rank, paths in files.by_rank.items()}
+    if all(len(own) == 1 for own in names.values()):
+        # First the way that calls a single rank as it calls many.
+        for way in (name_without_rank, *NAME_WAYS, name_ending_in_rank):
+            called = (way(rank, own[0]) for rank, own in names.items())
+            first = next(called, None)
+            if first is not None and all(other == first for other in called):  # most ways are given up at once
+                return first
+    digest = hashlib.sha256(json.dumps(sorted((rank, sorted(own)) for rank, own in names.items())).encode())
+    least, count = min((min(own) for own in names.values() if own), default=""), sum(map(len, names.values()))
+    return f"{least} and {count - 1} more, sha256:{digest.hexdigest()[:_DIGEST_LENGTH]}"
+
+
+def moments_of(files: ShardFiles) -> tuple[Moment, ...]:
+    """Return what all who read the checkpoint must agree in: its files, and its folder if that is the latest of some.
+
+    Another checkpoint may become the newest while processes begin.
+    """
+    chosen = Moment(CHOSEN_FILES, chosen_files(files), files.path)
+    return (chosen, Moment("latest checkpoint", files.latest, files.path)) if files.latest else (chosen,)

@@ -1,4 +1,4 @@
-"""Checks a source strategy against its checkpoint: compares a few shards in a few places of a few tensors."""
+"""Check a source strategy against samples of the source's values (`drifted_tensors`)."""
 
 from __future__ import annotations
 
@@ -12,26 +12,25 @@ from typing import TYPE_CHECKING
 
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.errors import LayoutError, ShardError
-from reshard_mpi.formats.columns import TensorEntry
 from reshard_mpi.formats.dtypes import DType, numbers
+from reshard_mpi.formats.locations import LibraryRead
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.formats.places import Decoded
+from reshard_mpi.formats.tensor_table import TensorEntry
 from reshard_mpi.planning.fit import (
     NO_DRIFT,
-    Compared,
     Drift,
-    Likeness,
+    PairResult,
+    Similarity,
     judge,
     should_be_one_part,
     stray,
     unknown_tensor,
 )
-from reshard_mpi.planning.parameters import Unlisted
-from reshard_mpi.planning.partial_sums import is_partial_sum
-from reshard_mpi.planning.samples import Pair, Sampled, Sampler, places, rank_pairs, share
+from reshard_mpi.planning.parameters import Unlisted, is_partial_sum
+from reshard_mpi.planning.samples import RankPair, Sampled, Sampler, places, rank_pairs, share
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import Shape
-from reshard_mpi.units import MIB
+from reshard_mpi.text import MIB
 
 if TYPE_CHECKING:
     from reshard_mpi.engine.files import Files
@@ -107,7 +106,7 @@ class _Excerpts:
     """Reads shards in a few places, and keeps what was read, since a shard may be in many pairs."""
 
     def __init__(self, files: Files) -> None:
-        from reshard_mpi.engine.excerpts import excerpt
+        from reshard_mpi.engine.compare import excerpt
 
         self._excerpt = partial(excerpt, files)
         self._read: dict[tuple[str, str], list[bytes]] = {}
@@ -124,7 +123,7 @@ class _Excerpts:
             yield read[number]
 
 
-def _require_homes(source: SourceCheckpoint, strays: Iterable[Sampled], pair: Pair, excerpts: _Excerpts) -> None:
+def _require_homes(source: SourceCheckpoint, strays: Iterable[Sampled], pair: RankPair, excerpts: _Excerpts) -> None:
     """Raise StrategyError if a tensor lies in a stage where it should not, and differs from that in its own stage."""
     stage_size = source.strategy.stage_size
     for name, _, home_stage in strays:
@@ -139,19 +138,19 @@ def _require_homes(source: SourceCheckpoint, strays: Iterable[Sampled], pair: Pa
             likeness, _ = _likeness(home, shard, name, True, excerpts)
         except (ShardError, OSError):  # planning reports it if the shard is needed
             continue
-        if likeness is not Likeness.SAME:
+        if likeness is not Similarity.SAME:
             raise stray(name, home_stage, source.strategy, (home.path, shard.path))
 
 
 def _compared(
     sampled: Iterable[Sampled],
-    pair: Pair,
+    pair: RankPair,
     first: Manifest,
     second: Manifest,
     excerpts: _Excerpts,
     *,
     is_recorded: bool,
-) -> Iterator[Compared]:
+) -> Iterator[PairResult]:
     """Compare tensors in two shards: `pair.tensors` at most whose parts should be the same, and as many of the others.
 
     is_recorded: whether the run that wrote the shards has recorded how they are cut: then parts may well be equal.
@@ -183,7 +182,7 @@ def _compared(
         left[one_part] -= 1
         floating = "float" in entry.dtype.name or "complex" in entry.dtype.name
         size_bytes = max(entry.size_bytes, other.size_bytes)
-        yield Compared(name, placement, one_part, likeness, telling, floating, entry.shape, size_bytes)
+        yield PairResult(name, placement, one_part, likeness, telling, floating, entry.shape, size_bytes)
 
 
 def _say_different_parts(entry: TensorEntry, other: TensorEntry) -> bool:
@@ -194,13 +193,13 @@ def _say_different_parts(entry: TensorEntry, other: TensorEntry) -> bool:
     return entry.box is not None and other.box is not None and entry.box != other.box
 
 
-def _is_damage(tensor: Compared, pair: Pair, source: SourceCheckpoint) -> bool:
+def _is_damage(tensor: PairResult, pair: RankPair, source: SourceCheckpoint) -> bool:
     """Tell whether two copies have different shapes because one shard is damaged: no other of its stage has that shape.
 
     A damaged shard is dealt with if it is needed. If other shards have either shape too, or there are no others, the
     strategy may be wrong: the tensor is cut, and unevenly.
     """
-    if tensor.likeness is not Likeness.OF_ANOTHER_SHAPE or not tensor.one_part or tensor.placement is None:
+    if tensor.likeness is not Similarity.OF_ANOTHER_SHAPE or not tensor.one_part or tensor.placement is None:
         return False
     if tensor.placement.is_uneven:
         return True  # parts have different shapes anyway, so other shards show nothing
@@ -215,25 +214,25 @@ def _is_damage(tensor: Compared, pair: Pair, source: SourceCheckpoint) -> bool:
 
 def _likeness(
     first: Manifest, second: Manifest, name: str, one_part: bool, excerpts: _Excerpts
-) -> tuple[Likeness, bool]:
+) -> tuple[Similarity, bool]:
     """Return how alike two parts are, and whether their values vary enough that different parts would differ."""
     entry, other = first.tensors[name], second.tensors[name]
     if entry.shape != other.shape or entry.dtype != other.dtype:
-        return Likeness.OF_ANOTHER_SHAPE, True
+        return Similarity.OF_ANOTHER_SHAPE, True
     boxes = places(name, entry.shape)
     if max(map(_decoded_bytes, (entry, other))) > _LARGE_CHUNK_BYTES:
         boxes = boxes[:1]
     if all(map(eq, excerpts.of(first, name, boxes), excerpts.of(second, name, boxes))):
-        return Likeness.SAME, one_part or _is_telling(b"".join(excerpts.of(first, name, boxes)), entry.dtype)
+        return Similarity.SAME, one_part or _is_telling(b"".join(excerpts.of(first, name, boxes)), entry.dtype)
     if not one_part:
-        return Likeness.DIFFERENT, True
+        return Similarity.DIFFERENT, True
     ours, theirs = (b"".join(excerpts.of(shard, name, boxes)) for shard in (first, second))
-    return Likeness.CLOSE if _is_close(ours, theirs, entry.dtype) else Likeness.DIFFERENT, True
+    return Similarity.CLOSE if _is_close(ours, theirs, entry.dtype) else Similarity.DIFFERENT, True
 
 
 def _decoded_bytes(entry: TensorEntry) -> int:
     """Return how much is decoded to read one place of a tensor; 0 if its bytes are stored as they are."""
-    if not isinstance(entry.source, Decoded):
+    if not isinstance(entry.source, LibraryRead):
         return 0
     return math.prod(entry.source.chunk) * entry.dtype.itemsize_bytes
 

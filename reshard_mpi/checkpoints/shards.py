@@ -1,4 +1,12 @@
-"""Opens the source shards that a target needs and, in place of lost ones, others that hold the same."""
+"""Open the source shards of one target, others in place of lost ones (`ShardOpener`).
+
+A target opens the shards that the strategies say it needs. What no strategy lists is taken from those; so a tensor that
+one rank alone has saved, an expert or a part of a sharded optimizer, would be lost without a word if its rank were not
+among them.
+
+A target is planned from few shards. A source strategy that says nothing of uneven slices fits the first of them, and
+makes of it a tensor of a length that no target strategy may be able to cut.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +14,94 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from itertools import chain, islice
 from typing import NamedTuple
 
-from reshard_mpi.checkpoints.consistency import require_consistent_source
-from reshard_mpi.checkpoints.left_behind import Share, left_behind, refuse
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError, ReshardError, StrategyError
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.planning.disputes import disputes, witnesses
 from reshard_mpi.planning.losses import Lost, described
 from reshard_mpi.planning.parameters import Unlisted, find_or_follow, is_dropped, listed_names
 from reshard_mpi.planning.ranks import needed_ranks, wants
+from reshard_mpi.planning.shard_faults import disputes, witnesses
 from reshard_mpi.planning.target import Policy, ShardPlanner
 from reshard_mpi.planning.tensors import SourceTensors
 from reshard_mpi.sharding.layout import UnknownLengthError
 from reshard_mpi.sharding.patterns import Pattern
 from reshard_mpi.sharding.placement import Placement, Strategy
+
+# So many of the first ranks of a stage are looked at, and as many of the last ones, which hold what is uneven.
+_LOOKED_AT = 8
+
+
+def require_consistent_source(source: SourceCheckpoint) -> None:
+    """Raise a ReshardError if shards contradict the source's strategy or each other.
+
+    The first and the last shards of each stage are looked at, and only what those hold which can be read.
+    """
+    strategy = source.strategy
+    for stage in range(strategy.stages):
+        ranks = strategy.ranks_of(stage)
+        chosen = dict.fromkeys((*ranks[:_LOOKED_AT], *ranks[-_LOOKED_AT:]))
+        found = {rank: source.find(rank) for rank in chosen if rank in source}
+        manifests = {rank: manifest for rank, manifest in found.items() if manifest is not None}
+        lost = {rank: source.lost(rank) for rank in chosen if rank not in manifests}
+        tensors = SourceTensors(strategy, manifests, lost)
+        for name in tensors.names:
+            try:
+                tensors.group(name)
+            except (UnknownLengthError, CoverageError) as error:
+                if len(chosen) == len(ranks) and not source.files.picked:  # else others may hold the slices
+                    error.where = error.where or source.place
+                    raise
+            except (DisagreementError, LayoutError) as error:
+                error.where += f"; {source.place}" if source.missing else ""
+                raise
+
+
+_MAX_NAMED = 5
+
+
+class ShardShare(NamedTuple):
+    """Which of the shards are looked into: share `number` of `shares` that together are all of them."""
+
+    number: int
+    shares: int
+
+    def ranks(self, world_size: int) -> range:
+        """Return the ranks of this share."""
+        first, end = (-(-number * world_size // self.shares) for number in (self.number, self.number + 1))
+        return range(first, end)
+
+
+def left_behind(
+    source: SourceCheckpoint, taken: Set[str], share: ShardShare, is_wanted: Callable[[str], bool]
+) -> dict[str, int]:
+    """Return the tensors of a share of the shards that a target does not take, each with a rank that holds it.
+
+    taken: the tensors of the target. is_wanted: tells whether some target is to have a tensor that no strategy lists.
+    Damaged shards are passed over, and so are names that the source's strategy lists, which planning looks for.
+    """
+    only_there: dict[str, int] = {}
+    for rank in share.ranks(source.strategy.world_size):
+        shard = source.find(rank) if rank in source else None
+        if shard is not None and not shard.tensors.keys() <= taken:
+            for name in shard.tensors:
+                if name not in taken and name not in source.strategy.parameters and is_wanted(name):
+                    only_there.setdefault(name, rank)
+    return only_there
+
+
+def refuse(names: Iterable[str], only_there: dict[str, int], source: SourceCheckpoint) -> StrategyError:
+    """Return the error for tensors that no target would get."""
+    lost = list(names)
+    shown = ", ".join(f"{name!r} of rank {only_there[name]}" for name in islice(lost, _MAX_NAMED))
+    return StrategyError(
+        "no target would get a tensor that only some ranks hold, since no strategy says who holds it",
+        expected="a strategy that lists what differs between ranks, or one by which their shards are read",
+        got=shown + (f", and {len(lost) - _MAX_NAMED} more" if len(lost) > _MAX_NAMED else ""),
+        where=source.place,
+        remedy="list it in the source strategy (a TOML rule '*' takes all there is), or leave it out: with --exclude,"
+        " or with --unlisted drop for all that is not listed",
+    )
+
 
 # If a shard lacks a parameter, others may still hold it (see `_other_holders`). But strategies also list parameters
 # that are never saved, and to open a thousand shards to be sure of that would take minutes.
@@ -28,14 +110,14 @@ _MAX_LOOKED_INTO = 64
 _MAX_WITNESSES = 16
 
 
-class Opened(NamedTuple):
+class OpenedShards(NamedTuple):
     """The shards opened for a target by rank, and the planner that plans the target from them."""
 
     manifests: dict[int, Manifest]
     planner: ShardPlanner
 
 
-class _Candidates:
+class _CandidateRanks:
     """The ranks whose shards may be chosen for a target. lost: those that may not, as far as is known, by rank.
 
     At first every shard is trusted, so that none is opened only to see whether it can be read. Once one is lost, every
@@ -82,7 +164,7 @@ class ShardOpener:
         self._asked_targets: set[int] = set()
         self._others_have: set[str] = set()
 
-    def open(self, target_rank: int) -> Opened:
+    def open(self, target_rank: int) -> OpenedShards:
         """Open the shards that a target needs.
 
         Raises a ReshardError if shards contradict each other or a strategy, the source's before the target's. Parts
@@ -95,7 +177,7 @@ class ShardOpener:
             raise
 
     def require_none_left_behind(
-        self, target_rank: int, taken: Set[str], share: Share, is_asked: Callable[[str], bool]
+        self, target_rank: int, taken: Set[str], share: ShardShare, is_asked: Callable[[str], bool]
     ) -> None:
         """Raise StrategyError if a share of the shards holds tensors that no target would get.
 
@@ -128,9 +210,9 @@ class ShardOpener:
         alike = (stage * size + target_rank % size for stage in range(self.target.stages))
         return (rank for rank in dict.fromkeys((*alike, *range(self.target.world_size))) if rank != target_rank)
 
-    def _opened(self, target_rank: int) -> Opened:
+    def _opened(self, target_rank: int) -> OpenedShards:
         self._require_stages_of_rules(target_rank)
-        candidates = _Candidates(self.source)
+        candidates = _CandidateRanks(self.source)
         while True:
             lost_before = len(candidates.lost)
             opened = self._try_to_open(target_rank, candidates)
@@ -140,7 +222,7 @@ class ShardOpener:
                 raise RuntimeError("shards are chosen again though none has been lost")
             candidates.begin_anew()
 
-    def _try_to_open(self, target_rank: int, candidates: _Candidates) -> Opened | None:
+    def _try_to_open(self, target_rank: int, candidates: _CandidateRanks) -> OpenedShards | None:
         """Open the shards that a target needs; None if one of them turns out to be lost."""
         source, lost = self.source.strategy, candidates.lost
         names = self.source.rule_names()
@@ -177,7 +259,7 @@ class ShardOpener:
                 raise
             lost.update(outvoted)
             return None
-        return Opened(manifests, planner)
+        return OpenedShards(manifests, planner)
 
     def _require_any_left(self, target_rank: int, ranks: Collection[int], lost: Mapping[int, Lost]) -> None:
         """Raise CoverageError if all shards that are left to choose from are known to be lost."""
@@ -190,20 +272,20 @@ class ShardOpener:
                 remedy="use shards of one and the same checkpoint; reshard-mpi inspect shows what they hold",
             )
 
-    def _stage_ranks(self, candidates: _Candidates) -> Iterator[int]:
+    def _stage_ranks(self, candidates: _CandidateRanks) -> Iterator[int]:
         """Yield one rank with a usable shard for each stage that has one."""
         for stage, first in self.source.stage_ranks().items():
             others = (rank for rank in self.source.strategy.ranks_of(stage) if rank in self.source)
             yield from islice((rank for rank in chain([first], others) if candidates.open(rank) is not None), 1)
 
-    def _add(self, manifests: dict[int, Manifest], ranks: Iterable[int], candidates: _Candidates) -> None:
+    def _add(self, manifests: dict[int, Manifest], ranks: Iterable[int], candidates: _CandidateRanks) -> None:
         """Open those shards that are not lost and add them to `manifests`, which stays in the order of ranks."""
         opened = {rank: candidates.open(rank) for rank in sorted(ranks) if rank not in manifests}
         manifests.update((rank, manifest) for rank, manifest in opened.items() if manifest is not None)
         for rank in sorted(manifests):
             manifests[rank] = manifests.pop(rank)
 
-    def _planner(self, target_rank: int, manifests: dict[int, Manifest], candidates: _Candidates) -> ShardPlanner:
+    def _planner(self, target_rank: int, manifests: dict[int, Manifest], candidates: _CandidateRanks) -> ShardPlanner:
         """Return the planner. If it must know how long tensors are, shards whose slices tell it are opened as well."""
         source, lost = self.source.strategy, candidates.lost
         while True:
@@ -217,7 +299,7 @@ class ShardOpener:
                 self._add(manifests, chosen, candidates)
 
     def _other_holders(
-        self, planner: ShardPlanner, manifests: dict[int, Manifest], candidates: _Candidates
+        self, planner: ShardPlanner, manifests: dict[int, Manifest], candidates: _CandidateRanks
     ) -> Collection[int]:
         """Return ranks that are not opened yet and hold names that the opened shards lack; empty if there are none.
 
@@ -239,7 +321,7 @@ class ShardOpener:
         return chosen
 
     def _first_with(
-        self, names: Iterable[str], holders: tuple[int, ...], others: Iterable[int], candidates: _Candidates
+        self, names: Iterable[str], holders: tuple[int, ...], others: Iterable[int], candidates: _CandidateRanks
     ) -> Iterator[int]:
         """Yield the first of `others` that holds one of the names.
 

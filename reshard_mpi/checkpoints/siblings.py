@@ -1,4 +1,4 @@
-"""Whether one shard that was given as a checkpoint is all of it, or one of the parts that lie beside it.
+"""Refuse one shard of several that is given as a whole checkpoint (`require_full`).
 
 In a data-parallel run every rank saves the whole checkpoint; in any other run one shard is only a part. Nothing in a
 shard tells which, so it is compared with the shards in the rank folders beside its own.
@@ -12,22 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard_mpi import formats
-from reshard_mpi.checkpoints.discovery import (
-    ShardFiles,
-    both_ways,
-    rank_folders,
-    rank_of_folder,
-    shards_in,
-)
-from reshard_mpi.checkpoints.shard_names import name_without_rank
+from reshard_mpi.checkpoints.discovery import ShardFiles, both_ways, rank_folders, rank_of_folder, shards_in
+from reshard_mpi.checkpoints.file_selection import name_without_rank
 from reshard_mpi.errors import ReshardError, SourceError, told
-from reshard_mpi.formats.columns import TensorEntry, Tensors
 from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
 from reshard_mpi.planning.losses import named
 from reshard_mpi.planning.model import Check, Copy, Limits
 from reshard_mpi.planning.samples import kind_of
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.units import MIB
+from reshard_mpi.text import MIB
 
 if TYPE_CHECKING:
     from random import Random
@@ -44,14 +38,14 @@ _SEED = 11
 _LIMITS = Limits(buffer_bytes=MIB, window_bytes=MIB)
 
 
-class LoneShard(NamedTuple):
+class SingleShard(NamedTuple):
     """A single rank that was given as a checkpoint. folder: the rank folder that holds its files."""
 
     rank: int
     folder: Path
 
     @classmethod
-    def candidates(cls, files: ShardFiles) -> list[LoneShard]:
+    def candidates(cls, files: ShardFiles) -> list[SingleShard]:
         """Return the one rank of `files`, first by the folder as it was named, then by the one that links lead to.
 
         Empty if `files` has several ranks; a folder that is no rank folder is left out.
@@ -63,7 +57,7 @@ class LoneShard(NamedTuple):
         return [cls(rank, folder) for folder in folders if (rank := rank_of_folder(folder.name)) is not None]
 
     @classmethod
-    def of(cls, files: ShardFiles) -> LoneShard | None:
+    def of(cls, files: ShardFiles) -> SingleShard | None:
         """Return the candidate with other ranks beside it, or else the first one; None if there is no candidate."""
         candidates = cls.candidates(files)
         return next((lone for lone in candidates if lone.siblings()), candidates[0] if candidates else None)
@@ -84,7 +78,7 @@ class LoneShard(NamedTuple):
 
 def in_its_rank(files: ShardFiles) -> ShardFiles:
     """Return `files`; if a file or rank folder was given alone, its rank is that of the folder instead of 0."""
-    candidates = LoneShard.candidates(files)
+    candidates = SingleShard.candidates(files)
     if not candidates or files.picked:
         return files
     (paths,) = files.by_rank.values()
@@ -100,7 +94,7 @@ def require_full(files: ShardFiles, manifest: Manifest, *, said: bool) -> ShardF
     which names the folder to give instead, if shards of other ranks lie beside it and differ, or if it should be
     compared with others and cannot be.
     """
-    lone = LoneShard.of(files)
+    lone = SingleShard.of(files)
     if lone is None:
         return files
     siblings = lone.siblings()
@@ -125,7 +119,7 @@ def require_full(files: ShardFiles, manifest: Manifest, *, said: bool) -> ShardF
     return files._replace(notes=(*files.notes, note))
 
 
-def _refusal(files: ShardFiles, lone: LoneShard, got: str) -> SourceError:
+def _refusal(files: ShardFiles, lone: SingleShard, got: str) -> SourceError:
     return SourceError(
         "the shard of one rank is no full checkpoint",
         expected="the folder of all rank folders, or a shard that holds the same as those of the other ranks",
@@ -169,7 +163,7 @@ def _counterpart(files: ShardFiles, rank: int, other_rank: int, candidates: list
     if len(manifests) == 1:
         return manifests[0]
     tensors = {name: entry for manifest in manifests for name, entry in manifest.tensors.items()}
-    return manifests[0]._replace(tensors=Tensors(manifests[0].path, tensors.values()))
+    return manifests[0]._replace(tensors=TensorTable(manifests[0].path, tensors.values()))
 
 
 def _namesake(name: str, rank: int, other_rank: int, candidates: list[Path]) -> Path | None:
@@ -195,7 +189,7 @@ def _difference(shard: Manifest, other: Manifest) -> str:
     for name, entry in ours.items():
         if (entry.dtype, entry.shape) != (theirs[name].dtype, theirs[name].shape):
             return f"holds {name!r} as {_type(theirs[name])}, not {_type(entry)}"
-    from reshard_mpi.engine.comparing import first_difference
+    from reshard_mpi.engine.compare import first_difference
     from reshard_mpi.engine.files import Files
 
     with Files() as files:

@@ -1,4 +1,4 @@
-"""The source checkpoint, once it is opened: its shards by rank, and the strategy they are sharded by."""
+"""Hold an opened source: its shards by rank, and their strategy (`SourceCheckpoint`)."""
 
 from __future__ import annotations
 
@@ -11,23 +11,15 @@ from typing import NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints.discovery import ShardFiles
-from reshard_mpi.errors import (
-    DisagreementError,
-    ReshardError,
-    ShardError,
-    SourceError,
-    as_reshard_error,
-    told,
-)
-from reshard_mpi.formats.columns import Tensors
-from reshard_mpi.formats.listed import ListedTensors
+from reshard_mpi.errors import DisagreementError, ReshardError, ShardError, SourceError, as_reshard_error, told
 from reshard_mpi.formats.manifest import NEST, Manifest, ShardIdentity, common_nest
 from reshard_mpi.formats.protocol import OnBytes, uncounted
+from reshard_mpi.formats.tensor_table import ChunkedTensors, TensorTable
 from reshard_mpi.planning.losses import Lost, Missing
 from reshard_mpi.planning.model import RankPlan
-from reshard_mpi.planning.partial_sums import Accumulated, is_partial_sum
+from reshard_mpi.planning.parameters import Accumulated, is_partial_sum
 from reshard_mpi.sharding.placement import Strategy
-from reshard_mpi.units import MIB
+from reshard_mpi.text import MIB
 
 # How much of the structure of shards is kept besides that of the last one, since neighbouring targets read the same.
 MAX_KEPT_BYTES = 56 * MIB
@@ -35,7 +27,7 @@ MAX_KEPT_BYTES = 56 * MIB
 DAMAGE = (ShardError, DisagreementError, OSError)
 
 
-class Extent(NamedTuple):
+class ShardStats(NamedTuple):
     """How large the shards are that have been read so far.
 
     tensors, kinds: the most tensors, and the most kinds of them, that one shard holds. decoding_bytes: the most memory
@@ -50,14 +42,14 @@ class Extent(NamedTuple):
     is_as_stored: bool = True
     pieces: int = 0
 
-    def including(self, shard: Manifest) -> Extent:
-        return Extent(
+    def including(self, shard: Manifest) -> ShardStats:
+        return ShardStats(
             max(self.tensors, len(shard.tensors)),
             max(self.kinds, len(shard.tensors.kinds)),
             max(self.decoding_bytes, shard.decoding_bytes),
             self.is_native and shard.identity is not None,
             self.is_as_stored and shard.is_as_stored,
-            max(self.pieces, shard.tensors.pieces if isinstance(shard.tensors, ListedTensors) else 0),
+            max(self.pieces, shard.tensors.pieces if isinstance(shard.tensors, ChunkedTensors) else 0),
         )
 
 
@@ -76,7 +68,7 @@ class SourceCheckpoint:
     _damage: dict[int, ReshardError] = field(default_factory=dict)
     _kept_at_most_bytes: int = field(default=0)
     _stage_ranks: dict[int, int] | None = field(default=None)
-    _extent: Extent = field(default=Extent())
+    _extent: ShardStats = field(default=ShardStats())
     _rule_names: dict[str, dict[int, int]] | None = field(default=None)
 
     @property
@@ -216,9 +208,9 @@ class SourceCheckpoint:
         return manifest
 
     @property
-    def extent(self) -> Extent:
+    def extent(self) -> ShardStats:
         """How large the shards are that have been read so far."""
-        return reduce(Extent.including, self._unchecked.values(), self._extent)
+        return reduce(ShardStats.including, self._unchecked.values(), self._extent)
 
     def forget(self) -> None:
         """Free the structure of all shards; it is read again when it is asked for."""
@@ -233,7 +225,7 @@ class SourceCheckpoint:
         To count what thousands of shards share takes as long as to read another one, so they are counted only once
         what each would take by itself is too much.
         """
-        self._kept_at_most_bytes += Tensors.kept_bytes([added.tensors])
+        self._kept_at_most_bytes += TensorTable.kept_bytes([added.tensors])
         if self._kept_at_most_bytes <= MAX_KEPT_BYTES:
             return
         while len(self._manifests) > 1 and self._kept_bytes() > MAX_KEPT_BYTES:
@@ -241,7 +233,7 @@ class SourceCheckpoint:
         self._kept_at_most_bytes = self._kept_bytes()
 
     def _kept_bytes(self) -> int:
-        return Tensors.kept_bytes(manifest.tensors for manifest in self._manifests.values())
+        return TensorTable.kept_bytes(manifest.tensors for manifest in self._manifests.values())
 
     def rule_names(self) -> Mapping[str, Mapping[int, int]]:
         """Return, for each name that shards hold, one rank that holds it by stage; empty if the strategy has no rules.
@@ -306,7 +298,7 @@ def locate(files: ShardFiles, rank: int, like: Manifest | None = None) -> Manife
     manifests = [files.locate(path, like) for path in files.by_rank[rank]]
     if len(manifests) == 1:
         return manifests[0]
-    tensors = Tensors(files.path)
+    tensors = TensorTable(files.path)
     holder: dict[str, str] = {}
     for manifest in manifests:
         for name, entry in manifest.tensors.items():

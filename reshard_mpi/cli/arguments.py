@@ -1,4 +1,7 @@
-"""The arguments of the command line `reshard-mpi`. `--help` loads nothing else."""
+"""Parse the command line (`parser`, `request`). `--help` loads nothing else.
+
+The arguments of the command line `reshard-mpi`. `--help` loads nothing else.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from reshard_mpi import formats
-from reshard_mpi.cli import values
+from reshard_mpi.cli import options
 from reshard_mpi.cli.options import (
     add_accumulated,
     add_comparison,
@@ -87,7 +90,9 @@ def _add_transform(parser: argparse.ArgumentParser) -> None:
     work = _add_conversion(parser)
     add_jobs(work)
     output = add_output(parser, "each target that is complete")
-    output.add_argument("--report", type=values.path, metavar="FILE.json", help="write what was done, target by target")
+    output.add_argument(
+        "--report", type=options.path, metavar="FILE.json", help="write what was done, target by target"
+    )
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
@@ -108,7 +113,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     )
     shown.add_argument(
         "--plot",
-        type=values.path,
+        type=options.path,
         metavar="FILE",
         help="draw who feeds whom instead, as .svg or .png, or as .html, a page with the cuts of tensors too; of many"
         " targets a sample is planned",
@@ -129,8 +134,8 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", type=values.path, metavar="SRC", help="a checkpoint")
-    parser.add_argument("target", type=values.path, metavar="DST", nargs="?", help="what transform has made of it")
+    parser.add_argument("source", type=options.path, metavar="SRC", help="a checkpoint")
+    parser.add_argument("target", type=options.path, metavar="DST", nargs="?", help="what transform has made of it")
     add_strategies(parser, "sharded (default: as its shards say, else one full checkpoint)")
     add_files(
         parser,
@@ -143,11 +148,11 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_diff(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", type=values.path, metavar="A", help="a checkpoint")
-    parser.add_argument("target", type=values.path, metavar="B", help="another one")
+    parser.add_argument("source", type=options.path, metavar="A", help="a checkpoint")
+    parser.add_argument("target", type=options.path, metavar="B", help="another one")
     sharded, strategies = "is sharded (default: as its shards say, else one full checkpoint)", strategies_of(parser)
-    strategies.add_argument("--src-strategy", type=values.path, metavar="F|DIR", help=f"how A {sharded}")
-    strategies.add_argument("--dst-strategy", type=values.path, metavar="F|DIR", help=f"how B {sharded}")
+    strategies.add_argument("--src-strategy", type=options.path, metavar="F|DIR", help=f"how A {sharded}")
+    strategies.add_argument("--dst-strategy", type=options.path, metavar="F|DIR", help=f"how B {sharded}")
     add_files(parser, "A")
     add_map(parser, "A", "B, from both sides")
     add_comparison(parser, "hold the strategies against the checkpoints")
@@ -155,18 +160,20 @@ def _add_diff(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_commit(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", type=values.path, metavar="DST", help="the folder that transform has written to")
+    parser.add_argument("target", type=options.path, metavar="DST", help="the folder that transform has written to")
 
 
 def _add_ranks(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("rank", type=values.rank, metavar="R", help="the target rank")
+    parser.add_argument("rank", type=options.rank, metavar="R", help="the target rank")
     add_strategies(parser, unsaid="one full checkpoint")
     add_accumulated(parser)
 
 
 def _add_merging(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=values.path, metavar="DIR", help="folder with the strategy files of every stage")
-    parser.add_argument("out", type=values.path, metavar="OUT", help="the merged file (.json: as JSON)")
+    parser.add_argument(
+        "folder", type=options.path, metavar="DIR", help="folder with the strategy files of every stage"
+    )
+    parser.add_argument("out", type=options.path, metavar="OUT", help="the merged file (.json: as JSON)")
 
 
 def _add_governor(parser: argparse.ArgumentParser) -> None:
@@ -174,10 +181,10 @@ def _add_governor(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", type=values.path, metavar="PATH", help="what to look at")
+    parser.add_argument("path", type=options.path, metavar="PATH", help="what to look at")
     parser.add_argument(
         "other",
-        type=values.path,
+        type=options.path,
         metavar="GLOB|OTHER",
         nargs="?",
         help="tensors whose names match, such as 'layers.0.*', with the ranks that hold them; or the path of another"
@@ -213,7 +220,7 @@ def _add_completion(parser: argparse.ArgumentParser) -> None:
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "folder", type=values.path, metavar="DIR", nargs="?", help="where to leave its files (default: removed again)"
+        "folder", type=options.path, metavar="DIR", nargs="?", help="where to leave its files (default: removed again)"
     )
 
 
@@ -233,9 +240,9 @@ def _filled(text: str) -> str:
 def _add_conversion(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """Add what transform and plan have in common; return the group of what is said of memory and processes."""
     source = "rank_* folders, one checkpoint file, loose files, or a folder with an index (hf, dcp, mindformers)"
-    parser.add_argument("source", type=values.path, metavar="SRC", help=source)
+    parser.add_argument("source", type=options.path, metavar="SRC", help=source)
     target = "folder for rank_<r>/<prefix><r>.<ending>; hf and dcp have their files in it"
-    parser.add_argument("target", type=values.path, metavar="DST", help=target)
+    parser.add_argument("target", type=options.path, metavar="DST", help=target)
     add_strategies(parser)
     add_files(parser, "SRC")
     add_map(parser)
@@ -244,7 +251,7 @@ def _add_conversion(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     files.add_argument("--prefix", default=formats.DEFAULT_PREFIX, help="of target file names (default: %(default)s)")
     files.add_argument(
         "--max-shard-size",
-        type=values.size,
+        type=options.size,
         metavar="SIZE",
         help="how large a file may become with --to hf (default: 5GB, which is 5 * 10^9 bytes)",
     )
@@ -257,7 +264,7 @@ def _add_conversion(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     add_rank(share, "make these targets only, such as 3 or 0-3,8 (repeatable)")
     share.add_argument(
         "--part",
-        type=values.part,
+        type=options.part,
         metavar="I/N",
         help="make the I-th (from 0) of N shares of the targets, which are dealt out in turn: 0/2 is 0, 2, 4 and so on;"
         " with as many shares as targets or more, target I",
@@ -292,8 +299,7 @@ def _add_conversion(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
 
 def request(options: argparse.Namespace) -> Request:
     """Return what the arguments of `transform`, `plan` or `verify` ask for."""
-    from reshard_mpi.planning.parameters import Unlisted
-    from reshard_mpi.planning.partial_sums import Accumulated
+    from reshard_mpi.planning.parameters import Accumulated, Unlisted
     from reshard_mpi.planning.replicas import Replicas
     from reshard_mpi.runs.request import Request
 

@@ -1,7 +1,4 @@
-"""The command line `reshard-mpi`: the same under mpirun, in an array task, or alone.
-
-Each command imports what it needs.
-"""
+"""Run a command: alone, under mpirun or in an array task (`main`)."""
 
 from __future__ import annotations
 
@@ -14,15 +11,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from reshard_mpi.cli.arguments import parser
-from reshard_mpi.cli.running import last_words, run, tell, world
+from reshard_mpi.cli.display import last_words, run, tell, world
 from reshard_mpi.cli.start import begin_command, end_if_stopped
-from reshard_mpi.cli.streams import flush_standard_streams, open_standard_streams, tell_done
+from reshard_mpi.cli.usage import flush_standard_streams, open_standard_streams, tell_done
 from reshard_mpi.errors import ReshardError
 from reshard_mpi.processes import comm
-from reshard_mpi.processes.governor.allotment import finish
-from reshard_mpi.processes.jobs import ONE_THREAD
-from reshard_mpi.processes.signals import INTERRUPTED, Terminated, exit_when_terminated, ignore_stops, stopped_by
-from reshard_mpi.processes.stack import require_stack
+from reshard_mpi.processes.governor.process_memory import finish
+from reshard_mpi.processes.host import ONE_THREAD
+from reshard_mpi.processes.signals import (
+    INTERRUPTED,
+    Terminated,
+    exit_when_terminated,
+    ignore_stops,
+    require_stack,
+    stopped_by,
+)
 from reshard_mpi.text import counted, lines, one_line
 
 if TYPE_CHECKING:
@@ -77,7 +80,7 @@ def command() -> NoReturn:
 def _function_of(name: str) -> Callable[[argparse.Namespace], int]:
     if name in _COMMANDS:
         return _COMMANDS[name]
-    from reshard_mpi.cli.looking import COMMANDS
+    from reshard_mpi.cli.print_commands import COMMANDS
 
     return COMMANDS[name]
 
@@ -105,7 +108,7 @@ def _transform(options: argparse.Namespace) -> int:
             )
         outcome = run("CONVERT", options, group)
         seconds = time.monotonic() - begin
-        from reshard_mpi.cli.report import summary
+        from reshard_mpi.cli.display import summary
 
         unreported = None
         if group.rank == 0:
@@ -123,7 +126,7 @@ def _transform(options: argparse.Namespace) -> int:
 
 def _report(options: argparse.Namespace, outcome: Outcome, seconds: float) -> ReshardError | None:
     """Write the report that was asked for; return the error to raise if the file system refuses it."""
-    from reshard_mpi.cli.report import write_report
+    from reshard_mpi.cli.display import write_report
     from reshard_mpi.errors import TransformError
 
     facts = {"source": options.source, "target": options.target, "processes": outcome.processes}
@@ -144,7 +147,7 @@ def _report(options: argparse.Namespace, outcome: Outcome, seconds: float) -> Re
 def _can_be_written(path: str, target: str) -> bool:
     """Tell whether a report may take the name `path`: an existing file may be replaced only if it is a report."""
     from reshard_mpi import formats
-    from reshard_mpi.cli import report
+    from reshard_mpi.cli import display
     from reshard_mpi.filesystem.paths import is_replaceable
     from reshard_mpi.journal.records import COMMIT_RECORD, STATE
 
@@ -153,7 +156,7 @@ def _can_be_written(path: str, target: str) -> bool:
         return False
     if not os.access(real, os.F_OK):
         return os.access(real.parent, os.W_OK | os.X_OK) and real.parent.is_dir()
-    return os.access(real, os.R_OK | os.W_OK) and report.is_report(real)
+    return os.access(real, os.R_OK | os.W_OK) and display.is_report(real)
 
 
 def _in_the_way_of(report: Path) -> str:
@@ -167,9 +170,9 @@ def _in_the_way_of(report: Path) -> str:
 
 
 def _commit(options: argparse.Namespace) -> int:
-    from reshard_mpi.journal.standing import commit
+    from reshard_mpi.journal.run_status import commit
     from reshard_mpi.runs.progress import say
-    from reshard_mpi.units import format_bytes
+    from reshard_mpi.text import format_bytes
 
     done = commit(Path(options.target))
     for kind, texts in (("warning", done.told.warnings), ("note", done.told.notes)):

@@ -1,7 +1,4 @@
-"""Completion of the command line by a shell: a script that is made of the parser, so that it knows all of it.
-
-The script runs nothing when somebody presses the key.
-"""
+"""Print a shell's completion script, made of the parser (`script`)."""
 
 from __future__ import annotations
 
@@ -9,10 +6,10 @@ import argparse
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from reshard_mpi.cli import values
+from reshard_mpi.cli import options
 from reshard_mpi.cli.arguments import commands_of, parser
 from reshard_mpi.cli.guide import topics
-from reshard_mpi.mapping.reading import shipped_maps
+from reshard_mpi.mapping.map_file import shipped_maps
 from reshard_mpi.mapping.rules import TYPES
 
 # What may be given behind a command and an option; without an option, by what the word begins with. `choices` is words,
@@ -130,4 +127,4 @@ def _values(action: argparse.Action) -> _Values:
         return _Values(topics())
     if action.dest == "dtype":
         return _Values(TYPES)
-    return _Values(files=action.type is values.path)
+    return _Values(files=action.type is options.path)

@@ -1,4 +1,4 @@
-"""The network of MindSpore's tutorial, made, resharded from 8 ranks to 4, and checked element by element."""
+"""Reshard the network of MindSpore's tutorial from 8 ranks to 4, and check it (`run_demo`)."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from reshard_mpi.runs.workers import Task
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Placement, Strategy
+from reshard_mpi.sharding.strategy.mindspore_layouts import to_stage_files
 from reshard_mpi.sharding.strategy.protobuf import encode_protobuf
-from reshard_mpi.sharding.strategy.stages import to_stage_files
-from reshard_mpi.testing.samples import Contents, SampleTensor, contents_of, write
-from reshard_mpi.units import format_bytes, format_rate
+from reshard_mpi.testing.samples import SampleTensor, ShardContents, contents_of, write
+from reshard_mpi.text import format_bytes, format_rate
 
-Array = np.ndarray[Any, np.dtype[np.float32]]
-Arrays = Mapping[str, Array]
+Float32Array = np.ndarray[Any, np.dtype[np.float32]]
+Float32Arrays = Mapping[str, Float32Array]
 
 _SHAPES = {
     "layer1.weight": (784, 512),
@@ -118,7 +118,7 @@ def _replicated(shape: tuple[int, ...]) -> Placement:
     return Placement(_SOURCE_OTHERS.mesh, ((),) * len(shape))
 
 
-def _tensors() -> Arrays:
+def _tensors() -> Float32Arrays:
     """Return the whole tensors, the same on every process."""
     random = np.random.default_rng(2)
     return {
@@ -128,7 +128,7 @@ def _tensors() -> Arrays:
     }
 
 
-def _write_source(base: Path, tensors: Arrays) -> None:
+def _write_source(base: Path, tensors: Float32Arrays) -> None:
     source, target = _strategies()
     base.mkdir(parents=True, exist_ok=True)
     shapes = {name: array.shape for name, array in tensors.items()}
@@ -137,7 +137,9 @@ def _write_source(base: Path, tensors: Arrays) -> None:
     for rank in range(source.world_size):
         layouts = {name: Layout(source.find(name)[0], array.shape) for name, array in tensors.items()}
         slices = ((name, _cut(array, layouts[name].box(rank))) for name, array in tensors.items())
-        contents = Contents.of(SampleTensor(name, BY_NAME["float32"], cut.shape, cut.tobytes()) for name, cut in slices)
+        contents = ShardContents.of(
+            SampleTensor(name, BY_NAME["float32"], cut.shape, cut.tobytes()) for name, cut in slices
+        )
         path = base / "src" / f"rank_{rank}" / f"checkpoint_{rank}.ckpt"
         path.parent.mkdir(parents=True)
         write(formats.by_name(formats.DEFAULT), str(path), contents)
@@ -154,7 +156,7 @@ def _request(base: Path) -> Request:
     )
 
 
-def _check(outcome: Outcome, tensors: Arrays, comm: Comm) -> str:
+def _check(outcome: Outcome, tensors: Float32Arrays, comm: Comm) -> str:
     """Compare this process's share of the written shards with the whole tensors; return what is wrong, or ""."""
     for report in outcome.targets[comm.rank :: comm.size]:
         contents = contents_of(formats.by_name(formats.DEFAULT).locate(report.path))
@@ -166,7 +168,7 @@ def _check(outcome: Outcome, tensors: Arrays, comm: Comm) -> str:
     return ""
 
 
-def _expected(name: str, whole: Array, rank: int) -> Array:
+def _expected(name: str, whole: Float32Array, rank: int) -> Float32Array:
     """Return what target rank `rank` must hold, cut by hand so that the check shares no code with what it checks."""
     if name == "layer3.bias":
         return whole
@@ -178,7 +180,7 @@ def _expected(name: str, whole: Array, rank: int) -> Array:
     return whole[rank * height : (rank + 1) * height]
 
 
-def _cut(array: Array, box: Box) -> Array:
+def _cut(array: Float32Array, box: Box) -> Float32Array:
     return array[tuple(slice(low, high) for low, high in zip(box.start, box.stop))]
 
 

@@ -1,4 +1,4 @@
-"""The user's guide, which comes with the program: `reshard-mpi help TOPIC`.
+"""Show a page of the user's guide: `reshard-mpi help TOPIC` (`page`).
 
 A page is a file of Markdown, so it can be read on the repository's page as well. `README.md` beside the pages links to
 each of them, in the order in which they are best read.
@@ -39,7 +39,7 @@ def page(topic: str | None) -> str:
         width = max(map(len, known))
         return "\n".join(f"reshard-mpi help {name:<{width}}  {title}" for name, title in known.items())
     if topic not in known:
-        from reshard_mpi.mapping.reading import shipped_maps
+        from reshard_mpi.mapping.map_file import shipped_maps
 
         if topic in (maps := shipped_maps()):
             return maps[topic].read_text(encoding="utf-8").rstrip()
@@ -93,7 +93,7 @@ def _record(head: list[str], row: list[str]) -> str:
 
 def _shipped_maps() -> str:
     """Return the maps that come with the program, with what each is for."""
-    from reshard_mpi.mapping.reading import described_maps
+    from reshard_mpi.mapping.map_file import described_maps
 
     described = described_maps()
     width = max(map(len, described), default=0)

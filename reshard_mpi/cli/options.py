@@ -1,11 +1,89 @@
-"""Options that several commands have, by the groups in which help shows them."""
+"""Define the options that several commands have, and read their values (`work_of`)."""
 
 from __future__ import annotations
 
 import argparse
 
 from reshard_mpi import formats
-from reshard_mpi.cli import values
+from reshard_mpi.filesystem.paths import is_url
+from reshard_mpi.text import parse_bytes
+
+# What is between the sides of an equation; `mapping.equations` has it too, and takes long to load.
+ARROW = "<=>"
+
+# As many as a run makes at once.
+_MOST_RANKS = 1 << 16
+_MOST_DIGITS = 18
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS
+
+
+def path(text: str) -> str:
+    """Return a path as it was given."""
+    if not text:  # such as a variable of the shell that is not set; to a system call it is no path either
+        raise argparse.ArgumentTypeError("expected a path, got ''")
+    if is_url(text):
+        raise argparse.ArgumentTypeError(f"expected a path, got the URL {text!r}; copy what is there to a file system")
+    return text
+
+
+def map_name(text: str) -> str:
+    """Return a map as it was given: a path, a name or an equation."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a path, a name or an equation, got ''")
+    return text if ARROW in text else path(text)
+
+
+def positive(text: str) -> int:
+    """Return a number of 1 or more."""
+    if not _is_number(text) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, got {text!r}")
+    return int(text)
+
+
+def size(text: str) -> int:
+    """Return a size in bytes."""
+    try:
+        size_bytes = parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected {error}, got {text!r}") from None
+    if size_bytes < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 byte or more, got {text!r}")
+    return size_bytes
+
+
+def rank(text: str) -> int:
+    """Return one rank."""
+    if not _is_number(text):
+        raise argparse.ArgumentTypeError(f"expected a rank, 0 or more, got {text!r}")
+    return int(text)
+
+
+def ranks(text: str) -> tuple[int, ...]:
+    """Return the ranks that a text such as `0-3,8` lists."""
+    ranges = []
+    for word in text.split(","):
+        first, dash, last = word.partition("-")
+        if not _is_number(first) or (dash and not _is_number(last)):
+            raise argparse.ArgumentTypeError(f"expected ranks, such as 3 or 0-3,8, got {text!r}")
+        ranges.append(range(int(first), int(last if dash else first) + 1))
+        if not ranges[-1]:
+            raise argparse.ArgumentTypeError(f"expected the lower rank first, {last}-{first}, got {word!r}")
+    if sum(numbers.stop - numbers.start for numbers in ranges) > _MOST_RANKS:
+        raise argparse.ArgumentTypeError(f"expected at most {_MOST_RANKS} ranks, got {text!r}")
+    return tuple(number for numbers in ranges for number in numbers)
+
+
+def part(text: str) -> tuple[int, int]:
+    """Return a share and the number of shares, of a text such as `0/4`."""
+    share, slash, shares = text.partition("/")
+    if len(shares) > _MOST_DIGITS and shares.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected I/N with N of {_MOST_DIGITS} digits at most, got {text!r}")
+    if not (slash and _is_number(share) and _is_number(shares) and int(share) < int(shares)):
+        raise argparse.ArgumentTypeError(f"expected I/N with I from 0 to N-1, got {text!r}")
+    return int(share), int(shares)
 
 
 def strategies_of(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
@@ -32,7 +110,7 @@ def add_map(command: argparse.ArgumentParser, source: str = "SRC", target: str =
     parser = command.add_argument_group("what becomes of tensors")
     parser.add_argument(
         "--map",
-        type=values.map_name,
+        type=map_name,
         action="append",
         default=[],
         metavar="FILE|NAME|EQ",
@@ -48,11 +126,11 @@ def add_map(command: argparse.ArgumentParser, source: str = "SRC", target: str =
     )
     direction.add_argument("--reverse", action="store_true", help="read every map from right to left")
     parser.add_argument(
-        "--config", type=values.path, metavar="FILE.json", help="the model's configuration, for [axes] of maps"
+        "--config", type=path, metavar="FILE.json", help="the model's configuration, for [axes] of maps"
     )
     parser.add_argument(
         "--like",
-        type=values.path,
+        type=path,
         metavar="CHECKPOINT",
         help="a checkpoint of the target's network, trained or not: its names and shapes decide where those of"
         " the source do not tell what an equation of the map makes, and the target must have them",
@@ -80,13 +158,13 @@ def add_map(command: argparse.ArgumentParser, source: str = "SRC", target: str =
 
 
 def add_rank(parser: argparse._ActionsContainer, text: str) -> None:
-    parser.add_argument("--rank", type=values.ranks, action="extend", metavar="RANKS", help=text)
+    parser.add_argument("--rank", type=ranks, action="extend", metavar="RANKS", help=text)
 
 
 def add_jobs(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--jobs",
-        type=values.positive,
+        type=positive,
         metavar="N",
         help="local processes, no more than there is work for (default: one a core, up to 8 or the number of targets,"
         " the more; 1 under a launcher)",
@@ -108,7 +186,7 @@ def add_files(command: argparse.ArgumentParser, source: str, *, ranks: str | Non
     parser.add_argument(
         "--src-files",
         dest="source_files",
-        type=values.positive,
+        type=positive,
         metavar="N",
         help=f"how many files {source} was saved in: asked for where nothing in it tells (dcp-safetensors)",
     )
@@ -154,7 +232,7 @@ def add_memory(parser: argparse._ActionsContainer) -> None:
         help="what all processes of this user on a host may take together, as 64G (default: RESHARD_MPI_MEMORY, else"
         " what is free); processes that find no room wait. unlimited: none waits",
     )
-    parser.add_argument("--max-active", type=values.positive, metavar="N", help="how many may work at once on a host")
+    parser.add_argument("--max-active", type=positive, metavar="N", help="how many may work at once on a host")
 
 
 def add_strategies(
@@ -163,10 +241,8 @@ def add_strategies(
     unsaid: str = "as its shards say",
 ) -> None:
     parser = strategies_of(command)
-    parser.add_argument(
-        "--src-strategy", type=values.path, metavar="F|DIR", help=f"how SRC is sharded (default: {unsaid})"
-    )
-    parser.add_argument("--dst-strategy", type=values.path, metavar="F|DIR", help=f"how DST is {target}")
+    parser.add_argument("--src-strategy", type=path, metavar="F|DIR", help=f"how SRC is sharded (default: {unsaid})")
+    parser.add_argument("--dst-strategy", type=path, metavar="F|DIR", help=f"how DST is {target}")
     parser.add_argument(
         "--unlisted",
         choices=("follow", "replicate", "drop"),

@@ -1,4 +1,4 @@
-"""The start of the command line: a process waits for memory before it loads anything, while it is still small."""
+"""Wait for memory before anything is loaded, then start the command line (`begin_command`)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 
 from reshard_mpi.errors import ReshardError
 from reshard_mpi.processes import comm
-from reshard_mpi.processes.governor import allotment
-from reshard_mpi.processes.governor.admission import Lease, open_governor
-from reshard_mpi.processes.governor.allotment import BASE_BYTES, Start
-from reshard_mpi.processes.governor.allowance import Allowance
+from reshard_mpi.processes.governor import process_memory
+from reshard_mpi.processes.governor.admission import Allowance, Lease, open_governor
+from reshard_mpi.processes.governor.process_memory import BASE_BYTES, Start
 from reshard_mpi.processes.signals import INTERRUPTED, Terminated, exit_when_terminated, ignore_stops, stopped_by
 from reshard_mpi.text import one_line
 
@@ -84,7 +83,9 @@ def begin(arguments: Sequence[str]) -> None:
     try:
         if comm.launched_size(os.environ) > 1:
             # All ranks of a job are there already, and MPI goes on only with all of them: none can wait.
-            allotment.started(Start(os.getpid(), governor, governor.register(BASE_BYTES + _MPI_BYTES, purpose), None))
+            process_memory.started(
+                Start(os.getpid(), governor, governor.register(BASE_BYTES + _MPI_BYTES, purpose), None)
+            )
             return
         lease = governor.take(size_bytes, purpose, say, numbers=earlier.numbers)
     except ReshardError:
@@ -96,7 +97,7 @@ def begin(arguments: Sequence[str]) -> None:
             numbers = {key: number + 1 for key, number in lease.numbers.items()}  # the next to that place
             _start_over(lease, _Earlier(size_bytes, waited_seconds, numbers))
 
-    allotment.started(Start(os.getpid(), governor, lease, over, waited_seconds, earlier.need_bytes))
+    process_memory.started(Start(os.getpid(), governor, lease, over, waited_seconds, earlier.need_bytes))
 
 
 def _end_job_with_traceback(*error: Any) -> None:

@@ -1,4 +1,4 @@
-"""Moves small tensors many at a time, since the cost of handling one alone exceeds that of moving its bytes.
+"""Move many small tensors at a time: handling one alone costs more than its bytes (`Batches`).
 
 Tensors that follow each other in the target are put together in one buffer, with the bytes between them, and written by
 one call. Their sources are mapped. For all tensors that are alike, numpy moves the runs of bytes at once.
@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from reshard_mpi.engine.files import Files
-from reshard_mpi.formats.columns import ELSEWHERE
 from reshard_mpi.formats.dtypes import DType
+from reshard_mpi.formats.locations import ByteRange
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.formats.places import ByteRange
-from reshard_mpi.planning.model import Group, Limits, PlannedTensors, Route
+from reshard_mpi.formats.tensor_table import ELSEWHERE
+from reshard_mpi.planning.model import Group, Limits, PlannedTensors, ReadGroup
 from reshard_mpi.sharding.strides import Strides
 
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
@@ -36,7 +36,7 @@ _CONVERTED_BYTES = 1 << 20
 _SPARSE, _LITTLE_BYTES = 16, 64 << 10
 
 
-class _Route(NamedTuple):
+class _BatchSource(NamedTuple):
     """Where one part of several tensors comes from.
 
     path, starts: the source file, and the offset of each source tensor in it. first_bytes: offset of the part in its
@@ -67,12 +67,12 @@ class _Moved(NamedTuple):
 
     group: int
     places: Numbers
-    route: _Route
+    route: _BatchSource
     starts: Numbers
     targets: Numbers
 
 
-class _Places(NamedTuple):
+class _TargetColumns(NamedTuple):
     """The tensors of a target in file order, one array element for each.
 
     groups: number of the tensor's group. in_group: its place in that. starts, sizes: its offset in the target file and
@@ -98,7 +98,7 @@ class Batches:
         self._tensors = tensors
         self._path = target.path
         self._limits = limits
-        self._routes: dict[int, tuple[_Route, ...]] = {}
+        self._routes: dict[int, tuple[_BatchSource, ...]] = {}
         self._places = _places(tensors, target, span, limits, most_bytes)
 
     def stretches(self) -> Iterator[tuple[int, int, bool]]:
@@ -176,13 +176,15 @@ class Batches:
             for route in self._routes_of(number):
                 yield _Moved(number, places, route, route.starts[places], targets)
 
-    def _routes_of(self, number: int) -> tuple[_Route, ...]:
+    def _routes_of(self, number: int) -> tuple[_BatchSource, ...]:
         if number not in self._routes:
             self._routes[number] = tuple(_routes(self._tensors.groups[number]))
         return self._routes[number]
 
 
-def _places(tensors: PlannedTensors, target: Manifest, span: Span | None, limits: Limits, most_bytes: int) -> _Places:
+def _places(
+    tensors: PlannedTensors, target: Manifest, span: Span | None, limits: Limits, most_bytes: int
+) -> _TargetColumns:
     groups = np.asarray(tensors.group_of, np.int64)
     numbers = target.tensors.number_of
     in_file_order = np.fromiter((numbers[name] for name in tensors.specs.names), np.int64, len(tensors))
@@ -197,7 +199,7 @@ def _places(tensors: PlannedTensors, target: Manifest, span: Span | None, limits
     small[1:] &= starts[1:] >= starts[:-1] + sizes[:-1]
     if span is not None:
         small &= (starts >= span[0]) & (starts + sizes <= span[1])
-    return _Places(groups, np.asarray(tensors.place_in_group, np.int64), starts, sizes, small)
+    return _TargetColumns(groups, np.asarray(tensors.place_in_group, np.int64), starts, sizes, small)
 
 
 def _is_plain(group: Group) -> bool:
@@ -221,13 +223,13 @@ def _starts(starts: Sequence[int], numbers: Sequence[int]) -> Numbers:
     return np.asarray(starts, np.int64)[np.asarray(numbers, np.int64)]
 
 
-def _stored(route: Route) -> DType:
+def _stored(route: ReadGroup) -> DType:
     """Return the type that the source tensors of a route have in their file; they are all of one kind."""
     tensors = route.tensors.unconverted
     return tensors.kinds[tensors.kind_of[route.numbers[0]]].dtype
 
 
-def _routes(group: Group) -> Iterator[_Route]:
+def _routes(group: Group) -> Iterator[_BatchSource]:
     for route in group.routes:
         strides, stored = route.strides(group.kind.box), _stored(route)
         if strides.size:
@@ -235,7 +237,7 @@ def _routes(group: Group) -> Iterator[_Route]:
             starts = _starts(tensors.starts, route.numbers)
             span_bytes = route.source_box.span_of(route.region) * itemsize
             first_bytes = strides.source_offset * itemsize
-            yield _Route(tensors.path, starts, first_bytes, span_bytes, strides, stored, group.kind.dtype)
+            yield _BatchSource(tensors.path, starts, first_bytes, span_bytes, strides, stored, group.kind.dtype)
 
 
 # Many copies have the same strides. One entry takes 128 KiB at the most.
@@ -262,8 +264,7 @@ def _take(window: memoryview, content: memoryview, moved: _Moved) -> None:
 
 def _take_converted(window: memoryview, content: memoryview, moved: _Moved) -> Numbers:
     """Do what `_take` does, with elements that become another type; return how many of each tensor are too large."""
-    from reshard_mpi.engine.floats import convert
-    from reshard_mpi.engine.placing import raw_dtype
+    from reshard_mpi.engine.elements import convert, raw_dtype
 
     stored, dtype, size = moved.route.stored, moved.route.dtype, moved.route.strides.size
     too_large = np.zeros(len(moved.starts), np.int64)
@@ -278,14 +279,14 @@ def _take_converted(window: memoryview, content: memoryview, moved: _Moved) -> N
     return too_large
 
 
-class _Runs(NamedTuple):
+class _EqualRuns(NamedTuple):
     """Runs of equal length. array: its element number n is the run that begins at byte n. offsets: where they begin."""
 
     array: np.ndarray[Any, np.dtype[np.void]]
     offsets: Numbers
 
 
-def _steps(window: memoryview, content: memoryview, moved: _Moved) -> Iterator[tuple[int, _Runs, _Runs]]:
+def _steps(window: memoryview, content: memoryview, moved: _Moved) -> Iterator[tuple[int, _EqualRuns, _EqualRuns]]:
     """Yield the number of the first of some tensors, and their runs in the source and in the target."""
     route = moved.route
     source_runs, target_runs = _runs(route.strides, route.stored, route.dtype)
@@ -298,7 +299,7 @@ def _steps(window: memoryview, content: memoryview, moved: _Moved) -> Iterator[t
     for first in range(0, len(moved.starts), step):
         source_offsets = np.add.outer(moved.starts[first : first + step], source_runs).reshape(-1)
         target_offsets = np.add.outer(moved.targets[first : first + step], target_runs).reshape(-1)
-        yield first, _Runs(read, source_offsets), _Runs(written, target_offsets)
+        yield first, _EqualRuns(read, source_offsets), _EqualRuns(written, target_offsets)
 
 
 def _runs_anywhere(data: memoryview, run_bytes: int) -> np.ndarray[Any, np.dtype[np.void]]:

@@ -1,4 +1,4 @@
-"""The CRC-32 of a whole tensor from the parts that ranks hold: in any order, without gathering the tensor.
+"""Compute the CRC-32 of a whole tensor from those of its parts, in any order (`sum_of_whole`).
 
 A part's sum is the CRC-32 of the whole tensor's row-major bytes, with zeros in place of what the part does not hold.
 CRC-32 is affine over bits, so the sums of disjoint parts, each less the sum of all zeros, add up (by exclusive or) to

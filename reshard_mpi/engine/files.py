@@ -1,4 +1,4 @@
-"""Files that are opened once by path: exact reads and writes, mapped windows, copies, and the count of bytes moved."""
+"""Open files once by path; read, write, map and copy byte ranges, and count them (`Files`)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from types import TracebackType
 from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
-from reshard_mpi.formats.places import ByteRange
-from reshard_mpi.units import MIB
+from reshard_mpi.formats.locations import ByteRange
+from reshard_mpi.text import MIB
 
 OnBytes = Callable[[int], None]
 

@@ -1,29 +1,107 @@
-"""Brings a region of a source tensor into an array: reads it if it is one run, else gathers it from a mapped window.
+"""Bring a region of a source tensor into a numpy array (`gather`, `load_shard`).
 
 What a library decodes, or what is converted to another type or joined, is read a part at a time and then put in its
 place.
+
+Elements are added one tensor after another, beginning with 0.0, in float32, or in float64 where that is their type; a
+mean is divided in that type as well; the result is rounded once to the type of the elements. So it depends on nothing
+but the tensors and their order. In a mean, an element that is the same in all tensors, bit for bit, stays as it is. A
+result that is no number is the same NaN, whatever the NaNs were.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from reshard_mpi.engine.elements import (
+    Array,
+    assign,
+    convert,
+    put,
+    raw_dtype,
+    require_tiny_numbers,
+    source_view,
+    strides_alone,
+    swap,
+    target_view,
+)
 from reshard_mpi.engine.files import Files, unreadable
-from reshard_mpi.engine.floats import convert
-from reshard_mpi.engine.joining import Joining
-from reshard_mpi.engine.placing import Array, assign, put, raw_dtype, source_view, strides_alone, swap, target_view
-from reshard_mpi.engine.spacing import with_space
-from reshard_mpi.engine.stream import Stream
-from reshard_mpi.formats.dtypes import DType
-from reshard_mpi.formats.places import ByteRange, Constant, Converted, Decoded, Joined
-from reshard_mpi.planning.model import Copy, Limits
+from reshard_mpi.engine.read import Stream
+from reshard_mpi.engine.tiles import with_space
+from reshard_mpi.formats.dtypes import BY_NAME, DType, to_numpy
+from reshard_mpi.formats.locations import ByteRange, Constant, Converted, LibraryRead, Reduced
+from reshard_mpi.planning.model import Copy, Limits, RankPlan
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strides import Strides
-from reshard_mpi.units import KIB, MIB
+from reshard_mpi.text import KIB, MIB
+
+_FLOAT64, _FLOAT32 = BY_NAME["float64"], BY_NAME["float32"]
+
+
+class Reduction:
+    """The sum or the mean of as many tensors as are added. dtype: of their elements, one of `dtypes.FLOATS`.
+
+    size: how many elements each has. Raises ReshardError if this thread takes tiny numbers for zero.
+    """
+
+    def __init__(self, dtype: DType, size: int, *, is_mean: bool) -> None:
+        require_tiny_numbers()
+        self._dtype, self._is_mean = dtype, is_mean
+        self._wide = _FLOAT64 if dtype == _FLOAT64 else _FLOAT32
+        self._total: Array = np.zeros(size, to_numpy(self._wide))
+        self._count = 0
+        self._first: Array | None = None
+        self._is_same: Array = np.ones(size, np.bool_)  # as in all tensors that were added, bit for bit
+        self._had_infinity: Array | None = None
+
+    def add(self, elements: Array) -> None:
+        """Add a tensor. elements: contiguous, of unsigned integers that are as wide as its type."""
+        values = self._widened(elements)
+        with np.errstate(all="ignore"):
+            self._total += values
+        infinite = np.isinf(values)
+        if infinite.any():
+            self._had_infinity = infinite if self._had_infinity is None else self._had_infinity | infinite
+        if self._is_mean and self._first is None:
+            self._first = elements.copy()
+        elif self._first is not None:
+            self._is_same &= elements == self._first
+        self._count += 1
+
+    def joined(self) -> tuple[Array, int]:
+        """Return the elements of the sum or mean, and how many are too large for their type although no part was."""
+        total = self._total
+        if self._is_mean:
+            total /= total.dtype.type(self._count)
+        if self._first is not None:
+            total[self._is_same] = 0  # what these are is known, and not too large
+        # Which NaN comes of several is up to the processor, and would depend on how elements are divided into blocks.
+        total[np.isnan(total)] = np.nan
+        overflowed = np.isinf(total)
+        if self._had_infinity is not None:
+            overflowed &= ~self._had_infinity
+        elements, too_large = total.view(raw_dtype(self._wide)), int(np.count_nonzero(overflowed))
+        if self._wide != self._dtype:
+            # As the largest number it is too large for the smaller type as well, and told by it.
+            total[overflowed] = np.copysign(np.finfo(total.dtype).max, total[overflowed])
+            rounded = np.empty(len(total), raw_dtype(self._dtype))
+            too_large = convert(elements, self._wide, rounded, self._dtype)
+            elements = rounded
+        if self._first is not None:
+            elements[self._is_same] = self._first[self._is_same]
+        return elements, too_large
+
+    def _widened(self, elements: Array) -> Array:
+        wide = elements
+        if self._wide != self._dtype:
+            wide = np.empty(len(elements), raw_dtype(self._wide))
+            convert(elements, self._dtype, wide, self._wide)
+        return wide.view(self._total.dtype)
+
 
 # If axes change places, runs of the source are read one by one, unless they are too short.
 _MIN_RUN_BYTES = 1024
@@ -48,7 +126,7 @@ def gather(files: Files, copy: Copy, out: Array, out_box: Box, limits: Limits) -
     if isinstance(source, Constant):
         target_view(out, copy.strides(out_box))[...] = np.frombuffer(source.element, out.dtype)[0]
         return
-    if isinstance(source, Decoded | Joined):
+    if isinstance(source, LibraryRead | Reduced):
         for part, elements in _read_whole(files, copy, source, limits):
             put(elements.view(out.dtype).reshape(-1), part, out, out_box)
         return
@@ -161,7 +239,7 @@ def _readable(
         yield from _readable(stream, half, out_box, itemsize, window_bytes)
 
 
-def _decoded(files: Files, copy: Copy, source: Decoded, limits: Limits) -> Iterator[tuple[Copy, Array]]:
+def _decoded(files: Files, copy: Copy, source: LibraryRead, limits: Limits) -> Iterator[tuple[Copy, Array]]:
     """Read a copy through the format's library; yield blocks of whole chunks along the first dimension."""
     for part in _decodable(copy, source, limits):
         local = part.region.relative_to(part.source_box)
@@ -169,7 +247,7 @@ def _decoded(files: Files, copy: Copy, source: Decoded, limits: Limits) -> Itera
         files.traffic.requested_bytes += local.size * copy.source.dtype.itemsize_bytes
 
 
-def _decodable(copy: Copy, source: Decoded, limits: Limits) -> Iterator[Copy]:
+def _decodable(copy: Copy, source: LibraryRead, limits: Limits) -> Iterator[Copy]:
     """Yield the parts of a copy, cut between chunks along the source's first dimension to decode little at once."""
     local = copy.region.relative_to(copy.source_box)
     if not local.ndim or local.shape[0] < 2:
@@ -185,17 +263,17 @@ def _decodable(copy: Copy, source: Decoded, limits: Limits) -> Iterator[Copy]:
         first = last
 
 
-def _joined(files: Files, copy: Copy, source: Joined, limits: Limits) -> Iterator[tuple[Copy, Array]]:
+def _joined(files: Files, copy: Copy, source: Reduced, limits: Limits) -> Iterator[tuple[Copy, Array]]:
     """Read the tensors whose sum or mean a copy is; yield its parts, with the row-major elements of their regions."""
     dtype = copy.source.dtype
-    chunked = [place for place in source.places if isinstance(place, Decoded)]
+    chunked = [place for place in source.places if isinstance(place, LibraryRead)]
     if chunked:
         parts = _decodable(copy, max(chunked, key=lambda place: place.chunk[:1]), limits)
     else:
         most_elements = max(1, _JOINED_BYTES // dtype.itemsize_bytes)
         parts = (copy.taking(block) for block in copy.region.blocks(most_elements))
     for part in parts:
-        joining = Joining(dtype, part.region.size, is_mean=source.is_mean)
+        joining = Reduction(dtype, part.region.size, is_mean=source.is_mean)
         content = np.empty(part.region.shape, raw_dtype(dtype))
         for place in source.places:
             alone = part._replace(source=part.source._replace(source=place), to=None, order=None)
@@ -206,7 +284,7 @@ def _joined(files: Files, copy: Copy, source: Joined, limits: Limits) -> Iterato
         yield part, elements
 
 
-def _read(source: Decoded, box: Box) -> Array:
+def _read(source: LibraryRead, box: Box) -> Array:
     try:
         return source.read(box)
     except OSError as error:
@@ -228,7 +306,7 @@ def _gather_converted(files: Files, copy: Copy, source: Converted, out: Array, o
         if converted is None:
             put(place, part, out, out_box)
 
-    if isinstance(source.place, Decoded | Joined):
+    if isinstance(source.place, LibraryRead | Reduced):
         for part, read in _read_whole(files, unconverted, source.place, limits):
             elements, done = read.view(raw_dtype(stored)).reshape(-1), 0
             for block in part.region.blocks(most_elements):
@@ -276,9 +354,11 @@ def _convert_range(files: Files, part: ByteRange, stored: DType, elements: Array
         files.traffic.too_large += convert(read, stored, converted, dtype)
 
 
-def _read_whole(files: Files, copy: Copy, source: Decoded | Joined, limits: Limits) -> Iterator[tuple[Copy, Array]]:
+def _read_whole(
+    files: Files, copy: Copy, source: LibraryRead | Reduced, limits: Limits
+) -> Iterator[tuple[Copy, Array]]:
     """Read a copy of what can be read in no other order than its own; yield its parts, with their elements."""
-    if isinstance(source, Decoded):
+    if isinstance(source, LibraryRead):
         return _decoded(files, copy, source, limits)
     return _joined(files, copy, source, limits)
 
@@ -316,3 +396,19 @@ class _InStoredOrder(NamedTuple):
 
 def _turned(box: Box, axes: tuple[int, ...]) -> Box:
     return Box(tuple(box.start[axis] for axis in axes), tuple(box.stop[axis] for axis in axes))
+
+
+def load_shard(plan: RankPlan, *, limits: Limits) -> dict[str, np.ndarray[Any, Any]]:
+    """Return every tensor of `plan` by name, as a C-contiguous array of the tensor's type that owns its memory.
+
+    Raises ShardError if a source file cannot be read.
+    """
+    arrays = {}
+    with Files() as files:
+        for tensor in plan.tensors:
+            dtype = tensor.spec.dtype
+            array = np.empty(tensor.spec.box.shape, raw_dtype(dtype))
+            for copy in tensor.copies:
+                gather(files, copy, array, tensor.spec.box, limits)
+            arrays[tensor.spec.name] = array.view(to_numpy(dtype))
+    return arrays

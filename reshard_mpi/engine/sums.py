@@ -1,4 +1,4 @@
-"""Sums of tensors (CRC-32, see `crc`): by the sources that targets are made from, and by the targets, read back."""
+"""Compute sums (CRC-32) of tensors, from their sources or read back (`sum_shard`)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ from typing import NamedTuple
 
 from reshard_mpi.engine.crc import PartSum, has_short_runs
 from reshard_mpi.engine.files import Files, OnBytes
-from reshard_mpi.engine.regions import read_region
-from reshard_mpi.engine.stream import Stream
-from reshard_mpi.formats.columns import TensorEntry
-from reshard_mpi.formats.listed import ListedTensors
-from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.formats.places import ByteRange, Segments
-from reshard_mpi.formats.specs import TensorSpec
-from reshard_mpi.planning.listed import PiecesOf
+from reshard_mpi.engine.read import Stream, read_region
+from reshard_mpi.formats.locations import ByteRange, ByteRanges
+from reshard_mpi.formats.manifest import Manifest, TensorSpec
+from reshard_mpi.formats.tensor_table import ChunkedTensors, TensorEntry
+from reshard_mpi.planning.chunks import PiecesOf
 from reshard_mpi.planning.model import Copy, Limits, RankPlan, TensorPlan, meeting
 from reshard_mpi.sharding.box import Box
 
@@ -109,12 +106,12 @@ def place_of(copy: Copy, element: Sequence[int]) -> ByteRange | None:
 def _own(spec: TensorSpec, shard: Manifest) -> tuple[Copy, ...]:
     """Return the copies that a shard itself gives of its part of a tensor."""
     copy = Copy(-1, shard.tensors[spec.name], spec.box, spec.box)
-    return PiecesOf(0, 1).copies(copy, shard.tensors) if isinstance(shard.tensors, ListedTensors) else (copy,)
+    return PiecesOf(0, 1).copies(copy, shard.tensors) if isinstance(shard.tensors, ChunkedTensors) else (copy,)
 
 
 def _elements_within(entry: TensorEntry, span: Span) -> tuple[int, int]:
     """Return the first element that begins in a span of the file, and the one after the last."""
-    assert isinstance(entry.source, Segments)
+    assert isinstance(entry.source, ByteRanges)
     itemsize = entry.dtype.itemsize_bytes
     start, stop = Stream(entry.source).within(span)
     return -(-start // itemsize), -(-stop // itemsize)

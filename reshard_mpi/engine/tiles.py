@@ -1,4 +1,4 @@
-"""Moves copies in which axes change places tile by tile, so that runs are long both in the source and in the target."""
+"""Move copies whose axes change places, tile by tile (`Tiles`)."""
 
 from __future__ import annotations
 
@@ -6,12 +6,22 @@ import math
 from collections.abc import Iterator
 
 from reshard_mpi.engine.files import Files, large_buffer
-from reshard_mpi.engine.regions import fill
-from reshard_mpi.engine.spacing import with_space
-from reshard_mpi.engine.stream import Stream, element_blocks
+from reshard_mpi.engine.read import Stream, element_blocks, fill
 from reshard_mpi.planning.model import Copy, Limits, TensorPlan, meeting
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strides import Strides, paired
+
+# Rows of an array in which axes change places lie so much farther apart than they are long. Without it, the elements of
+# a column would all fall on a few lines of the processor's cache where rows are as long as a power of two.
+_SPACE_BYTES = 64
+
+
+def with_space(box: Box, itemsize: int) -> Box:
+    """Return a box with some space behind each row, unless rows are short."""
+    if not box.ndim or (box.stop[-1] - box.start[-1]) * itemsize < _SPACE_BYTES:
+        return box
+    return Box(box.start, (*box.stop[:-1], box.stop[-1] + max(1, _SPACE_BYTES // itemsize)))
+
 
 # The first of a tensor's row-major bytes, and the one after the last.
 Span = tuple[int, int]

@@ -1,4 +1,4 @@
-"""Executes the plan of one target: fills the shard file whose space a format has reserved.
+"""Fill the shard file whose space a format has reserved, as its plan says (`write_shard`).
 
 Copies of few or long runs are made by the kernel. Copies in which axes change places go tile by tile (`tiles`). Short
 runs that follow one another in the source are read straight to their places in a buffer (`scatter`). All other copies
@@ -7,25 +7,72 @@ are read into a buffer region by region (`regions`), and small tensors are moved
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard_mpi.engine.files import Files, OnBytes, Traffic
-from reshard_mpi.engine.regions import fill, takes_numpy
-from reshard_mpi.engine.scatter import Scatter
-from reshard_mpi.engine.stream import Stream, byte_runs, element_blocks
+from reshard_mpi.engine.read import Stream, byte_runs, element_blocks, fill, takes_numpy
 from reshard_mpi.engine.tiles import Tiles
-from reshard_mpi.formats.columns import TensorEntry
+from reshard_mpi.formats.locations import ByteRanges, Location
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.formats.places import Place, Segments
+from reshard_mpi.formats.tensor_table import TensorEntry
 from reshard_mpi.planning.model import Copy, Limits, PlannedTensors, RankPlan, TensorPlan
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.units import KIB, MIB
+from reshard_mpi.sharding.strides import Runs
+from reshard_mpi.text import KIB, MIB
 
 if TYPE_CHECKING:
     from reshard_mpi.engine.batches import Batches
+
+# Blocks of a tensor, and tensors of one shape, have the same places for their runs, so the last few are kept.
+_KEPT_PLACES = 8
+
+
+class Scatter:
+    """Fills blocks of target tensors from copies whose elements are in the same order in source and target."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self._places: OrderedDict[tuple[int, int, Runs], list[memoryview]] = OrderedDict()
+
+    def fill(self, copy: Copy, block: Box, buffer: memoryview) -> None:
+        """Read the source of a copy into its target region of `buffer`, which holds the elements of `block`, row-major.
+
+        The copy must be one run in its source. Raises ShardError if the source cannot be read.
+        """
+        stored = copy.source.stored
+        assert stored is not None
+        stream, itemsize = Stream(stored), copy.source.dtype.itemsize_bytes
+        for runs in copy.strides(block).runs():
+            offset = runs.source_offset * itemsize
+            length = runs.length * itemsize
+            part = stream.one_part(offset, runs.repeats * length)
+            places = self._places_of(runs, itemsize, buffer)
+            if part is not None:
+                self._files.read_scattered(part, places)
+                continue
+            for place in places:
+                done = 0
+                for piece in stream.parts(offset, length):
+                    self._files.read_into(piece, place[done : done + piece.length_bytes])
+                    done += piece.length_bytes
+                offset += length
+
+    def _places_of(self, runs: Runs, itemsize: int, buffer: memoryview) -> list[memoryview]:
+        """Return the places of the runs in a buffer."""
+        key = (id(buffer.obj), itemsize, runs._replace(source_offset=0))
+        places = self._places.get(key)
+        if places is None:
+            starts = range(runs.target_offset, runs.target_offset + runs.repeats * runs.target_step, runs.target_step)
+            places = [buffer[start * itemsize : (start + runs.length) * itemsize] for start in starts]
+            self._places[key] = places
+            while len(self._places) > _KEPT_PLACES:
+                self._places.popitem(last=False)
+        return places
+
 
 # Tensors up to this size are moved many at a time, unless they are so few that loading numpy takes longer.
 SMALL_BYTES = 64 * KIB
@@ -47,7 +94,7 @@ _INTERLEAVED_BYTES = 4 * MIB
 # The first byte of a range (of a file, or of a tensor's row-major bytes), and the one after its last.
 Span = tuple[int, int]
 # Reads a copy into a block of a tensor. Takes the copy, the block, and the buffer that holds the block's elements.
-Fill = Callable[[Copy, Box, memoryview], None]
+FillBlock = Callable[[Copy, Box, memoryview], None]
 
 
 def write_shard(
@@ -81,7 +128,9 @@ def _batches(tensors: PlannedTensors, target: Manifest, span: Span | None, limit
     return Batches(tensors, target, span, limits, SMALL_BYTES)
 
 
-def _write_each(files: Files, parts: Iterator[_Part], target: Manifest, buffer: memoryview, limits: Limits) -> None:
+def _write_each(
+    files: Files, parts: Iterator[_WrittenPart], target: Manifest, buffer: memoryview, limits: Limits
+) -> None:
     """Write tensors one after another, each in the way that suits its copies, and read the next one ahead."""
     scatter, tiles = Scatter(files), Tiles(files, limits)
     for part, following in pairwise(chain(parts, (None,))):
@@ -117,7 +166,7 @@ def is_gathered(tensor: TensorPlan, limits: Limits) -> bool:
     return any(takes_numpy(copy, tensor.spec.box, limits.buffer_bytes) for copy in tensor.copies)
 
 
-class _Part(NamedTuple):
+class _WrittenPart(NamedTuple):
     """The part of one tensor to write: the bytes `span` of its row-major order. place: where all of its bytes go."""
 
     tensor: TensorPlan
@@ -125,15 +174,15 @@ class _Part(NamedTuple):
     span: Span
 
 
-def _parts_within(tensors: Iterable[TensorPlan], target: Manifest, span: Span | None) -> Iterator[_Part]:
+def _parts_within(tensors: Iterable[TensorPlan], target: Manifest, span: Span | None) -> Iterator[_WrittenPart]:
     """Yield the parts of tensors that lie in a span of the target file; None: all of it."""
     for tensor in tensors:
         content = target.tensors[tensor.spec.name].source
-        assert isinstance(content, Segments)
+        assert isinstance(content, ByteRanges)
         place = Stream(content)
         first, last = place.within(span)
         if first < last:
-            yield _Part(tensor, place, (first, last))
+            yield _WrittenPart(tensor, place, (first, last))
 
 
 def _read_ahead(files: Files, tensor: TensorPlan, place: TensorEntry) -> None:
@@ -146,7 +195,7 @@ def _read_ahead(files: Files, tensor: TensorPlan, place: TensorEntry) -> None:
         source, itemsize = entry.source, entry.dtype.itemsize_bytes
         if (
             region.size * itemsize < _MIN_READ_AHEAD_BYTES
-            or not isinstance(source, Segments)
+            or not isinstance(source, ByteRanges)
             or (copy.source.is_as_stored and _is_aligned(source) and _is_aligned(place.source))
         ):
             continue
@@ -157,8 +206,8 @@ def _read_ahead(files: Files, tensor: TensorPlan, place: TensorEntry) -> None:
                 files.advise(part)
 
 
-def _is_aligned(content: Place) -> bool:
-    return isinstance(content, Segments) and all(part.offset_bytes % _BLOCK_BYTES == 0 for part in content.ranges)
+def _is_aligned(content: Location) -> bool:
+    return isinstance(content, ByteRanges) and all(part.offset_bytes % _BLOCK_BYTES == 0 for part in content.ranges)
 
 
 def _read(files: Files, limits: Limits, copy: Copy, block: Box, buffer: memoryview) -> None:
@@ -225,7 +274,9 @@ def _alternate(tensor: TensorPlan) -> bool:
     return any(offset + length > following for (offset, length), (following, _) in pairwise(spans))
 
 
-def _fill_blocks(files: Files, tensor: TensorPlan, place: Stream, span: Span, buffer: memoryview, read: Fill) -> None:
+def _fill_blocks(
+    files: Files, tensor: TensorPlan, place: Stream, span: Span, buffer: memoryview, read: FillBlock
+) -> None:
     """Write the bytes `span` of a tensor, block by block: each is put together in the buffer first."""
     box, itemsize = tensor.spec.box, tensor.spec.dtype.itemsize_bytes
     for block in element_blocks(files, box, span, itemsize, max(1, len(buffer) // itemsize)):

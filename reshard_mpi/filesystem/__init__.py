@@ -1,1 +1,1 @@
-"""What is asked of file systems: paths that users give, folders held open, locks between hosts."""
+"""Deal with file systems: paths that users give, folders held open, locks between hosts."""

@@ -1,4 +1,4 @@
-"""Paths that a user gives: whether they can be looked up, and whether a file may take such a name.
+"""Check paths that a user gives, and tell what a file is (`require_replaceable`, `file_kind_of`).
 
 Only a regular file is ever replaced by one of ours. A symbolic link counts as what it leads to.
 """
@@ -10,6 +10,7 @@ import os
 import re
 import stat
 from pathlib import Path
+from typing import NamedTuple
 
 from reshard_mpi.errors import SourceError, TargetError
 
@@ -93,3 +94,121 @@ def require_reachable(source: str) -> None:
             where=source,
             remedy="check the path, and the permissions of the folders it leads through",
         ) from None
+
+
+# The mark of a tar archive lies behind the name and numbers of its first member.
+START_BYTES = 512
+_TAR_MARK = slice(257, 262)
+_ZIP = b"PK\x03\x04"
+_LEGACY_TORCH = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+_MAX_SAFETENSORS_HEADER_BYTES = 100_000_000
+_MAX_QUOTED = 40
+# Of MindSpore's protobuf: a value, in it the length of a name, which a tensor follows.
+_NAME = re.compile(rb"\n[\x80-\xff]{0,9}[\x00-\x7f]\n([\x01-\x7f])")
+_DOWNLOAD = "download it again, and look at the address and at what the server says"
+
+
+class FileKind(NamedTuple):
+    """A kind of file in words, and what to do about it."""
+
+    what: str
+    remedy: str
+
+
+def _ending(what: str, ending: str) -> FileKind:
+    return FileKind(what, f"give it the ending {ending}")
+
+
+def _compressed(by: str, program: str) -> FileKind:
+    return FileKind(f"a file that is compressed by {by}", f"decompress it: {program}")
+
+
+_TORCH = _ending("a file that torch.save made", ".pt")
+_PICKLE = FileKind(
+    "a bare pickle", "load it with the program that made it, if you trust it, and save the tensors with torch.save"
+)
+_NUMPY = FileKind("an array of numpy", "load it with numpy, and save it as safetensors")
+_BY_START = (
+    (b"version https://git-lfs", FileKind("a pointer of Git LFS in the place of the file", "fetch it: git lfs pull")),
+    (b"\x89HDF\r\n\x1a\n", _ending("an HDF5 file", ".h5")),
+    (b"\x93NUMPY", _NUMPY),
+    (_LEGACY_TORCH, _TORCH),
+    *((bytes([0x80, version]), _PICKLE) for version in range(2, 6)),
+    (b"\x1f\x8b\x08", _compressed("gzip", "gunzip")),
+    (b"BZh", _compressed("bzip2", "bunzip2")),
+    (b"\xfd7zXZ\x00", _compressed("xz", "unxz")),
+    (b"\x28\xb5\x2f\xfd", _compressed("zstd", "unzstd")),
+    (b"7z\xbc\xaf\x27\x1c", FileKind("a 7z archive", "unpack it")),
+    (b"GGUF", FileKind("a GGUF file", "give the checkpoint that it was made from")),
+    (
+        b'{\n "version": 1,\n "source": ',
+        FileKind("the report of a run", "give the target folder that it names, or read it as JSON"),
+    ),
+)
+
+
+def file_kind_of(start: bytes) -> FileKind | None:
+    """Return what a file is by its first `START_BYTES` bytes (all, if it is shorter); None if they do not tell."""
+    return marked_kind_of(start) or _checkpoint(start) or _kind_of_text(_text(start))
+
+
+def kind_of_file(path: Path) -> FileKind | None:
+    """Return what the file at `path` is, as `kind_of` does but for text; None too if it cannot be read."""
+    try:
+        with path.open("rb") as stream:
+            start = stream.read(START_BYTES)
+    except OSError:
+        return None
+    return marked_kind_of(start) or _checkpoint(start)
+
+
+def marked_kind_of(start: bytes) -> FileKind | None:
+    """Return what a file is, as `kind_of` does, if it begins with a mark that no strategy file begins with."""
+    for mark, kind in _BY_START:
+        if start.startswith(mark):
+            return kind
+    if start.startswith(_ZIP):
+        return _kind_of_zip(start)
+    if start[_TAR_MARK] == b"ustar":
+        return FileKind("a tar archive", "unpack it: tar xf")
+    if len(start) == START_BYTES and not any(start):
+        return FileKind("a file that begins with zeros, as one that nobody has written yet", "save or copy it again")
+    length_bytes = int.from_bytes(start[:8], "little")
+    if start[8:9] == b"{" and 1 < length_bytes <= _MAX_SAFETENSORS_HEADER_BYTES:
+        return _ending("a safetensors file", ".safetensors")
+    text = _text(start)
+    if text[:9].lower().startswith(("<!doctype", "<html")):
+        return FileKind("a web page", _DOWNLOAD)
+    if text.startswith("<?xml"):
+        return FileKind("an XML text, such as the answer of a server", _DOWNLOAD)
+    return None
+
+
+def _checkpoint(start: bytes) -> FileKind | None:
+    """Return the kind of a file that begins as MindSpore's checkpoints do, with a name and a tensor."""
+    name = _NAME.match(start)
+    is_one = name is not None and start[name.end() + name[1][0] :].startswith(b"\x12")
+    return _ending("a MindSpore checkpoint", ".ckpt") if is_one else None
+
+
+def _kind_of_zip(start: bytes) -> FileKind:
+    """Return what a zip archive is by the name of its first member."""
+    name = start[30 : 30 + int.from_bytes(start[26:28], "little")]
+    if name.endswith(b"/data.pkl"):
+        return _TORCH
+    return _NUMPY if name.endswith(b".npy") else FileKind("a zip archive", "unpack it, and give what is in it")
+
+
+def _text(start: bytes) -> str:
+    """Return the text that a file begins with; empty if it is no text."""
+    text = start.decode("utf-8", "ignore").lstrip("\ufeff \t\r\n")
+    is_text = all(char.isprintable() or char in "\t\r\n" for char in text) and len(text.encode()) > len(start) // 2
+    return text if is_text else ""
+
+
+def _kind_of_text(text: str) -> FileKind | None:
+    if not text:
+        return None
+    if text[0] in "{[":
+        return FileKind("a JSON text, such as the answer of a server", _DOWNLOAD)
+    return FileKind(f"a text that begins with {text.splitlines()[0][:_MAX_QUOTED]!r}", "see what it says")

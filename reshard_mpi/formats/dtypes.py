@@ -1,7 +1,4 @@
-"""Element types: their size, and their names in numpy and in MindSpore's checkpoints.
-
-Bytes are mostly moved as they are, so a type is little more than a size; numpy is imported only to show values.
-"""
+"""Define element types: sizes, and names in numpy and MindSpore (`DType`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Opens files of untrusted shards, writes to new ones, and bounds their structure: what all formats have in common."""
+"""Open untrusted files, write new ones, and bound their structure, for all formats (`opened`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from reshard_mpi.errors import ShardError, TargetError
-from reshard_mpi.filesystem.file_kinds import kind_of
+from reshard_mpi.filesystem.paths import file_kind_of
 from reshard_mpi.formats.manifest import Manifest, Structure
 
 # Names of all tensors are kept in memory; no framework makes one this long.
@@ -109,7 +109,7 @@ def version_of(path: str) -> tuple[object, ...]:
 
 def other_kind(start: bytes, path: str, expected: str) -> ShardError | None:
     """Return the error for a file of another kind than `expected`, by its first bytes; None if they tell no kind."""
-    kind = kind_of(start)
+    kind = file_kind_of(start)
     if kind is None:
         return None
     return ShardError(f"a shard is {kind.what}", expected=expected, where=path, remedy=kind.remedy)

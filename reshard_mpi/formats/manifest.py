@@ -1,14 +1,22 @@
-"""The description of a shard file: a format gives it, planning compares it, and the engine reads and writes by it."""
+"""Describe a shard file, read or to be written (`Manifest`, `ShardSpec`).
+
+One without dimensions counts as so many bytes of 0, since that is what Python's `bytes(v)` makes of it; so one that is
+negative, or larger than memory, leaves the file without a checksum.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, overload
 
-from reshard_mpi.formats.columns import Tensors
-from reshard_mpi.formats.listed import ListedTensors
-from reshard_mpi.formats.places import Decoded, Place, Segments
+from reshard_mpi.errors import TargetError
+from reshard_mpi.formats.dtypes import DType, numbers
+from reshard_mpi.formats.locations import ByteRanges, LibraryRead, Location
+from reshard_mpi.formats.tensor_table import ChunkedTensors, TensorTable
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.text import GIB
 
 # The string of a shard that holds what is neither tensor nor text, and how all of it is nested (see `nest`).
 NEST = "__reshard_mpi_nest__"
@@ -69,7 +77,7 @@ class Manifest(NamedTuple):
 
     path: str
     format: str
-    tensors: Tensors
+    tensors: TensorTable
     strings: Mapping[str, str] = {}
     identity: ShardIdentity | None = None
     structure: Structure | None = None
@@ -85,15 +93,134 @@ class Manifest(NamedTuple):
     @property
     def is_as_stored(self) -> bool:
         """Whether all tensors are stored row-major and in this machine's byte order."""
-        return all(isinstance(source, Segments) and not source.swapped for source in self._otherwise_stored())
+        return all(isinstance(source, ByteRanges) and not source.swapped for source in self._otherwise_stored())
 
     @property
     def decoding_bytes(self) -> int:
         """The most memory that decoding one of the tensors takes."""
         sources = self._otherwise_stored()
-        return max((source.decoding_bytes for source in sources if isinstance(source, Decoded)), default=0)
+        return max((source.decoding_bytes for source in sources if isinstance(source, LibraryRead)), default=0)
 
-    def _otherwise_stored(self) -> Iterator[Place]:
+    def _otherwise_stored(self) -> Iterator[Location]:
         """Yield the places of tensors, or of their pieces, that are not one run of a file in this byte order."""
-        files = self.tensors.files if isinstance(self.tensors, ListedTensors) else (self.tensors,)
+        files = self.tensors.files if isinstance(self.tensors, ChunkedTensors) else (self.tensors,)
         return (source for tensors in files for source in tensors.elsewhere.values())
+
+
+class TensorSpec(NamedTuple):
+    """A tensor of a shard to be written: part `box` of a tensor of shape `global_shape`."""
+
+    name: str
+    dtype: DType
+    global_shape: tuple[int, ...]
+    box: Box
+
+    @property
+    def size_bytes(self) -> int:
+        return self.box.size * self.dtype.itemsize_bytes
+
+
+class SpecKind(NamedTuple):
+    """What many tensors of a shard to be written have in common. See `TensorSpec`."""
+
+    dtype: DType
+    global_shape: tuple[int, ...]
+    box: Box
+
+    @property
+    def size_bytes(self) -> int:
+        return self.box.size * self.dtype.itemsize_bytes
+
+
+class Specs(Sequence[TensorSpec]):
+    """The tensors of a shard to be written, in file order, in columns.
+
+    kinds: the different kinds. kind_of: for each tensor, the number of its kind.
+    """
+
+    __slots__ = ("kind_of", "kinds", "names")
+
+    def __init__(self, names: Sequence[str], kinds: Sequence[SpecKind], kind_of: Sequence[int]) -> None:
+        self.names = names
+        self.kinds = kinds
+        self.kind_of = kind_of
+
+    @classmethod
+    def of(cls, tensors: Sequence[TensorSpec]) -> Specs:
+        """Return the same tensors in columns."""
+        if isinstance(tensors, cls):
+            return tensors
+        numbers: dict[SpecKind, int] = {}
+        kind_of = array("I", (numbers.setdefault(SpecKind(*tensor[1:]), len(numbers)) for tensor in tensors))
+        return cls([tensor.name for tensor in tensors], list(numbers), kind_of)
+
+    @overload
+    def __getitem__(self, index: int) -> TensorSpec: ...
+    @overload
+    def __getitem__(self, index: slice) -> Specs: ...
+    def __getitem__(self, index: int | slice) -> TensorSpec | Specs:
+        if isinstance(index, slice):
+            return Specs(self.names[index], self.kinds, self.kind_of[index])
+        return TensorSpec(self.names[index], *self.kinds[self.kind_of[index]])
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @property
+    def size_bytes(self) -> int:
+        """How many bytes all elements take."""
+        sizes = [kind.size_bytes for kind in self.kinds]
+        return sum(sizes[kind] for kind in self.kind_of)
+
+
+class ShardSpec(NamedTuple):
+    """A shard to be written, its tensors in file order.
+
+    with_sums: whether it gets room for a sum of each tensor. elsewhere: names of tensors that its rank holds as well,
+    and that another file of the same checkpoint has.
+    """
+
+    identity: ShardIdentity
+    tensors: Sequence[TensorSpec]
+    strings: Mapping[str, str]
+    with_sums: bool = False
+    elsewhere: Sequence[str] = ()
+
+    @property
+    def specs(self) -> Specs:
+        """The tensors in columns."""
+        return Specs.of(self.tensors)
+
+
+# MindSpore takes as much memory as the number says.
+_MOST = 4 * GIB
+
+
+class UncountableError(Exception):
+    """A whole number that does not count as so many bytes."""
+
+    def __init__(self, name: str, value: int) -> None:
+        self.name, self.value = name, value
+
+    def refusal(self, where: str) -> TargetError:
+        """Return what the user is told if a file with this tensor is to have a checksum."""
+        return TargetError(
+            f"{self.name!r} has no place in the checksum that MindSpore checks",
+            expected="a whole number from 0 to 2^32, since it counts as so many bytes",
+            got=str(self.value),
+            where=where,
+            remedy="leave out --crc, write it as ckpt (--to), or leave the tensor out (--exclude)",
+        )
+
+
+def is_counted(dtype: DType, shape: tuple[int, ...]) -> bool:
+    """Tell whether a tensor counts as so many bytes; others are summed as they are."""
+    return not shape and dtype.name.startswith(("int", "uint"))
+
+
+def counted_bytes(name: str, content: bytes, dtype: DType) -> int:
+    """Return the value of a tensor that is counted. Raises UncountableError if it is none that can be."""
+    value: int = numbers(content, dtype)[0]
+    if not 0 <= value <= _MOST:
+        raise UncountableError(name, value)
+    return value

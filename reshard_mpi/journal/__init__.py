@@ -1,1 +1,1 @@
-"""What a target folder remembers of its runs: records, locks, publication, the commit."""
+"""Keep what a target folder knows of its runs: records, locks, publication, the commit."""

@@ -1,4 +1,4 @@
-"""The commit record of a target folder: that all targets of a run are complete and were made from one checkpoint.
+"""Commit a target folder: all targets are complete and of one checkpoint (`commit_if_complete`).
 
 Processes that know nothing of each other make the targets of one run. Whichever sees that all are complete compares
 their records and writes `reshard.json`; `reshard-mpi commit` does so too, or says what is missing. Before a target is
@@ -18,28 +18,15 @@ from typing import NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, TransformError
-from reshard_mpi.filesystem.folders import Folder, closing
-from reshard_mpi.filesystem.locks import open_lock, try_lock
+from reshard_mpi.filesystem.folders import Folder, closing, open_lock, try_lock
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.journal.commit_record import COMMIT_ROOM, CommitRecord
-from reshard_mpi.journal.identity import RunIdentity
+from reshard_mpi.journal.identity import COMMIT_ROOM, CommitRecord, RunIdentity
 from reshard_mpi.journal.provenance import Sources, require_one_state, require_same_sources
 from reshard_mpi.journal.publication import publish_bytes, publish_text, remove_stale, remove_stale_records
-from reshard_mpi.journal.records import (
-    COMMIT_RECORD,
-    STATE,
-    TargetRecord,
-    record_path,
-    recorded_ranks,
-    written,
-)
+from reshard_mpi.journal.records import COMMIT_RECORD, STATE, TargetRecord, record_path, recorded_ranks, written
 from reshard_mpi.journal.targets import COMMIT_LOCK, withdraw
-from reshard_mpi.planning.agreement import (
-    differing_stages,
-    require_one_moment,
-    require_same_names,
-)
-from reshard_mpi.planning.differing import Told, between_targets, told_of, without
+from reshard_mpi.planning.agreement import differing_stages, require_one_moment, require_same_names
+from reshard_mpi.planning.shard_faults import Differences, between_targets, told_of, without
 from reshard_mpi.text import natural_key
 
 NOT_WRITTEN = "has not been written"
@@ -55,7 +42,7 @@ class Committed(NamedTuple):
     path: Path
     targets: int
     size_bytes: int
-    told: Told
+    told: Differences
 
 
 class EarlierTarget(NamedTuple):
@@ -89,7 +76,7 @@ class EarlierTarget(NamedTuple):
 
 def commit_if_complete(
     folder: Path, identity: RunIdentity, *, made: Collection[int], any_written: bool, told: Collection[str]
-) -> Told:
+) -> Differences:
     """Write the commit record if all targets of the run are complete; return what the user is told besides `told`.
 
     made: the ranks of the targets that are complete, as the caller knows. any_written: some have just been written; if
@@ -99,14 +86,14 @@ def commit_if_complete(
     """
     committed = None if any_written else CommitRecord.read(folder)
     if committed is not None and committed.digest == identity.digest and _has_index(folder, identity.format):
-        return Told()
+        return Differences()
     are_all_made = len(made) == identity.target_ranks
     if not are_all_made and not _are_all_recorded(folder / STATE, identity.target_ranks, made):
-        return Told()
+        return Differences()
     with opened_to_commit(folder) as opened:
         if not try_lock(opened.lock, fcntl.LOCK_EX):
             by_another = f"{folder} is left to another process to commit, which is at work there"
-            return Told(notes=(by_another,) if are_all_made else ())
+            return Differences(notes=(by_another,) if are_all_made else ())
         records = []
         for target_rank in range(identity.target_ranks):
             record = complete_record(folder, identity, target_rank)
@@ -116,11 +103,11 @@ def commit_if_complete(
                 raise _not_as_made(folder, target_rank, record)
             else:
                 left = f"{folder} is not committed: target rank {target_rank} {record}"
-                return Told(notes=(left,) if record != _OF_ANOTHER_RUN else ())  # which is replaced one by one
+                return Differences(notes=(left,) if record != _OF_ANOTHER_RUN else ())  # which is replaced one by one
         return commit_locked(opened, identity, records, told).told
 
 
-class _Opened(NamedTuple):
+class _LockedFolder(NamedTuple):
     """The open target folder, the open folder of its state, and the descriptor of the lock for committing."""
 
     folder: Folder
@@ -129,17 +116,17 @@ class _Opened(NamedTuple):
 
 
 @contextlib.contextmanager
-def opened_to_commit(path: Path) -> Iterator[_Opened]:
+def opened_to_commit(path: Path) -> Iterator[_LockedFolder]:
     with (
         Folder.open(path) as folder,
         folder.inner(STATE) as state,
         closing(open_lock(state, COMMIT_LOCK)) as lock,
     ):
-        yield _Opened(folder, state, lock)
+        yield _LockedFolder(folder, state, lock)
 
 
 def commit_locked(
-    opened: _Opened, identity: RunIdentity, records: Sequence[TargetRecord], told: Collection[str]
+    opened: _LockedFolder, identity: RunIdentity, records: Sequence[TargetRecord], told: Collection[str]
 ) -> Committed:
     """Compare what the targets were made from, and write the commit record. The lock must be held."""
     folder = opened.folder.path
@@ -189,12 +176,14 @@ def _sums(records: Sequence[TargetRecord]) -> dict[str, int]:
     """
     if not all(record.sums for record in records):
         return {}
-    from reshard_mpi.journal.sums import sums_of_wholes
+    from reshard_mpi.journal.records import sums_of_wholes
 
     return dict(sums_of_wholes({record.rank: record.sums for record in records}))
 
 
-def _compare(folder: Path, identity: RunIdentity, records: Sequence[TargetRecord], told: Collection[str]) -> Told:
+def _compare(
+    folder: Path, identity: RunIdentity, records: Sequence[TargetRecord], told: Collection[str]
+) -> Differences:
     """Compare what targets were made from; return what the user is told of differences, besides `told`.
 
     Raises DisagreementError or CoverageError if they were made from different states of the source, or from shards

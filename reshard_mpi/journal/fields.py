@@ -1,7 +1,4 @@
-"""Checks of plain values from the records that this program keeps; anybody may have written to them.
-
-Every check returns the value with its type known, or raises ValueError, since the record is damaged then.
-"""
+"""Check plain values of records, which anybody may have written (`parse`)."""
 
 from __future__ import annotations
 
@@ -24,14 +21,14 @@ MAX_TEXT_LENGTH = 1 << 20
 _HEXADECIMAL = frozenset("0123456789abcdef")
 
 
-class Room(NamedTuple):
+class RecordLimits(NamedTuple):
     """The limits of a record: the size of its file, and the memory of its values."""
 
     file_bytes: int
     parsed_bytes: int
 
 
-def parse(stream: BinaryIO, room: Room) -> dict[str, Any]:
+def parse(stream: BinaryIO, room: RecordLimits) -> dict[str, Any]:
     """Return the JSON object in a file.
 
     Raises OSError if it cannot be read, ValueError or RecursionError for anything else, for a name that comes twice,

@@ -1,4 +1,9 @@
-"""Which run a target folder is of: the settings that decide which bytes it writes, and the command that has them."""
+"""Identify the run of a target folder, and keep its options and strategy (`RunIdentity`).
+
+Shards of most formats do not say how they are cut. The run that wrote them knew, so the placement table of all targets
+(`sharding.strategy.table`) lies beside its records. It is believed of a committed run alone, and only for the very
+files that the commit record names.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +17,29 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from reshard_mpi import formats
+from reshard_mpi.filesystem.folders import Folder
 from reshard_mpi.journal import fields
-from reshard_mpi.journal.records import DAMAGE, MAX_RANKS, MAX_TENSOR_BYTES, RUN_ROOM, read_json, run_path
-from reshard_mpi.planning.partial_sums import Accumulated
+from reshard_mpi.journal.publication import publish_text, remove_stale
+from reshard_mpi.journal.records import (
+    COMMIT_RECORD,
+    DAMAGE,
+    MAX_RANKS,
+    MAX_TENSOR_BYTES,
+    RUN_ROOM,
+    STATE,
+    checked_file,
+    checked_rank,
+    checked_sum,
+    read_json,
+    run_path,
+)
+from reshard_mpi.planning.parameters import Accumulated
+from reshard_mpi.sharding.strategy.json_checks import MAX_FILE_BYTES
 
 # What decides which files of the source are read, if several checkpoints lie there. Two runs are the same if they have
 # chosen the same, by whatever means.
 CHOSEN, _SELECT = "chosen", "select"
-# How a choice ends whose files have no name in common (`checkpoints.chosen`).
+# How a choice ends whose files have no name in common (`checkpoints.opening`).
 _UNLIKE = re.compile(r", sha256:[0-9a-f]+\Z")
 # What files decide (settings are their digests) -> the names under which records keep the files' paths. The glob that
 # has led to what was chosen is kept as they are.
@@ -199,3 +219,101 @@ class RunIdentity(NamedTuple):
         keys = {name: key for name, key in _FILES.items() if name != CHOSEN or CHOSEN in values}
         files = {name: str(values[key]) for name, key in keys.items() if values.get(key) is not None}
         return cls({name: value for name, value in values.items() if name not in keys.values()}, files)
+
+
+# It has 60 bytes for each tensor of the checkpoint, 110 for each target, and 6 for each source rank that a target was
+# made from: 100 MiB where each of 4,000 was made from all of 4,000.
+COMMIT_ROOM = fields.RecordLimits(128 << 20, 512 << 20)
+# Its names besides the settings of the run.
+_COMMITTED = {"targets", "sources", "sums", "digest", "format", "version"}
+
+
+class CommitRecord(NamedTuple):
+    """The contents of `reshard.json`.
+
+    digest: of the run that made the targets. files: of the targets, by rank. sums: CRC-32 of whole tensors by name, in
+    hexadecimal; none if unknown. sizes_bytes: of the files, by rank, as far as recorded. sources: the files that the
+    targets were made from, with their sizes. run: what the run was asked to do.
+    """
+
+    digest: str
+    files: Mapping[int, str]
+    sums: Mapping[str, str]
+    sizes_bytes: Mapping[int, int]
+    sources: tuple[tuple[str, int], ...]
+    run: RunIdentity
+
+    @classmethod
+    def read(cls, folder: Path) -> CommitRecord | None:
+        """Return the commit record of a folder; None where there is none, or it is damaged."""
+        try:
+            return cls._of(read_json(folder / COMMIT_RECORD, COMMIT_ROOM, follow_link=True) or {})
+        except DAMAGE:
+            return None
+
+    @classmethod
+    def _of(cls, facts: Mapping[str, Any]) -> CommitRecord:
+        """Return the record with these values. Raises LookupError, TypeError or ValueError if they are not of one."""
+        targets = fields.each(facts["targets"], fields.table)
+        files = {checked_rank(target["rank"]): checked_file(target["file"], target["rank"]) for target in targets}
+        sizes = {target["rank"]: fields.number(target["size_bytes"]) for target in targets if "size_bytes" in target}
+        settings = fields.settings({name: facts[name] for name in facts if name not in _COMMITTED}, SETTINGS)
+        sources = fields.each(facts.get("sources", []), fields.table)
+        sums = fields.table(facts.get("sums", {}))
+        # Every rank has its line, from 0 on.
+        if not targets or len(files) < len(targets) or max(files) >= len(files):
+            raise ValueError("targets that are not those of all ranks")
+        if settings.get("target_ranks", len(files)) != len(files):
+            raise ValueError("another number of targets than the run has")
+        return cls(
+            fields.digest(facts["digest"]),
+            files,
+            {fields.text(name): f"{checked_sum(value):08x}" for name, value in sums.items()},
+            sizes,
+            tuple((fields.path_below(source["file"]), fields.number(source["size_bytes"])) for source in sources),
+            RunIdentity.of(settings),
+        )
+
+
+STRATEGY_RECORD = "strategy.json"
+# The table is one text, which is bounded again when it is read as a strategy.
+_ROOM = fields.RecordLimits(MAX_FILE_BYTES, 2 * MAX_FILE_BYTES)
+
+
+def strategy_record(digest: str, strategy: str) -> str:
+    """Return the text of the record. digest: of the run. strategy: the placement table of all its targets."""
+    return json.dumps({"format": "reshard_mpi strategy", "version": 1, "digest": digest, "strategy": strategy}) + "\n"
+
+
+def keep_strategy(state: Folder, text: str) -> None:
+    """Publish the record `text` in the folder of a run's state; one that is too large to be read again is left out."""
+    remove_stale(state, STRATEGY_RECORD)
+    if len(text) <= _ROOM.file_bytes:
+        publish_text(state, STRATEGY_RECORD, text)
+
+
+def recorded_strategy(folder: Path, files: Mapping[int, Sequence[str]]) -> tuple[str, str] | None:
+    """Return the placement table of a committed run's targets and the path of the record; None if nothing says it.
+
+    files: paths of the shards by rank, which must be those that the commit record of `folder` names, of the same sizes.
+    Raises OSError if a record or a file cannot be looked at.
+    """
+    committed = CommitRecord.read(folder)
+    if committed is None or not all(_is_recorded(folder, committed, rank, paths) for rank, paths in files.items()):
+        return None
+    path = folder / STATE / STRATEGY_RECORD
+    facts = read_json(path, _ROOM) or {}
+    try:
+        if fields.digest(facts["digest"]) != committed.digest:
+            return None
+        return fields.text(facts["strategy"], MAX_FILE_BYTES), str(path)
+    except (LookupError, ValueError):
+        return None
+
+
+def _is_recorded(folder: Path, committed: CommitRecord, rank: int, paths: Sequence[str]) -> bool:
+    """Tell whether the shard of a rank is the file that the run has written for it."""
+    file = committed.files.get(rank)
+    if file is None or [Path(path) for path in paths] != [folder / file]:
+        return False
+    return (folder / file).stat().st_size == committed.sizes_bytes.get(rank)

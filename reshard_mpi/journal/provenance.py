@@ -1,4 +1,4 @@
-"""The files that a target is made from, as they were at one moment, so that a later change is noticed.
+"""Remember the files that a target is made from, and notice changes (`Sources`).
 
 Size and time of modification tell a file from another that has taken its place. Structure does not: the checkpoint of
 another step has the same one. Within one run the time of the last change of status is compared as well, which nobody

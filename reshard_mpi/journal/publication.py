@@ -1,4 +1,4 @@
-"""Files that take their names only when they are complete: written under another name, synced, renamed.
+"""Give a file its name only when it is complete: written aside, synced, renamed (`Publication`).
 
 A process that is killed leaves a partial file. Where one process at a time may write a file, the next one removes it.
 Where several may, each holds a lock on its partial file as long as it lives, so a partial file without a lock is stale.
@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from reshard_mpi.errors import TargetError
-from reshard_mpi.filesystem.folders import FileIdentity, Folder, close, closing, replaced
-from reshard_mpi.filesystem.locks import try_lock
+from reshard_mpi.filesystem.folders import FileIdentity, Folder, close, closing, replaced, try_lock
 
 if TYPE_CHECKING:
     from reshard_mpi.journal.records import TensorSum

@@ -1,4 +1,4 @@
-"""The records that a run keeps in its target folder: which run it is (`identity`), and which targets are complete.
+"""Read and write the records of a run in its target folder (`TargetRecord`).
 
 `.reshard_mpi/run.json` names the run, `.reshard_mpi/rank_<r>.json` records that target r is complete and what it was
 made from. `reshard.json`, in the target folder itself, exists only while all targets are complete: see `commit`.
@@ -9,20 +9,23 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import re
 import stat
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from reshard_mpi.errors import TargetError
+from reshard_mpi.engine.crc import sum_of_whole
+from reshard_mpi.errors import DamageError, TargetError
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.journal import fields
 from reshard_mpi.journal.provenance import MAX_NS, Sources
-from reshard_mpi.planning.model import Beginning, Held, Moment, RankPlan
+from reshard_mpi.planning.model import Moment, PrefixDigest, RankPlan, StageDigest
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.units import format_bytes
+from reshard_mpi.text import format_bytes
 
 STATE = ".reshard_mpi"
 COMMIT_RECORD = "reshard.json"
@@ -34,8 +37,8 @@ _MAX_RANK = MAX_RANKS - 1
 _MAX_DIMENSIONS = 64
 # The record of a run has a dozen settings. That of a target has 150 bytes for each tensor that it has a sum of, and 80
 # for each file that it was made from: 10 MiB with as many tensors as a shard can have.
-RUN_ROOM = fields.Room(1 << 20, 16 << 20)
-TARGET_ROOM = fields.Room(64 << 20, 384 << 20)
+RUN_ROOM = fields.RecordLimits(1 << 20, 16 << 20)
+TARGET_ROOM = fields.RecordLimits(64 << 20, 384 << 20)
 _RECORD = re.compile(r"rank_(0|[1-9][0-9]{0,7})\.json")
 _SUM_DIGITS = 8
 # Raised on reading a record that this program has not written.
@@ -51,9 +54,9 @@ class Evidence(NamedTuple):
     """
 
     read_ranks: tuple[int, ...]
-    held: Held
+    held: StageDigest
     moments: tuple[Moment, ...]
-    beginnings: tuple[Beginning, ...]
+    beginnings: tuple[PrefixDigest, ...]
     sources: Sources = Sources()
     texts: str = ""
 
@@ -158,13 +161,13 @@ class TargetRecord(NamedTuple):
         rank, held, announced = checked_rank(facts["rank"]), facts["held"], facts.get("announced")
         evidence = Evidence(
             fields.each(facts["read_ranks"], checked_rank),
-            Held(checked_rank(held["stage"]), fields.digest(held["digest"]), checked_rank(held["rank"])),
+            StageDigest(checked_rank(held["stage"]), fields.digest(held["digest"]), checked_rank(held["rank"])),
             tuple(
                 Moment(*(fields.text(moment[name]) for name in Moment._fields))
                 for moment in fields.each(facts["moments"], fields.table)
             ),
             tuple(
-                Beginning(fields.text(start["name"]), fields.digest(start["digest"]), checked_rank(start["rank"]))
+                PrefixDigest(fields.text(start["name"]), fields.digest(start["digest"]), checked_rank(start["rank"]))
                 for start in fields.each(facts["beginnings"], fields.table)
             ),
             Sources.of(facts["sources"]),
@@ -206,7 +209,7 @@ def recorded_ranks(state: Path) -> list[int]:
     return sorted(int(match[1]) for match in map(_RECORD.fullmatch, names) if match)
 
 
-def read_json(path: Path, room: fields.Room = RUN_ROOM, *, follow_link: bool = False) -> dict[str, Any] | None:
+def read_json(path: Path, room: fields.RecordLimits = RUN_ROOM, *, follow_link: bool = False) -> dict[str, Any] | None:
     """Return the JSON object in a file: None if there is no such file, an empty one if it holds anything else.
 
     room: a file that exceeds it counts as damaged. follow_link: for checkpoints that are folders of links; without it
@@ -230,7 +233,7 @@ def read_json(path: Path, room: fields.Room = RUN_ROOM, *, follow_link: bool = F
         return {}
 
 
-def written(text: str, room: fields.Room, what: str) -> str:
+def written(text: str, room: fields.RecordLimits, what: str) -> str:
     """Return `text`, which is that of a record. Raises TargetError if it is too large to be read again."""
     if fields.parsed_bytes(text.encode()) > room.parsed_bytes or len(text) > room.file_bytes:
         raise TargetError(
@@ -265,3 +268,49 @@ def checked_file(value: Any, rank: int) -> str:
 def _announced(value: Any) -> tuple[int, int]:
     inode, modified_ns = value
     return fields.number(inode, 0, 2 * fields.MAX_NUMBER + 1), fields.number(modified_ns, -MAX_NS, MAX_NS)
+
+
+def joined_sums(parts: Iterable[Sequence[TensorSum]], names: Iterable[str]) -> tuple[TensorSum, ...]:
+    """Return the sums of the tensors of one shard from the sums of its parts, which have no elements in common.
+
+    names: the tensors in file order.
+    """
+    values: defaultdict[str, list[int]] = defaultdict(list)
+    sums = {}
+    for part in parts:
+        for tensor_sum in part:
+            sums[tensor_sum.name] = tensor_sum
+            values[tensor_sum.name].append(tensor_sum.value)
+    return tuple(sums[name]._replace(value=sum_of_whole(values[name], _size_bytes(sums[name]))) for name in names)
+
+
+def sums_of_wholes(shards: Mapping[int, Sequence[TensorSum]]) -> Iterator[tuple[str, int]]:
+    """Yield the name and CRC-32 of every tensor of a checkpoint, from the sums of its shards by rank.
+
+    Left out are tensors that stages share and cut differently, and loose ones that differ from rank to rank. Raises
+    DamageError if shards that should hold the same part have different sums of it.
+    """
+    parts: defaultdict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], TensorSum]] = defaultdict(dict)
+    of_their_own: set[str] = set()
+    for rank, shard in shards.items():
+        for tensor_sum in shard:
+            other = parts[tensor_sum.name].setdefault((tensor_sum.start, tensor_sum.shape), tensor_sum)
+            if other.value != tensor_sum.value and tensor_sum.loose:
+                of_their_own.add(tensor_sum.name)
+            elif other.value != tensor_sum.value:
+                raise DamageError(
+                    f"copies of {tensor_sum.name!r} differ",
+                    expected=f"the sum {other.value:08x}, as in a shard before",
+                    got=f"{tensor_sum.value:08x} in the shard of rank {rank}",
+                    remedy="make the targets anew with --overwrite",
+                )
+    for name, by_box in parts.items():
+        sums = list(by_box.values())
+        if name in of_their_own or len({(tensor_sum.dtype, tensor_sum.global_shape) for tensor_sum in sums}) > 1:
+            continue
+        if sum(math.prod(tensor_sum.shape) for tensor_sum in sums) == math.prod(sums[0].global_shape):
+            yield name, sum_of_whole((tensor_sum.value for tensor_sum in sums), _size_bytes(sums[0]))
+
+
+def _size_bytes(tensor_sum: TensorSum) -> int:
+    return BY_NAME[tensor_sum.dtype].itemsize_bytes * math.prod(tensor_sum.global_shape)

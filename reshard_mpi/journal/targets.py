@@ -1,4 +1,4 @@
-"""Which targets may be written and which are complete: locks, partial files, publishing by rename, records.
+"""Lock, publish and record the targets of a run (`Journal`).
 
 In the target folder, `.reshard_mpi/run.json` names the run that fills it, `rank_<r>.lock` is locked while target r is
 written (the kernel unlocks it when the writer dies), and `rank_<r>.json` records that target r is complete. Processes
@@ -24,15 +24,25 @@ from pathlib import Path
 
 from reshard_mpi import formats
 from reshard_mpi.errors import TargetError
-from reshard_mpi.filesystem.folders import Folder, close, closing, make_folders
-from reshard_mpi.filesystem.locks import Say, holders, open_lock, try_lock, wait_for_lock
+from reshard_mpi.filesystem.folders import (
+    Folder,
+    Say,
+    close,
+    closing,
+    holders,
+    make_folders,
+    open_lock,
+    try_lock,
+    wait_for_lock,
+)
 from reshard_mpi.filesystem.paths import described, require_replaceable
-from reshard_mpi.journal.identity import RunIdentity, glob_of
-from reshard_mpi.journal.leftovers import leftovers, remove_leftovers
+from reshard_mpi.journal.identity import STRATEGY_RECORD, RunIdentity, glob_of, keep_strategy, strategy_record
 from reshard_mpi.journal.ownership import (
+    leftovers,
     lock_name,
     note_replaceable,
     own_index,
+    remove_leftovers,
     remove_note,
     require_own_index,
     require_own_target,
@@ -45,7 +55,6 @@ from reshard_mpi.journal.publication import (
     require_own_stale,
     stale_bytes,
 )
-from reshard_mpi.journal.recorded_strategy import STRATEGY_RECORD, keep_strategy, strategy_record
 from reshard_mpi.journal.records import (
     COMMIT_RECORD,
     STATE,
@@ -56,6 +65,7 @@ from reshard_mpi.journal.records import (
     record_path,
     run_path,
 )
+from reshard_mpi.processes.host import host_name
 
 # Between attempts to take a lock that others have for an instant, to see whether it is held.
 _NAP_SECONDS = 0.002
@@ -382,3 +392,72 @@ def require_unchanged(target_rank: int, evidence: Evidence | None) -> None:
     if evidence is not None:
         problem = f"sources of target rank {target_rank} were changed while it was written"
         evidence.sources.require_unchanged(problem, "make sure that nothing writes to the source, and run again")
+
+
+class Unrecorded:
+    """Keeps no state: targets are published complete, whatever was there, so identical concurrent runs are harmless.
+
+    The record that another run keeps of a target is removed when the target is replaced.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def check(self) -> None:
+        """Raise TargetError if the folder cannot be written to."""
+        require_writable(self._folder)
+
+    def is_done(self, target_rank: int, path: Path) -> bool:
+        """Return False. Raises TargetError if no file can take the name `path`."""
+        require_place(self._folder, path)
+        return False
+
+    def is_verified(self, target_rank: int) -> bool:
+        return False
+
+    def leftovers(self) -> Collection[str]:
+        return ()
+
+    def begin(self, say: Say = lambda _: None) -> None:
+        pass
+
+    @contextlib.contextmanager
+    def writing(
+        self,
+        target_rank: int,
+        path: Path,
+        evidence: Evidence | None = None,
+        mode: int = 0o666,
+        say: Say = lambda _: None,
+    ) -> Iterator[Publication]:
+        """Yield the file to write and publish; if it is not published, it is removed.
+
+        mode: its permissions while it is written.
+        """
+        make_folders(self._folder)
+        self._withdraw_record(target_rank, path)
+        announce = partial(require_unchanged, target_rank, evidence)
+        with (
+            Folder.open(self._folder) as folder,
+            target_folder(folder, path) as inner,
+        ):
+            host = host_name(os.environ)
+            remove_stale(inner, path.name, host)
+            with Publication(inner, path.name, mode, lambda *_: announce(), host=host) as publication:
+                yield publication
+
+    def left_bytes(self, path: Path) -> int:
+        """Return how much space stale partial files of a target take, which is free again when it is begun."""
+        return space_of_stale(self._folder, path, host_name(os.environ))
+
+    def paths(self, target_rank: int, path: Path) -> tuple[Path, ...]:
+        """Return the longest paths that are made for a target."""
+        return (partial_path(path),)
+
+    def _withdraw_record(self, target_rank: int, path: Path) -> None:
+        folder = path.parent.parent
+        record = TargetRecord.read(folder / STATE, target_rank)
+        if record is not None and folder / record.file == path:
+            with Folder.open(folder) as target, target.inner(STATE) as state:
+                withdraw(target, formats.name_of(path.name) or formats.DEFAULT)
+                state.remove(record_path(state.path, target_rank).name)

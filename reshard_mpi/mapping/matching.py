@@ -1,19 +1,21 @@
-"""Where equations apply: which tensors of a checkpoint are those of a side, and what the other side is made of."""
+"""Find the tensors that an equation applies to (`matches`)."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from math import prod
 from typing import NamedTuple
 
 from reshard_mpi.errors import MapError
-from reshard_mpi.mapping.blocks import EquationProblem
-from reshard_mpi.mapping.candidates import (
+from reshard_mpi.mapping.axis_sizes import Dimension, Sizes, SizesProblem, UntoldLength, names_in, solved
+from reshard_mpi.mapping.direction import (
     MAX_NAMED,
     Candidates,
+    Direction,
     Inventory,
     Key,
-    Likeness,
+    TemplateShapes,
     candidates_of,
     filled,
     filled_in_part,
@@ -21,13 +23,86 @@ from reshard_mpi.mapping.candidates import (
     wanted_shapes,
     what_is_missing,
 )
-from reshard_mpi.mapping.directions import Direction
-from reshard_mpi.mapping.fitting import fitted
-from reshard_mpi.mapping.pairs import MAX_PAIRS, Geometry, Place
+from reshard_mpi.mapping.equations import Term
+from reshard_mpi.mapping.geometry import (
+    MAX_PAIRS,
+    BoxPair,
+    EquationProblem,
+    Geometry,
+    TargetShape,
+    TermTensor,
+    geometry,
+)
 from reshard_mpi.mapping.rules import EquationRule, Rules
-from reshard_mpi.mapping.sizes import SizesProblem, UntoldLength
-from reshard_mpi.mapping.syntax import Term
+from reshard_mpi.sharding.box import Box
 from reshard_mpi.text import did_you_mean
+
+
+def fitted(
+    rule: EquationRule,
+    source: Sequence[Term],
+    target: Sequence[Term],
+    shapes: Sequence[tuple[int, ...]],
+    axes: Mapping[str, int],
+    counts: Mapping[str, int],
+    wanted: Sequence[tuple[int, ...]] | None,
+) -> Geometry:
+    """Return what the equation comes to for these shapes of its source's terms.
+
+    axes: the lengths that the map gives. counts: those of the axes that names stand for. Raises SizesProblem or
+    EquationProblem.
+    """
+    if source[0].dims is None:
+        numbers = range(len(target))
+        wholes = [shapes[0] if rule.copies else shapes[number] for number in numbers]
+        origins = [0 if rule.copies else number for number in numbers]
+        return Geometry(
+            {
+                TermTensor(number, ()): TargetShape(shape, (whole_pair(TermTensor(origin, ()), shape),), ())
+                for number, shape, origin in zip(numbers, wholes, origins)
+            },
+            {},
+        )
+    dimensions = _dimensions(source, shapes)
+    for axis, length in counts.items():
+        if axes.get(axis, length) != length:
+            raise SizesProblem(f"there are {length} tensors for {axis!r}, not {axes[axis]}")
+    sizes = _solved_with(dimensions, [] if wanted is None else _dimensions(target, wanted), {**axes, **counts})
+    unknown = [name for term in target for dim in term.dims or () for name in names_in(dim) if name not in sizes]
+    if unknown and wanted is not None:
+        sizes = solved(_dimensions(target, wanted), sizes)
+    elif unknown:
+        raise UntoldLength(f"nothing tells how long {unknown[0]!r} is")
+    if rule.copies:
+        return geometry(source[:1], target, sizes, copies=len(target) > 1)
+    return geometry(source, target, sizes)
+
+
+def _solved_with(dimensions: Sequence[Dimension], others: Sequence[Dimension], known: Sizes) -> Sizes:
+    """Return the lengths of all axes of the dimensions; `others` are looked at only where these do not tell them.
+
+    Raises SizesProblem for what is wrong with the dimensions.
+    """
+    try:
+        return solved(dimensions, known)
+    except SizesProblem:
+        if others:
+            with suppress(SizesProblem):
+                return solved([*dimensions, *others], known)
+        raise
+
+
+def _dimensions(side: Sequence[Term], shapes: Sequence[tuple[int, ...]]) -> list[Dimension]:
+    return [
+        Dimension(dim, length, f"dimension {number} of {term.name.text}")
+        for term, shape in zip(side, shapes)
+        for number, (dim, length) in enumerate(zip(term.dims or (), shape))
+    ]
+
+
+def whole_pair(place: TermTensor, shape: tuple[int, ...]) -> BoxPair:
+    """Return the pair that takes a tensor as it is."""
+    return BoxPair(place, Box.whole(shape), Box.whole(shape), None)
 
 
 class Match(NamedTuple):
@@ -38,13 +113,15 @@ class Match(NamedTuple):
     """
 
     rule: EquationRule
-    sources: Mapping[Place, str]
-    targets: Mapping[Place, str]
+    sources: Mapping[TermTensor, str]
+    targets: Mapping[TermTensor, str]
     geometry: Geometry
     equal: tuple[str, ...] = ()
 
 
-def matches(rules: Rules, inventory: Inventory, direction: Direction, like: Likeness | None = None) -> Iterator[Match]:
+def matches(
+    rules: Rules, inventory: Inventory, direction: Direction, like: TemplateShapes | None = None
+) -> Iterator[Match]:
     """Yield the sets of tensors that equations take: of several equations the first one.
 
     like: an equation does not apply where it would make tensors that are not in it, by name and shape; None: there is
@@ -156,7 +233,7 @@ def _match(
                 where=rule.where,
                 remedy=_remedy(error, rules),
             ) from None
-    sources = {Place(number, values): name for number, names in enumerate(held) for values, name in names.items()}
+    sources = {TermTensor(number, values): name for number, names in enumerate(held) for values, name in names.items()}
     shared = dict(zip(rule.shared, key))
     equal: tuple[str, ...] = ()
     if rule.copies and len(source) > 1:

@@ -1,1 +1,4 @@
-"""Pictures of a plan: who feeds whom, and how both sides cut a tensor. All forms draw the same figures."""
+"""Draw a plan: who feeds whom, and how both sides cut a tensor.
+
+Pictures of a plan: who feeds whom, and how both sides cut a tensor. All forms draw the same figures.
+"""

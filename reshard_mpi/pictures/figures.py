@@ -1,4 +1,4 @@
-"""What the pictures of a plan show, as plain values: `flow` and `cuts` compute them, and nothing else is drawn."""
+"""Define what pictures show, as plain values (`Figures`)."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Flow(NamedTuple):
         return sum(feed.size_bytes for feed in self.feeds)
 
 
-class Block(NamedTuple):
+class DrawnBlock(NamedTuple):
     """Neighbouring pieces of a tensor that are drawn as one rectangle.
 
     box: of all of them. piece: the box of the first. pieces: how many they are. holders: the first shards that hold the
@@ -95,11 +95,11 @@ class Panel(NamedTuple):
     shape: tuple[int, ...]
     shown: tuple[int, ...]
     cuts: tuple[int, ...]
-    blocks: tuple[Block, ...]
+    blocks: tuple[DrawnBlock, ...]
     pieces: int
 
 
-class Move(NamedTuple):
+class DrawnMove(NamedTuple):
     """A region of a target's tensor and what it is made of.
 
     region: in the target tensor. source: the source shard; None: it is made up. panel: the number of the source tensor
@@ -116,7 +116,7 @@ class Move(NamedTuple):
     tensor: str = ""
 
 
-class Cut(NamedTuple):
+class TensorCut(NamedTuple):
     """How both sides cut tensors that are alike; the first of them is drawn.
 
     names: the first of them. total: how many they are. size_bytes: of all of them. sources: what the first is made of.
@@ -130,7 +130,7 @@ class Cut(NamedTuple):
     sources: tuple[Panel, ...]
     further: int
     target: Panel
-    moves: tuple[Move, ...]
+    moves: tuple[DrawnMove, ...]
     further_moves: int = 0
     by: str = ""
 
@@ -141,6 +141,6 @@ class Figures(NamedTuple):
     source: str
     target: str
     flow: Flow
-    cuts: tuple[Cut, ...]
+    cuts: tuple[TensorCut, ...]
     further: int = 0
     further_tensors: int = 0

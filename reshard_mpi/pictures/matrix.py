@@ -1,4 +1,4 @@
-"""The picture of who feeds whom: source shards down, targets across, the bytes between them as shade."""
+"""Lay out the picture of who feeds whom (`matrix_scene`)."""
 
 from __future__ import annotations
 
@@ -6,11 +6,22 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from reshard_mpi.pictures.figures import Figures, Shards
-from reshard_mpi.pictures.flow import Grid, Span, grid_of
-from reshard_mpi.pictures.palette import EMPTY, FAINT, GRID, INK, amount_colour, on
-from reshard_mpi.pictures.scene import Rectangle, Scene, Text, fitted, text_width, wrapped
-from reshard_mpi.text import counted
-from reshard_mpi.units import format_bytes
+from reshard_mpi.pictures.flow import Grid, ShardSpan, grid_of
+from reshard_mpi.pictures.scene import (
+    EMPTY,
+    FAINT,
+    GRID,
+    INK,
+    Rectangle,
+    Scene,
+    TextLine,
+    amount_colour,
+    fitted,
+    on,
+    text_width,
+    wrapped,
+)
+from reshard_mpi.text import counted, format_bytes
 
 # The margins at the least, and how long a side of the matrix is at most.
 _LEFT, _TOP, _RIGHT, _SIDE = 110.0, 156.0, 96.0, 520.0
@@ -24,7 +35,7 @@ _MOST_ASPECT = 2.2
 _LEGEND_STEPS = 64
 
 
-class _Frame(NamedTuple):
+class _MatrixFrame(NamedTuple):
     """Where the matrix lies, and the size of a cell. rows, columns: what is written beside them."""
 
     left: float
@@ -48,19 +59,19 @@ def matrix_scene(figures: Figures) -> Scene:
         " (a sample)" if flow.is_sample else ""
     )
     heading = [
-        Text(24, 32, fitted(title, total_width - 48, 16, bold=True), 16, bold=True),
-        Text(24, 54, fitted(f"from {figures.source}", total_width - 48, 11.5), 11.5, title=figures.source),
-        Text(24, 71, fitted(f"to {figures.target}", total_width - 48, 11.5), 11.5, title=figures.target),
-        Text(24, 88, total, 11.5),
+        TextLine(24, 32, fitted(title, total_width - 48, 16, bold=True), 16, bold=True),
+        TextLine(24, 54, fitted(f"from {figures.source}", total_width - 48, 11.5), 11.5, title=figures.source),
+        TextLine(24, 71, fitted(f"to {figures.target}", total_width - 48, 11.5), 11.5, title=figures.target),
+        TextLine(24, 88, total, 11.5),
     ]
     end = cell.top + height
     items = [*heading, *_axes(grid, flow.sources, flow.targets, cell), *_cells(figures, grid, cell)]
     items += _legend(max(grid.cells.values(), default=0), end + 30)
-    items += [Text(24, end + 84 + 15 * number, note, 10.5, colour=FAINT) for number, note in enumerate(notes)]
+    items += [TextLine(24, end + 84 + 15 * number, note, 10.5, colour=FAINT) for number, note in enumerate(notes)]
     return Scene(total_width, end + 92 + 15 * len(notes), f"{title}; {total}", tuple(items))
 
 
-def _frame(grid: Grid, sources: Shards, targets: Shards) -> _Frame:
+def _frame(grid: Grid, sources: Shards, targets: Shards) -> _MatrixFrame:
     width, height = min(_MOST_CELL, _SIDE / len(grid.columns)), min(_MOST_CELL, _SIDE / len(grid.rows))
     width, height = min(width, height * _MOST_ASPECT), min(height, width * _MOST_ASPECT)
     rows = _labels(grid.rows, sources, _MOST_ROW_LABEL)
@@ -70,10 +81,10 @@ def _frame(grid: Grid, sources: Shards, targets: Shards) -> _Frame:
         columns = _labels(grid.columns, targets, _MOST_COLUMN_LABEL, are_turned=True)
     left = max(_LEFT, 60 + max(text_width(label, 10) for label in rows))
     top = max(_TOP, 118 + max(text_width(label, 10) for label in columns)) if are_turned else _TOP
-    return _Frame(left, top, width, height, rows, columns, are_turned)
+    return _MatrixFrame(left, top, width, height, rows, columns, are_turned)
 
 
-def _labels(spans: tuple[Span, ...], shards: Shards, room: float, *, are_turned: bool = False) -> tuple[str, ...]:
+def _labels(spans: tuple[ShardSpan, ...], shards: Shards, room: float, *, are_turned: bool = False) -> tuple[str, ...]:
     """Return what is written beside rows or above columns: numbers of ranks, or names of files.
 
     room: how long a name may be; where one is longer, only what names differ in.
@@ -106,14 +117,14 @@ def _notes(figures: Figures) -> Iterator[str]:
         yield f"{counted(blank, 'row')} without a shade: nothing is read of them, as others hold the same."
 
 
-def _axes(grid: Grid, sources: Shards, targets: Shards, cell: _Frame) -> Iterator[Rectangle | Text]:
+def _axes(grid: Grid, sources: Shards, targets: Shards, cell: _MatrixFrame) -> Iterator[Rectangle | TextLine]:
     """Yield the numbers of rows and columns, and for each a mark, also where there is no room for a number."""
     width, height = cell.width * len(grid.columns), cell.height * len(grid.rows)
-    yield Text(26, cell.top + height / 2, f"source {sources.word}", 12, "middle", bold=True, turned=True)
+    yield TextLine(26, cell.top + height / 2, f"source {sources.word}", 12, "middle", bold=True, turned=True)
     above = 30.0
     if cell.are_turned:
         above = max(50.0, 20 + max(text_width(label, 10) for label in cell.columns))
-    yield Text(cell.left, cell.top - above, f"target {targets.word}", 12, bold=True)
+    yield TextLine(cell.left, cell.top - above, f"target {targets.word}", 12, bold=True)
     step = _label_step(cell.width)
     for number, span in enumerate(grid.columns):
         x, key, title = cell.left + number * cell.width, f"column {number}", _title(span, targets)
@@ -121,25 +132,27 @@ def _axes(grid: Grid, sources: Shards, targets: Shards, cell: _Frame) -> Iterato
         if number % step == 0:
             middle = x + cell.width / 2
             if cell.are_turned:
-                yield Text(middle + 3.5, cell.top - 11, cell.columns[number], 10, turned=True, title=title, key=key)
+                yield TextLine(middle + 3.5, cell.top - 11, cell.columns[number], 10, turned=True, title=title, key=key)
             else:
-                yield Text(middle, cell.top - 11, cell.columns[number], 10, "middle", title=title, key=key)
+                yield TextLine(middle, cell.top - 11, cell.columns[number], 10, "middle", title=title, key=key)
     step = _label_step(cell.height)
     for number, span in enumerate(grid.rows):
         y, key, title = cell.top + number * cell.height, f"row {number}", _title(span, sources)
         yield Rectangle(cell.left - 7, y + 0.5, 5, cell.height - 1, GRID, title=title, key=key)
         if number % step == 0:
-            yield Text(cell.left - 11, y + cell.height / 2 + 3.5, cell.rows[number], 10, "end", title=title, key=key)
+            yield TextLine(
+                cell.left - 11, y + cell.height / 2 + 3.5, cell.rows[number], 10, "end", title=title, key=key
+            )
     if _label_step(cell.height) == 1:
-        yield Text(cell.left + width + 8, cell.top - 11, "in all", 10, colour=FAINT)
+        yield TextLine(cell.left + width + 8, cell.top - 11, "in all", 10, colour=FAINT)
         for number in range(len(grid.rows)):
             read = sum(grid.cells.get((number, column), 0) for column in range(len(grid.columns)))
             y = cell.top + (number + 0.5) * cell.height + 3.5
             text = format_bytes(read) if read else "-"
-            yield Text(cell.left + width + 8, y, text, 10, colour=FAINT, key=f"row {number}")
+            yield TextLine(cell.left + width + 8, y, text, 10, colour=FAINT, key=f"row {number}")
 
 
-def _title(span: Span, shards: Shards) -> str:
+def _title(span: ShardSpan, shards: Shards) -> str:
     """Return what is said of a row or a column that is pointed at: its numbers, and the file of a single shard."""
     file = shards.files.get(span.first, "") if span.first == span.last else ""
     return shards.span(*span) + (f": {file}" if file else "")
@@ -153,7 +166,7 @@ def _label_step(length: float) -> int:
     return step
 
 
-def _cells(figures: Figures, grid: Grid, cell: _Frame) -> Iterator[Rectangle | Text]:
+def _cells(figures: Figures, grid: Grid, cell: _MatrixFrame) -> Iterator[Rectangle | TextLine]:
     flow = figures.flow
     largest = max(grid.cells.values(), default=0)
     gap = 1.0 if min(cell.width, cell.height) > _LEAST_APART else 0.25
@@ -169,12 +182,12 @@ def _cells(figures: Figures, grid: Grid, cell: _Frame) -> Iterator[Rectangle | T
             if size_bytes and cell.width >= _LEAST_WIDTH and cell.height >= _LEAST_HEIGHT:
                 amount, unit = said.split(" ")
                 x, y, colour = x + cell.width / 2, y + cell.height / 2, on(fill)
-                yield Text(x, y - 1, amount, 10.5, "middle", colour, key=key)
-                yield Text(x, y + 11, unit, 9, "middle", colour, key=key)
+                yield TextLine(x, y - 1, amount, 10.5, "middle", colour, key=key)
+                yield TextLine(x, y + 11, unit, 9, "middle", colour, key=key)
     yield Rectangle(cell.left, cell.top, cell.width * len(grid.columns), cell.height * len(grid.rows), None, GRID)
 
 
-def _legend(largest: int, top: float) -> list[Rectangle | Text]:
+def _legend(largest: int, top: float) -> list[Rectangle | TextLine]:
     width = 200.0
     step = width / _LEGEND_STEPS
     shades = [
@@ -183,9 +196,9 @@ def _legend(largest: int, top: float) -> list[Rectangle | Text]:
     ]
     return [
         *shades,
-        Text(_LEFT, top + 24, "more than 0", 10),
-        Text(_LEFT + width, top + 24, format_bytes(largest), 10, "end"),
-        Text(_LEFT + width + 14, top + 9, "bytes from row to column", 10, colour=FAINT),
+        TextLine(_LEFT, top + 24, "more than 0", 10),
+        TextLine(_LEFT + width, top + 24, format_bytes(largest), 10, "end"),
+        TextLine(_LEFT + width + 14, top + 9, "bytes from row to column", 10, colour=FAINT),
         Rectangle(_LEFT + width + 200, top, 14, 10, EMPTY, GRID),
-        Text(_LEFT + width + 220, top + 9, "nothing", 10, colour=INK),
+        TextLine(_LEFT + width + 220, top + 9, "nothing", 10, colour=INK),
     ]

@@ -1,4 +1,4 @@
-"""The picture of how both sides cut a tensor: the pieces of the source, and where they are in the target."""
+"""Lay out the picture of how both sides cut a tensor (`cut_scene`)."""
 
 from __future__ import annotations
 
@@ -6,14 +6,30 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from reshard_mpi.pictures.cuts import is_at_front
-from reshard_mpi.pictures.figures import Block, Cut, Figures, Flow, Move, Panel, Shards
-from reshard_mpi.pictures.labels import Area, area_of, label_beside, label_within, tensor_labels
-from reshard_mpi.pictures.palette import EMPTY, FAINT, GRID, INK, PAPER, on, rank_colours
-from reshard_mpi.pictures.scene import Rectangle, Scene, Text, fitted, text_width, wrapped
+from reshard_mpi.pictures.figures import DrawnBlock, DrawnMove, Figures, Flow, Panel, Shards, TensorCut
+from reshard_mpi.pictures.flow import is_at_front
+from reshard_mpi.pictures.scene import (
+    EMPTY,
+    FAINT,
+    GRID,
+    INK,
+    PAPER,
+    Area,
+    Rectangle,
+    Scene,
+    TextLine,
+    area_of,
+    fitted,
+    label_beside,
+    label_within,
+    on,
+    rank_colours,
+    tensor_labels,
+    text_width,
+    wrapped,
+)
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.text import counted, one_line, shortened
-from reshard_mpi.units import format_bytes
+from reshard_mpi.text import counted, format_bytes, one_line, shortened
 
 _WIDTH, _PANEL, _GAP, _LEFT = 1000.0, 360.0, 140.0, 92.0
 # From one source tensor to the next.
@@ -25,7 +41,7 @@ _MOST_DRAWN_MOVES = 600
 _MOST_SWATCHES = 8
 
 
-class _Frame(NamedTuple):
+class _TensorFrame(NamedTuple):
     """Where a tensor is drawn, and its dimensions down and across; None: it has no such dimension."""
 
     x: float
@@ -52,10 +68,10 @@ class _Frame(NamedTuple):
 class _Grounds:
     """The colours of a picture: one for what each source shard has of each source tensor."""
 
-    def __init__(self, cut: Cut) -> None:
+    def __init__(self, cut: TensorCut) -> None:
         self._sources = cut.sources
-        self._held = defaultdict[tuple[int, int], list[Block]](list)
-        self._first_blocks: dict[tuple[str, int], Block] = {}
+        self._held = defaultdict[tuple[int, int], list[DrawnBlock]](list)
+        self._first_blocks: dict[tuple[str, int], DrawnBlock] = {}
         for number, panel in enumerate(cut.sources):
             for block in panel.blocks:
                 for holder in block.holders:
@@ -70,7 +86,7 @@ class _Grounds:
         self.colours = dict(zip(keys, rank_colours(range(len(keys))).values()))
         self.tensors = dict(zip(names, tensor_labels(names)))
 
-    def of(self, move: Move) -> str:
+    def of(self, move: DrawnMove) -> str:
         """Return the colour of what a move takes: that of the source block that it lies in."""
         if move.source is None:
             return EMPTY
@@ -87,7 +103,7 @@ class _Grounds:
         return self._first_blocks[key].holders if key in self._first_blocks else (key[1],)
 
 
-def cut_scene(cut: Cut, figures: Figures) -> Scene:
+def cut_scene(cut: TensorCut, figures: Figures) -> Scene:
     """Return the picture of how both sides cut a tensor."""
     flow = figures.flow
     target = cut.target
@@ -96,10 +112,10 @@ def cut_scene(cut: Cut, figures: Figures) -> Scene:
     about = f"{target.dtype} {list(target.shape)}, {format_bytes(each)}{others}"
     title = f"How both sides cut {target.name}"
     heading = [
-        Text(24, 32, fitted(title, _WIDTH - 48, 16, bold=True), 16, bold=True, title=target.name),
-        Text(24, 54, fitted(about, _WIDTH - 48, 11.5), 11.5),
-        Text(24, 71, fitted(f"from {figures.source}", _WIDTH - 48, 11.5), 11.5, title=figures.source),
-        Text(24, 88, fitted(f"to {figures.target}", _WIDTH - 48, 11.5), 11.5, title=figures.target),
+        TextLine(24, 32, fitted(title, _WIDTH - 48, 16, bold=True), 16, bold=True, title=target.name),
+        TextLine(24, 54, fitted(about, _WIDTH - 48, 11.5), 11.5),
+        TextLine(24, 71, fitted(f"from {figures.source}", _WIDTH - 48, 11.5), 11.5, title=figures.source),
+        TextLine(24, 88, fitted(f"to {figures.target}", _WIDTH - 48, 11.5), 11.5, title=figures.target),
     ]
     top = 150.0
     grounds = _Grounds(cut)
@@ -107,7 +123,7 @@ def cut_scene(cut: Cut, figures: Figures) -> Scene:
     sources, source_end = _sources(cut, flow.sources, grounds, top)
     frame = _frame(target, right, top, _PANEL)
     target_items = list(_target(cut, frame, flow.targets, flow.sources, grounds))
-    captions = [Text(right, top - 38, "target", 12, bold=True)]
+    captions = [TextLine(right, top - 38, "target", 12, bold=True)]
     captions += _caption(target, flow.targets, right, top - 22)
     end = max(source_end, frame.y + frame.height) + 30
     legend = list(_legend(grounds, flow.sources, end + 12))
@@ -115,12 +131,12 @@ def cut_scene(cut: Cut, figures: Figures) -> Scene:
     notes = [
         line for note in _notes(cut, flow, is_sample=flow.is_sample) for line in wrapped(note, _WIDTH - 48, 10.5, 3)
     ]
-    written = [Text(24, end + 15 * number, line, 10.5, colour=FAINT) for number, line in enumerate(notes)]
+    written = [TextLine(24, end + 15 * number, line, 10.5, colour=FAINT) for number, line in enumerate(notes)]
     items = (*heading, *captions, *sources, *target_items, *legend, *written)
     return Scene(_WIDTH, end + 15 * len(notes) + 12, f"{title}, {about}", items)
 
 
-def _notes(cut: Cut, flow: Flow, *, is_sample: bool) -> Iterator[str]:
+def _notes(cut: TensorCut, flow: Flow, *, is_sample: bool) -> Iterator[str]:
     if cut.by:
         yield f"Made of {shortened([panel.name for panel in cut.sources])} by {cut.by}."
     if cut.further:
@@ -157,11 +173,11 @@ def _dimension_notes(panel: Panel, side: str) -> Iterator[str]:
             yield f"The {side} cuts dimension {dim} too, into {count}: what is drawn is where its index is 0."
 
 
-def _sources(cut: Cut, shards: Shards, grounds: _Grounds, top: float) -> tuple[list[Rectangle | Text], float]:
+def _sources(cut: TensorCut, shards: Shards, grounds: _Grounds, top: float) -> tuple[list[Rectangle | TextLine], float]:
     """Return the drawings of the source tensors, one below the other, and where they end."""
-    items: list[Rectangle | Text] = [Text(_LEFT, top - 38, "source", 12, bold=True)]
+    items: list[Rectangle | TextLine] = [TextLine(_LEFT, top - 38, "source", 12, bold=True)]
     if not cut.sources:
-        items.append(Text(_LEFT, top + 20, "made up: it is in no source tensor", 11))
+        items.append(TextLine(_LEFT, top + 20, "made up: it is in no source tensor", 11))
         return items, top + 40
     room = (
         _PANEL if len(cut.sources) == 1 else max(96.0, (1.5 * _PANEL - _BETWEEN * len(cut.sources)) / len(cut.sources))
@@ -173,7 +189,7 @@ def _sources(cut: Cut, shards: Shards, grounds: _Grounds, top: float) -> tuple[l
             y += _BETWEEN
         if is_renamed:
             x = _LEFT if number else _LEFT + 52
-            items.append(Text(x, y - 38, fitted(panel.name, _PANEL, 11), 11, title=panel.name))
+            items.append(TextLine(x, y - 38, fitted(panel.name, _PANEL, 11), 11, title=panel.name))
         items += _caption(panel, shards, _LEFT, y - 22)
         frame = _frame(panel, _LEFT, y, room)
         items += _empty(frame, panel)
@@ -185,7 +201,7 @@ def _sources(cut: Cut, shards: Shards, grounds: _Grounds, top: float) -> tuple[l
     return items, y
 
 
-def _caption(panel: Panel, shards: Shards, x: float, y: float) -> Iterator[Text]:
+def _caption(panel: Panel, shards: Shards, x: float, y: float) -> Iterator[TextLine]:
     copies = max((block.copies for block in panel.blocks), default=1)
     pieces = "whole" if panel.pieces == 1 else f"{panel.pieces} pieces"
     on_each = f"{'' if panel.pieces == 1 else 'each '}on {counted(copies, shards.word)}"
@@ -193,40 +209,44 @@ def _caption(panel: Panel, shards: Shards, x: float, y: float) -> Iterator[Text]
         on_each = f"in {_holders(panel.blocks[0], shards)}"
     shape = f"{panel.dtype} {list(panel.shape)}: "
     room = min(_PANEL + 60, _WIDTH - 24 - x)
-    yield Text(x, y, fitted(f"{shape}{pieces}, {on_each}", room, 10.5), 10.5, colour=FAINT)
+    yield TextLine(x, y, fitted(f"{shape}{pieces}, {on_each}", room, 10.5), 10.5, colour=FAINT)
 
 
-def _frame(panel: Panel, x: float, y: float, room: float) -> _Frame:
+def _frame(panel: Panel, x: float, y: float, room: float) -> _TensorFrame:
     if len(panel.shown) < 2:
         across = panel.shown[0] if panel.shown else None
         width = _PANEL if panel.shown else _VECTOR_HEIGHT
-        return _Frame(x, y, width, _VECTOR_HEIGHT, panel.shape, None, across)
+        return _TensorFrame(x, y, width, _VECTOR_HEIGHT, panel.shape, None, across)
     down, across = panel.shown
     ratio = max(panel.shape[down], 1) / max(panel.shape[across], 1)
     ratio = min(max(ratio, 1 / _MOST_ASPECT), _MOST_ASPECT)
     width = min(_PANEL, room / ratio)
-    return _Frame(x, y, width, width * ratio, panel.shape, down, across)
+    return _TensorFrame(x, y, width, width * ratio, panel.shape, down, across)
 
 
-def _empty(frame: _Frame, panel: Panel) -> Iterator[Rectangle | Text]:
+def _empty(frame: _TensorFrame, panel: Panel) -> Iterator[Rectangle | TextLine]:
     yield Rectangle(frame.x, frame.y, frame.width, frame.height, EMPTY, GRID)
     if not Box.whole(panel.shape).size:
-        yield Text(frame.x + 8, frame.y + min(frame.height / 2 + 4, 30), "no elements", 11)
+        yield TextLine(frame.x + 8, frame.y + min(frame.height / 2 + 4, 30), "no elements", 11)
 
 
-def _block(frame: _Frame, block: Block, shards: Shards, fill: str, number: int) -> Iterator[Rectangle | Text]:
+def _block(
+    frame: _TensorFrame, block: DrawnBlock, shards: Shards, fill: str, number: int
+) -> Iterator[Rectangle | TextLine]:
     x, y, width, height = frame.place(block.box)
     title = f"source {_holders(block, shards)}: {_pieces(block)}"
     yield Rectangle(x, y, width, height, fill, PAPER, _line(width, height), title=title, key=f"source {number}")
     yield from label_within([*_names(block, shards)], Area(x, y, width, height), on(fill), title)
 
 
-def _target(cut: Cut, frame: _Frame, targets: Shards, sources: Shards, grounds: _Grounds) -> Iterator[Rectangle | Text]:
+def _target(
+    cut: TensorCut, frame: _TensorFrame, targets: Shards, sources: Shards, grounds: _Grounds
+) -> Iterator[Rectangle | TextLine]:
     yield from _empty(frame, cut.target)
-    by_target = defaultdict[int, list[Move]](list)
+    by_target = defaultdict[int, list[DrawnMove]](list)
     for move in cut.moves:
         by_target[move.target].append(move)
-    frames: list[Rectangle | Text] = []
+    frames: list[Rectangle | TextLine] = []
     drawn = 0
     for block in cut.target.blocks:
         if not block.box.size:
@@ -255,7 +275,7 @@ def _target(cut: Cut, frame: _Frame, targets: Shards, sources: Shards, grounds: 
         frames += label
         if is_striped:
             taken = [
-                area_of(item) if isinstance(item, Text) else Area(item.x, item.y, item.width, item.height)
+                area_of(item) if isinstance(item, TextLine) else Area(item.x, item.y, item.width, item.height)
                 for item in label
             ]
             for move in moves[: max(0, _MOST_DRAWN_MOVES - drawn)]:
@@ -268,8 +288,8 @@ def _target(cut: Cut, frame: _Frame, targets: Shards, sources: Shards, grounds: 
 
 
 def _move(
-    frame: _Frame, move: Move, cut: Cut, sources: Shards, grounds: _Grounds, *, whole: bool
-) -> Iterator[Rectangle | Text]:
+    frame: _TensorFrame, move: DrawnMove, cut: TensorCut, sources: Shards, grounds: _Grounds, *, whole: bool
+) -> Iterator[Rectangle | TextLine]:
     x, y, width, height = frame.place(move.region)
     fill = grounds.of(move)
     if move.source is None:
@@ -284,12 +304,12 @@ def _move(
     yield Rectangle(x, y, width, height, fill, stroke, _line(width, height) / 2, title=title, key="move")
 
 
-def _holders(block: Block, shards: Shards) -> str:
+def _holders(block: DrawnBlock, shards: Shards) -> str:
     """Return who holds the first piece of a block, as `rank 3` or `ranks 0, 4`."""
     return shards.called(block.holders) + (", ..." if block.copies > len(block.holders) else "")
 
 
-def _names(block: Block, shards: Shards) -> Iterator[str]:
+def _names(block: DrawnBlock, shards: Shards) -> Iterator[str]:
     """Yield what may be written into a block, the longest first."""
     more = ", ..." if block.copies > len(block.holders) else ""
     yield shards.called(block.holders) + more
@@ -299,11 +319,11 @@ def _names(block: Block, shards: Shards) -> Iterator[str]:
     yield shards.briefly(block.holders[:1])
 
 
-def _pieces(block: Block) -> str:
+def _pieces(block: DrawnBlock) -> str:
     return f"{block.pieces} pieces, of which the first is {block.piece}" if block.pieces > 1 else str(block.piece)
 
 
-def _framed_label(texts: Sequence[str], area: Area, ground: str | None, title: str) -> Iterator[Rectangle | Text]:
+def _framed_label(texts: Sequence[str], area: Area, ground: str | None, title: str) -> Iterator[Rectangle | TextLine]:
     """Yield a label in the middle of a rectangle; on a ground of several colours with a ground of its own."""
     for label in label_within(texts, area, INK if ground is None else on(ground), title):
         wide = text_width(label.text, label.size) + 6
@@ -313,22 +333,24 @@ def _framed_label(texts: Sequence[str], area: Area, ground: str | None, title: s
         yield label
 
 
-def _ticks(frame: _Frame, boxes: Sequence[Box]) -> Iterator[Text]:
+def _ticks(frame: _TensorFrame, boxes: Sequence[Box]) -> Iterator[TextLine]:
     """Yield the indices at which a tensor is cut, and what its dimensions are."""
     if frame.across is not None:
         for index, place in _spaced(
             frame.shape, frame.across, boxes, frame.width, lambda text: text_width(text, 9) + 6
         ):
-            yield Text(frame.x + place, frame.y - 5, str(index), 9, "middle", FAINT)
+            yield TextLine(frame.x + place, frame.y - 5, str(index), 9, "middle", FAINT)
         name = f"dimension {frame.across}"
-        yield Text(frame.x + frame.width / 2, frame.y + frame.height + 15, name, 9.5, "middle", FAINT)
+        yield TextLine(frame.x + frame.width / 2, frame.y + frame.height + 15, name, 9.5, "middle", FAINT)
     if frame.down is not None:
         widest = 0.0
         for index, place in _spaced(frame.shape, frame.down, boxes, frame.height, lambda _: 11):
-            yield Text(frame.x - 6, frame.y + place + 3, str(index), 9, "end", FAINT)
+            yield TextLine(frame.x - 6, frame.y + place + 3, str(index), 9, "end", FAINT)
             widest = max(widest, text_width(str(index), 9))
         name = f"dimension {frame.down}"
-        yield Text(frame.x - max(48, 14 + widest), frame.y + frame.height / 2, name, 9.5, "middle", FAINT, turned=True)
+        yield TextLine(
+            frame.x - max(48, 14 + widest), frame.y + frame.height / 2, name, 9.5, "middle", FAINT, turned=True
+        )
 
 
 def _spaced(
@@ -349,7 +371,7 @@ def _spaced(
         yield shape[dim], end
 
 
-def _legend(grounds: _Grounds, shards: Shards, y: float) -> Iterator[Rectangle | Text]:
+def _legend(grounds: _Grounds, shards: Shards, y: float) -> Iterator[Rectangle | TextLine]:
     """Yield what the colours mean."""
     keys = list(grounds.colours)
     if len(keys) < 2:
@@ -358,7 +380,7 @@ def _legend(grounds: _Grounds, shards: Shards, y: float) -> Iterator[Rectangle |
     begin = "source tensor" if len(names) > 1 else f"source {shards.word}"
     x = _LEFT + text_width(begin, 10) + 14
     if len(keys) <= _MOST_SWATCHES:
-        yield Text(_LEFT, y + 10, begin, 10)
+        yield TextLine(_LEFT, y + 10, begin, 10)
         room = (_WIDTH - 24 - x) / len(keys) - 31
         for key in keys:
             holders = grounds.holders(key)
@@ -370,14 +392,14 @@ def _legend(grounds: _Grounds, shards: Shards, y: float) -> Iterator[Rectangle |
             text = next((option for option in options if text_width(option, 10) <= room), None)
             text = fitted(options[-1], room, 10) if text is None else text
             yield Rectangle(x, y, 12, 12, grounds.colours[key])
-            yield Text(x + 17, y + 10, text, 10, title=key[0])
+            yield TextLine(x + 17, y + 10, text, 10, title=key[0])
             x += 31 + text_width(text, 10)
         return
     strips = names if 1 < len(names) <= _MOST_SWATCHES else {"": keys}
     room = (_WIDTH - 24 - x) / len(strips) - 31
     width = 220.0 if len(strips) == 1 else min(60.0, room / 2)
     if len(strips) > 1:
-        yield Text(_LEFT, y + 10, begin, 10)
+        yield TextLine(_LEFT, y + 10, begin, 10)
     else:
         x = _LEFT
         first, last = keys[0], keys[-1]
@@ -389,7 +411,7 @@ def _legend(grounds: _Grounds, shards: Shards, y: float) -> Iterator[Rectangle |
         for number, key in enumerate(of_name):
             yield Rectangle(x + number * step, y, step + 0.3, 12, grounds.colours[key])
         text = fitted(grounds.tensors[name], room - width, 10) if name else fitted(begin, _WIDTH - 48 - x - width, 10)
-        yield Text(x + width + 8, y + 10, text, 10, title=name)
+        yield TextLine(x + width + 8, y + 10, text, 10, title=name)
         x += width + text_width(text, 10) + 31
 
 

@@ -1,1 +1,4 @@
-"""Which bytes go where, decided before any is moved. Pure: nothing here opens a file."""
+"""Decide which bytes go where before any is moved. Pure: nothing here opens a file.
+
+Which bytes go where, decided before any is moved. Pure: nothing here opens a file.
+"""

@@ -1,4 +1,4 @@
-"""What the shards of one checkpoint must agree in, besides the shapes and types of their tensors."""
+"""Check what all shards must agree in, besides shapes and types (`agreement_checks`)."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from math import prod
 
 from reshard_mpi.errors import CoverageError, DisagreementError
-from reshard_mpi.formats.listed import ListedTensors
-from reshard_mpi.formats.manifest import NEST, Manifest, common_nest, shown_string
-from reshard_mpi.formats.specs import TensorSpec
-from reshard_mpi.planning.listed import PiecesOf
-from reshard_mpi.planning.mapped import MappedTensors
-from reshard_mpi.planning.model import CHOSEN_FILES, Check, Copy, Held, Moment, RankPlan, TensorPlan
+from reshard_mpi.formats.manifest import NEST, Manifest, TensorSpec, common_nest, shown_string
+from reshard_mpi.formats.tensor_table import ChunkedTensors
+from reshard_mpi.planning.chunks import PiecesOf
+from reshard_mpi.planning.map_routes import MappedTensors
+from reshard_mpi.planning.model import CHOSEN_FILES, Check, Copy, Moment, RankPlan, StageDigest, TensorPlan
 from reshard_mpi.planning.tensors import SourceGroup, SourceTensors
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import Shape
-from reshard_mpi.units import KIB
+from reshard_mpi.text import KIB
 
 # Costs next to nothing to read from every opened shard. Of a larger tensor, as many bytes tell shards apart.
 _SMALL_BYTES = 64 * KIB
@@ -113,7 +112,7 @@ def moment_counters(
                 spec, copy = TensorSpec(name, entry.dtype, entry.shape, box), Copy(rank, entry, box, box)
                 tensors = manifest.tensors
                 copies: tuple[Copy, ...] = (copy,)
-                if isinstance(tensors, ListedTensors | MappedTensors):
+                if isinstance(tensors, ChunkedTensors | MappedTensors):
                     copies = PiecesOf(0, 1).copies(copy, tensors)
                 yield manifest.path, TensorPlan(spec, copies)
 
@@ -155,7 +154,7 @@ def loose_beginnings(plan: RankPlan) -> Iterator[TensorPlan]:
             )
 
 
-def differing_stages(digests: Iterable[Held]) -> tuple[int, ...]:
+def differing_stages(digests: Iterable[StageDigest]) -> tuple[int, ...]:
     """Return the target stages whose ranks would not all hold the same parameters, ascending."""
     by_stage: dict[int, set[str]] = {}
     for held in digests:

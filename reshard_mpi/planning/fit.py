@@ -1,4 +1,4 @@
-"""Whether a strategy fits its checkpoint: by the names of the tensors, and by the values in samples of them."""
+"""Judge whether a strategy fits its checkpoint, by names and samples (`judge`)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from reshard_mpi.errors import CoverageError, DisagreementError, StrategyError
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.planning.model import Differing
 from reshard_mpi.planning.parameters import Unlisted, find_or_follow
-from reshard_mpi.planning.samples import MAX_TENSORS, Pair
-from reshard_mpi.sharding.nesting import regroup_part
+from reshard_mpi.planning.samples import MAX_TENSORS, RankPair
+from reshard_mpi.sharding.factors import regroup_part
 from reshard_mpi.sharding.patterns import Pattern
 from reshard_mpi.sharding.placement import Placement, Shape, Strategy, named_after
-from reshard_mpi.text import counted, nearest_first
-from reshard_mpi.units import KIB
+from reshard_mpi.text import KIB, counted, nearest_first
 
 # A value that each rank has for itself (random state, a counter) is small, has one dimension at most, and only one
 # element if that is a floating-point number. More of them than so many are suspicious.
@@ -30,7 +29,7 @@ _RANDOM_STATE = re.compile(r"(?:^|[^a-z])(?:rng|random|seeds?)(?:[^a-z]|$)", re.
 _MAX_NAMED = 8
 
 
-class Likeness(Enum):
+class Similarity(Enum):
     """How alike two shards' parts of a tensor are, as far as a sample shows.
 
     CLOSE: the values are nearly the same, as in copies that have drifted apart.
@@ -61,7 +60,7 @@ class Drift(NamedTuple):
 NO_DRIFT = Drift()
 
 
-class Compared(NamedTuple):
+class PairResult(NamedTuple):
     """The result of comparing one tensor in the two shards of a pair.
 
     placement: how their stage holds it; None: no strategy lists it. one_part: whether they should hold the same part.
@@ -72,7 +71,7 @@ class Compared(NamedTuple):
     name: str
     placement: Placement | None
     one_part: bool
-    likeness: Likeness
+    likeness: Similarity
     telling: bool
     floating: bool
     shape: Shape
@@ -80,7 +79,7 @@ class Compared(NamedTuple):
 
     @property
     def differs(self) -> bool:
-        return self.likeness is not Likeness.SAME
+        return self.likeness is not Similarity.SAME
 
     @property
     def may_drift(self) -> bool:
@@ -88,7 +87,7 @@ class Compared(NamedTuple):
 
         True for scalars, statistics, and the state of random number generators.
         """
-        if self.likeness is Likeness.OF_ANOTHER_SHAPE:
+        if self.likeness is Similarity.OF_ANOTHER_SHAPE:
             return False
         if not self.shape or self.name.rpartition(".")[2] in _STATISTICS:
             return True
@@ -104,7 +103,7 @@ class Compared(NamedTuple):
         return not self.floating or math.prod(self.shape) <= 1
 
 
-def should_be_one_part(placement: Placement | None, pair: Pair, part_shape: Shape) -> bool:
+def should_be_one_part(placement: Placement | None, pair: RankPair, part_shape: Shape) -> bool:
     """Tell whether the two ranks of a pair should hold the same part of a tensor.
 
     part_shape: of the part on the first rank. Raises LayoutError if the placement does not fit it.
@@ -116,7 +115,7 @@ def should_be_one_part(placement: Placement | None, pair: Pair, part_shape: Shap
 
 
 def judge(
-    pair: Pair, compared: Iterable[Compared], strategy: Strategy, paths: tuple[str, str], unlisted: Unlisted
+    pair: RankPair, compared: Iterable[PairResult], strategy: Strategy, paths: tuple[str, str], unlisted: Unlisted
 ) -> Drift:
     """Return the tensors that differ on a pair of ranks.
 
@@ -124,7 +123,7 @@ def judge(
     cannot be that of the checkpoint: if, of the tensors held in one way, most copies differ or some have nothing in
     common; if parts that should be different are the same; or if tensors that it does not list look like parts.
     """
-    by_placement: dict[Placement | None, list[Compared]] = {}
+    by_placement: dict[Placement | None, list[PairResult]] = {}
     all_copies = []
     for tensor in compared:
         by_placement.setdefault(tensor.placement, []).append(tensor)
@@ -148,7 +147,7 @@ def judge(
 
 
 def _judge_copies(
-    pair: Pair, tensors: Sequence[Compared], among: Sequence[Compared], placed: str, where: str
+    pair: RankPair, tensors: Sequence[PairResult], among: Sequence[PairResult], placed: str, where: str
 ) -> list[str]:
     """Return the names of the tensors whose copies have drifted apart, of those that a pair of ranks should hold alike.
 
@@ -156,12 +155,12 @@ def _judge_copies(
     """
     comparable = [tensor for tensor in tensors if not tensor.may_drift]
     differing = [tensor for tensor in comparable if tensor.differs]
-    unlike = [tensor for tensor in differing if tensor.likeness is not Likeness.CLOSE]
+    unlike = [tensor for tensor in differing if tensor.likeness is not Similarity.CLOSE]
     differ = [tensor.differs for tensor in among if not tensor.may_drift]
     if 2 * sum(differ) > len(differ):
         unlike = differing
     if unlike:
-        what = "shapes" if any(tensor.likeness is Likeness.OF_ANOTHER_SHAPE for tensor in unlike) else "values"
+        what = "shapes" if any(tensor.likeness is Similarity.OF_ANOTHER_SHAPE for tensor in unlike) else "values"
         raise StrategyError(
             "the source strategy does not fit the checkpoint: parts that should be the same differ",
             expected=f"the same of {_some(comparable)} on ranks {pair.first} and {pair.second}, by {placed}",
@@ -174,7 +173,7 @@ def _judge_copies(
     return [tensor.name for tensor in tensors if tensor.differs]
 
 
-def _judge_parts(pair: Pair, tensors: Sequence[Compared], placed: str, where: str) -> None:
+def _judge_parts(pair: RankPair, tensors: Sequence[PairResult], placed: str, where: str) -> None:
     """Raise StrategyError if a pair of ranks holds the same part of a tensor of which it should hold different ones."""
     same = [tensor for tensor in tensors if tensor.telling and not tensor.differs]
     if same:
@@ -188,7 +187,7 @@ def _judge_parts(pair: Pair, tensors: Sequence[Compared], placed: str, where: st
         )
 
 
-def _judge_unlisted(pair: Pair, tensors: Sequence[Compared], where: str) -> None:
+def _judge_unlisted(pair: RankPair, tensors: Sequence[PairResult], where: str) -> None:
     """Raise StrategyError for tensors that no strategy lists and that look like parts of a tensor, not a rank's own."""
     suspects = [tensor for tensor in tensors if tensor.differs and not tensor.may_be_own]
     own = [tensor for tensor in tensors if tensor.differs and not tensor.may_drift]
@@ -350,13 +349,13 @@ def _count_cutting_axes(placement: Placement) -> int:
     return len(axes) + (placement.optimizer > 1)
 
 
-def _parameters_first(tensors: Sequence[Compared]) -> list[Compared]:
+def _parameters_first(tensors: Sequence[PairResult]) -> list[PairResult]:
     """Return tensors with those last that are state of others among them: what is wrong with these is wrong with it."""
     names = {tensor.name for tensor in tensors}
     return sorted(tensors, key=lambda tensor: any(base in names for base in named_after(tensor.name)))
 
 
-def _some(tensors: Sequence[Compared]) -> str:
+def _some(tensors: Sequence[PairResult]) -> str:
     names = _quoted([tensor.name for tensor in _parameters_first(tensors)])
     return f"{len(tensors)} compared tensors ({names})" if len(tensors) > 1 else names
 

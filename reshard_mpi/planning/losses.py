@@ -1,4 +1,4 @@
-"""Source shards that cannot be used, and which ranks' shards are used instead."""
+"""Note source shards that cannot be used, and which replace them (`Lost`)."""
 
 from __future__ import annotations
 

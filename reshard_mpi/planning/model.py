@@ -1,4 +1,4 @@
-"""The records that a plan consists of."""
+"""Define the records of a plan (`RankPlan`, `Group`, `Copy`, `Limits`)."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from operator import eq
 from typing import NamedTuple, overload
 
 from reshard_mpi.errors import ReshardError
-from reshard_mpi.formats.columns import TensorEntry, Tensors
-from reshard_mpi.formats.manifest import ShardIdentity
-from reshard_mpi.formats.specs import ShardSpec, SpecKind, Specs, TensorSpec
-from reshard_mpi.planning.copies import Alike
+from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, SpecKind, Specs, TensorSpec
+from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
 from reshard_mpi.planning.losses import Lost
-from reshard_mpi.planning.partial_sums import Sums
+from reshard_mpi.planning.parameters import Sums
+from reshard_mpi.planning.replicas import ReplicaGroup
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.sharding.moves import source_region, target_region
-from reshard_mpi.sharding.strides import Strides, paired
+from reshard_mpi.sharding.strides import Strides, paired, source_region, target_region
 
 # How much memory a plan takes for each tensor, and for each copy.
 _TENSOR_BYTES, _COPY_BYTES = 24, 8
@@ -123,7 +121,7 @@ class TensorPlan(NamedTuple):
     copies: tuple[Copy, ...]
 
 
-class Route(NamedTuple):
+class ReadGroup(NamedTuple):
     """Where one part of several target tensors comes from: one `Copy` for each, alike in all but the source tensor.
 
     tensors: all that `source_rank` holds. numbers: of the source tensors among them, one for each target tensor.
@@ -133,7 +131,7 @@ class Route(NamedTuple):
     source_rank: int
     source_box: Box
     region: Box
-    tensors: Tensors
+    tensors: TensorTable
     numbers: Sequence[int]
     to: Box | None = None
     order: tuple[int, ...] | None = None
@@ -164,7 +162,7 @@ class Group(NamedTuple):
 
     kind: SpecKind
     names: Sequence[str]
-    routes: tuple[Route, ...]
+    routes: tuple[ReadGroup, ...]
 
     def tensor(self, place: int) -> TensorPlan:
         name = self.names[place]
@@ -279,7 +277,7 @@ class Moment(NamedTuple):
     path: str
 
 
-class Beginning(NamedTuple):
+class PrefixDigest(NamedTuple):
     """The first bytes of a tensor that no strategy places, on source rank `rank`, as a digest."""
 
     name: str
@@ -294,7 +292,7 @@ class Differing(NamedTuple):
     ranks: tuple[int, ...]
 
 
-class Held(NamedTuple):
+class StageDigest(NamedTuple):
     """A digest of what strategies place on target rank `rank` (`RankPlan.placed`), the same on all ranks of a stage."""
 
     stage: int
@@ -328,9 +326,9 @@ class RankPlan(NamedTuple):
     source_ranks: tuple[int, ...]
     loose: frozenset[str]
     moments: tuple[Moment, ...] = ()
-    beginnings: tuple[Beginning, ...] = ()
+    beginnings: tuple[PrefixDigest, ...] = ()
     differing: tuple[Differing, ...] = ()
-    alike: tuple[Alike, ...] = ()
+    alike: tuple[ReplicaGroup, ...] = ()
     lost: tuple[Lost, ...] = ()
     warnings: tuple[str, ...] = ()
     unplaced: frozenset[str] = frozenset()
@@ -361,10 +359,10 @@ class RankPlan(NamedTuple):
         return dict(sorted(placed.items()))
 
     @property
-    def held(self) -> Held:
+    def held(self) -> StageDigest:
         placed = "\0".join(map("\0".join, self.placed.items())).encode("utf-8", "surrogatepass")
         digest = hashlib.sha256(placed).hexdigest()
-        return Held(self.stage, digest, self.target_rank)
+        return StageDigest(self.stage, digest, self.target_rank)
 
     @property
     def read_ranks(self) -> tuple[int, ...]:
@@ -382,7 +380,7 @@ class RankPlan(NamedTuple):
         """How much memory the plan takes, with the tables of the source shards that it refers to."""
         routes = (route for group in self.tensors.groups for route in group.routes)
         tables = {id(table): table for route in routes for table in route.tensors.tables}
-        return Tensors.kept_bytes(tables.values()) + _COPY_BYTES * self.copies + _TENSOR_BYTES * len(self.tensors)
+        return TensorTable.kept_bytes(tables.values()) + _COPY_BYTES * self.copies + _TENSOR_BYTES * len(self.tensors)
 
     @property
     def written_bytes(self) -> int:

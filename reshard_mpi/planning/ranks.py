@@ -1,4 +1,4 @@
-"""Which source ranks a target rank needs, from the strategies alone."""
+"""Compute the source ranks of a target rank from the strategies alone (`needed_ranks`)."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from itertools import chain, islice
 
 from reshard_mpi.errors import LayoutError, UsageError
 from reshard_mpi.planning.parameters import (
+    Accumulated,
     Unlisted,
     everywhere,
     find_or_follow,
     is_dropped,
+    is_partial_sum,
     require_common_parameters,
 )
-from reshard_mpi.planning.partial_sums import Accumulated, is_partial_sum
 from reshard_mpi.planning.replicas import choose_holders, home_rank
 from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.factors import alignments
 from reshard_mpi.sharding.layout import Layout, stand_in_shape
-from reshard_mpi.sharding.nesting import alignments
 from reshard_mpi.sharding.placement import Piece, Placement, Strategy
 
 # The needed pieces of one parameter, by placement; several if the layout can be divided in several ways (nesting).
-Needs = tuple[tuple[Placement, tuple[Piece, ...]], ...]
+NeededPieces = tuple[tuple[Placement, tuple[Piece, ...]], ...]
 
 
 def check_target_rank(target_rank: int, target: Strategy) -> None:
@@ -163,7 +164,7 @@ def _one_of_its_stages(
 
 def _choose_alternative(
     alternatives: tuple[Placement, ...], target: Placement, target_rank: int, home: int, available: Container[int]
-) -> Needs:
+) -> NeededPieces:
     """Return the needed pieces by one of a parameter's source placements.
 
     That of the stage of `home` is taken; but if needed pieces of it are not available, the first one that has them all.
@@ -208,7 +209,7 @@ def _of_stage(placements: tuple[Placement, ...], target: Strategy, target_rank: 
 
 
 @lru_cache(maxsize=4096)
-def _needs(source: Placement, target: Placement, target_rank: int) -> Needs:
+def _needs(source: Placement, target: Placement, target_rank: int) -> NeededPieces:
     needs = []
     for aligned, other in alignments(source, target):
         shape = stand_in_shape(aligned, other)

@@ -1,4 +1,4 @@
-"""Which shards a sample compares, in which tensors, and in which places of these.
+"""Choose the shards, tensors and places that a sample compares (`rank_pairs`).
 
 If a strategy does not fit its checkpoint, ranks that should hold the same part of a tensor hold different ones, or
 ranks that should hold different parts hold the same. Either shows in the shards of two ranks that are neighbours along
@@ -14,7 +14,7 @@ from functools import lru_cache, partial
 from itertools import accumulate, islice
 from typing import NamedTuple, TypeVar
 
-from reshard_mpi.formats.columns import Tensors
+from reshard_mpi.formats.tensor_table import TensorTable
 from reshard_mpi.planning.agreement import MOMENTS
 from reshard_mpi.planning.parameters import find_or_follow
 from reshard_mpi.sharding.box import Box
@@ -36,7 +36,7 @@ _MAX_WAYS = 256
 _DIGITS = re.compile(r"\d+")
 
 
-class Pair(NamedTuple):
+class RankPair(NamedTuple):
     """Two ranks of one stage whose shards are compared. tensors: in how many tensors at most."""
 
     first: int
@@ -44,7 +44,7 @@ class Pair(NamedTuple):
     tensors: int = MAX_TENSORS
 
 
-class _Step(NamedTuple):
+class _AxisStep(NamedTuple):
     """A step along one axis of a mesh, from a rank to another, around the end if need be.
 
     stride: how many ranks neighbours on the axis lie apart. length: of the axis. distance: of the step, in coordinates.
@@ -59,7 +59,7 @@ class _Step(NamedTuple):
         return rank + ((coordinate + self.distance) % self.length - coordinate) * self.stride
 
 
-def rank_pairs(strategy: Strategy, present: Collection[int]) -> tuple[Pair, ...]:
+def rank_pairs(strategy: Strategy, present: Collection[int]) -> tuple[RankPair, ...]:
     """Return the pairs of `present` ranks to compare; equal arguments give the same pairs.
 
     Along each axis of each mesh, ranks are paired whose coordinates differ by a divisor of the axis' length or by its
@@ -73,9 +73,9 @@ def rank_pairs(strategy: Strategy, present: Collection[int]) -> tuple[Pair, ...]
         by_stage.setdefault(strategy.stage_of(rank), []).append(rank)
     if not steps or not by_stage:
         return ()
-    pairs: dict[Pair, None] = {}
+    pairs: dict[RankPair, None] = {}
 
-    def take(stage: int, step: _Step) -> None:
+    def take(stage: int, step: _AxisStep) -> None:
         tried = islice(by_stage[stage], _MAX_TRIED)
         first = next((rank for rank in tried if step.partner(rank) in present), None)
         if first is not None and len(pairs) < MAX_PAIRS:
@@ -94,7 +94,7 @@ def rank_pairs(strategy: Strategy, present: Collection[int]) -> tuple[Pair, ...]
     return tuple(pairs)
 
 
-def share(pairs: Iterable[Pair], process: int, processes: int) -> list[Pair]:
+def share(pairs: Iterable[RankPair], process: int, processes: int) -> list[RankPair]:
     """Return the pairs that one process compares: neighbouring ones, with about as many tensors as others compare.
 
     It has opened some of these shards for its own targets.
@@ -111,15 +111,15 @@ def _meshes(strategy: Strategy) -> dict[Shape, None]:
     return dict.fromkeys(placement.mesh for placement in placements.values())
 
 
-def _steps(meshes: Iterable[Shape]) -> list[_Step]:
+def _steps(meshes: Iterable[Shape]) -> list[_AxisStep]:
     """Return the steps along the axes of meshes; of those that lead from rank 0 to the same rank, only the first."""
-    steps: dict[int, _Step] = {}
+    steps: dict[int, _AxisStep] = {}
     for mesh in meshes:
         stride = 1
         for length in reversed(mesh):
             for distance in range(1, length):
                 if length % distance == 0 or distance == length - 1:
-                    steps.setdefault(stride * distance, _Step(stride, length, distance))
+                    steps.setdefault(stride * distance, _AxisStep(stride, length, distance))
             stride *= length
     return [steps[rank] for rank in sorted(steps)]
 
@@ -134,7 +134,9 @@ def _held_ways(strategy: Strategy) -> set[tuple[Shape, frozenset[int]]]:
     return {(mesh, frozenset(stages)) for (_, mesh, _), stages in stages_of.items()}
 
 
-def _covering(held: Iterable[tuple[Shape, frozenset[int]]], present: Collection[int]) -> Iterator[tuple[int, _Step]]:
+def _covering(
+    held: Iterable[tuple[Shape, frozenset[int]]], present: Collection[int]
+) -> Iterator[tuple[int, _AxisStep]]:
     """Yield stages and steps to make in them, until every mesh has had all its steps in one of its stages.
 
     held: meshes, each with the stages that have tensors on it. present: the stages that have shards. Stages and steps
@@ -142,7 +144,7 @@ def _covering(held: Iterable[tuple[Shape, frozenset[int]]], present: Collection[
     """
     ways = _spread(sorted(held, key=lambda way: (way[0], sorted(way[1]))), _MAX_WAYS)
     needs = [(stages, step) for mesh, stages in ways for step in _steps([mesh])]
-    step_to: dict[int, _Step] = {}  # by the rank that it leads to from rank 0
+    step_to: dict[int, _AxisStep] = {}  # by the rank that it leads to from rank 0
     served_by: dict[tuple[int, int], set[int]] = {}  # the numbers of the needs
     for number, (stages, step) in enumerate(needs):
         partner = step.partner(0)
@@ -167,8 +169,8 @@ def _spread(values: list[T], limit: int) -> list[T]:
     return [values[number * (len(values) - 1) // (limit - 1)] for number in range(limit)]
 
 
-def _pair(first: int, second: int) -> Pair:
-    return Pair(min(first, second), max(first, second))
+def _pair(first: int, second: int) -> RankPair:
+    return RankPair(min(first, second), max(first, second))
 
 
 class Sampled(NamedTuple):
@@ -196,7 +198,7 @@ class Sampler:
         self._numbers: dict[Placement, int] = {}
         self._chosen: dict[int, tuple[frozenset[str], tuple[Sampled, ...]]] = {}
 
-    def choose(self, stage: int, first: Tensors, second: Tensors) -> tuple[Sampled, ...]:
+    def choose(self, stage: int, first: TensorTable, second: TensorTable) -> tuple[Sampled, ...]:
         """Return the tensors to compare in two shards of `stage`, which both hold them; the most telling first.
 
         Tensors that are placed alike, and have the same name but for the numbers in it, are a kind. Kinds take turns:
@@ -210,7 +212,7 @@ class Sampler:
             self._chosen[stage] = known
         return known[1]
 
-    def _choose(self, stage: int, tensors: Tensors, names: frozenset[str]) -> tuple[Sampled, ...]:
+    def _choose(self, stage: int, tensors: TensorTable, names: frozenset[str]) -> tuple[Sampled, ...]:
         kinds: dict[int, dict[str, list[Sampled]]] = {}
         empty, parameters = [not kind.size_bytes for kind in tensors.kinds], self._strategy.parameters
         for name, kind in zip(tensors, tensors.kind_of):
@@ -240,7 +242,7 @@ def kind_of(name: str) -> str:
     return _DIGITS.sub("#", name)
 
 
-def _same_shape(tensors: Tensors, names: Container[str], name: str, base: str) -> bool:
+def _same_shape(tensors: TensorTable, names: Container[str], name: str, base: str) -> bool:
     if base not in names:
         return True
     kind, other = tensors.kind_named(name), tensors.kind_named(base)

@@ -1,4 +1,4 @@
-"""The plan of one target rank: every byte of its shard has exactly one source, or an error is raised."""
+"""Plan one target rank: every byte has exactly one source (`ShardPlanner`)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from reshard_mpi.errors import CoverageError, ReshardError, StrategyError, UsageError
-from reshard_mpi.formats.manifest import Manifest, ShardIdentity
-from reshard_mpi.formats.specs import SpecKind
+from reshard_mpi.formats.manifest import Manifest, ShardIdentity, SpecKind
 from reshard_mpi.planning.agreement import (
     agreement_checks,
     common_strings,
@@ -19,19 +18,31 @@ from reshard_mpi.planning.agreement import (
     require_tensors_or_strings,
     shared_tensors,
 )
-from reshard_mpi.planning.copies import Alike, copies_alike
-from reshard_mpi.planning.holes import hole, require_never_saved, stage_missing
-from reshard_mpi.planning.joining import Joining, Share, apart, joined_route, sums_among, zero_route
-from reshard_mpi.planning.listed import PiecesOf, missing_files
+from reshard_mpi.planning.chunks import PiecesOf, missing_files
 from reshard_mpi.planning.losses import Lost, named
-from reshard_mpi.planning.model import Group, Moment, PlannedTensors, RankPlan, Route
-from reshard_mpi.planning.once import written_here
-from reshard_mpi.planning.parameters import Unlisted, everywhere, find_or_follow, listed_names, may_be_held
-from reshard_mpi.planning.partial_sums import Accumulated, is_partial_sum
+from reshard_mpi.planning.model import Group, Moment, PlannedTensors, RankPlan, ReadGroup
+from reshard_mpi.planning.parameters import (
+    Accumulated,
+    Unlisted,
+    everywhere,
+    find_or_follow,
+    is_partial_sum,
+    listed_names,
+    may_be_held,
+)
 from reshard_mpi.planning.ranks import wants
-from reshard_mpi.planning.replicas import Replicas, choose_holders, home_rank
-from reshard_mpi.planning.target_layouts import TargetLayouts
-from reshard_mpi.planning.tensors import Part, SourceGroup, SourceTensors, needed_parts
+from reshard_mpi.planning.replicas import ReplicaGroup, Replicas, choose_holders, copies_alike, home_rank, written_here
+from reshard_mpi.planning.shard_faults import hole, require_never_saved, stage_missing
+from reshard_mpi.planning.target_layouts import (
+    GradientJoining,
+    GradientShare,
+    TargetLayouts,
+    apart,
+    joined_route,
+    sums_among,
+    zero_route,
+)
+from reshard_mpi.planning.tensors import SourceGroup, SourceTensors, TensorPart, needed_parts
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Piece, Placement, Strategy
@@ -44,9 +55,9 @@ class _Way:
     number: int
     group: SourceGroup
     layout: Layout
-    share: Share | ReshardError
+    share: GradientShare | ReshardError
     box: Box
-    parts: tuple[Part, ...]
+    parts: tuple[TensorPart, ...]
     names: list[str] = field(default_factory=list)
 
 
@@ -103,10 +114,12 @@ class ShardPlanner:
         self._lost = lost
         self._holes: dict[str, ReshardError] = {}
         # All that goes into this shard: by the way in which it is held, and by name in file order.
-        self._ways: dict[tuple[SourceGroup, Layout, Share | ReshardError], _Way] = {}
+        self._ways: dict[tuple[SourceGroup, Layout, GradientShare | ReshardError], _Way] = {}
         self._wanted: dict[str, _Way] = {}
         home_stage = source.stage_of(self._home)
-        joining = Joining(policy.accumulated, source, self._tensors, target_rank, keeps_errors=policy.allows_holes)
+        joining = GradientJoining(
+            policy.accumulated, source, self._tensors, target_rank, keeps_errors=policy.allows_holes
+        )
         for name in self._tensors.names:
             group = self._tensors.group(name)
             layout = self._layouts.layout(name, group)
@@ -117,7 +130,7 @@ class ShardPlanner:
                 way = self._ways.get((group, layout, share))
                 if way is None:
                     box = self._layouts.box(layout)
-                    has_parts = share in (Share.TAKEN, Share.JOINED)
+                    has_parts = share in (GradientShare.TAKEN, GradientShare.JOINED)
                     parts = needed_parts(name, group, box, target_rank, home_stage, manifests) if has_parts else ()
                     way = _Way(len(self._ways), group, layout, share, box, parts)
                     self._ways[group, layout, share] = way
@@ -163,7 +176,7 @@ class ShardPlanner:
         return {
             rank
             for way in self._ways.values()
-            if way.share is Share.JOINED
+            if way.share is GradientShare.JOINED
             for part in way.parts
             for rank in part.placement.holders(part.piece)
         }
@@ -234,7 +247,7 @@ class ShardPlanner:
         strings, notes = common_strings(self._manifests, self._home)
         if self._policy.unlisted is Unlisted.DROP:
             strings = {}
-        taken = [way for way in self._ways.values() if way.share is Share.TAKEN]
+        taken = [way for way in self._ways.values() if way.share is GradientShare.TAKEN]
         wanted = ((way.names, way.group, way.layout) for way in taken)
         loose = frozenset(name for way in self._ways.values() if not way.group.listed for name in way.names)
         identity = ShardIdentity(self._rank, self._target.world_size, strategy_table)
@@ -281,7 +294,7 @@ class ShardPlanner:
         """Return the rank to read each part of each `_Way` from; None if no opened rank should hold the part."""
         demands: dict[Placement, dict[Piece, None]] = {}
         for way in self._ways.values():
-            for part in way.parts if way.group.listed and way.share is Share.TAKEN else ():
+            for part in way.parts if way.group.listed and way.share is GradientShare.TAKEN else ():
                 demands.setdefault(part.placement, {})[part.piece] = None
         choice = choose_holders(demands, self._home, self._manifests)
         return [
@@ -300,9 +313,9 @@ class ShardPlanner:
         kind = SpecKind(way.group.dtype, way.group.shape, way.box)
         if isinstance(way.share, ReshardError):
             return Group(kind, way.names, ())
-        if way.share is Share.ZEROS:
+        if way.share is GradientShare.ZEROS:
             return Group(kind, way.names, (zero_route(len(way.names), kind, min(self._manifests)),))
-        if way.share is Share.JOINED:
+        if way.share is GradientShare.JOINED:
             is_mean = self._policy.accumulated is Accumulated.MEAN
             joined = (
                 joined_route(way.names, part, way.group, self._manifests, self._lost, is_mean=is_mean)
@@ -321,14 +334,14 @@ class ShardPlanner:
                 return Group(kind, way.names, ())
             tensors = self._manifests[rank].tensors
             numbers = array("I", map(tensors.number_of.__getitem__, way.names))
-            routes.append(Route(rank, part.box, part.region, tensors, numbers))
+            routes.append(ReadGroup(rank, part.box, part.region, tensors, numbers))
         return Group(kind, way.names, tuple(routes))
 
-    def _apart(self) -> Iterator[Alike]:
+    def _apart(self) -> Iterator[ReplicaGroup]:
         """Yield the copies that are added up, and so must not be the same, unless the user is trusted."""
         if self._policy.accumulated is Accumulated.SUM and self._policy.replicas is not Replicas.ANY:
             for way in self._ways.values():
-                if way.share is Share.JOINED:
+                if way.share is GradientShare.JOINED:
                     yield from apart(way.names, way.parts, way.group.dtype.itemsize_bytes)
 
     def _shared(self) -> Iterator[Moment]:

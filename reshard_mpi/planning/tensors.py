@@ -1,4 +1,4 @@
-"""The tensors of the opened source shards, checked against the source strategy and each other."""
+"""Check the tensors of the opened shards against strategy and each other (`SourceTensors`)."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from itertools import chain
 from typing import NamedTuple
 
 from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError
-from reshard_mpi.formats.columns import Kind, TensorEntry
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.tensor_table import TensorEntry, TensorType
 from reshard_mpi.planning.losses import NONE_LOST, Lost, described
-from reshard_mpi.planning.parameters import everywhere, find_or_follow
-from reshard_mpi.planning.partial_sums import is_partial_sum
+from reshard_mpi.planning.parameters import everywhere, find_or_follow, is_partial_sum
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout, UnknownLengthError, whole_shape, whole_shape_of_parts
 from reshard_mpi.sharding.placement import Piece, Placement, Shape, Strategy, named_after
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """A needed part of a tensor: `region`, which lies in `box`, which the holders of `piece` have."""
 
     placement: Placement
@@ -28,10 +27,11 @@ class Part(NamedTuple):
     region: Box
 
 
-def parts_meeting(layout: Layout, box: Box) -> tuple[Part, ...]:
+def parts_meeting(layout: Layout, box: Box) -> tuple[TensorPart, ...]:
     """Return the parts of a tensor that share elements with `box`."""
     return tuple(
-        Part(layout.placement, piece, layout.piece_box(piece), region) for piece, region in layout.pieces_meeting(box)
+        TensorPart(layout.placement, piece, layout.piece_box(piece), region)
+        for piece, region in layout.pieces_meeting(box)
     )
 
 
@@ -59,7 +59,7 @@ class SourceGroup:
 
 def needed_parts(
     name: str, group: SourceGroup, box: Box, target_rank: int, home_stage: int, opened: Container[int]
-) -> tuple[Part, ...]:
+) -> tuple[TensorPart, ...]:
     """Return the parts to read for a box, by the first layout all of whose parts should be in opened shards.
 
     Layouts of the home rank's stage come first. name: of a tensor of the group, for errors. opened: ranks. Raises
@@ -69,7 +69,7 @@ def needed_parts(
     ordered = sorted(group.layouts, key=lambda layout: home_stage not in layout.placement.stages)
     options = [parts_meeting(layout, box) for layout in ordered]
 
-    def is_at_hand(part: Part) -> bool:
+    def is_at_hand(part: TensorPart) -> bool:
         return any(rank in opened for rank in part.placement.holders(part.piece))
 
     at_hand = (option for option in options if all(map(is_at_hand, option)))
@@ -217,7 +217,7 @@ class SourceTensors:
         ]
         return dict(zip(names, zip(*columns)))
 
-    def _kinds(self, name: str) -> dict[int, Kind]:
+    def _kinds(self, name: str) -> dict[int, TensorType]:
         """Return the kind of a tensor on each opened rank that holds it."""
         return {
             rank: tensors.kinds[number]
@@ -303,7 +303,7 @@ class SourceTensors:
                 " of all slices in place of ceil",
             ) from None
 
-    def _held_in(self, placements: tuple[Placement, ...], kinds: Mapping[int, Kind]) -> dict[int, Kind]:
+    def _held_in(self, placements: tuple[Placement, ...], kinds: Mapping[int, TensorType]) -> dict[int, TensorType]:
         """Return the kinds on those ranks whose stage is one of a placement."""
         stages = {stage for placement in placements for stage in placement.stages}
         return {rank: kind for rank, kind in kinds.items() if self._strategy.stage_of(rank) in stages}
@@ -318,7 +318,7 @@ class SourceTensors:
         )
 
     def _check(
-        self, name: str, rank: int, layout: Layout, first_rank: int, kinds: Mapping[int, Kind], *, listed: bool
+        self, name: str, rank: int, layout: Layout, first_rank: int, kinds: Mapping[int, TensorType], *, listed: bool
     ) -> None:
         """Raise DisagreementError if `rank` does not hold what the layout says, which was derived from `first_rank`.
 

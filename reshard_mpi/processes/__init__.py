@@ -1,1 +1,1 @@
-"""The processes of a run and their host: MPI, forks, signals, memory."""
+"""Deal with the processes of a run and their host: MPI, forks, signals, memory."""

@@ -1,4 +1,7 @@
-"""How the processes of one run talk: alone, or over MPI. The only module that imports mpi4py, and only when needed."""
+"""Talk between the processes of a run, alone or over MPI; alone imports mpi4py (`world`).
+
+How the processes of one run talk: alone, or over MPI. The only module that imports mpi4py, and only when needed.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from reshard_mpi.errors import ReshardError, UsageError
-from reshard_mpi.processes.hosts import Identity, distinct_names, host_name
+from reshard_mpi.processes.host import Identity, distinct_names, host_name
 from reshard_mpi.processes.signals import exit_when_terminated, ignore_stops, stopped_by
 from reshard_mpi.text import lines
-
-if TYPE_CHECKING:
-    from reshard_mpi.processes.posts import Posts
 
 T = TypeVar("T")
 
@@ -116,7 +116,6 @@ class MPIComm:
 
     def posts(self) -> Posts:
         """Open a way by which ranks send small values to rank 0; every process must call this."""
-        from reshard_mpi.processes.posts import Posts
 
         self._wait_for_all()
         return Posts(self._communicator)
@@ -333,3 +332,40 @@ def _import_mpi(*, initialize: bool) -> Any:
             " not found, set MPI4PY_LIBMPI to its library",
         ) from None
     return MPI
+
+
+class Posts:
+    """A way from every rank to rank 0, beside all other messages of the program. All ranks must open and close it.
+
+    communicator: an mpi4py `Comm`.
+    """
+
+    def __init__(self, communicator: Any) -> None:
+        self._communicator = communicator.Dup()
+        self._on_its_way: Any = None
+        self._sent = self._received = 0
+
+    def send(self, value: object) -> None:
+        """Send a value to rank 0, unless the one before is still on its way."""
+        if self._on_its_way is None or self._on_its_way.Test():
+            self._on_its_way = self._communicator.isend((self._communicator.Get_rank(), value), dest=0)
+            self._sent += 1
+
+    def arrived(self) -> Iterator[tuple[int, Any]]:
+        """Yield, on rank 0, what has arrived since the last call: the rank that sent it, and the value."""
+        while self._communicator.iprobe():
+            yield self._receive()
+
+    def close(self) -> None:
+        """End it when all ranks call this; what is still on its way is dropped."""
+        sent = self._communicator.gather(self._sent)
+        while sent is not None and self._received < sum(sent):
+            self._receive()
+        if self._on_its_way is not None:
+            self._on_its_way.Wait()
+        self._communicator.Free()
+
+    def _receive(self) -> tuple[int, Any]:
+        self._received += 1
+        rank, value = self._communicator.recv()
+        return rank, value

@@ -1,4 +1,7 @@
-"""Forked processes and channels between them. Light: `multiprocessing` takes longer to import than a fork."""
+"""Fork processes and open channels to them, without `multiprocessing` (`Fork`).
+
+Forked processes and channels between them. Light: `multiprocessing` takes longer to import than a fork.
+"""
 
 from __future__ import annotations
 

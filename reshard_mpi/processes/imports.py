@@ -1,11 +1,9 @@
-"""This package imports nothing from the working folder, which may hold anybody's checkpoint.
+"""Keep the working folder out of Python's import path (`keep_out_the_working_folder`).
 
 With `python -m`, `python -c` and at a prompt, Python looks for modules in the working folder, so it would run a
 `resource.py` or `numpy.py` that lies beside a checkpoint. Imports of this package, and of what it imports, therefore
 leave that folder out; imports of the caller's own code do not change. Folders that the user names in PYTHONPATH are
 always searched.
-
-This module is imported first, so it imports only modules that no file can replace.
 """
 
 import os

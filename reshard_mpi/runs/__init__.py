@@ -1,1 +1,1 @@
-"""What one run is: the request, what it comes to, dividing the work, transforming, verifying, what it has to say."""
+"""Run a request: plan, divide, transform, verify, compare, report."""

@@ -1,24 +1,26 @@
-"""A conversion, of one source checkpoint to one target strategy: plans the target ranks and checks the source."""
+"""Plan target ranks from one source, mapped if asked (`Conversion`, `apply_map`).
+
+The map of a request. All that reads and applies maps is loaded only where there is one.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from reshard_mpi.checkpoints.comparison import difference
-from reshard_mpi.checkpoints.consistency import require_consistent_source
-from reshard_mpi.checkpoints.left_behind import Share
 from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.checkpoints.sampling import drifted_tensors
-from reshard_mpi.checkpoints.shards import ShardOpener
-from reshard_mpi.checkpoints.siblings import LoneShard
+from reshard_mpi.checkpoints.shards import ShardOpener, ShardShare, require_consistent_source
+from reshard_mpi.checkpoints.siblings import SingleShard
 from reshard_mpi.checkpoints.source import SourceCheckpoint
-from reshard_mpi.engine.comparing import first_difference
+from reshard_mpi.engine.compare import first_difference
 from reshard_mpi.engine.files import Files
-from reshard_mpi.engine.regions import fill, takes_numpy
+from reshard_mpi.engine.read import fill, takes_numpy
 from reshard_mpi.errors import CoverageError, ReshardError
+from reshard_mpi.filesystem.paths import real_path
 from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.manifest import Manifest, shown_string
 from reshard_mpi.planning.agreement import loose_beginnings, moment_counters, not_carried, require_nothing_left_out
@@ -30,16 +32,16 @@ from reshard_mpi.planning.fit import (
     require_same_network,
     unconfirmed_rules,
 )
-from reshard_mpi.planning.model import Beginning, Check, Differing, Limits, Moment, RankPlan, TensorPlan
-from reshard_mpi.planning.parameters import Unlisted, find_or_follow, is_dropped
-from reshard_mpi.planning.partial_sums import Accumulated, notes_on
+from reshard_mpi.planning.model import Check, Differing, Limits, Moment, PrefixDigest, RankPlan, TensorPlan
+from reshard_mpi.planning.parameters import Accumulated, Unlisted, find_or_follow, is_dropped, notes_on
 from reshard_mpi.planning.ranks import check_target_rank
 from reshard_mpi.planning.replicas import Replicas
-from reshard_mpi.planning.shown_rules import ShownRule, shown_rules
+from reshard_mpi.planning.summary import ShownRule, shown_rules
 from reshard_mpi.planning.target import BothLayouts, Policy
+from reshard_mpi.runs.request import Request
 from reshard_mpi.sharding.placement import Shape, Strategy
 from reshard_mpi.sharding.strategy import table
-from reshard_mpi.units import MIB
+from reshard_mpi.text import MIB
 
 # The buffer is so large that Python's work for each filling takes little time compared with moving the bytes. The
 # window is the most that is mapped of sources at once. `projection` knows how much memory the process takes besides.
@@ -110,7 +112,7 @@ class Conversion:
             plan = plan._replace(warnings=(*plan.warnings, *self.source.cut_warnings(plan)))
         plan = plan._replace(notes=(*plan.notes, *notes_on(self.accumulated, plan.sums)))
         if checked:
-            self.require_none_left_behind(plan, Share(target_rank, self.target.world_size))
+            self.require_none_left_behind(plan, ShardShare(target_rank, self.target.world_size))
             plan = self.checked(plan)
         if self.once:
             opened.planner.require_one_copy()
@@ -130,7 +132,7 @@ class Conversion:
         return {name: layouts for name, layouts in found if layouts is not None}
 
     def require_none_left_behind(
-        self, plan: RankPlan, share: Share, is_asked: Callable[[str], bool] = lambda _: True
+        self, plan: RankPlan, share: ShardShare, is_asked: Callable[[str], bool] = lambda _: True
     ) -> None:
         """Raise StrategyError if a share of the source's shards holds tensors that no target would get.
 
@@ -144,7 +146,7 @@ class Conversion:
     def _tell_where(self, error: CoverageError) -> None:
         """Say in an error where parts were looked for, and where they may be."""
         error.where = error.where or self.source.place
-        lone = LoneShard.of(self.source.files)
+        lone = SingleShard.of(self.source.files)
         if lone is not None and self.source.strategy.world_size > 1 and lone.siblings():
             error.remedy = f"give {lone.checkpoint}, where the shards of the other ranks are"
 
@@ -299,7 +301,7 @@ class Conversion:
             fill(files, copy, tensor.spec.box, memoryview(content), self.limits)
         return bytes(content)
 
-    def _beginnings(self, plan: RankPlan) -> tuple[Beginning, ...]:
+    def _beginnings(self, plan: RankPlan) -> tuple[PrefixDigest, ...]:
         if self.source.strategy.world_size in (1, self.target.world_size):
             return ()  # nothing else to take, or each rank keeps its own
         starts = tuple(loose_beginnings(plan))
@@ -307,7 +309,7 @@ class Conversion:
             return ()
         with Files() as files:
             return tuple(
-                Beginning(
+                PrefixDigest(
                     start.spec.name,
                     hashlib.sha256(self._content(start, files)).hexdigest(),
                     start.copies[0].source_rank,
@@ -348,3 +350,53 @@ class Conversion:
         if self._table is None:
             self._table = table.dumps(self.target)
         return self._table
+
+
+def apply_map(request: Request, conversion: Conversion) -> tuple[Conversion, Mapping[str, str]]:
+    """Return the conversion of what the request's maps make of the source, and digests of what decides what that is.
+
+    The same conversion if the request leaves all tensors as they are. Raises MapError
+    if the map cannot be read, UsageError for options that do not belong together.
+    """
+    if not request.is_mapped:
+        return conversion, {}
+    from reshard_mpi.runs.mapped_source import conversion_through
+    from reshard_mpi.runs.maps import TensorMap
+
+    tensor_map = TensorMap.read(request)
+    return conversion_through(tensor_map, conversion), tensor_map.digests
+
+
+def map_words(request: Request) -> tuple[str, ...]:
+    """Return the request's maps as they may be given from any folder: absolute paths, and equations as they are."""
+    if not request.map:
+        return ()
+    from reshard_mpi.mapping.map_file import map_path
+
+    paths = ((name, map_path(name)) for name in request.map)
+    return tuple(name if path is None else str(real_path(path)) for name, path in paths)
+
+
+def both_through_map(
+    request: Request, first: Conversion, second: Conversion
+) -> tuple[tuple[Conversion, Conversion], Callable[[Collection[str]], None]]:
+    """Return the conversions of two checkpoints to be compared: the first through the map, of both what is chosen.
+
+    Also returns a function that takes the names of both and raises MapError if a glob matches none, or nothing is left.
+    """
+    if not request.is_mapped:
+        return (first, second), lambda _: None
+    from reshard_mpi.mapping.selection import require_any
+    from reshard_mpi.runs.mapped_source import conversion_through
+    from reshard_mpi.runs.maps import TensorMap
+
+    tensor_map = TensorMap.read(request)
+    of_both = tensor_map.of_two_checkpoints()
+    first = conversion_through(of_both, first)
+    if request.include or request.exclude:
+        second = conversion_through(of_both.choice_alone(), second)
+
+    def require_some(names: Collection[str]) -> None:
+        require_any(tensor_map.choice, names)
+
+    return (first, second), require_some

@@ -1,4 +1,4 @@
-"""Whether two checkpoints hold the same tensors, whatever their formats, layouts and order of names.
+"""Compare two checkpoints tensor by tensor, whatever their formats (`diff`).
 
 Each is planned as one full checkpoint, which finds all parts of every tensor and proves that they cover it, as for a
 transform. Then the tensors are compared byte by byte, in blocks; they are dealt out to the processes of the run.
@@ -12,44 +12,40 @@ from typing import NamedTuple
 from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.comparison import compare, comparing_bytes
-from reshard_mpi.checkpoints.left_behind import Share
 from reshard_mpi.checkpoints.opening import open_source
+from reshard_mpi.checkpoints.shards import ShardShare
 from reshard_mpi.checkpoints.source import SourceCheckpoint
-from reshard_mpi.engine.comparing import first_difference_of_tensors
+from reshard_mpi.engine.compare import first_difference_of_tensors
 from reshard_mpi.engine.files import Files
-from reshard_mpi.engine.regions import element_of
+from reshard_mpi.engine.read import element_of
 from reshard_mpi.engine.sums import place_of
 from reshard_mpi.errors import DifferenceError, SourceError
 from reshard_mpi.formats.dtypes import numbers
-from reshard_mpi.formats.manifest import NEST
+from reshard_mpi.formats.locations import LibraryRead, Reduced
+from reshard_mpi.formats.manifest import NEST, TensorSpec
 from reshard_mpi.formats.nest import agree
 from reshard_mpi.formats.nest import first_difference as first_nest_difference
-from reshard_mpi.formats.places import Decoded, Joined
-from reshard_mpi.formats.specs import TensorSpec
-from reshard_mpi.planning.copies import dealt
 from reshard_mpi.planning.fit import drift_warning
 from reshard_mpi.planning.losses import Lost
 from reshard_mpi.planning.model import Copy, RankPlan, TensorPlan
-from reshard_mpi.planning.partial_sums import told_of
+from reshard_mpi.planning.parameters import told_of
+from reshard_mpi.planning.replicas import dealt
 from reshard_mpi.processes.comm import Comm
-from reshard_mpi.runs.choices import require_same_choice
-from reshard_mpi.runs.conversion import LIMITS, Conversion
+from reshard_mpi.runs.conversion import LIMITS, Conversion, both_through_map
 from reshard_mpi.runs.memory import RunMemory
 from reshard_mpi.runs.outcome import Checked, Failure, Outcome, agreed, attempt
-from reshard_mpi.runs.progress import Counted, Progress
+from reshard_mpi.runs.preflight import require_same_choice
+from reshard_mpi.runs.progress import Progress, SliceCounter, Stage
 from reshard_mpi.runs.request import Request, Strategies
-from reshard_mpi.runs.status import Stage
-from reshard_mpi.runs.through import both_through_map
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import unsharded
-from reshard_mpi.text import shortened
-from reshard_mpi.units import format_bytes
+from reshard_mpi.text import format_bytes, shortened
 
 # One process describes so many tensors that differ; of more it gives the number.
 _MAX_DESCRIBED = 20
 
 
-class _Side(NamedTuple):
+class _DiffSide(NamedTuple):
     """One of the two checkpoints: its path as the user named it, and the plan of all that it holds."""
 
     path: str
@@ -86,7 +82,7 @@ def diff(request: Request, comm: Comm, progress: Progress, memory: RunMemory, st
     return Outcome(processes=comm.size).joined(comm.allgather(outcome))
 
 
-def _compare_copies(sides: Sequence[_Side], comm: Comm, progress: Progress) -> tuple[Lost, ...]:
+def _compare_copies(sides: Sequence[_DiffSide], comm: Comm, progress: Progress) -> tuple[Lost, ...]:
     """Compare the copies on either side that must be the same before one stands for all, as a transform does.
 
     Returns the shards of both that could not be read. Raises, the same on all processes, what `compare` raises.
@@ -99,7 +95,7 @@ def _compare_copies(sides: Sequence[_Side], comm: Comm, progress: Progress) -> t
     progress.begin(Stage("comparing copies", size_bytes), own_bytes)
 
     def compare_mine() -> tuple[Lost, ...]:
-        counted = Counted(progress.moved, own_bytes)
+        counted = SliceCounter(progress.moved, own_bytes)
         lost = [
             lost
             for side, of_side in zip(sides, mine)
@@ -113,7 +109,7 @@ def _compare_copies(sides: Sequence[_Side], comm: Comm, progress: Progress) -> t
 
 def _planned(
     request: Request, comm: Comm, strategies: Strategies | None, memory: RunMemory
-) -> tuple[_Side, _Side, Outcome]:
+) -> tuple[_DiffSide, _DiffSide, Outcome]:
     """Return both sides, planned, and an outcome with the notes and warnings on them."""
     governor, purpose = memory.open(), f"comparing {request.source} with {request.target}"
     named = (request.src_strategy, request.dst_strategy) if strategies is None else ()
@@ -145,7 +141,7 @@ def _planned(
         drifted = conversion.drifted_tensors(process=comm.rank, processes=comm.size).copies
         warnings += [drift_warning(drifted)] if drifted else []
         plans.append(conversion.plan(0, checked=False))
-        conversion.require_none_left_behind(plans[-1], Share(comm.rank, comm.size))
+        conversion.require_none_left_behind(plans[-1], ShardShare(comm.rank, comm.size))
         peak_bytes += memory.require_possible(plans[-1]) + (comparing_bytes(LIMITS) if plans[-1].alike else 0)
     require_some(_names(conversions, plans))
     if comm.rank == 0:
@@ -159,7 +155,7 @@ def _planned(
         for note in told_of(request.accumulated, plan.sums)
     )
     notes = (*of_map, *notes_on_sums, *first_files.notes, *second_files.notes, *governor.notes, *_other_texts(*plans))
-    first, second = map(_Side, (request.source, request.target), sources, plans)
+    first, second = map(_DiffSide, (request.source, request.target), sources, plans)
     warnings += [*first_files.warnings, *second_files.warnings, *plans[0].warnings, *plans[1].warnings]
     lost = (*plans[0].lost, *plans[1].lost)
     return first, second, Outcome(notes=tuple(dict.fromkeys(notes)), lost=lost, other_warnings=tuple(warnings))
@@ -185,7 +181,7 @@ def _other_texts(first: RankPlan, second: RankPlan) -> Iterator[str]:
         yield f"texts beside the tensors differ: {shortened(list(map(repr, differing)))}"
 
 
-def _unlike(first: _Side, second: _Side) -> Iterator[DifferenceError]:
+def _unlike(first: _DiffSide, second: _DiffSide) -> Iterator[DifferenceError]:
     """Yield what cannot be compared, the tensors that only one of them has, and those that differ in type or shape."""
     for side in (first, second):
         for what in side.plan.left_out:
@@ -215,7 +211,7 @@ def _unlike(first: _Side, second: _Side) -> Iterator[DifferenceError]:
 
 
 def _differences(
-    first: _Side, second: _Side, specs: Sequence[TensorSpec], progress: Progress
+    first: _DiffSide, second: _DiffSide, specs: Sequence[TensorSpec], progress: Progress
 ) -> Iterator[DifferenceError]:
     """Yield the first differing element of each of the tensors `specs` that differs."""
     wanted = {spec.name for spec in specs}
@@ -226,7 +222,7 @@ def _differences(
             other = others.get(tensor.spec.name)
             if other is None:
                 continue
-            counted = Counted(progress.moved, tensor.spec.size_bytes)
+            counted = SliceCounter(progress.moved, tensor.spec.size_bytes)
             element = first_difference_of_tensors(files, tensor, other, LIMITS, counted.add)
             counted.end()
             progress.completed()
@@ -259,9 +255,9 @@ def _content(files: Files, tensor: TensorPlan, element: tuple[int, ...]) -> str:
 def _place(copy: Copy) -> str:
     """Return in words where a tensor is that has no byte ranges."""
     source = copy.source.unconverted.source
-    if isinstance(source, Joined):
+    if isinstance(source, Reduced):
         return "joined of several ranks"
-    return f"in {source.path}" if isinstance(source, Decoded) else "in no file"
+    return f"in {source.path}" if isinstance(source, LibraryRead) else "in no file"
 
 
 def _described(spec: TensorSpec) -> str:

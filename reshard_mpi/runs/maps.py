@@ -1,4 +1,4 @@
-"""What a request says of the names, shapes and types of the target, read from the files that it names."""
+"""Read the maps and selections of a request (`TensorMap`)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.errors import UsageError
 from reshard_mpi.formats.dtypes import DType
-from reshard_mpi.formats.listed import ListedTensors
 from reshard_mpi.formats.manifest import NEST
-from reshard_mpi.mapping.choice import Choice
-from reshard_mpi.mapping.likeness import Like
-from reshard_mpi.mapping.numbering import named_tensors, training_in
-from reshard_mpi.mapping.reading import read_rules
+from reshard_mpi.formats.tensor_table import ChunkedTensors
+from reshard_mpi.mapping.map_file import read_rules
+from reshard_mpi.mapping.numbered_state import named_tensors, training_in
 from reshard_mpi.mapping.rules import TYPES, Rules
+from reshard_mpi.mapping.selection import Selection, TargetTemplate
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.request import Request
 from reshard_mpi.sharding.placement import unsharded
@@ -34,9 +33,9 @@ class TensorMap(NamedTuple):
     """
 
     rules: tuple[Rules, ...]
-    choice: Choice
+    choice: Selection
     forward: bool | None
-    like: Like | None
+    like: TargetTemplate | None
     digests: Mapping[str, str]
 
     @classmethod
@@ -50,7 +49,7 @@ class TensorMap(NamedTuple):
             for option, given in (options | {"--like": request.like}).items():
                 if given:
                     raise UsageError(f"{option} belongs to a map", expected="--map as well", got="no --map")
-        choice = Choice(request.include or None, request.exclude, tuple(map(_typed, request.dtype)))
+        choice = Selection(request.include or None, request.exclude, tuple(map(_typed, request.dtype)))
         length = sum(map(len, request.map))
         if length > _MAX_MAPS_LENGTH:  # records of runs hold them
             raise UsageError(
@@ -92,7 +91,7 @@ def _typed(text: str) -> tuple[str, DType]:
     return glob or "*", TYPES[name]
 
 
-def _like(path: str) -> Like:
+def _like(path: str) -> TargetTemplate:
     """Read the names and shapes of a checkpoint."""
     files = discovery.find_shards(path, role="checkpoint that the target is to be like")
     source = open_source(files, None)
@@ -102,7 +101,9 @@ def _like(path: str) -> Like:
     training = training_in(nest, shapes, tied_tensors(source, shapes), path)
     named = named_tensors(training, shapes, path, is_stripped=True)
     plain = {name: shapes[in_file] for name, in_file in named.items()}
-    return Like(path, plain, nest, {name: in_file for name, in_file in named.items() if name != in_file}, training)
+    return TargetTemplate(
+        path, plain, nest, {name: in_file for name, in_file in named.items() if name != in_file}, training
+    )
 
 
 def tied_tensors(source: SourceCheckpoint, names: Iterable[str]) -> Mapping[str, str]:
@@ -110,7 +111,7 @@ def tied_tensors(source: SourceCheckpoint, names: Iterable[str]) -> Mapping[str,
     if len(source.files.by_rank) != 1:
         return {}
     tensors = source.manifest(min(source.files.by_rank)).tensors
-    if isinstance(tensors, ListedTensors):  # each is written by itself
+    if isinstance(tensors, ChunkedTensors):  # each is written by itself
         return {}
     first: dict[object, str] = {}
     tied = {}

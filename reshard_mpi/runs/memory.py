@@ -1,24 +1,249 @@
-"""The memory of one process of a run: asked for before it is used, step by step as it becomes known how much."""
+"""Project the memory of one process, and reserve it step by step (`RunMemory`)."""
 
 from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
-from reshard_mpi.checkpoints.source import SourceCheckpoint
-from reshard_mpi.planning.model import RankPlan
+from reshard_mpi import formats
+from reshard_mpi.checkpoints.source import MAX_KEPT_BYTES, SourceCheckpoint
+from reshard_mpi.engine.crc import has_short_runs
+from reshard_mpi.engine.read import takes_numpy
+from reshard_mpi.engine.tiles import tile_bytes
+from reshard_mpi.engine.transfer import are_many, is_gathered, is_turned
+from reshard_mpi.formats.locations import Constant, LibraryRead, Reduced
+from reshard_mpi.formats.protocol import Costs
+from reshard_mpi.formats.tensor_table import KEPT_PLACE_BYTES, KEPT_TENSOR_BYTES
+from reshard_mpi.planning.model import Group, RankPlan, TensorPlan
 from reshard_mpi.processes.comm import Comm
-from reshard_mpi.processes.governor.admission import Governor
-from reshard_mpi.processes.governor.allotment import WORKER_BYTES, Allotment
-from reshard_mpi.processes.governor.allowance import Allowance
-from reshard_mpi.runs.conversion import Conversion
+from reshard_mpi.processes.governor.admission import Allowance, Governor
+from reshard_mpi.processes.governor.process_memory import WORKER_BYTES, ProcessMemory
+from reshard_mpi.runs.conversion import LIMITS, Conversion
 from reshard_mpi.runs.progress import Progress
-from reshard_mpi.runs.projection import INTERPRETER_BYTES, Projection, opening_bytes
-from reshard_mpi.units import KIB, MIB
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.text import KIB, MIB
+
+if TYPE_CHECKING:
+    from reshard_mpi.runs.verify_checksums import Summing
+
+# An interpreter with the modules that plan and move bytes, and a thread; what numpy adds, and what MPI adds.
+INTERPRETER_BYTES = 28 * MIB
+_NUMPY_BYTES = 15 * MIB
+_MPI_BYTES = 18 * MIB
+# How many bytes parsing a strategy file takes at most for each of its bytes.
+_PARSING_SHARE = 11
+# For each parameter of the larger of the two strategies, for both.
+_PARAMETER_BYTES = KIB // 2
+# For each tensor while its target is planned; for each in a plan that is kept.
+_PLANNED_SHARD_BYTES = KIB // 2
+_KEPT_PLAN_BYTES = 64
+# For each tensor that is made through a map, besides: what it is made of.
+_MAPPED_BYTES = KIB
+# For each piece of a tensor that an index lists; most of it only while the index is read, but none is given back.
+_LISTED_PIECE_BYTES = 576
+# For each kind of tensors, in a plan and in the structure of several shards.
+_KIND_BYTES = 8 * KIB
+# For each sum of a tensor.
+_SUM_BYTES = KIB
+# For each copy beyond the first of a target tensor.
+_COPY_BYTES = 16
+# For each copy of a small tensor, if these are moved many at a time.
+_BATCHED_BYTES = 32
+# What converting or joining elements takes: a block of them before and after, what is between, and tables.
+_CONVERSION_BYTES = 8 * MIB
+# A window begins and ends with a page, and the kernel maps pages around it that are in memory.
+_AROUND_BYTES = 256 * KIB
+# How many plans a process keeps, and how large they may be together.
+MAX_KEPT_PLANS = 4
+MAX_KEPT_PLANS_BYTES = 56 * MIB
+
+
+def opening_bytes(strategies: Iterable[str | os.PathLike[str] | None], *source_formats: str) -> int:
+    """Return the bytes that a process needs to read strategy files, and then the structure of the first shards.
+
+    strategies: paths of the files; None: no such file. source_formats: of the shards, once they are known. Modules that
+    planning loads later take as much as the structure of 10,000 tensors, so this counts that as well.
+    """
+    children = max((_costs(name).child for name in source_formats), default=0)
+    shard_bytes = children + _NUMPY_BYTES if children else 0
+    return (
+        INTERPRETER_BYTES
+        + _loaded_bytes()
+        + shard_bytes
+        + _PARSING_SHARE * sum(_size_bytes(path) for path in strategies if path is not None)
+    )
+
+
+def checking_bytes(source_format: str, summing: Summing) -> int:
+    """Return the bytes that a process needs to check a shard against its own sums."""
+    child_bytes, costs = 0, _costs(source_format)
+    if costs.child and not summing.is_native:
+        child_bytes = costs.child + summing.tensors * costs.child_tensor + LIMITS.buffer_bytes + summing.decoding_bytes
+    own_bytes = INTERPRETER_BYTES + _loaded_bytes() + (_NUMPY_BYTES if summing.with_numpy else 0)
+    return own_bytes + child_bytes + LIMITS.buffer_bytes + summing.tensors * costs.checking
+
+
+class Projection(NamedTuple):
+    """The memory that a conversion takes in one process.
+
+    planning_bytes: the most while it plans. base_bytes: an interpreter with its libraries, and what has been read and
+    planned. tensor_bytes: for each tensor that is written, in this program and in the library of the format. compares:
+    whether the target is read as well as its sources, and all of them through windows. has_numpy: whether base_bytes
+    includes numpy. decoding_bytes: the most that decoding a tensor of the target takes. writes: whether the target is
+    written; many small tensors are then moved in batches.
+    """
+
+    planning_bytes: int
+    base_bytes: int
+    tensor_bytes: int
+    compares: bool
+    has_numpy: bool
+    decoding_bytes: int = 0
+    writes: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        conversion: Conversion,
+        target_format: str,
+        *,
+        targets: int = 1,
+        verify: bool = False,
+        also_read: SourceCheckpoint | None = None,
+    ) -> Projection:
+        """Return the projection of a conversion of which at least one shard has been read.
+
+        targets: how many are planned at most. verify: whether targets are compared with their sources afterwards.
+        also_read: a checkpoint that is compared with the sources; then nothing is written.
+        """
+        source, target = conversion.source, conversion.target
+        costs, target_costs = _costs(source.files.format), _costs(target_format)
+        per_shard, has_numpy = source.extent.tensors, not source.extent.is_as_stored
+        known_bytes = _known_bytes(per_shard, source)
+        # Plans keep the names in their shards. If all shards have the same names, these are kept anyway.
+        plan_bytes = _KEPT_PLAN_BYTES + (KEPT_TENSOR_BYTES if source.strategy.stages > 1 else 0)
+        kept_bytes = min(MAX_KEPT_PLANS_BYTES, per_shard * min(MAX_KEPT_PLANS, targets) * plan_bytes)
+        parameters = max(len(source.strategy.parameters), len(target.parameters))
+        base_bytes = INTERPRETER_BYTES + _loaded_bytes() + (_NUMPY_BYTES if has_numpy else 0)
+        base_bytes += parameters * _PARAMETER_BYTES
+        base_bytes += per_shard * _MAPPED_BYTES if conversion.original is not None else 0
+        base_bytes += source.extent.pieces * _LISTED_PIECE_BYTES
+        base_bytes += known_bytes + kept_bytes + per_shard * _PLANNED_SHARD_BYTES + source.extent.kinds * _KIND_BYTES
+        if not source.extent.is_native:
+            base_bytes += costs.child + per_shard * costs.child_tensor
+        planning_bytes = base_bytes + max(per_shard * costs.reading, source.extent.decoding_bytes)
+        if also_read is not None:
+            extent = also_read.extent
+            base_bytes += _known_bytes(extent.tensors, also_read)
+            if not extent.is_native:
+                base_bytes += (
+                    target_costs.child if source.extent.is_native or not costs.child else 0
+                )  # one child reads both
+                base_bytes += extent.tensors * target_costs.child_tensor
+            if not extent.is_as_stored and not has_numpy:
+                base_bytes, has_numpy = base_bytes + _NUMPY_BYTES, True
+            return cls(planning_bytes, base_bytes, _SUM_BYTES, True, has_numpy, extent.decoding_bytes, writes=False)
+        if target_costs.uses_numpy:
+            base_bytes += 0 if has_numpy else _NUMPY_BYTES
+            has_numpy = True
+        base_bytes += target_costs.library + min(per_shard * target_costs.cached, target_costs.most_cached)
+        tensor_bytes = target_costs.writing + (_SUM_BYTES if verify else 0)
+        return cls(planning_bytes, base_bytes, tensor_bytes, verify, has_numpy)
+
+    @property
+    def gathering_bytes(self) -> int:
+        """The most while copies that are many runs in their shards are compared."""
+        numpy_bytes = 0 if self.has_numpy else _NUMPY_BYTES
+        return self.planning_bytes + numpy_bytes + LIMITS.buffer_bytes + LIMITS.window_bytes
+
+    def peak_bytes(self, plan: RankPlan) -> int:
+        """Return the most bytes that a process needs to plan and write this target."""
+        decoding_bytes, has_numpy = self.decoding_bytes, self.has_numpy
+        buffer_bytes = window_bytes = conversion_bytes = turning_bytes = 0
+        records_bytes = self.tensor_bytes * len(plan.tensors)
+        if self.writes and are_many(plan.tensors):
+            has_numpy, buffer_bytes = True, 2 * LIMITS.buffer_bytes
+            window_bytes = max(window_bytes, plan.needed_bytes)
+            records_bytes += _BATCHED_BYTES * plan.copies
+        for group in plan.tensors.groups:
+            first = group.tensor(0)
+            buffer_bytes = max(buffer_bytes, min(LIMITS.buffer_bytes, group.kind.size_bytes))
+            records_bytes += _COPY_BYTES * (len(group.routes) - 1) * len(group.names)
+            through_windows = any(
+                is_gathered(tensor, LIMITS) or (self.compares and _is_gathered_to_compare(tensor))
+                for tensor in (first, *_otherwise_stored(group))
+            )
+            if is_turned(first, LIMITS):
+                turning_bytes = tile_bytes(LIMITS)
+            has_numpy = has_numpy or through_windows or (self.compares and _is_in_short_runs(first))
+            for source in (copy.source for tensor in (first, *_otherwise_stored(group)) for copy in tensor.copies):
+                stored = source.unconverted
+                if stored is not source or isinstance(stored.source, Reduced):
+                    conversion_bytes = _CONVERSION_BYTES
+                for place in stored.source.places if isinstance(stored.source, Reduced) else (stored.source,):
+                    if isinstance(place, LibraryRead):
+                        read_bytes = 2 * min(LIMITS.buffer_bytes, stored.size_bytes)  # in the child and in this process
+                        decoding_bytes = max(decoding_bytes, place.decoding_bytes + place.kept_bytes + read_bytes)
+                    elif through_windows and not isinstance(place, Constant):
+                        window_bytes = max(window_bytes, stored.size_bytes + _AROUND_BYTES)
+        moved_bytes = min(2 * LIMITS.buffer_bytes, buffer_bytes) + min(LIMITS.window_bytes, window_bytes)
+        moved_bytes += conversion_bytes + turning_bytes
+        moved_bytes += _NUMPY_BYTES if has_numpy and not self.has_numpy else 0
+        return max(self.planning_bytes, self.base_bytes + moved_bytes + records_bytes + decoding_bytes)
+
+
+def _costs(format_name: str) -> Costs:
+    return formats.by_name(format_name).TRAITS.costs
+
+
+def _known_bytes(tensors: int, checkpoint: SourceCheckpoint) -> int:
+    """Return the bytes kept for the structure of shards with so many tensors each; those of a stage share the names."""
+    shards, stages = len(checkpoint.files.by_rank), checkpoint.strategy.stages
+    alike_bytes = tensors * (stages * KEPT_TENSOR_BYTES + max(0, shards - stages) * KEPT_PLACE_BYTES)
+    return min(MAX_KEPT_BYTES + tensors * KEPT_TENSOR_BYTES, alike_bytes)
+
+
+def _otherwise_stored(group: Group) -> Iterator[TensorPlan]:
+    """Yield the tensors of a group, besides the first, that are not one run of a shard's file.
+
+    Only such tensors may be stored otherwise than the first.
+    """
+    for place in range(1, len(group.names)):
+        if any(route.numbers[place] in route.tensors.elsewhere for route in group.routes if route.tensors.elsewhere):
+            yield group.tensor(place)
+
+
+def _is_gathered_to_compare(tensor: TensorPlan) -> bool:
+    return any(takes_numpy(copy, copy.target_region, LIMITS.buffer_bytes) for copy in tensor.copies)
+
+
+def _is_in_short_runs(tensor: TensorPlan) -> bool:
+    whole, itemsize_bytes = Box.whole(tensor.spec.global_shape), tensor.spec.dtype.itemsize_bytes
+    boxes = (tensor.spec.box, *(copy.target_region for copy in tensor.copies))
+    return any(has_short_runs(box, whole, itemsize_bytes) for box in boxes)
+
+
+def _loaded_bytes() -> int:
+    """Return the bytes of libraries that this process has loaded besides this program."""
+    return _MPI_BYTES if "mpi4py.MPI" in sys.modules else 0
+
+
+def _size_bytes(path: str | os.PathLike[str]) -> int:
+    """Return the size of a file, or of all files in a folder; 0 if there is nothing."""
+    try:
+        with os.scandir(path) as entries:
+            return sum(entry.stat().st_size for entry in entries if entry.is_file())
+    except NotADirectoryError:
+        return Path(path).stat().st_size
+    except OSError:
+        return 0
+
 
 # At least one of several workers needs so much besides its own size, or none could finish.
 _WORK_BYTES = 24 * MIB
@@ -39,7 +264,7 @@ class RunMemory:
         self._comm = comm
         self._progress = progress
         self._no_longer_meanwhile: Callable[[], None] = lambda: None
-        self._allotment: Allotment | None = None
+        self._allotment: ProcessMemory | None = None
         self._projection: Projection | None = None
         self._on_giving_way: list[Callable[[], None]] = []
 
@@ -57,7 +282,7 @@ class RunMemory:
         """Return the governor of this host's memory; the first call opens it. Raises a ReshardError."""
         if self._allotment is None:
             say, alone = self._progress.waiting, self._comm.size == 1
-            self._allotment = Allotment.open(self._allowance(), os.environ, say, alone=alone)
+            self._allotment = ProcessMemory.open(self._allowance(), os.environ, say, alone=alone)
             self._allotment.on_giving_way.append(self._free)
             self._no_longer_meanwhile = self._comm.meanwhile(self._allotment.give_way)
         return self._allotment.governor

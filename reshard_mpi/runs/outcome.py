@@ -1,9 +1,9 @@
-"""The results of a run: its targets, failures, notes and warnings, of one process or of all together."""
+"""Collect results: targets, failures, notes, warnings (`Outcome`, `Report`)."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -11,12 +11,11 @@ from reshard_mpi.errors import ReshardError, TransformError, as_reshard_error
 from reshard_mpi.planning.losses import Lost, Missing, merged, warnings_of
 from reshard_mpi.text import counted
 
-if TYPE_CHECKING:  # this module is loaded early, before memory for the engine has been asked for
+if TYPE_CHECKING:
     from reshard_mpi.journal.records import TensorSum
     from reshard_mpi.planning.model import RankPlan
     from reshard_mpi.processes.comm import Comm
     from reshard_mpi.runs.conversion import Conversion
-    from reshard_mpi.runs.overflows import Overflow
 
 
 class TargetReport(NamedTuple):
@@ -154,9 +153,8 @@ class Outcome(NamedTuple):
         told = (*warnings_of(self.lost, self.missing), *self.other_warnings, *missed)
         if not any(target.overflows for target in self.targets):
             return told
-        from reshard_mpi.runs.overflows import warnings_of as overflows_told
 
-        return (*told, *overflows_told(target.overflows for target in self.targets))
+        return (*told, *overflow_warnings(target.overflows for target in self.targets))
 
     def raise_failures(self) -> None:
         """Raise the error that refused the run, or a TransformError that names the targets that failed; if any."""
@@ -266,3 +264,43 @@ def agreed(begin: Callable[[], T], comm: Comm) -> T:
             raise failure.named(alone=True)
     assert not isinstance(done, Outcome)
     return done[0]
+
+
+# Of so many tensors users are told one by one.
+_MAX_TOLD = 8
+_LARGEST = {"float8_e4m3fn": "448, its largest number"}
+
+
+class Overflow(NamedTuple):
+    """How many elements of a target tensor were too large for its type, which is `dtype`."""
+
+    tensor: str
+    dtype: str
+    elements: int
+
+
+def joined(overflows: Iterable[Overflow]) -> tuple[Overflow, ...]:
+    """Return one record for each tensor of one type, with the elements of all its records."""
+    elements: dict[tuple[str, str], int] = {}
+    for overflow in overflows:
+        key = (overflow.tensor, overflow.dtype)
+        elements[key] = elements.get(key, 0) + overflow.elements
+    return tuple(Overflow(tensor, dtype, count) for (tensor, dtype), count in elements.items())
+
+
+def overflow_warnings(targets: Iterable[Iterable[Overflow]]) -> Iterator[str]:
+    """Yield what users are told of the overflows of all targets, those of one tensor together."""
+    records = [overflow for target in targets for overflow in target]
+    in_targets: dict[tuple[str, str], int] = {}
+    for tensor, dtype, _ in records:
+        in_targets[tensor, dtype] = in_targets.get((tensor, dtype), 0) + 1
+    together = joined(records)
+    for tensor, dtype, elements in together[:_MAX_TOLD]:
+        are, targets_of_it = "is" if elements == 1 else "are", in_targets[tensor, dtype]
+        where = f", in {targets_of_it} targets together," if targets_of_it > 1 else ""
+        became = _LARGEST.get(dtype, "infinite")
+        yield f"{counted(elements, 'element')} of {tensor!r}{where} {are} too large for {dtype} and became {became}"
+    if len(together) > _MAX_TOLD:
+        elements = sum(overflow.elements for overflow in together[_MAX_TOLD:])
+        others = counted(len(together) - _MAX_TOLD, "further tensor")
+        yield f"so did {counted(elements, 'element')} of {others}; the report (--report) names all"

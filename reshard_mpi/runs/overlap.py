@@ -1,4 +1,4 @@
-"""Refuses targets that would overwrite or remove the source, or would be read as a part of it the next time."""
+"""Refuse targets that would overwrite or pose as the source (`refuse_overlap`)."""
 
 from __future__ import annotations
 

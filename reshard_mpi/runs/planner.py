@@ -1,69 +1,60 @@
-"""The first phase of a run in one process: it plans its targets, and checks the source."""
+"""Plan a process's targets and check the source: the first phase (`Planner`)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard_mpi import formats
-from reshard_mpi.checkpoints.chosen import moments_of
 from reshard_mpi.checkpoints.comparison import compare, comparing_bytes
-from reshard_mpi.errors import (
-    CoverageError,
-    DisagreementError,
-    ReshardError,
-    ShardError,
-    TransformError,
-)
+from reshard_mpi.checkpoints.opening import moments_of
+from reshard_mpi.checkpoints.source import LEFT_OUT
+from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, ShardError, TransformError
 from reshard_mpi.errors import told as error_told
 from reshard_mpi.journal.commit import EarlierTarget, commit_if_complete
 from reshard_mpi.journal.provenance import FirstLooks, Sources
 from reshard_mpi.journal.records import Evidence
 from reshard_mpi.journal.targets import Journal
-from reshard_mpi.planning.copies import Alike
 from reshard_mpi.planning.losses import Lost
 from reshard_mpi.planning.model import Moment, RankPlan
-from reshard_mpi.planning.shown_rules import ShownRule
-from reshard_mpi.planning.summary import RankSummary
+from reshard_mpi.planning.replicas import ReplicaGroup
+from reshard_mpi.planning.summary import RankSummary, ShownRule
 from reshard_mpi.processes.comm import Comm
-from reshard_mpi.runs.bookkeeping import Needs
-from reshard_mpi.runs.countable import require_countable
-from reshard_mpi.runs.division import Work, divide, target_weights
-from reshard_mpi.runs.due import DueTargets
-from reshard_mpi.runs.exchanged import Compared, Due, Planned, record_of
-from reshard_mpi.runs.memory import RunMemory
+from reshard_mpi.runs.memory import RunMemory, checking_bytes
+from reshard_mpi.runs.messages import ComparisonReport, PlanReport, Totals, record_of
 from reshard_mpi.runs.outcome import Outcome, TargetReport, attempt
 from reshard_mpi.runs.overlap import refuse_removing
 from reshard_mpi.runs.preflight import (
-    Room,
+    SpaceEstimate,
+    SpaceNeed,
     lying_beside,
     may_share,
+    require_countable,
     require_no_strangers,
     require_readable_structure,
     require_readable_types,
     require_short_names,
     stranger_notes,
 )
-from reshard_mpi.runs.prepared import Run
-from reshard_mpi.runs.progress import Counted, Progress
-from reshard_mpi.runs.projection import checking_bytes
+from reshard_mpi.runs.progress import Progress, SliceCounter, Stage
 from reshard_mpi.runs.request import Request, Strategies
-from reshard_mpi.runs.status import Stage
+from reshard_mpi.runs.run import Run
+from reshard_mpi.runs.scheduling import PendingTargets, Work, divide, target_weights
 from reshard_mpi.runs.write import Writer
+from reshard_mpi.sharding.placement import Shape
 
 if TYPE_CHECKING:
-    from reshard_mpi.journal.unrecorded import Unrecorded
-    from reshard_mpi.runs.listing import ListedTensor
-    from reshard_mpi.runs.selfcheck import Summing
+    from reshard_mpi.journal.targets import Unrecorded
+    from reshard_mpi.runs.verify_checksums import Summing
 
 _NOT_VERIFIED = (
     "targets that were complete already were not verified when they were made: reshard-mpi verify SRC DST does it now"
 )
 
 
-class _Opened(NamedTuple):
+class _PlanningState(NamedTuple):
     """What planning has opened: the run, its journal, the work of each process, and the targets this one writes.
 
     choice: which of several checkpoints the source is.
@@ -72,7 +63,7 @@ class _Opened(NamedTuple):
     run: Run
     journal: Journal | Unrecorded
     works: list[Work]
-    due: DueTargets
+    due: PendingTargets
     choice: tuple[Moment, ...]
 
 
@@ -93,7 +84,7 @@ class Planner:
         self.source = request.source
         self.accumulated = request.accumulated
         self.summaries: list[RankSummary] = []
-        self.listed: dict[str, ListedTensor] = {}
+        self.listed: dict[str, TargetTensor] = {}
         self._lists_tensors = lists_tensors
         self._listed_stages: set[int] = set()
         self.outcome = Outcome()
@@ -103,17 +94,17 @@ class Planner:
         self._memory = memory
         self._progress = progress
         self._comm = comm
-        self._opened: _Opened | None = None
+        self._opened: _PlanningState | None = None
         self._first_looks = FirstLooks(request.source)
-        self._needs = Needs(request)
+        self._needs = SpaceEstimate(request)
         self._placed: dict[str, tuple[int, int, dict[str, str]]] = {}
         self._due_bytes: dict[int, int] = {}
 
-    def plan(self) -> Planned | Outcome:
+    def plan(self) -> PlanReport | Outcome:
         """Plan this process's part of the targets. A failure in what is returned refuses the run."""
         return attempt(self._planned, self._comm)
 
-    def _planned(self) -> Planned:
+    def _planned(self) -> PlanReport:
         request = self._request
         governor = self._memory.open()
         files = (request.src_strategy, request.dst_strategy) if self._strategies is None else ()
@@ -121,7 +112,7 @@ class Planner:
         before_shards = partial(self._memory.to_open, files, self._purpose)
         before_filling = partial(self._memory.to_plan, purpose=self._purpose, verify=request.verify)
         run = Run.open(request, self._strategies, self._known_damage, before_shards, before_filling)
-        due = DueTargets(run.conversion, request.source)
+        due = PendingTargets(run.conversion, request.source)
         self._memory.on_giving_way(run.conversion.forget, due.forget_plans)
         targets = len(run.targets)
         self._memory.to_plan(run.conversion, run.format, self._purpose, targets=targets, verify=request.verify)
@@ -131,7 +122,7 @@ class Planner:
             require_short_names(journal.paths(rank, run.path(rank)))
         journal.check()
         works = divide(target_weights(run.conversion, run.targets), self._comm.hosts)
-        opened = self._opened = _Opened(run, journal, works, due, moments_of(run.conversion.source.files))
+        opened = self._opened = _PlanningState(run, journal, works, due, moments_of(run.conversion.source.files))
         work = works[self._comm.rank]
         ranks = (*((rank, True) for rank in work.leads), *((rank, False) for rank in work.helps))
         planned_ranks = sum(len(each.leads) + len(each.helps) for each in works)
@@ -152,19 +143,19 @@ class Planner:
             index = formats.index_of(run.format)
             strange = stranger_notes(lying_beside(folder, run.format, index, every_path, own_paths))
         begun = Outcome.begun(run.conversion, (*governor.notes, *run.target_notes, *strange))
-        planned = Planned(begun, opened.choice).joined(record_of(Planned, plan) for plan in plans)
+        planned = PlanReport(begun, opened.choice).joined(record_of(PlanReport, plan) for plan in plans)
         self.outcome = planned.outcome
-        return planned._replace(rooms=rooms, due=Due(self.led_bytes, len(self.summaries), len(self.outcome.targets)))
+        return planned._replace(rooms=rooms, due=Totals(self.led_bytes, len(self.summaries), len(self.outcome.targets)))
 
     @property
     def _purpose(self) -> str:
         return f"planning {self._request.target} from {self.source}"
 
-    def compare(self, mine: Sequence[Alike], progress: Progress) -> Compared | Outcome:
+    def compare(self, mine: Sequence[ReplicaGroup], progress: Progress) -> ComparisonReport | Outcome:
         """Compare the copies `mine`, and this process's share of a sample. A failure refuses the run."""
         return attempt(partial(self._compared, mine, progress), self._comm)
 
-    def _compared(self, mine: Sequence[Alike], progress: Progress) -> Compared:
+    def _compared(self, mine: Sequence[ReplicaGroup], progress: Progress) -> ComparisonReport:
         opened = self._require_opened()
         conversion = opened.run.conversion
         lost: tuple[Lost, ...] = ()
@@ -178,13 +169,13 @@ class Planner:
         if mine:
             peak_bytes = projection.base_bytes + comparing_bytes(conversion.limits)
             self._memory.to_move(peak_bytes, f"copies in {self.source}")
-            counted = Counted(progress.moved, sum(alike.size_bytes for alike in mine))
+            counted = SliceCounter(progress.moved, sum(alike.size_bytes for alike in mine))
             lost = compare(conversion.source.stored, mine, conversion.limits, counted.add)
             counted.end()
         drift = conversion.drifted_tensors(
             damaged_are_replaced=self._request.verify, process=self._comm.rank, processes=self._comm.size
         )
-        return Compared(Outcome(lost=lost), *drift)
+        return ComparisonReport(Outcome(lost=lost), *drift)
 
     def shown_rules(self) -> tuple[ShownRule, ...]:
         """Return what the rules of the source's spec make of its tensors."""
@@ -229,7 +220,7 @@ class Planner:
 
     def check_sources(self, sizes: Mapping[int, int], progress: Progress) -> dict[int, ReshardError] | Outcome:
         """Return, by rank, the errors of those source shards that do not fit their own checksums. sizes: by rank."""
-        from reshard_mpi.runs.source_sums import damage_of
+        from reshard_mpi.runs.verify_checksums import damage_of
 
         conversion = self._require_opened().run.conversion
         before_sums = partial(self._before_sums, conversion.source.files.format)
@@ -250,7 +241,7 @@ class Planner:
 
         A failure refuses the run. Nothing is read if each shard has sums of its own, by which it has been checked.
         """
-        from reshard_mpi.runs.source_sums import committed_tensors, require_as_committed
+        from reshard_mpi.runs.verify_checksums import committed_tensors, require_as_committed
 
         def check() -> Outcome:
             source = self._require_opened().run.conversion.source
@@ -302,10 +293,10 @@ class Planner:
         """Return what strategies place on target ranks of `stage` (see `RankPlan.placed`); of equal ranks, only one."""
         return {rank: placed for of_stage, rank, placed in self._placed.values() if of_stage == stage}
 
-    def _plan_target(self, opened: _Opened, rank: int, leads: bool) -> Planned:
+    def _plan_target(self, opened: _PlanningState, rank: int, leads: bool) -> PlanReport:
         run, path = opened.run, opened.run.path(rank)
         if opened.journal.is_done(rank, path):
-            return Planned(self._skipped(opened, rank) if leads else Outcome())
+            return PlanReport(self._skipped(opened, rank) if leads else Outcome())
         plan = run.conversion.plan(rank, checked=leads)
         peak_bytes = self._memory.require_possible(plan)
         evidence = Evidence.of(plan, self._sources(run, plan), opened.choice)
@@ -321,12 +312,12 @@ class Planner:
         opened.due.add(plan, evidence, peak_bytes)
         self._due_bytes[rank] = plan.written_bytes
         if not leads:
-            return Planned()
+            return PlanReport()
         self.summaries.append(RankSummary.of(plan, peak_bytes))
         self._list_tensors(run, plan)
         if evidence.held.digest not in self._placed:
             self._placed[evidence.held.digest] = (plan.stage, rank, plan.placed)
-        return Planned.of(plan)
+        return PlanReport.of(plan)
 
     @cached_property
     def _earlier_target(self) -> EarlierTarget | None:
@@ -340,8 +331,6 @@ class Planner:
         """Keep what is listed of a target's tensors; targets of a stage have the same, unless they share them out."""
         are_shared_out = run.conversion.once or formats.by_name(run.format).TRAITS.is_filled
         if self._lists_tensors and (are_shared_out or plan.stage not in self._listed_stages):
-            from reshard_mpi.runs.listing import listed_tensors
-
             self._listed_stages.add(plan.stage)
             for name, tensor in listed_tensors(plan).items():
                 self.listed.setdefault(name, tensor)
@@ -355,7 +344,7 @@ class Planner:
         paths = (path for source_rank in plan.read_ranks for path in files.by_rank[source_rank])
         return self._first_looks.sources(path for path in paths if not files.is_folder or Path(path).exists())
 
-    def _rooms(self, run: Run) -> tuple[Room, ...]:
+    def _rooms(self, run: Run) -> tuple[SpaceNeed, ...]:
         """Return the room that this process needs."""
 
         def shares() -> bool:
@@ -393,13 +382,46 @@ class Planner:
                 remedy="mend the cause, then reshard-mpi commit",
             ) from error
 
-    def _skipped(self, opened: _Opened, rank: int) -> Outcome:
+    def _skipped(self, opened: _PlanningState, rank: int) -> Outcome:
         path = opened.run.path(rank)
         unverified = self._request.verify and not opened.journal.is_verified(rank)
         report = TargetReport(rank, str(path), (), path.stat().st_size, process=self._comm.rank, skipped=True)
         return Outcome((report,), notes=(_NOT_VERIFIED,) if unverified else ())
 
-    def _require_opened(self) -> _Opened:
+    def _require_opened(self) -> _PlanningState:
         if self._opened is None:
             raise RuntimeError("a run is begun and written after it has been planned")
         return self._opened
+
+
+class TargetTensor(NamedTuple):
+    """A tensor of a target. dtype: name of its type. shape: of the whole; piece: of what target `rank` holds of it."""
+
+    dtype: str
+    shape: Shape
+    piece: Shape
+    rank: int
+
+
+def listed_tensors(plan: RankPlan) -> dict[str, TargetTensor]:
+    """Return the tensors of a target by name, in file order."""
+    names, kinds, kind_of = plan.tensors.specs.names, plan.tensors.specs.kinds, plan.tensors.specs.kind_of
+    rank = plan.target_rank
+    listed = [TargetTensor(kind.dtype.name, kind.global_shape, kind.box.shape, rank) for kind in kinds]
+    return {name: listed[number] for name, number in zip(names, kind_of)}
+
+
+def tensor_lines(shares: Iterable[Mapping[str, TargetTensor]], origins: Mapping[str, str]) -> Iterator[str]:
+    """Yield a line for each tensor of the targets; then one for each that is left out.
+
+    shares: the tensors that each process has met. origins: by name, what a map makes of tensors and makes them of.
+    """
+    tensors: dict[str, TargetTensor] = {}
+    for share in shares:
+        for name, tensor in share.items():
+            tensors.setdefault(name, tensor)
+    for name, tensor in tensors.items():
+        piece = "" if tensor.piece == tensor.shape else f", on rank {tensor.rank} {list(tensor.piece)}"
+        origin = f": {origins[name]}" if name in origins else ""
+        yield f"{name} {tensor.dtype} {list(tensor.shape)}{piece}{origin}"
+    yield from (f"{name}: {LEFT_OUT}" for name, origin in origins.items() if name not in tensors and origin == LEFT_OUT)

@@ -1,8 +1,9 @@
-"""What a run checks before it creates anything: free room, the length of names, and other shards in the way."""
+"""Check room, names and files in the way before anything is created (`require_room`)."""
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import struct
 from collections import defaultdict
@@ -13,10 +14,21 @@ from typing import NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints.discovery import ShardFiles, rank_of_folder, shards_in, strangers
+from reshard_mpi.checkpoints.opening import moments_of
+from reshard_mpi.engine.files import Files
+from reshard_mpi.engine.read import only_element, takes_numpy
 from reshard_mpi.errors import TargetError
 from reshard_mpi.formats.files import MAX_KEPT_BYTES, MAX_TENSORS, kept_bytes, kept_kind_bytes
-from reshard_mpi.formats.specs import ShardSpec, Specs
-from reshard_mpi.units import format_bytes
+from reshard_mpi.formats.manifest import ShardSpec, Specs, UncountableError, counted_bytes, is_counted
+from reshard_mpi.journal.identity import STRATEGY_RECORD
+from reshard_mpi.journal.records import COMMIT_RECORD, STATE, Evidence, TargetRecord, record_path
+from reshard_mpi.planning.agreement import require_one_moment
+from reshard_mpi.planning.model import RankPlan
+from reshard_mpi.processes.comm import Comm
+from reshard_mpi.runs.conversion import Conversion
+from reshard_mpi.runs.request import Request
+from reshard_mpi.sharding.placement import Strategy
+from reshard_mpi.text import format_bytes
 
 # To share blocks of two files (`struct file_clone_range`): the source's descriptor, its offset, a length, an offset.
 _CLONE_RANGE = 0x4020940D
@@ -29,7 +41,7 @@ _LISTED_BYTES = 64 << 20
 _DIRECTORY_ENTRY_BYTES = 512
 
 
-class Room(NamedTuple):
+class SpaceNeed(NamedTuple):
     """The most that one process of a run takes of a file system, and what is free there.
 
     mount: the top folder of that file system, by which the processes of a run know it.
@@ -40,7 +52,7 @@ class Room(NamedTuple):
     free_bytes: int
 
 
-class Tally:
+class SpaceByFilesystem:
     """Adds up, by file system, the room for what one process is going to write, target after target."""
 
     def __init__(self) -> None:
@@ -67,7 +79,7 @@ class Tally:
         self._held_bytes[mount] += record_bytes
         self._peak_bytes[mount] = max(self._peak_bytes[mount], self._held_bytes[mount])
 
-    def rooms(self, processes: int, shares: Callable[[], bool]) -> tuple[Room, ...]:
+    def rooms(self, processes: int, shares: Callable[[], bool]) -> tuple[SpaceNeed, ...]:
         """Return the room that is needed; empty if targets may share blocks with the source, and so take none.
 
         processes: how many the run has, each of which may need as much. shares: tells whether blocks may be shared;
@@ -75,7 +87,7 @@ class Tally:
         """
         needed = ((mount, peak + self._record_bytes[mount]) for mount, peak in self._peak_bytes.items())
         with_free = ((mount, needed_bytes, _free_bytes(mount)) for mount, needed_bytes in needed)
-        rooms = tuple(Room(mount, needed, free) for mount, needed, free in with_free if free is not None)
+        rooms = tuple(SpaceNeed(mount, needed, free) for mount, needed, free in with_free if free is not None)
         if any(room.needed_bytes * processes > room.free_bytes for room in rooms) and shares():
             return ()
         return rooms
@@ -89,7 +101,7 @@ def on_disk_bytes(size_bytes: int, mount: str) -> int:
     return (blocks + lists) * block_bytes
 
 
-def require_room(shares: Iterable[Sequence[Room]]) -> None:
+def require_room(shares: Iterable[Sequence[SpaceNeed]]) -> None:
     """Raise TargetError if what the processes of a run need together does not fit a file system.
 
     shares: what each of them needs. Equal shares give the same result on every process.
@@ -305,3 +317,139 @@ def require_readable_types(specs: Specs, format_name: str, *, as_is: bool) -> No
         got=str(dtype),
         remedy=f"write it as {' or '.join(able)} (--to), or give it another type (--dtype)",
     )
+
+
+def require_same_choice(comm: Comm, *checkpoints: ShardFiles) -> None:
+    """Raise DisagreementError, the same on every process, unless all have chosen the same files of each checkpoint.
+
+    Every process looks for them itself, and another one may become the newest meanwhile. All processes must call this.
+    """
+    for of_one in zip(*comm.allgather(tuple(map(moments_of, checkpoints))), strict=True):
+        require_one_moment(moment for moments in of_one for moment in moments)
+
+
+def require_countable(conversion: Conversion, plan: RankPlan) -> None:
+    """Raise TargetError for the first whole number of a target that has no place in the checksum of its file."""
+    groups = (group for group in plan.tensors.groups if is_counted(group.kind.dtype, group.kind.global_shape))
+    tensors = (group.tensor(place) for group in groups for place in range(len(group.names)))
+    with Files() as files:
+        for tensor in tensors:
+            if any(takes_numpy(copy, tensor.spec.box, conversion.limits.buffer_bytes) for copy in tensor.copies):
+                conversion.before_gathering()
+            content = only_element(files, tensor, conversion.limits)
+            try:
+                counted_bytes(tensor.spec.name, content, tensor.spec.dtype)
+            except UncountableError as error:
+                raise error.refusal(conversion.source.files.path) from None
+
+
+# A number in JSON, with its separator.
+_NUMBER_BYTES = 24
+# The name of an element type, a sum and a flag in JSON, with their separators.
+_SUM_BYTES = 48
+# The identity of a run, with paths and options; keys of a record; a digest.
+_IDENTITY_BYTES = 16384
+_LINE_BYTES = 256
+# A placement in the table of a strategy.
+_PLACEMENT_BYTES = 1024
+# What the report says of a target, and of each rank that it was read from, on a line of its own.
+_REPORTED_TARGET_BYTES = 640
+_REPORTED_RANK_BYTES = 16
+# What the report says of the run as a whole; warnings and notes are few.
+_REPORT_BYTES = 65536
+
+
+class SpaceEstimate:
+    """Adds up the room that one process needs for what `request` asks of it."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._tally = SpaceByFilesystem()
+        self._read_ranks: dict[str, tuple[int, ...]] = {}
+        self._sources: set[str] = set()
+        self._stage_digests: set[str] = set()
+        self._summed: set[str] = set()
+
+    def add(self, plan: RankPlan, evidence: Evidence, format_name: str, path: Path, left_bytes: int) -> None:
+        """Add the target of `plan` and its record.
+
+        path: of the target file. left_bytes: size of what an earlier run has left of it.
+        """
+        request = self._request
+        self._read_ranks[str(path)] = plan.read_ranks
+        if request.recorded:
+            file = str(path.relative_to(request.target))
+            record_bytes = record_at_most_bytes(plan, evidence, file, sums=request.verify)
+            self._tally.add_record(record_path(Path(request.target, STATE), plan.target_rank), record_bytes)
+            self._sources.update(source.path for source in evidence.sources.files)
+            if request.verify and evidence.held.digest not in self._stage_digests:
+                self._stage_digests.add(evidence.held.digest)
+                self._summed.update(plan.tensors.specs.names)
+        module = formats.by_name(format_name)
+        size_bytes = module.size_at_most_bytes(plan.shard._replace(with_sums=request.verify), crc=request.crc)
+        self._tally.add(path, size_bytes, left_bytes=left_bytes)
+
+    def _add_strategy(self, target: Strategy) -> None:
+        """Add the record of how the targets are cut: their placement table, escaped once more as one text."""
+        names = (*target.parameters, *(glob for glob, _ in target.rules))
+        size_bytes = _IDENTITY_BYTES + sum(2 * _text_bytes(name) + 2 * _NUMBER_BYTES for name in names)
+        placements = {placement for held in target.parameters.values() for placement in held}
+        size_bytes += _PLACEMENT_BYTES * (len(placements) + len(target.rules))
+        path = Path(self._request.target, STATE, STRATEGY_RECORD)
+        if not path.exists():
+            self._tally.add_record(path, size_bytes)
+
+    def rooms(
+        self, reported: int, processes: int, shares: Callable[[], bool], strategy: Strategy | None
+    ) -> tuple[SpaceNeed, ...]:
+        """Return the room that is needed on each file system, as `SpaceByFilesystem.rooms` does.
+
+        reported: how many targets are in the report that this process writes, if any. processes, shares: see there.
+        strategy: of the targets, if this process is to record it.
+        """
+        request = self._request
+        if request.recorded and self._read_ranks:
+            commit_bytes = commit_record_at_most_bytes(self._read_ranks.items(), self._sources, self._summed)
+            self._tally.add_record(Path(request.target, COMMIT_RECORD), commit_bytes)
+            if strategy is not None:
+                self._add_strategy(strategy)
+        if request.report is not None and reported:
+            longest_path = max(self._read_ranks, key=len, default="")
+            most_ranks = max(map(len, self._read_ranks.values()), default=0)
+            self._tally.add_record(Path(request.report), report_at_most_bytes(reported, longest_path, most_ranks))
+        return self._tally.rooms(processes, shares)
+
+
+def record_at_most_bytes(plan: RankPlan, evidence: Evidence, file: str, *, sums: bool) -> int:
+    """Return the most bytes that the record of a target can take. sums: whether it has the sums of the tensors."""
+    record = TargetRecord("0" * 64, plan.target_rank, file, 0, evidence, announced=(0, 0))
+    size_bytes = len(record.as_text()) + 4 * _NUMBER_BYTES
+    if sums:
+        for group in plan.tensors.groups:
+            tensor_bytes = 3 * len(group.kind.global_shape) * _NUMBER_BYTES + _SUM_BYTES
+            size_bytes += sum(tensor_bytes + _text_bytes(name) for name in group.names)
+    return size_bytes
+
+
+def commit_record_at_most_bytes(
+    targets: Iterable[tuple[str, Sequence[int]]], sources: Iterable[str], summed: Collection[str]
+) -> int:
+    """Return the most bytes that a commit record can take.
+
+    targets: of each, its path and the ranks it is read from. sources: paths. summed: names of tensors with a sum.
+    """
+    size_bytes = _IDENTITY_BYTES
+    size_bytes += sum(_LINE_BYTES + _text_bytes(file) + _NUMBER_BYTES * len(ranks) for file, ranks in targets)
+    size_bytes += sum(_LINE_BYTES + _text_bytes(path) for path in sources)
+    return size_bytes + sum(_text_bytes(name) + _SUM_BYTES for name in summed)
+
+
+def report_at_most_bytes(targets: int, longest_path: str, most_ranks: int) -> int:
+    """Return the most bytes that a report of so many targets can take, each read from `most_ranks` source ranks."""
+    target_bytes = _REPORTED_TARGET_BYTES + _text_bytes(longest_path) + _REPORTED_RANK_BYTES * most_ranks
+    return _REPORT_BYTES + targets * target_bytes
+
+
+def _text_bytes(text: str) -> int:
+    """Return how many bytes a text takes in JSON, which escapes all but ASCII characters."""
+    return len(json.dumps(text)) + 2

@@ -1,4 +1,4 @@
-"""What a process tells of its progress, and processes that tell it to nobody.
+"""Count the progress of one process (`Progress`, `SliceCounter`).
 
 Whoever works only adds to a number. A thread, or the parent of the process, reads it now and then (`watched`).
 """
@@ -7,17 +7,175 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, TextIO
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 from reshard_mpi.processes.signals import stopped_by
-from reshard_mpi.runs.status import CLOSED, MOVED, READ_BACK, SYNCED
-from reshard_mpi.text import one_line
-from reshard_mpi.units import format_bytes
+from reshard_mpi.text import counted, format_bytes, format_rate, one_line
 
 if TYPE_CHECKING:
     from reshard_mpi.runs.outcome import TargetReport
-    from reshard_mpi.runs.status import Counts, RunStatus, Stage
+
+# What is done with each byte of a stage, one after another: it is moved (or only read, where nothing is written); what
+# was written is synced to the disk, and read back; and the file it is in is closed, so sealed, synced, and given its
+# name.
+MOVED, SYNCED, READ_BACK, CLOSED = PHASES = (0, 1, 2, 3)
+BytesByPhase = tuple[int, int, int, int]
+NO_BYTES = (0, 0, 0, 0)
+_MINUTE, _HOUR = 60, 3600
+
+
+class Stage(NamedTuple):
+    """A part of a run through which all its processes go together. All begin it with the same figures.
+
+    name: what is done, such as "writing". size_bytes: how much all processes have to do together; None if that is not
+    known yet. units: how many targets, shards or tensors these bytes make up, or ranks are planned; unit: what they are
+    called. ready: how
+    many more were complete before. phases: what is done with each byte; it is done after the last.
+    """
+
+    name: str
+    size_bytes: int | None = None
+    units: int = 0
+    unit: str = "target"
+    ready: int = 0
+    phases: tuple[int, ...] = (MOVED,)
+
+
+class Counts(NamedTuple):
+    """What one process has done of a stage.
+
+    stage: the number of the stage, from 1 on. done_bytes, own_bytes: by phase, how much it has done, and how much it
+    has to do in all. units: completed by this process. waits: whether it waits for memory.
+    """
+
+    stage: int = 0
+    done_bytes: BytesByPhase = NO_BYTES
+    own_bytes: BytesByPhase = NO_BYTES
+    units: int = 0
+    waits: bool = False
+
+
+def own_by_phase(stage: Stage, own_bytes: int, closed_bytes: int) -> BytesByPhase:
+    """Return what one process has to do in each phase of a stage.
+
+    own_bytes: in all phases but the last. closed_bytes: in files that it closes, for others as well.
+    """
+    moved, synced, read_back = (own_bytes if phase in stage.phases else 0 for phase in (MOVED, SYNCED, READ_BACK))
+    return moved, synced, read_back, closed_bytes if CLOSED in stage.phases else 0
+
+
+class RunStatus(NamedTuple):
+    """How far a run is, over all its processes.
+
+    stage: what they are doing, such as "planning", "comparing copies", "writing" or "verifying". bytes_done: of this
+    stage; bytes_total: None as long as that is not known. targets_done, targets_total: targets of a transform, shards
+    of a verification or tensors of a comparison, as `unit` says; targets_before: how many more were complete before,
+    which are in no other figure. seconds: since the run began. seconds_left: until the end of the stage;
+    bytes_per_second: the speed at which it ends then; both None if not known. waiting: how many processes wait for
+    memory.
+    """
+
+    stage: str
+    bytes_done: int
+    bytes_total: int | None
+    targets_done: int
+    targets_total: int
+    targets_before: int
+    unit: str
+    seconds: float
+    bytes_per_second: float | None
+    seconds_left: float | None
+    waiting: int
+
+    @classmethod
+    def of(
+        cls, stage: Stage, counts: Sequence[Counts], seconds: float, bytes_done: int, seconds_left: float | None
+    ) -> RunStatus:
+        """Return the status of a run. counts: of all its processes in this stage."""
+        rest = None if stage.size_bytes is None else stage.size_bytes - bytes_done
+        return cls(
+            stage=stage.name,
+            bytes_done=bytes_done,
+            bytes_total=stage.size_bytes,
+            targets_done=sum(own.units for own in counts),
+            targets_total=stage.units,
+            targets_before=stage.ready,
+            unit=stage.unit,
+            seconds=seconds,
+            bytes_per_second=rest / seconds_left if rest and seconds_left else None,
+            seconds_left=seconds_left,
+            waiting=sum(own.waits for own in counts),
+        )
+
+    @property
+    def percent(self) -> int | None:
+        """How many hundredths of the bytes are done, 100 only if all are; None if their number is not known."""
+        if self.bytes_total is None:
+            return None
+        return self.bytes_done * 100 // self.bytes_total if self.bytes_total else 100
+
+    @property
+    def is_complete(self) -> bool:
+        return self.bytes_done == self.bytes_total and self.targets_done == self.targets_total
+
+    def as_text(self) -> str:
+        """Return the status as one line for people."""
+        if self.bytes_total is None:
+            of_all = f": {self.unit} {self.targets_done} of {self.targets_total}" if self.targets_total else ""
+            parts = [f"{self.stage}{of_all}, {format_seconds(self.seconds)} so far"]
+        else:
+            parts = [self._moved(), f"{self.percent} %", *self._rate(), *self._time(), *self._targets()]
+        return ", ".join((*parts, *self._waiting()))
+
+    def beside_a_bar(self) -> tuple[str, tuple[str, ...]]:
+        """Return what people want to know first, how much is done and how long the rest takes, and what else there is.
+
+        The second part begins with what matters most of it; the number of bytes must be known.
+        """
+        return ", ".join((f"{self.percent:3} %", *self._time())), (
+            self._moved(),
+            *self._waiting(),
+            *self._targets(),
+            *self._rate(),
+        )
+
+    def _moved(self) -> str:
+        return f"{self.stage} {format_bytes(self.bytes_done)} of {format_bytes(self.bytes_total or 0)}"
+
+    def _rate(self) -> tuple[str, ...]:
+        known = not self.is_complete and self.bytes_per_second is not None and self.seconds_left
+        return (format_rate(int(self.bytes_per_second or 0), 1.0),) if known else ()
+
+    def _time(self) -> tuple[str, ...]:
+        if self.is_complete:
+            return (f"in {format_seconds(self.seconds)}",)
+        known = self.bytes_per_second is not None and self.seconds_left
+        return (f"{format_seconds(self.seconds_left or 0)} left",) if known else ()
+
+    def _targets(self) -> tuple[str, ...]:
+        before = f" ({self.targets_before} complete before)" if self.targets_before else ""
+        if not self.targets_total and not before:
+            return ()
+        return (f"{self.targets_done} of {counted(self.targets_total, self.unit)}{before}",)
+
+    def _waiting(self) -> tuple[str, ...]:
+        if not self.waiting:
+            return ()
+        return ("waiting for memory" if self.waiting == 1 else f"{self.waiting} processes wait for memory",)
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a length of time such as `7 s`, `2 min 05 s` or `3 h 20 min`."""
+    whole = round(seconds)
+    if whole < 1:
+        return f"{seconds:.2f} s"
+    if whole < _MINUTE:
+        return f"{whole} s"
+    if whole < _HOUR:
+        return f"{whole // _MINUTE} min {whole % _MINUTE:02} s"
+    return f"{whole // _HOUR} h {whole % _HOUR // _MINUTE:02} min"
+
 
 # Shorter waiting for memory is not worth mentioning.
 _WORTH_SECONDS = 1.0
@@ -154,7 +312,7 @@ class Silent(RunProgress):
         self._say(text)
 
 
-class Counted:
+class SliceCounter:
     """Tells of work whose size is known, and of exactly so much when it has ended, whatever was met on the way.
 
     moved: told how many bytes are done. size_bytes: of the work. steps: as how many bytes `add` will be told of it;

@@ -1,14 +1,16 @@
-"""What a user asks for, and the strategies that the request names. This module loads little, since it comes first."""
+"""Hold what a user asks for (`Request`). Loads little, since it comes first.
+
+What a user asks for, and the strategies that the request names. This module loads little, since it comes first.
+"""
 
 from __future__ import annotations
 
 import os
 from typing import TYPE_CHECKING, NamedTuple
 
-from reshard_mpi.planning.parameters import Unlisted
-from reshard_mpi.planning.partial_sums import Accumulated
+from reshard_mpi.planning.parameters import Accumulated, Unlisted
 from reshard_mpi.planning.replicas import Replicas
-from reshard_mpi.processes.governor.allowance import Allowance
+from reshard_mpi.processes.governor.admission import Allowance
 from reshard_mpi.sharding import strategy
 from reshard_mpi.sharding.placement import Strategy, unsharded
 

@@ -1,4 +1,4 @@
-"""The phases of a run, and how its processes agree on errors.
+"""Run the phases of a transform: plan, agree, check, write, commit (`convert`).
 
 Every process of a run calls `convert`: alone, as an MPI rank, or as a local worker. It plans its targets, learns
 whether any process has an error that refuses the run, and only then writes. Errors are caught for each target and
@@ -11,29 +11,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
+from reshard_mpi.checkpoints.comparison import compare
 from reshard_mpi.errors import ReshardError
-from reshard_mpi.planning.agreement import (
-    differing_stages,
-    require_one_moment,
-    require_same_names,
-    require_same_shapes,
-)
-from reshard_mpi.planning.copies import dealt
-from reshard_mpi.planning.differing import between_targets, told_of
+from reshard_mpi.planning.agreement import differing_stages, require_one_moment, require_same_names, require_same_shapes
 from reshard_mpi.planning.fit import drift_warning, require_no_drift
-from reshard_mpi.planning.model import CHOSEN_FILES, Differing, Moment
-from reshard_mpi.planning.partial_sums import Accumulated, note_on_none
-from reshard_mpi.planning.replicas import Replicas
+from reshard_mpi.planning.model import CHOSEN_FILES, Differing, Moment, RankPlan
+from reshard_mpi.planning.parameters import Accumulated, note_on_none
+from reshard_mpi.planning.replicas import Replicas, dealt
+from reshard_mpi.planning.shard_faults import between_targets, told_of
 from reshard_mpi.planning.summary import Plan
 from reshard_mpi.processes.comm import Comm
-from reshard_mpi.runs.exchanged import Compared, Due, Planned, record_of
+from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.memory import RunMemory
+from reshard_mpi.runs.messages import ComparisonReport, PlanReport, Totals, record_of
 from reshard_mpi.runs.outcome import Outcome, attempt
 from reshard_mpi.runs.planner import Planner
 from reshard_mpi.runs.preflight import require_room
-from reshard_mpi.runs.progress import Progress, Silent, complain
+from reshard_mpi.runs.progress import CLOSED, MOVED, PHASES, Progress, Silent, Stage, complain
 from reshard_mpi.runs.request import Request, Strategies
-from reshard_mpi.runs.status import CLOSED, MOVED, PHASES, Stage
 
 T = TypeVar("T")
 # Given what is known to be wrong with source shards, returns what plans the targets of this process.
@@ -83,13 +78,15 @@ def plan_targets(
         in_order = sorted((target for share in shares for target in share), key=lambda target: target.rank)
         listed: Iterable[str] = ()
         if lists_tensors:
-            from reshard_mpi.runs.listing import tensor_lines
+            from reshard_mpi.runs.planner import tensor_lines
 
             listed = tensor_lines(_gather(comm, planner.listed), planner.origins())
         return Plan(tuple(in_order), planner.described_source, tuple(listed), planner.shown_rules()), planned
 
 
-def _planned(new_planner: NewPlanner, request: Request, comm: Comm, progress: Progress) -> tuple[Planner, Outcome, Due]:
+def _planned(
+    new_planner: NewPlanner, request: Request, comm: Comm, progress: Progress
+) -> tuple[Planner, Outcome, Totals]:
     """Plan the targets of all processes and compare the copies that must be the same.
 
     Returns this process's planner, and of all processes the outcome, and what they are to write. Raises the same error
@@ -103,7 +100,7 @@ def _planned(new_planner: NewPlanner, request: Request, comm: Comm, progress: Pr
         if planned.alike:
             size_bytes, own_bytes = (sum(alike.size_bytes for alike in copies) for copies in (planned.alike, mine))
             progress.begin(Stage("comparing copies", size_bytes), own_bytes)
-        compared = [record_of(Compared, value) for value in comm.allgather(planner.compare(mine, progress))]
+        compared = [record_of(ComparisonReport, value) for value in comm.allgather(planner.compare(mine, progress))]
         _refuse([share.outcome for share in compared], comm)
         outcome = outcome.joined(share.outcome for share in compared)
         drifted = tuple(dict.fromkeys(name for share in compared for name in share.drifted))
@@ -123,7 +120,7 @@ def told_differing(outcome: Outcome, differing: Iterable[Differing], source: str
 
 def _plan_with_sound_sources(
     new_planner: NewPlanner, request: Request, comm: Comm, progress: Progress
-) -> tuple[Planner, Planned]:
+) -> tuple[Planner, PlanReport]:
     """Plan the targets of all processes; if they will be verified, only from shards that fit their own checksums.
 
     A shard that does not fit is lost, and all is planned again without it. Returns this process's planner, and what all
@@ -155,12 +152,12 @@ def _plan_with_sound_sources(
         damage = damage | {rank: error for share in errors for rank, error in share.items()}
 
 
-def _plan_together(planner: Planner, comm: Comm) -> Planned:
+def _plan_together(planner: Planner, comm: Comm) -> PlanReport:
     """Plan the targets of all processes; return what all say about their plans.
 
     Raises the same error on every process if the run is refused.
     """
-    all_planned = [record_of(Planned, value) for value in comm.allgather(planner.plan())]
+    all_planned = [record_of(PlanReport, value) for value in comm.allgather(planner.plan())]
     _refuse([planned.outcome for planned in all_planned], comm)
     require_room(planned.rooms for planned in all_planned)
 
@@ -172,11 +169,11 @@ def _plan_together(planner: Planner, comm: Comm) -> Planned:
 
 
 def agreeing(
-    all_planned: Sequence[Planned],
+    all_planned: Sequence[PlanReport],
     placed: Callable[[int], Mapping[int, Mapping[str, str]]],
     source: str,
     accumulated: Accumulated,
-) -> Planned:
+) -> PlanReport:
     """Return what is said about plans, as one, if these have in common what they must.
 
     placed: returns what strategies place on the target ranks of a stage. Raises a ReshardError if the run is refused.
@@ -186,7 +183,7 @@ def agreeing(
         of_stage = placed(stage)
         require_same_names(of_stage, source)
         require_same_shapes(of_stage, source)
-    together = Planned().joined(all_planned)
+    together = PlanReport().joined(all_planned)
     if together.held and not together.sums and accumulated is not Accumulated.REFUSE:
         noted = Outcome(notes=(note_on_none(accumulated),))
         together = together._replace(outcome=together.outcome.joined([noted]))
@@ -213,3 +210,28 @@ def _refuse(outcomes: Sequence[Outcome], comm: Comm) -> None:
     if others:
         error.problem += f" (and {len(others)} more {'target is' if len(others) == 1 else 'targets are'} refused)"
     raise error
+
+
+def plan_together(
+    conversion: Conversion, targets: Iterable[int], notes: tuple[str, ...] = ()
+) -> tuple[list[RankPlan], Outcome]:
+    """Return the plans of targets, and an outcome with the notes and warnings on them.
+
+    What targets must have in common is checked, and copies are compared. notes: further notes for the outcome. Raises
+    a ReshardError if a run would be refused.
+    """
+    plans = [conversion.plan(rank) for rank in targets]
+    path = conversion.source.files.path
+
+    def placed(stage: int) -> dict[int, dict[str, str]]:
+        return {plan.target_rank: plan.placed for plan in plans if plan.stage == stage}
+
+    begun = PlanReport(Outcome.begun(conversion, notes))
+    planned = agreeing([begun, *map(PlanReport.of, plans)], placed, path, conversion.accumulated)
+    lost = compare(conversion.source.stored, dealt(planned.alike, 0, 1), conversion.limits, lambda _: None)
+    drifted, unlisted = conversion.drifted_tensors()
+    if conversion.strict:
+        require_no_drift(drifted, path)
+    compared = Outcome(lost=lost, other_warnings=(drift_warning(drifted),) if drifted else ())
+    differing = (*planned.differing, *between_targets(planned.beginnings), *unlisted)
+    return plans, told_differing(planned.outcome.joined([compared]), differing, path, strict=conversion.strict)

@@ -1,4 +1,4 @@
-"""Merges shards into a checkpoint of whole tensors in a few files, as MindSpore's `unified_safetensors` does.
+"""Merge shards into a few files of whole tensors, by MindSpore's names (`unify`).
 
 `part0.safetensors`, `part1.safetensors` and so on hold the tensors that the source strategy places;
 `hyper_param.safetensors` those that it does not, such as step counters; `param_name_map.json`, written last, says which
@@ -14,42 +14,41 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from reshard_mpi.checkpoints.left_behind import Share
 from reshard_mpi.checkpoints.opening import open_source
+from reshard_mpi.checkpoints.shards import ShardShare
 from reshard_mpi.errors import UsageError, wrong_type
 from reshard_mpi.filesystem.folders import Folder, make_folders
 from reshard_mpi.formats import by_name
-from reshard_mpi.formats.specs import Specs
+from reshard_mpi.formats.manifest import Specs
 from reshard_mpi.journal.provenance import FirstLooks
 from reshard_mpi.journal.publication import publish_text
 from reshard_mpi.journal.records import Evidence
-from reshard_mpi.journal.unrecorded import Unrecorded
+from reshard_mpi.journal.targets import Unrecorded
 from reshard_mpi.planning.agreement import require_one_moment
-from reshard_mpi.planning.filling import filled_files, strategy_of
 from reshard_mpi.planning.model import PlannedTensors, RankPlan
 from reshard_mpi.planning.parameters import Unlisted
+from reshard_mpi.planning.target_layouts import filled_files, strategy_of
 from reshard_mpi.processes.comm import Comm, SerialComm
-from reshard_mpi.runs.choices import require_same_choice
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.memory import RunMemory
-from reshard_mpi.runs.one_file import target_report, write_whole
 from reshard_mpi.runs.outcome import Outcome, agreed, attempt
 from reshard_mpi.runs.overlap import refuse_overlap
-from reshard_mpi.runs.plans import plan_together
 from reshard_mpi.runs.preflight import (
-    Room,
-    Tally,
+    SpaceByFilesystem,
+    SpaceNeed,
     lying_beside,
     may_share,
     require_readable_structure,
     require_room,
+    require_same_choice,
     require_short_names,
     stranger_notes,
 )
-from reshard_mpi.runs.progress import Progress, Silent
+from reshard_mpi.runs.progress import CLOSED, MOVED, Progress, Silent, Stage
 from reshard_mpi.runs.request import Request, Strategies, TargetFile
-from reshard_mpi.runs.status import CLOSED, MOVED, Stage
-from reshard_mpi.units import GIB
+from reshard_mpi.runs.transform import plan_together
+from reshard_mpi.runs.write import target_report, write_whole
+from reshard_mpi.text import GIB
 
 FORMAT = "safetensors"
 PART, HYPER, MAP = "part{}.safetensors", "hyper_param.safetensors", "param_name_map.json"
@@ -68,7 +67,7 @@ def request_of_files(request: Request, choose: Choose | None) -> Request:
         memory.to_plan(conversion, FORMAT, _purpose(request))
         plan = conversion.plan(0, checked=False)
         conversion.require_none_left_behind(
-            plan, Share(0, 1), lambda name: choose is None or _chosen(name, choose(name)) is not None
+            plan, ShardShare(0, 1), lambda name: choose is None or _chosen(name, choose(name)) is not None
         )
         unified = unified_files(plan, choose)
     # Otherwise tensors that are left out would be placed like those they are named after.
@@ -142,14 +141,14 @@ def _chosen(name: str, answer: object) -> str | None:
     raise wrong_type(f"what choice_func returns for {name!r}", "True, False or a name", answer)
 
 
-class _Opened(NamedTuple):
+class _PlannedFiles(NamedTuple):
     """What planning has opened. mine: numbers of the files that this process writes. plans: of these, by number."""
 
     conversion: Conversion
     journal: Unrecorded
     mine: Sequence[int]
     plans: Mapping[int, RankPlan]
-    rooms: tuple[Room, ...]
+    rooms: tuple[SpaceNeed, ...]
     outcome: Outcome
 
 
@@ -179,7 +178,7 @@ def unify(
     return outcome
 
 
-def _opened(request: Request, comm: Comm, memory: RunMemory, strategies: Strategies | None) -> _Opened:
+def _opened(request: Request, comm: Comm, memory: RunMemory, strategies: Strategies | None) -> _PlannedFiles:
     """Plan the files that this process writes, and check that they can be written."""
     notes = memory.open().notes
     conversion = _conversion(request, memory, strategies)
@@ -198,14 +197,14 @@ def _opened(request: Request, comm: Comm, memory: RunMemory, strategies: Strateg
         notes = (*notes, *stranger_notes(lying_beside(Path(request.target), "hf", MAP, every_path, ())))
     plans, outcome = plan_together(conversion, mine, notes)
     renamed = {plan.target_rank: _renamed(plan, request.files[plan.target_rank]) for plan in plans}
-    tally = Tally()
+    tally = SpaceByFilesystem()
     for number, plan in renamed.items():
         require_readable_structure(plan.shard, FORMAT)
         size_bytes = by_name(FORMAT).size_at_most_bytes(plan.shard)
         tally.add(paths[number], size_bytes, left_bytes=journal.left_bytes(paths[number]))
         memory.require_possible(plan)
     rooms = tally.rooms(comm.size, lambda: may_share(files, FORMAT, Path(request.target, MAP)))
-    return _Opened(conversion, journal, mine, renamed, rooms, outcome)
+    return _PlannedFiles(conversion, journal, mine, renamed, rooms, outcome)
 
 
 def _renamed(plan: RankPlan, file: TargetFile) -> RankPlan:
@@ -215,7 +214,7 @@ def _renamed(plan: RankPlan, file: TargetFile) -> RankPlan:
     return plan._replace(tensors=PlannedTensors(groups, plan.tensors.group_of))
 
 
-def _write(request: Request, opened: _Opened, comm: Comm, memory: RunMemory, progress: Progress) -> Outcome:
+def _write(request: Request, opened: _PlannedFiles, comm: Comm, memory: RunMemory, progress: Progress) -> Outcome:
     """Write this process's files. One that fails does not stop the others."""
     first_looks = FirstLooks(request.source)
     module = by_name(FORMAT)

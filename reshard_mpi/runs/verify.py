@@ -1,47 +1,160 @@
-"""Runs that verify a checkpoint: against the one it was made from, or against the sums that it keeps itself.
+"""Verify a checkpoint against its source, or alone (`verify_pair`, `verify_alone`).
 
 Each process checks a share of the shards. Damage is reported for each tensor; a damaged shard does not stop the others.
 """
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery
-from reshard_mpi.checkpoints.left_behind import Share
 from reshard_mpi.checkpoints.opening import open_source
+from reshard_mpi.checkpoints.shards import ShardShare
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.engine.files import OnBytes
 from reshard_mpi.engine.sums import sum_shard
-from reshard_mpi.errors import DamageError, ReshardError, SourceError, as_reshard_error
+from reshard_mpi.errors import DamageError, ReshardError, SourceError, UsageError, as_reshard_error
 from reshard_mpi.filesystem.paths import require_reachable
 from reshard_mpi.formats.manifest import NEST, Manifest
 from reshard_mpi.formats.nest import agree
+from reshard_mpi.journal.identity import CommitRecord, RunIdentity, joined_words
+from reshard_mpi.journal.records import STATE
 from reshard_mpi.planning.model import RankPlan
-from reshard_mpi.planning.partial_sums import Accumulated, is_partial_sum, notes_on
+from reshard_mpi.planning.parameters import Accumulated, Unlisted, is_partial_sum, notes_on
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.processes.governor.admission import Governor
-from reshard_mpi.runs.as_made import as_made, made_otherwise, recorded_run
-from reshard_mpi.runs.choices import require_same_choice
-from reshard_mpi.runs.conversion import LIMITS, Conversion
-from reshard_mpi.runs.differences import where_it_differs
-from reshard_mpi.runs.division import assign, target_weights
-from reshard_mpi.runs.memory import RunMemory
+from reshard_mpi.runs.conversion import LIMITS, Conversion, apply_map
+from reshard_mpi.runs.memory import RunMemory, checking_bytes
 from reshard_mpi.runs.outcome import EXPECTED, Checked, Failure, Outcome, agreed
-from reshard_mpi.runs.prepared import chosen_targets
-from reshard_mpi.runs.progress import Counted, Progress, Silent, complain
-from reshard_mpi.runs.projection import checking_bytes
+from reshard_mpi.runs.preflight import require_same_choice
+from reshard_mpi.runs.progress import Progress, Silent, SliceCounter, Stage, complain
 from reshard_mpi.runs.request import Request, Strategies
-from reshard_mpi.runs.selfcheck import Summing, check_shard, check_together, damaged_record
-from reshard_mpi.runs.source_sums import damage_of
-from reshard_mpi.runs.status import Stage
-from reshard_mpi.runs.through import through_map
+from reshard_mpi.runs.run import chosen_targets
+from reshard_mpi.runs.scheduling import assign, target_weights
+from reshard_mpi.runs.verify_checksums import (
+    Summing,
+    check_shard,
+    check_together,
+    damage_of,
+    damaged_record,
+    where_it_differs,
+)
 from reshard_mpi.text import counted
+
+_FILES = ("map", "config", "like")
+_REPEATED = ("dtype", "include", "exclude")
+_OPTIONS = "the options that it was made with, or none of --map, --dtype, --include and --exclude: then they are taken"
+
+
+def recorded_run(path: str) -> RunIdentity | None:
+    """Return the run that made the checkpoint at `path`, as it is recorded there; None if it is not."""
+    run = RunIdentity.recorded(Path(path) / STATE)
+    if run is None:
+        committed = CommitRecord.read(Path(path))
+        run = None if committed is None else committed.run
+    return run
+
+
+def as_made(request: Request, path: str) -> tuple[Request, tuple[str, ...]]:
+    """Return a request with what the checkpoint at `path` was made with, and notes on that.
+
+    What becomes of names, shapes and types is taken from the record if the request says nothing of it, and so is
+    `--unlisted drop`. Raises UsageError if a recorded file is not there.
+    """
+    run = recorded_run(path)
+    if run is None:
+        return request, ()
+    facts = run.facts
+    notes: tuple[str, ...] = ()
+    if request.unlisted is Unlisted.FOLLOW and facts.get("unlisted") == Unlisted.DROP:
+        request, notes = request._replace(unlisted=Unlisted.DROP), ("compared with --unlisted drop",)
+    told = {name: facts[name] for name in (*_FILES, "direction", *_REPEATED) if facts.get(name)}
+    if request.is_mapped or not told:
+        return request, _said(notes, path)
+    for name in (name for name in _FILES if name in told):
+        if not _is_there(run, name):
+            raise _not_given(f"--{name}, whose file is not there any more", _shown(run, told), path)
+    made = request._replace(
+        map=run.maps,
+        config=run.files.get("config"),
+        like=run.files.get("like"),
+        forward=told.get("direction") == "forward",
+        reverse=told.get("direction") == "reverse",
+        dtype=_words(told, "dtype"),
+        include=_words(told, "include"),
+        exclude=_words(told, "exclude"),
+    )
+    return made, _said((*notes, f"compared with {_shown(run, told)}"), path)
+
+
+def _is_there(run: RunIdentity, name: str) -> bool:
+    """Return whether the recorded files of an option can still be read; an equation needs none."""
+    if name == "map":
+        from reshard_mpi.mapping.equations import ARROW
+
+        return bool(run.maps) and all(ARROW in word or Path(word).is_file() for word in run.maps)
+    path = run.files.get(name, "")
+    return bool(path) and (name == "like" or Path(path).is_file())
+
+
+def made_otherwise(request: Request, digests: Mapping[str, str], path: str) -> UsageError | None:
+    """Return the error for a checkpoint at `path` if it was made with other options than those of the request.
+
+    Others may come to the same, so it is an error only if the checkpoint is not what the request makes. digests: of the
+    map, its configuration, and the checkpoint that it is like, as `through_map` returns them.
+    """
+    run = recorded_run(path)
+    if run is None:
+        return None
+    given = {
+        **digests,
+        **{name: words for name in _REPEATED if (words := joined_words(getattr(request, name)))},
+    }
+    made = {name: run.facts[name] for name in (*_FILES, *_REPEATED) if run.facts.get(name)}
+    differing = [name for name in (*_FILES, *_REPEATED) if given.get(name) != made.get(name)]
+    if not differing:
+        return None
+    return _not_given(f"{' and '.join(f'--{name}' for name in differing)} of other values", _shown(run, made), path)
+
+
+def _not_given(got: str, made_with: str, path: str) -> UsageError:
+    return UsageError(
+        "the target was made with other options than these",
+        expected=made_with or "no map, types or choice, as its record says",
+        got=got,
+        where=path,
+        remedy=f"give {_OPTIONS}",
+    )
+
+
+def _shown(run: RunIdentity, told: Mapping[str, Any]) -> str:
+    """Return settings as on the command line."""
+    words = []
+    for name in told:
+        if name == "map":
+            words += [word for text in run.maps or ("FILE",) for word in ("--map", text)]
+        elif name in _FILES:
+            words += [f"--{name}", run.files.get(name, "FILE")]
+        elif name == "direction":
+            words.append(f"--{told[name]}")
+        else:
+            words += [word for text in _words(told, name) for word in (f"--{name}", text)]
+    return shlex.join(words)
+
+
+def _words(told: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    return tuple(shlex.split(str(told.get(name, ""))))
+
+
+def _said(notes: tuple[str, ...], path: str) -> tuple[str, ...]:
+    return tuple(f"{note}, as {path} says" for note in notes)
+
 
 # What was checked of a shard, and its damage.
 Verdict = tuple[Checked, list[ReshardError]]
@@ -53,7 +166,7 @@ _MAX_QUOTED = 200
 _BEFORE_LOCATING = Summing(0, is_native=False, decoding_bytes=0, with_numpy=True)
 
 
-class _Pair(NamedTuple):
+class _ComparedCheckpoints(NamedTuple):
     """What a transform would make of a source, and the checkpoint that is to be that.
 
     ranks: target ranks to verify. notes: what is to be said of the comparison. otherwise: the error for options that
@@ -73,7 +186,7 @@ class _Pair(NamedTuple):
         purpose = f"target rank {rank} of {target.files.path}"
         memory.to_plan(conversion, target.files.format, purpose, also_read=target)
         plan = conversion.plan(rank, checked=False)
-        conversion.require_none_left_behind(plan, Share(rank, conversion.target.world_size))
+        conversion.require_none_left_behind(plan, ShardShare(rank, conversion.target.world_size))
         if rank not in target:
             raise DamageError(
                 "a shard is missing",
@@ -86,7 +199,7 @@ class _Pair(NamedTuple):
             plan = conversion.plan(rank, checked=False)
         shard = target.manifest(rank)
         _require_same_tensors(plan, shard)
-        shard_progress = Counted(progress.moved, size_bytes, plan.written_bytes)
+        shard_progress = SliceCounter(progress.moved, size_bytes, plan.written_bytes)
         checked, damage = _compare(plan, shard, shard_progress.add)
         shard_progress.end()
         checked = checked._replace(notes=tuple(notes_on(conversion.accumulated, plan.sums)))
@@ -134,7 +247,9 @@ def verify_pair(
     return _with_notes(checked, pair.governor, source.files, target.files)
 
 
-def _opened_pair(request: Request, comm: Comm, memory: RunMemory, strategies: Strategies | None) -> _Pair:
+def _opened_pair(
+    request: Request, comm: Comm, memory: RunMemory, strategies: Strategies | None
+) -> _ComparedCheckpoints:
     """Open both checkpoints, with memory enough to plan."""
     purpose = f"verifying {request.target}"
     governor = memory.open()
@@ -156,7 +271,7 @@ def _opened_pair(request: Request, comm: Comm, memory: RunMemory, strategies: St
         accumulated=accumulated,
         keeps_strings=formats.by_name(target_files.format).TRAITS.keeps_strings,
     )
-    conversion, digests = through_map(request, conversion)
+    conversion, digests = apply_map(request, conversion)
     otherwise = made_otherwise(request, digests, target_files.path)
     memory.on_giving_way(conversion.forget, target.forget)
     memory.to_plan(conversion, target_files.format, purpose, also_read=target)
@@ -168,7 +283,7 @@ def _opened_pair(request: Request, comm: Comm, memory: RunMemory, strategies: St
         if accumulated is not request.accumulated:
             joined = f"the {accumulated} of the replicas, as {target_files.path} says"
             notes = (*notes, f"accumulated gradients are compared with {joined}")
-    return _Pair(conversion, target, chosen_targets(request, conversion), governor, notes, otherwise)
+    return _ComparedCheckpoints(conversion, target, chosen_targets(request, conversion), governor, notes, otherwise)
 
 
 def verify_alone(

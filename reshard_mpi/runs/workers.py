@@ -1,4 +1,4 @@
-"""Local processes: workers that run as the processes of one run, and the parent that connects them.
+"""Fork the local processes of a run and connect them (`run_with_workers`).
 
 Workers are forked from an interpreter that has loaded only the modules that move bytes: no MPI, no HDF5, no threads. So
 modules are loaded once, however many workers there are. The command line is such an interpreter. A caller of the Python
@@ -25,17 +25,16 @@ from typing import Any
 from reshard_mpi.errors import ReshardError, TransformError, as_reshard_error
 from reshard_mpi.processes.comm import Comm, SerialComm
 from reshard_mpi.processes.forks import Channel, Fork, wait_for_any
-from reshard_mpi.processes.governor.allotment import finish, register_worker
-from reshard_mpi.processes.hosts import host_name
+from reshard_mpi.processes.governor.process_memory import finish, register_worker
+from reshard_mpi.processes.host import ONE_THREAD, host_name, processes_by_default, processes_of_use
 from reshard_mpi.processes.imports import fresh_interpreter, import_environment
-from reshard_mpi.processes.jobs import ONE_THREAD, processes_by_default, processes_of_use
 from reshard_mpi.processes.signals import exit_when_terminated
 from reshard_mpi.runs.memory import RunMemory
+from reshard_mpi.runs.monitor import ProgressMonitor
 from reshard_mpi.runs.outcome import Failure, Outcome, TargetReport
-from reshard_mpi.runs.pipes import PipeComm, PipeDisplay, PipeProgress, SharedCounts, ends_quietly, tell
 from reshard_mpi.runs.progress import Progress, RunProgress, told_target
 from reshard_mpi.runs.request import Request, Strategies
-from reshard_mpi.runs.watched import Watched
+from reshard_mpi.runs.worker_pipes import PipeComm, PipeDisplay, PipeProgress, SharedCounts, ends_quietly, tell
 
 _START = "from reshard_mpi.runs.workers import parent_main; parent_main(*{descriptors})"
 # Libraries that must not be loaded when a process is forked, since their state does not survive it.
@@ -164,7 +163,7 @@ def parent_main(*descriptors: int) -> None:
     channel = Channel(*descriptors)
     with ends_quietly():
         request, jobs, work, verbose = channel.receive()
-        progress = Watched(PipeDisplay(channel), verbose=verbose)
+        progress = ProgressMonitor(PipeDisplay(channel), verbose=verbose)
         try:
             result: Outcome | ReshardError = run_with_workers(request, jobs, progress, work)
             progress.close()

@@ -1,36 +1,128 @@
-"""The second phase of a run: it writes targets, each whole or not at all, alone or by several processes together."""
+"""Write targets whole or not at all: the second phase (`Writer`)."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from reshard_mpi import formats
-from reshard_mpi.engine.files import forget_cached
-from reshard_mpi.engine.transfer import Span
-from reshard_mpi.errors import TransformError
+from reshard_mpi.engine.files import OnBytes, forget_cached
+from reshard_mpi.engine.transfer import Span, write_shard
+from reshard_mpi.errors import ShardError, TransformError, told
 from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.protocol import Format
 from reshard_mpi.journal.publication import Publication, opened_partial
 from reshard_mpi.journal.records import TensorSum
-from reshard_mpi.planning.model import RankPlan
+from reshard_mpi.planning.model import Limits, RankPlan
 from reshard_mpi.processes.comm import Comm
-from reshard_mpi.runs.division import Share, Work
-from reshard_mpi.runs.due import DueTargets
-from reshard_mpi.runs.exchanged import Filled, Part, Reserved, Verified, record_of
 from reshard_mpi.runs.memory import RunMemory
-from reshard_mpi.runs.one_file import fill_file, require_as_meant, target_report
-from reshard_mpi.runs.outcome import Failure, Outcome, attempt
-from reshard_mpi.runs.prepared import Run
+from reshard_mpi.runs.messages import Filled, FillReport, Reserved, Verified, record_of
+from reshard_mpi.runs.outcome import Failure, Outcome, TargetReport, attempt
 from reshard_mpi.runs.progress import Progress
+from reshard_mpi.runs.run import Run
+from reshard_mpi.runs.scheduling import PendingTargets, TargetSlice, Work
 
 if TYPE_CHECKING:
-    from reshard_mpi.journal.targets import Journal
-    from reshard_mpi.journal.unrecorded import Unrecorded
+    from reshard_mpi.journal.targets import Journal, Unrecorded
+    from reshard_mpi.runs.outcome import Overflow
+
+
+def target_report(
+    plan: RankPlan,
+    path: Path,
+    begin: float,
+    waited_seconds: float,
+    leased_bytes: int,
+    process: int,
+    filled: Sequence[Filled],
+) -> TargetReport:
+    """Return the report of a target that is complete now. begin: a monotonic time. filled: its parts."""
+    return TargetReport(
+        rank=plan.target_rank,
+        path=str(path),
+        read_ranks=plan.read_ranks,
+        written_bytes=plan.written_bytes,
+        needed_bytes=plan.needed_bytes,
+        requested_bytes=sum(part.requested_bytes for part in filled),
+        mapped_bytes=sum(part.mapped_bytes for part in filled),
+        seconds=time.monotonic() - begin,
+        engine_seconds=max(part.seconds for part in filled),
+        waited_seconds=waited_seconds + max(part.waited_seconds for part in filled),
+        leased_bytes=leased_bytes,
+        process=process,
+        processes=len(filled),
+        overflows=_joined_overflows(filled),
+    )
+
+
+def _joined_overflows(filled: Sequence[Filled]) -> tuple[Overflow, ...]:
+    overflows = [overflow for part in filled for overflow in part.overflows]
+    if not overflows:
+        return ()
+    from reshard_mpi.runs.outcome import joined
+
+    return joined(overflows)
+
+
+def write_whole(
+    plan: RankPlan, format_name: str, publication: Publication, limits: Limits, on_bytes: OnBytes
+) -> Filled:
+    """Write the shard of `plan`, read its structure back, and put it in place."""
+    module, fd, path = formats.by_name(format_name), publication.descriptor, str(publication.partial)
+    manifest = module.reserve(fd, path, plan.shard)
+    filled = fill_file(plan, manifest, fd, None, limits, on_bytes)
+    module.seal(fd, path)
+    require_as_meant(module, publication, manifest, {})
+    publication.publish()
+    return filled
+
+
+def require_as_meant(module: Format, publication: Publication, manifest: Manifest, sums: Mapping[str, int]) -> None:
+    """Raise TransformError if a sealed target, read back from the disk, has not the intended structure and sums."""
+    forget_cached(publication.descriptor)
+    try:
+        module.read_back(manifest)
+        found_sums = module.stored_sums(manifest.path) if sums else sums
+    except ShardError as error:
+        raise _not_as_meant(manifest.path, told(error)) from error
+    if found_sums and found_sums != sums:
+        raise _not_as_meant(manifest.path, "other sums")
+
+
+def _not_as_meant(path: str, got: str) -> TransformError:
+    return TransformError(
+        "what was written is not what lies in the file",
+        expected="the structure that was meant",
+        got=got,
+        where=path,
+        remedy="look for a failing disk or memory, and run the same command with --resume",
+    )
+
+
+def fill_file(
+    plan: RankPlan, manifest: Manifest, descriptor: int, span: Span | None, limits: Limits, on_bytes: OnBytes
+) -> Filled:
+    """Write the payloads of `plan` to a file that has been reserved. span: only this range of it; None: all."""
+    begin = time.monotonic()
+    traffic = write_shard(plan, manifest, descriptor, span=span, limits=limits, on_bytes=on_bytes)
+    seconds = time.monotonic() - begin
+    overflows = tuple(_overflows(plan, traffic.overflows)) if traffic.overflows else ()
+    return Filled(plan.target_rank, traffic.requested_bytes, traffic.mapped_bytes, seconds, 0.0, overflows)
+
+
+def _overflows(plan: RankPlan, elements: Mapping[str, int]) -> Iterator[Overflow]:
+    """Yield the overflows of a target's tensors. elements: how many were too large, by name."""
+    from reshard_mpi.runs.outcome import Overflow
+
+    for spec in plan.tensors.specs:
+        if spec.name in elements:
+            yield Overflow(spec.name, spec.dtype.name, elements[spec.name])
+
 
 T = TypeVar("T")
 
@@ -57,7 +149,7 @@ class Writer:
         journal: Journal | Unrecorded,
         works: Sequence[Work],
         comm: Comm,
-        due: DueTargets,
+        due: PendingTargets,
         memory: RunMemory,
         progress: Progress,
     ) -> None:
@@ -92,9 +184,9 @@ class Writer:
             shared = self._publish(parts)
         return begun.outcome.joined([alone, shared])
 
-    def _gathered(self, part: Part) -> list[Part]:
+    def _gathered(self, part: FillReport) -> list[FillReport]:
         """Return the parts of all processes, in their order. part: that of this one."""
-        return [record_of(Part, value) for value in self._comm.allgather(part)]
+        return [record_of(FillReport, value) for value in self._comm.allgather(part)]
 
     def _write_alone(self) -> Outcome:
         outcome = Outcome()
@@ -117,63 +209,69 @@ class Writer:
             self._seal(publication, manifest, sums)
         return self._finished(plan, begin, waited_seconds, [filled])
 
-    def _reserve(self, publications: ExitStack) -> Part:
+    def _reserve(self, publications: ExitStack) -> FillReport:
         """Make the files of the shared targets that this process leads, with everything but the payloads."""
 
-        def reserve(rank: int) -> Part:
+        def reserve(rank: int) -> FillReport:
             begin = time.monotonic()
             plan, waited_seconds = self._plan(rank)
             publication = publications.enter_context(self._writing(rank))
             manifest = self._reserved(publication, plan)
             reserved = Reserved.of(rank, manifest, publication.identity)
             self._led[rank] = _Led(publication, reserved, begin, waited_seconds)
-            return Part(reserved=(reserved,))
+            return FillReport(reserved=(reserved,))
 
         shared = {share.target for share in self._work.shares}
         ranks = [rank for rank in self._work.leads if rank in shared and rank in self._due.evidence]
-        return Part().joined(record_of(Part, self._attempt(rank, reserve)) for rank in ranks)
+        return FillReport().joined(record_of(FillReport, self._attempt(rank, reserve)) for rank in ranks)
 
-    def _fill(self, reservations: Mapping[int, Reserved]) -> Part:
+    def _fill(self, reservations: Mapping[int, Reserved]) -> FillReport:
         """Fill this process's shares of the targets that have been reserved."""
 
-        def fill(share: Share, plan: RankPlan, manifest: Manifest, descriptor: int, waited_seconds: float) -> Part:
+        def fill(
+            share: TargetSlice, plan: RankPlan, manifest: Manifest, descriptor: int, waited_seconds: float
+        ) -> FillReport:
             span = share.range_of(os.fstat(descriptor).st_size)
             self._progress.started(share.target)
             filled = fill_file(plan, manifest, descriptor, span, self._limits, self._progress.moved)
-            return Part(filled=(filled._replace(waited_seconds=waited_seconds),))
+            return FillReport(filled=(filled._replace(waited_seconds=waited_seconds),))
 
         return self._of_shares(self._work.shares, reservations, fill)
 
-    def _verify(self, reservations: Mapping[int, Reserved], parts: Sequence[Part]) -> Part:
+    def _verify(self, reservations: Mapping[int, Reserved], parts: Sequence[FillReport]) -> FillReport:
         """Compare this process's shares of the targets that all have filled with their sources."""
 
-        def verify(share: Share, plan: RankPlan, manifest: Manifest, descriptor: int, waited_seconds: float) -> Part:
+        def verify(
+            share: TargetSlice, plan: RankPlan, manifest: Manifest, descriptor: int, waited_seconds: float
+        ) -> FillReport:
             span = share.range_of(os.fstat(descriptor).st_size)
             sums = self._verified(plan, manifest, descriptor, span, share.bytes_of(plan.written_bytes))
-            return Part(verified=(Verified(share.target, sums, waited_seconds),))
+            return FillReport(verified=(Verified(share.target, sums, waited_seconds),))
 
         filled = [share for share in self._work.shares if not self._parts_of(share.target, parts, verified=False)[1]]
         return self._of_shares(filled, reservations, verify)
 
     def _of_shares(
         self,
-        shares: Iterable[Share],
+        shares: Iterable[TargetSlice],
         reservations: Mapping[int, Reserved],
-        do: Callable[[Share, RankPlan, Manifest, int, float], Part],
-    ) -> Part:
+        do: Callable[[TargetSlice, RankPlan, Manifest, int, float], FillReport],
+    ) -> FillReport:
         """Do something with each of these shares whose target has been reserved; return what is done together.
 
         do: takes the share, the target's plan and manifest, its open file, and for how long memory was waited for.
         """
 
-        def do_one(share: Share, rank: int) -> Part:
+        def do_one(share: TargetSlice, rank: int) -> FillReport:
             reserved = reservations[rank]
             plan, waited_seconds = self._plan(rank)
             with self._opened(rank, reserved) as descriptor:
                 return do(share, plan, reserved.manifest(), descriptor, waited_seconds)
 
         there = (share for share in shares if share.target in reservations)
-        return Part().joined(record_of(Part, self._attempt(share.target, partial(do_one, share))) for share in there)
+        return FillReport().joined(
+            record_of(FillReport, self._attempt(share.target, partial(do_one, share))) for share in there
+        )
 
     def _verified(
         self, plan: RankPlan, manifest: Manifest, descriptor: int, span: Span | None, size_bytes: int
@@ -182,7 +280,7 @@ class Writer:
 
         size_bytes: how many bytes of the target this process has written.
         """
-        from reshard_mpi.runs.differences import sums_as_planned
+        from reshard_mpi.runs.verify_checksums import sums_as_planned
 
         forget_cached(descriptor)
         self._progress.synced(size_bytes)
@@ -210,7 +308,7 @@ class Writer:
         require_as_meant(self._format, publication, manifest, sums_by_name)
         publication.publish(sums)
 
-    def _publish(self, parts: Sequence[Part]) -> Outcome:
+    def _publish(self, parts: Sequence[FillReport]) -> Outcome:
         """Put the shared targets that this process leads in place, if all other processes have done their parts."""
 
         def publish(rank: int) -> Outcome:
@@ -227,7 +325,7 @@ class Writer:
         return Outcome().joined([self._attempt(rank, publish) for rank in self._led])
 
     def _parts_of(
-        self, rank: int, parts: Sequence[Part], *, verified: bool
+        self, rank: int, parts: Sequence[FillReport], *, verified: bool
     ) -> tuple[list[Filled], tuple[Failure, ...]]:
         """Return the filled parts of the shared target `rank`, and failures of the processes that have not done theirs.
 
@@ -276,6 +374,6 @@ def _joined(parts: Sequence[Verified], plan: RankPlan) -> tuple[TensorSum, ...]:
     """Return the sums of a target's tensors, joined from those of its parts."""
     if not parts:
         return ()
-    from reshard_mpi.journal.sums import joined_sums
+    from reshard_mpi.journal.records import joined_sums
 
     return joined_sums((part.sums for part in parts), plan.tensors.specs.names)

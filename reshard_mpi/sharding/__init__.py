@@ -1,1 +1,1 @@
-"""Who holds which part of a tensor: boxes, placements, layouts, strategy files."""
+"""Know who holds which part of a tensor: boxes, placements, layouts, strategy files."""

@@ -1,4 +1,4 @@
-"""Which rank holds which box of a tensor: a placement bound to the tensor's shape."""
+"""Bind a placement to a shape: which rank holds which box (`Layout`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import product
 
 from reshard_mpi.errors import LayoutError
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.sharding.nesting import regroup, regroup_part
+from reshard_mpi.sharding.factors import regroup, regroup_part
 from reshard_mpi.sharding.placement import Piece, Placement, Shape
 from reshard_mpi.text import counted
 

@@ -1,4 +1,4 @@
-"""Patterns of names, as those of a shell: `*` any text, `?` any character, `[...]` one of these.
+"""Match names with shell patterns; the first that matches counts (`Patterns`).
 
 They mean what they mean to `fnmatch.fnmatchcase`. But a spec may have a thousand of them, and a checkpoint tens of
 thousands of names from anybody, so no name may take long: a pattern is split into its parts once, and a name is

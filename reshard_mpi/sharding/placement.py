@@ -1,6 +1,4 @@
-"""Which rank holds which piece of a tensor, without its shape: all that a strategy file says.
-
-The semantics are MindSpore's:
+"""Define which rank holds which piece of a tensor, without its shape (`Placement`, `Strategy`).
 
 - local rank r of a stage has the coordinates of a row-major walk over `mesh`, last axis fastest;
 - every tensor dimension is cut evenly (or at given sizes, or by ceiling division) over the mesh axes that `split`
@@ -225,7 +223,7 @@ def replicated(ranks: int) -> Placement:
     return Placement((ranks,))
 
 
-class _Known:
+class _RuleCache:
     """What the rules of a strategy say of names asked about before: planning asks about each many times."""
 
     __slots__ = ("followed", "patterns", "placed", "rules")
@@ -255,7 +253,7 @@ class Strategy:
     origin: str = field(default="", compare=False)
     required_rules: frozenset[str] = field(default=frozenset(), compare=False)
     axes: tuple[str, ...] = field(default=(), compare=False)
-    _known: _Known = field(default_factory=_Known, init=False, compare=False, repr=False)
+    _known: _RuleCache = field(default_factory=_RuleCache, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         checked = set()

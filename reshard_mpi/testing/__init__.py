@@ -1,4 +1,4 @@
-"""For authors of further formats: conformance suites to subclass, and hypothesis strategies for contents of shards.
+"""Test further formats: conformance suites to subclass, and hypothesis strategies.
 
 Needs the `test` extra (pytest, hypothesis). No other part of the program imports it.
 """

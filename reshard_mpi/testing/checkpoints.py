@@ -1,4 +1,4 @@
-"""The conformance suite of checkpoints: in whatever form one is stored, its tensors are read whole and in part.
+"""Test a checkpoint form: its tensors are read whole and in part (`CheckpointConformance`).
 
 The author of a form of checkpoint subclasses `CheckpointConformance`, with a function that writes random tensors in
 that form. The shards planned from it are compared with those that numpy cuts out of the tensors.
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.opening import open_source
-from reshard_mpi.engine.arrays import load_shard
+from reshard_mpi.engine.gather import load_shard
 from reshard_mpi.errors import ReshardError
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.runs.conversion import Conversion
@@ -25,7 +25,7 @@ from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Placement, Strategy
 
-Arrays = Mapping[str, "np.ndarray[Any, Any]"]
+ArraysByName = Mapping[str, "np.ndarray[Any, Any]"]
 _DTYPES = ("float32", "int16", "float64", "uint8", "complex64")
 # Into how many parts targets cut tensors along one dimension.
 _CUTS = (1, 2, 3, 4)
@@ -50,7 +50,7 @@ def tensors(draw: st.DrawFn) -> dict[str, np.ndarray[Any, Any]]:
 class CheckpointConformance:
     """The tests of a form of checkpoint. Subclasses define `write`, and `found` if its files are not simply found."""
 
-    def write(self, folder: Path, arrays: Arrays, data: st.DataObject) -> Strategy | None:
+    def write(self, folder: Path, arrays: ArraysByName, data: st.DataObject) -> Strategy | None:
         """Write the tensors, cut in a way that is drawn from `data`; return the strategy, if the form needs one."""
         raise NotImplementedError
 
@@ -60,7 +60,7 @@ class CheckpointConformance:
 
     @_inherited
     @given(arrays=tensors(), data=st.data())
-    def test_what_targets_hold_is_what_numpy_cuts(self, arrays: Arrays, data: st.DataObject) -> None:
+    def test_what_targets_hold_is_what_numpy_cuts(self, arrays: ArraysByName, data: st.DataObject) -> None:
         with tempfile.TemporaryDirectory() as folder:
             conversion = self._opened(Path(folder), arrays, data)
             for rank in range(conversion.target.world_size):
@@ -73,7 +73,7 @@ class CheckpointConformance:
 
     @_inherited
     @given(arrays=tensors(), data=st.data())
-    def test_a_lost_file_is_replaced_or_refused(self, arrays: Arrays, data: st.DataObject) -> None:
+    def test_a_lost_file_is_replaced_or_refused(self, arrays: ArraysByName, data: st.DataObject) -> None:
         with tempfile.TemporaryDirectory() as folder:
             conversion = self._opened(Path(folder), arrays, data)
             files = [path for paths in conversion.source.files.by_rank.values() for path in paths]
@@ -95,7 +95,9 @@ class CheckpointConformance:
 
     @_inherited
     @given(arrays=tensors(), data=st.data())
-    def test_the_structure_is_read_again_where_it_was_let_go_of(self, arrays: Arrays, data: st.DataObject) -> None:
+    def test_the_structure_is_read_again_where_it_was_let_go_of(
+        self, arrays: ArraysByName, data: st.DataObject
+    ) -> None:
         with tempfile.TemporaryDirectory() as folder:
             conversion = self._opened(Path(folder), arrays, data)
             before = conversion.plan(0)
@@ -103,13 +105,13 @@ class CheckpointConformance:
             after = conversion.plan(0)
             assert after.tensors == before.tensors and after.read_ranks == before.read_ranks
 
-    def _opened(self, folder: Path, arrays: Arrays, data: st.DataObject) -> Conversion:
+    def _opened(self, folder: Path, arrays: ArraysByName, data: st.DataObject) -> Conversion:
         strategy = self.write(folder, arrays, data)
         source = open_source(self.found(folder), strategy)
         return Conversion(source, _target(arrays, data), replicas=Replicas.CHECK)
 
 
-def _target(arrays: Arrays, data: st.DataObject) -> Strategy:
+def _target(arrays: ArraysByName, data: st.DataObject) -> Strategy:
     """Draw a target strategy that cuts each tensor along one dimension of suitable length, or not at all."""
     ranks = data.draw(st.sampled_from(_CUTS))
     parameters = {}

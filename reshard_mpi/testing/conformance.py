@@ -1,4 +1,4 @@
-"""The conformance suite of formats: what every format module must do, tested by a second way to read and write.
+"""Test a format module by a second way to read and write (`FormatConformance`).
 
 The author of a format subclasses `FormatConformance`, names the module, and gives two functions that write and read
 shards without the module under test (with the format's own library). All tests are inherited.
@@ -19,12 +19,11 @@ from hypothesis import strategies as st
 
 from reshard_mpi.errors import ReshardError, ShardError, TargetError
 from reshard_mpi.formats.dtypes import BY_NAME, DType
-from reshard_mpi.formats.manifest import Manifest, ShardIdentity
+from reshard_mpi.formats.manifest import Manifest, ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.formats.protocol import Format, reserve_file
-from reshard_mpi.formats.specs import ShardSpec, TensorSpec
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.testing import samples, strategies
-from reshard_mpi.testing.samples import Contents, SampleTensor
+from reshard_mpi.testing.samples import SampleTensor, ShardContents
 
 ODD_NAMES = (
     *("layer.0.weight", "0-layer", "-", "%2F", " ", "é", "层/权重", "line\nbreak", "nul\0inside", "nul at end\0"),
@@ -50,11 +49,11 @@ class FormatConformance:
     # The names of types that are refused.
     cannot_hold: frozenset[str] = frozenset()
 
-    def write_independently(self, path: Path, contents: Contents) -> None:
+    def write_independently(self, path: Path, contents: ShardContents) -> None:
         """Write a shard without the code under test."""
         raise NotImplementedError
 
-    def read_independently(self, path: Path) -> Contents:
+    def read_independently(self, path: Path) -> ShardContents:
         """Read a shard, in the order of its tensors, without the code under test."""
         raise NotImplementedError
 
@@ -65,7 +64,7 @@ class FormatConformance:
     def test_reads_every_type_and_shape(self, tmp_path: Path, dtype: DType, shape: tuple[int, ...]) -> None:
         if dtype.name in self.cannot_hold:
             return
-        contents = Contents.of([SampleTensor.random("w", dtype, shape)])
+        contents = ShardContents.of([SampleTensor.random("w", dtype, shape)])
         self.write_independently(self._path(tmp_path), contents)
         manifest = self.module.locate(str(self._path(tmp_path)))
         assert samples.contents_of(manifest) == contents
@@ -73,7 +72,7 @@ class FormatConformance:
 
     @_inherited
     @given(contents=strategies.contents())
-    def test_reads_what_others_write(self, contents: Contents) -> None:
+    def test_reads_what_others_write(self, contents: ShardContents) -> None:
         contents = self._holdable(contents)
         with self._scratch() as path:
             self.write_independently(path, contents)
@@ -81,7 +80,9 @@ class FormatConformance:
 
     @_inherited
     @given(contents=strategies.contents(), flips=st.lists(st.tuples(st.integers(0), st.integers(0, 255)), max_size=2))
-    def test_knowing_another_shard_makes_no_difference(self, contents: Contents, flips: list[tuple[int, int]]) -> None:
+    def test_knowing_another_shard_makes_no_difference(
+        self, contents: ShardContents, flips: list[tuple[int, int]]
+    ) -> None:
         contents = self._holdable(contents)
         with self._scratch() as path:
             samples.write(self.module, str(path), contents)
@@ -104,7 +105,7 @@ class FormatConformance:
     @pytest.mark.parametrize("dtype", BY_NAME.values(), ids=str)
     @pytest.mark.parametrize("shape", [(), (3,), (2, 3, 5), (0,), (4, 0)], ids=str)
     def test_writes_every_type_and_shape(self, tmp_path: Path, dtype: DType, shape: tuple[int, ...]) -> None:
-        contents = Contents.of([SampleTensor.random("w", dtype, shape)])
+        contents = ShardContents.of([SampleTensor.random("w", dtype, shape)])
         if dtype.name in self.cannot_hold:
             self._require_refused(tmp_path, contents, dtype.name)
             return
@@ -113,7 +114,7 @@ class FormatConformance:
 
     @_inherited
     @given(contents=strategies.contents())
-    def test_both_routes_read_what_is_written(self, contents: Contents) -> None:
+    def test_both_routes_read_what_is_written(self, contents: ShardContents) -> None:
         contents = self._holdable(contents)
         with self._scratch() as path:
             written = samples.write(self.module, str(path), contents)
@@ -124,7 +125,7 @@ class FormatConformance:
 
     @_inherited
     @given(contents=strategies.contents())
-    def test_says_how_large_it_becomes(self, contents: Contents) -> None:
+    def test_says_how_large_it_becomes(self, contents: ShardContents) -> None:
         contents = self._holdable(contents)
         with self._scratch() as path:
             samples.write(self.module, str(path), contents)
@@ -134,14 +135,14 @@ class FormatConformance:
         tensors = [SampleTensor.random(name, BY_NAME["float32"], (2, 2)) for name in ODD_NAMES]
         # A name that is also the folder of another.
         tensors += [SampleTensor.random(name, BY_NAME["int8"], (3,)) for name in ("a", "a/b", "a/b/c/d", "%2E")]
-        contents = self._holdable(Contents.of(tensors, {"note/of.": "x"}))
+        contents = self._holdable(ShardContents.of(tensors, {"note/of.": "x"}))
         samples.write(self.module, str(self._path(tmp_path)), contents)
         self._assert_same(self.read_independently(self._path(tmp_path)), contents)
         self._assert_same(samples.contents_of(self.module.locate(str(self._path(tmp_path)))), contents)
 
     def test_keeps_the_order_of_tensors(self, tmp_path: Path) -> None:
         names = ["z", "a/2", "m", "a/1", "b", "a", "a/3", *(f"layer.{i}" for i in range(30, 0, -1))]
-        contents = Contents.of(SampleTensor.random(name, BY_NAME["int16"], (2,)) for name in names)
+        contents = ShardContents.of(SampleTensor.random(name, BY_NAME["int16"], (2,)) for name in names)
         written = samples.write(self.module, str(self._path(tmp_path)), contents)
         assert list(written.tensors) == names
         assert list(self.module.locate(str(self._path(tmp_path))).tensors) == names
@@ -150,13 +151,13 @@ class FormatConformance:
     def test_strings(self, tmp_path: Path, text: str) -> None:
         if not self.module.TRAITS.keeps_strings:
             return
-        contents = Contents.of([SampleTensor.random("w", BY_NAME["float32"], (2,))], {"note": text})
+        contents = ShardContents.of([SampleTensor.random("w", BY_NAME["float32"], (2,))], {"note": text})
         samples.write(self.module, str(self._path(tmp_path)), contents)
         assert samples.contents_of(self.module.locate(str(self._path(tmp_path)))) == contents
         assert self.read_independently(self._path(tmp_path)) == contents
 
     def test_a_shard_of_nothing(self, tmp_path: Path) -> None:
-        samples.write(self.module, str(self._path(tmp_path)), Contents({}))
+        samples.write(self.module, str(self._path(tmp_path)), ShardContents({}))
         manifest = self.module.locate(str(self._path(tmp_path)))
         assert not manifest.tensors and not manifest.strings
 
@@ -183,7 +184,7 @@ class FormatConformance:
         before = reserve_file(self.module, str(path), samples.spec_of(contents))
         size_bytes = path.stat().st_size
         full = [SampleTensor(t.name, t.dtype, t.shape, b"\xff" * len(t.content)) for t in contents.tensors.values()]
-        samples.fill(before, Contents.of(full))
+        samples.fill(before, ShardContents.of(full))
         after = self.module.locate(str(path))
         assert [e.source for e in after.tensors.values()] == [e.source for e in before.tensors.values()]
         assert path.stat().st_size == size_bytes
@@ -271,13 +272,13 @@ class FormatConformance:
             ranges = samples.all_ranges(manifest)
             assert all(0 <= first <= last <= len(content) for first, last in ranges)
 
-    def _holdable(self, contents: Contents) -> Contents:
+    def _holdable(self, contents: ShardContents) -> ShardContents:
         """Return the contents without what the format cannot hold."""
         tensors = contents.tensors.values()
         kept = {tensor.name: tensor for tensor in tensors if tensor.dtype.name not in self.cannot_hold}
-        return Contents(kept, contents.strings if self.module.TRAITS.keeps_strings else {})
+        return ShardContents(kept, contents.strings if self.module.TRAITS.keeps_strings else {})
 
-    def _require_refused(self, folder: Path, contents: Contents, named: str) -> None:
+    def _require_refused(self, folder: Path, contents: ShardContents, named: str) -> None:
         """Require that `size_at_most_bytes` and `reserve` refuse the contents, with the type's name in the error."""
         spec = samples.spec_of(contents)
         with pytest.raises(TargetError, match=f"'w'[^\0]*{named}"):
@@ -286,7 +287,7 @@ class FormatConformance:
             reserve_file(self.module, str(self._path(folder)), spec)
         assert not list(folder.iterdir())
 
-    def _assert_same(self, actual: Contents, expected: Contents) -> None:
+    def _assert_same(self, actual: ShardContents, expected: ShardContents) -> None:
         assert actual == expected
         if self.keeps_order:
             assert list(actual.tensors) == list(expected.tensors), "the order of tensors differs"
@@ -312,7 +313,7 @@ class FormatConformance:
         return path, content, manifest
 
 
-def _some_contents() -> Contents:
+def _some_contents() -> ShardContents:
     tensors = [
         SampleTensor.random("layer.weight", BY_NAME["bfloat16"], (6, 4)),
         SampleTensor.random("layer/bias", BY_NAME["float32"], (4,)),
@@ -321,7 +322,7 @@ def _some_contents() -> Contents:
         SampleTensor.random("mask", BY_NAME["bool"], (2, 3)),
         SampleTensor.random("phase", BY_NAME["complex64"], (2,)),
     ]
-    return Contents.of(tensors, {"note": "text"})
+    return ShardContents.of(tensors, {"note": "text"})
 
 
 def _outside(ranges: Sequence[tuple[int, int]], size_bytes: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Tensors with their bytes, for tests: how they are written by a format, and read by what a format says."""
+"""Make tensors with their bytes, write and read them, for tests (`SampleTensor`)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from random import Random
 
 import numpy as np
 
-from reshard_mpi.formats.columns import TensorEntry
 from reshard_mpi.formats.dtypes import DType
-from reshard_mpi.formats.manifest import Manifest, ShardIdentity
-from reshard_mpi.formats.places import Decoded, Segments, Strided
+from reshard_mpi.formats.locations import ByteRanges, LibraryRead, StridedView
+from reshard_mpi.formats.manifest import Manifest, ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.formats.protocol import Format, reserve_file, seal_file
-from reshard_mpi.formats.specs import ShardSpec, TensorSpec
+from reshard_mpi.formats.tensor_table import TensorEntry
 from reshard_mpi.sharding.box import Box
 
 
@@ -40,18 +39,18 @@ class SampleTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class ShardContents:
     """The contents of a shard, payloads included: tensors by name in file order, and strings."""
 
     tensors: Mapping[str, SampleTensor]
     strings: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, tensors: Iterable[SampleTensor], strings: Mapping[str, str] | None = None) -> Contents:
+    def of(cls, tensors: Iterable[SampleTensor], strings: Mapping[str, str] | None = None) -> ShardContents:
         return cls({tensor.name: tensor for tensor in tensors}, dict(strings or {}))
 
 
-def spec_of(contents: Contents, identity: ShardIdentity | None = None) -> ShardSpec:
+def spec_of(contents: ShardContents, identity: ShardIdentity | None = None) -> ShardSpec:
     """Return the spec of a shard with these contents; its tensors are whole."""
     tensors = tuple(
         TensorSpec(tensor.name, tensor.dtype, tensor.shape, Box.whole(tensor.shape))
@@ -62,12 +61,12 @@ def spec_of(contents: Contents, identity: ShardIdentity | None = None) -> ShardS
 
 def payload(entry: TensorEntry) -> bytes:
     """Return the bytes of a located tensor, in this machine's byte order."""
-    if isinstance(entry.source, Decoded):
+    if isinstance(entry.source, LibraryRead):
         return entry.source.read(Box.whole(entry.shape)).tobytes()
-    assert isinstance(entry.source, Segments | Strided)
+    assert isinstance(entry.source, ByteRanges | StridedView)
     assert entry.stored is not None
     content = b"".join(_read(part.path, part.offset_bytes, part.length_bytes) for part in entry.stored.ranges)
-    if isinstance(entry.source, Strided) and content:
+    if isinstance(entry.source, StridedView) and content:
         element = np.dtype((np.void, entry.dtype.itemsize_bytes))
         content = np.ndarray(entry.shape, element, content, 0, entry.source.strides_bytes).tobytes()
     if entry.source.swapped:
@@ -75,17 +74,17 @@ def payload(entry: TensorEntry) -> bytes:
     return content
 
 
-def contents_of(manifest: Manifest) -> Contents:
+def contents_of(manifest: Manifest) -> ShardContents:
     """Return the contents of a located shard, payloads included."""
     entries = manifest.tensors.values()
     tensors = (SampleTensor(entry.name, entry.dtype, entry.shape, payload(entry)) for entry in entries)
-    return Contents.of(tensors, manifest.strings)
+    return ShardContents.of(tensors, manifest.strings)
 
 
-def fill(manifest: Manifest, contents: Contents) -> None:
+def fill(manifest: Manifest, contents: ShardContents) -> None:
     """Write the payloads of `contents` to the ranges that a reserved shard has for them."""
     for name, entry in manifest.tensors.items():
-        assert isinstance(entry.source, Segments), f"{name} is reserved without byte ranges"
+        assert isinstance(entry.source, ByteRanges), f"{name} is reserved without byte ranges"
         content = contents.tensors[name].content
         done = 0
         for part in entry.source.ranges:
@@ -96,7 +95,7 @@ def fill(manifest: Manifest, contents: Contents) -> None:
         assert done == len(content), f"{name} has {len(content)} bytes and room for {done}"
 
 
-def write(module: Format, path: str, contents: Contents, identity: ShardIdentity | None = None) -> Manifest:
+def write(module: Format, path: str, contents: ShardContents, identity: ShardIdentity | None = None) -> Manifest:
     """Write a shard by the format: reserve it, write the payloads, seal it."""
     manifest = reserve_file(module, path, spec_of(contents, identity))
     fill(manifest, contents)
@@ -109,7 +108,7 @@ def all_ranges(manifest: Manifest) -> Sequence[tuple[int, int]]:
     return sorted(
         (part.offset_bytes, part.offset_bytes + part.length_bytes)
         for entry in manifest.tensors.values()
-        if isinstance(entry.source, Segments)
+        if isinstance(entry.source, ByteRanges)
         for part in entry.source.ranges
     )
 

@@ -1,11 +1,11 @@
-"""Hypothesis strategies for the contents of shards: types, shapes, names, tensors."""
+"""Draw contents of shards with hypothesis (`contents`)."""
 
 from __future__ import annotations
 
 from hypothesis import strategies as st
 
 from reshard_mpi.formats.dtypes import BY_NAME, DType
-from reshard_mpi.testing.samples import Contents, SampleTensor
+from reshard_mpi.testing.samples import SampleTensor, ShardContents
 
 # Names and parts of names that formats have trouble with.
 _TROUBLE = (
@@ -64,14 +64,14 @@ def string_values() -> st.SearchStrategy[str]:
     return _STRINGS
 
 
-def contents(*, max_tensors: int = 6) -> st.SearchStrategy[Contents]:
+def contents(*, max_tensors: int = 6) -> st.SearchStrategy[ShardContents]:
     """A shard's tensors, with random bits, and its strings."""
     tensors = st.lists(st.tuples(names(), dtypes(), shapes()), max_size=max_tensors, unique_by=lambda drawn: drawn[0])
     strings = st.dictionaries(names(), string_values(), max_size=2)
     return st.builds(_contents, tensors, strings, st.integers(0, 1000))
 
 
-def _contents(tensors: list[tuple[str, DType, tuple[int, ...]]], strings: dict[str, str], seed: int) -> Contents:
+def _contents(tensors: list[tuple[str, DType, tuple[int, ...]]], strings: dict[str, str], seed: int) -> ShardContents:
     held = [SampleTensor.random(name, dtype, shape, seed=seed) for name, dtype, shape in tensors]
     names = {tensor.name for tensor in held}
-    return Contents.of(held, {name: text for name, text in strings.items() if name not in names})
+    return ShardContents.of(held, {name: text for name, text in strings.items() if name not in names})

@@ -18,7 +18,7 @@ from support.processes import run_command
 
 import reshard_mpi
 from reshard_mpi.checkpoints import comparison
-from reshard_mpi.engine import comparing
+from reshard_mpi.engine import compare
 from reshard_mpi.errors import DisagreementError, UsageError
 from reshard_mpi.planning.model import Copy
 from reshard_mpi.sharding.box import Box
@@ -37,13 +37,13 @@ def differing(c: Conversion, rank: int = 3) -> None:
 def read(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, int, Box]]:
     """Counts what is read to be compared: tensor, rank, and region."""
     regions_read: Counter[tuple[str, int, Box]] = Counter()
-    read_region = comparing.read_region
+    read_region = compare.read_region
 
     def counting(files: object, copy: Copy, region: Box, *rest: object) -> None:
         regions_read[copy.source.name, copy.source_rank, region] += 1
         read_region(files, copy, region, *rest)
 
-    monkeypatch.setattr(comparing, "read_region", counting)
+    monkeypatch.setattr(compare, "read_region", counting)
     return regions_read
 
 
@@ -176,7 +176,8 @@ def test_processes_share_what_is_to_be_compared(tmp_path: Path) -> None:
     """What each of 3 workers reads to compare goes to a file of its own."""
     c = make(tmp_path).to(EIGHT)
     patch = (
-        "import os, sys; from reshard_mpi.cli import commands as cli; from reshard_mpi.engine import comparing\n"
+        "import os, sys; from reshard_mpi.cli import commands as cli\n"
+        "from reshard_mpi.engine import compare as comparing\n"
         "read = comparing.read_region\n"
         "def told(files, copy, region, *rest):\n"
         f"    with open({str(tmp_path)!r} + f'/read.{{os.getpid()}}', 'a') as log:\n"

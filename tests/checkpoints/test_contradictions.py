@@ -383,14 +383,14 @@ def test_state_without_sizes_of_an_unevenly_cut_parameter(tmp_path: Path, capsys
 
 def test_an_optimizer_cut_of_size_all_and_step_0_is_none(tmp_path: Path, capsys: Capture) -> None:
     """MindFormers writes it so; 2 data parallel x 2 model parallel ranks. `w` is as it was, not twice as high."""
-    from reshard_mpi.sharding.strategy import mindspore
+    from reshard_mpi.sharding.strategy import mindspore_json
 
     c = make(tmp_path)
     layouts = {
-        "w": mindspore.RawLayout((2, 2), ((-1,), (0,)), -1, 0, param_split_shape=(8, 4)),
-        "b": mindspore.RawLayout((2, 2), ((-1,),), -1, 0, param_split_shape=(8,)),
+        "w": mindspore_json.RawLayout((2, 2), ((-1,), (0,)), -1, 0, param_split_shape=(8, 4)),
+        "b": mindspore_json.RawLayout((2, 2), ((-1,),), -1, 0, param_split_shape=(8,)),
     }
-    file = mindspore.StageFile(layouts, (mindspore.StrategyItem("w", 0, ((1, 2),)),))
+    file = mindspore_json.StageFile(layouts, (mindspore_json.StrategyItem("w", 0, ((1, 2),)),))
     write_stage_file(tmp_path / "theirs", file)
     assert run_here(capsys, *c.but(src_strategy=tmp_path / "theirs").arguments()).code == 0
     assert_right(c)

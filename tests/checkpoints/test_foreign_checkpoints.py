@@ -9,7 +9,7 @@ from support import torch_peer
 from support.command_line import run_captured
 
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.testing.samples import Contents, SampleTensor
+from reshard_mpi.testing.samples import SampleTensor, ShardContents
 
 
 def made(folder: Path, *names: str) -> Path:
@@ -18,7 +18,7 @@ def made(folder: Path, *names: str) -> Path:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         if name.endswith(".pt"):
-            torch_peer.write(path, Contents.of([SampleTensor.random(f"w{at}", BY_NAME["float32"], (2, 3))]))
+            torch_peer.write(path, ShardContents.of([SampleTensor.random(f"w{at}", BY_NAME["float32"], (2, 3))]))
         else:
             path.write_text("{}")
     return folder

@@ -12,7 +12,7 @@ import pytest
 from support import safetensors_peer
 from support.command_line import run_captured
 
-from reshard_mpi.testing.samples import Contents
+from reshard_mpi.testing.samples import ShardContents
 
 DATA = Path(os.environ.get("RESHARD_MPI_SHARED_DATA", Path(__file__).parents[3] / "shared" / "data"))
 DEEPSPEED, MEGATRON = DATA / "deepspeed", DATA / "megatron"
@@ -96,7 +96,7 @@ def test_each_file(tmp_path: Path, name: str) -> None:
             assert "DeepSpeed" in said_of_it or "Megatron" in said_of_it
 
 
-def require_equal(made: Contents, expected_name: str) -> None:
+def require_equal(made: ShardContents, expected_name: str) -> None:
     expected = safetensors_peer.read(DEEPSPEED / "expected" / f"{expected_name}.safetensors").tensors
     assert len(made.tensors) >= 29
     for name, sample in made.tensors.items():

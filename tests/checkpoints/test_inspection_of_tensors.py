@@ -15,7 +15,7 @@ from support.conversions import Conversion, four_targets
 from support.safetensors_peer import write
 
 import reshard_mpi
-from reshard_mpi.testing.samples import Contents
+from reshard_mpi.testing.samples import ShardContents
 from reshard_mpi.text import ranges
 
 
@@ -32,7 +32,7 @@ def lines(capsys: Capture, *arguments: str) -> list[str]:
 
 def file_of(folder: Path, name: str, **tensors: np.ndarray) -> Path:
     path = folder / f"{name}.safetensors"
-    write(path, Contents.of(sample(key.replace("__", "."), array) for key, array in tensors.items()))
+    write(path, ShardContents.of(sample(key.replace("__", "."), array) for key, array in tensors.items()))
     return path
 
 

@@ -22,14 +22,14 @@ from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Placement, Strategy, unsharded
-from reshard_mpi.testing.checkpoints import Arrays, CheckpointConformance
-from reshard_mpi.testing.samples import Contents, SampleTensor, write
+from reshard_mpi.testing.checkpoints import ArraysByName, CheckpointConformance
+from reshard_mpi.testing.samples import SampleTensor, ShardContents, write
 
 __all__ = ["in_the_table"]
 
 
 class TestByStrategy(CheckpointConformance):
-    def write(self, folder: Path, arrays: Arrays, data: st.DataObject) -> Strategy:
+    def write(self, folder: Path, arrays: ArraysByName, data: st.DataObject) -> Strategy:
         ranks = data.draw(st.sampled_from([1, 2, 4, 6]))
         parameters = {}
         for name, array in arrays.items():
@@ -42,7 +42,9 @@ class TestByStrategy(CheckpointConformance):
             path = folder / f"rank_{rank}" / f"{rank}.ckpt"
             path.parent.mkdir()
             boxes = {name: Layout(parameters[name][0], array.shape).box(rank) for name, array in arrays.items()}
-            ckpt_peer.write(path, Contents.of(sample(name, part(arrays[name], box)) for name, box in boxes.items()))
+            ckpt_peer.write(
+                path, ShardContents.of(sample(name, part(arrays[name], box)) for name, box in boxes.items())
+            )
         return strategy
 
 
@@ -50,7 +52,7 @@ class TestByStrategy(CheckpointConformance):
 class TestByList(CheckpointConformance):
     """Random lists: pieces of any size, flattened ranges, copies that overlap, several of a tensor in one file."""
 
-    def write(self, folder: Path, arrays: Arrays, data: st.DataObject) -> None:
+    def write(self, folder: Path, arrays: ArraysByName, data: st.DataObject) -> None:
         files: list[list[SampleTensor]] = [[] for _ in range(data.draw(st.integers(1, 4)))]
         listed = {}
         for name, array in arrays.items():
@@ -62,20 +64,20 @@ class TestByList(CheckpointConformance):
                 entries.append([f"{file}.toypart", f"{name} {number}", box.start, box.stop])
             listed[name] = {"dtype": array.dtype.name, "shape": array.shape, "pieces": entries}
         for number, tensors in enumerate(files):
-            write(toy_folder.toy_format, str(folder / f"{number}.toypart"), Contents.of(tensors))
+            write(toy_folder.toy_format, str(folder / f"{number}.toypart"), ShardContents.of(tensors))
         (folder / toy_folder.INDEX).write_text(json.dumps({"tensors": listed, "strings": {}}))
 
 
 class TestHuggingFace(CheckpointConformance):
     """Whole tensors in files that an index names, or all in one file."""
 
-    def write(self, folder: Path, arrays: Arrays, data: st.DataObject) -> None:
+    def write(self, folder: Path, arrays: ArraysByName, data: st.DataObject) -> None:
         names = data.draw(st.sampled_from([["model.safetensors"], ["a.safetensors", "b/c.safetensors"]]))
         file_of = {name: data.draw(st.sampled_from(names)) for name in arrays}
         for file in set(file_of.values()):
             held = (sample(name, array) for name, array in arrays.items() if file_of[name] == file)
             (folder / file).parent.mkdir(exist_ok=True)
-            safetensors_peer.write(folder / file, Contents.of(held))
+            safetensors_peer.write(folder / file, ShardContents.of(held))
         if len(names) > 1:
             (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": file_of}))
 
@@ -99,7 +101,7 @@ def test_pieces_that_overlap_and_differ_are_refused(tmp_path: Path, replicas: Re
     whole, piece = np.arange(12, dtype=np.int16), np.arange(12, dtype=np.int16)[4:8].copy()
     piece[2] += 1
     tensors = [sample("w 0", whole), sample("w 1", piece)]
-    write(toy_folder.toy_format, str(tmp_path / "0.toypart"), Contents.of(tensors))
+    write(toy_folder.toy_format, str(tmp_path / "0.toypart"), ShardContents.of(tensors))
     entries = [["0.toypart", "w 0", [0], [12]], ["0.toypart", "w 1", [4], [8]]]
     listed = {"w": {"dtype": "int16", "shape": [12], "pieces": entries}}
     (tmp_path / toy_folder.INDEX).write_text(json.dumps({"tensors": listed, "strings": {}}))

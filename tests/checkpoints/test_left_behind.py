@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.command_line import Capture, run_here
 
 import reshard_mpi
-from reshard_mpi.checkpoints.left_behind import Share
+from reshard_mpi.checkpoints.shards import ShardShare
 from reshard_mpi.errors import StrategyError
 
 RANKS = 4
@@ -155,7 +155,7 @@ def test_all_names_arrive_or_none(
 
 @given(world_size=st.integers(1, 40), shares=st.integers(1, 40))
 def test_shares_are_all_of_the_shards(world_size: int, shares: int) -> None:
-    ranks = [rank for number in range(shares) for rank in Share(number, shares).ranks(world_size)]
+    ranks = [rank for number in range(shares) for rank in ShardShare(number, shares).ranks(world_size)]
     assert ranks == list(range(world_size))
 
 

@@ -17,17 +17,16 @@ from support.oracle import rank_holds, slice_for_rank
 
 from reshard_mpi.checkpoints.discovery import ShardFiles
 from reshard_mpi.checkpoints.source import SourceCheckpoint
-from reshard_mpi.engine.arrays import load_shard
-from reshard_mpi.engine.gather import raw_dtype
+from reshard_mpi.engine.gather import load_shard, raw_dtype
 from reshard_mpi.errors import ReshardError
-from reshard_mpi.formats.columns import TensorEntry, Tensors
 from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.formats.locations import LibraryRead
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.formats.places import Decoded
+from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
 from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.runs.conversion import Conversion
-from reshard_mpi.runs.plans import plan_together
+from reshard_mpi.runs.transform import plan_together
 from reshard_mpi.sharding.box import Box
 
 # What changes the structure of a shard, so that what others say of the tensor contradicts it.
@@ -58,7 +57,7 @@ class Spoiled:
 def in_memory(rank: int, arrays: Arrays, texts: Mapping[str, str]) -> Manifest:
     """Return a shard whose tensors are read from arrays."""
     return Manifest(
-        f"rank_{rank}", "none", Tensors("", (in_array(name, array) for name, array in arrays.items())), texts
+        f"rank_{rank}", "none", TensorTable("", (in_array(name, array) for name, array in arrays.items())), texts
     )
 
 
@@ -68,7 +67,7 @@ def in_array(name: str, array: np.ndarray) -> TensorEntry:
     def read(box: Box) -> np.ndarray:
         return np.ascontiguousarray(part(array, box)).reshape(box.shape).view(raw_dtype(dtype))
 
-    return TensorEntry(name, dtype, array.shape, Decoded("nowhere", read, array.shape, 0, 0))
+    return TensorEntry(name, dtype, array.shape, LibraryRead("nowhere", read, array.shape, 0, 0))
 
 
 @st.composite

@@ -19,9 +19,9 @@ import reshard_mpi
 from reshard_mpi.checkpoints import discovery
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.testing.samples import Contents, SampleTensor
+from reshard_mpi.testing.samples import SampleTensor, ShardContents
 
-CONTENTS = Contents.of([SampleTensor.random("w", BY_NAME["float32"], (2, 3))])
+CONTENTS = ShardContents.of([SampleTensor.random("w", BY_NAME["float32"], (2, 3))])
 
 
 def a_dcp(folder: Path) -> None:

@@ -20,11 +20,11 @@ from support.launch import MPI
 from support.oracle import RawLayout
 from support.terminals import run_on_terminal
 
-from reshard_mpi.cli import displays
-from reshard_mpi.engine import comparing
-from reshard_mpi.runs import diff, watched
+from reshard_mpi.cli import display
+from reshard_mpi.engine import compare
+from reshard_mpi.runs import diff, monitor
 from reshard_mpi.runs.conversion import Conversion as Conversion_
-from reshard_mpi.runs.status import Counts, RunStatus, Stage, format_seconds
+from reshard_mpi.runs.progress import Counts, RunStatus, Stage, format_seconds
 
 ESCAPE = "\x1b"
 TENSORS = {f"layer{number}.w": np.full((8, 4), number, np.float32) for number in range(8)}
@@ -192,14 +192,14 @@ def test_the_end_of_a_run_says_where_one_file_is(tmp_path: Path, capsys: Capture
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have a line printed at every look, look all the time, and count the looks."""
-    monkeypatch.setattr(displays, "_FIRST_SECONDS", 0.0)
-    monkeypatch.setattr(displays, "_LINE_SECONDS", 0.0)
-    monkeypatch.setattr(watched, "_TICK_SECONDS", 0.01)
-    monkeypatch.setattr(displays, "Lines", CountedLines)
+    monkeypatch.setattr(display, "_FIRST_SECONDS", 0.0)
+    monkeypatch.setattr(display, "_LINE_SECONDS", 0.0)
+    monkeypatch.setattr(monitor, "_TICK_SECONDS", 0.01)
+    monkeypatch.setattr(display, "Lines", CountedLines)
     monkeypatch.setattr(CountedLines, "looks", 0)
 
 
-class CountedLines(displays.Lines):
+class CountedLines(display.Lines):
     """Counts how often how far a run is has been shown."""
 
     looks = 0
@@ -211,10 +211,10 @@ class CountedLines(displays.Lines):
 
 def slow_down(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> None:
     """Have a function begin when the display has been updated twice more, so that what it does is shown."""
-    function, update, updates = getattr(module, name), displays.Lines.update, itertools.count()
+    function, update, updates = getattr(module, name), display.Lines.update, itertools.count()
     last = 0
 
-    def counted(lines: displays.Lines, status: RunStatus) -> None:
+    def counted(lines: display.Lines, status: RunStatus) -> None:
         nonlocal last
         update(lines, status)
         last = next(updates)
@@ -225,13 +225,13 @@ def slow_down(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> None:
             time.sleep(0.005)
         return function(*arguments, **options)
 
-    monkeypatch.setattr(displays.Lines, "update", counted)
+    monkeypatch.setattr(display.Lines, "update", counted)
     monkeypatch.setattr(module, name, slow)
 
 
 @pytest.mark.usefixtures("at_once")
 def test_copies_that_are_compared(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow_down(monkeypatch, comparing, "first_difference")
+    slow_down(monkeypatch, compare, "first_difference")
     finished = run_here(capsys, *make(tmp_path).arguments("transform", "--replicas", "check"))
     assert finished.code == 0 and re.search(r"^comparing copies .* of 768 B, [1-9]\d? %", finished.err, re.M), finished
 
@@ -300,7 +300,7 @@ def both(c: Conversion) -> list[str]:
 
 def test_a_run_that_is_over_at_once_has_no_lines() -> None:
     status = RunStatus.of(Stage("writing", 10, 1), [Counts(1, units=1)], 0.1, 10, None)
-    lines = displays.Lines(io.StringIO())
+    lines = display.Lines(io.StringIO())
     lines.update(status)
     lines.close(status)
     assert lines._stream.getvalue() == ""  # type: ignore[attr-defined]
@@ -317,9 +317,9 @@ class Terminal(io.StringIO):
 def test_a_bar_of_any_width_has_percent_and_time_left_first(
     monkeypatch: pytest.MonkeyPatch, columns: int, waiting: int
 ) -> None:
-    monkeypatch.setattr(displays, "_columns", lambda _: columns)
+    monkeypatch.setattr(display, "_columns", lambda _: columns)
     stream = Terminal()
-    bar = displays.Bar(stream, with_colour=False)
+    bar = display.Bar(stream, with_colour=False)
     total = 123 << 30
     for done, left in ((1 << 20, 7384.0), (50 << 30, 61.0), (122 << 30, 5.0)):
         counts = [Counts(1, (done, 0, 0, 0), (total, 0, 0, 0), 3)]
@@ -352,4 +352,4 @@ def test_a_bar_of_any_width_has_percent_and_time_left_first(
 def test_which_streams_get_what(
     stream: io.StringIO, environment: Mapping[str, str], draws: bool, colours: bool
 ) -> None:
-    assert displays.may_draw(stream, environment) is draws and displays.has_colour(stream, environment) is colours
+    assert display.may_draw(stream, environment) is draws and display.has_colour(stream, environment) is colours

@@ -20,10 +20,10 @@ from support.oracle import RawLayout
 from support.processes import Finished, run_command
 
 from reshard_mpi.cli import arguments
-from reshard_mpi.cli.sbatch import batch_script, passed_on
+from reshard_mpi.cli.print_commands import batch_script, passed_on
 from reshard_mpi.planning.summary import Plan, RankSummary
 from reshard_mpi.runs.request import Request
-from reshard_mpi.units import MIB
+from reshard_mpi.text import MIB
 
 
 def staged(folder: Path, kind: str = "ckpt") -> Conversion:

@@ -12,7 +12,7 @@ from support.conversions import Conversion, assert_right, make
 from support.launch import MPI, mpirun_command
 from support.processes import Finished, run_command
 
-from reshard_mpi.cli import report
+from reshard_mpi.cli import display
 from reshard_mpi.journal.records import COMMIT_RECORD
 
 NO_SPACE = "No space left on device"
@@ -131,13 +131,13 @@ def failing(monkeypatch: pytest.MonkeyPatch, conversion: Conversion, what: str) 
     """Return a path for a report, which goes to a full disk, or whose folder is gone when it is written."""
     path = conversion.folder / "reports" / "report.json"
     path.parent.mkdir()
-    written = report.write_report
+    written = display.write_report
 
     def write(*arguments: object) -> None:
         path.parent.rmdir() if what == "gone" else path.symlink_to("/dev/full")
         written(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(report, "write_report", write)
+    monkeypatch.setattr(display, "write_report", write)
     return path
 
 

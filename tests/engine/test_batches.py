@@ -16,13 +16,12 @@ from support.float_oracle import became
 
 from reshard_mpi.engine import batches, transfer
 from reshard_mpi.engine.transfer import write_shard
-from reshard_mpi.formats.columns import Kind, TensorEntry, Tensors
+from reshard_mpi.formats.derived import converted
 from reshard_mpi.formats.dtypes import BY_NAME, DType
-from reshard_mpi.formats.manifest import Manifest, ShardIdentity
-from reshard_mpi.formats.places import ByteRange, Segments
-from reshard_mpi.formats.specs import SpecKind
-from reshard_mpi.formats.views import converted
-from reshard_mpi.planning.model import Group, Limits, PlannedTensors, RankPlan, Route
+from reshard_mpi.formats.locations import ByteRange, ByteRanges
+from reshard_mpi.formats.manifest import Manifest, ShardIdentity, SpecKind
+from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable, TensorType
+from reshard_mpi.planning.model import Group, Limits, PlannedTensors, RankPlan, ReadGroup
 from reshard_mpi.sharding.box import Box
 
 GAP = b"\xee"
@@ -70,7 +69,7 @@ class Made:
             to, order = Box((half * rows, 0), ((half + 1) * rows, columns)), None
             if turned:
                 to, order = Box((0, half * rows), (columns, (half + 1) * rows)), (1, 0)
-            routes.append(Route(half, held, region, tensors, numbers, to, order))
+            routes.append(ReadGroup(half, held, region, tensors, numbers, to, order))
         kind = SpecKind(dtype, box.shape, box)
         self.groups.append(Group(kind, names, tuple(routes)))
         wholes = [np.concatenate(pair) for pair in zip(*halves)]
@@ -87,12 +86,12 @@ class Made:
         bits = np.array([element.bits for element in elements], f"u{dtype.itemsize_bytes}")
         return bits.reshape(array.shape)
 
-    def _file(self, name: str, arrays: list[np.ndarray], stored: DType) -> tuple[Tensors, list[int]]:
+    def _file(self, name: str, arrays: list[np.ndarray], stored: DType) -> tuple[TensorTable, list[int]]:
         """Write arrays to a file in any order, with gaps; return them, and the number of each."""
         path, draw = self._folder / name, self._data.draw
         order = draw(st.permutations(range(len(arrays))))
-        tensors, content, number_of = Tensors(str(path)), b"", {}
-        kind = tensors.kind(Kind(stored, arrays[0].shape))
+        tensors, content, number_of = TensorTable(str(path)), b"", {}
+        kind = tensors.kind(TensorType(stored, arrays[0].shape))
         for at in order:
             content += b"-" * draw(st.integers(0, 9))
             number_of[at] = len(tensors)
@@ -104,7 +103,7 @@ class Made:
     def _target(self) -> tuple[Manifest, bytes]:
         """Reserve the target: tensors in order with gaps, one of them in two pieces."""
         path, draw = self._folder / "target", self._data.draw
-        tensors, empty, full = Tensors(str(path)), b"", b""
+        tensors, empty, full = TensorTable(str(path)), b"", b""
         places = zip(self.tensors.group_of, self.tensors.place_in_group)
         for index, (number, place) in enumerate(places):
             gap = GAP * draw(st.integers(0, 6))
@@ -114,9 +113,9 @@ class Made:
             empty, full = empty + gap + bytes(len(payload)), full + gap + payload
             if index == 1 and len(payload) > 2:
                 ranges = ByteRange(str(path), start, 3), ByteRange(str(path), start + 3, len(payload) - 3)
-                tensors.add_entry(TensorEntry(name, kind.dtype, kind.box.shape, Segments(ranges)))
+                tensors.add_entry(TensorEntry(name, kind.dtype, kind.box.shape, ByteRanges(ranges)))
             else:
-                tensors.add(name, tensors.kind(Kind(kind.dtype, kind.box.shape)), start)
+                tensors.add(name, tensors.kind(TensorType(kind.dtype, kind.box.shape)), start)
         path.write_bytes(empty + GAP)
         return Manifest(str(path), "none", tensors), full + GAP
 
@@ -155,7 +154,11 @@ def test_a_source_that_has_become_shorter_is_named(tmp_path: Path) -> None:
     from reshard_mpi.errors import ShardError
 
     box, names = Box.whole((8,)), [f"w{index}" for index in range(600)]
-    kind, source, target = Kind(BY_NAME["uint8"], (8,)), Tensors(str(tmp_path / "s")), Tensors(str(tmp_path / "t"))
+    kind, source, target = (
+        TensorType(BY_NAME["uint8"], (8,)),
+        TensorTable(str(tmp_path / "s")),
+        TensorTable(str(tmp_path / "t")),
+    )
     for tensors in (source, target):
         number = tensors.kind(kind)
         for index, name in enumerate(names):
@@ -163,7 +166,7 @@ def test_a_source_that_has_become_shorter_is_named(tmp_path: Path) -> None:
     (tmp_path / "s").write_bytes(bytes(8 * 300))
     (tmp_path / "t").write_bytes(bytes(8 * 600))
     spec = SpecKind(BY_NAME["uint8"], (8,), box)
-    planned = PlannedTensors([Group(spec, names, (Route(0, box, box, source, range(600)),))], [0] * 600)
+    planned = PlannedTensors([Group(spec, names, (ReadGroup(0, box, box, source, range(600)),))], [0] * 600)
     plan = RankPlan(0, 0, ShardIdentity(0, 1, ""), planned, {}, (), (), (), (), frozenset())
     assert transfer.are_many(planned)
     descriptor = os.open(tmp_path / "t", os.O_RDWR)

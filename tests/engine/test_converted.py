@@ -11,22 +11,21 @@ import pytest
 from support.float_oracle import became
 from support.plans import planned_singly
 
-from reshard_mpi.engine import floats
+from reshard_mpi.engine import elements
+from reshard_mpi.engine.elements import convert
 from reshard_mpi.engine.files import Traffic
-from reshard_mpi.engine.floats import convert
-from reshard_mpi.engine.regions import takes_numpy
+from reshard_mpi.engine.read import takes_numpy
 from reshard_mpi.engine.sums import copies_and_target, place_of, sum_shard
 from reshard_mpi.engine.transfer import write_shard
 from reshard_mpi.errors import ReshardError
-from reshard_mpi.formats.columns import Kind, TensorEntry, Tensors
+from reshard_mpi.formats.derived import constant, converted
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.manifest import Manifest, ShardIdentity
-from reshard_mpi.formats.places import ByteRange, Decoded, Segments
-from reshard_mpi.formats.specs import SpecKind, TensorSpec
-from reshard_mpi.formats.views import constant, converted
-from reshard_mpi.planning.model import Copy, Group, Limits, PlannedTensors, RankPlan, Route, TensorPlan
+from reshard_mpi.formats.locations import ByteRange, ByteRanges, LibraryRead
+from reshard_mpi.formats.manifest import Manifest, ShardIdentity, SpecKind, TensorSpec
+from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable, TensorType
+from reshard_mpi.planning.model import Copy, Group, Limits, PlannedTensors, RankPlan, ReadGroup, TensorPlan
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.units import MIB
+from reshard_mpi.text import MIB
 
 FLOAT16, FLOAT32 = BY_NAME["float16"], BY_NAME["float32"]
 LIMITS = Limits(2 * MIB, 16 * MIB)
@@ -42,9 +41,9 @@ def of_groups(tensors: PlannedTensors) -> RankPlan:
 
 def reserved(path: Path, *specs: TensorSpec, gap: int = 0) -> Manifest:
     """Return a target with room for these tensors, each `gap` bytes behind the one before."""
-    places, offset = Tensors(str(path)), gap
+    places, offset = TensorTable(str(path)), gap
     for spec in specs:
-        places.add(spec.name, places.kind(Kind(spec.dtype, spec.box.shape)), offset)
+        places.add(spec.name, places.kind(TensorType(spec.dtype, spec.box.shape)), offset)
         offset += spec.size_bytes + gap
     path.write_bytes(bytes(offset))
     return Manifest(str(path), "none", places)
@@ -61,8 +60,8 @@ def fill(plan: RankPlan, target: Manifest, span: tuple[int, int] | None = None, 
 def in_file(path: Path, array: np.ndarray) -> TensorEntry:
     """Write an array of float32 to a file, and return it as a tensor of float16."""
     array.astype(np.float32).tofile(path)
-    source = Segments((ByteRange(str(path), 0, array.size * 4),))
-    (entry,) = converted(Tensors(str(path), [TensorEntry("w", FLOAT32, array.shape, source)]), FLOAT16).values()
+    source = ByteRanges((ByteRange(str(path), 0, array.size * 4),))
+    (entry,) = converted(TensorTable(str(path), [TensorEntry("w", FLOAT32, array.shape, source)]), FLOAT16).values()
     return entry
 
 
@@ -104,8 +103,8 @@ def test_small_tensors_of_another_type_among_others(tmp_path: Path) -> None:
     count, path = 600, tmp_path / "source"
     content = np.random.default_rng(3).standard_normal((count, 8)).astype(np.float32)
     content.tofile(path)
-    tensors = Tensors(str(path))
-    kind = tensors.kind(Kind(FLOAT32, (8,)))
+    tensors = TensorTable(str(path))
+    kind = tensors.kind(TensorType(FLOAT32, (8,)))
     for number in range(count):
         tensors.add(f"w{number}", kind, 32 * number)
     box = Box.whole((8,))
@@ -113,7 +112,7 @@ def test_small_tensors_of_another_type_among_others(tmp_path: Path) -> None:
         Group(
             SpecKind(seen.kinds[0].dtype, (8,), box),
             [f"w{number}" for number in range(first, count, 2)],
-            (Route(0, box, box, seen, range(first, count, 2)),),
+            (ReadGroup(0, box, box, seen, range(first, count, 2)),),
         )
         for first, seen in ((0, tensors), (1, converted(tensors, FLOAT16)))
     ]
@@ -146,8 +145,8 @@ def test_a_chunk_is_decoded_once(tmp_path: Path) -> None:
         boxes.append(box)
         return values[box.start[0] : box.stop[0], box.start[1] : box.stop[1]].view(np.uint32)
 
-    stored = TensorEntry("w", FLOAT32, values.shape, Decoded("none", read, (512, 1024), 0, 0))
-    (entry,) = converted(Tensors("none", [stored]), FLOAT16).values()
+    stored = TensorEntry("w", FLOAT32, values.shape, LibraryRead("none", read, (512, 1024), 0, 0))
+    (entry,) = converted(TensorTable("none", [stored]), FLOAT16).values()
     tensor, spec = whole(entry)
     target = reserved(tmp_path / "target", spec)
     fill(planned(tensor), target)
@@ -161,8 +160,8 @@ def test_memory_does_not_grow_with_the_tensor(tmp_path: Path, turned: bool) -> N
     path = tmp_path / "source"
     with path.open("wb") as stream:
         stream.truncate(8 * shape[0] * shape[1])
-    stored = TensorEntry("w", BY_NAME["float64"], shape, Segments((ByteRange(str(path), 0, 96 * MIB),)))
-    (entry,) = converted(Tensors(str(path), [stored]), BY_NAME["bfloat16"]).values()
+    stored = TensorEntry("w", BY_NAME["float64"], shape, ByteRanges((ByteRange(str(path), 0, 96 * MIB),)))
+    (entry,) = converted(TensorTable(str(path), [stored]), BY_NAME["bfloat16"]).values()
     box, to = Box.whole(shape), Box.whole(shape[::-1])
     spec = TensorSpec("w", entry.dtype, to.shape if turned else shape, to if turned else box)
     copy = Copy(0, entry, box, box, to, (1, 0)) if turned else Copy(0, entry, box, box)
@@ -184,8 +183,8 @@ def test_turned_and_converted_at_once(tmp_path: Path, shape: tuple[int, ...], dt
     """Such a tensor passes through more than one buffer, of which none may take another's place."""
     path, values = tmp_path / "source", np.random.default_rng(9).standard_normal(shape).astype(np.float32)
     values.tofile(path)
-    stored = TensorEntry("w", FLOAT32, shape, Segments((ByteRange(str(path), 0, values.nbytes),)))
-    (entry,) = converted(Tensors(str(path), [stored]), BY_NAME[dtype]).values()
+    stored = TensorEntry("w", FLOAT32, shape, ByteRanges((ByteRange(str(path), 0, values.nbytes),)))
+    (entry,) = converted(TensorTable(str(path), [stored]), BY_NAME[dtype]).values()
     box, to, order = Box.whole(shape), Box.whole(shape[::-1]), tuple(reversed(range(len(shape))))
     spec = TensorSpec("w", entry.dtype, to.shape, to)
     target = reserved(tmp_path / "target", spec)
@@ -198,8 +197,8 @@ def test_elements_are_read_wherever_they_begin(tmp_path: Path, offset_bytes: int
     """All of them become what they should, NaNs among them, and only what is asked for is read."""
     path, bits = tmp_path / "source", np.random.default_rng(7).integers(0, 1 << 32, (600, 1024), np.uint32)
     path.write_bytes(bytes(offset_bytes) + bits.tobytes())
-    stored = TensorEntry("w", FLOAT32, bits.shape, Segments((ByteRange(str(path), offset_bytes, bits.nbytes),)))
-    (entry,) = converted(Tensors(str(path), [stored]), BY_NAME["bfloat16"]).values()
+    stored = TensorEntry("w", FLOAT32, bits.shape, ByteRanges((ByteRange(str(path), offset_bytes, bits.nbytes),)))
+    (entry,) = converted(TensorTable(str(path), [stored]), BY_NAME["bfloat16"]).values()
     whole_box, box = Box.whole(bits.shape), Box((100, 0), (600, 1024))
     spec = TensorSpec("w", entry.dtype, bits.shape, box)
     target = reserved(tmp_path / "target", spec)
@@ -217,7 +216,7 @@ def test_an_error_while_converting_is_what_it_was(tmp_path: Path, monkeypatch: p
     """Nothing that was open for the conversion makes another error of it."""
     tensor, spec = whole(in_file(tmp_path / "source", np.zeros((256, 1024))))
     target = reserved(tmp_path / "target", spec)
-    monkeypatch.setattr(floats, "_TINY", np.zeros(1))
+    monkeypatch.setattr(elements, "_TINY", np.zeros(1))
     with pytest.raises(ReshardError, match="subnormal"):
         fill(planned(tensor), target)
 

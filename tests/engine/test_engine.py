@@ -17,22 +17,21 @@ from support.examples import many
 from support.float_oracle import TYPES, became
 from support.plans import planned_singly
 
+from reshard_mpi.engine import elements, tiles, transfer
 from reshard_mpi.engine import files as engine_files
 from reshard_mpi.engine import gather as engine_gather
-from reshard_mpi.engine import placing, spacing, transfer
 from reshard_mpi.engine import tiles as engine_tiles
-from reshard_mpi.engine.arrays import load_shard
-from reshard_mpi.engine.comparing import first_difference
+from reshard_mpi.engine.compare import first_difference
 from reshard_mpi.engine.files import ByteRuns, Files, Traffic
+from reshard_mpi.engine.gather import load_shard
 from reshard_mpi.engine.sums import copies_and_target, sum_shard
 from reshard_mpi.engine.transfer import write_shard
 from reshard_mpi.errors import ShardError
-from reshard_mpi.formats.columns import TensorEntry, Tensors
+from reshard_mpi.formats.derived import constant, converted
 from reshard_mpi.formats.dtypes import BY_NAME, FLOATS, DType
-from reshard_mpi.formats.manifest import Manifest, ShardIdentity
-from reshard_mpi.formats.places import ByteRange, Decoded, Segments, Strided
-from reshard_mpi.formats.specs import TensorSpec
-from reshard_mpi.formats.views import constant, converted
+from reshard_mpi.formats.locations import ByteRange, ByteRanges, LibraryRead, StridedView
+from reshard_mpi.formats.manifest import Manifest, ShardIdentity, TensorSpec
+from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
 from reshard_mpi.planning.model import Check, Copy, Limits, RankPlan, TensorPlan
 from reshard_mpi.sharding.box import Box
 
@@ -93,7 +92,7 @@ def plans(draw: st.DrawFn, folder: Path) -> Drawn:
             held = _around(draw, region, shape)
             copy = Copy(number, _source(draw, path, stored, _cut(array, held)), held, region)
         if stored != dtype:
-            (entry,) = converted(Tensors(str(path), [copy.source]), dtype).values()
+            (entry,) = converted(TensorTable(str(path), [copy.source]), dtype).values()
             copy = copy._replace(source=entry)
             all_too_large += too_large
         copies.append(copy)
@@ -106,8 +105,8 @@ def plans(draw: st.DrawFn, folder: Path) -> Drawn:
     for length in draw(cut_bytes(spec.size_bytes)):
         ranges.append(ByteRange(str(path), offset, length))
         offset += length + 7
-    entry = TensorEntry("w", dtype, target.shape, Segments(tuple(ranges)))
-    return Drawn(plan, Manifest(str(path), "none", Tensors(str(path), [entry])), content, all_too_large)
+    entry = TensorEntry("w", dtype, target.shape, ByteRanges(tuple(ranges)))
+    return Drawn(plan, Manifest(str(path), "none", TensorTable(str(path), [entry])), content, all_too_large)
 
 
 def _elements(draw: st.DrawFn, dtype: DType, shape: tuple[int, ...]) -> np.ndarray:
@@ -195,7 +194,7 @@ def _strided(draw: st.DrawFn, path: Path, dtype: DType, held: np.ndarray) -> Ten
     path.write_bytes(b"abc" + content)
     offset_bytes = 3 + sum(map(int, np.multiply(before, whole.strides)))
     strides_bytes = tuple(steps[axis] for axis in range(held.ndim))
-    return TensorEntry("w", dtype, held.shape, Strided(str(path), offset_bytes, strides_bytes, swapped))
+    return TensorEntry("w", dtype, held.shape, StridedView(str(path), offset_bytes, strides_bytes, swapped))
 
 
 def _source(draw: st.DrawFn, path: Path, dtype: DType, held: np.ndarray) -> TensorEntry:
@@ -204,7 +203,7 @@ def _source(draw: st.DrawFn, path: Path, dtype: DType, held: np.ndarray) -> Tens
     if kind == "decoded":
         raw = np.frombuffer(content, held.dtype).reshape(held.shape)
         chunk = tuple(draw(st.integers(1, 4)) for _ in held.shape)
-        return TensorEntry("w", dtype, held.shape, Decoded(str(path), lambda box: _cut(raw, box), chunk, 0, 0))
+        return TensorEntry("w", dtype, held.shape, LibraryRead(str(path), lambda box: _cut(raw, box), chunk, 0, 0))
     if kind == "strided":
         return _strided(draw, path, dtype, held)
     if kind == "swapped":
@@ -217,7 +216,7 @@ def _source(draw: st.DrawFn, path: Path, dtype: DType, held: np.ndarray) -> Tens
             stream.write(content[done : done + length])
             ranges.append(ByteRange(str(path), offset, length))
             offset += length + 5
-    return TensorEntry("w", dtype, held.shape, Segments(tuple(ranges), swapped=kind == "swapped"))
+    return TensorEntry("w", dtype, held.shape, ByteRanges(tuple(ranges), swapped=kind == "swapped"))
 
 
 def _cut(array: np.ndarray, box: Box) -> np.ndarray:
@@ -293,10 +292,10 @@ def test_every_path_moves_the_same_bytes(
         patch.setattr(engine_files, "_MAX_VECTOR", vector)
         patch.setattr(engine_gather, "_FAR_APART", far_apart)
         patch.setattr(engine_gather, "_MIN_RUN_APART_BYTES", run_bytes)
-        patch.setattr(placing, "_BLOCK_ACROSS", block_across)
-        patch.setattr(placing, "_BLOCK_ALONG", 2)
+        patch.setattr(elements, "_BLOCK_ACROSS", block_across)
+        patch.setattr(elements, "_BLOCK_ALONG", 2)
         patch.setattr(engine_tiles, "_PAGE_BYTES", page_bytes)
-        patch.setattr(spacing, "_SPACE_BYTES", space_bytes)
+        patch.setattr(tiles, "_SPACE_BYTES", space_bytes)
         patch.setattr(engine_gather, "_MIN_RUN_BYTES", run_bytes)
         patch.setattr(engine_gather, "_CONVERTED_BYTES", converted_bytes)
         patch.setattr(engine_gather, "_JOINED_BYTES", converted_bytes)
@@ -348,7 +347,7 @@ def test_first_difference_is_the_first(data: st.DataObject, limits: Limits) -> N
         for rank, array in enumerate((first, first, second)):
             path = Path(name, str(rank))
             path.write_bytes(array.tobytes())
-            source = Segments((ByteRange(str(path), 0, array.size),))
+            source = ByteRanges((ByteRange(str(path), 0, array.size),))
             copies.append(Copy(rank, TensorEntry("w", BY_NAME["uint8"], shape, source), box, box))
         difference = first_difference(Check("w", tuple(copies), refuse=True, why=""), limits=limits)
     assert difference == ((copies[2], at) if differs else None)
@@ -404,7 +403,7 @@ def test_compressed_source_that_cannot_be_read_is_named() -> None:
         raise OSError("Can't read data (inflate() failed)")
 
     whole = Box((0,), (4,))
-    source = TensorEntry("w", BY_NAME["uint8"], (4,), Decoded("rank_3", read, (4,), 0, 0))
+    source = TensorEntry("w", BY_NAME["uint8"], (4,), LibraryRead("rank_3", read, (4,), 0, 0))
     plan = RankPlan(
         0,
         0,
@@ -443,13 +442,13 @@ def test_only_what_a_process_fills_is_read_ahead(
     size, box = 1 << 18, Box.whole((1 << 18,))
     target = tmp_path / "target"
     target.write_bytes(bytes(2 * size))
-    tensors, places = [], Tensors(str(target))
+    tensors, places = [], TensorTable(str(target))
     for number, name in enumerate("ab"):
         path = tmp_path / name
         path.write_bytes(bytes([number + 1]) * (size + 1))
-        source = TensorEntry(name, BY_NAME["uint8"], box.shape, Segments((ByteRange(str(path), 1, size),)))
+        source = TensorEntry(name, BY_NAME["uint8"], box.shape, ByteRanges((ByteRange(str(path), 1, size),)))
         tensors.append(TensorPlan(TensorSpec(name, BY_NAME["uint8"], box.shape, box), (Copy(0, source, box, box),)))
-        place = Segments((ByteRange(str(target), number * size, size),))
+        place = ByteRanges((ByteRange(str(target), number * size, size),))
         places.add_entry(TensorEntry(name, BY_NAME["uint8"], box.shape, place))
     plan = RankPlan(0, 0, NOWHERE, planned_singly(tensors), {}, (), (), (), (), frozenset())
     seen = []

@@ -12,8 +12,8 @@ import pytest
 from support.examples import few
 from support.float_oracle import FORMS, TYPES, Form, became, nearest, value
 
-from reshard_mpi.engine import floats
-from reshard_mpi.engine.floats import convert
+from reshard_mpi.engine import elements as floats
+from reshard_mpi.engine.elements import convert
 from reshard_mpi.errors import ReshardError
 from reshard_mpi.formats.dtypes import BY_NAME, FLOATS
 

@@ -15,19 +15,18 @@ from hypothesis.extra import numpy as hnp
 from support.examples import many
 from support.float_oracle import FORMS, became
 
-from reshard_mpi.engine.comparing import first_same
+from reshard_mpi.engine.compare import first_same
+from reshard_mpi.engine.elements import raw_dtype
 from reshard_mpi.engine.files import Files
-from reshard_mpi.engine.gather import gather
-from reshard_mpi.engine.joining import Joining
-from reshard_mpi.engine.placing import raw_dtype
-from reshard_mpi.engine.regions import fill
-from reshard_mpi.formats.columns import TensorEntry, Tensors
+from reshard_mpi.engine.gather import Reduction, gather
+from reshard_mpi.engine.read import fill
+from reshard_mpi.formats.derived import JoinedTensors, converted
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.places import ByteRange, Converted, Decoded, Joined, Segments, Strided
-from reshard_mpi.formats.views import JoinedTensors, converted
+from reshard_mpi.formats.locations import ByteRange, ByteRanges, Converted, LibraryRead, Reduced, StridedView
+from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
 from reshard_mpi.planning.model import Check, Copy, Limits
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.units import MIB
+from reshard_mpi.text import MIB
 
 FLOAT32, FLOAT16 = BY_NAME["float32"], BY_NAME["float16"]
 LIMITS = Limits(2 * MIB, 16 * MIB)
@@ -74,7 +73,7 @@ def test_each_element_is_as_by_hand(name: str, is_mean: bool, data: st.DataObjec
     dtype = BY_NAME[name]
     bits = st.integers(0, (1 << 8 * dtype.itemsize_bytes) - 1)
     parts = [data.draw(hnp.arrays(raw_dtype(dtype), size, elements=bits)) for _ in range(count)]
-    joining = Joining(dtype, size, is_mean=is_mean)
+    joining = Reduction(dtype, size, is_mean=is_mean)
     for part in parts:
         joining.add(part)
     elements, too_large = joining.joined()
@@ -93,7 +92,7 @@ def test_what_is_no_number_is_always_the_same_nan() -> None:
         if first == second:
             continue
         for is_mean in (False, True):
-            joining = Joining(FLOAT32, 1, is_mean=is_mean)
+            joining = Reduction(FLOAT32, 1, is_mean=is_mean)
             joining.add(np.array([first]))
             joining.add(np.array([second]))
             assert joining.joined()[0].tolist() == [0x7FC00000]
@@ -101,7 +100,7 @@ def test_what_is_no_number_is_always_the_same_nan() -> None:
 
 def test_a_mean_leaves_what_is_the_same() -> None:
     same = np.array([0x7F7FFFFF, 0x80000000, 0x7F800001, 0xFF800000, 0x3DCCCCCD], np.uint32)
-    joining = Joining(FLOAT32, len(same), is_mean=True)
+    joining = Reduction(FLOAT32, len(same), is_mean=True)
     for _ in range(7):
         joining.add(same)
     elements, too_large = joining.joined()
@@ -113,7 +112,7 @@ def test_other_orders_are_other_sums() -> None:
     values = [np.array([value], np.float32).view(np.uint32) for value in (1e8, 1.0, -1e8)]
     sums = []
     for order in ((0, 1, 2), (0, 2, 1)):
-        joining = Joining(FLOAT32, 1, is_mean=False)
+        joining = Reduction(FLOAT32, 1, is_mean=False)
         for number in order:
             joining.add(values[number])
         sums.append(float(joining.joined()[0].view(np.float32)[0]))
@@ -123,12 +122,12 @@ def test_other_orders_are_other_sums() -> None:
 # Wherever the tensors are
 
 
-def in_file(path: Path, array: np.ndarray) -> Segments:
+def in_file(path: Path, array: np.ndarray) -> ByteRanges:
     array.tofile(path)
-    return Segments((ByteRange(str(path), 0, array.nbytes),))
+    return ByteRanges((ByteRange(str(path), 0, array.nbytes),))
 
 
-def places(folder: Path, arrays: list[np.ndarray]) -> tuple[Joined, list[Box]]:
+def places(folder: Path, arrays: list[np.ndarray]) -> tuple[Reduced, list[Box]]:
     """Put the same array of each of four kinds: as it is, of the other byte order, turned, and decoded in chunks."""
     plain, other, turned, chunked = arrays
     read: list[Box] = []
@@ -140,9 +139,9 @@ def places(folder: Path, arrays: list[np.ndarray]) -> tuple[Joined, list[Box]]:
 
     swapped = in_file(folder / "other", other.byteswap())._replace(swapped=True)
     np.ascontiguousarray(turned.T).tofile(folder / "turned")
-    strided = Strided(str(folder / "turned"), 0, (4, 4 * turned.shape[0]))
-    decoded = Decoded("chunks", decode, (7, chunked.shape[1]), 1000, 1000)
-    return Joined((in_file(folder / "plain", plain), swapped, strided, decoded), False), read
+    strided = StridedView(str(folder / "turned"), 0, (4, 4 * turned.shape[0]))
+    decoded = LibraryRead("chunks", decode, (7, chunked.shape[1]), 1000, 1000)
+    return Reduced((in_file(folder / "plain", plain), swapped, strided, decoded), False), read
 
 
 @pytest.mark.parametrize("is_turned", [False, True])
@@ -174,7 +173,7 @@ def test_blocks_do_not_change_it(cut: int) -> None:
         arrays = [random.standard_normal(253).astype(np.float16) for _ in range(3)]
         sources = tuple(in_file(Path(folder, str(number)), array) for number, array in enumerate(arrays))
         box = Box.whole((253,))
-        copy = Copy(0, TensorEntry("g", FLOAT16, (253,), Joined(sources, True)), box, box)
+        copy = Copy(0, TensorEntry("g", FLOAT16, (253,), Reduced(sources, True)), box, box)
         whole, first, second = bytearray(506), bytearray(2 * cut), bytearray(2 * (253 - cut))
         with Files() as files:
             fill(files, copy, box, memoryview(whole), LIMITS)
@@ -184,19 +183,19 @@ def test_blocks_do_not_change_it(cut: int) -> None:
 
 
 def test_the_view_of_several_shards() -> None:
-    def shard(path: str, *names: str) -> Tensors:
-        return Tensors(
+    def shard(path: str, *names: str) -> TensorTable:
+        return TensorTable(
             path,
             [
-                TensorEntry(name, FLOAT32, (2, 3), Segments((ByteRange(path, 24 * number, 24),)))
+                TensorEntry(name, FLOAT32, (2, 3), ByteRanges((ByteRange(path, 24 * number, 24),)))
                 for number, name in enumerate(names)
             ],
         )
 
     shards = [shard("a", "v", "w"), shard("b", "w", "more", "v")]
     seen = JoinedTensors(["w", "v"], shards, is_mean=True)
-    assert seen.source(0) == Joined((shards[0]["w"].source, shards[1]["w"].source), True)
-    assert seen.source(1) == Joined((shards[0]["v"].source, shards[1]["v"].source), True)
+    assert seen.source(0) == Reduced((shards[0]["w"].source, shards[1]["w"].source), True)
+    assert seen.source(1) == Reduced((shards[0]["v"].source, shards[1]["v"].source), True)
     assert seen.element_bytes([0, 1]) == 16 and seen.tables == (seen, *shards)
     assert seen == JoinedTensors(["w", "v"], shards, is_mean=True) != JoinedTensors(["w", "v"], shards, is_mean=False)
     half = converted(seen, FLOAT16)

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import many
 
-from reshard_mpi.engine import regions
-from reshard_mpi.formats.columns import TensorEntry
+from reshard_mpi.engine import read
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.places import ByteRange, Segments
+from reshard_mpi.formats.locations import ByteRange, ByteRanges
+from reshard_mpi.formats.tensor_table import TensorEntry
 from reshard_mpi.planning.model import Copy
 from reshard_mpi.sharding.box import Box
 
@@ -29,7 +29,7 @@ def placed(draw: st.DrawFn) -> tuple[Copy, Box]:
         for side in (0, 1)
     )
     size_bytes = 4 * source.size
-    entry = TensorEntry("w", BY_NAME["int32"], source.shape, Segments((ByteRange("w", 0, size_bytes),)))
+    entry = TensorEntry("w", BY_NAME["int32"], source.shape, ByteRanges((ByteRange("w", 0, size_bytes),)))
     return Copy(0, entry, source, Box(tuple(start), tuple(stop))), place
 
 
@@ -37,10 +37,10 @@ def placed(draw: st.DrawFn) -> tuple[Copy, Box]:
 @given(drawn=placed(), buffer_bytes=st.integers(4, 1 << 14))
 def test_numpy_is_announced(drawn: tuple[Copy, Box], buffer_bytes: int) -> None:
     copy, place = drawn
-    if regions.takes_numpy(copy, place, buffer_bytes):
+    if read.takes_numpy(copy, place, buffer_bytes):
         return
     for block in place.blocks(buffer_bytes // 4):
         part = copy.meeting(block)
         if part is not None:
             strides = part.strides(block)
-            assert strides.size <= regions._FEW_RUNS * strides.run_length
+            assert strides.size <= read._FEW_RUNS * strides.run_length

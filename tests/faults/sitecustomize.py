@@ -91,7 +91,7 @@ def _register() -> None:
 
 
 # The process that reads foreign HDF5 may not write at all, not even what is counted here; it ends with its parent.
-if _counter and not any("hdf5.child" in word for word in sys.orig_argv):
+if _counter and not any("hdf5.sandbox_child" in word for word in sys.orig_argv):
     _register()
     os.register_at_fork(after_in_child=_register)
     for _name in _BY_DESCRIPTOR:
@@ -99,9 +99,9 @@ if _counter and not any("hdf5.child" in word for word in sys.orig_argv):
     os.open = _open_below
     sys.addaudithook(_hook)
 if "FAULT_CUT" in os.environ:
-    from reshard_mpi.runs import division
+    from reshard_mpi.runs import scheduling
 
-    division.CUT_BYTES = int(os.environ["FAULT_CUT"])
+    scheduling.CUT_BYTES = int(os.environ["FAULT_CUT"])
 if _on == "mapped":
     from reshard_mpi.engine import files
 

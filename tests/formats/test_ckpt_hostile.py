@@ -12,10 +12,10 @@ from support import ckpt_peer
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import ckpt, files
-from reshard_mpi.formats.ckpt import writing
+from reshard_mpi.formats.ckpt import writer
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.testing import samples
-from reshard_mpi.testing.samples import Contents, SampleTensor, payload
+from reshard_mpi.testing.samples import SampleTensor, ShardContents, payload
 
 FLOATS = struct.pack("<4f", 1, 2, 3, 4)
 SOUND = ckpt_peer.value("w", (2, 2), "Float32", FLOATS)
@@ -212,8 +212,8 @@ def test_a_payload_that_ends_like_a_trailer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cut_bytes", [1, 7, 23, 24, 25])
 def test_large_tensors_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut_bytes: int) -> None:
-    monkeypatch.setattr(writing, "CUT_BYTES", cut_bytes)
-    contents = Contents.of(
+    monkeypatch.setattr(writer, "CUT_BYTES", cut_bytes)
+    contents = ShardContents.of(
         [SampleTensor.random("w", BY_NAME["float64"], (3,)), SampleTensor.random("b", BY_NAME["int8"], (0,))]
     )
     path = tmp_path / "shard.ckpt"

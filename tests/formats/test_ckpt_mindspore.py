@@ -13,7 +13,7 @@ from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import ckpt
 from reshard_mpi.formats.dtypes import BY_NAME, to_numpy
 from reshard_mpi.testing import samples
-from reshard_mpi.testing.samples import Contents, SampleTensor
+from reshard_mpi.testing.samples import SampleTensor, ShardContents
 
 pytest.importorskip("mindspore")
 import mindspore as ms
@@ -44,7 +44,7 @@ def test_we_locate_what_mindspore_saves(tmp_path: Path, name: str, shape: tuple[
     path = tmp_path / "w.ckpt"
     sample = SampleTensor.random("layer.w", BY_NAME[name], shape)
     save(path, [sample])
-    assert samples.contents_of(ckpt.locate(str(path))) == Contents.of([sample])
+    assert samples.contents_of(ckpt.locate(str(path))) == ShardContents.of([sample])
 
 
 @pytest.mark.parametrize("name", LOADABLE)
@@ -52,7 +52,7 @@ def test_we_locate_what_mindspore_saves(tmp_path: Path, name: str, shape: tuple[
 def test_mindspore_loads_what_we_write(tmp_path: Path, name: str, shape: tuple[int, ...]) -> None:
     path = tmp_path / "w.ckpt"
     sample = SampleTensor.random("layer.w", BY_NAME[name], shape)
-    samples.write(ckpt, str(path), Contents.of([sample]))
+    samples.write(ckpt, str(path), ShardContents.of([sample]))
     loaded = ms.load_checkpoint(str(path))["layer.w"]
     assert loaded.dtype == tensor_of(sample).dtype and loaded.shape == shape
     assert bytes(loaded.get_bytes()) == sample.content
@@ -63,7 +63,7 @@ def test_our_bytes_are_mindspores(tmp_path: Path) -> None:
     tensors.append(SampleTensor.random("step", BY_NAME["int32"], ()))
     strings = {"note": "é层", "none": ""}
     save(tmp_path / "theirs.ckpt", tensors, append_dict=strings)
-    samples.write(ckpt, str(tmp_path / "ours.ckpt"), Contents.of(tensors, strings))
+    samples.write(ckpt, str(tmp_path / "ours.ckpt"), ShardContents.of(tensors, strings))
     assert (tmp_path / "ours.ckpt").read_bytes() == (tmp_path / "theirs.ckpt").read_bytes()
 
 
@@ -74,9 +74,9 @@ def test_our_cuts_are_mindspores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(ckpt.writing, "CUT_BYTES", 2048)
     sample = SampleTensor.random("w", BY_NAME["float32"], (elements,))
     save(tmp_path / "theirs.ckpt", [sample])
-    samples.write(ckpt, str(tmp_path / "ours.ckpt"), Contents.of([sample]))
+    samples.write(ckpt, str(tmp_path / "ours.ckpt"), ShardContents.of([sample]))
     assert (tmp_path / "ours.ckpt").read_bytes() == (tmp_path / "theirs.ckpt").read_bytes()
-    assert samples.contents_of(ckpt.locate(str(tmp_path / "theirs.ckpt"))) == Contents.of([sample])
+    assert samples.contents_of(ckpt.locate(str(tmp_path / "theirs.ckpt"))) == ShardContents.of([sample])
     assert bytes(ms.load_checkpoint(str(tmp_path / "ours.ckpt"))["w"].get_bytes()) == sample.content
 
 
@@ -90,7 +90,7 @@ def test_asynchronous_saves_cut_along_rows(
     path = tmp_path / "w.ckpt"
     save(path, [sample], async_save="thread")
     serialization._wait_async_thread_save_ckpt()
-    assert samples.contents_of(ckpt.locate(str(path))) == Contents.of([sample])
+    assert samples.contents_of(ckpt.locate(str(path))) == ShardContents.of([sample])
 
 
 @pytest.mark.parametrize("name", ["int4", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "hifloat8"])
@@ -147,7 +147,7 @@ def test_encrypted_checkpoints_are_refused(tmp_path: Path, mode: str) -> None:
 
 def test_mindspore_loads_a_large_tree_of_ours(tmp_path: Path) -> None:
     tensors = [SampleTensor.random(f"net.{i}.w", BY_NAME["bfloat16"], (i % 7 + 1, 33)) for i in range(300)]
-    samples.write(ckpt, str(tmp_path / "w.ckpt"), Contents.of(tensors))
+    samples.write(ckpt, str(tmp_path / "w.ckpt"), ShardContents.of(tensors))
     loaded = ms.load_checkpoint(str(tmp_path / "w.ckpt"))
     assert list(loaded) == [t.name for t in tensors]
     for tensor in tensors:

@@ -9,17 +9,17 @@ from support import ckpt_peer, hdf5_peer, safetensors_peer, torch_peer
 from reshard_mpi.formats import ckpt, hdf5, safetensors, torch
 from reshard_mpi.formats.safetensors import huggingface
 from reshard_mpi.testing.conformance import FormatConformance
-from reshard_mpi.testing.samples import Contents
+from reshard_mpi.testing.samples import ShardContents
 
 
 class TestCheckpoint(FormatConformance):
     module = ckpt
     counts_itself = False
 
-    def write_independently(self, path: Path, contents: Contents) -> None:
+    def write_independently(self, path: Path, contents: ShardContents) -> None:
         ckpt_peer.write(path, contents)
 
-    def read_independently(self, path: Path) -> Contents:
+    def read_independently(self, path: Path) -> ShardContents:
         return ckpt_peer.read(path)
 
 
@@ -31,17 +31,17 @@ class TestCheckpointInPieces(TestCheckpoint):
     test_both_routes_read_what_is_written = test_knowing_another_shard_makes_no_difference = None
     test_says_how_large_it_becomes = None
 
-    def write_independently(self, path: Path, contents: Contents) -> None:
+    def write_independently(self, path: Path, contents: ShardContents) -> None:
         ckpt_peer.write(path, contents, pieces=3)
 
 
 class TestHDF5(FormatConformance):
     module = hdf5
 
-    def write_independently(self, path: Path, contents: Contents) -> None:
+    def write_independently(self, path: Path, contents: ShardContents) -> None:
         hdf5_peer.write(path, contents)
 
-    def read_independently(self, path: Path) -> Contents:
+    def read_independently(self, path: Path) -> ShardContents:
         return hdf5_peer.read(path, is_whole=True)
 
 
@@ -53,7 +53,7 @@ class TestCompressedHDF5(TestHDF5):
     test_both_routes_read_what_is_written = test_knowing_another_shard_makes_no_difference = None
     test_says_how_large_it_becomes = None
 
-    def write_independently(self, path: Path, contents: Contents) -> None:
+    def write_independently(self, path: Path, contents: ShardContents) -> None:
         hdf5_peer.write(path, contents, compression="gzip", shuffle=True, fletcher32=True)
 
 
@@ -62,10 +62,10 @@ class TestSafetensors(FormatConformance):
     keeps_order = False
     cannot_hold = frozenset({"complex128", "hifloat8"})
 
-    def write_independently(self, path: Path, contents: Contents) -> None:
+    def write_independently(self, path: Path, contents: ShardContents) -> None:
         safetensors_peer.write(path, contents)
 
-    def read_independently(self, path: Path) -> Contents:
+    def read_independently(self, path: Path) -> ShardContents:
         return safetensors_peer.read(path)
 
 
@@ -84,8 +84,8 @@ class TestTorch(FormatConformance):
     module = torch
     cannot_hold = torch_peer.CANNOT_HOLD
 
-    def write_independently(self, path: Path, contents: Contents) -> None:
+    def write_independently(self, path: Path, contents: ShardContents) -> None:
         torch_peer.write(path, contents)
 
-    def read_independently(self, path: Path) -> Contents:
+    def read_independently(self, path: Path) -> ShardContents:
         return torch_peer.read(path)

@@ -27,14 +27,14 @@ from reshard_mpi import transform
 from reshard_mpi.errors import CoverageError
 from reshard_mpi.formats import dcp
 from reshard_mpi.formats.dcp import metadata
-from reshard_mpi.formats.dcp.states import States
+from reshard_mpi.formats.dcp.bulk_metadata import States
 from reshard_mpi.formats.nest import NEST
-from reshard_mpi.formats.nest.order import decoded, parsed
-from reshard_mpi.formats.torch.pickles import load
-from reshard_mpi.formats.torch.readers import PLAIN_CALLS, Readers, no_persistent_ids
+from reshard_mpi.formats.nest.nodes import decoded, parsed
+from reshard_mpi.formats.torch.pickle_hooks import PLAIN_CALLS, PickleHooks, no_persistent_ids
 from reshard_mpi.formats.torch.tensors import SIZE, numbers
+from reshard_mpi.formats.torch.unpickler import load
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.testing.checkpoints import Arrays, CheckpointConformance
+from reshard_mpi.testing.checkpoints import ArraysByName, CheckpointConformance
 
 GOLDEN = Path(__file__).parent / "golden" / "dcp"
 EXPECTED = json.loads((GOLDEN / "expected.json").read_text())
@@ -88,7 +88,7 @@ def test_its_files() -> None:
 class TestPieces(CheckpointConformance):
     """Random chunks in random files, some of which overlap."""
 
-    def write(self, folder: Path, arrays: Arrays, data: st.DataObject) -> None:
+    def write(self, folder: Path, arrays: ArraysByName, data: st.DataObject) -> None:
         files = data.draw(st.integers(1, 3))
         tensors = {}
         for name, array in arrays.items():
@@ -200,7 +200,7 @@ def listings(draw: st.DrawFn) -> dcp_peer.Metadata:
     return dcp_peer.Metadata(entries, {name: (name, 1) for name in names}, places)
 
 
-def said(content: bytes, readers: Readers) -> Any:
+def said(content: bytes, readers: PickleHooks) -> Any:
     """Return what metadata says, or what is wrong with it."""
     root, end = load(content, readers=readers)
     try:
@@ -215,8 +215,8 @@ def said(content: bytes, readers: Readers) -> Any:
 def test_many_at_once_are_read_as_one_by_one(listing: dcp_peer.Metadata, protocol: int, in_c: bool) -> None:
     content = dcp_peer.dumps(listing, protocol, in_c=in_c)
     calls = {**PLAIN_CALLS, SIZE: numbers}
-    one_by_one = said(content, Readers(no_persistent_ids, calls))
-    assert said(content, Readers(no_persistent_ids, calls, States().readers)) == one_by_one
+    one_by_one = said(content, PickleHooks(no_persistent_ids, calls))
+    assert said(content, PickleHooks(no_persistent_ids, calls, States().readers)) == one_by_one
 
 
 def test_many_are_read_at_once() -> None:
@@ -245,7 +245,7 @@ def test_many_are_read_at_once() -> None:
         return read
 
     objects = {name: counting(reader) for name, reader in states.readers.items()}
-    found = said(content, Readers(no_persistent_ids, {**PLAIN_CALLS, SIZE: numbers}, objects))
+    found = said(content, PickleHooks(no_persistent_ids, {**PLAIN_CALLS, SIZE: numbers}, objects))
     assert len(found.items) == 800 and len(found.entries) == 400
     assert calls < 450
 

@@ -22,12 +22,11 @@ from reshard_mpi.errors import DisagreementError, ShardError, TargetError
 from reshard_mpi.formats import dcp
 from reshard_mpi.formats.dcp.layout import of_tensor
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.manifest import ShardIdentity
+from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.formats.nest import NEST
-from reshard_mpi.formats.specs import ShardSpec, TensorSpec
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.testing import samples, strategies
-from reshard_mpi.testing.samples import Contents, SampleTensor
+from reshard_mpi.testing.samples import SampleTensor, ShardContents
 
 GOLDEN = Path(__file__).parent / "golden" / "dcp"
 FLOAT = BY_NAME["float32"]
@@ -276,16 +275,16 @@ def test_large_payloads_begin_at_blocks() -> None:
     assert (small.start_behind(1) + len(small.head)) % 64 == 0
 
 
-def samples_kind(length: int) -> dcp.layout.Kind:
-    return dcp.layout.Kind(FLOAT, (length,))
+def samples_kind(length: int) -> dcp.layout.TensorType:
+    return dcp.layout.TensorType(FLOAT, (length,))
 
 
 @many(60)
 @given(contents=strategies.contents())
-def test_any_contents_come_back(tmp_path_factory: pytest.TempPathFactory, contents: Contents) -> None:
+def test_any_contents_come_back(tmp_path_factory: pytest.TempPathFactory, contents: ShardContents) -> None:
     held = [tensor for tensor in contents.tensors.values() if tensor.dtype.name not in torch_peer.CANNOT_HOLD]
     texts = {name: text for name, text in contents.strings.items() if name != NEST}
-    contents = Contents.of(held, texts)
+    contents = ShardContents.of(held, texts)
     folder = tmp_path_factory.mktemp("any")
     path = folder / "__0_0.distcp"
     samples.write(dcp, str(path), contents)
@@ -301,7 +300,7 @@ def test_any_contents_come_back(tmp_path_factory: pytest.TempPathFactory, conten
 
 def test_a_file_that_ends_early(tmp_path: Path) -> None:
     path = tmp_path / "__0_0.distcp"
-    samples.write(dcp, str(path), Contents.of([SampleTensor.random("w", FLOAT, (3,))], {"note": "text"}))
+    samples.write(dcp, str(path), ShardContents.of([SampleTensor.random("w", FLOAT, (3,))], {"note": "text"}))
     whole = path.read_bytes()
     for length in range(1, len(whole), 97):
         path.write_bytes(whole[:length])

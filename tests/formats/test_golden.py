@@ -6,12 +6,11 @@ from pathlib import Path
 
 from reshard_mpi.formats import ckpt, hdf5
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.manifest import ShardIdentity
+from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.formats.protocol import reserve_file, seal_file
-from reshard_mpi.formats.specs import ShardSpec, TensorSpec
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.testing import samples
-from reshard_mpi.testing.samples import Contents, SampleTensor
+from reshard_mpi.testing.samples import SampleTensor, ShardContents
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -57,8 +56,8 @@ def native_spec() -> ShardSpec:
     return ShardSpec(IDENTITY, (*halves, *rest), STRINGS)
 
 
-def contents() -> Contents:
-    return Contents.of([*PARTS.values(), SCALAR, EMPTY], STRINGS)
+def contents() -> ShardContents:
+    return ShardContents.of([*PARTS.values(), SCALAR, EMPTY], STRINGS)
 
 
 def test_native_hdf5_version_1() -> None:

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from reshard_mpi.formats import hdf5
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.hdf5 import calls, writing
-from reshard_mpi.formats.manifest import ShardIdentity
+from reshard_mpi.formats.hdf5 import writer
+from reshard_mpi.formats.hdf5 import writer as writing
+from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.formats.protocol import reserve_file
-from reshard_mpi.formats.specs import ShardSpec, TensorSpec
 from reshard_mpi.sharding.box import Box
 
 SAMPLE = [TensorSpec(f"{layer}/w", BY_NAME["float32"], (4, 4), Box((0, 2), (4, 4))) for layer in range(20)]
@@ -43,9 +43,9 @@ def reserved(path: Path, tensors: list[TensorSpec]) -> bytes:
 @given(tensors=specs())
 def test_both_ways_write_the_same_bytes(tensors: list[TensorSpec]) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        assert calls.library() is not None
+        assert writer.library() is not None
         content = reserved(Path(folder, "shard.h5"), tensors)
-        patch.setattr(calls, "library", lambda: None)
+        patch.setattr(writer, "library", lambda: None)
         Path(folder, "shard.h5").unlink()
         assert content == reserved(Path(folder, "shard.h5"), tensors)
 
@@ -54,19 +54,19 @@ def test_a_library_without_these_functions_is_reached_through_h5py(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = reserved(tmp_path / "expected.h5", SAMPLE)
-    calls.library.cache_clear()
-    monkeypatch.setattr(calls.ctypes, "PyDLL", lambda _: object())
+    writer.library.cache_clear()
+    monkeypatch.setattr(writer.ctypes, "PyDLL", lambda _: object())
     try:
-        assert calls.library() is None
+        assert writer.library() is None
         assert reserved(tmp_path / "shard.h5", SAMPLE) == expected
     finally:
-        calls.library.cache_clear()
+        writer.library.cache_clear()
 
 
 def test_an_error_says_why(tmp_path: Path) -> None:
     """The cause comes last, as it has the number of a system error, if there is one."""
     file = writing._create(str(tmp_path / "file.h5"))
-    writer = writing._Writer(writing.h5g.open(file, b"/"))
+    writer = writing._NativeWriter(writing.h5g.open(file, b"/"))
     kind = writing.h5t.IEEE_F32LE
     assert writer.tensor(("w",), kind, (3,), ()) > 0
     with pytest.raises(RuntimeError, match="name already exists"):
@@ -77,7 +77,7 @@ def test_an_error_says_why(tmp_path: Path) -> None:
 
 def test_attributes_that_cannot_be_attached_leave_nothing_open(tmp_path: Path) -> None:
     file = writing._create(str(tmp_path / "file.h5"))
-    writer = writing._Writer(writing.h5g.open(file, b"/"))
+    writer = writing._NativeWriter(writing.h5g.open(file, b"/"))
     twice = (writing.attributes.numbers("offset", (1, 2)),) * 2
     with pytest.raises(RuntimeError, match="already exists"):
         writer.tensor(("w",), writing.h5t.IEEE_F32LE, (3,), twice)

@@ -12,7 +12,7 @@ from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.hdf5 import datasets
 from reshard_mpi.formats.hdf5.datasets import Stamp
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.units import MIB
+from reshard_mpi.text import MIB
 
 LENGTH = 3 * MIB
 

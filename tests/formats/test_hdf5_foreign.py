@@ -13,7 +13,7 @@ from support import hdf5_peer
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import hdf5
-from reshard_mpi.formats.places import Decoded, Segments
+from reshard_mpi.formats.locations import ByteRanges, LibraryRead
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.testing.samples import payload
 
@@ -39,9 +39,9 @@ def test_types_byte_orders_and_storage(tmp_path: Path, kind: str, order: str, st
     entry = hdf5.locate(str(path)).tensors["w"]
     assert (entry.dtype.name, entry.shape) == (array.dtype.newbyteorder("=").name, (4, 6))
     assert (entry.box, entry.global_shape) == (None, None)
-    assert isinstance(entry.source, Decoded if storage else Segments)
+    assert isinstance(entry.source, LibraryRead if storage else ByteRanges)
     assert payload(entry) == bits(array)
-    if isinstance(entry.source, Decoded):
+    if isinstance(entry.source, LibraryRead):
         assert entry.source.chunk == storage["chunks"]
         part = entry.source.read(Box((1, 2), (4, 5)))
         assert part.flags.c_contiguous and part.shape == (3, 3)
@@ -70,7 +70,7 @@ def test_every_version_of_the_structure(tmp_path: Path, libver: str, userblock_b
     manifest = hdf5.locate(str(path))
     assert payload(manifest.tensors["folder/w"]) == NUMBERS.tobytes()
     assert payload(manifest.tensors["folder/step"]) == np.int64(3).tobytes()
-    assert manifest.tensors["none"].source == Segments(())
+    assert manifest.tensors["none"].source == ByteRanges(())
     for wrong in (path.read_bytes()[:-1], path.read_bytes() + b"\0"):
         path.write_bytes(wrong)
         with pytest.raises(ShardError, match=r"truncated|after its end"):

@@ -20,16 +20,15 @@ from support import hdf5_peer
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import hdf5
 from reshard_mpi.formats.dtypes import BY_NAME, DType
-from reshard_mpi.formats.hdf5 import index, reading, superblock
-from reshard_mpi.formats.manifest import Manifest, ShardIdentity
-from reshard_mpi.formats.places import ByteRange
+from reshard_mpi.formats.hdf5 import index, reader, shard_file
+from reshard_mpi.formats.locations import ByteRange
+from reshard_mpi.formats.manifest import Manifest, ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.formats.protocol import reserve_file, seal_file
-from reshard_mpi.formats.specs import ShardSpec, TensorSpec
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.testing import samples, strategies
-from reshard_mpi.testing.samples import Contents, SampleTensor
+from reshard_mpi.testing.samples import SampleTensor, ShardContents
 
-CONTENTS = Contents.of(SampleTensor.random(name, BY_NAME["float32"], (3, 5)) for name in "klmnopqrstuvw")
+CONTENTS = ShardContents.of(SampleTensor.random(name, BY_NAME["float32"], (3, 5)) for name in "klmnopqrstuvw")
 
 
 def located(path: Path) -> Manifest | str:
@@ -42,8 +41,8 @@ def located(path: Path) -> Manifest | str:
 def located_by_library(path: Path) -> Manifest | str:
     try:
         with path.open("rb") as file:
-            superblock.end_of_file(file.fileno(), str(path), path.stat().st_size)
-        return reading.locate(str(path))
+            shard_file.end_of_file(file.fileno(), str(path), path.stat().st_size)
+        return reader.locate(str(path))
     except ShardError as error:
         return str(error)
 
@@ -60,7 +59,7 @@ def end_of(path: Path) -> int:
 
 
 @given(contents=strategies.contents())
-def test_both_ways_find_the_same(contents: Contents) -> None:
+def test_both_ways_find_the_same(contents: ShardContents) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "shard.h5"
         samples.write(hdf5, str(path), contents)
@@ -98,7 +97,7 @@ def test_sums_are_read_both_ways(tmp_path: Path) -> None:
     seal_file(hdf5, str(path), sums)
     with path.open("rb") as file:
         assert index.stored_sums(file.fileno(), str(path), end_of(path)) == sums
-    assert reading.stored_sums(str(path)) == sums
+    assert reader.stored_sums(str(path)) == sums
     assert read_by_index(path) == before
 
 

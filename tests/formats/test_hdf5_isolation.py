@@ -19,15 +19,16 @@ from support.processes import run_command
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import hdf5
-from reshard_mpi.formats.hdf5 import isolation
-from reshard_mpi.formats.places import Decoded
+from reshard_mpi.formats.hdf5 import sandbox
+from reshard_mpi.formats.locations import LibraryRead
 from reshard_mpi.sharding.box import Box
 
 # Stands for the library: the name of the file says what it does. Whatever has another name is read.
 PRETEND = """
 import os, signal, time
 from pathlib import Path
-from reshard_mpi.formats.hdf5 import child, datasets, library, reading, wire
+from reshard_mpi.formats.hdf5 import datasets, datasets as library, reader as reading
+from reshard_mpi.formats.hdf5 import sandbox_child as child, sandbox_protocol as wire
 locate, read = reading.locate, datasets.read
 def misbehave(path):
     what, _, outside = Path(path).stem.partition("-")
@@ -64,10 +65,10 @@ child.main(0, 1)
 
 @pytest.fixture
 def pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    isolation._keeper._end()
-    monkeypatch.setattr(isolation, "_START", PRETEND)
+    sandbox._keeper._end()
+    monkeypatch.setattr(sandbox, "_START", PRETEND)
     yield
-    isolation._keeper._end()
+    sandbox._keeper._end()
 
 
 def make(path: Path, **options: object) -> Path:
@@ -118,7 +119,7 @@ def test_memory(tmp_path: Path, pretend: None) -> None:
 def test_death_while_elements_are_decoded(tmp_path: Path, pretend: None) -> None:
     path = make(tmp_path / "good.h5", chunks=(2,), compression="gzip")
     source = hdf5.locate(str(path)).tensors["w"].source
-    assert isinstance(source, Decoded)
+    assert isinstance(source, LibraryRead)
     whole = Box.whole((6,))
     assert source.read(whole).view("f4").tolist() == [0, 1, 2, 3, 4, 5]
     path.rename(tmp_path / "segfault.h5")
@@ -141,14 +142,14 @@ def test_a_relative_path_and_one_that_is_no_text(tmp_path: Path, monkeypatch: py
 def test_one_process_serves_all_files_and_threads(tmp_path: Path) -> None:
     paths = [str(make(tmp_path / f"{number}.h5", chunks=(2,))) for number in range(8)]
     hdf5.locate(paths[0])
-    process = isolation._keeper._process
+    process = sandbox._keeper._process
     assert process is not None
     arrays: list[object] = []
 
     def work() -> None:
         for path in paths:
             source = hdf5.locate(path).tensors["w"].source
-            assert isinstance(source, Decoded)
+            assert isinstance(source, LibraryRead)
             arrays.append(source.read(Box((1,), (3,))).view("f4").tolist())
 
     threads = [threading.Thread(target=work) for _ in range(4)]
@@ -157,18 +158,18 @@ def test_one_process_serves_all_files_and_threads(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert arrays == [[1, 2]] * 32
-    assert isolation._keeper._process is process
+    assert sandbox._keeper._process is process
 
 
 def test_it_is_started_anew_when_it_has_gone(tmp_path: Path) -> None:
     path = str(make(tmp_path / "w.h5"))
     hdf5.locate(path)
-    first = isolation._keeper._process
+    first = sandbox._keeper._process
     assert first is not None
     os.kill(first.pid, signal.SIGKILL)
     os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)
     assert list(hdf5.locate(path).tensors) == ["w"]
-    second = isolation._keeper._process
+    second = sandbox._keeper._process
     assert second is not None and second.pid != first.pid
 
 
@@ -177,7 +178,7 @@ def test_a_fork_has_a_process_of_its_own(tmp_path: Path) -> None:
     script = f"""
 import os, sys
 from reshard_mpi.formats import hdf5
-from reshard_mpi.formats.hdf5 import isolation
+from reshard_mpi.formats.hdf5 import sandbox as isolation
 hdf5.locate({path!r})
 ours = isolation._keeper._process.pid
 isolation._keeper._lock.acquire()  # as if a thread were just asking
@@ -197,7 +198,7 @@ def test_it_ends_with_who_asks(tmp_path: Path) -> None:
     script = f"""
 import os, signal
 from reshard_mpi.formats import hdf5
-from reshard_mpi.formats.hdf5 import isolation
+from reshard_mpi.formats.hdf5 import sandbox as isolation
 hdf5.locate({path!r})
 print(isolation._keeper._process.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -212,14 +213,14 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_nothing_is_kept_open_for_it(tmp_path: Path) -> None:
     """Locks and connections that this process leaves to its children are not held by the one that has the library."""
     path = str(make(tmp_path / "w.h5"))
-    isolation._keeper._end()
+    sandbox._keeper._end()
     with (tmp_path / "lock").open("w") as lock:
         os.set_inheritable(lock.fileno(), True)
         hdf5.locate(path)
-        process = isolation._keeper._process
+        process = sandbox._keeper._process
         assert process is not None
         kept = {str(entry.readlink()) for entry in Path(f"/proc/{process.pid}/fd").iterdir()}
-    isolation._keeper._end()
+    sandbox._keeper._end()
     assert str(tmp_path / "lock") not in kept
 
 
@@ -229,7 +230,7 @@ def test_a_shard_of_our_own_needs_neither_process_nor_library(tmp_path: Path) ->
 import sys
 from reshard_mpi.formats import hdf5
 assert hdf5.locate({str(golden)!r}).tensors
-assert not any(name in sys.modules for name in ("h5py", "numpy", "reshard_mpi.formats.hdf5.isolation")), "loaded"
+assert not any(name in sys.modules for name in ("h5py", "numpy", "reshard_mpi.formats.hdf5.sandbox")), "loaded"
 """
     run_command([sys.executable, "-c", script], check=True)
 

@@ -25,7 +25,7 @@ from reshard_mpi.formats.manifest import ShardIdentity
 from reshard_mpi.sharding.placement import unsharded
 from reshard_mpi.sharding.strategy import table
 from reshard_mpi.testing import samples
-from reshard_mpi.testing.samples import Contents, SampleTensor
+from reshard_mpi.testing.samples import SampleTensor, ShardContents
 
 NUMBERS = np.arange(24, dtype=np.float32).reshape(4, 6)
 NAMES = [
@@ -53,7 +53,7 @@ def files_in(folder: Path) -> set[str]:
 def test_names_are_not_paths(tmp_path: Path, kind: str, to: str) -> None:
     src, dst = tmp_path / "a" / "b" / "src", tmp_path / "a" / "b" / "dst"
     src.mkdir(parents=True)
-    contents = Contents.of(SampleTensor.random(name, BY_NAME["int16"], (2, 3)) for name in NAMES)
+    contents = ShardContents.of(SampleTensor.random(name, BY_NAME["int16"], (2, 3)) for name in NAMES)
     if kind == "ckpt":
         ckpt_peer.write(src / "w.ckpt", contents)
     else:

@@ -21,11 +21,11 @@ from support.conversions import TENSORS, Conversion, listing, make
 import reshard_mpi
 from reshard_mpi.errors import ShardError, TargetError, UsageError
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.safetensors import huggingface, index
-from reshard_mpi.formats.specs import SpecKind, Specs
-from reshard_mpi.planning.filling import filled_files, strategy_of
+from reshard_mpi.formats.manifest import SpecKind, Specs
+from reshard_mpi.formats.safetensors import huggingface
+from reshard_mpi.planning.target_layouts import filled_files, strategy_of
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.testing.samples import Contents, SampleTensor
+from reshard_mpi.testing.samples import SampleTensor, ShardContents
 
 GOLDEN = Path(__file__).parent / "golden" / "hugging_face"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -225,7 +225,7 @@ def test_several_processes_of_a_function(tmp_path: Path) -> None:
 def test_strings_are_left_out_and_that_is_said(tmp_path: Path) -> None:
     path = tmp_path / "full.safetensors"
     tensor = SampleTensor.random("w", BY_NAME["float32"], (2, 3))
-    safetensors_peer.write(path, Contents.of([tensor], {"note": "text"}))
+    safetensors_peer.write(path, ShardContents.of([tensor], {"note": "text"}))
     said = done(["transform", str(path), str(tmp_path / "hf"), "--to", "hf", "--jobs", "1", "--verify"])
     assert "has no place for texts or settings: 'note'" in said
     strict = ["transform", str(path), str(tmp_path / "strict"), "--to", "hf", "--strict", "--jobs", "1"]
@@ -289,7 +289,7 @@ def test_functions_that_keep_no_record_write_no_folder(tmp_path: Path) -> None:
 
 def test_a_type_that_torch_has_not_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     path = tmp_path / "full.safetensors"
-    safetensors_peer.write(path, Contents.of([SampleTensor.random("four", BY_NAME["int4"], (3,))]))
+    safetensors_peer.write(path, ShardContents.of([SampleTensor.random("four", BY_NAME["int4"], (3,))]))
     said = refused(["transform", str(path), str(tmp_path / "hf"), "--to", "hf", "--jobs", "1"])
     assert "'four'" in said and "int4" in said and "--to" in said
     assert not (tmp_path / "hf").exists()
@@ -391,7 +391,9 @@ def test_a_tensor_in_another_file_than_the_index_says(folder: Path) -> None:
 def test_a_tensor_in_two_files(folder: Path) -> None:
     path = folder / "model-00003-of-00003.safetensors"
     held = list(safetensors_peer.read(path).tensors.values())
-    safetensors_peer.write(path, Contents.of([*held, SampleTensor.random("model.norm.weight", BY_NAME["int8"], (2,))]))
+    safetensors_peer.write(
+        path, ShardContents.of([*held, SampleTensor.random("model.norm.weight", BY_NAME["int8"], (2,))])
+    )
     said = says(folder)
     assert "'model.norm.weight'" in said and "model-00002-of-00003.safetensors alone" in said
 
@@ -428,7 +430,7 @@ INDICES = {
 def refuse_index(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     with pytest.raises(ShardError) as caught:
-        index.read(str(path))
+        huggingface.read(str(path))
     assert str(path) in caught.value.where
 
 
@@ -448,7 +450,7 @@ def test_what_an_index_may_say_besides(tmp_path: Path) -> None:
     besides = {"total_size": 1.5e9, "total_parameters": None, "a": [True, {"b": [[], {}, -1, "x"]}], "c": "d"}
     facts = {"metadata": besides, "weight_map": {"a": "x/b.safetensors"}, "other": [1, 2]}
     path.write_text(json.dumps(facts, indent=1))
-    assert index.read(str(path)) == facts["weight_map"]
+    assert huggingface.read(str(path)) == facts["weight_map"]
 
 
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
@@ -459,8 +461,8 @@ def test_an_index_is_read_as_it_is_written(
     weight_map: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.getbasetemp() / INDEX
-    path.write_text(index.write(weight_map, 7), encoding="utf-8")
-    assert index.read(str(path)) == weight_map
+    path.write_text(huggingface.write(weight_map, 7), encoding="utf-8")
+    assert huggingface.read(str(path)) == weight_map
 
 
 # What MindSpore's unified_safetensors makes
@@ -492,7 +494,7 @@ def test_what_may_be_a_slice_is_refused(unified: Path) -> None:
         SampleTensor.random("moments.w", BY_NAME["float32"], (2, 4)),
         SampleTensor.random("lr", BY_NAME["int8"], (1,)),
     ]
-    safetensors_peer.write(unified / "hyper_param.safetensors", Contents.of(held))
+    safetensors_peer.write(unified / "hyper_param.safetensors", ShardContents.of(held))
     said = says(unified)
     assert "'moments.w' may be a slice" in said and "--select" in said
     done(["transform", str(unified), str(unified / "out"), "--select", "part*", "--jobs", "1"])
@@ -500,7 +502,7 @@ def test_what_may_be_a_slice_is_refused(unified: Path) -> None:
 
 def test_a_number_that_is_in_a_part_too(unified: Path) -> None:
     held = [SampleTensor.random("ln.g", BY_NAME["float32"], (1,))]
-    safetensors_peer.write(unified / "hyper_param.safetensors", Contents.of(held))
+    safetensors_peer.write(unified / "hyper_param.safetensors", ShardContents.of(held))
     assert "'ln.g' lies in two files" in says(unified)
 
 

@@ -26,7 +26,7 @@ from reshard_mpi import formats
 from reshard_mpi.errors import CoverageError, ReshardError, ShardError, SourceError
 from reshard_mpi.formats.nest import NEST
 from reshard_mpi.formats.safetensors import mindformers, mindformers_index
-from reshard_mpi.testing.checkpoints import Arrays, CheckpointConformance
+from reshard_mpi.testing.checkpoints import ArraysByName, CheckpointConformance
 
 GOLDEN = Path(__file__).parent / "golden" / "mindformers"
 LATEST, ITERATION = "latest_checkpointed_iteration.txt", "iteration_00000002"
@@ -121,7 +121,7 @@ def test_every_file_is_verified_by_itself(tmp_path: Path) -> None:
 class TestSlices(CheckpointConformance):
     """Random cuts, each slice in one file or more, with or without redundancy."""
 
-    def write(self, folder: Path, arrays: Arrays, data: st.DataObject) -> None:
+    def write(self, folder: Path, arrays: ArraysByName, data: st.DataObject) -> None:
         total = data.draw(st.integers(2, 4))
         tensors = {}
         for name, whole in arrays.items():
@@ -532,7 +532,7 @@ def test_a_run_does_not_go_on_with_another_moment(folder: Path, tmp_path: Path) 
 _AS_THE_NEXT_IS_SAVED = """
 from pathlib import Path
 from reshard_mpi.__main__ import command
-from reshard_mpi.checkpoints import moments
+from reshard_mpi.checkpoints import file_selection as moments
 
 source, first, found = Path({source!r}), Path({first!r}), moments.latest_in
 

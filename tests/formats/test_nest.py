@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_mpi.formats import nest
-from reshard_mpi.formats.nest.comparing import first_difference
-from reshard_mpi.formats.nest.order import decoded, parsed, written
-from reshard_mpi.formats.nest.trees import ORDERED_DICT, SET, Call, Dict, Global, Unreadable
+from reshard_mpi.formats.nest.nodes import ORDERED_DICT, SET, Call, Dict, Global, Unreadable, decoded, parsed, written
+from reshard_mpi.formats.nest.rebuild_tree import first_difference
 
 
 class Tensor(NamedTuple):

@@ -11,12 +11,12 @@ from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import files
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.protocol import reserve_file, seal_file
-from reshard_mpi.testing.samples import Contents, SampleTensor, spec_of
+from reshard_mpi.testing.samples import SampleTensor, ShardContents, spec_of
 
 
-def contents(count: int, length: int) -> Contents:
+def contents(count: int, length: int) -> ShardContents:
     names = [f"{number:06d}".rjust(length, "n") for number in range(count)]
-    return Contents.of([SampleTensor(name, BY_NAME["int8"], (1,), b"\0") for name in names])
+    return ShardContents.of([SampleTensor(name, BY_NAME["int8"], (1,), b"\0") for name in names])
 
 
 @pytest.mark.parametrize("length", [127, 130])

@@ -17,9 +17,9 @@ from reshard_mpi.errors import ShardError, TargetError
 from reshard_mpi.formats import safetensors
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.protocol import reserve_file, seal_file
-from reshard_mpi.formats.safetensors.reading import MAX_STRING_BYTES
+from reshard_mpi.formats.safetensors.reader import MAX_STRING_BYTES
 from reshard_mpi.testing import samples, strategies
-from reshard_mpi.testing.samples import Contents, SampleTensor
+from reshard_mpi.testing.samples import SampleTensor, ShardContents
 
 reference = pytest.importorskip("safetensors")
 
@@ -32,7 +32,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("made") / "shard.safetensors"
 
 
-def write(path: Path, contents: Contents, *, crc: bool = False) -> None:
+def write(path: Path, contents: ShardContents, *, crc: bool = False) -> None:
     spec = samples.spec_of(contents)
     size_bytes = safetensors.size_at_most_bytes(spec, crc=crc)
     path.unlink(missing_ok=True)
@@ -49,14 +49,16 @@ def header(path: Path) -> dict[str, dict[str, object]]:
     return found
 
 
-def holdable(contents: Contents) -> Contents:
+def holdable(contents: ShardContents) -> ShardContents:
     """Return contents of types that the reference has too; it knows nothing of int4."""
     refused = ("complex128", "hifloat8", "int4")
-    return Contents({name: t for name, t in contents.tensors.items() if t.dtype.name not in refused}, contents.strings)
+    return ShardContents(
+        {name: t for name, t in contents.tensors.items() if t.dtype.name not in refused}, contents.strings
+    )
 
 
 @given(contents=strategies.contents())
-def test_the_reference_reads_what_is_written(path: Path, contents: Contents) -> None:
+def test_the_reference_reads_what_is_written(path: Path, contents: ShardContents) -> None:
     contents = holdable(contents)
     write(path, contents)
     found = dict(reference.deserialize(path.read_bytes()))
@@ -66,7 +68,7 @@ def test_the_reference_reads_what_is_written(path: Path, contents: Contents) -> 
 
 
 @given(contents=strategies.contents())
-def test_what_the_reference_writes_is_read(path: Path, contents: Contents) -> None:
+def test_what_the_reference_writes_is_read(path: Path, contents: ShardContents) -> None:
     contents = holdable(contents)
     arrays = {name: np.frombuffer(tensor.content, np.uint8) for name, tensor in contents.tensors.items()}
     tensors = {
@@ -96,16 +98,16 @@ def test_large_tensors_can_share_blocks(tmp_path: Path) -> None:
     tensors = [SampleTensor.random(name, BY_NAME["int8"], shape) for name, shape in shapes.items()]
     tensors += [SampleTensor.random("wide", BY_NAME["float64"], (5,)), SampleTensor.random("p", BY_NAME["int16"], (1,))]
     path = tmp_path / "shard.safetensors"
-    write(path, Contents.of(tensors))
+    write(path, ShardContents.of(tensors))
     held = safetensors.locate(str(path)).tensors
     assert list(held) == ["large", "page", "larger", "wide", "p", "odd", "small", "none"]
     starts = {name: held.starts[number] for name, number in held.number_of.items()}
     assert all(starts[name] % 4096 == 0 for name in ("large", "page", "larger", "wide"))
-    assert samples.contents_of(safetensors.locate(str(path))) == Contents.of(tensors)
+    assert samples.contents_of(safetensors.locate(str(path))) == ShardContents.of(tensors)
 
 
 @given(contents=strategies.contents())
-def test_every_tensor_begins_at_a_multiple_of_its_element(path: Path, contents: Contents) -> None:
+def test_every_tensor_begins_at_a_multiple_of_its_element(path: Path, contents: ShardContents) -> None:
     write(path, holdable(contents))
     for entry in safetensors.locate(str(path)).tensors.values():
         assert all(part.offset_bytes % entry.dtype.itemsize_bytes == 0 for part in entry.source.ranges)
@@ -113,7 +115,9 @@ def test_every_tensor_begins_at_a_multiple_of_its_element(path: Path, contents: 
 
 def test_the_header_is_in_the_order_of_the_data_and_says_who_wrote_it(tmp_path: Path) -> None:
     path = tmp_path / "shard.safetensors"
-    write(path, Contents.of([SampleTensor.random(name, BY_NAME[name], (3,)) for name in ("int8", "float64", "int4")]))
+    write(
+        path, ShardContents.of([SampleTensor.random(name, BY_NAME[name], (3,)) for name in ("int8", "float64", "int4")])
+    )
     entries = header(path)
     assert entries.pop("__metadata__") == {"format": "ms", "int4": "Int4"}
     assert [entry["data_offsets"] for entry in entries.values()] == [[0, 24], [24, 27], [27, 30]]
@@ -150,7 +154,7 @@ def test_a_whole_number_without_dimensions_counts_as_so_many_zeros(tmp_path: Pat
     path = tmp_path / "shard.safetensors"
     step, flag = np.array(5_000_000, np.int64).tobytes(), b"\1"
     tensors = [SampleTensor("z", BY_NAME["bool"], (), flag), SampleTensor("step", BY_NAME["int64"], (), step)]
-    write(path, Contents.of(tensors, {"note": "é"}), crc=True)
+    write(path, ShardContents.of(tensors, {"note": "é"}), crc=True)
     expected = zlib.crc32(b"step" + bytes(5_000_000) + b"z" + flag)
     assert header(path)["__metadata__"] == {"crc_num": str(expected), "format": "ms", "note": "é"}
     assert safetensors.check_crc(str(path))
@@ -161,7 +165,7 @@ def test_a_whole_number_without_dimensions_counts_as_so_many_zeros(tmp_path: Pat
 def test_a_number_that_mindspore_cannot_sum_is_refused(tmp_path: Path, value: int) -> None:
     tensor = SampleTensor("step", BY_NAME["int64"], (), value.to_bytes(8, "little", signed=True))
     with pytest.raises(TargetError, match="'step' has no place in the checksum"):
-        write(tmp_path / "shard.safetensors", Contents.of([tensor]), crc=True)
+        write(tmp_path / "shard.safetensors", ShardContents.of([tensor]), crc=True)
 
 
 def test_what_mindspore_cannot_check_is_refused(tmp_path: Path) -> None:
@@ -169,7 +173,7 @@ def test_what_mindspore_cannot_check_is_refused(tmp_path: Path) -> None:
         SampleTensor.random("w", BY_NAME["bfloat16"], (2,)),
         SampleTensor.random("crc_num", BY_NAME["int8"], (2,)),
     ):
-        spec = samples.spec_of(Contents.of([tensor]))
+        spec = samples.spec_of(ShardContents.of([tensor]))
         assert safetensors.size_at_most_bytes(spec)
         with pytest.raises(TargetError, match=tensor.name):
             safetensors.size_at_most_bytes(spec, crc=True)
@@ -177,22 +181,22 @@ def test_what_mindspore_cannot_check_is_refused(tmp_path: Path) -> None:
 
 def test_a_string_that_would_not_be_read_back_is_refused(path: Path) -> None:
     longest = "\U0001f701" * (MAX_STRING_BYTES // 4 - 1)
-    write(path, Contents.of([], {"note": longest}))
+    write(path, ShardContents.of([], {"note": longest}))
     assert safetensors.locate(str(path)).strings == {"note": longest}
     with pytest.raises(TargetError, match="'note' is too long"):
-        write(path, Contents.of([], {"note": longest + "four"}))
+        write(path, ShardContents.of([], {"note": longest + "four"}))
 
 
 def test_names_that_the_header_has_for_itself(tmp_path: Path) -> None:
     path = tmp_path / "shard.safetensors"
     named = [SampleTensor.random("format", BY_NAME["int8"], (2,))]
-    write(path, Contents.of(named))
+    write(path, ShardContents.of(named))
     # MindSpore would take the entry for the tensor's type.
     assert header(path)["__metadata__"] == {}
-    assert samples.contents_of(safetensors.locate(str(path))) == Contents.of(named)
+    assert samples.contents_of(safetensors.locate(str(path))) == ShardContents.of(named)
     for contents in (
-        Contents.of([SampleTensor.random("__metadata__", BY_NAME["int8"], (2,))]),
-        Contents.of([SampleTensor.random("__reshard_mpi__:format", BY_NAME["int8"], (2,))], {"format": "x"}),
+        ShardContents.of([SampleTensor.random("__metadata__", BY_NAME["int8"], (2,))]),
+        ShardContents.of([SampleTensor.random("__reshard_mpi__:format", BY_NAME["int8"], (2,))], {"format": "x"}),
     ):
         with pytest.raises(TargetError, match="cannot be called"):
             safetensors.size_at_most_bytes(samples.spec_of(contents))
@@ -232,7 +236,7 @@ def test_strings_are_written_so_that_they_are_read_back(tmp_path: Path) -> None:
     strings = {name: name for name in ("format", "crc_num", "remove_redundancy", "DCP_x", "__reshard_mpi__:x", "plain")}
     strings |= {"v": "Int4", "long": "x" * (1 << 20), "behind it": "x"}
     path = tmp_path / "shard.safetensors"
-    write(path, Contents.of([], strings))
+    write(path, ShardContents.of([], strings))
     assert safetensors.locate(str(path)).strings == strings
     assert {key for key in header(path)["__metadata__"] if key in strings} == {"format", "plain"}
 

@@ -23,8 +23,8 @@ import reshard_mpi
 from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery
 from reshard_mpi.errors import ReshardError, ShardError, SourceError
-from reshard_mpi.formats.safetensors import sharding_text, torch_dcp
-from reshard_mpi.testing.checkpoints import Arrays, CheckpointConformance
+from reshard_mpi.formats.safetensors import torch_dcp
+from reshard_mpi.testing.checkpoints import ArraysByName, CheckpointConformance
 
 GOLDEN = Path(__file__).parent / "golden" / "torch_dcp"
 SHARDED, CONSOLIDATED = GOLDEN / "sharded", GOLDEN / "consolidated"
@@ -181,7 +181,7 @@ def grids(draw: st.DrawFn, shape: tuple[int, ...]) -> list[tuple[slice, ...]]:
     return list(product(*parts))
 
 
-def dealt(draw: Callable[[st.SearchStrategy[Any]], Any], arrays: Arrays) -> dict[str, dict[str, At]]:
+def dealt(draw: Callable[[st.SearchStrategy[Any]], Any], arrays: ArraysByName) -> dict[str, dict[str, At]]:
     """Return files in which the boxes of tensors lie, each of some rank that has not another one of the tensor."""
     cuts = {name: draw(grids(array.shape)) for name, array in arrays.items()}
     ranks = max(map(len, cuts.values()))
@@ -199,7 +199,7 @@ class TestPieces(CheckpointConformance):
 
     count = 0
 
-    def write(self, folder: Path, arrays: Arrays, data: st.DataObject) -> None:
+    def write(self, folder: Path, arrays: ArraysByName, data: st.DataObject) -> None:
         files = dealt(data.draw, arrays)
         write_torch(folder, files)
         self.count = len(files)
@@ -320,7 +320,7 @@ TEXTS = {
 @pytest.mark.parametrize("case", TEXTS)
 def test_a_text_that_is_damaged(case: str) -> None:
     with pytest.raises(ShardError) as caught:
-        sharding_text.saved_offsets(TEXTS[case], "a file")
+        torch_dcp.saved_offsets(TEXTS[case], "a file")
     assert "a file" in caught.value.where
 
 
@@ -337,7 +337,7 @@ def test_a_text_is_read_as_it_is_written(
 ) -> None:
     says = {name: {"saved_offsets": list(numbers)} for name, numbers in offsets.items()}
     text = json.dumps(says, indent=indent, ensure_ascii=ensure_ascii)
-    assert sharding_text.saved_offsets(text, "") == offsets
+    assert torch_dcp.saved_offsets(text, "") == offsets
 
 
 # Files by themselves

@@ -17,15 +17,14 @@ from support import safetensors_peer, torch_peer
 import reshard_mpi
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import torch
-from reshard_mpi.formats.columns import Kind
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.nest.trees import Call, Dict, Global
-from reshard_mpi.formats.torch import pickling
-from reshard_mpi.formats.torch.dtensors import part_of, placement_of
-from reshard_mpi.formats.torch.meshes import Factor, Mesh
-from reshard_mpi.formats.torch.pickling import Leaf, row_major_strides
+from reshard_mpi.formats.nest.nodes import Call, Dict, Global
+from reshard_mpi.formats.tensor_table import TensorType
+from reshard_mpi.formats.torch import pickler
+from reshard_mpi.formats.torch.dtensors import MeshFactor, TensorMesh, part_of, placement_of
+from reshard_mpi.formats.torch.pickler import WrittenTensor, row_major_strides
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.sharding.nesting import ceil_lengths
+from reshard_mpi.sharding.factors import ceil_lengths
 from reshard_mpi.sharding.placement import Placement
 from reshard_mpi.sharding.strategy import table
 
@@ -61,13 +60,13 @@ def test_parts_are_those_of_a_naive_reckoning(data: st.DataObject) -> None:
         strides[at] = strides[at + 1] * lengths[at + 1]
     world_size = strides[0] * lengths[0]
     chosen = data.draw(st.permutations(range(len(lengths))))[: data.draw(st.integers(1, len(lengths)))]
-    dimensions = tuple((Factor(lengths[at], strides[at]),) if lengths[at] > 1 else () for at in chosen)
+    dimensions = tuple((MeshFactor(lengths[at], strides[at]),) if lengths[at] > 1 else () for at in chosen)
     shape = tuple(data.draw(st.lists(st.integers(0, 7), min_size=1, max_size=2)))
     cutting = {at: data.draw(st.sampled_from([None, *range(len(shape))])) for at in range(len(chosen))}
     order = data.draw(st.permutations(range(len(chosen))))
     cuts = {dimension: [at for at in order if cutting[at] == dimension] for dimension in range(len(shape))}
     for rank in range(world_size):
-        mesh = Mesh(world_size, rank, dimensions)
+        mesh = TensorMesh(world_size, rank, dimensions)
         placement = placement_of(mesh, cuts, shape)
         expected = []
         for dimension, length in enumerate(shape):
@@ -123,9 +122,9 @@ def made(module: str, name: str, **attributes: Any) -> Call:
 
 def older_mesh(ranks: np.ndarray, rank: int) -> Call:
     coordinates = [int(at) for at in np.argwhere(ranks == rank)[0]]
-    kind = Kind(BY_NAME["int32"], ranks.shape)
+    kind = TensorType(BY_NAME["int32"], ranks.shape)
     flat = tuple(int(number) for number in ranks.flat)
-    array = Leaf(f"mesh{ranks.size}", kind)
+    array = WrittenTensor(f"mesh{ranks.size}", kind)
     attributes = {"mesh": array, "_flatten_mesh_list": flat, "_coordinate_on_dim": coordinates}
     return made("device_mesh", "DeviceMesh", device_type="cpu", mesh_dim_names=None, **attributes)
 
@@ -140,7 +139,7 @@ def older_tensor(
     strides = row_major_strides(whole)
     meta = Call(Global("torch.distributed.tensor._dtensor_spec", "TensorMeta"), (whole, strides, None), is_new=True)
     spec = made("tensor._dtensor_spec", "DTensorSpec", mesh=mesh, placements=shards, tensor_meta=meta)
-    state = Dict(["_local_tensor", Leaf(key, Kind(BY_NAME["float32"], local)), "_spec", spec])
+    state = Dict(["_local_tensor", WrittenTensor(key, TensorType(BY_NAME["float32"], local)), "_spec", spec])
     wrapper, dtensor = (
         Global("torch._utils", "_rebuild_wrapper_subclass"),
         Global("torch.distributed.tensor", "DTensor"),
@@ -151,7 +150,7 @@ def older_tensor(
 def save_older(path: Path, tensors: dict[str, Call], **storages: int) -> Path:
     root = Dict([part for pair in tensors.items() for part in pair])
     members = {f"data/{key}": bytes(size_bytes) for key, size_bytes in storages.items()}
-    torch_peer.archive(path, {"data.pkl": pickling.dumps(root), **members, "version": b"3\n"})
+    torch_peer.archive(path, {"data.pkl": pickler.dumps(root), **members, "version": b"3\n"})
     return path
 
 
@@ -179,7 +178,7 @@ def test_equal_parts_of_a_tensor_are_no_mistake(tmp_path: Path) -> None:
     for rank in range(2):
         mesh = older_mesh(np.arange(2), rank)
         root = Dict(["A_log", older_tensor("0", mesh, [0], (2, 8), (4, 8))])
-        members = {"data.pkl": pickling.dumps(root), "data/0": rows[:2].tobytes(), "data/mesh2": bytes(8)}
+        members = {"data.pkl": pickler.dumps(root), "data/0": rows[:2].tobytes(), "data/mesh2": bytes(8)}
         path = tmp_path / "ranks" / f"rank_{rank}" / f"checkpoint_{rank}.pt"
         path.parent.mkdir(parents=True)
         torch_peer.archive(path, {**members, "version": b"3\n"})

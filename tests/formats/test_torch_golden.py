@@ -15,8 +15,8 @@ import pytest
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import nest, torch
+from reshard_mpi.formats.locations import StridedView
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.formats.places import Strided
 from reshard_mpi.sharding.placement import Placement
 from reshard_mpi.sharding.strategy import table
 from reshard_mpi.testing import samples
@@ -46,12 +46,12 @@ def test_views_share_a_storage() -> None:
     tensors = torch.locate(str(GOLDEN / "train.pth")).tensors
     assert tensors["model.emb.weight"].source == tensors["model.fc.weight"].source
     strided = tensors["strided"].source
-    assert isinstance(strided, Strided) and strided.strides_bytes == (4, 24)
+    assert isinstance(strided, StridedView) and strided.strides_bytes == (4, 24)
 
 
 def test_a_channels_last_network_keeps_its_strides() -> None:
     source = torch.locate(str(GOLDEN / "plain.pt")).tensors["conv.weight"].source
-    assert isinstance(source, Strided) and source.strides_bytes == (108, 4, 36, 12)
+    assert isinstance(source, StridedView) and source.strides_bytes == (108, 4, 36, 12)
 
 
 def test_what_is_left_out_is_named() -> None:

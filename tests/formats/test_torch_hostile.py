@@ -20,9 +20,9 @@ from support.torch_peer import STAND_INS, Stored, Tensor
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import torch
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.places import Segments, Strided
+from reshard_mpi.formats.locations import ByteRanges, StridedView
 from reshard_mpi.testing import samples
-from reshard_mpi.testing.samples import Contents, SampleTensor
+from reshard_mpi.testing.samples import SampleTensor, ShardContents
 
 GOLDEN = Path(__file__).parent / "golden" / "torch"
 FLOATS = struct.pack("=6f", *range(6))
@@ -372,7 +372,7 @@ def test_every_protocol(tmp_path: Path, protocol: int) -> None:
     samples_ = [SampleTensor.random("w", BY_NAME["float32"], (2, 3)), SampleTensor.random("u", BY_NAME["uint16"], (3,))]
     value = {sample.name: torch_peer.tensor(sample, str(at)) for at, sample in enumerate(samples_)}
     torch_peer.save(tmp_path / "net.pt", value, protocol=protocol)
-    assert samples.contents_of(torch.locate(str(tmp_path / "net.pt"))) == Contents.of(samples_)
+    assert samples.contents_of(torch.locate(str(tmp_path / "net.pt"))) == ShardContents.of(samples_)
 
 
 def test_the_other_byte_order(tmp_path: Path) -> None:
@@ -382,8 +382,8 @@ def test_the_other_byte_order(tmp_path: Path) -> None:
         value = {"w": tensor(stored(content=swapped)), "t": tensor(stored(content=swapped), 0, (3, 2), (1, 3))}
         torch_peer.save(tmp_path / "net.pt", value)
     tensors = torch.locate(str(tmp_path / "net.pt")).tensors
-    assert isinstance(tensors["w"].source, Segments) and tensors["w"].source.swapped
-    assert isinstance(tensors["t"].source, Strided) and tensors["t"].source.swapped
+    assert isinstance(tensors["w"].source, ByteRanges) and tensors["w"].source.swapped
+    assert isinstance(tensors["t"].source, StridedView) and tensors["t"].source.swapped
     assert samples.payload(tensors["w"]) == FLOATS
     assert struct.unpack("=6f", samples.payload(tensors["t"])) == (0, 3, 1, 4, 2, 5)
 
@@ -410,7 +410,12 @@ def test_views_lie_in_the_storage_that_they_share(tmp_path: Path) -> None:
         "scalar": (2,),
         "empty": (),
     }
-    assert [type(entry.source) for entry in tensors.values()] == [Segments, Strided, Strided, *[Segments] * 3]
+    assert [type(entry.source) for entry in tensors.values()] == [
+        ByteRanges,
+        StridedView,
+        StridedView,
+        *[ByteRanges] * 3,
+    ]
 
 
 def test_a_type_that_is_not_known_here_is_refused(tmp_path: Path) -> None:

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import few
 
-from reshard_mpi.formats.nest.trees import BYTEARRAY, FROZENSET, SET, Call, Dict, Global
-from reshard_mpi.formats.torch import pickling
-from reshard_mpi.formats.torch.pickles import load
-from reshard_mpi.formats.torch.readers import CutShortError, PickleError
-from reshard_mpi.units import MIB
+from reshard_mpi.formats.nest.nodes import BYTEARRAY, FROZENSET, SET, Call, Dict, Global
+from reshard_mpi.formats.torch import pickler
+from reshard_mpi.formats.torch.pickle_hooks import PickleCutShortError, PickleError
+from reshard_mpi.formats.torch.unpickler import load
+from reshard_mpi.text import MIB
 
 BUILTIN = {SET: set, FROZENSET: frozenset, BYTEARRAY: bytearray, Global("builtins", "complex"): complex}
 SCALARS = st.one_of(
@@ -73,7 +73,7 @@ def test_it_reads_what_the_standard_pickler_writes(value: Any, protocol: int) ->
 
 @given(value=VALUES)
 def test_the_standard_unpickler_reads_what_we_write(value: Any) -> None:
-    data = pickling.dumps(load(pickle.dumps(value, 2))[0])
+    data = pickler.dumps(load(pickle.dumps(value, 2))[0])
     assert same(pickle.loads(data), value)
     assert same(made(load(data)[0]), value)
 
@@ -92,7 +92,7 @@ def test_damaged_pickles_are_read_or_refused(value: Any, at: int, byte: int) -> 
 def test_a_pickle_that_is_cut_short_is_known_as_such(value: Any, protocol: int) -> None:
     data = pickle.dumps(value, protocol)
     for end in range(0, len(data), 1 + len(data) // 50):
-        with pytest.raises(CutShortError):
+        with pytest.raises(PickleCutShortError):
             load(data[:end])
 
 

@@ -12,12 +12,11 @@ from support import torch_peer
 from support.examples import many
 
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.nest.trees import Call, Dict, Value
-from reshard_mpi.formats.torch.content import Storages
-from reshard_mpi.formats.torch.pickles import load
-from reshard_mpi.formats.torch.readers import PickleError, Readers
-from reshard_mpi.formats.torch.rows import TensorRows
+from reshard_mpi.formats.nest.nodes import Call, Dict, Value
+from reshard_mpi.formats.torch.bulk_tensors import Storages, TensorRunReader
+from reshard_mpi.formats.torch.pickle_hooks import PickleError, PickleHooks
 from reshard_mpi.formats.torch.tensors import CALLS, REBUILD
+from reshard_mpi.formats.torch.unpickler import load
 from reshard_mpi.testing.samples import SampleTensor
 
 TYPES = st.sampled_from(["float32", "bfloat16", "int8", "bool", "uint16"])
@@ -44,7 +43,7 @@ def pickles(draw: st.DrawFn) -> bytes:
 def read(data: bytes, *, rows: bool) -> Any:
     """Return what a pickle holds and names, or that it is refused."""
     storages = Storages()
-    readers = storages.readers if rows else Readers(storages.readers.persistent, CALLS)
+    readers = storages.readers if rows else PickleHooks(storages.readers.persistent, CALLS)
     try:
         root, end = load(data, readers=readers)
     except PickleError:
@@ -89,7 +88,7 @@ def test_most_tensors_are_read_so(monkeypatch: pytest.MonkeyPatch) -> None:
     data, _ = torch_peer.dumps(tensors)
     found: list[int] = []
 
-    class Counting(TensorRows):
+    class Counting(TensorRunReader):
         def __call__(self, data: bytes, at: int, memo: Any) -> Any:
             read = super().__call__(data, at, memo)
             found.append(0 if read is None else sum(type(value) is not str for value in read.values))
@@ -97,7 +96,7 @@ def test_most_tensors_are_read_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
     storages = Storages()
     known = storages.readers.rows[REBUILD]._known  # type: ignore[attr-defined]
-    load(data, readers=Readers(storages.readers.persistent, CALLS, rows={REBUILD: Counting(known)}))
+    load(data, readers=PickleHooks(storages.readers.persistent, CALLS, rows={REBUILD: Counting(known)}))
     assert sum(found) > 940 and len(storages.by_key) == 1000
 
 

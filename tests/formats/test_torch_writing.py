@@ -19,13 +19,12 @@ from support.torch_peer import Tensor
 from reshard_mpi.errors import ShardError, TargetError
 from reshard_mpi.formats import nest, torch
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.manifest import ShardIdentity
+from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.formats.protocol import reserve_file
-from reshard_mpi.formats.specs import ShardSpec, TensorSpec
 from reshard_mpi.formats.torch import layout
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.testing import samples
-from reshard_mpi.testing.samples import Contents, SampleTensor
+from reshard_mpi.testing.samples import SampleTensor, ShardContents
 
 NEST = (
     '{"dict":[["epoch",3],["model",{"call":["collections","OrderedDict",[]],"dict":[]}],'
@@ -37,7 +36,7 @@ TENSORS = [
     SampleTensor.random("optimizer.state.0.step", BY_NAME["float32"], ()),
     SampleTensor.random("model.layer.bias", BY_NAME["float8_e5m2"], (3,)),
 ]
-CONTENTS = Contents.of(TENSORS, {"note": "text", nest.NEST: NEST})
+CONTENTS = ShardContents.of(TENSORS, {"note": "text", nest.NEST: NEST})
 
 
 def spec(*tensors: tuple[str, str, tuple[int, ...]], **strings: str) -> ShardSpec:
@@ -94,7 +93,7 @@ def test_knowing_a_file_of_others_makes_no_difference(tmp_path: Path, data: st.D
     if data.draw(st.booleans()):
         content = bytearray((Path(__file__).parent / "golden" / "torch" / "train.pth").read_bytes())
     else:
-        torch_peer.write(first, Contents.of(TENSORS, {"note": "text"}))
+        torch_peer.write(first, ShardContents.of(TENSORS, {"note": "text"}))
         content = bytearray(first.read_bytes())
     first.write_bytes(content)
     like = torch.locate(str(first))
@@ -116,7 +115,7 @@ def test_files_that_differ_in_payloads_alone_have_the_same_structure(tmp_path: P
     for number in range(2):
         tensors = [SampleTensor.random(t.name, t.dtype, t.shape, seed=number) for t in TENSORS]
         path = tmp_path / f"{number}.pt"
-        meant = samples.write(torch, str(path), Contents.of(tensors, CONTENTS.strings))
+        meant = samples.write(torch, str(path), ShardContents.of(tensors, CONTENTS.strings))
         structures |= {meant.structure, torch.locate(str(path)).structure}
     assert len(structures) == 1
 

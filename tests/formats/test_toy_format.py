@@ -17,7 +17,7 @@ from support.toys import in_the_table
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.testing.conformance import FormatConformance
-from reshard_mpi.testing.samples import Contents, SampleTensor
+from reshard_mpi.testing.samples import SampleTensor, ShardContents
 
 __all__ = ["in_the_table"]
 
@@ -25,13 +25,13 @@ __all__ = ["in_the_table"]
 class TestToy(FormatConformance):
     module = toy_format
 
-    def write_independently(self, path: Path, contents: Contents) -> None:
+    def write_independently(self, path: Path, contents: ShardContents) -> None:
         tensors = [(tensor.name, tensor.dtype.name, tensor.shape) for tensor in contents.tensors.values()]
         head = json.dumps({"tensors": tensors, "strings": dict(contents.strings)}).encode("utf-8", "surrogatepass")
         payloads = b"".join(tensor.content for tensor in contents.tensors.values())
         path.write_bytes(b"TOY1" + struct.pack("<QI", len(head), zlib.crc32(head)) + head + payloads)
 
-    def read_independently(self, path: Path) -> Contents:
+    def read_independently(self, path: Path) -> ShardContents:
         data = path.read_bytes()
         (head_bytes,) = struct.unpack_from("<Q", data, 4)
         facts, offset_bytes, tensors = json.loads(data[16 : 16 + head_bytes]), 16 + head_bytes, []
@@ -44,7 +44,7 @@ class TestToy(FormatConformance):
                 SampleTensor(name, tensor.dtype, tensor.shape, data[offset_bytes : offset_bytes + size_bytes])
             )
             offset_bytes += size_bytes
-        return Contents.of(tensors, facts["strings"])
+        return ShardContents.of(tensors, facts["strings"])
 
 
 def run(arguments: list[str], code: int = 0) -> str:

@@ -19,25 +19,22 @@ from unittest import mock
 from reshard_mpi import formats
 from reshard_mpi.errors import ReshardError
 from reshard_mpi.formats import dcp, nest
-from reshard_mpi.formats.columns import Kind
-from reshard_mpi.formats.dcp import contents
+from reshard_mpi.formats.dcp import footer
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.hdf5 import index, superblock
-from reshard_mpi.formats.listed import ListedTensors
+from reshard_mpi.formats.hdf5 import index, shard_file
+from reshard_mpi.formats.locations import ByteRanges, LibraryRead, StridedView
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.formats.places import Decoded, Segments, Strided
-from reshard_mpi.formats.safetensors import index as safetensors_index
-from reshard_mpi.formats.safetensors import mindformers_index, sharding_text
-from reshard_mpi.formats.torch import pickles, pickling, readers
-from reshard_mpi.formats.torch.content import Storages
+from reshard_mpi.formats.safetensors import huggingface as safetensors_index
+from reshard_mpi.formats.safetensors import mindformers_index, torch_dcp
+from reshard_mpi.formats.tensor_table import ChunkedTensors, TensorType
+from reshard_mpi.formats.torch import pickle_hooks, pickler, unpickler
+from reshard_mpi.formats.torch.bulk_tensors import Storages
 from reshard_mpi.formats.torch.tensors import is_tensor
-from reshard_mpi.journal.commit_record import CommitRecord
-from reshard_mpi.journal.identity import RunIdentity
+from reshard_mpi.journal.identity import CommitRecord, RunIdentity
 from reshard_mpi.journal.records import COMMIT_RECORD, STATE, TargetRecord, record_path, run_path
-from reshard_mpi.journal.standing import commit
-from reshard_mpi.journal.state import as_lines, state_of
-from reshard_mpi.mapping import candidates, mapped
-from reshard_mpi.mapping.parsing import parse_rules
+from reshard_mpi.journal.run_status import as_lines, commit, state_of
+from reshard_mpi.mapping import apply, direction
+from reshard_mpi.mapping.map_file import parse_rules
 from reshard_mpi.sharding import strategy
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import Strategy, named_after, replicated
@@ -57,14 +54,14 @@ def shard(format_name: str, data: bytes) -> None:
         manifest = module.locate(str(path))
         _require_sound(manifest, len(data))
         for entry in manifest.tensors.values():
-            if isinstance(entry.source, Decoded) and entry.size_bytes <= _MAX_DECODED:
+            if isinstance(entry.source, LibraryRead) and entry.size_bytes <= _MAX_DECODED:
                 with suppress(ReshardError):
                     assert entry.source.read(Box.whole(entry.shape)).nbytes == entry.size_bytes
 
 
 def dcp_without_checksums(data: bytes) -> None:
     """Read what a file of a distributed checkpoint says of itself as if its checksum were right."""
-    with mock.patch.object(contents, "crc32", lambda *_: _Any()):
+    with mock.patch.object(footer, "crc32", lambda *_: _Any()):
         shard("dcp", data)
 
 
@@ -77,11 +74,11 @@ def dcp_metadata(data: bytes) -> None:
         with suppress(ReshardError):
             dcp.files_of(name)
             manifest = dcp.open_folder(name)
-            assert isinstance(manifest.tensors, ListedTensors)
+            assert isinstance(manifest.tensors, ChunkedTensors)
             for tensors in manifest.tensors.files:
                 for number, kind in enumerate(tensors.kind_of):
                     place = tensors.source(number)
-                    if tensors.kinds[kind].size_bytes and isinstance(place, Segments):
+                    if tensors.kinds[kind].size_bytes and isinstance(place, ByteRanges):
                         ends = {part.path: part.offset_bytes + part.length_bytes for part in place.ranges}
                         assert all(end <= Path(path).stat().st_size for path, end in ends.items())
 
@@ -89,9 +86,9 @@ def dcp_metadata(data: bytes) -> None:
 def torch_pickle(data: bytes) -> None:
     """Read the pickle of a file of torch, and write what it is a pickle of."""
     try:
-        root, _ = pickles.load(data, readers=Storages().readers)
+        root, _ = unpickler.load(data, readers=Storages().readers)
         flattened = nest.flatten(root, is_tensor)
-    except (readers.PickleError, nest.NestError):
+    except (pickle_hooks.PickleError, nest.NestError):
         return
     again = nest.rebuild(dict(flattened.tensors), flattened.strings)
     flattened_again = nest.flatten(again, is_tensor)
@@ -101,11 +98,11 @@ def torch_pickle(data: bytes) -> None:
 
 def nest_text(data: bytes) -> None:
     """Make a tree of the text of a nest and some tensors, and a pickle of the tree."""
-    kind = Kind(BY_NAME["float32"], (2,))
-    leaves = {name: pickling.Leaf(str(at), kind) for at, name in enumerate(("w", "a.w", "a.0.step", "list.0"))}
+    kind = TensorType(BY_NAME["float32"], (2,))
+    leaves = {name: pickler.WrittenTensor(str(at), kind) for at, name in enumerate(("w", "a.w", "a.0.step", "list.0"))}
     with suppress(nest.NestError):
         root = nest.rebuild(leaves, {nest.NEST: data.decode(errors="replace"), "note": "text"})
-        again, _ = pickles.load(pickling.dumps(root), readers=Storages().readers)
+        again, _ = unpickler.load(pickler.dumps(root), readers=Storages().readers)
         names = {name for name, _ in nest.flatten(again, is_tensor).tensors}
         assert names <= leaves.keys()
 
@@ -123,7 +120,7 @@ def native_without_checksums(data: bytes) -> None:
     """Read the index of a native shard as if all checksums were right: who makes a file can make them so."""
     with _file(data, ".h5") as path, path.open("rb") as opened, suppress(ReshardError):
         fd = opened.fileno()
-        end = superblock.end_of_file(fd, str(path), len(data))
+        end = shard_file.end_of_file(fd, str(path), len(data))
         with mock.patch.object(index, "crc32", lambda *_: _Any()):
             manifest = index.locate(fd, str(path), end)
             index.stored_sums(fd, str(path), end)
@@ -214,7 +211,7 @@ def sharding_text_of(data: bytes) -> None:
     """Read what a file of torch's says of its pieces; it must be what Python's own parser reads."""
     text = data.decode(errors="replace")
     with suppress(ReshardError):
-        found = sharding_text.saved_offsets(text, "a file")
+        found = torch_dcp.saved_offsets(text, "a file")
         assert {name: {"saved_offsets": list(numbers)} for name, numbers in found.items()} == json.loads(text)
 
 
@@ -227,10 +224,10 @@ def map_file(data: bytes) -> None:
         return
     shapes = {"a.0.q": (8, 4), "a.1.q": (8, 4), "a.0.k": (4, 4), "a.1.k": (4, 4), "b": (16,), "c.norm.w": (4,), "s": ()}
     shapes |= {f"e.{number}.w": (2, 3) for number in range(4)} | {"moments.a.0.q": (8, 4)}
-    inventory = {name: candidates.Kind(BY_NAME["float32"], shape) for name, shape in shapes.items()}
+    inventory = {name: direction.ShapeAndType(BY_NAME["float32"], shape) for name, shape in shapes.items()}
     for forward in (True, False):
         with suppress(ReshardError):
-            for made in mapped.applied(rules, mapped.Choice(), inventory, forward).made:
+            for made in apply.applied(rules, apply.Selection(), inventory, forward).made:
                 whole = Box.whole(made.shape.shape)
                 boxes = [*(pair.to for pair in made.shape.pairs), *made.shape.zeros]
                 assert sum(box.size for box in boxes) == whole.size and all(map(whole.contains, boxes))
@@ -290,11 +287,11 @@ def _require_sound(manifest: Manifest, size_bytes: int) -> None:
     for name, entry in manifest.tensors.items():
         assert entry.name == name and name
         assert all(length >= 0 for length in entry.shape)
-        if isinstance(entry.source, Decoded):
+        if isinstance(entry.source, LibraryRead):
             assert len(entry.source.chunk) == len(entry.shape)
             continue
         ranges = entry.stored.ranges if entry.stored is not None else ()
-        if isinstance(entry.source, Strided):
+        if isinstance(entry.source, StridedView):
             assert len(entry.source.strides_bytes) == len(entry.shape)
             assert all(step >= 0 and step % entry.dtype.itemsize_bytes == 0 for step in entry.source.strides_bytes)
         else:

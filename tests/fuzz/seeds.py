@@ -23,16 +23,16 @@ from reshard_mpi.formats import ckpt, dcp, hdf5, nest, safetensors, torch
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import ShardIdentity
 from reshard_mpi.formats.protocol import seal_file
-from reshard_mpi.formats.safetensors import index as safetensors_index
+from reshard_mpi.formats.safetensors import huggingface as safetensors_index
 from reshard_mpi.journal.identity import RunIdentity
 from reshard_mpi.journal.provenance import SourceFile, Sources
 from reshard_mpi.journal.records import Evidence, TargetRecord, TensorSum, digest_of_texts
-from reshard_mpi.planning.model import Beginning, Held, Moment
-from reshard_mpi.sharding.strategy import mindspore, stages, table, toml
-from reshard_mpi.sharding.strategy.mindspore import RawLayout, StageFile, StrategyItem
+from reshard_mpi.planning.model import Moment, PrefixDigest, StageDigest
+from reshard_mpi.sharding.strategy import mindspore_json, mindspore_layouts, table, toml
+from reshard_mpi.sharding.strategy.mindspore_json import RawLayout, StageFile, StrategyItem
 from reshard_mpi.sharding.strategy.protobuf import encode_protobuf
 from reshard_mpi.testing import samples
-from reshard_mpi.testing.samples import Contents, SampleTensor
+from reshard_mpi.testing.samples import SampleTensor, ShardContents
 
 NUMBERS = np.arange(24, dtype=np.float32).reshape(4, 6)
 TENSORS = [
@@ -42,7 +42,7 @@ TENSORS = [
     SampleTensor.random(".", BY_NAME["float8_e4m3fn"], (2,)),
     SampleTensor.random("none", BY_NAME["float16"], (0, 3)),
 ]
-CONTENTS = Contents.of(TENSORS, {"note": "a text"})
+CONTENTS = ShardContents.of(TENSORS, {"note": "a text"})
 LAYOUTS = {
     "w": RawLayout((2, 2), ((1,), (0,)), tensor_shape=(4, 4)),
     "b": RawLayout((2, 2), ((-1,),), -1, 1, tensor_shape=(4,)),
@@ -72,12 +72,12 @@ def safetensors_files(path: Path) -> Iterator[None]:
     samples.write(safetensors, str(path), CONTENTS)
     yield
     path.unlink()
-    samples.write(safetensors, str(path), Contents.of(TENSORS[:2]))
+    samples.write(safetensors, str(path), ShardContents.of(TENSORS[:2]))
     seal_file(safetensors, str(path), crc=True)
     yield
     path.unlink()
     four_bits = SampleTensor.random("four bits", BY_NAME["int4"], (3,))
-    safetensors_peer.write(path, Contents.of([*TENSORS, four_bits], {"a\nstring": "\U0001f701"}))
+    safetensors_peer.write(path, ShardContents.of([*TENSORS, four_bits], {"a\nstring": "\U0001f701"}))
     yield
     entry = {"shape": [2], "data_offsets": [0, 2], "dtype": "U8"}
     metadata = {"format": "pt", "x": "y" * 99}
@@ -122,13 +122,13 @@ def sharding_texts(path: Path) -> Iterator[None]:
 
 
 def native_shards(path: Path) -> Iterator[None]:
-    placements = table.dumps(stages.to_strategy([StageFile(LAYOUTS, ITEMS)], ""))
+    placements = table.dumps(mindspore_layouts.to_strategy([StageFile(LAYOUTS, ITEMS)], ""))
     samples.write(hdf5, str(path), CONTENTS, ShardIdentity(1, 4, placements))
     yield
     # So many that the library no longer keeps the links of a group side by side.
     many = [SampleTensor.random(f"layers.{number}.w", BY_NAME["float16"], (2,)) for number in range(11)]
     path.unlink()
-    samples.write(hdf5, str(path), Contents.of(many))
+    samples.write(hdf5, str(path), ShardContents.of(many))
     yield
     hdf5_peer.write(path, CONTENTS)
     yield
@@ -169,10 +169,10 @@ def protobufs(path: Path) -> Iterator[None]:
 
 
 def jsons(path: Path) -> Iterator[None]:
-    path.write_bytes(mindspore.encode_json(StageFile(LAYOUTS, ITEMS)))
+    path.write_bytes(mindspore_json.encode_json(StageFile(LAYOUTS, ITEMS)))
     yield
     nested = {"w": RawLayout((2, 2), ((1, 0), (-1,)), tensor_shape=(8, 4))}
-    path.write_bytes(mindspore.encode_json(StageFile(nested, ITEMS)))
+    path.write_bytes(mindspore_json.encode_json(StageFile(nested, ITEMS)))
     yield
 
 
@@ -184,9 +184,11 @@ def tomls(path: Path) -> Iterator[None]:
 
 def tables(path: Path) -> Iterator[None]:
     for strategy in (
-        stages.to_strategy([StageFile(LAYOUTS, ITEMS)], ""),
+        mindspore_layouts.to_strategy([StageFile(LAYOUTS, ITEMS)], ""),
         *(toml.parse(text, "") for text in SPECS),
-        stages.to_strategy([mindspore.decode_json((parsers.CORPUS / "strategy_json" / "seed-1").read_text(), "")], ""),
+        mindspore_layouts.to_strategy(
+            [mindspore_json.decode_json((parsers.CORPUS / "strategy_json" / "seed-1").read_text(), "")], ""
+        ),
     ):
         path.write_text(table.dumps(strategy))
         yield
@@ -197,8 +199,8 @@ def records(path: Path) -> Iterator[None]:
     path.write_text(identity.as_text())
     yield
     sources = Sources("/src", (SourceFile("rank_0/a.ckpt", 99, 1),))
-    moments, beginnings = (Moment("step", "3", "p"),), (Beginning("lr", "00", 1),)
-    evidence = Evidence((0, 2), Held(0, "0" * 8, 0), moments, beginnings, sources, digest_of_texts({}))
+    moments, beginnings = (Moment("step", "3", "p"),), (PrefixDigest("lr", "00", 1),)
+    evidence = Evidence((0, 2), StageDigest(0, "0" * 8, 0), moments, beginnings, sources, digest_of_texts({}))
     sums = (TensorSum("w", "float32", (4, 2), (2, 0), (2, 2), 1, loose=False),)
     record = TargetRecord(identity.digest, 0, "rank_0/checkpoint_0.ckpt", 77, evidence, sums, (5, 6))
     path.write_text(record.as_text())
@@ -256,7 +258,7 @@ def dcp_metadata(path: Path) -> Iterator[None]:
     yield
     with TemporaryDirectory() as folder:
         file = str(Path(folder, "__0_0.distcp"))
-        path.write_bytes(dcp.index([samples.write(dcp, file, Contents.of(TENSORS, {"note": "a text"}))]))
+        path.write_bytes(dcp.index([samples.write(dcp, file, ShardContents.of(TENSORS, {"note": "a text"}))]))
         yield
         sample = SampleTensor.random("w", BY_NAME["float32"], (2,))
         tensors = {"w": dcp_peer.Listed("float32", (4,), [("__0_0.distcp", (at,), sample) for at in (0, 2)])}

@@ -1,46 +1,46 @@
-"""DESIGN.md names every module in the row of its room, and none that is not there."""
+"""DESIGN.md has the tree of modules as their first lines are, and its words; a class name stands for one thing."""
 
 from __future__ import annotations
 
+import ast
 import re
-from collections.abc import Iterator
-from pathlib import Path
+from collections import defaultdict
 
 import pytest
+from support import module_tree
+from support.module_tree import BEGIN, DESIGN, END, PACKAGE, tree
 
-import reshard_mpi
-
-PACKAGE = Path(reshard_mpi.__file__).parent
-DESIGN = (PACKAGE / "DESIGN.md").read_text()
-ROWS = dict(re.findall(r"^\| `(\w+)/` \|(.*)\|$", DESIGN, re.MULTILINE))
-GOVERNOR = DESIGN.split("\n`processes/governor/`")[1].split("\n\n")[0]
-TEXTS = ROWS | {"processes/governor": GOVERNOR}
+TEXT = DESIGN.read_text()
 
 
-def modules_of(room: Path) -> Iterator[str]:
-    """Yield the names of the modules and folders of a room."""
-    for path in room.iterdir():
-        if path.suffix == ".py" and not path.stem.startswith("__"):
-            yield path.stem
-        elif path.is_dir() and path.name != "__pycache__":
-            yield path.name
+def test_the_tree_is_made_of_the_first_lines_of_the_modules() -> None:
+    found = TEXT.partition(BEGIN)[2].partition(END)[0]
+    assert found == tree(), f"run python {module_tree.__file__}"
 
 
-def named_in(text: str) -> set[str]:
-    return {name.rstrip("/") for name in re.findall(r"`(\w+/?)`", text)}
+@pytest.mark.parametrize("path", [*module_tree.modules(PACKAGE)], ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_first_line_is_one_short_sentence_that_begins_with_no_question(path: object) -> None:
+    line = module_tree.first_line(path)  # type: ignore[arg-type]
+    assert len(line) <= 114 and line.rstrip().endswith((".", ")")), line
+    assert line.split()[0] not in ("What", "How", "Whether", "Which", "Where", "Whose"), line
 
 
-def test_every_room_has_a_row() -> None:
-    rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name not in ("guide", "__pycache__")}
-    assert rooms == ROWS.keys()
+def test_names_of_classes_stand_for_one_thing() -> None:
+    places = defaultdict(list)
+    for path in module_tree.modules(PACKAGE):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places[node.name.lstrip("_")].append(str(path.relative_to(PACKAGE)))
+    assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
 
 
-@pytest.mark.parametrize("room", TEXTS)
-def test_every_module_is_named_in_the_row_of_its_room(room: str) -> None:
-    assert set(modules_of(PACKAGE / room)) <= named_in(TEXTS[room])
-
-
-@pytest.mark.parametrize("room", ROWS)
-def test_every_module_that_a_row_names_is_there(room: str) -> None:
-    others = {"locate", "reserve", "seal", "spec_text"}  # functions of a format; a module below `strategy`
-    assert named_in(ROWS[room]) - others <= set(modules_of(PACKAGE / room))
+def test_what_the_text_names_is_there() -> None:
+    """Every file that the text names in backticks, with or without its ending, is there."""
+    names = re.findall(r"`((?:\w+/)+\w*)(?:\.py)?`", TEXT.replace(tree(), ""))
+    rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir()}
+    missing = [
+        name
+        for name in names
+        if name.split("/")[0] in rooms and not (PACKAGE / name).is_dir() and not (PACKAGE / f"{name}.py").exists()
+    ]
+    assert missing == []

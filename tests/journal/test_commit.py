@@ -41,14 +41,14 @@ import reshard_mpi
 from reshard_mpi.checkpoints.discovery import find_shards
 from reshard_mpi.errors import ReshardError, TargetError
 from reshard_mpi.journal import commit as journal_commit
-from reshard_mpi.journal import standing as committing
+from reshard_mpi.journal import run_status as committing
 from reshard_mpi.journal.commit import commit_if_complete
 from reshard_mpi.journal.identity import RunIdentity
 from reshard_mpi.journal.records import Evidence, TargetRecord
-from reshard_mpi.journal.standing import commit
+from reshard_mpi.journal.run_status import commit
 from reshard_mpi.journal.targets import Journal
-from reshard_mpi.planning.differing import Told
-from reshard_mpi.planning.model import Held
+from reshard_mpi.planning.model import StageDigest
+from reshard_mpi.planning.shard_faults import Differences
 from reshard_mpi.runs import planner
 from reshard_mpi.runs.outcome import Outcome
 from reshard_mpi.runs.write import Writer
@@ -189,7 +189,7 @@ def test_what_has_just_been_written_is_not_found_for_once(
                 raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
             return look(path, *arguments, **named)
 
-        def commit_blindly(*arguments: Any, **named: Any) -> Told:
+        def commit_blindly(*arguments: Any, **named: Any) -> Differences:
             with monkeypatch.context() as patched:
                 patched.setattr(os, call, looked)
                 return commit_it(*arguments, **named)
@@ -419,7 +419,7 @@ def test_loose_tensors_that_differ(tmp_path: Path, capsys: Capture) -> None:
 
 # Never beside targets that are changing
 
-EVIDENCE = Evidence((), Held(0, "", 0), (), ())
+EVIDENCE = Evidence((), StageDigest(0, "", 0), (), ())
 
 
 def identity(target_ranks: int) -> RunIdentity:
@@ -477,8 +477,8 @@ def test_nobody_commits_while_another_writes(tmp_path: Path) -> None:
     (tmp_path / "reshard.json").unlink()
     with commit_lock(tmp_path, fcntl.LOCK_SH):
         told = commit_if_complete(tmp_path, identity(2), made={0, 1}, any_written=True, told=())
-        assert told == Told(notes=(f"{tmp_path} is left to another process to commit, which is at work there",))
-        assert commit_if_complete(tmp_path, identity(2), made={1}, any_written=True, told=()) == Told()
+        assert told == Differences(notes=(f"{tmp_path} is left to another process to commit, which is at work there",))
+        assert commit_if_complete(tmp_path, identity(2), made={1}, any_written=True, told=()) == Differences()
         assert not (tmp_path / "reshard.json").exists()
     commit_if_complete(tmp_path, identity(2), made={0, 1}, any_written=True, told=())
     assert (tmp_path / "reshard.json").exists()

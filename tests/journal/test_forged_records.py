@@ -21,19 +21,10 @@ from support.forging import MISSING, TEXTS, VALUES, Keys, as_text, forged, path_
 import reshard_mpi
 from reshard_mpi.checkpoints.inspection import inspect
 from reshard_mpi.errors import ReshardError
-from reshard_mpi.journal.commit_record import COMMIT_ROOM, CommitRecord
-from reshard_mpi.journal.identity import RunIdentity
-from reshard_mpi.journal.records import (
-    RUN_ROOM,
-    TARGET_ROOM,
-    Evidence,
-    TargetRecord,
-    TensorSum,
-    read_json,
-    written,
-)
-from reshard_mpi.planning.model import Held
-from reshard_mpi.units import MIB
+from reshard_mpi.journal.identity import COMMIT_ROOM, CommitRecord, RunIdentity
+from reshard_mpi.journal.records import RUN_ROOM, TARGET_ROOM, Evidence, TargetRecord, TensorSum, read_json, written
+from reshard_mpi.planning.model import StageDigest
+from reshard_mpi.text import MIB
 
 RECORDS = ("run.json", "rank_0.json", "reshard.json")
 
@@ -264,7 +255,9 @@ def test_there_is_room_for_what_is_real() -> None:
         f"network.layers.{number // 20}.block_{number % 20}.attention.projection.weight" for number in range(20_001)
     ]
     sums = tuple(TensorSum(name, "bfloat16", (8192, 8192), (0, 4096), (8192, 512), 1 << 31, False) for name in names)
-    record = TargetRecord("0" * 64, 0, "rank_0/c_0.ckpt", 1 << 40, Evidence((0,), Held(0, "0" * 64, 0), (), ()), sums)
+    record = TargetRecord(
+        "0" * 64, 0, "rank_0/c_0.ckpt", 1 << 40, Evidence((0,), StageDigest(0, "0" * 64, 0), (), ()), sums
+    )
     text = record.as_text()
     assert len(text) * 4 < TARGET_ROOM.file_bytes
     line = '{"rank": 16383, "file": "rank_16383/checkpoint_16383.ckpt", "size_bytes": 1099511627776, "read_ranks": '

@@ -26,12 +26,11 @@ from reshard_mpi.journal import targets
 from reshard_mpi.journal.identity import RunIdentity
 from reshard_mpi.journal.publication import Publication, remove_stale_records
 from reshard_mpi.journal.records import Evidence, TargetRecord
-from reshard_mpi.journal.targets import Journal
-from reshard_mpi.journal.unrecorded import Unrecorded
-from reshard_mpi.planning.model import Beginning, Held, Moment
+from reshard_mpi.journal.targets import Journal, Unrecorded
+from reshard_mpi.planning.model import Moment, PrefixDigest, StageDigest
 
 EVIDENCE = Evidence(
-    (0, 1), Held(0, "d1", 0), (Moment("global_step", "7", "/data/src/0"),), (Beginning("seed", "d2", 1),)
+    (0, 1), StageDigest(0, "d1", 0), (Moment("global_step", "7", "/data/src/0"),), (PrefixDigest("seed", "d2", 1),)
 )
 FACTS = {"source": "/data/src", "prefix": "checkpoint_", "format": "ckpt", "target_ranks": 1}
 
@@ -40,7 +39,7 @@ HOLDER = """
 import sys, time
 from pathlib import Path
 from reshard_mpi.journal.targets import Journal
-from reshard_mpi.planning.model import Held
+from reshard_mpi.planning.model import StageDigest as Held
 from reshard_mpi.journal.identity import RunIdentity
 from reshard_mpi.journal.records import Evidence
 folder = Path(sys.argv[1])

@@ -20,15 +20,15 @@ import reshard_mpi
 from reshard_mpi.filesystem.folders import Folder
 from reshard_mpi.journal import publication
 from reshard_mpi.journal.publication import Publication, remove_stale, stale_bytes
-from reshard_mpi.journal.unrecorded import Unrecorded
-from reshard_mpi.processes.hosts import host_name
+from reshard_mpi.journal.targets import Unrecorded
+from reshard_mpi.processes.host import host_name
 
 CONTENT = bytes(8192)
 # Writes a target, and publishes it when it is told to.
 WRITER = f"""
 import sys
 from pathlib import Path
-from reshard_mpi.journal.unrecorded import Unrecorded
+from reshard_mpi.journal.targets import Unrecorded
 path = Path(sys.argv[1])
 with Unrecorded(path.parent.parent).writing(0, path) as publication:
     publication.partial.write_bytes(b"x" * {len(CONTENT)})

@@ -13,26 +13,25 @@ from support.command_line import Capture, run_here
 import reshard_mpi
 from reshard_mpi.errors import MapError, UsageError
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.mapping.candidates import Inventory, Kind
-from reshard_mpi.mapping.choice import Choice
-from reshard_mpi.mapping.likeness import Like
-from reshard_mpi.mapping.made import Mapped
-from reshard_mpi.mapping.mapped import applied
-from reshard_mpi.mapping.parsing import parse_rules
+from reshard_mpi.mapping.apply import applied
+from reshard_mpi.mapping.direction import Inventory, ShapeAndType
+from reshard_mpi.mapping.map_file import parse_rules
+from reshard_mpi.mapping.result import MapResult
+from reshard_mpi.mapping.selection import Selection, TargetTemplate
 
 Shapes = dict[str, tuple[int, ...]]
 
 
 def inventory(shapes: Shapes) -> Inventory:
-    return {name: Kind(BY_NAME["float32"], shape) for name, shape in shapes.items()}
+    return {name: ShapeAndType(BY_NAME["float32"], shape) for name, shape in shapes.items()}
 
 
-def made(text: str, source: Shapes, like: Shapes | None, forward: bool | None = None) -> Mapped:
-    wanted = None if like is None else Like("target", like)
-    return applied(parse_rules(text, "map.toml"), Choice(), inventory(source), forward, wanted)
+def made(text: str, source: Shapes, like: Shapes | None, forward: bool | None = None) -> MapResult:
+    wanted = None if like is None else TargetTemplate("target", like)
+    return applied(parse_rules(text, "map.toml"), Selection(), inventory(source), forward, wanted)
 
 
-def shapes_of(mapped: Mapped) -> Shapes:
+def shapes_of(mapped: MapResult) -> Shapes:
     return {tensor.name: tensor.shape.shape for tensor in mapped.made}
 
 

@@ -181,8 +181,8 @@ def spoiled(change: str) -> dict[str, Any]:
 
 
 def test_a_forged_nest_with_two_optimizers_under_one_key_is_no_traceback() -> None:
-    from reshard_mpi.mapping.numbering import training_in
-    from reshard_mpi.mapping.renesting import MadeParameter, carried_into, with_names
+    from reshard_mpi.mapping.numbered_state import training_in
+    from reshard_mpi.mapping.training_file import MadeParameter, carried_into, with_names
 
     optimizer = (
         '["optimizer",{"dict":[["state",{"dict":[[0,{"dict":[]}]]}],["param_groups",[{"dict":[["params",[0]]]}]]]}]'
@@ -540,7 +540,7 @@ GROUPS = '"param_groups",[{"dict":[["params",[0]]]}]'
 )
 def test_a_nest_that_is_none_is_refused_or_left_alone(tmp_path: Path, nest: str) -> None:
     """Any file may have a text of that name."""
-    from reshard_mpi.mapping.numbering import training_in
+    from reshard_mpi.mapping.numbered_state import training_in
 
     shapes = {"w": (2,), "optimizer.state.0.exp_avg": (2,)}
     try:
@@ -554,7 +554,7 @@ def test_a_nest_that_is_none_is_refused_or_left_alone(tmp_path: Path, nest: str)
 @pytest.mark.slow
 def test_many_dictionaries_take_no_long_time() -> None:
     """Files with thousands of dictionaries and tensors: each name is looked at once for each of its dots."""
-    from reshard_mpi.mapping.numbering import training_in
+    from reshard_mpi.mapping.numbered_state import training_in
 
     parts = ",".join(f'["d{number}",{{"dict":[["state",{{"dict":[]}}],[{GROUPS}]]}}]' for number in range(20_000))
     shapes = {f"d{number}.w{number}": (1,) for number in range(20_000)}

@@ -18,7 +18,7 @@ from reshard_mpi import formats
 from reshard_mpi.errors import MapError, TargetError
 from reshard_mpi.formats import ckpt
 from reshard_mpi.formats.manifest import common_nest
-from reshard_mpi.formats.nest import NEST, agree, flattening
+from reshard_mpi.formats.nest import NEST, agree, flatten_tree
 from reshard_mpi.testing import samples
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -136,7 +136,7 @@ def without_order(path: Path) -> None:
     found = samples.contents_of(module.locate(str(path)))
     nest = json.dumps(json.loads(found.strings[NEST])["nest"], separators=(",", ":"))
     path.unlink()
-    samples.write(module, str(path), samples.Contents(found.tensors, {NEST: nest}))
+    samples.write(module, str(path), samples.ShardContents(found.tensors, {NEST: nest}))
 
 
 @pytest.mark.parametrize("form", ["ckpt", "safetensors", "torch"])
@@ -230,7 +230,7 @@ def test_a_forged_order_is_refused(tmp_path: Path, order: str) -> None:
     root = json.dumps(json.loads(found.strings[NEST])["nest"])
     between.unlink()
     forged = {NEST: f'{{"nest":{root},"order":{order}}}'}
-    samples.write(ckpt, str(between), samples.Contents(found.tensors, forged))
+    samples.write(ckpt, str(between), samples.ShardContents(found.tensors, forged))
     (tmp_path / "map.toml").write_text(MAP)
     with pytest.raises(TargetError, match="order of a nest"):
         made(between, tmp_path / "back", "torch", tmp_path)
@@ -287,7 +287,7 @@ def test_loose_files_of_one_nest_are_joined(tmp_path: Path) -> None:
 
 
 def test_an_order_that_is_too_long_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flattening, "MAX_CHARACTERS", 500)
+    monkeypatch.setattr(flatten_tree, "MAX_CHARACTERS", 500)
     report = reshard_mpi.transform(source(tmp_path), tmp_path / "there")
     assert "the order of its keys: it would take more than 500 characters" in " ".join(report.warnings)
 

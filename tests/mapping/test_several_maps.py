@@ -21,10 +21,10 @@ from support.full_checkpoints import assert_held, floats, held, map_of, source_o
 
 import reshard_mpi
 from reshard_mpi import MapError, TargetError, formats
-from reshard_mpi.mapping.choice import Choice
-from reshard_mpi.mapping.composed import Composition
-from reshard_mpi.mapping.mapped import applied
-from reshard_mpi.mapping.parsing import parse_rules
+from reshard_mpi.mapping.apply import applied
+from reshard_mpi.mapping.chain import Composition
+from reshard_mpi.mapping.map_file import parse_rules
+from reshard_mpi.mapping.selection import Selection
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -73,7 +73,7 @@ def test_there_and_back_over_ranks_and_formats(first: Case, data: st.DataObject)
 def test_what_they_make_of_the_first_tensors_is_told(first: Case, data: st.DataObject) -> None:
     """The boxes by which a tensor is explained are those that its elements come from."""
     chain = [first, data.draw(following(first.right, "m"))]
-    mapped = [applied(parse_rules(map_text(case), "map.toml"), Choice(), kinds(case.left), True) for case in chain]
+    mapped = [applied(parse_rules(map_text(case), "map.toml"), Selection(), kinds(case.left), True) for case in chain]
     composed = Composition().of(mapped[1].made, {tensor.name: tensor for tensor in mapped[0].made})
     assert_same(made_of(mapped[1]._replace(made=tuple(composed)), first.left), chain[1].right)
 

@@ -14,7 +14,7 @@ from support.checkpoints import as_read, read_shard, write_shard
 
 import reshard_mpi
 from reshard_mpi.errors import MapError, StrategyError
-from reshard_mpi.mapping.reading import read_rules, shipped_maps
+from reshard_mpi.mapping.map_file import read_rules, shipped_maps
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Tensors = dict[str, Array]

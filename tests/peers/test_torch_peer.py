@@ -18,7 +18,7 @@ import reshard_mpi
 from reshard_mpi.formats import torch as torch_format
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.testing import samples
-from reshard_mpi.testing.samples import Contents, SampleTensor
+from reshard_mpi.testing.samples import SampleTensor, ShardContents
 
 torch = pytest.importorskip("torch")
 from support.torch_peer import CANNOT_HOLD  # noqa: E402
@@ -132,14 +132,14 @@ def test_training_goes_on_from_what_we_write(trained: Path, tmp_path: Path, thro
     assert losses[0] == losses[1]
 
 
-def all_types() -> Contents:
+def all_types() -> ShardContents:
     names = sorted(BY_NAME.keys() - CANNOT_HOLD)
     shapes = [(2, 3), (), (0, 4), (5,)]
     tensors = [
         SampleTensor.random(f"{name}.{at}", BY_NAME[name], shape)
         for name, (at, shape) in itertools.product(names, enumerate(shapes))
     ]
-    return Contents.of(tensors, {"note": "é", "empty": ""})
+    return ShardContents.of(tensors, {"note": "é", "empty": ""})
 
 
 @pytest.mark.parametrize("offsets", [False, True], ids=["read", "computed"])

@@ -15,13 +15,10 @@ from hypothesis import strategies as st
 from support.examples import few
 
 from reshard_mpi.errors import UsageError
-from reshard_mpi.pictures.figures import Block, Cut, Feed, Figures, Flow, Move, Panel, Shards
+from reshard_mpi.pictures.figures import DrawnBlock, DrawnMove, Feed, Figures, Flow, Panel, Shards, TensorCut
+from reshard_mpi.pictures.files import page_of, png_of
 from reshard_mpi.pictures.matrix import matrix_scene
-from reshard_mpi.pictures.page import page_of
-from reshard_mpi.pictures.palette import amount_colour, on, rank_colours
-from reshard_mpi.pictures.png import png_of
-from reshard_mpi.pictures.scene import Scene, Text, fitted, text_width
-from reshard_mpi.pictures.svg import svg_of
+from reshard_mpi.pictures.scene import Scene, TextLine, amount_colour, fitted, on, rank_colours, svg_of, text_width
 from reshard_mpi.pictures.tensor import cut_scene
 from reshard_mpi.sharding.box import Box
 
@@ -38,18 +35,18 @@ HOSTILE = (
 
 
 def panel(name: str, shape: tuple[int, ...], *boxes: Box, copies: int = 1) -> Panel:
-    blocks = tuple(Block(box, box, 1, (number,), copies, number) for number, box in enumerate(boxes))
+    blocks = tuple(DrawnBlock(box, box, 1, (number,), copies, number) for number, box in enumerate(boxes))
     return Panel(name, "float32", shape, tuple(range(len(shape)))[:2], (1,) * len(shape), blocks, len(blocks))
 
 
-def cut(name: str, shape: tuple[int, ...] = (4, 4), count: int = 1) -> Cut:
+def cut(name: str, shape: tuple[int, ...] = (4, 4), count: int = 1) -> TensorCut:
     box = Box.whole(shape)
-    moves = (Move(0, box, 0, 0, box, f"/files/{name}", box.size * 4),) if box.size else ()
+    moves = (DrawnMove(0, box, 0, 0, box, f"/files/{name}", box.size * 4),) if box.size else ()
     side = panel(name, shape, box)
-    return Cut((name,), count, box.size * 4 * count, (side,), 0, side, moves)
+    return TensorCut((name,), count, box.size * 4 * count, (side,), 0, side, moves)
 
 
-def figures(*cuts: Cut, sources: int = 2, targets: int = 2, name: str = "src") -> Figures:
+def figures(*cuts: TensorCut, sources: int = 2, targets: int = 2, name: str = "src") -> Figures:
     feeds = tuple(Feed(rank % sources, rank, 1, 64 + rank) for rank in range(targets))
     files = {rank: f"{name}/rank_{rank}" for rank in range(max(sources, targets))}
     flow = Flow(Shards(sources, "rank", files), Shards(targets, "rank", files), tuple(range(targets)), feeds)
@@ -126,7 +123,7 @@ def test_a_page_needs_nothing_else() -> None:
 def test_every_shape_is_drawn(shape: tuple[int, ...]) -> None:
     drawn = figures(cut("w", shape))
     scene = cut_scene(drawn.cuts[0], drawn)
-    texts = [item.text for item in scene.items if isinstance(item, Text)]
+    texts = [item.text for item in scene.items if isinstance(item, TextLine)]
     assert (("no elements" in texts) == (0 in shape)) and png_of(scene)
     if len(shape) > 2:
         assert f"Of {len(shape)} dimensions two are drawn: 0 down, 1 across." in texts
@@ -137,7 +134,7 @@ def assert_within(scene: Scene) -> None:
     """See that nothing is drawn outside of the drawing."""
     for item in scene.items:
         assert 0 <= item.x <= scene.width and 0 <= item.y <= scene.height + 0.01
-        if isinstance(item, Text) and item.anchor == "start" and not item.turned:
+        if isinstance(item, TextLine) and item.anchor == "start" and not item.turned:
             assert item.x + text_width(item.text, item.size) * 0.9 <= scene.width + 1, item
 
 
@@ -153,14 +150,14 @@ def test_a_matrix_of_any_size_fits_its_picture(sources: int, targets: int) -> No
 def test_dimensions_that_are_cut_and_not_drawn_are_told() -> None:
     side = panel("w", (4, 4, 4), Box.whole((4, 4, 2)))._replace(cuts=(1, 1, 2))
     drawn = figures(cut("w", (4, 4, 4))._replace(target=side))
-    texts = [item.text for item in cut_scene(drawn.cuts[0], drawn).items if isinstance(item, Text)]
+    texts = [item.text for item in cut_scene(drawn.cuts[0], drawn).items if isinstance(item, TextLine)]
     assert "The target cuts dimension 2 too, into 2: what is drawn is where its index is 0." in texts
 
 
 def test_a_sample_is_called_one() -> None:
     drawn = figures(targets=500)
     drawn = drawn._replace(flow=drawn.flow._replace(planned=tuple(range(0, 500, 5))))
-    texts = " ".join(item.text for item in matrix_scene(drawn).items if isinstance(item, Text))
+    texts = " ".join(item.text for item in matrix_scene(drawn).items if isinstance(item, TextLine))
     assert "A sample: 100 of 500 targets have been planned" in texts and "(a sample)" in texts
     assert "100 of 500 targets planned" in page_of(drawn)
 
@@ -170,8 +167,8 @@ def test_a_page_of_very_many_tensors_is_bounded_and_says_what_is_left_out() -> N
     names = tuple(f"model.layers.{number}.{'x' * 200}" for number in range(500))
     boxes = [Box((row, column), (row + 1, column + 1)) for row in range(16) for column in range(16)]
     side = panel(names[0], (16, 16), *boxes)
-    moves = tuple(Move(number, box, number, 0, box, "file" * 30, 4) for number, box in enumerate(boxes)) * 7
-    large = Cut(names, 1000, 1 << 40, (side,), 0, side, moves, 12345)
+    moves = tuple(DrawnMove(number, box, number, 0, box, "file" * 30, 4) for number, box in enumerate(boxes)) * 7
+    large = TensorCut(names, 1000, 1 << 40, (side,), 0, side, moves, 12345)
     drawn = figures(*[large] * 100, sources=300, targets=300)._replace(further=7, further_tensors=70)
     page = page_of(drawn)
     assert len(page) < 20_000_000

@@ -17,11 +17,19 @@ from support.examples import few
 from support.oracle import rank_holds, slice_for_rank
 
 import reshard_mpi
-from reshard_mpi.pictures.cuts import panel_of_layout, panel_of_pieces, shown_dimensions
 from reshard_mpi.pictures.figures import Feed, Figures, Flow, Shards
-from reshard_mpi.pictures.flow import MOST_PLANNED, MOST_SPANS, grid_of, most_planned, sampled_targets
+from reshard_mpi.pictures.flow import (
+    MOST_PLANNED,
+    MOST_SPANS,
+    grid_of,
+    most_planned,
+    panel_of_layout,
+    panel_of_pieces,
+    sampled_targets,
+    shown_dimensions,
+)
 from reshard_mpi.processes import comm
-from reshard_mpi.runs.pictured import Asked, planned_figures
+from reshard_mpi.runs.plot_data import Asked, planned_figures
 from reshard_mpi.runs.progress import Silent
 from reshard_mpi.runs.request import Request
 from reshard_mpi.sharding.box import Box

@@ -11,11 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import many
 
-from reshard_mpi.pictures.figures import Block, Cut, Feed, Figures, Flow, Move, Panel, Shards
-from reshard_mpi.pictures.labels import area_of, files_as_shards, tensor_labels
+from reshard_mpi.pictures.figures import DrawnBlock, DrawnMove, Feed, Figures, Flow, Panel, Shards, TensorCut
 from reshard_mpi.pictures.matrix import matrix_scene
-from reshard_mpi.pictures.palette import rank_colours
-from reshard_mpi.pictures.scene import Rectangle, Scene, Text, text_width
+from reshard_mpi.pictures.scene import (
+    Rectangle,
+    Scene,
+    TextLine,
+    area_of,
+    files_as_shards,
+    rank_colours,
+    tensor_labels,
+    text_width,
+)
 from reshard_mpi.pictures.tensor import cut_scene
 from reshard_mpi.sharding.box import Box
 
@@ -85,20 +92,22 @@ def fused(tensors: list[str], rows: int, columns: int, dim: int, sources: Shards
     for number, name in enumerate(tensors):
         holder = number % sources.total
         if number < 4:
-            blocks = (Block(whole, whole, 1, (holder,), 1),)
+            blocks = (DrawnBlock(whole, whole, 1, (holder,), 1),)
             panels.append(Panel(name, "float32", (rows, columns), (0, 1), (1, 1), blocks, 1))
         panel = number if number < 4 else None
         for rank in range(ranks):
             start, stop = max(number * length, rank * of_rank), min((number + 1) * length, (rank + 1) * of_rank)
             if start < stop:
                 taken = along(start - number * length, stop - number * length)
-                moves.append(Move(rank, along(start, stop), holder, panel, taken, "file", 4, name))
+                moves.append(DrawnMove(rank, along(start, stop), holder, panel, taken, "file", 4, name))
     all_long = length * len(tensors)
     shape = (all_long, columns) if dim == 0 else (rows, all_long)
     boxes = [along(min(rank * of_rank, all_long), min((rank + 1) * of_rank, all_long)) for rank in range(ranks)]
-    blocks = tuple(Block(box, box, 1, (rank,), 1, rank) for rank, box in enumerate(boxes) if box.size)
+    blocks = tuple(DrawnBlock(box, box, 1, (rank,), 1, rank) for rank, box in enumerate(boxes) if box.size)
     target = Panel("fused." + "x" * (rows % 90), "float32", shape, (0, 1), (1, 1), blocks, len(blocks))
-    cut = Cut((target.name,), 1, 4 * rows * columns, tuple(panels), max(0, len(tensors) - 4), target, tuple(moves))
+    cut = TensorCut(
+        (target.name,), 1, 4 * rows * columns, tuple(panels), max(0, len(tensors) - 4), target, tuple(moves)
+    )
     feeds = tuple(Feed(number % sources.total, number % ranks, 1, 1 << number % 50) for number in range(ranks))
     files = {rank: f"dst/rank_{rank}" for rank in range(ranks)}
     flow = Flow(sources, Shards(ranks, "rank", files), tuple(range(ranks)), feeds)
@@ -127,7 +136,7 @@ def test_no_text_is_cut_off_or_written_over_another(drawn: Figures) -> None:
 
 
 def assert_can_be_read(scene: Scene) -> None:
-    texts = [(item.text, area_of(item)) for item in scene.items if isinstance(item, Text)]
+    texts = [(item.text, area_of(item)) for item in scene.items if isinstance(item, TextLine)]
     for text, area in texts:
         assert area.x >= 0 and area.x + area.width <= scene.width + 0.01, (text, area, scene.width)
         assert area.y >= 0 and area.y + area.height <= scene.height + 0.01, (text, area, scene.height)
@@ -144,7 +153,7 @@ def test_the_stripes_of_a_fused_tensor_are_labelled_with_their_tensors() -> None
     sources = files_as_shards(2, {0: "/a/model-00001-of-00002.safetensors", 1: "/a/model-00002-of-00002.safetensors"})
     drawn = fused(tensors, 64, 128, 0, sources, 1)
     scene = cut_scene(drawn.cuts[0], drawn)
-    texts = [item for item in scene.items if isinstance(item, Text)]
+    texts = [item for item in scene.items if isinstance(item, TextLine)]
     stripes = [item for item in scene.items if isinstance(item, Rectangle) and item.key == "move"]
     assert len(stripes) == 3 and len({stripe.fill for stripe in stripes}) == 3
     for stripe, label in zip(stripes, ("q_proj", "k_proj", "v_proj")):
@@ -157,7 +166,7 @@ def test_the_stripes_of_a_fused_tensor_are_labelled_with_their_tensors() -> None
     assert "float32 [64, 128]: whole, in model-00002-of-00002.safetensors" in said
     assert not any("file 0" in text for text in said)
     narrow = fused([f"{LLAMA}{letter}_projection.weight" for letter in "qkv"], 640, 30, 1, sources, 1)
-    upright = [item for item in cut_scene(narrow.cuts[0], narrow).items if isinstance(item, Text) and item.turned]
+    upright = [item for item in cut_scene(narrow.cuts[0], narrow).items if isinstance(item, TextLine) and item.turned]
     assert {"q_projection", "k_projection", "v_projection"} <= {text.text for text in upright}
 
 
@@ -167,6 +176,6 @@ def test_the_colours_of_many_tensors_are_in_the_order_of_the_target() -> None:
     stripes = [item for item in scene.items if isinstance(item, Rectangle) and item.key == "move"]
     by_place = [stripe.fill for stripe in sorted(stripes, key=lambda stripe: stripe.y)]
     assert by_place == list(rank_colours(range(24)).values())
-    texts = [item.text for item in scene.items if isinstance(item, Text)]
+    texts = [item.text for item in scene.items if isinstance(item, TextLine)]
     assert "source tensors experts.0 to experts.23, in their order" in texts
     assert {f"experts.{number}" for number in range(24)} <= set(texts)

@@ -20,12 +20,12 @@ from support.wrong_specs import Rule, Slip, Spec, contradictions, outcome, slips
 import reshard_mpi
 from reshard_mpi.checkpoints.discovery import find_shards
 from reshard_mpi.checkpoints.opening import open_source
-from reshard_mpi.engine import excerpts
-from reshard_mpi.engine.excerpts import excerpt
+from reshard_mpi.engine import compare
+from reshard_mpi.engine.compare import excerpt
 from reshard_mpi.engine.files import Files
 from reshard_mpi.errors import DisagreementError, StrategyError
-from reshard_mpi.formats.columns import TensorEntry
-from reshard_mpi.formats.places import ByteRange, Decoded
+from reshard_mpi.formats.locations import ByteRange, LibraryRead
+from reshard_mpi.formats.tensor_table import TensorEntry
 from reshard_mpi.planning.fit import Drift
 from reshard_mpi.planning.samples import MAX_PAIRS, PLACE_ELEMENTS, places, rank_pairs
 from reshard_mpi.runs.conversion import Conversion
@@ -802,11 +802,11 @@ def test_little_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     decoded: list[tuple[str, str]] = []
 
     def counting(files: Files, entry: TensorEntry, box: Box) -> bytes:
-        assert isinstance(entry.source, Decoded)
+        assert isinstance(entry.source, LibraryRead)
         decoded.append((entry.source.path, entry.name))
         return excerpt(files, entry, box)
 
-    monkeypatch.setattr(excerpts, "excerpt", counting)
+    monkeypatch.setattr(compare, "excerpt", counting)
     source = open_source(find_shards(str(tmp_path / "src")), strategy.load(str(tmp_path / "src.toml")))
     assert Conversion(source, unsharded()).drifted_tensors() == Drift()
     assert {name[0] for _, name in decoded} == {"w", "x"}

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from reshard_mpi.formats.columns import Kind, Tensors
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.listed import ListedTensors, Piece
-from reshard_mpi.formats.specs import SpecKind
-from reshard_mpi.planning.listed import PiecesOf
-from reshard_mpi.planning.model import Group, Route
+from reshard_mpi.formats.manifest import SpecKind
+from reshard_mpi.formats.tensor_table import ChunkedTensors, ListedChunk, TensorTable, TensorType
+from reshard_mpi.planning.chunks import PiecesOf
+from reshard_mpi.planning.model import Group, ReadGroup
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.sharding.box import Box
 
 
 def test_overlaps_are_those_of_each_region() -> None:
     """Two tensors with the same list of pieces, of which the target takes different parts."""
-    file, dtype = Tensors("f"), BY_NAME["int8"]
-    listed, boxes = ListedTensors("folder"), [Box((0,), (6,)), Box((2,), (4,)), Box((4,), (8,))]
+    file, dtype = TensorTable("f"), BY_NAME["int8"]
+    listed, boxes = ChunkedTensors("folder"), [Box((0,), (6,)), Box((2,), (4,)), Box((4,), (8,))]
     for name in "ab":
         pieces = []
         for number, box in enumerate(boxes):
-            file.add(f"{name}{number}", file.kind(Kind(dtype, box.shape)), 0)
-            pieces.append(Piece(box, file, len(file) - 1))
+            file.add(f"{name}{number}", file.kind(TensorType(dtype, box.shape)), 0)
+            pieces.append(ListedChunk(box, file, len(file) - 1))
         listed.add_listed(name, dtype, (8,), pieces)
     whole, groups = Box.whole((8,)), []
     for number, region in enumerate((Box((0,), (3,)), Box((3,), (8,)))):
-        route = Route(0, whole, region, listed, (number,))
+        route = ReadGroup(0, whole, region, listed, (number,))
         groups.append(Group(SpecKind(dtype, (8,), region), ("ab"[number],), (route,)))
     checks = list(PiecesOf(0, 1).checks(groups, Replicas.CHECK))
     assert [(check.name, str(check.copies[0].region)) for check in checks] == [

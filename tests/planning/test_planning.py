@@ -12,20 +12,20 @@ from support.cases import Case, cases
 from support.in_memory import check_every_element, entry, manifest, manifests_of, strategy_of
 
 from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError, ReshardError, StrategyError
-from reshard_mpi.formats.columns import TensorEntry
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.planning.copies import Alike, dealt
-from reshard_mpi.planning.disputes import Claim, Dispute
+from reshard_mpi.formats.tensor_table import TensorEntry
 from reshard_mpi.planning.losses import Lost
 from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.planning.parameters import (
+    Accumulated,
     Unlisted,
     find_or_follow,
+    is_partial_sum,
     require_common_parameters,
 )
-from reshard_mpi.planning.partial_sums import Accumulated, is_partial_sum
 from reshard_mpi.planning.ranks import needed_ranks
-from reshard_mpi.planning.replicas import Replicas
+from reshard_mpi.planning.replicas import ReplicaGroup, Replicas, dealt
+from reshard_mpi.planning.shard_faults import Dispute, ShardClaim
 from reshard_mpi.planning.target import Policy, ShardPlanner
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
@@ -431,8 +431,8 @@ def test_another_type_is_refused() -> None:
 
 
 def test_shards_are_outvoted_by_more_than_half_that_fit_the_strategy() -> None:
-    one, other = Claim("float32", (8,), fits=True), Claim("float16", (8,), fits=True)
-    unfit = Claim("float32", (3,), fits=False)
+    one, other = ShardClaim("float32", (8,), fits=True), ShardClaim("float16", (8,), fits=True)
+    unfit = ShardClaim("float32", (3,), fits=False)
     for claims, outvoted in (
         ((one, one, other), {2}),
         ((one, other, one, unfit, one), {1, 3}),
@@ -605,7 +605,7 @@ def test_other_copies_are_compared_if_that_is_asked() -> None:
     assert alike(plan) == {(("w", "v"), "[0:3, 0:6]", (0, 1))}  # of x each has one part, of seed nobody says
 
 
-def counted(group: Alike) -> list[str]:
+def counted(group: ReplicaGroup) -> list[str]:
     """Return names, once for each copy of each element that is read to compare them."""
     return [name for name in group.names for _ in range(group.copies * group.region.size)]
 

@@ -25,12 +25,11 @@ from support.stand_ins import doing
 
 import reshard_mpi
 from reshard_mpi.errors import BudgetError, ReshardError, UsageError
-from reshard_mpi.processes.governor.admission import Governor, open_governor
-from reshard_mpi.processes.governor.allowance import Allowance
-from reshard_mpi.processes.governor.ledger import Ledger
-from reshard_mpi.processes.governor.place import Place
-from reshard_mpi.processes.governor.usage import anonymous_bytes
-from reshard_mpi.units import MIB, parse_bytes
+from reshard_mpi.processes.governor.admission import Allowance, Governor, open_governor
+from reshard_mpi.processes.governor.place import LedgerFolder
+from reshard_mpi.processes.governor.queue import Ledger
+from reshard_mpi.processes.governor.scopes import anonymous_bytes
+from reshard_mpi.text import MIB, parse_bytes
 
 # Every process takes this of memory once it has filled its target, and keeps its lease until it is told to go on.
 HOLD = """
@@ -48,7 +47,7 @@ def change(module):
     module.Projection.peak_bytes = lambda *_: {peak_bytes}
 class Projecting:
     def find_spec(self, name, path=None, target=None):
-        if name != "reshard_mpi.runs.projection":
+        if name != "reshard_mpi.runs.memory":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -58,8 +57,8 @@ class Projecting:
             change(module)
         spec.loader.exec_module = load_and_change
         return spec
-if "reshard_mpi.runs.projection" in sys.modules:
-    change(sys.modules["reshard_mpi.runs.projection"])
+if "reshard_mpi.runs.memory" in sys.modules:
+    change(sys.modules["reshard_mpi.runs.memory"])
 else:
     sys.meta_path.insert(0, Projecting())
 """
@@ -369,7 +368,7 @@ def test_no_more_at_once_than_allowed(tmp_path: Path, state: Path) -> None:
 
 def test_where_the_host_gets_tighter_others_wait_but_one_goes_on(tmp_path: Path) -> None:
     scope = Changing(allowed=0)
-    governor = Governor(Place(tmp_path, ""), [scope])
+    governor = Governor(LedgerFolder(tmp_path, ""), [scope])
     admitted = threading.Event()
     with leased(governor, 10, "first", print):  # nothing is free, but somebody has to begin
 
@@ -391,16 +390,16 @@ def test_a_lease_fits_every_scope_it_lies_in(tmp_path: Path) -> None:
     job, other, host = Changing(10), Changing(10), Changing(30)
     job.key, other.key, host.key = "job", "other", "host"
     admitted = threading.Event()
-    with leased(Governor(Place(tmp_path, ""), [job, host]), 10, "first", print):
+    with leased(Governor(LedgerFolder(tmp_path, ""), [job, host]), 10, "first", print):
 
         def wait() -> None:
-            with leased(Governor(Place(tmp_path, ""), [job, host]), 10, "second", print):
+            with leased(Governor(LedgerFolder(tmp_path, ""), [job, host]), 10, "second", print):
                 admitted.set()
 
         waiting = threading.Thread(target=wait)
         waiting.start()
         until(lambda: len(Ledger(tmp_path / "job").occupants()) == 2, "in line")
-        with leased(Governor(Place(tmp_path, ""), [other, host]), 10, "third", print):
+        with leased(Governor(LedgerFolder(tmp_path, ""), [other, host]), 10, "third", print):
             assert [occupant.claim.purpose for occupant in Ledger(tmp_path / "host").occupants()] == ["first", "third"]
         assert not admitted.is_set()
     assert admitted.wait(TIMEOUT_SECONDS)
@@ -417,7 +416,7 @@ class Noting(Changing):
 
 def test_a_process_with_several_leases_is_one_process(tmp_path: Path) -> None:
     scope = Noting(100)
-    governor = Governor(Place(tmp_path, ""), [scope])
+    governor = Governor(LedgerFolder(tmp_path, ""), [scope])
     with leased(governor, 10, "a thread", print), leased(governor, 20, "another", print):
         assert scope.leased_bytes == {os.getpid(): 30}
 
@@ -431,7 +430,7 @@ class Certain(Noting):
 
 def test_nobody_is_looked_at_where_there_is_certainly_room(tmp_path: Path) -> None:
     scope = Certain(100)
-    governor = Governor(Place(tmp_path, ""), [scope])
+    governor = Governor(LedgerFolder(tmp_path, ""), [scope])
     with leased(governor, 10, "first", print), leased(governor, 20, "second", print):
         assert not hasattr(scope, "leased_bytes")
         with leased(governor, 1, "third", print):
@@ -439,7 +438,7 @@ def test_nobody_is_looked_at_where_there_is_certainly_room(tmp_path: Path) -> No
 
 
 def test_the_tightest_scope_decides_what_can_never_fit(tmp_path: Path) -> None:
-    governor = Governor(Place(tmp_path, ""), [Changing(10, ceiling=70), Changing(10, ceiling=100)])
+    governor = Governor(LedgerFolder(tmp_path, ""), [Changing(10, ceiling=70), Changing(10, ceiling=100)])
     governor.require_possible(70, 64)
     with pytest.raises(BudgetError):
         governor.require_possible(71, 64)
@@ -451,7 +450,7 @@ def test_a_full_place_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     def mkfifo(path: Path, mode: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    governor = Governor(Place(tmp_path, ""), [Changing(100)])
+    governor = Governor(LedgerFolder(tmp_path, ""), [Changing(100)])
     with monkeypatch.context() as patch, pytest.raises(ReshardError) as error:
         patch.setattr(os, "mkfifo", mkfifo)
         with leased(governor, 1, "a target", print):
@@ -472,8 +471,8 @@ def test_unlimited_keeps_no_state(state: Path) -> None:
 
 
 def test_a_private_place_is_said(tmp_path: Path) -> None:
-    assert Governor(Place(tmp_path, ""), []).notes == ()
-    (note,) = Governor(Place(tmp_path, "job 5 has its own"), []).notes
+    assert Governor(LedgerFolder(tmp_path, ""), []).notes == ()
+    (note,) = Governor(LedgerFolder(tmp_path, "job 5 has its own"), []).notes
     assert str(tmp_path) in note and "job 5 has its own" in note
 
 

@@ -12,11 +12,18 @@ import psutil
 import pytest
 from support.processes import run_command
 
-from reshard_mpi.processes.governor import usage
-from reshard_mpi.processes.governor.scopes import HostScope, SlurmJob, control_groups, find_scopes, slurm_job
-from reshard_mpi.processes.governor.usage import anonymous_bytes, resident_bytes
-from reshard_mpi.processes.kernel import children_of
-from reshard_mpi.units import MIB
+from reshard_mpi.processes.governor import scopes
+from reshard_mpi.processes.governor.scopes import (
+    HostScope,
+    SlurmJob,
+    anonymous_bytes,
+    control_groups,
+    find_scopes,
+    resident_bytes,
+    slurm_job,
+)
+from reshard_mpi.processes.host import children_of
+from reshard_mpi.text import MIB
 
 # As the kernel says it of a process in a SLURM step, with version 2 and with version 1.
 V2_MOUNT = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate"
@@ -135,8 +142,8 @@ def test_of_this_machine() -> None:
 
 def test_host_is_what_is_free_and_what_holders_use_or_what_the_user_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     own = os.getpid()
-    monkeypatch.setattr(usage, "available_bytes", lambda: 1000)
-    monkeypatch.setattr(usage, "total_bytes", lambda: 1 << 40)
+    monkeypatch.setattr(scopes, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(scopes, "total_bytes", lambda: 1 << 40)
     assert HostScope.of(None, None).allowed_bytes({}) == 1000
     used_bytes = HostScope.of(None, None).allowed_bytes({own: 1 << 40}) - 1000
     assert used_bytes == pytest.approx(used_by_us(), abs=8 * MIB) and used_bytes > MIB
@@ -152,15 +159,15 @@ def test_what_is_certain_is_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for scope in (*groups, HostScope.of(None, None), HostScope.of(64 * MIB, None), SlurmJob("none", None, 1000)):
         assert 0 <= scope.certain_bytes() <= scope.allowed_bytes(own)
     assert HostScope.of(600, None).certain_bytes() == 600
-    monkeypatch.setattr(usage, "unused_bytes", lambda: 1000)
+    monkeypatch.setattr(scopes, "unused_bytes", lambda: 1000)
     assert HostScope.of(None, None).certain_bytes() == 500
 
 
 def test_what_a_process_uses_beyond_its_lease_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """As what a program held already that calls the functions of this package: no lease stands for it."""
     own = os.getpid()
-    monkeypatch.setattr(usage, "available_bytes", lambda: 1000)
-    monkeypatch.setattr(usage, "total_bytes", lambda: 1 << 40)
+    monkeypatch.setattr(scopes, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(scopes, "total_bytes", lambda: 1 << 40)
     assert HostScope.of(None, None).allowed_bytes({own: MIB}) == 1000 + MIB
     job = SlurmJob(f"test-{own}", None, 100 * MIB)
     assert job.allowed_bytes({own: MIB}) == 101 * MIB
@@ -221,7 +228,7 @@ def test_use_of_a_slurm_job() -> None:
 
 @pytest.mark.skipif(shutil.which("unshare") is None or os.geteuid() != 0, reason="unshare, as root")
 def test_pid_namespaces_have_names_of_their_own() -> None:
-    code = "from reshard_mpi.processes.governor.claims import own_pid_namespace as n; print(n())"
+    code = "from reshard_mpi.processes.governor.ledger_files import own_pid_namespace as n; print(n())"
     names = {
         run_command([*prefix, sys.executable, "-c", code], check=True).out
         for prefix in ([], ["unshare", "--pid", "--fork", "--mount-proc"])

@@ -17,10 +17,9 @@ from support.holders import TIMEOUT_SECONDS, Holder, ended, leased, until
 from support.ledgers import LEASE, in_line, ledger, occupants, pids
 from support.processes import run_command
 
-from reshard_mpi.processes.governor.admission import open_governor
-from reshard_mpi.processes.governor.allowance import Allowance
-from reshard_mpi.processes.governor.ledger import Ledger
-from reshard_mpi.units import MIB
+from reshard_mpi.processes.governor.admission import Allowance, open_governor
+from reshard_mpi.processes.governor.queue import Ledger
+from reshard_mpi.text import MIB
 
 
 def crowd(folder: Path, sizes_bytes: list[int], allowed_bytes: int) -> dict[str, Any]:

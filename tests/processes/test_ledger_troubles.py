@@ -21,10 +21,10 @@ from support.ledgers import LEASE, in_line, ledger, occupants, pids
 
 from reshard_mpi.errors import ReshardError
 from reshard_mpi.processes.governor.admission import Governor
-from reshard_mpi.processes.governor.ledger import Ledger
-from reshard_mpi.processes.governor.place import Place
-from reshard_mpi.processes.kernel import state_of
-from reshard_mpi.units import MIB
+from reshard_mpi.processes.governor.place import LedgerFolder
+from reshard_mpi.processes.governor.queue import Ledger
+from reshard_mpi.processes.host import state_of
+from reshard_mpi.text import MIB
 
 
 def stop(holder: Holder) -> None:
@@ -139,7 +139,8 @@ def test_who_waits_says_for_whom(state: Path) -> None:
 @contextlib.contextmanager
 def stopped_with_the_lock(folder: Path) -> Iterator[int]:
     """A process that has been stopped while it changed the line; gives its id."""
-    code = "import os, signal, sys; from pathlib import Path; from reshard_mpi.processes.governor import ledger_lock"
+    code = "import os, signal, sys; from pathlib import Path\n"
+    code += "from reshard_mpi.processes.governor import ledger_files as ledger_lock"
     code += "\nwith ledger_lock.locked(Path(sys.argv[1]), None): os.kill(os.getpid(), signal.SIGSTOP)"
     with subprocess.Popen([sys.executable, "-c", code, folder]) as process:
         try:
@@ -285,7 +286,7 @@ def test_a_run_beside_strays(tmp_path: Path, state: Path, capsys: Capture) -> No
 def test_a_lease_grows_in_its_place_or_not_at_all(tmp_path: Path) -> None:
     from support.ledgers import Changing
 
-    governor = Governor(Place(tmp_path, ""), [Changing(100), inner := Changing(60)])
+    governor = Governor(LedgerFolder(tmp_path, ""), [Changing(100), inner := Changing(60)])
     inner.key = "inner"
     one = governor.take(20, "one", print)
     assert one.grow(60) and one.size_bytes == 60  # alone it would be given anything
@@ -302,7 +303,7 @@ def test_a_lease_grows_in_its_place_or_not_at_all(tmp_path: Path) -> None:
 def test_floors_are_counted_and_not_waited_for(tmp_path: Path) -> None:
     from support.ledgers import Changing
 
-    governor = Governor(Place(tmp_path, ""), [Changing(100)])
+    governor = Governor(LedgerFolder(tmp_path, ""), [Changing(100)])
     floors = [governor.register(40, f"rank {rank}") for rank in range(4)]
     first = governor.take(20, "first", print)  # nobody works, so it goes on though the floors alone are too much
     assert not first.grow(21) or first.size_bytes == 21

@@ -12,9 +12,9 @@ from support.launch_scripts import LAUNCH
 from support.slurm import Cluster, Task
 from support.slurm_jobs import rank_environment
 
-from reshard_mpi.processes.jobs import ONE_THREAD
+from reshard_mpi.processes.host import ONE_THREAD
 from reshard_mpi.sharding.placement import Placement, Strategy
-from reshard_mpi.units import GIB, MIB
+from reshard_mpi.text import GIB, MIB
 
 RANKS = 4
 SHAPE = (260112, 1032)  # 1 GiB of float32

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard_mpi.processes.hosts import HOST_VARIABLE
+from reshard_mpi.processes.host import HOST_VARIABLE
 
 
 @pytest.fixture
@@ -36,12 +36,12 @@ def test_a_host_is_called_what_the_variable_says(world, monkeypatch):
 
 @pytest.mark.mpi(min_size=2)
 def test_two_machines_of_one_name_are_two_hosts(world, monkeypatch):
-    from reshard_mpi.processes import hosts
+    from reshard_mpi.processes import host
     from reshard_mpi.processes.comm import MPIComm
 
     monkeypatch.setenv(HOST_VARIABLE, "localhost")
     with tempfile.TemporaryDirectory() as folder:  # the folders of pytest are not made for several ranks at once
-        monkeypatch.setattr(hosts, "_BOOT_ID", Path(folder, "boot_id"))
+        monkeypatch.setattr(host, "_BOOT_ID", Path(folder, "boot_id"))
         Path(folder, "boot_id").write_text(f"{world.rank}234abcd-0000\n")
         seen = MPIComm(world).hosts
     assert list(seen) == [f"localhost#{rank}234abcd" for rank in range(world.size)]

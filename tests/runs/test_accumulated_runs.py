@@ -30,7 +30,7 @@ from support.oracle import RawLayout
 import reshard_mpi
 from reshard_mpi.checkpoints import comparison
 from reshard_mpi.errors import CoverageError, DifferenceError, DisagreementError, SourceError, StrategyError, UsageError
-from reshard_mpi.runs.status import RunStatus
+from reshard_mpi.runs.progress import RunStatus
 
 NAME = "accu_grads.w"
 MEAN, SUM = ("--accumulated", "mean"), ("--accumulated", "sum")

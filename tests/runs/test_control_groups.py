@@ -12,7 +12,7 @@ from support.command_line import COMMAND
 from support.groups import Group, group_of
 from support.large_checkpoints import SMALL, TARGETS, LargeCheckpoint, write_many
 
-from reshard_mpi.units import MIB
+from reshard_mpi.text import MIB
 
 TIMEOUT_SECONDS = 900
 

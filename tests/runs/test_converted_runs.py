@@ -13,14 +13,14 @@ from support.checkpoints import as_read, read_shard
 from support.conversions import transform_apart, write_conversion
 from support.oracle import RawLayout
 
-from reshard_mpi.processes.jobs import ONE_THREAD
+from reshard_mpi.processes.host import ONE_THREAD
 
 # Makes every plan one that converts all numbers to float16.
 CONVERTING = """
 from reshard_mpi.formats.dtypes import BY_NAME, FLOATS
-from reshard_mpi.formats.views import converted
+from reshard_mpi.formats.derived import converted
 from reshard_mpi.planning.model import PlannedTensors
-from reshard_mpi.runs import division
+from reshard_mpi.runs import scheduling as division
 from reshard_mpi.runs.conversion import Conversion
 
 division.CUT_BYTES = 16

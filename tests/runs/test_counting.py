@@ -24,10 +24,7 @@ from reshard_mpi.processes.comm import SerialComm
 from reshard_mpi.processes.forks import Channel
 from reshard_mpi.runs import write
 from reshard_mpi.runs.outcome import TargetReport
-from reshard_mpi.runs.pipes import PipeProgress, SharedCounts
-from reshard_mpi.runs.progress import Silent
-from reshard_mpi.runs.request import Request
-from reshard_mpi.runs.status import (
+from reshard_mpi.runs.progress import (
     CLOSED,
     MOVED,
     PHASES,
@@ -35,9 +32,12 @@ from reshard_mpi.runs.status import (
     SYNCED,
     BytesByPhase,
     RunStatus,
+    Silent,
     Stage,
     own_by_phase,
 )
+from reshard_mpi.runs.request import Request
+from reshard_mpi.runs.worker_pipes import PipeProgress, SharedCounts
 from reshard_mpi.runs.workers import Task
 
 WHOLE_BYTES = sum(array.nbytes for array in TENSORS.values())

@@ -18,7 +18,7 @@ from support.processes import Finished
 
 import reshard_mpi
 from reshard_mpi.errors import DifferenceError, MapError
-from reshard_mpi.testing.samples import Contents
+from reshard_mpi.testing.samples import ShardContents
 
 
 def full(folder: Path, kind: str = "ckpt", **changes: np.ndarray) -> Path:
@@ -87,7 +87,7 @@ def test_many_differences_are_counted(tmp_path: Path, capsys: Capture) -> None:
 def test_texts_that_differ_are_noted(tmp_path: Path, capsys: Capture) -> None:
     first, second = tmp_path / "a.ckpt", tmp_path / "b.ckpt"
     for path, epoch in ((first, "3"), (second, "4")):
-        ckpt_peer.write(path, Contents.of([], {"epoch": epoch}))
+        ckpt_peer.write(path, ShardContents.of([], {"epoch": epoch}))
     said = run_here(capsys, "diff", str(first), str(second), "--jobs", "1")
     assert said.code == 0 and "note: texts beside the tensors differ: 'epoch'" in said.err, said
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard_mpi.runs.division import CUT_BYTES, Share, Work, assign, divide
+from reshard_mpi.runs.scheduling import CUT_BYTES, TargetSlice, Work, assign, divide
 
 WEIGHTS = st.dictionaries(st.integers(0, 99), st.integers(0, 50), max_size=20)
 HOSTS = st.lists(st.integers(0, 3), min_size=1, max_size=9)
@@ -28,7 +28,7 @@ def test_every_target_is_assigned_once_and_the_load_is_spread(load: dict[int, in
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-def shares_of(works: list[Work], target: int) -> Iterator[tuple[int, Share]]:
+def shares_of(works: list[Work], target: int) -> Iterator[tuple[int, TargetSlice]]:
     for process, work in enumerate(works):
         yield from ((process, share) for share in work.shares if share.target == target)
 
@@ -91,6 +91,6 @@ def test_without_targets_there_is_nothing_to_do() -> None:
 
 
 def test_a_small_file_is_not_cut() -> None:
-    halves = [Share(0, 0, 1, 2), Share(0, 1, 2, 2)]
+    halves = [TargetSlice(0, 0, 1, 2), TargetSlice(0, 1, 2, 2)]
     assert [share.range_of(CUT_BYTES) for share in halves] == [(0, 0), (0, CUT_BYTES)]
     assert [share.range_of(0) for share in halves] == [(0, 0), (0, 0)]

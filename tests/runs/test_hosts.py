@@ -17,9 +17,9 @@ from support.processes import Finished, run_command
 from support.stand_ins import doing
 
 import reshard_mpi
-from reshard_mpi.processes import hosts as host_names
+from reshard_mpi.processes import host as host_names
 from reshard_mpi.processes.comm import SerialComm
-from reshard_mpi.processes.hosts import HOST_VARIABLE, Identity, distinct_names
+from reshard_mpi.processes.host import HOST_VARIABLE, Identity, distinct_names
 
 # The hosts of the ranks, by rank.
 NAMES = ["node-a", "node-a", "node-b", "node-b"]

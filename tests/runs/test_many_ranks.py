@@ -10,8 +10,8 @@ import pytest
 from support.checkpoints import write_shard
 from support.command_line import Capture, measure_apart, run_here
 
-from reshard_mpi.runs.prepared import MAX_TARGETS
-from reshard_mpi.units import MIB
+from reshard_mpi.runs.run import MAX_TARGETS
+from reshard_mpi.text import MIB
 
 SPEC = """
 mesh = { dp = 1024, tp = 1024 }
@@ -41,10 +41,10 @@ def conversion(tmp_path: Path) -> list[str]:
 def test_some_of_a_million_targets(
     monkeypatch: pytest.MonkeyPatch, capsys: Capture, conversion: list[str], some: list[str], ranks: list[int]
 ) -> None:
-    from reshard_mpi.runs import prepared
+    from reshard_mpi.runs import run
 
     looked_at: list[Path] = []
-    monkeypatch.setattr(prepared, "refuse_overlap", lambda files, target, paths: looked_at.extend(paths))
+    monkeypatch.setattr(run, "refuse_overlap", lambda files, target, paths: looked_at.extend(paths))
     finished = run_here(capsys, "plan", *conversion, *some, "--json")
     assert finished.code == 0 and [target["rank"] for target in json.loads(finished.out)["targets"]] == ranks
     assert len(looked_at) == len(ranks)

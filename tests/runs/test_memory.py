@@ -20,15 +20,15 @@ from support.processes import measure_peak
 
 from reshard_mpi import formats
 from reshard_mpi.filesystem.folders import FileIdentity
-from reshard_mpi.formats.columns import TensorEntry, Tensors
 from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.formats.locations import ByteRange, ByteRanges
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.formats.places import ByteRange, Segments
-from reshard_mpi.runs.exchanged import Reserved
+from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
+from reshard_mpi.runs.messages import Reserved
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Placement, Strategy
-from reshard_mpi.units import GIB, MIB
+from reshard_mpi.text import GIB, MIB
 
 BOUND_BYTES = 200 * MIB
 SHAPE = (10923, 49152)  # 2 GiB of float32; rows so that neither cut falls on a page
@@ -45,7 +45,7 @@ from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.planning.model import Limits
 from reshard_mpi.filesystem.folders import Folder
 from reshard_mpi.journal.publication import Publication
-from reshard_mpi.runs.one_file import write_whole
+from reshard_mpi.runs.write import write_whole
 from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 
@@ -108,10 +108,10 @@ def test_what_every_process_is_told_of_targets_filled_together() -> None:
     box = Box((1024, 0), (2048, 4096))
 
     def entry(at: int) -> TensorEntry:
-        source = Segments((ByteRange("/dst/rank_1/.partial", at * 8 * MIB, 8 * MIB),))
+        source = ByteRanges((ByteRange("/dst/rank_1/.partial", at * 8 * MIB, 8 * MIB),))
         return TensorEntry(f"layers.{at}.weight", BY_NAME["bfloat16"], box.shape, source, box, (4096, 4096))
 
-    manifest = Manifest("/dst/rank_1/.partial", "hdf5", Tensors("/dst/rank_1/.partial", map(entry, range(10_000))))
+    manifest = Manifest("/dst/rank_1/.partial", "hdf5", TensorTable("/dst/rank_1/.partial", map(entry, range(10_000))))
     told = pickle.dumps([Reserved.of(1, manifest, FileIdentity(1, 2))] * 2)
     tracemalloc.start()
     first, _ = pickle.loads(told)

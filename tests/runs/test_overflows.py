@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from reshard_mpi.runs.outcome import Outcome, TargetReport
-from reshard_mpi.runs.overflows import Overflow, joined, warnings_of
+from reshard_mpi.runs.outcome import Outcome, Overflow, TargetReport, joined, overflow_warnings
 
 
 def target(rank: int, *overflows: Overflow) -> TargetReport:
@@ -22,14 +21,14 @@ def test_one_line_for_a_tensor() -> None:
 
 def test_words_for_one_element_for_several_targets_and_for_a_type_without_infinity() -> None:
     shards = [[Overflow("x", "float8_e4m3fn", 1)], [Overflow("y", "float16", 2)], [Overflow("y", "float16", 3)]]
-    assert list(warnings_of(shards)) == [
+    assert list(overflow_warnings(shards)) == [
         "1 element of 'x' is too large for float8_e4m3fn and became 448, its largest number",
         "5 elements of 'y', in 2 targets together, are too large for float16 and became infinite",
     ]
 
 
 def test_many_tensors_are_told_in_few_lines() -> None:
-    lines = list(warnings_of([[Overflow(f"w{number}", "float16", 2) for number in range(50)]]))
+    lines = list(overflow_warnings([[Overflow(f"w{number}", "float16", 2) for number in range(50)]]))
     assert len(lines) == 9
     assert lines[-1] == "so did 84 elements of 42 further tensors; the report (--report) names all"
 

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard_mpi.runs.pace import Pace
-from reshard_mpi.runs.status import CLOSED, MOVED, PHASES, BytesByPhase, Counts, Stage, own_by_phase
-from reshard_mpi.units import MIB
+from reshard_mpi.runs.monitor import EtaEstimator
+from reshard_mpi.runs.progress import CLOSED, MOVED, PHASES, BytesByPhase, Counts, Stage, own_by_phase
+from reshard_mpi.text import MIB
 
 PACES = sorted((Path(__file__).parent / "paces").glob("*.json"))
 VERIFIED = Stage("writing and verifying", 1000 * MIB, 4, phases=PHASES)
@@ -27,7 +27,7 @@ READ = VERIFIED._replace(phases=(MOVED,))
 class Said:
     """What a pace says at a moment. left: how long the rest really took. share: of the time that has gone by."""
 
-    def __init__(self, pace: Pace, size_bytes: int, seconds: float, end_seconds: float) -> None:
+    def __init__(self, pace: EtaEstimator, size_bytes: int, seconds: float, end_seconds: float) -> None:
         self.left = end_seconds - seconds
         self.seconds_left = pace.seconds_left
         self.share = seconds / end_seconds
@@ -43,7 +43,7 @@ def recorded(path: Path) -> Iterator[Said]:
     trace = json.loads(path.read_text())
     own: list[BytesByPhase] = [tuple(by_phase) for by_phase in trace["own_kib"]]
     size = sum(by_phase[MOVED] for by_phase in own)
-    pace = Pace(Stage("writing", size, phases=tuple(trace["phases"])), 0.0)
+    pace = EtaEstimator(Stage("writing", size, phases=tuple(trace["phases"])), 0.0)
     end_seconds = trace["moments"][-1][0]
     for seconds, *done in trace["moments"]:
         pace.add(seconds, [Counts(1, tuple(by_phase), of) for by_phase, of in zip(done, own)])
@@ -77,7 +77,7 @@ TARGET = [(0, 2.0), (1, 1.0), (2, 0.5), (3, 0.5)]
 
 def test_each_phase_has_a_speed_of_its_own() -> None:
     """Four targets of four seconds each, of which nothing is counted for one and a half."""
-    pace = Pace(VERIFIED, 0.0)
+    pace = EtaEstimator(VERIFIED, 0.0)
     for tick in range(65):
         seconds = tick / 4
         pace.add(seconds, [counts_of(VERIFIED, TARGET * 4, 1000 * MIB, seconds)])
@@ -88,7 +88,7 @@ def test_each_phase_has_a_speed_of_its_own() -> None:
 
 
 def test_the_process_with_the_most_work_left_is_the_last() -> None:
-    pace = Pace(READ, 0.0)
+    pace = EtaEstimator(READ, 0.0)
     for tick in range(1, 20):
         seconds = tick / 4
         counts = [counts_of(READ, [(0, length)], int(length * 100 * MIB), seconds) for length in (8.0, 1.0, 1.0)]
@@ -98,14 +98,14 @@ def test_the_process_with_the_most_work_left_is_the_last() -> None:
 
 
 def test_no_time_is_promised_before_anything_is_done() -> None:
-    pace = Pace(WRITTEN, 0.0)
+    pace = EtaEstimator(WRITTEN, 0.0)
     for seconds in (0.2, 1.0, 2.0):
         pace.add(seconds, [Counts(1, own_bytes=own_by_phase(WRITTEN, 1000 * MIB, 1000 * MIB))])
         assert (pace.bytes_done, pace.seconds_left) == (0, None)
 
 
 def test_no_time_is_promised_when_nothing_moves_any_more() -> None:
-    pace = Pace(READ, 0.0)
+    pace = EtaEstimator(READ, 0.0)
     for second in range(20):
         pace.add(second, [Counts(1, (min(second, 5) * 100 * MIB, 0, 0, 0), (1000 * MIB, 0, 0, 0))])
         assert (pace.seconds_left is None) == (second in (0, *range(11, 20))), second
@@ -113,7 +113,7 @@ def test_no_time_is_promised_when_nothing_moves_any_more() -> None:
 
 def test_waiting_for_memory_is_no_work() -> None:
     own = (1000 * MIB, 0, 0, 0)
-    pace = Pace(READ, 0.0)
+    pace = EtaEstimator(READ, 0.0)
     for second in range(1, 60):
         pace.add(second, [Counts(1, own_bytes=own, waits=True)])
     pace.add(60, [Counts(1, (100 * MIB, 0, 0, 0), own)])
@@ -122,7 +122,7 @@ def test_waiting_for_memory_is_no_work() -> None:
 
 def test_the_speed_follows_what_a_run_does() -> None:
     own = (1000 * MIB, 0, 0, 0)
-    pace = Pace(READ, 0.0)
+    pace = EtaEstimator(READ, 0.0)
     for tick in range(1, 400):  # fast for the first ten seconds, as into a cache, and then at a tenth of that
         seconds = tick / 4
         pace.add(seconds, [Counts(1, (int(MIB * (10 * min(seconds, 10) + max(0.0, seconds - 10))), 0, 0, 0), own)])
@@ -131,7 +131,7 @@ def test_the_speed_follows_what_a_run_does() -> None:
 
 def test_all_is_said_to_be_done_only_if_it_is() -> None:
     own = own_by_phase(WRITTEN, 1000 * MIB, 1000 * MIB)
-    pace = Pace(WRITTEN, 0.0)
+    pace = EtaEstimator(WRITTEN, 0.0)
     pace.add(1.0, [Counts(1, (1000 * MIB, 0, 0, 0), own)])
     assert pace.bytes_done == 1000 * MIB - 1
     pace.add(2.0, [Counts(1, (1000 * MIB, 0, 0, 1000 * MIB), own)])
@@ -139,7 +139,7 @@ def test_all_is_said_to_be_done_only_if_it_is() -> None:
 
 
 def test_a_stage_of_unknown_size_has_no_pace() -> None:
-    pace = Pace(Stage("planning"), 0.0)
+    pace = EtaEstimator(Stage("planning"), 0.0)
     pace.add(1.0, [Counts(1)])
     assert (pace.bytes_done, pace.seconds_left) == (0, None)
 
@@ -152,7 +152,7 @@ moments = st.lists(
 @given(moments)
 def test_whatever_is_counted(steps: list[tuple[float, list[BytesByPhase]]]) -> None:
     """What is done never becomes less, nor more than there is, and no time is negative."""
-    pace, seconds, before = Pace(VERIFIED, 0.0), 0.0, 0
+    pace, seconds, before = EtaEstimator(VERIFIED, 0.0), 0.0, 0
     done = [[0, 0, 0, 0] for _ in range(3)]
     for step_seconds, by_process in steps:
         seconds += step_seconds

@@ -30,8 +30,8 @@ from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.folders import Folder
 from reshard_mpi.journal.publication import stale_bytes
 from reshard_mpi.runs import preflight
-from reshard_mpi.runs.preflight import Room, Tally, require_room
-from reshard_mpi.testing.samples import Contents, spec_of
+from reshard_mpi.runs.preflight import SpaceByFilesystem, SpaceNeed, require_room
+from reshard_mpi.testing.samples import ShardContents, spec_of
 
 # Stands in for what file systems say is free.
 STAND_IN = """
@@ -165,7 +165,7 @@ def test_room_of_files_that_are_replaced(tmp_path: Path, monkeypatch: pytest.Mon
     block = 4096
     for name in ("a", "b"):
         (tmp_path / name).write_bytes(bytes(block))
-    tally = Tally()
+    tally = SpaceByFilesystem()
     for name in ("a", "b"):
         tally.add(tmp_path / name, block, left_bytes=0)
     assert [room.needed_bytes for room in tally.rooms(1, bool)] == [block]
@@ -176,16 +176,16 @@ def test_room_of_files_that_are_replaced(tmp_path: Path, monkeypatch: pytest.Mon
         tally.add(tmp_path / "d", 3 * block, left_bytes=stale_bytes(folder, "d"))
     assert [room.needed_bytes for room in tally.rooms(1, bool)] == [10 * block]
     os.link(tmp_path / "b", tmp_path / "other")  # so it keeps its room
-    tally = Tally()
+    tally = SpaceByFilesystem()
     tally.add(tmp_path / "b", block, left_bytes=0)
     tally.add(tmp_path / "e", block, left_bytes=0)
     assert [room.needed_bytes for room in tally.rooms(1, bool)] == [2 * block]
 
 
 def test_file_systems_are_looked_at_one_by_one() -> None:
-    require_room([(Room("/a", 3, 5), Room("/b", 5, 5)), (Room("/a", 2, 6),)])
+    require_room([(SpaceNeed("/a", 3, 5), SpaceNeed("/b", 5, 5)), (SpaceNeed("/a", 2, 6),)])
     with pytest.raises(reshard_mpi.errors.TargetError, match=r"5 bytes(.|\n)*4 bytes(.|\n)*/a"):
-        require_room([(Room("/a", 3, 5), Room("/b", 5, 5)), (Room("/a", 2, 4),)])
+        require_room([(SpaceNeed("/a", 3, 5), SpaceNeed("/b", 5, 5)), (SpaceNeed("/a", 2, 4),)])
 
 
 def test_a_file_system_that_does_not_count(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,7 +339,7 @@ def test_a_rank_that_holds_nothing(tmp_path: Path, to: str) -> None:
 
 
 def test_texts_count_as_what_a_shard_is_read_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = spec_of(Contents({}, {f"note {number}": "text" for number in range(20)}))
+    spec = spec_of(ShardContents({}, {f"note {number}": "text" for number in range(20)}))
     preflight.require_readable_structure(spec, "safetensors")
     monkeypatch.setattr(preflight, "MAX_TENSORS", 19)
     with pytest.raises(TargetError, match="more than it could be read with again"):

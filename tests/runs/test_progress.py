@@ -20,7 +20,7 @@ from support.rank_calls import logged_while_transforming
 import reshard_mpi
 from reshard_mpi.formats import ckpt
 from reshard_mpi.processes.governor import admission
-from reshard_mpi.testing.samples import Contents, SampleTensor
+from reshard_mpi.testing.samples import SampleTensor, ShardContents
 
 Told = list[tuple[str, str]]
 FOUR = {"w": RawLayout((4,), (0, -1)), "b": RawLayout((4,), (-1,))}
@@ -83,7 +83,7 @@ def strings_that_differ(c: Conversion) -> None:
             SampleTensor(name, entry.dtype, entry.shape, arrays[name].tobytes())
             for name, entry in manifest.tensors.items()
         )
-        write_ckpt(c.shard(rank), Contents.of(samples, {"net": f"that of {rank}"}))
+        write_ckpt(c.shard(rank), ShardContents.of(samples, {"net": f"that of {rank}"}))
 
 
 @says("INFO", "'seed' differs between ranks 0, 1, 2, 3: each rank has its own")

@@ -14,10 +14,10 @@ from support.processes import Finished, Measured, run_command
 from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.opening import open_source
-from reshard_mpi.runs.projection import Projection, checking_bytes
-from reshard_mpi.runs.selfcheck import Summing
+from reshard_mpi.runs.memory import Projection, checking_bytes
+from reshard_mpi.runs.verify_checksums import Summing
 from reshard_mpi.sharding.placement import Placement, Strategy
-from reshard_mpi.units import MIB
+from reshard_mpi.text import MIB
 
 # What is projected is at most so much more than what is measured.
 MOST = 1.5
@@ -166,7 +166,7 @@ WITH_CHILD = """
 import sys
 from pathlib import Path
 from reshard_mpi.cli.commands import main
-from reshard_mpi.formats.hdf5 import isolation
+from reshard_mpi.formats.hdf5 import sandbox as isolation
 try:
     main(sys.argv[1:])
 finally:

@@ -21,9 +21,8 @@ from support.oracle import RawLayout
 import reshard_mpi
 from reshard_mpi import formats
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.manifest import ShardIdentity
+from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.formats.protocol import reserve_file, seal_file
-from reshard_mpi.formats.specs import ShardSpec, TensorSpec
 from reshard_mpi.runs import preflight
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.testing import samples, strategies
@@ -69,7 +68,7 @@ def spec_of(names: list[str], shapes: list[tuple[int, ...]], draw: random.Random
 
 @of_every_kind
 @given(contents=strategies.contents(), more=st.booleans())
-def test_shards_of_odd_contents(kind: str, contents: samples.Contents, more: bool) -> None:
+def test_shards_of_odd_contents(kind: str, contents: samples.ShardContents, more: bool) -> None:
     check(kind, samples.spec_of(contents), more=more)
 
 

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard_mpi.runs.progress import Counted
-from reshard_mpi.runs.status import Counts, RunStatus, Stage, format_seconds
-from reshard_mpi.units import GIB, MIB
+from reshard_mpi.runs.progress import Counts, RunStatus, SliceCounter, Stage, format_seconds
+from reshard_mpi.text import GIB, MIB
 
 WRITING = Stage("writing", 4 * GIB, 16)
 
@@ -74,7 +73,7 @@ def test_lengths_of_time(seconds: float, text: str) -> None:
 @given(st.integers(0, 10**6), st.integers(0, 10**6), st.lists(st.integers(0, 10**5)))
 def test_exactly_the_size_is_told(size_bytes: int, steps: int, parts: list[int]) -> None:
     told: list[int] = []
-    counted = Counted(told.append, size_bytes, steps)
+    counted = SliceCounter(told.append, size_bytes, steps)
     for part in parts:
         counted.add(part)
         assert 0 <= sum(told) <= size_bytes

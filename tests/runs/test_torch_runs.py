@@ -18,9 +18,9 @@ from reshard_mpi.errors import SourceError, TargetError
 from reshard_mpi.formats import ckpt, nest, torch
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import NEST
-from reshard_mpi.formats.torch import content, reading, zipped
+from reshard_mpi.formats.torch import archive, bulk_tensors, reader
 from reshard_mpi.testing import samples
-from reshard_mpi.testing.samples import Contents, SampleTensor
+from reshard_mpi.testing.samples import SampleTensor, ShardContents
 
 GOLDEN = Path(__file__).parent.parent / "formats" / "golden" / "torch"
 EXPECTED = json.loads((GOLDEN / "expected.json").read_text())
@@ -28,7 +28,7 @@ MESH = "mesh = { dp = 2, tp = 2 }\n"
 CUT = MESH + '[[parameter]]\nmatch = "*weight"\nsplit = { 0 = ["tp"] }\n[[parameter]]\nmatch = "*"\n'
 
 
-def contents_of(path: Path) -> Contents:
+def contents_of(path: Path) -> ShardContents:
     name = formats.name_of(str(path))
     assert name is not None
     return samples.contents_of(formats.by_name(name).locate(str(path)))
@@ -82,11 +82,11 @@ def test_a_file_is_parsed_once(tmp_path: Path, capsys: Capture, monkeypatch: pyt
     """It is asked whose rank it is before it is known to be all of the checkpoint."""
     parsed: list[str] = []
 
-    def of_archive(fd: int, path: str, size_bytes: int) -> content.Content:
+    def of_archive(fd: int, path: str, size_bytes: int) -> bulk_tensors.ArchiveContent:
         parsed.append(path)
-        return zipped.of_archive(fd, path, size_bytes)
+        return archive.of_archive(fd, path, size_bytes)
 
-    monkeypatch.setattr(reading, "of_archive", of_archive)
+    monkeypatch.setattr(reader, "of_archive", of_archive)
     paths = {"SRC": str(GOLDEN / "train.pth"), "DST": str(tmp_path / "out")}
     finished = run_here(capsys, *(paths.get(word, word) for word in command.split()))
     assert finished.code == 0, finished
@@ -96,7 +96,7 @@ def test_a_file_is_parsed_once(tmp_path: Path, capsys: Capture, monkeypatch: pyt
 def test_cut_and_put_together_again(tmp_path: Path) -> None:
     (tmp_path / "cut.toml").write_text(CUT)
     tensors = [SampleTensor.random(f"layer.{at}.weight", BY_NAME["bfloat16"], (8, 3)) for at in range(3)]
-    contents = Contents.of([*tensors, SampleTensor.random("bias", BY_NAME["uint16"], (4,))], {"note": "text"})
+    contents = ShardContents.of([*tensors, SampleTensor.random("bias", BY_NAME["uint16"], (4,))], {"note": "text"})
     (tmp_path / "src").mkdir()
     samples.write(torch, str(tmp_path / "src" / "net.pt"), contents)
     first = transformed(tmp_path / "src", tmp_path / "cut", dst_strategy=tmp_path / "cut.toml")
@@ -149,7 +149,7 @@ def test_what_is_left_out_is_refused_if_all_is_wanted(tmp_path: Path) -> None:
 
 
 def test_a_type_that_torch_has_not_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    contents = Contents.of([SampleTensor.random(name, BY_NAME["int4"], (4,)) for name in ("a", "b")])
+    contents = ShardContents.of([SampleTensor.random(name, BY_NAME["int4"], (4,)) for name in ("a", "b")])
     samples.write(ckpt, str(tmp_path / "net.ckpt"), contents)
     with pytest.raises(TargetError, match=r"'a'[^\0]*int4[^\0]*to='ckpt'"):
         reshard_mpi.transform(tmp_path / "net.ckpt", tmp_path / "out", to="torch")

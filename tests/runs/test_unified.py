@@ -17,8 +17,8 @@ import reshard_mpi
 from reshard_mpi import unified_safetensors
 from reshard_mpi.errors import ReshardError, SourceError, UsageError
 from reshard_mpi.runs import unified
-from reshard_mpi.runs.status import RunStatus
-from reshard_mpi.testing.samples import Contents
+from reshard_mpi.runs.progress import RunStatus
+from reshard_mpi.testing.samples import ShardContents
 
 MINDSPORE = Path(__file__).parents[1] / "formats" / "golden" / "mindspore"
 STRATEGY = MINDSPORE / "strategy_2x2.ckpt"
@@ -151,7 +151,7 @@ def test_the_end_of_names(c: Conversion) -> None:
     for rank in range(4):
         c.shard(rank).rename(c.shard(rank).with_name(f"net_{rank}-1_10.safetensors"))
         later = [sample(name, np.zeros_like(array)) for name, array in c.arrays(rank).items()]
-        safetensors_peer.write(c.shard(rank).with_name(f"net_{rank}-3_10.safetensors"), Contents.of(later))
+        safetensors_peer.write(c.shard(rank).with_name(f"net_{rank}-3_10.safetensors"), ShardContents.of(later))
     unified_safetensors(c.src, c.src_strategy, c.dst, file_suffix="1_10")
     assert read_shard(c.dst / "part0.safetensors") == as_read(PLACED)
     unified_safetensors(c.src, c.src_strategy, c.dst)

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from support.examples import many
 from support.in_memory import part
 
-from reshard_mpi.sharding.box import Box
-from reshard_mpi.sharding.cover import Pieces, UncoveredError
+from reshard_mpi.sharding.box import Box, Pieces, UncoveredError
 
 
 @st.composite

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import many
 
-from reshard_mpi.sharding.exact_patterns import exact_patterns
 from reshard_mpi.sharding.patterns import Pattern
+from reshard_mpi.sharding.strategy.spec_text import exact_patterns
 
 
 @pytest.mark.parametrize(

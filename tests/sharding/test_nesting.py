@@ -13,11 +13,11 @@ from support.in_memory import placement_of
 from support.oracle import RawLayout, optimizer_step, rank_holds, slice_for_rank
 
 from reshard_mpi.errors import LayoutError
+from reshard_mpi.sharding.factors import alignments, regroup
 from reshard_mpi.sharding.layout import Layout, stand_in_shape, whole_shape
-from reshard_mpi.sharding.nesting import alignments, regroup
 from reshard_mpi.sharding.placement import Placement
-from reshard_mpi.sharding.strategy import mindspore
-from reshard_mpi.sharding.strategy.stages import to_placement
+from reshard_mpi.sharding.strategy import mindspore_json
+from reshard_mpi.sharding.strategy.mindspore_layouts import to_placement
 
 
 def expanded(raw: RawLayout, shape: tuple[int, ...]) -> Placement:
@@ -32,7 +32,9 @@ def expanded(raw: RawLayout, shape: tuple[int, ...]) -> Placement:
         factors += [*lengths, length // math.prod(lengths)]
         flat += [(axis,) for axis in axes]
     size, step = raw.opt_size, optimizer_step(raw)
-    return to_placement(mindspore.RawLayout(raw.dev_matrix, tuple(flat), size, step, tensor_shape=tuple(factors)), "")
+    return to_placement(
+        mindspore_json.RawLayout(raw.dev_matrix, tuple(flat), size, step, tensor_shape=tuple(factors)), ""
+    )
 
 
 def nested_in(case: Case) -> list[tuple[RawLayout, tuple[int, ...], int]]:

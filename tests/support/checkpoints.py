@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.sharding.strategy import mindspore
-from reshard_mpi.testing.samples import Contents, SampleTensor
+from reshard_mpi.sharding.strategy import mindspore_json
+from reshard_mpi.testing.samples import SampleTensor, ShardContents
 from support import ckpt_peer, hdf5_peer, safetensors_peer
 from support.cases import Side
 from support.oracle import RawLayout, optimizer_step, rank_holds, slice_for_rank
@@ -43,7 +43,7 @@ def write_strategy(side: Side, folder: Path, *, shapes: dict[str, tuple[int, ...
         layouts = {name: layout for name, layout in side.listed.items() if stage in layout.stages}
         shown = shapes or {}
         raw = {name: _raw(layout, shown.get(name)) for name, layout in layouts.items()}
-        file = mindspore.StageFile(raw, (mindspore.StrategyItem("net/MatMul-op0", stage, ((1, 1),)),))
+        file = mindspore_json.StageFile(raw, (mindspore_json.StrategyItem("net/MatMul-op0", stage, ((1, 1),)),))
         write_stage_file(folder / f"strategy_{stage}.{'ckpt' if shapes is None else 'json'}", file)
     return folder if side.stages > 1 else next(folder.iterdir())
 
@@ -66,9 +66,9 @@ def write_shard(arrays: Arrays, path: Path, *, pieces: int = 1) -> None:
     """Write one shard in the format its ending says; HDF5 as other programs do."""
     samples = [sample(name, array) for name, array in arrays.items()]
     if path.suffix == ".ckpt":
-        ckpt_peer.write(path, Contents.of(samples), pieces=pieces)
+        ckpt_peer.write(path, ShardContents.of(samples), pieces=pieces)
     elif path.suffix == ".safetensors":
-        safetensors_peer.write(path, Contents.of(samples))
+        safetensors_peer.write(path, ShardContents.of(samples))
     else:
         hdf5_peer.write_foreign(path, samples)
 
@@ -90,9 +90,9 @@ def as_read(arrays: Arrays) -> Read:
     return {name: (array.dtype.name, array.shape, array.tobytes()) for name, array in arrays.items()}
 
 
-def _raw(layout: RawLayout, shape: tuple[int, ...] | None) -> mindspore.RawLayout:
+def _raw(layout: RawLayout, shape: tuple[int, ...] | None) -> mindspore_json.RawLayout:
     sizes = layout.split_sizes or ()
-    return mindspore.RawLayout(
+    return mindspore_json.RawLayout(
         dev_matrix=layout.dev_matrix,
         tensor_map=tuple(entry if isinstance(entry, tuple) else (entry,) for entry in layout.tensor_map),
         opt_weight_shard_size=layout.opt_size,

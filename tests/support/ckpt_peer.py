@@ -8,7 +8,7 @@ from typing import Any
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from reshard_mpi.formats.dtypes import BY_MINDSPORE_NAME
-from reshard_mpi.testing.samples import Contents, SampleTensor
+from reshard_mpi.testing.samples import SampleTensor, ShardContents
 
 _FIELD = descriptor_pb2.FieldDescriptorProto
 
@@ -57,7 +57,7 @@ def value(tag: str, dims: tuple[int, ...], type_name: str, content: bytes) -> by
     return bytes(checkpoint.SerializeToString())
 
 
-def write(path: Path, contents: Contents, *, pieces: int = 1) -> None:
+def write(path: Path, contents: ShardContents, *, pieces: int = 1) -> None:
     """Write a checkpoint, every tensor in so many pieces (cut anywhere, as long as there are bytes)."""
     with path.open("wb") as file:
         for tensor in contents.tensors.values():
@@ -72,7 +72,7 @@ def write(path: Path, contents: Contents, *, pieces: int = 1) -> None:
             file.write(b"crc_num" + bytes(10))
 
 
-def read(path: Path) -> Contents:
+def read(path: Path) -> ShardContents:
     """Read a checkpoint, joining pieces."""
     content = path.read_bytes()
     if content[-17:-10] == b"crc_num":
@@ -88,4 +88,4 @@ def read(path: Path) -> Contents:
     tensors = (
         SampleTensor(tag, BY_MINDSPORE_NAME[kind], dims, c) for tag, (dims, kind, c) in joined.items() if kind != "str"
     )
-    return Contents.of(tensors, strings)
+    return ShardContents.of(tensors, strings)

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from reshard_mpi.processes.forks import Channel, Fork
-from reshard_mpi.processes.governor.claims import Claim, Judge, Notices, Occupant, own_pid_namespace
-from reshard_mpi.processes.governor.ledger import Ledger
+from reshard_mpi.processes.governor.ledger_files import Claim, Judge, Occupant, WaitReporter, own_pid_namespace
+from reshard_mpi.processes.governor.queue import Ledger
 
 # So long a lease is held, so that several are held at once.
 _HELD_SECONDS = 0.002
@@ -29,7 +29,7 @@ class WatchedLedger(Ledger):
     most_calls_a_file = 0.0
 
     @contextlib.contextmanager
-    def _locked(self, notices: Notices | None = None) -> Iterator[None]:
+    def _locked(self, notices: WaitReporter | None = None) -> Iterator[None]:
         with super()._locked(notices):
             files, calls = sum(1 for _ in self._folder.iterdir()), 0
 
@@ -64,7 +64,7 @@ def claim(size_bytes: int) -> Claim:
 
 
 @contextlib.contextmanager
-def entered(ledger: Ledger, wanted: Claim, judge: Judge, notices: Notices) -> Iterator[None]:
+def entered(ledger: Ledger, wanted: Claim, judge: Judge, notices: WaitReporter) -> Iterator[None]:
     """Hold what is claimed as long as the block lasts."""
     position = ledger.enter(wanted, judge, notices)
     try:

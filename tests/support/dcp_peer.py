@@ -20,12 +20,12 @@ import numpy as np
 
 from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.opening import open_source
-from reshard_mpi.engine.arrays import load_shard
+from reshard_mpi.engine.gather import load_shard
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import unsharded
-from reshard_mpi.testing.checkpoints import Arrays
+from reshard_mpi.testing.checkpoints import ArraysByName
 from reshard_mpi.testing.samples import SampleTensor
 from support import torch_peer
 from support.torch_peer import STAND_INS, Tensor
@@ -252,7 +252,7 @@ def _item(folder: Path, place: _StorageInfo) -> Any:
     return io.BytesIO(content)
 
 
-def arrays_of(folder: Path) -> Arrays:
+def arrays_of(folder: Path) -> ArraysByName:
     """Return the whole tensors of a checkpoint."""
     source = open_source(discovery.find_shards(str(folder)), None)
     conversion = Conversion(source, unsharded())

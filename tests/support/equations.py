@@ -13,8 +13,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.mapping.candidates import Kind
-from reshard_mpi.mapping.made import Mapped
+from reshard_mpi.mapping.direction import ShapeAndType
+from reshard_mpi.mapping.result import MapResult
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Draw = Any
@@ -230,11 +230,11 @@ def following(draw: Draw, tensors: dict[str, Array], name: str) -> Case:
     return Case(f"{', '.join(texts)} <=> {right.text}", lengths, tensors, right.tensors, is_padded)
 
 
-def kinds(tensors: dict[str, Array]) -> dict[str, Kind]:
-    return {name: Kind(BY_NAME[str(array.dtype)], array.shape) for name, array in tensors.items()}
+def kinds(tensors: dict[str, Array]) -> dict[str, ShapeAndType]:
+    return {name: ShapeAndType(BY_NAME[str(array.dtype)], array.shape) for name, array in tensors.items()}
 
 
-def made_of(mapped: Mapped, tensors: dict[str, Array]) -> dict[str, Array]:
+def made_of(mapped: MapResult, tensors: dict[str, Array]) -> dict[str, Array]:
     """Make every tensor element by element, and see that each element is made once."""
     made = {}
     for tensor in mapped.made:

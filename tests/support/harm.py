@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from reshard_mpi.processes.jobs import ONE_THREAD
+from reshard_mpi.processes.host import ONE_THREAD
 from support.command_line import Capture
 from support.conversions import Conversion, listing, transform_here
 

@@ -13,7 +13,7 @@ import h5py
 import numpy as np
 
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.testing.samples import Contents, SampleTensor
+from reshard_mpi.testing.samples import SampleTensor, ShardContents
 
 _BYTES = {"int4": "i1", "hifloat8": "u1", "float8_e4m3fn": "u1", "float8_e5m2": "u1"}
 
@@ -33,7 +33,7 @@ def fixed(text: str) -> np.ndarray[Any, Any]:
     return np.array(content, dtype=h5py.string_dtype("utf-8", len(content)))
 
 
-def write(path: Path, contents: Contents, **dataset_options: Any) -> None:
+def write(path: Path, contents: ShardContents, **dataset_options: Any) -> None:
     """Write a native shard of whole tensors. Options go to h5py's `create_dataset` (chunks, compression)."""
     parts = {name: name.split("/") for name in contents.tensors}
     plain = {
@@ -88,7 +88,7 @@ def _create(group: Any, name: str, tensor: SampleTensor, options: dict[str, Any]
     return group.create_dataset(name, data=data, **(options if data.size and data.shape else {}))
 
 
-def read(path: Path, *, is_whole: bool = False) -> Contents:
+def read(path: Path, *, is_whole: bool = False) -> ShardContents:
     """Read a native shard: every dataset's raw elements through the library.
 
     is_whole: check that each dataset says of itself that it is all of its tensor.
@@ -115,7 +115,7 @@ def read(path: Path, *, is_whole: bool = False) -> Contents:
         file.visititems(visit)
         listed = json.loads(bytes(file["__reshard_mpi__/contents"][()]))
     assert sorted(tensors) == sorted(listed["tensors"])
-    return Contents.of((tensors[name] for name in listed["tensors"]), listed["strings"])
+    return ShardContents.of((tensors[name] for name in listed["tensors"]), listed["strings"])
 
 
 def lookup3(data: bytes) -> int:

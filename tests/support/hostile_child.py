@@ -16,7 +16,7 @@ from typing import Any
 
 from reshard_mpi import formats
 from reshard_mpi.errors import ReshardError
-from reshard_mpi.formats.places import Decoded
+from reshard_mpi.formats.locations import LibraryRead
 from reshard_mpi.sharding import strategy
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strategy import table
@@ -33,7 +33,7 @@ def locate(path: str) -> None:
 def read(path: str) -> None:
     """Read every tensor that must be decoded."""
     for entry in formats.by_name(formats.name_of(path) or "").locate(path).tensors.values():
-        if isinstance(entry.source, Decoded):
+        if isinstance(entry.source, LibraryRead):
             entry.source.read(Box.whole(entry.shape))
 
 
@@ -56,7 +56,7 @@ def status(pid: int, field: str) -> int:
 
 def helper() -> int | None:
     """Return the process that has the HDF5 library, if there is one."""
-    module = sys.modules.get("reshard_mpi.formats.hdf5.isolation")
+    module = sys.modules.get("reshard_mpi.formats.hdf5.sandbox")
     process = module and module._keeper._process
     return process.pid if process else None
 
@@ -65,12 +65,12 @@ def warm_up(kind: str, path: str) -> None:
     """Load what reading a sound file of this kind loads, so that only the hostile one is measured."""
     sound = Path(__file__).parents[1] / "fuzz" / "corpus"
     if formats.name_of(path) == "hdf5":
-        from reshard_mpi.formats.hdf5 import isolation
+        from reshard_mpi.formats.hdf5 import sandbox
 
         for seed in ("seed-0", "seed-1", "seed-6"):
             example = sound / "hdf5_foreign" / seed
-            for entry in isolation.locate(str(example), example.stat().st_size).tensors.values():
-                if isinstance(entry.source, Decoded):
+            for entry in sandbox.locate(str(example), example.stat().st_size).tensors.values():
+                if isinstance(entry.source, LibraryRead):
                     entry.source.read(Box.whole(entry.shape))
     elif kind == "strategy":
         for parser in ("strategy_protobuf", "strategy_json", "strategy_toml"):

@@ -10,11 +10,11 @@ import numpy as np
 
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.errors import ReshardError, ShardError
-from reshard_mpi.formats.columns import TensorEntry, Tensors
 from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.formats.locations import ByteRange, ByteRanges
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.formats.places import ByteRange, Segments
 from reshard_mpi.formats.protocol import OnBytes, uncounted
+from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
 from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import Placement, Strategy
@@ -49,12 +49,12 @@ def entry(name: str, shape: tuple[int, ...], dtype: str = "float32") -> TensorEn
     """Return a tensor of a shard that no file holds."""
     kind = BY_NAME[dtype]
     size_bytes = int(np.prod(shape, dtype=int)) * kind.itemsize_bytes
-    return TensorEntry(name, kind, shape, Segments((ByteRange("", 0, size_bytes),)))
+    return TensorEntry(name, kind, shape, ByteRanges((ByteRange("", 0, size_bytes),)))
 
 
 def manifest(rank: int, *entries: TensorEntry, strings: Mapping[str, str] | None = None) -> Manifest:
     """Return a shard that is in no file; rank 3 is at `rank_3`."""
-    return Manifest(f"rank_{rank}", "none", Tensors(f"rank_{rank}", entries), strings or {})
+    return Manifest(f"rank_{rank}", "none", TensorTable(f"rank_{rank}", entries), strings or {})
 
 
 def manifests_of(side: Side, tensors: Mapping[str, np.ndarray]) -> dict[int, Manifest]:

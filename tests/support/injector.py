@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard_mpi.processes.jobs import ONE_THREAD
+from reshard_mpi.processes.host import ONE_THREAD
 
 _SOURCE = Path(__file__).parents[1] / "faults" / "calls.c"
 _CAPACITY = 1 << 15

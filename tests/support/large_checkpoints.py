@@ -16,18 +16,17 @@ import numpy as np
 from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.opening import open_source
-from reshard_mpi.formats.columns import TensorEntry
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.manifest import ShardIdentity
+from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.formats.protocol import reserve_file, seal_file
-from reshard_mpi.formats.specs import ShardSpec, TensorSpec
+from reshard_mpi.formats.tensor_table import TensorEntry
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.sharding import strategy
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Placement, Strategy
 from reshard_mpi.sharding.strategy import table
-from reshard_mpi.sharding.strategy.stages import to_stage_files
+from reshard_mpi.sharding.strategy.mindspore_layouts import to_stage_files
 from support.strategy_files import write_stage_file
 
 Shape = tuple[int, int]

@@ -6,9 +6,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from reshard_mpi.processes.governor.claims import Occupant
-from reshard_mpi.processes.governor.ledger import Ledger
-from reshard_mpi.units import MIB
+from reshard_mpi.processes.governor.ledger_files import Occupant
+from reshard_mpi.processes.governor.queue import Ledger
+from reshard_mpi.text import MIB
 from support.holders import Holder, until
 
 LEASE = 64 * MIB

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from reshard_mpi.formats.columns import Tensors
-from reshard_mpi.formats.specs import SpecKind
-from reshard_mpi.planning.model import Group, PlannedTensors, Route, TensorPlan
+from reshard_mpi.formats.manifest import SpecKind
+from reshard_mpi.formats.tensor_table import TensorTable
+from reshard_mpi.planning.model import Group, PlannedTensors, ReadGroup, TensorPlan
 
 
 def planned_singly(tensors: Iterable[TensorPlan]) -> PlannedTensors:
@@ -14,7 +14,7 @@ def planned_singly(tensors: Iterable[TensorPlan]) -> PlannedTensors:
     groups = []
     for spec, copies in tensors:
         routes = tuple(
-            Route(rank, source_box, region, Tensors("", [source]), (0,), to, order)
+            ReadGroup(rank, source_box, region, TensorTable("", [source]), (0,), to, order)
             for rank, source, source_box, region, to, order in copies
         )
         groups.append(Group(SpecKind(*spec[1:]), (spec.name,), routes))

@@ -9,7 +9,7 @@ import logging
 from pathlib import Path
 
 import reshard_mpi
-from reshard_mpi.runs.status import RunStatus
+from reshard_mpi.runs.progress import RunStatus
 
 Run = tuple[Path, Path, Path, Path]
 

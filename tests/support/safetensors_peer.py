@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.testing.samples import Contents, SampleTensor
+from reshard_mpi.testing.samples import SampleTensor, ShardContents
 
 _TYPES = {
     "bool": "BOOL",
@@ -37,7 +37,7 @@ def file_of(header: Any, data: bytes = b"", *, length: int | None = None) -> byt
     return (len(text) if length is None else length).to_bytes(8, "little") + text + data
 
 
-def write(path: Path, contents: Contents) -> None:
+def write(path: Path, contents: ShardContents) -> None:
     """Write a file with its tensors in the order given, as any program may: metadata last, spaces here and there."""
     header: dict[str, Any] = {}
     data = b""
@@ -50,7 +50,7 @@ def write(path: Path, contents: Contents) -> None:
     path.write_bytes(file_of(json.dumps(header).encode(), data))
 
 
-def read(path: Path) -> Contents:
+def read(path: Path) -> ShardContents:
     """Read a file."""
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
@@ -65,4 +65,4 @@ def read(path: Path) -> Contents:
     assert end == len(data)
     about_the_file = {"format", "crc_num", "remove_redundancy", *(tensor.name for tensor in tensors)}
     strings = {key.removeprefix(_STRING): text for key, text in metadata.items() if key not in about_the_file}
-    return Contents.of(tensors, strings)
+    return ShardContents.of(tensors, strings)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from reshard_mpi.processes.jobs import ONE_THREAD
+from reshard_mpi.processes.host import ONE_THREAD
 
 # Stands in for the writing of a shard, in every process of a run; `{do}` is done once the partial file is complete.
 STAND_IN = """
 import os, signal, time
-from reshard_mpi.runs import division, write
+from reshard_mpi.runs import scheduling as division, write
 
 division.CUT_BYTES = 16  # so that the small files here are filled by several processes
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard_mpi.units import MIB
+from reshard_mpi.text import MIB
 from support import processes
 from support.launch import mpirun_command
 from support.processes import measure_peak, run_command

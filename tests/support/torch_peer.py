@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.testing.samples import Contents, SampleTensor
+from reshard_mpi.testing.samples import SampleTensor, ShardContents
 
 STORAGES = {
     "float32": "FloatStorage",
@@ -169,7 +169,7 @@ def save(path: Path, value: Any, *, protocol: int = 2, **further: bytes) -> None
     archive(path, {"data.pkl": data, "byteorder": sys.byteorder.encode(), **storages, "version": b"3\n", **further})
 
 
-def write(path: Path, contents: Contents) -> None:
+def write(path: Path, contents: ShardContents) -> None:
     """Write a shard of these contents."""
     tensors = {name: tensor(sample, str(at)) for at, (name, sample) in enumerate(contents.tensors.items())}
     save(path, tensors | dict(contents.strings))
@@ -201,8 +201,8 @@ def sample_of(name: str, made: Tensor) -> SampleTensor:
     return SampleTensor(name, dtype, tuple(shape), stored.content)
 
 
-def read(path: Path) -> Contents:
+def read(path: Path) -> ShardContents:
     """Read a shard that is a dictionary of tensors and texts."""
     loaded = load(path)
     tensors = [sample_of(name, value) for name, value in loaded.items() if isinstance(value, Tensor)]
-    return Contents.of(tensors, {name: value for name, value in loaded.items() if not isinstance(value, Tensor)})
+    return ShardContents.of(tensors, {name: value for name, value in loaded.items() if not isinstance(value, Tensor)})

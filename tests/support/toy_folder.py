@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from reshard_mpi.errors import ShardError, told
-from reshard_mpi.formats.columns import Tensors
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.listed import ListedTensors, Piece
-from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.formats.specs import ShardSpec, SpecKind, Specs
-from reshard_mpi.formats.traits import Costs, Traits
+from reshard_mpi.formats.manifest import Manifest, ShardSpec, SpecKind, Specs
+from reshard_mpi.formats.protocol import Costs, Traits
+from reshard_mpi.formats.tensor_table import ChunkedTensors, ListedChunk, TensorTable
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.units import KIB
+from reshard_mpi.text import KIB
 from support import toy_format
 from support.toy_format import check_crc, seal, stored_sums
 
@@ -32,7 +30,7 @@ TRAITS = Traits(Costs(reading=KIB, writing=KIB, checking=2 * KIB), is_folder=Tru
 
 def locate(path: str, like: Manifest | None = None) -> Manifest:
     file = toy_format.locate(path)
-    tensors = Tensors(path)
+    tensors = TensorTable(path)
     for (name, start), entry in zip(map(_parted, file.tensors), file.tensors.values()):
         whole, low = start
         box = Box(low, tuple(map(sum, zip(low, entry.shape))))
@@ -61,17 +59,17 @@ def files_of(folder: str) -> tuple[str, ...]:
 
 
 def open_folder(folder: str) -> Manifest:
-    facts, files, missing = _index(folder), dict[str, Tensors](), []
+    facts, files, missing = _index(folder), dict[str, TensorTable](), []
     for path in files_of(folder)[1:]:
         try:
             files[Path(path).name] = toy_format.locate(path).tensors
         except ShardError as error:
             missing.append(f"{path}: {told(error)}")
-    listed = ListedTensors(folder)
+    listed = ChunkedTensors(folder)
     listed.missing = tuple(missing)
     for name, tensor in facts["tensors"].items():
         pieces = [
-            Piece(Box(tuple(start), tuple(stop)), files[file], files[file].number_of[entry])
+            ListedChunk(Box(tuple(start), tuple(stop)), files[file], files[file].number_of[entry])
             for file, entry, start, stop in tensor["pieces"]
             if file in files
         ]

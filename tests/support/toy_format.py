@@ -14,13 +14,11 @@ from typing import Any
 
 from reshard_mpi.errors import ShardError, UsageError
 from reshard_mpi.formats import files
-from reshard_mpi.formats.columns import Kind, Tensors
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.formats.protocol import NO_SUMS, OnBytes, uncounted
-from reshard_mpi.formats.specs import ShardSpec
-from reshard_mpi.formats.traits import Costs, Traits
-from reshard_mpi.units import KIB
+from reshard_mpi.formats.manifest import Manifest, ShardSpec
+from reshard_mpi.formats.protocol import NO_SUMS, Costs, OnBytes, Traits, uncounted
+from reshard_mpi.formats.tensor_table import TensorTable, TensorType
+from reshard_mpi.text import KIB
 
 NAME, SUFFIXES, MODE = "toy", (".toy",), 0o666
 TRAITS = Traits(Costs(reading=KIB, writing=KIB, checking=2 * KIB))
@@ -38,9 +36,9 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
         if len(head) != head_bytes or zlib.crc32(head) != crc:
             raise ShardError("the head of a shard is damaged", where=path)
         facts: dict[str, Any] = json.loads(head)
-        tensors, offset_bytes = Tensors(path), _START.size + head_bytes
+        tensors, offset_bytes = TensorTable(path), _START.size + head_bytes
         for name, dtype, shape in facts["tensors"]:
-            kind = Kind(BY_NAME[dtype], tuple(shape))
+            kind = TensorType(BY_NAME[dtype], tuple(shape))
             tensors.add(name, tensors.kind(kind), offset_bytes if kind.size_bytes else 0)
             offset_bytes += kind.size_bytes
         if offset_bytes != size_bytes:
@@ -60,9 +58,9 @@ def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
 def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
     files.check_names(path, [*spec.specs.names, *spec.strings])
     start = _start(spec)
-    tensors, offset_bytes = Tensors(path), len(start)
+    tensors, offset_bytes = TensorTable(path), len(start)
     for name, dtype, _, box in spec.specs:
-        kind = Kind(dtype, box.shape)
+        kind = TensorType(dtype, box.shape)
         tensors.add(name, tensors.kind(kind), offset_bytes if kind.size_bytes else 0)
         offset_bytes += kind.size_bytes
     files.write_all(fd, start, 0)

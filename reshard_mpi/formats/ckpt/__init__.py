@@ -1,6 +1,4 @@
-"""MindSpore's checkpoint files (`.ckpt`), located and reserved by byte range.
-
-A file is a plain sequence of protobuf messages (mindspore/train/checkpoint.proto of MindSpore 2.10):
+"""Read and write MindSpore's checkpoint files (`.ckpt`), by byte range.
 
     Checkpoint  { repeated Value value = 1 }
     Value       { required string tag = 1; oneof { TensorProto tensor = 2; MapTensorProto maptensor = 3 } }
@@ -13,12 +11,11 @@ big-endian CRC-32 of everything before. They are no tensors; `check_crc` verifie
 
 from __future__ import annotations
 
-from reshard_mpi.formats.ckpt.reading import NAME, locate, read_back
-from reshard_mpi.formats.ckpt.sealing import check_crc, seal
-from reshard_mpi.formats.ckpt.writing import reserve, size_at_most_bytes
+from reshard_mpi.formats.ckpt.reader import NAME, locate, read_back
+from reshard_mpi.formats.ckpt.writer import check_crc, reserve, seal, size_at_most_bytes
+from reshard_mpi.formats.protocol import Costs, Traits
 from reshard_mpi.formats.protocol import no_sums as stored_sums
-from reshard_mpi.formats.traits import Costs, Traits
-from reshard_mpi.units import KIB
+from reshard_mpi.text import KIB
 
 SUFFIXES = (".ckpt",)
 # Nobody else's, as MindSpore's own.

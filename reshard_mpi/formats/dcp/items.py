@@ -1,4 +1,4 @@
-"""The items of a file: archives of torch one after another, each of one tensor or object.
+"""Locate the items of a `.distcp` file: torch archives one after another (`locate_items`).
 
 Those of tensors that are alike differ in their payloads and in checksums only. So the structure of each is compared
 with those met before, byte by byte, and parsed where it is another one.
@@ -12,15 +12,15 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import files
-from reshard_mpi.formats.columns import ELSEWHERE, Kind, Tensors
-from reshard_mpi.formats.dcp.states import ItemKey
-from reshard_mpi.formats.nest.trees import Unreadable, Value, parts
+from reshard_mpi.formats.dcp.bulk_metadata import ItemKey
+from reshard_mpi.formats.nest.nodes import Unreadable, Value, parts
+from reshard_mpi.formats.tensor_table import ELSEWHERE, TensorTable, TensorType
 from reshard_mpi.formats.torch import archive
-from reshard_mpi.formats.torch.content import Content
-from reshard_mpi.formats.torch.pickles import BUDGET_BYTES
+from reshard_mpi.formats.torch.archive import of_archive
+from reshard_mpi.formats.torch.bulk_tensors import ArchiveContent
 from reshard_mpi.formats.torch.tensors import StoredTensor, place_of
-from reshard_mpi.formats.torch.zipped import of_archive
-from reshard_mpi.units import KIB
+from reshard_mpi.formats.torch.unpickler import BUDGET_BYTES
+from reshard_mpi.text import KIB
 
 # What is before the payload of an item, and what is behind it, of torch 2.13: 704 to 768 bytes, and 873.
 _HEAD_BYTES, _TAIL_BYTES = KIB, 2 * KIB
@@ -32,13 +32,13 @@ _CRC_BYTES = 4
 _PART_BYTES = 100
 
 
-class Wanted(NamedTuple):
+class WantedItem(NamedTuple):
     """An item that is to be located. kind: of the tensor that it should be; None for an object."""
 
     offset_bytes: int
     length_bytes: int
     key: ItemKey
-    kind: Kind | None
+    kind: TensorType | None
 
 
 class StoragePlace(NamedTuple):
@@ -55,7 +55,7 @@ class LocatedFile(NamedTuple):
     words, why tensors cannot be read whose items are sound.
     """
 
-    tensors: Tensors
+    tensors: TensorTable
     numbers: dict[ItemKey, int]
     objects: dict[ItemKey, Value]
     storages: dict[str, StoragePlace]
@@ -66,11 +66,11 @@ class LocatedFile(NamedTuple):
         start, swapped = self.storages[stored.storage.key]
         start += stored.offset * stored.dtype.itemsize_bytes
         place = place_of(self.tensors.path, stored, start, swapped)
-        kind = self.tensors.kind(Kind(stored.dtype, stored.shape))
+        kind = self.tensors.kind(TensorType(stored.dtype, stored.shape))
         return self.tensors.add_unnamed(kind, start if place is None else ELSEWHERE, place)
 
 
-class _Sort(NamedTuple):
+class _ItemTemplate(NamedTuple):
     """What items of one structure have alike: all bytes before the payload, and those behind it but for checksums.
 
     tail, mask: the bytes behind it as a number, of which the bits in `mask` are the same in all of them.
@@ -95,7 +95,7 @@ class Common:
     def __init__(self) -> None:
         self.left_bytes = BUDGET_BYTES
         self.archives = 0
-        self.sorts: dict[int, list[_Sort]] = {}
+        self.sorts: dict[int, list[_ItemTemplate]] = {}
 
     def spend(self, value: Value) -> None:
         """Count a value, each part of it as often as it is met, since it is written so."""
@@ -106,7 +106,7 @@ class Common:
             waiting += parts(part)
 
 
-def locate_items(path: str, wanted: Sequence[Wanted], common: Common) -> LocatedFile:
+def locate_items(path: str, wanted: Sequence[WantedItem], common: Common) -> LocatedFile:
     """Locate items of the file at `path`. Raises ShardError if one is not there, or is not what it should be."""
     ordered = sorted(wanted, key=lambda item: item.offset_bytes)
     with files.opened(path) as (fd, size_bytes):
@@ -117,7 +117,7 @@ def locate_items(path: str, wanted: Sequence[Wanted], common: Common) -> Located
             raise ShardError("a file of a checkpoint cannot be read", got=str(error), where=path) from error
 
 
-def _require_apart(ordered: Sequence[Wanted], path: str, size_bytes: int) -> None:
+def _require_apart(ordered: Sequence[WantedItem], path: str, size_bytes: int) -> None:
     end, previous = 0, ordered[0].key
     for item in ordered:
         if item.offset_bytes < end:
@@ -154,13 +154,13 @@ class _Locating:
         self._fd = fd
         self._path = path
         self._common = common
-        self._remembered: dict[bytes, Content] = {}
+        self._remembered: dict[bytes, ArchiveContent] = {}
 
-    def located(self, ordered: Sequence[Wanted]) -> LocatedFile:
-        tensors, numbers, objects = Tensors(self._path), dict[ItemKey, int](), dict[ItemKey, Value]()
+    def located(self, ordered: Sequence[WantedItem]) -> LocatedFile:
+        tensors, numbers, objects = TensorTable(self._path), dict[ItemKey, int](), dict[ItemKey, Value]()
         storages: dict[str, StoragePlace] = {}
         unreadable: dict[ItemKey, str] = {}
-        kinds: dict[Kind, int] = {}
+        kinds: dict[TensorType, int] = {}
         for item in ordered:
             if item.kind is None:
                 content = self._object(item)
@@ -188,7 +188,7 @@ class _Locating:
             numbers[item.key] = tensors.add_unnamed(kind, start if place is None else ELSEWHERE, place)
         return LocatedFile(tensors, numbers, objects, storages, unreadable)
 
-    def _tensor(self, item: Wanted) -> tuple[int, StoredTensor | Unreadable, bool]:
+    def _tensor(self, item: WantedItem) -> tuple[int, StoredTensor | Unreadable, bool]:
         """Return where the payload of an item begins, what lies in it, and whether its bytes are swapped.
 
         The place of a tensor that cannot be read is 0.
@@ -217,7 +217,7 @@ class _Locating:
             sorts[:0] = self._sorts_of(item, head, payload_start, content)
         return payload_start, stored, content.swapped
 
-    def _object(self, item: Wanted) -> Content:
+    def _object(self, item: WantedItem) -> ArchiveContent:
         is_small = item.length_bytes <= _SMALL_BYTES
         content = os.pread(self._fd, item.length_bytes, item.offset_bytes) if is_small else b""
         if content in self._remembered:
@@ -238,7 +238,7 @@ class _Locating:
             self._remembered[content] = read
         return read
 
-    def _content(self, item: Wanted) -> Content:
+    def _content(self, item: WantedItem) -> ArchiveContent:
         if not archive.is_archive(os.pread(self._fd, 4, item.offset_bytes)):
             raise self._unusual(item, "no archive of torch")
         try:
@@ -247,7 +247,7 @@ class _Locating:
             error.problem = f"{named(item.key)}: {error.problem}"
             raise
 
-    def _unusual(self, item: Wanted, what: str) -> ShardError:
+    def _unusual(self, item: WantedItem, what: str) -> ShardError:
         return ShardError(
             f"{named(item.key)} cannot be read",
             expected="a plain tensor or object as torch.save writes it",
@@ -255,10 +255,12 @@ class _Locating:
             where=f"{self._path}, byte {item.offset_bytes}",
         )
 
-    def _sorts_of(self, item: Wanted, head: bytes, payload_start: int, content: Content) -> list[_Sort]:
+    def _sorts_of(
+        self, item: WantedItem, head: bytes, payload_start: int, content: ArchiveContent
+    ) -> list[_ItemTemplate]:
         """Return what is alike in items such as this one, if it is laid out as torch does."""
         first, stored = item.offset_bytes, content.root
-        members = archive.members(self._fd, self._path, item.length_bytes, first)
+        members = archive.read_members(self._fd, self._path, item.length_bytes, first)
         payload = f"archive/data/{stored.storage.key}"
         before = {name for name, member in members.items() if member.offset_bytes < payload_start}
         head_bytes = payload_start - first
@@ -275,9 +277,11 @@ class _Locating:
                 mask[at - tail_start : at - tail_start + length] = bytes(length)
         same = int.from_bytes(mask)
         alike = int.from_bytes(tail) & same
-        return [_Sort(head[:head_bytes], alike, same, tail_start, head_bytes, stored, content.swapped)]
+        return [_ItemTemplate(head[:head_bytes], alike, same, tail_start, head_bytes, stored, content.swapped)]
 
-    def _checksums(self, item: Wanted, members: dict[str, archive.Member], payload: str) -> Iterator[tuple[int, int]]:
+    def _checksums(
+        self, item: WantedItem, members: dict[str, archive.Member], payload: str
+    ) -> Iterator[tuple[int, int]]:
         """Yield where an item has what depends on its payload, and how many bytes: checksums, and the number of it."""
         start, length_bytes, _ = archive.directory(self._fd, self._path, item.length_bytes, item.offset_bytes)
         directory = os.pread(self._fd, length_bytes, item.offset_bytes + start)

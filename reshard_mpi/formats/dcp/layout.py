@@ -1,13 +1,20 @@
-"""An item of a file that is written: an archive as torch makes it of one tensor, or of one object."""
+"""Lay out an item as torch writes it, and the tree of the items' names (`of_tensor`, `tree_of`).
+
+torch joins the keys on the way to a tensor or object by dots, and keeps them as a path: texts are keys of dictionaries,
+numbers are places in lists.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 from zlib import crc32
 
-from reshard_mpi.formats.columns import Kind
-from reshard_mpi.formats.nest.trees import Value
+from reshard_mpi.errors import ShardError
+from reshard_mpi.formats.nest.nodes import Call, Dict, Global, Value, parts
+from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.formats.torch.layout import (
     ALIGNMENT_BYTES,
     Placed,
@@ -17,8 +24,8 @@ from reshard_mpi.formats.torch.layout import (
     local_header,
     placed,
 )
-from reshard_mpi.formats.torch.pickling import Leaf, dumps
-from reshard_mpi.units import KIB
+from reshard_mpi.formats.torch.pickler import WrittenTensor, dumps
+from reshard_mpi.text import KIB
 
 # Payloads of this size and more begin where file systems can share blocks.
 _LARGE_BYTES, _BLOCK_BYTES = 64 * KIB, 4 * KIB
@@ -48,10 +55,10 @@ class ItemLayout(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def of_tensor(kind: Kind) -> ItemLayout:
+def of_tensor(kind: TensorType) -> ItemLayout:
     """Return the layout of a tensor of a kind, of which only type and shape count."""
-    plain = Kind(kind.dtype, kind.shape)
-    before, members = _written(first_members(dumps(Leaf(_KEY, plain))), [])
+    plain = TensorType(kind.dtype, kind.shape)
+    before, members = _written(first_members(dumps(WrittenTensor(_KEY, plain))), [])
     payload = placed(f"data/{_KEY}", plain.size_bytes, members[-1].end)
     head = before.ljust(payload.header_start, b"\0") + local_header(payload)
     return ItemLayout(head, _finished([*members, payload]), plain.size_bytes)
@@ -77,3 +84,126 @@ def _written(contents: dict[str, bytes], before: list[Placed]) -> tuple[bytes, l
         parts.append(local_header(member) + content + descriptor(member))
         members.append(member)
     return b"".join(parts), members
+
+
+Keys = tuple[str | int, ...]
+
+# Dictionaries of other classes; what is in them is flattened like that of a plain one.
+_DICTIONARIES = frozenset(Global("collections", name) for name in ("OrderedDict", "defaultdict"))
+# Lists may lack items, which torch fills with None: those that were empty dictionaries.
+_MOST_LACKING = 1 << 16
+
+
+class TensorLeaf(NamedTuple):
+    """A tensor of the checkpoint in a tree."""
+
+    name: str
+
+
+def tree_of(values: Iterable[tuple[Keys, Value]], where: str) -> Value:
+    """Return the nested dictionaries and lists in which each value lies at its path.
+
+    Raises ShardError if two paths contradict each other.
+    """
+    root: dict[str | int, Value] = {}
+    lists: list[_List] = []
+    for path, value in values:
+        inner = root
+        for key, further in pairwise(path):
+            if key not in inner:
+                inner[key] = _List() if type(further) is int else _Dictionary()
+                if type(further) is int:
+                    lists.append(inner[key])
+            made = inner[key]
+            if type(made) is not (_List if type(further) is int else _Dictionary):
+                raise _contradiction(path, where)
+            inner = made
+        if path[-1] in inner:
+            raise _contradiction(path, where)
+        inner[path[-1]] = value
+    places = [[key for key in made if type(key) is int] for made in lists]
+    if sum(max(keys) + 1 - len(keys) for keys in places) > _MOST_LACKING or any(min(keys) < 0 for keys in places):
+        raise ShardError("lists of a checkpoint lack most of their items", where=where)
+    return _finished_tree(root)
+
+
+class _Dictionary(dict[str | int, Value]):
+    """A dictionary of the tree while it is made."""
+
+
+class _List(dict[str | int, Value]):
+    """A list of the tree while it is made, by place."""
+
+
+def _finished_tree(made: Mapping[str | int, Value]) -> Value:
+    values = {
+        key: _finished_tree(value) if type(value) in (_Dictionary, _List) else value for key, value in made.items()
+    }
+    if type(made) is not _List:
+        return Dict([part for pair in values.items() for part in pair])
+    length = max(key for key in values if type(key) is int) + 1
+    return [values.get(at) for at in range(length)]
+
+
+def _contradiction(path: Keys, where: str) -> ShardError:
+    return ShardError(
+        "two entries of a checkpoint are to lie at one place", got=f"keys {list(path)}"[:300], where=where
+    )
+
+
+def flattened(root: Value) -> Iterator[tuple[Keys, Value]]:
+    """Yield the path of every tensor and object of a tree, in order.
+
+    As torch does: dictionaries are taken apart, lists if there are tensors or dictionaries in them, and all else, too,
+    that has tensors in it. Empty dictionaries vanish.
+    """
+    if type(root) is Dict:
+        yield from _dictionary(root.pairs(), ())
+    else:
+        yield from ((tuple(map(str, path[:1])) + path[1:], value) for path, value in _opened(root, ()))
+
+
+def _dictionary(pairs: Iterable[tuple[Value, Value]], path: Keys) -> Iterator[tuple[Keys, Value]]:
+    for key, value in pairs:
+        yield from _value(value, (*path, str(key)))
+
+
+def _value(value: Value, path: Keys) -> Iterator[tuple[Keys, Value]]:
+    if type(value) is TensorLeaf:
+        yield path, value
+    elif _is_dictionary(value) or (type(value) is list and _has_more(value)) or _has_tensors(value):
+        yield from _opened(value, path)
+    else:
+        yield path, value
+
+
+def _opened(value: Value, path: Keys) -> Iterator[tuple[Keys, Value]]:
+    """Yield what is in a value that is not kept as one."""
+    if type(value) is Dict:
+        yield from _dictionary(value.pairs(), path)
+    elif type(value) is list or type(value) is tuple:
+        for at, item in enumerate(value):
+            yield from _value(item, (*path, at))
+    elif type(value) is Call:
+        for at, item in enumerate((*value.args, *(value.items or ()))):
+            yield from _value(item, (*path, str(at)))
+        if value.flat:
+            yield from _dictionary(value.pairs(), path)
+        if type(value.state) is Dict and (not _is_dictionary(value) or _has_tensors(value.state)):
+            yield from _dictionary(value.state.pairs(), path)
+
+
+def _is_dictionary(value: Value) -> bool:
+    return type(value) is Dict or (type(value) is Call and value.function in _DICTIONARIES)
+
+
+def _has_more(values: list[Value]) -> bool:
+    """Tell whether there are tensors or dictionaries in a list, or in lists in it."""
+    return any(
+        type(value) is TensorLeaf or _is_dictionary(value) or (type(value) is list and _has_more(value))
+        for value in values
+    )
+
+
+def _has_tensors(value: Value) -> bool:
+    return type(value) is TensorLeaf or any(map(_has_tensors, parts(value)))

@@ -1,4 +1,4 @@
-"""The file `.metadata` of a checkpoint: which tensors and objects there are, and in which bytes of which file."""
+"""Read `.metadata`: tensors, objects, and the file and bytes of each (`read`)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import files
-from reshard_mpi.formats.dcp.paths import Keys
-from reshard_mpi.formats.dcp.states import (
+from reshard_mpi.formats.dcp.bulk_metadata import (
     CHUNK,
     ITEM_KEY,
     ITEM_PLACE,
@@ -24,15 +23,13 @@ from reshard_mpi.formats.dcp.states import (
     States,
     TensorFacts,
 )
+from reshard_mpi.formats.dcp.layout import Keys
 from reshard_mpi.formats.dtypes import DType
-from reshard_mpi.formats.nest.text import MAX_DEPTH
-from reshard_mpi.formats.nest.trees import Call, Dict, Global, Value
-from reshard_mpi.formats.torch.dtypes import BY_TORCH_NAME
-from reshard_mpi.formats.torch.pickles import load
-from reshard_mpi.formats.torch.readers import PLAIN_CALLS, PickleError, Readers, no_persistent_ids
-from reshard_mpi.formats.torch.tensors import SIZE, numbers
-from reshard_mpi.text import shortened
-from reshard_mpi.units import MIB
+from reshard_mpi.formats.nest.nodes import MAX_DEPTH, Call, Dict, Global, Value
+from reshard_mpi.formats.torch.pickle_hooks import PLAIN_CALLS, PickleError, PickleHooks, no_persistent_ids
+from reshard_mpi.formats.torch.tensors import BY_TORCH_NAME, SIZE, numbers
+from reshard_mpi.formats.torch.unpickler import load
+from reshard_mpi.text import MIB, shortened
 
 INDEX = ".metadata"
 # An attribute that this program adds: the strings of the checkpoint, with the text of its nest.
@@ -48,7 +45,7 @@ _BUDGET_BYTES = 144 * MIB
 _TORCH = "torch."
 
 
-class ListedTensor(NamedTuple):
+class TensorChunks(NamedTuple):
     """A tensor as the metadata has it, and its chunks, each once.
 
     unreadable: in words, why no file can give its elements; empty if one can.
@@ -69,7 +66,7 @@ class Metadata(NamedTuple):
     None if others did. end: the byte behind the metadata in its file.
     """
 
-    entries: Mapping[str, ListedTensor | None]
+    entries: Mapping[str, TensorChunks | None]
     items: Mapping[ItemKey, ItemPlace]
     paths: Mapping[str, Keys]
     strings: Mapping[str, str] | None
@@ -102,7 +99,7 @@ def read(folder: str) -> Metadata:
         content = os.pread(fd, size_bytes, 0)
     if len(content) != size_bytes:
         raise ShardError("the metadata of a checkpoint cannot be read to its end", where=path)
-    readers = Readers(no_persistent_ids, {**PLAIN_CALLS, SIZE: numbers}, States().readers)
+    readers = PickleHooks(no_persistent_ids, {**PLAIN_CALLS, SIZE: numbers}, States().readers)
     try:
         root, end = load(content, readers=readers, budget_bytes=_BUDGET_BYTES)
         return _metadata(root, end)
@@ -130,8 +127,8 @@ def _metadata(root: Value, end: int) -> Metadata:
         for name, facts in _named(state.get(_MEGATRON) or Dict(), _MEGATRON)
         if type(facts) is Dict and facts.get("nd_reformulated_orig_global_shape") is not None
     )
-    entries: dict[str, ListedTensor | None] = {}
-    alike: dict[int, ListedTensor] = {}
+    entries: dict[str, TensorChunks | None] = {}
+    alike: dict[int, TensorChunks] = {}
     for name, value in _named(state.get("state_dict_metadata"), "state_dict_metadata"):
         if type(value) is Call and value.function.name == "BytesStorageMetadata":
             entries[name] = None
@@ -168,7 +165,7 @@ def _left_out(buckets: Sequence[str]) -> tuple[str, ...]:
     return (f"{shortened(sorted(buckets), 2)}: {what}; {remedy}",)
 
 
-def _require_same_items(entries: Mapping[str, ListedTensor | None], items: Mapping[ItemKey, ItemPlace]) -> None:
+def _require_same_items(entries: Mapping[str, TensorChunks | None], items: Mapping[ItemKey, ItemPlace]) -> None:
     """Raise _Unsound unless each chunk and each object has an item, and each item is of one of them."""
     listed = 0
     for key in _keys(entries):
@@ -181,7 +178,7 @@ def _require_same_items(entries: Mapping[str, ListedTensor | None], items: Mappi
         raise _Unsound("storage_data has a chunk that state_dict_metadata does not list", key)
 
 
-def _keys(entries: Mapping[str, ListedTensor | None]) -> Iterator[ItemKey]:
+def _keys(entries: Mapping[str, TensorChunks | None]) -> Iterator[ItemKey]:
     """Yield the keys of all items that there should be, each once."""
     for name, tensor in entries.items():
         if tensor is None:
@@ -190,7 +187,7 @@ def _keys(entries: Mapping[str, ListedTensor | None]) -> Iterator[ItemKey]:
             yield from (ItemKey(name, chunk.offsets) for chunk in tensor.chunks)
 
 
-def _tensor(name: str, value: Value) -> ListedTensor:
+def _tensor(name: str, value: Value) -> TensorChunks:
     """Return a tensor of the metadata. Raises _Unsound if there can be none like it, or this program reads none."""
     facts = value if isinstance(value, TensorFacts) else _facts(value)
     dtype, shape, chunks = facts
@@ -207,7 +204,7 @@ def _tensor(name: str, value: Value) -> ListedTensor:
         if listed.setdefault(chunk.offsets, chunk) != chunk:
             raise _Unsound("a tensor has two chunks of different sizes at one place", f"{name!r}, {chunk}")
     # Of an unknown type nothing is read; one byte an element stands for its size.
-    return ListedTensor(known or DType(dtype.name, 1, 1, ""), shape, tuple(listed.values()), unreadable)
+    return TensorChunks(known or DType(dtype.name, 1, 1, ""), shape, tuple(listed.values()), unreadable)
 
 
 def _facts(value: Value) -> TensorFacts:
@@ -257,7 +254,7 @@ def _place(value: Value) -> ItemPlace:
     return ItemPlace(file, offset_bytes, length_bytes)
 
 
-def _paths(value: Value, entries: Mapping[str, ListedTensor | None]) -> Mapping[str, Keys]:
+def _paths(value: Value, entries: Mapping[str, TensorChunks | None]) -> Mapping[str, Keys]:
     """Return the paths of entries, as far as the metadata has them and they are those of the names."""
     if type(value) is not Dict:
         return {}

@@ -1,4 +1,4 @@
-"""HDF5 shards (`.h5`, `.hdf5`): native ones, described by themselves, and those of other programs.
+"""Read and write HDF5 shards (`.h5`, `.hdf5`): native ones, and those of other programs.
 
 A native shard, version 1, holds one contiguous dataset a tensor, allocated when it is created, so that its payload is
 one byte range of the file, known before a byte of it is written. Each dataset has the attributes `dtype` (the logical
@@ -12,14 +12,11 @@ with zeros in place of what this shard does not hold. Behind the end of the HDF5
 
 from __future__ import annotations
 
-from reshard_mpi.formats.hdf5.locating import check_crc, locate, read_back, stored_sums
 from reshard_mpi.formats.hdf5.schema import NAME
-from reshard_mpi.formats.hdf5.sealing import seal
-from reshard_mpi.formats.hdf5.sizing import size_at_most_bytes
-from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.formats.specs import ShardSpec
-from reshard_mpi.formats.traits import Costs, Traits
-from reshard_mpi.units import KIB, MIB
+from reshard_mpi.formats.hdf5.shard_file import check_crc, locate, read_back, seal, size_at_most_bytes, stored_sums
+from reshard_mpi.formats.manifest import Manifest, ShardSpec
+from reshard_mpi.formats.protocol import Costs, Traits
+from reshard_mpi.text import KIB, MIB
 
 SUFFIXES = (".h5", ".hdf5")
 MODE = 0o666
@@ -44,6 +41,6 @@ TRAITS = Traits(
 
 def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
     """Write the native shard `path` without its payloads (see `writing`)."""
-    from reshard_mpi.formats.hdf5 import writing  # the library is loaded only for this
+    from reshard_mpi.formats.hdf5 import writer  # the library is loaded only for this
 
-    return writing.reserve(fd, path, spec)
+    return writer.reserve(fd, path, spec)

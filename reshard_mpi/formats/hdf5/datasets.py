@@ -1,23 +1,64 @@
-"""Where the elements of one dataset lie: in a byte range of the file, or where only the library can read them."""
+"""Locate the elements of one HDF5 dataset (`content`)."""
 
 from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from h5py import h5d, h5p, h5s, h5t, h5z
+from h5py import h5d, h5f, h5g, h5o, h5p, h5s, h5t, h5z
 
-from reshard_mpi.errors import ShardError
+from reshard_mpi.errors import ReshardError, ShardError
 from reshard_mpi.formats import files
 from reshard_mpi.formats.dtypes import BY_NAME, DType
-from reshard_mpi.formats.hdf5 import elements, library, schema
-from reshard_mpi.formats.hdf5.schema import Route
-from reshard_mpi.formats.places import ByteRange, Decoded, Segments
+from reshard_mpi.formats.hdf5 import schema, types
+from reshard_mpi.formats.hdf5.schema import GroupPath
+from reshard_mpi.formats.locations import ByteRange, ByteRanges, LibraryRead
 from reshard_mpi.sharding.box import Box
+
+
+@contextmanager
+def failures_named(where: str) -> Iterator[None]:
+    """Turn what h5py raises on a damaged file into a ShardError that names `where`."""
+    try:
+        yield
+    except ReshardError:
+        raise
+    except (OSError, LookupError, RuntimeError, ValueError, TypeError, ArithmeticError) as error:
+        raise ShardError(
+            "an HDF5 shard cannot be read: it is damaged, or needs an HDF5 library with other features",
+            got=f"{type(error).__name__}: {error}"[:500],
+            where=where,
+            remedy="check it with h5dump; save or copy it again",
+        ) from error
+
+
+def open_file(path: str) -> Any:
+    """Open the file at `path` for reading. It stays open as long as any object of it is held."""
+    access = h5p.create(h5p.FILE_ACCESS)
+    # Some cluster file systems refuse locks, and nobody writes a source.
+    access.set_file_locking(False, True)
+    access.set_fclose_degree(h5f.CLOSE_WEAK)
+    return h5f.open(os.fsencode(path), h5f.ACC_RDONLY, access)
+
+
+def follow(file: Any, route: tuple[str, ...], access: Any = None) -> Any:
+    """Return the object at `route`, the names of hard links from the root, opened link by link.
+
+    access: properties to open a dataset with. Given a whole path, HDF5 follows links even out of the file.
+    """
+    node = h5g.open(file, b"/")
+    for depth, name in enumerate(route, 1):
+        if access is not None and depth == len(route):
+            return h5d.open(node, name.encode(), access)
+        node = h5o.open(node, name.encode())
+    return node
+
 
 _RAW = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "V16"}
 _MAX_PAYLOAD_BYTES = 1 << 63
@@ -60,12 +101,12 @@ class Shard(NamedTuple):
     stamp: Stamp
 
 
-class Content(NamedTuple):
+class DatasetContent(NamedTuple):
     """A dataset that holds a tensor."""
 
-    stored: elements.Stored
+    stored: types.Stored
     shape: tuple[int, ...]
-    source: Segments | Decoded
+    source: ByteRanges | LibraryRead
 
 
 def shape_of(handle: Any, properties: Any, where: str) -> tuple[int, ...]:
@@ -91,12 +132,12 @@ def shape_of(handle: Any, properties: Any, where: str) -> tuple[int, ...]:
     return shape
 
 
-def content(handle: Any, shard: Shard, route: Route, where: str) -> Content:
+def content(handle: Any, shard: Shard, route: GroupPath, where: str) -> DatasetContent:
     """Return the type and shape of a dataset and where its elements lie. Raises ShardError if it is not a tensor's."""
     properties = handle.get_create_plist()
     shape = shape_of(handle, properties, where)
     kind = handle.get_type()
-    stored = elements.recognise(kind)
+    stored = types.recognise(kind)
     if stored is None:
         raise ShardError(
             "a dataset has a type that no tensor has",
@@ -110,7 +151,7 @@ def content(handle: Any, shard: Shard, route: Route, where: str) -> Content:
         raise ShardError("the shape of a dataset is impossibly large", got=str(list(shape)), where=where)
     size_bytes = dtype.itemsize_bytes * math.prod(shape)
     if size_bytes == 0:
-        return Content(stored, shape, Segments((), stored.swapped))
+        return DatasetContent(stored, shape, ByteRanges((), stored.swapped))
     offset = handle.get_offset()
     if offset is not None and properties.get_layout() == h5d.CONTIGUOUS:
         stored_bytes = handle.get_storage_size()
@@ -122,14 +163,14 @@ def content(handle: Any, shard: Shard, route: Route, where: str) -> Content:
                 where=where,
                 remedy="the shard is damaged: save or copy it again",
             )
-        return Content(stored, shape, Segments((ByteRange(shard.path, offset, size_bytes),), stored.swapped))
+        return DatasetContent(stored, shape, ByteRanges((ByteRange(shard.path, offset, size_bytes),), stored.swapped))
     _check_filters(properties, where)
     chunk = _decoded_shape(properties, shape, dtype, where)
     decode = partial(read, shard.path, shard.stamp, route, dtype, stored.swapped)
     chunk_bytes = _whole_chunk_bytes(properties, dtype, chunk)
     decoding_bytes = int(chunk_bytes * (_FILTERED_SHARE if properties.get_nfilters() else _PLAIN_SHARE))
     kept_bytes = chunk_bytes if math.prod(chunk) < math.prod(shape) else 0
-    return Content(stored, shape, Decoded(shard.path, decode, chunk, decoding_bytes, kept_bytes))
+    return DatasetContent(stored, shape, LibraryRead(shard.path, decode, chunk, decoding_bytes, kept_bytes))
 
 
 def read_text(handle: Any, shard: Shard, where: str) -> str:
@@ -208,13 +249,13 @@ def _check_filters(properties: Any, where: str) -> None:
             )
 
 
-def read(path: str, stamp: Stamp, route: Route, dtype: DType, swapped: bool, box: Box) -> np.ndarray[Any, Any]:
+def read(path: str, stamp: Stamp, route: GroupPath, dtype: DType, swapped: bool, box: Box) -> np.ndarray[Any, Any]:
     """Return the elements of a box. swapped: they are in the other byte order in the file, and are converted here."""
     where = schema.where(path, route)
     values = np.empty(box.shape, dtype=_RAW[dtype.itemsize_bytes])
     if values.size == 0:
         return values
-    with library.failures_named(where):
+    with failures_named(where):
         handle = _open(path, stamp, route)
         space = handle.get_space()
         if not box.shape:
@@ -236,8 +277,8 @@ def forget() -> None:
 
 # A dataset is read box after box, with a chunk cache of its own.
 @lru_cache(maxsize=4)
-def _open(path: str, stamp: Stamp, route: Route) -> Any:
-    handle = library.follow(_open_file(path, stamp), route)
+def _open(path: str, stamp: Stamp, route: GroupPath) -> Any:
+    handle = follow(_open_file(path, stamp), route)
     properties = handle.get_create_plist()
     shape_of(handle, properties, path)
     if properties.get_layout() != h5d.CHUNKED:
@@ -250,7 +291,7 @@ def _open(path: str, stamp: Stamp, route: Route) -> Any:
         _open.cache_clear()
     access = h5p.create(h5p.DATASET_ACCESS)
     access.set_chunk_cache(521, min(max(chunk_bytes, _CHUNK_CACHE_BYTES), MAX_CHUNK_BYTES), 0.75)
-    return library.follow(_open_file(path, stamp), route, access)
+    return follow(_open_file(path, stamp), route, access)
 
 
 @lru_cache(maxsize=1)
@@ -258,4 +299,4 @@ def _open_file(path: str, stamp: Stamp) -> Any:
     _open.cache_clear()
     if Stamp.of(Path(path).stat()) != stamp:
         raise ShardError("a shard has changed since it was opened", where=path, remedy="run again")
-    return library.open_file(path)
+    return open_file(path)

@@ -1,4 +1,4 @@
-"""The index of a native shard, behind the end of the HDF5 file: where everything lies in it, in one piece.
+"""Read and write the index behind a native HDF5 shard (`locate`, `write`).
 
 It repeats what HDF5's own structures say, so that they need not be read, and holds a checksum of every byte of the
 HDF5 file that is no payload. Where the index is missing or its checksum is wrong, as after other programs have edited
@@ -22,11 +22,10 @@ from typing import Any, NamedTuple
 from zlib_ng.zlib_ng import crc32
 
 from reshard_mpi.formats import files
-from reshard_mpi.formats.columns import Kind, Tensors
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.hdf5 import schema
-from reshard_mpi.formats.manifest import Manifest, ShardIdentity
-from reshard_mpi.formats.specs import ShardSpec
+from reshard_mpi.formats.manifest import Manifest, ShardIdentity, ShardSpec
+from reshard_mpi.formats.tensor_table import TensorTable, TensorType
 from reshard_mpi.sharding.box import Box
 
 MARK = b"\x89RSX\r\n\x1a\n"
@@ -42,15 +41,15 @@ _TENSOR_BYTES = 6 + 1 + 19 + 1
 _WAY_BYTES = 64
 
 # A byte range of the file: first byte and length.
-Place = tuple[int, int]
+FileRange = tuple[int, int]
 
 
-class Places(NamedTuple):
+class TextPlaces(NamedTuple):
     """Where the texts and the sums of a shard lie in its HDF5 file. sums: None if no place was reserved for them."""
 
-    strategy: Place
-    contents: Place
-    sums: Place | None
+    strategy: FileRange
+    contents: FileRange
+    sums: FileRange | None
 
 
 def size_at_most_bytes(spec: ShardSpec) -> int:
@@ -59,7 +58,7 @@ def size_at_most_bytes(spec: ShardSpec) -> int:
     return _HEAD.size + _BODY_BYTES + ways_bytes + _TENSOR_BYTES * len(spec.tensors)
 
 
-def write(fd: int, scratch: int, manifest: Manifest, places: Places) -> None:
+def write(fd: int, scratch: int, manifest: Manifest, places: TextPlaces) -> None:
     """Write the index of an HDF5 file behind its end, as that of a shard without sums. Raises OSError.
 
     scratch: the descriptor of a copy of the HDF5 file without payloads, from which the checksum is made.
@@ -154,15 +153,15 @@ class _Index(NamedTuple):
         return _HEAD.pack(MARK, crc32(self.body), self.structure, sums_checksum, len(self.body))
 
     @property
-    def places(self) -> Places:
+    def places(self) -> TextPlaces:
         sums = self.facts["sums"]
-        return Places(
+        return TextPlaces(
             self._place(self.facts["strategy"]),
             self._place(self.facts["contents"]),
             self._place(sums) if sums is not None else None,
         )
 
-    def _place(self, place: Sequence[int]) -> Place:
+    def _place(self, place: Sequence[int]) -> FileRange:
         offset_bytes, size_bytes = place
         _require(_whole(offset_bytes) >= 0 and 0 <= _whole(size_bytes) <= files.MAX_TEXT_BYTES)
         _require(offset_bytes + size_bytes <= self.end)
@@ -189,9 +188,9 @@ class _Index(NamedTuple):
     def _contents(self) -> tuple[list[str], dict[str, str]]:
         return schema.contents(_exactly(self.fd, *self.places.contents))
 
-    def _tensors(self, names: Sequence[str]) -> Tensors:
+    def _tensors(self, names: Sequence[str]) -> TensorTable:
         kinds, numbers = [_kind(*way) for way in self.facts["ways"]], self.facts["tensors"]
-        sizes, tensors = [kind.size_bytes for kind in kinds], Tensors(self.path)
+        sizes, tensors = [kind.size_bytes for kind in kinds], TensorTable(self.path)
         _require(isinstance(numbers, list) and len(numbers) == 2 * len(names) and len(names) <= files.MAX_TENSORS)
         own: dict[int, int] = {}
         for name, way, start in zip(names, numbers[::2], numbers[1::2]):
@@ -204,25 +203,25 @@ class _Index(NamedTuple):
         return tensors
 
 
-def _kind(name: str, shape: list[int], start: list[int], global_shape: list[int]) -> Kind:
+def _kind(name: str, shape: list[int], start: list[int], global_shape: list[int]) -> TensorType:
     _require(len(shape) == len(start) == len(global_shape) <= files.MAX_DIMENSIONS)
     for length, low, whole in zip(shape, start, global_shape):
         _require(_whole(length) >= 0 and _whole(low) >= 0 and low + length <= _whole(whole) <= _LONGEST)
     box = Box(tuple(start), tuple(low + length for low, length in zip(start, shape)))
-    return Kind(BY_NAME[name], tuple(shape), box, tuple(global_shape))
+    return TensorType(BY_NAME[name], tuple(shape), box, tuple(global_shape))
 
 
-def _box(kind: Kind) -> Box:
+def _box(kind: TensorType) -> Box:
     assert kind.box is not None
     return kind.box
 
 
-def _payloads(tensors: Tensors) -> Iterator[Place]:
+def _payloads(tensors: TensorTable) -> Iterator[FileRange]:
     sizes = [kind.size_bytes for kind in tensors.kinds]
     return ((start, sizes[kind]) for start, kind in zip(tensors.starts, tensors.kind_of) if sizes[kind])
 
 
-def _structure(payloads: Iterable[Place], sums: Place | None, end: int) -> Iterator[Place]:
+def _structure(payloads: Iterable[FileRange], sums: FileRange | None, end: int) -> Iterator[FileRange]:
     """Yield start and end of the spans that are neither payloads nor sums. Raises ValueError if those overlap."""
     last = 0
     for offset_bytes, size_bytes in sorted((*payloads, *([sums] if sums else []), (end, 0))):
@@ -233,7 +232,7 @@ def _structure(payloads: Iterable[Place], sums: Place | None, end: int) -> Itera
             last = offset_bytes + size_bytes
 
 
-def _checksum(fd: int, spans: Iterable[Place]) -> int:
+def _checksum(fd: int, spans: Iterable[FileRange]) -> int:
     checksum = 0
     for start, stop in spans:
         for offset in range(start, stop, _READ_BYTES):

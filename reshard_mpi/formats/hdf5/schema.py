@@ -1,4 +1,4 @@
-"""The names a native shard uses, and the place of a tensor's dataset in it."""
+"""Name the groups and datasets of a native HDF5 shard (`routes`)."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ SUMS = "sums"
 _MARKS = (b'"', b"[", b"{", b",")
 _MAX_MARKS = 6 * files.MAX_TENSORS
 # A dataset is found by walking these link names from the root, one by one.
-Route = tuple[str, ...]
+GroupPath = tuple[str, ...]
 _UNESCAPED = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-")
 
 
-def routes(names: Iterable[str]) -> dict[str, Route]:
+def routes(names: Iterable[str]) -> dict[str, GroupPath]:
     """Return by name the route of each tensor's dataset: its parts between `/`, or an escaped name where need be.
 
     HDF5 has no empty names, takes `.` for the group itself, ends a name at NUL, and cannot have a dataset with the name
@@ -76,5 +76,5 @@ def contents(data: bytes) -> tuple[list[str], dict[str, str]]:
     return names, strings
 
 
-def _holdable(route: Route) -> bool:
+def _holdable(route: GroupPath) -> bool:
     return route[0] != RESERVED and all(part not in ("", ".") and "\0" not in part for part in route)

@@ -1,4 +1,4 @@
-"""Nested dictionaries as names joined by dots, and the text from which the nest is made again.
+"""Keep nested dictionaries as names joined by dots, and one text to make the nest again.
 
 Tensors of `{"model": {"w": tensor}, "epoch": 3}` get the name `model.w`. All else is kept as JSON in one string of the
 shard, called `NEST`, so that it passes through formats that have names only:
@@ -30,10 +30,8 @@ of names alone, a plain dictionary of tensors followed by texts, has no such str
 from __future__ import annotations
 
 from reshard_mpi.formats.manifest import NEST
-from reshard_mpi.formats.nest.comparing import first_difference
-from reshard_mpi.formats.nest.flattening import Flattened, flatten
-from reshard_mpi.formats.nest.order import agree
-from reshard_mpi.formats.nest.rebuilding import rebuild
-from reshard_mpi.formats.nest.text import NestError
+from reshard_mpi.formats.nest.flatten_tree import Flattened, flatten
+from reshard_mpi.formats.nest.nodes import NestError, agree
+from reshard_mpi.formats.nest.rebuild_tree import first_difference, rebuild
 
 __all__ = ["NEST", "Flattened", "NestError", "agree", "first_difference", "flatten", "rebuild"]

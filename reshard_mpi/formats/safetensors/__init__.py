@@ -1,9 +1,7 @@
-"""Safetensors files (`.safetensors`) as MindSpore 2.10 writes them, and whatever else is sound.
+"""Read and write safetensors files, as MindSpore 2.10 writes them and all other sound ones.
 
 A file is the length of a header (8 bytes, little-endian), the header, and the payloads: row-major, little-endian, one
 after another without a byte between them. The header is JSON:
-
-    {"__metadata__": {KEY: TEXT, ...}, NAME: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}
 
 with offsets counted from its end. MindSpore puts `format` (`ms`), `crc_num` and, for a tensor of Int4, the name of that
 into the metadata (see `metadata`). A file of the same tensors is always written alike.
@@ -11,12 +9,11 @@ into the metadata (see `metadata`). A file of the same tensors is always written
 
 from __future__ import annotations
 
+from reshard_mpi.formats.protocol import Costs, Traits
 from reshard_mpi.formats.protocol import no_sums as stored_sums
-from reshard_mpi.formats.safetensors.reading import NAME, locate, read_back
-from reshard_mpi.formats.safetensors.sealing import check_crc, seal
-from reshard_mpi.formats.safetensors.writing import reserve, size_at_most_bytes
-from reshard_mpi.formats.traits import Costs, Traits
-from reshard_mpi.units import KIB, MIB
+from reshard_mpi.formats.safetensors.reader import NAME, locate, read_back
+from reshard_mpi.formats.safetensors.writer import check_crc, reserve, seal, size_at_most_bytes
+from reshard_mpi.text import KIB, MIB
 
 SUFFIXES = (".safetensors",)
 # Nobody else's, as MindSpore's own.

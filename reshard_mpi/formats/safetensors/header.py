@@ -1,20 +1,97 @@
-"""The header of a file: how long it is, and its JSON.
+"""Read and digest the header of a safetensors file (`Header`, `of_file`).
 
 Accepted is what the reference parser accepts (safetensors 0.8), with exceptions that are refused: an entry or a field
 given twice, fields that are not known.
+
+Metadata is text by text. MindSpore takes an entry that is called as a tensor for that tensor's type, and fails where it
+is no type; so a shard has no entry called as one of its tensors but for that.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
+from collections.abc import Container, Iterable, Iterator
 from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
-from reshard_mpi.filesystem.file_kinds import START_BYTES
+from reshard_mpi.filesystem.paths import START_BYTES
 from reshard_mpi.formats import files
+from reshard_mpi.formats.dtypes import BY_NAME, DType
+from reshard_mpi.formats.files import MAX_NAME_BYTES, kept_bytes
+from reshard_mpi.formats.manifest import NEST, Structure
 from reshard_mpi.formats.safetensors.json_text import JsonText
-from reshard_mpi.formats.safetensors.metadata import METADATA
+from reshard_mpi.text import MIB
+
+METADATA = "__metadata__"
+# Who wrote the file. MindSpore and transformers look at it.
+FORMAT, MINDSPORE, TORCH = "format", "ms", "pt"
+# The decimal CRC-32 of names and contents that `save_checkpoint(crc_check=True)` adds.
+CRC = "crc_num"
+# In an entry with the name of a tensor: one value a byte, stored as I8.
+INT4_TAG = "Int4"
+# "True" where what several ranks hold is in the file of one of them.
+REMOVED = "remove_redundancy"
+# In files of torch's distributed checkpoints: where each tensor lies in the whole one, as JSON (see `torch_dcp`).
+SHARDING = "DCP_SHARDING_INFO"
+# A string of a shard that cannot stand there by its own name, behind this prefix. Any other entry is a string, too.
+STRING_PREFIX = "__reshard_mpi__:"
+# What torch says here of the parts of tensors in a file holds for no other file.
+_OF_ONE_FILE = "DCP_"
+_RESERVED = frozenset((METADATA, FORMAT, CRC, REMOVED, NEST))
+# Of all strings that stand under their own names, so that no foreign file fills the memory; longer ones of this
+# program's are written behind the prefix.
+MAX_PLAIN_BYTES, MAX_WRITTEN_PLAIN_BYTES = 4 * MIB, MIB // 2
+# So many entries that are not kept are named, with so many characters of each.
+_MAX_LEFT_OUT, _MAX_SHOWN = 64, 100
+
+
+def is_plain(name: str) -> bool:
+    """Tell whether a string of this name is an entry of the same name."""
+    return name not in _RESERVED and not name.startswith((STRING_PREFIX, _OF_ONE_FILE)) and is_storable(name)
+
+
+def is_of_this_file(name: str) -> bool:
+    """Tell whether an entry is about the file that it stands in, and nothing is lost if it is not kept."""
+    return name in (FORMAT, CRC, REMOVED)
+
+
+def is_storable(name: str) -> bool:
+    """Tell whether shards may have a string of this name."""
+    return 0 < len(name.encode(errors="replace")) <= MAX_NAME_BYTES
+
+
+class PlainStrings:
+    """The strings of a file that stand in its metadata under their own names, while they are read."""
+
+    def __init__(self) -> None:
+        self._strings: dict[str, str] = {}
+        self._left_out: dict[str, None] = {}
+        self._kept_bytes = 0
+
+    def add(self, name: str, text: str | None) -> None:
+        """Add what an entry says; of entries of one name, the last counts. text: None if it is too long."""
+        self._kept_bytes += kept_bytes(name) + (0 if text is None else kept_bytes(text))
+        if text is None or self._kept_bytes > MAX_PLAIN_BYTES:
+            self.leave_out(f"{name[:_MAX_SHOWN]!r}, which is too long, or follows others that are")
+        elif is_plain(name):
+            self._strings[name] = text
+        else:
+            self.leave_out(f"{name[:_MAX_SHOWN]!r}")
+
+    def leave_out(self, what: str) -> None:
+        """Say that an entry is not kept, unless that has been said of many."""
+        if len(self._left_out) < _MAX_LEFT_OUT:
+            self._left_out[f"of its metadata {what}"] = None
+
+    def kept(self, tensors: Container[str], strings: Container[str]) -> tuple[dict[str, str], tuple[str, ...]]:
+        """Return the strings, and in words what is left out: what is called as a tensor, or as another string."""
+        for name in [name for name in self._strings if name in tensors or name in strings]:
+            del self._strings[name]
+            self.leave_out(f"{name[:_MAX_SHOWN]!r}, of which there are two")
+        return self._strings, tuple(self._left_out)
+
 
 # The reference's own limit.
 MAX_HEADER_BYTES = 100_000_000
@@ -93,3 +170,72 @@ def _start(fd: int, path: str) -> bytes:
         return os.pread(fd, START_BYTES, 0)
     except OSError as error:
         raise ShardError("a shard cannot be read", got=str(error), where=path) from error
+
+
+# Behind this `sealing` adds the checksum of a file to its metadata, and takes as much from the spaces at the end.
+START = f'{{"{METADATA}":{{'.encode()
+_CRC = re.compile(rb'"%b":"[0-9 ]{0,20}",?' % CRC.encode())
+_READ_BYTES = 1 << 20
+
+
+def of_file(fd: int, size_bytes: int) -> Structure | None:
+    """Return the structure of a file of so many bytes; None if it has no header, or cannot be read."""
+    try:
+        length = os.pread(fd, LENGTH_BYTES, 0)
+        length_bytes = int.from_bytes(length, "little")
+        if length_bytes > min(size_bytes - LENGTH_BYTES, MAX_HEADER_BYTES):
+            return None
+        return of_header(length_bytes, _chunks(fd, length_bytes), size_bytes)
+    except OSError:
+        return None
+
+
+def of_header(length_bytes: int, chunks: Iterable[bytes], size_bytes: int) -> Structure:
+    """Return the structure of a file. chunks: its header, of so many bytes. size_bytes: of all of the file."""
+    digest = hashlib.blake2b(length_bytes.to_bytes(LENGTH_BYTES, "little"))
+    spaces = 0
+    for number, chunk in enumerate(chunks):
+        if number == 0:
+            chunk = without_crc(chunk)
+        text = chunk.rstrip(b" ")
+        if text:
+            digest.update(b" " * spaces)
+            digest.update(text)
+            spaces = 0
+        spaces += len(chunk) - len(text)
+    return Structure(size_bytes, digest.digest())
+
+
+def without_crc(header: bytes) -> bytes:
+    """Return a header, or the beginning of one, without a checksum that is the first of its metadata."""
+    found = _CRC.match(header, len(START)) if header.startswith(START) else None
+    return header[: found.start()] + header[found.end() :] if found else header
+
+
+def _chunks(fd: int, length_bytes: int) -> Iterator[bytes]:
+    for at in range(0, length_bytes, _READ_BYTES):
+        yield os.pread(fd, min(_READ_BYTES, length_bytes - at), LENGTH_BYTES + at)
+
+
+_NAMES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "U16": "uint16",
+    "I16": "int16",
+    "U32": "uint32",
+    "I32": "int32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+}
+BY_TAG: dict[str, DType] = {tag: BY_NAME[name] for tag, name in _NAMES.items()}
+# Int4, one value a byte, is MindSpore's: I8, and an entry in the metadata that says so (see `metadata`).
+TAG_OF: dict[str, str] = {name: tag for tag, name in _NAMES.items()} | {"int4": "I8"}
+INT4 = BY_NAME["int4"]

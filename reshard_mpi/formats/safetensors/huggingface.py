@@ -1,4 +1,4 @@
-"""Folders as Hugging Face's libraries save and load them: safetensors files that hold whole tensors, and an index.
+"""Read and write Hugging Face folders: whole tensors in files, and an index (`open_folder`, `index`).
 
 A checkpoint is `model.safetensors`, or files such as `model-00001-of-00003.safetensors` and the index
 `model.safetensors.index.json` (see `index`). Loaders disagree on folders whose files and index do not fit each other;
@@ -12,28 +12,140 @@ it, which may be a slice; so from there only single numbers are taken.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError, TargetError, UsageError
 from reshard_mpi.formats import files
-from reshard_mpi.formats.columns import Tensors
-from reshard_mpi.formats.listed import ListedTensors, Piece
-from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.formats.protocol import NO_SUMS, OnBytes, uncounted
+from reshard_mpi.formats.manifest import Manifest, ShardSpec, Specs
+from reshard_mpi.formats.protocol import NO_SUMS, Costs, OnBytes, Traits, uncounted
 from reshard_mpi.formats.protocol import no_sums as stored_sums
-from reshard_mpi.formats.safetensors import index as index_text
-from reshard_mpi.formats.safetensors import reading, writing
-from reshard_mpi.formats.safetensors.metadata import FORMAT, TORCH
-from reshard_mpi.formats.safetensors.reading import read_back
-from reshard_mpi.formats.specs import ShardSpec, Specs
-from reshard_mpi.formats.traits import Costs, Traits
+from reshard_mpi.formats.safetensors import reader, writer
+from reshard_mpi.formats.safetensors.header import FORMAT, TORCH
+from reshard_mpi.formats.safetensors.json_text import JsonText
+from reshard_mpi.formats.safetensors.reader import read_back
+from reshard_mpi.formats.tensor_table import ChunkedTensors, ListedChunk, TensorTable
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.units import KIB, MIB
+from reshard_mpi.text import KIB, MIB
+
+_METADATA_KEY, _TOTAL, _MAP = "metadata", "total_size", "weight_map"
+_ENDING = ".safetensors"
+# As many bytes as a character can be written with, for each byte of a name.
+_ESCAPED = 6
+_MAX_FILE_BYTES = 1024
+_REMEDY = "restore files and index of one and the same save, or choose files without the index (--select 'model-*')"
+
+
+def read(path: str, *, may_be_flat: bool = False) -> dict[str, str]:
+    """Return the file of each tensor, by the names in the index at `path`. may_be_flat: it may be the map alone.
+
+    Raises ShardError if it is damaged, names a tensor twice, or a file that does not lie in its folder.
+    """
+    with files.opened(path) as (fd, size_bytes):
+        text = JsonText(fd, path, 0, size_bytes, "the index of a checkpoint")
+        nested, flat = None, _Map(text)
+        for at, key in text.members(_ESCAPED * files.MAX_NAME_BYTES):
+            if key == _MAP and text.next_is(b"{"):
+                if nested is not None:
+                    raise text.damage(f"the index of a checkpoint has {_MAP!r} twice", at, expected="it once")
+                nested = _Map(text)
+                nested.take()
+            elif may_be_flat and text.next_is(b'"'):
+                flat.take_file(at, key)
+            else:
+                text.pass_over()
+        text.require_end()
+        found = flat.files if nested is None else nested.files
+        if not found:
+            raise text.damage(f"the index of a checkpoint has no {_MAP!r}", 0, expected="a file for each tensor")
+        return found
+
+
+class _Map:
+    """The files of tensors while they are read."""
+
+    def __init__(self, text: JsonText) -> None:
+        self.files: dict[str, str] = {}
+        self._text = text
+        self._known: dict[str, str] = {}
+        self._kept_bytes = 0
+
+    def take(self) -> None:
+        """Take an object of names and files."""
+        for at, name in self._text.members(_ESCAPED * files.MAX_NAME_BYTES):
+            self.take_file(at, name)
+
+    def take_file(self, at: int, name: str | None) -> None:
+        """Take the file of the tensor that is called so at byte `at`; None: its name is too long."""
+        text, known = self._text, self._known
+        file = text.text(_ESCAPED * _MAX_FILE_BYTES)
+        if not name or name in self.files:
+            problem = f"the index of a checkpoint names {name!r} twice" if name else "a tensor's name is too long"
+            raise text.damage(problem, at, expected=f"each tensor once, by 1 to {files.MAX_NAME_BYTES} bytes")
+        if file is None or (file not in known and not _is_inside(file)):
+            raise text.damage(
+                f"the index of a checkpoint says that {name!r} lies outside of its folder, or in no file of it",
+                at,
+                expected=f"the name of a file in the folder, which ends in {_ENDING}",
+                got=repr(file),
+            )
+        self._kept_bytes += files.kept_bytes(name)
+        if self._kept_bytes > files.MAX_KEPT_BYTES or len(self.files) == files.MAX_TENSORS:
+            raise text.damage(
+                "the index of a checkpoint names too many tensors",
+                at,
+                expected=f"{files.MAX_TENSORS} at most, of {files.MAX_KEPT_BYTES} bytes together",
+            )
+        self.files[sys.intern(name)] = known.setdefault(file, file)
+
+
+def _is_inside(file: str) -> bool:
+    """Tell whether a path names a file of the folder, or of one in it, whatever the links there are."""
+    parts = file.split("/")
+    is_plain = all(part and part not in (".", "..") and "\0" not in part for part in parts)
+    is_short = len(file.encode(errors="replace")) <= _MAX_FILE_BYTES
+    return is_plain and is_short and not PurePosixPath(file).is_absolute() and file.endswith(_ENDING)
+
+
+def write(files_of: Mapping[str, str], total_bytes: int) -> str:
+    """Return the index of tensors that lie in these files and have so many bytes together."""
+    facts = {_METADATA_KEY: {_TOTAL: total_bytes}, _MAP: dict(files_of)}
+    return json.dumps(facts, indent=2, sort_keys=True) + "\n"
+
+
+def require_listed(weight_map: Mapping[str, str], file: str, held: Iterable[str], folder: str) -> None:
+    """Raise ShardError unless the index names this file for each of the tensors that it holds."""
+    for name in held:
+        listed = weight_map.get(name)
+        if listed != file:
+            raise ShardError(
+                f"{name!r} lies in a file that the index does not name for it",
+                expected=f"it in {listed} alone" if listed is not None else f"no {name!r}, which the index lacks",
+                got=f"it in {file}",
+                where=folder,
+                remedy=_REMEDY,
+            )
+
+
+def require_all(weight_map: Mapping[str, str], held: Collection[str], folder: str) -> None:
+    """Raise ShardError if the index names tensors that are in no file. held: those that are in one."""
+    if len(held) < len(weight_map):
+        missing = sorted(set(weight_map).difference(held))
+        more = f", nor are {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ShardError(
+            f"{missing[0]!r} is not in the file that the index names for it{more}",
+            expected=f"it in {weight_map[missing[0]]}",
+            got="other tensors",
+            where=folder,
+            remedy=_REMEDY,
+        )
+
 
 NAME, SUFFIXES, MODE = "hf", (".safetensors",), 0o666
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -44,7 +156,7 @@ TRAITS = Traits(
     is_folder=True,
     is_filled=True,
     keeps_strings=False,
-    sharded_as=reading.NAME,
+    sharded_as=reader.NAME,
     title="Hugging Face folder",
 )
 _METADATA = {FORMAT: TORCH}
@@ -53,19 +165,19 @@ _PART = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 def locate(path: str, like: Manifest | None = None) -> Manifest:
     """Find the tensors of one of the files, as of any safetensors file."""
-    return reading.locate(path, like)._replace(format=NAME, strings={})
+    return reader.locate(path, like)._replace(format=NAME, strings={})
 
 
 def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
     """Return what the file of `spec` takes. Raises TargetError for what it cannot hold."""
     _require_types(spec.specs, "")
-    return writing.lay_out(spec.specs, _METADATA, "").size_bytes
+    return writer.lay_out(spec.specs, _METADATA, "").size_bytes
 
 
 def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
     """Write the file `path` without its payloads. Raises TargetError for what it cannot hold."""
     _require_types(spec.specs, path)
-    return writing.reserve_as(fd, path, spec._replace(strings={}), NAME, _METADATA)
+    return writer.reserve_as(fd, path, spec._replace(strings={}), NAME, _METADATA)
 
 
 def seal(fd: int, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = False) -> None:
@@ -79,7 +191,7 @@ def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
     return False
 
 
-class _Listing(NamedTuple):
+class _FolderFiles(NamedTuple):
     """What a folder consists of.
 
     listed_by: the name of the file that says which file holds which tensor (weight_map), if there is one. has_hyper:
@@ -113,7 +225,7 @@ def open_folder(folder: str) -> Manifest:
 
     Raises ShardError if files and index do not fit each other, or a file is missing or damaged: no other has the same.
     """
-    listing, listed = _listing(folder), ListedTensors(folder)
+    listing, listed = _listing(folder), ChunkedTensors(folder)
     strings: dict[str, dict[str, None]] = {}
     left_out: dict[str, None] = {}
     for file in listing.files:
@@ -125,11 +237,11 @@ def open_folder(folder: str) -> Manifest:
         if listing.has_hyper and file == HYPER:
             _require_numbers(held, listing.weight_map)
         elif listing.listed_by is not None:
-            index_text.require_listed(listing.weight_map, file, held, folder)
+            require_listed(listing.weight_map, file, held, folder)
         for name, number in held.number_of.items():
             kind = held.kinds[held.kind_of[number]]
-            listed.add_listed(name, kind.dtype, kind.shape, [Piece(Box.whole(kind.shape), held, number)])
-    index_text.require_all(listing.weight_map, listed, folder)
+            listed.add_listed(name, kind.dtype, kind.shape, [ListedChunk(Box.whole(kind.shape), held, number)])
+    require_all(listing.weight_map, listed, folder)
     same = {name: next(iter(texts)) for name, texts in strings.items() if len(texts) == 1 and name not in listed}
     differing = (f"of the metadata {name!r}, of which there are several" for name in strings.keys() - same.keys())
     return Manifest(folder, NAME, listed, same, left_out=(*left_out, *sorted(differing)))
@@ -146,13 +258,13 @@ def index(held: Sequence[Manifest]) -> bytes | None:
         return None
     weight_map = {name: Path(file.path).name for file in held for name in file.tensors}
     total_bytes = sum(entry.size_bytes for file in held for entry in file.tensors.values())
-    return index_text.write(weight_map, total_bytes).encode()
+    return write(weight_map, total_bytes).encode()
 
 
-def _listing(folder: str) -> _Listing:
+def _listing(folder: str) -> _FolderFiles:
     """Return what a folder consists of. Raises ShardError as `files_of` does."""
     if Path(folder, INDEX).is_file():
-        weight_map = index_text.read(str(Path(folder, INDEX)))
+        weight_map = read(str(Path(folder, INDEX)))
         if os.path.lexists(Path(folder, SINGLE)) and SINGLE not in weight_map.values():
             raise ShardError(
                 f"{SINGLE} lies beside an index that does not name it: one of them is left from another save",
@@ -162,11 +274,11 @@ def _listing(folder: str) -> _Listing:
                 remedy=f"remove the old one, or choose files with --select: {SINGLE}, or 'model-*'",
             )
         _require_no_other_parts(folder, weight_map)
-        return _Listing(INDEX, weight_map)
+        return _FolderFiles(INDEX, weight_map)
     if Path(folder, MAP).is_file():
-        weight_map = index_text.read(str(Path(folder, MAP)), may_be_flat=True)
+        weight_map = read(str(Path(folder, MAP)), may_be_flat=True)
         has_hyper = HYPER not in weight_map.values() and os.path.lexists(Path(folder, HYPER))
-        return _Listing(MAP, weight_map, has_hyper)
+        return _FolderFiles(MAP, weight_map, has_hyper)
     others = sorted(entry.name for entry in Path(folder).iterdir() if entry.name.endswith(SUFFIXES))
     others.remove(SINGLE)
     if others:
@@ -177,7 +289,7 @@ def _listing(folder: str) -> _Listing:
             where=folder,
             remedy=f"remove what does not belong to it, or choose with --select (such as --select {SINGLE})",
         )
-    return _Listing(None, {})
+    return _FolderFiles(None, {})
 
 
 def _require_no_other_parts(folder: str, weight_map: Mapping[str, str]) -> None:
@@ -194,7 +306,7 @@ def _require_no_other_parts(folder: str, weight_map: Mapping[str, str]) -> None:
         )
 
 
-def _require_numbers(held: Tensors, weight_map: Mapping[str, str]) -> None:
+def _require_numbers(held: TensorTable, weight_map: Mapping[str, str]) -> None:
     """Raise ShardError unless a file holds single numbers only, and none that the map names for another file."""
     for name, entry in held.items():
         if name in weight_map:
@@ -225,7 +337,7 @@ def _located(folder: str, file: str) -> Manifest:
             where=folder,
             remedy="copy or download it again",
         )
-    manifest = reading.locate(str(path))
+    manifest = reader.locate(str(path))
     if manifest.part_of:
         raise ShardError(
             f"a file that the index names is one part of {manifest.part_of}, and may hold slices",

@@ -1,7 +1,4 @@
-"""JSON of a file, read piece by piece through a small window, so memory is bounded whatever it holds.
-
-Accepted is what JSON is, and no more: no byte order mark, no halves of pairs of surrogates, no NaN.
-"""
+"""Parse JSON through a small window, in bounded memory (`JsonText`)."""
 
 from __future__ import annotations
 

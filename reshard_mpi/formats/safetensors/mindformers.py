@@ -1,4 +1,4 @@
-"""Checkpoints in the second form of MindFormers: a folder of safetensors files, and an index of the slices in them.
+"""Open a MindFormers folder: files, and an index of slices (`open_folder`).
 
     iteration_00000002/metadata.json                        which file holds which slice (see `mindformers_index`)
                        net-model-0000000-0000004.safetensors    of the ranks, or of so many files without redundancy
@@ -22,26 +22,23 @@ from typing import Any, NamedTuple
 
 from reshard_mpi.errors import ShardError, told
 from reshard_mpi.formats import files, nest
-from reshard_mpi.formats.columns import Tensors
-from reshard_mpi.formats.listed import ListedTensors, Piece
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.formats.nest.text import no_constant
-from reshard_mpi.formats.nest.trees import Dict, Value
-from reshard_mpi.formats.protocol import OnBytes, uncounted
+from reshard_mpi.formats.nest.nodes import Dict, Value, no_constant
+from reshard_mpi.formats.protocol import Costs, OnBytes, Traits, uncounted
 from reshard_mpi.formats.protocol import no_sums as stored_sums
-from reshard_mpi.formats.safetensors import mindformers_index, reading, sealing
-from reshard_mpi.formats.safetensors.mindformers_index import INDEX, Cut, ListedTensor
-from reshard_mpi.formats.safetensors.parts import mindformers_count
-from reshard_mpi.formats.traits import Costs, Traits
+from reshard_mpi.formats.safetensors import mindformers_index, reader, writer
+from reshard_mpi.formats.safetensors.mindformers_index import INDEX, EqualCut, SlicedTensor
+from reshard_mpi.formats.safetensors.reader import mindformers_count
+from reshard_mpi.formats.tensor_table import ChunkedTensors, ListedChunk, TensorTable
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.units import KIB, MIB
+from reshard_mpi.text import KIB, MIB
 
 NAME, SUFFIXES = "mindformers", (".safetensors",)
 COMMON = "common.json"
 TRAITS = Traits(
     Costs(reading=2 * KIB, writing=0, checking=5 * KIB, library=2 * MIB),
     is_folder=True,
-    written_as=reading.NAME,
+    written_as=reader.NAME,
     title="MindFormers checkpoint",
 )
 # The dictionary of the nest that has what it says: the optimizer may have a tensor `global_step` of its own.
@@ -53,28 +50,28 @@ _REMEDY = "restore index and files of one and the same save"
 
 def locate(path: str, like: Manifest | None = None) -> Manifest:
     """Find the tensors of one of the files, as of any safetensors file."""
-    return reading.locate(path, like)._replace(format=NAME)
+    return reader.locate(path, like)._replace(format=NAME)
 
 
 def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
     """Tell whether a file has MindSpore's checksum. Raises ShardError if it does not fit that."""
-    return path.endswith(SUFFIXES) and sealing.check_crc(path, on_bytes)
+    return path.endswith(SUFFIXES) and writer.check_crc(path, on_bytes)
 
 
-class _Listing(NamedTuple):
+class _FolderContents(NamedTuple):
     """What a folder consists of.
 
     tensors: those that the index lists, None if there is no index. files: the names of all files with tensors.
     has_common: whether `COMMON` lies there.
     """
 
-    tensors: Mapping[str, ListedTensor] | None
+    tensors: Mapping[str, SlicedTensor] | None
     files: Sequence[str]
     has_common: bool
 
 
 # Whoever asks for the files of a checkpoint opens it next: its index is kept so long and no longer. By its version.
-_kept: dict[tuple[object, ...], Mapping[str, ListedTensor]] = {}
+_kept: dict[tuple[object, ...], Mapping[str, SlicedTensor]] = {}
 
 
 def files_of(folder: str) -> tuple[str, ...]:
@@ -95,18 +92,18 @@ def open_folder(folder: str) -> Manifest:
     listing = _listing(folder)
     _kept.clear()
     tensors = listing.tensors or {}
-    located, missing = dict[str, Tensors](), dict[str, str]()
+    located, missing = dict[str, TensorTable](), dict[str, str]()
     for file in listing.files:
         path = str(Path(folder, file))
         try:
-            located[file] = reading.locate(path).tensors
+            located[file] = reader.locate(path).tensors
         except ShardError as error:
             if listing.tensors is None:
                 raise
             missing[file] = f"{path}: {told(error)}"
-    listed = ListedTensors(folder)
+    listed = ChunkedTensors(folder)
     listed.missing = tuple(missing.values())
-    boxes: dict[Cut, list[Box]] = {}
+    boxes: dict[EqualCut, list[Box]] = {}
     for name, tensor in tensors.items():
         cut = tensor.cut
         own_boxes = boxes.get(cut) or boxes.setdefault(cut, list(cut.boxes()))
@@ -124,14 +121,14 @@ def open_folder(folder: str) -> Manifest:
     return Manifest(folder, NAME, listed, strings)
 
 
-def _listing(folder: str) -> _Listing:
+def _listing(folder: str) -> _FolderContents:
     """Return what a folder consists of. Raises ShardError as `files_of` does."""
     lying = os.listdir(folder)  # noqa: PTH208 - of names alone
     counts = {name: count for name in lying if (count := mindformers_count(name)) is not None}
     if INDEX in lying:
         tensors = _indexed(str(Path(folder, INDEX)))
         named = {file for tensor in tensors.values() for holders in tensor.holders for file in holders}
-        return _Listing(tensors, sorted(named | counts.keys()), COMMON in lying)
+        return _FolderContents(tensors, sorted(named | counts.keys()), COMMON in lying)
     several = next((name for name in sorted(counts) if counts[name] != 1), None)
     if several is not None or not counts:
         raise ShardError(
@@ -141,10 +138,10 @@ def _listing(folder: str) -> _Listing:
             where=folder,
             remedy="restore it",
         )
-    return _Listing(None, sorted(counts), COMMON in lying)
+    return _FolderContents(None, sorted(counts), COMMON in lying)
 
 
-def _indexed(path: str) -> Mapping[str, ListedTensor]:
+def _indexed(path: str) -> Mapping[str, SlicedTensor]:
     """Return the tensors of an index, if it has just been read without reading it again."""
     version = files.version_of(path)
     if version not in _kept:
@@ -153,7 +150,9 @@ def _indexed(path: str) -> Mapping[str, ListedTensor]:
     return _kept[version]
 
 
-def _pieces(name: str, tensor: ListedTensor, boxes: Sequence[Box], located: Mapping[str, Tensors]) -> Iterator[Piece]:
+def _pieces(
+    name: str, tensor: SlicedTensor, boxes: Sequence[Box], located: Mapping[str, TensorTable]
+) -> Iterator[ListedChunk]:
     """Yield the slices of a tensor in the files that can be read. Raises ShardError if a file has them not."""
     taken: dict[str, int] = {}
     expected = tensor.cut.dtype, tensor.cut.slice_shape
@@ -180,12 +179,12 @@ def _pieces(name: str, tensor: ListedTensor, boxes: Sequence[Box], located: Mapp
                     where=held.path,
                     remedy=_REMEDY,
                 )
-            yield Piece(box, held, own)
+            yield ListedChunk(box, held, own)
 
 
 def _others(
-    tensors: Mapping[str, ListedTensor], located: Mapping[str, Tensors], *, are_whole: bool
-) -> dict[str, list[Piece]]:
+    tensors: Mapping[str, SlicedTensor], located: Mapping[str, TensorTable], *, are_whole: bool
+) -> dict[str, list[ListedChunk]]:
     """Return the tensors that are not listed, by name. are_whole: there is no index, so all are whole.
 
     Raises ShardError if one may be a slice, or a file holds what the index says is in others.
@@ -194,7 +193,7 @@ def _others(
     for name, tensor in tensors.items():
         for file in {file for holders in tensor.holders for file in holders}:
             listed.get(file, set()).add(name)
-    others: dict[str, list[Piece]] = {}
+    others: dict[str, list[ListedChunk]] = {}
     for file, held in located.items():
         for name in held.keys() - listed[file] if len(held) > len(listed[file]) else ():
             number = held.number_of[name]
@@ -215,17 +214,17 @@ def _others(
                     where=held.path,
                     remedy="save the checkpoint again with the optimizer, so that all is listed",
                 )
-            others.setdefault(name, []).append(Piece(Box.whole(shape), held, number))
+            others.setdefault(name, []).append(ListedChunk(Box.whole(shape), held, number))
     return others
 
 
-class _Leaf(NamedTuple):
+class _SlicedLeaf(NamedTuple):
     """A tensor of the checkpoint in a tree."""
 
     name: str
 
 
-def _strings(folder: str, tensors: Tensors) -> Mapping[str, str]:
+def _strings(folder: str, tensors: TensorTable) -> Mapping[str, str]:
     """Return the strings of a checkpoint: its nest, if `COMMON` says anything. Raises ShardError if it is damaged."""
     path = str(Path(folder, COMMON))
     with files.opened(path) as (fd, size_bytes):
@@ -240,9 +239,9 @@ def _strings(folder: str, tensors: Tensors) -> Mapping[str, str]:
             raise ValueError("no object")
         if _COMMON_KEY in tensors:
             raise ValueError(f"a tensor called {_COMMON_KEY!r}, in the place of what the file says")
-        leaves: list[Value] = [part for name in tensors for part in (name, _Leaf(name))]
+        leaves: list[Value] = [part for name in tensors for part in (name, _SlicedLeaf(name))]
         tree = Dict([_COMMON_KEY, root, *leaves])
-        return nest.flatten(tree, lambda value: type(value) is _Leaf, has_order=False).strings
+        return nest.flatten(tree, lambda value: type(value) is _SlicedLeaf, has_order=False).strings
     except (ValueError, RecursionError, nest.NestError) as error:
         raise ShardError(
             f"{COMMON} of a checkpoint cannot be read",

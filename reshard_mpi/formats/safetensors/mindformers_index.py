@@ -1,4 +1,4 @@
-"""The index of a MindFormers checkpoint, `metadata.json`: its tensors, and which file holds which slice of each.
+"""Read MindFormers' `metadata.json`: tensors, slices, files (`read`).
 
     {"state_dict_metadata": {NAME: {"properties": {"dtype": TYPE, ...}, "global_shape": [8, 4],
                                     "axis_fragmentations": [2, 1], "layout": {"interleaved_parallel": false, ...},
@@ -72,7 +72,7 @@ _USUAL_KEY = re.compile(r"\('([^'\\]+)', \((0|[1-9][0-9]{0,8}),\)\)")
 _REMEDY = "restore index and files of one and the same save"
 
 
-class Cut(NamedTuple):
+class EqualCut(NamedTuple):
     """What a tensor is, and into how many equal slices each of its dimensions is cut."""
 
     dtype: DType
@@ -91,30 +91,30 @@ class Cut(NamedTuple):
             yield Box(start, tuple(low + length for low, length in zip(start, lengths)))
 
 
-class ListedTensor(NamedTuple):
+class SlicedTensor(NamedTuple):
     """A tensor of the index. holders: for each slice, the names of the files that hold it."""
 
-    cut: Cut
+    cut: EqualCut
     holders: Sequence[tuple[str, ...]]
 
 
-def read(path: str) -> dict[str, ListedTensor]:
+def read(path: str) -> dict[str, SlicedTensor]:
     """Return the tensors that the index at `path` lists, by name.
 
     Raises ShardError if it is damaged or contradicts itself, does not say where a slice lies, or names a file that is
     not in its folder.
     """
     with files.opened(path) as (fd, size_bytes):
-        return _Reading(JsonText(fd, path, 0, size_bytes, _CALLED)).tensors()
+        return _IndexReading(JsonText(fd, path, 0, size_bytes, _CALLED)).tensors()
 
 
-class _Reading:
+class _IndexReading:
     """An index while it is read."""
 
     def __init__(self, text: JsonText) -> None:
         self._text = text
-        self._cuts: dict[str, Cut] = {}
-        self._alike: dict[Cut, Cut] = {}
+        self._cuts: dict[str, EqualCut] = {}
+        self._alike: dict[EqualCut, EqualCut] = {}
         # By tensor and slice; and by key, if tensor and slice are not told from that at once.
         self._holders: dict[str, list[tuple[str, ...]]] = {}
         self._other_holders: dict[str, tuple[str, ...]] = {}
@@ -122,7 +122,7 @@ class _Reading:
         self._files: dict[str, str] = {}
         self._kept_bytes = 0
 
-    def tensors(self) -> dict[str, ListedTensor]:
+    def tensors(self) -> dict[str, SlicedTensor]:
         """Read all of it."""
         text, parts = self._text, {_TENSORS: self._take_tensors, _STORAGE: self._take_storage}
         for at, key in text.members(_MAX_FIELD_BYTES):
@@ -138,7 +138,7 @@ class _Reading:
         if not self._cuts:
             raise text.damage(f"{_CALLED} lists no tensors", 0, expected="what the checkpoint holds")
         listed = {
-            name: ListedTensor(cut, [self._holders_of(name, number) for number in range(math.prod(cut.counts))])
+            name: SlicedTensor(cut, [self._holders_of(name, number) for number in range(math.prod(cut.counts))])
             for name, cut in self._cuts.items()
         }
         for key in self._other_holders:
@@ -174,7 +174,7 @@ class _Reading:
             self._cuts[name] = self._alike.setdefault(cut, cut)
             self._holders[name] = [()] * count
 
-    def _cut(self, at: int, name: str) -> Cut:
+    def _cut(self, at: int, name: str) -> EqualCut:
         """Take what is said of a tensor."""
         text = self._text
         dtype: DType | None = None
@@ -194,11 +194,11 @@ class _Reading:
         if dtype is None or len(sizes) < len((_SHAPE, _COUNTS)) or slices is None:
             needed = ", ".join((_DTYPE, _SHAPE, _COUNTS, _CHUNKS))
             raise text.damage(f"{_CALLED} does not say what {name!r} is", at, expected=needed)
-        cut = Cut(dtype, sizes[_SHAPE], sizes[_COUNTS])
+        cut = EqualCut(dtype, sizes[_SHAPE], sizes[_COUNTS])
         self._require_slices(at, name, cut, slices)
         return cut
 
-    def _require_slices(self, at: int, name: str, cut: Cut, slices: dict[int, tuple[int, ...]]) -> None:
+    def _require_slices(self, at: int, name: str, cut: EqualCut, slices: dict[int, tuple[int, ...]]) -> None:
         """Raise ShardError unless the slices are those into which the tensor is cut, each of them once."""
         text, shape, counts = self._text, cut.shape, cut.counts
         if max(shape, default=0) > _MAX_LENGTH or math.prod(filter(None, shape)) > _MAX_LENGTH:

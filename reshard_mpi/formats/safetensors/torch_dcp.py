@@ -1,9 +1,7 @@
-"""Checkpoints that torch's distributed checkpoint has saved as safetensors files, before they are consolidated.
+"""Open torch's DCP checkpoints in safetensors, not yet consolidated (`open_folder`).
 
 `HuggingFaceStorageWriter(save_distributed=True)` writes for each rank, counted from 1, a file of what that rank saves,
 or several if names are dealt out to files:
-
-    shard-00002-model-00001-of-00003.safetensors    what rank 2 saves of the tensors of file 1 of 3
 
 A file says in its metadata (`DCP_SHARDING_INFO`) at which element each of its tensors begins in the whole one. There is
 no index, and nothing tells how large a tensor is, or how many files there were: the size is as far as pieces reach. So
@@ -21,24 +19,95 @@ from pathlib import Path
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import files
-from reshard_mpi.formats.columns import Tensors
 from reshard_mpi.formats.dtypes import DType
-from reshard_mpi.formats.listed import ListedTensors, Piece
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.formats.protocol import OnBytes, uncounted
+from reshard_mpi.formats.protocol import Costs, OnBytes, Traits, uncounted
 from reshard_mpi.formats.protocol import no_sums as stored_sums
-from reshard_mpi.formats.safetensors import reading
-from reshard_mpi.formats.safetensors.metadata import SHARDING
-from reshard_mpi.formats.safetensors.sharding_text import saved_offsets
-from reshard_mpi.formats.traits import Costs, Traits
+from reshard_mpi.formats.safetensors import reader
+from reshard_mpi.formats.safetensors.header import SHARDING
+from reshard_mpi.formats.safetensors.json_text import JsonText
+from reshard_mpi.formats.tensor_table import ChunkedTensors, ListedChunk, TensorTable
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.units import KIB, MIB
+from reshard_mpi.text import KIB, MIB
+
+_FIELD = "saved_offsets"
+_MAX_FIELD_BYTES = 64
+# As many bytes as a character can be written with, for each byte of a name.
+_ESCAPED = 6
+_NUMBER = rb"(?:0|[1-9][0-9]{0,17}+)"
+# An entry as nearly all are written, and what follows it.
+_USUAL = re.compile(
+    rb' ?"([^"\\\x00-\x1f]++)": ?\{"%b": ?\[((?:%b(?:, ?%b){0,%d}+)?)\]\}(,|\}\Z)'
+    % (_FIELD.encode(), _NUMBER, _NUMBER, files.MAX_DIMENSIONS - 1)
+)
+
+
+def saved_offsets(text: str, path: str) -> dict[str, tuple[int, ...]]:
+    """Return where each tensor begins in the whole one. path: of the file. Raises ShardError if the text is damaged."""
+    content = text.encode()
+    return _usual(content) or _whatever(content, path)
+
+
+def _usual(content: bytes) -> dict[str, tuple[int, ...]] | None:
+    """Return the offsets if all entries are written as nearly all are; None if one is not, or a name is there twice."""
+    offsets: dict[str, tuple[int, ...]] = {}
+    alike: dict[bytes, tuple[int, ...]] = {}
+    at, end = 1, b","
+    while end == b",":
+        entry = _USUAL.match(content, at)
+        if entry is None or not content.startswith(b"{"):
+            return None
+        name, numbers = entry[1].decode(), entry[2]
+        if name in offsets or len(entry[1]) > files.MAX_NAME_BYTES:
+            return None
+        if numbers not in alike:
+            alike[numbers] = tuple(map(int, numbers.split(b","))) if numbers else ()
+        offsets[name] = alike[numbers]
+        at, end = entry.end(), entry[3]
+    return offsets
+
+
+def _whatever(content: bytes, path: str) -> dict[str, tuple[int, ...]]:
+    """Return the offsets of a text that is written in any way that JSON allows."""
+    text = _JsonInMemory(content, path)
+    offsets: dict[str, tuple[int, ...]] = {}
+    for at, name in text.members(_ESCAPED * files.MAX_NAME_BYTES):
+        if not name or name in offsets:
+            problem = f"a file says twice where {name!r} lies" if name else "a tensor's name is too long, or empty"
+            raise text.damage(problem, at, expected=f"each tensor once, by 1 to {files.MAX_NAME_BYTES} bytes")
+        found: tuple[int, ...] | None = None
+        for field_at, field in text.members(_MAX_FIELD_BYTES):
+            if field != _FIELD or found is not None:
+                raise text.damage(
+                    f"a file says of {name!r} what is not known, or twice the same",
+                    field_at,
+                    expected=f"{_FIELD} alone",
+                    got=repr(field),
+                )
+            found = text.numbers(files.MAX_DIMENSIONS)
+        if found is None:
+            raise text.damage(f"a file does not say where {name!r} lies", at, expected=_FIELD)
+        offsets[name] = found
+    text.require_end()
+    return offsets
+
+
+class _JsonInMemory(JsonText):
+    """JSON that is in the memory. Bytes in errors are counted from its beginning."""
+
+    def __init__(self, content: bytes, path: str) -> None:
+        super().__init__(-1, path, 0, len(content), "what a file says of its pieces")
+        self._content = content
+
+    def _pread(self, at: int, length_bytes: int) -> bytes:
+        return self._content[at : at + length_bytes]
+
 
 NAME, SUFFIXES = "dcp-safetensors", (".safetensors",)
 TRAITS = Traits(
     Costs(reading=KIB, writing=0, checking=5 * KIB, library=2 * MIB),
     is_folder=True,
-    sharded_as=reading.NAME,
+    sharded_as=reader.NAME,
     written_as="hf",
     tells_files=False,
     title="torch distributed checkpoint in safetensors",
@@ -54,7 +123,7 @@ _REMEDY = "copy the folder again, all files of it"
 
 def locate(path: str, like: Manifest | None = None) -> Manifest:
     """Find the pieces of tensors in one of the files, as of any safetensors file."""
-    return reading.locate(path)._replace(format=NAME)
+    return reader.locate(path)._replace(format=NAME)
 
 
 def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
@@ -121,9 +190,9 @@ def open_folder(folder: str) -> Manifest:
     Raises ShardError if a file is damaged, since nothing else tells what it held; if one does not say where its tensors
     lie, or files contradict each other.
     """
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[ListedChunk]] = {}
     budget_bytes = files.MAX_KEPT_BYTES
-    before: Tensors | None = None
+    before: TensorTable | None = None
     for path in files_of(folder):
         held, starts = _read(path)
         if before is not None:
@@ -136,23 +205,23 @@ def open_folder(folder: str) -> Manifest:
             box = boxes.get((start, kind)) or boxes.setdefault((start, kind), _box(path, name, start, held))
             known = pieces.setdefault(name, [])
             budget_bytes -= _PIECE_BYTES if known else _PIECE_BYTES + files.kept_bytes(name)
-            known.append(Piece(box, held, number))
+            known.append(ListedChunk(box, held, number))
         if budget_bytes < 0:
             raise ShardError(
                 "a distributed checkpoint has too many pieces",
                 expected=f"so many as take {files.MAX_KEPT_BYTES} bytes of memory at most",
                 where=path,
             )
-    listed = ListedTensors(folder)
+    listed = ChunkedTensors(folder)
     for name, own in pieces.items():
         listed.add_listed(name, *_whole(name, own), own)
     return Manifest(folder, NAME, listed)
 
 
-def _read(path: str) -> tuple[Tensors, Mapping[str, tuple[int, ...]]]:
+def _read(path: str) -> tuple[TensorTable, Mapping[str, tuple[int, ...]]]:
     """Return the tensors of a file, and where each begins in the whole one."""
     with files.opened(path) as (fd, size_bytes):
-        contents = reading.read(fd, path, size_bytes)
+        contents = reader.read(fd, path, size_bytes)
     if contents.sharding is None:
         raise ShardError(
             "a file of a distributed checkpoint does not say where its tensors lie in the whole ones",
@@ -175,7 +244,7 @@ def _read(path: str) -> tuple[Tensors, Mapping[str, tuple[int, ...]]]:
     return tensors, starts
 
 
-def _box(path: str, name: str, start: tuple[int, ...], held: Tensors) -> Box:
+def _box(path: str, name: str, start: tuple[int, ...], held: TensorTable) -> Box:
     shape = held.kind_named(name).shape
     if len(start) != len(shape) or any(low + length > _MAX_LENGTH for low, length in zip(start, shape)):
         raise ShardError(
@@ -188,7 +257,7 @@ def _box(path: str, name: str, start: tuple[int, ...], held: Tensors) -> Box:
     return Box(start, tuple(low + length for low, length in zip(start, shape)))
 
 
-def _whole(name: str, pieces: Iterable[Piece]) -> tuple[DType, tuple[int, ...]]:
+def _whole(name: str, pieces: Iterable[ListedChunk]) -> tuple[DType, tuple[int, ...]]:
     """Return the type of a tensor, and its shape: as far as its pieces reach. Raises ShardError if they differ."""
     first, *others = ((held.kinds[held.kind_of[number]].dtype, box.stop, held.path) for box, held, number in pieces)
     dtype, stop, path = first

@@ -1,4 +1,4 @@
-"""Files of torch.save (`.pt`, `.pth`, `.bin`), located without executing them, and reserved as torch lays them out.
+"""Read and write files of torch.save (`.pt`, `.pth`, `.bin`) without executing them.
 
 A file is a zip archive of members as they are: a pickle of one object, in which each tensor is a name, a shape and a
 place in a storage, and the bytes of every storage. Files of torch before 1.6 are pickles in a row, and are read too.
@@ -7,12 +7,11 @@ Facts of the layout are of torch 2.13.
 
 from __future__ import annotations
 
+from reshard_mpi.formats.protocol import Costs, Traits
 from reshard_mpi.formats.protocol import no_sums as stored_sums
-from reshard_mpi.formats.torch.reading import NAME, locate, read_back
-from reshard_mpi.formats.torch.sealing import check_crc, seal
-from reshard_mpi.formats.torch.writing import reserve, size_at_most_bytes
-from reshard_mpi.formats.traits import Costs, Traits
-from reshard_mpi.units import KIB, MIB
+from reshard_mpi.formats.torch.reader import NAME, locate, read_back
+from reshard_mpi.formats.torch.writer import check_crc, reserve, seal, size_at_most_bytes
+from reshard_mpi.text import KIB, MIB
 
 SUFFIXES = (".pt", ".pth", ".bin")
 MODE = 0o666

@@ -1,4 +1,4 @@
-"""What the pickles of torch name, made into records: storages, tensors on them, and what is no plain tensor."""
+"""Turn what torch's pickles name into records: storages, tensors, DTensors (`StoredTensor`)."""
 
 from __future__ import annotations
 
@@ -6,12 +6,50 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from reshard_mpi.formats import files
-from reshard_mpi.formats.columns import Kind
-from reshard_mpi.formats.dtypes import DType
-from reshard_mpi.formats.nest.trees import Call, Dict, Global, Unreadable, Value
-from reshard_mpi.formats.places import ByteRange, Place, Segments, Strided
-from reshard_mpi.formats.torch.dtypes import BY_STORAGE, BY_TORCH_NAME, Storage
-from reshard_mpi.formats.torch.readers import PLAIN_CALLS
+from reshard_mpi.formats.dtypes import BY_NAME, DType
+from reshard_mpi.formats.locations import ByteRange, ByteRanges, Location, StridedView
+from reshard_mpi.formats.nest.nodes import Call, Dict, Global, Unreadable, Value
+from reshard_mpi.formats.tensor_table import TensorType
+from reshard_mpi.formats.torch.pickle_hooks import PLAIN_CALLS
+
+# Types that have a class of storages of their own; the elements of others lie in untyped ones.
+_STORAGE_NAMES = {
+    "float32": "FloatStorage",
+    "float64": "DoubleStorage",
+    "float16": "HalfStorage",
+    "bfloat16": "BFloat16Storage",
+    "int64": "LongStorage",
+    "int32": "IntStorage",
+    "int16": "ShortStorage",
+    "int8": "CharStorage",
+    "uint8": "ByteStorage",
+    "bool": "BoolStorage",
+    "complex64": "ComplexFloatStorage",
+    "complex128": "ComplexDoubleStorage",
+}
+_UNTYPED = ("uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2")
+
+STORAGE_OF: dict[DType, str] = {BY_NAME[name]: storage for name, storage in _STORAGE_NAMES.items()}
+BY_STORAGE: dict[str, DType] = {storage: dtype for dtype, storage in STORAGE_OF.items()}
+BY_TORCH_NAME: dict[str, DType] = {name: BY_NAME[name] for name in (*_STORAGE_NAMES, *_UNTYPED)}
+
+
+class Storage(NamedTuple):
+    """A run of elements in a file, which several tensors may share.
+
+    key: its name. dtype: None where it is untyped, or of a type that this program does not know (`unknown`).
+    elements: how many there are, or bytes if it is untyped.
+    """
+
+    key: str
+    dtype: DType | None
+    unknown: str | None
+    elements: int
+
+    @property
+    def size_bytes(self) -> int:
+        return self.elements * (1 if self.dtype is None else self.dtype.itemsize_bytes)
+
 
 SIZE = Global("torch", "Size")
 REBUILD = Global("torch._utils", "_rebuild_tensor_v2")
@@ -54,16 +92,16 @@ class StoredTensor(NamedTuple):
         return True
 
 
-def place_of(path: str, stored: StoredTensor, start: int, swapped: bool) -> Place | None:
+def place_of(path: str, stored: StoredTensor, start: int, swapped: bool) -> Location | None:
     """Return where a tensor is that is not one run of bytes as this machine has them; None if it is."""
     itemsize_bytes = stored.dtype.itemsize_bytes
     swapped = swapped and stored.dtype.part_bytes > 1
     if 0 in stored.shape or (stored.is_row_major and not swapped):
         return None
     if not stored.is_row_major:
-        return Strided(path, start, tuple(step * itemsize_bytes for step in stored.strides), swapped)
-    size_bytes = Kind(stored.dtype, stored.shape).size_bytes
-    return Segments((ByteRange(path, start, size_bytes),), swapped)
+        return StridedView(path, start, tuple(step * itemsize_bytes for step in stored.strides), swapped)
+    size_bytes = TensorType(stored.dtype, stored.shape).size_bytes
+    return ByteRanges((ByteRange(path, start, size_bytes),), swapped)
 
 
 class DistributedTensor(NamedTuple):

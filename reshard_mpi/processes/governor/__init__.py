@@ -1,1 +1,1 @@
-"""When there is memory: admission of what transforms a target, shared by all processes of a user on a host."""
+"""Admit transforms by memory, for all processes of a user on a host."""

@@ -1,4 +1,4 @@
-"""The governor: a lease on memory for whoever transforms a target, granted when it fits everything that limits it."""
+"""Grant leases on memory when they fit every limit (`Governor`)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,52 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
-from reshard_mpi.errors import BudgetError
-from reshard_mpi.processes.governor.allowance import MEMORY_VARIABLE, Allowance
-from reshard_mpi.processes.governor.claims import Claim, Occupant, leased_bytes, own_pid_namespace
-from reshard_mpi.processes.governor.ledger import Ledger, Position
-from reshard_mpi.processes.governor.place import Place, find_place, make_place, no_place
+from reshard_mpi.errors import BudgetError, UsageError
+from reshard_mpi.processes.governor.ledger_files import Claim, Occupant, leased_bytes, own_pid_namespace
+from reshard_mpi.processes.governor.place import LedgerFolder, find_place, make_place, no_place
+from reshard_mpi.processes.governor.queue import Ledger, Ticket
 from reshard_mpi.processes.governor.scopes import Scope, find_scopes
-from reshard_mpi.processes.kernel import state_of
-from reshard_mpi.units import format_bytes
+from reshard_mpi.processes.host import state_of
+from reshard_mpi.text import format_bytes, parse_bytes
+
+MEMORY_VARIABLE = "RESHARD_MPI_MEMORY"
+UNLIMITED = "unlimited"
+
+
+class Allowance(NamedTuple):
+    """How much memory of a host all processes of the user may have together; None: all that is free.
+
+    max_active: how many may work at once, None for any number. unlimited: memory is not looked at.
+    """
+
+    memory_bytes: int | None = None
+    max_active: int | None = None
+    unlimited: bool = False
+
+    @classmethod
+    def of(cls, memory: str | int | None, max_active: int | None, environment: Mapping[str, str]) -> Self:
+        """Return the allowance of `memory` (a size, "unlimited", or None: as the environment says) and `max_active`.
+
+        Raises UsageError if they are not a size and a count.
+        """
+        where = "--memory"
+        if memory is None:
+            memory, where = environment.get(MEMORY_VARIABLE) or None, MEMORY_VARIABLE
+        if max_active is not None and max_active < 1:
+            raise UsageError("no process may work", expected="1 or more", got=str(max_active), where="--max-active")
+        if memory == UNLIMITED:
+            return cls(max_active=max_active, unlimited=True)
+        if isinstance(memory, str):
+            try:
+                memory = parse_bytes(memory)
+            except ValueError as error:
+                raise UsageError("no amount of memory", expected=str(error), got=repr(memory), where=where) from None
+        if memory is not None and memory < 1:
+            raise UsageError("no amount of memory", expected="more than nothing", got=str(memory), where=where)
+        return cls(memory, max_active)
+
 
 # Leases change hands within milliseconds where targets are small: nobody wants to read of that.
 _FIRST_NOTICE_SECONDS = 1.0
@@ -30,19 +66,19 @@ _MAX_NAMED = 3
 Say = Callable[[str], None]
 
 
-class _Part(NamedTuple):
+class _ScopeLease(NamedTuple):
     """What a lease holds of one scope."""
 
     scope: Scope
     ledger: Ledger
-    position: Position
+    position: Ticket
 
 
 class Lease:
     """Memory that is held, in every scope of the process, until it is given back."""
 
     def __init__(self, size_bytes: int) -> None:
-        self.parts: list[_Part] = []
+        self.parts: list[_ScopeLease] = []
         self.waited_seconds = 0.0
         self._wanted_bytes = size_bytes
 
@@ -90,7 +126,7 @@ class Governor:
     each of them in this order, which is the same for all processes, so no two wait for each other.
     """
 
-    def __init__(self, place: Place, scopes: Sequence[Scope]) -> None:
+    def __init__(self, place: LedgerFolder, scopes: Sequence[Scope]) -> None:
         self._place = place
         self._scopes = scopes
 
@@ -145,7 +181,7 @@ class Governor:
         try:
             for scope in self._scopes:
                 claim = self._claim(scope, size_bytes, purpose)._replace(used_before_bytes=used_before_bytes)
-                notices = _Notices(scope, claim, begin, say)
+                notices = _PeriodicReporter(scope, claim, begin, say)
                 number = (numbers or {}).get(scope.key, 0)
                 judge = partial(_judge, scope, claim)
                 enter = partial(Ledger.enter, claim=claim, judge=judge, notices=notices, number=number)
@@ -161,7 +197,7 @@ class Governor:
         lease = Lease(size_bytes)
         for scope in self._scopes:
             claim = self._claim(scope, size_bytes, purpose)._replace(is_floor=True)
-            notices = _Notices(scope, claim, time.monotonic(), lambda _: None)
+            notices = _PeriodicReporter(scope, claim, time.monotonic(), lambda _: None)
             lease.parts.append(self._part(scope, partial(Ledger.register, claim=claim, notices=notices)))
         return lease
 
@@ -176,12 +212,12 @@ class Governor:
     def _ledger(self, scope: Scope) -> Ledger:
         return Ledger(self._place.folder / scope.key)
 
-    def _part(self, scope: Scope, enter: Callable[[Ledger], Position]) -> _Part:
+    def _part(self, scope: Scope, enter: Callable[[Ledger], Ticket]) -> _ScopeLease:
         """Return what `enter` takes of `scope`. Raises ReshardError if there is no room to note it."""
         ledger = self._ledger(scope)
         while True:
             try:
-                return _Part(scope, ledger, enter(ledger))
+                return _ScopeLease(scope, ledger, enter(ledger))
             except FileNotFoundError:
                 make_place(self._place)
             except OSError as error:
@@ -193,7 +229,7 @@ class Governor:
 def open_governor(allowance: Allowance, environment: Mapping[str, str], root: Path = Path("/")) -> Governor:
     """Return what admits processes of this host; no file is made before the first lease. root: where /proc is."""
     if allowance.unlimited and allowance.max_active is None:
-        return Governor(Place(Path(), ""), [])
+        return Governor(LedgerFolder(Path(), ""), [])
     place = find_place(environment)
     if allowance.unlimited:
         return Governor(place, [_Uncounted(allowance.max_active)])
@@ -236,7 +272,7 @@ def _judge(scope: Scope, claim: Claim, held: Sequence[Claim]) -> str | None:
     )
 
 
-class _Notices:
+class _PeriodicReporter:
     """Says what is waited for, and for whom: once after a moment, then every half a minute."""
 
     def __init__(self, scope: Scope, claim: Claim, begin: float, say: Say) -> None:

@@ -1,4 +1,4 @@
-"""Where the ledgers of a user on a host lie: a folder that only this user has made and can look into."""
+"""Find the folder of a user's ledgers on this host (`find_place`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi.errors import ReshardError
-from reshard_mpi.processes.hosts import host_name
+from reshard_mpi.processes.host import host_name
 
 STATE_VARIABLE = "RESHARD_MPI_STATE_DIR"
 # Shared by all processes of a host, unless a job has been given its own; what follows is for systems without the first.
@@ -23,21 +23,21 @@ _NO_NAME = re.compile(r"[^A-Za-z0-9._-]|^\.+")
 _PRIVATE_NAMES = ("systemd-private-", ".inst")
 
 
-class Place(NamedTuple):
+class LedgerFolder(NamedTuple):
     """The folder for the ledgers of one host. private: why other processes of the host may not see it, or empty."""
 
     folder: Path
     private: str
 
 
-def find_place(environment: Mapping[str, str]) -> Place:
+def find_place(environment: Mapping[str, str]) -> LedgerFolder:
     """Return this user's place on this host, which is made when it is needed (`make_place`).
 
     Raises ReshardError if there is something other than a folder of this user's, closed to all others, since somebody
     else could have put that there; or if the folder does not exist and cannot be made.
     """
     base = _base(environment)
-    place = Place(
+    place = LedgerFolder(
         base / _NO_NAME.sub("_", host_name(environment)),
         why_private(base, _read_mounts(), environment.get("SLURM_JOB_ID")),
     )
@@ -51,7 +51,7 @@ def find_place(environment: Mapping[str, str]) -> Place:
     return place
 
 
-def make_place(place: Place) -> None:
+def make_place(place: LedgerFolder) -> None:
     """Make the place if it does not exist. Raises ReshardError as `find_place` does."""
     place.folder.parent.parent.mkdir(parents=True, exist_ok=True)
     for folder in (place.folder.parent, place.folder):

@@ -1,4 +1,4 @@
-"""What limits the memory of a process: the host, the control groups it is in, its SLURM job.
+"""Measure what limits memory: host, control groups, SLURM job (`Scope`).
 
 A lease must fit every scope of its holder. What a scope allows its leases is the memory that is free, and what the
 holders of leases use already, up to their leases. What they use beyond them is in use like any other memory.
@@ -9,14 +9,69 @@ srun(1), output environment variables.
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from reshard_mpi.processes.governor import usage
-from reshard_mpi.processes.governor.usage import anonymous_bytes, resident_bytes
-from reshard_mpi.processes.kernel import children_of
-from reshard_mpi.units import MIB
+from reshard_mpi.processes.host import children_of
+from reshard_mpi.text import MIB
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+def prepare() -> None:
+    """Load now what the first question would load."""
+    import psutil  # noqa: F401
+
+
+def total_bytes() -> int:
+    """Return the memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * _PAGE_BYTES
+
+
+def unused_bytes() -> int:
+    """Return the memory of this machine that nothing uses, not even for files that could be read again."""
+    return os.sysconf("SC_AVPHYS_PAGES") * _PAGE_BYTES
+
+
+def available_bytes() -> int:
+    """Return the memory of this machine that is available without swapping."""
+    import psutil
+
+    return int(psutil.virtual_memory().available)
+
+
+def anonymous_bytes(pid: int) -> int:
+    """Return the resident memory of a process that is no file cache; 0 if it has ended."""
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
+        memory = psutil.Process(pid).memory_info()
+        return max(0, memory.rss - memory.shared)
+    return 0
+
+
+def resident_bytes(pid: int) -> int:
+    """Return the resident memory of a process, mapped files included; 0 if it has ended."""
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
+        return int(psutil.Process(pid).memory_info().rss)
+    return 0
+
+
+def resident_bytes_where(is_of: Callable[[Mapping[str, str]], bool]) -> int:
+    """Return the resident memory of all processes whose environment, as it was at their start, `is_of` accepts."""
+    import psutil
+
+    used_bytes = 0
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if is_of(process.environ()):
+                used_bytes += process.memory_info().rss
+    return used_bytes
 
 
 class Scope(Protocol):
@@ -61,7 +116,7 @@ class HostScope(NamedTuple):
     @classmethod
     def of(cls, memory_bytes: int | None, most_held: int | None) -> HostScope:
         """Return this machine. memory_bytes, most_held: what the user allows, None for all there is."""
-        return cls(usage.total_bytes(), memory_bytes, most_held)
+        return cls(total_bytes(), memory_bytes, most_held)
 
     @property
     def name(self) -> str:
@@ -72,10 +127,10 @@ class HostScope(NamedTuple):
         return self.total_bytes if self.memory_bytes is None else min(self.total_bytes, self.memory_bytes)
 
     def certain_bytes(self) -> int:
-        return min(usage.unused_bytes() // 2, self.ceiling_bytes)  # the kernel keeps a part of it for itself
+        return min(unused_bytes() // 2, self.ceiling_bytes)  # the kernel keeps a part of it for itself
 
     def allowed_bytes(self, leased_bytes: Mapping[int, int]) -> int:
-        free_bytes = usage.available_bytes() + _used_bytes(leased_bytes, anonymous_bytes)
+        free_bytes = available_bytes() + _used_bytes(leased_bytes, anonymous_bytes)
         return free_bytes if self.memory_bytes is None else min(free_bytes, self.memory_bytes)
 
 
@@ -129,7 +184,7 @@ class SlurmJob(NamedTuple):
         return 0
 
     def allowed_bytes(self, leased_bytes: Mapping[int, int]) -> int:
-        used_bytes = usage.resident_bytes_where(self._has)
+        used_bytes = resident_bytes_where(self._has)
         return self.ceiling_bytes - used_bytes + _used_bytes(leased_bytes, resident_bytes)
 
     def _has(self, environment: Mapping[str, str]) -> bool:

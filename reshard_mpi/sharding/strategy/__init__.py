@@ -1,4 +1,4 @@
-"""Strategies: what a checkpoint's strategy files or its TOML spec say about who holds what.
+"""Read strategies: MindSpore's files or a TOML spec (`load`).
 
 `load` reads any of them; `merge`, `table`, `mindspore` and `stages` hold the rest. The protobuf library is loaded only
 when a protobuf file is met.
@@ -15,7 +15,7 @@ from reshard_mpi.errors import StrategyError
 if TYPE_CHECKING:
     from reshard_mpi.sharding.placement import Strategy
     from reshard_mpi.sharding.strategy.files import StrategyFile
-    from reshard_mpi.sharding.strategy.mindspore import StageFile
+    from reshard_mpi.sharding.strategy.mindspore_json import StageFile
 
 __all__ = ["digest", "load"]
 
@@ -27,12 +27,12 @@ def load(path: str) -> Strategy:
     gap, and files that are no strategies are passed over. Raises StrategyError, or LayoutError for a layout that
     cannot be; both name the file and the parameter.
     """
-    from reshard_mpi.sharding.strategy.files import Kind, decode, distinct, look_all, text_of
-    from reshard_mpi.sharding.strategy.stages import to_strategy
+    from reshard_mpi.sharding.strategy.files import StrategyForm, decode, distinct, look_all, text_of
+    from reshard_mpi.sharding.strategy.mindspore_layouts import to_strategy
 
     files = distinct(look_all(path))
     first = next(files)
-    if first.kind is Kind.TOML:
+    if first.kind is StrategyForm.TOML:
         from reshard_mpi.sharding.strategy.toml import parse
 
         if next(files, None) is not None:
@@ -42,7 +42,7 @@ def load(path: str) -> Strategy:
     def stage_files() -> Iterator[StageFile]:
         yield decode(first)
         for file in files:
-            if file.kind is Kind.TOML:
+            if file.kind is StrategyForm.TOML:
                 raise _not_alone(file, path)
             yield decode(file)
 

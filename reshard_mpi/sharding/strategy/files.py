@@ -1,4 +1,4 @@
-"""Which files are strategies, and of which kind: told by their contents, as MindSpore's end in .ckpt like shards."""
+"""Tell strategy files and their form by their contents (`look`)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi.errors import ReshardError, StrategyError
-from reshard_mpi.filesystem.file_kinds import START_BYTES, marked_kind_of
-from reshard_mpi.filesystem.paths import kind_of
+from reshard_mpi.filesystem.paths import START_BYTES, kind_of, marked_kind_of
 from reshard_mpi.protobuf import WireError, varint
-from reshard_mpi.sharding.strategy.limits import MAX_FILE_BYTES, MAX_SPEC_BYTES
-from reshard_mpi.sharding.strategy.mindspore import REMEDY, StageFile, decode_json
-from reshard_mpi.text import natural_key
-from reshard_mpi.units import format_bytes
+from reshard_mpi.sharding.strategy.json_checks import MAX_FILE_BYTES, MAX_SPEC_BYTES
+from reshard_mpi.sharding.strategy.mindspore_json import REMEDY, StageFile, decode_json
+from reshard_mpi.text import format_bytes, natural_key
 
 _HEAD_BYTES = 4096
 
@@ -38,7 +36,7 @@ _CHECKPOINT = "a MindSpore checkpoint"
 _ENCRYPTED = {magic.to_bytes(4, order) for magic in (0x7F3A5ED8, 0x7F3A5ED9, 0x7F3A5EDA) for order in ("big", "little")}
 
 
-class Kind(Enum):
+class StrategyForm(Enum):
     """What a strategy file is written in."""
 
     PROTOBUF = "protobuf"
@@ -50,7 +48,7 @@ class StrategyFile(NamedTuple):
     """One strategy file and its kind. It is read only on request, block by block where the reader can do with that."""
 
     path: Path
-    kind: Kind
+    kind: StrategyForm
 
     def read(self) -> bytes:
         """Return all of it. Raises StrategyError if it cannot be read, is empty or too large."""
@@ -120,7 +118,7 @@ def look_all(path: str) -> Iterator[StrategyFile]:
 def decode(file: StrategyFile) -> StageFile:
     """Read a MindSpore strategy file, protobuf or JSON. Raises StrategyError if it is neither."""
     path = str(file.path)
-    if file.kind is Kind.PROTOBUF:
+    if file.kind is StrategyForm.PROTOBUF:
         from reshard_mpi.sharding.strategy.protobuf import decode_protobuf
 
         with _readable(file.path):
@@ -133,7 +131,7 @@ def decode(file: StrategyFile) -> StageFile:
 def text_of(file: StrategyFile) -> str:
     """Return the text of a JSON or TOML file. Raises StrategyError if it is not UTF-8, or too long for its kind."""
     path = str(file.path)
-    if file.kind is Kind.TOML and _size_bytes(file.path) > MAX_SPEC_BYTES:
+    if file.kind is StrategyForm.TOML and _size_bytes(file.path) > MAX_SPEC_BYTES:
         raise StrategyError("the spec is too large", expected=f"at most {format_bytes(MAX_SPEC_BYTES)}", where=path)
     try:
         return file.read().decode("utf-8-sig")
@@ -238,7 +236,9 @@ def _passed_over(file: Path) -> str:
     if begin.startswith(b"[") and suffix == ".json":
         return "JSON of something else"
     if suffix == ".toml":
-        is_spec = _size_bytes(file) <= MAX_SPEC_BYTES and _TOML_MESH.search(StrategyFile(file, Kind.TOML).read())
+        is_spec = _size_bytes(file) <= MAX_SPEC_BYTES and _TOML_MESH.search(
+            StrategyFile(file, StrategyForm.TOML).read()
+        )
         return "" if is_spec else "TOML of something else"
     # A ParallelStrategyMap begins with its current_stage, field 1, a number.
     return "" if suffix in _STRATEGY or head.startswith(b"\x08") else "of an unknown kind"
@@ -248,20 +248,20 @@ def _names_layouts(file: Path) -> bool:
     """Tell whether a file of JSON has the key that all strategies have."""
     _check_size(file)
     before = b""
-    for block in StrategyFile(file, Kind.JSON).blocks():
+    for block in StrategyFile(file, StrategyForm.JSON).blocks():
         if _LAYOUTS in before + block:
             return True
         before = block[-len(_LAYOUTS) :]
     return False
 
 
-def _kind(data: bytes, file: Path) -> Kind:
+def _kind(data: bytes, file: Path) -> StrategyForm:
     if data.removeprefix(_BOM).lstrip().startswith(b"{") or file.suffix.lower() == ".json":
-        return Kind.JSON
+        return StrategyForm.JSON
     # No strategy in protobuf is text: its first byte is a control character.
     if file.suffix.lower() == ".toml" or not _CONTROL.search(data):
-        return Kind.TOML
-    return Kind.PROTOBUF
+        return StrategyForm.TOML
+    return StrategyForm.PROTOBUF
 
 
 def _something_else(head: bytes) -> str:

@@ -1,4 +1,4 @@
-"""Strategies of pipeline stages put together into one file, as MindSpore's `merge_pipeline_strategys` does."""
+"""Merge the strategies of pipeline stages into one file (`merge`)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pathlib import Path
 
 from reshard_mpi.errors import StrategyError, TargetError
 from reshard_mpi.filesystem.paths import described, is_replaceable
-from reshard_mpi.sharding.strategy.files import Kind, StrategyFile, decode, distinct, look, look_all, text_of
-from reshard_mpi.sharding.strategy.mindspore import StageFile, encode_json, parse_json, place
+from reshard_mpi.sharding.strategy.files import StrategyFile, StrategyForm, decode, distinct, look, look_all, text_of
+from reshard_mpi.sharding.strategy.mindspore_json import StageFile, encode_json, parse_json, place
+from reshard_mpi.sharding.strategy.mindspore_layouts import by_stage, merged_stages, stage_unknown, to_placement
 from reshard_mpi.sharding.strategy.protobuf import encode_protobuf, merge_protobuf
-from reshard_mpi.sharding.strategy.stages import by_stage, merged_stages, stage_unknown, to_placement
 
 
 def merge(sources: str | Sequence[str], out: str) -> None:
@@ -42,9 +42,9 @@ def merge(sources: str | Sequence[str], out: str) -> None:
     stages = by_stage(_of_one_stage(files), ", ".join(paths[:3]))
     chosen = [look(stage.path) for stage in stages]
     kinds = {file.kind for file in chosen}
-    if kinds == {Kind.JSON}:
+    if kinds == {StrategyForm.JSON}:
         data = _merge_json(chosen)
-    elif kinds == {Kind.PROTOBUF} and target.suffix != ".json":
+    elif kinds == {StrategyForm.PROTOBUF} and target.suffix != ".json":
         data = merge_protobuf(file.read() for file in chosen)
     else:
         data = _convert(stages, chosen, target)
@@ -60,7 +60,7 @@ def _of_one_stage(files: Iterable[StrategyFile]) -> Iterator[StageFile]:
     """Yield what the files say. Raises StrategyError for one that is a spec, merged already, or silent on its stage."""
     for file in distinct(files):
         path = str(file.path)
-        if file.kind is Kind.TOML:
+        if file.kind is StrategyForm.TOML:
             raise StrategyError("a TOML spec cannot be merged", expected="MindSpore strategy files", where=path)
         stage = decode(file)
         if merged_stages(stage) is not None:
@@ -102,7 +102,7 @@ def _convert(stages: Sequence[StageFile], files: Sequence[StrategyFile], target:
     for stage, file in zip(stages, files):
         for name, layout in stage.layouts.items():
             where = place(stage.path, name)
-            if file.kind is Kind.JSON and to_placement(layout, where).expanded_shape is not None:
+            if file.kind is StrategyForm.JSON and to_placement(layout, where).expanded_shape is not None:
                 raise StrategyError(
                     "a layout of a JSON file may be a nested one written out, which protobuf could not tell apart",
                     got=f"tensor_map {[list(axes) for axes in layout.tensor_map]}, tensor_shape {layout.tensor_shape}",

@@ -1,4 +1,4 @@
-"""MindSpore's protobuf strategy files, read into and written from the values of `mindspore`, in bounded memory.
+"""Read and write MindSpore's protobuf strategies, in bounded memory (`decode_protobuf`).
 
 The messages are those of MindSpore's `node_strategy.proto` (proto2, repeated numbers not packed). A strategy is a
 ParallelStrategyMap:
@@ -26,10 +26,17 @@ from typing import BinaryIO
 
 from reshard_mpi import protobuf
 from reshard_mpi.errors import StrategyError
-from reshard_mpi.protobuf import LENGTH, VARINT, Field, encode_content, encode_number
-from reshard_mpi.sharding.strategy.checks import parsed_size, text
-from reshard_mpi.sharding.strategy.limits import MAX_AXES, MAX_DIMENSIONS, MAX_INPUTS, MAX_ITEM_BYTES, MAX_SLICES
-from reshard_mpi.sharding.strategy.mindspore import REMEDY, RawLayout, StageFile, StrategyItem, place
+from reshard_mpi.protobuf import LENGTH, VARINT, MessageField, encode_content, encode_number
+from reshard_mpi.sharding.strategy.json_checks import (
+    MAX_AXES,
+    MAX_DIMENSIONS,
+    MAX_INPUTS,
+    MAX_ITEM_BYTES,
+    MAX_SLICES,
+    parsed_size,
+    text,
+)
+from reshard_mpi.sharding.strategy.mindspore_json import REMEDY, RawLayout, StageFile, StrategyItem, place
 
 _STAGE, _OPERATOR, _PARAMETER = (1, VARINT), (2, LENGTH), (3, LENGTH)
 # The fields of each item: its name, and the message about it.
@@ -79,7 +86,7 @@ class _Decoder:
             offset = self._take_alike(data, offset)
             try:
                 item = protobuf.field(data, offset, MAX_ITEM_BYTES)
-            except protobuf.CutShortError:
+            except protobuf.MessageCutShortError:
                 more = stream.read(_READ_BYTES)
                 if not more and offset == len(data):
                     return
@@ -114,7 +121,7 @@ class _Decoder:
         self._kept_bytes += count * _KEPT_BYTES
         return offset
 
-    def _take(self, item: Field) -> None:
+    def _take(self, item: MessageField) -> None:
         self._read_bytes += item.end - item.start
         if item.kind == _STAGE:
             self._has_stage = True

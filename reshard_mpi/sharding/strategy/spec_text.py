@@ -1,18 +1,199 @@
-"""A strategy as the text of a TOML spec, which `toml` reads as the same placements."""
+"""Write a strategy as a TOML spec (`spec_text`).
+
+Two meshes number the same ranks row-major, so an axis is told by its stride (how many ranks apart its neighbours are)
+and its length. A mesh whose axes begin and end wherever an axis in use begins or ends says the same of every placement.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
+from typing import NamedTuple
 
 from reshard_mpi.errors import LayoutError, StrategyError
-from reshard_mpi.sharding.common_mesh import common_mesh, on_mesh
-from reshard_mpi.sharding.exact_patterns import exact_patterns
 from reshard_mpi.sharding.placement import Placement, Strategy
 from reshard_mpi.sharding.strategy import toml
-from reshard_mpi.sharding.strategy.limits import MAX_RULES
+from reshard_mpi.sharding.strategy.json_checks import MAX_RULES
 from reshard_mpi.text import natural_key, one_line
+
+
+class _MeshAxis(NamedTuple):
+    """The ranks of a stage whose numbers differ by multiples of `stride`, up to `end`, the stride of the next axis."""
+
+    stride: int
+    end: int
+
+    def is_within(self, other: _MeshAxis) -> bool:
+        return other.stride <= self.stride < self.end <= other.end
+
+
+def common_mesh(placements: Iterable[Placement]) -> tuple[int, ...]:
+    """Return the coarsest mesh on which all the placements, of stages of one size, can be said.
+
+    Raises LayoutError if there is none.
+    """
+    bounds = {1}
+    for placement in placements:
+        bounds |= {placement.stage_size, *_bounds(placement)}
+    ordered = sorted(bounds, reverse=True)
+    for larger, smaller in pairwise(ordered):
+        if larger % smaller:
+            raise LayoutError(
+                "the meshes cannot be made one",
+                expected="axes of which one begins where another does, or within it",
+                got=f"axes that begin at every {smaller} ranks, and others at every {larger}",
+            )
+    return tuple(larger // smaller for larger, smaller in pairwise(ordered)) or (1,)
+
+
+def on_mesh(placement: Placement, mesh: tuple[int, ...]) -> Placement:
+    """Return a placement as one over `mesh`, a common mesh of it and others: the same for tensors of any shape.
+
+    It tells only the dimensions that are cut, so that equal cuts are equal. Raises LayoutError if it cannot be said.
+    """
+    cuts = _cuts(placement)
+    if placement.expanded_shape is not None and any(cuts):
+        raise LayoutError(
+            "a nested layout tells the factors of dimensions, not the dimensions",
+            expected="one entry for each dimension of the tensor",
+            got=f"entries for {list(placement.expanded_shape)}",
+            remedy="give the strategy as a protobuf file, which keeps nested layouts as they are",
+        )
+    axes = _axes(mesh)
+    split = [tuple(number for cut in dim for number, axis in enumerate(axes) if axis.is_within(cut)) for dim in cuts]
+    if placement.ceil and [len(numbers) for numbers in split] != [len(dim) for dim in cuts]:
+        raise LayoutError(
+            "a cut by ceiling division does not go over several axes as over one",
+            expected=f"whole axes of mesh {list(placement.mesh)}",
+            got=f"mesh {list(mesh)}",
+        )
+    sized = max((dim for dim, _ in placement.sizes), default=-1)
+    while split and not split[-1] and len(split) > sized + 1:
+        split.pop()
+    return replace(
+        placement,
+        mesh=mesh,
+        split=tuple(split),
+        expanded_shape=None,
+        open_ended=True,
+        whole_scalars=placement.whole_scalars and placement.is_cut,
+        ceil=placement.ceil and bool(split),
+    )
+
+
+def _axes(mesh: tuple[int, ...]) -> list[_MeshAxis]:
+    axes, stride = [], 1
+    for length in reversed(mesh):
+        axes.append(_MeshAxis(stride, stride * length))
+        stride *= length
+    return axes[::-1]
+
+
+def _cuts(placement: Placement) -> list[list[_MeshAxis]]:
+    """Return for each dimension the axes that cut it, major first; two that one longer axis is the same as are joined.
+
+    Axes of one rank cut nothing. What is cut by ceiling division is cut otherwise by a longer axis.
+    """
+    axes, cuts = _axes(placement.mesh), []
+    for dim in placement.split:
+        joined: list[_MeshAxis] = []
+        for axis in (axes[number] for number in dim if placement.mesh[number] > 1):
+            if joined and joined[-1].stride == axis.end and not placement.ceil:
+                axis = _MeshAxis(axis.stride, joined.pop().end)
+            joined.append(axis)
+        cuts.append(joined)
+    return cuts
+
+
+def _bounds(placement: Placement) -> set[int]:
+    """Return the strides at which an axis must begin or end for what the placement says."""
+    used = sorted(axis for dim in _cuts(placement) for axis in dim)
+    bounds = {bound for axis in used for bound in axis}
+    pieces, low = placement.optimizer, 1
+    # The optimizer's pieces go round over the free ranks, so they are the last axes of those between the used ones.
+    for axis in (*used, _MeshAxis(placement.stage_size, placement.stage_size)):
+        free = axis.stride // low
+        if pieces > 1 and free > 1:
+            if pieces % free and free % pieces:
+                raise LayoutError(
+                    "the optimizer cut does not go over whole axes",
+                    expected=f"a divisor or a multiple of {free}, the ranks of an axis that cuts nothing",
+                    got=f"an optimizer cut into {placement.optimizer} over mesh {list(placement.mesh)}",
+                )
+            bounds |= {low, low * min(pieces, free)}
+            pieces //= min(pieces, free)
+        low = axis.end
+    return bounds
+
+
+_DIGIT = re.compile("[0-9]")
+_SPECIAL = re.compile(r"[*?[]")
+# Names that differ in more digits than layers, experts and the like have are listed one by one.
+_MAX_DIGITS = 24
+_LEAST_RANGE = 3
+
+
+def exact_patterns(names: Iterable[str]) -> list[str]:
+    """Return patterns (see `patterns`): each of the names matches exactly one of them, and no other name any.
+
+    They are in the natural order of names.
+    """
+    alike: dict[str, list[str]] = {}
+    for name in sorted(names, key=natural_key):
+        alike.setdefault(_DIGIT.sub("0", name), []).append(name)
+    return [pattern for group in alike.values() for pattern in _of_alike(group)]
+
+
+def _of_alike(names: list[str]) -> Iterator[str]:
+    """Yield the patterns of names that differ from each other in nothing but digits."""
+    places = [match.start() for match in _DIGIT.finditer(names[0])]
+    differing = [place for place in places if any(name[place] != names[0][place] for name in names)]
+    if not 0 < len(differing) <= _MAX_DIGITS:
+        yield from map(_literal, dict.fromkeys(names))
+        return
+    texts = frozenset("".join(name[place] for place in differing) for name in names)
+    for classes in _products(texts):
+        begin, parts = 0, []
+        for place, digits in zip(differing, classes):
+            parts += [_literal(names[0][begin:place]), _one_of(digits)]
+            begin = place + 1
+        yield "".join([*parts, _literal(names[0][begin:])])
+
+
+def _products(texts: frozenset[str]) -> list[tuple[str, ...]]:
+    """Return products of sets of digits, one for each place, which together are exactly `texts` of one length."""
+    if texts == {""}:
+        return [()]
+    rests: dict[str, set[str]] = {}
+    for text in texts:
+        rests.setdefault(text[0], set()).add(text[1:])
+    digits_of: dict[frozenset[str], list[str]] = {}
+    for digit in sorted(rests):
+        digits_of.setdefault(frozenset(rests[digit]), []).append(digit)
+    return [("".join(digits), *rest) for texts, digits in digits_of.items() for rest in _products(texts)]
+
+
+def _one_of(digits: Collection[str]) -> str:
+    """Return the pattern of one of the digits, which are ascending."""
+    if len(digits) == 1:
+        return "".join(digits)
+    runs: list[list[str]] = []
+    for digit in digits:
+        if runs and int(digit) == int(runs[-1][-1]) + 1:
+            runs[-1].append(digit)
+        else:
+            runs.append([digit])
+    texts = (f"{run[0]}-{run[-1]}" if len(run) >= _LEAST_RANGE else "".join(run) for run in runs)
+    return f"[{''.join(texts)}]"
+
+
+def _literal(text: str) -> str:
+    """Return the pattern that matches `text` alone."""
+    return _SPECIAL.sub(r"[\g<0>]", text)
+
 
 _REMEDY = "use the strategy files themselves"
 

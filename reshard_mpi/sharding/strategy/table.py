@@ -1,4 +1,4 @@
-"""A whole Strategy as one compact text, which self-describing shards carry."""
+"""Read and write a strategy as the table that native shards carry (`dumps`, `loads`)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any
 
 from reshard_mpi.errors import LayoutError, StrategyError
 from reshard_mpi.sharding.placement import Placement, Strategy
-from reshard_mpi.sharding.strategy import checks
-from reshard_mpi.sharding.strategy.checks import array, integer, integers, known_keys, table, text, wrong
-from reshard_mpi.sharding.strategy.limits import (
+from reshard_mpi.sharding.strategy import json_checks
+from reshard_mpi.sharding.strategy.json_checks import (
     MAX_AXES,
     MAX_DIMENSIONS,
     MAX_EXPANDED_DIMENSIONS,
@@ -19,9 +18,16 @@ from reshard_mpi.sharding.strategy.limits import (
     MAX_LENGTH,
     MAX_RANKS,
     MAX_STAGES,
+    array,
+    integer,
+    integers,
+    known_keys,
+    table,
+    text,
+    wrong,
 )
-from reshard_mpi.sharding.strategy.mindspore import parse_json, place
-from reshard_mpi.sharding.strategy.stages import located
+from reshard_mpi.sharding.strategy.mindspore_json import parse_json, place
+from reshard_mpi.sharding.strategy.mindspore_layouts import located
 
 VERSION = 1
 # At most so many stages are kept, added up over the different ways in which parameters are placed.
@@ -71,8 +77,8 @@ def loads(data: str, where: str) -> Strategy:
     listed = array(content.get("placements"), "placements", where)
     placements = tuple(_placement(entry, stages, f"{where}, placement {number}") for number, entry in enumerate(listed))
     parameters = _parameters(table(content.get("parameters"), "parameters", where), placements, stages, where)
-    rules = tuple(_rule(rule, placements, where) for rule in checks.rules(content.get("rules"), "rules", where))
-    checks.patterns((glob for glob, _ in rules), where)
+    rules = tuple(_rule(rule, placements, where) for rule in json_checks.rules(content.get("rules"), "rules", where))
+    json_checks.patterns((glob for glob, _ in rules), where)
     return Strategy(world_size, stages, parameters, rules, where)
 
 

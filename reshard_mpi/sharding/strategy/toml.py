@@ -1,18 +1,21 @@
-"""The TOML spec: a mesh with named axes and rules that place parameters by name, for people without MindSpore files."""
+"""Read the TOML spec, and find where a rule stands in it (`parse`, `place_of_rule`)."""
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 from reshard_mpi.errors import LayoutError, StrategyError
 from reshard_mpi.sharding.placement import Placement, Strategy
-from reshard_mpi.sharding.strategy import checks
-from reshard_mpi.sharding.strategy.checks import array, integer, integers, known_keys, table, text, wrong
-from reshard_mpi.sharding.strategy.limits import (
+from reshard_mpi.sharding.strategy import json_checks
+from reshard_mpi.sharding.strategy.files import StrategyFile, StrategyForm, decode, distinct, look_all, text_of
+from reshard_mpi.sharding.strategy.json_checks import (
     MAX_AXES,
     MAX_DIMENSIONS,
     MAX_LENGTH,
@@ -20,8 +23,16 @@ from reshard_mpi.sharding.strategy.limits import (
     MAX_RULES,
     MAX_SPEC_BYTES,
     MAX_STAGES,
+    array,
+    integer,
+    integers,
+    known_keys,
+    table,
+    text,
+    wrong,
 )
-from reshard_mpi.sharding.strategy.stages import located
+from reshard_mpi.sharding.strategy.mindspore_json import StageFile
+from reshard_mpi.sharding.strategy.mindspore_layouts import located, merged_stages
 from reshard_mpi.text import shortened
 
 # What the marks of TOML cost when it is parsed; a key's dots are looked at for each of its parts anew.
@@ -31,7 +42,7 @@ _MAX_DOTS = 64
 SPEC_KEYS = ("mesh", "stages", "parameter")
 RULE_KEYS = ("match", "split", "optimizer", "stage", "sizes", "optional")
 
-Mesh = Mapping[str, int]
+MeshSizes = Mapping[str, int]
 
 
 def parse(data: str, where: str) -> Strategy:
@@ -45,7 +56,7 @@ def parse(data: str, where: str) -> Strategy:
             where=where,
             remedy="write a list of patterns in several lines",
         )
-    checks.parsed_size(sum(cost * data.count(mark) for mark, cost in _MARK_BYTES.items()), 0, where)
+    json_checks.parsed_size(sum(cost * data.count(mark) for mark, cost in _MARK_BYTES.items()), 0, where)
     try:
         content = tomllib.loads(data)
     except (ValueError, RecursionError) as error:
@@ -73,18 +84,18 @@ def parse(data: str, where: str) -> Strategy:
     ranks = math.prod(mesh.values()) * stages
     if not 1 <= len(mesh) <= MAX_AXES or ranks > MAX_RANKS:
         raise wrong("mesh", f"1 to {MAX_AXES} axes and at most {MAX_RANKS} ranks in all", axes, where)
-    entries = checks.rules(content.get("parameter"), "[[parameter]]", where)
+    entries = json_checks.rules(content.get("parameter"), "[[parameter]]", where)
     if not entries:
         raise wrong("[[parameter]]", "one entry or more", entries, where)
     by_entry = [tuple(_rules(entry, number, mesh, stages, where)) for number, entry in enumerate(entries, 1)]
-    rules = tuple(checks.rules([rule for of_entry in by_entry for rule in of_entry], "[[parameter]]", where))
-    checks.patterns((glob for glob, _ in rules), where)
+    rules = tuple(json_checks.rules([rule for of_entry in by_entry for rule in of_entry], "[[parameter]]", where))
+    json_checks.patterns((glob for glob, _ in rules), where)
     needed = (of_entry for of_entry, entry in zip(by_entry, entries) if not entry.get("optional"))
     required = frozenset(glob for of_entry in needed for glob, _ in of_entry if glob != "*")
     return Strategy(ranks, stages, {}, rules, where, required_rules=required, axes=tuple(mesh))
 
 
-def _rules(entry: Any, number: int, mesh: Mesh, stages: int, where: str) -> Iterator[tuple[str, Placement]]:
+def _rules(entry: Any, number: int, mesh: MeshSizes, stages: int, where: str) -> Iterator[tuple[str, Placement]]:
     """Yield a pattern with its placement for each pattern of an entry."""
     where = f"{where}, [[parameter]] {number}"
     entry = table(entry, "a parameter", where)
@@ -135,7 +146,7 @@ def _dimension(key: str, what: str, where: str) -> int:
     return int(key)
 
 
-def _axes(value: Any, what: str, mesh: Mesh, where: str) -> tuple[int, ...]:
+def _axes(value: Any, what: str, mesh: MeshSizes, where: str) -> tuple[int, ...]:
     names = list(mesh)
     values = array(value, what, where, MAX_AXES)
     for axis in values:
@@ -171,3 +182,69 @@ def _optimizer(cut: tuple[int, ...], placement: Placement, names: tuple[str, ...
             remedy="name all axes that cut no dimension, or only the last of them",
         )
     return math.prod(placement.mesh[axis] for axis in wanted)
+
+
+_HEADER = re.compile(r"^[ \t]*\[\[[ \t]*(?:parameter|\"parameter\"|'parameter')[ \t]*\]\]", re.MULTILINE)
+_MOST_TRIED = 8
+
+
+def place_of_rule(path: str, number: int) -> str:
+    """Return where the rule of this number, from 0, is in the spec at `path`, as `spec.toml, line 7, [[parameter]] 2`.
+
+    The line is left out where the entries are not written as tables of their own.
+    """
+    file = next(look_all(path))
+    text = text_of(file)
+    patterns = [entry.get("match") for entry in tomllib.loads(text)["parameter"]]
+    last_rules = accumulate(len(dict.fromkeys(match)) if isinstance(match, list) else 1 for match in patterns)
+    entry = next(place for place, rules in enumerate(last_rules) if number < rules)
+    # What looks like a header may be in a text, but not before all true headers that come before this entry's.
+    headers = [match.start() for match in _HEADER.finditer(text)][entry : entry + _MOST_TRIED]
+    header = next((header for header in headers if _entries_in(text[:header]) == entry), None)
+    line = "" if header is None else f", line {_line(text, header)}"
+    return f"{file.path}{line}, [[parameter]] {entry + 1}"
+
+
+def place_of_layout(path: str, name: str) -> str:
+    """Return where MindSpore's strategy files at `path` list a parameter: the first file, and its line or its place."""
+    places = [place for file in distinct(look_all(path)) if (place := _place_in(file, name))]
+    if not places:
+        raise StrategyError("no strategy file lists the parameter", expected=repr(name), where=path)
+    return places[0] + (f", and in {len(places) - 1} more" if len(places) > 1 else "")
+
+
+def _place_in(file: StrategyFile, name: str) -> str:
+    content = decode(file)
+    written = _written_name(content, name)
+    if written is None:
+        return ""
+    if file.kind is StrategyForm.JSON:
+        text = text_of(file)
+        begin = max(0, text.find('"parallel_layout_item"'))
+        quoted = "|".join(re.escape(json.dumps(written, ensure_ascii=ascii_only)) for ascii_only in (True, False))
+        match = re.compile(f"(?:{quoted})\\s*:").search(text, begin)
+        if match is not None:
+            return f"{file.path}, line {_line(text, match.start())}, {written!r}"
+    number = list(content.layouts).index(written) + 1
+    return f"{file.path}, layout {number} of {len(content.layouts)}, {written!r}"
+
+
+def _written_name(content: StageFile, name: str) -> str | None:
+    """Return the name under which a file lists a parameter; merged files write the stage before it."""
+    if name in content.layouts:
+        return name
+    merged = merged_stages(content) or ()
+    return next((f"{stage}-{name}" for stage, layouts in enumerate(merged) if name in layouts), None)
+
+
+def _entries_in(text: str) -> int | None:
+    """Return how many entries the beginning of a spec has; None if it ends within something."""
+    try:
+        entries = tomllib.loads(text).get("parameter", [])
+    except (ValueError, RecursionError):
+        return None
+    return len(entries) if isinstance(entries, list) else None
+
+
+def _line(text: str, position: int) -> int:
+    return text.count("\n", 0, position) + 1

@@ -13,9 +13,9 @@ from support.oracle import slice_for_rank
 
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Strategy
-from reshard_mpi.sharding.strategy.mindspore import RawLayout, StageFile, StrategyItem, decode_json, encode_json
+from reshard_mpi.sharding.strategy.mindspore_json import RawLayout, StageFile, StrategyItem, decode_json, encode_json
+from reshard_mpi.sharding.strategy.mindspore_layouts import to_strategy
 from reshard_mpi.sharding.strategy.protobuf import decode_protobuf, encode_protobuf
-from reshard_mpi.sharding.strategy.stages import to_strategy
 
 
 def raw(layout: OracleLayout, shape: tuple[int, ...]) -> RawLayout:

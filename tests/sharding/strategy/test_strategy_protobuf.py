@@ -11,7 +11,7 @@ from support.strategy_messages import messages
 
 from reshard_mpi import protobuf
 from reshard_mpi.errors import StrategyError
-from reshard_mpi.sharding.strategy.mindspore import RawLayout, StageFile, StrategyItem
+from reshard_mpi.sharding.strategy.mindspore_json import RawLayout, StageFile, StrategyItem
 from reshard_mpi.sharding.strategy.protobuf import decode_protobuf, encode_protobuf
 
 INT32 = st.integers(-(1 << 31), (1 << 31) - 1) | st.integers(-2, 9)
@@ -126,7 +126,7 @@ def test_varints(number: int, rest: bytes) -> None:
     encoded = protobuf.encode_varint(number)
     assert protobuf.varint(encoded + rest, 0) == (number, len(encoded))
     for end in range(len(encoded)):
-        with pytest.raises(protobuf.CutShortError):
+        with pytest.raises(protobuf.MessageCutShortError):
             protobuf.varint(encoded[:end], 0)
     with pytest.raises(protobuf.WireError, match="64 bits"):
         protobuf.varint(b"\xff" * 9 + b"\x02", 0)

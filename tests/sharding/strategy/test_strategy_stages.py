@@ -15,8 +15,8 @@ from support.strategy_files import write_stage_file
 from reshard_mpi.errors import LayoutError, StrategyError
 from reshard_mpi.sharding import strategy
 from reshard_mpi.sharding.placement import Placement
-from reshard_mpi.sharding.strategy.mindspore import RawLayout, StageFile, StrategyItem
-from reshard_mpi.sharding.strategy.stages import to_strategy
+from reshard_mpi.sharding.strategy.mindspore_json import RawLayout, StageFile, StrategyItem
+from reshard_mpi.sharding.strategy.mindspore_layouts import to_strategy
 
 CUT = RawLayout((2,), ((0,),))
 WHOLE = RawLayout((2,), ((-1,),))

@@ -11,8 +11,7 @@ from reshard_mpi.sharding import strategy
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Placement
-from reshard_mpi.sharding.strategy.entries import place_of_rule
-from reshard_mpi.sharding.strategy.toml import parse
+from reshard_mpi.sharding.strategy.toml import parse, place_of_rule
 
 MESH = "mesh = { dp = 2, tp = 4 }\n"
 

@@ -1,0 +1,370 @@
+"""Choose one file of each rank folder by the names of the files (`choose`).
+
+MindFormers and Megatron write `latest_checkpointed_iteration.txt`: the number of an iteration, whose folder is called
+by it.
+"""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from reshard_mpi.errors import DisagreementError, SourceError
+from reshard_mpi.text import natural_key
+
+# Where ranks have numbers of their own in any order, they are no larger: a host has that many devices.
+_SMALL = 16
+# Seconds since 1970 have ten digits, a date with the time has twelve or fourteen: ranks save one after another.
+_TIME = 10**9
+
+
+def may_be_of_ranks(numbers: Mapping[int, int]) -> bool:
+    """Tell whether numbers by rank, not all the same, may say which rank it is, and not which of several checkpoints.
+
+    They may if counting ranks gives them, as that of the host or the device, of the tensor-parallel or the pipeline
+    rank, from any number on; if each rank has a small one of its own; or if they are times.
+    """
+    ranks = max(numbers) + 1
+    if min(numbers.values()) >= _TIME:
+        return True
+    if len(set(numbers.values())) == len(numbers) and max(numbers.values()) < max(2 * ranks, _SMALL):
+        return True
+    return any(_is_counted(numbers, run, cycle) for run in _steps(ranks) for cycle in _steps(-(-ranks // run)))
+
+
+def _is_counted(numbers: Mapping[int, int], run: int, cycle: int) -> bool:
+    """Tell whether numbers are `rank // run % cycle`, from any number on."""
+    counted = ((number - rank // run % cycle) for rank, number in numbers.items())
+    first = next(counted)
+    return first >= 0 and all(difference == first for difference in counted)
+
+
+def _steps(ranks: int) -> Iterator[int]:
+    """Yield how many ranks may be alike in something: a divisor of their number, or a power of two if some are lost."""
+    yield from {step for step in range(1, ranks + 1) if not ranks % step or not step & step - 1}
+
+
+# Epoch and step, as MindSpore ends names.
+STEP = re.compile(r"-(\d+)_(\d+)\.\w+$")
+_DIGITS = re.compile(r"\d+")
+
+
+def name_without_rank(rank: int, name: str) -> str:
+    """Return the name of a shard of `rank` with the rank replaced: the same for all ranks, if epoch and step are."""
+    cut, number = _end_of_stem(name), str(rank)
+    return _DIGITS.sub(lambda match: "<rank>" if match[0] == number else match[0], name[:cut]) + name[cut:]
+
+
+def _without_last(rank: int, name: str) -> str:
+    """Return the name with the rank replaced where it comes last before the step: in `llama2_7b_rank_2` only once."""
+    return _replaced_last(rank, name, _end_of_stem(name))
+
+
+def name_ending_in_rank(rank: int, name: str) -> str:
+    """Return the name with the rank replaced also where the step else is: targets may have the prefix `net-3_`."""
+    return _replaced_last(rank, name, len(name) - len(Path(name).suffix))
+
+
+def _replaced_last(rank: int, name: str, cut: int) -> str:
+    places = [match.span() for match in _DIGITS.finditer(name[:cut]) if match[0] == str(rank)]
+    return f"{name[: places[-1][0]]}<rank>{name[places[-1][1] :]}" if places else name
+
+
+def _end_of_stem(name: str) -> int:
+    """Return where the part of a shard's name ends that comes before its epoch and step, or before its ending."""
+    step = STEP.search(name)
+    return step.start() if step else len(name) - len(Path(name).suffix)
+
+
+# Ways to call what all ranks have by one name. They take a rank and the name of its file.
+NAME_WAYS: tuple[Callable[[int, str], str], ...] = (
+    lambda _, name: name,
+    name_without_rank,
+    _without_last,
+)
+
+
+# One of several files that hold a checkpoint together: how the others are called, its number, and how many there are.
+PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{1,6})(?P<rest>-of-(?P<total>\d{1,6})\.\w+)")
+# Where files of an earlier run lie there, MindSpore puts `_1`, `_2` ... before epoch and step.
+_RUN_NUMBER = re.compile(r"_\d+(?=-\d+_\d+\.\w+$)")
+_NUMBER = re.compile(r"[0-9]+")
+# What ends right before a number of a name that is a step. `checkpoint_3` is how this package calls that of rank 3.
+_STEP_WORD = re.compile(
+    r"(?:^|[^a-z])(?:(?:global_?)?(?:steps?|it|iters?|iterations?|epochs?)[-_=.]?|(?:checkpoint|ckpt)-)$", re.IGNORECASE
+)
+_MAX_NAMED = 4
+
+
+class FileChoice(NamedTuple):
+    """One file of each rank. notes: what was chosen if there was a choice. warnings: on names that differ."""
+
+    files: Mapping[int, Path]
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+class _Name(NamedTuple):
+    """The name of a shard, cut at its numbers.
+
+    words: the texts between them. is_step: of each number, whether it looks like an epoch or a step. ends_in_step:
+    whether the last two are an epoch and a step, as MindSpore ends names.
+    """
+
+    words: tuple[str, ...]
+    numbers: tuple[int, ...]
+    is_step: tuple[bool, ...]
+    ends_in_step: bool
+
+    def moment(self, number: int) -> str:
+        """Return what one of the numbers, which looks like a step, says."""
+        if self.ends_in_step and number >= len(self.numbers) - 2:
+            return f"epoch {self.numbers[-2]} step {self.numbers[-1]}"
+        return f"step {self.numbers[number]}"
+
+
+def choose(candidates: Mapping[int, list[Path]], path: str) -> FileChoice:
+    """Return the file of each rank of the newest checkpoint that all rank folders have.
+
+    candidates: the shards in each rank folder, one or more, in natural order of their names. path: of the checkpoint.
+    Names of one folder may differ in their numbers only: files of other names hold other tensors of the rank. Raises
+    SourceError if they do, if files are parts of one shard, or no checkpoint is in all folders; DisagreementError if
+    the names are of different steps, or of different numbers that are not those of ranks.
+    """
+    _require_no_parts(candidates, path)
+    _require_one_wording(candidates, path)
+    files, notes = _newest(candidates, path)
+    require_one_step(files, path)
+    _require_numbers_of_ranks(files, path)
+    return FileChoice(files, notes, tuple(_warnings(files, path)))
+
+
+def require_one_step(files: Mapping[int, Path], path: str) -> None:
+    """Raise DisagreementError if the names of the files, by rank, are of different epochs or steps."""
+    for names in _by_wording(files).values():
+        ranks = list(names)
+        for number in _numbers_that_differ(names):
+            if not names[ranks[0]].is_step[number] or _are_of_one_moment(names, number):
+                continue
+            first, other = ranks[0], _first_other(names, number)
+            raise DisagreementError(
+                "the shards are of different moments",
+                expected=f"{names[first].moment(number)}, as {files[first].name} of rank {first}",
+                got=f"{names[other].moment(number)}: {files[other].name} of rank {other}",
+                where=path,
+                remedy="restore the missing shards, or choose one moment with --select",
+            )
+
+
+def _require_numbers_of_ranks(files: Mapping[int, Path], path: str) -> None:
+    """Raise DisagreementError if names differ in a number that cannot be one of the rank's, so it says another moment.
+
+    Nothing else says so where no word before it does: `net-100`, `net-200`.
+    """
+    for names in _by_wording(files).values():
+        for number in _numbers_that_differ(names):
+            values = {rank: name.numbers[number] for rank, name in names.items()}
+            if may_be_of_ranks(values):
+                continue
+            first, other = files[next(iter(names))], files[_first_other(names, number)]
+            raise DisagreementError(
+                "the names of the shards differ in a number that is not that of the rank",
+                expected=f"one checkpoint, as {first.name} of rank {next(iter(names))}",
+                got=f"{other.name} of rank {_first_other(names, number)}",
+                where=path,
+                remedy="restore the missing shards, or choose one checkpoint, such as"
+                f" --select '{glob.escape(first.name)}'; if they belong together, give them one name in all rank"
+                " folders, by links for example",
+            )
+
+
+def _require_no_parts(candidates: Mapping[int, list[Path]], path: str) -> None:
+    """Raise SourceError if names say that several files hold the shard of a rank: `model-00001-of-00002`.
+
+    Where each rank has one of them, with the number of the rank, they are the shards themselves.
+    """
+    parts: dict[int, dict[int, str]] = {}
+    for rank, entries in candidates.items():
+        for entry in entries:
+            match = PART.fullmatch(entry.name)
+            if match is not None and int(match["total"]) > 1:
+                parts.setdefault(rank, {})[int(match["number"])] = entry.name
+    are_shards = len(parts) > 1 and any(
+        all(set(numbers) == {rank + first} for rank, numbers in parts.items()) for first in (0, 1)
+    )
+    if parts and not are_shards:
+        rank, names = next(iter(parts.items()))
+        raise SourceError(
+            "several files hold the shard of one rank together, each a part of it",
+            expected="one file a rank",
+            got=f"{_listed(names.values())} of rank {rank}",
+            where=path,
+            remedy="save the tensors of each rank in one file",
+        )
+
+
+def _require_one_wording(candidates: Mapping[int, list[Path]], path: str) -> None:
+    """Raise SourceError if names of a rank's files differ in words: each may hold other tensors of the rank."""
+    for rank, entries in candidates.items():
+        names: dict[tuple[str, ...], str] = {}
+        for entry in entries:
+            names.setdefault(_parsed(entry.name).words, entry.name)
+        if len(names) > 1:
+            globs = " or ".join(f"--select '{_glob_of(name)}'" for name in list(names.values())[:2])
+            raise SourceError(
+                "several files of one rank",
+                expected="one file a rank, or names that differ in their step only",
+                got=f"{_listed(names.values())} of rank {rank}",
+                where=path,
+                remedy=f"choose with {globs}, and convert the others into another folder",
+            )
+
+
+def _listed(names: Iterable[str]) -> str:
+    shown = list(names)
+    return ", ".join(shown[:_MAX_NAMED]) + (" ..." if shown[_MAX_NAMED:] else "")
+
+
+def _newest(candidates: Mapping[int, list[Path]], path: str) -> tuple[dict[int, Path], tuple[str, ...]]:
+    """Return by rank the file of the newest checkpoint that all rank folders have, with a note if there are several."""
+    if all(len(entries) == 1 for entries in candidates.values()):
+        return {rank: entries[0] for rank, entries in candidates.items()}, ()
+    for key_of in NAME_WAYS:
+        keyed = {rank: {key_of(rank, entry.name): entry for entry in entries} for rank, entries in candidates.items()}
+        common = set.intersection(*(set(keys) for keys in keyed.values()))
+        if common:
+            newest = max(common, key=natural_key)
+            note = f"several checkpoints in {path}: {newest} chosen, the newest by name that all ranks have"
+            return {rank: keys[newest] for rank, keys in keyed.items()}, (note,)
+    raise SourceError(
+        "no checkpoint that all rank folders have",
+        expected="one file of the same name (or the same but for the rank) in every rank folder",
+        got="; ".join(f"rank_{rank}: {entries[-1].name}" for rank, entries in list(candidates.items())[:4]),
+        where=path,
+        remedy="choose one with --select",
+    )
+
+
+def _warnings(files: Mapping[int, Path], path: str) -> Iterator[str]:
+    """Yield a warning if names of the files, by rank, differ in more than the rank; steps are known to agree."""
+    groups = list(_by_wording(files).values())
+    pairs = [(next(iter(groups[0])), next(iter(groups[1])))] if len(groups) > 1 else []
+    for names in groups:
+        ranks = list(names)
+        for number in _numbers_that_differ(names):
+            values = [name.numbers[number] for name in names.values()]
+            if not any(_follows(values, ranks, first) for first in (0, 1)):
+                pairs.append((ranks[0], _first_other(names, number)))
+    for pair in pairs[:1]:
+        yield (
+            f"the shards in {path} may be of different checkpoints: their names differ in more than the rank, as "
+            + " and ".join(f"{files[rank].name} of rank {rank}" for rank in pair)
+        )
+
+
+def _numbers_that_differ(names: Mapping[int, _Name]) -> Iterator[int]:
+    """Yield which of the numbers in names of the same words are not the same in all."""
+    for number, values in enumerate(zip(*(name.numbers for name in names.values()))):
+        if len(set(values)) > 1:
+            yield number
+
+
+def _first_other(names: Mapping[int, _Name], number: int) -> int:
+    """Return the first rank in whose name a number is another than in that of the first."""
+    first = next(iter(names.values())).numbers[number]
+    return next(rank for rank, name in names.items() if name.numbers[number] != first)
+
+
+def _by_wording(files: Mapping[int, Path]) -> dict[tuple[str, ...], dict[int, _Name]]:
+    """Return the names of the files by rank, those that differ in words apart."""
+    groups: dict[tuple[str, ...], dict[int, _Name]] = {}
+    for rank, entry in files.items():
+        name = _parsed(entry.name)
+        groups.setdefault(name.words, {})[rank] = name
+    return groups
+
+
+def _parsed(name: str) -> _Name:
+    stem, _, ending = _RUN_NUMBER.sub("", name).rpartition(".")
+    texts = _NUMBER.split(stem)
+    starts = [match.start() for match in _NUMBER.finditer(stem)]
+    ends_in_step = STEP.search(name) is not None
+    is_step = tuple(
+        (ends_in_step and place >= len(starts) - 2) or bool(_STEP_WORD.search(stem[:start]))
+        for place, start in enumerate(starts)
+    )
+    numbers = tuple(map(int, _NUMBER.findall(stem)))
+    return _Name((*texts[:-1], f"{texts[-1]}.{ending}"), numbers, is_step, ends_in_step)
+
+
+def _are_of_one_moment(names: Mapping[int, _Name], number: int) -> bool:
+    """Tell whether a number of the names that looks like a step is the same in all, or that of the rank.
+
+    Our own names end in the rank, whatever the user has put before it: `checkpoint_3`, `net-1_3`.
+    """
+    values = [name.numbers[number] for name in names.values()]
+    name = next(iter(names.values()))
+    is_epoch = name.ends_in_step and number == len(name.numbers) - 2
+    return len(set(values)) == 1 or (not is_epoch and _follows(values, list(names), 0))
+
+
+def _follows(values: Sequence[int], ranks: Sequence[int], first: int) -> bool:
+    """Tell whether a number in names is that of the rank, where ranks are counted from `first` on."""
+    return all(value == rank + first for value, rank in zip(values, ranks))
+
+
+def _glob_of(name: str) -> str:
+    """Return the glob that the names match that differ from this one in numbers only."""
+    stem, _, ending = name.rpartition(".")
+    return "*".join(map(glob.escape, _NUMBER.split(stem))) + f".{ending}"
+
+
+TRACKER = "latest_checkpointed_iteration.txt"
+# As releases of MindFormers and Megatron call the folder of an iteration.
+_FOLDERS = ("iteration_{:08d}", "iter_{:08d}", "iter_{:07d}")
+_RELEASE = "release"
+_ITERATION = re.compile(rb"\s*(\d{1,12})\s*")
+_MAX_BYTES = 64
+
+
+class Latest(NamedTuple):
+    """The folder of the latest moment, and a note that says which one it is."""
+
+    path: str
+    note: str
+
+
+def latest_in(path: str) -> Latest | None:
+    """Return the latest of the checkpoints in the folder `path`; None if no file in it names one.
+
+    Raises SourceError if what the file names is no folder there.
+    """
+    tracker = Path(path, TRACKER)
+    if not tracker.is_file():
+        return None
+    try:
+        with tracker.open("rb") as stream:
+            content = stream.read(_MAX_BYTES)
+    except OSError as error:
+        raise _unsound(tracker, "the number of an iteration", str(error)) from None
+    number = _ITERATION.fullmatch(content)
+    if number is None and content.strip() != _RELEASE.encode():
+        raise _unsound(tracker, "the number of an iteration", repr(content)[1:])
+    names = [_RELEASE] if number is None else [name.format(int(number[1])) for name in _FOLDERS]
+    folders = [name for name in dict.fromkeys(names) if Path(path, name).is_dir()]
+    if len(folders) != 1:
+        raise _unsound(tracker, f"one folder called {' or '.join(names)}", " and ".join(folders) or "no such folder")
+    return Latest(str(Path(path, folders[0])), f"{folders[0]} of {path} is read, the latest as {TRACKER} says")
+
+
+def _unsound(tracker: Path, expected: str, got: str) -> SourceError:
+    return SourceError(
+        "the file that names the latest checkpoint does not lead to one",
+        expected=expected,
+        got=got,
+        where=str(tracker),
+        remedy="give the folder of the iteration that is meant, or copy what is missing",
+    )

@@ -1,0 +1,245 @@
+"""Refuse checkpoints of DeepSpeed and Megatron, and name files that are left out (`require_readable`).
+
+Their folders hold torch's files, which would pass for one full checkpoint, or for none. Each is refused by what it is.
+
+A folder that is read as one checkpoint may hold more of the same save: settings, the state of schedulers, tensors in
+another form. So every file in it is read, or named, or one of those that are known to be no part of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import NamedTuple
+
+from reshard_mpi.errors import SourceError
+from reshard_mpi.journal.records import STATE
+
+# Files that name the folder of the latest save, as DeepSpeed and its converter write them.
+_TRACKERS = ("latest", "latest_universal")
+_MAX_TAG_BYTES = 255
+_STATES = re.compile(
+    r"(?:bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+_?optim_states\.pt|(?:zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt"
+    r"|layer_\d+(?:-model_\d+)?-model_states\.pt|(?:layer_\d+_)?expert_\d+_mp_rank_\d+_(?:model|optim)_states\.pt"
+    r"|expp_rank_\d+_mp_rank_\d+_optim_states\.pt"
+)
+_STAGE_3 = re.compile(r"zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt")
+_OPTIMIZER = re.compile(r".*_?optim_states\.pt")
+_LAYERS = re.compile(r"layer_\d+(?:-model_\d+)?-model_states\.pt")
+_EXPERTS = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt")
+_WEIGHTS = "mp_rank_00_model_states.pt"
+# The folder of parameters in what ds_to_universal.py makes.
+_UNIVERSAL, _OF_PARAMETER = "zero", "fp32.pt"
+_MEGATRON_FOLDER = re.compile(r"mp_rank_\d{2}(?:_\d{3}){0,2}")
+_MEGATRON_FILE, _MEGATRON_OPTIMIZER = "model_optim_rng.pt", "distrib_optim.pt"
+_MAX_LOOKED_INTO = 64
+_SETTINGS, _SETTINGS_BYTES, _ZARR = "metadata.json", 4096, b'"sharded_backend": "zarr"'
+
+
+class ForeignCheckpointError(SourceError):
+    """The checkpoint is of another program, in a form that is known and not read."""
+
+
+class _ForeignFolder(NamedTuple):
+    """What a folder is, where what it holds is, and what to do."""
+
+    what: str
+    got: str
+    remedy: str
+
+
+def require_readable(folder: str, role: str) -> None:
+    """Raise ForeignCheckpointError if a folder, or a save that a file in it names, is of a form that is not read.
+
+    role: what errors call the checkpoint.
+    """
+    tagged = _tagged(folder)
+    for path in (folder, *tagged):
+        kind = _deepspeed(path) or _megatron(path)
+        if kind is not None:
+            raise ForeignCheckpointError(
+                f"the {role} is {kind.what}, which is not read",
+                expected="whole tensors, or shards with a strategy",
+                got=kind.got,
+                where=path,
+                remedy=kind.remedy,
+            )
+
+
+def _tagged(folder: str) -> list[str]:
+    """Return the folders that DeepSpeed's trackers in a folder name."""
+    found = []
+    for tracker in _TRACKERS:
+        try:
+            with Path(folder, tracker).open("rb") as stream:
+                tag = stream.read(_MAX_TAG_BYTES + 1).decode().strip()
+        except (OSError, UnicodeDecodeError):
+            continue
+        is_name = tag not in ("", ".", "..") and not {"/", "\0"} & set(tag)
+        if is_name and os.path.isdir(Path(folder, tag)):  # noqa: PTH112 - which says no to names that are too long
+            found.append(str(Path(folder, tag)))
+    return found
+
+
+def _names(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)  # noqa: PTH208 - of names alone
+    except OSError:
+        return []
+
+
+def _deepspeed(folder: str) -> _ForeignFolder | None:
+    """Return what a folder of DeepSpeed is; None if it is none."""
+    names = _names(folder)
+    states = [name for name in names if _STATES.fullmatch(name)]
+    weights = f"; its 16-bit weights alone: give {_WEIGHTS}" if _WEIGHTS in states else ""
+    is_parameters = _has_parameters(folder, names)
+    if is_parameters or (_UNIVERSAL in names and _has_parameters(str(Path(folder, _UNIVERSAL)))):
+        return _ForeignFolder(
+            "a universal checkpoint of DeepSpeed",
+            f"the weights and the optimizer's state in {'' if is_parameters else 'zero/'}PARAMETER/fp32.pt and so on",
+            f"convert the checkpoint that it was made from with DeepSpeed's zero_to_fp32.py{weights}",
+        )
+    if not states or (len(states) == 1 and _WEIGHTS in states):
+        return None  # 16-bit weights alone: a file of one full checkpoint, or one that says that it is none
+    parts = sum(1 for name in states if _OPTIMIZER.fullmatch(name))
+    of_optimizer = f"the optimizer's state in flat pieces in {parts} files *_optim_states.pt"
+    if any(map(_LAYERS.fullmatch, states)) or any(map(_EXPERTS.fullmatch, states)):
+        kind = "pipeline" if any(map(_LAYERS.fullmatch, states)) else "mixture of experts"
+        return _ForeignFolder(
+            f"a DeepSpeed checkpoint of a {kind}",
+            f"weights in {len(states) - parts} files *_model_states.pt, {of_optimizer}",
+            "load it with DeepSpeed, and save the state_dict() of the model",
+        )
+    if any(map(_STAGE_3.fullmatch, states)):
+        return _ForeignFolder(
+            "a DeepSpeed ZeRO stage 3 checkpoint",
+            f"its weights and {of_optimizer}",
+            "zero_to_fp32.py, which DeepSpeed puts beside it, makes one of the weights",
+        )
+    return _ForeignFolder(
+        "a DeepSpeed ZeRO checkpoint",
+        f"weights in *_model_states.pt, {of_optimizer}",
+        f"zero_to_fp32.py, which DeepSpeed puts beside it, makes one of the fp32 weights{weights}",
+    )
+
+
+def _has_parameters(folder: str, names: list[str] | None = None) -> bool:
+    """Tell whether folders of parameters lie in a folder, as far as it is looked into."""
+    listed = _names(folder) if names is None else names
+    return any(Path(folder, name, _OF_PARAMETER).is_file() for name in listed[:_MAX_LOOKED_INTO])
+
+
+def _megatron(folder: str) -> _ForeignFolder | None:
+    """Return what a folder of Megatron's old form is; None if it is none. torch_dist is one of torch's."""
+    names = _names(folder)
+    ranks = [
+        name for name in names if _MEGATRON_FOLDER.fullmatch(name) and Path(folder, name, _MEGATRON_FILE).is_file()
+    ]
+    if _is_zarr(folder, names):
+        return _ForeignFolder(
+            "a Megatron checkpoint in zarr", "arrays of zarr", "load it with Megatron, and save it as torch_dist"
+        )
+    if _MEGATRON_FILE in names and _MEGATRON_OPTIMIZER not in names:
+        return None  # one file, which may be a full checkpoint, and says so if it is not
+    remedy = (
+        f"the weights are in {_MEGATRON_FILE}: of one rank give that file; with tensor parallelism alone put those of"
+        " all ranks into folders rank_0, rank_1 ... (links will do) and say how the tensors are cut: reshard-mpi help"
+        " strategies; else load it with Megatron, and save it as torch_dist"
+    )
+    if ranks:
+        return _ForeignFolder("a Megatron checkpoint of the old form", f"{len(ranks)} folders mp_rank_*", remedy)
+    if _MEGATRON_FILE in names:
+        what = f"{_MEGATRON_FILE}, and the optimizer's state in flat buckets in {_MEGATRON_OPTIMIZER}"
+        return _ForeignFolder("one rank of a Megatron checkpoint of the old form", what, remedy)
+    return None
+
+
+def _is_zarr(folder: str, names: list[str]) -> bool:
+    if _SETTINGS not in names:
+        return False
+    try:
+        with Path(folder, _SETTINGS).open("rb") as stream:
+            return _ZARR in stream.read(_SETTINGS_BYTES)
+    except OSError:
+        return False
+
+
+# What people and programs put beside checkpoints: descriptions, tokenizers, settings of programs, logs, locks.
+_NO_STATE = re.compile(
+    r".*\.(?:json|jsonl|txt|md|rst|html|pdf|py|sh|ya?ml|toml|cfg|conf|ini|log|out|err|csv|tsv|jinja|model|tiktoken|vocab"
+    r"|bpe|spm|png|jpe?g|gif|svg|webp|mp4|lock|pid|sha256|md5|sbatch|ipynb"
+    r"|meta|mindir|ir|dot|pb|prototxt)"
+    r"|(?:README|LICEN[CS]E|NOTICE|COPYING|AUTHORS|Makefile|Dockerfile|latest|latest_universal|done|_?SUCCESS)"
+    r"|events\.out\.tfevents\..*|training_args\.bin",
+    re.IGNORECASE,
+)
+# The same weights once more, as Hugging Face's repositories have them for other programs.
+_SAME_WEIGHTS = re.compile(
+    r"(?:pytorch_model|tf_model|flax_model|rust_model)(?:-\d+-of-\d+)?\.(?:bin|h5|msgpack|ot)|.*\.(?:onnx|gguf|tflite)"
+)
+# Folders that are other saves of the same run, or none at all.
+_OTHER_SAVES = re.compile(r"checkpoint-\d+|__pycache__|wandb|mlruns|tensorboard|runs|logs?")
+_SAID = {
+    "common.pt": "Megatron's settings: arguments, iteration, scheduler, the optimizer's groups",
+    "train_state.pt": "Megatron Bridge's step and consumed samples",
+}
+# So many entries of a folder in a folder are looked at, and so many files are named.
+_MAX_LOOKED_AT, _MAX_NAMED = 256, 8
+
+
+def left_out_of_folder(folder: str, read: Collection[str], is_taken: Callable[[str], bool] = lambda _: False) -> str:
+    """Return in words which files and folders in a folder are not read with the checkpoint in it; empty if none.
+
+    read: the names in the folder of which something is read. is_taken: tells of further names that they were chosen
+    among, so that nothing is to be said of them.
+    """
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError:
+        return ""
+    names = [
+        entry.name + "/" * entry.is_dir() + (f" ({_SAID[entry.name]})" if entry.name in _SAID else "")
+        for entry in entries
+        if entry.name not in read and not is_taken(entry.name) and _may_hold_state(entry)
+    ]
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return ", ".join(names[:_MAX_NAMED]) + more
+
+
+def _may_hold_state(entry: os.DirEntry[str]) -> bool:
+    """Tell whether a file or folder may belong to a checkpoint, for all that its name says."""
+    if entry.name.startswith("."):
+        return False
+    try:
+        if entry.is_dir():
+            return not _OTHER_SAVES.fullmatch(entry.name) and _folder_may_hold_state(entry.path)
+        return entry.is_file() and _is_state(entry.name) and not _is_empty(entry)
+    except OSError:
+        return True
+
+
+def _is_state(name: str) -> bool:
+    return not (name.startswith(".") or _NO_STATE.fullmatch(name) or _SAME_WEIGHTS.fullmatch(name))
+
+
+def _is_empty(entry: os.DirEntry[str]) -> bool:
+    return entry.stat().st_size == 0
+
+
+def _folder_may_hold_state(folder: str) -> bool:
+    """Tell whether any file in a folder may hold state, as far as it is looked into.
+
+    One with the records of a run holds the targets of that.
+    """
+    if Path(folder, STATE).exists():
+        return False
+    looked_at = 0
+    for _, folders, files in os.walk(folder):
+        looked_at += len(folders) + len(files)
+        if any(map(_is_state, files)) or looked_at > _MAX_LOOKED_AT:
+            return True
+        folders[:] = [name for name in folders if not name.startswith(".")]
+    return False

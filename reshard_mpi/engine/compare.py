@@ -1,0 +1,183 @@
+"""Compare copies and tensors, and find the first difference (`first_difference`)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+from reshard_mpi.engine.files import Files, OnBytes
+from reshard_mpi.engine.read import Stream, fill, read_region
+from reshard_mpi.formats.locations import ByteRange, ByteRanges, LibraryRead, StridedView
+from reshard_mpi.formats.tensor_table import TensorEntry
+from reshard_mpi.planning.model import Check, Copy, Limits, TensorPlan, meeting
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.strides import Strides
+from reshard_mpi.text import KIB
+
+# By so many bytes at a time sums are told apart; most differ in their first elements.
+_TELLING_BYTES = 64 * KIB
+
+
+def first_difference(
+    check: Check, *, limits: Limits, files: Files | None = None, on_bytes: OnBytes = lambda _: None
+) -> tuple[Copy, tuple[int, ...]] | None:
+    """Return a copy that differs from the check's first one, and the index of the first element that differs.
+
+    The index is that in the target. None if all copies are equal. Every copy is read once. files: open files to use;
+    None: they are opened for this check alone. on_bytes: called with the number of bytes just compared, of all copies.
+    """
+    if files is None:
+        with Files() as files:
+            return first_difference(check, limits=limits, files=files, on_bytes=on_bytes)
+    first, *others = check.copies
+    itemsize = first.source.dtype.itemsize_bytes
+    most_elements = max(1, min(first.region.size, limits.buffer_bytes // 2 // itemsize))
+    expected, got = bytearray(most_elements * itemsize), bytearray(most_elements * itemsize)
+    for block in first.target_region.blocks(most_elements):
+        # Behind the block, both contents have the same bytes of a larger block before, so all can be compared.
+        expected_block, got_block = (memoryview(content)[: block.size * itemsize] for content in (expected, got))
+        read_region(files, first, block, expected_block, limits)
+        for copy in others:
+            read_region(files, copy, block, got_block, limits)
+            if expected != got:  # compared as bytes, which is far faster than through views
+                return copy, _element(block, _first_differing_byte(expected, got) // itemsize)
+        on_bytes(block.size * itemsize * len(check.copies))
+    return None
+
+
+def first_same(check: Check, *, limits: Limits, files: Files) -> tuple[int, int] | None:
+    """Return two source ranks whose copies are the same, and not zeros all of them; None if there are no such.
+
+    It ends with the first block by which all copies are told apart.
+    """
+    first = check.copies[0]
+    itemsize = first.source.dtype.itemsize_bytes
+    most_elements = max(1, min(first.region.size, _TELLING_BYTES // itemsize, limits.buffer_bytes // itemsize))
+    content = memoryview(bytearray(most_elements * itemsize))
+    alike, has_values = [check.copies], [False]  # copies that are the same so far, and whether they hold anything
+    for block in first.target_region.blocks(most_elements):
+        block_content = content[: block.size * itemsize]
+        divided: dict[tuple[int, bytes], list[Copy]] = {}
+        for number, copies in enumerate(alike):
+            for copy in copies:
+                read_region(files, copy, block, block_content, limits)
+                divided.setdefault((number, hashlib.sha256(block_content).digest()), []).append(copy)
+        zeros = hashlib.sha256(bytes(len(block_content))).digest()
+        left = [(key, copies) for key, copies in divided.items() if len(copies) > 1]
+        alike, has_values = (
+            [tuple(copies) for _, copies in left],
+            [has_values[number] or digest != zeros for (number, digest), _ in left],
+        )
+        if not alike:
+            return None
+    same = next((copies for copies, holds in zip(alike, has_values) if holds), None)
+    return None if same is None else (same[0].source_rank, same[1].source_rank)
+
+
+def digest_unless_zeros(copy: Copy, *, limits: Limits, files: Files) -> bytes | None:
+    """Return a digest of all bytes of a copy; None if they are all zero."""
+    itemsize = copy.source.dtype.itemsize_bytes
+    most_elements = max(1, min(copy.region.size, _TELLING_BYTES // itemsize, limits.buffer_bytes // itemsize))
+    content, zeros = memoryview(bytearray(most_elements * itemsize)), bytes(most_elements * itemsize)
+    digest, has_values = hashlib.sha256(), False
+    for block in copy.target_region.blocks(most_elements):
+        block_content = content[: block.size * itemsize]
+        read_region(files, copy, block, block_content, limits)
+        digest.update(block_content)
+        has_values = has_values or block_content != zeros[: len(block_content)]
+    return digest.digest() if has_values else None
+
+
+def first_difference_of_tensors(
+    files: Files, first: TensorPlan, second: TensorPlan, limits: Limits, on_bytes: OnBytes = lambda _: None
+) -> tuple[int, ...] | None:
+    """Return the index of the first element, in row-major order, in which two tensors of the same box and type differ.
+
+    None if they are equal. on_bytes: called with the number of bytes of a tensor that have just been compared.
+    """
+    box, itemsize = first.spec.box, first.spec.dtype.itemsize_bytes
+    both = (_contents(files, tensor, box, limits) for tensor in (first, second))
+    for (block, expected), (_, got) in zip(*both):
+        if expected != got:
+            return _element(block, _first_differing_byte(expected, got) // itemsize)
+        on_bytes(block.size * itemsize)
+    return None
+
+
+def first_nonzero(files: Files, tensor: TensorPlan, box: Box, limits: Limits) -> tuple[int, ...] | None:
+    """Return the index of the first element of a box, in row-major order, that is not zero; None if all are.
+
+    All bytes of a zero are 0, so -0.0 is none.
+    """
+    for block, content in _contents(files, tensor, box, limits):
+        zeros = bytearray(len(content))
+        if content != zeros:
+            return _element(block, _first_differing_byte(content, zeros) // tensor.spec.dtype.itemsize_bytes)
+    return None
+
+
+def _contents(files: Files, tensor: TensorPlan, box: Box, limits: Limits) -> Iterator[tuple[Box, bytearray]]:
+    """Yield blocks of a box of a tensor with their bytes. Behind those of the last there are some of one before."""
+    itemsize = tensor.spec.dtype.itemsize_bytes
+    most_elements = max(1, min(box.size, limits.buffer_bytes // 2 // itemsize))
+    content = bytearray(most_elements * itemsize)
+    for block in box.blocks(most_elements):
+        for part in meeting(tensor.copies, block):
+            fill(files, part, block, memoryview(content)[: block.size * itemsize], limits)
+        yield block, content
+
+
+def _first_differing_byte(left: bytearray, right: bytearray) -> int:
+    """Return the offset of the first byte in which two contents differ, found by halves. They must differ."""
+    start, stop = 0, len(left)
+    while stop - start > 1:
+        middle = (start + stop) // 2
+        if left[start:middle] == right[start:middle]:
+            start = middle
+        else:
+            stop = middle
+    return start
+
+
+def _element(block: Box, number: int) -> tuple[int, ...]:
+    """Return the global index of element `number` in the row-major order of a block."""
+    index = []
+    for start, length in zip(reversed(block.start), reversed(block.shape)):
+        number, place = divmod(number, length)
+        index.append(start + place)
+    return tuple(reversed(index))
+
+
+def excerpt(files: Files, entry: TensorEntry, box: Box) -> bytes:
+    """Return the bytes of `box`, a run of the row-major elements that a shard holds, in this machine's byte order.
+
+    box: in coordinates of the part that the shard holds. Raises ShardError if the bytes cannot be read.
+    """
+    if isinstance(entry.source, LibraryRead):
+        return entry.source.read(box).tobytes()
+    assert isinstance(entry.source, ByteRanges | StridedView)  # since it is in a shard
+    content = bytearray(box.size * entry.dtype.itemsize_bytes)
+    for part, start in _parts(entry, box):
+        files.read_into(part, memoryview(content)[start : start + part.length_bytes])
+    if entry.source.swapped:
+        width = entry.dtype.part_bytes
+        for start in range(0, len(content), width):
+            content[start : start + width] = content[start : start + width][::-1]
+    return bytes(content)
+
+
+def _parts(entry: TensorEntry, box: Box) -> Iterator[tuple[ByteRange, int]]:
+    """Yield the file ranges that make up a box, each with its offset in the row-major bytes of the box."""
+    stored, itemsize = entry.stored, entry.dtype.itemsize_bytes
+    assert stored is not None
+    if entry.steps is None and len(stored.ranges) == 1:
+        path, first_byte, _ = stored.ranges[0]
+        yield ByteRange(path, first_byte + Box.whole(entry.shape).offset_of(box) * itemsize, box.size * itemsize), 0
+        return
+    stream, start = Stream(stored), 0
+    for runs in Strides.between(box, Box.whole(entry.shape), box, box, steps=entry.steps).runs():
+        for number in range(runs.repeats):
+            source_offset = runs.source_offset + number * runs.source_step
+            for part in stream.parts(source_offset * itemsize, runs.length * itemsize):
+                yield part, start
+                start += part.length_bytes

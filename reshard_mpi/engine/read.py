@@ -1,0 +1,177 @@
+"""Read regions of source tensors into buffers (`fill`); numpy is loaded only to gather many runs."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from itertools import accumulate
+
+from reshard_mpi.engine.files import ByteRuns, Files
+from reshard_mpi.formats.locations import ByteRange, ByteRanges
+from reshard_mpi.planning.model import Copy, Limits, TensorPlan, meeting
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.strides import Runs
+
+
+class Stream:
+    """Maps offsets in a tensor's row-major bytes to ranges of files."""
+
+    __slots__ = ("_ranges", "_starts")
+
+    def __init__(self, segments: ByteRanges) -> None:
+        self._ranges = tuple(part for part in segments.ranges if part.length_bytes)
+        self._starts = (0, *accumulate(part.length_bytes for part in self._ranges))
+
+    def within(self, span: tuple[int, int] | None) -> tuple[int, int]:
+        """Return the first byte of the stream that lies in a span of the file, and the one after the last.
+
+        span: first byte and end; None: all of the file. All ranges must be in that one file, ascending.
+        """
+        if span is None:
+            return 0, self._starts[-1]
+        inside = [
+            (start + max(span[0] - part.offset_bytes, 0), start + min(span[1] - part.offset_bytes, part.length_bytes))
+            for part, start in zip(self._ranges, self._starts)
+            if part.offset_bytes < span[1] and part.offset_bytes + part.length_bytes > span[0]
+        ]
+        return (inside[0][0], inside[-1][1]) if inside else (0, 0)
+
+    def one_part(self, offset_bytes: int, length_bytes: int) -> ByteRange | None:
+        """Return the file range of `length_bytes` bytes from `offset_bytes` on; None if they are in several ranges."""
+        number = bisect_right(self._starts, offset_bytes) - 1
+        if not length_bytes or offset_bytes + length_bytes > self._starts[number + 1]:
+            return None
+        part = self._ranges[number]
+        return ByteRange(part.path, part.offset_bytes + offset_bytes - self._starts[number], length_bytes)
+
+    def parts(self, offset_bytes: int, length_bytes: int) -> Iterator[ByteRange]:
+        """Yield the file ranges of `length_bytes` bytes from `offset_bytes` on."""
+        number = bisect_right(self._starts, offset_bytes) - 1
+        while length_bytes > 0:
+            part = self._ranges[number]
+            skip = offset_bytes - self._starts[number]
+            count = min(length_bytes, part.length_bytes - skip)
+            yield ByteRange(part.path, part.offset_bytes + skip, count)
+            offset_bytes += count
+            length_bytes -= count
+            number += 1
+
+
+def byte_runs(runs: Runs, itemsize: int, source: Stream, target: Stream, span: tuple[int, int]) -> Iterator[ByteRuns]:
+    """Yield `runs` of elements as runs of bytes in files.
+
+    itemsize: of an element, in bytes. span: only what lies between these bytes of the target stream.
+    """
+    length, source_step, target_step = runs.length * itemsize, runs.source_step * itemsize, runs.target_step * itemsize
+    source_start, target_start = runs.source_offset * itemsize, runs.target_offset * itemsize
+    target_bytes = (runs.repeats - 1) * target_step + length
+    if target_start >= span[1] or target_start + target_bytes <= span[0]:
+        return
+    if span[0] <= target_start and target_start + target_bytes <= span[1]:
+        read = source.one_part(source_start, (runs.repeats - 1) * source_step + length)
+        written = target.one_part(target_start, target_bytes)
+        if read and written:
+            yield ByteRuns(
+                source=read.path,
+                source_offset=read.offset_bytes,
+                source_step=source_step,
+                target=written.path,
+                target_offset=written.offset_bytes,
+                target_step=target_step,
+                length_bytes=length,
+                repeats=runs.repeats,
+            )
+            return
+    if runs.repeats > 1:
+        for half in _halves(runs):
+            yield from byte_runs(half, itemsize, source, target, span)
+        return
+    skipped, end = max(span[0] - target_start, 0), min(span[1] - target_start, length)
+    target_offset = target_start + skipped
+    for read in source.parts(source_start + skipped, end - skipped):
+        read_offset = read.offset_bytes
+        for written in target.parts(target_offset, read.length_bytes):
+            yield ByteRuns(read.path, read_offset, 0, written.path, written.offset_bytes, 0, written.length_bytes, 1)
+            read_offset += written.length_bytes
+        target_offset += read.length_bytes
+
+
+def element_blocks(files: Files, box: Box, span: tuple[int, int], itemsize: int, limit: int) -> Iterator[Box]:
+    """Yield blocks of at most `limit` elements that cover the bytes `span` of a tensor's row-major order.
+
+    An element that begins before the span is a block by itself, and if it turns out too large it is not counted: that
+    is done where its first byte is written.
+    """
+    first, last = span[0] // itemsize, -(-span[1] // itemsize)
+    if span[0] % itemsize:
+        too_large = files.traffic.too_large
+        yield from box.blocks(1, first, first + 1)
+        files.traffic.too_large = too_large
+        first += 1
+    yield from box.blocks(limit, first, last)
+
+
+def _halves(runs: Runs) -> tuple[Runs, Runs]:
+    first = runs.repeats // 2
+    second = runs._replace(
+        source_offset=runs.source_offset + first * runs.source_step,
+        target_offset=runs.target_offset + first * runs.target_step,
+        repeats=runs.repeats - first,
+    )
+    return runs._replace(repeats=first), second
+
+
+# Up to so many runs are read one by one, straight to their places; more are gathered by numpy from a mapped window.
+_FEW_RUNS = 32
+
+
+def takes_numpy(copy: Copy, place: Box, buffer_bytes: int) -> bool:
+    """Tell whether numpy may be needed to read a copy into blocks of box `place`, each of `buffer_bytes` at most."""
+    if not copy.source.is_as_stored:
+        return True
+    length = copy.strides(place).run_length
+    length_bytes = length * copy.source.dtype.itemsize_bytes
+    # A block may begin and end within a run.
+    return copy.region.size > _FEW_RUNS * length and buffer_bytes > (_FEW_RUNS - 2) * length_bytes
+
+
+def fill(files: Files, copy: Copy, block: Box, buffer: memoryview, limits: Limits) -> None:
+    """Read the source of a copy into its target region of `buffer`, which holds the elements of `block`, row-major.
+
+    All of the copy's target region must lie in `block`. Raises ShardError if the source cannot be read.
+    """
+    strides = copy.strides(block)
+    stored = copy.source.stored
+    if stored is not None and not stored.swapped and strides.size <= _FEW_RUNS * strides.run_length:
+        stream, itemsize = Stream(stored), copy.source.dtype.itemsize_bytes
+        for runs in strides.runs():
+            length_bytes = runs.length * itemsize
+            for number in range(runs.repeats):
+                start_bytes = (runs.target_offset + number * runs.target_step) * itemsize
+                for part in stream.parts((runs.source_offset + number * runs.source_step) * itemsize, length_bytes):
+                    files.read_into(part, buffer[start_bytes : start_bytes + part.length_bytes])
+                    start_bytes += part.length_bytes
+        return
+    from reshard_mpi.engine.gather import gather_into
+
+    gather_into(files, copy, block, buffer, limits)
+
+
+def read_region(files: Files, copy: Copy, region: Box, buffer: memoryview, limits: Limits) -> None:
+    """Fill `buffer` with the row-major bytes of a region of the target, which must lie in the copy's target region."""
+    fill(files, copy.part(region), region, buffer, limits)
+
+
+def element_of(files: Files, tensor: TensorPlan, index: tuple[int, ...], limits: Limits) -> bytes:
+    """Return the bytes of the element at a global index."""
+    box = Box(index, tuple(number + 1 for number in index))
+    content = bytearray(tensor.spec.dtype.itemsize_bytes)
+    fill(files, meeting(tensor.copies, box)[0], box, memoryview(content), limits)
+    return bytes(content)
+
+
+def only_element(files: Files, tensor: TensorPlan, limits: Limits) -> bytes:
+    """Return the bytes of a tensor of one element. Raises ValueError if it has more."""
+    if tensor.spec.box.size != 1:
+        raise ValueError(f"{tensor.spec.name} has {tensor.spec.box.size} elements")
+    return element_of(files, tensor, tensor.spec.box.start, limits)

@@ -1,0 +1,298 @@
+"""Write `.metadata` as torch reads it (`index`).
+
+The pickle ends where it says that it does, and torch reads no further; the items of objects lie there, since files of
+ranks cannot know what others have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from pathlib import Path
+
+from reshard_mpi.errors import DisagreementError
+from reshard_mpi.formats.dcp import layout
+from reshard_mpi.formats.dcp.bulk_metadata import FILESYSTEM, METADATA, ItemPlace
+from reshard_mpi.formats.dcp.layout import Keys, TensorLeaf
+from reshard_mpi.formats.dcp.metadata import INDEX, OWN_STRINGS
+from reshard_mpi.formats.dcp.writer import entries_of
+from reshard_mpi.formats.dtypes import DType
+from reshard_mpi.formats.manifest import NEST, Manifest, common_nest
+from reshard_mpi.formats.nest.nodes import Value
+from reshard_mpi.formats.tensor_table import TensorType
+from reshard_mpi.formats.torch.pickler import text_opcode, whole_opcode
+
+_VERSION = "1.0.0"
+# Numbers of this many bytes, so that the pickle has the same length wherever its objects lie.
+_WIDE_BYTES = 8
+
+ChunkPlace = tuple[tuple[int, ...], tuple[int, ...], ItemPlace]
+
+
+class _CollectedTensor:
+    """A tensor of the checkpoint while its pieces are collected. pieces: by their first element."""
+
+    __slots__ = ("dtype", "pieces", "shape")
+
+    def __init__(self, dtype: DType, shape: tuple[int, ...]) -> None:
+        self.dtype = dtype
+        self.shape = shape
+        self.pieces: dict[tuple[int, ...], ChunkPlace] = {}
+
+
+def index(shards: Sequence[Manifest]) -> bytes:
+    """Return the metadata of the checkpoint that these files make up, which lie in its folder, by target rank.
+
+    A part that several files hold is taken from the first of them; an object, too. Raises DisagreementError if files
+    hold different tensors under one name.
+    """
+    wholes = _wholes(shards)
+    strings, paths, objects = _entries(shards)
+    items = {name: layout.of_object(value) for name, value in objects.items()}
+    places, at = {}, 0
+    for name, item in items.items():
+        places[name] = ItemPlace(INDEX, at, len(item))
+        at += len(item)
+    write = _listed(wholes, paths, strings)
+    end = len(_with_objects(write.copy(), places, 0))
+    return _with_objects(write, places, end) + b"".join(items.values())
+
+
+def _wholes(shards: Sequence[Manifest]) -> dict[str, _CollectedTensor]:
+    wholes: dict[str, _CollectedTensor] = {}
+    for shard in shards:
+        tensors, file = shard.tensors, Path(shard.path).name
+        layouts = [layout.of_tensor(TensorType(kind.dtype, kind.shape)) for kind in tensors.kinds]
+        for name, start, number in zip(tensors, tensors.starts, tensors.kind_of):
+            dtype, shape, box, global_shape = tensors.kinds[number]
+            assert box is not None and global_shape is not None
+            whole = wholes.get(name)
+            if whole is None:
+                whole = wholes[name] = _CollectedTensor(dtype, global_shape)
+            if (whole.dtype, whole.shape) != (dtype, global_shape):
+                raise DisagreementError(
+                    f"files of one checkpoint have different tensors called {name!r}",
+                    expected=f"{whole.dtype} {list(whole.shape)}",
+                    got=f"{dtype} {list(global_shape)}",
+                    where=shard.path,
+                    remedy="make all targets anew from one source (--overwrite)",
+                )
+            item = layouts[number]
+            if not item.payload_bytes and (0 not in global_shape or whole.pieces):
+                continue  # what has no elements is needed where the whole tensor has none
+            place = ItemPlace(file, start - len(item.head), item.length_bytes)
+            whole.pieces.setdefault(box.start, (box.start, shape, place))
+    return wholes
+
+
+def _entries(shards: Sequence[Manifest]) -> tuple[dict[str, str], dict[str, Keys], dict[str, Value]]:
+    """Return the strings of the checkpoint, the paths of all entries, and the objects.
+
+    Files have tensors of their own, all of which together fit the strings. Stages of a pipeline may have strings of
+    their own; where these differ, none is kept as such.
+    """
+    names: dict[tuple[tuple[str, str], ...], dict[str, None]] = {}
+    common = common_nest(shard.strings[NEST] for shard in shards if NEST in shard.strings)
+    for shard in shards:
+        texts = dict(shard.strings)
+        if common is not None and NEST in texts:
+            texts[NEST] = common
+        names.setdefault(tuple(texts.items()), {}).update(dict.fromkeys(shard.tensors))
+    paths: dict[str, Keys] = {}
+    objects: dict[str, Value] = {}
+    for strings, own in names.items():
+        for name, path, value in entries_of(list(own), dict(strings), shards[0].path):
+            paths.setdefault(name, path)
+            if type(value) is not TensorLeaf:
+                objects.setdefault(name, value)
+    return (dict(next(iter(names))) if len(names) == 1 else {}), paths, objects
+
+
+def _listed(
+    wholes: Mapping[str, _CollectedTensor], paths: Mapping[str, Keys], strings: Mapping[str, str]
+) -> _MetadataPickler:
+    """Return the pickle with all but where objects lie."""
+    write = _MetadataPickler()
+    write.raw(b"\x80\x02")
+    write.new(METADATA, "Metadata")
+    write.raw(b"}(")
+    write.text("state_dict_metadata")
+    write.raw(b"}(")
+    for name in paths:
+        write.text(name)
+        if name in wholes:
+            write.tensor(wholes[name])
+        else:
+            write.new(METADATA, "BytesStorageMetadata")
+            write.raw(b"}b")
+    write.raw(b"u")
+    write.text("planner_data")
+    write.raw(b"}(")
+    for name, path in paths.items():
+        write.text(name)
+        write.path(path)
+    write.raw(b"u")
+    for name, value in (("storage_meta", b"N"), ("version", text_opcode(_VERSION))):
+        write.text(name)
+        write.raw(value)
+    if strings:
+        write.text(OWN_STRINGS)
+        write.raw(b"}(" + b"".join(text_opcode(part) for pair in strings.items() for part in pair) + b"u")
+    write.text("storage_data")
+    write.raw(b"}(")
+    for name, whole in wholes.items():
+        for number, (offsets, _, place) in enumerate(whole.pieces.values()):
+            write.item(name, offsets, number, place)
+    return write
+
+
+def _with_objects(write: _MetadataPickler, places: Mapping[str, ItemPlace], start: int) -> bytes:
+    """Return the whole pickle. places: those of objects, counted from byte `start`."""
+    for name, place in places.items():
+        write.item(name, None, None, place._replace(offset_bytes=start + place.offset_bytes))
+    write.raw(b"uub.")
+    return write.content()
+
+
+class _MetadataPickler:
+    """A pickle while it is written: what comes again is taken from the memo."""
+
+    def __init__(self) -> None:
+        self._content = bytearray()
+        self._memo: dict[Hashable, bytes] = {}
+        # What stands around the parts of an item that differ, once all of that is in the memo.
+        self._around_items: tuple[bytes, ...] = ()
+
+    def copy(self) -> _MetadataPickler:
+        other = _MetadataPickler()
+        other._content, other._memo = self._content[:], self._memo.copy()
+        other._around_items = self._around_items
+        return other
+
+    def content(self) -> bytes:
+        return bytes(self._content)
+
+    def raw(self, content: bytes) -> None:
+        self._content += content
+
+    def _is_known(self, key: Hashable) -> bool:
+        """Take from the memo what is in it, and tell whether it was."""
+        get = self._memo.get(key)
+        if get is None:
+            return False
+        self._content += get
+        return True
+
+    def _remember(self, key: Hashable) -> None:
+        """Give what was written last a number in the memo."""
+        number = len(self._memo)
+        put, get = (b"q%c", b"h%c") if number < 256 else (b"r%b", b"j%b")
+        written = number if number < 256 else number.to_bytes(4, "little")
+        self._content += put % written
+        self._memo[key] = get % written
+
+    def text(self, text: str) -> None:
+        if not self._is_known(text):
+            self.raw(text_opcode(text))
+            self._remember(text)
+
+    def constant(self, module: str, name: str) -> None:
+        if not self._is_known((module, name)):
+            self.raw(f"c{module}\n{name}\n".encode())
+            self._remember((module, name))
+
+    def new(self, module: str, name: str) -> None:
+        """Write an object without attributes yet."""
+        self.constant(module, name)
+        self.raw(b")\x81")
+
+    def size(self, numbers: tuple[int, ...]) -> None:
+        if not self._is_known(numbers):
+            self.constant("torch", "Size")
+            self.raw(b"(" + b"".join(map(whole_opcode, numbers)) + b"t\x85R")
+            self._remember(numbers)
+
+    def path(self, path: Keys) -> None:
+        self.raw(
+            b"(" + b"".join(whole_opcode(key) if type(key) is int else text_opcode(str(key)) for key in path) + b"t"
+        )
+
+    def tensor(self, whole: _CollectedTensor) -> None:
+        self.new(METADATA, "TensorStorageMetadata")
+        self.raw(b"}(")
+        self.text("properties")
+        self._properties(whole.dtype)
+        self.text("size")
+        self.size(whole.shape)
+        self.text("chunks")
+        self.raw(b"](")
+        for offsets, sizes, _ in whole.pieces.values():
+            self._chunk(offsets, sizes)
+        self.raw(b"eub")
+
+    def _properties(self, dtype: DType) -> None:
+        """Write type, layout, whether gradients are required, memory format, and whether memory is pinned."""
+        if self._is_known(dtype):
+            return
+        self.new(METADATA, "TensorProperties")
+        self.raw(b"(")
+        self.constant("torch", dtype.name)
+        self.constant("torch.serialization", "_get_layout")
+        self.raw(text_opcode("torch.strided") + b"\x85R\x89")
+        self.constant(METADATA, "_MEM_FORMAT_ENCODING")
+        self.raw(b"K\x00\x85R\x89tb")
+        self._remember(dtype)
+
+    def _chunk(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+        if self._is_known((offsets, sizes)):
+            return
+        self.new(METADATA, "ChunkStorageMetadata")
+        self.raw(b"}(")
+        self.text("offsets")
+        self.size(offsets)
+        self.text("sizes")
+        self.size(sizes)
+        self.raw(b"ub")
+        self._remember((offsets, sizes))
+
+    def item(self, name: str, offsets: tuple[int, ...] | None, number: int | None, place: ItemPlace) -> None:
+        """Write the key of an item and its place."""
+        start = b"\x8a%c" % _WIDE_BYTES + place.offset_bytes.to_bytes(_WIDE_BYTES, "little")
+        index = b"N" if number is None else whole_opcode(number)
+        length = whole_opcode(place.length_bytes)
+        around, name_get, file_get = self._around_items, self._memo.get(name), self._memo.get(place.file)
+        size_get = b"N" if offsets is None else self._memo.get(offsets)
+        if around and name_get and file_get and size_get:
+            values = (name_get, index, size_get, file_get, start, length)
+            self._content += b"".join(part for pair in zip(around, (*values, b"ub")) for part in pair)
+            return
+        self.new(METADATA, "MetadataIndex")
+        self.raw(b"}(")
+        self.text("fqn")
+        self.text(name)
+        self.text("index")
+        self.raw(index)
+        self.text("offset")
+        if offsets is None:
+            self.raw(b"N")
+        else:
+            self.size(offsets)
+        self.raw(b"ub")
+        self.new(FILESYSTEM, "_StorageInfo")
+        self.raw(b"}(")
+        self.text("relative_path")
+        self.text(place.file)
+        self.text("offset")
+        self.raw(start)
+        self.text("length")
+        self.raw(length)
+        self.raw(b"ub")
+        get = self._memo
+        self._around_items = (
+            get[METADATA, "MetadataIndex"] + b")\x81}(" + get["fqn"],
+            get["index"],
+            get["offset"],
+            b"ub" + get[FILESYSTEM, "_StorageInfo"] + b")\x81}(" + get["relative_path"],
+            get["offset"],
+            get["length"],
+            b"",
+        )

@@ -1,0 +1,169 @@
+"""Write all of a `.distcp` file but the elements (`reserve`, `seal`)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from reshard_mpi.errors import ShardError, TargetError
+from reshard_mpi.formats import files
+from reshard_mpi.formats.dcp import footer, layout
+from reshard_mpi.formats.dcp.items import Common, locate_items
+from reshard_mpi.formats.dcp.layout import Keys, TensorLeaf, flattened
+from reshard_mpi.formats.dcp.metadata import INDEX
+from reshard_mpi.formats.dcp.reader import NAME, wanted_in
+from reshard_mpi.formats.manifest import Manifest, ShardSpec
+from reshard_mpi.formats.nest.nodes import Value
+from reshard_mpi.formats.protocol import NO_SUMS, OnBytes, uncounted
+from reshard_mpi.formats.tensor_table import TensorTable, TensorType
+from reshard_mpi.formats.torch import archive
+from reshard_mpi.formats.torch.pickler import rebuilt, require_types
+from reshard_mpi.formats.torch.writer import check_members
+from reshard_mpi.text import KIB
+
+_HOLDER = "a torch distributed checkpoint"
+# What an item takes besides its payload: the gap before it and its own structure, measured for 32 dimensions.
+_ITEM_BYTES = 4 * KIB + 3 * KIB
+
+
+def file_name(target_rank: int, targets: int, prefix: str) -> str:
+    """Return what torch calls the file of a rank; a prefix of the user's has no place in it."""
+    return f"__{target_rank}_0.distcp"
+
+
+def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
+    """Return what the file of `spec` can take. Raises TargetError for what torch cannot hold."""
+    require_types(spec.specs, _HOLDER, "")
+    entries_of([*spec.specs.names, *spec.elsewhere], spec.strings, "")
+    specs = spec.specs
+    dimensions = [len(kind.global_shape) for kind in specs.kinds]
+    record_bytes = footer.size_at_most_bytes(list(specs.names), dimensions, dict(spec.strings))
+    return specs.size_bytes + _ITEM_BYTES * len(specs) + record_bytes
+
+
+def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
+    """Write the file `path`: an item for each tensor, in the order of `spec`, and a record of them behind.
+
+    fd: the empty file. Raises TargetError for what torch cannot hold, or strings from which its objects cannot be made.
+    """
+    specs, strings = spec.specs, dict(spec.strings)
+    files.check_names(path, [*specs.names, *strings])
+    require_types(specs, _HOLDER, path)
+    entries_of([*specs.names, *spec.elsewhere], strings, path)
+    tensors, writer, end = TensorTable(path), files.StructureWriter(fd), 0
+    kinds = [tensors.kind(TensorType(kind.dtype, kind.box.shape, kind.box, kind.global_shape)) for kind in specs.kinds]
+    layouts = [layout.of_tensor(TensorType(kind.dtype, kind.box.shape)) for kind in specs.kinds]
+    for name, kind in zip(specs.names, specs.kind_of):
+        item = layouts[kind]
+        start = item.start_behind(end)
+        payload_start = start + len(item.head)
+        writer.add(start, item.head)
+        writer.add(payload_start + item.payload_bytes, item.tail)
+        tensors.add(name, kinds[kind], payload_start)
+        end = start + item.length_bytes
+    writer.add(end, footer.record_of(tensors, strings))
+    writer.finish()
+    return Manifest(path, NAME, tensors, strings)
+
+
+def locate_own(path: str) -> Manifest:
+    """Find the tensors of a file that this program has written. Raises ShardError if it is another one, or damaged."""
+    with files.opened(path) as (fd, size_bytes):
+        found = footer.read(fd, path, size_bytes)
+        tensors, end = found.tensors, 0
+        layouts = [layout.of_tensor(TensorType(kind.dtype, kind.shape)) for kind in tensors.kinds]
+        for name, start, kind in zip(tensors, tensors.starts, tensors.kind_of):
+            item = layouts[kind]
+            head_start, tail_start = start - len(item.head), start + item.payload_bytes
+            is_inside = end <= head_start and tail_start + len(item.tail) <= found.end
+            if not is_inside or not _has(fd, head_start, item.head) or not _has(fd, tail_start, item.tail):
+                raise ShardError(
+                    f"{name!r} is not where its file says",
+                    expected="an item of its type and shape",
+                    got="something else",
+                    where=f"{path}, byte {head_start}",
+                    remedy="copy it again",
+                )
+            end = tail_start + len(item.tail)
+    return Manifest(path, NAME, tensors, found.strings)
+
+
+def read_back(meant: Manifest) -> None:
+    """Look at the structure of a file that was just written. Raises ShardError if it is not what was meant."""
+    found = locate_own(meant.path)
+    if found.tensors != meant.tensors or found.strings != meant.strings:
+        raise files.not_as_written(meant.path)
+
+
+def seal(fd: int, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = False) -> None:
+    """Do nothing: all but payloads is there, and there is no place for what depends on them."""
+
+
+def entries_of(names: Sequence[str], strings: Mapping[str, str], where: str) -> list[tuple[str, Keys, Value]]:
+    """Return what a checkpoint of these tensors and strings has: name, path, and a `Leaf` or an object.
+
+    Raises TargetError if the strings do not fit the tensors, or two entries have the same name.
+    """
+    root = rebuilt({name: TensorLeaf(name) for name in names}, strings, where)
+    entries: list[tuple[str, Keys, Value]] = []
+    met: set[str] = set()
+    for path, value in flattened(root):
+        name = ".".join(map(str, path))
+        if type(value) is TensorLeaf and value.name != name:
+            name, path = value.name, (value.name,)
+        if name in met:
+            raise TargetError(
+                "two entries have the same name when their keys are joined by dots, as torch does",
+                got=repr(name),
+                where=where,
+                remedy="choose another format with --to",
+            )
+        met.add(name)
+        entries.append((name, path, value))
+    return entries
+
+
+def _has(fd: int, start: int, content: bytes) -> bool:
+    return os.pread(fd, len(content), start) == content
+
+
+def locate(path: str, like: Manifest | None = None) -> Manifest:
+    """Find the pieces of tensors in a file, by what it says of itself, or by the metadata beside it.
+
+    Those that others have written are called by their places too, since a file may have several of a tensor. Raises
+    ShardError if it is damaged, or nothing says what it holds.
+    """
+    if _is_own(path):
+        return locate_own(path)
+    wanted = [item for item in wanted_in(path) if item.kind is not None]
+    tensors = TensorTable(path)
+    if wanted:
+        located = locate_items(path, wanted, Common())
+        for key, number in located.numbers.items():
+            kind, start = located.tensors.kind_of[number], located.tensors.starts[number]
+            if number in located.tensors.elsewhere:
+                tensors.elsewhere[len(tensors)] = located.tensors.elsewhere[number]
+            tensors.add(f"{key.name} {list(key.offsets or ())}", tensors.kind(located.tensors.kinds[kind]), start)
+    return Manifest(path, NAME, tensors)
+
+
+def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
+    """Tell whether every item of a file has checksums. Raises ShardError if one does not fit.
+
+    What this program writes has none, nor has the metadata.
+    """
+    if Path(path).name == INDEX or _is_own(path):
+        return False
+    wanted = wanted_in(path)
+    with files.opened(path) as (fd, _):
+        checked = [
+            check_members(fd, path, archive.read_members(fd, path, item.length_bytes, item.offset_bytes), on_bytes)
+            for item in wanted
+        ]
+    return bool(checked) and all(checked)
+
+
+def _is_own(path: str) -> bool:
+    with files.opened(path) as (fd, size_bytes):
+        return footer.is_there(fd, size_bytes)

@@ -1,0 +1,131 @@
+"""Define tensors that are converted, constant, or joined of several shards (`converted`)."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from reshard_mpi.formats.dtypes import FLOATS, DType
+from reshard_mpi.formats.locations import Constant, Converted, Location, Reduced
+from reshard_mpi.formats.tensor_table import ELSEWHERE, ChunkedTensors, TensorEntry, TensorTable, TensorType
+
+
+def converted(tensors: TensorTable, dtype: DType) -> TensorTable:
+    """Return the same tensors with those of other floating-point types converted to `dtype` when they are read.
+
+    Names, numbers and numbers of kinds stay what they are. dtype: one of `dtypes.FLOATS`. Raises ValueError if it is
+    another one.
+    """
+    if dtype not in FLOATS:
+        raise ValueError(f"elements cannot be converted to {dtype}")
+    return _converted_list(tensors, dtype) if isinstance(tensors, ChunkedTensors) else _ConvertedTensors(tensors, dtype)
+
+
+def constant(name: str, dtype: DType, shape: tuple[int, ...], element: bytes) -> TensorEntry:
+    """Return a tensor all of whose elements have these bytes, in this machine's byte order.
+
+    Raises ValueError if they are not as many as an element of `dtype` has.
+    """
+    if len(element) != dtype.itemsize_bytes:
+        raise ValueError(f"an element of {dtype} has {dtype.itemsize_bytes} bytes, got {len(element)}")
+    return TensorEntry(name, dtype, shape, Constant(element))
+
+
+class JoinedTensors(TensorTable):
+    """The sums of the tensors that several shards have by some names, or their means; numbered in the order of these.
+
+    shards: in the order in which they are added; all have these tensors, of the same kinds.
+    """
+
+    __slots__ = ("_is_mean", "_numbers", "_shards")
+
+    def __init__(self, names: Sequence[str], shards: Sequence[TensorTable], *, is_mean: bool) -> None:
+        first, *_ = shards
+        super().__init__(first.path)
+        self._shards, self._is_mean = tuple(shards), is_mean
+        by_table: dict[int, array[int]] = {}  # shards of replicas have their table of names in common, as a rule
+        for shard in shards:
+            if id(shard.number_of) not in by_table:
+                by_table[id(shard.number_of)] = array("I", map(shard.number_of.__getitem__, names))
+        self._numbers = tuple(by_table[id(shard.number_of)] for shard in shards)
+        for number in self._numbers[0]:
+            self.add_unnamed(self.kind(first.kinds[first.kind_of[number]]), ELSEWHERE)
+        for shard, numbers in zip(shards, self._numbers):
+            if shard.elsewhere:
+                self.elsewhere |= {
+                    place: self.source(place) for place, number in enumerate(numbers) if number in shard.elsewhere
+                }
+
+    def source(self, number: int) -> Location:
+        sources = (shard.source(numbers[number]) for shard, numbers in zip(self._shards, self._numbers))
+        return Reduced(tuple(sources), self._is_mean)
+
+    def element_bytes(self, numbers: Sequence[int]) -> int:
+        return sum(
+            shard.element_bytes([own[number] for number in numbers]) for shard, own in zip(self._shards, self._numbers)
+        )
+
+    @property
+    def tables(self) -> tuple[TensorTable, ...]:
+        return (self, *self._shards)
+
+    def _columns(self) -> tuple[object, ...]:
+        shards = tuple(shard._columns() for shard in self._shards)
+        return self._is_mean, self.kinds, self.kind_of, self._numbers, shards
+
+
+class _ConvertedTensors(TensorTable):
+    """The tensors of a shard, seen in another type. Only their kinds are kept twice, and what is not one run."""
+
+    __slots__ = ("_changed", "_dtype", "_unconverted")
+
+    def __init__(self, unconverted: TensorTable, dtype: DType) -> None:
+        super().__init__(unconverted.path)
+        self._unconverted, self._dtype = unconverted, dtype
+        self.number_of, self.kind_of = unconverted.number_of, unconverted.kind_of
+        self.kinds = [_converted_kind(kind, dtype) for kind in unconverted.kinds]
+        self._changed = [kind != before for kind, before in zip(self.kinds, unconverted.kinds)]
+        self.starts = array(
+            "q",
+            (
+                ELSEWHERE if self._changed[kind] else start
+                for kind, start in zip(unconverted.kind_of, unconverted.starts)
+            ),
+        )
+        self.elsewhere = {number: self.source(number) for number in unconverted.elsewhere}
+
+    @property
+    def unconverted(self) -> TensorTable:
+        return self._unconverted
+
+    def source(self, number: int) -> Location:
+        place, kind = self._unconverted.source(number), self.kind_of[number]
+        return Converted(place, self._unconverted.kinds[kind].dtype) if self._changed[kind] else place
+
+    def element_bytes(self, numbers: Sequence[int]) -> int:
+        return self._unconverted.element_bytes(numbers)
+
+    def at(self, path: str) -> TensorTable:
+        return _ConvertedTensors(self._unconverted.at(path), self._dtype)
+
+    @property
+    def tables(self) -> tuple[TensorTable, ...]:
+        return (self, *self._unconverted.tables)
+
+    def _columns(self) -> tuple[object, ...]:
+        return self._dtype, *self._unconverted._columns()
+
+
+def _converted_list(tensors: ChunkedTensors, dtype: DType) -> ChunkedTensors:
+    by_file = {id(file): converted(file, dtype) for file in tensors.files}
+    view = ChunkedTensors(tensors.path)
+    view.number_of, view.kind_of, view.starts = tensors.number_of, tensors.kind_of, tensors.starts
+    view.elsewhere, view.list_of, view.numbers = tensors.elsewhere, tensors.list_of, tensors.numbers
+    view.missing, view.unreadable = tensors.missing, tensors.unreadable
+    view.kinds = [_converted_kind(kind, dtype) for kind in tensors.kinds]
+    view.lists = [tuple((box, by_file[id(file)]) for box, file in pieces) for pieces in tensors.lists]
+    return view
+
+
+def _converted_kind(kind: TensorType, dtype: DType) -> TensorType:
+    return kind._replace(dtype=dtype) if kind.dtype in FLOATS else kind

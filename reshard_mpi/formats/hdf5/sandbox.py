@@ -1,0 +1,241 @@
+"""Read HDF5 files of others in another process, so that a crash is an error (`locate`).
+
+One such process reads all files for this one, in turn, and is started again when it has died. It is a new interpreter,
+never a fork: this process may have threads, MPI, or locks that a fork would keep.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reshard_mpi.errors import ShardError
+from reshard_mpi.formats.hdf5 import sandbox_protocol, schema
+from reshard_mpi.processes.host import ONE_THREAD
+from reshard_mpi.processes.imports import fresh_interpreter, import_environment
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from reshard_mpi.formats.manifest import Manifest
+    from reshard_mpi.sharding.box import Box
+
+_START = "from reshard_mpi.formats.hdf5.sandbox_child import main; main(0, 1)"
+# Variables of the process besides those of this one: one thread; no filters or drivers from outside the library; no
+# part in an MPI job, where HDF5 was built with MPI; memory of decoded chunks is given back at once.
+_ENVIRONMENT = {
+    **ONE_THREAD,
+    "HDF5_PLUGIN_PRELOAD": "::",
+    "MPI4PY_RC_INITIALIZE": "0",
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
+}
+_NOT_PASSED_ON = "HDF5_"
+# For a file system that does not answer; the process itself limits its processor time.
+_PATIENCE_SECONDS = 600.0
+_REMEDY = "check it with h5dump; save or copy it again"
+
+
+def locate(path: str, size_bytes: int) -> Manifest:
+    """Return the manifest of the HDF5 file at `path` as the library reads it. Raises ShardError if it cannot."""
+    values = _ask(["locate", str(Path(path).absolute())], path, None)
+    try:
+        return sandbox_protocol.to_manifest(path, size_bytes, values, read)
+    except ShardError:
+        raise
+    except (ValueError, TypeError, KeyError) as error:
+        raise _failed(path, f"an answer that cannot be: {error}"[:200]) from error
+
+
+def stored_sums(path: str) -> dict[str, int]:
+    """Return the sums that a native shard keeps, as the library reads them. Raises ShardError if it cannot."""
+    sums = _ask(["sums", str(Path(path).absolute())], path, None)
+    if not isinstance(sums, dict) or not all(isinstance(number, int) for number in sums.values()):
+        raise _failed(path, "an answer that cannot be")
+    return sums
+
+
+def read(
+    path: str, stamp: Any, route: tuple[str, ...], dtype_name: str, swapped: bool, chunk: tuple[int, ...], box: Box
+) -> np.ndarray[Any, Any]:
+    """Return the elements of a box of a dataset, as `manifest.LibraryRead` has it."""
+    import numpy as np
+
+    from reshard_mpi.formats.dtypes import BY_NAME
+
+    itemsize = BY_NAME[dtype_name].itemsize_bytes
+    values = np.empty(box.shape, dtype=np.dtype(f"u{itemsize}") if itemsize <= 8 else np.dtype((np.void, itemsize)))
+    if values.size:
+        where = schema.where(path, route)
+        request = ["read", str(Path(path).absolute()), stamp, route, dtype_name, swapped, chunk, box.start, box.stop]
+        _ask(request, where, memoryview(values.reshape(-1).view(np.uint8).data))
+    return values
+
+
+class _Process:
+    """The process that has the library, and the pipes to it."""
+
+    def __init__(self) -> None:
+        theirs_in, self.requests = os.pipe()
+        self.replies, theirs_out = os.pipe()
+        environment = {name: text for name, text in os.environ.items() if not name.startswith(_NOT_PASSED_ON)}
+        try:
+            self.pid = os.posix_spawn(
+                sys.executable,
+                fresh_interpreter(_START),
+                {**environment, **_ENVIRONMENT, **import_environment()},
+                file_actions=[
+                    (os.POSIX_SPAWN_DUP2, theirs_in, 0),
+                    (os.POSIX_SPAWN_DUP2, theirs_out, 1),
+                    (os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0),  # what a library says that dies
+                ],
+                setpgroup=0,  # an interrupt from the terminal is for this process, at whose end that one ends
+                setsigmask=[],
+                setsigdef=[signal.SIGPROF],
+            )
+        finally:
+            os.close(theirs_in)
+            os.close(theirs_out)
+        self.owner = os.getpid()
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the process still waits for requests; without any for long it ends by itself."""
+        return self.owner == os.getpid() and not self._can_receive(0)
+
+    def ask(self, request: list[Any], payload: memoryview | None) -> tuple[str, Any]:
+        """Return the answer to `request`; elements are read into `payload`.
+
+        Raises EOFError if the process has ended, TimeoutError if it does not answer, ValueError for a wrong answer.
+        """
+        try:
+            sandbox_protocol.send(self.requests, request)
+        except BrokenPipeError:
+            raise EOFError from None
+        if not self._can_receive(_PATIENCE_SECONDS):
+            raise TimeoutError
+        kind, value = sandbox_protocol.receive(self.replies)
+        if kind == "elements":
+            if payload is None or value != len(payload):
+                raise ValueError(f"{value} bytes")
+            sandbox_protocol.receive_into(self.replies, payload)
+        return kind, value
+
+    def end(self) -> int | None:
+        """End the process and return its exit code, negative for a signal; None where it is not known."""
+        os.close(self.requests)
+        os.close(self.replies)
+        if self.owner != os.getpid():
+            return None  # that of another process, left here by a fork
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        try:
+            return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        except ChildProcessError:  # somebody waits for all children
+            return None
+
+    def _can_receive(self, seconds: float) -> bool:
+        poll = select.poll()
+        poll.register(self.replies, select.POLLIN)
+        return bool(poll.poll(seconds * 1000))
+
+
+class _EndedError(Exception):
+    """The process ended before it answered."""
+
+    def __init__(self, exit_code: int | None) -> None:
+        super().__init__(exit_code)
+        self.exit_code = exit_code
+
+
+class _Keeper:
+    """Keeps the process that has the library, for all threads in turn."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: _Process | None = None
+
+    def ask(self, request: list[Any], where: str, payload: memoryview | None) -> tuple[str, Any]:
+        """Return the answer to `request`. Raises ShardError that names `where` if there is none."""
+        with self._lock:
+            answered = False
+            try:
+                answer = self._answer(request, payload)
+                answered = True
+                return answer
+            except _EndedError as error:
+                raise _failed(where, _cause(error.exit_code)) from None
+            except TimeoutError:
+                raise _failed(where, f"no answer in {_PATIENCE_SECONDS:.0f} seconds") from None
+            except ValueError as error:
+                raise _failed(where, f"an answer that cannot be: {error}"[:200]) from error
+            finally:
+                if not answered:  # after an interrupt, too: the next request must not get the answer to this one
+                    self._end()
+
+    def _answer(self, request: list[Any], payload: memoryview | None) -> tuple[str, Any]:
+        for attempt in range(2):
+            if self._process is not None and not self._process.is_there:
+                self._end()
+            if self._process is None:
+                self._process = _Process()
+            try:
+                return self._process.ask(request, payload)
+            except EOFError:
+                exit_code = self._end()
+                if exit_code or attempt:
+                    raise _EndedError(exit_code) from None
+                # It had just ended by itself, as it does when it is not needed, or cannot open another file.
+        raise AssertionError("the second attempt has ended")
+
+    def _end(self) -> int | None:
+        process, self._process = self._process, None
+        return process.end() if process is not None else None
+
+
+_keeper = _Keeper()
+
+
+def _start_anew() -> None:
+    """In a fork: the process belongs to the parent, and a thread that held the lock is not here."""
+    _keeper.__init__()  # type: ignore[misc]
+
+
+os.register_at_fork(after_in_child=_start_anew)
+
+
+def _ask(request: list[Any], where: str, payload: memoryview | None) -> Any:
+    kind, value = _keeper.ask(request, where, payload)
+    if kind == "error":
+        raise sandbox_protocol.to_error(value)
+    if kind == "memory":
+        raise ShardError(
+            "an HDF5 file takes too much memory to read",
+            expected="what a file of its kind takes",
+            where=where,
+            remedy=_REMEDY,
+        )
+    return value
+
+
+def _cause(exit_code: int | None) -> str:
+    if exit_code == -signal.SIGPROF:
+        return "no end of it in the processor time that is allowed"
+    if exit_code is not None and exit_code < 0:
+        return f"the library died: {signal.Signals(-exit_code).name}"
+    return f"the process that has the library ended with exit code {exit_code}"
+
+
+def _failed(where: str, got: str) -> ShardError:
+    return ShardError(
+        "an HDF5 shard cannot be read: it brings the HDF5 library down, or keeps it busy without end",
+        expected="a sound HDF5 file",
+        got=got,
+        where=where,
+        remedy=_REMEDY,
+    )

@@ -1,0 +1,209 @@
+"""Locate, size and seal an HDF5 shard: by its index if native, else by `sandbox` (`locate`).
+
+HDF5 File Format Specification, "Format Signature and Superblock": the signature stands at byte 0, 512, 1024, 2048 and
+so on; versions 0 and 1 have the addresses after 24 and 28 bytes, versions 2 and 3 after 12. The end-of-file address
+counts from the start of the file.
+
+How much space the library leaves unused depends on the order of what it creates. The numbers here are measured upper
+bounds for files as `writing` makes them; `tests/runs/test_room.py` compares them with real files.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping
+from functools import lru_cache
+
+from reshard_mpi.errors import ShardError, UsageError
+from reshard_mpi.filesystem.paths import START_BYTES
+from reshard_mpi.formats import files
+from reshard_mpi.formats.hdf5 import index, schema
+from reshard_mpi.formats.manifest import Manifest, ShardSpec
+from reshard_mpi.formats.protocol import NO_SUMS, OnBytes, uncounted
+
+_SIGNATURE = b"\x89HDF\r\n\x1a\n"
+_HEAD_BYTES = 128
+# version -> (byte with the size of addresses, first byte of the first address, number of the end-of-file address)
+_LAYOUTS = {0: (13, 24, 2), 1: (13, 28, 2), 2: (9, 12, 2), 3: (9, 12, 2)}
+
+
+def end_of_file(fd: int, path: str, size_bytes: int) -> int:
+    """Return where the HDF5 file ends: at the end of the file, or where the index of a native shard begins.
+
+    Raises ShardError if it is not HDF5, or not as long as it says.
+    """
+    offset = _signature(fd, size_bytes)
+    if offset is None:
+        raise files.other_kind(os.pread(fd, START_BYTES, 0), path, "an HDF5 file") or ShardError(
+            "a shard is not an HDF5 file",
+            expected="the signature of HDF5",
+            got=repr(os.pread(fd, 8, 0)),
+            where=f"{path}, byte 0",
+            remedy="save or copy it again",
+        )
+    end = _end_of_file(os.pread(fd, _HEAD_BYTES, offset))
+    if end is None:
+        return size_bytes
+    expected_bytes = end if size_bytes <= end else index.length_bytes(fd, end) or end
+    if expected_bytes != size_bytes:
+        problem = "is truncated" if size_bytes < expected_bytes else "goes on after its end"
+        raise ShardError(
+            f"an HDF5 shard {problem}",
+            expected=f"{expected_bytes} bytes, as its {'superblock' if expected_bytes == end else 'index'} says",
+            got=f"{size_bytes} bytes",
+            where=f"{path}, superblock at byte {offset}",
+            remedy="save or copy it again",
+        )
+    return end
+
+
+def _signature(fd: int, size_bytes: int) -> int | None:
+    offset = 0
+    while offset < size_bytes:
+        if os.pread(fd, len(_SIGNATURE), offset) == _SIGNATURE:
+            return offset
+        offset = offset * 2 or 512
+    return None
+
+
+def _end_of_file(head: bytes) -> int | None:
+    """Return the end-of-file address in the superblock `head`; None if only the library can read it."""
+    layout = _LAYOUTS.get(head[8]) if len(head) > 8 else None
+    if layout is None:
+        return None
+    size_at, base_at, number = layout
+    if len(head) <= size_at:
+        return None
+    width = head[size_at]
+    address = head[base_at + number * width : base_at + (number + 1) * width]
+    return int.from_bytes(address, "little") if width in (2, 4, 8) and len(address) == width else None
+
+
+# From this size on payloads are aligned; file systems share blocks between offsets that are multiples of 4096, and
+# smaller payloads are not worth the gaps.
+ALIGNED_FROM_BYTES = 65536
+ALIGNMENT_BYTES = 4096
+# Structure is written in blocks of this size: the default of 2 KiB spreads it all over the file.
+STRUCTURE_BLOCK_BYTES = 16384
+
+# The superblock, the root, the reserved groups and texts, and the unused rest of blocks.
+_FILE_BYTES = 4 * STRUCTURE_BLOCK_BYTES
+# The header of a dataset with its attributes, and its entry in its group; each dimension is in three of its messages.
+_TENSOR_BYTES = 380
+_DIMENSION_BYTES = 36
+# A group, and the heap and tree to which its links go when they no longer fit its header.
+_GROUP_BYTES = 320
+_LINKS_IN_HEADER = 8
+_HEAP_AND_TREE_BYTES = 2560
+# A long name may begin a new block of the heap, up to twice as large as needed.
+_LONG_NAME_BYTES = 256
+# The attribute with a tensor's name where no link can have that name.
+_NAME_ATTRIBUTE_BYTES = 80
+_SUM_BYTES = 4
+
+
+def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
+    """Return the size that the shard of `spec` has at most."""
+    structure_bytes = _FILE_BYTES + len(spec.identity.strategy.encode(errors="surrogatepass"))
+    structure_bytes += sum(map(_quoted_bytes, (*spec.strings, *spec.strings.values())))
+    specs = spec.specs
+    structure_bytes += _names_bytes(tuple(specs.names))
+    payload_bytes = dimensions = misaligning = aligned = 0
+    for number, count in Counter(specs.kind_of).items():
+        kind = specs.kinds[number]
+        payload_bytes += count * kind.size_bytes
+        dimensions += count * len(kind.global_shape)
+        aligned += count * (kind.size_bytes >= ALIGNED_FROM_BYTES)
+        misaligning += count * bool(kind.size_bytes % ALIGNMENT_BYTES)
+    tensor_bytes = _TENSOR_BYTES + (_SUM_BYTES if spec.with_sums else 0)
+    structure_bytes += tensor_bytes * len(spec.tensors) + _DIMENSION_BYTES * dimensions
+    # There is a gap before an aligned payload where the one before it does not end at a multiple of the alignment.
+    gaps = min(aligned, misaligning + structure_bytes // STRUCTURE_BLOCK_BYTES)
+    return payload_bytes + structure_bytes + gaps * (ALIGNMENT_BYTES - 1) + index.size_at_most_bytes(spec)
+
+
+# The targets of a stage hold tensors of the same names.
+@lru_cache(maxsize=2)
+def _names_bytes(names: tuple[str, ...]) -> int:
+    """Return the space for names: in the list of contents, as links of groups, and as attributes."""
+    size_bytes = sum(map(_quoted_bytes, names))
+    links: Counter[schema.GroupPath] = Counter()
+    groups: set[schema.GroupPath] = {(schema.RESERVED,), (schema.RESERVED, schema.ESCAPED)}
+    for name, route in schema.routes(names).items():
+        size_bytes += _link_bytes(route[-1])
+        if route[0] == schema.RESERVED:
+            size_bytes += _NAME_ATTRIBUTE_BYTES + _encoded_bytes(name)
+        groups.update(route[:depth] for depth in range(1, len(route)))
+        links[route[:-1]] += 1
+    for group in groups:
+        size_bytes += _GROUP_BYTES + _link_bytes(group[-1])
+        links[group[:-1]] += 1
+    return size_bytes + _HEAP_AND_TREE_BYTES * sum(count > _LINKS_IN_HEADER for count in links.values())
+
+
+def _quoted_bytes(text: str) -> int:
+    plain = text.isprintable() and '"' not in text and "\\" not in text
+    return _encoded_bytes(text) * (1 if plain else 6) + 3
+
+
+def _link_bytes(name: str) -> int:
+    """Return the space of a link of that name, in a heap or a header."""
+    length_bytes = _encoded_bytes(name)
+    return length_bytes + length_bytes // 4 + (length_bytes if length_bytes > _LONG_NAME_BYTES else 0)
+
+
+def _encoded_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
+
+
+def locate(path: str, like: Manifest | None = None) -> Manifest:
+    """Return the tensors and strings of the HDF5 file at `path` without reading any payload.
+
+    Raises ShardError if the file is empty, truncated, over-long, damaged or not HDF5, if it refers to other files, or
+    if a dataset has a type that no tensor has.
+    """
+    with files.opened(path) as (fd, size_bytes):
+        manifest = index.locate(fd, path, end_of_file(fd, path, size_bytes))
+        if manifest is None:
+            from reshard_mpi.formats.hdf5 import sandbox  # for files that this program did not write
+
+            return sandbox.locate(path, size_bytes)
+        return manifest
+
+
+def stored_sums(path: str) -> Mapping[str, int]:
+    """Return the sums of its tensors that the shard at `path` keeps; none if it keeps none. Raises ShardError."""
+    with files.opened(path) as (fd, size_bytes):
+        sums = index.stored_sums(fd, path, end_of_file(fd, path, size_bytes))
+        if sums is None:
+            from reshard_mpi.formats.hdf5 import sandbox
+
+            return sandbox.stored_sums(path)
+        return sums
+
+
+def read_back(meant: Manifest) -> None:
+    """Read the structure of a native shard that was just written. Raises ShardError if it is not that of `meant`."""
+    with files.opened(meant.path) as (fd, size_bytes):
+        if index.locate(fd, meant.path, end_of_file(fd, meant.path, size_bytes)) != meant:
+            raise files.not_as_written(meant.path)
+
+
+def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
+    """Return False: HDF5 has no checksum of a whole file."""
+    return False
+
+
+def seal(fd: int, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = False) -> None:
+    """Write the sums of all tensors, in the order of the list of contents, to the place reserved for them.
+
+    Raises UsageError for `crc`, as HDF5 has no checksum of a whole file, OSError if the sums cannot be written.
+    """
+    if crc:
+        raise UsageError(
+            "an HDF5 shard has no checksum of the whole file", expected="no --crc", got="--crc", where=path
+        )
+    if sums:
+        end = end_of_file(fd, path, os.fstat(fd).st_size)
+        index.write_sums(fd, path, end, list(sums.values()))

@@ -1,0 +1,382 @@
+"""Write all of a native HDF5 shard but the payloads (`reserve`).
+
+The library makes the structure in memory and never writes to the file itself: while it closes a file, it ignores an
+error of writing that does not last.
+
+For a dataset with three attributes h5py takes as long as the library itself: each of its own objects is counted, locked
+and looked up, and an attribute's object is found by its name again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from h5py import h5d, h5f, h5g, h5p, h5s, h5t
+from h5py._objects import phil
+
+from reshard_mpi.errors import TargetError
+from reshard_mpi.formats import files
+from reshard_mpi.formats.hdf5 import index, schema, shard_file
+from reshard_mpi.formats.hdf5 import types as attributes
+from reshard_mpi.formats.hdf5 import types as elements
+from reshard_mpi.formats.hdf5.schema import GroupPath
+from reshard_mpi.formats.hdf5.types import Attribute
+from reshard_mpi.formats.manifest import Manifest, ShardSpec, SpecKind
+from reshard_mpi.formats.tensor_table import TensorTable, TensorType
+
+_CFunction = Callable[..., int]
+
+_IDENTIFIER = ctypes.c_int64  # of an object, since HDF5 1.10
+_ADDRESS = ctypes.c_uint64
+_STATUS = ctypes.c_int
+_DEFAULT = 0  # the usual properties; of errors, those of the last call
+_NO_ADDRESS = (1 << 64) - 1
+_FROM_THE_CAUSE_ON = 0
+
+
+class _Error(ctypes.Structure):
+    """An entry of the library's list of what led to an error (`H5E_error2_t`)."""
+
+    _fields_ = (
+        ("class_id", _IDENTIFIER),
+        ("major", _IDENTIFIER),
+        ("minor", _IDENTIFIER),
+        ("line", ctypes.c_uint),
+        ("function", ctypes.c_char_p),
+        ("file", ctypes.c_char_p),
+        ("description", ctypes.c_char_p),
+    )
+
+
+_OnError = ctypes.CFUNCTYPE(_STATUS, ctypes.c_uint, ctypes.POINTER(_Error), ctypes.c_void_p)
+
+
+class Library(NamedTuple):
+    """Functions of the library that h5py has loaded, by what they do."""
+
+    create_dataset: _CFunction
+    offset_of_dataset: _CFunction
+    close_dataset: _CFunction
+    create_attribute: _CFunction
+    write_attribute: _CFunction
+    close_attribute: _CFunction
+    walk_errors: _CFunction
+
+    def dataset(
+        self, group: Any, name: bytes, kind: Any, space: Any, creation: Any, links: Any, attributes: Sequence[Attribute]
+    ) -> int | None:
+        """Create a dataset with attributes in a group; return the offset of its elements, None if it has no place.
+
+        kind, space, creation, links: objects of h5py, as its `h5d.create` takes them. Raises RuntimeError with what the
+        library says.
+        """
+        dataset = self._done(self.create_dataset(group.id, name, kind.id, space.id, links.id, creation.id, _DEFAULT))
+        try:
+            for attribute in attributes:
+                self._write(dataset, attribute)
+            offset = self.offset_of_dataset(dataset)
+        finally:
+            self._done(self.close_dataset(dataset))
+        return None if offset == _NO_ADDRESS else offset
+
+    def _write(self, dataset: int, attribute: Attribute) -> None:
+        kind = attribute.kind.id
+        made = self._done(self.create_attribute(dataset, attribute.name, kind, attribute.space.id, _DEFAULT, _DEFAULT))
+        try:
+            if attribute.content:
+                self._done(self.write_attribute(made, kind, attribute.content))
+        finally:
+            self._done(self.close_attribute(made))
+
+    def _done(self, result: int) -> int:
+        if result < 0:
+            raise RuntimeError(self._reasons())
+        return result
+
+    def _reasons(self) -> str:
+        """Return what the library says of the call that has just failed: the cause last."""
+        reasons: list[str] = []
+
+        def note(_: int, error: Any, __: Any) -> int:
+            reasons.append((error.contents.description or b"").decode(errors="replace"))
+            return 0
+
+        self.walk_errors(_DEFAULT, _FROM_THE_CAUSE_ON, _OnError(note), None)
+        return "; ".join(reversed(reasons)) or "the library does not say why"
+
+
+@lru_cache(maxsize=1)
+def library() -> Library | None:
+    """Return the library that h5py has loaded; None if it cannot be reached but through h5py."""
+    try:
+        found = ctypes.PyDLL(h5d.__file__)  # a module's functions are found with those of the libraries it needs
+        return Library(
+            _function(found.H5Dcreate2, _IDENTIFIER, _IDENTIFIER, ctypes.c_char_p, *[_IDENTIFIER] * 5),
+            _function(found.H5Dget_offset, _ADDRESS, _IDENTIFIER),
+            _function(found.H5Dclose, _STATUS, _IDENTIFIER),
+            _function(found.H5Acreate2, _IDENTIFIER, _IDENTIFIER, ctypes.c_char_p, *[_IDENTIFIER] * 4),
+            _function(found.H5Awrite, _STATUS, _IDENTIFIER, _IDENTIFIER, ctypes.c_char_p),
+            _function(found.H5Aclose, _STATUS, _IDENTIFIER),
+            _function(found.H5Ewalk2, _STATUS, _IDENTIFIER, _STATUS, _OnError, ctypes.c_void_p),
+        )
+    except (OSError, AttributeError):
+        return None
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Keep other threads of this process out of the library, as h5py does around each of its own calls."""
+    with phil:
+        yield
+
+
+def _function(function: Any, result: Any, *arguments: Any) -> _CFunction:
+    function.restype, function.argtypes = result, arguments
+    call: _CFunction = function
+    return call
+
+
+# A file system in memory; without room in it, the folder for temporary files is used.
+_SHARED_MEMORY = "/dev/shm"
+_PREFIX = "reshard_mpi-"
+
+
+class Scratch:
+    """A file, empty at first, that only this user may open; it is open for reading and writing until the block ends."""
+
+    def __init__(self, size_bytes: int) -> None:
+        """Make the file where there is room for `size_bytes`. Raises OSError."""
+        self.descriptor, self.path = tempfile.mkstemp(prefix=_PREFIX, dir=_folder(size_bytes))
+
+    def __enter__(self) -> Scratch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.forget_name()
+        os.close(self.descriptor)
+
+    def forget_name(self) -> None:
+        """Remove the name, so that nothing is left of the file even if this process is killed."""
+        Path(self.path).unlink(missing_ok=True)
+
+
+def _folder(size_bytes: int) -> str:
+    for folder in (_SHARED_MEMORY, tempfile.gettempdir()):
+        if os.access(folder, os.W_OK | os.X_OK):
+            status = os.statvfs(folder)
+            if not status.f_blocks or status.f_bavail * status.f_frsize >= size_bytes:
+                return folder
+    raise OSError(errno.ENOSPC, "no room for the structure of a shard", f"{_SHARED_MEMORY} or {tempfile.gettempdir()}")
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_COPIED_BYTES = 1 << 20
+# More than the library writes for a tensor, with long names, the groups around it, and the unused rest of blocks.
+_MOST_BYTES = 4096
+# The number of a system error in messages of the library, where it does not raise OSError.
+_SYSTEM_ERROR = re.compile(r"errno = (\d+)")
+
+
+def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
+    """Write the native shard `path` without its payloads. The same `spec` gives the same bytes on every machine.
+
+    fd: the empty file. Returns where the payloads are to be written. Raises TargetError if a name or string cannot be
+    stored, OSError if the file cannot be written.
+    """
+    names = list(spec.specs.names)
+    files.check_names(path, names + list(spec.strings))
+    strategy, contents = _texts(path, names, spec)
+    with Scratch(_MOST_BYTES * (len(names) + 1) + 2 * len(strategy) + 2 * len(contents)) as scratch:
+        try:
+            file = _create(scratch.path)
+            scratch.forget_name()
+            try:
+                tensors, places = _write_structure(file, path, spec, strategy, contents)
+            finally:
+                file.close()
+        except (OSError, RuntimeError, ValueError, KeyError) as error:  # as the library says it
+            raise _refused(error, scratch.path, path) from error
+        _copy(scratch.descriptor, fd)
+        manifest = Manifest(path, schema.NAME, tensors, dict(spec.strings), spec.identity)
+        index.write(fd, scratch.descriptor, manifest, places)
+    return manifest
+
+
+def _write_structure(
+    file: Any, path: str, spec: ShardSpec, strategy: bytes, contents: bytes
+) -> tuple[TensorTable, index.TextPlaces]:
+    """Create the structure of a shard in the new HDF5 file `file`; return where tensors and texts lie in `path`."""
+    specs = spec.specs
+    names = list(specs.names)
+    root_group = h5g.open(file, b"/")
+    attributes.text("format", schema.FORMAT).write(root_group)
+    attributes.numbers("version", schema.VERSION).write(root_group)
+    attributes.numbers("rank", spec.identity.rank).write(root_group)
+    attributes.numbers("world_size", spec.identity.world_size).write(root_group)
+    writer = _NativeWriter(root_group)
+    writer.group((schema.RESERVED, schema.ESCAPED))
+    places = index.TextPlaces(writer.text(schema.STRATEGY, strategy), writer.text(schema.CONTENTS, contents), None)
+    if spec.with_sums:
+        sums = writer.dataset((schema.RESERVED, schema.SUMS), h5t.STD_U32LE, (len(names),))
+        places = places._replace(sums=(sums.get_offset() or 0, 4 * len(names)))
+    routes = schema.routes(names)
+    types = {dtype: elements.create(dtype) for dtype in {kind.dtype for kind in specs.kinds}}
+    tensors = TensorTable(path)
+    own_numbers = [tensors.kind(TensorType(dtype, box.shape, box, whole)) for dtype, whole, box in specs.kinds]
+    recorded = [_recorded(kind) for kind in specs.kinds]
+    with alone():
+        for name, number in zip(names, specs.kind_of):
+            kind, route = specs.kinds[number], routes[name]
+            own = (attributes.text("name", name),) if route[0] == schema.RESERVED else ()
+            start = writer.tensor(route, types[kind.dtype], kind.box.shape, (*recorded[number], *own))
+            tensors.add(name, own_numbers[number], start if kind.size_bytes else 0)
+    return tensors, places
+
+
+class _NativeWriter:
+    """Creates groups and datasets of one file."""
+
+    def __init__(self, top: Any) -> None:
+        self._groups: dict[GroupPath, Any] = {(): top}
+        self._library = library()
+        self._group_properties = h5p.create(h5p.GROUP_CREATE)
+        self._group_properties.set_obj_track_times(False)
+        self._links = h5p.create(h5p.LINK_CREATE)
+        self._links.set_char_encoding(h5t.CSET_UTF8)
+        # The space of a dataset is allocated when it is created, and not filled.
+        self._dataset_properties = h5p.create(h5p.DATASET_CREATE)
+        self._dataset_properties.set_layout(h5d.CONTIGUOUS)
+        self._dataset_properties.set_alloc_time(h5d.ALLOC_TIME_EARLY)
+        self._dataset_properties.set_fill_time(h5d.FILL_TIME_NEVER)
+        self._dataset_properties.set_obj_track_times(False)
+
+    def group(self, route: GroupPath) -> Any:
+        """Return the group at `route`; it and those above it are created if need be."""
+        for depth in range(1, len(route) + 1):
+            above, route_here = route[: depth - 1], route[:depth]
+            if route_here not in self._groups:
+                self._groups[route_here] = h5g.create(
+                    self._groups[above], route_here[-1].encode(), lcpl=self._links, gcpl=self._group_properties
+                )
+        return self._groups[route]
+
+    def dataset(self, route: GroupPath, kind: Any, shape: tuple[int, ...]) -> Any:
+        """Create the dataset at `route`."""
+        group = self.group(route[:-1])
+        return h5d.create(
+            group, route[-1].encode(), kind, _space(shape), dcpl=self._dataset_properties, lcpl=self._links
+        )
+
+    def tensor(self, route: GroupPath, kind: Any, shape: tuple[int, ...], recorded: Sequence[Attribute]) -> int:
+        """Create the dataset of a tensor and its attributes; return the offset of its elements, 0 if it has none."""
+        if self._library is None:
+            handle = self.dataset(route, kind, shape)
+            for attribute in recorded:
+                attribute.write(handle)
+            return handle.get_offset() or 0
+        group, name = self.group(route[:-1]), route[-1].encode()
+        created = self._library.dataset(
+            group, name, kind, _space(shape), self._dataset_properties, self._links, recorded
+        )
+        return created or 0
+
+    def text(self, name: str, content: bytes) -> index.FileRange:
+        """Create a dataset with the bytes `content` in the reserved group; return its byte range."""
+        handle = self.dataset((schema.RESERVED, name), h5t.STD_U8LE, (len(content),))
+        if content:
+            handle.write(h5s.ALL, h5s.ALL, np.frombuffer(content, dtype=np.uint8))
+        return handle.get_offset() or 0, len(content)
+
+
+# Most tensors of a shard have one of a few shapes.
+@lru_cache(maxsize=64)
+def _space(shape: tuple[int, ...]) -> Any:
+    return h5s.create_simple(shape) if shape else h5s.create(h5s.SCALAR)
+
+
+def _recorded(kind: SpecKind) -> tuple[Attribute, ...]:
+    """Return what every tensor of a kind has recorded with its dataset."""
+    return (
+        attributes.text("dtype", kind.dtype.name),
+        attributes.numbers("global_shape", kind.global_shape),
+        attributes.numbers("offset", kind.box.start),
+    )
+
+
+def _texts(path: str, names: list[str], spec: ShardSpec) -> tuple[bytes, bytes]:
+    """Return the placement table and the list of contents, encoded. Raises TargetError if they are too long to read."""
+    too_long = [name for name, text in spec.strings.items() if len(text) > files.MAX_STRING_BYTES // 4]
+    try:
+        texts = spec.identity.strategy.encode(), schema.contents_text(names, spec.strings)
+    except UnicodeEncodeError as error:
+        raise TargetError(
+            "a string of a shard is no Unicode text",
+            got=str(error)[:200],
+            where=path,
+            remedy="save the checkpoint without it",
+        ) from error
+    if too_long or max(map(len, texts)) > files.MAX_TEXT_BYTES:
+        raise TargetError(
+            "the strings or the placement table of a shard are too long to store",
+            expected=f"strings of {files.MAX_STRING_BYTES // 4} characters, {files.MAX_TEXT_BYTES} bytes in all",
+            got=f"too long: {too_long[:3]}, {max(map(len, texts))} bytes",
+            where=path,
+            remedy="save the checkpoint with shorter ones, or write it in another format (--to)",
+        )
+    return texts
+
+
+def _refused(error: Exception, scratch: str, path: str) -> Exception:
+    """Return the error to raise for `error`, which kept the library from making the structure of the shard `path`."""
+    if isinstance(error, OSError) and error.errno is not None:
+        number = error.errno
+    else:
+        match = _SYSTEM_ERROR.search(str(error))
+        if match is None:
+            return TargetError(
+                "the structure of a shard could not be made",
+                got=str(error)[:200],
+                where=path,
+                remedy="write it in another format (--to)",
+            )
+        number = int(match[1])
+    return OSError(number, os.strerror(number), scratch if number in _FULL else path)
+
+
+def _copy(scratch: int, fd: int) -> None:
+    """Give the file `fd` the length of the scratch file and the same bytes in the places that were written to."""
+    size_bytes = os.fstat(scratch).st_size
+    os.ftruncate(fd, size_bytes)
+    end = 0
+    while True:
+        try:
+            start = os.lseek(scratch, end, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            return  # nothing more
+        end = min(os.lseek(scratch, start, os.SEEK_HOLE), start + _COPIED_BYTES)
+        files.write_all(fd, os.pread(scratch, end - start, start), start)
+
+
+def _create(path: str) -> Any:
+    access = h5p.create(h5p.FILE_ACCESS)
+    access.set_file_locking(False, True)
+    access.set_fclose_degree(h5f.CLOSE_STRONG)
+    # One version of the structure, whatever library writes it; this one has checksums, and any HDF5 since 1.8 reads it.
+    access.set_libver_bounds(h5f.LIBVER_V18, h5f.LIBVER_V18)
+    access.set_alignment(shard_file.ALIGNED_FROM_BYTES, shard_file.ALIGNMENT_BYTES)
+    access.set_meta_block_size(shard_file.STRUCTURE_BLOCK_BYTES)
+    creation = h5p.create(h5p.FILE_CREATE)
+    creation.set_obj_track_times(False)
+    return h5f.create(os.fsencode(path), h5f.ACC_TRUNC, creation, access)

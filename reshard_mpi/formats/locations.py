@@ -1,0 +1,96 @@
+"""Define where the elements of a tensor lie: byte ranges, strides, a library (`ByteRanges`).
+
+Shards have no other places. A plan may take elements that are converted to another type, that are in no file, or that
+are computed of those of several tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from reshard_mpi.formats.dtypes import DType
+from reshard_mpi.sharding.box import Box
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class ByteRange(NamedTuple):
+    """`length_bytes` bytes of the file `path` from `offset_bytes` on."""
+
+    path: str
+    offset_bytes: int
+    length_bytes: int
+
+
+class ByteRanges(NamedTuple):
+    """A tensor's row-major bytes as one stream of byte ranges, which may be cut at any byte.
+
+    swapped: whether the file has the other byte order than this machine.
+    """
+
+    ranges: tuple[ByteRange, ...]
+    swapped: bool = False
+
+
+class StridedView(NamedTuple):
+    """A tensor whose elements are at even distances in one file, as those of a view of an array are.
+
+    offset_bytes: of its first element. strides_bytes: for each dimension, how far apart neighbours are: a multiple of
+    the element's size, or 0 if all indices mean the same element. swapped: as in `ByteRanges`.
+    """
+
+    path: str
+    offset_bytes: int
+    strides_bytes: tuple[int, ...]
+    swapped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryRead:
+    """A tensor that must be read through its library (compressed or chunked storage).
+
+    read: returns a box of the tensor, in the tensor's own coordinates, as a C-contiguous array of raw elements
+    (unsigned integers or void of the element's size, in this machine's byte order). chunk: the shape that the library
+    decodes at once. decoding_bytes: the memory that decoding a chunk takes, besides the box that is read. kept_bytes:
+    the memory that the library keeps for a chunk while it decodes the next.
+    """
+
+    path: str
+    read: Callable[[Box], np.ndarray[Any, Any]] = field(compare=False, repr=False)
+    chunk: tuple[int, ...]
+    decoding_bytes: int
+    kept_bytes: int
+
+
+class Constant(NamedTuple):
+    """A tensor that is in no file: all its elements have the same bytes, in this machine's byte order."""
+
+    element: bytes
+
+
+class Converted(NamedTuple):
+    """A tensor whose elements are converted to another floating-point type when they are read.
+
+    place: where they are. dtype: the type that they have there.
+    """
+
+    place: Location
+    dtype: DType
+
+
+class Reduced(NamedTuple):
+    """A tensor each of whose elements is the sum, or the mean, of one element of each of several tensors.
+
+    places: where these tensors are, in the order in which they are added. They have the type and shape of this one.
+    is_mean: whether it is the mean.
+    """
+
+    places: tuple[Location, ...]
+    is_mean: bool
+
+
+# Where a tensor is.
+Location = ByteRanges | StridedView | LibraryRead | Constant | Converted | Reduced

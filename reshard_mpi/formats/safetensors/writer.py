@@ -1,0 +1,299 @@
+"""Write all of a safetensors file but the payloads (`reserve`, `seal`).
+
+The header lists tensors in the order in which they lie in the file, which MindSpore's own parser wants, and the
+reference parser wants no byte between them. So places follow from the order alone: first tensors whose size is a
+multiple of 4096, then the others by falling size of their elements. Then
+
+- where a shard has a tensor of 64 KiB or more, its data begins at a multiple of 4096, and so does every tensor whose
+  size is one: file systems can share their blocks with other files of this kind;
+- every tensor begins at a multiple of its element's size.
+
+`crc_num` is the decimal CRC-32 of all names, sorted, each followed by its tensor's bytes (or what it counts as, see
+`formats.manifest`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from json.encoder import encode_basestring
+from typing import NamedTuple
+
+from reshard_mpi.errors import ShardError, TargetError
+from reshard_mpi.formats import files
+from reshard_mpi.formats.manifest import (
+    Manifest,
+    ShardSpec,
+    SpecKind,
+    Specs,
+    UncountableError,
+    counted_bytes,
+    is_counted,
+)
+from reshard_mpi.formats.protocol import NO_SUMS, OnBytes, uncounted
+from reshard_mpi.formats.safetensors import header
+from reshard_mpi.formats.safetensors.header import (
+    CRC,
+    FORMAT,
+    INT4_TAG,
+    LENGTH_BYTES,
+    MAX_HEADER_BYTES,
+    MAX_WRITTEN_PLAIN_BYTES,
+    METADATA,
+    MINDSPORE,
+    START,
+    STRING_PREFIX,
+    TAG_OF,
+    is_plain,
+)
+from reshard_mpi.formats.safetensors.reader import MAX_STRING_BYTES, NAME, read
+from reshard_mpi.formats.tensor_table import TensorTable, TensorType
+from reshard_mpi.text import MIB
+
+BLOCK_BYTES = 4096
+_ALIGNED_FROM_BYTES = 64 << 10
+_SMALL_ALIGNMENT_BYTES = 8
+# Spaces at the end of a header, in the place of which `seal` adds a checksum: `"crc_num":"4294967295",`.
+CRC_ROOM_BYTES = len(CRC) + 16
+# The longest name, escaped, is six times as long; a type, and two offsets.
+_ENTRY_BYTES = 128
+
+
+class FileLayout(NamedTuple):
+    """A file that is to be written: its header with the length before it, and where which tensor begins.
+
+    order: the numbers of the spec's tensors in file order. starts: the byte of the file at which each of these begins.
+    """
+
+    header: bytes
+    order: Sequence[int]
+    starts: Sequence[int]
+    size_bytes: int
+
+
+def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
+    """Write the file `path` without its payloads. fd: the empty file.
+
+    Raises TargetError for types and names that it cannot hold, OSError if it cannot be written.
+    """
+    return reserve_as(fd, path, spec, NAME, _metadata(spec))
+
+
+def reserve_as(fd: int, path: str, spec: ShardSpec, format_name: str, metadata: dict[str, str]) -> Manifest:
+    """Write a file of the format called so, with this metadata, as `reserve` does."""
+    files.check_names(path, [*spec.specs.names, *spec.strings])
+    layout = lay_out(spec.specs, metadata, path)
+    files.write_all(fd, layout.header, 0)
+    os.ftruncate(fd, layout.size_bytes)
+    specs, tensors = spec.specs, TensorTable(path)
+    kinds = [tensors.kind(TensorType(kind.dtype, kind.box.shape)) for kind in specs.kinds]
+    for number, start in zip(layout.order, layout.starts):
+        tensors.add(specs.names[number], kinds[specs.kind_of[number]], start)
+    text = layout.header[LENGTH_BYTES:]
+    made = header.of_header(len(text), (text,), layout.size_bytes)
+    return Manifest(path, format_name, tensors, dict(spec.strings), structure=made)
+
+
+def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
+    """Return what the file of `spec` takes. Raises TargetError for what it cannot hold, and what `crc` cannot."""
+    if crc:
+        _require_summable(spec.specs)
+    return lay_out(spec.specs, _metadata(spec), "").size_bytes
+
+
+def lay_out(specs: Specs, metadata: dict[str, str], path: str) -> FileLayout:
+    """Return the file of these tensors. Raises TargetError, which names `path`, for what it cannot hold."""
+    require_types(specs, path)
+    sizes = [kind.size_bytes for kind in specs.kinds]
+    ranks = [
+        (size % BLOCK_BYTES != 0 or not size, -kind.dtype.itemsize_bytes) for size, kind in zip(sizes, specs.kinds)
+    ]
+    order = sorted(range(len(specs)), key=lambda number: ranks[specs.kind_of[number]])
+    alignment = BLOCK_BYTES if max(sizes, default=0) >= _ALIGNED_FROM_BYTES else _SMALL_ALIGNMENT_BYTES
+    text = "".join(_entries(specs, order, metadata, path))
+    try:
+        header = text.encode()
+    except UnicodeEncodeError as error:
+        raise TargetError(
+            "a name or string is no Unicode text",
+            got=str(error),
+            where=path,
+            remedy="rename or leave out the tensor (--map, --exclude), or save the checkpoint without the string",
+        ) from None
+    length_bytes = -(-(LENGTH_BYTES + len(header) + CRC_ROOM_BYTES) // alignment) * alignment - LENGTH_BYTES
+    if length_bytes > MAX_HEADER_BYTES:
+        raise TargetError(
+            "a shard's names are too long for a safetensors file",
+            expected=f"a header of {MAX_HEADER_BYTES} bytes at most",
+            got=f"{length_bytes} bytes",
+            where=path,
+            remedy="write it as ckpt or hdf5 (--to)",
+        )
+    at, starts = LENGTH_BYTES + length_bytes, []
+    for number in order:
+        starts.append(at)
+        at += sizes[specs.kind_of[number]]
+    return FileLayout(length_bytes.to_bytes(LENGTH_BYTES, "little") + header.ljust(length_bytes), order, starts, at)
+
+
+def require_types(specs: Specs, path: str) -> None:
+    """Raise TargetError for the first tensor of a type that safetensors has not."""
+    for number, kind in enumerate(specs.kinds):
+        if kind.dtype.name not in TAG_OF:
+            raise TargetError(
+                f"{_first(specs, number)!r} has a type that safetensors files cannot hold",
+                expected=", ".join(TAG_OF),
+                got=kind.dtype.name,
+                where=path,
+                remedy="write it as ckpt or hdf5 (--to), or leave it out",
+            )
+
+
+def _require_summable(specs: Specs) -> None:
+    """Raise TargetError for the first tensor that MindSpore's checksum is not defined for, or that has its name."""
+    _require_apart(specs.names, {CRC: ""}, "")
+    for number, kind in enumerate(specs.kinds):
+        if kind.dtype.name == "bfloat16":
+            raise TargetError(
+                f"{_first(specs, number)!r} has a type that MindSpore cannot check in a safetensors file",
+                expected=f"no {kind.dtype.name}, where a checksum is asked for",
+                got=kind.dtype.name,
+                remedy="leave out --crc, or write it as ckpt (--to)",
+            )
+
+
+def _first(specs: Specs, kind: int) -> str:
+    """Return the name of the first tensor of a kind."""
+    return next((name for name, own in zip(specs.names, specs.kind_of) if own == kind), "")
+
+
+def _metadata(spec: ShardSpec) -> dict[str, str]:
+    """Return what goes into the metadata besides types; nothing is called as a tensor.
+
+    Raises TargetError for a string that would not be read back.
+    """
+    names = set(spec.specs.names)
+    for name, text in spec.strings.items():
+        size_bytes = len(encode_basestring(text).encode(errors="replace"))
+        if size_bytes > MAX_STRING_BYTES:
+            raise TargetError(
+                f"the string {name!r} is too long for a safetensors file",
+                expected=f"{MAX_STRING_BYTES} bytes at most, as JSON",
+                got=f"{size_bytes} bytes",
+                remedy="save the checkpoint with a shorter one, or write it in another format (--to)",
+            )
+    entries, plain_bytes = {} if FORMAT in names else {FORMAT: MINDSPORE}, 0
+    for name, text in spec.strings.items():
+        plain_bytes += files.kept_bytes(name) + files.kept_bytes(text)
+        has_own_name = plain_bytes <= MAX_WRITTEN_PLAIN_BYTES and is_plain(name) and text != INT4_TAG
+        entries[name if has_own_name else STRING_PREFIX + name] = text
+    return entries
+
+
+def _entries(specs: Specs, order: Sequence[int], metadata: dict[str, str], path: str) -> Iterator[str]:
+    """Yield the parts of a header."""
+    names, kind_of = specs.names, specs.kind_of
+    int4 = {number for number, kind in enumerate(specs.kinds) if kind.dtype.name == "int4"}
+    tags = {names[at]: INT4_TAG for at in order if kind_of[at] in int4} if int4 else {}
+    _require_apart(names, metadata, path)
+    entries = (f"{encode_basestring(key)}:{encode_basestring(text)}" for key, text in (metadata | tags).items())
+    yield f"{header.START.decode()}{','.join(entries)}}}"
+    kinds = [(_around(kind), kind.size_bytes) for kind in specs.kinds]
+    at = 0
+    for number in order:
+        around, size_bytes = kinds[kind_of[number]]
+        yield f",{encode_basestring(names[number])}{around}[{at},{at + size_bytes}]}}"
+        at += size_bytes
+    yield "}"
+
+
+def _around(kind: SpecKind) -> str:
+    dims = ",".join(map(str, kind.box.shape))
+    return f':{{"dtype":"{TAG_OF[kind.dtype.name]}","shape":[{dims}],"data_offsets":'
+
+
+def _require_apart(names: Sequence[str], metadata: dict[str, str], path: str) -> None:
+    """Raise TargetError for a tensor that is called as an entry of the header, or of its metadata."""
+    for name in names:
+        if name == METADATA or name in metadata:
+            raise TargetError(
+                f"a tensor cannot be called {name!r} in a safetensors file",
+                expected="another name",
+                got="one that the header has for something else",
+                where=path,
+                remedy="write it as ckpt or hdf5 (--to)",
+            )
+
+
+_ZEROS_BYTES = 2 * MIB
+
+
+def seal(fd: int, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = False) -> None:
+    """Finish a file. crc: add `crc_num`, the checksum that MindSpore knows.
+
+    There is no place in it for the sums of tensors. Raises TargetError if it holds what MindSpore cannot sum.
+    """
+    if crc:
+        add_crc(fd, path)
+
+
+def add_crc(fd: int, path: str) -> None:
+    """Add the checksum to the metadata, in the place of spaces at the end of the header."""
+    try:
+        contents = read(fd, path, os.fstat(fd).st_size)
+        entry = f'"{CRC}":"{_sum(fd, contents.tensors)}"'.encode()
+    except UncountableError as error:
+        raise error.refusal(path) from None
+    length_bytes = int.from_bytes(os.pread(fd, LENGTH_BYTES, 0), "little")
+    header = os.pread(fd, length_bytes, LENGTH_BYTES)
+    entry += b"" if header.startswith(b"}", len(START)) else b","
+    patched = START + entry + header[len(START) :]
+    if len(patched.rstrip(b" ")) > length_bytes:
+        raise RuntimeError("a header has no room for a checksum")
+    files.write_all(fd, patched[:length_bytes], LENGTH_BYTES)
+
+
+def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
+    """Tell whether the file at `path` has a checksum. Raises ShardError if it does not fit names and contents."""
+    with files.opened(path) as (fd, size_bytes):
+        contents = read(fd, path, size_bytes)
+        if contents.crc is None:
+            return False
+        try:
+            found = str(_sum(fd, contents.tensors, on_bytes))
+        except UncountableError as error:
+            found = f"none that can be: {error.name!r} is {error.value}"
+        if found != contents.crc.strip(" "):
+            raise ShardError(
+                "a checkpoint does not fit its own checksum: it is damaged, or has that of another file",
+                expected=f"CRC-32 {contents.crc!r}, as its {CRC} says",
+                got=found,
+                where=path,
+                remedy="copy it again, or use another replica",
+            )
+        return True
+
+
+def _sum(fd: int, tensors: TensorTable, on_bytes: OnBytes = uncounted) -> int:
+    """Return the checksum of all tensors. Raises UncountableError if there is none, ShardError if the file is cut.
+
+    on_bytes: told how many bytes have just been read.
+    """
+    from zlib_ng.zlib_ng import crc32
+
+    crc, zeros = 0, bytes(_ZEROS_BYTES)
+    for name in sorted(tensors):
+        crc = crc32(name.encode(), crc)
+        kind, start = tensors.kind_named(name), tensors.starts[tensors.number_of[name]]
+        if is_counted(kind.dtype, kind.shape):
+            content = os.pread(fd, kind.size_bytes, start)
+            if len(content) < kind.size_bytes:
+                raise files.became_shorter(tensors.path)
+            left = counted_bytes(name, content, kind.dtype)
+            while left:
+                part = min(left, len(zeros))
+                crc = crc32(zeros[:part], crc)
+                left -= part
+        else:
+            crc = files.crc32_of(fd, tensors.path, (start, start + kind.size_bytes), crc, on_bytes)
+    return crc

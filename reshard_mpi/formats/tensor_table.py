@@ -1,0 +1,350 @@
+"""Keep the tensors of a shard in columns: it may hold a hundred thousand (`TensorTable`)."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
+from typing import NamedTuple
+
+from reshard_mpi.formats.dtypes import DType
+from reshard_mpi.formats.locations import ByteRange, ByteRanges, Constant, Converted, Location, Reduced, StridedView
+from reshard_mpi.sharding.box import Box
+
+
+class TensorEntry(NamedTuple):
+    """One tensor of one shard.
+
+    shape: of the part that the shard holds. source: where its elements are. box: the part's box in the whole tensor,
+    and global_shape: the shape of that; None if the file does not say, and the strategy must.
+    """
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    source: Location
+    box: Box | None = None
+    global_shape: tuple[int, ...] | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        size = self.dtype.itemsize_bytes
+        for length in self.shape:
+            size *= length
+        return size
+
+    @property
+    def stored(self) -> ByteRanges | None:
+        """The bytes that contain its elements, `steps` apart; None if these are decoded, converted, or in no file."""
+        source = self.source
+        if isinstance(source, StridedView):
+            distances = ((length - 1) * stride for length, stride in zip(self.shape, source.strides_bytes))
+            span_bytes = sum(distances, self.dtype.itemsize_bytes) if self.size_bytes else 0
+            return ByteRanges((ByteRange(source.path, source.offset_bytes, span_bytes),), source.swapped)
+        return source if isinstance(source, ByteRanges) else None
+
+    @property
+    def steps(self) -> tuple[int, ...] | None:
+        """For each dimension, how many elements apart neighbours are where they are; None: they are row-major."""
+        unconverted = self.unconverted
+        if not isinstance(unconverted.source, StridedView):
+            return None
+        return tuple(stride // unconverted.dtype.itemsize_bytes for stride in unconverted.source.strides_bytes)
+
+    @property
+    def unconverted(self) -> TensorEntry:
+        """The tensor as it is before its elements are converted; itself if they are not."""
+        entry = self
+        while isinstance(entry.source, Converted):
+            entry = entry._replace(dtype=entry.source.dtype, source=entry.source.place)
+        return entry
+
+    @property
+    def is_as_stored(self) -> bool:
+        """Whether its bytes can be copied from the file as they are."""
+        return isinstance(self.source, ByteRanges | StridedView) and not self.source.swapped
+
+
+class TensorType(NamedTuple):
+    """What many tensors of a shard have in common: all but name and place. See `TensorEntry`."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    box: Box | None = None
+    global_shape: tuple[int, ...] | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        return self.dtype.itemsize_bytes * math.prod(self.shape)
+
+
+# Measured: for each tensor, its name and number; its kind and start; and its place if that is in `elsewhere`.
+_NAME_BYTES, _PLACE_BYTES, _ELSEWHERE_BYTES = 400, 16, 600
+KEPT_TENSOR_BYTES, KEPT_PLACE_BYTES = _NAME_BYTES + _PLACE_BYTES, _PLACE_BYTES
+
+# The start of a tensor that is not one run of its shard's file, or not in this machine's byte order.
+ELSEWHERE = -1
+
+
+def _element_bytes(place: Location | None, dtype: DType) -> int:
+    while isinstance(place, Converted):
+        place, dtype = place
+    if isinstance(place, Reduced):
+        return sum(_element_bytes(part, dtype) for part in place.places)
+    return 0 if isinstance(place, Constant) else dtype.itemsize_bytes
+
+
+class TensorTable(Mapping[str, TensorEntry]):
+    """The tensors of one shard in the file's order, in columns. A tensor's number is its place in that order.
+
+    path: of the shard. number_of: by name. kinds: the different kinds, in the order in which they were added. kind_of:
+    for each tensor, the number of its kind. starts: for each, the offset of its elements in the file `path`, if they
+    are one run there (any offset, if there are none); else `ELSEWHERE`. elsewhere: the places of these, by number.
+    """
+
+    __slots__ = ("_number_of_kind", "elsewhere", "kind_of", "kinds", "number_of", "path", "starts")
+
+    def __init__(self, path: str, entries: Iterable[TensorEntry] = ()) -> None:
+        self.path = path
+        self.number_of: dict[str, int] = {}
+        self.kinds: list[TensorType] = []
+        self.kind_of = array("I")
+        self.starts = array("q")
+        self.elsewhere: dict[int, Location] = {}
+        self._number_of_kind: dict[TensorType, int] = {}
+        for entry in entries:
+            self.add_entry(entry)
+
+    @property
+    def unconverted(self) -> TensorTable:
+        """The tensors that these are seen in another type of; themselves if they are as they lie in the file."""
+        return self
+
+    def kind(self, kind: TensorType) -> int:
+        """Return the number of a kind; add the kind if it is new."""
+        number = self._number_of_kind.setdefault(kind, len(self.kinds))
+        if number == len(self.kinds):
+            self.kinds.append(kind)
+        return number
+
+    def add(self, name: str, kind: int, start: int) -> None:
+        """Add a tensor that is one run of the file.
+
+        kind: number of its kind. start: its offset in bytes. There must be no tensor of its name yet.
+        """
+        self.number_of[name] = len(self.starts)
+        self.kind_of.append(kind)
+        self.starts.append(start)
+
+    def add_unnamed(self, kind: int, start: int, source: Location | None = None) -> int:
+        """Add a tensor that only a list of pieces knows, by its number, which is returned.
+
+        source: where it is, if `start` is `ELSEWHERE`.
+        """
+        number = len(self.starts)
+        if source is not None:
+            self.elsewhere[number] = source
+        self.kind_of.append(kind)
+        self.starts.append(start)
+        return number
+
+    def add_entry(self, entry: TensorEntry) -> None:
+        """Add a tensor. Raises ValueError if there is one of its name already."""
+        if entry.name in self.number_of:
+            raise ValueError(f"two tensors called {entry.name!r}")
+        kind, source = self.kind(TensorType(entry.dtype, entry.shape, entry.box, entry.global_shape)), entry.source
+        start = ELSEWHERE
+        if isinstance(source, ByteRanges) and not source.swapped:
+            if not source.ranges and not entry.size_bytes:
+                start = 0
+            elif len(source.ranges) == 1 and source.ranges[0].path == self.path:
+                start = source.ranges[0].offset_bytes
+        if start == ELSEWHERE:
+            self.elsewhere[len(self.starts)] = source
+        self.add(entry.name, kind, start)
+
+    def share_names(self, other: TensorTable) -> None:
+        """Share the table of names with another shard if that has the same names in the same order, to save memory."""
+        if self.number_of is not other.number_of and list(self.number_of) == list(other.number_of):
+            self.number_of = other.number_of
+
+    def at(self, path: str) -> TensorTable:
+        """Return the tensors of the file `path`, which must have the same tensors at the same places."""
+        other = TensorTable(path)
+        other.number_of, other.kinds, other._number_of_kind = self.number_of, self.kinds, self._number_of_kind
+        other.kind_of, other.starts = self.kind_of, self.starts
+        for number, source in self.elsewhere.items():
+            if isinstance(source, StridedView):
+                other.elsewhere[number] = source._replace(path=path)
+                continue
+            if not isinstance(source, ByteRanges):
+                raise TypeError("a tensor whose bytes are not in the file as they are")
+            ranges = tuple(ByteRange(path, part.offset_bytes, part.length_bytes) for part in source.ranges)
+            other.elsewhere[number] = ByteRanges(ranges, source.swapped)
+        return other
+
+    def source(self, number: int) -> Location:
+        """Return where the elements of a tensor are."""
+        start = self.starts[number]
+        if start == ELSEWHERE:
+            return self.elsewhere[number]
+        size_bytes = self.kinds[self.kind_of[number]].size_bytes
+        return ByteRanges((ByteRange(self.path, start, size_bytes),) if size_bytes else ())
+
+    def element_bytes(self, numbers: Sequence[int]) -> int:
+        """Return how many bytes of files one element of each of these tensors takes, all together."""
+        if not self.elsewhere:
+            counts = Counter(map(self.kind_of.__getitem__, numbers))
+            return sum(count * self.kinds[kind].dtype.itemsize_bytes for kind, count in counts.items())
+        return sum(
+            _element_bytes(self.elsewhere.get(number), self.kinds[self.kind_of[number]].dtype) for number in numbers
+        )
+
+    def __getitem__(self, name: str) -> TensorEntry:
+        number = self.number_of[name]
+        dtype, shape, box, global_shape = self.kinds[self.kind_of[number]]
+        return TensorEntry(name, dtype, shape, self.source(number), box, global_shape)
+
+    def kind_named(self, name: str) -> TensorType:
+        """Return the kind of the tensor of this name. Raises KeyError if there is none."""
+        return self.kinds[self.kind_of[self.number_of[name]]]
+
+    def keys(self) -> KeysView[str]:
+        return self.number_of.keys()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.number_of
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.number_of)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __eq__(self, other: object) -> bool:
+        """Tell whether both have the same tensors at the same places, in the same order; kinds may be in another."""
+        if not isinstance(other, TensorTable) or self._columns() != other._columns():
+            return False
+        if self.kinds == other.kinds:
+            return self.kind_of == other.kind_of
+        numbers = {kind: number for number, kind in enumerate(other.kinds)}
+        translated = [numbers.get(kind, -1) for kind in self.kinds]
+        return [translated[number] for number in self.kind_of] == list(other.kind_of)
+
+    def __hash__(self) -> int:
+        return hash((self.path, len(self)))
+
+    def _columns(self) -> tuple[object, ...]:
+        return list(self.number_of), self.starts, self.elsewhere, self.path
+
+    @property
+    def tables(self) -> tuple[TensorTable, ...]:
+        """All tables that are kept for these tensors: their own, and those of the shards that they are made of."""
+        return (self,)
+
+    @staticmethod
+    def kept_bytes(shards: Iterable[TensorTable]) -> int:
+        """Return how much memory shards take together; names that several share count once."""
+        names: dict[int, int] = {}
+        places = 0
+        for tensors in shards:
+            names[id(tensors.number_of)] = len(tensors)
+            places += _PLACE_BYTES * len(tensors) + _ELSEWHERE_BYTES * len(tensors.elsewhere)
+        return places + _NAME_BYTES * sum(names.values())
+
+
+# The place of a tensor that has none of its own, since only its pieces have places.
+_NOWHERE = ByteRanges(())
+
+
+class ListedChunk(NamedTuple):
+    """A listed part of a tensor. box: in the whole tensor. tensors, number: the tensors of a file, and which it is."""
+
+    box: Box
+    tensors: TensorTable
+    number: int
+
+
+# What many listed tensors have in common: for each piece, its box and the tensors of its file.
+PieceList = tuple[tuple[Box, TensorTable], ...]
+
+
+class ChunkedTensors(TensorTable):
+    """The whole tensors of a checkpoint whose pieces are listed one by one; only the pieces have places.
+
+    A file may have several pieces of a tensor. Pieces may overlap if they hold the same there. lists: the different
+    lists of pieces. list_of: for each tensor, the number of its list. numbers: for each tensor, the numbers of its
+    pieces in their files. missing: in words, why no pieces of some files are listed. unreadable: the names of tensors
+    whose elements cannot be read though their files are sound, each with the reason in words; no pieces of them are
+    listed.
+    """
+
+    __slots__ = ("_number_of_list", "list_of", "lists", "missing", "numbers", "unreadable")
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.lists: list[PieceList] = []
+        self.list_of = array("I")
+        self.numbers: list[tuple[int, ...]] = []
+        self.missing: tuple[str, ...] = ()
+        self.unreadable: dict[str, str] = {}
+        self._number_of_list: dict[tuple[tuple[Box, int], ...], int] = {}
+
+    def add_listed(self, name: str, dtype: DType, shape: tuple[int, ...], pieces: Sequence[ListedChunk]) -> None:
+        """Add a tensor. Raises ValueError if there is one of its name already, or if a piece does not fit it."""
+        whole = Box.whole(shape)
+        for box, tensors, number in pieces:
+            kind = tensors.kinds[tensors.kind_of[number]]
+            if (kind.dtype, kind.shape) != (dtype, box.shape) or not (box.ndim == whole.ndim and whole.contains(box)):
+                raise ValueError(f"a piece of {name!r} is {kind.dtype} {list(kind.shape)}, listed as {dtype} at {box}")
+        key = tuple((piece.box, id(piece.tensors)) for piece in pieces)
+        list_number = self._number_of_list.setdefault(key, len(self.lists))
+        if list_number == len(self.lists):
+            self.lists.append(tuple((piece.box, piece.tensors) for piece in pieces))
+        self._add(name, TensorType(dtype, shape), list_number, tuple(piece.number for piece in pieces))
+
+    def add_unreadable(self, name: str, dtype: DType, shape: tuple[int, ...], why: str) -> None:
+        """Add a tensor that cannot be read. Raises ValueError if there is one of its name already.
+
+        It has an empty list of its own, so that nothing is said of it together with others.
+        """
+        self._add(name, TensorType(dtype, shape), len(self.lists), ())
+        self.lists.append(())
+        self.unreadable[name] = why
+
+    def _add(self, name: str, kind: TensorType, list_number: int, numbers: tuple[int, ...]) -> None:
+        if name in self.number_of:
+            raise ValueError(f"two tensors called {name!r}")
+        self.elsewhere[len(self.starts)] = _NOWHERE
+        self.add(name, self.kind(kind), ELSEWHERE)
+        self.list_of.append(list_number)
+        self.numbers.append(numbers)
+
+    @property
+    def pieces(self) -> int:
+        """How many pieces all tensors have together."""
+        return sum(map(len, self.numbers))
+
+    @property
+    def files(self) -> tuple[TensorTable, ...]:
+        """The tensors of each file that has pieces."""
+        by_identity = {id(tensors): tensors for pieces in self.lists for _, tensors in pieces}
+        return tuple(by_identity.values())
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ChunkedTensors) or list(self) != list(other):
+            return False
+        return (
+            self.kinds == other.kinds
+            and self.kind_of == other.kind_of
+            and list(self._pieces()) == list(other._pieces())
+        )
+
+    def __hash__(self) -> int:
+        return super().__hash__()
+
+    def _pieces(self) -> Iterator[object]:
+        for list_number, numbers in zip(self.list_of, self.numbers):
+            pieces = zip(self.lists[list_number], numbers)
+            yield [(box, tensors.source(number)) for (box, tensors), number in pieces]

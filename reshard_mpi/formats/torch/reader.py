@@ -1,0 +1,338 @@
+"""Locate the tensors of a file that torch saved (`locate`).
+
+DeepSpeed's files list the shapes of all parameters, whether or not the file has them; Megatron's have the arguments of
+the run, which say over how many ranks a model was cut. Facts are of DeepSpeed 0.19 and Megatron-Core 0.18.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from reshard_mpi.errors import ShardError
+from reshard_mpi.filesystem.paths import START_BYTES
+from reshard_mpi.formats import files, nest
+from reshard_mpi.formats.dtypes import DType
+from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.nest.nodes import Call, Dict, Value
+from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable, TensorType
+from reshard_mpi.formats.torch import archive, layout
+from reshard_mpi.formats.torch.archive import of_archive
+from reshard_mpi.formats.torch.bulk_tensors import MAX_PICKLE_BYTES, ArchiveContent, Storages
+from reshard_mpi.formats.torch.dtensors import WholeTensor, described
+from reshard_mpi.formats.torch.pickle_hooks import PickleCutShortError, PickleError
+from reshard_mpi.formats.torch.tensors import DistributedTensor, StoredTensor, is_tensor, numbers, place_of
+from reshard_mpi.formats.torch.unpickler import load
+from reshard_mpi.text import MIB
+
+# The first pickle: a number that no other file begins with.
+START = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+_PROTOCOL = 1001
+# The pickles do not say how long they are, so at first this much is read.
+_FIRST_BYTES = MIB
+_COUNT_BYTES = 8
+# Types that this program does not read, by the class of their storages: how long an element is, to pass over them.
+_PASSED_BYTES = {"QInt8Storage": 1, "QUInt8Storage": 1, "QInt32Storage": 4, "QUInt4x2Storage": 1, "QUInt2x4Storage": 1}
+_PASSED_BYTES["ComplexHalfStorage"] = 4
+
+
+def of_pickles(fd: int, path: str, size_bytes: int) -> ArchiveContent:
+    """Read the content of a file of the older layout. Raises ShardError if it is not sound."""
+    length_bytes = _FIRST_BYTES
+    while True:
+        try:
+            return _legacy_content(os.pread(fd, length_bytes, 0), fd, size_bytes)
+        except PickleCutShortError as error:
+            if length_bytes >= min(size_bytes, MAX_PICKLE_BYTES):
+                raise error.of_shard(path) from None
+            length_bytes = min(4 * length_bytes, MAX_PICKLE_BYTES)
+        except PickleError as error:
+            raise error.of_shard(path) from None
+
+
+def _legacy_content(data: bytes, fd: int, size_bytes: int) -> ArchiveContent:
+    """Read the pickles at the beginning of a file, and look where its storages lie."""
+    _, at = load(data)
+    protocol, at = load(data, at)
+    system, at = load(data, at)
+    is_little = system.get("little_endian") if type(system) is Dict else None
+    if protocol != _PROTOCOL or type(is_little) is not bool:
+        raise PickleError("an older checkpoint of torch has an unknown beginning", at)
+    order = "little" if is_little else "big"
+    storages = Storages()
+    root, at = load(data, at, storages.readers)
+    keys, at = load(data, at)
+    starts: dict[str, int] = {}
+    for key, (elements, length_bytes) in zip(_checked(keys, storages, at), _sizes(keys, storages, at)):
+        counted = os.pread(fd, _COUNT_BYTES, at)
+        starts[key] = at + _COUNT_BYTES
+        at = starts[key] + length_bytes
+        if len(counted) < _COUNT_BYTES or at > size_bytes:
+            raise PickleError("an older checkpoint of torch ends in the middle of a storage", at)
+        if int.from_bytes(counted, "little" if is_little else "big") != elements:
+            raise PickleError("a storage of an older checkpoint has another size than its pickle says", starts[key])
+    if at != size_bytes:
+        raise PickleError("something follows the end of an older checkpoint of torch", at)
+    return ArchiveContent(root, starts, order != sys.byteorder)
+
+
+def _checked(keys: Value, storages: Storages, at: int) -> list[str]:
+    """Return the keys of all storages in the order in which they lie in the file."""
+    if type(keys) is not list or not all(type(key) is str for key in keys):
+        raise PickleError("an older checkpoint of torch has no list of its storages", at)
+    named = storages.by_key.keys() | storages.unknown.keys()
+    if len(keys) != len(named) or set(keys) != named:
+        raise PickleError("the storages of an older checkpoint of torch are not those that its pickle names", at)
+    return keys
+
+
+def _sizes(keys: list[str], storages: Storages, at: int) -> Iterator[tuple[int, int]]:
+    """Yield of each storage how many elements it has, and how many bytes."""
+    for key in keys:
+        storage = storages.by_key.get(key) or storages.unknown[key]
+        if storage.unknown is None:
+            yield storage.elements, storage.size_bytes
+        elif storage.unknown in _PASSED_BYTES:
+            yield storage.elements, storage.elements * _PASSED_BYTES[storage.unknown]
+        else:
+            raise PickleError("a storage is of a type that is not known here", at, storage.unknown[:200])
+
+
+# Entries of a file with one rank's optimizer state, by the stage of ZeRO that writes them.
+_FLAT_STATE = ("single_partition_of_fp32_groups", "fp32_flat_groups")
+_CONVERTER = "DeepSpeed's zero_to_fp32.py, which lies beside its checkpoints, makes one of the weights"
+_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
+_AS_RANKS = "put the files of all ranks into folders rank_0, rank_1 ... (links will do), and say how they are cut"
+
+
+class RankShare(NamedTuple):
+    """Of what checkpoint a file is one rank's share, in words, and what to do to have all of it; empty: of none."""
+
+    part_of: str = ""
+    remedy: str = ""
+
+
+def require_weights(root: Value, path: str) -> None:
+    """Raise ShardError for a file of DeepSpeed or Megatron in which the tensors themselves are not, or in pieces."""
+    if type(root) is not Dict:
+        return
+    state = root.get("optimizer_state_dict")
+    if type(state) is Dict and any(state.get(name) is not None for name in _FLAT_STATE):
+        raise ShardError(
+            "a file holds one rank's part of the optimizer of a DeepSpeed ZeRO checkpoint",
+            expected="whole tensors, or parts of each",
+            got="flat pieces of all parameters in a row",
+            where=path,
+            remedy=_CONVERTER,
+        )
+    if root.get("buckets_coalesced") is not None:
+        raise ShardError(
+            "a file holds the distributed optimizer of a Megatron checkpoint (distrib_optim.pt)",
+            expected="whole tensors, or parts of each",
+            got="flat buckets, in which many parameters lie in a row",
+            where=path,
+            remedy="the weights are in model_optim_rng.pt beside it; Megatron can save the optimizer's state as"
+            " torch_dist, by --dist-ckpt-optim-fully-reshardable",
+        )
+    if root.get("ds_version") is not None and root.get("param_shapes") is not None:
+        _require_listed_weights(root, path)
+
+
+def _require_listed_weights(root: Dict, path: str) -> None:
+    """Raise ShardError unless a file with DeepSpeed's model states holds all parameters that it lists."""
+    held = dict(_pairs(root.get("module")))
+    lacking, empty = [], []
+    shapes = root.get("param_shapes")
+    for name, shape in (pair for group in (shapes if type(shapes) is list else [shapes]) for pair in _pairs(group)):
+        tensor = held.get(name)
+        if tensor is None:
+            lacking.append(name)
+        elif type(tensor) is StoredTensor and 0 in tensor.shape and not _is_size(shape, tensor.shape):
+            empty.append(name)
+    if empty:
+        raise ShardError(
+            "a file is of a DeepSpeed ZeRO stage 3 checkpoint, and has no weights",
+            expected="parameters of the shapes that the file lists",
+            got=f"{len(empty)} that are empty, such as {empty[0]!r} of shape {list(held[empty[0]].shape)}",
+            where=path,
+            remedy="the weights lie in pieces in the files *_optim_states.pt beside it; " + _CONVERTER,
+        )
+    if lacking:
+        others = "layer_*_expert_*_model_states.pt" if held else "layer_*-model_states.pt"
+        raise ShardError(
+            "a file of a DeepSpeed checkpoint does not hold all weights that it lists",
+            expected=f"all parameters, {lacking[0]!r} among them",
+            got=f"{len(lacking)} are not in it; "
+            + ("experts" if held else "layers of a pipeline")
+            + f" lie in {others}",
+            where=path,
+            remedy="load the checkpoint with DeepSpeed, and save the state_dict() of the model",
+        )
+
+
+def share_of(root: Value) -> RankShare:
+    """Return of what checkpoint a file says that it is one rank's share."""
+    if type(root) is not Dict:
+        return RankShare()
+    ranks = root.get("mp_world_size")
+    if root.get("ds_version") is not None and type(ranks) is int and ranks > 1:
+        return RankShare(f"a DeepSpeed checkpoint of {ranks} model-parallel ranks", _AS_RANKS)
+    args = root.get("args")
+    if type(args) is Call and type(args.state) is Dict and root.get("checkpoint_version") is not None:
+        sizes = [args.state.get(name) for name in _PARALLEL]
+        if any(type(size) is int and size > 1 for size in sizes):
+            shown = " x ".join(str(size) for size in sizes if type(size) is int)
+            what = f"a Megatron checkpoint of {shown} ranks (tensor x pipeline x expert parallel)"
+            return RankShare(what, f"{_AS_RANKS}; reshard-mpi help strategies shows it for tensor parallelism")
+    return RankShare()
+
+
+def _pairs(value: Value) -> Iterator[tuple[str, Value]]:
+    """Yield the entries of a dictionary, ordered or not, whose keys are texts; none of anything else."""
+    if type(value) is Dict or type(value) is Call:
+        yield from ((key, entry) for key, entry in value.pairs() if type(key) is str)
+
+
+def _is_size(value: Value, shape: tuple[int, ...]) -> bool:
+    """Tell whether a size is that of a tensor, or no size at all."""
+    try:
+        return numbers(value) == shape
+    except ValueError:
+        return True
+
+
+NAME = "torch"
+
+# That so many tensors have a class or attributes of their own is said, and of how many more there are.
+_MAX_BESIDES = 100
+
+
+def locate(path: str, like: Manifest | None = None) -> Manifest:
+    """Find the tensors of the file at `path` without executing anything, and without reading any payload.
+
+    like: another shard; one of the same structure has its tensors at the same places.
+
+    Names of nested dictionaries are joined by dots; the nest is kept as a string (`nest.NEST`). What is neither tensor
+    nor plain data is left out and named. Raises ShardError if the file is not sound, or would run code.
+    """
+    with files.opened(path) as (fd, size_bytes):
+        known = None if like is None else like.structure
+        if like is not None and known is not None and layout.of_file(fd, size_bytes, like.tensors) == known:
+            return like.at(path)
+        found = _parsed(path, _content(fd, path, size_bytes))
+        if found.identity is None:  # the files of different ranks say different ranks
+            found = found._replace(structure=layout.of_file(fd, size_bytes, found.tensors))
+    return found
+
+
+def _parsed(path: str, content: ArchiveContent) -> Manifest:
+    """Return what the content of a file is."""
+    strings = _own_strings(content)
+    is_of_others = strings is None  # what this program has written may have settings of what it was made from
+    if is_of_others:
+        require_weights(content.root, path)
+    try:
+        flattened = nest.flatten(content.root, is_tensor)
+    except nest.NestError as error:
+        problem = f"a shard cannot be read: {error.problem}"
+        raise ShardError(problem, got=error.got, where=path, remedy=error.remedy) from None
+    found = flattened.tensors
+    if strings is not None:
+        # Its dictionaries are in the order of the nest, its storages in that of the shard.
+        found = sorted(found, key=_storage_number)
+    wholes, identity = described(found, path)
+    tensors = TensorTable(path)
+    _add(tensors, found, content, wholes)
+    if not tensors and flattened.left_out:
+        raise ShardError(
+            "a shard holds no tensor that can be read",
+            expected="a state_dict()",
+            got="; ".join(flattened.left_out[:3]),
+            where=path,
+            remedy="load it with torch, and save its state_dict()",
+        )
+    texts = flattened.strings if strings is None else strings
+    besides = tuple(f"{name}: {tensor.besides}" for name, tensor in found if getattr(tensor, "besides", ""))
+    left_out = (*flattened.left_out, *besides[:_MAX_BESIDES])
+    part_of, to_have_all = share_of(content.root) if is_of_others else RankShare()
+    return Manifest(path, NAME, tensors, texts, identity, left_out=left_out, part_of=part_of, to_have_all=to_have_all)
+
+
+def read_back(meant: Manifest) -> None:
+    """Read the structure of a file that was just written. Raises ShardError if it is not what was meant.
+
+    All of its bytes but payloads are compared, and it is parsed as it will be later.
+    """
+    with files.opened(meant.path) as (fd, size_bytes):
+        if layout.of_file(fd, size_bytes, meant.tensors) != meant.structure:
+            raise files.not_as_written(meant.path)
+    files.require_as_written(locate(meant.path)._replace(structure=meant.structure), meant)
+
+
+def _content(fd: int, path: str, size_bytes: int) -> ArchiveContent:
+    try:
+        start = os.pread(fd, START_BYTES, 0)
+        if archive.is_archive(start):
+            return of_archive(fd, path, size_bytes)
+        if start.startswith(START):
+            return of_pickles(fd, path, size_bytes)
+    except OSError as error:
+        raise ShardError("a shard cannot be read", got=str(error), where=path) from error
+    raise files.other_kind(start, path, "a file that torch.save writes") or ShardError(
+        "a shard is no file that torch.save writes",
+        expected="a zip archive, or the older layout with its number",
+        got=f"a file that begins with {start[:8]!r}",
+        where=path,
+        remedy="if it is a bare pickle or a tar file, load it with torch, and save its state_dict()",
+    )
+
+
+def _storage_number(named: tuple[str, Value]) -> int:
+    key = named[1].storage.key if type(named[1]) is StoredTensor else ""
+    return int(key) if key.isdecimal() and len(key) < 20 else 0
+
+
+def _add(
+    tensors: TensorTable, found: Iterable[tuple[str, Value]], content: ArchiveContent, wholes: Mapping[str, WholeTensor]
+) -> None:
+    """Add the tensors of the file, each with its part of the whole where the file says that it has one."""
+    starts, path = content.starts, tensors.path
+    # Most tensors are like others before, so what is known of a kind is looked up.
+    known: dict[tuple[DType, tuple[int, ...], tuple[int, ...], WholeTensor | None], tuple[TensorType, int, bool]] = {}
+    for name, tensor in found:
+        stored: StoredTensor = tensor.local if type(tensor) is DistributedTensor else tensor
+        storage, dtype, offset, shape, strides, _ = stored
+        whole = wholes.get(name)
+        alike = known.get((dtype, shape, strides, whole))
+        if alike is None:
+            kind = TensorType(dtype, shape, *whole) if whole is not None else TensorType(dtype, shape)
+            alike = known[dtype, shape, strides, whole] = kind, tensors.kind(kind), stored.is_row_major
+        kind, number, is_row_major = alike
+        swapped = content.swapped and dtype.part_bytes > 1
+        start = starts[storage.key] + offset * dtype.itemsize_bytes
+        if not kind.size_bytes:
+            tensors.add(name, number, 0)
+        elif is_row_major and not swapped:
+            tensors.add(name, number, start)
+        else:
+            source = place_of(path, stored, start, swapped)
+            assert source is not None
+            tensors.add_entry(TensorEntry(name, dtype, shape, source, kind.box, kind.global_shape))
+
+
+def _own_strings(content: ArchiveContent) -> Mapping[str, str] | None:
+    """Return the strings with which this program wrote the file; None if others wrote it, or changed it."""
+    if content.own_record is None:
+        return None
+    try:
+        record = json.loads(content.own_record)
+    except (ValueError, RecursionError):
+        return None
+    match record:
+        case {"pickle_crc": int() as crc, "strings": dict() as strings} if crc == content.pickle_crc:
+            if all(type(text) is str for text in strings.values()):
+                return strings
+    return None

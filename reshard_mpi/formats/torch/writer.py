@@ -1,0 +1,173 @@
+"""Write all of a torch file but the elements (`reserve`, `seal`)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from zlib import crc32
+
+from reshard_mpi.errors import ShardError
+from reshard_mpi.formats import files, nest
+from reshard_mpi.formats.manifest import Manifest, ShardSpec
+from reshard_mpi.formats.nest.nodes import Value
+from reshard_mpi.formats.protocol import NO_SUMS, OnBytes, uncounted
+from reshard_mpi.formats.tensor_table import TensorTable, TensorType
+from reshard_mpi.formats.torch import archive
+from reshard_mpi.formats.torch.archive import OWN_RECORD
+from reshard_mpi.formats.torch.layout import (
+    ENDS_BYTES,
+    MEMBER_BYTES,
+    TOP,
+    Placed,
+    descriptor,
+    ends,
+    first_members,
+    local_header,
+    placed,
+)
+from reshard_mpi.formats.torch.pickler import WrittenTensor, dumps, rebuilt, require_types
+from reshard_mpi.formats.torch.reader import NAME
+
+_HOLDER = "a file of torch"
+_ID_DIGITS = 40
+# What a pickle has of a tensor besides name, shape and strides, and of its first one of a kind.
+_PICKLED_BYTES, _PICKLED_KIND_BYTES, _NUMBER_BYTES = 96, 256, 11
+# No character of a string, or of a nest, takes more in a pickle.
+_PICKLED_CHARACTER_BYTES = 5
+
+
+def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
+    """Write the file `path` without the elements of its tensors, in the layout of torch 2.13.
+
+    Each tensor has a storage of its own, in the order of `spec`. fd: the empty file. Raises TargetError for what torch
+    cannot hold, or a nest that does not fit the tensors; OSError if it cannot be written.
+    """
+    specs = spec.specs
+    files.check_names(path, [*specs.names, *spec.strings])
+    root = _root(spec, path)
+    pickle = dumps(root)
+    strings = dict(spec.strings)
+    tensors, members, writer = TensorTable(path), list[Placed](), files.StructureWriter(fd)
+
+    def add(name: str, content: bytes) -> None:
+        member = placed(name, len(content), members[-1].end if members else 0, crc32(content))
+        writer.add(member.header_start, local_header(member) + content + descriptor(member))
+        members.append(member)
+
+    for name, content in first_members(pickle).items():
+        add(name, content)
+    kinds = [tensors.kind(kind) for kind in _kinds(spec)]
+    for number, (name, kind) in enumerate(zip(specs.names, specs.kind_of)):
+        size_bytes = specs.kinds[kind].size_bytes
+        member = placed(f"data/{number}", size_bytes, members[-1].end)
+        writer.add(member.header_start, local_header(member))
+        if size_bytes:
+            writer.add(member.payload_start + size_bytes, descriptor(member))
+        members.append(member)
+        tensors.add(name, kinds[kind], member.payload_start if size_bytes else 0)
+    if nest.NEST in strings:
+        add(OWN_RECORD, json.dumps({"pickle_crc": crc32(pickle), "strings": strings}).encode())
+    add("version", b"3\n")
+    add(".data/serialization_id", _identity(pickle))
+    writer.add(members[-1].end, ends(members, members[-1].end))
+    return Manifest(path, NAME, tensors, strings, structure=writer.finish())
+
+
+def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
+    """Return what the file of `spec` can take. Raises TargetError for what torch cannot hold."""
+    specs = spec.specs
+    require_types(specs, _HOLDER, "")
+    if nest.NEST in spec.strings:
+        _root(spec, "")
+    dimensions = [2 * len(kind.box.shape) * _NUMBER_BYTES for kind in specs.kinds]
+    of_tensors = sum(
+        MEMBER_BYTES + 2 * (len(TOP) + 16) + _PICKLED_BYTES + 4 * len(name) + dimensions[kind]
+        for name, kind in zip(specs.names, specs.kind_of)
+    )
+    of_strings = sum(_string_bytes(name, text) for name, text in spec.strings.items())
+    small_members = 7 * (MEMBER_BYTES + 2 * len(TOP) + 128)
+    of_kinds = _PICKLED_KIND_BYTES * (len(specs.kinds) + 1)
+    return specs.size_bytes + of_tensors + of_strings + of_kinds + small_members + ENDS_BYTES
+
+
+def _string_bytes(name: str, text: str) -> int:
+    """Return what a string takes at most in the pickle, and in the record beside a nest."""
+    recorded_bytes = len(json.dumps(name)) + len(json.dumps(text)) + 16
+    return _PICKLED_CHARACTER_BYTES * (len(name) + len(text) + 16) + recorded_bytes
+
+
+def _root(spec: ShardSpec, path: str) -> Value:
+    """Return the tree that the file is a pickle of. Raises TargetError if there is none."""
+    specs = spec.specs
+    require_types(specs, _HOLDER, path)
+    kinds = list(_kinds(spec))
+    leaves = {
+        name: WrittenTensor(str(at), kinds[kind]) for at, (name, kind) in enumerate(zip(specs.names, specs.kind_of))
+    }
+    return rebuilt(leaves, spec.strings, path)
+
+
+def _kinds(spec: ShardSpec) -> Iterator[TensorType]:
+    """Yield what is written of each kind of tensors."""
+    return (TensorType(kind.dtype, kind.box.shape) for kind in spec.specs.kinds)
+
+
+def _identity(pickle: bytes) -> bytes:
+    """Return digits that tell files of different tensors, as torch gives each file."""
+    digest = int.from_bytes(hashlib.blake2b(pickle).digest(), "little")
+    return str(digest)[-_ID_DIGITS:].zfill(_ID_DIGITS).encode()
+
+
+def seal(fd: int, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = False) -> None:
+    """Put the CRC-32 of every member behind its payload and into the directory.
+
+    There is no place in it for the sums of tensors; members always have theirs, so `crc` changes nothing.
+    """
+    size_bytes = os.fstat(fd).st_size
+    members = archive.read_members(fd, path, size_bytes)
+    start, length_bytes, _ = archive.directory(fd, path, size_bytes)
+    directory = bytearray(os.pread(fd, length_bytes, start))
+    for at, member, found in zip(archive.entries(directory), members.values(), _sums(fd, path, members)):
+        directory[at + archive.ENTRY_CRC_AT : at + archive.ENTRY_CRC_AT + len(found)] = found
+        if member.size_bytes:
+            files.write_all(fd, found, member.offset_bytes + member.size_bytes + archive.DESCRIPTOR_CRC_AT)
+    files.write_all(fd, bytes(directory), start)
+
+
+def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
+    """Tell whether every member of the file has a checksum. Raises ShardError if one does not fit.
+
+    torch can be told to leave them out; then they are 0. Files of the older layout have none.
+    """
+    with files.opened(path) as (fd, size_bytes):
+        if not archive.is_archive(os.pread(fd, 4, 0)):
+            return False
+        return check_members(fd, path, archive.read_members(fd, path, size_bytes), on_bytes)
+
+
+def check_members(fd: int, path: str, members: Mapping[str, archive.Member], on_bytes: OnBytes) -> bool:
+    """Tell whether every member of an archive has a checksum. Raises ShardError if one does not fit.
+
+    on_bytes: told how many bytes have just been read.
+    """
+    if any(member.size_bytes and not member.crc for member in members.values()):
+        return False
+    for (name, member), found in zip(members.items(), _sums(fd, path, members, on_bytes)):
+        if int.from_bytes(found, "little") != member.crc:
+            raise ShardError(
+                "a member of a shard does not fit its own checksum: it is damaged",
+                expected=f"CRC-32 {member.crc:08x}, as the directory says",
+                got=f"{int.from_bytes(found, 'little'):08x}",
+                where=f"{path}, byte {member.offset_bytes}, member {name!r}",
+                remedy="copy it again, or use another replica",
+            )
+    return True
+
+
+def _sums(fd: int, path: str, members: Mapping[str, archive.Member], on_bytes: OnBytes = uncounted) -> Iterator[bytes]:
+    """Yield the CRC-32 of each member's payload, as it is written."""
+    for member in members.values():
+        span = member.offset_bytes, member.offset_bytes + member.size_bytes
+        yield files.crc32_of(fd, path, span, on_bytes=on_bytes).to_bytes(4, "little")

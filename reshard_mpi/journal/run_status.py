@@ -1,0 +1,286 @@
+"""Describe how far the run of a target folder is, and commit it by hand (`state_of`, `commit`)."""
+
+from __future__ import annotations
+
+import fcntl
+import shlex
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, islice, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from reshard_mpi.errors import SourceError, TargetError, TransformError
+from reshard_mpi.filesystem.folders import holders, try_lock
+from reshard_mpi.filesystem.paths import require_replaceable
+from reshard_mpi.journal.commit import NOT_WRITTEN, Committed, commit_locked, complete_record, opened_to_commit, ranges
+from reshard_mpi.journal.identity import CommitRecord, RunIdentity
+from reshard_mpi.journal.publication import is_partial
+from reshard_mpi.journal.records import COMMIT_RECORD, STATE, TargetRecord, recorded_ranks, run_path
+from reshard_mpi.journal.targets import COMMIT_LOCK, withdraw
+from reshard_mpi.text import format_bytes
+
+# Committing takes moments: a process that is in the way for longer is stopped, or one of many that write all the time.
+_WAIT_SECONDS = 10.0
+_NAP_SECONDS = 0.05
+
+
+class Standing(NamedTuple):
+    """How far a run has come. complete: target ranks. problems: by rank, why targets that have a record are not."""
+
+    identity: RunIdentity
+    complete: tuple[int, ...]
+    problems: Mapping[int, str]
+
+    @property
+    def incomplete(self) -> Iterator[tuple[int, str]]:
+        """The rank of every target that is not complete, and why. There may be millions."""
+        complete = set(self.complete)
+        ranks = (rank for rank in range(self.identity.target_ranks) if rank not in complete)
+        return ((rank, self.problems.get(rank, NOT_WRITTEN)) for rank in ranks)
+
+
+def standing(folder: Path) -> Standing:
+    """Return how far the run recorded under `folder` has come. Raises TargetError if there is none."""
+    identity = _recorded_run(folder)
+    targets = _recorded_targets(folder, identity)
+    complete = tuple(rank for rank, record in targets.items() if isinstance(record, TargetRecord))
+    return Standing(identity, complete, {rank: why for rank, why in targets.items() if isinstance(why, str)})
+
+
+def commit(folder: Path) -> Committed:
+    """Write the commit record of the run recorded under `folder`.
+
+    Raises TargetError if there is no run, TransformError if targets of it are not complete, DisagreementError or
+    CoverageError if they were made from shards that do not belong together. Then there is no commit record.
+    """
+    _recorded_run(folder)
+    require_replaceable(folder / COMMIT_RECORD, "the commit record")
+    deadline = time.monotonic() + _WAIT_SECONDS
+    with opened_to_commit(folder) as opened:
+        while not try_lock(opened.lock, fcntl.LOCK_EX):
+            _require_complete(folder, _recorded_run(folder), "; a process is writing some of them now")
+            if time.monotonic() >= deadline:
+                raise TargetError(
+                    "the targets are being written or committed by another process",
+                    expected="nobody at work on them",
+                    got=f"a lock on {folder / STATE / COMMIT_LOCK}, held by {holders(opened.lock)}",
+                    where=str(folder),
+                    remedy="wait for it",
+                )
+            time.sleep(_NAP_SECONDS)
+        identity = _recorded_run(folder)
+        try:
+            records = _require_complete(folder, identity, "")
+        except TransformError:
+            withdraw(opened.folder, identity.format)
+            raise
+        return commit_locked(opened, identity, records, told=())
+
+
+def _require_complete(folder: Path, identity: RunIdentity, besides: str) -> list[TargetRecord]:
+    """Return the records of all targets. Raises TransformError, which names those that are not complete.
+
+    besides: what the error is to say besides.
+    """
+    target_ranks = identity.target_ranks
+    targets = _recorded_targets(folder, identity)
+    records = [record for record in targets.values() if isinstance(record, TargetRecord)]
+    if len(records) < target_ranks:
+        missing = ranges(_gaps([record.rank for record in records], target_ranks))
+        first = next(rank for rank in range(target_ranks) if not isinstance(targets.get(rank), TargetRecord))
+        raise TransformError(
+            f"{target_ranks - len(records)} of {target_ranks} targets are not complete: {missing}",
+            expected="all of them written by this run, as their records say",
+            got=f"target rank {first} {targets.get(first, NOT_WRITTEN)}{besides}",
+            where=str(folder),
+            remedy="run the same transform again with --resume, or the array tasks that make these targets"
+            f" (sbatch --array={missing}, where a task is a target), then commit again",
+        )
+    return records
+
+
+def _recorded_targets(folder: Path, identity: RunIdentity) -> dict[int, TargetRecord | str]:
+    """Return by rank the records of targets that have one, or why these targets are not complete; ranks ascend."""
+    ranks = (rank for rank in recorded_ranks(folder / STATE) if rank < identity.target_ranks)
+    return {rank: complete_record(folder, identity, rank) for rank in ranks}
+
+
+def _recorded_run(folder: Path) -> RunIdentity:
+    identity = RunIdentity.recorded(folder / STATE)
+    if identity is None or not identity.facts.keys() >= {"source", "to", "target_ranks"}:
+        is_damaged = run_path(folder / STATE).exists()
+        raise TargetError(
+            "the folder holds no run to commit",
+            expected="a folder that reshard-mpi transform has written to",
+            got="a record of a run that is damaged, or of another version" if is_damaged else "no record of a run",
+            where=str(folder),
+            remedy="transform again with --overwrite" if is_damaged else "give the DST of the transform",
+        )
+    return identity
+
+
+def _gaps(ranks: Sequence[int], count: int) -> Iterator[tuple[int, int]]:
+    """Yield the first and the last of every run of ranks below `count` that are missing from these ascending ones."""
+    for before, after in pairwise((-1, *ranks, count)):
+        if before + 1 < after:
+            yield before + 1, after - 1
+
+
+_NAMED = 20
+# Of ranks that are not complete. A run may have a million of them.
+_LISTED = 1 << 16
+
+
+def state_of(folder: Path) -> dict[str, Any]:
+    """Return the facts of the run that fills `folder` as `run`, and of its commit as `commit`, if there are such."""
+    facts: dict[str, Any] = {}
+    if run_path(folder / STATE).exists():
+        facts["run"] = _run(folder)
+    if (folder / COMMIT_RECORD).exists():
+        try:
+            facts["commit"] = _commit(folder)
+        except SourceError as error:
+            facts["commit"] = {"problem": error.problem}
+    return facts
+
+
+def about_record(path: Path) -> dict[str, Any] | None:
+    """Return the facts of the commit record at `path`, or of the run that an unfinished file is of; None for others.
+
+    Raises SourceError for other files that a run keeps, which says where to look instead.
+    """
+    if is_partial(path):
+        folder = next((folder for folder in path.absolute().parents[:2] if run_path(folder / STATE).exists()), None)
+        if folder is not None:
+            return {"kind": "run", "path": str(path), "partial": str(path), **state_of(folder)}
+        raise SourceError(
+            "the file is not complete",
+            expected="a shard under its own name",
+            got="what a process is writing, or has left behind where it died",
+            where=str(path),
+            remedy=f"inspect {path.parent.parent}, the target folder, to see what is complete",
+        )
+    if path.parent.name == STATE:
+        raise SourceError(
+            "the file is for a run to keep its state in",
+            expected="a target folder, a shard or a strategy",
+            got=f"a file in {STATE}",
+            where=str(path),
+            remedy=f"inspect {path.parent.parent}, the target folder",
+        )
+    if path.name != COMMIT_RECORD or not path.is_file():
+        return None
+    return {"kind": "commit", "path": str(path), **_commit(path.parent)}
+
+
+def as_lines(facts: dict[str, Any]) -> list[str]:
+    """Return the facts from `state_of` or `about_record` as lines for people."""
+    lines = []
+    if "partial" in facts:
+        lines.append(f"{facts['partial']}: being written, or left by a writer that died")
+    if "run" in facts:
+        lines += _run_lines(facts["run"], committed="targets" in facts.get("commit", {}))
+    commit = facts if facts.get("kind") == "commit" else facts.get("commit")
+    return lines + (_commit_lines(commit) if commit is not None else [])
+
+
+def _run(folder: Path) -> dict[str, Any]:
+    try:
+        progress = standing(folder)
+    except TargetError as error:
+        return {"problem": error.got}
+    hidden = chain(folder.glob("rank_*/.*"), folder.glob(".*"))
+    partial = sorted(str(path.relative_to(folder)) for path in hidden if is_partial(path))
+    incomplete = dict(islice(progress.incomplete, _LISTED))
+    return {
+        "path": str(folder),
+        "settings": progress.identity.as_json(),
+        "in_words": progress.identity.settings,
+        "command": progress.identity.command(str(folder.absolute())),
+        "target_ranks": progress.identity.target_ranks,
+        "complete": list(progress.complete),
+        "incomplete": {str(rank): why for rank, why in incomplete.items()},
+        "partial": partial,
+    }
+
+
+def _commit(folder: Path) -> dict[str, Any]:
+    record = CommitRecord.read(folder)
+    if record is None:
+        raise SourceError(
+            "the commit record is damaged",
+            expected=f"what a run writes to {COMMIT_RECORD}",
+            where=str(folder / COMMIT_RECORD),
+            remedy="reshard-mpi commit writes it anew, if the records of the run are there",
+        )
+    targets = [
+        {
+            "rank": rank,
+            "file": file,
+            "size_bytes": record.sizes_bytes.get(rank),
+            "got_bytes": _size_bytes(folder / file),
+        }
+        for rank, file in record.files.items()
+    ]
+    return {
+        "settings": record.run.as_json(),
+        "in_words": record.run.settings,
+        "command": record.run.command(str(folder.absolute())),
+        "targets": targets,
+        "sources": [{"file": file, "size_bytes": size_bytes} for file, size_bytes in record.sources],
+        "sums": dict(record.sums),
+    }
+
+
+def _size_bytes(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
+
+
+def _run_lines(run: dict[str, Any], *, committed: bool) -> list[str]:
+    if "problem" in run:
+        return [f"run: {run['problem']}"]
+    end = "committed" if committed else "not committed"
+    lines = [
+        f"run: {len(run['complete'])} of {run['target_ranks']} targets complete, {end}",
+        f"  made by: {run['command']}",
+    ]
+    incomplete = run["target_ranks"] - len(run["complete"])
+    if incomplete:
+        lines.append("  the same command with --resume makes the others")
+    elif not committed:
+        lines.append(f"  what is left: reshard-mpi commit {shlex.quote(run['path'])}")
+    lines += _some([f"  target rank {rank} {why}" for rank, why in run["incomplete"].items()], incomplete)
+    return lines + _some([f"  {path}: being written, or left by a writer that died" for path in run["partial"]])
+
+
+def _commit_lines(commit: dict[str, Any]) -> list[str]:
+    if "problem" in commit:
+        return [f"commit: {commit['problem']}"]
+    bad = [target for target in commit["targets"] if target["got_bytes"] != target["size_bytes"]]
+    sums = f", CRC-32 of {len(commit['sums'])} tensors" if commit["sums"] else ""
+    count = len(commit["targets"])
+    lines = [f"commit: {count} targets{sums}; {count - len(bad)} of them there as committed"]
+    shown = bad
+    if "kind" in commit:
+        lines.append(f"  made by: {commit['command']}")
+        shown = commit["targets"]
+    return lines + _some([f"  rank {target['rank']}: {target['file']}{_state(target)}" for target in shown])
+
+
+def _state(target: dict[str, Any]) -> str:
+    size, got = target["size_bytes"], target["got_bytes"]
+    if got is None:
+        return " is not there"
+    if got != size:
+        return f" has {got} bytes, not the {size} that were committed"
+    return f", {format_bytes(got)}"
+
+
+def _some(lines: list[str], count: int | None = None) -> list[str]:
+    """Return `lines`; if they are many, the first of them and how many more there are. count: if not all are given."""
+    count = len(lines) if count is None else count
+    return lines if count <= _NAMED else [*lines[:_NAMED], f"  and {count - _NAMED} more"]

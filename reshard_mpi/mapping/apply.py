@@ -1,0 +1,363 @@
+"""Apply the rules of a map to the tensors of a checkpoint (`applied`)."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from math import prod
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from reshard_mpi.errors import MapError
+from reshard_mpi.formats.dtypes import FLOATS, DType
+from reshard_mpi.mapping.direction import Direction, Inventory, shown, told_direction
+from reshard_mpi.mapping.geometry import TargetShape, TermTensor
+from reshard_mpi.mapping.matching import Match, matches, whole_pair
+from reshard_mpi.mapping.optimizer_state import (
+    followed,
+    is_named_as_state,
+    is_named_like_state,
+    is_state,
+    owners,
+    require_none_stranded,
+)
+from reshard_mpi.mapping.result import (
+    Computed,
+    ConstantTensor,
+    CountedScalars,
+    DerivedTensor,
+    Equal,
+    MapResult,
+    Pads,
+    computed,
+    counted,
+)
+from reshard_mpi.mapping.rules import TYPES, Drop, Rules, cautions
+from reshard_mpi.mapping.selection import (
+    Selection,
+    TargetTemplate,
+    all_typed,
+    constant_typed,
+    dropped,
+    is_chosen,
+    made_up,
+    require_alike,
+    require_any,
+    states_among,
+    states_left_out,
+    type_of,
+    zeros,
+)
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.placement import named_after
+
+_OWN = TermTensor(0, ())
+
+
+class _Matched(NamedTuple):
+    """What becomes of the tensors of a checkpoint.
+
+    matches: what equations take. states: the state that follows them, or has other names. kept: the names of tensors
+    that stay as they are. dropped: those that are left out, by name. counted: those that are computed anew.
+    """
+
+    direction: Direction | None
+    matches: Sequence[Match]
+    states: Sequence[Match]
+    kept: Sequence[str]
+    dropped: Mapping[str, Drop]
+    counted: CountedScalars
+
+
+def applied(
+    rules: Rules | None,
+    choice: Selection,
+    inventory: Inventory,
+    forward: bool | None = None,
+    like: TargetTemplate | None = None,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+) -> MapResult:
+    """Return what a map makes of the tensors of a checkpoint.
+
+    rules: None: every tensor keeps its name and shape. forward: the direction; None: as the names tell. like: decides
+    which equations apply, and in which order tensors are; what is made must be alike, of what `choice` takes. settings:
+    of the source's optimizer. Raises MapError if the map does not fit.
+    """
+    taken = _taken(rules, inventory, forward, like)
+    everything = _everything(taken, rules, inventory, choice, like, settings)
+    shapes = everything.shapes
+    states_out = states_left_out(choice, {**({} if like is None else like.shapes), **shapes}, rules, taken.direction)
+    chosen = frozenset(require_any(choice, shapes)) - states_out
+    stranded = _stranded_in_between(choice, taken, inventory, rules)
+    made = everything.among(chosen)
+    _require_state_follows([name for name in taken.kept if name in chosen - stranded], taken, inventory, rules)
+    if like is not None:
+        of_choice = {name: shape for name, shape in like.shapes.items() if is_chosen(choice, name)}
+        of_choice = {name: shape for name, shape in of_choice.items() if name not in states_out}
+        require_alike(made.shapes, like._replace(shapes=of_choice))
+    does_anything = taken.matches or taken.states or taken.dropped or everything.constants or made.numbers
+    if rules is not None and not does_anything:
+        raise _does_nothing(rules, taken.direction, inventory, like)
+    used = {name for tensor in made.tensors for name in tensor.sources.values()}
+    known = taken.counted
+    return MapResult(
+        tuple(all_typed(choice, made.tensors)),
+        tuple(constant_typed(choice, constant) for constant in made.constants),
+        tuple(_equal((*taken.matches, *taken.states), used, known)),
+        (*_pads((*taken.matches, *taken.states), used), *zeros(taken.dropped, inventory)),
+        (
+            *taken.dropped,
+            *(name for name in shapes if name not in chosen),
+            *(name for name, _ in known.numbers),
+            *(() if made.numbers else known.steps),
+        ),
+        taken.direction,
+        tuple(made.numbers),
+        known,
+        tuple(_cautions(rules, taken.states, everything.settings)) if rules is not None else (),
+        everything.settings,
+        (*_states_dropped(taken, inventory, rules), *(name for name in shapes if name in states_out)),
+        stranded,
+    )
+
+
+class _Everything(NamedTuple):
+    """What a checkpoint becomes, or a part of that. settings: of the optimizer on the map's left side."""
+
+    tensors: Sequence[DerivedTensor]
+    constants: Sequence[ConstantTensor]
+    numbers: Sequence[Computed]
+    settings: Mapping[str, Any]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        shapes = {tensor.name: tensor.shape.shape for tensor in self.tensors}
+        shapes |= {constant.name: constant.kind.shape for constant in self.constants}
+        return shapes | {number.name: number.kind.shape for number in self.numbers}
+
+    def among(self, names: Container[str]) -> _Everything:
+        """Return those that have one of these names."""
+        return self._replace(
+            tensors=[tensor for tensor in self.tensors if tensor.name in names],
+            constants=[constant for constant in self.constants if constant.name in names],
+            numbers=[number for number in self.numbers if number.name in names],
+        )
+
+
+def _everything(
+    taken: _Matched,
+    rules: Rules | None,
+    inventory: Inventory,
+    choice: Selection,
+    like: TargetTemplate | None,
+    settings: Mapping[str, Any],
+) -> _Everything:
+    """Return all that the tensors of a checkpoint become. settings: of the source's optimizer."""
+    tensors = _tensors(taken, inventory, choice, like)
+    if rules is None or taken.direction is None:
+        return _Everything(tensors, (), (), settings)
+    constants = made_up(rules, tensors, taken.direction, like)
+    if not taken.direction.is_forward:
+        settings = {} if like is None else like.training.settings
+    numbers = _computed(rules, taken, tensors, settings, like)
+    of_numbers = {number.name for number in numbers}
+    return _Everything(tensors, [made for made in constants if made.name not in of_numbers], numbers, settings)
+
+
+def _require_state_follows(kept: Sequence[str], taken: _Matched, inventory: Inventory, rules: Rules | None) -> None:
+    """Raise MapError if state stays as it is, though the parameter that it is of does not."""
+    shapes = {name: kind.shape for name, kind in inventory.items()}
+    owned = owners(kept, shapes, rules, taken.direction) if rules else {}
+    require_none_stranded((name for name in kept if name not in owned), taken.matches, inventory)
+
+
+def _stranded_in_between(
+    choice: Selection, taken: _Matched, inventory: Inventory, rules: Rules | None
+) -> frozenset[str]:
+    """Return state that stays while its parameter goes, and that the user leaves out after the last map."""
+    names = [] if choice.last is None else [name for name in taken.kept if not is_chosen(choice.last, name)]
+    try:
+        _require_state_follows(names, taken, inventory, rules)
+    except MapError:
+        return frozenset(name for name in names if is_named_like_state(name))
+    return frozenset()
+
+
+def _taken(rules: Rules | None, inventory: Inventory, forward: bool | None, like: TargetTemplate | None) -> _Matched:
+    """Return what becomes of the tensors of a checkpoint by a map; without one they stay as they are."""
+    if rules is None:
+        return _Matched(None, (), (), tuple(inventory), {}, CountedScalars(None, (), ()))
+    shapes = None if like is None else like.shapes
+    direction = told_direction(rules, inventory, forward, shapes)
+    states_apart = {name: kind for name, kind in inventory.items() if not is_state(name, rules, inventory, direction)}
+    taken = list(matches(rules, states_apart, direction, shapes))
+    left = dict.fromkeys(inventory)
+    _remove(left, taken)
+    entries = dropped(rules, tuple(left), inventory, direction, shapes or {})
+    for name in entries:
+        del left[name]
+    known = counted(rules, left, inventory, direction, shapes)
+    for name in known.names:
+        del left[name]
+    states = list(followed(rules, taken, left, inventory, direction, shapes))
+    _remove(left, states)
+    return _Matched(direction, taken, states, tuple(left), entries, known)
+
+
+def _tensors(
+    taken: _Matched, inventory: Inventory, choice: Selection, like: TargetTemplate | None
+) -> list[DerivedTensor]:
+    """Return the tensors that are made of those of the checkpoint, in their order in the target."""
+    parameter_names = {name for match in taken.matches for name in match.sources.values()}
+    position = {name: number for number, name in enumerate(inventory)}
+    # One for all tensors of a shape: those that are made in the same way are planned and moved together.
+    wholes = {kind.shape: TargetShape(kind.shape, (whole_pair(_OWN, kind.shape),), ()) for kind in inventory.values()}
+    made = [
+        (position[name], DerivedTensor(name, dtype, wholes[shape], {_OWN: name}, ""))
+        for name, (dtype, shape) in ((name, inventory[name]) for name in taken.kept)
+    ]
+    states = {id(match) for match in taken.states}
+    for match in (*taken.matches, *taken.states):
+        first = min(position[name] for name in match.sources.values())
+        of_state = id(match) in states or _is_state(match, parameter_names, inventory)
+        of_match = _of_match(match, inventory, taken.direction, choice, is_state=of_state)
+        made += [(first, tensor) for tensor in of_match]
+    made.sort(key=lambda placed: placed[0])
+    tensors = [tensor for _, tensor in made]
+    if like is not None:
+        tensors = [_single_shaped(tensor, like.shapes.get(tensor.name)) for tensor in tensors]
+        order = {name: number for number, name in enumerate(like.shapes)}
+        tensors.sort(key=lambda tensor: order.get(tensor.name, len(order)))
+    _require_different(tensors)
+    return tensors
+
+
+def _computed(
+    rules: Rules,
+    taken: _Matched,
+    tensors: Iterable[DerivedTensor],
+    settings: Mapping[str, Any],
+    like: TargetTemplate | None,
+) -> list[Computed]:
+    """Return the numbers that are computed. Raises MapError if one has the name of another tensor."""
+    assert taken.direction is not None
+    others = dict.fromkeys(tensor.name for tensor in tensors)  # in their order, which is that of what is computed
+    shapes = None if like is None else like.shapes
+    numbers = list(computed(rules, taken.counted, others, settings, taken.direction, shapes))
+    twice = sorted(number.name for number in numbers if number.name in others)
+    if twice:
+        raise MapError(f"what is computed has the name of another tensor: {twice[0]}", where=rules.where)
+    return numbers
+
+
+def _states_dropped(taken: _Matched, inventory: Inventory, rules: Rules | None) -> tuple[str, ...]:
+    if rules is None or taken.direction is None or not taken.dropped:
+        return ()
+    return tuple(states_among(taken.dropped, inventory, rules, taken.direction))
+
+
+def _does_nothing(
+    rules: Rules, direction: Direction | None, inventory: Inventory, like: TargetTemplate | None
+) -> MapError:
+    as_like = "" if like is None else f" that become what is in {like.path}"
+    side = "left" if direction is None else direction.source_side
+    return MapError(
+        "the map does nothing: none of its entries applies",
+        expected=f"tensors of its {side} sides{as_like}",
+        got=shown(inventory),
+        where=rules.where,
+        remedy="mend the names, read it the other way (--forward, --reverse), or leave out --map",
+    )
+
+
+def _remove(left: dict[str, None], taken: Iterable[Match]) -> None:
+    for match in taken:
+        for name in (*match.sources.values(), *match.equal):
+            left.pop(name, None)
+
+
+def _equal(taken: Iterable[Match], used: set[str], known: CountedScalars) -> Iterator[Equal]:
+    for match in taken:
+        first = next(iter(match.sources.values()))
+        if match.equal and first in used:
+            yield Equal((first, *match.equal), match.rule.where)
+    if known.rule is not None and len(known.steps) > 1:
+        yield Equal(known.steps, known.rule.where)
+
+
+def _cautions(rules: Rules, states: Sequence[Match], settings: Mapping[str, Any]) -> Iterator[str]:
+    if states:
+        yield from dict.fromkeys(match.rule.warning for match in states if match.rule.warning)
+        yield from cautions(rules.cautions, settings)
+
+
+def _is_state(match: Match, names: Container[str], inventory: Inventory) -> bool:
+    """Tell whether an equation takes state of what it takes elsewhere: `{p*}` may stand for a prefix as well."""
+    name = next(iter(match.sources.values()))
+    bases = (base for base in named_after(name) if base in names and is_named_as_state(name, base))
+    return any(inventory[base].shape == inventory[name].shape for base in bases)
+
+
+def _single_shaped(tensor: DerivedTensor, shape: tuple[int, ...] | None) -> DerivedTensor:
+    """Return a tensor of one element in this shape of one element; any other tensor as it is."""
+    own = tensor.shape
+    if shape is None or shape == own.shape or prod(own.shape) != 1 or prod(shape) != 1:
+        return tensor
+    pairs = tuple(pair._replace(to=Box.whole(shape), order=None) for pair in own.pairs)
+    return tensor._replace(shape=TargetShape(shape, pairs, ()))
+
+
+def _of_match(
+    match: Match, inventory: Inventory, direction: Direction | None, choice: Selection, *, is_state: bool
+) -> Iterator[DerivedTensor]:
+    assert direction is not None
+    _, target = direction.sides(match.rule)
+    for place, shape in match.geometry.targets.items():
+        type_name = None if is_state else target[place.term].type_name
+        dtypes = {inventory[match.sources[pair.source]].dtype: match.sources[pair.source] for pair in shape.pairs}
+        if not dtypes:
+            dtypes = {inventory[name].dtype: name for name in match.sources.values()}
+        chosen = {type_of(choice, match.targets[place], dtype, shape.shape) for dtype in dtypes}
+        if type_name is None and len(chosen) > 1:
+            raise MapError(
+                f"the tensors that make up {match.targets[place]} are of different types",
+                expected=f"one type{' or a type in the equation' * (not is_state)}, or --dtype that gives them one",
+                got=", ".join(f"{name} {dtype}" for dtype, name in dtypes.items()),
+                where=match.rule.where,
+            )
+        dtype = TYPES[type_name] if type_name is not None else chosen.pop() if len(dtypes) > 1 else next(iter(dtypes))
+        for source_dtype, name in dtypes.items():
+            _require_convertible(name, source_dtype, dtype, match.rule.where)
+        yield DerivedTensor(match.targets[place], dtype, shape, match.sources, match.rule.where)
+
+
+def _require_convertible(name: str, source: DType, target: DType, where: str) -> None:
+    if source != target and not {source, target} <= FLOATS:
+        raise MapError(
+            f"{name} cannot become {target}", expected=f"one of {', '.join(TYPES)}", got=str(source), where=where
+        )
+
+
+def _require_different(tensors: Iterable[DerivedTensor]) -> None:
+    """Raise MapError if two tensors have one name."""
+    origin: dict[str, DerivedTensor] = {}
+    for tensor in tensors:
+        other = origin.setdefault(tensor.name, tensor)
+        if other is not tensor:
+            described = (
+                f"{next(iter(each.sources.values()), '')} ({each.where or 'as it is'})" for each in (other, tensor)
+            )
+            raise MapError(
+                f"two tensors would have the name {tensor.name}",
+                expected="another name for each tensor of the target",
+                got=" and ".join(described),
+                where=tensor.where or other.where,
+                remedy="mend the equations, or leave one of the two out with an entry drop",
+            )
+
+
+def _pads(taken: Iterable[Match], used: set[str]) -> Iterator[Pads]:
+    for match in taken:
+        for place, name in match.sources.items():
+            boxes = match.geometry.pads.get(place.term, ())
+            if boxes and name in used:
+                yield Pads(name, boxes, match.rule.drops_pads, match.rule.where)

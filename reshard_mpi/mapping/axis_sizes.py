@@ -1,0 +1,260 @@
+"""Compute axis lengths: from `[axes]` expressions, and solved from shapes (`solved`, `evaluated`)."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from reshard_mpi.mapping.equations import Axis, Factor, Padded, Product, Sum, axes_of, pads_of
+from reshard_mpi.text import did_you_mean
+
+Sizes = Mapping[str, int]
+
+
+class SizesProblem(ValueError):
+    """Shapes contradict an equation, or do not tell how long an axis is."""
+
+
+class UntoldLength(SizesProblem):
+    """Neither shapes nor [axes] tell how long an axis of the target is."""
+
+
+class Dimension(NamedTuple):
+    """A dimension of a tensor: what an equation says of it, and its length. where: in words, which it is."""
+
+    product: Product
+    length: int
+    where: str
+
+
+def length_of(axis: str, sizes: Sizes) -> int:
+    """Return the length of an axis or a number."""
+    return int(axis) if axis.isdecimal() else sizes[axis]
+
+
+def extent(product: Product, sizes: Sizes) -> int:
+    """Return how long a dimension is. sizes: of all its axes."""
+    return math.prod(_factor_extent(factor, sizes) for factor in product)
+
+
+def _factor_extent(factor: Factor, sizes: Sizes) -> int:
+    if isinstance(factor, Axis):
+        return length_of(factor.name, sizes)
+    if isinstance(factor, Sum):
+        return sum(extent(summand, sizes) for summand in factor.summands)
+    return padded_extent(extent(factor.product, sizes), factor, sizes)
+
+
+def padded_extent(length: int, padded: Padded, sizes: Sizes) -> int:
+    """Return the length of a padded factor. length: of what is padded. Raises SizesProblem if its multiple is 0."""
+    multiple = length_of(padded.multiple, sizes)
+    if multiple < 1:
+        raise SizesProblem(f"nothing is padded up to a multiple of {multiple}")
+    return -(-length // multiple) * multiple
+
+
+def solved(dimensions: Sequence[Dimension], known: Sizes) -> dict[str, int]:
+    """Return the length of every axis of the dimensions.
+
+    known: those that are known, which may be of other axes too. Raises SizesProblem if the dimensions contradict each
+    other or do not tell an axis.
+    """
+    sizes = {**known, **dict(_multiples(dimensions, known))}
+    waiting = list(dimensions)
+    while waiting:
+        undetermined = []
+        for dimension in waiting:
+            unknown = {name for name in names_in(dimension.product) if name not in sizes}
+            if not unknown:
+                _require_length(dimension, sizes)
+            elif len(unknown) == 1 and unknown.isdisjoint(_padded_names(dimension.product)):
+                sizes |= {name: _root(dimension, name, sizes) for name in unknown}
+            else:
+                undetermined.append(dimension)
+        if len(undetermined) == len(waiting):
+            raise _untold(waiting, sizes)
+        waiting = undetermined
+    return sizes
+
+
+def _untold(dimensions: Sequence[Dimension], sizes: Sizes) -> SizesProblem:
+    for dimension in dimensions:
+        for name in _padded_names(dimension.product):
+            if name not in sizes:
+                problem = f"how much of {dimension.where} is padding cannot be told: give {name!r} in [axes]"
+                return SizesProblem(problem)
+    dimension = dimensions[0]
+    unknown_names = [name for name in dict.fromkeys(names_in(dimension.product)) if name not in sizes]
+    return SizesProblem(
+        f"the length {dimension.length} of {dimension.where} does not tell how long"
+        f" {' and '.join(map(repr, unknown_names))} are: give one of them in [axes]"
+    )
+
+
+def _multiples(dimensions: Sequence[Dimension], known: Sizes) -> Iterator[tuple[str, int]]:
+    """Yield the multiples that dimensions are padded up to, where these are padding and what is padded is known.
+
+    The dimension itself is a multiple that explains its length.
+    """
+    for dimension in dimensions:
+        if len(dimension.product) != 1 or not isinstance(padded := dimension.product[0], Padded):
+            continue
+        is_known = all(name.isdecimal() or name in known for name in axes_of(padded.product))
+        if is_known and not padded.multiple.isdecimal() and padded.multiple not in known:
+            yield padded.multiple, dimension.length
+
+
+def names_in(product: Product) -> Iterator[str]:
+    """Yield the names of all axes, multiples of padding included, and no numbers."""
+    yield from (name for name in axes_of(product) if not name.isdecimal())
+    yield from (padded.multiple for padded in pads_of(product) if not padded.multiple.isdecimal())
+
+
+def _padded_names(product: Product) -> Iterator[str]:
+    """Yield the names of the axes that are padded, and of the multiples that they are padded up to."""
+    for padded in pads_of(product):
+        yield from (name for name in axes_of(padded.product) if not name.isdecimal())
+        if not padded.multiple.isdecimal():
+            yield padded.multiple
+
+
+def _require_length(dimension: Dimension, sizes: Sizes) -> None:
+    length = extent(dimension.product, sizes)
+    if length != dimension.length:
+        shown = ", ".join(f"{name} = {sizes[name]}" for name in dict.fromkeys(names_in(dimension.product)))
+        raise SizesProblem(
+            f"{dimension.where} is {dimension.length} long, not {length}" + (f" ({shown})" if shown else "")
+        )
+
+
+def _root(dimension: Dimension, name: str, sizes: Sizes) -> int:
+    """Return the length of an axis, the only unknown one of a dimension: its extent is linear in it."""
+    none, one = (extent(dimension.product, {**sizes, name: length}) for length in (0, 1))
+    slope = one - none
+    length, rest = divmod(dimension.length - none, slope) if slope else (0, 1)
+    if rest or length < 0:
+        shown = "".join(
+            f", {other} = {sizes[other]}" for other in dict.fromkeys(names_in(dimension.product)) if other in sizes
+        )
+        raise SizesProblem(f"no length of {name!r} makes {dimension.where} {dimension.length} long{shown}")
+    return length
+
+
+_TOKEN = re.compile(r"\s*(?:(?P<number>[0-9]+)|(?P<key>[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*)|(?P<mark>[-+*/()]))")
+_MAX_TEXT, _MAX_NESTED, _MAX_VALUE = 1_000, 32, 1 << 62
+
+
+class ExpressionProblem(ValueError):
+    """What is wrong with an expression, and what to do."""
+
+    def __init__(self, problem: str, remedy: str = "correct the expression") -> None:
+        super().__init__(problem)
+        self.remedy = remedy
+
+
+class ConfigurationNeeded(ExpressionProblem):
+    """An expression has a key of the model's configuration, and there is none."""
+
+
+def evaluated(text: str, config: Mapping[str, object] | None) -> int:
+    """Return the value of an expression.
+
+    config: a model's configuration; a dotted key is looked up in tables within it. Raises ExpressionProblem if a key is
+    not there or is no integer, or if a division leaves a rest; ConfigurationNeeded if there is a key and no
+    configuration.
+    """
+    if len(text) > _MAX_TEXT:
+        raise ExpressionProblem(f"it is longer than {_MAX_TEXT} characters")
+    reader = _ExpressionReader(text, config)
+    value = reader.sum(0)
+    if reader.peek() is not None:
+        raise ExpressionProblem(f"unexpected {reader.peek()!r}")
+    return value
+
+
+class _ExpressionReader:
+    def __init__(self, text: str, config: Mapping[str, object] | None) -> None:
+        self._config = config
+        self._values: dict[str, int] = {}  # of the keys that have been read
+        self._tokens: list[tuple[str, str]] = []
+        position = 0
+        while text[position:].strip():
+            found = _TOKEN.match(text, position)
+            if found is None or found.lastgroup is None:
+                raise ExpressionProblem(f"unexpected {text[position:].strip()[:20]!r}")
+            self._tokens.append((found.lastgroup, found.group(found.lastgroup)))
+            position = found.end()
+        self._next = 0
+
+    def peek(self) -> str | None:
+        return self._tokens[self._next][1] if self._next < len(self._tokens) else None
+
+    def sum(self, nested: int) -> int:
+        value = self._product(nested)
+        while (mark := self.peek()) in ("+", "-"):
+            self._next += 1
+            other = self._product(nested)
+            value = _bounded(value + other if mark == "+" else value - other)
+        return value
+
+    def _product(self, nested: int) -> int:
+        value = self._factor(nested)
+        while (mark := self.peek()) in ("*", "/"):
+            self._next += 1
+            other = self._factor(nested)
+            if mark == "*":
+                value = _bounded(value * other)
+            elif other == 0 or value % other:
+                keys = ", ".join(f"{key} = {known}" for key, known in self._values.items())
+                raise ExpressionProblem(
+                    f"{value} / {other}, which is no integer" + (f" ({keys})" if keys else ""),
+                    "correct these keys in the file that --config names" if keys else "correct the expression",
+                )
+            else:
+                value //= other
+        return value
+
+    def _factor(self, nested: int) -> int:
+        if self._next == len(self._tokens):
+            raise ExpressionProblem("it ends where a number or a key is expected")
+        kind, text = self._tokens[self._next]
+        self._next += 1
+        if kind == "number":
+            return _bounded(int(text) if len(text) < 20 else _MAX_VALUE + 1)
+        if kind == "key":
+            return self._configured(text)
+        if text == "(" and nested < _MAX_NESTED:
+            value = self.sum(nested + 1)
+            if self.peek() != ")":
+                raise ExpressionProblem("')' is missing")
+            self._next += 1
+            return value
+        raise ExpressionProblem(f"unexpected {text!r}")
+
+    def _configured(self, key: str) -> int:
+        if self._config is None:
+            raise ConfigurationNeeded(f"{key!r} is a key of the model's configuration, and none is given")
+        value: object = self._config
+        for part in key.split("."):
+            if not isinstance(value, Mapping) or part not in value:
+                known = [str(name) for name in value] if isinstance(value, Mapping) else []
+                raise ExpressionProblem(
+                    f"no key {key!r} in the configuration{did_you_mean(part, known)}",
+                    f"add {key!r} with its number to the file that --config names, or write a number in [axes]",
+                )
+            value = value[part]
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ExpressionProblem(
+                f"{key!r} of the configuration, which is no integer: {str(value)[:40]!r}",
+                f"set {key!r} to an integer in the file that --config names",
+            )
+        self._values[key] = _bounded(value)
+        return self._values[key]
+
+
+def _bounded(value: int) -> int:
+    if abs(value) > _MAX_VALUE:
+        raise ExpressionProblem("a number is too large")
+    return value

@@ -1,0 +1,165 @@
+"""Apply maps one after another, and compose them (`chained`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from reshard_mpi.errors import MapError
+from reshard_mpi.mapping.apply import applied
+from reshard_mpi.mapping.direction import Inventory, ShapeAndType
+from reshard_mpi.mapping.geometry import MAX_PAIRS, BoxPair, TargetShape, TermTensor
+from reshard_mpi.mapping.result import Computed, ConstantTensor, DerivedTensor, MapResult, taken_of
+from reshard_mpi.mapping.rules import Rules
+from reshard_mpi.mapping.selection import Selection, TargetTemplate
+from reshard_mpi.sharding.box import Pieces
+from reshard_mpi.sharding.strides import Move
+from reshard_mpi.text import shortened
+
+# A tensor that is made of no other one.
+MadeUp = ConstantTensor | Computed
+
+
+class _Composed(NamedTuple):
+    """How tensors are made of the first ones.
+
+    places: for each source of the shape, in order, the source of the last map and that of the map before.
+    """
+
+    shape: TargetShape
+    places: tuple[tuple[TermTensor, TermTensor], ...]
+
+
+class Composition:
+    """Says of tensors that several maps make one after another what they are made of at the beginning.
+
+    Tensors that are made alike get one shape, so that they can be told by it.
+    """
+
+    def __init__(self) -> None:
+        self._composed: dict[object, _Composed] = {}
+        self._pieces: dict[int, Pieces] = {}
+        self._kept: list[object] = []  # what identities are of
+        self._boxes = 0
+
+    def of(
+        self, made: Iterable[DerivedTensor], before: Mapping[str, MadeUp | DerivedTensor]
+    ) -> Iterator[DerivedTensor]:
+        """Yield tensors, each as made of what the tensors `before` are made of; others are made of nothing.
+
+        Raises MapError if they are made of too many boxes.
+        """
+        for tensor in made:
+            names = {place: tensor.sources[place] for place in taken_of(tensor)}
+            recipes = {place: before.get(name) for place, name in names.items()}
+            key = id(tensor.shape), tuple((place, _identity(recipe)) for place, recipe in recipes.items())
+            composed = self._composed.get(key)
+            if composed is None:
+                composed = self._composed[key] = self._compose(tensor, recipes)
+                self._kept += [tensor, *recipes.values()]
+            sources = {}
+            for number, (place, inner) in enumerate(composed.places):
+                recipe = recipes[place]
+                assert isinstance(recipe, DerivedTensor)
+                sources[TermTensor(number, ())] = recipe.sources[inner]
+            wheres = list(dict.fromkeys(recipe.where for recipe in recipes.values() if recipe and recipe.where))
+            where = ", then ".join(filter(None, (shortened(wheres) if wheres else "", tensor.where)))
+            yield tensor._replace(shape=composed.shape, sources=sources, where=where)
+
+    def _compose(self, tensor: DerivedTensor, recipes: Mapping[TermTensor, MadeUp | DerivedTensor | None]) -> _Composed:
+        places: dict[tuple[TermTensor, TermTensor], TermTensor] = {}
+        shape = tensor.shape
+        pairs, zeros = [], list(shape.zeros)
+        for pair in shape.pairs:
+            recipe, after = recipes[pair.source], Move(pair.region, pair.to, pair.order)
+            if isinstance(recipe, DerivedTensor):
+                for number, _ in sorted(self._pieces_of(recipe.shape).meeting(pair.region)):
+                    inner = recipe.shape.pairs[number]
+                    move = Move(inner.region, inner.to, inner.order).then(after)
+                    if move is not None:
+                        place = places.setdefault((pair.source, inner.source), TermTensor(len(places), ()))
+                        pairs.append(BoxPair(place, *move))
+                        self._count(tensor)
+            if isinstance(recipe, DerivedTensor) or (isinstance(recipe, ConstantTensor) and not any(recipe.element)):
+                moved = (Move(box, box).then(after) for box in recipe.shape.zeros)
+                zeros += [move.to for move in moved if move is not None]
+        if not places:  # of no element, or of zeros alone: it is made of the same tensors nevertheless
+            for place, recipe in recipes.items():
+                for own in taken_of(recipe) if isinstance(recipe, DerivedTensor) else ():
+                    places[place, own] = TermTensor(len(places), ())
+        return _Composed(TargetShape(shape.shape, tuple(pairs), tuple(zeros)), tuple(places))
+
+    def _count(self, tensor: DerivedTensor) -> None:
+        self._boxes += 1
+        if self._boxes > MAX_PAIRS:
+            raise MapError(
+                f"the maps together would put tensors together from more than {MAX_PAIRS} boxes of different shapes",
+                got=f"{tensor.name}, by {tensor.where}, of tensors that an earlier map has cut otherwise",
+                where=tensor.where,
+                remedy="convert the tensors in several runs, with one map each",
+            )
+
+    def _pieces_of(self, shape: TargetShape) -> Pieces:
+        if id(shape) not in self._pieces:
+            self._pieces[id(shape)] = Pieces([pair.to for pair in shape.pairs])
+        return self._pieces[id(shape)]
+
+
+def _identity(recipe: MadeUp | DerivedTensor | None) -> object:
+    """Return what is the same of tensors that are made alike."""
+    if isinstance(recipe, DerivedTensor):
+        return id(recipe.shape), None if recipe.shape.pairs else tuple(recipe.sources)
+    return (recipe.kind, recipe.element) if isinstance(recipe, ConstantTensor) else recipe and recipe.kind
+
+
+def composed(chain: Iterable[MapResult]) -> tuple[DerivedTensor, ...]:
+    """Return the tensors that the last of several maps makes of others, as made of those that the first one takes."""
+    first: dict[str, MadeUp | DerivedTensor] = {}
+    last: tuple[DerivedTensor, ...] = ()
+    for number, mapped in enumerate(chain):
+        last = mapped.made if number == 0 else tuple(Composition().of(mapped.made, first))
+        first = {tensor.name: tensor for tensor in last}
+        first |= {tensor.name: tensor for tensor in mapped.constants}
+        first |= {tensor.name: tensor for tensor in mapped.computed}
+    return last
+
+
+def chained(
+    rules: Sequence[Rules],
+    choice: Selection,
+    inventory: Inventory,
+    forward: bool | None,
+    like: TargetTemplate | None,
+    settings: Mapping[str, Any],
+) -> Iterator[MapResult]:
+    """Yield what each map makes of what the one before it has made. Raises what `applied` raises.
+
+    choice, like: of what the last one makes. settings: of the source's optimizer.
+    """
+    *first, last = rules
+    stranded: frozenset[str] = frozenset()
+    for of_one in first:
+        mapped = applied(of_one, Selection(last=choice), inventory, forward, None, settings)
+        _require_none_taken(stranded, mapped)
+        stranded |= mapped.stranded
+        yield mapped
+        kinds = {made.name: ShapeAndType(made.dtype, made.shape.shape) for made in mapped.made}
+        kinds |= {constant.name: constant.kind for constant in mapped.constants}
+        inventory = kinds | {number.name: number.kind for number in mapped.computed}
+    mapped = applied(last, choice, inventory, forward, like, settings)
+    _require_none_taken(stranded, mapped)
+    yield mapped
+
+
+def _require_none_taken(stranded: frozenset[str], mapped: MapResult) -> None:
+    """Raise MapError if an equation takes state that an earlier map has left without its parameter."""
+    for made in mapped.made if stranded else ():
+        taken = stranded.intersection(made.sources.values()) if made.where else frozenset()
+        if taken:
+            raise MapError(
+                "an equation takes state whose parameter an earlier map has changed",
+                expected="state that has followed its parameter",
+                got=min(taken),
+                where=made.where,
+                remedy="write equations for such state in the earlier map, or leave it out with an entry drop there",
+            )

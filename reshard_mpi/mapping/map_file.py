@@ -1,0 +1,399 @@
+"""Read map files and model configurations (`read_rules`)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from reshard_mpi.errors import MapError
+from reshard_mpi.filesystem.paths import described
+from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.mapping.axis_sizes import ConfigurationNeeded, ExpressionProblem, evaluated, names_in
+from reshard_mpi.mapping.equations import ARROW, SyntaxProblem, parse
+from reshard_mpi.mapping.geometry import EquationProblem, check
+from reshard_mpi.mapping.rules import (
+    TYPES,
+    Drop,
+    EquationRule,
+    Fill,
+    Rules,
+    caution_of,
+    count_of,
+    flag_of,
+    name_of,
+    number_of,
+    require_known,
+    text_of,
+)
+from reshard_mpi.text import did_you_mean
+
+MAX_BYTES, MAX_ENTRIES = 1 << 20, 10_000
+_HEADER = re.compile(r"^[ \t]*\[\[[ \t]*(?:map|\"map\"|'map')[ \t]*\]\]", re.MULTILINE)
+_SIDES = ("left", "right")
+_LIKE = ("only", "needed", "forward")
+# The key by which a configuration says how many tensor-parallel ranks there are, as Megatron calls it.
+_TENSOR_PARALLEL = "tensor_model_parallel_size"
+_MAX_AXIS, _MAX_DIMENSIONS = 1 << 62, 32
+_MAX_SHOWN = 100
+
+
+def parse_rules(text: str, where: str, config: Mapping[str, object] | None = None) -> Rules:
+    """Read a map file.
+
+    config: the model's configuration, for expressions in [axes]. Raises MapError, with the place in the file, for what
+    it cannot mean.
+    """
+    content = _content(text, where)
+    entries, lines = content["map"], [text.count("\n", 0, header.start()) + 1 for header in _HEADER.finditer(text)]
+    read: dict[str, list[Any]] = {kind: [] for kind in _READERS}
+    for number, entry in enumerate(entries):
+        line = f", line {lines[number]}" if len(lines) == len(entries) else ""
+        kind, made = _entry(entry, f"{where}{line}, [[map]] {number + 1}")
+        read[kind].append(made)
+    equations: list[EquationRule] = read["eq"]
+    axes = _axes(content.get("axes", {}), equations, config, where)
+    return Rules(
+        tuple(equations),
+        tuple(read["drop"]),
+        tuple(read["fill"]),
+        axes,
+        where,
+        lacks_config=len(axes) < len(content.get("axes", {})),
+        states=tuple(read["state"]),
+        counts=tuple(read["count"]),
+        numbers=tuple(read["number"]),
+        cautions=tuple(read["caution"]),
+        tensor_parallel=_tensor_parallel(config),
+        cuts_by_rank=_TENSOR_PARALLEL in content.get("axes", {}).values(),
+    )
+
+
+def parse_equation(text: str) -> Rules:
+    """Read a map that is a single equation, as on the command line. Raises MapError if it is none."""
+    shown = " ".join(text.split())
+    where = f"'{shown if len(shown) <= _MAX_SHOWN else shown[:_MAX_SHOWN] + '...'}'"
+    return Rules((_equation({"eq": text}, where),), (), (), {}, where, is_typed=True)
+
+
+def _tensor_parallel(config: Mapping[str, object] | None) -> int | None:
+    """Return how many tensor-parallel ranks a configuration says there are; None if it says nothing."""
+    value = None if config is None else config.get(_TENSOR_PARALLEL)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def _content(text: str, where: str) -> dict[str, Any]:
+    """Return what a map file has, as TOML: entries, and keys that it may have."""
+    if len(text) > MAX_BYTES:
+        raise MapError("the map is too large", expected=f"at most {MAX_BYTES} characters", where=where)
+    try:
+        content = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise MapError("the map is no TOML", got=str(error)[:200], where=where) from None
+    unknown = sorted(content.keys() - {"axes", "map", "description"})
+    if unknown:
+        raise MapError(
+            "the map has a key that it cannot have", expected="axes, map, description", got=unknown[0], where=where
+        )
+    if not isinstance(content.get("description", ""), str):
+        raise MapError("description is no text", where=where)
+    entries = content.get("map", [])
+    if not isinstance(entries, list) or not entries or len(entries) > MAX_ENTRIES:
+        raise MapError(
+            "the map has no [[map]] entries", expected=f"1 to {MAX_ENTRIES}", got=str(entries)[:60], where=where
+        )
+    return content
+
+
+def _entry(entry: object, where: str) -> tuple[str, object]:
+    """Read an entry; return its kind, and what it says."""
+    if not isinstance(entry, dict):
+        raise MapError("an entry of the map is no table", got=str(entry)[:60], where=where)
+    kinds = [kind for kind in _READERS if kind in entry]
+    if len(kinds) != 1:
+        raise MapError(
+            f"an entry of the map needs one of {', '.join(_READERS)}", got=", ".join(entry) or "none", where=where
+        )
+    return kinds[0], _READERS[kinds[0]](entry, where)
+
+
+def _only(entry: dict[str, Any], key: str, where: str) -> dict[str, Any]:
+    """Return the table that an entry consists of."""
+    require_known(entry, (key,), where)
+    table = entry[key]
+    if not isinstance(table, dict):
+        raise MapError(f"{key} is no table", got=str(table)[:60], where=where)
+    return table
+
+
+def _state(entry: dict[str, Any], where: str) -> EquationRule:
+    require_known(entry, ("state", "warning"), where)
+    warning = text_of(entry, "warning", where) if "warning" in entry else ""
+    rule = _equation({"eq": text_of(entry, "state", where), "optional": True}, where)
+    terms = (*rule.equation.left, *rule.equation.right)
+    if len(terms) != 2 or any(
+        term.dims is not None or term.type_name or [capture.is_text for capture in term.name.captures] != [True]
+        for term in terms
+    ):
+        raise MapError(
+            "state is wrong",
+            expected="two names with one capture like {p*}, which stands for a parameter's name",
+            got=rule.equation.text[:200],
+            where=where,
+        )
+    return rule._replace(warning=warning)
+
+
+def _equation(entry: dict[str, Any], where: str) -> EquationRule:
+    require_known(entry, ("eq", "optional", "copy", "pads", "like"), where)
+    text = text_of(entry, "eq", where)
+    try:
+        equation = parse(text)
+    except SyntaxProblem as error:
+        raise MapError(
+            f"an equation cannot be read: {error.problem}", got=_marked(text, error.position), where=where
+        ) from None
+    for term in (*equation.left, *equation.right):
+        if term.type_name is not None and term.type_name not in TYPES:
+            raise MapError(
+                "an equation names an unknown type", expected=", ".join(TYPES), got=term.type_name, where=where
+            )
+    copies = flag_of(entry, "copy", where)
+    pads = entry.get("pads", "zero")
+    if pads not in ("zero", "drop"):
+        raise MapError("pads is wrong", expected="'drop', or nothing", got=repr(pads)[:60], where=where)
+    like = entry.get("like")
+    if like is not None and like not in _LIKE:
+        raise MapError("like is wrong", expected=f"{', '.join(_LIKE)}, or nothing", got=repr(like)[:60], where=where)
+    try:
+        shared = check(equation.left, equation.right, copies=copies)
+    except EquationProblem as error:
+        raise MapError("an equation is wrong", got=f"{error}; in {' '.join(text.split())[:200]}", where=where) from None
+    is_optional = flag_of(entry, "optional", where) or like is not None
+    return EquationRule(equation, shared, is_optional, copies, pads == "drop", where, like)
+
+
+def _drop(entry: dict[str, Any], where: str) -> Drop:
+    require_known(entry, ("drop", "side", "optional", "zeros"), where)
+    glob, side = text_of(entry, "drop", where), _side(entry, "left", where)
+    return Drop(glob, side, flag_of(entry, "optional", where), where, flag_of(entry, "zeros", where))
+
+
+def _fill(entry: dict[str, Any], where: str) -> Fill:
+    require_known(entry, ("fill", "side", "like", "optional"), where)
+    if entry.get("like") not in (None, "only"):
+        raise MapError("like is wrong", expected="'only', or nothing", got=repr(entry["like"])[:60], where=where)
+    fill = entry["fill"]
+    if not isinstance(fill, dict):
+        raise MapError(
+            "fill is no table", expected="{ name, value, shape, type, beside }", got=str(fill)[:60], where=where
+        )
+    require_known(fill, ("name", "value", "shape", "type", "beside"), where)
+    name = name_of(fill, "name", where)
+    beside = name_of(fill, "beside", where) if "beside" in fill else None
+    if not set(name.captures) <= set(beside.captures if beside is not None else ()):
+        raise MapError(
+            "the name of what is made up has captures that the tensor beside it has not", got=name.text, where=where
+        )
+    value = fill.get("value", 0)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise MapError("value is no number", got=repr(value)[:60], where=where)
+    shape = fill.get("shape")
+    if shape is not None and not (
+        isinstance(shape, list)
+        and len(shape) <= _MAX_DIMENSIONS
+        and all(
+            isinstance(length, int) and not isinstance(length, bool) and 0 <= length < _MAX_AXIS for length in shape
+        )
+    ):
+        raise MapError("shape is no list of lengths", got=repr(shape)[:60], where=where)
+    type_name = fill.get("type")
+    dtype = None
+    if type_name is not None:
+        dtype = (TYPES | BY_NAME).get(type_name) if isinstance(type_name, str) else None
+        if dtype is None:
+            raise MapError(
+                "type is unknown", expected=", ".join((*TYPES, *BY_NAME)), got=repr(type_name)[:60], where=where
+            )
+    if beside is None and (shape is None or dtype is None):
+        raise MapError("what is made up beside nothing needs a shape and a type", got=name.text, where=where)
+    side, lengths = _side(entry, "right", where), None if shape is None else tuple(shape)
+    return Fill(name, beside, lengths, dtype, value, side, where, "like" in entry, flag_of(entry, "optional", where))
+
+
+def _axes(
+    table: object, equations: list[EquationRule], config: Mapping[str, object] | None, where: str
+) -> dict[str, int]:
+    """Return the lengths of axes; without a configuration, not of those that are computed from it."""
+    where = f"{where}, [axes]"
+    if not isinstance(table, dict):
+        raise MapError("[axes] is no table", got=str(table)[:60], where=where)
+    terms = (term for rule in equations for term in (*rule.equation.left, *rule.equation.right))
+    used = {name for term in terms for dim in term.dims or () for name in names_in(dim)}
+    axes = {}
+    for name, value in table.items():
+        if name not in used:
+            raise MapError(
+                f"[axes] has {name!r}, which no equation has",
+                expected=", ".join(sorted(used)[:20]) or "no axes",
+                where=where,
+                remedy="mend the name, or remove it",
+            )
+        if isinstance(value, str):
+            text = value
+            try:
+                value = evaluated(text, config)
+            except ConfigurationNeeded:
+                continue
+            except ExpressionProblem as error:
+                raise MapError(
+                    f"the length of {name!r} cannot be computed",
+                    expected=f"an integer from {text!r}",
+                    got=str(error),
+                    where=where,
+                    remedy=error.remedy,
+                ) from None
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < _MAX_AXIS:
+            raise MapError(
+                f"{name!r} in [axes] is no length", expected="a positive integer", got=str(value)[:60], where=where
+            )
+        axes[name] = value
+    return axes
+
+
+def _side(table: Mapping[str, Any], usual: str, where: str) -> str:
+    value = table.get("side", usual)
+    if value not in _SIDES:
+        raise MapError("side is wrong", expected="'left' or 'right'", got=repr(value)[:60], where=where)
+    return str(value)
+
+
+def _marked(text: str, position: int) -> str:
+    """Return the part of an equation around a character, which is marked."""
+    before, after = text[max(0, position - 60) : position], text[position : position + 20]
+    return f"{' '.join(before.split())} >>> {' '.join(after.split())}"
+
+
+# What an entry of each kind is read by, which takes the entry and its place in the file.
+_READERS: dict[str, Callable[[dict[str, Any], str], object]] = {
+    "eq": _equation,
+    "state": _state,
+    "drop": _drop,
+    "fill": _fill,
+    "count": lambda entry, where: count_of(_only(entry, "count", where), where),
+    "number": lambda entry, where: number_of(_only(entry, "number", where), where),
+    "caution": lambda entry, where: caution_of(_only(entry, "caution", where), where),
+}
+
+
+_SHIPPED = Path(__file__).parent / "maps"
+_MAX_CONFIG_BYTES = 4 << 20
+
+
+def shipped_maps() -> dict[str, Path]:
+    """Return the maps that come with the program, by name."""
+    return {path.stem: path for path in sorted(_SHIPPED.glob("*.toml"))}
+
+
+def described_maps() -> dict[str, str]:
+    """Return what each map that comes with the program is for, by name."""
+    descriptions = {}
+    for name, path in shipped_maps().items():
+        content = tomllib.loads(_text(path, MAX_BYTES, "the map"))
+        descriptions[name] = str(content.get("description", ""))
+    return descriptions
+
+
+def is_equation(name: str) -> bool:
+    """Tell whether a map is given as an equation; a file with such a name goes before."""
+    return ARROW in name and not os.path.exists(name)  # noqa: PTH110 - Path.exists raises for long names
+
+
+def map_path(name: str) -> Path | None:
+    """Return the path of a map, given by its path or by the name of one that comes with the program.
+
+    None: it is an equation itself.
+    """
+    if is_equation(name):
+        return None
+    path = Path(name)
+    if "/" in name or name.endswith(".toml") or path.exists():
+        return path
+    shipped = shipped_maps()
+    if name not in shipped:
+        raise MapError(
+            f"there is no map of this name{did_you_mean(name, shipped)}",
+            expected=f"the path of a file, an equation (LEFT {ARROW} RIGHT), or one of {', '.join(shipped)}",
+            got=name,
+            remedy="reshard-mpi help maps tells what each is for",
+        )
+    return shipped[name]
+
+
+def read_rules(name: str, config: str | None) -> tuple[Rules, dict[str, str]]:
+    """Return the rules of a map, and digests of what they come from: of the `map`, and of the `config` if there is one.
+
+    name: of a map that comes with the program, the path of a file, or an equation. config: the path of a model's
+    configuration; None: there is none. Raises MapError if one of them cannot be read.
+    """
+    path = map_path(name)
+    text = name if path is None else _text(path, MAX_BYTES, "the map")
+    digests, values = {"map": hashlib.sha256(text.encode()).hexdigest()}, None
+    if config is not None:
+        content = _text(Path(config), _MAX_CONFIG_BYTES, "the configuration")
+        digests["config"] = hashlib.sha256(content.encode()).hexdigest()
+        values = _configuration(content, config)
+    if path is None:
+        return parse_equation(text), digests
+    where = name if path == shipped_maps().get(name) else str(path)
+    return parse_rules(text, where, values), digests
+
+
+def _text(path: Path, most_bytes: int, what: str) -> str:
+    if path.exists() and not path.is_file():
+        got = described(path)
+        raise MapError(f"{what} is no file", expected="a file", got=got, where=str(path), remedy="give its path")
+    try:
+        with path.open("rb") as file:
+            content = file.read(most_bytes + 1)
+    except OSError as error:
+        raise MapError(
+            f"{what} cannot be read",
+            expected="a file that may be read",
+            got=error.strerror or str(error),
+            where=str(path),
+            remedy="check the path, and the permissions of the file",
+        ) from None
+    if len(content) > most_bytes:
+        expected, got = f"at most {most_bytes} bytes", "more"
+        raise MapError(f"{what} is too large", expected=expected, got=got, where=str(path), remedy="give its path")
+    try:
+        return content.decode("utf-8-sig")  # as editors of other systems save texts
+    except UnicodeDecodeError as error:
+        expected, remedy = "UTF-8", "save it as UTF-8"
+        raise MapError(
+            f"{what} is no UTF-8 text", expected=expected, got=str(error), where=str(path), remedy=remedy
+        ) from None
+
+
+def _configuration(text: str, where: str) -> Mapping[str, object]:
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        values, got = None, str(error)[:200]
+    else:
+        got = text[:60]
+    if not isinstance(values, dict):
+        raise MapError(
+            "the configuration is no JSON object",
+            expected="the config.json of the model, such as Hugging Face folders have",
+            got=got,
+            where=where,
+            remedy="give its path",
+        )
+    return values

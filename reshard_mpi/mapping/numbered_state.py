@@ -1,0 +1,329 @@
+"""Find whose optimizer state each number of a torch file is (`training_in`).
+
+Such a file has the model's tensors in one dictionary, and beside it `{"state": {0: {...}}, "param_groups": [...]}`. The
+numbers get the names of parameters here, so that state can follow them: `optimizer.state.0.exp_avg` becomes
+`optimizer.state.fc.weight.exp_avg`. What leaves a doubt is refused. Formats have orders of their own, so the order of
+the model is taken from the text of the nest alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+from reshard_mpi.errors import MapError
+from reshard_mpi.formats.nest import NestError
+from reshard_mpi.formats.nest.nodes import decoded, parsed, places
+from reshard_mpi.mapping.direction import TemplateShapes
+
+# What state is called once its numbers are names, wherever the optimizer is in its file.
+STATE = "optimizer.state."
+# Tensors of a model that no optimizer changes. Those that users add are not known; where there are any, the numbers do
+# not come out.
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+_MAX_NAMED = 5
+_REMEDY = (
+    "give torch's optimizer named parameters, which it keeps in the file (AdamW(model.named_parameters())), or leave"
+    " the state out (--exclude)"
+)
+_TWIN_REMEDY = (
+    "convert the checkpoint without the other one before, and without a map (--exclude 'ema.*'), then that with the"
+    " map; or leave the state out (--exclude)"
+)
+_ORDER_REMEDY = (
+    "convert torch's own file once more, since what earlier versions of this program made of it does not have the"
+    f" order; or {_REMEDY}"
+)
+
+
+class ParameterGroup(NamedTuple):
+    """Parameters that an optimizer treats alike: their numbers, and all that the file says of them besides."""
+
+    numbers: tuple[int, ...]
+    names: tuple[str, ...] | None
+    settings: Mapping[str, Any]
+
+
+class Numbered(NamedTuple):
+    """A dictionary of an optimizer. path: what names of its tensors begin with."""
+
+    path: str
+    groups: tuple[ParameterGroup, ...]
+
+
+class Training(NamedTuple):
+    """What a file has of a training.
+
+    prefix: what names of the model's tensors begin with. optimizer: None if there is none, or no state in it.
+    parameters: the names of its parameters, by number. are_named: the optimizer says these names itself.
+    """
+
+    prefix: str
+    optimizer: Numbered | None
+    parameters: Mapping[int, str]
+    are_named: bool = False
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """What all groups of parameters say alike."""
+        groups = () if self.optimizer is None else self.optimizer.groups
+        first, *others = groups or (ParameterGroup((), None, {}),)
+        return {
+            key: value
+            for key, value in first.settings.items()
+            if all(key in other.settings and other.settings[key] == value for other in others)
+        }
+
+
+NO_TRAINING = Training("", None, {})
+
+
+def entries_of(node: Any) -> list[Any] | None:
+    """Return the entries of a dictionary of a nest; None if it is none."""
+    entries = node.get("dict") if isinstance(node, dict) else None
+    is_dict = isinstance(entries, list) and all(isinstance(entry, list) and entry for entry in entries)
+    return entries if is_dict else None
+
+
+def value_of(node: Any, key: str) -> Any:
+    """Return the value of a key in a dictionary of a nest; None if it has none."""
+    for entry in entries_of(node) or ():
+        if len(entry) == 2 and entry[0] == key:
+            return entry[1]
+    return None
+
+
+def training_in(nest: str | None, shapes: TemplateShapes, alias: Mapping[str, str], where: str) -> Training:
+    """Return what a file has of a training.
+
+    nest: the text that says how its tensors are nested, and their order. shapes: of all its tensors. alias: for tensors
+    that are others once more, such as tied weights, the name of the first of them. where: the file, for errors. Raises
+    MapError if state is numbered and the names of the parameters cannot be told.
+    """
+    if nest is None:
+        return NO_TRAINING
+    root, place = _parsed(nest, shapes, where)
+    try:
+        optimizers = {optimizer.path: optimizer for optimizer in optimizers_in(root, "")}
+        paths = set(_paths(root, "", optimizers))
+    except RecursionError as error:
+        raise _unreadable(error, where) from None
+    below = _below(shapes, optimizers)
+    with_state = [path for path, names in below.items() if any(state_of(optimizers[path], name) for name in names)]
+    others = dict.fromkeys(shapes, None)
+    for names in below.values():
+        for name in names:
+            others.pop(name, None)
+    models = _below(others, paths)
+    if not with_state:
+        return Training(max((path for path, own in models.items() if len(own) == len(others)), default=""), None, {})
+    if len(with_state) > 1:
+        raise _doubt("there are several optimizers", ", ".join(with_state[:_MAX_NAMED]), where)
+    optimizer = optimizers[with_state[0]]
+    are_named = all(group.names is not None for group in optimizer.groups)
+    unplaced = [name for name in others if name not in place]
+    if unplaced and not are_named:
+        raise MapError(
+            "torch numbers the optimizer's state by the order of the model's tensors, which is not known here",
+            expected="torch's own file, or a checkpoint that this program has made of it",
+            got=f"{'no order' if not place else 'an order without these'}: {', '.join(unplaced[:_MAX_NAMED])}",
+            where=where,
+            remedy=_ORDER_REMEDY,
+        )
+    models = _below(sorted(others, key=lambda name: place.get(name, len(place))), paths)
+    found: dict[tuple[str, ...], str] = {}
+    problems = []
+    for path, own in sorted(models.items(), key=lambda model: -len(model[0])):
+        parameters, problem = _parameters(optimizer, path, own, shapes, alias)
+        if parameters:
+            found.setdefault(parameters, path)
+        else:
+            problems.append(f"{path.removesuffix('.') or 'the file'}: {problem}")
+    if len(found) != 1:
+        got = " or ".join(found.values()) if found else "; ".join(problems[:_MAX_NAMED]) or "no parameters"
+        raise _doubt("whose optimizer state each number is cannot be told", got, where)
+    ((parameters, prefix),) = found.items()
+    twin = None if are_named else _twin(parameters, prefix, models, shapes)
+    if twin is not None:
+        got = f"{prefix} or {twin}, which has these parameters too, and more"
+        raise _doubt("whose optimizer state each number is cannot be told", got, where, _TWIN_REMEDY)
+    gone = None if are_named else _gone(nest, prefix, optimizer, shapes)
+    if gone is not None:
+        raise _doubt("whose optimizer state each number is cannot be told", f"{gone} was left out before", where)
+    numbers = [number for group in optimizer.groups for number in group.numbers]
+    return Training(prefix, optimizer, dict(zip(numbers, parameters)), are_named)
+
+
+def _twin(
+    parameters: Sequence[str], prefix: str, models: Mapping[str, Sequence[str]], shapes: TemplateShapes
+) -> str | None:
+    """Return the path of another model that has all these parameters by names and shapes; None if there is none.
+
+    It has more tensors besides, else it would fit the numbers too: buffers of users' own, which only one of a model and
+    its copy (EMA, a teacher) may have, or parameters that are frozen. parameters: of the model at `prefix`.
+    """
+    own = [name.removeprefix(prefix) for name in parameters]
+    while all("." in name for name in own) and len({name.partition(".")[0] for name in own}) == 1:
+        own = [name.partition(".")[2] for name in own]  # such as "module" of DataParallel
+    for path, names in models.items():
+        if path.startswith(prefix) or prefix.startswith(path):
+            continue
+        before = {name.removesuffix(own[0]) for name in names if f".{name}".endswith(f".{own[0]}")}
+        if any(
+            all(shapes.get(f"{begin}{name}") == shapes[parameter] for name, parameter in zip(own, parameters))
+            for begin in before
+        ):
+            return path
+    return None
+
+
+def _gone(nest: str, prefix: str, optimizer: Numbered, shapes: TemplateShapes) -> str | None:
+    """Return a tensor that the model had when its order was written down, and has no more; None if it has all."""
+    for name in decoded(parsed(nest).order or ()):
+        is_of_model = name.startswith(prefix) and not name.startswith(optimizer.path)
+        if is_of_model and name not in shapes and name.rpartition(".")[2] not in _BUFFERS:
+            return name
+    return None
+
+
+def in_order(nest: str, names: Iterable[str], where: str) -> list[str]:
+    """Return names of tensors in the order of a nest; those that it does not have come last.
+
+    where: the file of the nest, for errors. Raises MapError if the nest cannot be read.
+    """
+    names = list(names)
+    _, place = _parsed(nest, names, where)
+    return sorted(names, key=lambda name: place.get(name, len(place)))
+
+
+def _parsed(nest: str, names: Iterable[str], where: str) -> tuple[Any, Mapping[str, int]]:
+    """Return the value of a nest, and the places of those names that its order has. Raises as `in_order` does."""
+    try:
+        root, order = parsed(nest)
+        return root, places(order, frozenset(names))
+    except (ValueError, RecursionError, NestError) as error:
+        raise _unreadable(error, where) from None
+
+
+def _unreadable(error: Exception, where: str) -> MapError:
+    return MapError("how the tensors of a file are nested cannot be read", got=str(error)[:100], where=where)
+
+
+def _below(names: Iterable[str], paths: Collection[str]) -> dict[str, list[str]]:
+    """Return the names that begin with each of the paths, which are empty or end with a dot."""
+    below: dict[str, list[str]] = {}
+    for name in names:
+        end = 0
+        while True:
+            if name[:end] in paths:
+                below.setdefault(name[:end], []).append(name)
+            end = name.find(".", end) + 1
+            if not end:
+                break
+    return below
+
+
+def _doubt(problem: str, got: str, where: str, remedy: str = _REMEDY) -> MapError:
+    expected = "as many parameters as the optimizer has, in the order of the model, each with the shape of its state"
+    return MapError(problem, expected=expected, got=got, where=where, remedy=remedy)
+
+
+def optimizers_in(node: Any, path: str) -> Iterator[Numbered]:
+    """Yield the dictionaries of optimizers in a part of a nest. path: what names in this part begin with."""
+    groups = value_of(node, "param_groups")
+    if entries_of(value_of(node, "state")) is not None and isinstance(groups, list) and groups:
+        made = [_group(group) for group in groups]
+        if all(made):
+            yield Numbered(path, tuple(group for group in made if group is not None))
+            return
+    for key, value in parts_of(node):
+        yield from optimizers_in(value, f"{path}{key}.")
+
+
+def parts_of(node: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield keys and values of a dictionary, or places and items of an array."""
+    if isinstance(node, dict) and isinstance(node.get("tuple"), list):
+        node = node["tuple"]
+    if isinstance(node, list):
+        yield from enumerate(node)
+    for entry in entries_of(node) or ():
+        if len(entry) == 2 and isinstance(entry[0], str):
+            yield entry[0], entry[1]
+
+
+def _group(node: Any) -> ParameterGroup | None:
+    numbers, names = value_of(node, "params"), value_of(node, "param_names")
+    if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
+        return None
+    is_named = isinstance(names, list) and len(names) == len(numbers) and all(isinstance(name, str) for name in names)
+    settings = {key: value for key, value in parts_of(node) if key not in ("params", "param_names")}
+    return ParameterGroup(tuple(numbers), tuple(names) if is_named else None, settings)
+
+
+def _paths(node: Any, path: str, without: Collection[str]) -> Iterator[str]:
+    """Yield what names in each dictionary begin with."""
+    if path in without:
+        return
+    if entries_of(node) is not None:
+        yield path
+    for key, value in parts_of(node):
+        yield from _paths(value, f"{path}{key}.", without)
+
+
+def state_of(optimizer: Numbered, name: str) -> tuple[int, str] | None:
+    """Return the number and the key of a tensor of an optimizer's state; None if it is none."""
+    begin = f"{optimizer.path}state."
+    if not name.startswith(begin):
+        return None
+    number, dot, key = name[len(begin) :].partition(".")
+    return (int(number), key) if dot and number.isdecimal() and len(number) < 10 else None
+
+
+def _parameters(
+    optimizer: Numbered, path: str, own: Sequence[str], shapes: TemplateShapes, alias: Mapping[str, str]
+) -> tuple[tuple[str, ...], str]:
+    """Return the names of the parameters in the order of their numbers, or none and what is wrong with these."""
+    numbers = [number for group in optimizer.groups for number in group.numbers]
+    named = [group.names for group in optimizer.groups]
+    if len(set(numbers)) < len(numbers):
+        return (), "a number is in several groups"
+    if all(names is not None for names in named):
+        parameters = [f"{path}{name}" for names in named for name in names or ()]
+        absent = [name for name in parameters if name not in shapes]
+        if absent:
+            return (), f"no {absent[0]}"
+    else:
+        parameters = [name for name in own if name.rpartition(".")[2] not in _BUFFERS and name not in alias]
+        if len(optimizer.groups) > 1:
+            return (), f"{len(optimizer.groups)} groups of parameters, and no names in them"
+        if len(parameters) != len(numbers) or numbers != sorted(numbers):
+            return (), f"{len(parameters)} parameters, and {len(numbers)} numbers"
+    name_of = dict(zip(numbers, parameters))
+    for name, shape in shapes.items():
+        state = state_of(optimizer, name)
+        if state is None:
+            continue
+        number, _ = state
+        if number not in name_of:
+            return (), f"{name}, whose number is in no group"
+        if prod(shape) != 1 and shape != shapes[name_of[number]]:
+            return (), f"{name} {list(shape)} for {name_of[number]} {list(shapes[name_of[number]])}"
+    return tuple(parameters), ""
+
+
+def named_tensors(training: Training, shapes: TemplateShapes, where: str, *, is_stripped: bool) -> dict[str, str]:
+    """Return names of a file's tensors in which parameters are not numbered but named, and for each that in the file.
+
+    is_stripped: whether what names of the model's tensors begin with is left out. Raises MapError if two become one.
+    """
+    prefix = training.prefix if is_stripped else ""
+    named: dict[str, str] = {}
+    for name in shapes:
+        state = None if training.optimizer is None else state_of(training.optimizer, name)
+        plain = name.removeprefix(prefix)
+        if state is not None:
+            plain = f"{STATE}{training.parameters[state[0]].removeprefix(prefix)}.{state[1]}"
+        if named.setdefault(plain, name) != name:
+            raise MapError("two tensors would have one name", got=f"{named[plain]} and {name}: {plain}", where=where)
+    return named

@@ -1,0 +1,342 @@
+"""Carry optimizer state along with its parameter (`followed`).
+
+`moments.w`, `adam_m.w`, `optimizer.state.w.exp_avg` and `optimizer.state.w.step` belong to `w`: one of the words around
+the name is one that optimizers use. `encoder.w` is another parameter. Where an equation takes parameters, it takes
+their state as well: what is before and behind the parameter's name stays.
+
+With `model.layers.0.w` and `optim.exp_avg.layers.0.w`, a map that takes the one and leaves the other as it is would
+make a checkpoint whose optimizer belongs to parameters that it does not have. So it would with what Adafactor keeps of
+the rows and columns of `w`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from math import prod
+from typing import NamedTuple
+
+from reshard_mpi.errors import MapError
+from reshard_mpi.mapping.direction import Direction, Inventory, TemplateShapes
+from reshard_mpi.mapping.equations import NamePattern
+from reshard_mpi.mapping.geometry import Geometry, TargetShape, TermTensor
+from reshard_mpi.mapping.matching import Match, whole_pair
+from reshard_mpi.mapping.rules import EquationRule, Rules
+
+_MAX_NAMED = 5
+# Names of more parts are those of no state.
+_MAX_PARTS = 48
+_PART = re.compile("[^./]+")
+# Words of those that count steps.
+_COUNTS = frozenset(("step", "state_step"))
+# Words that frameworks have in the names of what optimizers and training keep of a parameter.
+STATE_WORDS = frozenset(
+    (
+        *(
+            "accu_grads",
+            "accum",
+            "accum_update",
+            "accumulator",
+            "acc_delta",
+            "adam_m",
+            "adam_v",
+            "ax",
+            "ema",
+            "exp_avg",
+        ),
+        *("exp_avg_sq", "exp_avg_diff", "exp_inf", "fp32_param", "grad_avg", "grad_sum", "lamb_m", "lamb_v"),
+        *("main_param", "master", "master_param", "max_exp_avg_sq", "mean_grad", "mean_square", "moment", "moment1"),
+        *("moment2", "moments", "momentum", "momentum_buf", "momentum_buffer", "optim", "optimizer"),
+        *("optimizer_state", "optimizer_states", "optim_state", "prev", "square_avg", "stat", "state", "step"),
+        *("step_size", "sum", "velocity", "vhat"),
+    )
+)
+
+
+class NameAffixes(NamedTuple):
+    """What is before and behind a parameter's name in that of its state."""
+
+    before: str
+    behind: str
+
+    @property
+    def is_count(self) -> bool:
+        """Whether they are those of a count of steps."""
+        return not _COUNTS.isdisjoint((*parts_of(self.before), *parts_of(self.behind)))
+
+    @classmethod
+    def of(cls, pattern: NamePattern) -> NameAffixes:
+        """Return what is around the only capture of a name."""
+        return cls(*pattern.literals)
+
+    def around(self, name: str) -> str:
+        return f"{self.before}{name}{self.behind}"
+
+    def within(self, name: str) -> str | None:
+        """Return what they are around in a name; None if they are not in it."""
+        if not (name.startswith(self.before) and name.endswith(self.behind)):
+            return None
+        return name[len(self.before) : len(name) - len(self.behind)] or None
+
+
+def is_state(name: str, rules: Rules, inventory: Inventory, direction: Direction) -> bool:
+    """Tell whether a tensor is state that `rules.states` speak of; equations of parameters do not take it."""
+    return _parted(name, (_source(rule, direction) for rule in rules.states), inventory) is not None
+
+
+def followed(
+    rules: Rules,
+    matches: Sequence[Match],
+    left: Mapping[str, None],
+    inventory: Inventory,
+    direction: Direction,
+    like: TemplateShapes | None,
+) -> Iterator[Match]:
+    """Yield the state that follows parameters: those of `matches`, and for `rules.states` those that stay as they are.
+
+    left: the names of tensors that no equation has taken. like: decides which of `rules.states` applies. Raises
+    MapError if some of the parameters that are put together have a state that others lack.
+    """
+    match_of = {
+        name: number for number, match in enumerate(matches) for name in (*match.sources.values(), *match.equal)
+    }
+    by_affixes: dict[NameAffixes, list[EquationRule]] = {}
+    for rule in rules.states:
+        by_affixes.setdefault(_source(rule, direction), []).append(rule)
+    families: dict[tuple[int, NameAffixes], set[str]] = {}
+    shapes = {name: kind.shape for name, kind in inventory.items()}
+    for name in left:
+        parted = _parameter_of(name, by_affixes, shapes)
+        if parted is None:
+            continue
+        base, affixes = parted
+        if base in match_of:
+            families.setdefault((match_of[base], affixes), set()).add(base)
+            continue
+        chosen = _chosen(by_affixes.get(affixes, ()), (base,), direction, like)
+        if chosen is not None:
+            yield _of_kept(chosen, name, _target(chosen, direction).around(base), inventory)
+    for (number, affixes), bases in families.items():
+        match = _having_state(matches[number], bases, affixes)
+        chosen = _chosen(by_affixes.get(affixes, ()), tuple(match.targets.values()), direction, like)
+        target_affixes = affixes if chosen is None else _target(chosen, direction)
+        yield _state(match, affixes, target_affixes, inventory, chosen)
+
+
+def owners(
+    names: Iterable[str],
+    shapes: Mapping[str, tuple[int, ...]],
+    rules: Rules | None,
+    direction: Direction | None,
+    *,
+    in_target: bool = False,
+) -> dict[str, str]:
+    """Return, by name, the parameters that tensors are state of; other tensors are left out.
+
+    names: of some of the tensors of the source, or of the target. shapes: of all of them.
+    """
+    side = _target if in_target else _source
+    known = [] if rules is None or direction is None else [side(rule, direction) for rule in rules.states]
+    parted = ((name, _parameter_of(name, known, shapes)) for name in names)
+    return {name: found[0] for name, found in parted if found is not None and found[0] != name}
+
+
+def owned_by(name: str, owner_of: Mapping[str, str]) -> Iterator[str]:
+    """Yield the parameter that a tensor is state of, and so on where that is state itself."""
+    while name in owner_of:
+        name = owner_of[name]
+        yield name
+
+
+def _having_state(match: Match, bases: Collection[str], affixes: NameAffixes) -> Match:
+    """Return the part of a match that has a state: a BatchNorm's running figures have none, weight and bias may have.
+
+    bases: the names of the parameters that have it. affixes: what is around them in those of the state. Raises MapError
+    if some of the parameters that a tensor is made of have it, and others have not.
+    """
+    targets = {}
+    for place, target in match.targets.items():
+        parts = dict.fromkeys(match.sources[pair.source] for pair in match.geometry.targets[place].pairs)
+        needed = [*parts, *match.equal]
+        lacking = [name for name in needed if name not in bases]
+        if not lacking:
+            targets[place] = target
+        elif len(lacking) < len(needed):
+            raise MapError(
+                "some of the parameters that are put together have a state that others have not",
+                expected=", ".join(map(affixes.around, needed[:_MAX_NAMED])),
+                got=f"not there, or of another shape: {', '.join(map(affixes.around, lacking[:_MAX_NAMED]))}",
+                where=match.rule.where,
+            )
+    return match._replace(
+        sources={place: name for place, name in match.sources.items() if name in bases},
+        targets=targets,
+        geometry=match.geometry._replace(targets={place: match.geometry.targets[place] for place in targets}),
+    )
+
+
+def _parameter_of(
+    name: str, known: Iterable[NameAffixes], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[str, NameAffixes] | None:
+    """Return the parameter that a tensor is state of, and what is around its name; None if it is no state.
+
+    known: what maps have around names of parameters in those of their state.
+    """
+    parted = _parted(name, known, shapes) or parted_anywhere(name, shapes)
+    if parted is None or (shapes[name] != shapes[parted[0]] and prod(shapes[name]) != 1):
+        return None
+    return parted
+
+
+def _parted(name: str, known: Iterable[NameAffixes], inventory: Container[str]) -> tuple[str, NameAffixes] | None:
+    """Return the parameter that state belongs to and what is around its name, if that is known."""
+    for affixes in known:
+        base = affixes.within(name)
+        if base is not None and base in inventory:
+            return base, affixes
+    return None
+
+
+def parted_anywhere(name: str, known: Container[str]) -> tuple[str, NameAffixes] | None:
+    """Return the parameter among `known` that state belongs to, that of the longest name, and what is around that."""
+    spans = [part.span() for part in _PART.finditer(name)]
+    parts = parts_of(name)
+    for length in range(len(parts) - 1, 0, -1):
+        for start in range(len(parts) - length + 1):
+            first, last = spans[start][0], spans[start + length - 1][1]
+            if name[first:last] in known and not STATE_WORDS.isdisjoint((*parts[:start], *parts[start + length :])):
+                return name[first:last], NameAffixes(name[:first], name[last:])
+    return None
+
+
+def parts_of(name: str) -> tuple[str, ...]:
+    """Return what dots, and the slashes of groups, divide a name into; nothing for a name of too many parts."""
+    parts = tuple(_PART.findall(name))
+    return parts if len(parts) <= _MAX_PARTS else ()
+
+
+def is_named_as_state(name: str, base: str) -> bool:
+    """Tell whether a name is that of a parameter behind words of which one is an optimizer's."""
+    before = name.removesuffix(f".{base}")
+    return before != name and not STATE_WORDS.isdisjoint(parts_of(before))
+
+
+def _source(rule: EquationRule, direction: Direction) -> NameAffixes:
+    (source,), _ = direction.sides(rule)
+    return NameAffixes.of(source.name)
+
+
+def _target(rule: EquationRule, direction: Direction) -> NameAffixes:
+    _, (target,) = direction.sides(rule)
+    return NameAffixes.of(target.name)
+
+
+def _chosen(
+    rules: Sequence[EquationRule], targets: Sequence[str], direction: Direction, like: TemplateShapes | None
+) -> EquationRule | None:
+    """Return the first rule that makes state that the target is to have.
+
+    targets: the names of the parameters that it is made for.
+    """
+    for rule in rules:
+        if like is None or all(_target(rule, direction).around(name) in like for name in targets):
+            return rule
+    return None
+
+
+def _of_kept(rule: EquationRule, name: str, target: str, inventory: Inventory) -> Match:
+    """Return how the state of a parameter that no equation takes gets another name."""
+    place, shape = TermTensor(0, ()), inventory[name].shape
+    whole = TargetShape(shape, (whole_pair(place, shape),), ())
+    return Match(rule, {place: name}, {place: target}, Geometry({place: whole}, {}))
+
+
+def _state(
+    match: Match,
+    affixes: NameAffixes,
+    target_affixes: NameAffixes,
+    inventory: Inventory,
+    state_rule: EquationRule | None,
+) -> Match:
+    """Return how the state of the tensors of a match follows them. state_rule: the one that gives it other affixes."""
+    rule = match.rule if state_rule is None else match.rule._replace(warning=state_rule.warning)
+    sources = {place: affixes.around(name) for place, name in match.sources.items()}
+    targets = {place: target_affixes.around(name) for place, name in match.targets.items()}
+    equal = tuple(map(affixes.around, match.equal))
+    shapes_alike = all(
+        inventory[sources[place]].shape == inventory[name].shape for place, name in match.sources.items()
+    )
+    if shapes_alike and not (affixes.is_count and prod(inventory[next(iter(sources.values()))].shape) == 1):
+        return Match(rule, sources, targets, match.geometry, equal)
+    # A number of each parameter, such as its step: all must have the same.
+    (first, name), *others = sources.items()
+    shape = inventory[name].shape
+    whole = TargetShape(shape, (whole_pair(first, shape),), ())
+    return Match(
+        rule,
+        {first: name},
+        targets,
+        Geometry(dict.fromkeys(targets, whole), {}),
+        (*(other for _, other in others), *equal),
+    )
+
+
+def require_none_stranded(kept: Iterable[str], taken: Iterable[Match], inventory: Inventory) -> None:
+    """Raise MapError if a tensor that stays as it is looks like state of a parameter that an equation takes.
+
+    kept: the names of those that stay, and are neither left out nor state of another tensor by its whole name.
+    """
+    states = list(filter(is_named_like_state, kept))
+    if not states:
+        return
+    matches = list(taken)
+    parameters = _by_ends_of_names(matches)
+    match_of = {name: match for match in matches for name in (*match.sources.values(), *match.equal)}
+    for name in states:
+        parted = parted_anywhere(name, match_of)
+        if parted is not None:
+            whole, _ = parted
+            raise MapError(
+                f"state of {whole} would stay as it is, while an equation takes the parameter",
+                expected=f"the shape of the parameter, {list(inventory[whole].shape)}, or a single element",
+                got=f"{name} {list(inventory[name].shape)}",
+                where=match_of[whole].rule.where,
+                remedy="write equations for such state, or leave it out with --exclude",
+            )
+        for parameter, match in _named_in_part(name, parameters):
+            if inventory[parameter].shape == inventory[name].shape:
+                raise MapError(
+                    f"state of {parameter} would stay as it is, while an equation takes the parameter",
+                    expected=f"{parameter}, the whole name, in that of its state, so that it follows",
+                    got=name,
+                    where=match.rule.where,
+                    remedy="write equations for such state as for the parameters, or leave it out with --exclude",
+                )
+
+
+def is_named_like_state(name: str) -> bool:
+    """Tell whether a part of a tensor's name is a word that optimizers use for their state."""
+    return not STATE_WORDS.isdisjoint(parts_of(name))
+
+
+def _by_ends_of_names(taken: Iterable[Match]) -> Mapping[str, tuple[str, Match] | None]:
+    """Return parameters by what is behind the first parts of their names; None where several end so."""
+    found: dict[str, tuple[str, Match] | None] = {}
+    for match in taken:
+        for name in (*match.sources.values(), *match.equal):
+            end = name
+            while "." in end:
+                end = end.partition(".")[2]
+                found[end] = None if end in found else (name, match)
+    return found
+
+
+def _named_in_part(name: str, parameters: Mapping[str, tuple[str, Match] | None]) -> Iterator[tuple[str, Match]]:
+    """Yield the parameters whose names end in some consecutive parts of a name of state."""
+    parts = parts_of(name)
+    for length in range(len(parts) - 1, 0, -1):
+        for start in range(len(parts) - length + 1):
+            rest = (*parts[:start], *parts[start + length :])
+            found = parameters.get(".".join(parts[start : start + length]))
+            if found is not None and found[0] != name and not STATE_WORDS.isdisjoint(rest):
+                yield found

@@ -1,0 +1,223 @@
+"""Define what a map makes: derived tensors, constants, counted scalars (`MapResult`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from reshard_mpi.errors import MapError
+from reshard_mpi.formats.dtypes import DType
+from reshard_mpi.formats.files import MAX_DIMENSIONS, MAX_NAME_BYTES
+from reshard_mpi.mapping.direction import Direction, Inventory, ShapeAndType, TemplateShapes
+from reshard_mpi.mapping.geometry import TargetShape, TermTensor
+from reshard_mpi.mapping.rules import Count, Number, Rules, packed, require_power, worth
+from reshard_mpi.sharding.box import Box
+
+
+class CountedScalars(NamedTuple):
+    """Tensors of the source that hold numbers of an optimizer, which are computed anew for the target.
+
+    steps: those that hold how many steps were taken, all the same, by `rule`. numbers: those that hold settings.
+    """
+
+    rule: Count | None
+    steps: tuple[str, ...]
+    numbers: tuple[tuple[str, Number], ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self.steps, *(name for name, _ in self.numbers))
+
+
+class Computed(NamedTuple):
+    """A tensor of one element that is computed.
+
+    steps: the tensor that holds how many steps were taken; None if it is not needed. number: what it is, with `steps`;
+    None: the steps themselves.
+    """
+
+    name: str
+    kind: ShapeAndType
+    steps: str | None
+    number: Number | None
+    where: str
+
+
+def counted(
+    rules: Rules, left: Mapping[str, None], inventory: Inventory, direction: Direction, like: TemplateShapes | None
+) -> CountedScalars:
+    """Return the numbers among the tensors that no equation has taken; the target has none of them as they are."""
+    wanted = like or {}
+    for count in rules.counts:
+        if direction.is_forward:
+            values = ((name, count.each.match(name)) for name in left)
+            steps = tuple(name for name, value in values if value is not None and value[0] in inventory)
+            if steps and (like is None or count.total in like):
+                return CountedScalars(count, steps, ())
+        elif count.total in left and count.total not in wanted:
+            return CountedScalars(count, (count.total,), tuple(_numbers(rules, left, wanted)))
+    return CountedScalars(None, (), () if direction.is_forward else tuple(_numbers(rules, left, wanted)))
+
+
+def _numbers(rules: Rules, left: Mapping[str, None], wanted: TemplateShapes) -> Iterator[tuple[str, Number]]:
+    for number in rules.numbers:
+        if number.name in left and number.name not in wanted:
+            yield number.name, number
+
+
+def computed(
+    rules: Rules,
+    known: CountedScalars,
+    made: Collection[str],
+    settings: Mapping[str, Any],
+    direction: Direction,
+    like: TemplateShapes | None,
+) -> Iterator[Computed]:
+    """Yield what is computed: of `known`, and of the settings of the optimizer on the left.
+
+    made: the names of all tensors that are made otherwise.
+    """
+    steps = known.steps[0] if known.steps else None
+    if not direction.is_forward:
+        if known.rule is not None:
+            count = known.rule
+            for name in made:
+                value = count.beside.match(name)
+                if value is not None:
+                    each = count.each.filled({count.each.captures[0].name: value[0]})
+                    yield Computed(
+                        each, ShapeAndType(count.each_type, _shape(each, (), like)), steps, None, count.where
+                    )
+        return
+    if known.rule is not None:
+        total, dtype = known.rule.total, known.rule.total_type
+        yield Computed(total, ShapeAndType(dtype, _shape(total, (1,), like)), steps, None, known.rule.where)
+    for number in rules.numbers:
+        is_wanted = like is None or number.name in like
+        if is_wanted and number.name not in made and worth(number, settings, None if steps is None else 1) is not None:
+            kind = ShapeAndType(number.dtype, _shape(number.name, (), like))
+            yield Computed(number.name, kind, steps if number.is_power else None, number, number.where)
+
+
+def values_of(
+    numbers: Iterable[Computed], known: CountedScalars, settings: Mapping[str, Any], read: Callable[[str], float]
+) -> Iterator[tuple[Computed, bytes]]:
+    """Yield what is computed with the bytes of its element.
+
+    read: returns the number that a tensor of the source holds. Raises MapError if a type cannot hold a number, or if
+    one of `known` does not belong to the settings.
+    """
+    for name, number in known.numbers:
+        if number.is_power and known.steps:
+            require_power(number, settings, read(known.steps[0]), read(name), name)
+    for wanted in numbers:
+        steps = None if wanted.steps is None else read(wanted.steps)
+        value = steps if wanted.number is None else worth(wanted.number, settings, steps)
+        assert value is not None
+        yield wanted, packed(value, wanted.kind.dtype, wanted.name, wanted.where, is_count=wanted.number is None)
+
+
+def _shape(name: str, usual: tuple[int, ...], like: TemplateShapes | None) -> tuple[int, ...]:
+    """Return the shape of a tensor of one element: that of the target, if it is there with one element."""
+    shape = usual if like is None else like.get(name, usual)
+    return shape if all(length == 1 for length in shape) else usual
+
+
+class DerivedTensor(NamedTuple):
+    """A tensor that is made of others.
+
+    shape: its pairs, and what of it is zeros. sources: the names of the tensors that pairs take from. where: the place
+    of the equation in the map; empty for a tensor that no equation takes.
+    """
+
+    name: str
+    dtype: DType
+    shape: TargetShape
+    sources: Mapping[TermTensor, str]
+    where: str
+
+
+def taken_of(tensor: DerivedTensor) -> tuple[TermTensor, ...]:
+    """Return which of its sources a tensor is made of: an equation of several tensors may take others besides.
+
+    One that has no element of any, since it has none itself or only zeros, is made of all.
+    """
+    return tuple(dict.fromkeys(pair.source for pair in tensor.shape.pairs)) or tuple(tensor.sources)
+
+
+class ConstantTensor(NamedTuple):
+    """A tensor that is made up. element: the bytes of each of its elements."""
+
+    name: str
+    kind: ShapeAndType
+    element: bytes
+    where: str
+
+    @property
+    def shape(self) -> TargetShape:
+        """What it is made of: nothing."""
+        return TargetShape(self.kind.shape, (), (Box.whole(self.kind.shape),))
+
+
+class Equal(NamedTuple):
+    """Tensors of which one is taken for all. where: the place of the equation in the map."""
+
+    names: tuple[str, ...]
+    where: str
+
+
+class Pads(NamedTuple):
+    """Boxes of a source tensor that go nowhere. are_dropped: whether they may hold anything; else only zeros."""
+
+    name: str
+    boxes: tuple[Box, ...]
+    are_dropped: bool
+    where: str
+
+
+class MapResult(NamedTuple):
+    """All that a map makes of a checkpoint.
+
+    left_out: the names of tensors that go nowhere. states_left_out: those of them that are left out with the parameter
+    whose state they are. computed: tensors of one element that are computed, with the `settings` of the optimizer on
+    the left. counted: those of the source that hold what is computed anew. cautions: what people must know of it, in
+    words. stranded: state that stays while its parameter goes, which is left out after a later map.
+    """
+
+    made: tuple[DerivedTensor, ...]
+    constants: tuple[ConstantTensor, ...]
+    equal: tuple[Equal, ...]
+    pads: tuple[Pads, ...]
+    left_out: tuple[str, ...]
+    direction: Direction | None
+    computed: tuple[Computed, ...] = ()
+    counted: CountedScalars = CountedScalars(None, (), ())
+    cautions: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = MappingProxyType({})
+    states_left_out: tuple[str, ...] = ()
+    stranded: frozenset[str] = frozenset()
+
+
+def require_holdable(mapped: MapResult) -> None:
+    """Raise MapError for a tensor whose name or shape is more than a shard is read with."""
+    shapes = [(tensor.name, tensor.shape.shape, tensor.where) for tensor in mapped.made]
+    shapes += [(constant.name, constant.kind.shape, constant.where) for constant in mapped.constants]
+    shapes += [(number.name, number.kind.shape, number.where) for number in mapped.computed]
+    for name, shape, where in shapes:
+        length_bytes = len(name.encode(errors="replace"))
+        if length_bytes > MAX_NAME_BYTES:
+            raise MapError(
+                "a name that the map makes is too long",
+                expected=f"at most {MAX_NAME_BYTES} bytes",
+                got=f"{length_bytes} bytes: {name[:80]}...",
+                where=where,
+            )
+        if len(shape) > MAX_DIMENSIONS:
+            raise MapError(
+                f"{name} would have too many dimensions",
+                expected=f"at most {MAX_DIMENSIONS}",
+                got=str(len(shape)),
+                where=where,
+                remedy="leave axes of length 1 out, or put axes together: (a b)",
+            )

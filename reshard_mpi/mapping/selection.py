@@ -1,0 +1,334 @@
+"""Select result tensors and types; drop and fill tensors (`Selection`, `TargetTemplate`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import islice
+from math import prod
+from types import MappingProxyType
+from typing import NamedTuple
+
+from reshard_mpi.errors import MapError
+from reshard_mpi.formats.dtypes import FLOATS, DType, numbers
+from reshard_mpi.mapping.direction import MAX_NAMED, Direction, Inventory, ShapeAndType, TemplateShapes
+from reshard_mpi.mapping.equations import NamePattern
+from reshard_mpi.mapping.numbered_state import NO_TRAINING, Training
+from reshard_mpi.mapping.optimizer_state import is_named_as_state, owned_by, owners
+from reshard_mpi.mapping.result import ConstantTensor, DerivedTensor, Pads
+from reshard_mpi.mapping.rules import TYPES, Drop, Fill, Rules, bytes_of
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.patterns import Pattern
+from reshard_mpi.sharding.placement import named_after
+from reshard_mpi.text import shortened
+
+
+class Selection(NamedTuple):
+    """What is taken of the tensors that a map makes, by their new names.
+
+    include: globs of which one must match; None: all. exclude: globs of which none may. types: globs with the types
+    that floating-point tensors become. named: what tensors are called in the target's file, where it is not their name.
+    may_match_none: whether globs may match nothing. last: what is taken once all maps are applied, if this is not the
+    last of several: nothing is left out here, and state that is left out then may stay without its parameter.
+    """
+
+    include: tuple[str, ...] | None = None
+    exclude: tuple[str, ...] = ()
+    types: tuple[tuple[str, DType], ...] = ()
+    named: Callable[[str], str] = str
+    may_match_none: bool = False
+    last: Selection | None = None
+
+
+# The glob of a type that is given without one.
+ANY = "*"
+# What training counts and sets, in single numbers: their types stay unless they are named.
+_COUNTERS = frozenset(
+    (
+        *("step", "global_step", "state_step", "step_num", "epoch_num", "beta1_power", "beta2_power", "learning_rate"),
+        *("lr", "momentum", "scale", "scale_sense", "loss_scale", "_growth_tracker", "current_iterator_step"),
+        *("last_overflow_iterator_step",),
+    )
+)
+
+
+def type_of(choice: Selection, name: str, dtype: DType, shape: tuple[int, ...]) -> DType:
+    """Return the type that a tensor of the target gets: by the last pattern that matches, else its own."""
+    number = _deciding(choice, name, shape) if dtype in FLOATS else None
+    return dtype if number is None else choice.types[number][1]
+
+
+def _deciding(choice: Selection, name: str, shape: tuple[int, ...]) -> int | None:
+    """Return which of `types` gives a tensor of floating-point numbers its type; None: it stays."""
+    in_file = choice.named(name)
+    is_counter = prod(shape) == 1 and in_file.rpartition(".")[2] in _COUNTERS
+    for number in reversed(range(len(choice.types))):
+        glob = choice.types[number][0]
+        if Pattern(glob).matches(in_file) and not (glob == ANY and is_counter):
+            return number
+    return None
+
+
+def is_chosen(choice: Selection, name: str) -> bool:
+    """Tell whether a tensor of the target is taken."""
+    name = choice.named(name)
+    if choice.include is not None and not any(Pattern(glob).matches(name) for glob in choice.include):
+        return False
+    return not any(Pattern(glob).matches(name) for glob in choice.exclude)
+
+
+def require_any(choice: Selection, names: Collection[str]) -> list[str]:
+    """Return those of the target's tensors that are taken.
+
+    Raises MapError if a pattern matches none of them, or nothing is left.
+    """
+    if choice.include is None and not choice.exclude:
+        return list(names)
+    if choice.may_match_none:
+        return [name for name in names if is_chosen(choice, name)]
+    for option, globs in (("--include", choice.include or ()), ("--exclude", choice.exclude)):
+        for glob in globs:
+            pattern = Pattern(glob)
+            if not any(pattern.matches(choice.named(name)) for name in names):
+                raise MapError(
+                    f"{option} {glob} matches no tensor",
+                    got=", ".join(islice(names, MAX_NAMED)) + " ..." * (len(names) > MAX_NAMED),
+                    remedy="give a pattern of the names that the target has",
+                )
+    chosen = [name for name in names if is_chosen(choice, name)]
+    if not chosen:
+        raise MapError(
+            "--include and --exclude leave no tensor",
+            expected="one tensor or more",
+            got=f"none of {len(names)}",
+            remedy="exclude less, or include more",
+        )
+    return chosen
+
+
+def states_left_out(
+    choice: Selection, shapes: Mapping[str, tuple[int, ...]], rules: Rules | None, direction: Direction | None
+) -> frozenset[str]:
+    """Return the tensors of the target that are state of parameters which `--exclude` leaves out, and go with them.
+
+    shapes: of all tensors of the target.
+    """
+    patterns = [Pattern(glob) for glob in choice.exclude]
+    excluded = {name for name in shapes if any(pattern.matches(choice.named(name)) for pattern in patterns)}
+    if not excluded:
+        return frozenset()
+    others = [name for name in shapes if name not in excluded]
+    owner_of = owners(others, shapes, rules, direction, in_target=True)
+    return frozenset(name for name in others if not excluded.isdisjoint(owned_by(name, owner_of)))
+
+
+def all_typed(choice: Selection, tensors: Sequence[DerivedTensor]) -> Iterator[DerivedTensor]:
+    """Yield tensors in the types that `--dtype` gives them. Raises MapError for a pattern that decides of none."""
+    floats = [tensor for tensor in tensors if tensor.dtype in FLOATS]
+    deciding = {_deciding(choice, tensor.name, tensor.shape.shape) for tensor in floats} if choice.types else set()
+    for number, (glob, dtype) in enumerate(choice.types):
+        if glob != ANY and number not in deciding:
+            raise _without_effect(choice, glob, dtype, [choice.named(tensor.name) for tensor in floats])
+    for tensor in tensors:
+        yield tensor._replace(dtype=type_of(choice, tensor.name, tensor.dtype, tensor.shape.shape))
+
+
+def _without_effect(choice: Selection, glob: str, dtype: DType, floats: Sequence[str]) -> MapError:
+    if any(map(Pattern(glob).matches, floats)):
+        return MapError(
+            f"--dtype {_shown(glob, dtype)} has no effect, since the last pattern that matches counts",
+            expected="a type for all before those for some",
+            got=", ".join(_shown(*each) for each in choice.types),
+            remedy="change the order, or leave it out",
+        )
+    return MapError(
+        f"--dtype {_shown(glob, dtype)} matches no floating-point tensor",
+        got=", ".join(floats[:MAX_NAMED]) + (" ..." if len(floats) > MAX_NAMED else "") or "none",
+        remedy="give a pattern of the names that the target has",
+    )
+
+
+def _shown(glob: str, dtype: DType) -> str:
+    """Return what is behind `--dtype`."""
+    name = next((name for name, known in TYPES.items() if known == dtype), str(dtype))
+    return name if glob == ANY else f"{glob}={name}"
+
+
+def constant_typed(choice: Selection, constant: ConstantTensor) -> ConstantTensor:
+    """Return what is made up in the type that `--dtype` gives it. Raises MapError if that cannot hold it."""
+    dtype = type_of(choice, constant.name, *constant.kind)
+    if dtype == constant.kind.dtype:
+        return constant
+    value = numbers(constant.element, constant.kind.dtype)[0]
+    element = bytes_of(value, dtype, constant.name, constant.where)
+    return constant._replace(kind=constant.kind._replace(dtype=dtype), element=element)
+
+
+Shape = tuple[int, ...]
+
+
+class TargetTemplate(NamedTuple):
+    """A checkpoint that the target is to be like: its path, and the shapes of its tensors by name.
+
+    nest: the text that says how its tensors are nested, with what is neither tensor nor text; None if they are not.
+    named: what tensors are called in its file, where that is not their name: numbers of an optimizer's parameters, and
+    what names of the model's tensors begin with. training: where these come from.
+    """
+
+    path: str
+    shapes: Mapping[str, Shape]
+    nest: str | None = None
+    named: Mapping[str, str] = MappingProxyType({})
+    training: Training = NO_TRAINING
+
+
+def require_alike(made: Mapping[str, Shape], like: TargetTemplate) -> None:
+    """Raise MapError unless the tensors that are made have the names and shapes of those of `like`."""
+    missing = [f"{name} {list(shape)}" for name, shape in like.shapes.items() if name not in made]
+    surplus = [f"{name} {list(shape)}" for name, shape in made.items() if name not in like.shapes]
+    unlike = [
+        f"{name} {list(shape)}, not {list(like.shapes[name])}"
+        for name, shape in made.items()
+        if like.shapes.get(name, shape) != shape
+    ]
+    if not (missing or surplus or unlike):
+        return
+    found = (
+        ("nothing makes", missing),
+        ("not in it", surplus),
+        ("of another shape", unlike),
+    )
+    raise MapError(
+        "what the map makes is not like the target's checkpoint",
+        expected=f"the names and shapes of {like.path}",
+        got="; ".join(f"{what}: {shortened(names)}" for what, names in found if names),
+        where=like.path,
+        remedy="give the map and the checkpoint that belong to the source, or leave out what both need not have"
+        " (--include, --exclude)",
+    )
+
+
+def may_make(fill: Fill, glob: str) -> bool:
+    """Tell whether what a fill makes up can be what a glob leaves out."""
+    return Pattern(glob).matches(fill.name.filled({capture.name: "0" for capture in fill.name.captures}))
+
+
+def made_up(
+    rules: Rules, tensors: Sequence[DerivedTensor], direction: Direction, like: TargetTemplate | None
+) -> list[ConstantTensor]:
+    """Return what is made up; if the target is to be like a checkpoint, only what that has and nothing else makes."""
+    names = {tensor.name for tensor in tensors}
+    made: dict[str, ConstantTensor] = {}
+    for fill in rules.fills:
+        if fill.side != direction.target_side or (like is None and fill.needs_like):
+            continue
+        filled = list(_of_fill(fill, tensors))
+        if not filled and not fill.is_optional and not _may_be_nowhere(fill, rules, direction):
+            raise MapError(
+                "what is made up beside other tensors is made nowhere",
+                expected=f"tensors {fill.beside.text if fill.beside is not None else ''} of the target",
+                got=shortened([tensor.name for tensor in tensors]) or "no tensors",
+                where=fill.where,
+                remedy="mend the name, or say optional = true if there need not be any",
+            )
+        for constant in filled:
+            if like is not None and (constant.name not in like.shapes or constant.name in names):
+                continue
+            if constant.name in names or constant.name in made:
+                raise MapError(f"what is made up has the name of another tensor: {constant.name}", where=fill.where)
+            made[constant.name] = constant
+    return list(made.values())
+
+
+def _may_be_nowhere(fill: Fill, rules: Rules, direction: Direction) -> bool:
+    """Tell whether equations make what a fill is beside, so that there is none only where these do not apply."""
+    if fill.beside is None:
+        return False
+    terms = [term for rule in (*rules.equations, *rules.states) for term in direction.sides(rule)[1]]
+    names = (term.name.filled({capture.name: "0" for capture in term.name.captures}) for term in terms)
+    return any(fill.beside.match(name) is not None for name in names)
+
+
+def _of_fill(fill: Fill, tensors: Sequence[DerivedTensor]) -> Iterator[ConstantTensor]:
+    if fill.beside is None:
+        assert fill.shape is not None and fill.dtype is not None
+        yield ConstantTensor(fill.name.text, ShapeAndType(fill.dtype, fill.shape), fill.element(fill.dtype), fill.where)
+        return
+    beside: NamePattern = fill.beside
+    names = {tensor.name for tensor in tensors}
+    for tensor in tensors:
+        values = beside.match(tensor.name)
+        # `{p*}` may stand for what is before a parameter in its state as well; a map that names state means it.
+        is_of_state = values is not None and any(
+            base in names and beside.match(base) is not None and is_named_as_state(tensor.name, base)
+            for base in named_after(tensor.name)
+        )
+        if values is not None and not is_of_state:
+            name = fill.name.filled({capture.name: value for capture, value in zip(beside.captures, values)})
+            dtype = fill.dtype or tensor.dtype
+            shape = tensor.shape.shape if fill.shape is None else fill.shape
+            yield ConstantTensor(name, ShapeAndType(dtype, shape), fill.element(dtype), fill.where)
+
+
+def dropped(
+    rules: Rules, left: Sequence[str], inventory: Inventory, direction: Direction, wanted: TemplateShapes
+) -> dict[str, Drop]:
+    """Return the tensors that are left out, each with the entry of the map that says so.
+
+    A pattern that a parameter matches speaks of parameters: their state is left out with them, and only then. left: the
+    names of tensors that no equation takes. wanted: what the target is to have is not left out. Raises MapError for an
+    entry that leaves nothing out, though it must, or loses what nothing makes up again.
+    """
+    _require_made_up_again(rules, direction)
+    drops = [drop for drop in rules.drops if drop.side == direction.source_side]
+    shapes = {name: kind.shape for name, kind in inventory.items()}
+    owner_of = owners(left, shapes, rules, direction) if drops else {}
+    entries: dict[str, Drop] = {}
+    for drop in drops:
+        pattern = Pattern(drop.glob)
+        named = {
+            name
+            for name in left
+            if pattern.matches(name) and not any(map(pattern.matches, owned_by(name, owner_of))) and name not in wanted
+        }
+        if not named and not drop.is_optional:
+            raise MapError(
+                "nothing is left out by a pattern",
+                expected=f"tensors {drop.glob!r} that no equation takes",
+                got=", ".join(left[:MAX_NAMED]) or "none that is left",
+                where=drop.where,
+                remedy="mend the pattern, or say optional = true if it need not match",
+            )
+        for name in left:
+            is_state = name not in wanted and not named.isdisjoint(owned_by(name, owner_of))
+            if name in named or is_state:
+                known = entries.get(name)
+                entries[name] = drop if known is None or drop.are_zeros else known
+    return entries
+
+
+def states_among(names: Mapping[str, Drop], inventory: Inventory, rules: Rules, direction: Direction) -> Iterator[str]:
+    """Yield those of the tensors that are left out whose parameters are left out as well."""
+    shapes = {name: kind.shape for name, kind in inventory.items()}
+    owner_of = owners(names, shapes, rules, direction)
+    yield from (name for name, owner in owner_of.items() if owner in names)
+
+
+def zeros(entries: Mapping[str, Drop], inventory: Inventory) -> Iterator[Pads]:
+    """Yield the tensors that are left out and may hold only zeros."""
+    for name, drop in entries.items():
+        if drop.are_zeros:
+            yield Pads(name, (Box.whole(inventory[name].shape),), False, drop.where)
+
+
+def _require_made_up_again(rules: Rules, direction: Direction) -> None:
+    """Raise MapError for what is left out in the other direction, and not made up in this one."""
+    for drop in rules.drops:
+        if drop.side == direction.source_side or drop.is_optional:
+            continue
+        if not any(fill.side == drop.side and may_make(fill, drop.glob) for fill in rules.fills):
+            raise MapError(
+                f"read {direction}, the map loses what it leaves out in the other direction",
+                expected="a [[map]] entry with fill that makes it up, or optional = true",
+                got=f"drop = {drop.glob!r}",
+                where=drop.where,
+            )

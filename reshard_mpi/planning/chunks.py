@@ -1,0 +1,203 @@
+"""Plan reads from checkpoints whose index lists chunks (`PiecesOf`)."""
+
+from __future__ import annotations
+
+import glob
+import shlex
+from array import array
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+from reshard_mpi.errors import CoverageError, ReshardError
+from reshard_mpi.formats.tensor_table import ChunkedTensors, PieceList, TensorTable
+from reshard_mpi.planning.losses import described
+from reshard_mpi.planning.map_routes import MappedTensors
+from reshard_mpi.planning.model import Check, Copy, Group, PlannedTensors, ReadGroup
+from reshard_mpi.planning.replicas import Replicas, home_rank
+from reshard_mpi.sharding.box import Box, CoveredPart, Pieces, UncoveredError, overlapping
+from reshard_mpi.text import counted
+
+# Unless all are compared: so many overlaps of tensors of one kind, and so many elements of each overlap.
+_MAX_SAMPLED, _SAMPLED_ELEMENTS = 4, 4096
+
+
+class PiecesOf:
+    """Finds the pieces that one target reads.
+
+    target_rank, targets: the rank, and how many ranks there are. Of several files that hold the same, the target
+    prefers the first one from its own place on among the files, so that targets read different files. allows_holes:
+    tensors without all their pieces do not refuse the plan, but are named in `holes`, each with the reason.
+    """
+
+    def __init__(self, target_rank: int, targets: int, *, allows_holes: bool = False) -> None:
+        self._target_rank = target_rank
+        self._targets = targets
+        self._allows_holes = allows_holes
+        self.holes: dict[str, ReshardError] = {}
+        self._known: dict[int, tuple[PieceList, list[int], Pieces]] = {}
+        self._overlapping: dict[tuple[int, Box], list[tuple[int, int, Box]]] = {}
+        self._places: dict[int, dict[int, int]] = {}
+
+    def planned(self, tensors: PlannedTensors) -> PlannedTensors:
+        """Return the same tensors with every route from a list of pieces replaced by routes from the pieces themselves.
+
+        Those from tensors that a map makes are replaced by routes from what they are made of. Raises CoverageError for
+        a part that no piece has, and for a tensor that cannot be read, unless there may be holes.
+        """
+        if not any(
+            isinstance(route.tensors, ChunkedTensors | MappedTensors)
+            for group in tensors.groups
+            for route in group.routes
+        ):
+            return tensors
+        made: dict[tuple[int, ...], int] = {}
+        names: list[list[str]] = []
+        places: list[list[int]] = []
+        group_of = array("I")
+        for number, place in zip(tensors.group_of, tensors.place_in_group):
+            group = tensors.groups[number]
+            key = (number, *(_list_of(route, place) for route in group.routes))
+            new = made.setdefault(key, len(made))
+            if new == len(names):
+                names.append([])
+                places.append([])
+            names[new].append(group.names[place])
+            places[new].append(place)
+            group_of.append(new)
+        groups = []
+        for (number, *_), own_names, own_places in zip(made, names, places):
+            group = tensors.groups[number]
+            try:
+                routes = [made for route in group.routes for made in self._routes(route, own_names[0], own_places)]
+            except CoverageError as error:
+                if not self._allows_holes:
+                    raise
+                routes = []
+                self.holes.update(dict.fromkeys(own_names, error))
+            groups.append(Group(group.kind, own_names, tuple(routes)))
+        return PlannedTensors(groups, group_of)
+
+    def copies(self, copy: Copy, tensors: ChunkedTensors | MappedTensors) -> tuple[Copy, ...]:
+        """Return the copies from single pieces that replace one copy from a list of pieces."""
+        name, number = copy.source.name, tensors.number_of[copy.source.name]
+        route = ReadGroup(copy.source_rank, copy.source_box, copy.region, tensors, (number,), copy.to, copy.order)
+        return tuple(made.copy(0, name) for made in self._routes(route, name, [0]))
+
+    def _routes(self, route: ReadGroup, name: str, places: Sequence[int]) -> Iterator[ReadGroup]:
+        """Yield the routes from single pieces that replace one route.
+
+        places: of the tensors in the route, all with the same list of pieces. name: of the first of them, for errors.
+        """
+        tensors = route.tensors
+        if isinstance(tensors, MappedTensors):
+            yield from tensors.routes(route, places)
+            return
+        if not isinstance(tensors, ChunkedTensors):
+            yield route._replace(numbers=array("I", (route.numbers[place] for place in places)))
+            return
+        if name in tensors.unreadable:
+            raise _unreadable(name, tensors)
+        numbers = [route.numbers[place] for place in places]
+        pieces = tensors.lists[tensors.list_of[numbers[0]]]
+        order, taken = self._taken(tensors, tensors.list_of[numbers[0]], route.region, name)
+        for place, region in taken:
+            box, file = pieces[order[place]]
+            in_file = array("I", (tensors.numbers[number][order[place]] for number in numbers))
+            yield ReadGroup(route.source_rank, box, region, file, in_file, route.target_of(region), route.order)
+
+    def _taken(
+        self, tensors: ChunkedTensors, list_number: int, region: Box, name: str
+    ) -> tuple[list[int], list[CoveredPart]]:
+        """Return the numbers of a list's pieces by preference, and by place in that order what is taken from which.
+
+        Raises CoverageError if the pieces do not make up the region.
+        """
+        pieces = tensors.lists[list_number]
+        known = self._known.get(id(pieces))
+        if known is None:
+            if id(tensors) not in self._places:
+                self._places[id(tensors)] = {id(file): number for number, file in enumerate(tensors.files)}
+            places = self._places[id(tensors)]
+            home = home_rank(self._target_rank, self._targets, len(places))
+            order = sorted(range(len(pieces)), key=lambda piece: (places[id(pieces[piece][1])] - home) % len(places))
+            known = self._known[id(pieces)] = pieces, order, Pieces([pieces[piece][0] for piece in order])
+        try:
+            return known[1], known[2].cover(region)
+        except UncoveredError as error:
+            missing = described(tensors.missing)
+            raise CoverageError(
+                f"no piece of {name!r} that the checkpoint lists has a part that target rank {self._target_rank} needs",
+                expected=f"box {error.box}",
+                got=missing or f"{len(pieces)} pieces without it",
+                where=tensors.path,
+                remedy="restore the files of the checkpoint" if missing else "save or copy the checkpoint again",
+            ) from None
+
+    def checks(self, groups: Sequence[Group], replicas: Replicas) -> Iterator[Check]:
+        """Yield the checks that overlapping pieces hold the same where they overlap.
+
+        With CHECK all overlaps are compared whole; with SAMPLE the beginnings of a few; with ANY none.
+        """
+        if replicas is Replicas.ANY:
+            return
+        limit = None if replicas is Replicas.CHECK else _MAX_SAMPLED
+        for group in groups:
+            for route in group.routes:
+                if isinstance(route.tensors, ChunkedTensors):
+                    yield from islice(self._overlaps(group, route, whole=limit is None), limit)
+
+    def _overlaps(self, group: Group, route: ReadGroup, *, whole: bool) -> Iterator[Check]:
+        tensors = route.tensors
+        assert isinstance(tensors, ChunkedTensors)
+        for place, name in enumerate(group.names):
+            number = route.numbers[place]
+            pieces = tensors.lists[tensors.list_of[number]]
+            key = (id(pieces), route.region)
+            if key not in self._overlapping:
+                self._overlapping[key] = list(overlapping([box for box, _ in pieces], route.region))
+            for first, second, region in self._overlapping[key]:
+                shared = region if whole else next(region.blocks(_SAMPLED_ELEMENTS))
+                copies = (self._piece(tensors, number, piece, name, shared) for piece in (first, second))
+                yield Check(name, tuple(copies), refuse=True, why="the checkpoint lists the same part of it twice")
+
+    def _piece(self, tensors: ChunkedTensors, number: int, piece: int, name: str, region: Box) -> Copy:
+        box, file = tensors.lists[tensors.list_of[number]][piece]
+        return ReadGroup(0, box, region, file, (tensors.numbers[number][piece],)).copy(0, name)
+
+
+def _unreadable(name: str, tensors: ChunkedTensors) -> CoverageError:
+    others = len(tensors.unreadable) - 1
+    besides = f"; and {counted(others, 'other tensor')} cannot be read either" if others else ""
+    pattern = shlex.quote(_pattern_of_all(name, tensors))
+    return CoverageError(
+        f"the tensor {name!r} of the checkpoint cannot be read",
+        expected="a dense tensor of a type and form that this program knows",
+        got=f"{tensors.unreadable[name]}{besides}",
+        where=tensors.path,
+        remedy=f"go on without it (--exclude {pattern}), or save it in another form",
+    )
+
+
+def _pattern_of_all(name: str, tensors: ChunkedTensors) -> str:
+    """Return a pattern of all tensors that cannot be read; of `name` alone where others would match it too."""
+    first, last = min(tensors.unreadable), max(tensors.unreadable)
+    alike = next((at for at, (one, other) in enumerate(zip(first, last)) if one != other), len(first))
+    prefix = first[: first.rfind(".", 0, alike) + 1]
+    others = (other for other in tensors if other not in tensors.unreadable)
+    if len(tensors.unreadable) == 1 or not prefix or any(other.startswith(prefix) for other in others):
+        return glob.escape(name)
+    return f"{glob.escape(prefix)}*"
+
+
+def missing_files(tensors: TensorTable) -> Iterator[str]:
+    """Yield a warning for each file of a list of pieces that cannot be used."""
+    for missing in tensors.missing if isinstance(tensors, ChunkedTensors) else ():
+        yield f"a file of the checkpoint cannot be used, what it holds was taken from others: {missing}"
+
+
+def _list_of(route: ReadGroup, place: int) -> int:
+    """Return a number that tensors have in common whose parts come from elsewhere in the same way."""
+    tensors = route.tensors
+    if isinstance(tensors, MappedTensors):
+        return tensors.recipe_of[route.numbers[place]]
+    return tensors.list_of[route.numbers[place]] if isinstance(tensors, ChunkedTensors) else 0

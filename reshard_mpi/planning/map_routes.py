@@ -1,0 +1,178 @@
+"""Plan where tensors that a map makes come from (`MappedTensors`).
+
+The checkpoint is planned as one full one, in its own names and shapes; a map says which boxes of that are which boxes
+of what it makes. Both together say where each part of a target comes from.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
+
+from reshard_mpi.errors import ReshardError
+from reshard_mpi.formats.derived import constant, converted
+from reshard_mpi.formats.dtypes import DType
+from reshard_mpi.formats.locations import ByteRanges
+from reshard_mpi.formats.manifest import SpecKind
+from reshard_mpi.formats.tensor_table import ELSEWHERE, TensorTable, TensorType
+from reshard_mpi.planning.model import Group, PlannedTensors, ReadGroup
+from reshard_mpi.sharding.box import Box, Pieces
+from reshard_mpi.sharding.strides import Move, source_region
+
+if TYPE_CHECKING:
+    from reshard_mpi.mapping.geometry import TargetShape
+    from reshard_mpi.mapping.result import MapResult
+
+_NOWHERE = ByteRanges(())
+# Of tensors with more routes than this the ones that are needed are looked up.
+_FEW_ROUTES = 8
+NO_HOLES: Mapping[str, ReshardError] = MappingProxyType({})
+
+
+class _Recipe(NamedTuple):
+    """What tensors have in common that are made in the same way, of tensors that lie in the same way.
+
+    groups: for each pair, the number of the group that its source tensor is in.
+    """
+
+    dtype: DType
+    shape: TargetShape
+    groups: tuple[int, ...]
+    element: bytes | None = None
+
+
+class MappedTensors(TensorTable):
+    """The whole tensors that a map makes.
+
+    recipe_of: for each tensor, the number of the way in which it is made.
+    """
+
+    __slots__ = (
+        *("_converted", "_groups", "_holes", "_number_of_recipe", "_pieces", "_places", "_rank", "_recipes"),
+        "recipe_of",
+    )
+
+    def __init__(
+        self,
+        path: str,
+        mapped: MapResult,
+        plan: PlannedTensors,
+        rank: int,
+        holes: Mapping[str, ReshardError] = NO_HOLES,
+    ) -> None:
+        """Make the tensors of `mapped`.
+
+        plan: of all tensors of the checkpoint, whole, in its own names and shapes. rank: that which what is in no shard
+        is said to come from. holes: the tensors of the plan that cannot be made; what is made of them cannot be
+        taken.
+        """
+        super().__init__(path)
+        self._groups: Sequence[Group] = plan.groups
+        self._holes = {number: holes[name] for name, (number, _) in plan.places.items() if name in holes}
+        self._rank = rank
+        # By the identity of tensors, which are kept with what they become.
+        self._converted: dict[tuple[int, DType], tuple[TensorTable, TensorTable]] = {}
+        self._pieces: dict[int, Pieces] = {}
+        self._recipes: list[_Recipe] = []
+        self._number_of_recipe: dict[tuple[object, ...], int] = {}
+        self._places: list[Sequence[int]] = []
+        self.recipe_of = array("I")
+        place_of = plan.places
+        for made in mapped.made:
+            located = [place_of[made.sources[pair.source]] for pair in made.shape.pairs]
+            groups = tuple(number for number, _ in located)
+            recipe = _Recipe(made.dtype, made.shape, groups)
+            self._add(made.name, recipe, (id(made.shape), made.dtype, groups), [place for _, place in located])
+        for made_up in mapped.constants:
+            dtype, shape = made_up.kind
+            recipe = _Recipe(dtype, made_up.shape, (), made_up.element)
+            self._add(made_up.name, recipe, (dtype, shape, made_up.element), ())
+
+    def _add(self, name: str, recipe: _Recipe, key: tuple[object, ...], places: Sequence[int]) -> None:
+        number = self._number_of_recipe.setdefault(key, len(self._recipes))
+        if number == len(self._recipes):
+            self._recipes.append(recipe)
+        self.elsewhere[len(self.starts)] = _NOWHERE
+        self.add(name, self.kind(TensorType(recipe.dtype, recipe.shape.shape)), ELSEWHERE)
+        self.recipe_of.append(number)
+        self._places.append(places)
+
+    def routes(self, route: ReadGroup, places: Sequence[int]) -> Iterator[ReadGroup]:
+        """Yield the routes that replace one from these tensors.
+
+        places: of the tensors in the route, all with the same recipe. Raises the error for what cannot be made.
+        """
+        numbers = [route.numbers[place] for place in places]
+        dtype, shape, groups, element = self._recipes[self.recipe_of[numbers[0]]]
+        sources = [self._places[number] for number in numbers]
+        for index, (pair, group) in enumerate(zip(shape.pairs, groups)):
+            wanted = pair.to.intersect(route.region)
+            if wanted is None:
+                continue
+            if group in self._holes:
+                raise self._holes[group].with_traceback(None)
+            region = source_region(pair.region, pair.to, pair.order, wanted)
+            after = Move(region, wanted, pair.order)
+            in_group = [own[index] for own in sources]
+            for part in self._meeting(group, region):
+                own = Move(part.region, part.region if part.to is None else part.to, part.order)
+                moved = own.then(after)
+                if moved is not None:
+                    tensors = part.tensors
+                    if self._groups[group].kind.dtype != dtype:
+                        tensors = self._in_type(tensors, dtype)
+                    yield ReadGroup(
+                        part.source_rank,
+                        part.source_box,
+                        moved.region,
+                        tensors,
+                        array("I", (part.numbers[place] for place in in_group)),
+                        None if moved.to == moved.region and moved.order is None else moved.to,
+                        moved.order,
+                        part.joined_ranks,
+                    )
+        for zeros in shape.zeros:
+            wanted = zeros.intersect(route.region)
+            if wanted is not None:
+                content = bytes(dtype.itemsize_bytes) if element is None else element
+                made_up = TensorTable("", [constant("", dtype, wanted.shape, content)])
+                zero = Box.whole(wanted.shape)
+                yield ReadGroup(self._rank, zero, zero, made_up, array("I", [0] * len(numbers)), wanted)
+
+    def planned(self) -> tuple[PlannedTensors, Mapping[str, ReshardError]]:
+        """Return where all of these tensors come from, each whole; and by name the errors for those with a hole."""
+        names: list[list[str]] = [[] for _ in self._recipes]
+        numbers = [array("I") for _ in self._recipes]
+        for number, name in enumerate(self):
+            names[self.recipe_of[number]].append(name)
+            numbers[self.recipe_of[number]].append(number)
+        groups, holes = [], {}
+        for recipe, own_names, own_numbers in zip(self._recipes, names, numbers):
+            whole = Box.whole(recipe.shape.shape)
+            try:
+                routes = tuple(
+                    self.routes(ReadGroup(self._rank, whole, whole, self, own_numbers), range(len(own_names)))
+                )
+            except ReshardError as error:
+                holes.update(dict.fromkeys(own_names, error))
+                routes = ()
+            groups.append(Group(SpecKind(recipe.dtype, whole.shape, whole), own_names, routes))
+        return PlannedTensors(groups, self.recipe_of), holes
+
+    def _meeting(self, group: int, region: Box) -> Iterable[ReadGroup]:
+        """Return the routes of a group that may have something of a region."""
+        routes = self._groups[group].routes
+        if len(routes) <= _FEW_ROUTES:
+            return routes
+        if group not in self._pieces:
+            self._pieces[group] = Pieces([part.region if part.to is None else part.to for part in routes])
+        return (routes[number] for number in sorted(number for number, _ in self._pieces[group].meeting(region)))
+
+    def _in_type(self, tensors: TensorTable, dtype: DType) -> TensorTable:
+        """Return the same tensors as they are in another type; always the same object."""
+        key = (id(tensors), dtype)
+        if key not in self._converted:
+            self._converted[key] = tensors, converted(tensors, dtype)
+        return self._converted[key][1]

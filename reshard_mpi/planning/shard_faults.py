@@ -1,0 +1,281 @@
+"""Report what no source shard gives, and shards that differ (`hole`, `disputes`).
+
+They may be each rank's own, such as the state of a random number generator; or parts of a tensor that the strategy
+forgets, of which all but one would be lost. Bytes do not tell which.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import lru_cache
+from itertools import islice
+from typing import NamedTuple
+
+from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError
+from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.planning.losses import Lost, described, named
+from reshard_mpi.planning.model import Differing, PrefixDigest
+from reshard_mpi.planning.parameters import find_or_follow
+from reshard_mpi.planning.tensors import SourceGroup, TensorPart
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.layout import Layout, whole_shape
+from reshard_mpi.sharding.placement import Placement, Shape, Strategy, named_after
+
+
+def hole(
+    name: str, part: TensorPart, target_rank: int, manifests: Mapping[int, Manifest], lost: Mapping[int, Lost]
+) -> CoverageError:
+    """Return the error for a part of a tensor that no shard gives."""
+    holders = tuple(part.placement.holders(part.piece))
+    damaged = [lost[rank] for rank in holders if rank in lost and lost[rank].problem]
+    if damaged:
+        others = len(holders) - len(damaged)
+        got = described(damaged) + (f"; {others} without it, or missing" if others else "")
+    else:
+        opened = any(rank in manifests for rank in holders)
+        got = "shards without the tensor" if opened else "shard missing"
+    return CoverageError(
+        f"no source holds a part of {name!r} that target rank {target_rank} needs",
+        expected=f"box {part.region} on {_one_of(holders)}",
+        got=got,
+        where=", ".join(manifests[rank].path for rank in holders if rank in manifests),
+        remedy="restore one of these ranks' shards, or give the strategy this checkpoint was saved with; where slices"
+        ' have different lengths, a TOML rule needs their sizes (sizes = "ceil": as torch cuts)',
+    )
+
+
+def stage_missing(
+    name: str,
+    origins: tuple[Placement, ...],
+    source: Strategy,
+    manifests: Mapping[int, Manifest],
+    lost: Mapping[int, Lost],
+) -> CoverageError:
+    """Return the error for a tensor if no shard of the stages that should hold it was opened."""
+    stages = {stage for origin in origins for stage in origin.stages}
+    damaged = [shard for rank, shard in lost.items() if shard.problem and source.stage_of(rank) in stages]
+    return CoverageError(
+        f"no shard that should hold {name!r} is there",
+        expected=f"a shard of stage {origins[0].stages[0]} of the source",
+        got=f"shards of {_one_of(tuple(manifests))}" + (f"; {described(damaged)}" if damaged else ""),
+        remedy="restore the shards of that stage",
+    )
+
+
+def require_never_saved(
+    name: str,
+    origins: tuple[Placement, ...],
+    source: Strategy,
+    target: Strategy,
+    wanted: Iterable[tuple[Collection[str], SourceGroup]],
+    manifests: Mapping[int, Manifest],
+    lost: Mapping[int, Lost],
+) -> None:
+    """Raise CoverageError if a tensor that all opened shards lack may be in a damaged one.
+
+    Nothing is raised for what was evidently never saved: state named after a parameter (`adam_m.weight`) of a kind
+    (`adam_m.`) that the target gets of no parameter, while every opened shard holds all that it should. origins: where
+    the source strategy places the tensor. wanted: the names of all that the target gets, by group.
+    """
+    stages = {stage for origin in origins for stage in origin.stages}
+    suspects = [shard for rank, shard in lost.items() if shard.problem and source.stage_of(rank) in stages]
+    if not suspects:
+        return
+    groups = list(wanted)
+    lacking = (
+        rank
+        for _, group in groups
+        if group.listed
+        for layout in group.layouts
+        for rank in manifests
+        if source.stage_of(rank) in layout.placement.stages and rank not in group.ranks
+    )
+    base = next((base for base in named_after(name) if source.find(base) or target.find(base)), name)
+    kind = name.removesuffix(base)
+    has_kind = any(other.startswith(kind) for names, _ in groups for other in names)
+    if has_kind or not kind or next(lacking, None) is not None:
+        raise CoverageError(
+            f"{name!r} is in no shard that was opened, but may be in one that is damaged",
+            expected=f"a shard with {name!r}",
+            got=described(suspects),
+            remedy="restore these shards, or remove them if it was never saved",
+        )
+
+
+def _one_of(ranks: tuple[int, ...]) -> str:
+    shown = ", ".join(str(rank) for rank in ranks[:8]) + (" ..." if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"one of ranks {shown}"
+
+
+# What another shard may have under the name of a tensor.
+_STRING = "a string"
+
+
+class ShardClaim(NamedTuple):
+    """What a shard says of a tensor.
+
+    shape: of the whole tensor; of the shard's part if that does not fit the strategy, as `fits` tells.
+    """
+
+    dtype: str
+    shape: Shape
+    fits: bool
+
+    def __str__(self) -> str:
+        if self.dtype == _STRING:
+            return _STRING
+        if self.fits:
+            return f"{self.dtype} {list(self.shape)}"
+        return f"{self.dtype}, a part of shape {list(self.shape)} that does not fit the strategy"
+
+
+class Dispute(NamedTuple):
+    """A tensor about which shards contradict each other. claims: what each of them says of it, by rank."""
+
+    name: str
+    claims: Mapping[int, ShardClaim]
+
+    def outvoted(self) -> dict[int, str]:
+        """Return what is wrong with each shard that contradicts the majority, by rank.
+
+        Empty if no claim is made by more than half of all shards, or if that claim does not fit the strategy: then the
+        strategy is wrong.
+        """
+        (winner, votes), *_ = Counter(self.claims.values()).most_common(1)
+        if not winner.fits or votes * 2 <= len(self.claims):
+            return {}
+        return {
+            rank: f"by it {self.name!r} is {claim}, but by those of {votes} other ranks {winner}"
+            for rank, claim in self.claims.items()
+            if claim != winner
+        }
+
+
+def disputes(strategy: Strategy, manifests: Mapping[int, Manifest], names: Iterable[str]) -> Iterator[Dispute]:
+    """Yield those of the named tensors about which these shards contradict each other.
+
+    A rank that should not hold a part of a tensor, by the strategy, has no say about it.
+    """
+    for name in names:
+        claims = {rank: made for rank, manifest in manifests.items() if (made := claim(strategy, name, rank, manifest))}
+        if len(set(claims.values())) > 1:
+            yield Dispute(name, claims)
+
+
+def claim(strategy: Strategy, name: str, rank: int, manifest: Manifest) -> ShardClaim | None:
+    """Return what the shard of `rank` says of a tensor; None if it lacks it, or should not hold a part of it."""
+    entry = manifest.tensors.get(name)
+    placement = next((p for p in _placements(strategy, name) if strategy.stage_of(rank) in p.stages), None)
+    if placement is None:
+        return None
+    if entry is None:
+        return ShardClaim(_STRING, (), fits=False) if name in manifest.strings else None
+    if placement.ceil and entry.global_shape is None:
+        return None  # a part alone does not tell the whole
+    whole = _whole(placement, rank, entry.shape, entry.box, entry.global_shape)
+    if whole is None:
+        return ShardClaim(entry.dtype.name, entry.shape, fits=False)
+    return ShardClaim(entry.dtype.name, whole, fits=True)
+
+
+def witnesses(
+    strategy: Strategy, names: Iterable[str], opened: Collection[int], available: Collection[int], each: int
+) -> Iterator[int]:
+    """Yield the first available ranks not opened yet, `each` of every stage that holds one of the named tensors."""
+    stages = {stage for name in names for placement in _placements(strategy, name) for stage in placement.stages}
+    for stage in sorted(stages):
+        yield from islice((rank for rank in strategy.ranks_of(stage) if rank in available and rank not in opened), each)
+
+
+@lru_cache(maxsize=4096)
+def _whole(placement: Placement, rank: int, part: Shape, box: Box | None, stated: Shape | None) -> Shape | None:
+    """Return the shape of the whole tensor; None if the part that `rank` holds does not fit the placement.
+
+    part: its shape. box, stated: its box and the shape of the whole tensor, where the shard says them.
+    """
+    try:
+        whole = whole_shape(placement, rank, part) if stated is None else stated
+        expected = Layout(placement, whole).box(rank)
+    except LayoutError:
+        return None
+    return whole if part == expected.shape and box in (None, expected) else None
+
+
+def _placements(strategy: Strategy, name: str) -> tuple[Placement, ...]:
+    return find_or_follow(strategy, name, lambda _: True)
+
+
+# A part of a name that says so.
+_GENERATOR = re.compile(
+    r"(?:^|[^a-z])(?:[a-z]*rng|[a-z]*random|random[a-z]*|seeds?|generators?)(?:[^a-z]|$)", re.IGNORECASE
+)
+# So many tensors are named in one line.
+_MAX_NAMED_TENSORS = 8
+
+
+class Differences(NamedTuple):
+    """What the user is told: notes on the state of generators, warnings on everything else."""
+
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+def is_generator_state(name: str) -> bool:
+    """Tell whether a name says that a tensor is the state of a random number generator."""
+    return bool(_GENERATOR.search(name))
+
+
+def between_targets(beginnings: Iterable[PrefixDigest]) -> list[Differing]:
+    """Return the tensors that different targets take from source ranks whose values differ."""
+    by_name: dict[str, dict[str, int]] = {}
+    for beginning in sorted(beginnings, key=lambda each: each.rank):
+        by_name.setdefault(beginning.name, {}).setdefault(beginning.digest, beginning.rank)
+    return [Differing(name, tuple(ranks.values())) for name, ranks in by_name.items() if len(ranks) > 1]
+
+
+def told_of(differing: Iterable[Differing], where: str, *, strict: bool = False) -> Differences:
+    """Return what the user is told of tensors that differ, each tensor once.
+
+    Raises DisagreementError if `strict` and any is not the state of a generator. where: the checkpoint.
+    """
+    ranks: dict[str, set[int]] = {}
+    for tensor in differing:
+        ranks.setdefault(tensor.name, set()).update(tensor.ranks)
+    own = [
+        f"{_differs(name, ranks[name])}: each rank has its own; one of them was taken"
+        for name in ranks
+        if is_generator_state(name)
+    ]
+    others = [_differs(name, ranks[name]) for name in ranks if not is_generator_state(name)]
+    if not others:
+        return Differences(tuple(own))
+    shown = "; ".join(others[:_MAX_NAMED_TENSORS]) + (
+        f"; and {len(others) - _MAX_NAMED_TENSORS} more" if others[_MAX_NAMED_TENSORS:] else ""
+    )
+    if strict:
+        raise DisagreementError(
+            "tensors that no strategy lists differ from rank to rank",
+            expected="the same on every rank, or a strategy that says how they are cut (--strict)",
+            got=shown,
+            where=where,
+            remedy="list them in the source strategy with the way they are cut; if each rank has its own, leave out"
+            " --strict, and each target has that of one rank",
+        )
+    return Differences(
+        tuple(own),
+        (
+            f"{shown}: no strategy says how {'they are' if others[1:] else 'it is'} cut, so each target has what one"
+            " rank holds, and nothing of the others; list what is cut in the source strategy",
+        ),
+    )
+
+
+def without(differing: Iterable[Differing], told: Collection[str]) -> list[Differing]:
+    """Return those of which none of the texts that the user has got already tells."""
+    return [tensor for tensor in differing if not any(f"{tensor.name!r} differs between" in text for text in told)]
+
+
+def _differs(name: str, ranks: Collection[int]) -> str:
+    return f"{name!r} differs between {named(sorted(ranks))}"

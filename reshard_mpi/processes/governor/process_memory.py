@@ -1,0 +1,205 @@
+"""Hold the memory lease of one process, from start to end (`ProcessMemory`).
+
+A process that was started for a run takes a lease while it has loaded next to nothing, and never holds memory while it
+waits: its lease grows in its place, or the process starts over (`Start`), as small as at first, and waits for all that
+it knows by then to need.
+
+Others cannot become small again: a rank of an MPI job, a worker, a program that calls the functions. What such a
+process always uses is its floor, which is counted but not waited for by anybody, so processes with floors cannot wait
+for each other. What it needs beyond is another lease. If that cannot grow, it is given back, and all that it was for
+is let go of (`on_giving_way`), before the process waits for a larger one. While the process waits for others of its
+run, which may be waiting for memory, it gives way to whoever is in line.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import NamedTuple
+
+from reshard_mpi.errors import ReshardError
+from reshard_mpi.processes.governor.admission import Allowance, Governor, Lease, Say, open_governor
+from reshard_mpi.processes.governor.scopes import resident_bytes
+from reshard_mpi.text import MIB
+
+# An interpreter with all modules for planning and moving bytes.
+BASE_BYTES = 43 * MIB
+# The same, forked from a process that has loaded them.
+WORKER_BYTES = 34 * MIB
+# The part of that which any program that calls the functions has already.
+_CALLER_BYTES = 22 * MIB
+# The smallest lease beyond a floor.
+_LEAST_BYTES = MIB
+
+
+class Start(NamedTuple):
+    """The lease with which process `pid` has started, and how it starts over, if it can.
+
+    over: replaces this process by one that waits for as many bytes as its argument says; None if that is impossible.
+    least_bytes: what the process is known to need since it started over.
+    """
+
+    pid: int
+    governor: Governor
+    lease: Lease
+    over: Callable[[int], None] | None
+    waited_seconds: float = 0.0
+    least_bytes: int = 0
+
+
+_start: Start | None = None
+
+
+def started(start: Start) -> None:
+    """Record with which lease this process has started."""
+    global _start  # noqa: PLW0603 - a fact of the process
+    _start = start
+
+
+def own_start() -> Start | None:
+    """Return how this process has started; None if it has no lease of its own, like a fork of one that has."""
+    return _start if _start is not None and _start.pid == os.getpid() else None
+
+
+def register_worker(governor: Governor) -> None:
+    """Take a lease for this process, a fork of one that has held the memory for it until now."""
+    with suppress(ReshardError, OSError):  # such as a full disk; the next lease meets it again
+        started(Start(os.getpid(), governor, governor.register(WORKER_BYTES, "a worker"), None))
+
+
+def finish() -> None:
+    """Give back the lease with which this process has started, which is about to end."""
+    start = own_start()
+    if start is not None:
+        start.lease.give_back()
+
+
+class ProcessMemory:
+    """What memory this process may use, until it is closed.
+
+    on_giving_way: called, one after the other, to free all that the lease is for.
+    """
+
+    def __init__(self, governor: Governor, say: Say, *, floor_bytes: int, floor: Lease | None, start: Start | None):
+        self.governor = governor
+        self.on_giving_way: list[Callable[[], None]] = []
+        self.waited_seconds = start.waited_seconds if start is not None else 0.0
+        self._say = say
+        self._turns = 0
+        self._floor_bytes = floor_bytes
+        self._floor = floor
+        self._start = start
+        self._lease = start.lease if start is not None else None
+        self._used_before_bytes = 0 if start is not None or floor_bytes else resident_bytes(os.getpid())
+        self._there_bytes = min(self._used_before_bytes, _CALLER_BYTES)
+        self._may_start_over = start is not None and start.over is not None
+
+    @classmethod
+    def open(cls, allowance: Allowance, environment: Mapping[str, str], say: Say, *, alone: bool) -> ProcessMemory:
+        """Return the allotment of this process, with the lease that it has started with, if any.
+
+        alone: no other process of the run waits for this one, and it waits for none.
+        """
+        start = own_start()
+        if start is None:  # a program that calls the functions
+            return cls(open_governor(allowance, environment), say, floor_bytes=0, floor=None, start=None)
+        if alone:
+            return cls(start.governor, say, floor_bytes=0, floor=None, start=start)
+        start.lease.restate(start.lease.size_bytes, is_floor=True)
+        return cls(start.governor, say, floor_bytes=start.lease.size_bytes, floor=start.lease, start=None)
+
+    def close(self) -> None:
+        """Give back what is leased, but for the floor of a process of this program, which it has until its end."""
+        if self._lease is not None and self._start is None:
+            self._lease.give_back()
+        if self._floor is not None and own_start() is None:
+            self._floor.give_back()
+        self._lease = self._floor = None
+
+    @property
+    def leased_bytes(self) -> int:
+        return self._floor_bytes + (self._lease.size_bytes if self._lease is not None else 0)
+
+    def stay(self) -> None:
+        """Never start over from now on, since something would be lost."""
+        self._may_start_over = False
+
+    def need(self, peak_bytes: int, purpose: str) -> bool:
+        """Have a lease of `peak_bytes` for all that this process uses from now on; wait for it if need be.
+
+        Return False if memory had to be freed for that (`on_giving_way`), so that the work with it must be done again.
+        """
+        wanted_bytes = self._beyond_floor(peak_bytes)
+        if self._lease is None:
+            self._wait(wanted_bytes, purpose)
+            return True
+        if self._start is not None:
+            wanted_bytes = max(wanted_bytes, self._start.least_bytes)
+        if self._lease.size_bytes >= wanted_bytes:
+            # Once it cannot start over, a process keeps what it may need again.
+            if self._lease.size_bytes > wanted_bytes and (self._start is None or self._may_start_over):
+                self._lease.restate(wanted_bytes, is_floor=False)
+            return True
+        if self._lease.grow(wanted_bytes):
+            return True
+        if self._may_start_over and self._start is not None and self._start.over is not None:
+            self._start.over(wanted_bytes)
+        self._let_go()
+        self._wait(self._beyond_floor(peak_bytes), purpose)
+        return False
+
+    def be_floor(self) -> None:
+        """Make the lease of this process its floor, since others of its run wait while it is held."""
+        if self._lease is None:
+            return
+        self._lease.restate(self._lease.size_bytes, is_floor=True)
+        self._floor, self._floor_bytes = self._lease, self._lease.size_bytes
+        self._lease = self._start = None
+        self._may_start_over = False
+
+    def hand_over(self, size_bytes: int) -> None:
+        """Hold `size_bytes` less, which another process holds now."""
+        if self._floor is not None:
+            self._floor_bytes -= size_bytes
+            self._floor.restate(self._floor_bytes, is_floor=True)
+
+    def give_way(self) -> None:
+        """Free all memory if others wait for some, while this process waits for something else."""
+        if self._lease is not None and self._start is None and self.governor.is_waited_for():
+            self._let_go()
+
+    def take_waited_seconds(self) -> float:
+        """Return how long this process has waited since the last call."""
+        waited_seconds, self.waited_seconds = self.waited_seconds, 0.0
+        return waited_seconds
+
+    def _beyond_floor(self, peak_bytes: int) -> int:
+        return max(peak_bytes - self._floor_bytes - self._there_bytes, _LEAST_BYTES)
+
+    def _let_go(self) -> None:
+        for let_go in self.on_giving_way:
+            let_go()
+        in_use_bytes = resident_bytes(os.getpid())
+        if self._start is not None:  # what it has loaded it will have until its end
+            self._floor, self._start = self._lease, None
+            self._floor_bytes = BASE_BYTES
+        elif self._lease is not None:
+            self._lease.give_back()
+        self._lease = None
+        if self._floor is not None:
+            self._floor_bytes = max(self._floor_bytes, in_use_bytes)
+            self._floor.restate(self._floor_bytes, is_floor=True)
+
+    def _wait(self, size_bytes: int, purpose: str) -> None:
+        # Behind those that were there before this process, and before those that came later. No number is used twice.
+        self._turns += 1
+        floor = self._floor.numbers if self._floor is not None else {}
+        self._lease = self.governor.take(
+            size_bytes,
+            purpose,
+            self._say,
+            numbers={key: number + self._turns for key, number in floor.items()},
+            used_before_bytes=self._used_before_bytes,
+        )
+        self.waited_seconds += self._lease.waited_seconds

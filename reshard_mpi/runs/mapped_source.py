@@ -1,0 +1,404 @@
+"""Present a source as maps make it: one full checkpoint of one rank (`MappedCheckpoint`).
+
+The checkpoint is planned as one full one, in its own names and by its own strategy, with all the checks that belong to
+that. Maps are applied one after another: what one makes is planned as a full checkpoint as well, each of whose tensors
+comes from the shards, so nothing in between is ever there. Nothing is read of the shards but their structure, what a
+map says is equal or padding, and single numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from reshard_mpi.checkpoints.source import LEFT_OUT, ShardStats, SourceCheckpoint
+from reshard_mpi.engine.files import Files
+from reshard_mpi.engine.read import only_element
+from reshard_mpi.errors import DisagreementError, ReshardError
+from reshard_mpi.formats.dtypes import numbers
+from reshard_mpi.formats.manifest import NEST, Manifest, shown_string
+from reshard_mpi.formats.nest import first_difference
+from reshard_mpi.formats.protocol import OnBytes, uncounted
+from reshard_mpi.mapping.direction import Inventory, ShapeAndType
+from reshard_mpi.mapping.result import ConstantTensor, DerivedTensor, MapResult, require_holdable, values_of
+from reshard_mpi.mapping.rules import Rules, unpacked
+from reshard_mpi.mapping.selection import is_chosen
+from reshard_mpi.mapping.training_file import SourceTree, applied_to_file
+from reshard_mpi.planning.agreement import OWN
+from reshard_mpi.planning.losses import Lost, Missing
+from reshard_mpi.planning.map_routes import MappedTensors
+from reshard_mpi.planning.model import RankPlan
+from reshard_mpi.planning.parameters import Accumulated, is_partial_sum, notes_on, sums_like
+from reshard_mpi.runs.conversion import Conversion
+from reshard_mpi.runs.map_checks import (
+    require_equal,
+    require_known_sums,
+    require_padding,
+    source_warnings,
+    target_warnings,
+    tensor_at,
+)
+from reshard_mpi.runs.maps import TensorMap, tied_tensors
+from reshard_mpi.sharding.placement import unsharded
+from reshard_mpi.text import counted, shortened
+
+
+class _MapStep(NamedTuple):
+    """What one map makes of a full checkpoint. plan: of that. tensors: what is made, as those of a shard."""
+
+    rules: Rules | None
+    plan: RankPlan
+    mapped: MapResult
+    tensors: MappedTensors
+
+    @property
+    def planned(self) -> RankPlan:
+        """What the map makes, planned as a full checkpoint."""
+        tensors, holes = self.tensors.planned()
+        return self.plan._replace(tensors=tensors, holes=holes)
+
+
+class _MapsOutcome(NamedTuple):
+    """What all maps make of the checkpoint, one after another, and that as a shard.
+
+    plan: of the checkpoint as one full one. inventory: its tensors. made: the tensors that maps make of others, each as
+    made of those of the checkpoint. needed: the names of the checkpoint's tensors of which targets have anything, or
+    that are looked at. warnings: of how the source is cut.
+    """
+
+    plan: RankPlan
+    inventory: Inventory
+    steps: tuple[_MapStep, ...]
+    made: tuple[DerivedTensor, ...]
+    manifest: Manifest
+    notes: tuple[str, ...]
+    needed: frozenset[str]
+    warnings: tuple[str, ...]
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """The names of tensors that go nowhere, of what each map takes and of what the last one makes."""
+        return tuple(dict.fromkeys(name for step in self.steps for name in step.mapped.left_out))
+
+    @property
+    def constants(self) -> tuple[ConstantTensor, ...]:
+        """The tensors of the target that are made up."""
+        return self.steps[-1].mapped.constants
+
+
+def conversion_through(tensor_map: TensorMap, conversion: Conversion) -> Conversion:
+    """Return a conversion of what a map makes of the source."""
+    is_rank_by_rank = conversion.target.world_size == conversion.source.strategy.world_size > 1
+
+    def through(original: Conversion) -> SourceCheckpoint:
+        files, wanted = original.source.files, conversion.is_wanted
+        return MappedCheckpoint(
+            files,
+            unsharded(files.path),
+            original=original,
+            tensor_map=tensor_map,
+            is_wanted=wanted,
+            is_rank_by_rank=is_rank_by_rank,
+        )
+
+    original = Conversion(
+        conversion.source,
+        unsharded(),
+        strict=conversion.strict,
+        replicas=conversion.replicas,
+        accumulated=conversion.accumulated,
+        allows_holes=True,
+    )
+    return replace(conversion, source=through(original), original=original, through=through)
+
+
+@dataclass(slots=True)
+class MappedCheckpoint(SourceCheckpoint):
+    """The source checkpoint of `original` as a map makes it. Its files are those of that; it has one rank, 0.
+
+    is_wanted: tells of a name whether the targets have it; takes the names of all tensors as well. is_rank_by_rank:
+    whether the targets are as many as the source's ranks, so that each could keep values of its own.
+    """
+
+    original: Conversion | None = field(default=None)
+    tensor_map: TensorMap | None = field(default=None)
+    is_wanted: Callable[[str, Container[str]], bool] = field(default=lambda *_: True)
+    is_rank_by_rank: bool = field(default=False)
+    _made: _MapsOutcome | None = field(default=None)
+    _is_checked: bool = field(default=False)
+    _recipes: Mapping[str, DerivedTensor | ConstantTensor] | None = field(default=None)
+
+    @property
+    def stored(self) -> SourceCheckpoint:
+        return self._conversion.source
+
+    @property
+    def described(self) -> str:
+        return self.stored.described
+
+    @property
+    def missing(self) -> Missing | None:
+        return self.stored.missing
+
+    def __contains__(self, rank: object) -> bool:
+        return rank == 0
+
+    def manifest(self, rank: int) -> Manifest:
+        return self._opened().manifest
+
+    def find(self, rank: int) -> Manifest | None:
+        return self._opened().manifest
+
+    def lost(self, rank: int) -> Lost:
+        return self.stored.lost(rank)
+
+    def check_crc(self, rank: int, on_bytes: OnBytes = uncounted) -> ReshardError | None:
+        return self.stored.check_crc(rank, on_bytes)
+
+    @property
+    def extent(self) -> ShardStats:
+        """How large shards are, and what the map makes; the boxes of equations count as tensors, which are as large."""
+        own, made = self.stored.extent, self._made
+        if made is None:
+            return own
+        first, *others = (step.mapped.made for step in made.steps)
+        shapes = {id(tensor.shape): tensor.shape for tensors in (first, *others, made.made) for tensor in tensors}
+        boxes = sum(len(shape.pairs) + len(shape.zeros) for shape in shapes.values())
+        return own._replace(tensors=max(own.tensors, len(first)) + sum(map(len, others)) + boxes)
+
+    def forget(self) -> None:
+        self._conversion.forget()
+        self._made = self._recipes = None
+
+    def stage_ranks(self) -> dict[int, int]:
+        return {0: 0}
+
+    def origins(self, accumulated: Accumulated = Accumulated.REFUSE) -> Iterator[tuple[str, str]]:
+        made = self._opened()
+        dtypes = {name: kind.dtype for name, kind in made.inventory.items()}
+        for tensor in made.made:
+            sources = list(dict.fromkeys(tensor.sources[pair.source] for pair in tensor.shape.pairs))
+            before = {dtypes[name] for name in sources} - {tensor.dtype}
+            types = f", converted from {' and '.join(map(str, before))}" if before else ""
+            origin = f"{shortened(sources) or 'made up'}, by {tensor.where}" if tensor.where else "as it is"
+            zeros = f", {sum(box.size for box in tensor.shape.zeros)} zeros" if tensor.shape.zeros else ""
+            joins = accumulated is not Accumulated.REFUSE and any(map(is_partial_sum, sources))
+            types += f", the {accumulated} of replicas" if joins else ""
+            yield tensor.name, f"{origin}{zeros}{types}"
+        for name, kind, element, where in made.constants:
+            yield name, f"made up of {numbers(element, kind.dtype)[0]}, by {where}"
+        for name in made.left_out:
+            yield name, LEFT_OUT
+
+    def recipe(self, name: str) -> DerivedTensor | ConstantTensor | None:
+        """Return what a tensor is made of; None if the map makes none of this name."""
+        if self._recipes is None:
+            made = self._opened()
+            recipes: dict[str, DerivedTensor | ConstantTensor] = {tensor.name: tensor for tensor in made.made}
+            self._recipes = recipes | {tensor.name: tensor for tensor in made.constants}
+        return self._recipes.get(name)
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """The names of the tensors of the source that go nowhere."""
+        return self._opened().left_out
+
+    def needs(self, name: str) -> bool:
+        return name in self._opened().needed
+
+    def takes(self, name: str) -> bool:
+        assert self.tensor_map is not None
+        rules, choice, *_ = self.tensor_map
+        return bool(rules) or is_chosen(choice, name)  # rules may give it another name
+
+    def taken(self, plan: RankPlan) -> Set[str]:
+        return self._opened().inventory.keys()
+
+    def map_notes(self) -> tuple[str, ...]:
+        made = self._opened()
+        return (*self._notes(made), *made.notes, *self._nest_notes(made))
+
+    def cut_warnings(self, plan: RankPlan) -> tuple[str, ...]:
+        rules = () if self.tensor_map is None else self.tensor_map.rules
+        return tuple(target_warnings(self._opened().made, plan, rules))
+
+    def completed(self, plan: RankPlan, *, checked: bool) -> RankPlan:
+        """Return a target's plan with what planning the checkpoint as it is has shown.
+
+        checked: as in `Conversion.plan`; what is checked is checked by the first call.
+        """
+        if checked and not self._is_checked:
+            made = self._opened()
+            whole = self._conversion.checked(made.plan)
+            self.check_values()
+            self._require_nobodys_own(made, whole)
+            self._made, self._is_checked = made._replace(plan=whole), True
+        made = self._opened()
+        whole = made.plan
+        cautions = dict.fromkeys(caution for step in made.steps for caution in step.mapped.cautions)
+        taken = {name for tensor in made.made for name in tensor.sources.values()}
+        known_sums = set(notes_on(self._conversion.accumulated, whole.sums))  # said of the target, if it has them
+        whole_notes = (note for note in whole.notes if note not in known_sums)
+        kinds_of_sums = {sums_like(name) for name in taken if is_partial_sum(name)}
+        return plan._replace(
+            moments=(*plan.moments, *whole.moments),
+            absent=(*plan.absent, *whole.absent),
+            notes=(*whole_notes, *self.map_notes(), *plan.notes),
+            differing=(*whole.differing, *plan.differing),
+            alike=whole.alike,
+            lost=whole.lost,
+            warnings=(*whole.warnings, *cautions, *made.warnings, *plan.warnings),
+            left_out=(*whole.left_out, *plan.left_out),
+            sums=tuple(sums for sums in whole.sums if sums.names in kinds_of_sums),
+        )
+
+    def check_values(self) -> None:
+        """Raise MapError if tensors of which one is taken for all differ, or padding holds anything but zeros."""
+        for step in self._opened().steps:
+            require_equal(self._conversion, step.plan, step.mapped)
+            require_padding(self._conversion, step.plan, step.mapped)
+
+    @property
+    def _conversion(self) -> Conversion:
+        assert self.original is not None
+        return self.original
+
+    def _opened(self) -> _MapsOutcome:
+        if self._made is None:
+            assert self.tensor_map is not None
+            plan = self._conversion.plan(0, checked=False)
+            inventory = _inventory_of(plan)
+            nest = plan.strings.get(NEST)
+            tied = {} if nest is None else tied_tensors(self.stored, inventory)
+            rules, choice, forward, like, _ = self.tensor_map
+            made_file = applied_to_file(
+                rules, choice, inventory, SourceTree(nest, tied, self.files.path), forward, like
+            )
+            steps: list[_MapStep] = []
+            for mapped, own_rules in zip(made_file.mapped, rules or (None,)):
+                steps.append(self._planned(mapped, own_rules, plan if not steps else steps[-1].planned))
+            strings = {name: text for name, text in plan.strings.items() if name != NEST}
+            if made_file.nest is not None:
+                strings[NEST] = made_file.nest
+            manifest = Manifest(self.files.path, self.files.format, steps[-1].tensors, strings)
+            needed = self._needed(steps)
+            plan = _comparing_only(plan, needed)
+            is_cut = self.stored.strategy.world_size > 1  # the pieces of an index say only who has written what
+            warnings = tuple(source_warnings(self._wanted(made_file.made), plan, rules)) if is_cut else ()
+            self._made = _MapsOutcome(
+                plan, inventory, tuple(steps), made_file.made, manifest, made_file.notes, needed, warnings
+            )
+        return self._made
+
+    def _planned(self, mapped: MapResult, rules: Rules | None, plan: RankPlan) -> _MapStep:
+        """Return what one map makes of the tensors of a plan, with the numbers that are computed of theirs."""
+        if self._conversion.accumulated is Accumulated.SUM:
+            require_known_sums(mapped, self.files.path)
+        require_holdable(mapped)
+        mapped = mapped._replace(constants=(*mapped.constants, *self._computed(mapped, plan)))
+        rank = min(plan.read_ranks, default=0)
+        return _MapStep(rules, plan, mapped, MappedTensors(self.files.path, mapped, plan.tensors, rank, plan.holes))
+
+    def _wanted(self, made: Sequence[DerivedTensor]) -> list[DerivedTensor]:
+        """Return the tensors that targets have; others are left out by their strategy."""
+        names = {tensor.name for tensor in made}
+        return [tensor for tensor in made if self.is_wanted(tensor.name, names)]
+
+    def _needed(self, steps: Sequence[_MapStep]) -> frozenset[str]:
+        needed = {tensor.name for tensor in self._wanted(steps[-1].mapped.made)}
+        for step in reversed(steps):
+            mapped = step.mapped
+            needed = {name for tensor in mapped.made if tensor.name in needed for name in tensor.sources.values()}
+            needed.update(name for equal in mapped.equal for name in equal.names)
+            needed.update(pads.name for pads in mapped.pads)
+            needed.update(mapped.counted.names)
+        return frozenset(needed)
+
+    def _computed(self, mapped: MapResult, plan: RankPlan) -> Iterator[ConstantTensor]:
+        """Yield the tensors that are computed of single numbers of the source."""
+        if not (mapped.computed or mapped.counted.numbers):
+            return
+        self._conversion.before_gathering()
+        places = plan.tensors.places
+        with Files() as files:
+
+            def read(name: str) -> float:
+                tensor = tensor_at(plan, places[name])
+                content = only_element(files, tensor, self._conversion.limits)
+                return unpacked(content, tensor.spec.dtype, name, self.files.path)
+
+            for number, element in values_of(mapped.computed, mapped.counted, mapped.settings, read):
+                yield ConstantTensor(number.name, number.kind, element, number.where)
+
+    def _notes(self, made: _MapsOutcome) -> Iterator[str]:
+        """Yield what the user must know of what the maps make."""
+        for step in made.steps:
+            if step.rules is not None and step.mapped.direction is not None:
+                count = sum(1 for tensor in step.mapped.made if tensor.where)
+                yield f"the map {step.rules.where}, read {step.mapped.direction}, makes {counted(count, 'tensor')}"
+        is_mapped = made.steps[0].rules is not None
+        kept = [next(iter(tensor.sources.values())) for tensor in self._wanted(made.made) if not tensor.where]
+        if kept and is_mapped:
+            yield f"no equation takes {shortened(kept)}; names and shapes stay as they are"
+        with_parameters = [name for step in made.steps for name in step.mapped.states_left_out]
+        left_out = [name for name in made.left_out if name not in frozenset(with_parameters)]
+        if left_out:
+            yield f"left out: {shortened(left_out)}"
+        if with_parameters:
+            yield f"left out with the parameters whose state they are: {shortened(with_parameters)}"
+        if made.constants:
+            yield f"made up: {shortened([tensor.name for tensor in made.constants])}"
+        pads = (pads for step in made.steps for pads in step.mapped.pads if pads.are_dropped)
+        dropped = [(pad.name, sum(box.size for box in pad.boxes)) for pad in pads]
+        if dropped:
+            elements = sum(size for _, size in dropped)
+            names = shortened([name for name, _ in dropped])
+            yield f"{elements} elements of padding are dropped, whatever they hold: {names}"
+
+    def _nest_notes(self, made: _MapsOutcome) -> Iterator[str]:
+        """Yield what becomes of what is neither tensor nor text."""
+        like = None if self.tensor_map is None else self.tensor_map.like
+        own, new = made.plan.strings.get(NEST), made.manifest.strings.get(NEST)
+        if like is None or new == own:
+            return
+        if new is None:
+            yield f"left out, since {like.path} has no such thing: {shown_string(NEST)}"
+        else:
+            other = first_difference(own, new)
+            where = f"the first other one is {other}" if other else "tensors are nested otherwise"
+            yield f"{shown_string(NEST)}: as in {like.path}, with the values of the source that both have; {where}"
+
+    def _require_nobodys_own(self, made: _MapsOutcome, whole: RankPlan) -> None:
+        """Raise DisagreementError if each rank has its own of something that all targets would get from one of them.
+
+        whole: the plan of the checkpoint with what its checks found.
+        """
+        taken = {name for tensor in self._wanted(made.made) for name in tensor.sources.values()}
+        own = (check.name for check in made.plan.checks if check.why == OWN and check.name in taken)
+        for name in own if self.is_rank_by_rank else ():
+            if any(tensor.name == name for tensor in whole.differing):
+                raise DisagreementError(
+                    f"each rank has its own {name!r}, and all targets would have that of one",
+                    expected="the same on all ranks, with a map, types or a choice",
+                    got=f"different ones on {self.stored.strategy.world_size} ranks",
+                    where=self.files.path,
+                    remedy=f"leave it out (--exclude {name!r}); only a run without --map, --dtype, --include and"
+                    " --exclude keeps it",
+                )
+
+
+def _inventory_of(plan: RankPlan) -> Inventory:
+    """Return the tensors of a plan in file order."""
+    groups = ((ShapeAndType(group.kind.dtype, group.kind.global_shape), group.names) for group in plan.tensors.groups)
+    kinds = {name: kind for kind, names in groups for name in names}
+    return {name: kinds[name] for name in plan.tensors.specs.names}
+
+
+def _comparing_only(plan: RankPlan, names: Container[str]) -> RankPlan:
+    """Return a plan without comparisons of other tensors than these."""
+    alike = (group._replace(names=tuple(name for name in group.names if name in names)) for group in plan.alike)
+    return plan._replace(
+        checks=tuple(check for check in plan.checks if check.name in names),
+        alike=tuple(group for group in alike if group.names),
+    )

@@ -1,0 +1,147 @@
+"""Define what the processes of a run send each other (`PlanReport`, `FillReport`)."""
+
+from __future__ import annotations
+
+import pickle
+import zlib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from reshard_mpi.filesystem.folders import FileIdentity
+from reshard_mpi.runs.outcome import Outcome
+
+if TYPE_CHECKING:  # this module is loaded early, before memory for the engine has been asked for
+    from reshard_mpi.formats.manifest import Manifest
+    from reshard_mpi.journal.records import TensorSum
+    from reshard_mpi.planning.model import Differing, Moment, PrefixDigest, RankPlan, StageDigest
+    from reshard_mpi.planning.parameters import Sums
+    from reshard_mpi.planning.replicas import ReplicaGroup
+    from reshard_mpi.runs.outcome import Overflow
+    from reshard_mpi.runs.preflight import SpaceNeed
+
+
+class Reserved(NamedTuple):
+    """A target that several processes are going to fill: its file exists, with everything but the payloads.
+
+    packed: its manifest, compressed, since each process gets those of all targets and needs few. identity: of the file.
+    """
+
+    rank: int
+    packed: bytes
+    identity: FileIdentity
+
+    @classmethod
+    def of(cls, rank: int, manifest: Manifest, identity: FileIdentity) -> Reserved:
+        return cls(rank, zlib.compress(pickle.dumps(manifest), level=1), identity)
+
+    def manifest(self) -> Manifest:
+        """Return the manifest of the file, with the place of each tensor."""
+        manifest: Manifest = pickle.loads(zlib.decompress(self.packed))
+        return manifest
+
+
+class Filled(NamedTuple):
+    """One process's share of a target that has been filled."""
+
+    rank: int
+    requested_bytes: int
+    mapped_bytes: int
+    seconds: float
+    waited_seconds: float
+    overflows: tuple[Overflow, ...] = ()
+
+
+class Verified(NamedTuple):
+    """One process's share of a target that has been read back and compared with its sources. sums: of the tensors."""
+
+    rank: int
+    sums: tuple[TensorSum, ...]
+    waited_seconds: float
+
+
+class Totals(NamedTuple):
+    """How much is to be written: payload bytes, and targets. ready: how many targets are complete already."""
+
+    size_bytes: int = 0
+    targets: int = 0
+    ready: int = 0
+
+
+class PlanReport(NamedTuple):
+    """What a process tells the others about its plans before anything is written.
+
+    outcome: notes, warnings, and failures that refuse the run. moments, held, beginnings: what targets must have in
+    common (see `RankPlan`). differing: what shards do not hold alike. alike: copies that must be the same. rooms: the
+    room that it needs on file systems. due: what it leads the writing of. sums: the accumulated gradients of its
+    targets.
+    """
+
+    outcome: Outcome = Outcome()
+    moments: tuple[Moment, ...] = ()
+    held: tuple[StageDigest, ...] = ()
+    beginnings: tuple[PrefixDigest, ...] = ()
+    differing: tuple[Differing, ...] = ()
+    alike: tuple[ReplicaGroup, ...] = ()
+    rooms: tuple[SpaceNeed, ...] = ()
+    due: Totals = Totals()
+    sums: tuple[Sums, ...] = ()
+
+    @classmethod
+    def of(cls, plan: RankPlan) -> PlanReport:
+        """Return what there is to tell of the plan of one target."""
+        held, told = (plan.held,), (plan.beginnings, plan.differing, plan.alike)
+        return cls(Outcome.of(plan), plan.moments, held, *told, sums=plan.sums)
+
+    def joined(self, others: Iterable[PlanReport]) -> PlanReport:
+        """Return this and the `others` as one, without rooms; of what is equal, only the first."""
+        parts = [self, *others]
+        digests = (held for part in reversed(parts) for held in part.held)
+        beginnings = (beginning for part in reversed(parts) for beginning in part.beginnings)
+        return PlanReport(
+            self.outcome.joined(part.outcome for part in parts[1:]),
+            tuple(dict.fromkeys(moment for part in parts for moment in part.moments)),
+            tuple({(held.stage, held.digest): held for held in digests}.values()),
+            tuple({(beginning.name, beginning.digest): beginning for beginning in beginnings}.values()),
+            tuple(dict.fromkeys(tensor for part in parts for tensor in part.differing)),
+            tuple(dict.fromkeys(alike for part in parts for alike in part.alike)),
+            due=Totals(*map(sum, zip(*(part.due for part in parts)))),
+            sums=tuple(dict.fromkeys(sums for part in parts for sums in part.sums)),
+        )
+
+
+class ComparisonReport(NamedTuple):
+    """The result of comparing copies in one process.
+
+    drifted: names of tensors whose copies have drifted apart. unlisted: tensors that no strategy lists and that differ.
+    """
+
+    outcome: Outcome = Outcome()
+    drifted: tuple[str, ...] = ()
+    unlisted: tuple[Differing, ...] = ()
+
+
+class FillReport(NamedTuple):
+    """What a process has done so far for targets that several fill together. outcome: with its failures."""
+
+    outcome: Outcome = Outcome()
+    reserved: tuple[Reserved, ...] = ()
+    filled: tuple[Filled, ...] = ()
+    verified: tuple[Verified, ...] = ()
+
+    def joined(self, others: Iterable[FillReport]) -> FillReport:
+        """Return this and the `others`, of the same process, as one."""
+        parts = [self, *others]
+        return FillReport(
+            self.outcome.joined(part.outcome for part in parts[1:]),
+            tuple(reserved for part in parts for reserved in part.reserved),
+            tuple(filled for part in parts for filled in part.filled),
+            tuple(verified for part in parts for verified in part.verified),
+        )
+
+
+R = TypeVar("R", PlanReport, ComparisonReport, FillReport)
+
+
+def record_of(kind: type[R], value: R | Outcome) -> R:
+    """Return `value` as a record of `kind`; an outcome, of a process that failed or died, as a record of that alone."""
+    return kind(value) if isinstance(value, Outcome) else value

@@ -1,0 +1,329 @@
+"""Plan what the pictures of a run need (`planned_figures`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from reshard_mpi import formats
+from reshard_mpi.formats.dtypes import DType
+from reshard_mpi.pictures.figures import DrawnBlock, DrawnMove, Feed, Figures, Flow, Panel, Shards, TensorCut
+from reshard_mpi.pictures.flow import (
+    MOST_PLANNED,
+    cuts_of,
+    cuts_of_boxes,
+    feeds_of,
+    most_planned,
+    panel_of_layout,
+    panel_of_pieces,
+    path_of,
+    sampled_targets,
+    shown_dimensions,
+)
+from reshard_mpi.pictures.scene import files_as_shards
+from reshard_mpi.planning.model import Group, RankPlan
+from reshard_mpi.planning.replicas import writer
+from reshard_mpi.planning.tensors import SourceGroup
+from reshard_mpi.processes.comm import Comm
+from reshard_mpi.runs.conversion import Conversion
+from reshard_mpi.runs.explain import (
+    TensorLineage,
+    likely_holders,
+    listed_pieces,
+    origin_of,
+    source_groups,
+    unknown_tensor,
+)
+from reshard_mpi.runs.memory import RunMemory
+from reshard_mpi.runs.outcome import Outcome, agreed
+from reshard_mpi.runs.progress import Progress, Stage
+from reshard_mpi.runs.request import Request
+from reshard_mpi.runs.run import opened_run
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.layout import Layout
+from reshard_mpi.text import counted
+
+# Of tensors that are alike so many are named, of what a picture's tensor is made of so many are drawn, and so many
+# moves of it are kept.
+_MOST_NAMES, _MOST_SOURCES, _MOST_MOVES = 500, 4, 2000
+
+
+class Asked(NamedTuple):
+    """What is to be drawn.
+
+    tensors: those that the user names. most_cuts: so many kinds of tensors at most. drawing_bytes: how much memory it
+    takes to draw that.
+    """
+
+    tensors: tuple[str, ...]
+    most_cuts: int
+    drawing_bytes: int = 0
+
+
+def planned_figures(request: Request, comm: Comm, asked: Asked, progress: Progress) -> tuple[Figures, Outcome] | None:
+    """Return the figures of a run, and an outcome with notes and warnings, on the first process of `comm`.
+
+    Returns None on the others; all of them must call this. With `ranks` in the request only these targets are planned.
+    Raises, the same on every process, the errors for which a run would be refused.
+    """
+    with RunMemory(lambda: request.allowance, comm, progress) as memory:
+        return agreed(lambda: _figures(request, asked, memory, progress) if comm.rank == 0 else None, comm)
+
+
+def _figures(request: Request, asked: Asked, memory: RunMemory, progress: Progress) -> tuple[Figures, Outcome]:
+    progress.begin(Stage("planning"))
+    run = opened_run(request, memory, targets=2 * MOST_PLANNED)
+    memory.to_move(memory.projection.planning_bytes + asked.drawing_bytes, f"a picture of {request.target}")
+    conversion = run.conversion
+    targets = conversion.target.world_size
+    most = most_planned(conversion.source.extent.tensors)
+    planned = run.targets if request.ranks is not None else sampled_targets(targets, most)
+    collected = _Collected(conversion, _DrawnSources.of(conversion), asked)
+    feeds: list[Feed] = []
+    progress.begin(Stage("planning", units=len(planned), unit="rank"))
+    for rank in planned:
+        plan = conversion.plan(rank, checked=False)
+        feeds.extend(feeds_of(plan, collected.sources.number))
+        collected.add(plan)
+        progress.completed()
+    for name in asked.tensors:
+        collected.find(name)
+    if request.ranks is None and len(planned) < targets:
+        collected.complete(most)
+    cuts = tuple(collected.cuts())
+    of_cuts = {move.target for cut in cuts for move in cut.moves}
+    files = {rank: str(run.path(rank)) for rank in sorted({*planned, *of_cuts})}
+    are_files = formats.by_name(run.format).TRAITS.is_filled
+    written = files_as_shards(targets, files) if are_files else Shards(targets, "rank", files)
+    flow = Flow(collected.sources.shards, written, planned, tuple(feeds))
+    ranks = counted(targets, written.word)
+    figures = Figures(
+        f"{request.source}: {conversion.source.described}",
+        f"{request.target}: {formats.title(run.format)}, {ranks}",
+        flow,
+        cuts,
+        collected.further,
+        collected.further_tensors,
+    )
+    return figures, Outcome.begun(conversion).joined(collected.outcomes)
+
+
+@dataclass(slots=True)
+class _DrawnSources:
+    """The source's shards by number: their ranks, or where files belong to no rank, their places in the checkpoint."""
+
+    count: int
+    by_file: bool
+    files: dict[int, str]
+    _number_of: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, conversion: Conversion) -> _DrawnSources:
+        source = conversion.source.stored
+        files, by_rank = source.files, source.files.by_rank
+        if files.is_folder or (len(by_rank) == 1 and len(files.shards) > 1):
+            paths = files.one_by_one().shards
+            return cls(len(paths), True, dict(enumerate(paths)), {path: number for number, path in enumerate(paths)})
+        named = {
+            rank: paths[0] + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
+            for rank, paths in sorted(by_rank.items())
+        }
+        return cls(source.strategy.world_size, False, named)
+
+    def number(self, rank: int, path: str) -> int:
+        """Return the number of the shard that is the file `path` of a source rank."""
+        if not self.by_file:
+            return rank
+        number = self._number_of.setdefault(path, self.count)
+        if number == self.count:  # a file that another one refers to
+            self.files[number], self.count = path, self.count + 1
+        return number
+
+    @property
+    def shards(self) -> Shards:
+        return files_as_shards(self.count, self.files) if self.by_file else Shards(self.count, "rank", self.files)
+
+
+@dataclass(slots=True)
+class _AlikeTensors:
+    """Tensors that are planned alike; the first of `names` is drawn.
+
+    sources: how the source holds what it is made of. held: the boxes of it that planned targets hold. taken: for each
+    source tensor, the boxes of which shards hold it.
+    """
+
+    names: list[str]
+    count: int
+    layout: Layout
+    dtype: DType
+    origin: TensorLineage
+    sources: Mapping[str, SourceGroup]
+    held: dict[Box, list[int]] = field(default_factory=dict)
+    taken: dict[str, dict[Box, list[int]]] = field(default_factory=dict)
+    moves: list[DrawnMove] = field(default_factory=list)
+    further_moves: int = 0
+
+    def add(self, target_rank: int, group: Group, sources: _DrawnSources) -> None:
+        """Add what a target holds of the tensor that is drawn."""
+        self.held.setdefault(group.kind.box, []).append(target_rank)
+        place = group.names.index(self.names[0])
+        for route in group.routes:
+            copy = route.copy(place, self.names[0])
+            path = path_of(copy.source)
+            number = sources.number(copy.source_rank, path) if path else None
+            source = None if number is None else self.origin.source_of(copy.target_region)
+            if source is not None and number is not None:
+                holders = self.taken.setdefault(source, {}).setdefault(copy.source_box, [])
+                if number not in holders:
+                    holders.append(number)
+            if len(self.moves) >= _MOST_MOVES:
+                self.further_moves += 1
+                continue
+            drawn = self.origin.sources[:_MOST_SOURCES]
+            panel = drawn.index(source) if source in drawn else None
+            size_bytes = copy.region.size * copy.source.unconverted.dtype.itemsize_bytes if number is not None else 0
+            self.moves.append(
+                DrawnMove(target_rank, copy.target_region, number, panel, copy.region, path, size_bytes, source or "")
+            )
+
+
+@dataclass(slots=True)
+class _Collected:
+    """What the plans of targets say of tensors, kind by kind. further: kinds that are not drawn."""
+
+    conversion: Conversion
+    sources: _DrawnSources
+    asked: Asked
+    further: int = 0
+    further_tensors: int = 0
+    outcomes: list[Outcome] = field(default_factory=list)
+    _planned: set[int] = field(default_factory=set)
+    _known: set[str] = field(default_factory=set)
+    _drawn: dict[str, _AlikeTensors] = field(default_factory=dict)
+
+    def add(self, plan: RankPlan) -> None:
+        """Add a target that has been planned."""
+        self._planned.add(plan.target_rank)
+        self.outcomes.append(Outcome.of(plan))
+        new: dict[str, tuple[Group, list[str]]] = {}
+        for group in plan.tensors.groups:
+            unknown = set(group.names) - self._known
+            if unknown:
+                self._known |= unknown
+                names = [name for name in group.names if name in unknown]
+                asked = [name for name in self.asked.tensors if name in unknown]
+                if asked or len(self._drawn) + len(new) < self.asked.most_cuts:
+                    new[(asked or names)[0]] = group, names
+                else:
+                    self.further += 1
+                    self.further_tensors += len(names)
+        if new:
+            self._add_kinds(plan.target_rank, new)
+        for group in plan.tensors.groups:
+            for name in self._drawn.keys() & set(group.names):
+                self._drawn[name].add(plan.target_rank, group, self.sources)
+
+    def _add_kinds(self, rank: int, new: Mapping[str, tuple[Group, list[str]]]) -> None:
+        """Add kinds of tensors, by the one that is drawn of each. rank: a target that holds them."""
+        layouts = self.conversion.both_layouts(rank, new)  # of all at once, since that takes as long as to plan it
+        origins = {first: origin_of(self.conversion, first) for first in new}
+        groups: Mapping[str, SourceGroup] = {first: both.source for first, both in layouts.items()}
+        if self.conversion.original is not None:
+            names = dict.fromkeys(name for origin in origins.values() for name in origin.sources[:_MOST_SOURCES])
+            groups = source_groups(self.conversion, rank, tuple(names))
+        for first, (group, alike) in new.items():
+            asked = [name for name in self.asked.tensors if name in alike]
+            named = dict.fromkeys((first, *asked, *alike[:_MOST_NAMES]))
+            origin = origins[first]
+            sources = {name: groups[name] for name in origin.sources[:_MOST_SOURCES]}
+            layout, dtype = layouts[first].target, group.kind.dtype
+            self._drawn[first] = _AlikeTensors(list(named), len(alike), layout, dtype, origin, sources)
+
+    def find(self, name: str) -> None:
+        """Plan a target that holds a tensor, if none has been. Raises UsageError if no target has such a tensor."""
+        if name in self._known:
+            return
+        for rank in likely_holders(self.conversion.target, name):
+            if rank not in self._planned:
+                self.add(self.conversion.plan(rank, checked=False))
+            if name in self._known:
+                return
+        raise unknown_tensor(name, self._known)
+
+    def complete(self, most: int) -> None:
+        """Plan further targets, `most` at most, so that each block that is drawn has one that has been planned."""
+        budget = len(self._planned) + most
+        for kind in list(self._drawn.values()):
+            for block in self._panels(kind)[1].blocks:
+                if block.box.size == 0 or block.planned is not None:
+                    continue
+                if len(self._planned) >= budget:
+                    return
+                rank = self._writer(kind, block) if self.conversion.once else block.holders[0]
+                if rank not in self._planned:
+                    self.add(self.conversion.plan(rank, checked=False))
+
+    def _writer(self, kind: _AlikeTensors, block: DrawnBlock) -> int:
+        """Return the target that writes the first piece of a block, where others that hold it do not."""
+        piece = next(piece for piece, _ in kind.layout.pieces_meeting(block.piece))
+        is_loose = not all(group.listed for group in kind.sources.values())
+        return writer(kind.names[0], piece, kind.layout.placement, loose=is_loose)
+
+    def cuts(self) -> Iterable[TensorCut]:
+        """Yield how both sides cut each kind of tensors; those that are asked for come first."""
+        in_order = sorted(self._drawn.values(), key=lambda kind: kind.names[0] not in self.asked.tensors)
+        for kind in in_order:
+            sources, target = self._panels(kind)
+            size_bytes = math.prod(kind.layout.shape) * kind.dtype.itemsize_bytes * kind.count
+            further = max(0, len(kind.origin.sources) - _MOST_SOURCES)
+            names = tuple(kind.names)
+            moves = tuple(kind.moves)
+            yield TensorCut(
+                names, kind.count, size_bytes, sources, further, target, moves, kind.further_moves, kind.origin.by
+            )
+
+    def _panels(self, kind: _AlikeTensors) -> tuple[tuple[Panel, ...], Panel]:
+        groups = kind.sources
+        is_same = self.conversion.original is None
+        shapes = {name: groups[name].shape for name in groups}
+        boxes = {name: self._pieces(kind, name) for name in groups}
+        by_layout = {name: _layout_of(groups[name].layouts, tuple(boxes[name])) for name in groups}
+        if self.sources.by_file:
+            cuts = {name: cuts_of_boxes(shapes[name], boxes[name]) for name in groups}
+        else:
+            cuts = {name: cuts_of(by_layout[name]) for name in groups}
+        target = _target_panel(kind, tuple(cuts.values()) if is_same else ())
+        panels = []
+        for name in groups:
+            shown = target.shown if is_same else shown_dimensions(shapes[name], cuts[name])
+            dtype = groups[name].dtype.name
+            if self.sources.by_file:
+                panels.append(panel_of_pieces(name, dtype, shapes[name], boxes[name], shown))
+            else:
+                panels.append(panel_of_layout(name, dtype, by_layout[name], shown))
+        return tuple(panels), target
+
+    def _pieces(self, kind: _AlikeTensors, name: str) -> Mapping[Box, list[int]]:
+        """Return the pieces of a source tensor: all that an index lists, else those that planned targets read."""
+        listed = listed_pieces(self.conversion, name)
+        if listed is None:
+            return kind.taken.get(name, {})
+        return {box: [self.sources.number(0, path) for path in paths] for box, paths in listed.items()}
+
+
+def _target_panel(kind: _AlikeTensors, other_cuts: tuple[Sequence[int], ...]) -> Panel:
+    shown = shown_dimensions(kind.layout.shape, cuts_of(kind.layout), *other_cuts)
+    panel = panel_of_layout(kind.names[0], kind.dtype.name, kind.layout, shown)
+    planned = (kind.held.get(block.piece) for block in panel.blocks)
+    blocks = (block._replace(planned=ranks[0] if ranks else None) for block, ranks in zip(panel.blocks, planned))
+    return panel._replace(blocks=tuple(blocks))
+
+
+def _layout_of(layouts: Sequence[Layout], taken: Sequence[Box]) -> Layout:
+    """Return the layout by which boxes have been taken, of those by which stages that share a tensor cut it."""
+    for layout in layouts if taken else ():
+        if taken[0] in [layout.piece_box(piece) for piece, _ in layout.pieces_meeting(taken[0])]:
+            return layout
+    return layouts[0]

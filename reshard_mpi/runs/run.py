@@ -1,0 +1,304 @@
+"""Prepare a run: targets, shards, strategies, paths (`Run.open`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from reshard_mpi import formats
+from reshard_mpi.checkpoints import discovery
+from reshard_mpi.checkpoints.opening import chosen_files, open_source
+from reshard_mpi.errors import ReshardError, UsageError
+from reshard_mpi.filesystem.paths import real_path
+from reshard_mpi.journal.identity import CHOSEN, RunIdentity, joined_maps, joined_words
+from reshard_mpi.journal.targets import Journal
+from reshard_mpi.planning.parameters import Accumulated, Unlisted
+from reshard_mpi.planning.ranks import check_target_rank
+from reshard_mpi.planning.target_layouts import filled_files, strategy_of
+from reshard_mpi.runs.conversion import Conversion, apply_map, map_words
+from reshard_mpi.runs.memory import RunMemory
+from reshard_mpi.runs.overlap import refuse_overlap
+from reshard_mpi.runs.request import Request, Strategies
+from reshard_mpi.runs.scheduling import are_even, assign, target_weights
+from reshard_mpi.sharding.placement import Strategy
+from reshard_mpi.sharding.strategy import table
+
+if TYPE_CHECKING:
+    from reshard_mpi.journal.targets import Unrecorded
+
+# Planning takes a millisecond and a KiB for each, and no cluster has as many ranks.
+MAX_TARGETS = 1 << 16
+
+
+class Run(NamedTuple):
+    """A prepared request: source and strategies have been read, and the targets are known.
+
+    map_digests: of the map that tensors are taken through, its configuration, and the checkpoint that the target is to
+    be like, by the names of the options.
+    """
+
+    request: Request
+    conversion: Conversion
+    format: str
+    targets: tuple[int, ...]
+    strategies: Strategies
+    map_digests: Mapping[str, str]
+
+    @classmethod
+    def open(
+        cls,
+        request: Request,
+        strategies: Strategies | None,
+        known_damage: Mapping[int, ReshardError],
+        before_shards: Callable[[str], None],
+        before_filling: Callable[[Conversion, str], object],
+    ) -> Run:
+        """Prepare a request: find the shards, and read the strategies unless they are given.
+
+        known_damage: what is known to be wrong with source shards. before_shards: is told the format of the shards
+        before any is read. before_filling: is told the conversion to one full checkpoint, and the format of the files
+        that this is to be divided into, before that is planned. Raises a ReshardError for what is wrong with them.
+        """
+        strategies = strategies or Strategies.read(request)
+        if request.unlisted is Unlisted.DROP and request.dst_strategy is None:
+            raise UsageError(
+                "--unlisted drop needs a list to go by",
+                expected="--dst-strategy with the parameters to keep",
+                got="no target strategy",
+            )
+        _check_prefix(request.prefix)
+        files = request.shard_files()
+        name = _target_format(request, files.format)
+        traits = formats.by_name(name).TRAITS
+        ranks = request.ranks if request.ranks is not None else range(strategies.target.world_size)
+        if request.part is None and not traits.is_filled:
+            _refuse_overlap(request, files, name, ranks, strategies.target)
+        before_shards(files.format)
+        source = open_source(files, strategies.source, known_damage)
+        conversion = Conversion(
+            source,
+            strategies.target,
+            request.unlisted,
+            request.strict,
+            replicas=request.replicas,
+            accumulated=request.accumulated,
+            keeps_strings=traits.keeps_strings,
+            once=traits.is_folder,
+        )
+        conversion, map_digests = apply_map(request, conversion)
+        if traits.is_filled:
+            before_filling(conversion, name)
+            whole = conversion.plan(0, checked=False).tensors.specs
+            strategies = strategies._replace(target=strategy_of(filled_files(whole, request.most_file_bytes)))
+            conversion = conversion.to(strategies.target)
+        targets = chosen_targets(request, conversion)
+        if request.part is not None or traits.is_filled:  # of millions, so that only its own are looked at
+            _refuse_overlap(request, files, name, targets, strategies.target)
+        if formats.folder_by_name(name) is not None and not request.recorded:
+            raise UsageError(
+                f"a folder of the format {name} is written by runs that keep a record",
+                expected="reshard-mpi transform, or reshard_mpi.transform",
+                got="a function that keeps none",
+            )
+        if request.crc and not formats.by_name(name).TRAITS.has_crc:
+            able = [other for other in formats.TARGETS if formats.by_name(other).TRAITS.has_crc]
+            raise UsageError(
+                f"--crc is for targets in {' or '.join(able)}",
+                expected=" or ".join(f"--to {other}" for other in able),
+                got=f"targets in {name}",
+            )
+        return cls(request, conversion, name, targets, strategies, map_digests)
+
+    def path(self, target_rank: int) -> Path:
+        """Return the final path of one target shard: `rank_<r>/<prefix><r><ending>`, unless its format has others."""
+        return _target_file(self.request, self.format, target_rank, self.strategies.target.world_size)
+
+    @property
+    def target_notes(self) -> tuple[str, ...]:
+        """What the user should know of where targets lie: a name like `one.pt` is that of a folder all the same."""
+        target = self.request.target.rstrip("/")
+        if not self.targets or formats.name_of(target) is None:
+            return ()
+        return (f"{target} is a folder, in which the targets are written: {self.path(self.targets[0])}",)
+
+    def journal(self) -> Journal | Unrecorded:
+        """Return the journal, which keeps the state of this run in the target folder."""
+        request = self.request
+        if not request.recorded:
+            from reshard_mpi.journal.targets import Unrecorded
+
+            return Unrecorded(Path(request.target))
+        identity, resume, overwrite = self._identity(), request.resume, request.overwrite
+        target = self.conversion.target
+        table_of_targets = partial(table.dumps, target) if self.records_strategy else None
+        return Journal(Path(request.target), identity, resume=resume, overwrite=overwrite, strategy=table_of_targets)
+
+    @property
+    def records_strategy(self) -> bool:
+        """Whether the run records how its targets are cut: there are several, and no index lists what they hold."""
+        return self.conversion.target.world_size > 1 and formats.folder_by_name(self.format) is None
+
+    def _identity(self) -> RunIdentity:
+        request = self.request
+        files = {
+            "src_strategy": request.src_strategy,
+            "dst_strategy": request.dst_strategy,
+            "config": request.config,
+            "like": request.like,
+        }
+        named = {name: str(real_path(path)) for name, path in files.items() if path is not None}
+        if request.map:
+            named["map"] = joined_maps(map_words(request))
+        source = self.conversion.source.files.path  # of several moments that lie there the one that was chosen
+        is_filled = formats.by_name(self.format).TRAITS.is_filled
+        joins = request.accumulated is not Accumulated.REFUSE
+        return RunIdentity(
+            {
+                "source": str(real_path(source)),
+                "src_strategy": self.strategies.source_digest,
+                "dst_strategy": self.strategies.target_digest,
+                CHOSEN: chosen_files(self.conversion.source.files),
+                "prefix": request.prefix,
+                "to": self.format,
+                "unlisted": str(request.unlisted),
+                "strict": request.strict,
+                "crc": request.crc,
+                "sums_in_shards": request.verify and formats.by_name(self.format).TRAITS.keeps_sums,
+                "target_ranks": self.conversion.target.world_size,
+                **({"max_shard_size": request.most_file_bytes} if is_filled else {}),
+                **({"from": request.source_format} if request.source_format else {}),
+                **({"src_files": request.source_files} if request.source_files else {}),
+                **({"accumulated": str(request.accumulated)} if joins else {}),
+                **self._map_facts(),
+            },
+            {**named, **({CHOSEN: request.select} if request.select is not None else {})},
+        )
+
+    def _map_facts(self) -> dict[str, str | int]:
+        """Return the settings that say what becomes of names, shapes and types, if anything does."""
+        request = self.request
+        told = {
+            **self.map_digests,
+            "maps": len(request.map) if len(request.map) > 1 else None,
+            "direction": "forward" if request.forward else "reverse" if request.reverse else None,
+            "dtype": joined_words(request.dtype),
+            "include": joined_words(request.include),
+            "exclude": joined_words(request.exclude),
+        }
+        return {name: value for name, value in told.items() if value}
+
+
+def _target_format(request: Request, source_format: str) -> str:
+    """Return the name of the targets' format. Raises UsageError for options that it does not allow."""
+    own = formats.by_name(source_format).TRAITS
+    is_cut = request.dst_strategy is not None
+    name = request.to or (own.sharded_as if is_cut else None) or own.written_as or source_format
+    traits = formats.by_name(name).TRAITS
+    if traits.is_filled and is_cut:
+        raise UsageError(
+            f"a checkpoint in {name} is not cut over ranks",
+            expected=f"--to {name} without --dst-strategy, or --to {traits.sharded_as} with it",
+            got=f"--dst-strategy {request.dst_strategy}",
+        )
+    folder_format = formats.folder_by_name(name)
+    if (
+        folder_format is not None
+        and request.recorded
+        and request.prefix not in ("", formats.DEFAULT_PREFIX)
+        and folder_format.file_name(0, 1, "") == folder_format.file_name(0, 1, request.prefix)
+    ):
+        raise UsageError(
+            f"files of a checkpoint in {name} have names of their own",
+            expected="no --prefix",
+            got=f"--prefix {request.prefix}",
+        )
+    if request.max_shard_size is not None and not traits.is_filled:
+        able = [f"--to {other}" for other in formats.TARGETS if formats.by_name(other).TRAITS.is_filled]
+        raise UsageError(
+            f"--max-shard-size is for {' or '.join(able)}", expected=" or ".join(able), got=f"targets in {name}"
+        )
+    return name
+
+
+def _refuse_overlap(
+    request: Request, files: discovery.ShardFiles, format_name: str, ranks: Sequence[int], target: Strategy
+) -> None:
+    """Raise TargetError if targets overlap with the source, UsageError if they are too many to be checked."""
+    if len(ranks) > MAX_TARGETS:
+        parts = -(-target.world_size // MAX_TARGETS)
+        raise UsageError(
+            "there are too many targets for one run",
+            expected=f"at most {MAX_TARGETS}",
+            got=str(len(ranks)),
+            where=request.dst_strategy or "",
+            remedy=f"make them in {parts} parts or more (--part I/N), or some of them (--rank)",
+        )
+    target_files = [_target_file(request, format_name, rank, target.world_size) for rank in ranks]
+    for path in dict.fromkeys((files.path, request.source)):  # which may be a folder that names another one
+        refuse_overlap(files._replace(path=path), request.target, target_files)
+
+
+def _check_prefix(prefix: str) -> None:
+    if "/" in prefix or "\0" in prefix or prefix.startswith("."):
+        raise UsageError(
+            "the prefix cannot begin a file name",
+            expected="text without '/' that does not start with '.', which would hide the files",
+            got=repr(prefix),
+        )
+
+
+def _target_file(request: Request, format_name: str, target_rank: int, targets: int) -> Path:
+    folder_format = formats.folder_by_name(format_name)
+    if folder_format is not None:
+        return Path(request.target, folder_format.file_name(target_rank, targets, request.prefix))
+    ending = formats.by_name(format_name).SUFFIXES[0]
+    return Path(request.target, f"rank_{target_rank}", f"{request.prefix}{target_rank}{ending}")
+
+
+def chosen_targets(request: Request, conversion: Conversion) -> tuple[int, ...]:
+    """Return the target ranks that the request names, or that make up its part; all if it says nothing of them.
+
+    Raises UsageError if there is no such rank.
+    """
+    target = conversion.target
+    if request.ranks is not None:
+        for rank in request.ranks:
+            check_target_rank(rank, target)
+        return tuple(sorted(set(request.ranks)))
+    all_ranks = range(target.world_size)
+    if request.part is None:
+        return tuple(all_ranks)
+    share, shares = request.part
+    if shares >= len(all_ranks):
+        return tuple(all_ranks[share : share + 1])
+    if are_even(target):
+        return tuple(all_ranks[share::shares])  # as `assign` deals out equal targets
+    return tuple(sorted(assign(target_weights(conversion, all_ranks), range(shares))[share]))
+
+
+def opened_run(request: Request, memory: RunMemory, *, targets: int = 1) -> Run:
+    """Open the run that a request asks for, with the memory to plan its targets one by one.
+
+    targets: how many are planned at most. Raises a ReshardError for what `transform` would refuse before planning.
+    """
+    if request.part is not None:
+        raise UsageError(
+            "a part of the targets is neither drawn nor explained",
+            expected="--rank with the targets, or neither",
+            got="--part",
+        )
+    purpose = f"planning {request.target} from {request.source}"
+    strategies = (request.src_strategy, request.dst_strategy)
+    memory.open()
+    memory.to_open(strategies, purpose)
+    # Of a million targets only those that are asked for are looked at, and which those are is seen later.
+    first = request if request.ranks is not None else request._replace(ranks=(0,))
+    run = Run.open(
+        first, None, {}, partial(memory.to_open, strategies, purpose), partial(memory.to_plan, purpose=purpose)
+    )
+    memory.on_giving_way(run.conversion.forget)
+    memory.to_plan(run.conversion, run.format, purpose, targets=targets)
+    run.conversion.require_fitting_strategies()
+    return run

@@ -1,0 +1,384 @@
+"""Check shards and sources against kept sums and records (`check_shard`).
+
+A shard is held against its checksum, and against the sums of its tensors in itself and in its record. Where shards have
+none, whole tensors are held against those in the commit record of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from reshard_mpi import formats
+from reshard_mpi.checkpoints.discovery import ShardFiles
+from reshard_mpi.checkpoints.source import DAMAGE, SourceCheckpoint
+from reshard_mpi.engine.compare import first_difference
+from reshard_mpi.engine.crc import sum_of_whole
+from reshard_mpi.engine.files import Files, OnBytes
+from reshard_mpi.engine.read import fill
+from reshard_mpi.engine.sums import Span, copies_and_target, place_of, sum_shard, sum_sources, sum_tensors, takes_numpy
+from reshard_mpi.errors import DamageError, ReshardError, ShardError, as_reshard_error
+from reshard_mpi.formats.locations import Reduced
+from reshard_mpi.formats.manifest import Manifest, TensorSpec
+from reshard_mpi.formats.tensor_table import TensorEntry
+from reshard_mpi.journal.identity import CommitRecord
+from reshard_mpi.journal.records import (
+    COMMIT_RECORD,
+    STATE,
+    TargetRecord,
+    TensorSum,
+    digest_of_texts,
+    record_path,
+    sums_of_wholes,
+)
+from reshard_mpi.planning.model import Check, Copy, Limits, RankPlan, TensorPlan
+from reshard_mpi.planning.parameters import is_partial_sum
+from reshard_mpi.planning.replicas import Replicas
+from reshard_mpi.runs.conversion import Conversion
+from reshard_mpi.runs.outcome import Checked
+from reshard_mpi.runs.progress import Progress, SliceCounter
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.placement import unsharded
+from reshard_mpi.sharding.strategy import table
+
+
+def sums_as_planned(
+    plan: RankPlan, target: Manifest, span: Span | None, limits: Limits, on_bytes: OnBytes
+) -> tuple[TensorSum, ...]:
+    """Return the sums of the tensors in the shard `target`, each of which is also the sum of its sources.
+
+    span: only of elements that begin in this range of the file; None: all. on_bytes: called with the number of bytes
+    just summed. Raises DamageError for the first tensor that differs from its sources, with the element and its place
+    in the files.
+    """
+    sums = []
+    for summed in sum_shard(plan, target, span=span, limits=limits, on_bytes=on_bytes):
+        if summed.expected != summed.found:
+            raise where_it_differs(plan, target, summed.tensor.name, limits)
+        sums.append(tensor_sum(summed.tensor, summed.found, loose=summed.tensor.name in plan.loose))
+    return tuple(sums)
+
+
+def tensor_sum(spec: TensorSpec, value: int, *, loose: bool) -> TensorSum:
+    """Return the record of a tensor's sum. loose: whether no strategy places it."""
+    loose = loose or is_partial_sum(spec.name)
+    return TensorSum(spec.name, spec.dtype.name, spec.global_shape, spec.box.start, spec.box.shape, value, loose)
+
+
+def where_it_differs(plan: RankPlan, target: Manifest, name: str, limits: Limits) -> DamageError:
+    """Return the error for a tensor of the shard `target` that differs from its sources."""
+    tensor = next(tensor for tensor in plan.tensors if tensor.spec.name == name)
+    for source, own in copies_and_target(tensor, target):
+        differing = first_difference(Check(name, (source, own), refuse=True, why=""), limits=limits)
+        if differing is not None:
+            _, element = differing
+            return DamageError(
+                f"{name!r} differs from its source at element {list(element)}",
+                expected=_content(source, element, limits),
+                got=_content(own, element, limits),
+                where=target.path,
+                remedy="make the target anew with --overwrite; if it differs again, look for a failing disk or memory",
+            )
+    return DamageError(
+        f"{name!r} was read as something else a moment ago",
+        expected="the same bytes whenever they are read",
+        got="sums that differed, and bytes that do not",
+        where=target.path,
+        remedy="make sure nothing writes to source or target; look for failing memory",
+    )
+
+
+def _content(copy: Copy, element: Sequence[int], limits: Limits) -> str:
+    """Return the bytes of an element as hexadecimal digits, and their place in the file, as words."""
+    place = place_of(copy, element)
+    if isinstance(copy.source.unconverted.source, Reduced):
+        part = copy.part(Box(tuple(element), tuple(index + 1 for index in element)))
+        joined = bytearray(copy.source.dtype.itemsize_bytes)
+        with Files() as files:
+            fill(files, part, part.target_region, memoryview(joined), limits)
+        return f"{joined.hex()}, joined of several ranks"
+    if place is None:
+        return "another value, compressed" if copy.source_rank < 0 else f"what rank {copy.source_rank} has, compressed"
+    data = bytearray(place.length_bytes)
+    with Files() as files:
+        files.read_into(place, memoryview(data))
+    return f"{data.hex()} at byte {place.offset_bytes} of {place.path}"
+
+
+class Summing(NamedTuple):
+    """What summing the tensors of a shard takes.
+
+    tensors: how many. is_native: whether the shard describes itself, and so is read in this process. decoding_bytes:
+    the most memory that decoding one tensor takes. with_numpy: whether numpy is loaded.
+    """
+
+    tensors: int
+    is_native: bool
+    decoding_bytes: int
+    with_numpy: bool
+
+
+def check_shard(
+    files: ShardFiles, rank: int, limits: Limits, before_sums: Callable[[Summing], None], progress: Progress
+) -> tuple[Checked, list[ReshardError]]:
+    """Check the files of one rank against their checksums, their sums, and their record, as far as they have these.
+
+    before_sums: called for each file with what summing it takes, before it is summed. progress: told of the bytes of
+    the files. Returns the damage as errors; raises a ReshardError if a file cannot be checked.
+    """
+    module, folder = formats.by_name(files.format), Path(files.path)
+    record = TargetRecord.read(folder / STATE, rank)
+    damage: list[ReshardError] = []
+    by: dict[str, None] = {}
+    sums: list[TensorSum] = []
+    tensors = read_bytes = world_size = 0
+    for path in files.by_rank[rank]:
+        shard = files.locate(path)
+        is_recorded = record is not None and _is_of(record, folder, path)
+        recorded = {tensor.name: tensor for tensor in record.sums} if record is not None and is_recorded else {}
+        listed = table.loads(shard.identity.strategy, shard.path).parameters if shard.identity is not None else ()
+        with_numpy = any(takes_numpy(spec, shard.tensors[spec.name]) for spec, _ in _placed(shard, recorded, listed))
+        before_sums(Summing(len(shard.tensors), shard.identity is not None, shard.decoding_bytes, with_numpy))
+        if shard.identity is not None:
+            world_size = shard.identity.world_size
+            damage += _elsewhere(shard.identity.rank, rank, path)
+        stored, placed = module.stored_sums(path), dict(_placed(shard, recorded, listed))
+        specs = [spec for spec in placed if spec.name in stored or spec.name in recorded]
+        size_bytes, summed_bytes = Path(path).stat().st_size, sum(spec.size_bytes for spec in specs)
+        counted = SliceCounter(progress.moved, size_bytes, size_bytes + summed_bytes)
+        has_crc = module.check_crc(path, counted.add)
+        if has_crc:
+            by["its checksum"] = None
+        if stored:
+            by["its own sums"] = None
+        if record is not None and is_recorded:
+            damage += _against_record(shard, record, recorded)
+        if recorded:
+            by["the record of its run"] = None
+        # A checksum is of all of the file; what is summed besides is not counted again.
+        tensors += len(shard.tensors if has_crc else specs)
+        read_bytes += size_bytes if has_crc else summed_bytes
+        counted = counted if has_crc else SliceCounter(progress.moved, size_bytes, summed_bytes)
+        for summed in sum_tensors(specs, shard, limits=limits, on_bytes=counted.add):
+            name = summed.tensor.name
+            sums.append(tensor_sum(summed.tensor, summed.found, loose=placed[summed.tensor]))
+            written = {stored[name]} if name in stored else set()
+            written |= {recorded[name].value} if name in recorded else set()
+            damage += [_damaged(shard, name, value, summed.found) for value in written - {summed.found}]
+        counted.end()
+    path = files.by_rank[rank][0]
+    return Checked(rank, path, tensors, read_bytes, tuple(by), tuple(sums), world_size=world_size), damage
+
+
+def damaged_record(files: ShardFiles, rank: int) -> Iterator[DamageError]:
+    """Yield the damage of the record of a rank's shard, if it cannot be read."""
+    state = Path(files.path) / STATE
+    if TargetRecord.read(state, rank) is None and os.path.lexists(record_path(state, rank)):
+        remedy = "reshard-mpi verify SRC DST, if there is a source; transform with --resume makes the target anew"
+        where = str(record_path(state, rank))
+        yield DamageError("the record of a shard is damaged", where=where, remedy=remedy)
+
+
+def keeps_sums(files: ShardFiles, rank: int) -> bool:
+    """Tell whether there are sums of the tensors in the files of a rank: in these, or in a record that is theirs."""
+    module, folder = formats.by_name(files.format), Path(files.path)
+    record = TargetRecord.read(folder / STATE, rank)
+    return any(
+        (record is not None and record.sums and _is_of(record, folder, path))
+        or (module.TRAITS.keeps_sums and module.stored_sums(path))
+        for path in files.by_rank[rank]
+    )
+
+
+def check_together(files: ShardFiles, checked: Iterable[Checked], *, sound: bool) -> Iterator[DamageError]:
+    """Yield the damage that all shards together show: copies differ, shards are missing, or sums are not as committed.
+
+    checked: all shards. sound: whether each of them is sound by itself.
+    """
+    shards = tuple(checked)
+    sums: dict[str, int] = {}
+    try:
+        sums.update(sums_of_wholes({shard.rank: shard.sums for shard in shards if sound}))
+    except DamageError as error:
+        error.where = files.path
+        yield error
+    folder = Path(files.path)
+    record = CommitRecord.read(folder)
+    if record is None and os.path.lexists(folder / COMMIT_RECORD):
+        remedy = "reshard-mpi commit writes it anew, if the records of the run are there"
+        yield DamageError("the commit record is damaged", where=str(folder / COMMIT_RECORD), remedy=remedy)
+    paths = [Path(path) for rank_paths in files.by_rank.values() for path in rank_paths]
+    if record is None or not {folder / file for file in record.files.values()}.issuperset(paths):
+        if all(path.parent.parent == folder for path in paths):  # not a file or the folder of a rank by itself
+            yield from _missing(files, max((shard.world_size for shard in shards), default=0), "the others say")
+        return
+    yield from _missing(files, len(record.files), f"{COMMIT_RECORD} says")
+    for name, value in record.sums.items():
+        if name in sums and value != f"{sums[name]:08x}":
+            yield DamageError(
+                f"{name!r} is not what was committed",
+                expected=f"CRC-32 {value}, as {COMMIT_RECORD} says",
+                got=f"{sums[name]:08x}",
+                where=files.path,
+                remedy="restore the checkpoint from a copy",
+            )
+
+
+def _missing(files: ShardFiles, world_size: int, who_says: str) -> Iterator[DamageError]:
+    count = world_size - sum(rank < world_size for rank in files.by_rank)
+    if count > 0:
+        first = next(rank for rank in range(world_size) if rank not in files.by_rank)
+        yield DamageError(
+            f"{count} shards are missing, that of rank {first} the first" if count > 1 else "a shard is missing",
+            expected=f"those of {world_size} ranks, as {who_says}",
+            got="all others" if count > 1 else f"all but that of rank {first}",
+            where=files.path,
+            remedy="restore them; reshard-mpi transform with --resume makes them anew, if there is a source",
+        )
+
+
+def _elsewhere(own: int, rank: int, path: str) -> Iterator[DamageError]:
+    if own != rank:
+        remedy = "put every shard into the folder of its own rank"
+        where = path
+        yield DamageError(
+            "a shard says it belongs elsewhere", expected=f"rank {rank}", got=f"rank {own}", where=where, remedy=remedy
+        )
+
+
+def _is_of(record: TargetRecord, folder: Path, path: str) -> bool:
+    """Tell whether a record is that of the file at `path`, and not of one that was about to replace it."""
+    return folder / record.file == Path(path) and (record.announced is None or record.is_about(Path(path).stat()))
+
+
+def _against_record(shard: Manifest, record: TargetRecord, recorded: Mapping[str, TensorSum]) -> Iterator[DamageError]:
+    """Yield what differs between a shard and its record, besides the bytes of its tensors."""
+    size_bytes = Path(shard.path).stat().st_size
+    if size_bytes != record.size_bytes:
+        expected, got = f"{record.size_bytes} bytes, as it was written", f"{size_bytes}"
+        yield DamageError(
+            "a shard has another size", expected=expected, got=got, where=shard.path, remedy="restore the file"
+        )
+    if digest_of_texts(shard.strings) != record.evidence.texts:
+        yield DamageError("the texts of a shard are not what was written", where=shard.path, remedy="restore the file")
+    for name in dict.fromkeys((*recorded, *shard.tensors)) if recorded else ():
+        tensor, entry = recorded.get(name), shard.tensors.get(name)
+        if tensor is None or entry is None or not _fits(tensor, entry):
+            yield DamageError(
+                f"{name!r} is not what was written",
+                expected="no such tensor" if tensor is None else f"{tensor.dtype} of shape {list(tensor.shape)}",
+                got="no such tensor" if entry is None else f"{entry.dtype.name} of shape {list(entry.shape)}",
+                where=shard.path,
+                remedy="restore the file",
+            )
+
+
+def _fits(tensor: TensorSum, entry: TensorEntry) -> bool:
+    return (tensor.dtype, tensor.shape) == (entry.dtype.name, entry.shape)
+
+
+def _placed(
+    shard: Manifest, recorded: Mapping[str, TensorSum], listed: Container[str]
+) -> Iterator[tuple[TensorSpec, bool]]:
+    """Yield the tensors of a shard whose place in the whole tensor is known, and whether each is loose.
+
+    The place is known from the shard itself, or from its record if that fits. listed: names that the strategy in the
+    shard places; a tensor is loose if its record says so, or without one, if it is not among these.
+    """
+    for name, entry in shard.tensors.items():
+        tensor = recorded.get(name)
+        loose = name not in listed if tensor is None else tensor.loose
+        if entry.box is not None and entry.global_shape is not None:
+            yield TensorSpec(name, entry.dtype, entry.global_shape, entry.box), loose
+        elif tensor is not None and _fits(tensor, entry):
+            stop = tuple(low + length for low, length in zip(tensor.start, entry.shape))
+            yield TensorSpec(name, entry.dtype, tensor.global_shape, Box(tensor.start, stop)), loose
+
+
+def _damaged(shard: Manifest, name: str, expected: int, found: int) -> DamageError:
+    stored = shard.tensors[name].stored
+    place = ""
+    if stored is not None and stored.ranges:
+        first, last = stored.ranges[0], stored.ranges[-1]
+        place = f", bytes {first.offset_bytes} to {last.offset_bytes + last.length_bytes}"
+    return DamageError(
+        f"{name!r} is damaged",
+        expected=f"the sum {expected:08x}, as it was written",
+        got=f"{found:08x}",
+        where=f"{shard.path}{place}",
+        remedy="restore the file; reshard-mpi verify SRC DST says which byte, if there is a source",
+    )
+
+
+def damage_of(
+    source: SourceCheckpoint,
+    rank: int,
+    size_bytes: int,
+    limits: Limits,
+    before_sums: Callable[[Summing], None],
+    progress: Progress,
+) -> ReshardError | None:
+    """Return what is wrong with the shard of `rank` by its checksum and by the sums of its tensors; the first of it.
+
+    size_bytes: of its files. before_sums: called with what summing a file takes, before it is summed. progress: told of
+    the bytes of the files.
+    """
+    for files, own_rank in _one_by_one(source.files, rank):
+        if not keeps_sums(files, own_rank):
+            continue
+        try:
+            _, damage = check_shard(files, own_rank, limits, before_sums, progress)
+        except DAMAGE as error:
+            return as_reshard_error(error, Path(files.by_rank[own_rank][0]))
+        for first in damage:  # which refuses the run, if no other shard holds the same
+            said = {name: getattr(first, name) for name in ("expected", "got", "where", "remedy")}
+            return ShardError(first.problem, **said)
+    counted = SliceCounter(progress.moved, size_bytes)
+    unfit = source.check_crc(rank, counted.add)
+    counted.end()
+    return unfit
+
+
+def committed_tensors(source: SourceCheckpoint) -> tuple[CommitRecord, list[TensorPlan]] | None:
+    """Return the commit record of a source, and the tensors to be held against it, by whole ones.
+
+    None if there is nothing to hold: it has no sums, is about other files, or each shard has sums of its own.
+    """
+    record = CommitRecord.read(Path(source.files.path))
+    committed = set() if record is None else {Path(source.files.path, file) for file in record.files.values()}
+    if record is None or not record.sums or not committed.issuperset(map(Path, source.files.shards)):
+        return None
+    of_shards = (each for rank in source.files.by_rank for each in _one_by_one(source.files, rank))
+    if all(keeps_sums(files, rank) for files, rank in of_shards):
+        return None
+    whole = Conversion(source, unsharded(), replicas=Replicas.ANY, allows_holes=True)
+    tensors = whole.plan(0, checked=False).tensors
+    return record, [tensor for tensor in tensors if tensor.spec.name in record.sums]
+
+
+def require_as_committed(
+    record: CommitRecord, tensors: list[TensorPlan], source: str, limits: Limits, on_bytes: OnBytes
+) -> None:
+    """Raise ShardError for the first of these tensors of a source whose sum is not that in its commit record."""
+    for summed in sum_sources(tensors, limits=limits, on_bytes=on_bytes):
+        spec, expected = summed.tensor, record.sums[summed.tensor.name]
+        got = f"{sum_of_whole([summed.found], spec.size_bytes):08x}"
+        if got != expected:
+            raise ShardError(
+                f"{spec.name!r} is not what the source was committed with",
+                expected=f"CRC-32 {expected}, as its {COMMIT_RECORD} says",
+                got=got,
+                where=source,
+                remedy="the source has changed since: reshard-mpi verify it, and restore it from a copy",
+            )
+
+
+def _one_by_one(files: ShardFiles, rank: int) -> Iterator[tuple[ShardFiles, int]]:
+    """Yield the files of a rank as they are verified: those of a folder with an index by their target ranks."""
+    if not files.is_folder:
+        yield files, rank
+        return
+    alone = files.one_by_one()
+    yield from ((alone, own) for own, paths in alone.by_rank.items() if Path(paths[0]).exists())
