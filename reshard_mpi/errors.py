@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ReshardError(Exception):
-    """A problem that a user can act on: what is wrong, what was expected, what was there, where, what to do.
+    """A problem that a user can act on: the problem, the expected and the actual state, the place, the remedy.
 
     Its text has a line for each of these, with unprintable characters escaped. It can be pickled, so an error of one
     rank can be shown on every rank.
@@ -131,7 +131,7 @@ def wrong_type(name: str, expected: str, value: object) -> WrongTypeError:
 
 
 def told(error: Exception) -> str:
-    """Return an error in one line: what is wrong, what was expected, what was there."""
+    """Return an error in one line: problem, expected, got."""
     known = as_reshard_error(error)
     parts = (("expected", known.expected), ("got", known.got))
     return ", ".join([known.problem, *(f"{label} {text}" for label, text in parts if text)])

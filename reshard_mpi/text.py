@@ -92,7 +92,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def nearest_first(pattern: str, known: Sequence[str]) -> list[str]:
-    """Return names with those that are most like a pattern first, the others in their order.
+    """Return names, the most similar to a pattern first, the others in their order.
 
     Names that contain its text come first, the shortest of them, else those that are spelt like it.
     """

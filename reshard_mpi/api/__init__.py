@@ -134,7 +134,7 @@ def plan(
     exclude: str | Iterable[str] = (),
     memory: str | int | None = None,
 ) -> Plan:
-    """Return what a transform of `source` would do, writing nothing. ranks: the target ranks (None: all).
+    """Return the plan of the same transform of `source`; nothing is written. ranks: the target ranks (None: all).
 
     source_format, source_files, accumulated, map to exclude: as in `transform`. memory, and the log: as in
     `transform_checkpoints`. Raises a ReshardError if the transform would be refused.
@@ -187,7 +187,7 @@ def verify(
     comm: Any = None,
     progress: OnProgress | None = None,
 ) -> Report:
-    """Verify that `target` holds what a transform of `source` would write, or, without it, that `source` fits its sums.
+    """Verify that `target` holds a correct transform of `source`; without `target`, that `source` fits its sums.
 
     Formats and layouts may differ. ranks: check the shards of these ranks only, of `target` if it is given (None:
     all). accumulated, map to exclude: those of the transform. replicas: "sample" checks the source strategy as in

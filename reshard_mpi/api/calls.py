@@ -152,7 +152,7 @@ _FIELDS: Mapping[str, Callable[[Any, str], object]] = {
 
 
 def request_of(arguments: Mapping[str, Any], **called: str) -> Request:
-    """Return what the arguments of a public function ask for; those that mean nothing to a run are passed over.
+    """Build a request from the arguments of a public function; arguments that no run uses are ignored.
 
     called: what the function calls the arguments for some fields of the request, where it has other names for them.
     Raises UsageError for wrong values, and for arguments that exclude each other.

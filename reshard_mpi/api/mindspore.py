@@ -164,7 +164,7 @@ def transform_checkpoint_by_rank(
         lease.to_open(strategies, purpose, files.format)
         conversion = conversion_of(files, request)
         target = _require_free(path, rank_id, conversion, strategies)
-        # In a folder that is not that of the rank, shards of other ranks are no strangers.
+        # In another folder than the rank's own, shards of other ranks are no strangers.
         strange = stranger_notes(strangers(path) if path.parent.name == f"rank_{rank_id}" else ())
         lease.on_giving_way(conversion.forget)
         lease.to_plan(conversion, name, purpose)

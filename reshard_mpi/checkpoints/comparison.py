@@ -49,7 +49,7 @@ def compare(
 
 
 def comparing_bytes(limits: Limits) -> int:
-    """Return how much memory `compare` takes besides what is in use already.
+    """Return the memory that `compare` needs in addition to the memory in use.
 
     That is two blocks, a window, the tables of shards, and digests.
     """
@@ -58,7 +58,7 @@ def comparing_bytes(limits: Limits) -> int:
 
 
 def difference(source: SourceCheckpoint, check: Check, other_rank: int, element: Sequence[int]) -> DisagreementError:
-    """Return the error for the first copy of `check` and that of another rank, which differ first at `element`."""
+    """Return the error for two copies of `check` that differ first at `element`."""
     ranks = (check.copies[0].source_rank, other_rank)
     return DisagreementError(
         f"copies of {check.name!r} differ",
@@ -176,7 +176,7 @@ class _Comparison:
 
 
 def _portions(group: Iterable[ReplicaGroup]) -> Iterator[tuple[ReplicaGroup, ...]]:
-    """Cut what the same ranks hold so that the copies of each portion can all be kept in mind."""
+    """Cut checks of the same ranks into portions small enough that all copies of one can be kept in memory."""
     portion, copies = list[ReplicaGroup](), 0
     for alike in group:
         names = max(1, _MAX_DIGESTS // alike.copies)

@@ -64,7 +64,7 @@ class ShardFiles(NamedTuple):
         return tuple(path for path in paths if not self.is_folder or formats.name_of(path) is not None)
 
     def one_by_one(self) -> ShardFiles:
-        """Return the files of a folder with an index, each as that of the target rank that it was written for."""
+        """Return the files of a folder with an index, one for each target rank."""
         ordered = sorted(self.shards, key=lambda path: natural_key(Path(path).name))
         return self._replace(by_rank={rank: (path,) for rank, path in enumerate(ordered)}, is_folder=False)
 
@@ -260,7 +260,7 @@ def shards_from_map(files: Mapping[int, str | os.PathLike[str]]) -> ShardFiles:
 
 
 def no_such_rank(files: ShardFiles, rank: int) -> SourceError:
-    """Return the error for a rank of which the checkpoint has no shard."""
+    """Return the error for a rank without a shard in the checkpoint."""
     return SourceError(
         "the checkpoint has no shard of this rank",
         expected=f"one of its ranks, {ranges(sorted(files.by_rank))}",

@@ -92,7 +92,7 @@ PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{1,6})(?P<rest>-of-(?P<total>\d{1,
 # Where files of an earlier run lie there, MindSpore puts `_1`, `_2` ... before epoch and step.
 _RUN_NUMBER = re.compile(r"_\d+(?=-\d+_\d+\.\w+$)")
 _NUMBER = re.compile(r"[0-9]+")
-# What ends right before a number of a name that is a step. `checkpoint_3` is how this package calls that of rank 3.
+# Text right before a number that makes it a step. `checkpoint_3` is this package's name for rank 3.
 _STEP_WORD = re.compile(
     r"(?:^|[^a-z])(?:(?:global_?)?(?:steps?|it|iters?|iterations?|epochs?)[-_=.]?|(?:checkpoint|ckpt)-)$", re.IGNORECASE
 )
@@ -273,13 +273,13 @@ def _numbers_that_differ(names: Mapping[int, _Name]) -> Iterator[int]:
 
 
 def _first_other(names: Mapping[int, _Name], number: int) -> int:
-    """Return the first rank in whose name a number is another than in that of the first."""
+    """Return the first rank whose name has another number than the first rank's name."""
     first = next(iter(names.values())).numbers[number]
     return next(rank for rank, name in names.items() if name.numbers[number] != first)
 
 
 def _by_wording(files: Mapping[int, Path]) -> dict[tuple[str, ...], dict[int, _Name]]:
-    """Return the names of the files by rank, those that differ in words apart."""
+    """Group the names of the files by their words; return each group by rank."""
     groups: dict[tuple[str, ...], dict[int, _Name]] = {}
     for rank, entry in files.items():
         name = _parsed(entry.name)
@@ -301,7 +301,7 @@ def _parsed(name: str) -> _Name:
 
 
 def _are_of_one_moment(names: Mapping[int, _Name], number: int) -> bool:
-    """Tell whether a number of the names that looks like a step is the same in all, or that of the rank.
+    """Tell whether a number that looks like a step is equal in all names, or is the rank's own number.
 
     Our own names end in the rank, whatever the user has put before it: `checkpoint_3`, `net-1_3`.
     """
@@ -312,7 +312,7 @@ def _are_of_one_moment(names: Mapping[int, _Name], number: int) -> bool:
 
 
 def _follows(values: Sequence[int], ranks: Sequence[int], first: int) -> bool:
-    """Tell whether a number in names is that of the rank, where ranks are counted from `first` on."""
+    """Tell whether a number in names is the rank's, where ranks are counted from `first` on."""
     return all(value == rank + first for value, rank in zip(values, ranks))
 
 

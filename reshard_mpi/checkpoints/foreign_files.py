@@ -43,7 +43,7 @@ class ForeignCheckpointError(SourceError):
 
 
 class _ForeignFolder(NamedTuple):
-    """What a folder is, where what it holds is, and what to do."""
+    """A folder of another program: its kind, where its contents are, and advice."""
 
     what: str
     got: str
@@ -91,7 +91,7 @@ def _names(folder: str) -> list[str]:
 
 
 def _deepspeed(folder: str) -> _ForeignFolder | None:
-    """Return what a folder of DeepSpeed is; None if it is none."""
+    """Return the kind of a DeepSpeed folder; None if the folder is not DeepSpeed's."""
     names = _names(folder)
     states = [name for name in names if _STATES.fullmatch(name)]
     weights = f"; its 16-bit weights alone: give {_WEIGHTS}" if _WEIGHTS in states else ""
@@ -133,7 +133,7 @@ def _has_parameters(folder: str, names: list[str] | None = None) -> bool:
 
 
 def _megatron(folder: str) -> _ForeignFolder | None:
-    """Return what a folder of Megatron's old form is; None if it is none. torch_dist is one of torch's."""
+    """Return the kind of a folder in Megatron's old form; None if it is not one. torch_dist counts as torch's."""
     names = _names(folder)
     ranks = [
         name for name in names if _MEGATRON_FOLDER.fullmatch(name) and Path(folder, name, _MEGATRON_FILE).is_file()
@@ -186,7 +186,7 @@ _SAID = {
     "common.pt": "Megatron's settings: arguments, iteration, scheduler, the optimizer's groups",
     "train_state.pt": "Megatron Bridge's step and consumed samples",
 }
-# So many entries of a folder in a folder are looked at, and so many files are named.
+# Entries looked at in a folder within a folder, and files named.
 _MAX_LOOKED_AT, _MAX_NAMED = 256, 8
 
 

@@ -74,7 +74,7 @@ def inspect(
 
 
 class _TensorFilter(NamedTuple):
-    """What is to be described: tensors whose names match, in the shards of some ranks; None: all."""
+    """A filter on descriptions: tensors by name, shards by rank; None: all."""
 
     names: Pattern | None
     ranks: frozenset[int] | None

@@ -15,7 +15,7 @@ from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.journal.run_status import as_lines
 from reshard_mpi.text import counted, format_bytes, natural_key, one_line, ranges
 
-# Of a string so many characters are shown.
+# Characters shown of a string.
 _MAX_SHOWN = 200
 
 
@@ -146,7 +146,7 @@ Shape = tuple[int, ...]
 
 
 class _Tensor(NamedTuple):
-    """What a checkpoint says of a tensor: its types (one, if it is sound), and its shape.
+    """One tensor in a checkpoint: its types (one, if the checkpoint is sound), and its shape.
 
     shapes: the whole shape, if `is_whole`; else those of the parts that ranks hold, since no file tells the whole.
     """
@@ -201,7 +201,7 @@ def compare(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> di
 
 
 def comparison_text(facts: dict[str, Any]) -> str:
-    """Return what `compare` found as lines for people: `-` has what only the first one has, `+` what the second has."""
+    """Format the result of `compare` for people: `-` marks tensors of the first checkpoint only, `+` of the second."""
     lines = [_side_line(mark, facts[side]) for mark, side in (("-", "first"), ("+", "second"))]
     for difference in facts["differences"]:
         lines += [

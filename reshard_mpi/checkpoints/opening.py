@@ -68,7 +68,7 @@ def _open_folder(
     files: ShardFiles, strategy: Strategy | None, known_damage: Mapping[int, ReshardError]
 ) -> SourceCheckpoint:
     """Open a checkpoint that lists its own pieces."""
-    if known_damage:  # its files are those of one rank, so no other has the same
+    if known_damage:  # its files belong to one rank, so no other has the same
         raise known_damage[min(known_damage)].with_traceback(None)
     if strategy is not None:
         raise SourceError(
@@ -82,7 +82,7 @@ def _open_folder(
 
 
 def _require_alone(files: ShardFiles, first: int) -> None:
-    """Raise SourceError if a shard that does not describe itself is not that of rank 0 alone. first: its rank."""
+    """Raise SourceError if a shard that does not describe itself is not rank 0 alone. first: its rank."""
     if len(files.by_rank) > 1 or first != 0:
         raise SourceError(
             "the shards do not say how they are sharded",
@@ -124,7 +124,7 @@ def _first_sound(
 
 
 def _require_all_files(files: ShardFiles) -> None:
-    """Raise SourceError if not so many files are there as the user says, or if nothing tells how many there should be.
+    """Raise SourceError if the number of files is not the number the user gave, or if no number is known.
 
     A folder that lists nothing looks complete without its last files: its tensors are then smaller.
     """
@@ -149,7 +149,7 @@ def _require_all_files(files: ShardFiles) -> None:
 
 
 def _require_no_part(manifest: Manifest) -> None:
-    """Raise SourceError if what is taken for a full checkpoint says that it is a part of one."""
+    """Raise SourceError if a file taken for a full checkpoint says that it is a part of one."""
     if manifest.part_of:
         raise SourceError(
             f"a file is one part of {manifest.part_of}, and may hold slices",
@@ -193,7 +193,7 @@ _DIGEST_LENGTH = 32
 
 
 def chosen_files(files: ShardFiles) -> str:
-    """Return what the files are called in all ranks, with `<rank>` for the rank; else a name and a digest of all names.
+    """Return the common name of the files of all ranks, with `<rank>` for the rank; else one name and a digest of all.
 
     What all ranks are called by is the same if some of them are missing, or restored.
     """

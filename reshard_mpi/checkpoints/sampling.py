@@ -35,7 +35,7 @@ from reshard_mpi.text import MIB
 if TYPE_CHECKING:
     from reshard_mpi.engine.files import Files
 
-# Parts of which fewer different elements, or fewer bytes, are compared may be equal by chance, or be all zeros or ones.
+# Parts with fewer different elements, or fewer bytes, may be equal by chance, or be all zeros or ones.
 _TELLING_ELEMENTS = 4
 _TELLING_BYTES = 16
 # Copies have drifted apart, and are not of different data, if the mean square of their difference is at most this share
@@ -44,11 +44,11 @@ _TELLING_BYTES = 16
 _CLOSE_SHARE = 0.4
 _CLOSE_SHARE_OF_FEW = 1e-3
 _FEW_ELEMENTS = 16
-# Chunks must be decoded whole. So much is decoded for a pair, but one tensor of each placement at least; if chunks are
-# larger than this, only one place of each tensor is compared.
+# Chunks must be decoded whole. This much is decoded for a pair, but one tensor of each placement at least; if chunks
+# are larger than this, only one place of each tensor is compared.
 _MAX_DECODED_BYTES = 4 * MIB
 _LARGE_CHUNK_BYTES = MIB
-# If two copies have different shapes, so many other shards of the stage tell which of them is damaged.
+# If two copies have different shapes, this number of other shards of the stage tells which one is damaged.
 _MAX_WITNESSES = 6
 
 

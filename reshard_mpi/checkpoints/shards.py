@@ -27,7 +27,7 @@ from reshard_mpi.sharding.layout import UnknownLengthError
 from reshard_mpi.sharding.patterns import Pattern
 from reshard_mpi.sharding.placement import Placement, Strategy
 
-# So many of the first ranks of a stage are looked at, and as many of the last ones, which hold what is uneven.
+# The first ranks of a stage that are looked at, and as many of the last ones, which hold uneven parts.
 _LOOKED_AT = 8
 
 
@@ -106,7 +106,7 @@ def refuse(names: Iterable[str], only_there: dict[str, int], source: SourceCheck
 # If a shard lacks a parameter, others may still hold it (see `_other_holders`). But strategies also list parameters
 # that are never saved, and to open a thousand shards to be sure of that would take minutes.
 _MAX_LOOKED_INTO = 64
-# If shards contradict each other or a strategy, so many others of each stage are asked.
+# If shards contradict each other or a strategy, this number of others of each stage is asked.
 _MAX_WITNESSES = 16
 
 
@@ -118,7 +118,7 @@ class OpenedShards(NamedTuple):
 
 
 class _CandidateRanks:
-    """The ranks whose shards may be chosen for a target. lost: those that may not, as far as is known, by rank.
+    """The ranks whose shards may be chosen for a target. lost: ranks known to be unusable, by rank.
 
     At first every shard is trusted, so that none is opened only to see whether it can be read. Once one is lost, every
     other is opened before it counts as a candidate.

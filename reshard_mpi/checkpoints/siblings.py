@@ -77,7 +77,7 @@ class SingleShard(NamedTuple):
 
 
 def in_its_rank(files: ShardFiles) -> ShardFiles:
-    """Return `files`; if a file or rank folder was given alone, its rank is that of the folder instead of 0."""
+    """Return `files`; a file or rank folder given alone gets the rank of its folder instead of 0."""
     candidates = SingleShard.candidates(files)
     if not candidates or files.picked:
         return files

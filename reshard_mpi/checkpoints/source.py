@@ -21,7 +21,7 @@ from reshard_mpi.planning.parameters import Accumulated, is_partial_sum
 from reshard_mpi.sharding.placement import Strategy
 from reshard_mpi.text import MIB
 
-# How much of the structure of shards is kept besides that of the last one, since neighbouring targets read the same.
+# The structure kept of earlier shards besides the last one's, since neighbouring targets read the same.
 MAX_KEPT_BYTES = 56 * MIB
 # What is wrong with one shard alone, so that others may be read in its place.
 DAMAGE = (ShardError, DisagreementError, OSError)
@@ -73,7 +73,7 @@ class SourceCheckpoint:
 
     @property
     def described(self) -> str:
-        """What it is, in a line: its format, files, ranks and tensors."""
+        """The checkpoint in one line: format, files, ranks and tensors."""
         files = len(self.files.shards)
         ranks, tensors = self.strategy.world_size, self.extent.tensors
         counts = [f"{files} {'file' if files == 1 else 'files'}"]
@@ -94,7 +94,7 @@ class SourceCheckpoint:
         return self
 
     def origins(self, accumulated: Accumulated = Accumulated.REFUSE) -> Iterator[tuple[str, str]]:
-        """Yield names of tensors with what they are made of, for those that are not as they are on one rank."""
+        """Yield names of tensors with their sources, for tensors that differ from the single-rank form."""
         if accumulated is not Accumulated.REFUSE:
             for rank in self.stage_ranks().values():
                 for name in self.manifest(rank).tensors:
@@ -122,11 +122,11 @@ class SourceCheckpoint:
         return {*plan.tensors.specs.names, *plan.elsewhere}
 
     def map_notes(self) -> tuple[str, ...]:
-        """Return what the user should know of what a map makes of it."""
+        """Return notes for the user on the map's result."""
         return ()
 
     def cut_warnings(self, plan: RankPlan) -> tuple[str, ...]:
-        """Return what the user must know of how a target has what a map makes of it. plan: that of the target."""
+        """Return warnings on how a target holds the tensors that a map makes. plan: the target's plan."""
         return ()
 
     def completed(self, plan: RankPlan, *, checked: bool) -> RankPlan:
@@ -149,7 +149,7 @@ class SourceCheckpoint:
         return Missing(ranks, size, self.files.path)
 
     def manifest(self, rank: int) -> Manifest:
-        """Return what the shard of `rank` holds. Raises ShardError or DisagreementError if it is damaged."""
+        """Return the manifest of `rank`. Raises ShardError or DisagreementError if the shard is damaged."""
         if rank in self._manifests:
             self._manifests.move_to_end(rank)
             return self._manifests[rank]
@@ -279,7 +279,7 @@ class SourceCheckpoint:
 
 
 def require_rank(identity: ShardIdentity, rank: int, world_size: int, path: str) -> None:
-    """Raise DisagreementError if the shard at `path` is not that of `rank` in a checkpoint of `world_size` ranks."""
+    """Raise DisagreementError if the shard at `path` does not say it is `rank` of `world_size` ranks."""
     if (identity.rank, identity.world_size) != (rank, world_size):
         raise DisagreementError(
             "a shard says it belongs elsewhere",
@@ -291,7 +291,7 @@ def require_rank(identity: ShardIdentity, rank: int, world_size: int, path: str)
 
 
 def locate(files: ShardFiles, rank: int, like: Manifest | None = None) -> Manifest:
-    """Read the manifest of one rank, joined where its tensors lie in several files. like: that of another rank."""
+    """Read the manifest of one rank, joined if its tensors lie in several files. like: another rank's manifest."""
     folder_format = formats.folder_by_name(files.format)
     if files.is_folder and folder_format is not None:
         return folder_format.open_folder(files.path)

@@ -50,7 +50,7 @@ _PROGRAM = "reshard-mpi"
 
 
 def parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """Return the parser of the command line. What it parses has the name of the command as `command`.
+    """Return the parser of the command line. The parsed command's name is in `command`.
 
     arguments: those that it will parse, if it needs to know only their command: each command takes its time to add.
     """
@@ -238,7 +238,7 @@ def _filled(text: str) -> str:
 
 
 def _add_conversion(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Add what transform and plan have in common; return the group of what is said of memory and processes."""
+    """Add the options common to transform and plan; return the group for memory and processes."""
     source = "rank_* folders, one checkpoint file, loose files, or a folder with an index (hf, dcp, mindformers)"
     parser.add_argument("source", type=options.path, metavar="SRC", help=source)
     target = "folder for rank_<r>/<prefix><r>.<ending>; hf and dcp have their files in it"
@@ -298,7 +298,7 @@ def _add_conversion(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
 
 
 def request(options: argparse.Namespace) -> Request:
-    """Return what the arguments of `transform`, `plan` or `verify` ask for."""
+    """Build the request of `transform`, `plan` or `verify` from its parsed arguments."""
     from reshard_mpi.planning.parameters import Accumulated, Unlisted
     from reshard_mpi.planning.replicas import Replicas
     from reshard_mpi.runs.request import Request

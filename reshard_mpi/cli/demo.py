@@ -157,7 +157,7 @@ def _request(base: Path) -> Request:
 
 
 def _check(outcome: Outcome, tensors: Float32Arrays, comm: Comm) -> str:
-    """Compare this process's share of the written shards with the whole tensors; return what is wrong, or ""."""
+    """Compare this process's share of the written shards with the whole tensors; return the first error, or ""."""
     for report in outcome.targets[comm.rank :: comm.size]:
         contents = contents_of(formats.by_name(formats.DEFAULT).locate(report.path))
         if set(contents.tensors) != set(tensors):
@@ -169,7 +169,9 @@ def _check(outcome: Outcome, tensors: Float32Arrays, comm: Comm) -> str:
 
 
 def _expected(name: str, whole: Float32Array, rank: int) -> Float32Array:
-    """Return what target rank `rank` must hold, cut by hand so that the check shares no code with what it checks."""
+    """Return the correct contents of target rank `rank`, cut by hand, so that the check shares no code with the
+    product.
+    """
     if name == "layer3.bias":
         return whole
     if name == "layer3.weight":  # in by 2 over the ranks' last bit, then the optimizer by 2 over their first

@@ -54,7 +54,7 @@ def run(work: str, options: argparse.Namespace, group: comm.Comm) -> Outcome:
 
 
 def shown(options: argparse.Namespace, group: comm.Comm) -> AbstractContextManager[RunProgress]:
-    """Show the progress of what is done in this context. All processes of `group` must enter and leave it."""
+    """Show progress within this context. All processes of `group` must enter and leave it."""
     from reshard_mpi.runs.progress import ended
 
     return ended(_progress(options, group))
@@ -116,7 +116,7 @@ def tell(outcome: Outcome, options: argparse.Namespace) -> None:
         say(f"warning: {one_line(warning)}", sys.stderr)
 
 
-# The bar appears, or the first line is printed, after so many seconds. What is over by then needs neither: its closing
+# The bar appears, or the first line is printed, after this time in seconds. Shorter runs need neither: their closing
 # line says all, and the library that draws the bar takes a while to load.
 _FIRST_SECONDS = 0.5
 _USUAL_COLUMNS, _USUAL_ROWS = 80, 24

@@ -15,7 +15,7 @@ from reshard_mpi.text import did_you_mean
 
 _FOLDER = Path(__file__).parent.parent / "guide"
 _LINK_TO_PAGE = re.compile(r"\[([^]]+)\]\((\w+)\.md\)")
-# Pages are written in lines of so many characters.
+# Width of the pages in characters.
 _MAX_WIDTH = 120
 _GAP = "  "
 _TABLE = re.compile(r"(?:^\|.*\|\n)+", re.MULTILINE)

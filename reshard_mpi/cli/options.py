@@ -172,7 +172,7 @@ def add_jobs(parser: argparse._ActionsContainer) -> None:
 
 
 def add_files(command: argparse.ArgumentParser, source: str, *, ranks: str | None = None) -> None:
-    """Add which files are read. ranks: what it means to name ranks, where these are among them."""
+    """Add the options that select files. ranks: help text for naming ranks, if these can be named."""
     parser = command.add_argument_group("which files are read")
     parser.add_argument("--select", metavar="GLOB", help=f"take only files of {source} whose names match")
     parser.add_argument(

@@ -122,7 +122,7 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _finds(work: str, what: str, options: argparse.Namespace, sound: Callable[[Outcome, float], str]) -> bool:
-    """Do the work of `runs.workers.Task`, and print what it finds; tell whether that is anything.
+    """Do the work of `runs.workers.Task`, and print its findings; tell whether there are any.
 
     what: each of its findings is. sound: returns the closing line where there is none.
     """
@@ -201,14 +201,16 @@ COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
 
 
 _ENDINGS = (".html", ".png", ".svg")
-# A page has the cuts of so many kinds of tensors at most.
+# A page has the cuts of this number of kinds of tensors at most.
 _MOST_CUTS = 200
 # What drawing takes: matplotlib with its fonts and the picture's dots, and the largest page as text.
 _PNG_BYTES, _SVG_BYTES = 96 * MIB, 40 * MIB
 
 
 def asked_pictures(path: str | None, tensors: Sequence[str]) -> Asked:
-    """Return what is to be drawn into the file `path`. Raises UsageError for what cannot be drawn or written there."""
+    """Return the request for a picture in the file `path`. Raises UsageError for pictures or files that are
+    impossible.
+    """
     from reshard_mpi.runs.plot_data import Asked
 
     if path is None:
@@ -242,7 +244,7 @@ def asked_pictures(path: str | None, tensors: Sequence[str]) -> Asked:
 
 
 def write_picture(path: str, figures: Figures) -> str:
-    """Write the picture of figures; return what it shows, in a line. Raises OSError, and then leaves no file."""
+    """Write the picture of figures; return its subject in a line. Raises OSError, and then leaves no file."""
     content = _drawn(path, figures)
     try:
         Path(path).write_bytes(content)

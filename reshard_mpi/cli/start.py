@@ -106,7 +106,7 @@ def _end_job_with_traceback(*error: Any) -> None:
 
 
 class _Earlier(NamedTuple):
-    """What the process knew that has started over: what it needs, how long it has waited, its places in line."""
+    """The state of a process before it started over: its needs, its waiting time, its places in line."""
 
     need_bytes: int = 0
     waited_seconds: float = 0.0
@@ -114,7 +114,7 @@ class _Earlier(NamedTuple):
 
     @classmethod
     def loads(cls, text: str) -> _Earlier:
-        """Return what a process has passed on; nothing where somebody else has set the variable."""
+        """Return the state that a process has passed on; nothing if somebody else has set the variable."""
         try:
             need_bytes, waited_seconds, numbers = json.loads(text)
             earlier = cls(int(need_bytes), float(waited_seconds), {key: int(at) for key, at in numbers.items()})

@@ -1,4 +1,4 @@
-"""Say what is wrong with a command line, and what was probably meant (`CommandParser`).
+"""Report a wrong command line, with the probable correction (`CommandParser`).
 
 What the command line says to wrong usage: the error, what was probably meant, and where to look. It exits with 2.
 
@@ -57,7 +57,7 @@ def show(text: str | bytes) -> None:
 
 
 def tell_done(text: str) -> None:
-    """Print what a command has done; if it cannot be written, say so, and the text, in a warning."""
+    """Print the result of a command; if that fails, log the failure, and the text, as a warning."""
     error = _print(text)
     if error is not None:
         with contextlib.suppress(OSError):
@@ -119,7 +119,7 @@ _FORMATS = {
     **dict.fromkeys(("mindspore", "ms"), "ckpt"),
     "st": "safetensors",
 }
-# Options of which the last counts, since they only say how it goes; scripts put theirs before those of users.
+# The last one counts of these options, since they only change how it goes; scripts put theirs before the user's.
 _LAST_COUNTS = frozenset(("jobs", "memory", "max_active", "progress", "report"))
 
 
@@ -128,7 +128,7 @@ _GIVEN = "_given"
 
 
 class _Given(argparse.Action):
-    """Keeps the value of an option. Another value for it is an error, where it decides what is made."""
+    """Keep the value of an option. A second, different value is an error for options that decide the output."""
 
     def __call__(
         self,
@@ -156,7 +156,7 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse all arguments: what is left over is an error, for which the parser of the command knows the words."""
+        """Parse all arguments; unknown ones are an error, worded by the parser of the command."""
         arguments = list(sys.argv[1:] if args is None else args)
         unknown = next(self._unknown_options(arguments), None)
         if unknown is not None:
@@ -192,7 +192,7 @@ class CommandParser(argparse.ArgumentParser):
         raise argparse.ArgumentError(action, f"expected {_alternatives(choices)}, got {value!r}{meant}")
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong in one line, and where to look in another; exit with 2."""
+        """Print the error in one line, and where to look in another; exit with 2."""
         if comm.speaks(os.environ):
             text = f"{self.prog}: error: {one_line(message)}\n  what to do: {self.prog} --help"
             with contextlib.suppress(OSError):  # the exit code says it too

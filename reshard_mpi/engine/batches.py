@@ -30,9 +30,9 @@ _MAX_RUNS_OF_ONE = 1 << 13
 # Only tensors that are smaller than this on average are written together with the bytes between them, since those must
 # be read first.
 _WRITTEN_TOGETHER_BYTES = 16 << 10
-# So many bytes are converted to another type at once.
+# Bytes converted to another type at once.
 _CONVERTED_BYTES = 1 << 20
-# No more of a source is mapped than so many times the bytes taken from it, and this much besides.
+# No more of a source is mapped than this many times the bytes taken from it, and this much besides.
 _SPARSE, _LITTLE_BYTES = 16, 64 << 10
 
 
@@ -59,7 +59,7 @@ class _BatchSource(NamedTuple):
 
 
 class _Moved(NamedTuple):
-    """Tensors of one group of which a route moves a part.
+    """Tensors of one group that a route moves a part of.
 
     group, places: the number of their group, and their places in it. starts, targets: their offsets in the source file
     and in the target file.
@@ -195,7 +195,7 @@ def _places(
         for group in tensors.groups
     ]
     small = np.array(is_small, bool)[groups] & (starts != ELSEWHERE)
-    # Batches need tensors that follow each other in the file, and of which no other process writes a part.
+    # Batches need tensors that follow each other in the file, and that no other process writes a part of.
     small[1:] &= starts[1:] >= starts[:-1] + sizes[:-1]
     if span is not None:
         small &= (starts >= span[0]) & (starts + sizes <= span[1])

@@ -14,7 +14,7 @@ from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strides import Strides
 from reshard_mpi.text import KIB
 
-# By so many bytes at a time sums are told apart; most differ in their first elements.
+# Sums are told apart by blocks of this size in bytes; most differ in their first elements.
 _TELLING_BYTES = 64 * KIB
 
 
@@ -117,7 +117,7 @@ def first_nonzero(files: Files, tensor: TensorPlan, box: Box, limits: Limits) ->
 
 
 def _contents(files: Files, tensor: TensorPlan, box: Box, limits: Limits) -> Iterator[tuple[Box, bytearray]]:
-    """Yield blocks of a box of a tensor with their bytes. Behind those of the last there are some of one before."""
+    """Yield blocks of a tensor's box with their bytes. The buffer may hold older bytes behind the last block."""
     itemsize = tensor.spec.dtype.itemsize_bytes
     most_elements = max(1, min(box.size, limits.buffer_bytes // 2 // itemsize))
     content = bytearray(most_elements * itemsize)

@@ -1,4 +1,4 @@
-"""Compute the CRC-32 of a whole tensor from those of its parts, in any order (`sum_of_whole`).
+"""Compute the CRC-32 of a whole tensor from the sums of its parts, in any order (`sum_of_whole`).
 
 A part's sum is the CRC-32 of the whole tensor's row-major bytes, with zeros in place of what the part does not hold.
 CRC-32 is affine over bits, so the sums of disjoint parts, each less the sum of all zeros, add up (by exclusive or) to
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     Sums = np.ndarray[Any, np.dtype[np.uint32]]
 
 _ONES = 0xFFFFFFFF
-# Up to so many runs are put together one by one: it takes less time than to begin any of the ways for more of them.
+# Up to this number, runs are put together one by one: it takes less time than to begin any of the ways for more of
+# them.
 _FEW_RUNS = 64
 # Of more, those shorter than this are summed all at once, byte after byte, by numpy; others one by one with tables.
 _SHORT_BYTES = 48
@@ -56,7 +57,7 @@ class PartSum:
 
 
 def sum_of_whole(parts: Iterable[int], size_bytes: int) -> int:
-    """Return the CRC-32 of a tensor of so many bytes from the sums of disjoint parts that make it up."""
+    """Return the CRC-32 of a tensor of the given size from the sums of the disjoint parts that make it up."""
     zeros = sum_of_zeros(size_bytes)
     state = zeros
     for part in parts:
@@ -65,18 +66,18 @@ def sum_of_whole(parts: Iterable[int], size_bytes: int) -> int:
 
 
 def has_short_runs(box: Box, whole: Box, itemsize_bytes: int) -> bool:
-    """Tell whether the runs of a part in its whole tensor are so short, and so many, that numpy is loaded for them."""
+    """Tell whether a part's runs in its whole tensor are short and numerous enough to load numpy for them."""
     length = run_length(box, box, whole)
     return length * _FEW_RUNS < box.size and length * itemsize_bytes < _SHORT_BYTES
 
 
 def sum_of_zeros(size_bytes: int) -> int:
-    """Return the CRC-32 of so many zero bytes."""
+    """Return the CRC-32 of a number of zero bytes."""
     return _shifted(_ONES, size_bytes) ^ _ONES
 
 
 def _shifted(state: int, count_bytes: int) -> int:
-    """Return the remainder `state` after so many more zero bytes."""
+    """Return the remainder `state` after `count_bytes` more zero bytes."""
     return crc32_combine(state, 0, count_bytes)
 
 
@@ -116,19 +117,19 @@ def _sum_of_runs(data: memoryview, runs: Runs, itemsize: int) -> int:
 
 @lru_cache(_KEPT_STEPS)
 def _gap(count_bytes: int) -> tuple[list[int], ...]:
-    """Return four tables, for the low to the high byte of a CRC-32: their part of it after so many zero bytes."""
+    """Return four tables, for the low to the high byte of a CRC-32: its part after `count_bytes` zero bytes."""
     tables = _after_zeros(count_bytes)
     inversions = _shifted(_ONES, count_bytes) ^ _ONES
     return (*tables[:3], [value ^ inversions for value in tables[3]])
 
 
 def _after_zeros(count_bytes: int) -> list[list[int]]:
-    """Return four tables, for the low to the high byte of a remainder: their part of it after so many zero bytes."""
+    """Return four tables, for the low to the high byte of a remainder: its part after `count_bytes` zero bytes."""
     return [_combined([_shifted(1 << bit, count_bytes) for bit in range(low, low + 8)]) for low in range(0, 32, 8)]
 
 
 def _combined(bits: list[int]) -> list[int]:
-    """Return a table of 256 values: entry n is the exclusive or of those of eight values whose bits are set in n."""
+    """Return a table of 256 values: entry n is the exclusive or of the values (of eight) whose bits are set in n."""
     table = [0]
     for value in bits:
         table += [value ^ other for other in table]
@@ -146,7 +147,7 @@ def _short_remainders(rows: np.ndarray[Any, np.dtype[np.uint8]]) -> Sums:
 
 
 def _joined(remainders: Sums, apart_bytes: int) -> int:
-    """Return the remainder of all pieces from that of each; they are equally long and begin `apart_bytes` apart."""
+    """Combine the remainders of equally long pieces that begin `apart_bytes` apart."""
     import numpy as np
 
     while len(remainders) > 1:

@@ -27,8 +27,8 @@ from reshard_mpi.sharding.strides import Strides
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-# So many elements are converted at a time: what is needed for them stays in the processor's second cache. Nothing else
-# is needed to make bfloat16 of float32.
+# Elements converted at a time: their memory stays in the processor's second cache. Nothing else is needed to make
+# bfloat16 of float32.
 _BLOCK, _BLOCK_TO_BFLOAT16 = 1 << 15, 1 << 17
 
 _FLOAT64, _FLOAT32, _FLOAT16 = BY_NAME["float64"], BY_NAME["float32"], BY_NAME["float16"]
@@ -306,7 +306,7 @@ def assign(target: Array, source: Array) -> None:
 
 
 def swap(out: Array, strides: Strides, dtype: DType) -> None:
-    """Reverse the byte order of the copied elements in `out`; of a complex element, that of each part."""
+    """Reverse the byte order of the copied elements in `out`; of a complex element, each half separately."""
     itemsize, width = dtype.itemsize_bytes, dtype.part_bytes
     shape = (*(length for length, _, _ in strides.dimensions), itemsize // width)
     steps = (*(step * itemsize for _, _, step in strides.dimensions), width)

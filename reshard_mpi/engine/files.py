@@ -139,7 +139,7 @@ class Files:
         self.traffic.requested_bytes += read
 
     def _read_rest(self, path: str, offset: int, places: Sequence[memoryview], done: int) -> None:
-        """Read the bytes from `offset` on into `places`, of which the first `done` bytes have been read."""
+        """Read the bytes from `offset` on into `places`, whose first `done` bytes have been read."""
         for place in places:
             skipped = min(done, len(place))
             if skipped < len(place):
@@ -177,7 +177,7 @@ class Files:
         mapped.close()
 
     def scratch(self, length_bytes: int) -> memoryview:
-        """Return memory for what is read on its way to its place. It is good until this is called again."""
+        """Return a buffer for bytes on their way to their place. It is valid until the next call."""
         if length_bytes > len(self._scratch):
             self._scratch = memoryview(b"")  # given back before more is taken
             self._scratch = large_buffer(length_bytes)

@@ -105,11 +105,11 @@ class Reduction:
 
 # If axes change places, runs of the source are read one by one, unless they are too short.
 _MIN_RUN_BYTES = 1024
-# So are long ones that go straight to their places, if the region spans so many times its own size.
+# So are long ones that go straight to their places, if the region spans this many times its own size.
 _MIN_RUN_APART_BYTES, _FAR_APART = 4096, 2
-# So much is taken at a time to be converted, and to be joined.
+# The bytes taken at a time to be converted, and to be joined.
 _CONVERTED_BYTES, _JOINED_BYTES = 4 * MIB, 2 * MIB
-# Where one range of a file becomes one run, so much is read at a time: it stays in the processor's second cache.
+# Where one range of a file becomes one run, this much is read at a time: it stays in the processor's second cache.
 _READ_TO_CONVERT_BYTES = 256 * KIB
 
 
@@ -180,7 +180,7 @@ def _is_in_long_runs(copy: Copy) -> bool:
 
 
 def _is_read_singly(places: Strides, itemsize: int) -> bool:
-    """Tell whether long runs follow one another, or lie so far apart that what is between them is not worth mapping."""
+    """Tell whether long runs follow one another, or lie too far apart for mapping the gaps to pay."""
     if places.run_length * itemsize < _MIN_RUN_APART_BYTES:
         return False
     return places.is_in_source_order or places.source_span >= _FAR_APART * places.size
@@ -344,7 +344,7 @@ def _one_range(copy: Copy, block: Box) -> ByteRange | None:
 
 
 def _convert_range(files: Files, part: ByteRange, stored: DType, elements: Array, out: Array, dtype: DType) -> None:
-    """Convert what a range of a file holds to `out`. elements: for as many as are read at a time."""
+    """Convert the elements in a range of a file into `out`. elements: how many are read at a time."""
     files.advise(part)
     for first in range(0, len(out), len(elements)):
         converted = out[first : first + len(elements)]

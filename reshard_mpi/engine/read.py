@@ -121,7 +121,8 @@ def _halves(runs: Runs) -> tuple[Runs, Runs]:
     return runs._replace(repeats=first), second
 
 
-# Up to so many runs are read one by one, straight to their places; more are gathered by numpy from a mapped window.
+# Up to this number, runs are read one by one, straight to their places; more are gathered by numpy from a mapped
+# window.
 _FEW_RUNS = 32
 
 

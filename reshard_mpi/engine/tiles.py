@@ -11,8 +11,8 @@ from reshard_mpi.planning.model import Copy, Limits, TensorPlan, meeting
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strides import Strides, paired
 
-# Rows of an array in which axes change places lie so much farther apart than they are long. Without it, the elements of
-# a column would all fall on a few lines of the processor's cache where rows are as long as a power of two.
+# Extra distance between rows of an array whose axes change places. Without it, the elements of a column would all fall
+# on a few lines of the processor's cache where rows are as long as a power of two.
 _SPACE_BYTES = 64
 
 

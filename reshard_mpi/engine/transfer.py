@@ -88,7 +88,7 @@ _MIN_READ_AHEAD_BYTES = 128 * KIB
 _READ_AHEAD_OVER = 2
 # A run that is read to its place costs an entry in a vector; below this, numpy does it faster.
 _MIN_SCATTER_BYTES = 512
-# If runs of several sources alternate in the target, so much of the target is completed before more is begun.
+# If runs of several sources alternate in the target, this much of the target is completed before more is begun.
 _INTERLEAVED_BYTES = 4 * MIB
 
 # The first byte of a range (of a file, or of a tensor's row-major bytes), and the one after its last.

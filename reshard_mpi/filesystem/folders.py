@@ -40,7 +40,7 @@ class FileIdentity(NamedTuple):
 
 
 class Folder:
-    """An open folder. path: what it was called when it was opened."""
+    """An open folder. path: its name when it was opened."""
 
     def __init__(self, path: Path, fd: int) -> None:
         self.path = path

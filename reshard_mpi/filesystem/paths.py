@@ -1,4 +1,4 @@
-"""Check paths that a user gives, and tell what a file is (`require_replaceable`, `file_kind_of`).
+"""Check paths that a user gives, and recognize kinds of files (`require_replaceable`, `file_kind_of`).
 
 Only a regular file is ever replaced by one of ours. A symbolic link counts as what it leads to.
 """
@@ -54,7 +54,7 @@ def _in_words(error: OSError) -> str:
 
 
 def kind_of(mode: int) -> str:
-    """Say what a file of the mode `mode` is, as `a folder`."""
+    """Name the kind of a file of mode `mode`, such as `a folder`."""
     return next(name for is_kind, name in _KINDS if is_kind(mode))
 
 
@@ -69,7 +69,7 @@ def is_replaceable(path: Path) -> bool:
 
 
 def require_replaceable(path: Path, purpose: str) -> None:
-    """Raise TargetError if no file may take the name `path`. purpose: what is to be put there."""
+    """Raise TargetError if no file may take the name `path`. purpose: the use of the path, for the error."""
     if not is_replaceable(path):
         raise TargetError(
             f"{described(path)} is in the place of {purpose}",
@@ -148,12 +148,12 @@ _BY_START = (
 
 
 def file_kind_of(start: bytes) -> FileKind | None:
-    """Return what a file is by its first `START_BYTES` bytes (all, if it is shorter); None if they do not tell."""
+    """Return the kind of a file by its first `START_BYTES` bytes (all, if it is shorter); None if they do not tell."""
     return marked_kind_of(start) or _checkpoint(start) or _kind_of_text(_text(start))
 
 
 def kind_of_file(path: Path) -> FileKind | None:
-    """Return what the file at `path` is, as `kind_of` does but for text; None too if it cannot be read."""
+    """Return the kind of the file at `path`, as `kind_of` does but for text; None also if it cannot be read."""
     try:
         with path.open("rb") as stream:
             start = stream.read(START_BYTES)
@@ -163,7 +163,7 @@ def kind_of_file(path: Path) -> FileKind | None:
 
 
 def marked_kind_of(start: bytes) -> FileKind | None:
-    """Return what a file is, as `kind_of` does, if it begins with a mark that no strategy file begins with."""
+    """Return the kind of a file, as `kind_of` does, if it begins with a mark that no strategy file begins with."""
     for mark, kind in _BY_START:
         if start.startswith(mark):
             return kind
@@ -192,7 +192,7 @@ def _checkpoint(start: bytes) -> FileKind | None:
 
 
 def _kind_of_zip(start: bytes) -> FileKind:
-    """Return what a zip archive is by the name of its first member."""
+    """Return the kind of a zip archive by the name of its first member."""
     name = start[30 : 30 + int.from_bytes(start[26:28], "little")]
     if name.endswith(b"/data.pkl"):
         return _TORCH

@@ -59,7 +59,7 @@ _FORMS = {
     ),
 }
 NAMES = tuple(_FORMS)
-# Those of the formats that can be written.
+# The formats that can be written.
 TARGETS = tuple(name for name, form in _FORMS.items() if form.is_target)
 _BEGINNING_BYTES = 4096
 # The format that the functions with MindSpore's names write by default.
@@ -109,7 +109,7 @@ def folder_by_name(name: str) -> FolderFormat | None:
 
 
 def names_of_folder(path: str) -> tuple[str, ...]:
-    """Return the names of the formats a file of which marks the folder `path`."""
+    """Return the names of the formats whose files mark the folder `path`."""
     names = _names_in(path)
     return tuple(name for name, form in _FORMS.items() if any(_marks(path, names, form)))
 
@@ -121,7 +121,7 @@ def marks_in(path: str) -> tuple[str, ...]:
 
 
 def _names_in(folder: str) -> Sequence[str]:
-    """Return the names of what lies in a folder; if it cannot be listed, those that mark one."""
+    """Return the names in a folder; if it cannot be listed, the marking names that exist."""
     try:
         return os.listdir(folder)  # noqa: PTH208 - of names alone
     except OSError:  # a folder whose files may be opened, and not listed

@@ -11,7 +11,7 @@ from reshard_mpi.formats.tensor_table import ELSEWHERE, ChunkedTensors, TensorEn
 
 
 def converted(tensors: TensorTable, dtype: DType) -> TensorTable:
-    """Return the same tensors with those of other floating-point types converted to `dtype` when they are read.
+    """Return the same tensors, with other floating-point types converted to `dtype` on reading.
 
     Names, numbers and numbers of kinds stay what they are. dtype: one of `dtypes.FLOATS`. Raises ValueError if it is
     another one.
@@ -75,7 +75,7 @@ class JoinedTensors(TensorTable):
 
 
 class _ConvertedTensors(TensorTable):
-    """The tensors of a shard, seen in another type. Only their kinds are kept twice, and what is not one run."""
+    """The tensors of a shard in another type. Only kinds and scattered locations are kept twice."""
 
     __slots__ = ("_changed", "_dtype", "_unconverted")
 

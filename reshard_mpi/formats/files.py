@@ -29,9 +29,9 @@ _DIMENSION_BYTES = 60
 MAX_STRING_BYTES = 16 << 20
 # numpy stops at 64 dimensions, HDF5 at 32, MindSpore at 8.
 MAX_DIMENSIONS = 32
-# Spans of a file with so little between them are read by one call, which reads no more than so much.
+# Spans of a file with smaller gaps than this are read by one call, which reads no more than the second number.
 _CLOSE_BYTES, _READ_BYTES = 512, 64 << 10
-# Parts of a structure with so little between them are written by one call, which writes no more than so much.
+# Parts of a structure with smaller gaps than this are written by one call, which writes no more than the second number.
 _SMALL_GAP_BYTES, _WRITTEN_BYTES = 16384, 256 << 10
 _SUMMED_BYTES = 2 << 20
 # From one byte to another, which is not included.
@@ -44,7 +44,7 @@ def kept_bytes(text: str) -> int:
 
 
 def kept_kind_bytes(dimensions: int) -> int:
-    """Return how much memory a kind of tensors with so many dimensions takes."""
+    """Return the memory that a kind of tensors with this number of dimensions takes."""
     return _KIND_BYTES + _DIMENSION_BYTES * dimensions
 
 
@@ -101,7 +101,9 @@ def became_shorter(path: str) -> ShardError:
 
 
 def version_of(path: str) -> tuple[object, ...]:
-    """Return by what it is told that the file at `path` is still the same. Raises ShardError as `opened` does."""
+    """Return the identity by which a later change of the file at `path` is noticed. Raises ShardError as `opened`
+    does.
+    """
     with opened(path) as (fd, _):
         status = os.fstat(fd)
     return path, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
@@ -147,7 +149,7 @@ def contents(fd: int, spans: Sequence[Span]) -> Iterator[bytes]:
 
 
 class StructureWriter:
-    """Writes what a file has besides payloads, in ascending order: parts close to each other by one call."""
+    """Writes a file's structure (all but payloads) in ascending order: neighbouring parts by one call."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd

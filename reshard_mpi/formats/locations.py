@@ -36,7 +36,7 @@ class ByteRanges(NamedTuple):
 
 
 class StridedView(NamedTuple):
-    """A tensor whose elements are at even distances in one file, as those of a view of an array are.
+    """A tensor whose elements lie at even distances in one file, like a view of an array.
 
     offset_bytes: of its first element. strides_bytes: for each dimension, how far apart neighbours are: a multiple of
     the element's size, or 0 if all indices mean the same element. swapped: as in `ByteRanges`.

@@ -48,7 +48,7 @@ def common_nest(texts: Iterable[str]) -> str | None:
 
 
 class ShardIdentity(NamedTuple):
-    """What a self-describing shard says about its place in its checkpoint.
+    """The place of a self-describing shard in its checkpoint.
 
     strategy: how the whole checkpoint is sharded, as text (see `strategy.table`).
     """
@@ -197,13 +197,13 @@ _MOST = 4 * GIB
 
 
 class UncountableError(Exception):
-    """A whole number that does not count as so many bytes."""
+    """A whole number outside of 0 to 2^32, which cannot enter MindSpore's checksum as a number of bytes."""
 
     def __init__(self, name: str, value: int) -> None:
         self.name, self.value = name, value
 
     def refusal(self, where: str) -> TargetError:
-        """Return what the user is told if a file with this tensor is to have a checksum."""
+        """Return the message to the user if a file with this tensor is to have a checksum."""
         return TargetError(
             f"{self.name!r} has no place in the checksum that MindSpore checks",
             expected="a whole number from 0 to 2^32, since it counts as so many bytes",
@@ -214,7 +214,7 @@ class UncountableError(Exception):
 
 
 def is_counted(dtype: DType, shape: tuple[int, ...]) -> bool:
-    """Tell whether a tensor counts as so many bytes; others are summed as they are."""
+    """Tell whether a tensor enters the checksum as a number of bytes; others are summed as they are."""
     return not shape and dtype.name.startswith(("int", "uint"))
 
 

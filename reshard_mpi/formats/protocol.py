@@ -35,7 +35,7 @@ class Costs(NamedTuple):
 
 
 class Traits(NamedTuple):
-    """What a format can do.
+    """The abilities and costs of a format.
 
     title: the words for its checkpoints, if not its name. describes_itself: a shard states its rank and how its
     checkpoint is sharded. has_crc: a shard can be sealed with a checksum of the whole file. counts_numbers: in which

@@ -240,7 +240,7 @@ class TensorTable(Mapping[str, TensorEntry]):
 
     @property
     def tables(self) -> tuple[TensorTable, ...]:
-        """All tables that are kept for these tensors: their own, and those of the shards that they are made of."""
+        """All tables kept for these tensors: their own, and their source shards' tables."""
         return (self,)
 
     @staticmethod

@@ -1,1 +1,1 @@
-"""Keep what a target folder knows of its runs: records, locks, publication, the commit."""
+"""Keep the memory of a target folder: records, locks, publication, the commit."""

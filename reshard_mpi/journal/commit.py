@@ -46,7 +46,7 @@ class Committed(NamedTuple):
 
 
 class EarlierTarget(NamedTuple):
-    """A target that is complete already, and when its file was written: what is made now must be of the same state."""
+    """A complete target, and when its file was written: new targets must come from the same state of the source."""
 
     record: TargetRecord
     written_ns: int
@@ -64,7 +64,7 @@ class EarlierTarget(NamedTuple):
         return None
 
     def require_same_state(self, target_rank: int, sources: Sources) -> None:
-        """Raise DisagreementError if the source was changed since, and a target would be made from what it is now.
+        """Raise DisagreementError if the source has changed since, and a target would be made from the new state.
 
         Committing would refuse it; this is before anything is written, and only as far as one target tells.
         """
@@ -77,7 +77,7 @@ class EarlierTarget(NamedTuple):
 def commit_if_complete(
     folder: Path, identity: RunIdentity, *, made: Collection[int], any_written: bool, told: Collection[str]
 ) -> Differences:
-    """Write the commit record if all targets of the run are complete; return what the user is told besides `told`.
+    """Write the commit record if all targets of the run are complete; return messages that are not in `told`.
 
     made: the ranks of the targets that are complete, as the caller knows. any_written: some have just been written; if
     none has, an existing commit record is kept. While another process writes a target nothing is done, since that
@@ -128,7 +128,7 @@ def opened_to_commit(path: Path) -> Iterator[_LockedFolder]:
 def commit_locked(
     opened: _LockedFolder, identity: RunIdentity, records: Sequence[TargetRecord], told: Collection[str]
 ) -> Committed:
-    """Compare what the targets were made from, and write the commit record. The lock must be held."""
+    """Compare the sources of the targets, and write the commit record. The lock must be held."""
     folder = opened.folder.path
     try:
         found = _compare(folder, identity, records, told)
@@ -184,7 +184,7 @@ def _sums(records: Sequence[TargetRecord]) -> dict[str, int]:
 def _compare(
     folder: Path, identity: RunIdentity, records: Sequence[TargetRecord], told: Collection[str]
 ) -> Differences:
-    """Compare what targets were made from; return what the user is told of differences, besides `told`.
+    """Compare the sources of the targets; return messages on differences that are not in `told`.
 
     Raises DisagreementError or CoverageError if they were made from different states of the source, or from shards
     that do not belong together.
@@ -216,7 +216,7 @@ def _compare(
 
 
 def _are_all_recorded(state: Path, target_ranks: int, made: Collection[int]) -> bool:
-    """Tell whether all targets have records. Raises TransformError if one of those that have been made has none."""
+    """Tell whether all targets have records. Raises TransformError if a target made by this run has none."""
     try:
         names = {path.name for path in state.iterdir()}
     except FileNotFoundError:

@@ -129,7 +129,7 @@ class RunIdentity(NamedTuple):
         return hashlib.sha256(json.dumps(self.facts, sort_keys=True).encode()).hexdigest()
 
     def differences(self, other: RunIdentity) -> tuple[str, str]:
-        """Return, in words, the settings of this run that differ from those of `other`, and those of `other`."""
+        """Return, in words, the settings that differ from `other`, and the other values."""
         names = sorted(name for name in {*self.facts, *other.facts} if self.facts.get(name) != other.facts.get(name))
         same_file = {name for name in names if self.files.get(name) == other.files.get(name)}
         ours = [self._setting(name, " as it is now" * (name in same_file)) for name in names]
@@ -148,7 +148,7 @@ class RunIdentity(NamedTuple):
         return (ours, theirs) if ours and theirs and ours != theirs and is_all else None
 
     def moment_beside(self, other: RunIdentity) -> str | None:
-        """Return the source of `other` if it lies beside that of this run, as checkpoints of several moments do."""
+        """Return the source of `other` if it is a sibling of this run's source, like checkpoints of several steps."""
         ours, theirs = (Path(str(run.facts.get("source", ""))) for run in (self, other))
         return str(theirs) if ours != theirs and ours.parent == theirs.parent else None
 

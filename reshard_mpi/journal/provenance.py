@@ -69,7 +69,7 @@ class Sources(NamedTuple):
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Sources:
-        """Return the sources of which `as_json` made `facts`. Raises KeyError, TypeError or ValueError for others."""
+        """Parse the sources that `as_json` wrote. Raises KeyError, TypeError or ValueError for other facts."""
         files = tuple(
             SourceFile(fields.path_below(path), fields.number(size), fields.number(modified, -MAX_NS, MAX_NS))
             for path, size, modified in fields.each(facts["files"], tuple)

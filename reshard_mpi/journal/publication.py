@@ -129,7 +129,7 @@ def partial_name(name: str, token: str = "0" * 2 * _TOKEN_BYTES) -> str:
 
 
 def partial_path(path: Path) -> Path:
-    """Return a path as long as that of the partial file of `path`."""
+    """Return a path as long as the partial path of `path`."""
     return path.with_name(partial_name(path.name))
 
 

@@ -35,8 +35,8 @@ MAX_TENSOR_BYTES = 1 << 62
 MAX_RANKS = 1 << 24
 _MAX_RANK = MAX_RANKS - 1
 _MAX_DIMENSIONS = 64
-# The record of a run has a dozen settings. That of a target has 150 bytes for each tensor that it has a sum of, and 80
-# for each file that it was made from: 10 MiB with as many tensors as a shard can have.
+# The record of a run has a dozen settings. A target's record has 150 bytes for each tensor with a sum, and 80 for each
+# file that it was made from: 10 MiB with as many tensors as a shard can have.
 RUN_ROOM = fields.RecordLimits(1 << 20, 16 << 20)
 TARGET_ROOM = fields.RecordLimits(64 << 20, 384 << 20)
 _RECORD = re.compile(r"rank_(0|[1-9][0-9]{0,7})\.json")
@@ -234,7 +234,7 @@ def read_json(path: Path, room: fields.RecordLimits = RUN_ROOM, *, follow_link: 
 
 
 def written(text: str, room: fields.RecordLimits, what: str) -> str:
-    """Return `text`, which is that of a record. Raises TargetError if it is too large to be read again."""
+    """Return `text`, the text of a record. Raises TargetError if it is too large to be read again."""
     if fields.parsed_bytes(text.encode()) > room.parsed_bytes or len(text) > room.file_bytes:
         raise TargetError(
             f"the record of {what} would be too large",

@@ -79,7 +79,7 @@ def commit(folder: Path) -> Committed:
 
 
 def _require_complete(folder: Path, identity: RunIdentity, besides: str) -> list[TargetRecord]:
-    """Return the records of all targets. Raises TransformError, which names those that are not complete.
+    """Return the records of all targets. Raises TransformError, which names incomplete targets.
 
     besides: what the error is to say besides.
     """

@@ -271,7 +271,7 @@ class Journal:
             publish_text(state, record_path(self._state, target_rank).name, record._replace(announced=None).as_text())
 
     def _is_begun(self) -> bool:
-        """Tell whether the folder's record is that of this run."""
+        """Tell whether the folder's record belongs to this run."""
         return (read_json(run_path(self._state)) or {}).get("digest") == self.identity.digest
 
     @contextlib.contextmanager
@@ -308,7 +308,7 @@ class Journal:
 
 
 def _another_choice(ours: str, theirs: str, folder: Path, source: str) -> TargetError:
-    """Return the error for a run that goes on with other files of the source than those that it was begun with."""
+    """Return the error for a run that goes on with other source files than it was begun with."""
     pattern = glob_of(theirs)
     goes_on = "" if pattern is None else f"to go on with what was begun, --select {shlex.quote(pattern)}; "
     return TargetError(

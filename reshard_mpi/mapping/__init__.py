@@ -1,4 +1,4 @@
-"""Map the tensors of one model to those of another, by equations that are read in either direction.
+"""Map one model's tensors to another's, by equations that are read in either direction.
 
 `syntax` reads an equation, `blocks` sees that it is one-to-one, `parsing` reads a file of them as `rules`. `candidates`
 finds the tensors that may be those of an equation, `directions` which way a map is read, `matching` where an equation

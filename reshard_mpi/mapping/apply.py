@@ -76,7 +76,7 @@ def applied(
     like: TargetTemplate | None = None,
     settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> MapResult:
-    """Return what a map makes of the tensors of a checkpoint.
+    """Apply the rules of a map to the tensors of a checkpoint.
 
     rules: None: every tensor keeps its name and shape. forward: the direction; None: as the names tell. like: decides
     which equations apply, and in which order tensors are; what is made must be alike, of what `choice` takes. settings:
@@ -121,7 +121,7 @@ def applied(
 
 
 class _Everything(NamedTuple):
-    """What a checkpoint becomes, or a part of that. settings: of the optimizer on the map's left side."""
+    """All tensors of a checkpoint after the map, or a part. settings: of the optimizer on the map's left side."""
 
     tensors: Sequence[DerivedTensor]
     constants: Sequence[ConstantTensor]
@@ -135,7 +135,7 @@ class _Everything(NamedTuple):
         return shapes | {number.name: number.kind.shape for number in self.numbers}
 
     def among(self, names: Container[str]) -> _Everything:
-        """Return those that have one of these names."""
+        """Return the tensors with one of these names."""
         return self._replace(
             tensors=[tensor for tensor in self.tensors if tensor.name in names],
             constants=[constant for constant in self.constants if constant.name in names],
@@ -206,10 +206,10 @@ def _taken(rules: Rules | None, inventory: Inventory, forward: bool | None, like
 def _tensors(
     taken: _Matched, inventory: Inventory, choice: Selection, like: TargetTemplate | None
 ) -> list[DerivedTensor]:
-    """Return the tensors that are made of those of the checkpoint, in their order in the target."""
+    """Return the derived tensors, in their order in the target."""
     parameter_names = {name for match in taken.matches for name in match.sources.values()}
     position = {name: number for number, name in enumerate(inventory)}
-    # One for all tensors of a shape: those that are made in the same way are planned and moved together.
+    # One for all tensors of a shape: tensors that are made in the same way are planned and moved together.
     wholes = {kind.shape: TargetShape(kind.shape, (whole_pair(_OWN, kind.shape),), ()) for kind in inventory.values()}
     made = [
         (position[name], DerivedTensor(name, dtype, wholes[shape], {_OWN: name}, ""))
@@ -240,7 +240,7 @@ def _computed(
 ) -> list[Computed]:
     """Return the numbers that are computed. Raises MapError if one has the name of another tensor."""
     assert taken.direction is not None
-    others = dict.fromkeys(tensor.name for tensor in tensors)  # in their order, which is that of what is computed
+    others = dict.fromkeys(tensor.name for tensor in tensors)  # in their order, which is the order of computing
     shapes = None if like is None else like.shapes
     numbers = list(computed(rules, taken.counted, others, settings, taken.direction, shapes))
     twice = sorted(number.name for number in numbers if number.name in others)
@@ -291,7 +291,9 @@ def _cautions(rules: Rules, states: Sequence[Match], settings: Mapping[str, Any]
 
 
 def _is_state(match: Match, names: Container[str], inventory: Inventory) -> bool:
-    """Tell whether an equation takes state of what it takes elsewhere: `{p*}` may stand for a prefix as well."""
+    """Tell whether an equation takes the state of a parameter that it also takes: `{p*}` may stand for a prefix as
+    well.
+    """
     name = next(iter(match.sources.values()))
     bases = (base for base in named_after(name) if base in names and is_named_as_state(name, base))
     return any(inventory[base].shape == inventory[name].shape for base in bases)

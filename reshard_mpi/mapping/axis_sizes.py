@@ -48,7 +48,7 @@ def _factor_extent(factor: Factor, sizes: Sizes) -> int:
 
 
 def padded_extent(length: int, padded: Padded, sizes: Sizes) -> int:
-    """Return the length of a padded factor. length: of what is padded. Raises SizesProblem if its multiple is 0."""
+    """Return the length of a padded factor. length: the unpadded length. Raises SizesProblem if its multiple is 0."""
     multiple = length_of(padded.multiple, sizes)
     if multiple < 1:
         raise SizesProblem(f"nothing is padded up to a multiple of {multiple}")
@@ -94,7 +94,7 @@ def _untold(dimensions: Sequence[Dimension], sizes: Sizes) -> SizesProblem:
 
 
 def _multiples(dimensions: Sequence[Dimension], known: Sizes) -> Iterator[tuple[str, int]]:
-    """Yield the multiples that dimensions are padded up to, where these are padding and what is padded is known.
+    """Yield the multiples of padded dimensions, for paddings whose unpadded length is known.
 
     The dimension itself is a multiple that explains its length.
     """
@@ -147,7 +147,7 @@ _MAX_TEXT, _MAX_NESTED, _MAX_VALUE = 1_000, 32, 1 << 62
 
 
 class ExpressionProblem(ValueError):
-    """What is wrong with an expression, and what to do."""
+    """An error in an expression, and its remedy."""
 
     def __init__(self, problem: str, remedy: str = "correct the expression") -> None:
         super().__init__(problem)

@@ -31,7 +31,7 @@ class _Composed(NamedTuple):
 
 
 class Composition:
-    """Says of tensors that several maps make one after another what they are made of at the beginning.
+    """Tells, for tensors that several maps make in turn, from which first tensors they come.
 
     Tensors that are made alike get one shape, so that they can be told by it.
     """
@@ -45,7 +45,7 @@ class Composition:
     def of(
         self, made: Iterable[DerivedTensor], before: Mapping[str, MadeUp | DerivedTensor]
     ) -> Iterator[DerivedTensor]:
-        """Yield tensors, each as made of what the tensors `before` are made of; others are made of nothing.
+        """Yield tensors expressed by the sources of the tensors `before`; others have no sources.
 
         Raises MapError if they are made of too many boxes.
         """
@@ -106,14 +106,14 @@ class Composition:
 
 
 def _identity(recipe: MadeUp | DerivedTensor | None) -> object:
-    """Return what is the same of tensors that are made alike."""
+    """Return a key that is equal for tensors made in the same way."""
     if isinstance(recipe, DerivedTensor):
         return id(recipe.shape), None if recipe.shape.pairs else tuple(recipe.sources)
     return (recipe.kind, recipe.element) if isinstance(recipe, ConstantTensor) else recipe and recipe.kind
 
 
 def composed(chain: Iterable[MapResult]) -> tuple[DerivedTensor, ...]:
-    """Return the tensors that the last of several maps makes of others, as made of those that the first one takes."""
+    """Return the tensors of the last map, expressed by the tensors that the first map takes."""
     first: dict[str, MadeUp | DerivedTensor] = {}
     last: tuple[DerivedTensor, ...] = ()
     for number, mapped in enumerate(chain):
@@ -132,7 +132,7 @@ def chained(
     like: TargetTemplate | None,
     settings: Mapping[str, Any],
 ) -> Iterator[MapResult]:
-    """Yield what each map makes of what the one before it has made. Raises what `applied` raises.
+    """Yield the result of each map, applied to the result of the one before. Raises as `applied` does.
 
     choice, like: of what the last one makes. settings: of the source's optimizer.
     """

@@ -99,7 +99,7 @@ def _lengths_told(term: Term) -> list[tuple[int, int]]:
 
 
 def filled(term: Term, shared: Mapping[str, str], values: tuple[int, ...]) -> str:
-    """Return the name of a tensor. values: those of the captures that are not shared by all names of the equation."""
+    """Return the name of a tensor. values: of the captures that not all names of the equation share."""
     others = [capture.name for capture in term.name.captures if capture.name not in shared]
     return term.name.filled({**shared, **dict(zip(others, values))})
 
@@ -123,7 +123,7 @@ def filled_in_part(term: Term, shared: Mapping[str, str]) -> str:
 
 
 def what_is_missing(side: Sequence[Term], rule: EquationRule, inventory: Inventory) -> str:
-    """Return in words which tensors of a side are not there, and which of the others are; else what is there."""
+    """Say which tensors of a side are missing and which are there; else say what exists."""
     candidates = candidates_of(side, rule, inventory)
     key = min(candidates.all_keys, key=lambda key: len(candidates.lacking(key)), default=None)
     shared = {} if key is None else dict(zip(rule.shared, key))
@@ -149,7 +149,7 @@ class Direction(NamedTuple):
     is_forward: bool
 
     def sides(self, rule: EquationRule) -> tuple[Sequence[Term], Sequence[Term]]:
-        """Return the terms of the source and those of the target."""
+        """Return the terms of the source side and of the target side."""
         sides = rule.equation.left, rule.equation.right
         return sides if self.is_forward else sides[::-1]
 

@@ -104,7 +104,7 @@ _MAX_DIGITS = 18
 
 
 class SyntaxProblem(Exception):
-    """What is wrong with an equation, and at which character of it."""
+    """An error in an equation, and its character position."""
 
     def __init__(self, problem: str, position: int) -> None:
         super().__init__(problem)
@@ -150,7 +150,7 @@ class Term(NamedTuple):
 
 
 class Equation(NamedTuple):
-    """Two sides that hold the same elements: the blocks of the one, in order, are those of the other."""
+    """Two sides that hold the same elements: both sides' blocks correspond, in order."""
 
     text: str
     left: tuple[Term, ...]

@@ -291,7 +291,7 @@ def _block_pairs(
         raise _too_many(target_term, count)
     runs = [math.prod(length_of(axis, sizes) for axis in axis_names) for axis_names in kept]
     target_lengths = [1] * len(right.digits)
-    facing: dict[int, int] = {}  # for each source dimension that is longer than 1 within a box, that of the target
+    facing: dict[int, int] = {}  # for each source dimension that is longer than 1 within a box, the target's dimension
     for dim, axis_names in enumerate(kept):
         if axis_names:
             facing[dim] = right_place[axis_names[0]][0]

@@ -88,7 +88,7 @@ def _tensor_parallel(config: Mapping[str, object] | None) -> int | None:
 
 
 def _content(text: str, where: str) -> dict[str, Any]:
-    """Return what a map file has, as TOML: entries, and keys that it may have."""
+    """Return the content of a map file as TOML: entries, and allowed keys."""
     if len(text) > MAX_BYTES:
         raise MapError("the map is too large", expected=f"at most {MAX_BYTES} characters", where=where)
     try:
@@ -111,7 +111,7 @@ def _content(text: str, where: str) -> dict[str, Any]:
 
 
 def _entry(entry: object, where: str) -> tuple[str, object]:
-    """Read an entry; return its kind, and what it says."""
+    """Read an entry; return its kind and its values."""
     if not isinstance(entry, dict):
         raise MapError("an entry of the map is no table", got=str(entry)[:60], where=where)
     kinds = [kind for kind in _READERS if kind in entry]
@@ -229,7 +229,7 @@ def _fill(entry: dict[str, Any], where: str) -> Fill:
 def _axes(
     table: object, equations: list[EquationRule], config: Mapping[str, object] | None, where: str
 ) -> dict[str, int]:
-    """Return the lengths of axes; without a configuration, not of those that are computed from it."""
+    """Return the lengths of axes; without a configuration, computed ones are left out."""
     where = f"{where}, [axes]"
     if not isinstance(table, dict):
         raise MapError("[axes] is no table", got=str(table)[:60], where=where)
@@ -336,7 +336,7 @@ def map_path(name: str) -> Path | None:
 
 
 def read_rules(name: str, config: str | None) -> tuple[Rules, dict[str, str]]:
-    """Return the rules of a map, and digests of what they come from: of the `map`, and of the `config` if there is one.
+    """Read the rules of a map; return them with digests of their files (`map`, and `config` if there is one).
 
     name: of a map that comes with the program, the path of a file, or an equation. config: the path of a model's
     configuration; None: there is none. Raises MapError if one of them cannot be read.

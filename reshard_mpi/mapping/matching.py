@@ -47,7 +47,7 @@ def fitted(
     counts: Mapping[str, int],
     wanted: Sequence[tuple[int, ...]] | None,
 ) -> Geometry:
-    """Return what the equation comes to for these shapes of its source's terms.
+    """Solve the equation for these shapes of its source's terms.
 
     axes: the lengths that the map gives. counts: those of the axes that names stand for. Raises SizesProblem or
     EquationProblem.

@@ -19,8 +19,8 @@ from reshard_mpi.mapping.direction import TemplateShapes
 
 # What state is called once its numbers are names, wherever the optimizer is in its file.
 STATE = "optimizer.state."
-# Tensors of a model that no optimizer changes. Those that users add are not known; where there are any, the numbers do
-# not come out.
+# Tensors of a model that no optimizer changes. Users' own are not known; where there are any, the numbers do not come
+# out.
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 _MAX_NAMED = 5
 _REMEDY = (
@@ -53,7 +53,7 @@ class Numbered(NamedTuple):
 
 
 class Training(NamedTuple):
-    """What a file has of a training.
+    """The training in a file: model, optimizers, parameter groups.
 
     prefix: what names of the model's tensors begin with. optimizer: None if there is none, or no state in it.
     parameters: the names of its parameters, by number. are_named: the optimizer says these names itself.
@@ -95,7 +95,7 @@ def value_of(node: Any, key: str) -> Any:
 
 
 def training_in(nest: str | None, shapes: TemplateShapes, alias: Mapping[str, str], where: str) -> Training:
-    """Return what a file has of a training.
+    """Find the training in a file.
 
     nest: the text that says how its tensors are nested, and their order. shapes: of all its tensors. alias: for tensors
     that are others once more, such as tied weights, the name of the first of them. where: the file, for errors. Raises
@@ -188,7 +188,7 @@ def _gone(nest: str, prefix: str, optimizer: Numbered, shapes: TemplateShapes) -
 
 
 def in_order(nest: str, names: Iterable[str], where: str) -> list[str]:
-    """Return names of tensors in the order of a nest; those that it does not have come last.
+    """Return tensor names in the order of a nest; names that it does not have come last.
 
     where: the file of the nest, for errors. Raises MapError if the nest cannot be read.
     """
@@ -283,7 +283,7 @@ def state_of(optimizer: Numbered, name: str) -> tuple[int, str] | None:
 def _parameters(
     optimizer: Numbered, path: str, own: Sequence[str], shapes: TemplateShapes, alias: Mapping[str, str]
 ) -> tuple[tuple[str, ...], str]:
-    """Return the names of the parameters in the order of their numbers, or none and what is wrong with these."""
+    """Return the names of the parameters in the order of their numbers, or none and an error text."""
     numbers = [number for group in optimizer.groups for number in group.numbers]
     named = [group.names for group in optimizer.groups]
     if len(set(numbers)) < len(numbers):

@@ -24,10 +24,10 @@ from reshard_mpi.mapping.matching import Match, whole_pair
 from reshard_mpi.mapping.rules import EquationRule, Rules
 
 _MAX_NAMED = 5
-# Names of more parts are those of no state.
+# Longer names are no names of state.
 _MAX_PARTS = 48
 _PART = re.compile("[^./]+")
-# Words of those that count steps.
+# Words in the names of step counters.
 _COUNTS = frozenset(("step", "state_step"))
 # Words that frameworks have in the names of what optimizers and training keep of a parameter.
 STATE_WORDS = frozenset(
@@ -54,26 +54,26 @@ STATE_WORDS = frozenset(
 
 
 class NameAffixes(NamedTuple):
-    """What is before and behind a parameter's name in that of its state."""
+    """The text before and behind a parameter's name in its state's name."""
 
     before: str
     behind: str
 
     @property
     def is_count(self) -> bool:
-        """Whether they are those of a count of steps."""
+        """Whether the affixes belong to a count of steps."""
         return not _COUNTS.isdisjoint((*parts_of(self.before), *parts_of(self.behind)))
 
     @classmethod
     def of(cls, pattern: NamePattern) -> NameAffixes:
-        """Return what is around the only capture of a name."""
+        """Return the affixes of the only capture in a name."""
         return cls(*pattern.literals)
 
     def around(self, name: str) -> str:
         return f"{self.before}{name}{self.behind}"
 
     def within(self, name: str) -> str | None:
-        """Return what they are around in a name; None if they are not in it."""
+        """Return the text between the affixes in a name; None if the name does not have them."""
         if not (name.startswith(self.before) and name.endswith(self.behind)):
             return None
         return name[len(self.before) : len(name) - len(self.behind)] or None
@@ -92,7 +92,7 @@ def followed(
     direction: Direction,
     like: TemplateShapes | None,
 ) -> Iterator[Match]:
-    """Yield the state that follows parameters: those of `matches`, and for `rules.states` those that stay as they are.
+    """Yield the state that follows parameters: parameters in `matches`, and for `rules.states` unmapped ones too.
 
     left: the names of tensors that no equation has taken. like: decides which of `rules.states` applies. Raises
     MapError if some of the parameters that are put together have a state that others lack.
@@ -178,7 +178,7 @@ def _having_state(match: Match, bases: Collection[str], affixes: NameAffixes) ->
 def _parameter_of(
     name: str, known: Iterable[NameAffixes], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[str, NameAffixes] | None:
-    """Return the parameter that a tensor is state of, and what is around its name; None if it is no state.
+    """Return the parameter that owns a state tensor, and the affixes of the name; None if it is no state.
 
     known: what maps have around names of parameters in those of their state.
     """
@@ -189,7 +189,7 @@ def _parameter_of(
 
 
 def _parted(name: str, known: Iterable[NameAffixes], inventory: Container[str]) -> tuple[str, NameAffixes] | None:
-    """Return the parameter that state belongs to and what is around its name, if that is known."""
+    """Return the parameter that owns a state tensor and the affixes of the name, if that is known."""
     for affixes in known:
         base = affixes.within(name)
         if base is not None and base in inventory:
@@ -198,7 +198,9 @@ def _parted(name: str, known: Iterable[NameAffixes], inventory: Container[str]) 
 
 
 def parted_anywhere(name: str, known: Container[str]) -> tuple[str, NameAffixes] | None:
-    """Return the parameter among `known` that state belongs to, that of the longest name, and what is around that."""
+    """Find the longest name among `known` inside a state tensor's name: `optim.exp_avg.fc.w` gives (`fc.w`, its
+    affixes).
+    """
     spans = [part.span() for part in _PART.finditer(name)]
     parts = parts_of(name)
     for length in range(len(parts) - 1, 0, -1):
@@ -216,7 +218,7 @@ def parts_of(name: str) -> tuple[str, ...]:
 
 
 def is_named_as_state(name: str, base: str) -> bool:
-    """Tell whether a name is that of a parameter behind words of which one is an optimizer's."""
+    """Tell whether a name is a parameter's name behind words that include an optimizer's."""
     before = name.removesuffix(f".{base}")
     return before != name and not STATE_WORDS.isdisjoint(parts_of(before))
 
@@ -320,7 +322,7 @@ def is_named_like_state(name: str) -> bool:
 
 
 def _by_ends_of_names(taken: Iterable[Match]) -> Mapping[str, tuple[str, Match] | None]:
-    """Return parameters by what is behind the first parts of their names; None where several end so."""
+    """Return parameters by their names' ends, after the first parts; None where several end alike."""
     found: dict[str, tuple[str, Match] | None] = {}
     for match in taken:
         for name in (*match.sources.values(), *match.equal):

@@ -1,4 +1,4 @@
-"""Define what a map makes: derived tensors, constants, counted scalars (`MapResult`)."""
+"""Define the result of a map: derived tensors, constants, counted scalars (`MapResult`)."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def computed(
     direction: Direction,
     like: TemplateShapes | None,
 ) -> Iterator[Computed]:
-    """Yield what is computed: of `known`, and of the settings of the optimizer on the left.
+    """Yield computed scalars: from `known`, and from the optimizer settings on the left.
 
     made: the names of all tensors that are made otherwise.
     """
@@ -103,7 +103,7 @@ def computed(
 def values_of(
     numbers: Iterable[Computed], known: CountedScalars, settings: Mapping[str, Any], read: Callable[[str], float]
 ) -> Iterator[tuple[Computed, bytes]]:
-    """Yield what is computed with the bytes of its element.
+    """Yield computed scalars with the bytes of their element.
 
     read: returns the number that a tensor of the source holds. Raises MapError if a type cannot hold a number, or if
     one of `known` does not belong to the settings.
@@ -119,7 +119,7 @@ def values_of(
 
 
 def _shape(name: str, usual: tuple[int, ...], like: TemplateShapes | None) -> tuple[int, ...]:
-    """Return the shape of a tensor of one element: that of the target, if it is there with one element."""
+    """Return the shape of a tensor of one element: as in the target, if the target has it with one element."""
     shape = usual if like is None else like.get(name, usual)
     return shape if all(length == 1 for length in shape) else usual
 
@@ -156,12 +156,12 @@ class ConstantTensor(NamedTuple):
 
     @property
     def shape(self) -> TargetShape:
-        """What it is made of: nothing."""
+        """The sources of a constant: none."""
         return TargetShape(self.kind.shape, (), (Box.whole(self.kind.shape),))
 
 
 class Equal(NamedTuple):
-    """Tensors of which one is taken for all. where: the place of the equation in the map."""
+    """Tensors that are equal, so that one is read for all. where: the equation's place in the map."""
 
     names: tuple[str, ...]
     where: str

@@ -151,7 +151,7 @@ def worth(number: Number, settings: Mapping[str, Any], steps: float | None) -> f
 
 
 def require_power(number: Number, settings: Mapping[str, Any], steps: float | None, held: float, name: str) -> None:
-    """Raise MapError if a number is not what the settings of the target would make it after so many steps."""
+    """Raise MapError if a number is not the power that the target's settings give after this number of steps."""
     value = worth(number, settings, steps)
     if value is not None and not math.isclose(value, held, rel_tol=_MOST_OFF, abs_tol=1e-30):
         raise MapError(
@@ -172,7 +172,7 @@ def cautions(rules: Sequence[Caution], settings: Mapping[str, Any]) -> Iterator[
 
 
 def count_of(table: Mapping[str, Any], where: str) -> Count:
-    """Read what a map says of a count. Raises MapError."""
+    """Read a count rule. Raises MapError."""
     each, beside, total = names = [name_of(table, key, where) for key in ("each", "beside", "total")]
     if each.captures != beside.captures or [capture.is_text for capture in each.captures] != [True] or total.captures:
         raise MapError(
@@ -187,7 +187,7 @@ def count_of(table: Mapping[str, Any], where: str) -> Count:
 
 
 def number_of(table: Mapping[str, Any], where: str) -> Number:
-    """Read what a map says of a number. Raises MapError."""
+    """Read a number rule. Raises MapError."""
     is_power = flag_of(table, "power", where)
     require_known(table, ("name", "of", "power", "type"), where)
     name, of = text_of(table, "name", where), text_of(table, "of", where)
@@ -195,7 +195,7 @@ def number_of(table: Mapping[str, Any], where: str) -> Number:
 
 
 def caution_of(table: Mapping[str, Any], where: str) -> Caution:
-    """Read what a map says of a setting that makes a difference. Raises MapError."""
+    """Read a caution: a setting that changes results. Raises MapError."""
     require_known(table, ("of", "text"), where)
     return Caution(text_of(table, "of", where), text_of(table, "text", where), where)
 
@@ -207,7 +207,7 @@ def _type(table: Mapping[str, Any], key: str, where: str) -> DType:
     return BY_NAME[name]
 
 
-# The names of types in equations and options, and those of the types.
+# The names of types in equations and options, and the types' own names.
 TYPES = {
     "fp64": BY_NAME["float64"],
     "fp32": BY_NAME["float32"],
@@ -319,7 +319,7 @@ _CODES = {
 
 
 class Rules(NamedTuple):
-    """What a map file says.
+    """The rules of a map file.
 
     is_typed: whether it is no file but an equation that the user has typed. states: equations of what is before and
     behind a parameter's name in that of its state. axes: the lengths that it gives. where: the file. lacks_config:

@@ -23,7 +23,7 @@ from reshard_mpi.text import shortened
 
 
 class Selection(NamedTuple):
-    """What is taken of the tensors that a map makes, by their new names.
+    """The selection of derived tensors, by their new names, and their types.
 
     include: globs of which one must match; None: all. exclude: globs of which none may. types: globs with the types
     that floating-point tensors become. named: what tensors are called in the target's file, where it is not their name.
@@ -77,7 +77,7 @@ def is_chosen(choice: Selection, name: str) -> bool:
 
 
 def require_any(choice: Selection, names: Collection[str]) -> list[str]:
-    """Return those of the target's tensors that are taken.
+    """Return the selected tensors of the target.
 
     Raises MapError if a pattern matches none of them, or nothing is left.
     """
@@ -148,13 +148,13 @@ def _without_effect(choice: Selection, glob: str, dtype: DType, floats: Sequence
 
 
 def _shown(glob: str, dtype: DType) -> str:
-    """Return what is behind `--dtype`."""
+    """Return the value of `--dtype` as text."""
     name = next((name for name, known in TYPES.items() if known == dtype), str(dtype))
     return name if glob == ANY else f"{glob}={name}"
 
 
 def constant_typed(choice: Selection, constant: ConstantTensor) -> ConstantTensor:
-    """Return what is made up in the type that `--dtype` gives it. Raises MapError if that cannot hold it."""
+    """Return constants in the type that `--dtype` gives them. Raises MapError if the type cannot hold the value."""
     dtype = type_of(choice, constant.name, *constant.kind)
     if dtype == constant.kind.dtype:
         return constant
@@ -182,7 +182,7 @@ class TargetTemplate(NamedTuple):
 
 
 def require_alike(made: Mapping[str, Shape], like: TargetTemplate) -> None:
-    """Raise MapError unless the tensors that are made have the names and shapes of those of `like`."""
+    """Raise MapError unless the derived tensors have the names and shapes in `like`."""
     missing = [f"{name} {list(shape)}" for name, shape in like.shapes.items() if name not in made]
     surplus = [f"{name} {list(shape)}" for name, shape in made.items() if name not in like.shapes]
     unlike = [
@@ -208,14 +208,14 @@ def require_alike(made: Mapping[str, Shape], like: TargetTemplate) -> None:
 
 
 def may_make(fill: Fill, glob: str) -> bool:
-    """Tell whether what a fill makes up can be what a glob leaves out."""
+    """Tell whether a fill can make the tensor that a glob drops."""
     return Pattern(glob).matches(fill.name.filled({capture.name: "0" for capture in fill.name.captures}))
 
 
 def made_up(
     rules: Rules, tensors: Sequence[DerivedTensor], direction: Direction, like: TargetTemplate | None
 ) -> list[ConstantTensor]:
-    """Return what is made up; if the target is to be like a checkpoint, only what that has and nothing else makes."""
+    """Return the constants of `fill` rules; with `--like`, only those in the template that no equation makes."""
     names = {tensor.name for tensor in tensors}
     made: dict[str, ConstantTensor] = {}
     for fill in rules.fills:
@@ -240,7 +240,7 @@ def made_up(
 
 
 def _may_be_nowhere(fill: Fill, rules: Rules, direction: Direction) -> bool:
-    """Tell whether equations make what a fill is beside, so that there is none only where these do not apply."""
+    """Tell whether the equations make the sibling of a fill, so that it lacks only where they do not apply."""
     if fill.beside is None:
         return False
     terms = [term for rule in (*rules.equations, *rules.states) for term in direction.sides(rule)[1]]
@@ -307,7 +307,7 @@ def dropped(
 
 
 def states_among(names: Mapping[str, Drop], inventory: Inventory, rules: Rules, direction: Direction) -> Iterator[str]:
-    """Yield those of the tensors that are left out whose parameters are left out as well."""
+    """Yield the excluded tensors whose parameters are excluded as well."""
     shapes = {name: kind.shape for name, kind in inventory.items()}
     owner_of = owners(names, shapes, rules, direction)
     yield from (name for name, owner in owner_of.items() if owner in names)
@@ -321,7 +321,7 @@ def zeros(entries: Mapping[str, Drop], inventory: Inventory) -> Iterator[Pads]:
 
 
 def _require_made_up_again(rules: Rules, direction: Direction) -> None:
-    """Raise MapError for what is left out in the other direction, and not made up in this one."""
+    """Raise MapError for tensors dropped in the other direction that this direction does not make again."""
     for drop in rules.drops:
         if drop.side == direction.source_side or drop.is_optional:
             continue

@@ -83,7 +83,7 @@ def with_names(nest: str, training: Training, made: Sequence[MadeParameter], ten
 def with_other_names(
     nest: str, inventory: Container[str], made: Sequence[MadeParameter], tensors: Sequence[str], where: str
 ) -> str:
-    """Return a nest in which optimizers whose state goes by names have the names of what is made of their parameters.
+    """Return a nest in which optimizers whose state goes by names have their parameters' new names.
 
     inventory: the names of the source's tensors; parameters that are called otherwise keep their names. made: all that
     is made. tensors: as in `with_names`, which see for what is raised.
@@ -216,7 +216,7 @@ class _Held(NamedTuple):
 
 
 def _held(root: Any, training: Training) -> Iterator[_Held]:
-    """Yield the optimizer of a training, or else those that go by names."""
+    """Yield the optimizer of a training, or else optimizers whose state goes by names."""
     if training.optimizer is not None:
         name_of = training.parameters
         groups = training.optimizer.groups
@@ -228,20 +228,20 @@ def _held(root: Any, training: Training) -> Iterator[_Held]:
 
 
 def _pairs_of(held: Sequence[_Held], of_source: Sequence[_Held]) -> list[tuple[_Held, _Held]]:
-    """Return which optimizers are one another: the only ones, or those of one path."""
+    """Pair the optimizers of both sides: the only ones, or the ones with equal paths."""
     if len(held) == len(of_source) == 1:
         return [(held[0], of_source[0])]
     return [(own, other) for own in held for other in of_source if own.path == other.path]
 
 
 def _sources_of(held: _Held, of_source: _Held, made: Sequence[MadeParameter]) -> dict[_Key, list[_Key]]:
-    """Return for the key of each parameter of a nest those of the source's parameters that are in it."""
+    """Return, for the key of each parameter of a nest, the keys of the source parameters in it."""
     key_of = {name: key for group in of_source.groups for key, name in group.items()}
     place = {key: number for number, key in enumerate(key_of.values())}
     sources = {parameter.name: parameter.sources for parameter in made}
     found: dict[_Key, list[_Key]] = {}
     for key, name in ((key, name) for group in held.groups for key, name in group.items()):
-        of_it = sources.get(name, {name} if key == name else ())  # the name may be that of no tensor
+        of_it = sources.get(name, {name} if key == name else ())  # no tensor may have the name
         found[key] = sorted((key_of[source] for source in of_it if source in key_of), key=place.__getitem__)
     return found
 
@@ -366,7 +366,7 @@ def _set(node: Any, key: str, value: Any) -> None:
 
 
 class SourceTree(NamedTuple):
-    """What a source has besides its tensors.
+    """The source without its tensors: nest text and settings.
 
     nest: the text that says how they are nested; None if they are not. tied: tensors that are other ones once more,
     with the name of the first of these. path: for errors.
@@ -515,7 +515,7 @@ def _names_in_target(training: Training, like: TargetTemplate | None) -> Callabl
 
 
 def _require_different(in_file: MapResult, plain: MapResult, path: str) -> None:
-    """Raise MapError if two tensors have one name in the target's file, where state has that of a shorter parameter.
+    """Raise MapError if two tensors get one name in the target's file, as state named after a shorter parameter can.
 
     plain: the same by the names that the maps have given.
     """
@@ -546,7 +546,7 @@ def _names_made(mapped: MapResult) -> Iterator[str]:
 def _chain_in_files(
     chain: Sequence[MapResult], named: Mapping[str, str], in_target: Callable[[str], str]
 ) -> tuple[MapResult, ...]:
-    """Return the same, the first in the names of the source's file and the last in those of the target's."""
+    """Return the same chain with file names: the first map takes the source's, the last gives the target's."""
     last = len(chain) - 1
     return tuple(
         _in_files(mapped, named if number == 0 else {}, in_target if number == last else str)

@@ -100,7 +100,7 @@ class Panel(NamedTuple):
 
 
 class DrawnMove(NamedTuple):
-    """A region of a target's tensor and what it is made of.
+    """A region of a target's tensor and its source.
 
     region: in the target tensor. source: the source shard; None: it is made up. panel: the number of the source tensor
     in the picture; None: it is not in it. source_region: in that tensor. tensor: the source tensor's name, or "".

@@ -67,7 +67,7 @@ def _drawn(figures: Figures) -> Iterator[str]:
 
 
 def _left_out(figures: Figures, cuts: int) -> Iterator[str]:
-    """Yield what is not in the page."""
+    """Yield words on the parts that the page leaves out."""
     rest = figures.cuts[cuts:]
     further, tensors = figures.further + len(rest), figures.further_tensors + sum(cut.total for cut in rest)
     if further:
@@ -150,7 +150,7 @@ def _digest(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-# Points of a scene become inches of matplotlib's as 1/72, and those so many dots: sharp in print at that size.
+# Points of a scene become inches of matplotlib's as 1/72, and inches this number of dots: sharp in print at that size.
 _POINTS, _DOTS = 72, 200
 
 

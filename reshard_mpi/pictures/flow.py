@@ -16,8 +16,8 @@ from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Piece, Shape
 
-# A target is planned in some milliseconds, and in a second for each hundred thousand tensors. So many targets are
-# planned at most, so many tensors of all of them together, and so many targets however many tensors they have.
+# A target is planned in some milliseconds, and in a second for each hundred thousand tensors. Planned at most: targets,
+# tensors of all of them together, and targets however many tensors they have.
 MOST_PLANNED, _MOST_TENSORS, _LEAST_PLANNED = 128, 1_500_000, 8
 # As many rows and columns can still be told apart.
 MOST_SPANS = 64
@@ -45,7 +45,7 @@ class Grid(NamedTuple):
 
 
 def most_planned(tensors: int) -> int:
-    """Return how many targets are planned at most for a picture of a checkpoint with so many tensors."""
+    """Return the maximum number of targets planned for a picture of a checkpoint with this number of tensors."""
     return min(MOST_PLANNED, max(_LEAST_PLANNED, _MOST_TENSORS // max(tensors, 1)))
 
 
@@ -68,7 +68,7 @@ def sampled_targets(targets: int, most: int) -> tuple[int, ...]:
 
 
 def feeds_of(plan: RankPlan, number_of: Callable[[int, str], int]) -> Iterator[Feed]:
-    """Yield what the target of `plan` takes from each source shard.
+    """Yield the bytes that the target of `plan` takes from each source shard.
 
     number_of: returns the number of the shard of a source rank that is the file of this path.
     """
@@ -130,11 +130,11 @@ def _even_spans(count: int, most: int = MOST_SPANS) -> tuple[ShardSpan, ...]:
     return tuple(ShardSpan(first, min(first + size, count) - 1) for first in range(0, count, size))
 
 
-# Into so many blocks a dimension is divided at most, by how many dimensions are drawn that are cut.
+# The most blocks that a dimension is divided into, by the number of drawn dimensions that are cut.
 _MOST_BLOCKS = {0: 1, 1: 64, 2: 16}
-# Of the shards that hold a piece so many are named.
+# Shards named of all that hold a piece.
 _MOST_HOLDERS = 8
-# So many pieces of a list are drawn.
+# Pieces of a list that are drawn.
 MOST_LISTED = 512
 
 
@@ -185,7 +185,7 @@ def panel_of_layout(name: str, dtype: str, layout: Layout, shown: tuple[int, ...
 def panel_of_pieces(
     name: str, dtype: str, shape: Shape, held: Mapping[Box, Sequence[int]], shown: tuple[int, ...] | None = None
 ) -> Panel:
-    """Return a tensor of which pieces are known one by one. held: the shards that hold each."""
+    """Return a tensor whose pieces are known one by one. held: the shards that hold each."""
     cuts = cuts_of_boxes(shape, held)
     shown = shown_dimensions(shape, cuts) if shown is None else shown
     boxes = sorted((box for box in held if is_at_front(box, shown)), key=lambda box: box.start)
@@ -207,7 +207,7 @@ def is_at_front(box: Box, shown: tuple[int, ...]) -> bool:
 
 
 def _piece(layout: Layout, index: Sequence[int]) -> Piece:
-    """Return the piece that is number `index[dim]` along every dimension, those of the optimizer's cut counted."""
+    """Return the piece with number `index[dim]` along every dimension; optimizer cuts count as well."""
     placement = layout.placement
     if not index:
         return Piece((), 0)

@@ -36,7 +36,7 @@ _LEGEND_STEPS = 64
 
 
 class _MatrixFrame(NamedTuple):
-    """Where the matrix lies, and the size of a cell. rows, columns: what is written beside them."""
+    """The place of the matrix, and the size of a cell. rows, columns: the labels beside them."""
 
     left: float
     top: float
@@ -85,7 +85,7 @@ def _frame(grid: Grid, sources: Shards, targets: Shards) -> _MatrixFrame:
 
 
 def _labels(spans: tuple[ShardSpan, ...], shards: Shards, room: float, *, are_turned: bool = False) -> tuple[str, ...]:
-    """Return what is written beside rows or above columns: numbers of ranks, or names of files.
+    """Return the labels of rows or columns: numbers of ranks, or names of files.
 
     room: how long a name may be; where one is longer, only what names differ in.
     """
@@ -153,7 +153,7 @@ def _axes(grid: Grid, sources: Shards, targets: Shards, cell: _MatrixFrame) -> I
 
 
 def _title(span: ShardSpan, shards: Shards) -> str:
-    """Return what is said of a row or a column that is pointed at: its numbers, and the file of a single shard."""
+    """Return the tooltip of a row or a column: its numbers, and the file of a single shard."""
     file = shards.files.get(span.first, "") if span.first == span.last else ""
     return shards.span(*span) + (f": {file}" if file else "")
 

@@ -12,7 +12,7 @@ from reshard_mpi.pictures.figures import Shards
 from reshard_mpi.text import one_line
 
 INK, FAINT, GRID, PAPER, EMPTY = "#1b1f24", "#667079", "#d4d9de", "#ffffff", "#eceff1"
-# The colours of Okabe and Ito, of which up to eight are told apart.
+# The colours of Okabe and Ito; up to eight are told apart.
 _FEW = ("#56b4e9", "#e69f00", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7", "#999999")
 # From blue to yellow and from dark to light at once, for more than these.
 _MANY = ((0, 34, 78), (58, 78, 108), (112, 113, 115), (166, 154, 110), (216, 198, 82), (255, 233, 69))
@@ -46,8 +46,8 @@ def _shade(anchors: Sequence[tuple[int, int, int]], fraction: float) -> str:
     return "#" + "".join(f"{value:02x}" for value in mixed)
 
 
-# How wide letters of DejaVu Sans and Verdana are at most, as a part of their size; and those of no group, in ASCII and
-# beyond it, where some are pictures.
+# How wide letters of DejaVu Sans and Verdana are at most, as a part of their size; then letters of no group, in ASCII
+# and beyond it, where some are pictures.
 _LETTERS = {" !'(),-./:;I[\\]fijlrt|J": 0.42, '"*?_`sz': 0.53, "ABCDGHKNOQRUVXZ&": 0.79, "#+<=>^w~": 0.84, "%@MWm": 1.0}
 _WIDTHS = {letter: width for letters, width in _LETTERS.items() for letter in letters}
 _LETTER, _OTHER_LETTER, _PICTURE = 0.64, 1.14, 1.4
@@ -55,7 +55,7 @@ _NARROWEST, _BOLD = 0.42, 1.17
 
 
 class Rectangle(NamedTuple):
-    """A rectangle. title: what is said of it when it is pointed at. key: what it stands for, for a page to react to."""
+    """A rectangle. title: its tooltip. key: the shard or tensor it stands for, for a page to react to."""
 
     x: float
     y: float
@@ -84,7 +84,7 @@ class TextLine(NamedTuple):
 
 
 class Scene(NamedTuple):
-    """A drawing of a size in points. title: what it shows, for those who cannot see it."""
+    """A drawing of a size in points. title: its description, for readers who cannot see it."""
 
     width: float
     height: float

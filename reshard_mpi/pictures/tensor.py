@@ -87,7 +87,7 @@ class _Grounds:
         self.tensors = dict(zip(names, tensor_labels(names)))
 
     def of(self, move: DrawnMove) -> str:
-        """Return the colour of what a move takes: that of the source block that it lies in."""
+        """Return the colour of a move: the colour of its source block."""
         if move.source is None:
             return EMPTY
         if move.panel is not None:
@@ -356,7 +356,7 @@ def _ticks(frame: _TensorFrame, boxes: Sequence[Box]) -> Iterator[TextLine]:
 def _spaced(
     shape: tuple[int, ...], dim: int, boxes: Sequence[Box], length: float, room: Callable[[str], float]
 ) -> Iterator[tuple[int, float]]:
-    """Yield the indices at which a dimension is cut, each with its place, without those that have no room.
+    """Yield the indices at which a dimension is cut, each with its place, if there is room for it.
 
     length: of the dimension as it is drawn. room: returns how much of it the text of an index takes.
     """
@@ -372,7 +372,7 @@ def _spaced(
 
 
 def _legend(grounds: _Grounds, shards: Shards, y: float) -> Iterator[Rectangle | TextLine]:
-    """Yield what the colours mean."""
+    """Yield the legend of the colours."""
     keys = list(grounds.colours)
     if len(keys) < 2:
         return

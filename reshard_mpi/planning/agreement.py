@@ -39,11 +39,11 @@ _COUNTERS = frozenset(
     )
 )
 _COUNTER_ENDINGS = tuple(_COUNTERS)
-# So many of them are compared, those of the shortest paths first: all are of one moment if these are.
+# Names compared, the shortest paths first: if these agree, all are of one moment.
 _MAX_COUNTERS = 16
 # If stages of the target share more tensors than this, targets compare one digest of all of them.
 _MAX_COMPARED_BY_NAME = 16
-# So many things that one shard holds and that cannot be converted are named.
+# Things named that one shard holds and that cannot be converted.
 _MAX_LEFT_OUT = 8
 # Why values that each rank has for itself need not be the same.
 OWN = "each rank has its own; one of them was taken"
@@ -60,7 +60,7 @@ def is_moment(name: str, shape: Shape = ()) -> bool:
 
 
 def _counters(names: Iterable[str]) -> set[str]:
-    """Return those of the names that are to be compared as step counters, if their shapes are those of counters."""
+    """Return the names to compare as step counters, if their shapes are shapes of counters."""
     named = sorted((name for name in names if is_moment(name)), key=lambda name: (len(re.split(r"[./]", name)), name))
     return {*named[:_MAX_COUNTERS], *(name for name in named if name in MOMENTS)}
 
@@ -78,7 +78,7 @@ def agreement_checks(tensors: SourceTensors, wanted: Container[str], *, same_wor
         counts = name in counters and is_moment(name, group.shape)
         if len(group.ranks) < 2 or (not counts and (group.listed or same_world or name not in wanted)):
             continue
-        # A slice may be all of it, and those of other ranks empty.
+        # A slice may be all of it, and other ranks' slices empty.
         entries = {rank: entry for rank, entry in tensors.entries(name).items() if entry.shape == group.shape}
         if len(entries) < 2:
             continue

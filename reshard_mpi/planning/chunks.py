@@ -17,7 +17,7 @@ from reshard_mpi.planning.replicas import Replicas, home_rank
 from reshard_mpi.sharding.box import Box, CoveredPart, Pieces, UncoveredError, overlapping
 from reshard_mpi.text import counted
 
-# Unless all are compared: so many overlaps of tensors of one kind, and so many elements of each overlap.
+# Unless all are compared: overlaps of tensors of one kind, and elements of each overlap.
 _MAX_SAMPLED, _SAMPLED_ELEMENTS = 4, 4096
 
 
@@ -108,7 +108,7 @@ class PiecesOf:
     def _taken(
         self, tensors: ChunkedTensors, list_number: int, region: Box, name: str
     ) -> tuple[list[int], list[CoveredPart]]:
-        """Return the numbers of a list's pieces by preference, and by place in that order what is taken from which.
+        """Return the piece numbers of a list by preference, and the boxes taken from each, by place in that order.
 
         Raises CoverageError if the pieces do not make up the region.
         """

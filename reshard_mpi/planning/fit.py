@@ -19,13 +19,13 @@ from reshard_mpi.sharding.placement import Placement, Shape, Strategy, named_aft
 from reshard_mpi.text import KIB, counted, nearest_first
 
 # A value that each rank has for itself (random state, a counter) is small, has one dimension at most, and only one
-# element if that is a floating-point number. More of them than so many are suspicious.
+# element if that is a floating-point number. More of them than this are suspicious.
 _MAX_OWN_BYTES = 64 * KIB
 _MAX_OWN_TENSORS = 4
 # Statistics that each data-parallel rank gathers from its own data: batch normalization in MindSpore and torch.
 _STATISTICS = {"moving_mean", "moving_variance", "running_mean", "running_var", "num_batches_tracked"}
 _RANDOM_STATE = re.compile(r"(?:^|[^a-z])(?:rng|random|seeds?)(?:[^a-z]|$)", re.IGNORECASE)
-# So many of the tensors that have drifted apart are named in one line.
+# Tensors named in one line that have drifted apart.
 _MAX_NAMED = 8
 
 
@@ -51,7 +51,7 @@ class Drift(NamedTuple):
     unlisted: tuple[Differing, ...] = ()
 
     def joined(self, other: Drift) -> Drift:
-        """Return this and another as one; of what is equal, only the first."""
+        """Join this and another; equal entries are kept once."""
         return Drift(
             tuple(dict.fromkeys((*self.copies, *other.copies))), tuple(dict.fromkeys((*self.unlisted, *other.unlisted)))
         )
@@ -149,7 +149,7 @@ def judge(
 def _judge_copies(
     pair: RankPair, tensors: Sequence[PairResult], among: Sequence[PairResult], placed: str, where: str
 ) -> list[str]:
-    """Return the names of the tensors whose copies have drifted apart, of those that a pair of ranks should hold alike.
+    """Return the tensors whose copies have drifted apart, among tensors that a pair of ranks should hold alike.
 
     among: if most of these differ, any difference is more than drift. Raises StrategyError for such a difference.
     """
@@ -174,7 +174,7 @@ def _judge_copies(
 
 
 def _judge_parts(pair: RankPair, tensors: Sequence[PairResult], placed: str, where: str) -> None:
-    """Raise StrategyError if a pair of ranks holds the same part of a tensor of which it should hold different ones."""
+    """Raise StrategyError if a pair of ranks holds the same bytes of a tensor where it should hold different parts."""
     same = [tensor for tensor in tensors if tensor.telling and not tensor.differs]
     if same:
         raise StrategyError(
@@ -222,7 +222,7 @@ def stray(name: str, home_stage: int, strategy: Strategy, paths: tuple[str, str]
 
 
 def unknown_tensor(name: str, strategy: Strategy, path: str) -> CoverageError:
-    """Return the error for a tensor that some shards hold, but not those that were read to learn the names."""
+    """Return the error for a tensor that some shards hold, but not the shards that were read to learn the names."""
     return CoverageError(
         f"{name!r} is in some shards only, and no strategy lists it by its name",
         expected="every tensor in the first or the last shard of its stage, where the source strategy goes by patterns",
@@ -233,7 +233,7 @@ def unknown_tensor(name: str, strategy: Strategy, path: str) -> CoverageError:
 
 
 def drift_warning(names: Sequence[str]) -> str:
-    """Return what the user is told of tensors whose copies have drifted apart."""
+    """Return the warning on tensors whose copies have drifted apart."""
     return (
         f"copies of {_quoted(names, _MAX_NAMED)} differ from rank to rank ({len(names)} found in a sample): each target"
         " has what one of the ranks holds"
@@ -350,7 +350,7 @@ def _count_cutting_axes(placement: Placement) -> int:
 
 
 def _parameters_first(tensors: Sequence[PairResult]) -> list[PairResult]:
-    """Return tensors with those last that are state of others among them: what is wrong with these is wrong with it."""
+    """Sort tensors so that state comes after its parameter: an error in a parameter explains its state's."""
     names = {tensor.name for tensor in tensors}
     return sorted(tensors, key=lambda tensor: any(base in names for base in named_after(tensor.name)))
 

@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-# So many ranks are named of those of which the same is said.
+# Ranks named that have the same error.
 _MAX_NAMED = 8
-# So many shards that cannot be used are described in one message.
+# Unusable shards described in one message.
 _MAX_DESCRIBED = 4
 
 
@@ -52,7 +52,7 @@ def merged(losses: Iterable[Lost]) -> tuple[Lost, ...]:
 
 
 def warnings_of(losses: Iterable[Lost], missing: Missing | None = None) -> Iterator[str]:
-    """Yield what the user is told of shards that cannot be used: a line for all missing ones, one for each damaged one.
+    """Yield warnings on unusable shards: a line for all missing ones, one for each damaged one.
 
     missing: all ranks that have no shard, even if nothing of them is needed; None: tell only of those that are needed.
     """
@@ -78,5 +78,5 @@ def named(ranks: Collection[int]) -> str:
 
 
 def described(losses: Sequence[object]) -> str:
-    """Return what is wrong with shards or files, in words: of many with the first ones only."""
+    """Describe errors of shards or files in words: of many, the first ones only."""
     return "; ".join([*map(str, losses[:_MAX_DESCRIBED]), *(["..."] if len(losses) > _MAX_DESCRIBED else [])])

@@ -138,14 +138,14 @@ class ReadGroup(NamedTuple):
     joined_ranks: tuple[int, ...] = ()
 
     def copy(self, place: int, name: str) -> Copy:
-        """Return the copy for the target tensor at `place` of the group; `name` is that of its source tensor."""
+        """Return the copy for the target tensor at `place` of the group; `name` is its source tensor's."""
         number = self.numbers[place]
         dtype, shape, box, whole = self.tensors.kinds[self.tensors.kind_of[number]]
         entry = TensorEntry(name, dtype, shape, self.tensors.source(number), box, whole)
         return Copy(self.source_rank, entry, self.source_box, self.region, self.to, self.order)
 
     def target_of(self, region: Box) -> Box | None:
-        """Return `to` for a part of the region: what it becomes in the target; None: the same region."""
+        """Return `to` for a part of the region: its box in the target; None: the same region."""
         return None if self.to is None else target_region(self.region, self.to, self.order, region)
 
     def strides(self, target: Box) -> Strides:
@@ -213,7 +213,7 @@ class PlannedTensors(Sequence[TensorPlan]):
         return Specs(names, [group.kind for group in self.groups], self.group_of)
 
     def without(self, names: Container[str]) -> PlannedTensors:
-        """Return all tensors but those of these names."""
+        """Return all tensors but the ones with these names."""
         kept = [[place for place, name in enumerate(group.names) if name not in names] for group in self.groups]
         number_of = {number: new for new, number in enumerate(number for number, places in enumerate(kept) if places)}
         groups = [self.groups[number].part(kept[number]) for number in number_of]

@@ -1,4 +1,4 @@
-"""Find the placement of a tensor: listed, or that of the parameter it follows (`find_or_follow`)."""
+"""Find the placement of a tensor: its own, or the one of the parameter it follows (`find_or_follow`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Unlisted(StrEnum):
 
 
 def find_or_follow(strategy: Strategy, name: str, fits: Callable[[str], bool]) -> tuple[Placement, ...]:
-    """Return the placements that `strategy` gives `name`, else those of the listed name that it is named after.
+    """Return the placements that `strategy` gives `name`, else those given to the listed name that it follows.
 
     fits: tells whether the parameter has the same whole shape as the one of a given name; it only follows such. A rule
     for every name (`*`) places what is neither listed nor follows another. Empty if nothing places the parameter.
@@ -67,7 +67,7 @@ def may_be_held(target: Strategy, stage: int, name: str, unlisted: Unlisted, pre
 
 
 def listed_names(strategy: Strategy) -> Iterator[str]:
-    """Yield the names that a strategy lists one by one, and those of its rules that have no wildcards."""
+    """Yield names that a strategy lists one by one, and rules without wildcards."""
     yield from strategy.parameters
     yield from (glob for glob, _ in strategy.rules if not _WILDCARDS.intersection(glob))
 
@@ -98,12 +98,12 @@ def _example(strategy: Strategy) -> str:
     return repr(next(iter(strategy.parameters), ""))
 
 
-# `accu_grads.<parameter>` is MindSpore's, `grad_sum.<parameter>` that of its guide; either may have more before it.
+# `accu_grads.<parameter>` is MindSpore's name, `grad_sum.<parameter>` its guide's; either may have more before it.
 _ACCUMULATORS = ("accu_grads", "grad_sum")
 
 
 class Accumulated(StrEnum):
-    """What becomes of accumulated gradients of which ranks that hold the same piece have different sums.
+    """The handling of accumulated gradients whose sums differ between ranks that hold the same piece.
 
     MEAN: every target rank gets the mean of all. SUM: the lowest of the target ranks that hold the same piece gets the
     sum of all, and the others zeros. REFUSE: the run is refused.
@@ -138,14 +138,14 @@ def sums_like(name: str) -> str:
 
 
 def told_of(accumulated: Accumulated, all_sums: Iterable[Sums]) -> Iterator[str]:
-    """Yield what the accumulated gradients are that are taken of a checkpoint."""
+    """Yield words on the accumulated gradients taken from a checkpoint."""
     for names, count, added_in in all_sums if accumulated is not Accumulated.REFUSE else ():
         joined = f"the {accumulated} of {count} replicas, added in {added_in} in the order of their ranks"
         yield f"accumulated gradients {names}: {joined if count > 1 else 'each piece is on one rank, nothing to join'}"
 
 
 def notes_on(accumulated: Accumulated, all_sums: Iterable[Sums]) -> Iterator[str]:
-    """Yield what the user is told of the accumulated gradients that a target holds."""
+    """Yield notes for the user on the accumulated gradients in a target."""
     whose = {
         Accumulated.MEAN: "every rank of the target that holds a piece gets it",
         Accumulated.SUM: "of the ranks of the target that hold a piece the lowest gets it, the others zeros",
@@ -154,6 +154,6 @@ def notes_on(accumulated: Accumulated, all_sums: Iterable[Sums]) -> Iterator[str
 
 
 def note_on_none(accumulated: Accumulated) -> str:
-    """Return what the user is told if no target holds any accumulated gradient."""
+    """Return the note for the user if no target holds any accumulated gradient."""
     known = " or ".join(f"{name}.*" for name in _ACCUMULATORS)
     return f"no target has a tensor called {known}, as accumulated gradients are: --accumulated {accumulated} is no use"

@@ -112,7 +112,7 @@ def joined_ranks(
     unlisted: Unlisted,
     accumulated: Accumulated,
 ) -> set[int]:
-    """Return the source ranks of which target rank `target_rank` needs accumulated gradients, if it has any.
+    """Return the source ranks whose accumulated gradients target rank `target_rank` needs, if it has any.
 
     All ranks that hold the same piece have a part of its sum. Where no strategy lists accumulated gradients, any
     parameter may have them, cut as it is. names: as in `needed_ranks`.
@@ -153,7 +153,7 @@ def wants(
 def _one_of_its_stages(
     origins: tuple[Placement, ...], source: Strategy, chosen: Collection[int], home: int, available: Container[int]
 ) -> tuple[int, ...]:
-    """Return an available rank whose shard shows whether a parameter was saved; none if that of a `chosen` one does."""
+    """Return an available rank whose shard shows if a parameter was saved; none if a `chosen` rank's shard shows it."""
     stages = [stage for origin in origins for stage in origin.stages]
     if any(source.stage_of(rank) in stages for rank in chosen):
         return ()

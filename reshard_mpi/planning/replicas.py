@@ -108,7 +108,7 @@ def _assign(demands: Demands, ranks: list[int], home: int) -> ChosenHolders:
 
 
 def written_here(rank: int, names: Iterable[str], placement: Placement, *, loose: bool) -> Iterator[str]:
-    """Yield those of the tensors that a rank holds alike of which it is the one that writes its piece.
+    """Yield the tensors whose piece this rank writes: of the ranks that hold a piece, one is picked by its name.
 
     placement: of the tensors, with their dimensions. loose: whether no source strategy places them; then ranks may hold
     different values, and all of such are taken from the first rank.
@@ -143,7 +143,7 @@ Holding = tuple[tuple[Placement, Piece], ...]
 
 
 class ReplicaGroup(NamedTuple):
-    """A region of some tensors of which several ranks hold copies that must be the same.
+    """A region of some tensors whose copies on several ranks must be equal.
 
     names: of the tensors. parts: each lies in `region`, and all ranks that hold one of them have a copy. why: what a
     difference would mean. itemsize_bytes: of an element. listed: whether the source strategy lists the tensors.
@@ -178,7 +178,7 @@ class ReplicaGroup(NamedTuple):
 def copies_alike(
     wanted: Iterable[tuple[Iterable[str], SourceGroup, Layout]], box_of: Callable[[Layout], Box], replicas: Replicas
 ) -> Iterator[ReplicaGroup]:
-    """Yield the copies of needed parts to compare: those that are likely to differ, and with CHECK all others too.
+    """Yield the copies of needed parts to compare: copies likely to differ, and with CHECK all others too.
 
     A tensor that the source strategy does not list should be whole on every rank. If the target strategy cuts it,
     targets take their parts from copies on different ranks, and these make up one tensor only if all copies are equal.
@@ -233,7 +233,7 @@ def _shared_regions(alternatives: Iterable[tuple[TensorPart, ...]]) -> Iterator[
 
 
 def dealt(all_alike: Sequence[ReplicaGroup], process: int, processes: int) -> Iterator[ReplicaGroup]:
-    """Yield what process number `process` of a run compares; what the same ranks hold follows one another.
+    """Yield process `process`'s share of the comparisons; groups held by the same ranks stay adjacent.
 
     all_alike: what all targets need, equal in all processes. It is cut into stretches that take as much reading each,
     so nothing is compared twice and few processes open the same shard.

@@ -25,13 +25,13 @@ T = TypeVar("T")
 # How many pairs of shards a run compares. If there are so few shards, further pairs show which shard is damaged.
 MAX_PAIRS = 16
 MAX_SHARDS = 8
-# How many tensors of a pair are compared, and how many of a further pair; each in three places of so many elements.
+# Tensors compared of a pair, and of a further pair; elements in each of three places of one.
 MAX_TENSORS = 48
 FEW_TENSORS = 8
 PLACE_ELEMENTS = 32
-# Since shards may be missing or damaged, so many of a stage are tried as the first of a pair.
+# Since shards may be missing or damaged, this number of a stage is tried as the first of a pair.
 _MAX_TRIED = 64
-# A checkpoint has few combinations of a mesh and a set of stages. If it has more than so many, only some are looked at.
+# A checkpoint has few combinations of a mesh and a set of stages. If it has more than this, only some are looked at.
 _MAX_WAYS = 256
 _DIGITS = re.compile(r"\d+")
 
@@ -112,7 +112,7 @@ def _meshes(strategy: Strategy) -> dict[Shape, None]:
 
 
 def _steps(meshes: Iterable[Shape]) -> list[_AxisStep]:
-    """Return the steps along the axes of meshes; of those that lead from rank 0 to the same rank, only the first."""
+    """Return the steps along the axes of meshes; of several steps from rank 0 to one rank, only the first."""
     steps: dict[int, _AxisStep] = {}
     for mesh in meshes:
         stride = 1

@@ -114,7 +114,7 @@ _STRING = "a string"
 
 
 class ShardClaim(NamedTuple):
-    """What a shard says of a tensor.
+    """A shard's facts on one tensor.
 
     shape: of the whole tensor; of the shard's part if that does not fit the strategy, as `fits` tells.
     """
@@ -138,7 +138,7 @@ class Dispute(NamedTuple):
     claims: Mapping[int, ShardClaim]
 
     def outvoted(self) -> dict[int, str]:
-        """Return what is wrong with each shard that contradicts the majority, by rank.
+        """Return the error of each shard that contradicts the majority, by rank.
 
         Empty if no claim is made by more than half of all shards, or if that claim does not fit the strategy: then the
         strategy is wrong.
@@ -154,7 +154,7 @@ class Dispute(NamedTuple):
 
 
 def disputes(strategy: Strategy, manifests: Mapping[int, Manifest], names: Iterable[str]) -> Iterator[Dispute]:
-    """Yield those of the named tensors about which these shards contradict each other.
+    """Yield the named tensors about which these shards contradict each other.
 
     A rank that should not hold a part of a tensor, by the strategy, has no say about it.
     """
@@ -165,7 +165,7 @@ def disputes(strategy: Strategy, manifests: Mapping[int, Manifest], names: Itera
 
 
 def claim(strategy: Strategy, name: str, rank: int, manifest: Manifest) -> ShardClaim | None:
-    """Return what the shard of `rank` says of a tensor; None if it lacks it, or should not hold a part of it."""
+    """Return the facts of a tensor in the shard of `rank`; None if it lacks it, or should not hold a part of it."""
     entry = manifest.tensors.get(name)
     placement = next((p for p in _placements(strategy, name) if strategy.stage_of(rank) in p.stages), None)
     if placement is None:
@@ -211,12 +211,12 @@ def _placements(strategy: Strategy, name: str) -> tuple[Placement, ...]:
 _GENERATOR = re.compile(
     r"(?:^|[^a-z])(?:[a-z]*rng|[a-z]*random|random[a-z]*|seeds?|generators?)(?:[^a-z]|$)", re.IGNORECASE
 )
-# So many tensors are named in one line.
+# Tensors named in one line.
 _MAX_NAMED_TENSORS = 8
 
 
 class Differences(NamedTuple):
-    """What the user is told: notes on the state of generators, warnings on everything else."""
+    """Messages on differing tensors: notes on the state of generators, warnings on everything else."""
 
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -236,7 +236,7 @@ def between_targets(beginnings: Iterable[PrefixDigest]) -> list[Differing]:
 
 
 def told_of(differing: Iterable[Differing], where: str, *, strict: bool = False) -> Differences:
-    """Return what the user is told of tensors that differ, each tensor once.
+    """Return the messages on tensors that differ, each tensor once.
 
     Raises DisagreementError if `strict` and any is not the state of a generator. where: the checkpoint.
     """
@@ -273,7 +273,7 @@ def told_of(differing: Iterable[Differing], where: str, *, strict: bool = False)
 
 
 def without(differing: Iterable[Differing], told: Collection[str]) -> list[Differing]:
-    """Return those of which none of the texts that the user has got already tells."""
+    """Return the differences that no earlier message to the user names."""
     return [tensor for tensor in differing if not any(f"{tensor.name!r} differs between" in text for text in told)]
 
 

@@ -58,7 +58,7 @@ def shown_rules(
 
 
 def told_rules(shown: Sequence[ShownRule], *, are_all: bool) -> tuple[str, ...]:
-    """Return the lines that are printed: all, or those of the largest tensors and how many more there are."""
+    """Return the lines to print: all, or the largest tensors and the number of the others."""
     if are_all or len(shown) <= _MOST_SHOWN:
         return tuple(rule.line for rule in shown)
     largest = sorted(range(len(shown)), key=lambda number: shown[number].elements, reverse=True)[:_MOST_SHOWN]

@@ -69,7 +69,7 @@ class BothLayouts(NamedTuple):
 
 
 class Policy(NamedTuple):
-    """What the user wants of targets.
+    """The user's options for targets.
 
     unlisted: what becomes of parameters that the target strategy does not list. strict: whether a listed parameter that
     was never saved is an error. replicas: which copies are compared. accumulated: what becomes of accumulated
@@ -147,7 +147,7 @@ class ShardPlanner:
         return self._wanted.keys()
 
     def lacking(self) -> dict[tuple[int, ...], list[str]]:
-        """Return the names of which no opened shard has a needed part, by the ranks each of which should have it.
+        """Return needed names that no opened shard has, by the ranks that should have them.
 
         If no opened shard holds the name at all, these are the ranks that should hold the same part as an opened one.
         """
@@ -172,7 +172,7 @@ class ShardPlanner:
         return lacking
 
     def joined_ranks(self) -> set[int]:
-        """Return the ranks all of whose shards are needed, since what they hold is joined."""
+        """Return the ranks whose shards are all needed, since their contents are joined."""
         return {
             rank
             for way in self._ways.values()

@@ -159,7 +159,7 @@ _NOT_APART = "if they have been added already, or are copies of one sum, each wo
 
 
 class GradientShare(Enum):
-    """What a target rank gets of a tensor: what one rank has, what all replicas have together, or zeros."""
+    """The part of a tensor for a target rank: one rank's, the sum of all replicas, or zeros."""
 
     TAKEN = "taken"
     JOINED = "joined"
@@ -189,7 +189,7 @@ class GradientJoining:
         self._keeps_errors = keeps_errors
 
     def share(self, name: str, group: SourceGroup, target: Placement) -> GradientShare | ReshardError:
-        """Return what the target rank gets of a tensor, or, where that is asked for, why that cannot be told.
+        """Return the part of a tensor for the target rank, or, if asked, the reason why it is unknown.
 
         target: how the target holds it. Raises what `_share` raises.
         """
@@ -201,7 +201,7 @@ class GradientJoining:
             return error
 
     def _share(self, name: str, group: SourceGroup, target: Placement) -> GradientShare:
-        """Return what the target rank gets of a tensor.
+        """Return the part of a tensor for the target rank.
 
         Raises StrategyError if it is not known which ranks hold parts of one sum, or what target ranks must hold of it;
         SourceError if its elements cannot be added.
@@ -298,7 +298,7 @@ def joined_route(
 
 
 def zero_route(count: int, kind: SpecKind, rank: int) -> ReadGroup:
-    """Return the route of so many tensors of zeros. rank: that which they are said to come from."""
+    """Return a route for a number of tensors of zeros. rank: the rank named as their source."""
     zeros = TensorTable("", [constant("", kind.dtype, kind.box.shape, bytes(kind.dtype.itemsize_bytes))])
     whole = Box.whole(kind.box.shape)
     return ReadGroup(rank, whole, whole, zeros, array("I", bytes(array("I").itemsize * count)), kind.box)

@@ -175,7 +175,7 @@ class SourceTensors:
         yield from (tuple(placement.holders(piece)) for placement, piece in pieces)
 
     def _of_unknown_length(self) -> list[str]:
-        """Return the tensors of which not all slices of a cut by ceiling division are in opened shards."""
+        """Return the tensors cut by ceiling division whose slices are not all in opened shards."""
         strategy = self._strategy
         every = chain(chain.from_iterable(strategy.parameters.values()), (rule for _, rule in strategy.rules))
         if not any(placement.ceil for placement in every):
@@ -245,7 +245,7 @@ class SourceTensors:
         return False
 
     def _resolve(self, name: str, placements: tuple[Placement, ...], *, has_whole_sums: bool) -> SourceGroup:
-        """Return the group of a tensor. placements: those of the strategy; if empty, the tensor is on every rank."""
+        """Return the group of a tensor. placements: from the strategy; if empty, the tensor is on every rank."""
         if has_whole_sums:
             placements = tuple(replace(placement, optimizer=1) for placement in placements)
         kinds = self._kinds(name)
@@ -320,7 +320,7 @@ class SourceTensors:
     def _check(
         self, name: str, rank: int, layout: Layout, first_rank: int, kinds: Mapping[int, TensorType], *, listed: bool
     ) -> None:
-        """Raise DisagreementError if `rank` does not hold what the layout says, which was derived from `first_rank`.
+        """Raise DisagreementError if `rank` does not hold the box of the layout, which was derived from `first_rank`.
 
         What is wrong with a parameter is wrong with its state too, such as moments, and said of the parameter. listed:
         whether the strategy says how the tensor is cut; else it should be whole on every rank.

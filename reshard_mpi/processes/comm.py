@@ -357,7 +357,7 @@ class Posts:
             yield self._receive()
 
     def close(self) -> None:
-        """End it when all ranks call this; what is still on its way is dropped."""
+        """End the communicator when all ranks call this; messages on their way are dropped."""
         sent = self._communicator.gather(self._sent)
         while sent is not None and self._received < sum(sent):
             self._receive()

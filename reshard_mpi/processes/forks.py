@@ -72,7 +72,7 @@ class Channel:
 
 
 def wait_for_any(channels: Iterable[Channel]) -> list[Channel]:
-    """Wait until one of the channels has something to receive, or is closed; return those that do."""
+    """Wait until a channel has something to receive, or is closed; return all such channels."""
     by_descriptor = {channel.descriptors[0]: channel for channel in channels}
     poll = select.poll()
     for descriptor in by_descriptor:

@@ -1,4 +1,4 @@
-"""Name the host, and read what it says of its processes, CPUs and locks (`host_name`).
+"""Name the host, and read its facts on processes, CPUs and locks (`host_name`).
 
 What a host is called. Processes of one host share its memory, and may fill a file together.
 """
@@ -59,7 +59,7 @@ def distinct_names(identities: Sequence[Identity]) -> list[str]:
 
 # Keeps libraries from starting threads: processes share the cores already.
 ONE_THREAD: Mapping[str, str] = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-# Up to so many processes make even a single target faster; more would only wait for the same disk.
+# Up to this number, processes make even a single target faster; more would only wait for the same disk.
 _ALWAYS_USEFUL = 8
 # On a slow file system more processes than cores may help; beyond this they only take memory.
 _MOST_A_CORE = 32
@@ -128,7 +128,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def state_of(pid: int) -> str:
-    """Return what a process does, in a word or a few."""
+    """Return the state of a process in a word or a few."""
     return _STATES.get(_state(pid), _ENDED)
 
 

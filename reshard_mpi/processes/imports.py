@@ -76,7 +76,7 @@ def import_environment() -> dict[str, str]:
 
 
 def _is_for_this_package(frame: "FrameType | None", here: "Sequence[str]") -> bool:
-    """Tell whether this package, or what it imports, asks for a module, rather than the caller's code.
+    """Tell whether this package, or one of its imports, asks for a module, rather than the caller's code.
 
     frame: that of the import. The caller's code is the program, and what it has imported from the folder `here`.
     """
@@ -103,7 +103,7 @@ def _folder_of(spec: object) -> str | None:
 
 
 def _finders_behind() -> "Sequence[type[_NotHereFinder]]":
-    """Return the finders that come after Python's usual one, such as those of editable installations."""
+    """Return the finders after Python's usual one, such as finders of editable installations."""
     behind = sys.meta_path.index(_PathFinder) + 1 if _PathFinder in sys.meta_path else len(sys.meta_path)
     return [finder for finder in sys.meta_path[behind:] if hasattr(finder, "find_spec")]  # type: ignore[misc]
 
@@ -157,7 +157,7 @@ def _absolute(path: str) -> str:
 
 
 def _is_installation(folder: str) -> bool:
-    """Tell whether this package has been installed into `folder` (pip --target), with what it needs beside it."""
+    """Tell whether this package was installed into `folder` (pip --target), with its dependencies beside it."""
     if not os.path.samefile(folder, _HOME):
         return False
     return any(name.startswith(f"{_PACKAGE}-") and name.endswith(".dist-info") for name in os.listdir(folder))

@@ -76,7 +76,7 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
 
 
 def _is_importing(frame: FrameType | None) -> bool:
-    """Tell whether a module is being loaded: some libraries turn what is raised then into an error of their own."""
+    """Tell whether a module is being loaded: some libraries turn exceptions raised then into their own errors."""
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             return True
@@ -91,7 +91,7 @@ def _handle_again(handler: Callable[[int, FrameType | None], None]) -> None:
 
 
 def _raise_again(unraisable: UnraisableHookArgs) -> None:
-    """Handle a signal again that came while an object was deleted, since Python drops what is raised then."""
+    """Handle a signal again that came while an object was deleted, since Python drops exceptions raised then."""
     if not issubclass(unraisable.exc_type, SystemExit | KeyboardInterrupt):
         sys.__unraisablehook__(unraisable)
         return

@@ -47,7 +47,7 @@ from reshard_mpi.text import MIB
 # window is the most that is mapped of sources at once. `projection` knows how much memory the process takes besides.
 LIMITS = Limits(buffer_bytes=2 * MIB, window_bytes=16 * MIB)
 
-# So many shards are opened before a tensor counts as absent, since shards may be saved without what others hold.
+# Shards opened before a tensor counts as absent, since shards may be saved without what others hold.
 _MAX_LOOKED_INTO = 64
 
 
@@ -119,14 +119,14 @@ class Conversion:
         return plan.without(opened.planner.written_elsewhere()) if self.once else plan
 
     def _require_all_files_read(self) -> None:
-        """Raise DisagreementError if files beside those of the source are not read."""
+        """Raise DisagreementError if files beside the source's own are not read."""
         files = self.source.files
         if files.left_out:
             expected, remedy = "all files of the folder to be read", "move them elsewhere"
             raise not_carried(files.left_out, expected=expected, remedy=remedy, where=files.path)
 
     def both_layouts(self, target_rank: int, names: Iterable[str]) -> dict[str, BothLayouts]:
-        """Return how both sides hold those of these tensors that a target rank holds. Raises what `plan` raises."""
+        """Return how both sides hold the tensors of a target rank. Raises as `plan` does."""
         planner = self._shards().open(target_rank).planner
         found = ((name, planner.both_layouts(name)) for name in names)
         return {name: layouts for name, layouts in found if layouts is not None}
@@ -172,11 +172,11 @@ class Conversion:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the user should know about the source and the strategies."""
+        """Notes for the user on the source and the strategies."""
         return (*self.source.files.notes, *unconfirmed_rules(self.source.stored.strategy))
 
     def shown_rules(self, target_rank: int | None) -> tuple[ShownRule, ...]:
-        """Return, for each rule of the source's spec that cuts, what it makes of one tensor.
+        """Return, for each rule of the source's spec that cuts, its effect on one tensor.
 
         target_rank: one that has been planned; None: none has.
         """
@@ -279,7 +279,7 @@ class Conversion:
 
     def _moments(self, plan: RankPlan, manifests: Mapping[int, Manifest]) -> tuple[Moment, ...]:
         if self.original is not None:
-            # Those of the source itself tell the moment. In what maps make, a number in a name may be another's.
+            # Names in the source itself tell the moment. In a map's result, a number in a name may be another's.
             return ()
         counters = tuple(moment_counters(manifests, self._is_listed))
         if not counters:
@@ -353,7 +353,7 @@ class Conversion:
 
 
 def apply_map(request: Request, conversion: Conversion) -> tuple[Conversion, Mapping[str, str]]:
-    """Return the conversion of what the request's maps make of the source, and digests of what decides what that is.
+    """Return the conversion through the request's maps, and digests of all files that decide its result.
 
     The same conversion if the request leaves all tensors as they are. Raises MapError
     if the map cannot be read, UsageError for options that do not belong together.
@@ -380,7 +380,7 @@ def map_words(request: Request) -> tuple[str, ...]:
 def both_through_map(
     request: Request, first: Conversion, second: Conversion
 ) -> tuple[tuple[Conversion, Conversion], Callable[[Collection[str]], None]]:
-    """Return the conversions of two checkpoints to be compared: the first through the map, of both what is chosen.
+    """Return the conversions of two checkpoints to compare: the first through the map, both with the selection.
 
     Also returns a function that takes the names of both and raises MapError if a glob matches none, or nothing is left.
     """

@@ -41,7 +41,7 @@ from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import unsharded
 from reshard_mpi.text import format_bytes, shortened
 
-# One process describes so many tensors that differ; of more it gives the number.
+# Differing tensors described by one process; of more it gives the number.
 _MAX_DESCRIBED = 20
 
 
@@ -182,7 +182,7 @@ def _other_texts(first: RankPlan, second: RankPlan) -> Iterator[str]:
 
 
 def _unlike(first: _DiffSide, second: _DiffSide) -> Iterator[DifferenceError]:
-    """Yield what cannot be compared, the tensors that only one of them has, and those that differ in type or shape."""
+    """Yield tensors that cannot be compared, tensors in one checkpoint only, and differing types or shapes."""
     for side in (first, second):
         for what in side.plan.left_out:
             problem = f"not all that is in {side.path} can be compared"

@@ -28,7 +28,7 @@ from reshard_mpi.text import counted, did_you_mean, format_bytes, number_ranges,
 
 
 class TensorLineage(NamedTuple):
-    """What a target's tensor is made of.
+    """The sources of a target's tensor.
 
     sources: the names of source tensors, in the order in which they are met. by: the place of the equation, or of the
     entry that makes it up, in the map; empty where it stays as it is. boxes: for each part that a map makes, its box in
@@ -47,7 +47,7 @@ class TensorLineage(NamedTuple):
 
 
 def origin_of(conversion: Conversion, name: str) -> TensorLineage:
-    """Return what the tensor `name` of a target is made of."""
+    """Return the sources of the tensor `name` of a target."""
     if conversion.original is None:
         return TensorLineage((name,), "")
     from reshard_mpi.mapping.result import DerivedTensor
@@ -62,7 +62,7 @@ def origin_of(conversion: Conversion, name: str) -> TensorLineage:
 
 
 def source_groups(conversion: Conversion, target_rank: int, names: tuple[str, ...]) -> Mapping[str, SourceGroup]:
-    """Return how the source holds those of its tensors that are read for a target."""
+    """Return how the source holds the tensors that are read for a target."""
     if conversion.original is not None:
         both = conversion.original.both_layouts(0, names)
     else:
@@ -83,7 +83,7 @@ def listed_pieces(conversion: Conversion, name: str) -> Mapping[Box, tuple[str, 
 
 
 def likely_holders(target: Strategy, name: str) -> Sequence[int]:
-    """Return target ranks of which one holds a tensor if any target does: those that its strategy says, then others."""
+    """Return target ranks, the likely holders of a tensor first: by their strategy, then others."""
     placements = find_or_follow(target, name, lambda _: True)
     stages = dict.fromkeys(stage for placement in placements for stage in placement.stages)
     return [stage * target.stage_size for stage in (*stages, *(s for s in range(target.stages) if s not in stages))]
@@ -100,7 +100,7 @@ def unknown_tensor(name: str, known: Iterable[str]) -> UsageError:
     )
 
 
-# Of one target so many copies are explained, and of what a tensor is made of so many source tensors.
+# Copies explained of one target, and source tensors of one tensor.
 _MOST_COPIES, _MOST_SOURCES = 100, 20
 
 
@@ -161,7 +161,7 @@ def _shapes(plan: RankPlan) -> dict[str, Shape]:
 
 
 def _source_lines(run: Run, target_rank: int, origin: TensorLineage) -> Iterator[str]:
-    """Yield how the source holds what a tensor is made of."""
+    """Yield how the source holds the sources of a tensor."""
     conversion, request = run.conversion, run.request
     stored = conversion.source.stored
     if origin.by:
@@ -266,7 +266,7 @@ def _axis(axis: int, strategy: Strategy) -> str:
 
 
 def _rank_lines(run: Run, plan: RankPlan, name: str, origin: TensorLineage) -> Iterator[str]:
-    """Yield what a target holds of a tensor, and where it comes from."""
+    """Yield the boxes of a tensor in a target, and their sources."""
     rank, target = plan.target_rank, run.conversion.target
     stage = f" (stage {target.stage_of(rank)})" if target.stages > 1 else ""
     both = run.conversion.both_layouts(rank, (name,)).get(name)
@@ -307,7 +307,7 @@ def _copy_lines(run: Run, copy: Copy, origin: TensorLineage) -> Iterator[str]:
 
 
 def _bytes_text(copy: Copy) -> str:
-    """Return which bytes of which file a copy takes, in words."""
+    """Return the bytes and files that a copy takes, in words."""
     entry = copy.source.unconverted
     itemsize = entry.dtype.itemsize_bytes
     taken = format_bytes(copy.region.size * itemsize)

@@ -25,13 +25,13 @@ from reshard_mpi.sharding.placement import Shape
 from reshard_mpi.text import counted, shortened
 
 # The boxes of one tensor, each with the name, without its numbers, of the tensor on the map's other side: layers or
-# experts that are stacked are one kind, of which a rank may well have only some.
+# experts that are stacked are one kind, and a rank may well have only some of these.
 Parts = list[tuple[str, Box]]
 _NUMBER = re.compile(r"[0-9]+")
 
 
 def target_warnings(made: Iterable[DerivedTensor], plan: RankPlan, rules: Sequence[Rules]) -> Iterator[str]:
-    """Yield what must be known of how the strategy of the targets cuts what is made. plan: that of one target.
+    """Yield warnings on how the target's strategy cuts tensors that the map fuses. plan: of one target.
 
     Raises StrategyError if the configuration of the model contradicts that cut.
     """
@@ -58,7 +58,7 @@ def target_warnings(made: Iterable[DerivedTensor], plan: RankPlan, rules: Sequen
 
 
 def source_warnings(made: Iterable[DerivedTensor], plan: RankPlan, rules: Sequence[Rules]) -> Iterator[str]:
-    """Yield what must be known of how the strategy of the source cuts what is taken apart. plan: that of it whole.
+    """Yield warnings on how the source's strategy cuts fused tensors. plan: of the whole source.
 
     Raises StrategyError if the configuration of the model contradicts that cut.
     """
@@ -77,7 +77,7 @@ def source_warnings(made: Iterable[DerivedTensor], plan: RankPlan, rules: Sequen
 
 
 def _require_cut_by_ranks(name: str, parts: Parts, box: Box, whole: Shape, rules: Sequence[Rules], side: str) -> None:
-    """Raise StrategyError if a rank's box is certainly not what a tensor-parallel rank has of several tensors.
+    """Raise StrategyError if a rank's box of several fused tensors certainly differs from a tensor-parallel rank's.
 
     parts: of the tensors behind each other in `name`. A map that has a part of each tensor for every tensor-parallel
     rank in turn needs a strategy of as many ranks. By any map, a rank among several has some of each tensor.
@@ -110,7 +110,7 @@ def _require_cut_by_ranks(name: str, parts: Parts, box: Box, whole: Shape, rules
 
 
 def _parted(made: Iterable[DerivedTensor]) -> Mapping[str, Parts]:
-    """Return the source tensors of which tensors of several kinds are made."""
+    """Return the source tensors from which tensors of several kinds are made."""
     kinds: dict[str, set[str]] = {}
     users: dict[str, list[DerivedTensor]] = {}
     for tensor in made:
@@ -147,7 +147,7 @@ def _warning(names: list[str], side: str) -> str:
 
 
 def require_equal(conversion: Conversion, plan: RankPlan, mapped: MapResult) -> None:
-    """Raise MapError if tensors differ of which one is taken for all. plan: of the source as one full checkpoint."""
+    """Raise MapError if tensors differ that the map takes for equal. plan: of the source as one full checkpoint."""
     places = plan.tensors.places if mapped.equal else {}
     for equal in mapped.equal:
         tensors = [tensor_at(plan, places[name]) for name in equal.names]
@@ -214,7 +214,8 @@ def tensor_at(plan: RankPlan, at: tuple[int, int]) -> TensorPlan:
 
 
 def require_known_sums(mapped: MapResult, path: str) -> None:
-    """Raise MapError if the names of accumulated gradients are those of other tensors before the map, or after it.
+    """Raise MapError if a name is an accumulated gradient's before the map and another tensor's after it, or the
+    reverse.
 
     One of several target ranks gets a sum, and the others zeros; which tensors are sums is known by their names.
     """

@@ -45,7 +45,9 @@ from reshard_mpi.text import counted, shortened
 
 
 class _MapStep(NamedTuple):
-    """What one map makes of a full checkpoint. plan: of that. tensors: what is made, as those of a shard."""
+    """The result of one map on a full checkpoint. plan: of the full checkpoint. tensors: the derived ones, as a
+    shard's.
+    """
 
     rules: Rules | None
     plan: RankPlan
@@ -54,7 +56,7 @@ class _MapStep(NamedTuple):
 
     @property
     def planned(self) -> RankPlan:
-        """What the map makes, planned as a full checkpoint."""
+        """The map's result, planned as a full checkpoint."""
         tensors, holes = self.tensors.planned()
         return self.plan._replace(tensors=tensors, holes=holes)
 
@@ -78,7 +80,7 @@ class _MapsOutcome(NamedTuple):
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """The names of tensors that go nowhere, of what each map takes and of what the last one makes."""
+        """The names of tensors that go nowhere, from each map's sources and the last one's results."""
         return tuple(dict.fromkeys(name for step in self.steps for name in step.mapped.left_out))
 
     @property
@@ -88,7 +90,7 @@ class _MapsOutcome(NamedTuple):
 
 
 def conversion_through(tensor_map: TensorMap, conversion: Conversion) -> Conversion:
-    """Return a conversion of what a map makes of the source."""
+    """Return the conversion of the source through a map."""
     is_rank_by_rank = conversion.target.world_size == conversion.source.strategy.world_size > 1
 
     def through(original: Conversion) -> SourceCheckpoint:
@@ -115,7 +117,7 @@ def conversion_through(tensor_map: TensorMap, conversion: Conversion) -> Convers
 
 @dataclass(slots=True)
 class MappedCheckpoint(SourceCheckpoint):
-    """The source checkpoint of `original` as a map makes it. Its files are those of that; it has one rank, 0.
+    """The source checkpoint of `original` through a map. It has the same files, and one rank, 0.
 
     is_wanted: tells of a name whether the targets have it; takes the names of all tensors as well. is_rank_by_rank:
     whether the targets are as many as the source's ranks, so that each could keep values of its own.
@@ -158,7 +160,7 @@ class MappedCheckpoint(SourceCheckpoint):
 
     @property
     def extent(self) -> ShardStats:
-        """How large shards are, and what the map makes; the boxes of equations count as tensors, which are as large."""
+        """The sizes of shards and of the map's result; boxes of equations count as tensors, which are as large."""
         own, made = self.stored.extent, self._made
         if made is None:
             return own
@@ -192,7 +194,7 @@ class MappedCheckpoint(SourceCheckpoint):
             yield name, LEFT_OUT
 
     def recipe(self, name: str) -> DerivedTensor | ConstantTensor | None:
-        """Return what a tensor is made of; None if the map makes none of this name."""
+        """Return the sources of a tensor; None if the map makes none of this name."""
         if self._recipes is None:
             made = self._opened()
             recipes: dict[str, DerivedTensor | ConstantTensor] = {tensor.name: tensor for tensor in made.made}
@@ -254,7 +256,7 @@ class MappedCheckpoint(SourceCheckpoint):
         )
 
     def check_values(self) -> None:
-        """Raise MapError if tensors of which one is taken for all differ, or padding holds anything but zeros."""
+        """Raise MapError if tensors differ that the map takes for equal, or padding holds anything but zeros."""
         for step in self._opened().steps:
             require_equal(self._conversion, step.plan, step.mapped)
             require_padding(self._conversion, step.plan, step.mapped)
@@ -332,7 +334,7 @@ class MappedCheckpoint(SourceCheckpoint):
                 yield ConstantTensor(number.name, number.kind, element, number.where)
 
     def _notes(self, made: _MapsOutcome) -> Iterator[str]:
-        """Yield what the user must know of what the maps make."""
+        """Yield notes for the user on the results of the maps."""
         for step in made.steps:
             if step.rules is not None and step.mapped.direction is not None:
                 count = sum(1 for tensor in step.mapped.made if tensor.where)
@@ -357,7 +359,7 @@ class MappedCheckpoint(SourceCheckpoint):
             yield f"{elements} elements of padding are dropped, whatever they hold: {names}"
 
     def _nest_notes(self, made: _MapsOutcome) -> Iterator[str]:
-        """Yield what becomes of what is neither tensor nor text."""
+        """Yield notes on values that are neither tensor nor text."""
         like = None if self.tensor_map is None else self.tensor_map.like
         own, new = made.plan.strings.get(NEST), made.manifest.strings.get(NEST)
         if like is None or new == own:

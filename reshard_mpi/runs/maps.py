@@ -25,7 +25,7 @@ _MAX_MAPS_LENGTH = 1 << 15
 
 
 class TensorMap(NamedTuple):
-    """What a request says of names, shapes and types.
+    """A request's maps, types and selection.
 
     rules: of maps that are applied one after another; if there are none, every tensor keeps its name and shape. choice,
     like: of what the last one makes. forward: the direction in which they are read; None: as the names tell. digests:
@@ -40,7 +40,7 @@ class TensorMap(NamedTuple):
 
     @classmethod
     def read(cls, request: Request) -> TensorMap:
-        """Read the map that a request names, and what it says of types and of which tensors are taken.
+        """Read the map, the types and the selection that a request names.
 
         Raises MapError if the map cannot be read, UsageError for options that do not belong together.
         """
@@ -74,7 +74,7 @@ class TensorMap(NamedTuple):
         return self._replace(choice=self.choice._replace(may_match_none=True))
 
     def choice_alone(self) -> TensorMap:
-        """Return what it says of which tensors are taken, for a checkpoint that is as the map would make it."""
+        """Return the selection alone, for a checkpoint that already is in the map's result form."""
         return self._replace(rules=(), forward=None, like=None, choice=self.choice._replace(types=()), digests={})
 
 

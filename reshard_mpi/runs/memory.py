@@ -117,7 +117,7 @@ class Projection(NamedTuple):
         verify: bool = False,
         also_read: SourceCheckpoint | None = None,
     ) -> Projection:
-        """Return the projection of a conversion of which at least one shard has been read.
+        """Return the projection of a conversion with at least one shard read.
 
         targets: how many are planned at most. verify: whether targets are compared with their sources afterwards.
         also_read: a checkpoint that is compared with the sources; then nothing is written.
@@ -203,7 +203,9 @@ def _costs(format_name: str) -> Costs:
 
 
 def _known_bytes(tensors: int, checkpoint: SourceCheckpoint) -> int:
-    """Return the bytes kept for the structure of shards with so many tensors each; those of a stage share the names."""
+    """Return the bytes kept for the structure of shards with this number of tensors; shards of a stage share the
+    names.
+    """
     shards, stages = len(checkpoint.files.by_rank), checkpoint.strategy.stages
     alike_bytes = tensors * (stages * KEPT_TENSOR_BYTES + max(0, shards - stages) * KEPT_PLACE_BYTES)
     return min(MAX_KEPT_BYTES + tensors * KEPT_TENSOR_BYTES, alike_bytes)
@@ -245,7 +247,7 @@ def _size_bytes(path: str | os.PathLike[str]) -> int:
         return 0
 
 
-# At least one of several workers needs so much besides its own size, or none could finish.
+# At least one of several workers needs this much besides its own size, or none could finish.
 _WORK_BYTES = 24 * MIB
 # How much memory for a tensor that a worker has planned it never gives back.
 _PLANNED_BYTES = 3 * KIB
@@ -327,7 +329,7 @@ class RunMemory:
         return self._projection
 
     def require_possible(self, plan: RankPlan) -> int:
-        """Return the bytes that making the target of `plan` takes. Raises BudgetError if there can never be so many."""
+        """Return the bytes needed for the target of `plan`. Raises BudgetError if they can never be had."""
         peak_bytes = self.projection.peak_bytes(plan)
         if not self._allowance().unlimited:  # for a script for other hosts it is, though this process holds a lease
             self.open().require_possible(peak_bytes, INTERPRETER_BYTES)

@@ -1,4 +1,4 @@
-"""Define what the processes of a run send each other (`PlanReport`, `FillReport`)."""
+"""Define the messages between the processes of a run (`PlanReport`, `FillReport`)."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Totals(NamedTuple):
 
 
 class PlanReport(NamedTuple):
-    """What a process tells the others about its plans before anything is written.
+    """A process's plans, sent to all others before anything is written.
 
     outcome: notes, warnings, and failures that refuse the run. moments, held, beginnings: what targets must have in
     common (see `RankPlan`). differing: what shards do not hold alike. alike: copies that must be the same. rooms: the
@@ -93,7 +93,7 @@ class PlanReport(NamedTuple):
         return cls(Outcome.of(plan), plan.moments, held, *told, sums=plan.sums)
 
     def joined(self, others: Iterable[PlanReport]) -> PlanReport:
-        """Return this and the `others` as one, without rooms; of what is equal, only the first."""
+        """Join this and the `others`, without rooms; equal entries are kept once."""
         parts = [self, *others]
         digests = (held for part in reversed(parts) for held in part.held)
         beginnings = (beginning for part in reversed(parts) for beginning in part.beginnings)
@@ -121,7 +121,7 @@ class ComparisonReport(NamedTuple):
 
 
 class FillReport(NamedTuple):
-    """What a process has done so far for targets that several fill together. outcome: with its failures."""
+    """A process's results on shared targets so far. outcome: with its failures."""
 
     outcome: Outcome = Outcome()
     reserved: tuple[Reserved, ...] = ()

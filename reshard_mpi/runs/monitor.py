@@ -34,27 +34,27 @@ if TYPE_CHECKING:
 
     from reshard_mpi.runs.outcome import TargetReport
 
-# The recent speed of a phase is that of the last half of its time, but of no less and no more than so many seconds.
+# The recent speed of a phase is measured over the last half of its time, within these bounds in seconds.
 _LEAST_SECONDS = 3.0
 _MOST_SECONDS = 60.0
 # Nothing is said before.
 _FIRST_SECONDS = 0.5
 # After so long without a byte nothing is said, unless files are being synced that take as long.
 _STALL_SECONDS = 5.0
-# Reading back is taken to be so much cheaper than writing until its own speed is known.
+# Reading back is taken to be cheaper than writing by this factor until its own speed is known.
 _READ_BACK_SHARE = 0.5
 # While a process does this it moves no byte.
 _PAUSES = SYNCED, CLOSED
 
 
 class _Cost:
-    """What a byte of one phase takes."""
+    """The seconds for a byte of one phase."""
 
     def __init__(self) -> None:
         self._bytes = self._seconds = self._all_seconds = 0.0
 
     def add(self, count_bytes: int, seconds: float, processes: int) -> None:
-        """Record that so many bytes took so many seconds of a process. processes: how many there are."""
+        """Record the bytes and seconds of a process. processes: how many there are."""
         self._all_seconds += seconds
         span = min(max(self._all_seconds / 2, _LEAST_SECONDS * processes), _MOST_SECONDS * processes)
         kept = min(1.0, max(0.0, span - seconds) / self._seconds) if self._seconds else 1.0
@@ -98,7 +98,7 @@ class EtaEstimator:
             self.seconds_left = self._left(seconds)
 
     def _learn(self, number: int, own: Counts, seconds: float, workers: int) -> None:
-        """Learn from what a process has done since it last told of anything."""
+        """Learn from a process's progress since its last report."""
         done = [max(0, new - old) for new, old in zip(own.done_bytes, self._counts[number].done_bytes)]
         if any(done):
             shares = self._shares(done, seconds - self._told_seconds[number])
@@ -123,7 +123,7 @@ class EtaEstimator:
 
     @property
     def _seconds_per_byte(self) -> tuple[float, ...]:
-        """What a byte takes in each phase, as far as that is known."""
+        """The seconds for a byte in each phase, as far as known."""
         moved, synced, read_back, closed = (cost.seconds_per_byte or 0.0 for cost in self._costs)
         costs = moved, synced, read_back or moved * _READ_BACK_SHARE, closed
         return tuple(cost if phase in self._stage.phases else 0.0 for phase, cost in enumerate(costs))
@@ -327,7 +327,7 @@ _LOOK_SECONDS = 0.2
 
 
 class RootProgress(ProgressMonitor):
-    """The `Progress` of rank 0, which shows that of all ranks. Every rank must make its own at the same time."""
+    """The `Progress` of rank 0, which shows all ranks. Every rank must make its own at the same time."""
 
     def __init__(self, comm: MPIComm, display: Display, *, verbose: bool = False) -> None:
         super().__init__(display, verbose=verbose, others=self._of_others)

@@ -146,7 +146,7 @@ class Outcome(NamedTuple):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What the user must know about the source, and about what became of it."""
+        """Warnings for the user on the source, and on its fate in the target."""
         absent = self.absent
         names = ", ".join(absent[:3]) + (" ..." if len(absent) > 3 else "")
         missed = (f"{len(absent)} listed parameters are in no source shard: {names}",) if absent else ()
@@ -234,7 +234,7 @@ class Report(NamedTuple):
 
     @property
     def written_bytes(self) -> int:
-        """Payload bytes of the targets that were written, without those that were complete already."""
+        """Payload bytes of targets written now, without targets that were complete already."""
         return sum(target.written_bytes for target in self.targets if not target.skipped)
 
 
@@ -266,7 +266,7 @@ def agreed(begin: Callable[[], T], comm: Comm) -> T:
     return done[0]
 
 
-# Of so many tensors users are told one by one.
+# Tensors that users are told of one by one.
 _MAX_TOLD = 8
 _LARGEST = {"float8_e4m3fn": "448, its largest number"}
 
@@ -289,7 +289,7 @@ def joined(overflows: Iterable[Overflow]) -> tuple[Overflow, ...]:
 
 
 def overflow_warnings(targets: Iterable[Iterable[Overflow]]) -> Iterator[str]:
-    """Yield what users are told of the overflows of all targets, those of one tensor together."""
+    """Yield warnings on the overflows of all targets, one for each tensor."""
     records = [overflow for target in targets for overflow in target]
     in_targets: dict[tuple[str, str], int] = {}
     for tensor, dtype, _ in records:

@@ -101,7 +101,7 @@ class Planner:
         self._due_bytes: dict[int, int] = {}
 
     def plan(self) -> PlanReport | Outcome:
-        """Plan this process's part of the targets. A failure in what is returned refuses the run."""
+        """Plan this process's part of the targets. A failure in the result refuses the run."""
         return attempt(self._planned, self._comm)
 
     def _planned(self) -> PlanReport:
@@ -178,12 +178,12 @@ class Planner:
         return ComparisonReport(Outcome(lost=lost), *drift)
 
     def shown_rules(self) -> tuple[ShownRule, ...]:
-        """Return what the rules of the source's spec make of its tensors."""
+        """Return the effects of the rules of the source's spec on its tensors."""
         planned_rank = self.summaries[0].rank if self.summaries else None
         return self._require_opened().run.conversion.shown_rules(planned_rank)
 
     def origins(self) -> dict[str, str]:
-        """Return, by name, what a map makes of tensors, and what it makes them of; empty without a map."""
+        """Return the map's derived tensors by name, with their sources; empty without a map."""
         return dict(self._require_opened().run.conversion.source.origins(self._request.accumulated))
 
     @property
@@ -237,7 +237,7 @@ class Planner:
         return attempt(check, self._comm)
 
     def check_committed(self, progress: Progress) -> Outcome:
-        """Hold this process's share of the source's whole tensors against those that it was committed with.
+        """Check this process's share of the source's whole tensors against the sums in their commit.
 
         A failure refuses the run. Nothing is read if each shard has sums of its own, by which it has been checked.
         """
@@ -328,7 +328,7 @@ class Planner:
         return EarlierTarget.of(journal.folder, journal.identity)
 
     def _list_tensors(self, run: Run, plan: RankPlan) -> None:
-        """Keep what is listed of a target's tensors; targets of a stage have the same, unless they share them out."""
+        """Keep the listing of a target's tensors; targets of a stage have the same, unless they share them out."""
         are_shared_out = run.conversion.once or formats.by_name(run.format).TRAITS.is_filled
         if self._lists_tensors and (are_shared_out or plan.stage not in self._listed_stages):
             self._listed_stages.add(plan.stage)

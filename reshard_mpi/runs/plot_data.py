@@ -1,4 +1,4 @@
-"""Plan what the pictures of a run need (`planned_figures`)."""
+"""Plan the data for the pictures of a run (`planned_figures`)."""
 
 from __future__ import annotations
 
@@ -45,13 +45,12 @@ from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.text import counted
 
-# Of tensors that are alike so many are named, of what a picture's tensor is made of so many are drawn, and so many
-# moves of it are kept.
+# Of tensors that are alike: names shown, sources drawn of a picture's tensor, and moves of it kept.
 _MOST_NAMES, _MOST_SOURCES, _MOST_MOVES = 500, 4, 2000
 
 
 class Asked(NamedTuple):
-    """What is to be drawn.
+    """The subjects of a picture.
 
     tensors: those that the user names. most_cuts: so many kinds of tensors at most. drawing_bytes: how much memory it
     takes to draw that.
@@ -166,7 +165,7 @@ class _AlikeTensors:
     further_moves: int = 0
 
     def add(self, target_rank: int, group: Group, sources: _DrawnSources) -> None:
-        """Add what a target holds of the tensor that is drawn."""
+        """Add a target's part of the drawn tensor."""
         self.held.setdefault(group.kind.box, []).append(target_rank)
         place = group.names.index(self.names[0])
         for route in group.routes:
@@ -191,7 +190,7 @@ class _AlikeTensors:
 
 @dataclass(slots=True)
 class _Collected:
-    """What the plans of targets say of tensors, kind by kind. further: kinds that are not drawn."""
+    """The facts of planned targets on tensors, kind by kind. further: kinds that are not drawn."""
 
     conversion: Conversion
     sources: _DrawnSources
@@ -272,7 +271,7 @@ class _Collected:
         return writer(kind.names[0], piece, kind.layout.placement, loose=is_loose)
 
     def cuts(self) -> Iterable[TensorCut]:
-        """Yield how both sides cut each kind of tensors; those that are asked for come first."""
+        """Yield how both sides cut each kind of tensors; requested ones come first."""
         in_order = sorted(self._drawn.values(), key=lambda kind: kind.names[0] not in self.asked.tensors)
         for kind in in_order:
             sources, target = self._panels(kind)
@@ -306,7 +305,7 @@ class _Collected:
         return tuple(panels), target
 
     def _pieces(self, kind: _AlikeTensors, name: str) -> Mapping[Box, list[int]]:
-        """Return the pieces of a source tensor: all that an index lists, else those that planned targets read."""
+        """Return the pieces of a source tensor: all in an index, else the pieces that planned targets read."""
         listed = listed_pieces(self.conversion, name)
         if listed is None:
             return kind.taken.get(name, {})

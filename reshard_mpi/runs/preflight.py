@@ -37,12 +37,12 @@ _BLOCK_BYTES = 4096
 # MiB: ext4 has 340 pieces in a block, and in a file that several processes fill these may be smaller than a MiB.
 _LISTED_FROM_BYTES = 1 << 20
 _LISTED_BYTES = 64 << 20
-# The entries of a file in its folder: its own, that of its lock, and the temporary ones.
+# The entries of a file in its folder: its own, its lock, and the temporary ones.
 _DIRECTORY_ENTRY_BYTES = 512
 
 
 class SpaceNeed(NamedTuple):
-    """The most that one process of a run takes of a file system, and what is free there.
+    """The most space that one process of a run takes on a file system, and the free space there.
 
     mount: the top folder of that file system, by which the processes of a run know it.
     """
@@ -102,7 +102,7 @@ def on_disk_bytes(size_bytes: int, mount: str) -> int:
 
 
 def require_room(shares: Iterable[Sequence[SpaceNeed]]) -> None:
-    """Raise TargetError if what the processes of a run need together does not fit a file system.
+    """Raise TargetError if the processes of a run together need more space than a file system has.
 
     shares: what each of them needs. Equal shares give the same result on every process.
     """
@@ -445,7 +445,7 @@ def commit_record_at_most_bytes(
 
 
 def report_at_most_bytes(targets: int, longest_path: str, most_ranks: int) -> int:
-    """Return the most bytes that a report of so many targets can take, each read from `most_ranks` source ranks."""
+    """Return the largest size of a report on a number of targets, each read from `most_ranks` source ranks."""
     target_bytes = _REPORTED_TARGET_BYTES + _text_bytes(longest_path) + _REPORTED_RANK_BYTES * most_ranks
     return _REPORT_BYTES + targets * target_bytes
 

@@ -210,7 +210,7 @@ def log_warning(text: str) -> None:
 
 
 class Progress:
-    """Is told the progress of a process of a run. This one does nothing with it; others replace what they show.
+    """Receives the progress of a process of a run. This one ignores it; others override the display.
 
     `begin`: a stage, which all processes begin alike; of its bytes this process has `own_bytes` to do, and files of
     `closed_bytes` to close. `moved`, `synced`, `read_back`, `closed`: so many bytes have gone through this phase.
@@ -313,7 +313,7 @@ class Silent(RunProgress):
 
 
 class SliceCounter:
-    """Tells of work whose size is known, and of exactly so much when it has ended, whatever was met on the way.
+    """Reports progress scaled to a known total: `end` reports all that is missing to the total.
 
     moved: told how many bytes are done. size_bytes: of the work. steps: as how many bytes `add` will be told of it;
     None: as many.

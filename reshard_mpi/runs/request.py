@@ -1,4 +1,4 @@
-"""Hold what a user asks for (`Request`). Loads little, since it comes first.
+"""Hold the user's request (`Request`). Loads little, since it comes first.
 
 What a user asks for, and the strategies that the request names. This module loads little, since it comes first.
 """
@@ -35,7 +35,7 @@ class TargetFile(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What is to be converted, in the terms of the options of `reshard-mpi transform`.
+    """The user's request, in the terms of the options of `reshard-mpi transform`.
 
     src_strategy, dst_strategy: paths of files or folders; None if left out. prefix: of target file names. select: a
     glob that source file names must match. to: name of the target format; None: that of the source. source_format: read
@@ -98,7 +98,7 @@ class Request(NamedTuple):
 
     @property
     def is_mapped(self) -> bool:
-        """Whether anything is said of names, shapes and types, or of which tensors are taken."""
+        """Whether the request has maps, types or a selection."""
         said = (self.map, self.forward, self.reverse, self.config, self.like, self.dtype, self.include, self.exclude)
         return any(said)
 

@@ -117,7 +117,7 @@ class Run(NamedTuple):
 
     @property
     def target_notes(self) -> tuple[str, ...]:
-        """What the user should know of where targets lie: a name like `one.pt` is that of a folder all the same."""
+        """Notes for the user on target paths: a name like `one.pt` becomes a folder all the same."""
         target = self.request.target.rstrip("/")
         if not self.targets or formats.name_of(target) is None:
             return ()
@@ -137,7 +137,7 @@ class Run(NamedTuple):
 
     @property
     def records_strategy(self) -> bool:
-        """Whether the run records how its targets are cut: there are several, and no index lists what they hold."""
+        """Whether the run records how its targets are cut: there are several, and no index lists their contents."""
         return self.conversion.target.world_size > 1 and formats.folder_by_name(self.format) is None
 
     def _identity(self) -> RunIdentity:
@@ -293,7 +293,7 @@ def opened_run(request: Request, memory: RunMemory, *, targets: int = 1) -> Run:
     strategies = (request.src_strategy, request.dst_strategy)
     memory.open()
     memory.to_open(strategies, purpose)
-    # Of a million targets only those that are asked for are looked at, and which those are is seen later.
+    # Of a million targets only the requested ones are looked at, and these are known later.
     first = request if request.ranks is not None else request._replace(ranks=(0,))
     run = Run.open(
         first, None, {}, partial(memory.to_open, strategies, purpose), partial(memory.to_plan, purpose=purpose)

@@ -45,7 +45,7 @@ class TargetSlice(NamedTuple):
         return min(first * CUT_BYTES, size_bytes), min(last * CUT_BYTES, size_bytes)
 
     def bytes_of(self, size_bytes: int) -> int:
-        """Return how many of `size_bytes` this share comes to; those of all shares add up to all of them."""
+        """Return this share of `size_bytes`; all shares add up to the total."""
         return size_bytes * self.stop // self.whole - size_bytes * self.start // self.whole
 
 
@@ -62,7 +62,7 @@ class Work(NamedTuple):
 
     @property
     def helps(self) -> tuple[int, ...]:
-        """The targets of which this process fills a part while another process leads."""
+        """The targets to which this process contributes while another process leads."""
         return tuple(share.target for share in self.shares if share.start > 0)
 
 

@@ -113,7 +113,7 @@ def _planned(
 
 
 def told_differing(outcome: Outcome, differing: Iterable[Differing], source: str, *, strict: bool) -> Outcome:
-    """Return an outcome with what the user is told of tensors that differ. Raises DisagreementError if `strict`."""
+    """Return an outcome with messages on differing tensors. Raises DisagreementError if `strict`."""
     told = told_of(differing, source, strict=strict)
     return outcome.joined([Outcome(notes=told.notes, other_warnings=told.warnings)])
 
@@ -174,7 +174,7 @@ def agreeing(
     source: str,
     accumulated: Accumulated,
 ) -> PlanReport:
-    """Return what is said about plans, as one, if these have in common what they must.
+    """Join the processes' plans, if these agree in all shared facts.
 
     placed: returns what strategies place on the target ranks of a stage. Raises a ReshardError if the run is refused.
     """

@@ -62,7 +62,7 @@ def recorded_run(path: str) -> RunIdentity | None:
 
 
 def as_made(request: Request, path: str) -> tuple[Request, tuple[str, ...]]:
-    """Return a request with what the checkpoint at `path` was made with, and notes on that.
+    """Return a request with the options that made the checkpoint at `path`, and notes on them.
 
     What becomes of names, shapes and types is taken from the record if the request says nothing of it, and so is
     `--unlisted drop`. Raises UsageError if a recorded file is not there.
@@ -104,7 +104,7 @@ def _is_there(run: RunIdentity, name: str) -> bool:
 
 
 def made_otherwise(request: Request, digests: Mapping[str, str], path: str) -> UsageError | None:
-    """Return the error for a checkpoint at `path` if it was made with other options than those of the request.
+    """Return the error for a checkpoint at `path` made with other options than the request's.
 
     Others may come to the same, so it is an error only if the checkpoint is not what the request makes. digests: of the
     map, its configuration, and the checkpoint that it is like, as `through_map` returns them.
@@ -159,7 +159,7 @@ def _said(notes: tuple[str, ...], path: str) -> tuple[str, ...]:
 # What was checked of a shard, and its damage.
 Verdict = tuple[Checked, list[ReshardError]]
 
-# So many damaged tensors of one shard are located; if there are more, one line says so.
+# Damaged tensors located in one shard; if there are more, one line says so.
 _MAX_LOCATED = 20
 _MAX_QUOTED = 200
 # Memory enough to sum a shard with numpy is enough to read its structure.
@@ -167,7 +167,7 @@ _BEFORE_LOCATING = Summing(0, is_native=False, decoding_bytes=0, with_numpy=True
 
 
 class _ComparedCheckpoints(NamedTuple):
-    """What a transform would make of a source, and the checkpoint that is to be that.
+    """The expected result of a transform, and the checkpoint to compare with it.
 
     ranks: target ranks to verify. notes: what is to be said of the comparison. otherwise: the error for options that
     are not those that the target was made with, if they are not.
@@ -212,7 +212,7 @@ class _ComparedCheckpoints(NamedTuple):
         return checked, damage
 
     def _unfit(self, plan: RankPlan, known: Collection[int], memory: RunMemory) -> dict[int, ReshardError]:
-        """Return the errors of source shards of `plan` that do not fit what is kept of them, besides those `known`."""
+        """Return the errors of source shards of `plan` that do not fit their kept sums, besides those in `known`."""
         source = self.conversion.source.stored
 
         def before_sums(summing: Summing) -> None:
@@ -228,7 +228,7 @@ class _ComparedCheckpoints(NamedTuple):
 def verify_pair(
     request: Request, comm: Comm, progress: Progress, memory: RunMemory, strategies: Strategies | None
 ) -> Outcome:
-    """Verify that the checkpoint `request.target` holds what a transform of `request.source` to it would write.
+    """Verify that the checkpoint `request.target` equals a fresh transform of `request.source`.
 
     Damage is in the outcome's failures. Raises a ReshardError, the same on every process, if the two cannot be
     compared.
@@ -330,7 +330,7 @@ def verify_alone(
 
 
 def _accumulated(request: Request, path: str) -> Accumulated:
-    """Return what the target has of accumulated gradients: what was asked for, else what its record says."""
+    """Return the target's handling of accumulated gradients: as requested, else from its record."""
     if request.accumulated is not Accumulated.REFUSE:
         return request.accumulated
     run = recorded_run(path)

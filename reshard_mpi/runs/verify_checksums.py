@@ -47,7 +47,7 @@ from reshard_mpi.sharding.strategy import table
 def sums_as_planned(
     plan: RankPlan, target: Manifest, span: Span | None, limits: Limits, on_bytes: OnBytes
 ) -> tuple[TensorSum, ...]:
-    """Return the sums of the tensors in the shard `target`, each of which is also the sum of its sources.
+    """Return the sums of the tensors in the shard `target`, which are also the sums of their sources.
 
     span: only of elements that begin in this range of the file; None: all. on_bytes: called with the number of bytes
     just summed. Raises DamageError for the first tensor that differs from its sources, with the element and its place
@@ -249,7 +249,7 @@ def _elsewhere(own: int, rank: int, path: str) -> Iterator[DamageError]:
 
 
 def _is_of(record: TargetRecord, folder: Path, path: str) -> bool:
-    """Tell whether a record is that of the file at `path`, and not of one that was about to replace it."""
+    """Tell whether a record describes the file at `path`, and not one that was about to replace it."""
     return folder / record.file == Path(path) and (record.announced is None or record.is_about(Path(path).stat()))
 
 
@@ -320,7 +320,7 @@ def damage_of(
     before_sums: Callable[[Summing], None],
     progress: Progress,
 ) -> ReshardError | None:
-    """Return what is wrong with the shard of `rank` by its checksum and by the sums of its tensors; the first of it.
+    """Return the first error in the shard of `rank`, by its checksum and by the sums of its tensors.
 
     size_bytes: of its files. before_sums: called with what summing a file takes, before it is summed. progress: told of
     the bytes of the files.
@@ -376,7 +376,7 @@ def require_as_committed(
 
 
 def _one_by_one(files: ShardFiles, rank: int) -> Iterator[tuple[ShardFiles, int]]:
-    """Yield the files of a rank as they are verified: those of a folder with an index by their target ranks."""
+    """Yield the files of a rank as they are verified: for a folder with an index, by target rank."""
     if not files.is_folder:
         yield files, rank
         return

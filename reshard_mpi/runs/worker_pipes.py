@@ -21,7 +21,7 @@ from reshard_mpi.runs.progress import PHASES, Counts, Progress, RunStatus, Stage
 
 T = TypeVar("T")
 
-# What `SharedCounts` has of a worker: the fields of `Counts`, in whole numbers of so many bytes.
+# The part of `SharedCounts` for a worker: the fields of `Counts`, as whole numbers of this size in bytes.
 _STAGE, _UNITS, _WAITS, _DONE, _OWN = 0, 1, 2, 3, 7
 _CELLS, _CELL_BYTES = 11, 8
 

@@ -331,7 +331,7 @@ def _cause(exit_code: int) -> str:
 
 
 def _join(workers: list[_Worker], *, stopped: bool) -> None:
-    """Wait until the workers end; if the run is `stopped`, terminate them first. Kill those that do not end in time."""
+    """Wait until the workers end; if the run is `stopped`, terminate them first. Kill late ones."""
     deadline = time.monotonic() + _STOP_SECONDS
     for worker in workers:
         if stopped:

@@ -185,7 +185,7 @@ class Writer:
         return begun.outcome.joined([alone, shared])
 
     def _gathered(self, part: FillReport) -> list[FillReport]:
-        """Return the parts of all processes, in their order. part: that of this one."""
+        """Return the parts of all processes, in their order. part: this process's."""
         return [record_of(FillReport, value) for value in self._comm.allgather(part)]
 
     def _write_alone(self) -> Outcome:
@@ -257,7 +257,7 @@ class Writer:
         reservations: Mapping[int, Reserved],
         do: Callable[[TargetSlice, RankPlan, Manifest, int, float], FillReport],
     ) -> FillReport:
-        """Do something with each of these shares whose target has been reserved; return what is done together.
+        """Apply a function to each share whose target has been reserved; return the joined results.
 
         do: takes the share, the target's plan and manifest, its open file, and for how long memory was waited for.
         """
@@ -371,7 +371,7 @@ class Writer:
 
 
 def _joined(parts: Sequence[Verified], plan: RankPlan) -> tuple[TensorSum, ...]:
-    """Return the sums of a target's tensors, joined from those of its parts."""
+    """Return the sums of a target's tensors, joined from its parts' sums."""
     if not parts:
         return ()
     from reshard_mpi.journal.records import joined_sums

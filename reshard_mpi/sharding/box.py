@@ -143,7 +143,7 @@ class UncoveredError(Exception):
 
 
 class Pieces:
-    """The boxes of the pieces of a tensor, sorted so that those which share elements with a box are found quickly.
+    """The boxes of a tensor's pieces, sorted so that overlaps with a box are found quickly.
 
     boxes: where pieces overlap, the one that comes first here is taken.
     """
@@ -187,7 +187,7 @@ class Pieces:
         return sorted(covering, key=lambda taken: (taken[1].start, taken[0]))
 
     def meeting(self, box: Box) -> Iterator[tuple[int, Box]]:
-        """Yield the pieces that share elements with `box`, by number, and what they share."""
+        """Yield the pieces that share elements with `box`, by number, and the shared boxes."""
         low, high = (box.start[self._dim], box.stop[self._dim]) if box.ndim else (0, 1)
         for number, piece in self._boxes[bisect_right(self._reaches, low) : bisect_left(self._starts, high)]:
             shared = piece.intersect(box)

@@ -41,7 +41,7 @@ def _regrouped(placement: Placement, shape: Shape) -> Placement:
 
 @lru_cache(maxsize=4096)
 def regroup_part(placement: Placement, part_shape: Shape) -> Placement:
-    """Return the placement with the dimensions of a tensor of which a rank holds a part of shape `held`."""
+    """Return the placement with the dimensions of a tensor if a rank holds a part of shape `held`."""
     placement = _closed(placement, len(part_shape))
     if placement.expanded_shape is None or len(part_shape) == len(placement.split) or not part_shape:
         return placement
@@ -161,7 +161,7 @@ def _without_zeros(shape: Shape) -> Shape:
 
 
 def _common_factors(first: Shape, second: Shape) -> Shape:
-    """Return the finest shape of which both shapes are refinements; both list the factors of one tensor.
+    """Return the finest shape that both shapes refine; both list the factors of one tensor.
 
     Dimensions of length 1 are kept as often as both shapes have them.
     """
@@ -174,7 +174,7 @@ def _common_factors(first: Shape, second: Shape) -> Shape:
 
 
 def _closed(placement: Placement, ndim: int) -> Placement:
-    """Return an open-ended placement as that of a tensor of `ndim` dimensions."""
+    """Return an open-ended placement for a tensor of `ndim` dimensions."""
     if placement.whole_scalars and ndim == 0:
         return Placement(placement.mesh, stages=placement.stages)
     if not placement.open_ended or not placement.split or ndim < len(placement.split):
@@ -197,7 +197,7 @@ def _with_sizes(placement: Placement, shape: Shape) -> Placement:
 
 
 def ceil_lengths(length: int, cuts: Iterable[int]) -> tuple[int, ...]:
-    """Return the lengths of the slices of a dimension that is cut into so many, and each of these again."""
+    """Return the lengths of a dimension's slices under ceiling division, and again for each of these."""
     lengths = [length]
     for count in cuts:
         lengths = [

@@ -130,7 +130,7 @@ def _require_dimensions(placement: Placement, shape: Shape) -> None:
 
 
 def _rule_for(dimensions: int) -> str:
-    """Return what to change in the rule of a spec that cuts a dimension which tensors with so many do not have."""
+    """Return the advice for a spec's rule that cuts a dimension which tensors of fewer dimensions lack."""
     before = "give it a rule of its own before this one"
     if dimensions == 0:
         return f"the tensor has no dimensions and cannot be cut: {before}"
@@ -139,7 +139,7 @@ def _rule_for(dimensions: int) -> str:
 
 
 def whole_shape(placement: Placement, rank: int, part_shape: Shape) -> Shape:
-    """Return the shape of the whole tensor of which `rank` holds a part of shape `part_shape`.
+    """Return the shape of the whole tensor if `rank` holds a part of shape `part_shape`.
 
     Raises LayoutError if the number of dimensions does not fit. A part of a wrong size is not noticed here: it leads to
     a shape that the caller finds not to fit.
@@ -160,7 +160,7 @@ def whole_shape(placement: Placement, rank: int, part_shape: Shape) -> Shape:
 
 
 def whole_shape_of_parts(placement: Placement, parts: Mapping[int, Shape]) -> Shape:
-    """Return the shape of the whole tensor of which ranks hold parts of these shapes.
+    """Return the shape of the whole tensor from the shapes of the ranks' parts.
 
     One part tells it, unless dimensions are cut by ceiling division: then the parts along them are added up. Raises
     UnknownLengthError if such parts are missing, LayoutError if the number of dimensions does not fit. Parts of wrong

@@ -42,7 +42,7 @@ class Pattern:
 
     @property
     def begins_with_any(self) -> bool:
-        """Whether it begins with `*`: then it matches every name of which it matches an end."""
+        """Whether it begins with `*`: then it matches every name whose end it matches."""
         return self.text.startswith("*")
 
     def matches(self, name: str, start: int = 0) -> bool:

@@ -113,7 +113,7 @@ class Placement:
 
     @property
     def optimizer_axes(self) -> tuple[int, ...]:
-        """The mesh axes over which the optimizer cuts, in a spec: the last of those that cut no dimension."""
+        """The mesh axes over which the optimizer cuts, in a spec: the last axes that cut no dimension."""
         axes: list[int] = []
         for axis in reversed(self.free_axes):
             if math.prod(self.mesh[chosen] for chosen in axes) == self.optimizer:
@@ -224,7 +224,7 @@ def replicated(ranks: int) -> Placement:
 
 
 class _RuleCache:
-    """What the rules of a strategy say of names asked about before: planning asks about each many times."""
+    """The rules' answers for names asked about before: planning asks about each many times."""
 
     __slots__ = ("followed", "patterns", "placed", "rules")
 

@@ -273,7 +273,7 @@ class FormatConformance:
             assert all(0 <= first <= last <= len(content) for first, last in ranges)
 
     def _holdable(self, contents: ShardContents) -> ShardContents:
-        """Return the contents without what the format cannot hold."""
+        """Return the contents without the parts that the format cannot hold."""
         tensors = contents.tensors.values()
         kept = {tensor.name: tensor for tensor in tensors if tensor.dtype.name not in self.cannot_hold}
         return ShardContents(kept, contents.strings if self.module.TRAITS.keeps_strings else {})

@@ -89,7 +89,7 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
 
 
 def read_back(meant: Manifest) -> None:
-    """Read the structure of a checkpoint that was just written. Raises ShardError if it is not that of `meant`."""
+    """Read back the structure of a checkpoint just written. Raises ShardError if it differs from `meant`."""
     files.require_as_written(locate(meant.path), meant)
 
 

@@ -18,7 +18,7 @@ from reshard_mpi.protobuf import FIXED_BYTES, LENGTH, VARINT, encode_length, enc
 _WINDOW_BYTES = 1024
 _LARGE_WINDOW_BYTES = 64 << 10
 _HEADER_BYTES = 320
-# Fields that are read one by one, which those of values that are like others are not; a value has ten.
+# Fields that are read one by one, unlike the fields of values that repeat others; a value has ten.
 _MAX_FIELDS = 1 << 20
 
 

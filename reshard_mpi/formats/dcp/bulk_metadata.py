@@ -61,7 +61,7 @@ _ATTRIBUTES = Global("", "attributes")
 _COST_BYTES = 200
 # Metadata that is not hostile has few sorts of tensors and chunks, and few shapes.
 _MAX_KNOWN, _MAX_ALIKE, _MAX_ALIKE_BYTES = 4096, 16, 4096
-# So many objects at a time, that it can be looked at what they take.
+# Objects at a time, so that their memory can be checked.
 _MOST_AT_ONCE = 4096
 
 _GET = rb"(?:h.|j.{4})"
@@ -69,7 +69,7 @@ _NUMBER = rb"(?:K.|M..|J.{4}|\x8a\x05.{5}|\x8a\x06.{6}|\x8a\x07.{7}|\x8a\x08.{8}
 _WIDTHS = {0x4B: 1, 0x4D: 2, 0x4A: 4}
 _FIND_NUMBERS = re.compile(_NUMBER, re.DOTALL)
 _COUNTED = re.compile(rb"(\(?)((?:%s){1,64})([\x85-\x87t])" % _NUMBER, re.DOTALL)
-# How a tuple of so many numbers begins and ends; longer ones as the last.
+# The beginning and end of a tuple of this length; longer ones as the last.
 _ENDS = {1: (b"", b"\x85"), 2: (b"", b"\x86"), 3: (b"", b"\x87"), 4: (b"(", b"t")}
 _MEMOIZE, _BINGET = b"\x94", 0x68
 _SHORT_TEXT = 0x8C
@@ -120,7 +120,7 @@ def _patterns(put: bytes) -> _OpcodePatterns:
 
 
 class _Size(NamedTuple):
-    """A size, and what it puts into the memo. numbers: None where there is none."""
+    """A size, and its memo entries. numbers: None where there is none."""
 
     numbers: tuple[int, ...] | None
     memoized: Sequence[Value]
@@ -130,7 +130,7 @@ _NO_SIZE = _Size(None, ())
 
 
 class _SeenTensor(NamedTuple):
-    """A tensor that has been met: its bytes, what it is, and what it puts into the memo."""
+    """A tensor met before: its bytes, its record, and its memo entries."""
 
     content: bytes
     facts: TensorFacts
@@ -138,7 +138,7 @@ class _SeenTensor(NamedTuple):
 
 
 class _Memory:
-    """The memo of a pickle, with what is put into it while objects are read.
+    """The memo of a pickle, and entries added while objects are read in bulk.
 
     puts: the pickler gives each object a number.
     """

@@ -1,4 +1,4 @@
-"""Read and write the footer by which a `.distcp` file of ours says what it holds (`read`).
+"""Read and write the footer that lists the tensors of our `.distcp` files (`read`).
 
 What a file says of itself behind its items: which tensors they are. torch does not look there.
 """
@@ -44,7 +44,7 @@ class Footer(NamedTuple):
 
 
 def record_of(tensors: TensorTable, strings: dict[str, str]) -> bytes:
-    """Return what is written behind the items: the tensors are runs of the file, each with its part of a whole."""
+    """Return the footer behind the items: each tensor is one run of the file, and a box of a whole tensor."""
     kinds = []
     for kind in tensors.kinds:
         assert kind.box is not None and kind.global_shape is not None
@@ -63,7 +63,7 @@ def record_of(tensors: TensorTable, strings: dict[str, str]) -> bytes:
 
 
 def size_at_most_bytes(names: list[str], dimensions: list[int], strings: dict[str, str]) -> int:
-    """Return what the record can take. dimensions: of each kind of tensors."""
+    """Return the largest size of the footer. dimensions: number of dimensions of each kind of tensor."""
     of_names = sum(_CHARACTER_BYTES * len(name) + 2 * _TENSOR_BYTES for name in names)
     of_kinds = sum(_KIND_BYTES + 3 * _NUMBER_BYTES * count for count in dimensions)
     of_strings = sum(_CHARACTER_BYTES * (len(name) + len(text)) + 32 for name, text in strings.items())
@@ -76,7 +76,7 @@ def is_there(fd: int, size_bytes: int) -> bool:
 
 
 def read(fd: int, path: str, size_bytes: int) -> Footer:
-    """Read what a file says of itself. Raises ShardError if it says nothing, or is damaged."""
+    """Read the footer of a file. Raises ShardError if there is none, or it is damaged."""
     end = os.pread(fd, _END.size, max(0, size_bytes - _END.size))
     if len(end) < _END.size or not end.startswith(_MARK):
         raise ShardError(

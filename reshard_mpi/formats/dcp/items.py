@@ -26,7 +26,7 @@ from reshard_mpi.text import KIB
 _HEAD_BYTES, _TAIL_BYTES = KIB, 2 * KIB
 # A checkpoint has a few dozen sorts of items of one length at the most.
 _MAX_KNOWN = 64
-# Objects are mostly numbers and short lists; of so many small ones it is remembered what they are.
+# Objects are mostly numbers and short lists; this number of small ones is kept parsed.
 _SMALL_BYTES, _MAX_REMEMBERED = 4 * KIB, 1024
 _CRC_BYTES = 4
 _PART_BYTES = 100
@@ -86,7 +86,7 @@ class _ItemTemplate(NamedTuple):
 
 
 class Common:
-    """What is common to the files of a checkpoint while they are located.
+    """State shared by the files of a checkpoint while they are located.
 
     left_bytes: what objects may still take of memory. archives: how many archives of such have been read. sorts: those
     that have been met of items, by their length.
@@ -107,7 +107,7 @@ class Common:
 
 
 def locate_items(path: str, wanted: Sequence[WantedItem], common: Common) -> LocatedFile:
-    """Locate items of the file at `path`. Raises ShardError if one is not there, or is not what it should be."""
+    """Locate items of the file at `path`. Raises ShardError for an item that is missing or of another kind."""
     ordered = sorted(wanted, key=lambda item: item.offset_bytes)
     with files.opened(path) as (fd, size_bytes):
         _require_apart(ordered, path, size_bytes)
@@ -139,7 +139,7 @@ def _require_apart(ordered: Sequence[WantedItem], path: str, size_bytes: int) ->
 
 
 class MisfitError(ShardError):
-    """Files that are sound, but are not those that the metadata is about."""
+    """Files that are sound, but that the metadata does not describe."""
 
 
 def named(key: ItemKey) -> str:
@@ -258,7 +258,7 @@ class _Locating:
     def _sorts_of(
         self, item: WantedItem, head: bytes, payload_start: int, content: ArchiveContent
     ) -> list[_ItemTemplate]:
-        """Return what is alike in items such as this one, if it is laid out as torch does."""
+        """Return the bytes common to items like this one, if torch laid it out."""
         first, stored = item.offset_bytes, content.root
         members = archive.read_members(self._fd, self._path, item.length_bytes, first)
         payload = f"archive/data/{stored.storage.key}"

@@ -56,7 +56,7 @@ class ItemLayout(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def of_tensor(kind: TensorType) -> ItemLayout:
-    """Return the layout of a tensor of a kind, of which only type and shape count."""
+    """Return the layout of an item for a tensor of a kind; only type and shape count."""
     plain = TensorType(kind.dtype, kind.shape)
     before, members = _written(first_members(dumps(WrittenTensor(_KEY, plain))), [])
     payload = placed(f"data/{_KEY}", plain.size_bytes, members[-1].end)
@@ -88,9 +88,9 @@ def _written(contents: dict[str, bytes], before: list[Placed]) -> tuple[bytes, l
 
 Keys = tuple[str | int, ...]
 
-# Dictionaries of other classes; what is in them is flattened like that of a plain one.
+# Dictionaries of other classes; their contents are flattened like a plain dictionary's.
 _DICTIONARIES = frozenset(Global("collections", name) for name in ("OrderedDict", "defaultdict"))
-# Lists may lack items, which torch fills with None: those that were empty dictionaries.
+# Lists may lack items, which torch fills with None: empty dictionaries before.
 _MOST_LACKING = 1 << 16
 
 
@@ -178,7 +178,7 @@ def _value(value: Value, path: Keys) -> Iterator[tuple[Keys, Value]]:
 
 
 def _opened(value: Value, path: Keys) -> Iterator[tuple[Keys, Value]]:
-    """Yield what is in a value that is not kept as one."""
+    """Yield the members of a value that is not kept as one object."""
     if type(value) is Dict:
         yield from _dictionary(value.pairs(), path)
     elif type(value) is list or type(value) is tuple:

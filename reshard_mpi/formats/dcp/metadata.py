@@ -38,7 +38,7 @@ OWN_STRINGS = "reshard_mpi_strings"
 _MEGATRON = "mcore_data"
 _MEGATRON_ROOT = Global("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata")
 _FLATTENED = "a range of flattened elements a rank, as the optimizer of Megatron-Core up to 0.15 has them"
-# That of 250,000 items has 48 MB, and its objects take so much memory by the count of `pickles`.
+# For 250,000 items the file has 48 MB, and its objects take this much memory by the count of the unpickler.
 _MAX_BYTES = 48 * MIB
 _BUDGET_BYTES = 144 * MIB
 # What torch calls these classes; older releases keep them in other modules.
@@ -58,7 +58,7 @@ class TensorChunks(NamedTuple):
 
 
 class Metadata(NamedTuple):
-    """What the metadata lists.
+    """The contents of `.metadata`.
 
     entries: tensors by name, None for an object, without those in `left_out`: tensors and objects that nobody can use
     by themselves. items: where each chunk and object lies, of these as well. paths: the keys under which an entry lies
@@ -82,7 +82,7 @@ _OF_BUCKETS = re.compile(
 
 
 class _Unsound(Exception):
-    """What is wrong with the metadata, and what was met."""
+    """An error in the metadata, and the value that was met."""
 
 
 def read(folder: str) -> Metadata:
@@ -157,7 +157,7 @@ def _metadata(root: Value, end: int) -> Metadata:
 
 
 def _left_out(buckets: Sequence[str]) -> tuple[str, ...]:
-    """Return in words what is left out: the names of buckets, and of how they are divided, if there are any."""
+    """Say which buckets, and which records of their division, are left out, if there are any."""
     if not buckets:
         return ()
     what = "the optimizer's state in flat buckets (dp_reshardable), of which Megatron-Core alone knows what lies where"
@@ -208,7 +208,7 @@ def _tensor(name: str, value: Value) -> TensorChunks:
 
 
 def _facts(value: Value) -> TensorFacts:
-    """Return what a tensor is that was read opcode by opcode."""
+    """Return the facts of a tensor that was read opcode by opcode."""
     state = _state(value, TENSOR.name)
     properties, chunks = state.get("properties"), state.get("chunks")
     is_known = type(properties) is Call and properties.function.name == PROPERTIES.name
@@ -255,7 +255,7 @@ def _place(value: Value) -> ItemPlace:
 
 
 def _paths(value: Value, entries: Mapping[str, TensorChunks | None]) -> Mapping[str, Keys]:
-    """Return the paths of entries, as far as the metadata has them and they are those of the names."""
+    """Return the paths of entries, as far as the metadata has paths for these names."""
     if type(value) is not Dict:
         return {}
     found: dict[str, Keys] = {}

@@ -146,7 +146,7 @@ def _listed(
 
 
 def _with_objects(write: _MetadataPickler, places: Mapping[str, ItemPlace], start: int) -> bytes:
-    """Return the whole pickle. places: those of objects, counted from byte `start`."""
+    """Return the whole pickle. places: the objects' places, counted from byte `start`."""
     for name, place in places.items():
         write.item(name, None, None, place._replace(offset_bytes=start + place.offset_bytes))
     write.raw(b"uub.")
@@ -175,7 +175,7 @@ class _MetadataPickler:
         self._content += content
 
     def _is_known(self, key: Hashable) -> bool:
-        """Take from the memo what is in it, and tell whether it was."""
+        """Take a value from the memo if it is there, and tell whether it was."""
         get = self._memo.get(key)
         if get is None:
             return False

@@ -130,7 +130,7 @@ def wanted_in(path: str) -> list[WantedItem]:
 
 
 def _located(folder: str, found: Metadata) -> tuple[dict[str, LocatedFile], dict[str, str]]:
-    """Return what lies in each file, and in words what is wrong with those that cannot be used."""
+    """Return the contents of each file, and an error text for each file that cannot be used."""
     wanted: dict[str, list[WantedItem]] = {}
     for key, kind in _items(found):
         place = found.items[key]
@@ -196,7 +196,7 @@ def _require_objects(found: Metadata, objects: Mapping[str, Value], missing: Map
 
 
 class _Strings(NamedTuple):
-    """The strings of a checkpoint with the text of its nest, in words what is left out, and the tensors in objects."""
+    """The strings of a checkpoint with its nest text, words on omissions, and tensors inside objects."""
 
     strings: Mapping[str, str]
     left_out: tuple[str, ...]
@@ -206,7 +206,7 @@ class _Strings(NamedTuple):
 def _strings(found: Metadata, objects: Mapping[str, Value], folder: str) -> _Strings:
     if found.strings is not None:
         return _Strings(found.strings, (), [])
-    # Ranks list what they have written; the paths are those of all keys of a rank, in the order of its dictionaries.
+    # Ranks list their own writes; the paths cover all keys of a rank, in the order of its dictionaries.
     has_order = found.paths.keys() == found.entries.keys()
     values = (
         (found.paths.get(name, (name,)), objects[name] if found.entries[name] is None else TensorLeaf(name))

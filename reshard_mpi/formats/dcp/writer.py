@@ -33,7 +33,7 @@ def file_name(target_rank: int, targets: int, prefix: str) -> str:
 
 
 def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
-    """Return what the file of `spec` can take. Raises TargetError for what torch cannot hold."""
+    """Return the largest size of the file of `spec`. Raises TargetError for tensors that torch cannot hold."""
     require_types(spec.specs, _HOLDER, "")
     entries_of([*spec.specs.names, *spec.elsewhere], spec.strings, "")
     specs = spec.specs
@@ -101,7 +101,7 @@ def seal(fd: int, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = F
 
 
 def entries_of(names: Sequence[str], strings: Mapping[str, str], where: str) -> list[tuple[str, Keys, Value]]:
-    """Return what a checkpoint of these tensors and strings has: name, path, and a `Leaf` or an object.
+    """Return the entries of a checkpoint of these tensors and strings: name, path, and a `TensorLeaf` or an object.
 
     Raises TargetError if the strings do not fit the tensors, or two entries have the same name.
     """
@@ -129,7 +129,7 @@ def _has(fd: int, start: int, content: bytes) -> bool:
 
 
 def locate(path: str, like: Manifest | None = None) -> Manifest:
-    """Find the pieces of tensors in a file, by what it says of itself, or by the metadata beside it.
+    """Find the pieces of tensors in a file, by its footer, or by the metadata beside it.
 
     Those that others have written are called by their places too, since a file may have several of a tensor. Raises
     ShardError if it is damaged, or nothing says what it holds.

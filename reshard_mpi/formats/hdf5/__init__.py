@@ -1,4 +1,4 @@
-"""Read and write HDF5 shards (`.h5`, `.hdf5`): native ones, and those of other programs.
+"""Read and write HDF5 shards (`.h5`, `.hdf5`): native ones, and other programs' files.
 
 A native shard, version 1, holds one contiguous dataset a tensor, allocated when it is created, so that its payload is
 one byte range of the file, known before a byte of it is written. Each dataset has the attributes `dtype` (the logical

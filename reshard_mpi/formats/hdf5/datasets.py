@@ -231,7 +231,7 @@ def _decoded_shape(properties: Any, shape: tuple[int, ...], dtype: DType, where:
 
 
 def _whole_chunk_bytes(properties: Any, dtype: DType, chunk: tuple[int, ...]) -> int:
-    """Return the size of a whole chunk; of a dataset without chunks, of what is decoded at once (shape `chunk`)."""
+    """Return the size of a whole chunk; for a dataset without chunks, of the part decoded at once (shape `chunk`)."""
     lengths = properties.get_chunk() if properties.get_layout() == h5d.CHUNKED else chunk
     return dtype.itemsize_bytes * math.prod(lengths)
 

@@ -59,7 +59,7 @@ def size_at_most_bytes(spec: ShardSpec) -> int:
 
 
 def write(fd: int, scratch: int, manifest: Manifest, places: TextPlaces) -> None:
-    """Write the index of an HDF5 file behind its end, as that of a shard without sums. Raises OSError.
+    """Write the index of an HDF5 file behind its end, for a shard without sums. Raises OSError.
 
     scratch: the descriptor of a copy of the HDF5 file without payloads, from which the checksum is made.
     """

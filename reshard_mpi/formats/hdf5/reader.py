@@ -28,13 +28,13 @@ from reshard_mpi.sharding.box import Box
 _MAX_SOFT_LINKS = 16
 # Of groups in groups: the route to each of them is kept.
 _MAX_DEPTH = 1024
-# So many names beyond one for each object may lead to objects that were reached before: groups that share members, and
-# soft links through soft links, make endless names of a few bytes.
+# This number of names beyond one for each object may lead to objects that were reached before: groups that share
+# members, and soft links through soft links, make endless names of a few bytes.
 _MAX_AGAIN = 1000
 
 
 class Link(NamedTuple):
-    """A link of a group. address: of a hard link, that of its object."""
+    """A link of a group. address: of a hard link, its object's address."""
 
     name: str
     kind: int
@@ -57,7 +57,7 @@ def root(file: Any) -> Node:
 
 
 class Walk:
-    """A walk through the file `path`; it counts what it meets, so that no file can make it endless.
+    """A walk through the file `path`; it counts its steps, so that no file can make it endless.
 
     top: the root group. on_progress: called for every link.
     """
@@ -135,7 +135,7 @@ class Walk:
         return self._open(group, link, path)
 
     def _open(self, group: Node, link: Link, path: GroupPath, hops: int = 0) -> Node:
-        """Return the object that `link` of `group` leads to. path: what it is called. hops: soft links so far."""
+        """Return the object that `link` of `group` leads to. path: its name. hops: soft links followed so far."""
         if link.kind == h5l.TYPE_HARD:
             self._visit(link.address, path)
             handle = h5o.open(group.handle, link.name.encode())
@@ -151,7 +151,7 @@ class Walk:
         return self._resolve(group, group.handle.links.get_val(link.name.encode()), path, hops + 1)
 
     def _resolve(self, group: Node, target: bytes, path: GroupPath, hops: int) -> Node:
-        """Return the object that a soft link of `group` to `target` leads to; `path` is what it is called."""
+        """Return the object that a soft link of `group` to `target` leads to; `path` is its name."""
         node = self._top if target.startswith(b"/") else group
         for part in target.split(b"/"):
             if part in (b"", b"."):
@@ -226,7 +226,7 @@ def describe(walk: Walk, root: Node, path: str) -> Description:
 
 
 def native_tensor(handle: Any, stored: types.Stored, shape: tuple[int, ...], where: str) -> NativeTensor:
-    """Return what the attributes of a tensor's dataset say. Raises ShardError if they contradict its type or shape."""
+    """Return the tensor described by a dataset's attributes. Raises ShardError if they contradict its type or shape."""
     name = types.read_text(handle, "dtype")
     dtype = BY_NAME.get(name or "")
     if dtype is None or types.stored_as(dtype) != stored.name:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from reshard_mpi.sharding.box import Box
 
 _START = "from reshard_mpi.formats.hdf5.sandbox_child import main; main(0, 1)"
-# Variables of the process besides those of this one: one thread; no filters or drivers from outside the library; no
-# part in an MPI job, where HDF5 was built with MPI; memory of decoded chunks is given back at once.
+# Variables of the child besides this process's own: one thread; no filters or drivers from outside the library; no part
+# in an MPI job, where HDF5 was built with MPI; memory of decoded chunks is given back at once.
 _ENVIRONMENT = {
     **ONE_THREAD,
     "HDF5_PLUGIN_PRELOAD": "::",
@@ -131,7 +131,7 @@ class _Process:
         os.close(self.requests)
         os.close(self.replies)
         if self.owner != os.getpid():
-            return None  # that of another process, left here by a fork
+            return None  # another process's, left here by a fork
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         try:

@@ -125,7 +125,7 @@ def _read(
 
 
 class _ProcessLimits:
-    """What the process may take, set anew for each request."""
+    """The limits of the process, set anew for each request."""
 
     def __init__(self) -> None:
         self._base_bytes = _data_bytes()
@@ -135,7 +135,7 @@ class _ProcessLimits:
         resource.setrlimit(resource.RLIMIT_NOFILE, (_DESCRIPTORS.stop, _DESCRIPTORS.stop))
 
     def allow(self, size_bytes: int, seconds: float) -> None:
-        """Let memory grow by `size_bytes` beyond that of the idle process, and work on for so much processor time.
+        """Let memory grow by `size_bytes` beyond the idle process, and allow the given processor time.
 
         Then the process is killed (SIGPROF), unless `step` or `release` is called before.
         """

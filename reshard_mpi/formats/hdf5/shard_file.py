@@ -184,7 +184,7 @@ def stored_sums(path: str) -> Mapping[str, int]:
 
 
 def read_back(meant: Manifest) -> None:
-    """Read the structure of a native shard that was just written. Raises ShardError if it is not that of `meant`."""
+    """Read back the structure of a native shard just written. Raises ShardError if it differs from `meant`."""
     with files.opened(meant.path) as (fd, size_bytes):
         if index.locate(fd, meant.path, end_of_file(fd, meant.path, size_bytes)) != meant:
             raise files.not_as_written(meant.path)

@@ -115,7 +115,7 @@ def _complex_of(part: Stored | None) -> Stored | None:
 # Describing a type or a shape to HDF5 costs as much as writing an attribute, so each is described once.
 @lru_cache(maxsize=64)
 def text_type(length_bytes: int) -> Any:
-    """Return the type of a text of so many bytes."""
+    """Return the HDF5 type of a text of a number of bytes."""
     kind = h5t.C_S1.copy()
     kind.set_size(length_bytes)
     kind.set_cset(h5t.CSET_UTF8)

@@ -39,7 +39,7 @@ _CFunction = Callable[..., int]
 _IDENTIFIER = ctypes.c_int64  # of an object, since HDF5 1.10
 _ADDRESS = ctypes.c_uint64
 _STATUS = ctypes.c_int
-_DEFAULT = 0  # the usual properties; of errors, those of the last call
+_DEFAULT = 0  # the usual properties; errors: the last call's
 _NO_ADDRESS = (1 << 64) - 1
 _FROM_THE_CAUSE_ON = 0
 
@@ -62,7 +62,7 @@ _OnError = ctypes.CFUNCTYPE(_STATUS, ctypes.c_uint, ctypes.POINTER(_Error), ctyp
 
 
 class Library(NamedTuple):
-    """Functions of the library that h5py has loaded, by what they do."""
+    """Functions of the library that h5py has loaded, named by their task."""
 
     create_dataset: _CFunction
     offset_of_dataset: _CFunction
@@ -104,7 +104,7 @@ class Library(NamedTuple):
         return result
 
     def _reasons(self) -> str:
-        """Return what the library says of the call that has just failed: the cause last."""
+        """Return the library's messages on the call that has just failed: the cause last."""
         reasons: list[str] = []
 
         def note(_: int, error: Any, __: Any) -> int:
@@ -119,7 +119,7 @@ class Library(NamedTuple):
 def library() -> Library | None:
     """Return the library that h5py has loaded; None if it cannot be reached but through h5py."""
     try:
-        found = ctypes.PyDLL(h5d.__file__)  # a module's functions are found with those of the libraries it needs
+        found = ctypes.PyDLL(h5d.__file__)  # a module's functions are found along with its libraries' functions
         return Library(
             _function(found.H5Dcreate2, _IDENTIFIER, _IDENTIFIER, ctypes.c_char_p, *[_IDENTIFIER] * 5),
             _function(found.H5Dget_offset, _ADDRESS, _IDENTIFIER),

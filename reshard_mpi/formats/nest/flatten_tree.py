@@ -29,12 +29,12 @@ from reshard_mpi.formats.nest.nodes import (
     require_short,
 )
 
-# So many parts of a value are looked into for tensors that are lost with it.
+# Parts of a value that are searched for tensors lost with it.
 _MAX_LOOKED_INTO = 1 << 16
 
 
 def described(value: Value, is_tensor: Callable[[Value], bool]) -> str:
-    """Return in words what a value is that is left out, and how many tensors are lost with it."""
+    """Name a value that is left out, and the number of tensors lost with it."""
     if is_tensor(value):
         return "a lone tensor"
     if type(value) is Unreadable:
@@ -66,17 +66,17 @@ def _tensors_in(value: Value, is_tensor: Callable[[Value], bool]) -> int:
 _MAX_NOTES, _MAX_NOTED_CHARACTERS = 64, 300
 _MAX_SHOWN = 3
 _OTHER_KEYS = "load it with torch, and save it with other keys"
-# A list of more single values than this is left out. Shorter ones are, too, where there are so many of them that all
-# together would be too large.
+# A list of more single values than this is left out. Shorter ones are, too, where all of them together would be too
+# large.
 _MOST_ITEMS = (1 << 18, 1 << 14, 1 << 10)
-# So many characters count as one item.
+# This number of characters counts as one item.
 _CHARACTERS_OF_ITEM = 8
-# The nest of a dictionary of tensors, of which something else may have been left out.
+# The nest of a dictionary of tensors, from which something else may have been left out.
 _NAMES_ALONE = '{"dict":[]}'
 
 
 class Flattened(NamedTuple):
-    """A tree as names: its tensors in order, the strings of the shard, and in words what is left out of them."""
+    """A tree as names: its tensors in order, the shard's strings, and words on omissions."""
 
     tensors: list[tuple[str, Value]]
     strings: dict[str, str]
@@ -216,7 +216,7 @@ class _Flattening:
         self.longest = 0
 
     def misplaced(self) -> set[str]:
-        """Return the tensors without an entry that would be taken for those of another dictionary."""
+        """Return the tensors without an entry that would be assigned to the wrong dictionary."""
         return {name for name, number in self._unlisted if owner_of(name, self._open) != number}
 
     def _put(self, text: str) -> None:
@@ -379,7 +379,7 @@ class _Flattening:
         return self._is_kept(value, depth)
 
     def _is_long(self, value: Value) -> bool:
-        """Tell whether a value consists of so many single values, or characters, that it is left out."""
+        """Tell whether a value has too many single values or characters to be kept."""
         kind = type(value)
         if kind is str or kind is bytes:
             self.longest = max(self.longest, len(value) // _CHARACTERS_OF_ITEM)
@@ -394,7 +394,7 @@ class _Flattening:
         return is_long
 
     def _long(self, value: Value) -> str:
-        """Say what a value is that is left out for its length."""
+        """Name a value that is left out for its length."""
         kind = type(value)
         if kind is str or kind is bytes:
             return f"a text or bytes of {len(value)}, more than {_CHARACTERS_OF_ITEM * self._most_items}"

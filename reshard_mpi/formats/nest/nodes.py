@@ -53,7 +53,7 @@ class Dict:
 
 
 class Call:
-    """An object as a pickle describes it: what makes it of which arguments, and what it is then given.
+    """A pickled object that is not instantiated: callable, arguments, then state, list items and dict items.
 
     is_new: the class's `__new__` is meant, not a call of it. state: its attributes. items: what is appended to it.
     flat: keys and values that are set in it, in turn. None where there are none.
@@ -75,7 +75,7 @@ class Call:
 
 
 def parts(value: Value) -> Iterable[Value]:
-    """Return what a value has in it, one level down."""
+    """Return the direct parts of a value."""
     kind = type(value)
     if kind is list or kind is tuple:
         return value  # type: ignore[no-any-return]
@@ -186,7 +186,7 @@ class Parsed(NamedTuple):
     order: Sequence[Any] | None
 
     def in_order(self, names: Iterable[str]) -> list[str]:
-        """Return names in the order of the text; those that it does not have come last, in their own order."""
+        """Return names in the order of the text; names that are not in it come last, in their own order."""
         names = list(names)
         place = places(self.order, frozenset(names))
         return sorted(names, key=lambda name: place.get(name, len(place)))
@@ -209,7 +209,7 @@ def written(root: Any, names: Iterable[str] | None) -> str:
 
 
 def coded(names: Iterable[str]) -> list[int | str]:
-    """Return for each name how many characters it has in common with the one before, and those that follow."""
+    """Return for each name the number of characters in common with the one before, and the characters that follow."""
     made: list[int | str] = []
     before = ""
     for name in names:

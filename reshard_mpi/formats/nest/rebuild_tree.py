@@ -116,7 +116,7 @@ class _Rebuilding:
     def _entries(
         self, flat: list[Value], entries: list[Any], prefix: str, depth: int, *, is_state: bool = False
     ) -> None:
-        """Add what the entries of a dictionary describe to its keys and values."""
+        """Add the described entries of a dictionary to its keys and values."""
         require_short(prefix)
         number, is_open = len(self._dicts), not is_state
         keys: set[Value] = set()
@@ -202,7 +202,7 @@ _MAX_QUOTED = 60
 
 
 def first_difference(first: str | None, second: str | None) -> str:
-    """Say which value differs first between two texts of nests, of which None has no values; nothing if none does."""
+    """Name the first value that differs between two nest texts (None: a text without values); empty if none differs."""
     try:
         ours, theirs = ({} if text is None else dict(_values(parsed(text).root, "")) for text in (first, second))
     except (NestError, ValueError, TypeError, LookupError, RecursionError):

@@ -43,7 +43,7 @@ _RESERVED = frozenset((METADATA, FORMAT, CRC, REMOVED, NEST))
 # Of all strings that stand under their own names, so that no foreign file fills the memory; longer ones of this
 # program's are written behind the prefix.
 MAX_PLAIN_BYTES, MAX_WRITTEN_PLAIN_BYTES = 4 * MIB, MIB // 2
-# So many entries that are not kept are named, with so many characters of each.
+# Entries named that are not kept, and characters shown of each.
 _MAX_LEFT_OUT, _MAX_SHOWN = 64, 100
 
 
@@ -86,7 +86,7 @@ class PlainStrings:
             self._left_out[f"of its metadata {what}"] = None
 
     def kept(self, tensors: Container[str], strings: Container[str]) -> tuple[dict[str, str], tuple[str, ...]]:
-        """Return the strings, and in words what is left out: what is called as a tensor, or as another string."""
+        """Return the strings, and words on omissions: names that are taken by a tensor or another string."""
         for name in [name for name in self._strings if name in tensors or name in strings]:
             del self._strings[name]
             self.leave_out(f"{name[:_MAX_SHOWN]!r}, of which there are two")
@@ -179,7 +179,7 @@ _READ_BYTES = 1 << 20
 
 
 def of_file(fd: int, size_bytes: int) -> Structure | None:
-    """Return the structure of a file of so many bytes; None if it has no header, or cannot be read."""
+    """Return the header digest of a file of a given size; None if it has no header, or cannot be read."""
     try:
         length = os.pread(fd, LENGTH_BYTES, 0)
         length_bytes = int.from_bytes(length, "little")
@@ -191,7 +191,7 @@ def of_file(fd: int, size_bytes: int) -> Structure | None:
 
 
 def of_header(length_bytes: int, chunks: Iterable[bytes], size_bytes: int) -> Structure:
-    """Return the structure of a file. chunks: its header, of so many bytes. size_bytes: of all of the file."""
+    """Return the header digest of a file. chunks: its header, `length_bytes` long. size_bytes: of the whole file."""
     digest = hashlib.blake2b(length_bytes.to_bytes(LENGTH_BYTES, "little"))
     spaces = 0
     for number, chunk in enumerate(chunks):

@@ -114,7 +114,7 @@ def _is_inside(file: str) -> bool:
 
 
 def write(files_of: Mapping[str, str], total_bytes: int) -> str:
-    """Return the index of tensors that lie in these files and have so many bytes together."""
+    """Return the text of the index: the file of each tensor, and their total size."""
     facts = {_METADATA_KEY: {_TOTAL: total_bytes}, _MAP: dict(files_of)}
     return json.dumps(facts, indent=2, sort_keys=True) + "\n"
 
@@ -134,7 +134,7 @@ def require_listed(weight_map: Mapping[str, str], file: str, held: Iterable[str]
 
 
 def require_all(weight_map: Mapping[str, str], held: Collection[str], folder: str) -> None:
-    """Raise ShardError if the index names tensors that are in no file. held: those that are in one."""
+    """Raise ShardError if the index names tensors that no file holds. held: tensors in files."""
     if len(held) < len(weight_map):
         missing = sorted(set(weight_map).difference(held))
         more = f", nor are {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -169,13 +169,13 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
 
 
 def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
-    """Return what the file of `spec` takes. Raises TargetError for what it cannot hold."""
+    """Return the size of the file of `spec`. Raises TargetError for unsupported contents."""
     _require_types(spec.specs, "")
     return writer.lay_out(spec.specs, _METADATA, "").size_bytes
 
 
 def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
-    """Write the file `path` without its payloads. Raises TargetError for what it cannot hold."""
+    """Write the file `path` without its payloads. Raises TargetError for unsupported contents."""
     _require_types(spec.specs, path)
     return writer.reserve_as(fd, path, spec._replace(strings={}), NAME, _METADATA)
 
@@ -192,7 +192,7 @@ def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
 
 
 class _FolderFiles(NamedTuple):
-    """What a folder consists of.
+    """The files of a folder.
 
     listed_by: the name of the file that says which file holds which tensor (weight_map), if there is one. has_hyper:
     `HYPER` lies beside it.
@@ -248,7 +248,7 @@ def open_folder(folder: str) -> Manifest:
 
 
 def file_name(target_rank: int, targets: int, prefix: str) -> str:
-    """Return what a file is called: loaders know them by these names, so there is no prefix."""
+    """Return the fixed name of a file: loaders know files by these names, so there is no prefix."""
     return SINGLE if targets == 1 else f"model-{target_rank + 1:05}-of-{targets:05}.safetensors"
 
 
@@ -262,7 +262,7 @@ def index(held: Sequence[Manifest]) -> bytes | None:
 
 
 def _listing(folder: str) -> _FolderFiles:
-    """Return what a folder consists of. Raises ShardError as `files_of` does."""
+    """Return the files of a folder. Raises ShardError as `files_of` does."""
     if Path(folder, INDEX).is_file():
         weight_map = read(str(Path(folder, INDEX)))
         if os.path.lexists(Path(folder, SINGLE)) and SINGLE not in weight_map.values():
@@ -293,7 +293,7 @@ def _listing(folder: str) -> _FolderFiles:
 
 
 def _require_no_other_parts(folder: str, weight_map: Mapping[str, str]) -> None:
-    """Raise ShardError if a part of another save lies beside those that the index names."""
+    """Raise ShardError if a part of another save lies beside the files that the index names."""
     named = set(weight_map.values())
     others = sorted(name for name in os.listdir(folder) if _PART.fullmatch(name) and name not in named)  # noqa: PTH208
     if others:

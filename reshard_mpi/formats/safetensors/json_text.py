@@ -120,7 +120,7 @@ class JsonText:
         return text
 
     def usual(self, pattern: re.Pattern[bytes], most_bytes: int) -> re.Match[bytes] | None:
-        """Take what the pattern matches here, white space apart, if it is not longer than `most_bytes`.
+        """Take the text that the pattern matches here, white space apart, up to `most_bytes`.
 
         It is for what nearly all files have in the same form; a pattern must match nothing that is not JSON.
         """
@@ -188,7 +188,7 @@ class JsonText:
                 return
 
     def _after_value(self, closing: list[bytes]) -> bool:
-        """Take what follows a value that is passed over; tell whether there is another one. closing: what is open."""
+        """Pass over the text after a value; tell whether another value follows. closing: the open bracket."""
         while closing and self.take(closing[-1]):
             closing.pop()
         if closing:
@@ -218,7 +218,7 @@ class JsonText:
         return int(found[1])
 
     def numbers(self, most: int) -> tuple[int, ...]:
-        """Take an array of so many whole numbers at the most."""
+        """Take an array of whole numbers, with a maximum length."""
         found: list[int] = []
         for _ in self.items():
             if len(found) == most:

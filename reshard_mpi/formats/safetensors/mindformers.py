@@ -59,7 +59,7 @@ def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
 
 
 class _FolderContents(NamedTuple):
-    """What a folder consists of.
+    """The files and index of a folder.
 
     tensors: those that the index lists, None if there is no index. files: the names of all files with tensors.
     has_common: whether `COMMON` lies there.
@@ -122,7 +122,7 @@ def open_folder(folder: str) -> Manifest:
 
 
 def _listing(folder: str) -> _FolderContents:
-    """Return what a folder consists of. Raises ShardError as `files_of` does."""
+    """Return the files and index of a folder. Raises ShardError as `files_of` does."""
     lying = os.listdir(folder)  # noqa: PTH208 - of names alone
     counts = {name: count for name in lying if (count := mindformers_count(name)) is not None}
     if INDEX in lying:

@@ -44,8 +44,8 @@ _MAX_FILE_BYTES = 1024
 # What stands around a name in a key of `storage_data`.
 _KEY_BYTES = 64
 _MAX_LENGTH = 1 << 62
-# How much memory is kept of each slice of a tensor, of the box of each slice of those that are cut alike, of a list of
-# files, and of each file in one.
+# The memory kept of each slice of a tensor, of the box of each slice of equally cut tensors, of a list of files, and of
+# each file in one.
 _SLICE_BYTES, _BOX_BYTES, _HOLDERS_BYTES, _HOLDER_BYTES = 64, 320, 160, 16
 _MAX_SLICES = 1 << 17
 
@@ -73,7 +73,7 @@ _REMEDY = "restore index and files of one and the same save"
 
 
 class EqualCut(NamedTuple):
-    """What a tensor is, and into how many equal slices each of its dimensions is cut."""
+    """The type and shape of a tensor, and the number of equal slices of each dimension."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -175,7 +175,7 @@ class _IndexReading:
             self._holders[name] = [()] * count
 
     def _cut(self, at: int, name: str) -> EqualCut:
-        """Take what is said of a tensor."""
+        """Take the description of a tensor."""
         text = self._text
         dtype: DType | None = None
         sizes: dict[str, tuple[int, ...]] = {}

@@ -34,7 +34,7 @@ from reshard_mpi.formats.safetensors.header import (
 )
 from reshard_mpi.formats.tensor_table import TensorTable, TensorType
 
-# Of which number from 0 of how many. MindFormers saves the model and the optimizer apart.
+# Its number from 0, and the number of all. MindFormers saves the model and the optimizer apart.
 _OF_MINDFORMERS = re.compile(r".*-(?:model|opt)-(\d{7})-(\d{7})\.safetensors")
 # What torch saves so holds whole tensors.
 _OF_WHOLE_TENSORS = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
@@ -74,7 +74,7 @@ MAX_STRING_BYTES = files.MAX_STRING_BYTES // 2
 
 
 class HeaderContents(NamedTuple):
-    """What a file holds.
+    """The contents of a header: tensors and metadata.
 
     crc: its entry `crc_num`, if it has one. lacks_others, left_out: see `Manifest`. sharding: its entry `SHARDING`, if
     there is one.
@@ -118,7 +118,7 @@ def read_back(meant: Manifest) -> None:
 
 
 def read(fd: int, path: str, size_bytes: int) -> HeaderContents:
-    """Read the header of a file of so many bytes. Raises ShardError as `locate` does."""
+    """Read the header of a file of a given size. Raises ShardError as `locate` does."""
     return _HeaderReading(Header(fd, path, size_bytes), size_bytes).contents()
 
 
@@ -337,7 +337,7 @@ class _HeaderReading:
             self._plain.add(key, text)
 
     def _mark_int4(self) -> None:
-        """Give those tensors their type of which the metadata says that they are MindSpore's Int4."""
+        """Give tensors that the metadata marks as MindSpore's Int4 their type."""
         tensors = self._tensors
         for name, at in self._int4.items():
             number = tensors.number_of.get(name)

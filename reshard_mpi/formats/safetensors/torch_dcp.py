@@ -112,7 +112,7 @@ TRAITS = Traits(
     tells_files=False,
     title="torch distributed checkpoint in safetensors",
 )
-# Number of the rank, and of which file of how many.
+# Number of the rank, then number and count of its files.
 _PART = re.compile(r"shard-(\d{5,9})-model-(\d{5,9})-of-(\d{5,9})\.safetensors")
 _MAX_LENGTH = 1 << 62
 _MAX_NAMED = 3

@@ -53,7 +53,7 @@ from reshard_mpi.text import MIB
 BLOCK_BYTES = 4096
 _ALIGNED_FROM_BYTES = 64 << 10
 _SMALL_ALIGNMENT_BYTES = 8
-# Spaces at the end of a header, in the place of which `seal` adds a checksum: `"crc_num":"4294967295",`.
+# Spaces at the end of a header, which `seal` replaces by a checksum: `"crc_num":"4294967295",`.
 CRC_ROOM_BYTES = len(CRC) + 16
 # The longest name, escaped, is six times as long; a type, and two offsets.
 _ENTRY_BYTES = 128
@@ -95,14 +95,18 @@ def reserve_as(fd: int, path: str, spec: ShardSpec, format_name: str, metadata: 
 
 
 def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
-    """Return what the file of `spec` takes. Raises TargetError for what it cannot hold, and what `crc` cannot."""
+    """Return the largest size of the file of `spec`. Raises TargetError for contents or `crc` that it does not
+    support.
+    """
     if crc:
         _require_summable(spec.specs)
     return lay_out(spec.specs, _metadata(spec), "").size_bytes
 
 
 def lay_out(specs: Specs, metadata: dict[str, str], path: str) -> FileLayout:
-    """Return the file of these tensors. Raises TargetError, which names `path`, for what it cannot hold."""
+    """Return the layout of a file of these tensors. Raises TargetError, which names `path`, for unsupported
+    contents.
+    """
     require_types(specs, path)
     sizes = [kind.size_bytes for kind in specs.kinds]
     ranks = [

@@ -106,7 +106,9 @@ def program(path: str) -> ShardError:
 
 
 class _Archive:
-    """One archive while its structure is read. Places in it are counted from its first byte, but those of members."""
+    """One archive while its structure is read. Places are counted from its first byte; places of members are
+    absolute.
+    """
 
     def __init__(self, fd: int, path: str, size_bytes: int, first_byte: int = 0) -> None:
         self._fd = fd
@@ -218,7 +220,7 @@ class _Archive:
         return end, name, local_start, Member(self._first_byte + payload_start, size_bytes, crc)
 
     def _wide(self, extra: bytes, short: tuple[int, int, int], at: int) -> tuple[int, ...]:
-        """Return the three numbers of an entry, those that are too large for it from its extra field."""
+        """Return the three numbers of an entry; large ones come from its extra field."""
         field_at = 0
         while field_at + 4 <= len(extra):
             kind = int.from_bytes(extra[field_at : field_at + 2], "little")
@@ -234,7 +236,7 @@ class _Archive:
         raise self._damage("an entry of a large member has no sizes", at)
 
     def _payload_start(self, local_start: int, name: bytes, flags: int, facts: tuple[int, int]) -> int:
-        """Return where the bytes of a member begin, whose local header must be what the directory says."""
+        """Return the offset of a member's data. Raises ShardError if its local header contradicts the directory."""
         header = self._header(local_start, LOCAL.size + len(name)) if local_start < self._size_bytes else b""
         if not header.startswith(LOCAL_MARK):
             raise self._damage("a member of a shard is not where its directory says", local_start)
@@ -248,7 +250,7 @@ class _Archive:
         return local_start + LOCAL.size + int(name_bytes) + int(extra_bytes)
 
     def _header(self, at: int, length_bytes: int) -> bytes:
-        """Return the bytes of a local header; of those that are close together many are read at once."""
+        """Return the bytes of a local header; neighbouring headers are read together."""
         begin = at - self._headers_start
         if begin < 0 or begin + length_bytes > len(self._headers):
             is_near = 0 < at - self._last_header_start <= _NEAR_BYTES

@@ -19,9 +19,9 @@ from reshard_mpi.text import MIB
 
 # What an entry takes of memory besides its texts, as the interpreter counts it.
 _COST_BYTES = 1080
-# So many tensors at a time, that it can be looked at what they take.
+# Tensors at a time, so that their memory can be checked.
 _MOST_AT_ONCE = 4096
-# The memo has so many objects before numbers in it have four bytes.
+# Objects in the memo before its numbers take four bytes.
 _LONG_NUMBERS = 256
 # Files that are not hostile have a few dozen sorts of tensors.
 _MAX_KNOWN = 1024
@@ -124,7 +124,7 @@ class TensorRunReader:
         return ReadObjects(made, at, memoized, cost_bytes) if made else None
 
     def _sort(self, written: tuple[bytes, ...], memo: Sequence[Value]) -> _TensorTemplate | None:
-        """Return what is written so; None if it is nothing that is read here."""
+        """Return the template of the tensor at hand; None if it is not written in the usual way."""
         sort = self._sorts.get(written)
         if sort is not None and all(memo[number] is value for number, value in sort.refers_to):
             return sort
@@ -192,7 +192,7 @@ class Storages:
 
     @property
     def readers(self) -> PickleHooks:
-        """What the pickle is read with."""
+        """The hooks with which the pickle is read."""
         return PickleHooks(self._storage, CALLS, rows={REBUILD: TensorRunReader(self._known)})
 
     def _storage(self, persistent_id: Value) -> Storage:

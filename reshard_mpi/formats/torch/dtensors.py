@@ -23,7 +23,7 @@ UNSAID = -1
 
 
 class MeshFactor(NamedTuple):
-    """A part of a mesh dimension: so many ranks, whose numbers are `stride` apart."""
+    """A part of a mesh dimension: ranks whose numbers are `stride` apart."""
 
     length: int
     stride: int
@@ -46,7 +46,7 @@ class TensorMesh(NamedTuple):
 
 
 class UnclearError(Exception):
-    """What is unusual about a DTensor, in words; it becomes a ShardError where the tensor's name is known."""
+    """An unusual DTensor, in words; it becomes a ShardError where the tensor's name is known."""
 
 
 def _shown(rank: Value) -> str:
@@ -171,7 +171,7 @@ def state_of(value: Value, class_name: str) -> Dict:
     return value.state
 
 
-# Pieces of tensors whose pieces are not of one length: of those that are cut differently, and of all.
+# Pieces of tensors whose pieces differ in length: by way of cutting, and of all.
 _MAX_DIFFERENT_PIECES, _MAX_PIECES = 1 << 20, 1 << 24
 
 
@@ -251,7 +251,7 @@ def _meshes(tensors: Sequence[tuple[str, DistributedTensor]], path: str) -> list
 
 
 class _Placing:
-    """Places tensors; those that are alike once. A hostile file cannot have it count pieces without end."""
+    """Places tensors; equal ones once. A hostile file cannot have it count pieces without end."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], tuple[Placement, Box]] = {}

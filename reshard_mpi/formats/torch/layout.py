@@ -165,7 +165,7 @@ def of_file(fd: int, size_bytes: int, tensors: TensorTable) -> Structure | None:
 
 
 def _payloads(tensors: TensorTable) -> Iterator[files.Span]:
-    """Yield where payloads lie, in the order of the file; those that several tensors share as one."""
+    """Yield the places of payloads in file order; a shared payload comes once."""
     sizes = [kind.size_bytes for kind in tensors.kinds]
     spans = {
         (start, start + sizes[kind])

@@ -1,4 +1,4 @@
-"""Define what a caller makes of a pickle's names, and errors (`PickleHooks`)."""
+"""Define the hooks by which a caller builds objects from a pickle, and errors (`PickleHooks`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from reshard_mpi.formats.nest.nodes import BYTES_IO, Global, Value
 
 
 class PickleError(Exception):
-    """What is wrong with a pickle, at which byte, and what to do if there is something."""
+    """An error in a pickle, its byte offset, and a remedy if there is one."""
 
     def __init__(self, problem: str, at: int, got: str = "", remedy: str = "") -> None:
         super().__init__(problem, at, got, remedy)
@@ -33,7 +33,7 @@ class PickleCutShortError(PickleError):
 
 
 class ReadObjects(NamedTuple):
-    """Objects that were read at once: what they become, where their bytes end, and what they put into the memo.
+    """Result of a bulk reader: values for the stack, the offset behind their bytes, memo entries.
 
     cost_bytes: what they take of memory besides the opcode that made the first.
     """
@@ -51,7 +51,7 @@ NO_OBJECTS: Mapping[Global, ObjectReader] = {}
 
 
 class PickleHooks:
-    """What a caller makes of some things that a pickle names, while it is read.
+    """Hooks by which a caller builds its own objects while a pickle is read, and the errors it raises.
 
     persistent: makes a value of what a persistent id is. calls: by the name of what is called, a function that makes a
     value of its arguments; other calls become a `Call`. Both raise ValueError for what they do not know.
@@ -135,7 +135,7 @@ OLD_NAMES = {
 
 
 def runs_code(name: Global) -> bool:
-    """Tell whether what is called so serves to run something."""
+    """Tell whether a name belongs to code that can run something."""
     if name.module == "builtins":
         return name.name not in _DATA_OF_BUILTINS
     return name != BYTES_IO and name.module.partition(".")[0] in _RUNNERS

@@ -114,7 +114,7 @@ class _Pickler:
             raise TypeError(f"{kind.__name__} is no part of a tree")
 
     def _shared(self, key: Hashable, write: Callable[[], object]) -> None:
-        """Write what is written the same wherever it is met; from the second time on it is taken from the memo."""
+        """Write an object that is the same wherever it occurs; from the second time on it is taken from the memo."""
         known = self._memo.get(key)
         if known is not None:
             self.parts.append(known)
@@ -143,7 +143,7 @@ class _Pickler:
         self.parts.append((b"\x85", b"\x86", b"\x87", b"t")[min(len(values), 4) - 1])
 
     def _batches(self, values: list[Value], opcode: bytes, width: int) -> None:
-        """Give values to the object on the stack, by `opcode`, so many of them at a time that they belong together."""
+        """Add values to the object on the stack by `opcode`, in batches of the size that torch's pickler uses."""
         for start in range(0, len(values), _BATCH * width):
             self.parts.append(b"(")
             for value in values[start : start + _BATCH * width]:

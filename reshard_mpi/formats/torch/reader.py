@@ -197,7 +197,7 @@ def _pairs(value: Value) -> Iterator[tuple[str, Value]]:
 
 
 def _is_size(value: Value, shape: tuple[int, ...]) -> bool:
-    """Tell whether a size is that of a tensor, or no size at all."""
+    """Tell whether a size equals the size of a tensor, or is no size at all."""
     try:
         return numbers(value) == shape
     except ValueError:
@@ -206,7 +206,7 @@ def _is_size(value: Value, shape: tuple[int, ...]) -> bool:
 
 NAME = "torch"
 
-# That so many tensors have a class or attributes of their own is said, and of how many more there are.
+# Tensors with a class or attributes of their own that are named; of more the number is said.
 _MAX_BESIDES = 100
 
 
@@ -229,7 +229,7 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
 
 
 def _parsed(path: str, content: ArchiveContent) -> Manifest:
-    """Return what the content of a file is."""
+    """Parse the content of a file."""
     strings = _own_strings(content)
     is_of_others = strings is None  # what this program has written may have settings of what it was made from
     if is_of_others:
@@ -241,7 +241,7 @@ def _parsed(path: str, content: ArchiveContent) -> Manifest:
         raise ShardError(problem, got=error.got, where=path, remedy=error.remedy) from None
     found = flattened.tensors
     if strings is not None:
-        # Its dictionaries are in the order of the nest, its storages in that of the shard.
+        # Its dictionaries are in the order of the nest, its storages in the shard's order.
         found = sorted(found, key=_storage_number)
     wholes, identity = described(found, path)
     tensors = TensorTable(path)

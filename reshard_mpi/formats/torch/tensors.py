@@ -69,7 +69,7 @@ _NO_VIEWS: tuple[list[None], ...] = ([], [None])
 
 
 class StoredTensor(NamedTuple):
-    """A tensor as it lies in a storage: of which element on, its shape, and how many elements apart its items are.
+    """A tensor in a storage: offset, shape, and strides, counted in elements.
 
     besides: what else it is in its file, which is not kept: a class of its own, attributes.
     """
@@ -184,7 +184,7 @@ def of_type(stored: Storage, dtype: DType, offset: Value, shape: Value, strides:
 
 
 def numbers(value: Value) -> tuple[int, ...]:
-    """Return the numbers of a size or of strides, none of which is negative. Raises ValueError for anything else."""
+    """Return the numbers of a size or of strides, none negative. Raises ValueError for anything else."""
     if type(value) is Call and value.function == SIZE and len(value.args) == 1:
         value = value.args[0]
     if type(value) is not tuple and type(value) is not list:
@@ -206,7 +206,7 @@ def _parameter_with_state(tensor: Value, _grad: Value, _hooks: Value, state: Val
 
 
 def _with(tensor: Value, *besides: str) -> Value:
-    """Return a tensor of which is known what it is besides."""
+    """Return a tensor with further facts about it."""
     if type(tensor) is not StoredTensor:
         return tensor
     return tensor._replace(besides=", ".join(filter(None, (tensor.besides, *besides)))[:200])
@@ -222,7 +222,7 @@ def _attributes(state: Value) -> str:
 
 
 def _from_type(rebuild: Value, kind: Value, args: Value, state: Value) -> Value:
-    """Return a tensor of a class of its own: its elements are those of what it is made of."""
+    """Unwrap a tensor subclass: return its plain tensor, noting the class that is dropped."""
     if type(rebuild) is not Global or type(kind) is not Global or type(args) is not tuple:
         raise ValueError("a tensor of no class")
     if rebuild == _WRAPPER:
@@ -237,7 +237,7 @@ def _from_type(rebuild: Value, kind: Value, args: Value, state: Value) -> Value:
 
 def _distributed(kind: Global, state: Value) -> Value:
     if type(state) is tuple and len(state) == 2:
-        state = state[1]  # attributes in a dictionary, of which there are none, and those in slots
+        state = state[1]  # attributes in a dictionary, which is empty, and in slots
     if kind not in _DTENSORS or type(state) is not Dict:
         return Unreadable(f"a tensor of {kind}"[:200])
     local, spec = state.get("_local_tensor"), state.get("_spec")

@@ -66,7 +66,7 @@ def load(
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Keep the garbage collector from looking for garbage among a million new objects, none of which is."""
+    """Pause the garbage collector while a million new objects are made that are no garbage."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -85,7 +85,7 @@ class _SafeUnpickler:
         self._readers = readers
         self._budget_bytes = budget_bytes
         self._globals: dict[tuple[str, str], Global] = {}
-        # Memo entries whose number is not that of the next one: a real pickler has left some out.
+        # Memo entries whose number is not the next one: a real pickler has left some out.
         self._out_of_order: dict[int, Value] = {}
 
     def run(self) -> tuple[Value, int]:
@@ -298,7 +298,7 @@ class _SafeUnpickler:
         return self._out_of_order[number]
 
     def _text(self, at: int, length_bytes: int) -> tuple[str, int, int]:
-        """Return the text of so many bytes at `at`, where it ends, and what it takes of memory."""
+        """Return the text of a number of bytes at `at`, its end, and the memory it takes."""
         end = at + length_bytes
         if end > len(self._data):
             raise PickleCutShortError(at)
@@ -373,7 +373,7 @@ _BYTES_WIDTHS = {0x43: 1, 0x42: 4, 0x8E: 8, _BYTEARRAY8: 8}
 
 
 def _joined(first: list[Value] | None, further: list[Value]) -> list[Value]:
-    """Return `first` with what follows it, without copying what is long already."""
+    """Append to `first` without copying it when it is long already."""
     if first is None:
         return further
     first += further

@@ -76,7 +76,7 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
 
 
 def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
-    """Return what the file of `spec` can take. Raises TargetError for what torch cannot hold."""
+    """Return the largest size of the file of `spec`. Raises TargetError for tensors that torch cannot hold."""
     specs = spec.specs
     require_types(specs, _HOLDER, "")
     if nest.NEST in spec.strings:
@@ -93,7 +93,7 @@ def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
 
 
 def _string_bytes(name: str, text: str) -> int:
-    """Return what a string takes at most in the pickle, and in the record beside a nest."""
+    """Return the largest size of a string in the pickle, and in the record beside a nest."""
     recorded_bytes = len(json.dumps(name)) + len(json.dumps(text)) + 16
     return _PICKLED_CHARACTER_BYTES * (len(name) + len(text) + 16) + recorded_bytes
 
@@ -110,7 +110,7 @@ def _root(spec: ShardSpec, path: str) -> Value:
 
 
 def _kinds(spec: ShardSpec) -> Iterator[TensorType]:
-    """Yield what is written of each kind of tensors."""
+    """Yield the pickled form of each kind of tensors."""
     return (TensorType(kind.dtype, kind.box.shape) for kind in spec.specs.kinds)
 
 

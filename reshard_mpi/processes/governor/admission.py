@@ -60,14 +60,14 @@ class Allowance(NamedTuple):
 _FIRST_NOTICE_SECONDS = 1.0
 _NOTICE_SECONDS = 30.0
 _NO_PLACE = (errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG)
-# Of those who are waited for, so many are named.
+# Processes named of all that are waited for.
 _MAX_NAMED = 3
 
 Say = Callable[[str], None]
 
 
 class _ScopeLease(NamedTuple):
-    """What a lease holds of one scope."""
+    """The part of a lease in one scope."""
 
     scope: Scope
     ledger: Ledger
@@ -84,7 +84,7 @@ class Lease:
 
     @property
     def size_bytes(self) -> int:
-        """What is held; what was last asked for, where nothing limits it."""
+        """The size held; where nothing limits it, the size last asked for."""
         return min((part.position.claim.size_bytes for part in self.parts), default=self._wanted_bytes)
 
     @property
@@ -132,7 +132,7 @@ class Governor:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the user should know about how memory is shared."""
+        """Notes for the user on how memory is shared."""
         if not self._place.private:
             return ()
         return (
@@ -252,7 +252,7 @@ class _Uncounted(NamedTuple):
 
 
 def _judge(scope: Scope, claim: Claim, held: Sequence[Claim]) -> str | None:
-    """Say what is lacking for `claim` beside those that are `held`; None if nothing is."""
+    """Say what `claim` lacks beside the leases in `held`; None if nothing."""
     working = [other for other in held if not other.is_floor]
     if not working:
         return None  # one at a time goes on, whatever others do to the memory; floors are not waited for
@@ -273,7 +273,7 @@ def _judge(scope: Scope, claim: Claim, held: Sequence[Claim]) -> str | None:
 
 
 class _PeriodicReporter:
-    """Says what is waited for, and for whom: once after a moment, then every half a minute."""
+    """Reports the reason for waiting: once after a moment, then every half a minute."""
 
     def __init__(self, scope: Scope, claim: Claim, begin: float, say: Say) -> None:
         self._scope = scope

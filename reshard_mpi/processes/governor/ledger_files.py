@@ -146,7 +146,7 @@ def holders_of(folder: Path) -> list[int]:
 
 
 class Claim(NamedTuple):
-    """What a lease is for: `size_bytes` that process `pid` wants for a purpose in a scope.
+    """The purpose of a lease: process `pid` wants `size_bytes` in a scope.
 
     pid_namespace: the one in which `pid` is valid. ceiling_bytes: of the scope, as its user allows. since: when the
     process joined the line (seconds since the epoch). is_floor: it stands for memory that the process uses in any case
@@ -191,7 +191,7 @@ class Claim(NamedTuple):
 
     @property
     def state(self) -> str:
-        """What the process does, in a word or a few; empty if it is in another PID namespace."""
+        """The state of the process in a word or a few; empty if it is in another PID namespace."""
         return host.state_of(self.pid) if self.is_here else ""
 
 
@@ -205,7 +205,7 @@ class Occupant(NamedTuple):
     inode: int = 0
 
     def told(self, now: float) -> str:
-        """Return who this is and what it does, for people."""
+        """Describe this process and its state, for people."""
         state = self.claim.state
         return f"pid {self.claim.pid} ({f'{state}, ' if state else ''}for {max(0.0, now - self.since):.0f} s)"
 
@@ -215,12 +215,12 @@ Judge = Callable[[Sequence[Claim]], "str | None"]
 
 
 class WaitReporter(Protocol):
-    """Says what a process waits for. The next thing is said as soon as no seconds are left."""
+    """Reports the reason for waiting; the next report comes when no seconds are left."""
 
     def left_seconds(self) -> float: ...
 
     def tell(self, ahead: int, lacking: str | None, whom: Sequence[Occupant]) -> None:
-        """Say how many are ahead in line or, at its head, what is lacking. whom: who is waited for."""
+        """Say how many are ahead in line or, at its head, how much is lacking. whom: the processes waited for."""
         ...
 
     def tell_locked(self, pids: Sequence[int]) -> None:

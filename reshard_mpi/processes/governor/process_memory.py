@@ -110,7 +110,7 @@ class ProcessMemory:
         return cls(start.governor, say, floor_bytes=start.lease.size_bytes, floor=start.lease, start=None)
 
     def close(self) -> None:
-        """Give back what is leased, but for the floor of a process of this program, which it has until its end."""
+        """Give the lease back, except the floor of a process of this program, which stays until its end."""
         if self._lease is not None and self._start is None:
             self._lease.give_back()
         if self._floor is not None and own_start() is None:
@@ -192,7 +192,7 @@ class ProcessMemory:
             self._floor.restate(self._floor_bytes, is_floor=True)
 
     def _wait(self, size_bytes: int, purpose: str) -> None:
-        # Behind those that were there before this process, and before those that came later. No number is used twice.
+        # Behind numbers from before this process, and before later ones. No number is used twice.
         self._turns += 1
         floor = self._floor.numbers if self._floor is not None else {}
         self._lease = self.governor.take(

@@ -134,7 +134,7 @@ _MAX_TRIES = 8
 
 
 class Ticket:
-    """A process's own place in a ledger. line: the descriptor of its pipe. fd: that of its file, which is locked."""
+    """A process's place in a ledger. line: the descriptor of its pipe. fd: of its locked file."""
 
     def __init__(self, claim: Claim) -> None:
         self.claim = claim
@@ -185,7 +185,7 @@ class Ledger:
         return position
 
     def register(self, claim: Claim, notices: WaitReporter | None = None) -> Ticket:
-        """Return a lease for what is in use in any case: nobody is asked whether it fits."""
+        """Return a lease for memory in use in any case: it is granted even if it does not fit."""
         position = Ticket(claim)
         try:
             with self._locked(notices):
@@ -332,7 +332,9 @@ class Ledger:
         return True
 
     def _are_all(self, known: Sequence[Occupant], besides: Ticket) -> bool:
-        """Tell whether all leases but that of `besides` are `known`, as they were; some of those may have gone."""
+        """Return whether no lease (`besides` apart) was added or resized since `known` was listed; released ones are
+        fine.
+        """
         inodes = {occupant.number: occupant.inode for occupant in known}
         for number in self._files.numbers(LEASE):
             if number == besides.number:

@@ -22,7 +22,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def prepare() -> None:
-    """Load now what the first question would load."""
+    """Load modules now that the first question would load."""
     import psutil  # noqa: F401
 
 
@@ -115,7 +115,7 @@ class HostScope(NamedTuple):
 
     @classmethod
     def of(cls, memory_bytes: int | None, most_held: int | None) -> HostScope:
-        """Return this machine. memory_bytes, most_held: what the user allows, None for all there is."""
+        """Return this machine. memory_bytes, most_held: the user's limits, None for none."""
         return cls(total_bytes(), memory_bytes, most_held)
 
     @property

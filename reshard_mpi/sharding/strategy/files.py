@@ -21,7 +21,7 @@ from reshard_mpi.text import format_bytes, natural_key
 _HEAD_BYTES = 4096
 
 # In a folder, files of these endings must be strategies unless their contents are well known to be something else;
-# files of any other ending are taken for one only where they look like it, and those of _OTHER never.
+# files of any other ending are taken for one only where they look like it, and files of _OTHER never.
 _STRATEGY = {".ckpt", ".json", ".pb", ".strategy", ".toml"}
 _OTHER = {".bin", ".h5", ".hdf5", ".log", ".md", ".meta", ".npz", ".py", ".rst", ".safetensors", ".sh", ".txt", ".yaml"}
 
@@ -37,7 +37,7 @@ _ENCRYPTED = {magic.to_bytes(4, order) for magic in (0x7F3A5ED8, 0x7F3A5ED9, 0x7
 
 
 class StrategyForm(Enum):
-    """What a strategy file is written in."""
+    """The form of a strategy file."""
 
     PROTOBUF = "protobuf"
     JSON = "JSON"
@@ -209,7 +209,7 @@ def _only_folders(folder: Path) -> str:
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Raise StrategyError if the file system refuses what the block does with `path`, or if it is no path."""
+    """Raise StrategyError if the file system refuses an operation on `path`, or if it is no path."""
     try:
         yield
     except ReshardError:

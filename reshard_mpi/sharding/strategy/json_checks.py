@@ -93,7 +93,7 @@ def patterns(globs: Iterable[str], where: str) -> None:
 
 
 def parsed_size(parsed_bytes: int, file_bytes: int, where: str) -> None:
-    """Raise StrategyError for a file whose values would take far more memory than those of a strategy."""
+    """Raise StrategyError for a file whose values would take far more memory than a strategy."""
     if parsed_bytes > max(MAX_PARSED_BYTES, MAX_PARSED_TIMES * file_bytes):
         raise StrategyError(
             "the file would take too much memory",

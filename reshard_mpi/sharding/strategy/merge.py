@@ -57,7 +57,7 @@ def _read_sources(path: str, target: Path) -> Iterator[StrategyFile]:
 
 
 def _of_one_stage(files: Iterable[StrategyFile]) -> Iterator[StageFile]:
-    """Yield what the files say. Raises StrategyError for one that is a spec, merged already, or silent on its stage."""
+    """Yield the files' contents. Raises StrategyError for a spec, a merged file, or one without its stage."""
     for file in distinct(files):
         path = str(file.path)
         if file.kind is StrategyForm.TOML:

@@ -121,7 +121,7 @@ def _gap(stages: list[int], where: str) -> StrategyError:
 
 
 def to_strategy(files: Iterable[StageFile], origin: str) -> Strategy:
-    """Return what the strategy files of a checkpoint say together. origin: what they come from, for errors.
+    """Merge the strategy files of a checkpoint. origin: their source, for errors.
 
     Raises StrategyError if they do not belong together, LayoutError if a layout contradicts itself.
     """

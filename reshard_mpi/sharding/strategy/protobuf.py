@@ -80,7 +80,7 @@ class _Decoder:
         self._kept_bytes = self._read_bytes = 0
 
     def read(self, stream: BinaryIO) -> None:
-        """Take all items of a file. Raises StrategyError or WireError for what is too large or no strategy."""
+        """Take all items of a file. Raises StrategyError or WireError for files that are too large or no strategy."""
         data, offset = b"", 0
         while True:
             offset = self._take_alike(data, offset)

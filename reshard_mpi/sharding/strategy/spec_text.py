@@ -109,7 +109,7 @@ def _cuts(placement: Placement) -> list[list[_MeshAxis]]:
 
 
 def _bounds(placement: Placement) -> set[int]:
-    """Return the strides at which an axis must begin or end for what the placement says."""
+    """Return the strides at which an axis must begin or end under the placement."""
     used = sorted(axis for dim in _cuts(placement) for axis in dim)
     bounds = {bound for axis in used for bound in axis}
     pieces, low = placement.optimizer, 1

@@ -30,7 +30,7 @@ from reshard_mpi.sharding.strategy.mindspore_json import parse_json, place
 from reshard_mpi.sharding.strategy.mindspore_layouts import located
 
 VERSION = 1
-# At most so many stages are kept, added up over the different ways in which parameters are placed.
+# Stages kept at most, added up over the different ways in which parameters are placed.
 _MAX_HELD = 1 << 22
 
 

@@ -38,7 +38,7 @@ from reshard_mpi.text import shortened
 # What the marks of TOML cost when it is parsed; a key's dots are looked at for each of its parts anew.
 _MARK_BYTES = {".": 700, "[": 700, "{": 700, "=": 600}
 _MAX_DOTS = 64
-# The keys of a spec, and those of each of its rules.
+# The keys of a spec, and of each of its rules.
 SPEC_KEYS = ("mesh", "stages", "parameter")
 RULE_KEYS = ("match", "split", "optimizer", "stage", "sizes", "optional")
 
@@ -46,7 +46,7 @@ MeshSizes = Mapping[str, int]
 
 
 def parse(data: str, where: str) -> Strategy:
-    """Read a spec. Raises StrategyError or LayoutError, with `where` in it, for what it cannot mean."""
+    """Read a spec. Raises StrategyError or LayoutError, with `where` in it, for a spec without meaning."""
     if len(data) > MAX_SPEC_BYTES:
         raise StrategyError("the spec is too large", expected=f"at most {MAX_SPEC_BYTES} bytes", where=where)
     if any(line.count(".") > _MAX_DOTS for line in data.split("\n")):
