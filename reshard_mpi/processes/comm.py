@@ -1,4 +1,4 @@
-"""Talk between the processes of a run, alone or over MPI; alone imports mpi4py (`world`).
+"""Talk between the processes of a run, alone or over MPI (`world`); no other module imports mpi4py.
 
 How the processes of one run talk: alone, or over MPI. The only module that imports mpi4py, and only when needed.
 """

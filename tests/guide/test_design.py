@@ -11,6 +11,7 @@ from support import module_tree
 from support.module_tree import BEGIN, DESIGN, END, PACKAGE, tree
 
 TEXT = DESIGN.read_text()
+DECISIONS = sorted((PACKAGE / "decisions").glob("*.md"))
 
 
 def test_the_tree_is_made_of_the_first_lines_of_the_modules() -> None:
@@ -35,8 +36,9 @@ def test_names_of_classes_stand_for_one_thing() -> None:
 
 
 def test_what_the_text_names_is_there() -> None:
-    """Every file that the text names in backticks, with or without its ending, is there."""
-    names = re.findall(r"`((?:\w+/)+\w*)(?:\.py)?`", TEXT.replace(tree(), ""))
+    """Every file that the text or a decision names in backticks, with or without its ending, is there."""
+    text = "\n".join([TEXT.replace(tree(), ""), *(path.read_text() for path in DECISIONS)])
+    names = re.findall(r"`((?:\w+/)+\w*)(?:\.py)?`", text)
     rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir()}
     missing = [
         name
@@ -44,3 +46,8 @@ def test_what_the_text_names_is_there() -> None:
         if name.split("/")[0] in rooms and not (PACKAGE / name).is_dir() and not (PACKAGE / f"{name}.py").exists()
     ]
     assert missing == []
+
+
+def test_every_decision_has_a_page_and_a_line() -> None:
+    links = re.findall(r"^- \[.+\]\(decisions/(.+)\)$", TEXT, re.MULTILINE)
+    assert sorted(links) == [path.name for path in DECISIONS]
