@@ -68,23 +68,22 @@ class Structure(NamedTuple):
 class Manifest(NamedTuple):
     """One shard file: its tensors in the file's order, its strings, and its identity if it has one.
 
-    structure: if the format has it, another file with an equal one has the same tensors at the same places. left_out:
-    in words, what else is in the file and cannot be converted. lacks_others: whether it states
-    that it was saved without what other ranks hold as well. part_of: in words, of what checkpoint the file says that it
-    is one part, so that it is none by itself; empty if it says nothing. to_have_all: what to do then, if it is not to
-    give the folder.
+    Example, of a `.ckpt` file with one tensor whose 64 bytes begin at byte 24:
+
+        table = TensorTable("rank_0/net.ckpt", [TensorEntry("fc.w", FLOAT32, (4, 4), ByteRanges(...))])
+        Manifest("rank_0/net.ckpt", "ckpt", table, {"note": "epoch 3"})
     """
 
     path: str
-    format: str
-    tensors: TensorTable
-    strings: Mapping[str, str] = {}
-    identity: ShardIdentity | None = None
-    structure: Structure | None = None
-    left_out: tuple[str, ...] = ()
-    lacks_others: bool = False
-    part_of: str = ""
-    to_have_all: str = ""
+    format: str  # name of the format, as in `--from`
+    tensors: TensorTable  # where the bytes of each tensor lie
+    strings: Mapping[str, str] = {}  # texts by name, the nest's under `NEST`
+    identity: ShardIdentity | None = None  # rank and strategy, where the file says them
+    structure: Structure | None = None  # digest of the header: equal ones have the same tensors at the same places
+    left_out: tuple[str, ...] = ()  # in words, contents that cannot be converted
+    lacks_others: bool = False  # it says that it was saved without what other ranks hold as well
+    part_of: str = ""  # in words, the checkpoint of which it says it is only a part; empty: it says nothing
+    to_have_all: str = ""  # what the user can do then, besides giving the folder
 
     def at(self, path: str) -> Manifest:
         """Return the manifest of the file `path`, which must have the same structure."""

@@ -101,6 +101,11 @@ class TensorTable(Mapping[str, TensorEntry]):
     path: of the shard. number_of: by name. kinds: the different kinds, in the order in which they were added. kind_of:
     for each tensor, the number of its kind. starts: for each, the offset of its elements in the file `path`, if they
     are one run there (any offset, if there are none); else `ELSEWHERE`. elsewhere: the places of these, by number.
+
+    Example, two float32 tensors of 16 elements, one behind the other from byte 100 on:
+
+        number_of = {"a": 0, "b": 1}; kinds = [TensorType(FLOAT32, (16,), None, None)]
+        kind_of = [0, 0]; starts = [100, 164]; elsewhere = {}
     """
 
     __slots__ = ("_number_of_kind", "elsewhere", "kind_of", "kinds", "number_of", "path", "starts")

@@ -303,39 +303,32 @@ class StageDigest(NamedTuple):
 class RankPlan(NamedTuple):
     """All that is needed to make one target: what to write, where it comes from, and what must be checked before.
 
-    checks: made for this target alone. absent: names that strategies list and no source shard holds. notes: for the
-    user. source_ranks: those whose shards were opened. loose: names of tensors that the source strategy does not place.
-    unplaced: those of them that the target strategy does not place either. moments: what must agree with other targets:
-    step counters, and the tensors that stages of the target share. beginnings: of the loose tensors that should be the
-    same in other targets. differing: loose tensors that the opened shards do not hold alike. alike: copies that must be
-    the same; compared at once for all targets of a process. lost: source shards that cannot be used. warnings: other
-    things that were not taken from where they should have been. elsewhere: tensors that belong here, but that another
-    target of the same checkpoint writes: type and whole shape of those that strategies place, by name. sums: the
-    accumulated gradients among them. holes: where that was asked for, tensors that cannot be made, by name, each with
-    the error for it; their groups have no routes.
+    Example: target rank 1 of 2, whose half of `w` (8 rows of 4) lies in the shards of source ranks 2 and 3, is a plan
+    with `source_ranks=(2, 3)` whose tensors have one group, of two routes with one `Copy` for `w` each: the region
+    [0:2, 0:4] of the target from [0:2, 0:4] of rank 2, and [2:4, 0:4] from [0:2, 0:4] of rank 3.
     """
 
     target_rank: int
-    stage: int
+    stage: int  # pipeline stage of the target
     identity: ShardIdentity
-    tensors: PlannedTensors
+    tensors: PlannedTensors  # the groups of tensors with their routes
     strings: Mapping[str, str]
-    checks: tuple[Check, ...]
-    absent: tuple[str, ...]
-    notes: tuple[str, ...]
-    source_ranks: tuple[int, ...]
-    loose: frozenset[str]
-    moments: tuple[Moment, ...] = ()
-    beginnings: tuple[PrefixDigest, ...] = ()
-    differing: tuple[Differing, ...] = ()
-    alike: tuple[ReplicaGroup, ...] = ()
-    lost: tuple[Lost, ...] = ()
-    warnings: tuple[str, ...] = ()
-    unplaced: frozenset[str] = frozenset()
-    left_out: tuple[str, ...] = ()
-    elsewhere: Mapping[str, str | None] = {}
-    sums: tuple[Sums, ...] = ()
-    holes: Mapping[str, ReshardError] = {}
+    checks: tuple[Check, ...]  # copies to compare, for this target alone
+    absent: tuple[str, ...]  # names that strategies list and no source shard holds
+    notes: tuple[str, ...]  # for the user
+    source_ranks: tuple[int, ...]  # ranks whose shards were opened
+    loose: frozenset[str]  # names of tensors that the source strategy does not place
+    moments: tuple[Moment, ...] = ()  # to agree with other targets: step counters, tensors that its stages share
+    beginnings: tuple[PrefixDigest, ...] = ()  # of loose tensors that should be equal in other targets
+    differing: tuple[Differing, ...] = ()  # loose tensors that differ between the opened shards
+    alike: tuple[ReplicaGroup, ...] = ()  # copies that must be equal; compared once for all targets of a process
+    lost: tuple[Lost, ...] = ()  # source shards that cannot be used
+    warnings: tuple[str, ...] = ()  # other departures from the usual source of a tensor
+    unplaced: frozenset[str] = frozenset()  # loose tensors that the target strategy does not place either
+    left_out: tuple[str, ...] = ()  # in words, contents of the shards that no target gets
+    elsewhere: Mapping[str, str | None] = {}  # written by another target: name to "type [whole shape]", if placed
+    sums: tuple[Sums, ...] = ()  # the accumulated gradients among the tensors
+    holes: Mapping[str, ReshardError] = {}  # if asked for: tensors that cannot be made; their groups have no routes
 
     @property
     def shard(self) -> ShardSpec:

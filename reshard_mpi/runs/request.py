@@ -37,56 +37,42 @@ class TargetFile(NamedTuple):
 class Request(NamedTuple):
     """The user's request, in the terms of the options of `reshard-mpi transform`.
 
-    src_strategy, dst_strategy: paths of files or folders; None if left out. prefix: of target file names. select: a
-    glob that source file names must match. to: name of the target format; None: that of the source. source_format: read
-    only files of this format; None: of whichever there is. source_files: how many files the source was saved in, if the
-    user says so. ranks: the targets to make; None: all. part: (i, n) for share number i of n of them. recorded: keep a
-    journal in the target folder; without one, existing target files are replaced. memory: a size, "unlimited", or None
-    for what the environment says. max_active: how many processes of a host may transform at once; None: any number.
-    verify: read sources and targets again, compare them, and keep sums. crc: add a checksum to target files. replicas:
-    which copies are compared before one is taken. accumulated: what becomes of accumulated gradients that differ
-    between replicas. report: path of the report that will be written; None: none. max_shard_size: the most bytes of a
-    file, where files are filled up to a size; None: the usual size. files: those of the target, for a run whose caller
-    says which tensors each holds. map: maps that are applied one after another, each an equation, a file, or the name
-    of a map that comes with the program. forward, reverse: which way they are read; neither: as the names tell, for
-    each by itself. config: path of the model's configuration. dtype: `TYPE` or `GLOB=TYPE`, of which the last that
-    matches counts. include, exclude: globs of which one, and none, must match the names of the target's tensors. like:
-    path of a checkpoint whose names and shapes the target is to have.
+    Example: `Request("src", "dst", "src_strategy.ckpt", "dst_strategy.ckpt", to="hdf5", ranks=(0, 1))`.
     """
 
-    source: str
-    target: str
-    src_strategy: str | None = None
-    dst_strategy: str | None = None
-    prefix: str = ""
-    select: str | None = None
-    to: str | None = None
-    source_format: str | None = None
-    source_files: int | None = None
-    ranks: tuple[int, ...] | None = None
-    part: tuple[int, int] | None = None
-    resume: bool = False
-    overwrite: bool = False
-    unlisted: Unlisted = Unlisted.FOLLOW
-    strict: bool = False
-    recorded: bool = True
-    memory: str | int | None = None
-    max_active: int | None = None
-    verify: bool = False
-    crc: bool = False
-    replicas: Replicas = Replicas.SAMPLE
-    accumulated: Accumulated = Accumulated.REFUSE
-    report: str | None = None
-    max_shard_size: int | None = None
-    files: tuple[TargetFile, ...] = ()
-    map: tuple[str, ...] = ()
-    forward: bool = False
-    reverse: bool = False
-    config: str | None = None
-    dtype: tuple[str, ...] = ()
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    like: str | None = None
+    source: str  # path of the source checkpoint
+    target: str  # path of the target folder
+    src_strategy: str | None = None  # path of a file or folder
+    dst_strategy: str | None = None  # path of a file or folder
+    prefix: str = ""  # of target file names
+    select: str | None = None  # glob that source file names must match
+    to: str | None = None  # name of the target format; None: the source's
+    source_format: str | None = None  # read only files of this format; None: of any
+    source_files: int | None = None  # number of files the source was saved in, if the user gives it
+    ranks: tuple[int, ...] | None = None  # targets to make; None: all
+    part: tuple[int, int] | None = None  # (i, n): share number i of n of the targets
+    resume: bool = False  # keep complete targets of this same run
+    overwrite: bool = False  # replace targets of other runs
+    unlisted: Unlisted = Unlisted.FOLLOW  # handling of tensors in no strategy
+    strict: bool = False  # refuse where there would be a warning
+    recorded: bool = True  # keep a journal in the target folder; without one, existing target files are replaced
+    memory: str | int | None = None  # a size, "unlimited", or None for the environment's
+    max_active: int | None = None  # processes of a host that may transform at once; None: any number
+    verify: bool = False  # read sources and targets again, compare them, and keep sums
+    crc: bool = False  # add a checksum to target files
+    replicas: Replicas = Replicas.SAMPLE  # copies compared before one is taken
+    accumulated: Accumulated = Accumulated.REFUSE  # handling of accumulated gradients that differ between replicas
+    report: str | None = None  # path of the report to write; None: none
+    max_shard_size: int | None = None  # most bytes of a file, where files are filled up to a size; None: the usual
+    files: tuple[TargetFile, ...] = ()  # target files, for a run whose caller assigns the tensors
+    map: tuple[str, ...] = ()  # maps in order, each an equation, a file, or the name of a shipped map
+    forward: bool = False  # read all maps from left to right
+    reverse: bool = False  # read all maps from right to left; neither: each as the names tell
+    config: str | None = None  # path of the model's configuration
+    dtype: tuple[str, ...] = ()  # `TYPE` or `GLOB=TYPE`; the last that matches counts
+    include: tuple[str, ...] = ()  # globs, one of which the names of the target's tensors must match
+    exclude: tuple[str, ...] = ()  # globs, none of which the names of the target's tensors may match
+    like: str | None = None  # path of a checkpoint whose names and shapes the target gets
 
     def shard_files(self) -> ShardFiles:
         """Find the files of the source. Raises a ReshardError if they do not make up a checkpoint."""

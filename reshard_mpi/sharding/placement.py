@@ -36,27 +36,25 @@ class Piece:
 class Placement:
     """How one parameter is cut over the ranks of its stages.
 
-    mesh: ranks along each mesh axis of one stage. split: for each tensor dimension the mesh axes (counted from the
-    left) that cut it, major first; an empty `split` cuts nothing, whatever the number of dimensions. optimizer: into
-    how many pieces dimension 0 of each slice is cut once more. sizes: pairs (dimension, slice sizes) for dimensions
-    cut unevenly. stages: the pipeline stages that hold it. expanded_shape: set where `split` may list more dimensions
-    than the tensor has, each of them a factor of a real one (MindSpore's JSON of nested maps): the whole tensor's
-    shape in those factors. open_ended: the tensor may have further dimensions, not cut (a rule that fits many tensors).
-    whole_scalars: a tensor without dimensions is not cut (a rule that fits all tensors). ceil: dimensions are cut by
-    ceiling division, as torch cuts them: all slices are as long as the first but the last ones, which may be shorter or
-    empty; over several axes each slice is cut again. How long they are follows from the tensor's shape.
+    Example, on a mesh of 2 x 4 ranks, with rows cut over the second axis, and each part in two by the optimizer:
+    `Placement(mesh=(2, 4), split=((1,), ()), optimizer=2)`.
 
     Raises LayoutError if an axis is outside the mesh or used twice, or the optimizer cut has no ranks to go over.
     """
 
-    mesh: tuple[int, ...]
+    mesh: tuple[int, ...]  # ranks along each mesh axis of one stage
+    # For each dimension the mesh axes (counted from the left) that cut it, major first; () cuts nothing at any rank.
     split: tuple[tuple[int, ...], ...] = ()
-    optimizer: int = 1
-    sizes: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    stages: tuple[int, ...] = (0,)
+    optimizer: int = 1  # number of pieces into which dimension 0 of each slice is cut once more
+    sizes: tuple[tuple[int, tuple[int, ...]], ...] = ()  # (dimension, slice sizes) for dimensions cut unevenly
+    stages: tuple[int, ...] = (0,)  # the pipeline stages that hold it
+    # Set where `split` may list more dimensions than the tensor has, each a factor of a real one (MindSpore's JSON of
+    # nested maps): the whole tensor's shape in those factors.
     expanded_shape: Shape | None = None
-    open_ended: bool = False
-    whole_scalars: bool = False
+    open_ended: bool = False  # the tensor may have further dimensions, not cut (a rule that fits many tensors)
+    whole_scalars: bool = False  # a tensor without dimensions is not cut (a rule that fits all tensors)
+    # Dimensions are cut by ceiling division, as torch cuts them: the last slices may be shorter or empty; over several
+    # axes each slice is cut again. Their lengths follow from the tensor's shape.
     ceil: bool = False
 
     def __post_init__(self) -> None:
