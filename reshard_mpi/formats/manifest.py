@@ -82,7 +82,7 @@ class Manifest(NamedTuple):
     structure: Structure | None = None  # digest of the header: equal ones have the same tensors at the same places
     left_out: tuple[str, ...] = ()  # in words, contents that cannot be converted
     lacks_others: bool = False  # it says that it was saved without what other ranks hold as well
-    part_of: str = ""  # in words, the checkpoint of which it says it is only a part; empty: it says nothing
+    part_of: str = ""  # in words, the checkpoint that it says it is only a part of; empty: it says nothing
     to_have_all: str = ""  # what the user can do then, besides giving the folder
 
     def at(self, path: str) -> Manifest:

@@ -70,8 +70,8 @@ class Request(NamedTuple):
     reverse: bool = False  # read all maps from right to left; neither: each as the names tell
     config: str | None = None  # path of the model's configuration
     dtype: tuple[str, ...] = ()  # `TYPE` or `GLOB=TYPE`; the last that matches counts
-    include: tuple[str, ...] = ()  # globs, one of which the names of the target's tensors must match
-    exclude: tuple[str, ...] = ()  # globs, none of which the names of the target's tensors may match
+    include: tuple[str, ...] = ()  # globs; names of target tensors must match one
+    exclude: tuple[str, ...] = ()  # globs; names of target tensors may match none
     like: str | None = None  # path of a checkpoint whose names and shapes the target gets
 
     def shard_files(self) -> ShardFiles:
