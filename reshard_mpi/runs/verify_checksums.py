@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi import formats
-from reshard_mpi.checkpoints.discovery import ShardFiles
+from reshard_mpi.checkpoints.discovery import ShardFiles, rank_of_folder
 from reshard_mpi.checkpoints.source import DAMAGE, SourceCheckpoint
 from reshard_mpi.engine.compare import first_difference
 from reshard_mpi.engine.crc import sum_of_whole
@@ -23,7 +23,7 @@ from reshard_mpi.errors import DamageError, ReshardError, ShardError, as_reshard
 from reshard_mpi.formats.locations import Reduced
 from reshard_mpi.formats.manifest import Manifest, TensorSpec
 from reshard_mpi.formats.tensor_table import TensorEntry
-from reshard_mpi.journal.identity import CommitRecord
+from reshard_mpi.journal.identity import CommitRecord, RunIdentity
 from reshard_mpi.journal.records import (
     COMMIT_RECORD,
     STATE,
@@ -42,6 +42,7 @@ from reshard_mpi.runs.progress import Progress, SliceCounter
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import unsharded
 from reshard_mpi.sharding.strategy import table
+from reshard_mpi.text import counted
 
 
 def sums_as_planned(
@@ -128,8 +129,9 @@ def check_shard(
     before_sums: called for each file with what summing it takes, before it is summed. progress: told of the bytes of
     the files. Returns the damage as errors; raises a ReshardError if a file cannot be checked.
     """
-    module, folder = formats.by_name(files.format), Path(files.path)
-    record = TargetRecord.read(folder / STATE, rank)
+    module = formats.by_name(files.format)
+    folder, recorded_rank = _place_of_record(files, rank)
+    record = TargetRecord.read(folder / STATE, recorded_rank)
     damage: list[ReshardError] = []
     by: dict[str, None] = {}
     sums: list[TensorSum] = []
@@ -172,19 +174,37 @@ def check_shard(
     return Checked(rank, path, tensors, read_bytes, tuple(by), tuple(sums), world_size=world_size), damage
 
 
+def _place_of_record(files: ShardFiles, rank: int) -> tuple[Path, int]:
+    """Return the folder in which a record of a rank's shard may be, and the rank that it has there.
+
+    That is the folder the user named; where that is a rank folder or a file, the target folder it lies in.
+    """
+    folder = Path(files.path)
+    if not os.path.lexists(record_path(folder / STATE, rank)):
+        path = Path(files.by_rank[rank][0]).absolute()
+        named = rank_of_folder(path.parent.name)
+        own = rank if named is None else named
+        for above in path.parents[:2]:
+            if above != folder.absolute() and os.path.lexists(record_path(above / STATE, own)):
+                return above, own
+    return folder, rank
+
+
 def damaged_record(files: ShardFiles, rank: int) -> Iterator[DamageError]:
     """Yield the damage of the record of a rank's shard, if it cannot be read."""
-    state = Path(files.path) / STATE
-    if TargetRecord.read(state, rank) is None and os.path.lexists(record_path(state, rank)):
+    folder, recorded_rank = _place_of_record(files, rank)
+    path = record_path(folder / STATE, recorded_rank)
+    if TargetRecord.read(folder / STATE, recorded_rank) is None and os.path.lexists(path):
         remedy = "reshard-mpi verify SRC DST, if there is a source; transform with --resume makes the target anew"
-        where = str(record_path(state, rank))
+        where = str(path)
         yield DamageError("the record of a shard is damaged", where=where, remedy=remedy)
 
 
 def keeps_sums(files: ShardFiles, rank: int) -> bool:
     """Tell whether there are sums of the tensors in the files of a rank: in these, or in a record that is theirs."""
-    module, folder = formats.by_name(files.format), Path(files.path)
-    record = TargetRecord.read(folder / STATE, rank)
+    module = formats.by_name(files.format)
+    folder, recorded_rank = _place_of_record(files, rank)
+    record = TargetRecord.read(folder / STATE, recorded_rank)
     return any(
         (record is not None and record.sums and _is_of(record, folder, path))
         or (module.TRAITS.keeps_sums and module.stored_sums(path))
@@ -212,6 +232,7 @@ def check_together(files: ShardFiles, checked: Iterable[Checked], *, sound: bool
     paths = [Path(path) for rank_paths in files.by_rank.values() for path in rank_paths]
     if record is None or not {folder / file for file in record.files.values()}.issuperset(paths):
         if all(path.parent.parent == folder for path in paths):  # not a file or the folder of a rank by itself
+            yield from _not_of_one_run(files)
             yield from _missing(files, max((shard.world_size for shard in shards), default=0), "the others say")
         return
     yield from _missing(files, len(record.files), f"{COMMIT_RECORD} says")
@@ -224,6 +245,31 @@ def check_together(files: ShardFiles, checked: Iterable[Checked], *, sound: bool
                 where=files.path,
                 remedy="restore the checkpoint from a copy",
             )
+
+
+def _not_of_one_run(files: ShardFiles) -> Iterator[DamageError]:
+    """Yield what keeps the shards of a run that has not been committed from being one checkpoint.
+
+    Says nothing where files of others lie among them: then the run's records tell nothing of the whole.
+    """
+    folder = Path(files.path)
+    records = {rank: TargetRecord.read(folder / STATE, rank) for rank in files.by_rank}
+    if not all(record and _is_of(record, folder, files.by_rank[rank][0]) for rank, record in records.items()):
+        return
+    run = RunIdentity.recorded(folder / STATE)
+    digests = {rank: record.digest for rank, record in records.items() if record is not None}
+    digest = run.digest if run is not None else min(digests.values())
+    others = [rank for rank, of_run in digests.items() if of_run != digest]
+    if others:
+        yield DamageError(
+            f"target rank {others[0]} is of another run",
+            expected="the targets of one run",
+            got=counted(len(others), "target") + " of another, and the others",
+            where=files.path,
+            remedy="make the targets of one of both anew (transform --overwrite), or verify one by --rank",
+        )
+    elif run is not None:
+        yield from _missing(files, run.target_ranks, "run.json says")
 
 
 def _missing(files: ShardFiles, world_size: int, who_says: str) -> Iterator[DamageError]:
@@ -250,7 +296,8 @@ def _elsewhere(own: int, rank: int, path: str) -> Iterator[DamageError]:
 
 def _is_of(record: TargetRecord, folder: Path, path: str) -> bool:
     """Tell whether a record describes the file at `path`, and not one that was about to replace it."""
-    return folder / record.file == Path(path) and (record.announced is None or record.is_about(Path(path).stat()))
+    is_there = os.path.abspath(folder / record.file) == os.path.abspath(path)  # noqa: PTH100 - of text, as of links
+    return is_there and (record.announced is None or record.is_about(Path(path).stat()))
 
 
 def _against_record(shard: Manifest, record: TargetRecord, recorded: Mapping[str, TensorSum]) -> Iterator[DamageError]:

@@ -170,3 +170,49 @@ def test_damage_of_a_source_is_not_that_of_its_target(tmp_path: Path, capsys: Ca
     finished = verify(capsys, c)
     assert finished.code == 4 and f"in {path}" in finished.err and "no source holds" in finished.err, finished
     assert "differs from its source" not in finished.err
+
+
+@pytest.mark.parametrize("named", ["folder", "rank folder", "file"])
+@pytest.mark.parametrize("form", ["ckpt", "hdf5", "safetensors", "torch"])
+def test_sums_are_found_whatever_part_of_the_target_is_named(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, form: str, named: str
+) -> None:
+    c = make(tmp_path).but(dst=tmp_path / "made", dst_strategy=None)
+    assert run_here(capsys, *c.arguments("transform", "--to", form, "--verify")).code == 0
+    path = {"folder": c.dst, "rank folder": c.dst / "rank_0", "file": next((c.dst / "rank_0").iterdir())}[named]
+    whole = c.but(src=path, src_strategy=None, dst=tmp_path / "dst")
+    assert run_here(capsys, "verify", str(path)).code == 0
+    assert again(capsys, whole, "ckpt").code == 0
+    shutil.rmtree(whole.dst)
+    spoil(c.dst)
+    what = "does not fit its own checksum" if form == "torch" else "'w'"
+    verdict = run_here(capsys, "verify", str(path))
+    assert verdict.code == 4 and what in verdict.err, verdict
+    refused = again(capsys, whole, "ckpt")
+    assert refused.code == 3 and what in refused.err and not whole.dst.exists(), refused
+    if named == "rank folder":
+        monkeypatch.chdir(path)
+        assert run_here(capsys, "verify", ".").code == 4
+
+
+@pytest.mark.parametrize("form", ["ckpt", "safetensors", "torch"])
+def test_a_run_that_is_not_complete_is_not_sound(tmp_path: Path, capsys: Capture, form: str) -> None:
+    c = make(tmp_path).but(dst=tmp_path / "made")
+    assert run_here(capsys, *c.arguments("transform", "--to", form, "--verify", "--rank", "0")).code == 0
+    verdict = run_here(capsys, "verify", str(c.dst))
+    assert verdict.code == 4 and "a shard is missing" in verdict.err and "run.json says" in verdict.err, verdict
+    assert run_here(capsys, "verify", str(c.dst), "--rank", "0").code == 0
+    assert run_here(capsys, *c.arguments("transform", "--to", form, "--verify", "--rank", "1", "--resume")).code == 0
+    assert run_here(capsys, "verify", str(c.dst)).code == 0
+
+
+@pytest.mark.parametrize("form", ["ckpt", "hdf5", "safetensors", "torch"])
+def test_shards_of_two_runs_are_not_sound(tmp_path: Path, capsys: Capture, form: str) -> None:
+    c = make(tmp_path).but(dst=tmp_path / "made")
+    options = ("--to", form, "--verify")
+    assert run_here(capsys, *c.arguments("transform", *options)).code == 0
+    copy = shutil.copytree(c.src, tmp_path / "copy")
+    other = c.but(src=copy)
+    assert run_here(capsys, *other.arguments("transform", *options, "--overwrite", "--rank", "0")).code == 0
+    verdict = run_here(capsys, "verify", str(c.dst))
+    assert verdict.code == 4 and "target rank 1 is of another run" in verdict.err, verdict
