@@ -17,9 +17,9 @@ import atheris
 with atheris.instrument_imports(include=["reshard_mpi", "tomllib", "json", "fnmatch"]):
     # What is imported while something runs would not be followed.
     import parsers
-    import reshard_mpi.formats.safetensors.index
-    import reshard_mpi.formats.safetensors.sharding_text
-    import reshard_mpi.mapping.mapped
+    import reshard_mpi.formats.safetensors.huggingface
+    import reshard_mpi.formats.safetensors.torch_dcp
+    import reshard_mpi.mapping.apply
 
     import reshard_mpi.formats.ckpt
     import reshard_mpi.formats.dcp
