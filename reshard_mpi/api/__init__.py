@@ -144,11 +144,11 @@ def plan(
     with RunMemory(lambda: request.allowance, SerialComm(), Silent()) as allotted:
         purpose = f"planning from {files.path}"
         notes = allotted.open().notes
-        allotted.to_open((request.src_strategy, request.dst_strategy), purpose, files.format)
+        allotted.reserve_for_reading((request.src_strategy, request.dst_strategy), purpose, files.format)
         conversion = conversion_of(files, request)
-        allotted.on_giving_way(conversion.forget)
+        allotted.on_memory_released(conversion.forget)
         wanted = range(conversion.target.world_size) if request.ranks is None else request.ranks
-        projection = allotted.to_plan(conversion, files.format, purpose, targets=len(wanted))
+        projection = allotted.reserve_for_planning(conversion, files.format, purpose, targets=len(wanted))
         plans, outcome = plan_together(conversion, wanted, notes)
         for rank_plan in plans:
             allotted.require_possible(rank_plan)
@@ -156,7 +156,7 @@ def plan(
         notes = (*outcome.notes, *told_rules(rules, are_all=True))
         log(all_in_python(notes), all_in_python(outcome.warnings))
         summaries = tuple(RankSummary.of(rank_plan, projection.peak_bytes(rank_plan)) for rank_plan in plans)
-        return Plan(summaries, conversion.source.described, rules=rules)
+        return Plan(summaries, conversion.source.summary_text, rules=rules)
 
 
 @public

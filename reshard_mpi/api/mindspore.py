@@ -161,13 +161,13 @@ def transform_checkpoint_by_rank(
         shown.begin(Stage("planning"))
         purpose = f"target rank {rank_id} at {path}"
         notes = lease.open().notes
-        lease.to_open(strategies, purpose, files.format)
+        lease.reserve_for_reading(strategies, purpose, files.format)
         conversion = conversion_of(files, request)
         target = _require_free(path, rank_id, conversion, strategies)
         # In another folder than the rank's own, shards of other ranks are no strangers.
         strange = stranger_notes(strangers(path) if path.parent.name == f"rank_{rank_id}" else ())
-        lease.on_giving_way(conversion.forget)
-        lease.to_plan(conversion, name, purpose)
+        lease.on_memory_released(conversion.forget)
+        lease.reserve_for_planning(conversion, name, purpose)
         (rank_plan,), outcome = plan_together(conversion, [rank_id], (*notes, *strange))
         require_readable_structure(rank_plan.shard, name)
         tally = SpaceByFilesystem()
@@ -176,7 +176,7 @@ def transform_checkpoint_by_rank(
         require_room([tally.rooms(1, partial(may_share, conversion.source.files, name, path))])
         peak_bytes = lease.require_possible(rank_plan)
         log(all_in_python(outcome.notes), all_in_python(outcome.warnings))
-        while not lease.to_move(peak_bytes, purpose):
+        while not lease.reserve_for_copying(peak_bytes, purpose):
             rank_plan = conversion.plan(rank_id, checked=False)
         written_bytes = rank_plan.written_bytes
         shown.begin(Stage("writing", written_bytes, 1, phases=(MOVED, CLOSED)), written_bytes, written_bytes)

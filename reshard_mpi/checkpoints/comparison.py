@@ -10,7 +10,7 @@ from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.errors import CoverageError, DisagreementError, StrategyError
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import TensorEntry
-from reshard_mpi.planning.losses import Lost, named
+from reshard_mpi.planning.losses import UnusableShard, named
 from reshard_mpi.planning.model import Check, Copy, Limits
 from reshard_mpi.planning.replicas import ReplicaGroup
 from reshard_mpi.planning.tensors import TensorPart
@@ -30,7 +30,7 @@ _Holder = tuple[int, int, Manifest]
 
 def compare(
     source: SourceCheckpoint, all_alike: Iterable[ReplicaGroup], limits: Limits, on_bytes: Callable[[int], None]
-) -> tuple[Lost, ...]:
+) -> tuple[UnusableShard, ...]:
     """Compare all copies of tensors that should be the same; return the shards that could not be read.
 
     all_alike: the tensors and their holders; those of the same holders must follow one another. Each copy is read once,
@@ -40,10 +40,10 @@ def compare(
     parts of a sum may be on ranks whose shards the user has not picked.
     """
     comparison = _Comparison(source, limits, on_bytes)
-    for (_, must_differ), group in groupby(all_alike, key=attrgetter("holding", "must_differ")):
-        for portion in _portions(group) if must_differ else ():
+    for (_, expect_distinct), group in groupby(all_alike, key=attrgetter("holding", "expect_distinct")):
+        for portion in _portions(group) if expect_distinct else ():
             comparison.tell_apart(portion)
-        if not must_differ:
+        if not expect_distinct:
             comparison.compare_holders(tuple(group))
     return tuple(comparison.lost.values())
 
@@ -73,7 +73,7 @@ class _Comparison:
     """Compares copies of a source. lost: the holders that could not be read so far, by rank."""
 
     def __init__(self, source: SourceCheckpoint, limits: Limits, on_bytes: Callable[[int], None]) -> None:
-        self.lost: dict[int, Lost] = {}
+        self.lost: dict[int, UnusableShard] = {}
         self._source = source
         self._limits = limits
         self._on_bytes = on_bytes

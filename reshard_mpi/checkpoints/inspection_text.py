@@ -243,7 +243,7 @@ def _tensors(manifest: Manifest, *, is_full: bool) -> dict[str, _Tensor]:
         whole = kind.global_shape if kind.global_shape is not None else kind.shape
         is_whole = kind.global_shape is not None or is_full
         of_kind[number] = _Tensor(frozenset({kind.dtype.name}), frozenset({whole}), is_whole)
-    return {name: of_kind[number] for name, number in zip(manifest.tensors, manifest.tensors.kind_of)}
+    return {name: of_kind[number] for name, number in zip(manifest.tensors, manifest.tensors.kind_ids)}
 
 
 def _alike(first: _Tensor | None, second: _Tensor | None, *, same_ranks: bool) -> bool | None:

@@ -19,7 +19,7 @@ from reshard_mpi.checkpoints.siblings import in_its_rank, require_full
 from reshard_mpi.checkpoints.source import DAMAGE, SourceCheckpoint, locate
 from reshard_mpi.errors import LayoutError, ReshardError, SourceError, StrategyError, as_reshard_error
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.planning.model import CHOSEN_FILES, Moment
+from reshard_mpi.planning.model import CHOSEN_FILES, SharedFact
 from reshard_mpi.sharding.placement import Strategy, unsharded
 from reshard_mpi.sharding.strategy import table
 
@@ -138,7 +138,7 @@ def _require_all_files(files: ShardFiles) -> None:
             where=files.path,
             remedy="copy the missing ones" if count < said else "remove what does not belong to it",
         )
-    if said is None and files.is_folder and not formats.by_name(files.format).TRAITS.tells_files:
+    if said is None and files.is_folder and not formats.by_name(files.format).TRAITS.knows_file_count:
         raise SourceError(
             f"nothing in a {formats.title(files.format)} tells whether its last files are missing",
             expected="--src-files N: how many files were saved, as a rule one for each rank that saved",
@@ -210,10 +210,10 @@ def chosen_files(files: ShardFiles) -> str:
     return f"{least} and {count - 1} more, sha256:{digest.hexdigest()[:_DIGEST_LENGTH]}"
 
 
-def moments_of(files: ShardFiles) -> tuple[Moment, ...]:
+def moments_of(files: ShardFiles) -> tuple[SharedFact, ...]:
     """Return what all who read the checkpoint must agree in: its files, and its folder if that is the latest of some.
 
     Another checkpoint may become the newest while processes begin.
     """
-    chosen = Moment(CHOSEN_FILES, chosen_files(files), files.path)
-    return (chosen, Moment("latest checkpoint", files.latest, files.path)) if files.latest else (chosen,)
+    chosen = SharedFact(CHOSEN_FILES, chosen_files(files), files.path)
+    return (chosen, SharedFact("latest checkpoint", files.latest, files.path)) if files.latest else (chosen,)

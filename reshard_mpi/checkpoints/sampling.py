@@ -21,9 +21,9 @@ from reshard_mpi.planning.fit import (
     Drift,
     PairResult,
     Similarity,
-    judge,
+    evaluate_pair,
     should_be_one_part,
-    stray,
+    unexpected_stage_error,
     unknown_tensor,
 )
 from reshard_mpi.planning.parameters import Unlisted, is_partial_sum
@@ -98,7 +98,7 @@ def drifted_tensors(
                     continue
                 if damage is not None:
                     raise damage
-            drift = drift.joined(judge(pair, compared, strategy, (first.path, second.path), unlisted))
+            drift = drift.joined(evaluate_pair(pair, compared, strategy, (first.path, second.path), unlisted))
     return drift
 
 
@@ -139,7 +139,7 @@ def _require_homes(source: SourceCheckpoint, strays: Iterable[Sampled], pair: Ra
         except (ShardError, OSError):  # planning reports it if the shard is needed
             continue
         if likeness is not Similarity.SAME:
-            raise stray(name, home_stage, source.strategy, (home.path, shard.path))
+            raise unexpected_stage_error(name, home_stage, source.strategy, (home.path, shard.path))
 
 
 def _compared(

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError, ReshardError, StrategyError
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.planning.losses import Lost, described
+from reshard_mpi.planning.losses import UnusableShard, described
 from reshard_mpi.planning.parameters import Unlisted, find_or_follow, is_dropped, listed_names
 from reshard_mpi.planning.ranks import needed_ranks, wants
 from reshard_mpi.planning.shard_faults import disputes, witnesses
@@ -49,10 +49,10 @@ def require_consistent_source(source: SourceCheckpoint) -> None:
                 tensors.group(name)
             except (UnknownLengthError, CoverageError) as error:
                 if len(chosen) == len(ranks) and not source.files.picked:  # else others may hold the slices
-                    error.where = error.where or source.place
+                    error.where = error.where or source.location_text
                     raise
             except (DisagreementError, LayoutError) as error:
-                error.where += f"; {source.place}" if source.missing else ""
+                error.where += f"; {source.location_text}" if source.missing else ""
                 raise
 
 
@@ -97,7 +97,7 @@ def refuse(names: Iterable[str], only_there: dict[str, int], source: SourceCheck
         "no target would get a tensor that only some ranks hold, since no strategy says who holds it",
         expected="a strategy that lists what differs between ranks, or one by which their shards are read",
         got=shown + (f", and {len(lost) - _MAX_NAMED} more" if len(lost) > _MAX_NAMED else ""),
-        where=source.place,
+        where=source.location_text,
         remedy="list it in the source strategy (a TOML rule '*' takes all there is), or leave it out: with --exclude,"
         " or with --unlisted drop for all that is not listed",
     )
@@ -125,7 +125,7 @@ class _CandidateRanks:
     """
 
     def __init__(self, source: SourceCheckpoint) -> None:
-        self.lost: dict[int, Lost] = {}
+        self.lost: dict[int, UnusableShard] = {}
         self._source = source
         self._trusting = True
 
@@ -261,7 +261,7 @@ class ShardOpener:
             return None
         return OpenedShards(manifests, planner)
 
-    def _require_any_left(self, target_rank: int, ranks: Collection[int], lost: Mapping[int, Lost]) -> None:
+    def _require_any_left(self, target_rank: int, ranks: Collection[int], lost: Mapping[int, UnusableShard]) -> None:
         """Raise CoverageError if all shards that are left to choose from are known to be lost."""
         if lost.keys() >= set(ranks) and lost.keys() >= self.source.files.by_rank.keys():
             raise CoverageError(
@@ -346,7 +346,7 @@ class ShardOpener:
             ranks = self.source.strategy.ranks_of(stage)
             yield from islice((rank for rank in ranks if rank in self.source), _MAX_WITNESSES)
 
-    def _outvoted(self, manifests: Mapping[int, Manifest], lost: Collection[int]) -> dict[int, Lost]:
+    def _outvoted(self, manifests: Mapping[int, Manifest], lost: Collection[int]) -> dict[int, UnusableShard]:
         """Return the shards that contradict the majority of a tensor's holders about its shape or type, by rank.
 
         Further shards are asked about the tensors on which the opened ones disagree; and if that shows no majority,
@@ -361,10 +361,10 @@ class ShardOpener:
                 witness = self.source.find(rank)
                 if witness is not None:
                     asked[rank] = witness
-            outvoted: dict[int, Lost] = {}
+            outvoted: dict[int, UnusableShard] = {}
             for dispute in disputes(source, asked, names):
                 for rank, problem in dispute.outvoted().items():
-                    outvoted.setdefault(rank, Lost(rank, asked[rank].path, problem))
+                    outvoted.setdefault(rank, UnusableShard(rank, asked[rank].path, problem))
             if outvoted:
                 return outvoted
         return {}

@@ -15,7 +15,7 @@ from reshard_mpi.errors import DisagreementError, ReshardError, ShardError, Sour
 from reshard_mpi.formats.manifest import NEST, Manifest, ShardIdentity, common_nest
 from reshard_mpi.formats.protocol import OnBytes, uncounted
 from reshard_mpi.formats.tensor_table import ChunkedTensors, TensorTable
-from reshard_mpi.planning.losses import Lost, Missing
+from reshard_mpi.planning.losses import MissingRanks, UnusableShard
 from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.planning.parameters import Accumulated, is_partial_sum
 from reshard_mpi.sharding.placement import Strategy
@@ -72,7 +72,7 @@ class SourceCheckpoint:
     _rule_names: dict[str, dict[int, int]] | None = field(default=None)
 
     @property
-    def described(self) -> str:
+    def summary_text(self) -> str:
         """The checkpoint in one line: format, files, ranks and tensors."""
         files = len(self.files.shards)
         ranks, tensors = self.strategy.world_size, self.extent.tensors
@@ -82,14 +82,14 @@ class SourceCheckpoint:
         return ", ".join([formats.title(self.files.format), *counts])
 
     @property
-    def place(self) -> str:
+    def location_text(self) -> str:
         """Where it is, and how many of its ranks have shards there."""
         return (
             f"{self.files.path}, which has the shards of {len(self.files.by_rank)} of {self.strategy.world_size} ranks"
         )
 
     @property
-    def stored(self) -> SourceCheckpoint:
+    def unmapped(self) -> SourceCheckpoint:
         """The checkpoint as it lies in its files."""
         return self
 
@@ -119,7 +119,7 @@ class SourceCheckpoint:
 
     def taken(self, plan: RankPlan) -> Set[str]:
         """Return the tensors, as they are stored, that a target is made of, or that another one writes for it."""
-        return {*plan.tensors.specs.names, *plan.elsewhere}
+        return {*plan.tensors.specs.names, *plan.written_by_others}
 
     def map_notes(self) -> tuple[str, ...]:
         """Return notes for the user on the map's result."""
@@ -140,13 +140,13 @@ class SourceCheckpoint:
         return rank in self.files.by_rank
 
     @property
-    def missing(self) -> Missing | None:
+    def missing(self) -> MissingRanks | None:
         """The ranks that have no shard, if any; None for shards picked by the caller, who need not have them all."""
         size = self.strategy.world_size
         if self.files.picked or len(self.files.by_rank) == size:
             return None
         ranks = tuple(rank for rank in range(size) if rank not in self.files.by_rank)
-        return Missing(ranks, size, self.files.path)
+        return MissingRanks(ranks, size, self.files.path)
 
     def manifest(self, rank: int) -> Manifest:
         """Return the manifest of `rank`. Raises ShardError or DisagreementError if the shard is damaged."""
@@ -173,12 +173,12 @@ class SourceCheckpoint:
                 raise
             return None
 
-    def lost(self, rank: int) -> Lost:
+    def lost(self, rank: int) -> UnusableShard:
         """Return why the shard of `rank` cannot be read: it is missing, or `find` has seen that it is damaged."""
         error = self._damage.get(rank)
         if error is None:
-            return Lost(rank, self.files.path, "")
-        return Lost(rank, error.where or self.files.by_rank[rank][0], told(error))
+            return UnusableShard(rank, self.files.path, "")
+        return UnusableShard(rank, error.where or self.files.by_rank[rank][0], told(error))
 
     def check_crc(self, rank: int, on_bytes: OnBytes = uncounted) -> ReshardError | None:
         """Check the files of `rank` against their own checksums, if they have any; return the first error.

@@ -16,7 +16,7 @@ from reshard_mpi.engine.files import Files
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.locations import ByteRange
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.formats.tensor_table import ELSEWHERE
+from reshard_mpi.formats.tensor_table import NOT_CONTIGUOUS
 from reshard_mpi.planning.model import Group, Limits, PlannedTensors, ReadGroup
 from reshard_mpi.sharding.strides import Strides
 
@@ -186,15 +186,15 @@ def _places(
     tensors: PlannedTensors, target: Manifest, span: Span | None, limits: Limits, most_bytes: int
 ) -> _TargetColumns:
     groups = np.asarray(tensors.group_of, np.int64)
-    numbers = target.tensors.number_of
+    numbers = target.tensors.index_by_name
     in_file_order = np.fromiter((numbers[name] for name in tensors.specs.names), np.int64, len(tensors))
-    starts = np.asarray(target.tensors.starts, np.int64)[in_file_order]
+    starts = np.asarray(target.tensors.offsets, np.int64)[in_file_order]
     sizes = np.array([group.kind.size_bytes for group in tensors.groups], np.int64)[groups]
     is_small = [
         0 < group.kind.size_bytes <= most_bytes and _is_plain(group) and _is_close(group, limits) and _is_in_runs(group)
         for group in tensors.groups
     ]
-    small = np.array(is_small, bool)[groups] & (starts != ELSEWHERE)
+    small = np.array(is_small, bool)[groups] & (starts != NOT_CONTIGUOUS)
     # Batches need tensors that follow each other in the file, and that no other process writes a part of.
     small[1:] &= starts[1:] >= starts[:-1] + sizes[:-1]
     if span is not None:
@@ -204,7 +204,9 @@ def _places(
 
 def _is_plain(group: Group) -> bool:
     """Tell whether each source tensor is one range of its file, in this machine's byte order."""
-    return all(ELSEWHERE not in _starts(route.tensors.unconverted.starts, route.numbers) for route in group.routes)
+    return all(
+        NOT_CONTIGUOUS not in _starts(route.tensors.unconverted.offsets, route.numbers) for route in group.routes
+    )
 
 
 def _is_in_runs(group: Group) -> bool:
@@ -226,7 +228,7 @@ def _starts(starts: Sequence[int], numbers: Sequence[int]) -> Numbers:
 def _stored(route: ReadGroup) -> DType:
     """Return the type that the source tensors of a route have in their file; they are all of one kind."""
     tensors = route.tensors.unconverted
-    return tensors.kinds[tensors.kind_of[route.numbers[0]]].dtype
+    return tensors.kinds[tensors.kind_ids[route.numbers[0]]].dtype
 
 
 def _routes(group: Group) -> Iterator[_BatchSource]:
@@ -234,7 +236,7 @@ def _routes(group: Group) -> Iterator[_BatchSource]:
         strides, stored = route.strides(group.kind.box), _stored(route)
         if strides.size:
             tensors, itemsize = route.tensors.unconverted, stored.itemsize_bytes
-            starts = _starts(tensors.starts, route.numbers)
+            starts = _starts(tensors.offsets, route.numbers)
             span_bytes = route.source_box.span_of(route.region) * itemsize
             first_bytes = strides.source_offset * itemsize
             yield _BatchSource(tensors.path, starts, first_bytes, span_bytes, strides, stored, group.kind.dtype)

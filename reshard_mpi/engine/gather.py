@@ -131,7 +131,7 @@ def gather(files: Files, copy: Copy, out: Array, out_box: Box, limits: Limits) -
             put(elements.view(out.dtype).reshape(-1), part, out, out_box)
         return
     places = copy.strides(out_box)
-    if places.is_turned and _is_in_long_runs(copy):
+    if places.is_transposed and _is_in_long_runs(copy):
         _gather_turned(files, copy, out, out_box, limits)
         return
     if isinstance(source, Converted):

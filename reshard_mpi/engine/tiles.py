@@ -92,7 +92,7 @@ def _sides(tensor: TensorPlan, limit: int) -> list[int]:
 
     If sources lie in different ways, the largest copy in which axes change places decides.
     """
-    box, turned = tensor.spec.box, [copy for copy in tensor.copies if copy.strides(tensor.spec.box).is_turned]
+    box, turned = tensor.spec.box, [copy for copy in tensor.copies if copy.strides(tensor.spec.box).is_transposed]
     copy = max(turned, key=lambda copy: copy.region.size)
     pairs, steps = paired(copy.region, copy.target_region, copy.order), copy.source.steps
     nearest = max(pairs) if steps is None else min(pairs, key=lambda pair: steps[pair[0]])

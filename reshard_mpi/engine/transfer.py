@@ -138,7 +138,7 @@ def _write_each(
         if following is not None and following.span[0] == 0:
             _read_ahead(files, following.tensor, target.tensors[following.tensor.spec.name])
         tensor, too_large = part.tensor, files.traffic.too_large
-        if is_turned(tensor, limits):
+        if is_transposed(tensor, limits):
             tiles.write(tensor, part.place, part.span)
         elif _is_copied(tensor):
             _copy_runs(files, tensor, part.place, part.span, buffer)
@@ -159,7 +159,7 @@ def are_many(tensors: PlannedTensors) -> bool:
 
 def is_gathered(tensor: TensorPlan, limits: Limits) -> bool:
     """Tell whether a tensor may be written through windows of its sources, with numpy."""
-    if is_turned(tensor, limits):
+    if is_transposed(tensor, limits):
         return True
     if _is_copied(tensor) or _is_scattered(tensor):
         return False
@@ -214,13 +214,13 @@ def _read(files: Files, limits: Limits, copy: Copy, block: Box, buffer: memoryvi
     fill(files, copy, block, buffer, limits)
 
 
-def is_turned(tensor: TensorPlan, limits: Limits) -> bool:
+def is_transposed(tensor: TensorPlan, limits: Limits) -> bool:
     """Tell whether axes change places in a tensor that is too large for the buffer."""
     if tensor.spec.size_bytes <= limits.buffer_bytes:
         return False
     if all(copy.order is None and copy.source.steps is None for copy in tensor.copies):
         return False
-    return any(copy.strides(tensor.spec.box).is_turned for copy in tensor.copies)
+    return any(copy.strides(tensor.spec.box).is_transposed for copy in tensor.copies)
 
 
 def _is_copied(tensor: TensorPlan) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from reshard_mpi.formats.dtypes import FLOATS, DType
 from reshard_mpi.formats.locations import Constant, Converted, Location, Reduced
-from reshard_mpi.formats.tensor_table import ELSEWHERE, ChunkedTensors, TensorEntry, TensorTable, TensorType
+from reshard_mpi.formats.tensor_table import NOT_CONTIGUOUS, ChunkedTensors, TensorEntry, TensorTable, TensorType
 
 
 def converted(tensors: TensorTable, dtype: DType) -> TensorTable:
@@ -45,15 +45,15 @@ class JoinedTensors(TensorTable):
         self._shards, self._is_mean = tuple(shards), is_mean
         by_table: dict[int, array[int]] = {}  # shards of replicas have their table of names in common, as a rule
         for shard in shards:
-            if id(shard.number_of) not in by_table:
-                by_table[id(shard.number_of)] = array("I", map(shard.number_of.__getitem__, names))
-        self._numbers = tuple(by_table[id(shard.number_of)] for shard in shards)
+            if id(shard.index_by_name) not in by_table:
+                by_table[id(shard.index_by_name)] = array("I", map(shard.index_by_name.__getitem__, names))
+        self._numbers = tuple(by_table[id(shard.index_by_name)] for shard in shards)
         for number in self._numbers[0]:
-            self.add_unnamed(self.kind(first.kinds[first.kind_of[number]]), ELSEWHERE)
+            self.add_unnamed(self.kind(first.kinds[first.kind_ids[number]]), NOT_CONTIGUOUS)
         for shard, numbers in zip(shards, self._numbers):
-            if shard.elsewhere:
-                self.elsewhere |= {
-                    place: self.source(place) for place, number in enumerate(numbers) if number in shard.elsewhere
+            if shard.locations:
+                self.locations |= {
+                    place: self.source(place) for place, number in enumerate(numbers) if number in shard.locations
                 }
 
     def source(self, number: int) -> Location:
@@ -71,7 +71,7 @@ class JoinedTensors(TensorTable):
 
     def _columns(self) -> tuple[object, ...]:
         shards = tuple(shard._columns() for shard in self._shards)
-        return self._is_mean, self.kinds, self.kind_of, self._numbers, shards
+        return self._is_mean, self.kinds, self.kind_ids, self._numbers, shards
 
 
 class _ConvertedTensors(TensorTable):
@@ -82,24 +82,24 @@ class _ConvertedTensors(TensorTable):
     def __init__(self, unconverted: TensorTable, dtype: DType) -> None:
         super().__init__(unconverted.path)
         self._unconverted, self._dtype = unconverted, dtype
-        self.number_of, self.kind_of = unconverted.number_of, unconverted.kind_of
+        self.index_by_name, self.kind_ids = unconverted.index_by_name, unconverted.kind_ids
         self.kinds = [_converted_kind(kind, dtype) for kind in unconverted.kinds]
         self._changed = [kind != before for kind, before in zip(self.kinds, unconverted.kinds)]
-        self.starts = array(
+        self.offsets = array(
             "q",
             (
-                ELSEWHERE if self._changed[kind] else start
-                for kind, start in zip(unconverted.kind_of, unconverted.starts)
+                NOT_CONTIGUOUS if self._changed[kind] else start
+                for kind, start in zip(unconverted.kind_ids, unconverted.offsets)
             ),
         )
-        self.elsewhere = {number: self.source(number) for number in unconverted.elsewhere}
+        self.locations = {number: self.source(number) for number in unconverted.locations}
 
     @property
     def unconverted(self) -> TensorTable:
         return self._unconverted
 
     def source(self, number: int) -> Location:
-        place, kind = self._unconverted.source(number), self.kind_of[number]
+        place, kind = self._unconverted.source(number), self.kind_ids[number]
         return Converted(place, self._unconverted.kinds[kind].dtype) if self._changed[kind] else place
 
     def element_bytes(self, numbers: Sequence[int]) -> int:
@@ -119,11 +119,11 @@ class _ConvertedTensors(TensorTable):
 def _converted_list(tensors: ChunkedTensors, dtype: DType) -> ChunkedTensors:
     by_file = {id(file): converted(file, dtype) for file in tensors.files}
     view = ChunkedTensors(tensors.path)
-    view.number_of, view.kind_of, view.starts = tensors.number_of, tensors.kind_of, tensors.starts
-    view.elsewhere, view.list_of, view.numbers = tensors.elsewhere, tensors.list_of, tensors.numbers
+    view.index_by_name, view.kind_ids, view.offsets = tensors.index_by_name, tensors.kind_ids, tensors.offsets
+    view.locations, view.chunk_list_ids, view.numbers = tensors.locations, tensors.chunk_list_ids, tensors.numbers
     view.missing, view.unreadable = tensors.missing, tensors.unreadable
     view.kinds = [_converted_kind(kind, dtype) for kind in tensors.kinds]
-    view.lists = [tuple((box, by_file[id(file)]) for box, file in pieces) for pieces in tensors.lists]
+    view.chunk_lists = [tuple((box, by_file[id(file)]) for box, file in pieces) for pieces in tensors.chunk_lists]
     return view
 
 

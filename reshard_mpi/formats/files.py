@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from reshard_mpi.errors import ShardError, TargetError
 from reshard_mpi.filesystem.paths import file_kind_of
-from reshard_mpi.formats.manifest import Manifest, Structure
+from reshard_mpi.formats.manifest import HeaderDigest, Manifest
 
 # Names of all tensors are kept in memory; no framework makes one this long.
 MAX_NAME_BYTES = 4096
@@ -148,7 +148,7 @@ def contents(fd: int, spans: Sequence[Span]) -> Iterator[bytes]:
         number = last
 
 
-class StructureWriter:
+class HeaderDigestWriter:
     """Writes a file's structure (all but payloads) in ascending order: neighbouring parts by one call."""
 
     def __init__(self, fd: int) -> None:
@@ -177,12 +177,12 @@ class StructureWriter:
             self._together.clear()
             self._parts.clear()
 
-    def finish(self, size_bytes: int | None = None) -> Structure:
+    def finish(self, size_bytes: int | None = None) -> HeaderDigest:
         """Write the rest, and give the file its length; None: it ends with what was added. Return its structure."""
         self._write()
         end = self._end if size_bytes is None else size_bytes
         os.ftruncate(self._fd, end)
-        return Structure(end, self._digest.digest())
+        return HeaderDigest(end, self._digest.digest())
 
 
 def not_as_written(path: str) -> ShardError:
@@ -198,7 +198,7 @@ def not_as_written(path: str) -> ShardError:
 
 def require_as_written(found: Manifest, meant: Manifest) -> None:
     """Raise ShardError if what was read back differs from what was meant in tensors, strings or structure."""
-    if (found.tensors, found.strings, found.structure) != (meant.tensors, meant.strings, meant.structure):
+    if (found.tensors, found.strings, found.header_digest) != (meant.tensors, meant.strings, meant.header_digest):
         raise not_as_written(meant.path)
 
 

@@ -48,17 +48,14 @@ def common_nest(texts: Iterable[str]) -> str | None:
 
 
 class ShardIdentity(NamedTuple):
-    """The place of a self-describing shard in its checkpoint.
-
-    strategy: how the whole checkpoint is sharded, as text (see `strategy.table`).
-    """
+    """The place of a self-describing shard in its checkpoint."""
 
     rank: int
     world_size: int
-    strategy: str
+    strategy: str  # how the whole checkpoint is sharded, as text (see `strategy.table`)
 
 
-class Structure(NamedTuple):
+class HeaderDigest(NamedTuple):
     """Equal for two files of a format that differ only in payloads: their length, and a digest of all other bytes."""
 
     size_bytes: int
@@ -79,7 +76,9 @@ class Manifest(NamedTuple):
     tensors: TensorTable  # where the bytes of each tensor lie
     strings: Mapping[str, str] = {}  # texts by name, the nest's under `NEST`
     identity: ShardIdentity | None = None  # rank and strategy, where the file says them
-    structure: Structure | None = None  # digest of the header: equal ones have the same tensors at the same places
+    header_digest: HeaderDigest | None = (
+        None  # digest of the header: equal ones have the same tensors at the same places
+    )
     left_out: tuple[str, ...] = ()  # in words, contents that cannot be converted
     lacks_others: bool = False  # it says that it was saved without what other ranks hold as well
     part_of: str = ""  # in words, the checkpoint that it says it is only a part of; empty: it says nothing
@@ -103,7 +102,7 @@ class Manifest(NamedTuple):
     def _otherwise_stored(self) -> Iterator[Location]:
         """Yield the places of tensors, or of their pieces, that are not one run of a file in this byte order."""
         files = self.tensors.files if isinstance(self.tensors, ChunkedTensors) else (self.tensors,)
-        return (source for tensors in files for source in tensors.elsewhere.values())
+        return (source for tensors in files for source in tensors.locations.values())
 
 
 class TensorSpec(NamedTuple):
@@ -134,15 +133,17 @@ class SpecKind(NamedTuple):
 class Specs(Sequence[TensorSpec]):
     """The tensors of a shard to be written, in file order, in columns.
 
-    kinds: the different kinds. kind_of: for each tensor, the number of its kind.
+    Attributes:
+        kinds: the different kinds.
+        kind_ids: for each tensor, the number of its kind.
     """
 
-    __slots__ = ("kind_of", "kinds", "names")
+    __slots__ = ("kind_ids", "kinds", "names")
 
-    def __init__(self, names: Sequence[str], kinds: Sequence[SpecKind], kind_of: Sequence[int]) -> None:
+    def __init__(self, names: Sequence[str], kinds: Sequence[SpecKind], kind_ids: Sequence[int]) -> None:
         self.names = names
         self.kinds = kinds
-        self.kind_of = kind_of
+        self.kind_ids = kind_ids
 
     @classmethod
     def of(cls, tensors: Sequence[TensorSpec]) -> Specs:
@@ -150,8 +151,8 @@ class Specs(Sequence[TensorSpec]):
         if isinstance(tensors, cls):
             return tensors
         numbers: dict[SpecKind, int] = {}
-        kind_of = array("I", (numbers.setdefault(SpecKind(*tensor[1:]), len(numbers)) for tensor in tensors))
-        return cls([tensor.name for tensor in tensors], list(numbers), kind_of)
+        kind_ids = array("I", (numbers.setdefault(SpecKind(*tensor[1:]), len(numbers)) for tensor in tensors))
+        return cls([tensor.name for tensor in tensors], list(numbers), kind_ids)
 
     @overload
     def __getitem__(self, index: int) -> TensorSpec: ...
@@ -159,8 +160,8 @@ class Specs(Sequence[TensorSpec]):
     def __getitem__(self, index: slice) -> Specs: ...
     def __getitem__(self, index: int | slice) -> TensorSpec | Specs:
         if isinstance(index, slice):
-            return Specs(self.names[index], self.kinds, self.kind_of[index])
-        return TensorSpec(self.names[index], *self.kinds[self.kind_of[index]])
+            return Specs(self.names[index], self.kinds, self.kind_ids[index])
+        return TensorSpec(self.names[index], *self.kinds[self.kind_ids[index]])
 
     def __len__(self) -> int:
         return len(self.names)
@@ -169,21 +170,18 @@ class Specs(Sequence[TensorSpec]):
     def size_bytes(self) -> int:
         """How many bytes all elements take."""
         sizes = [kind.size_bytes for kind in self.kinds]
-        return sum(sizes[kind] for kind in self.kind_of)
+        return sum(sizes[kind] for kind in self.kind_ids)
 
 
 class ShardSpec(NamedTuple):
-    """A shard to be written, its tensors in file order.
-
-    with_sums: whether it gets room for a sum of each tensor. elsewhere: names of tensors that its rank holds as well,
-    and that another file of the same checkpoint has.
-    """
+    """A shard to be written, its tensors in file order."""
 
     identity: ShardIdentity
     tensors: Sequence[TensorSpec]
     strings: Mapping[str, str]
-    with_sums: bool = False
-    elsewhere: Sequence[str] = ()
+    with_sums: bool = False  # whether it gets room for a sum of each tensor
+    # names of tensors that its rank holds as well, and that another file of the same checkpoint has
+    written_by_others: Sequence[str] = ()
 
     @property
     def specs(self) -> Specs:
@@ -195,7 +193,7 @@ class ShardSpec(NamedTuple):
 _MOST = 4 * GIB
 
 
-class UncountableError(Exception):
+class NotChecksummableError(Exception):
     """A whole number outside of 0 to 2^32, which cannot enter MindSpore's checksum as a number of bytes."""
 
     def __init__(self, name: str, value: int) -> None:
@@ -212,14 +210,14 @@ class UncountableError(Exception):
         )
 
 
-def is_counted(dtype: DType, shape: tuple[int, ...]) -> bool:
+def is_in_crc(dtype: DType, shape: tuple[int, ...]) -> bool:
     """Tell whether a tensor enters the checksum as a number of bytes; others are summed as they are."""
     return not shape and dtype.name.startswith(("int", "uint"))
 
 
 def counted_bytes(name: str, content: bytes, dtype: DType) -> int:
-    """Return the value of a tensor that is counted. Raises UncountableError if it is none that can be."""
+    """Return the value of a tensor that is counted. Raises NotChecksummableError if it is none that can be."""
     value: int = numbers(content, dtype)[0]
     if not 0 <= value <= _MOST:
-        raise UncountableError(name, value)
+        raise NotChecksummableError(name, value)
     return value

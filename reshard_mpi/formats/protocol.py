@@ -38,33 +38,33 @@ class Traits(NamedTuple):
     """The abilities and costs of a format.
 
     title: the words for its checkpoints, if not its name. describes_itself: a shard states its rank and how its
-    checkpoint is sharded. has_crc: a shard can be sealed with a checksum of the whole file. counts_numbers: in which
-    whole numbers count as so many bytes (see `counted`). keeps_sums: a shard has a place for sums of its tensors.
+    checkpoint is sharded. has_crc: a shard can be sealed with a checksum of the whole file. crc_counts_scalars: in which
+    whole numbers count as so many bytes (see `manifest.is_in_crc`). keeps_sums: a shard has a place for sums of its tensors.
     keeps_strings: it has a place for strings. shares_blocks: large tensors are aligned so that file systems can share
     their blocks. is_folder: a checkpoint is a folder whose files an index lists (see `protocol.FolderFormat`).
-    is_filled: a checkpoint is a full one, in files that are filled up to a size. sharded_as: the format in which such a
-    checkpoint is written instead if it is cut over ranks. written_as: the format in which what is read is written,
-    unless another one is asked for; None: the same. tells_files: whether a folder tells which files it should have; if
-    not, the user must say how many. unread_types: names of types that its own framework writes and does not read again:
-    they are taken over from shards of the same format alone. unread_empty: whether that framework refuses a
+    split_by_size: a checkpoint is a full one, in files that are filled up to a size. sharded_variant: the format in which such a
+    checkpoint is written instead if it is cut over ranks. default_target: the format in which what is read is written,
+    unless another one is asked for; None: the same. knows_file_count: whether a folder tells which files it should have; if
+    not, the user must say how many. types_own_loader_refuses: names of types that its own framework writes and does not read again:
+    they are taken over from shards of the same format alone. own_loader_refuses_empty: whether that framework refuses a
     shard of nothing.
     """
 
     costs: Costs
     describes_itself: bool = False
     has_crc: bool = False
-    counts_numbers: bool = False
+    crc_counts_scalars: bool = False
     keeps_sums: bool = False
     shares_blocks: bool = False
     is_folder: bool = False
-    is_filled: bool = False
+    split_by_size: bool = False
     keeps_strings: bool = True
-    sharded_as: str | None = None
-    written_as: str | None = None
-    tells_files: bool = True
+    sharded_variant: str | None = None
+    default_target: str | None = None
+    knows_file_count: bool = True
     title: str = ""
-    unread_types: tuple[str, ...] = ()
-    unread_empty: bool = False
+    types_own_loader_refuses: tuple[str, ...] = ()
+    own_loader_refuses_empty: bool = False
 
 
 NO_SUMS: Mapping[str, int] = {}

@@ -14,16 +14,14 @@ from reshard_mpi.sharding.box import Box
 
 
 class TensorEntry(NamedTuple):
-    """One tensor of one shard.
-
-    shape: of the part that the shard holds. source: where its elements are. box: the part's box in the whole tensor,
-    and global_shape: the shape of that; None if the file does not say, and the strategy must.
-    """
+    """One tensor of one shard."""
 
     name: str
     dtype: DType
-    shape: tuple[int, ...]
-    source: Location
+    shape: tuple[int, ...]  # of the part that the shard holds
+    source: Location  # where its elements are
+    # the part's box in the whole tensor, and global_shape: the shape of that; None if the file does not say, and the
+    # strategy must
     box: Box | None = None
     global_shape: tuple[int, ...] | None = None
 
@@ -79,12 +77,12 @@ class TensorType(NamedTuple):
         return self.dtype.itemsize_bytes * math.prod(self.shape)
 
 
-# Measured: for each tensor, its name and number; its kind and start; and its place if that is in `elsewhere`.
-_NAME_BYTES, _PLACE_BYTES, _ELSEWHERE_BYTES = 400, 16, 600
-KEPT_TENSOR_BYTES, KEPT_PLACE_BYTES = _NAME_BYTES + _PLACE_BYTES, _PLACE_BYTES
+# Measured: for each tensor, its name and number; its kind and start; and its place if that is in `locations`.
+_NAME_BYTES, _OFFSET_BYTES, _LOCATION_BYTES = 400, 16, 600
+KEPT_TENSOR_BYTES, KEPT_OFFSET_BYTES = _NAME_BYTES + _OFFSET_BYTES, _OFFSET_BYTES
 
 # The start of a tensor that is not one run of its shard's file, or not in this machine's byte order.
-ELSEWHERE = -1
+NOT_CONTIGUOUS = -1
 
 
 def _element_bytes(place: Location | None, dtype: DType) -> int:
@@ -98,25 +96,30 @@ def _element_bytes(place: Location | None, dtype: DType) -> int:
 class TensorTable(Mapping[str, TensorEntry]):
     """The tensors of one shard in the file's order, in columns. A tensor's number is its place in that order.
 
-    path: of the shard. number_of: by name. kinds: the different kinds, in the order in which they were added. kind_of:
-    for each tensor, the number of its kind. starts: for each, the offset of its elements in the file `path`, if they
-    are one run there (any offset, if there are none); else `ELSEWHERE`. elsewhere: the places of these, by number.
+    Attributes:
+        path: of the shard.
+        index_by_name: by name.
+        kinds: the different kinds, in the order in which they were added.
+        kind_ids: for each tensor, the number of its kind.
+        offsets: for each, the offset of its elements in the file `path`, if they are one run there (any offset, if
+            there are none); else `NOT_CONTIGUOUS`.
+        locations: the places of these, by number.
 
     Example, two float32 tensors of 16 elements, one behind the other from byte 100 on:
 
-        number_of = {"a": 0, "b": 1}; kinds = [TensorType(FLOAT32, (16,), None, None)]
-        kind_of = [0, 0]; starts = [100, 164]; elsewhere = {}
+        index_by_name = {"a": 0, "b": 1}; kinds = [TensorType(FLOAT32, (16,), None, None)]
+        kind_ids = [0, 0]; offsets = [100, 164]; locations = {}
     """
 
-    __slots__ = ("_number_of_kind", "elsewhere", "kind_of", "kinds", "number_of", "path", "starts")
+    __slots__ = ("_number_of_kind", "index_by_name", "kind_ids", "kinds", "locations", "offsets", "path")
 
     def __init__(self, path: str, entries: Iterable[TensorEntry] = ()) -> None:
         self.path = path
-        self.number_of: dict[str, int] = {}
+        self.index_by_name: dict[str, int] = {}
         self.kinds: list[TensorType] = []
-        self.kind_of = array("I")
-        self.starts = array("q")
-        self.elsewhere: dict[int, Location] = {}
+        self.kind_ids = array("I")
+        self.offsets = array("q")
+        self.locations: dict[int, Location] = {}
         self._number_of_kind: dict[TensorType, int] = {}
         for entry in entries:
             self.add_entry(entry)
@@ -136,112 +139,115 @@ class TensorTable(Mapping[str, TensorEntry]):
     def add(self, name: str, kind: int, start: int) -> None:
         """Add a tensor that is one run of the file.
 
-        kind: number of its kind. start: its offset in bytes. There must be no tensor of its name yet.
+        Args:
+            kind: number of its kind.
+            start: its offset in bytes. There must be no tensor of its name yet.
         """
-        self.number_of[name] = len(self.starts)
-        self.kind_of.append(kind)
-        self.starts.append(start)
+        self.index_by_name[name] = len(self.offsets)
+        self.kind_ids.append(kind)
+        self.offsets.append(start)
 
     def add_unnamed(self, kind: int, start: int, source: Location | None = None) -> int:
         """Add a tensor that only a list of pieces knows, by its number, which is returned.
 
-        source: where it is, if `start` is `ELSEWHERE`.
+        Args:
+            source: where it is, if `start` is `NOT_CONTIGUOUS`.
         """
-        number = len(self.starts)
+        number = len(self.offsets)
         if source is not None:
-            self.elsewhere[number] = source
-        self.kind_of.append(kind)
-        self.starts.append(start)
+            self.locations[number] = source
+        self.kind_ids.append(kind)
+        self.offsets.append(start)
         return number
 
     def add_entry(self, entry: TensorEntry) -> None:
         """Add a tensor. Raises ValueError if there is one of its name already."""
-        if entry.name in self.number_of:
+        if entry.name in self.index_by_name:
             raise ValueError(f"two tensors called {entry.name!r}")
         kind, source = self.kind(TensorType(entry.dtype, entry.shape, entry.box, entry.global_shape)), entry.source
-        start = ELSEWHERE
+        start = NOT_CONTIGUOUS
         if isinstance(source, ByteRanges) and not source.swapped:
             if not source.ranges and not entry.size_bytes:
                 start = 0
             elif len(source.ranges) == 1 and source.ranges[0].path == self.path:
                 start = source.ranges[0].offset_bytes
-        if start == ELSEWHERE:
-            self.elsewhere[len(self.starts)] = source
+        if start == NOT_CONTIGUOUS:
+            self.locations[len(self.offsets)] = source
         self.add(entry.name, kind, start)
 
     def share_names(self, other: TensorTable) -> None:
         """Share the table of names with another shard if that has the same names in the same order, to save memory."""
-        if self.number_of is not other.number_of and list(self.number_of) == list(other.number_of):
-            self.number_of = other.number_of
+        if self.index_by_name is not other.index_by_name and list(self.index_by_name) == list(other.index_by_name):
+            self.index_by_name = other.index_by_name
 
     def at(self, path: str) -> TensorTable:
         """Return the tensors of the file `path`, which must have the same tensors at the same places."""
         other = TensorTable(path)
-        other.number_of, other.kinds, other._number_of_kind = self.number_of, self.kinds, self._number_of_kind
-        other.kind_of, other.starts = self.kind_of, self.starts
-        for number, source in self.elsewhere.items():
+        other.index_by_name, other.kinds, other._number_of_kind = self.index_by_name, self.kinds, self._number_of_kind
+        other.kind_ids, other.offsets = self.kind_ids, self.offsets
+        for number, source in self.locations.items():
             if isinstance(source, StridedView):
-                other.elsewhere[number] = source._replace(path=path)
+                other.locations[number] = source._replace(path=path)
                 continue
             if not isinstance(source, ByteRanges):
                 raise TypeError("a tensor whose bytes are not in the file as they are")
             ranges = tuple(ByteRange(path, part.offset_bytes, part.length_bytes) for part in source.ranges)
-            other.elsewhere[number] = ByteRanges(ranges, source.swapped)
+            other.locations[number] = ByteRanges(ranges, source.swapped)
         return other
 
     def source(self, number: int) -> Location:
         """Return where the elements of a tensor are."""
-        start = self.starts[number]
-        if start == ELSEWHERE:
-            return self.elsewhere[number]
-        size_bytes = self.kinds[self.kind_of[number]].size_bytes
+        start = self.offsets[number]
+        if start == NOT_CONTIGUOUS:
+            return self.locations[number]
+        size_bytes = self.kinds[self.kind_ids[number]].size_bytes
         return ByteRanges((ByteRange(self.path, start, size_bytes),) if size_bytes else ())
 
     def element_bytes(self, numbers: Sequence[int]) -> int:
         """Return how many bytes of files one element of each of these tensors takes, all together."""
-        if not self.elsewhere:
-            counts = Counter(map(self.kind_of.__getitem__, numbers))
+        if not self.locations:
+            counts = Counter(map(self.kind_ids.__getitem__, numbers))
             return sum(count * self.kinds[kind].dtype.itemsize_bytes for kind, count in counts.items())
         return sum(
-            _element_bytes(self.elsewhere.get(number), self.kinds[self.kind_of[number]].dtype) for number in numbers
+            _element_bytes(self.locations.get(number), self.kinds[self.kind_ids[number]].dtype) for number in numbers
         )
 
     def __getitem__(self, name: str) -> TensorEntry:
-        number = self.number_of[name]
-        dtype, shape, box, global_shape = self.kinds[self.kind_of[number]]
+        number = self.index_by_name[name]
+        dtype, shape, box, global_shape = self.kinds[self.kind_ids[number]]
         return TensorEntry(name, dtype, shape, self.source(number), box, global_shape)
 
     def kind_named(self, name: str) -> TensorType:
         """Return the kind of the tensor of this name. Raises KeyError if there is none."""
-        return self.kinds[self.kind_of[self.number_of[name]]]
+        return self.kinds[self.kind_ids[self.index_by_name[name]]]
 
     def keys(self) -> KeysView[str]:
-        return self.number_of.keys()
+        return self.index_by_name.keys()
 
     def __contains__(self, name: object) -> bool:
-        return name in self.number_of
+        return name in self.index_by_name
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.number_of)
+        return iter(self.index_by_name)
 
     def __len__(self) -> int:
-        return len(self.starts)
+        return len(self.offsets)
 
     def __eq__(self, other: object) -> bool:
         """Tell whether both have the same tensors at the same places, in the same order; kinds may be in another."""
         if not isinstance(other, TensorTable) or self._columns() != other._columns():
             return False
         if self.kinds == other.kinds:
-            return self.kind_of == other.kind_of
+            return self.kind_ids == other.kind_ids
         numbers = {kind: number for number, kind in enumerate(other.kinds)}
         translated = [numbers.get(kind, -1) for kind in self.kinds]
-        return [translated[number] for number in self.kind_of] == list(other.kind_of)
+        return [translated[number] for number in self.kind_ids] == list(other.kind_ids)
 
     def __hash__(self) -> int:
         return hash((self.path, len(self)))
 
     def _columns(self) -> tuple[object, ...]:
-        return list(self.number_of), self.starts, self.elsewhere, self.path
+        return list(self.index_by_name), self.offsets, self.locations, self.path
 
     @property
     def tables(self) -> tuple[TensorTable, ...]:
@@ -254,8 +260,8 @@ class TensorTable(Mapping[str, TensorEntry]):
         names: dict[int, int] = {}
         places = 0
         for tensors in shards:
-            names[id(tensors.number_of)] = len(tensors)
-            places += _PLACE_BYTES * len(tensors) + _ELSEWHERE_BYTES * len(tensors.elsewhere)
+            names[id(tensors.index_by_name)] = len(tensors)
+            places += _OFFSET_BYTES * len(tensors) + _LOCATION_BYTES * len(tensors.locations)
         return places + _NAME_BYTES * sum(names.values())
 
 
@@ -278,19 +284,23 @@ PieceList = tuple[tuple[Box, TensorTable], ...]
 class ChunkedTensors(TensorTable):
     """The whole tensors of a checkpoint whose pieces are listed one by one; only the pieces have places.
 
-    A file may have several pieces of a tensor. Pieces may overlap if they hold the same there. lists: the different
-    lists of pieces. list_of: for each tensor, the number of its list. numbers: for each tensor, the numbers of its
-    pieces in their files. missing: in words, why no pieces of some files are listed. unreadable: the names of tensors
-    whose elements cannot be read though their files are sound, each with the reason in words; no pieces of them are
-    listed.
+    A file may have several pieces of a tensor. Pieces may overlap if they hold the same there.
+
+    Attributes:
+        chunk_lists: the different lists of pieces.
+        chunk_list_ids: for each tensor, the number of its list.
+        numbers: for each tensor, the numbers of its pieces in their files.
+        missing: in words, why no pieces of some files are listed.
+        unreadable: the names of tensors whose elements cannot be read though their files are sound, each with the
+            reason in words; no pieces of them are listed.
     """
 
-    __slots__ = ("_number_of_list", "list_of", "lists", "missing", "numbers", "unreadable")
+    __slots__ = ("_number_of_list", "chunk_list_ids", "chunk_lists", "missing", "numbers", "unreadable")
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
-        self.lists: list[PieceList] = []
-        self.list_of = array("I")
+        self.chunk_lists: list[PieceList] = []
+        self.chunk_list_ids = array("I")
         self.numbers: list[tuple[int, ...]] = []
         self.missing: tuple[str, ...] = ()
         self.unreadable: dict[str, str] = {}
@@ -300,13 +310,13 @@ class ChunkedTensors(TensorTable):
         """Add a tensor. Raises ValueError if there is one of its name already, or if a piece does not fit it."""
         whole = Box.whole(shape)
         for box, tensors, number in pieces:
-            kind = tensors.kinds[tensors.kind_of[number]]
+            kind = tensors.kinds[tensors.kind_ids[number]]
             if (kind.dtype, kind.shape) != (dtype, box.shape) or not (box.ndim == whole.ndim and whole.contains(box)):
                 raise ValueError(f"a piece of {name!r} is {kind.dtype} {list(kind.shape)}, listed as {dtype} at {box}")
         key = tuple((piece.box, id(piece.tensors)) for piece in pieces)
-        list_number = self._number_of_list.setdefault(key, len(self.lists))
-        if list_number == len(self.lists):
-            self.lists.append(tuple((piece.box, piece.tensors) for piece in pieces))
+        list_number = self._number_of_list.setdefault(key, len(self.chunk_lists))
+        if list_number == len(self.chunk_lists):
+            self.chunk_lists.append(tuple((piece.box, piece.tensors) for piece in pieces))
         self._add(name, TensorType(dtype, shape), list_number, tuple(piece.number for piece in pieces))
 
     def add_unreadable(self, name: str, dtype: DType, shape: tuple[int, ...], why: str) -> None:
@@ -314,16 +324,16 @@ class ChunkedTensors(TensorTable):
 
         It has an empty list of its own, so that nothing is said of it together with others.
         """
-        self._add(name, TensorType(dtype, shape), len(self.lists), ())
-        self.lists.append(())
+        self._add(name, TensorType(dtype, shape), len(self.chunk_lists), ())
+        self.chunk_lists.append(())
         self.unreadable[name] = why
 
     def _add(self, name: str, kind: TensorType, list_number: int, numbers: tuple[int, ...]) -> None:
-        if name in self.number_of:
+        if name in self.index_by_name:
             raise ValueError(f"two tensors called {name!r}")
-        self.elsewhere[len(self.starts)] = _NOWHERE
-        self.add(name, self.kind(kind), ELSEWHERE)
-        self.list_of.append(list_number)
+        self.locations[len(self.offsets)] = _NOWHERE
+        self.add(name, self.kind(kind), NOT_CONTIGUOUS)
+        self.chunk_list_ids.append(list_number)
         self.numbers.append(numbers)
 
     @property
@@ -334,7 +344,7 @@ class ChunkedTensors(TensorTable):
     @property
     def files(self) -> tuple[TensorTable, ...]:
         """The tensors of each file that has pieces."""
-        by_identity = {id(tensors): tensors for pieces in self.lists for _, tensors in pieces}
+        by_identity = {id(tensors): tensors for pieces in self.chunk_lists for _, tensors in pieces}
         return tuple(by_identity.values())
 
     def __eq__(self, other: object) -> bool:
@@ -342,7 +352,7 @@ class ChunkedTensors(TensorTable):
             return False
         return (
             self.kinds == other.kinds
-            and self.kind_of == other.kind_of
+            and self.kind_ids == other.kind_ids
             and list(self._pieces()) == list(other._pieces())
         )
 
@@ -350,6 +360,6 @@ class ChunkedTensors(TensorTable):
         return super().__hash__()
 
     def _pieces(self) -> Iterator[object]:
-        for list_number, numbers in zip(self.list_of, self.numbers):
-            pieces = zip(self.lists[list_number], numbers)
+        for list_number, numbers in zip(self.chunk_list_ids, self.numbers):
+            pieces = zip(self.chunk_lists[list_number], numbers)
             yield [(box, tensors.source(number)) for (box, tensors), number in pieces]

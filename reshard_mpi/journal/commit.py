@@ -24,8 +24,8 @@ from reshard_mpi.journal.identity import COMMIT_ROOM, CommitRecord, RunIdentity
 from reshard_mpi.journal.provenance import Sources, require_one_state, require_same_sources
 from reshard_mpi.journal.publication import publish_bytes, publish_text, remove_stale, remove_stale_records
 from reshard_mpi.journal.records import COMMIT_RECORD, STATE, TargetRecord, record_path, recorded_ranks, written
-from reshard_mpi.journal.targets import COMMIT_LOCK, withdraw
-from reshard_mpi.planning.agreement import differing_stages, require_one_moment, require_same_names
+from reshard_mpi.journal.targets import COMMIT_LOCK, uncommit
+from reshard_mpi.planning.agreement import differing_stages, require_one_checkpoint, require_same_names
 from reshard_mpi.planning.shard_faults import Differences, between_targets, told_of, without
 from reshard_mpi.text import natural_key
 
@@ -134,7 +134,7 @@ def commit_locked(
         found = _compare(folder, identity, records, told)
         sums = _sums(records)
     except ReshardError:
-        withdraw(opened.folder, identity.format)
+        uncommit(opened.folder, identity.format)
         raise
     remove_stale(opened.folder, COMMIT_RECORD)
     remove_stale_records(opened.state)
@@ -190,7 +190,7 @@ def _compare(
     that do not belong together.
     """
     try:
-        require_one_moment(moment for record in records for moment in record.evidence.moments)
+        require_one_checkpoint(moment for record in records for moment in record.evidence.shared_facts)
     except DisagreementError as error:
         error.remedy += f", and {_ANEW}"
         raise
@@ -210,7 +210,7 @@ def _compare(
             where=str(folder),
             remedy=_ANEW,
         )
-    unlike = between_targets(start for record in records for start in record.evidence.beginnings)
+    unlike = between_targets(start for record in records for start in record.evidence.prefix_digests)
     strict = identity.facts.get("strict") is True
     return told_of(without(unlike, told), identity.facts["source"], strict=strict)
 

@@ -23,7 +23,7 @@ from reshard_mpi.errors import DamageError, TargetError
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.journal import fields
 from reshard_mpi.journal.provenance import MAX_NS, Sources
-from reshard_mpi.planning.model import Moment, PrefixDigest, RankPlan, StageDigest
+from reshard_mpi.planning.model import PrefixDigest, RankPlan, SharedFact, StageDigest
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.text import format_bytes
 
@@ -45,7 +45,7 @@ _SUM_DIGITS = 8
 DAMAGE = (LookupError, TypeError, ValueError, OverflowError)
 
 
-class Evidence(NamedTuple):
+class TargetInputs(NamedTuple):
     """What one target was made from, to be compared with what other targets were made from.
 
     read_ranks: the source ranks that its tensors come from. moments: those of its plan, and which of several
@@ -55,16 +55,16 @@ class Evidence(NamedTuple):
 
     read_ranks: tuple[int, ...]
     held: StageDigest
-    moments: tuple[Moment, ...]
-    beginnings: tuple[PrefixDigest, ...]
+    shared_facts: tuple[SharedFact, ...]
+    prefix_digests: tuple[PrefixDigest, ...]
     sources: Sources = Sources()
     texts: str = ""
 
     @classmethod
-    def of(cls, plan: RankPlan, sources: Sources, of_choice: tuple[Moment, ...] = ()) -> Evidence:
+    def of(cls, plan: RankPlan, sources: Sources, of_choice: tuple[SharedFact, ...] = ()) -> TargetInputs:
         """Return the evidence of a planned target. of_choice: which of several checkpoints the source is."""
-        moments = (*of_choice, *plan.moments)
-        return cls(plan.read_ranks, plan.held, moments, plan.beginnings, sources, digest_of_texts(plan.strings))
+        moments = (*of_choice, *plan.shared_facts)
+        return cls(plan.read_ranks, plan.held, moments, plan.prefix_digests, sources, digest_of_texts(plan.strings))
 
 
 class TensorSum(NamedTuple):
@@ -115,7 +115,7 @@ class TargetRecord(NamedTuple):
     rank: int
     file: str
     size_bytes: int
-    evidence: Evidence
+    evidence: TargetInputs
     sums: tuple[TensorSum, ...] = ()
     announced: tuple[int, int] | None = None
 
@@ -135,8 +135,8 @@ class TargetRecord(NamedTuple):
             "size_bytes": self.size_bytes,
             "read_ranks": evidence.read_ranks,
             "held": evidence.held._asdict(),
-            "moments": [moment._asdict() for moment in evidence.moments],
-            "beginnings": [beginning._asdict() for beginning in evidence.beginnings],
+            "moments": [moment._asdict() for moment in evidence.shared_facts],
+            "beginnings": [beginning._asdict() for beginning in evidence.prefix_digests],
             "sums": [(*part[:5], f"{part.value:08x}", part.loose) for part in self.sums],
             "sources": evidence.sources.as_json(),
             "texts": evidence.texts,
@@ -159,11 +159,11 @@ class TargetRecord(NamedTuple):
     def _of(cls, facts: Mapping[str, Any]) -> TargetRecord:
         """Return the record with these values. Raises LookupError, TypeError or ValueError if they are not of one."""
         rank, held, announced = checked_rank(facts["rank"]), facts["held"], facts.get("announced")
-        evidence = Evidence(
+        evidence = TargetInputs(
             fields.each(facts["read_ranks"], checked_rank),
             StageDigest(checked_rank(held["stage"]), fields.digest(held["digest"]), checked_rank(held["rank"])),
             tuple(
-                Moment(*(fields.text(moment[name]) for name in Moment._fields))
+                SharedFact(*(fields.text(moment[name]) for name in SharedFact._fields))
                 for moment in fields.each(facts["moments"], fields.table)
             ),
             tuple(

@@ -17,7 +17,7 @@ from reshard_mpi.journal.commit import NOT_WRITTEN, Committed, commit_locked, co
 from reshard_mpi.journal.identity import CommitRecord, RunIdentity
 from reshard_mpi.journal.publication import is_partial
 from reshard_mpi.journal.records import COMMIT_RECORD, STATE, TargetRecord, recorded_ranks, run_path
-from reshard_mpi.journal.targets import COMMIT_LOCK, withdraw
+from reshard_mpi.journal.targets import COMMIT_LOCK, uncommit
 from reshard_mpi.text import format_bytes
 
 # Committing takes moments: a process that is in the way for longer is stopped, or one of many that write all the time.
@@ -73,7 +73,7 @@ def commit(folder: Path) -> Committed:
         try:
             records = _require_complete(folder, identity, "")
         except TransformError:
-            withdraw(opened.folder, identity.format)
+            uncommit(opened.folder, identity.format)
             raise
         return commit_locked(opened, identity, records, told=())
 

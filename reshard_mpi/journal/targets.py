@@ -58,7 +58,7 @@ from reshard_mpi.journal.publication import (
 from reshard_mpi.journal.records import (
     COMMIT_RECORD,
     STATE,
-    Evidence,
+    TargetInputs,
     TargetRecord,
     TensorSum,
     read_json,
@@ -76,7 +76,7 @@ _CHANGED = "restore what was there, or make all targets anew from what is there 
 _RUN_LOCK, COMMIT_LOCK = "run.lock", "commit.lock"
 
 
-def withdraw(folder: Folder, format_name: str) -> None:
+def uncommit(folder: Folder, format_name: str) -> None:
     """Remove and sync the commit record of a target folder, and its index if it has one: its targets will change."""
     index = formats.index_of(format_name)
     removed = [folder.remove(name) for name in (index, COMMIT_RECORD) if name is not None]
@@ -204,8 +204,8 @@ class Journal:
                     is_new = True
                     earlier = RunIdentity.recorded(self._state)
                     if earlier is not None and own_index(self.folder, self._state, earlier) is not None:
-                        withdraw(folder, earlier.format)
-                    withdraw(folder, self.identity.format)
+                        uncommit(folder, earlier.format)
+                    uncommit(folder, self.identity.format)
                     remove_leftovers(folder, state, self.identity)
                 if self._strategy is not None and (is_new or not (self._state / STRATEGY_RECORD).exists()):
                     keep_strategy(state, strategy_record(self.identity.digest, self._strategy()))
@@ -215,7 +215,7 @@ class Journal:
 
     @contextlib.contextmanager
     def writing(
-        self, target_rank: int, path: Path, evidence: Evidence, mode: int = 0o666, say: Say = lambda _: None
+        self, target_rank: int, path: Path, evidence: TargetInputs, mode: int = 0o666, say: Say = lambda _: None
     ) -> Iterator[Publication]:
         """Hold the target's lock and yield the file to write and publish; if it is not published, it is removed.
 
@@ -229,7 +229,7 @@ class Journal:
             _commit_lock(state, say),
             target_folder(folder, path) as inner,
         ):
-            withdraw(folder, self.identity.format)
+            uncommit(folder, self.identity.format)
             note_replaceable(lock, path)
             record = record_path(self._state, target_rank).name
             state.remove(record)
@@ -255,7 +255,7 @@ class Journal:
         state: Folder,
         target_rank: int,
         path: Path,
-        evidence: Evidence,
+        evidence: TargetInputs,
         status: os.stat_result,
         sums: Sequence[TensorSum],
     ) -> None:
@@ -387,7 +387,7 @@ def _commit_lock(state: Folder, say: Say) -> Iterator[None]:
         yield
 
 
-def require_unchanged(target_rank: int, evidence: Evidence | None) -> None:
+def require_unchanged(target_rank: int, evidence: TargetInputs | None) -> None:
     """Raise DisagreementError if sources of a target have changed since it was planned."""
     if evidence is not None:
         problem = f"sources of target rank {target_rank} were changed while it was written"
@@ -426,7 +426,7 @@ class Unrecorded:
         self,
         target_rank: int,
         path: Path,
-        evidence: Evidence | None = None,
+        evidence: TargetInputs | None = None,
         mode: int = 0o666,
         say: Say = lambda _: None,
     ) -> Iterator[Publication]:
@@ -459,5 +459,5 @@ class Unrecorded:
         record = TargetRecord.read(folder / STATE, target_rank)
         if record is not None and folder / record.file == path:
             with Folder.open(folder) as target, target.inner(STATE) as state:
-                withdraw(target, formats.name_of(path.name) or formats.DEFAULT)
+                uncommit(target, formats.name_of(path.name) or formats.DEFAULT)
                 state.remove(record_path(state.path, target_rank).name)

@@ -297,7 +297,7 @@ def _block_pairs(
             facing[dim] = right_place[axis_names[0]][0]
             target_lengths[facing[dim]] = runs[dim]
     order = (*sorted(facing, key=facing.__getitem__), *(dim for dim in range(len(runs)) if dim not in facing))
-    is_turned = sorted(facing, key=facing.__getitem__) != sorted(facing)
+    is_transposed = sorted(facing, key=facing.__getitem__) != sorted(facing)
     steps = [(axis, left_place.get(axis), right_place.get(axis)) for axis in outer]
     for indices in combinations(*(range(length_of(axis, sizes)) for axis in outer)):
         start, to_start = list(left.offsets), list(right.offsets)
@@ -311,7 +311,7 @@ def _block_pairs(
         to = Box(tuple(to_start), tuple(first + length for first, length in zip(to_start, target_lengths)))
         holder = TermTensor(source_block.term, tuple(value_of.get(axis, 0) for axis in captures[0]))
         made = TermTensor(target_block.term, tuple(value_of.get(axis, 0) for axis in captures[1]))
-        yield made, BoxPair(holder, region, to, order if is_turned else None)
+        yield made, BoxPair(holder, region, to, order if is_transposed else None)
 
 
 def _kept(

@@ -115,11 +115,11 @@ def path_of(entry: TensorEntry) -> str:
 def _places_by_file(route: ReadGroup) -> dict[str, Sequence[int]]:
     """Return the places of a route's tensors by the file that they are in; those in no file are left out."""
     tensors = route.tensors
-    if not tensors.elsewhere:
+    if not tensors.locations:
         return {tensors.path: range(len(route.numbers))} if tensors.path else {}
     by_file = defaultdict[str, list[int]](list)
     for place, number in enumerate(route.numbers):
-        path = path_of(route.copy(place, "").source) if number in tensors.elsewhere else tensors.path
+        path = path_of(route.copy(place, "").source) if number in tensors.locations else tensors.path
         if path:
             by_file[path].append(place)
     return dict(by_file)

@@ -12,7 +12,7 @@ from reshard_mpi.formats.manifest import NEST, Manifest, TensorSpec, common_nest
 from reshard_mpi.formats.tensor_table import ChunkedTensors
 from reshard_mpi.planning.chunks import PiecesOf
 from reshard_mpi.planning.map_routes import MappedTensors
-from reshard_mpi.planning.model import CHOSEN_FILES, Check, Copy, Moment, RankPlan, StageDigest, TensorPlan
+from reshard_mpi.planning.model import CHOSEN_FILES, Check, Copy, RankPlan, SharedFact, StageDigest, TensorPlan
 from reshard_mpi.planning.tensors import SourceGroup, SourceTensors
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import Shape
@@ -99,7 +99,7 @@ def moment_counters(
     """Yield each step counter of the opened shards once: the path of a shard that has it, and how to read it there.
 
     is_listed: tells whether the source strategy places a tensor; then what has dimensions may be a part of more.
-    `agreement_checks` compares the counters of the shards opened for one target, `require_one_moment` those of targets.
+    `agreement_checks` compares the counters of the shards opened for one target, `require_one_checkpoint` those of targets.
     """
     yielded: set[str] = set()
     for rank, manifest in manifests.items():
@@ -119,7 +119,7 @@ def moment_counters(
 
 def shared_tensors(
     stages: tuple[int, ...], tensors: Mapping[str, SourceGroup], manifests: Mapping[int, Manifest]
-) -> Iterator[Moment]:
+) -> Iterator[SharedFact]:
     """Yield the names of the tensors that `stages` of the target share and, if these are few, their types and shapes.
 
     tensors: those that the stages share, by name. manifests: the opened shards, by rank.
@@ -129,13 +129,13 @@ def shared_tensors(
     lines = [] if few else [f"{name} {group.dtype} {list(group.shape)}" for name, group in tensors.items()]
     digest = hashlib.sha256("\0".join(sorted(lines)).encode()).hexdigest()
     path = manifests[min(manifests)].path
-    yield Moment(
+    yield SharedFact(
         f"tensors of stages {', '.join(map(str, stages))}",
         ", ".join(map(repr, names)) if few else f"{len(names)} tensors, SHA-256 {digest}",
         path,
     )
     for name, group in tensors.items() if few else ():
-        yield Moment(name, f"{group.dtype} {list(group.shape)}", manifests[group.ranks[0]].path)
+        yield SharedFact(name, f"{group.dtype} {list(group.shape)}", manifests[group.ranks[0]].path)
 
 
 def loose_beginnings(plan: RankPlan) -> Iterator[TensorPlan]:
@@ -201,9 +201,9 @@ def require_same_shapes(placed: Mapping[int, Mapping[str, str]], where: str) -> 
                 )
 
 
-def require_one_moment(moments: Iterable[Moment]) -> None:
+def require_one_checkpoint(moments: Iterable[SharedFact]) -> None:
     """Raise DisagreementError if shards that different targets opened are of different steps or tensors."""
-    first: dict[str, Moment] = {}
+    first: dict[str, SharedFact] = {}
     for moment in moments:
         other = first.setdefault(moment.name, moment)
         if moment.value != other.value and moment.name == CHOSEN_FILES:

@@ -79,7 +79,7 @@ class PiecesOf:
 
     def copies(self, copy: Copy, tensors: ChunkedTensors | MappedTensors) -> tuple[Copy, ...]:
         """Return the copies from single pieces that replace one copy from a list of pieces."""
-        name, number = copy.source.name, tensors.number_of[copy.source.name]
+        name, number = copy.source.name, tensors.index_by_name[copy.source.name]
         route = ReadGroup(copy.source_rank, copy.source_box, copy.region, tensors, (number,), copy.to, copy.order)
         return tuple(made.copy(0, name) for made in self._routes(route, name, [0]))
 
@@ -98,8 +98,8 @@ class PiecesOf:
         if name in tensors.unreadable:
             raise _unreadable(name, tensors)
         numbers = [route.numbers[place] for place in places]
-        pieces = tensors.lists[tensors.list_of[numbers[0]]]
-        order, taken = self._taken(tensors, tensors.list_of[numbers[0]], route.region, name)
+        pieces = tensors.chunk_lists[tensors.chunk_list_ids[numbers[0]]]
+        order, taken = self._taken(tensors, tensors.chunk_list_ids[numbers[0]], route.region, name)
         for place, region in taken:
             box, file = pieces[order[place]]
             in_file = array("I", (tensors.numbers[number][order[place]] for number in numbers))
@@ -112,7 +112,7 @@ class PiecesOf:
 
         Raises CoverageError if the pieces do not make up the region.
         """
-        pieces = tensors.lists[list_number]
+        pieces = tensors.chunk_lists[list_number]
         known = self._known.get(id(pieces))
         if known is None:
             if id(tensors) not in self._places:
@@ -151,7 +151,7 @@ class PiecesOf:
         assert isinstance(tensors, ChunkedTensors)
         for place, name in enumerate(group.names):
             number = route.numbers[place]
-            pieces = tensors.lists[tensors.list_of[number]]
+            pieces = tensors.chunk_lists[tensors.chunk_list_ids[number]]
             key = (id(pieces), route.region)
             if key not in self._overlapping:
                 self._overlapping[key] = list(overlapping([box for box, _ in pieces], route.region))
@@ -161,7 +161,7 @@ class PiecesOf:
                 yield Check(name, tuple(copies), refuse=True, why="the checkpoint lists the same part of it twice")
 
     def _piece(self, tensors: ChunkedTensors, number: int, piece: int, name: str, region: Box) -> Copy:
-        box, file = tensors.lists[tensors.list_of[number]][piece]
+        box, file = tensors.chunk_lists[tensors.chunk_list_ids[number]][piece]
         return ReadGroup(0, box, region, file, (tensors.numbers[number][piece],)).copy(0, name)
 
 
@@ -200,4 +200,4 @@ def _list_of(route: ReadGroup, place: int) -> int:
     tensors = route.tensors
     if isinstance(tensors, MappedTensors):
         return tensors.recipe_of[route.numbers[place]]
-    return tensors.list_of[route.numbers[place]] if isinstance(tensors, ChunkedTensors) else 0
+    return tensors.chunk_list_ids[route.numbers[place]] if isinstance(tensors, ChunkedTensors) else 0

@@ -1,4 +1,4 @@
-"""Judge whether a strategy fits its checkpoint, by names and samples (`judge`)."""
+"""Judge whether a strategy fits its checkpoint, by names and samples (`evaluate_pair`)."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def should_be_one_part(placement: Placement | None, pair: RankPair, part_shape: 
     return placement.piece(pair.first) == placement.piece(pair.second)
 
 
-def judge(
+def evaluate_pair(
     pair: RankPair, compared: Iterable[PairResult], strategy: Strategy, paths: tuple[str, str], unlisted: Unlisted
 ) -> Drift:
     """Return the tensors that differ on a pair of ranks.
@@ -206,7 +206,7 @@ def _judge_unlisted(pair: RankPair, tensors: Sequence[PairResult], where: str) -
         )
 
 
-def stray(name: str, home_stage: int, strategy: Strategy, paths: tuple[str, str]) -> StrategyError:
+def unexpected_stage_error(name: str, home_stage: int, strategy: Strategy, paths: tuple[str, str]) -> StrategyError:
     """Return the error for a tensor that also lies in a stage where it should not, and has other values there.
 
     paths: of a shard of stage `home_stage`, where it should be, and of the shard that has other values.

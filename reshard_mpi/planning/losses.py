@@ -1,4 +1,4 @@
-"""Note source shards that cannot be used, and which replace them (`Lost`)."""
+"""Note source shards that cannot be used, and which replace them (`UnusableShard`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MAX_NAMED = 8
 _MAX_DESCRIBED = 4
 
 
-class Lost(NamedTuple):
+class UnusableShard(NamedTuple):
     """A source shard that cannot be used.
 
     where: its path, or the folder in which it is missing. problem: what is wrong with it; empty if it is missing.
@@ -28,10 +28,10 @@ class Lost(NamedTuple):
         return f"rank {self.rank}: {self.problem}, in {self.where}" if self.problem else f"rank {self.rank}: no shard"
 
 
-NONE_LOST: Mapping[int, Lost] = MappingProxyType({})
+NONE_LOST: Mapping[int, UnusableShard] = MappingProxyType({})
 
 
-class Missing(NamedTuple):
+class MissingRanks(NamedTuple):
     """The ranks of a source strategy that have no shard in the folder at `where`. world_size: how many ranks it has."""
 
     ranks: tuple[int, ...]
@@ -43,15 +43,15 @@ class Missing(NamedTuple):
         return f"{present} of {self.world_size} ranks are there: no shard of {named(self.ranks)} in {self.where}"
 
 
-def merged(losses: Iterable[Lost]) -> tuple[Lost, ...]:
+def merged(losses: Iterable[UnusableShard]) -> tuple[UnusableShard, ...]:
     """Return each lost shard once, by rank, with all the ranks that any target takes its data from instead."""
-    sources: dict[Lost, set[int]] = {}
+    sources: dict[UnusableShard, set[int]] = {}
     for lost in losses:
         sources.setdefault(lost._replace(taken_from=()), set()).update(lost.taken_from)
     return tuple(lost._replace(taken_from=tuple(sorted(sources[lost]))) for lost in sorted(sources))
 
 
-def warnings_of(losses: Iterable[Lost], missing: Missing | None = None) -> Iterator[str]:
+def warnings_of(losses: Iterable[UnusableShard], missing: MissingRanks | None = None) -> Iterator[str]:
     """Yield warnings on unusable shards: a line for all missing ones, one for each damaged one.
 
     missing: all ranks that have no shard, even if nothing of them is needed; None: tell only of those that are needed.

@@ -16,7 +16,7 @@ from reshard_mpi.formats.derived import constant, converted
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.locations import ByteRanges
 from reshard_mpi.formats.manifest import SpecKind
-from reshard_mpi.formats.tensor_table import ELSEWHERE, TensorTable, TensorType
+from reshard_mpi.formats.tensor_table import NOT_CONTIGUOUS, TensorTable, TensorType
 from reshard_mpi.planning.model import Group, PlannedTensors, ReadGroup
 from reshard_mpi.sharding.box import Box, Pieces
 from reshard_mpi.sharding.strides import Move, source_region
@@ -94,8 +94,8 @@ class MappedTensors(TensorTable):
         number = self._number_of_recipe.setdefault(key, len(self._recipes))
         if number == len(self._recipes):
             self._recipes.append(recipe)
-        self.elsewhere[len(self.starts)] = _NOWHERE
-        self.add(name, self.kind(TensorType(recipe.dtype, recipe.shape.shape)), ELSEWHERE)
+        self.locations[len(self.offsets)] = _NOWHERE
+        self.add(name, self.kind(TensorType(recipe.dtype, recipe.shape.shape)), NOT_CONTIGUOUS)
         self.recipe_of.append(number)
         self._places.append(places)
 

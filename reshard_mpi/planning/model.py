@@ -11,7 +11,7 @@ from typing import NamedTuple, overload
 from reshard_mpi.errors import ReshardError
 from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, SpecKind, Specs, TensorSpec
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
-from reshard_mpi.planning.losses import Lost
+from reshard_mpi.planning.losses import UnusableShard
 from reshard_mpi.planning.parameters import Sums
 from reshard_mpi.planning.replicas import ReplicaGroup
 from reshard_mpi.sharding.box import Box
@@ -140,7 +140,7 @@ class ReadGroup(NamedTuple):
     def copy(self, place: int, name: str) -> Copy:
         """Return the copy for the target tensor at `place` of the group; `name` is its source tensor's."""
         number = self.numbers[place]
-        dtype, shape, box, whole = self.tensors.kinds[self.tensors.kind_of[number]]
+        dtype, shape, box, whole = self.tensors.kinds[self.tensors.kind_ids[number]]
         entry = TensorEntry(name, dtype, shape, self.tensors.source(number), box, whole)
         return Copy(self.source_rank, entry, self.source_box, self.region, self.to, self.order)
 
@@ -265,7 +265,7 @@ class Check(NamedTuple):
 CHOSEN_FILES = "chosen files"
 
 
-class Moment(NamedTuple):
+class SharedFact(NamedTuple):
     """One thing in which all shards of a checkpoint must agree, as the shard at `path` has it.
 
     It is the name and value of a step counter; or, where several stages of the target share tensors, the name of one
@@ -318,21 +318,27 @@ class RankPlan(NamedTuple):
     notes: tuple[str, ...]  # for the user
     source_ranks: tuple[int, ...]  # ranks whose shards were opened
     loose: frozenset[str]  # names of tensors that the source strategy does not place
-    moments: tuple[Moment, ...] = ()  # to agree with other targets: step counters, tensors that its stages share
-    beginnings: tuple[PrefixDigest, ...] = ()  # of loose tensors that should be equal in other targets
+    shared_facts: tuple[
+        SharedFact, ...
+    ] = ()  # to agree with other targets: step counters, tensors that its stages share
+    prefix_digests: tuple[PrefixDigest, ...] = ()  # of loose tensors that should be equal in other targets
     differing: tuple[Differing, ...] = ()  # loose tensors that differ between the opened shards
     alike: tuple[ReplicaGroup, ...] = ()  # copies that must be equal; compared once for all targets of a process
-    lost: tuple[Lost, ...] = ()  # source shards that cannot be used
+    lost: tuple[UnusableShard, ...] = ()  # source shards that cannot be used
     warnings: tuple[str, ...] = ()  # other departures from the usual source of a tensor
     unplaced: frozenset[str] = frozenset()  # loose tensors that the target strategy does not place either
     left_out: tuple[str, ...] = ()  # in words, contents of the shards that no target gets
-    elsewhere: Mapping[str, str | None] = {}  # written by another target: name to "type [whole shape]", if placed
+    written_by_others: Mapping[
+        str, str | None
+    ] = {}  # written by another target: name to "type [whole shape]", if placed
     sums: tuple[Sums, ...] = ()  # the accumulated gradients among the tensors
     holes: Mapping[str, ReshardError] = {}  # if asked for: tensors that cannot be made; their groups have no routes
 
     @property
     def shard(self) -> ShardSpec:
-        return ShardSpec(self.identity, self.tensors.specs, self.strings, elsewhere=tuple(self.elsewhere))
+        return ShardSpec(
+            self.identity, self.tensors.specs, self.strings, written_by_others=tuple(self.written_by_others)
+        )
 
     def without(self, names: Collection[str]) -> RankPlan:
         """Return the plan of a target that leaves these tensors to others."""
@@ -340,12 +346,12 @@ class RankPlan(NamedTuple):
             return self
         placed = self.placed
         elsewhere = {name: placed.get(name) for group in self.tensors.groups for name in group.names if name in names}
-        return self._replace(tensors=self.tensors.without(names), elsewhere=elsewhere)
+        return self._replace(tensors=self.tensors.without(names), written_by_others=elsewhere)
 
     @property
     def placed(self) -> dict[str, str]:
         """Type and whole shape of each tensor that strategies place here, by name; alike on all ranks of a stage."""
-        placed = {name: description for name, description in self.elsewhere.items() if description is not None}
+        placed = {name: description for name, description in self.written_by_others.items() if description is not None}
         for kind, names, _ in self.tensors.groups:
             description = f"{kind.dtype.name} {list(kind.global_shape)}"
             placed.update((name, description) for name in names if name not in self.unplaced)

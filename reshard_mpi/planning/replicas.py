@@ -1,4 +1,4 @@
-"""Choose which replica is read, written, compared (`choose_holders`, `written_here`, `dealt`)."""
+"""Choose which replica is read, written, compared (`choose_holders`, `pieces_written_by`, `partition_for`)."""
 
 from __future__ import annotations
 
@@ -107,11 +107,13 @@ def _assign(demands: Demands, ranks: list[int], home: int) -> ChosenHolders:
     return choice
 
 
-def written_here(rank: int, names: Iterable[str], placement: Placement, *, loose: bool) -> Iterator[str]:
+def pieces_written_by(rank: int, names: Iterable[str], placement: Placement, *, loose: bool) -> Iterator[str]:
     """Yield the tensors whose piece this rank writes: of the ranks that hold a piece, one is picked by its name.
 
-    placement: of the tensors, with their dimensions. loose: whether no source strategy places them; then ranks may hold
-    different values, and all of such are taken from the first rank.
+    Args:
+        placement: of the tensors, with their dimensions.
+        loose: whether no source strategy places them; then ranks may hold different values, and all of such are taken
+            from the first rank.
     """
     piece = placement.piece(rank)
     is_mine: dict[int, bool] = {}
@@ -124,7 +126,7 @@ def written_here(rank: int, names: Iterable[str], placement: Placement, *, loose
 
 
 def writer(name: str, piece: Piece, placement: Placement, *, loose: bool) -> int:
-    """Return the rank that writes a piece of a tensor. placement, loose: as in `written_here`."""
+    """Return the rank that writes a piece of a tensor. placement, loose: as in `pieces_written_by`."""
     return placement.nth_holder(piece, _writer_number(name, placement, loose=loose))
 
 
@@ -143,22 +145,17 @@ Holding = tuple[tuple[Placement, Piece], ...]
 
 
 class ReplicaGroup(NamedTuple):
-    """A region of some tensors whose copies on several ranks must be equal.
+    """A region of some tensors whose copies on several ranks must be equal."""
 
-    names: of the tensors. parts: each lies in `region`, and all ranks that hold one of them have a copy. why: what a
-    difference would mean. itemsize_bytes: of an element. listed: whether the source strategy lists the tensors.
-    must_differ: instead, no two copies must be the same, unless they are zeros; why: what it would mean if they were.
-    is_partial: whether each may be a part of a sum, so that one does not stand for the others.
-    """
-
-    names: tuple[str, ...]
-    parts: tuple[TensorPart, ...]
+    names: tuple[str, ...]  # of the tensors
+    parts: tuple[TensorPart, ...]  # each lies in `region`, and all ranks that hold one of them have a copy
     region: Box
-    why: str
-    itemsize_bytes: int
-    listed: bool = True
-    must_differ: bool = False
-    is_partial: bool = False
+    why: str  # what a difference would mean
+    itemsize_bytes: int  # of an element
+    listed: bool = True  # whether the source strategy lists the tensors
+    # instead, no two copies must be the same, unless they are zeros; why: what it would mean if they were
+    expect_distinct: bool = False
+    is_partial: bool = False  # whether each may be a part of a sum, so that one does not stand for the others
 
     @property
     def holding(self) -> Holding:
@@ -183,8 +180,9 @@ def copies_alike(
     A tensor that the source strategy does not list should be whole on every rank. If the target strategy cuts it,
     targets take their parts from copies on different ranks, and these make up one tensor only if all copies are equal.
 
-    wanted: the names of the tensors of a target, with how the source and how the target hold them. box_of: returns the
-    target's box by the latter.
+    Args:
+        wanted: the names of the tensors of a target, with how the source and how the target hold them.
+        box_of: returns the target's box by the latter.
     """
     names_by_key: dict[tuple[tuple[Layout, ...], Layout, str, int, bool], list[str]] = {}
     for group_names, group, target in wanted:
@@ -214,8 +212,9 @@ def copies_alike(
 def _shared_regions(alternatives: Iterable[tuple[TensorPart, ...]]) -> Iterator[tuple[Box, tuple[TensorPart, ...]]]:
     """Yield the regions of the needed parts, each with the parts that have it.
 
-    alternatives: the needed parts, once for each placement of the tensors (stages that share them may cut them
-    differently).
+    Args:
+        alternatives: the needed parts, once for each placement of the tensors (stages that share them may cut them
+            differently).
     """
     regions: list[tuple[Box, tuple[TensorPart, ...]]] = []
     for parts in alternatives:
@@ -232,11 +231,12 @@ def _shared_regions(alternatives: Iterable[tuple[TensorPart, ...]]) -> Iterator[
         yield region, tuple(part._replace(region=region) for part in same)
 
 
-def dealt(all_alike: Sequence[ReplicaGroup], process: int, processes: int) -> Iterator[ReplicaGroup]:
+def partition_for(all_alike: Sequence[ReplicaGroup], process: int, processes: int) -> Iterator[ReplicaGroup]:
     """Yield process `process`'s share of the comparisons; groups held by the same ranks stay adjacent.
 
-    all_alike: what all targets need, equal in all processes. It is cut into stretches that take as much reading each,
-    so nothing is compared twice and few processes open the same shard.
+    Args:
+        all_alike: what all targets need, equal in all processes. It is cut into stretches that take as much reading
+            each, so nothing is compared twice and few processes open the same shard.
     """
     by_holding: dict[Holding, list[ReplicaGroup]] = {}
     for alike in all_alike:

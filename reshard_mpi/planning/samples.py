@@ -215,7 +215,7 @@ class Sampler:
     def _choose(self, stage: int, tensors: TensorTable, names: frozenset[str]) -> tuple[Sampled, ...]:
         kinds: dict[int, dict[str, list[Sampled]]] = {}
         empty, parameters = [not kind.size_bytes for kind in tensors.kinds], self._strategy.parameters
-        for name, kind in zip(tensors, tensors.kind_of):
+        for name, kind in zip(tensors, tensors.kind_ids):
             if empty[kind] or name not in names or name in MOMENTS or not self._is_wanted(name, names):
                 continue
             placements = parameters.get(name) or find_or_follow(

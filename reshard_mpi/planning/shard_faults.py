@@ -1,4 +1,4 @@
-"""Report what no source shard gives, and shards that differ (`hole`, `disputes`).
+"""Report what no source shard gives, and shards that differ (`missing_part_error`, `disputes`).
 
 They may be each rank's own, such as the state of a random number generator; or parts of a tensor that the strategy
 forgets, of which all but one would be lost. Bytes do not tell which.
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.planning.losses import Lost, described, named
+from reshard_mpi.planning.losses import UnusableShard, described, named
 from reshard_mpi.planning.model import Differing, PrefixDigest
 from reshard_mpi.planning.parameters import find_or_follow
 from reshard_mpi.planning.tensors import SourceGroup, TensorPart
@@ -24,8 +24,8 @@ from reshard_mpi.sharding.layout import Layout, whole_shape
 from reshard_mpi.sharding.placement import Placement, Shape, Strategy, named_after
 
 
-def hole(
-    name: str, part: TensorPart, target_rank: int, manifests: Mapping[int, Manifest], lost: Mapping[int, Lost]
+def missing_part_error(
+    name: str, part: TensorPart, target_rank: int, manifests: Mapping[int, Manifest], lost: Mapping[int, UnusableShard]
 ) -> CoverageError:
     """Return the error for a part of a tensor that no shard gives."""
     holders = tuple(part.placement.holders(part.piece))
@@ -51,7 +51,7 @@ def stage_missing(
     origins: tuple[Placement, ...],
     source: Strategy,
     manifests: Mapping[int, Manifest],
-    lost: Mapping[int, Lost],
+    lost: Mapping[int, UnusableShard],
 ) -> CoverageError:
     """Return the error for a tensor if no shard of the stages that should hold it was opened."""
     stages = {stage for origin in origins for stage in origin.stages}
@@ -71,7 +71,7 @@ def require_never_saved(
     target: Strategy,
     wanted: Iterable[tuple[Collection[str], SourceGroup]],
     manifests: Mapping[int, Manifest],
-    lost: Mapping[int, Lost],
+    lost: Mapping[int, UnusableShard],
 ) -> None:
     """Raise CoverageError if a tensor that all opened shards lack may be in a damaged one.
 

@@ -19,8 +19,8 @@ from reshard_mpi.planning.agreement import (
     shared_tensors,
 )
 from reshard_mpi.planning.chunks import PiecesOf, missing_files
-from reshard_mpi.planning.losses import Lost, named
-from reshard_mpi.planning.model import Group, Moment, PlannedTensors, RankPlan, ReadGroup
+from reshard_mpi.planning.losses import UnusableShard, named
+from reshard_mpi.planning.model import Group, PlannedTensors, RankPlan, ReadGroup, SharedFact
 from reshard_mpi.planning.parameters import (
     Accumulated,
     Unlisted,
@@ -31,8 +31,15 @@ from reshard_mpi.planning.parameters import (
     may_be_held,
 )
 from reshard_mpi.planning.ranks import wants
-from reshard_mpi.planning.replicas import ReplicaGroup, Replicas, choose_holders, copies_alike, home_rank, written_here
-from reshard_mpi.planning.shard_faults import hole, require_never_saved, stage_missing
+from reshard_mpi.planning.replicas import (
+    ReplicaGroup,
+    Replicas,
+    choose_holders,
+    copies_alike,
+    home_rank,
+    pieces_written_by,
+)
+from reshard_mpi.planning.shard_faults import missing_part_error, require_never_saved, stage_missing
 from reshard_mpi.planning.target_layouts import (
     GradientJoining,
     GradientShare,
@@ -49,7 +56,7 @@ from reshard_mpi.sharding.placement import Piece, Placement, Strategy
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class _TensorClass:
     """Tensors that are alike in source and target, by name in file order, and the parts that are needed of each."""
 
     number: int
@@ -96,7 +103,7 @@ class ShardPlanner:
         target: Strategy,
         target_rank: int,
         manifests: Mapping[int, Manifest],
-        lost: Mapping[int, Lost],
+        lost: Mapping[int, UnusableShard],
         policy: Policy,
     ) -> None:
         self._source = source
@@ -114,8 +121,8 @@ class ShardPlanner:
         self._lost = lost
         self._holes: dict[str, ReshardError] = {}
         # All that goes into this shard: by the way in which it is held, and by name in file order.
-        self._ways: dict[tuple[SourceGroup, Layout, GradientShare | ReshardError], _Way] = {}
-        self._wanted: dict[str, _Way] = {}
+        self._ways: dict[tuple[SourceGroup, Layout, GradientShare | ReshardError], _TensorClass] = {}
+        self._wanted: dict[str, _TensorClass] = {}
         home_stage = source.stage_of(self._home)
         joining = GradientJoining(
             policy.accumulated, source, self._tensors, target_rank, keeps_errors=policy.allows_holes
@@ -132,7 +139,7 @@ class ShardPlanner:
                     box = self._layouts.box(layout)
                     has_parts = share in (GradientShare.TAKEN, GradientShare.JOINED)
                     parts = needed_parts(name, group, box, target_rank, home_stage, manifests) if has_parts else ()
-                    way = _Way(len(self._ways), group, layout, share, box, parts)
+                    way = _TensorClass(len(self._ways), group, layout, share, box, parts)
                     self._ways[group, layout, share] = way
                 way.names.append(name)
                 self._wanted[name] = way
@@ -263,7 +270,7 @@ class ShardPlanner:
             source_ranks=tuple(sorted(self._manifests)),
             loose=loose,
             unplaced=frozenset(name for name in loose if not self._layouts.lists(name)),
-            moments=tuple(self._shared()),
+            shared_facts=tuple(self._shared()),
             alike=(*copies_alike(wanted, self._layouts.box, self._policy.replicas), *self._apart()),
             lost=self._replaced(groups) if self._lost else (),
             warnings=(
@@ -283,7 +290,7 @@ class ShardPlanner:
         elsewhere: set[str] = set()
         for way in self._ways.values():
             placement = way.layout.placement
-            here = set(written_here(self._rank, way.names, placement, loose=not way.group.listed))
+            here = set(pieces_written_by(self._rank, way.names, placement, loose=not way.group.listed))
             for name in way.names:
                 placements = self._layouts.placements(name) or (placement,)
                 if name not in here or self._stage not in placements[0].stages:
@@ -291,7 +298,7 @@ class ShardPlanner:
         return frozenset(elsewhere)
 
     def _choose(self) -> list[Sequence[int | None]]:
-        """Return the rank to read each part of each `_Way` from; None if no opened rank should hold the part."""
+        """Return the rank to read each part of each `_TensorClass` from; None if no opened rank should hold the part."""
         demands: dict[Placement, dict[Piece, None]] = {}
         for way in self._ways.values():
             for part in way.parts if way.group.listed and way.share is GradientShare.TAKEN else ():
@@ -304,7 +311,7 @@ class ShardPlanner:
             for way in self._ways.values()
         ]
 
-    def _planned(self, way: _Way, chosen: Sequence[int | None]) -> Group:
+    def _planned(self, way: _TensorClass, chosen: Sequence[int | None]) -> Group:
         """Return where the tensors that are held in one way come from. chosen: a rank for each part.
 
         If the chosen rank lacks the tensors, another holder is taken. Raises CoverageError if there is none, unless
@@ -327,13 +334,13 @@ class ShardPlanner:
             if rank not in way.group.ranks:
                 rank = next((other for other in part.placement.holders(part.piece) if other in way.group.ranks), None)
             if rank is None:
-                error = hole(way.names[0], part, self._rank, self._manifests, self._lost)
+                error = missing_part_error(way.names[0], part, self._rank, self._manifests, self._lost)
                 if not self._policy.allows_holes:
                     raise error
                 self._holes.update(dict.fromkeys(way.names, error))
                 return Group(kind, way.names, ())
             tensors = self._manifests[rank].tensors
-            numbers = array("I", map(tensors.number_of.__getitem__, way.names))
+            numbers = array("I", map(tensors.index_by_name.__getitem__, way.names))
             routes.append(ReadGroup(rank, part.box, part.region, tensors, numbers))
         return Group(kind, way.names, tuple(routes))
 
@@ -344,7 +351,7 @@ class ShardPlanner:
                 if way.share is GradientShare.JOINED:
                     yield from apart(way.names, way.parts, way.group.dtype.itemsize_bytes)
 
-    def _shared(self) -> Iterator[Moment]:
+    def _shared(self) -> Iterator[SharedFact]:
         """Yield the tensors that this stage of the target shares with others: all ranks of them must have the same."""
         if self._target.stages == 1:
             return
@@ -358,7 +365,7 @@ class ShardPlanner:
             if len(stages) > 1 and self._stage in stages:
                 yield from shared_tensors(stages, tensors, self._manifests)
 
-    def _replaced(self, groups: Sequence[Group]) -> tuple[Lost, ...]:
+    def _replaced(self, groups: Sequence[Group]) -> tuple[UnusableShard, ...]:
         """Return the shards that cannot be used, with the ranks from which their data is taken instead.
 
         Those are the ranks that give the parts for which the lost shard is the preferred holder; if there is no such

@@ -18,7 +18,7 @@ from reshard_mpi.formats.derived import JoinedTensors, constant
 from reshard_mpi.formats.dtypes import BY_NAME, FLOATS
 from reshard_mpi.formats.manifest import Manifest, SpecKind, Specs
 from reshard_mpi.formats.tensor_table import TensorTable
-from reshard_mpi.planning.losses import Lost, named
+from reshard_mpi.planning.losses import UnusableShard, named
 from reshard_mpi.planning.model import ReadGroup
 from reshard_mpi.planning.parameters import (
     Accumulated,
@@ -128,7 +128,7 @@ def filled_files(specs: Specs, most_bytes: int) -> list[list[str]]:
     done: list[list[str]] = []
     current: list[str] = []
     current_bytes = 0
-    for name, kind in zip(specs.names, specs.kind_of):
+    for name, kind in zip(specs.names, specs.kind_ids):
         size_bytes = sizes[kind]
         if size_bytes > most_bytes:
             done.append([name])
@@ -275,7 +275,7 @@ def joined_route(
     part: TensorPart,
     group: SourceGroup,
     manifests: Mapping[int, Manifest],
-    lost: Mapping[int, Lost],
+    lost: Mapping[int, UnusableShard],
     *,
     is_mean: bool,
 ) -> ReadGroup:
@@ -311,4 +311,4 @@ def apart(names: Sequence[str], parts: Iterable[TensorPart], itemsize_bytes: int
     """
     for part in parts:
         if part.region.size >= _TELLING_ELEMENTS:
-            yield ReplicaGroup(tuple(names), (part,), part.region, _NOT_APART, itemsize_bytes, must_differ=True)
+            yield ReplicaGroup(tuple(names), (part,), part.region, _NOT_APART, itemsize_bytes, expect_distinct=True)

@@ -11,7 +11,7 @@ from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorType
-from reshard_mpi.planning.losses import NONE_LOST, Lost, described
+from reshard_mpi.planning.losses import NONE_LOST, UnusableShard, described
 from reshard_mpi.planning.parameters import everywhere, find_or_follow, is_partial_sum
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout, UnknownLengthError, whole_shape, whole_shape_of_parts
@@ -102,7 +102,7 @@ class SourceTensors:
         self,
         strategy: Strategy,
         manifests: Mapping[int, Manifest],
-        lost: Mapping[int, Lost] = NONE_LOST,
+        lost: Mapping[int, UnusableShard] = NONE_LOST,
         may_be_needed: Callable[[str, Container[str]], bool] | None = None,
     ) -> None:
         self._strategy = strategy
@@ -206,14 +206,14 @@ class SourceTensors:
 
     def _all_signatures(self) -> dict[str, _Signature]:
         first, *others = self._held or (None,)
-        if first is not None and all(tensors.number_of is first.number_of for tensors in others):
+        if first is not None and all(tensors.index_by_name is first.index_by_name for tensors in others):
             kept: dict[_Signature, _Signature] = {}  # of a thousand shards each is long, and few are different
-            signatures = zip(*(tensors.kind_of for tensors in self._held))
-            return {name: kept.setdefault(own, own) for name, own in zip(first.number_of, signatures)}
-        names = dict.fromkeys(name for tensors in self._held for name in tensors.number_of)
+            signatures = zip(*(tensors.kind_ids for tensors in self._held))
+            return {name: kept.setdefault(own, own) for name, own in zip(first.index_by_name, signatures)}
+        names = dict.fromkeys(name for tensors in self._held for name in tensors.index_by_name)
         columns = [
             [_LACKING if number is None else kind_of[number] for number in map(number_of.get, names)]
-            for number_of, kind_of in ((tensors.number_of, tensors.kind_of) for tensors in self._held)
+            for number_of, kind_of in ((tensors.index_by_name, tensors.kind_ids) for tensors in self._held)
         ]
         return dict(zip(names, zip(*columns)))
 

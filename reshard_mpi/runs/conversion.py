@@ -32,7 +32,7 @@ from reshard_mpi.planning.fit import (
     require_same_network,
     unconfirmed_rules,
 )
-from reshard_mpi.planning.model import Check, Differing, Limits, Moment, PrefixDigest, RankPlan, TensorPlan
+from reshard_mpi.planning.model import Check, Differing, Limits, PrefixDigest, RankPlan, SharedFact, TensorPlan
 from reshard_mpi.planning.parameters import Accumulated, Unlisted, find_or_follow, is_dropped, notes_on
 from reshard_mpi.planning.ranks import check_target_rank
 from reshard_mpi.planning.replicas import Replicas
@@ -145,7 +145,7 @@ class Conversion:
 
     def _tell_where(self, error: CoverageError) -> None:
         """Say in an error where parts were looked for, and where they may be."""
-        error.where = error.where or self.source.place
+        error.where = error.where or self.source.location_text
         lone = SingleShard.of(self.source.files)
         if lone is not None and self.source.strategy.world_size > 1 and lone.siblings():
             error.remedy = f"give {lone.checkpoint}, where the shards of the other ranks are"
@@ -154,7 +154,7 @@ class Conversion:
         """Return a plan with all that reading tensors of the source shows. Raises what `plan` raises."""
         manifests = {rank: self.source.manifest(rank) for rank in plan.source_ranks}
         return self._checked(plan)._replace(
-            moments=(*plan.moments, *self._moments(plan, manifests)), beginnings=self._beginnings(plan)
+            shared_facts=(*plan.shared_facts, *self._moments(plan, manifests)), prefix_digests=self._beginnings(plan)
         )
 
     def _without_strings(self, plan: RankPlan) -> RankPlan:
@@ -173,14 +173,14 @@ class Conversion:
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes for the user on the source and the strategies."""
-        return (*self.source.files.notes, *unconfirmed_rules(self.source.stored.strategy))
+        return (*self.source.files.notes, *unconfirmed_rules(self.source.unmapped.strategy))
 
     def shown_rules(self, target_rank: int | None) -> tuple[ShownRule, ...]:
         """Return, for each rule of the source's spec that cuts, its effect on one tensor.
 
         target_rank: one that has been planned; None: none has.
         """
-        shapes, source = {}, self.source.stored
+        shapes, source = {}, self.source.unmapped
         for name, ranks in source.rule_names().items():
             rank = next(iter(ranks.values()))
             shapes[name] = rank, source.manifest(rank).tensors[name].shape
@@ -267,7 +267,7 @@ class Conversion:
                 names |= dict.fromkeys(source.rule_names())
             for strategy, side in sides:
                 if side == "target" and dead_rules(strategy, names):
-                    require_consistent_source(source.stored)
+                    require_consistent_source(source.unmapped)
                 require_living_rules(strategy, names, side, source.files.path)
         self._is_fitting = True
 
@@ -277,7 +277,7 @@ class Conversion:
             self._opener = ShardOpener(self.source, self.target, policy)
         return self._opener
 
-    def _moments(self, plan: RankPlan, manifests: Mapping[int, Manifest]) -> tuple[Moment, ...]:
+    def _moments(self, plan: RankPlan, manifests: Mapping[int, Manifest]) -> tuple[SharedFact, ...]:
         if self.original is not None:
             # Names in the source itself tell the moment. In a map's result, a number in a name may be another's.
             return ()
@@ -285,7 +285,7 @@ class Conversion:
         if not counters:
             return ()
         with Files() as files:
-            return tuple(Moment(counter.spec.name, self._shown(counter, files), path) for path, counter in counters)
+            return tuple(SharedFact(counter.spec.name, self._shown(counter, files), path) for path, counter in counters)
 
     def _is_listed(self, name: str) -> bool:
         return bool(find_or_follow(self.source.strategy, name, lambda _: True))

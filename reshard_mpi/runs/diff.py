@@ -26,10 +26,10 @@ from reshard_mpi.formats.manifest import NEST, TensorSpec
 from reshard_mpi.formats.nest import agree
 from reshard_mpi.formats.nest import first_difference as first_nest_difference
 from reshard_mpi.planning.fit import drift_warning
-from reshard_mpi.planning.losses import Lost
+from reshard_mpi.planning.losses import UnusableShard
 from reshard_mpi.planning.model import Copy, RankPlan, TensorPlan
 from reshard_mpi.planning.parameters import told_of
-from reshard_mpi.planning.replicas import dealt
+from reshard_mpi.planning.replicas import partition_for
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.conversion import LIMITS, Conversion, both_through_map
 from reshard_mpi.runs.memory import RunMemory
@@ -63,7 +63,7 @@ def diff(request: Request, comm: Comm, progress: Progress, memory: RunMemory, st
     first, second, planned = agreed(lambda: _planned(request, comm, strategies, memory), comm)
     require_same_choice(comm, first.source.files, second.source.files)
     if comm.rank == 0:
-        progress.reading(first.source.described)
+        progress.reading(first.source.summary_text)
     lost = _compare_copies((first, second), comm, progress)
     planned = planned.joined([Outcome(lost=lost)])
     specs = {spec.name: spec for spec in second.plan.tensors.specs}
@@ -82,24 +82,24 @@ def diff(request: Request, comm: Comm, progress: Progress, memory: RunMemory, st
     return Outcome(processes=comm.size).joined(comm.allgather(outcome))
 
 
-def _compare_copies(sides: Sequence[_DiffSide], comm: Comm, progress: Progress) -> tuple[Lost, ...]:
+def _compare_copies(sides: Sequence[_DiffSide], comm: Comm, progress: Progress) -> tuple[UnusableShard, ...]:
     """Compare the copies on either side that must be the same before one stands for all, as a transform does.
 
     Returns the shards of both that could not be read. Raises, the same on all processes, what `compare` raises.
     """
     if not any(side.plan.alike for side in sides):
         return ()
-    mine = [list(dealt(side.plan.alike, comm.rank, comm.size)) for side in sides]
+    mine = [list(partition_for(side.plan.alike, comm.rank, comm.size)) for side in sides]
     size_bytes = sum(alike.size_bytes for side in sides for alike in side.plan.alike)
     own_bytes = sum(alike.size_bytes for of_side in mine for alike in of_side)
     progress.begin(Stage("comparing copies", size_bytes), own_bytes)
 
-    def compare_mine() -> tuple[Lost, ...]:
+    def compare_mine() -> tuple[UnusableShard, ...]:
         counted = SliceCounter(progress.moved, own_bytes)
         lost = [
             lost
             for side, of_side in zip(sides, mine)
-            for lost in compare(side.source.stored, of_side, LIMITS, counted.add)
+            for lost in compare(side.source.unmapped, of_side, LIMITS, counted.add)
         ]
         counted.end()
         return tuple(lost)
@@ -113,11 +113,11 @@ def _planned(
     """Return both sides, planned, and an outcome with the notes and warnings on them."""
     governor, purpose = memory.open(), f"comparing {request.source} with {request.target}"
     named = (request.src_strategy, request.dst_strategy) if strategies is None else ()
-    memory.to_open(named, purpose)
+    memory.reserve_for_reading(named, purpose)
     read = strategies or Strategies.read(request)
     first_files = request.shard_files()
     second_files = discovery.find_shards(request.target, role="other")
-    if not formats.by_name(second_files.format).TRAITS.tells_files:
+    if not formats.by_name(second_files.format).TRAITS.knows_file_count:
         raise SourceError(
             f"nothing in a {formats.title(second_files.format)} tells whether its last files are missing",
             expected="it as the first of the two, with --src-files N",
@@ -125,7 +125,7 @@ def _planned(
             where=second_files.path,
             remedy="compare them the other way round",
         )
-    memory.to_open(named, purpose, first_files.format, second_files.format)
+    memory.reserve_for_reading(named, purpose, first_files.format, second_files.format)
     given = None if request.dst_strategy is None else read.target
     sources = open_source(first_files, read.source), open_source(second_files, given)
     as_they_are = (
@@ -133,11 +133,11 @@ def _planned(
         for source in sources
     )
     conversions, require_some = both_through_map(request, *as_they_are)
-    memory.on_giving_way(*(conversion.forget for conversion in conversions))
+    memory.on_memory_released(*(conversion.forget for conversion in conversions))
     peak_bytes, plans = 0, list[RankPlan]()
     warnings: list[str] = []
     for conversion, other in zip(conversions, reversed(sources)):
-        memory.to_plan(conversion, other.files.format, purpose, also_read=other)
+        memory.reserve_for_planning(conversion, other.files.format, purpose, also_read=other)
         drifted = conversion.drifted_tensors(process=comm.rank, processes=comm.size).copies
         warnings += [drift_warning(drifted)] if drifted else []
         plans.append(conversion.plan(0, checked=False))
@@ -146,7 +146,7 @@ def _planned(
     require_some(_names(conversions, plans))
     if comm.rank == 0:
         conversions[0].source.check_values()
-    while not memory.to_move(peak_bytes, purpose):
+    while not memory.reserve_for_copying(peak_bytes, purpose):
         plans = [conversion.plan(0, checked=False) for conversion in conversions]
     of_map = plans[0].notes if conversions[0].original is not None else ()
     notes_on_sums = (

@@ -19,7 +19,7 @@ from reshard_mpi.runs.memory import RunMemory
 from reshard_mpi.runs.outcome import Outcome, agreed
 from reshard_mpi.runs.progress import Silent, complain
 from reshard_mpi.runs.request import Request
-from reshard_mpi.runs.run import Run, opened_run
+from reshard_mpi.runs.run import Run, open_for_planning
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Shape, Strategy
@@ -72,12 +72,12 @@ def source_groups(conversion: Conversion, target_rank: int, names: tuple[str, ..
 
 def listed_pieces(conversion: Conversion, name: str) -> Mapping[Box, tuple[str, ...]] | None:
     """Return the pieces of a source tensor that an index lists, with the files that have each; None if none does."""
-    stored = conversion.source.stored
+    stored = conversion.source.unmapped
     tensors = stored.manifest(0).tensors if stored.files.is_folder else None
     if not isinstance(tensors, ChunkedTensors):
         return None
     files: dict[Box, tuple[str, ...]] = {}
-    for box, file in tensors.lists[tensors.list_of[tensors.number_of[name]]]:
+    for box, file in tensors.chunk_lists[tensors.chunk_list_ids[tensors.index_by_name[name]]]:
         files[box] = (*files.get(box, ()), file.path)
     return files
 
@@ -116,7 +116,7 @@ def explained(request: Request, comm: Comm, name: str) -> tuple[str, Outcome] | 
 
 
 def _explained(request: Request, name: str, memory: RunMemory) -> tuple[str, Outcome]:
-    run = opened_run(request, memory, targets=len(request.ranks or ()) + 1)
+    run = open_for_planning(request, memory, targets=len(request.ranks or ()) + 1)
     conversion = run.conversion
     first = _first_holder(conversion, name, request.ranks or ())
     both = conversion.both_layouts(first.target_rank, (name,))[name]
@@ -124,7 +124,7 @@ def _explained(request: Request, name: str, memory: RunMemory) -> tuple[str, Out
     targets = conversion.target.world_size
     size_bytes = math.prod(both.target.shape) * both.source.dtype.itemsize_bytes
     lines = [f"{name}: {both.source.dtype} {list(both.target.shape)}, {format_bytes(size_bytes)}"]
-    lines += ["", f"source: {request.source}: {conversion.source.described}"]
+    lines += ["", f"source: {request.source}: {conversion.source.summary_text}"]
     lines += [f"  {line}" for line in _source_lines(run, first.target_rank, origin)]
     lines += ["", f"target: {request.target}: {formats.title(run.format)}, {counted(targets, 'rank')}"]
     lines += [f"  {line}" for line in _target_lines(run, name, both.target, _shapes(first))]
@@ -163,7 +163,7 @@ def _shapes(plan: RankPlan) -> dict[str, Shape]:
 def _source_lines(run: Run, target_rank: int, origin: TensorLineage) -> Iterator[str]:
     """Yield how the source holds the sources of a tensor."""
     conversion, request = run.conversion, run.request
-    stored = conversion.source.stored
+    stored = conversion.source.unmapped
     if origin.by:
         made_of = f"made of {shortened(origin.sources)}" if origin.sources else "made up"
         yield f"{made_of}, by {origin.by}"
@@ -298,7 +298,7 @@ def _copy_lines(run: Run, copy: Copy, origin: TensorLineage) -> Iterator[str]:
         return
     source = origin.source_of(copy.target_region)
     of_source = f" of {source}" if source is not None and origin.boxes is not None else ""  # a map may rename it
-    stored = run.conversion.source.stored
+    stored = run.conversion.source.unmapped
     holder = "a piece" if stored.files.is_folder else f"source rank {copy.source_rank}"
     moved = "" if copy.to is None and not of_source else f" as {copy.region}{of_source}"
     turned = "" if copy.order is None else f", its dimensions in the order {list(copy.order)}"

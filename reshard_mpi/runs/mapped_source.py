@@ -26,7 +26,7 @@ from reshard_mpi.mapping.rules import Rules, unpacked
 from reshard_mpi.mapping.selection import is_chosen
 from reshard_mpi.mapping.training_file import SourceTree, applied_to_file
 from reshard_mpi.planning.agreement import OWN
-from reshard_mpi.planning.losses import Lost, Missing
+from reshard_mpi.planning.losses import MissingRanks, UnusableShard
 from reshard_mpi.planning.map_routes import MappedTensors
 from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.planning.parameters import Accumulated, is_partial_sum, notes_on, sums_like
@@ -132,16 +132,16 @@ class MappedCheckpoint(SourceCheckpoint):
     _recipes: Mapping[str, DerivedTensor | ConstantTensor] | None = field(default=None)
 
     @property
-    def stored(self) -> SourceCheckpoint:
+    def unmapped(self) -> SourceCheckpoint:
         return self._conversion.source
 
     @property
-    def described(self) -> str:
-        return self.stored.described
+    def summary_text(self) -> str:
+        return self.unmapped.summary_text
 
     @property
-    def missing(self) -> Missing | None:
-        return self.stored.missing
+    def missing(self) -> MissingRanks | None:
+        return self.unmapped.missing
 
     def __contains__(self, rank: object) -> bool:
         return rank == 0
@@ -152,16 +152,16 @@ class MappedCheckpoint(SourceCheckpoint):
     def find(self, rank: int) -> Manifest | None:
         return self._opened().manifest
 
-    def lost(self, rank: int) -> Lost:
-        return self.stored.lost(rank)
+    def lost(self, rank: int) -> UnusableShard:
+        return self.unmapped.lost(rank)
 
     def check_crc(self, rank: int, on_bytes: OnBytes = uncounted) -> ReshardError | None:
-        return self.stored.check_crc(rank, on_bytes)
+        return self.unmapped.check_crc(rank, on_bytes)
 
     @property
     def extent(self) -> ShardStats:
         """The sizes of shards and of the map's result; boxes of equations count as tensors, which are as large."""
-        own, made = self.stored.extent, self._made
+        own, made = self.unmapped.extent, self._made
         if made is None:
             return own
         first, *others = (step.mapped.made for step in made.steps)
@@ -244,7 +244,7 @@ class MappedCheckpoint(SourceCheckpoint):
         whole_notes = (note for note in whole.notes if note not in known_sums)
         kinds_of_sums = {sums_like(name) for name in taken if is_partial_sum(name)}
         return plan._replace(
-            moments=(*plan.moments, *whole.moments),
+            shared_facts=(*plan.shared_facts, *whole.shared_facts),
             absent=(*plan.absent, *whole.absent),
             notes=(*whole_notes, *self.map_notes(), *plan.notes),
             differing=(*whole.differing, *plan.differing),
@@ -272,7 +272,7 @@ class MappedCheckpoint(SourceCheckpoint):
             plan = self._conversion.plan(0, checked=False)
             inventory = _inventory_of(plan)
             nest = plan.strings.get(NEST)
-            tied = {} if nest is None else tied_tensors(self.stored, inventory)
+            tied = {} if nest is None else tied_tensors(self.unmapped, inventory)
             rules, choice, forward, like, _ = self.tensor_map
             made_file = applied_to_file(
                 rules, choice, inventory, SourceTree(nest, tied, self.files.path), forward, like
@@ -286,7 +286,7 @@ class MappedCheckpoint(SourceCheckpoint):
             manifest = Manifest(self.files.path, self.files.format, steps[-1].tensors, strings)
             needed = self._needed(steps)
             plan = _comparing_only(plan, needed)
-            is_cut = self.stored.strategy.world_size > 1  # the pieces of an index say only who has written what
+            is_cut = self.unmapped.strategy.world_size > 1  # the pieces of an index say only who has written what
             warnings = tuple(source_warnings(self._wanted(made_file.made), plan, rules)) if is_cut else ()
             self._made = _MapsOutcome(
                 plan, inventory, tuple(steps), made_file.made, manifest, made_file.notes, needed, warnings
@@ -383,7 +383,7 @@ class MappedCheckpoint(SourceCheckpoint):
                 raise DisagreementError(
                     f"each rank has its own {name!r}, and all targets would have that of one",
                     expected="the same on all ranks, with a map, types or a choice",
-                    got=f"different ones on {self.stored.strategy.world_size} ranks",
+                    got=f"different ones on {self.unmapped.strategy.world_size} ranks",
                     where=self.files.path,
                     remedy=f"leave it out (--exclude {name!r}); only a run without --map, --dtype, --include and"
                     " --exclude keeps it",

@@ -16,10 +16,10 @@ from reshard_mpi.checkpoints.source import MAX_KEPT_BYTES, SourceCheckpoint
 from reshard_mpi.engine.crc import has_short_runs
 from reshard_mpi.engine.read import takes_numpy
 from reshard_mpi.engine.tiles import tile_bytes
-from reshard_mpi.engine.transfer import are_many, is_gathered, is_turned
+from reshard_mpi.engine.transfer import are_many, is_gathered, is_transposed
 from reshard_mpi.formats.locations import Constant, LibraryRead, Reduced
 from reshard_mpi.formats.protocol import Costs
-from reshard_mpi.formats.tensor_table import KEPT_PLACE_BYTES, KEPT_TENSOR_BYTES
+from reshard_mpi.formats.tensor_table import KEPT_OFFSET_BYTES, KEPT_TENSOR_BYTES
 from reshard_mpi.planning.model import Group, RankPlan, TensorPlan
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.processes.governor.admission import Allowance, Governor
@@ -179,7 +179,7 @@ class Projection(NamedTuple):
                 is_gathered(tensor, LIMITS) or (self.compares and _is_gathered_to_compare(tensor))
                 for tensor in (first, *_otherwise_stored(group))
             )
-            if is_turned(first, LIMITS):
+            if is_transposed(first, LIMITS):
                 turning_bytes = tile_bytes(LIMITS)
             has_numpy = has_numpy or through_windows or (self.compares and _is_in_short_runs(first))
             for source in (copy.source for tensor in (first, *_otherwise_stored(group)) for copy in tensor.copies):
@@ -207,7 +207,7 @@ def _known_bytes(tensors: int, checkpoint: SourceCheckpoint) -> int:
     names.
     """
     shards, stages = len(checkpoint.files.by_rank), checkpoint.strategy.stages
-    alike_bytes = tensors * (stages * KEPT_TENSOR_BYTES + max(0, shards - stages) * KEPT_PLACE_BYTES)
+    alike_bytes = tensors * (stages * KEPT_TENSOR_BYTES + max(0, shards - stages) * KEPT_OFFSET_BYTES)
     return min(MAX_KEPT_BYTES + tensors * KEPT_TENSOR_BYTES, alike_bytes)
 
 
@@ -217,7 +217,7 @@ def _otherwise_stored(group: Group) -> Iterator[TensorPlan]:
     Only such tensors may be stored otherwise than the first.
     """
     for place in range(1, len(group.names)):
-        if any(route.numbers[place] in route.tensors.elsewhere for route in group.routes if route.tensors.elsewhere):
+        if any(route.numbers[place] in route.tensors.locations for route in group.routes if route.tensors.locations):
             yield group.tensor(place)
 
 
@@ -285,19 +285,21 @@ class RunMemory:
         if self._allotment is None:
             say, alone = self._progress.waiting, self._comm.size == 1
             self._allotment = ProcessMemory.open(self._allowance(), os.environ, say, alone=alone)
-            self._allotment.on_giving_way.append(self._free)
-            self._no_longer_meanwhile = self._comm.meanwhile(self._allotment.give_way)
+            self._allotment.on_memory_released.append(self._free)
+            self._no_longer_meanwhile = self._comm.meanwhile(self._allotment.release_if_contended)
         return self._allotment.governor
 
-    def on_giving_way(self, *free: Callable[[], None]) -> None:
+    def on_memory_released(self, *free: Callable[[], None]) -> None:
         """Set the functions that free what was read and planned, for when other processes need memory."""
         self._on_giving_way = list(free)
 
-    def to_open(self, strategies: Iterable[str | os.PathLike[str] | None], purpose: str, *source_formats: str) -> None:
+    def reserve_for_reading(
+        self, strategies: Iterable[str | os.PathLike[str] | None], purpose: str, *source_formats: str
+    ) -> None:
         """Wait for the memory to read strategies and, for given source formats, the first shards."""
-        self.to_move(opening_bytes(strategies, *source_formats), purpose)
+        self.reserve_for_copying(opening_bytes(strategies, *source_formats), purpose)
 
-    def to_plan(
+    def reserve_for_planning(
         self,
         conversion: Conversion,
         target_format: str,
@@ -314,11 +316,11 @@ class RunMemory:
         """
         project = partial(Projection.of, conversion, target_format, targets=targets, verify=verify, also_read=also_read)
         if conversion.original is not None:  # what the map makes tells how much memory planning takes
-            self.to_move(project().planning_bytes, purpose)
+            self.reserve_for_copying(project().planning_bytes, purpose)
             conversion.source.manifest(0)
         self._projection = project()
-        self.to_move(self._projection.planning_bytes, purpose)
-        conversion.before_gathering = partial(self.to_move, self._projection.gathering_bytes, purpose)
+        self.reserve_for_copying(self._projection.planning_bytes, purpose)
+        conversion.before_gathering = partial(self.reserve_for_copying, self._projection.gathering_bytes, purpose)
         return self._projection
 
     @property
@@ -335,7 +337,7 @@ class RunMemory:
             self.open().require_possible(peak_bytes, INTERPRETER_BYTES)
         return peak_bytes
 
-    def to_move(self, peak_bytes: int, purpose: str) -> bool:
+    def reserve_for_copying(self, peak_bytes: int, purpose: str) -> bool:
         """Wait for `peak_bytes` of memory in all, to move or compare bytes; tell whether plans have not been freed."""
         self.open()
         assert self._allotment is not None
@@ -343,12 +345,12 @@ class RunMemory:
         self._progress.admitted()
         return is_kept
 
-    def turn(self) -> None:
+    def yield_if_contended(self) -> None:
         """Give way to other processes between two targets, if this process keeps enough memory to go on."""
         if self._allotment is not None:
-            self._allotment.give_way()
+            self._allotment.release_if_contended()
 
-    def settle(self) -> None:
+    def forbid_starting_over(self) -> None:
         """From now on, do not start this process over: it has something to lose."""
         if self._allotment is not None:
             self._allotment.stay()
@@ -363,7 +365,7 @@ class RunMemory:
         assert self._allotment is not None
         room_bytes = governor.ceiling_bytes - INTERPRETER_BYTES - _WORK_BYTES
         size = max(1, min(jobs, room_bytes // (WORKER_BYTES + parameters * _PLANNED_BYTES)))
-        self.to_move(INTERPRETER_BYTES + size * WORKER_BYTES, "starting workers")
+        self.reserve_for_copying(INTERPRETER_BYTES + size * WORKER_BYTES, "starting workers")
         self._allotment.be_floor()
         return size
 

@@ -13,7 +13,7 @@ from reshard_mpi.runs.outcome import Outcome
 if TYPE_CHECKING:  # this module is loaded early, before memory for the engine has been asked for
     from reshard_mpi.formats.manifest import Manifest
     from reshard_mpi.journal.records import TensorSum
-    from reshard_mpi.planning.model import Differing, Moment, PrefixDigest, RankPlan, StageDigest
+    from reshard_mpi.planning.model import Differing, PrefixDigest, RankPlan, SharedFact, StageDigest
     from reshard_mpi.planning.parameters import Sums
     from reshard_mpi.planning.replicas import ReplicaGroup
     from reshard_mpi.runs.outcome import Overflow
@@ -77,7 +77,7 @@ class PlanReport(NamedTuple):
     """
 
     outcome: Outcome = Outcome()
-    moments: tuple[Moment, ...] = ()
+    moments: tuple[SharedFact, ...] = ()
     held: tuple[StageDigest, ...] = ()
     beginnings: tuple[PrefixDigest, ...] = ()
     differing: tuple[Differing, ...] = ()
@@ -89,8 +89,8 @@ class PlanReport(NamedTuple):
     @classmethod
     def of(cls, plan: RankPlan) -> PlanReport:
         """Return what there is to tell of the plan of one target."""
-        held, told = (plan.held,), (plan.beginnings, plan.differing, plan.alike)
-        return cls(Outcome.of(plan), plan.moments, held, *told, sums=plan.sums)
+        held, told = (plan.held,), (plan.prefix_digests, plan.differing, plan.alike)
+        return cls(Outcome.of(plan), plan.shared_facts, held, *told, sums=plan.sums)
 
     def joined(self, others: Iterable[PlanReport]) -> PlanReport:
         """Join this and the `others`, without rooms; equal entries are kept once."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from reshard_mpi.errors import ReshardError, TransformError, as_reshard_error
-from reshard_mpi.planning.losses import Lost, Missing, merged, warnings_of
+from reshard_mpi.planning.losses import MissingRanks, UnusableShard, merged, warnings_of
 from reshard_mpi.text import counted
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Checked(NamedTuple):
     read_bytes: int
     by: tuple[str, ...]
     sums: tuple[TensorSum, ...] = ()
-    lost: tuple[Lost, ...] = ()
+    lost: tuple[UnusableShard, ...] = ()
     world_size: int = 0
     left_out: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -108,11 +108,11 @@ class Outcome(NamedTuple):
     failures: tuple[Failure, ...] = ()
     absent: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    lost: tuple[Lost, ...] = ()
+    lost: tuple[UnusableShard, ...] = ()
     other_warnings: tuple[str, ...] = ()
     checked: tuple[Checked, ...] = ()
     processes: int = 0
-    missing: Missing | None = None
+    missing: MissingRanks | None = None
 
     @classmethod
     def begun(cls, conversion: Conversion, notes: tuple[str, ...] = ()) -> Outcome:

@@ -15,10 +15,10 @@ from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, S
 from reshard_mpi.errors import told as error_told
 from reshard_mpi.journal.commit import EarlierTarget, commit_if_complete
 from reshard_mpi.journal.provenance import FirstLooks, Sources
-from reshard_mpi.journal.records import Evidence
+from reshard_mpi.journal.records import TargetInputs
 from reshard_mpi.journal.targets import Journal
-from reshard_mpi.planning.losses import Lost
-from reshard_mpi.planning.model import Moment, RankPlan
+from reshard_mpi.planning.losses import UnusableShard
+from reshard_mpi.planning.model import RankPlan, SharedFact
 from reshard_mpi.planning.replicas import ReplicaGroup
 from reshard_mpi.planning.summary import RankSummary, ShownRule
 from reshard_mpi.processes.comm import Comm
@@ -41,7 +41,7 @@ from reshard_mpi.runs.preflight import (
 from reshard_mpi.runs.progress import Progress, SliceCounter, Stage
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.run import Run
-from reshard_mpi.runs.scheduling import PendingTargets, Work, divide, target_weights
+from reshard_mpi.runs.scheduling import Assignment, PendingTargets, divide, target_weights
 from reshard_mpi.runs.write import Writer
 from reshard_mpi.sharding.placement import Shape
 
@@ -62,9 +62,9 @@ class _PlanningState(NamedTuple):
 
     run: Run
     journal: Journal | Unrecorded
-    works: list[Work]
+    works: list[Assignment]
     due: PendingTargets
-    choice: tuple[Moment, ...]
+    choice: tuple[SharedFact, ...]
 
 
 class Planner:
@@ -108,14 +108,16 @@ class Planner:
         request = self._request
         governor = self._memory.open()
         files = (request.src_strategy, request.dst_strategy) if self._strategies is None else ()
-        self._memory.to_open(files, self._purpose)
-        before_shards = partial(self._memory.to_open, files, self._purpose)
-        before_filling = partial(self._memory.to_plan, purpose=self._purpose, verify=request.verify)
+        self._memory.reserve_for_reading(files, self._purpose)
+        before_shards = partial(self._memory.reserve_for_reading, files, self._purpose)
+        before_filling = partial(self._memory.reserve_for_planning, purpose=self._purpose, verify=request.verify)
         run = Run.open(request, self._strategies, self._known_damage, before_shards, before_filling)
         due = PendingTargets(run.conversion, request.source)
-        self._memory.on_giving_way(run.conversion.forget, due.forget_plans)
+        self._memory.on_memory_released(run.conversion.forget, due.forget_plans)
         targets = len(run.targets)
-        self._memory.to_plan(run.conversion, run.format, self._purpose, targets=targets, verify=request.verify)
+        self._memory.reserve_for_planning(
+            run.conversion, run.format, self._purpose, targets=targets, verify=request.verify
+        )
         run.conversion.require_fitting_strategies()
         journal = run.journal()
         for rank in run.targets[-1:]:  # the one with the longest number
@@ -124,8 +126,8 @@ class Planner:
         works = divide(target_weights(run.conversion, run.targets), self._comm.hosts)
         opened = self._opened = _PlanningState(run, journal, works, due, moments_of(run.conversion.source.files))
         work = works[self._comm.rank]
-        ranks = (*((rank, True) for rank in work.leads), *((rank, False) for rank in work.helps))
-        planned_ranks = sum(len(each.leads) + len(each.helps) for each in works)
+        ranks = (*((rank, True) for rank in work.leads), *((rank, False) for rank in work.assists))
+        planned_ranks = sum(len(each.leads) + len(each.assists) for each in works)
         self._progress.begin(Stage("planning", units=planned_ranks, unit="rank"))
         plans = []
         for rank, leads in ranks:
@@ -158,8 +160,8 @@ class Planner:
     def _compared(self, mine: Sequence[ReplicaGroup], progress: Progress) -> ComparisonReport:
         opened = self._require_opened()
         conversion = opened.run.conversion
-        lost: tuple[Lost, ...] = ()
-        projection = self._memory.to_plan(
+        lost: tuple[UnusableShard, ...] = ()
+        projection = self._memory.reserve_for_planning(
             conversion,
             opened.run.format,
             f"copies in {self.source}",
@@ -168,9 +170,9 @@ class Planner:
         )
         if mine:
             peak_bytes = projection.base_bytes + comparing_bytes(conversion.limits)
-            self._memory.to_move(peak_bytes, f"copies in {self.source}")
+            self._memory.reserve_for_copying(peak_bytes, f"copies in {self.source}")
             counted = SliceCounter(progress.moved, sum(alike.size_bytes for alike in mine))
-            lost = compare(conversion.source.stored, mine, conversion.limits, counted.add)
+            lost = compare(conversion.source.unmapped, mine, conversion.limits, counted.add)
             counted.end()
         drift = conversion.drifted_tensors(
             damaged_are_replaced=self._request.verify, process=self._comm.rank, processes=self._comm.size
@@ -194,18 +196,18 @@ class Planner:
     @property
     def own_bytes(self) -> int:
         """About how many bytes of targets this process is to write, alone and with others."""
-        alone = sum(self._due_bytes.get(rank, 0) for rank in self._own_work.alone)
+        alone = sum(self._due_bytes.get(rank, 0) for rank in self._own_work.whole)
         shares = self._own_work.shares
         return alone + sum(share.bytes_of(self._due_bytes.get(share.target, 0)) for share in shares)
 
     @property
-    def _own_work(self) -> Work:
+    def _own_work(self) -> Assignment:
         return self._require_opened().works[self._comm.rank]
 
     @property
     def described_source(self) -> str:
         """The source in one line of words."""
-        return self._require_opened().run.conversion.source.described
+        return self._require_opened().run.conversion.source.summary_text
 
     def read_bytes(self) -> dict[int, int]:
         """Return the source ranks that this process's targets are taken from, each with the size of its files."""
@@ -228,7 +230,9 @@ class Planner:
 
         def check() -> dict[int, ReshardError]:
             for rank, size_bytes in sizes.items():
-                error = damage_of(conversion.source.stored, rank, size_bytes, conversion.limits, before_sums, progress)
+                error = damage_of(
+                    conversion.source.unmapped, rank, size_bytes, conversion.limits, before_sums, progress
+                )
                 if error is not None:
                     errors[rank] = error
                 progress.completed()
@@ -246,14 +250,14 @@ class Planner:
         def check() -> Outcome:
             source = self._require_opened().run.conversion.source
             limits = self._require_opened().run.conversion.limits
-            found = committed_tensors(source.stored)
+            found = committed_tensors(source.unmapped)
             if found is not None:
                 record, tensors = found
                 needed = [tensor for tensor in tensors if source.needs(tensor.spec.name)]
                 mine = needed[self._comm.rank :: self._comm.size]
                 size_bytes, own_bytes = (sum(tensor.spec.size_bytes for tensor in of) for of in (needed, mine))
                 progress.begin(Stage("checking sources", size_bytes), own_bytes)
-                self._memory.to_move(self._memory.projection.gathering_bytes, f"checking {self.source}")
+                self._memory.reserve_for_copying(self._memory.projection.gathering_bytes, f"checking {self.source}")
                 require_as_committed(record, mine, self.source, limits, progress.moved)
             return Outcome()
 
@@ -261,7 +265,7 @@ class Planner:
 
     def _before_sums(self, format_name: str, summing: Summing) -> None:
         peak_bytes = max(self._memory.projection.gathering_bytes, checking_bytes(format_name, summing))
-        self._memory.to_move(peak_bytes, f"checking {self.source}")
+        self._memory.reserve_for_copying(peak_bytes, f"checking {self.source}")
 
     def begin(self, progress: Progress) -> Outcome:
         """Make the target folder ready if this process has anything to write. A failure refuses the run."""
@@ -272,8 +276,10 @@ class Planner:
         if opened.due.evidence:
             # A process alone asks for all that it will need: once something is written it cannot start over.
             if self._comm.size == 1:
-                self._memory.to_move(max(opened.due.peak_bytes.values()), f"targets of {self._request.target}")
-            self._memory.settle()
+                self._memory.reserve_for_copying(
+                    max(opened.due.peak_bytes.values()), f"targets of {self._request.target}"
+                )
+            self._memory.forbid_starting_over()
             opened.journal.begin(progress.say)
         return Outcome()
 
@@ -299,14 +305,14 @@ class Planner:
             return PlanReport(self._skipped(opened, rank) if leads else Outcome())
         plan = run.conversion.plan(rank, checked=leads)
         peak_bytes = self._memory.require_possible(plan)
-        evidence = Evidence.of(plan, self._sources(run, plan), opened.choice)
+        evidence = TargetInputs.of(plan, self._sources(run, plan), opened.choice)
         if self._earlier_target is not None:
             self._earlier_target.require_same_state(rank, evidence.sources)
         if leads:
             as_is = run.conversion.original is None and run.conversion.source.files.format == run.format
             require_readable_types(plan.tensors.specs, run.format, as_is=as_is)
             require_readable_structure(plan.shard, run.format)
-            if self._request.crc and formats.by_name(run.format).TRAITS.counts_numbers:
+            if self._request.crc and formats.by_name(run.format).TRAITS.crc_counts_scalars:
                 require_countable(run.conversion, plan)
             self._needs.add(plan, evidence, run.format, path, opened.journal.left_bytes(path))
         opened.due.add(plan, evidence, peak_bytes)
@@ -329,7 +335,7 @@ class Planner:
 
     def _list_tensors(self, run: Run, plan: RankPlan) -> None:
         """Keep the listing of a target's tensors; targets of a stage have the same, unless they share them out."""
-        are_shared_out = run.conversion.once or formats.by_name(run.format).TRAITS.is_filled
+        are_shared_out = run.conversion.once or formats.by_name(run.format).TRAITS.split_by_size
         if self._lists_tensors and (are_shared_out or plan.stage not in self._listed_stages):
             self._listed_stages.add(plan.stage)
             for name, tensor in listed_tensors(plan).items():
@@ -405,7 +411,7 @@ class TargetTensor(NamedTuple):
 
 def listed_tensors(plan: RankPlan) -> dict[str, TargetTensor]:
     """Return the tensors of a target by name, in file order."""
-    names, kinds, kind_of = plan.tensors.specs.names, plan.tensors.specs.kinds, plan.tensors.specs.kind_of
+    names, kinds, kind_of = plan.tensors.specs.names, plan.tensors.specs.kinds, plan.tensors.specs.kind_ids
     rank = plan.target_rank
     listed = [TargetTensor(kind.dtype.name, kind.global_shape, kind.box.shape, rank) for kind in kinds]
     return {name: listed[number] for name, number in zip(names, kind_of)}

@@ -40,7 +40,7 @@ from reshard_mpi.runs.memory import RunMemory
 from reshard_mpi.runs.outcome import Outcome, agreed
 from reshard_mpi.runs.progress import Progress, Stage
 from reshard_mpi.runs.request import Request
-from reshard_mpi.runs.run import opened_run
+from reshard_mpi.runs.run import open_for_planning
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.text import counted
@@ -73,8 +73,8 @@ def planned_figures(request: Request, comm: Comm, asked: Asked, progress: Progre
 
 def _figures(request: Request, asked: Asked, memory: RunMemory, progress: Progress) -> tuple[Figures, Outcome]:
     progress.begin(Stage("planning"))
-    run = opened_run(request, memory, targets=2 * MOST_PLANNED)
-    memory.to_move(memory.projection.planning_bytes + asked.drawing_bytes, f"a picture of {request.target}")
+    run = open_for_planning(request, memory, targets=2 * MOST_PLANNED)
+    memory.reserve_for_copying(memory.projection.planning_bytes + asked.drawing_bytes, f"a picture of {request.target}")
     conversion = run.conversion
     targets = conversion.target.world_size
     most = most_planned(conversion.source.extent.tensors)
@@ -94,12 +94,12 @@ def _figures(request: Request, asked: Asked, memory: RunMemory, progress: Progre
     cuts = tuple(collected.cuts())
     of_cuts = {move.target for cut in cuts for move in cut.moves}
     files = {rank: str(run.path(rank)) for rank in sorted({*planned, *of_cuts})}
-    are_files = formats.by_name(run.format).TRAITS.is_filled
+    are_files = formats.by_name(run.format).TRAITS.split_by_size
     written = files_as_shards(targets, files) if are_files else Shards(targets, "rank", files)
     flow = Flow(collected.sources.shards, written, planned, tuple(feeds))
     ranks = counted(targets, written.word)
     figures = Figures(
-        f"{request.source}: {conversion.source.described}",
+        f"{request.source}: {conversion.source.summary_text}",
         f"{request.target}: {formats.title(run.format)}, {ranks}",
         flow,
         cuts,
@@ -120,7 +120,7 @@ class _DrawnSources:
 
     @classmethod
     def of(cls, conversion: Conversion) -> _DrawnSources:
-        source = conversion.source.stored
+        source = conversion.source.unmapped
         files, by_rank = source.files, source.files.by_rank
         if files.is_folder or (len(by_rank) == 1 and len(files.shards) > 1):
             paths = files.one_by_one().shards

@@ -19,10 +19,10 @@ from reshard_mpi.engine.files import Files
 from reshard_mpi.engine.read import only_element, takes_numpy
 from reshard_mpi.errors import TargetError
 from reshard_mpi.formats.files import MAX_KEPT_BYTES, MAX_TENSORS, kept_bytes, kept_kind_bytes
-from reshard_mpi.formats.manifest import ShardSpec, Specs, UncountableError, counted_bytes, is_counted
+from reshard_mpi.formats.manifest import NotChecksummableError, ShardSpec, Specs, counted_bytes, is_in_crc
 from reshard_mpi.journal.identity import STRATEGY_RECORD
-from reshard_mpi.journal.records import COMMIT_RECORD, STATE, Evidence, TargetRecord, record_path
-from reshard_mpi.planning.agreement import require_one_moment
+from reshard_mpi.journal.records import COMMIT_RECORD, STATE, TargetInputs, TargetRecord, record_path
+from reshard_mpi.planning.agreement import require_one_checkpoint
 from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.conversion import Conversion
@@ -277,7 +277,7 @@ def require_readable_structure(spec: ShardSpec, format_name: str) -> None:
     It has more or longer names than shards are read with, or nothing where its format's own framework wants something.
     """
     specs, strings = spec.specs, spec.strings
-    if formats.by_name(format_name).TRAITS.unread_empty and not specs.names and not strings:
+    if formats.by_name(format_name).TRAITS.own_loader_refuses_empty and not specs.names and not strings:
         raise TargetError(
             f"a target would hold nothing, and nobody reads that from {formats.title(format_name)} files",
             expected="a tensor or a text at least on every rank",
@@ -302,15 +302,17 @@ def require_readable_types(specs: Specs, format_name: str, *, as_is: bool) -> No
 
     as_is: whether the tensors are taken over as they are from shards of the same format.
     """
-    unread = () if as_is else formats.by_name(format_name).TRAITS.unread_types
+    unread = () if as_is else formats.by_name(format_name).TRAITS.types_own_loader_refuses
     if not any(kind.dtype.name in unread for kind in specs.kinds):
         return
     name, dtype = next(
         (name, specs.kinds[kind].dtype)
-        for name, kind in zip(specs.names, specs.kind_of)
+        for name, kind in zip(specs.names, specs.kind_ids)
         if specs.kinds[kind].dtype.name in unread
     )
-    able = [other for other in formats.TARGETS if dtype.name not in formats.by_name(other).TRAITS.unread_types]
+    able = [
+        other for other in formats.TARGETS if dtype.name not in formats.by_name(other).TRAITS.types_own_loader_refuses
+    ]
     raise TargetError(
         f"{name!r} is of a type that nobody reads from {formats.title(format_name)} files",
         expected="a type that they are read with",
@@ -325,12 +327,12 @@ def require_same_choice(comm: Comm, *checkpoints: ShardFiles) -> None:
     Every process looks for them itself, and another one may become the newest meanwhile. All processes must call this.
     """
     for of_one in zip(*comm.allgather(tuple(map(moments_of, checkpoints))), strict=True):
-        require_one_moment(moment for moments in of_one for moment in moments)
+        require_one_checkpoint(moment for moments in of_one for moment in moments)
 
 
 def require_countable(conversion: Conversion, plan: RankPlan) -> None:
     """Raise TargetError for the first whole number of a target that has no place in the checksum of its file."""
-    groups = (group for group in plan.tensors.groups if is_counted(group.kind.dtype, group.kind.global_shape))
+    groups = (group for group in plan.tensors.groups if is_in_crc(group.kind.dtype, group.kind.global_shape))
     tensors = (group.tensor(place) for group in groups for place in range(len(group.names)))
     with Files() as files:
         for tensor in tensors:
@@ -339,7 +341,7 @@ def require_countable(conversion: Conversion, plan: RankPlan) -> None:
             content = only_element(files, tensor, conversion.limits)
             try:
                 counted_bytes(tensor.spec.name, content, tensor.spec.dtype)
-            except UncountableError as error:
+            except NotChecksummableError as error:
                 raise error.refusal(conversion.source.files.path) from None
 
 
@@ -370,7 +372,7 @@ class SpaceEstimate:
         self._stage_digests: set[str] = set()
         self._summed: set[str] = set()
 
-    def add(self, plan: RankPlan, evidence: Evidence, format_name: str, path: Path, left_bytes: int) -> None:
+    def add(self, plan: RankPlan, evidence: TargetInputs, format_name: str, path: Path, left_bytes: int) -> None:
         """Add the target of `plan` and its record.
 
         path: of the target file. left_bytes: size of what an earlier run has left of it.
@@ -420,7 +422,7 @@ class SpaceEstimate:
         return self._tally.rooms(processes, shares)
 
 
-def record_at_most_bytes(plan: RankPlan, evidence: Evidence, file: str, *, sums: bool) -> int:
+def record_at_most_bytes(plan: RankPlan, evidence: TargetInputs, file: str, *, sums: bool) -> int:
     """Return the most bytes that the record of a target can take. sums: whether it has the sums of the tensors."""
     record = TargetRecord("0" * 64, plan.target_rank, file, 0, evidence, announced=(0, 0))
     size_bytes = len(record.as_text()) + 4 * _NUMBER_BYTES

@@ -73,7 +73,7 @@ class Run(NamedTuple):
         name = _target_format(request, files.format)
         traits = formats.by_name(name).TRAITS
         ranks = request.ranks if request.ranks is not None else range(strategies.target.world_size)
-        if request.part is None and not traits.is_filled:
+        if request.part is None and not traits.split_by_size:
             _refuse_overlap(request, files, name, ranks, strategies.target)
         before_shards(files.format)
         source = open_source(files, strategies.source, known_damage)
@@ -88,13 +88,13 @@ class Run(NamedTuple):
             once=traits.is_folder,
         )
         conversion, map_digests = apply_map(request, conversion)
-        if traits.is_filled:
+        if traits.split_by_size:
             before_filling(conversion, name)
             whole = conversion.plan(0, checked=False).tensors.specs
             strategies = strategies._replace(target=strategy_of(filled_files(whole, request.most_file_bytes)))
             conversion = conversion.to(strategies.target)
         targets = chosen_targets(request, conversion)
-        if request.part is not None or traits.is_filled:  # of millions, so that only its own are looked at
+        if request.part is not None or traits.split_by_size:  # of millions, so that only its own are looked at
             _refuse_overlap(request, files, name, targets, strategies.target)
         if formats.folder_by_name(name) is not None and not request.recorded:
             raise UsageError(
@@ -152,7 +152,7 @@ class Run(NamedTuple):
         if request.map:
             named["map"] = joined_maps(map_words(request))
         source = self.conversion.source.files.path  # of several moments that lie there the one that was chosen
-        is_filled = formats.by_name(self.format).TRAITS.is_filled
+        is_filled = formats.by_name(self.format).TRAITS.split_by_size
         joins = request.accumulated is not Accumulated.REFUSE
         return RunIdentity(
             {
@@ -194,12 +194,12 @@ def _target_format(request: Request, source_format: str) -> str:
     """Return the name of the targets' format. Raises UsageError for options that it does not allow."""
     own = formats.by_name(source_format).TRAITS
     is_cut = request.dst_strategy is not None
-    name = request.to or (own.sharded_as if is_cut else None) or own.written_as or source_format
+    name = request.to or (own.sharded_variant if is_cut else None) or own.default_target or source_format
     traits = formats.by_name(name).TRAITS
-    if traits.is_filled and is_cut:
+    if traits.split_by_size and is_cut:
         raise UsageError(
             f"a checkpoint in {name} is not cut over ranks",
-            expected=f"--to {name} without --dst-strategy, or --to {traits.sharded_as} with it",
+            expected=f"--to {name} without --dst-strategy, or --to {traits.sharded_variant} with it",
             got=f"--dst-strategy {request.dst_strategy}",
         )
     folder_format = formats.folder_by_name(name)
@@ -214,8 +214,8 @@ def _target_format(request: Request, source_format: str) -> str:
             expected="no --prefix",
             got=f"--prefix {request.prefix}",
         )
-    if request.max_shard_size is not None and not traits.is_filled:
-        able = [f"--to {other}" for other in formats.TARGETS if formats.by_name(other).TRAITS.is_filled]
+    if request.max_shard_size is not None and not traits.split_by_size:
+        able = [f"--to {other}" for other in formats.TARGETS if formats.by_name(other).TRAITS.split_by_size]
         raise UsageError(
             f"--max-shard-size is for {' or '.join(able)}", expected=" or ".join(able), got=f"targets in {name}"
         )
@@ -278,7 +278,7 @@ def chosen_targets(request: Request, conversion: Conversion) -> tuple[int, ...]:
     return tuple(sorted(assign(target_weights(conversion, all_ranks), range(shares))[share]))
 
 
-def opened_run(request: Request, memory: RunMemory, *, targets: int = 1) -> Run:
+def open_for_planning(request: Request, memory: RunMemory, *, targets: int = 1) -> Run:
     """Open the run that a request asks for, with the memory to plan its targets one by one.
 
     targets: how many are planned at most. Raises a ReshardError for what `transform` would refuse before planning.
@@ -292,13 +292,17 @@ def opened_run(request: Request, memory: RunMemory, *, targets: int = 1) -> Run:
     purpose = f"planning {request.target} from {request.source}"
     strategies = (request.src_strategy, request.dst_strategy)
     memory.open()
-    memory.to_open(strategies, purpose)
+    memory.reserve_for_reading(strategies, purpose)
     # Of a million targets only the requested ones are looked at, and these are known later.
     first = request if request.ranks is not None else request._replace(ranks=(0,))
     run = Run.open(
-        first, None, {}, partial(memory.to_open, strategies, purpose), partial(memory.to_plan, purpose=purpose)
+        first,
+        None,
+        {},
+        partial(memory.reserve_for_reading, strategies, purpose),
+        partial(memory.reserve_for_planning, purpose=purpose),
     )
-    memory.on_giving_way(run.conversion.forget)
-    memory.to_plan(run.conversion, run.format, purpose, targets=targets)
+    memory.on_memory_released(run.conversion.forget)
+    memory.reserve_for_planning(run.conversion, run.format, purpose, targets=targets)
     run.conversion.require_fitting_strategies()
     return run

@@ -13,7 +13,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from reshard_mpi.errors import DisagreementError, LayoutError, ShardError
-from reshard_mpi.journal.records import Evidence
+from reshard_mpi.journal.records import TargetInputs
 from reshard_mpi.planning.losses import named, warnings_of
 from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.planning.parameters import find_or_follow
@@ -49,19 +49,19 @@ class TargetSlice(NamedTuple):
         return size_bytes * self.stop // self.whole - size_bytes * self.start // self.whole
 
 
-class Work(NamedTuple):
+class Assignment(NamedTuple):
     """What one process does: targets that it makes alone, and its shares of those it makes with others of its host."""
 
-    alone: tuple[int, ...] = ()
+    whole: tuple[int, ...] = ()
     shares: tuple[TargetSlice, ...] = ()
 
     @property
     def leads(self) -> tuple[int, ...]:
         """The targets that this process begins and completes: its own, and shared ones whose first bytes it fills."""
-        return (*self.alone, *(share.target for share in self.shares if share.start == 0))
+        return (*self.whole, *(share.target for share in self.shares if share.start == 0))
 
     @property
-    def helps(self) -> tuple[int, ...]:
+    def assists(self) -> tuple[int, ...]:
         """The targets to which this process contributes while another process leads."""
         return tuple(share.target for share in self.shares if share.start > 0)
 
@@ -130,7 +130,7 @@ def assign(weights: Mapping[int, int], processes: Sequence[int]) -> dict[int, li
     return shares
 
 
-def divide(weights: Mapping[int, int], hosts: Sequence[object]) -> list[Work]:
+def divide(weights: Mapping[int, int], hosts: Sequence[object]) -> list[Assignment]:
     """Return the work of each process.
 
     weights: the relative size of each target. hosts: the name of each process's host; only processes of one host fill a
@@ -143,7 +143,7 @@ def divide(weights: Mapping[int, int], hosts: Sequence[object]) -> list[Work]:
         by_host.setdefault(host, []).append(process)
     turns = sorted((turn, process) for processes in by_host.values() for turn, process in enumerate(processes))
     assigned = assign(weights, [process for _, process in turns])
-    works = [Work()] * len(hosts)
+    works = [Assignment()] * len(hosts)
     for processes in by_host.values():
         mine = [target for process in processes for target in assigned[process]]
         mine.sort(key=lambda rank: (-weights[rank], rank))
@@ -152,7 +152,7 @@ def divide(weights: Mapping[int, int], hosts: Sequence[object]) -> list[Work]:
         loads = [sum(weights[target] for target in made_alone[process]) for process in processes]
         shares = _cut({target: weights[target] for target in sorted(mine[whole:])}, loads)
         for process, own in zip(processes, shares):
-            works[process] = Work(tuple(made_alone[process]), own)
+            works[process] = Assignment(tuple(made_alone[process]), own)
     return works
 
 
@@ -197,14 +197,14 @@ class PendingTargets:
     """
 
     def __init__(self, conversion: Conversion, source: str) -> None:
-        self.evidence: dict[int, Evidence] = {}
+        self.evidence: dict[int, TargetInputs] = {}
         self.peak_bytes: dict[int, int] = {}
         self._conversion = conversion
         self._source = source
         self._plans: dict[int, RankPlan] = {}
         self._kept_bytes = 0
 
-    def add(self, plan: RankPlan, evidence: Evidence, peak_bytes: int) -> None:
+    def add(self, plan: RankPlan, evidence: TargetInputs, peak_bytes: int) -> None:
         """Add a target; its plan is kept if that takes little memory."""
         self.evidence[plan.target_rank], self.peak_bytes[plan.target_rank] = evidence, peak_bytes
         if len(self._plans) < MAX_KEPT_PLANS and self._kept_bytes + plan.kept_bytes <= MAX_KEPT_PLANS_BYTES:

@@ -13,11 +13,16 @@ from typing import TypeVar
 
 from reshard_mpi.checkpoints.comparison import compare
 from reshard_mpi.errors import ReshardError
-from reshard_mpi.planning.agreement import differing_stages, require_one_moment, require_same_names, require_same_shapes
+from reshard_mpi.planning.agreement import (
+    differing_stages,
+    require_one_checkpoint,
+    require_same_names,
+    require_same_shapes,
+)
 from reshard_mpi.planning.fit import drift_warning, require_no_drift
-from reshard_mpi.planning.model import CHOSEN_FILES, Differing, Moment, RankPlan
+from reshard_mpi.planning.model import CHOSEN_FILES, Differing, RankPlan, SharedFact
 from reshard_mpi.planning.parameters import Accumulated, note_on_none
-from reshard_mpi.planning.replicas import Replicas, dealt
+from reshard_mpi.planning.replicas import Replicas, partition_for
 from reshard_mpi.planning.shard_faults import between_targets, told_of
 from reshard_mpi.planning.summary import Plan
 from reshard_mpi.processes.comm import Comm
@@ -96,7 +101,7 @@ def _planned(
     outcome = planned.outcome
     differing = [*planned.differing, *between_targets(planned.beginnings)]
     if planned.alike or request.replicas is not Replicas.ANY:
-        mine = list(dealt(planned.alike, comm.rank, comm.size))
+        mine = list(partition_for(planned.alike, comm.rank, comm.size))
         if planned.alike:
             size_bytes, own_bytes = (sum(alike.size_bytes for alike in copies) for copies in (planned.alike, mine))
             progress.begin(Stage("comparing copies", size_bytes), own_bytes)
@@ -127,14 +132,14 @@ def _plan_with_sound_sources(
     say about their plans. Raises as `_plan_together` does, also if no other shard holds what a lost one held.
     """
     checked: set[int] = set()
-    chosen: list[Moment] = []
+    chosen: list[SharedFact] = []
     damage: dict[int, ReshardError] = {}
     while True:
         progress.begin(Stage("planning"))
         planner = new_planner(damage)
         planned = _plan_together(planner, comm)
         chosen += (moment for moment in planned.moments if moment.name == CHOSEN_FILES)
-        require_one_moment(chosen)  # in the second round another checkpoint may be the newest
+        require_one_checkpoint(chosen)  # in the second round another checkpoint may be the newest
         if not request.verify:
             return planner, planned
         read = {
@@ -178,7 +183,7 @@ def agreeing(
 
     placed: returns what strategies place on the target ranks of a stage. Raises a ReshardError if the run is refused.
     """
-    require_one_moment(moment for planned in all_planned for moment in planned.moments)
+    require_one_checkpoint(moment for planned in all_planned for moment in planned.moments)
     for stage in differing_stages(held for planned in all_planned for held in planned.held):
         of_stage = placed(stage)
         require_same_names(of_stage, source)
@@ -228,7 +233,7 @@ def plan_together(
 
     begun = PlanReport(Outcome.begun(conversion, notes))
     planned = agreeing([begun, *map(PlanReport.of, plans)], placed, path, conversion.accumulated)
-    lost = compare(conversion.source.stored, dealt(planned.alike, 0, 1), conversion.limits, lambda _: None)
+    lost = compare(conversion.source.unmapped, partition_for(planned.alike, 0, 1), conversion.limits, lambda _: None)
     drifted, unlisted = conversion.drifted_tensors()
     if conversion.strict:
         require_no_drift(drifted, path)

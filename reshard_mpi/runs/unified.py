@@ -22,9 +22,9 @@ from reshard_mpi.formats import by_name
 from reshard_mpi.formats.manifest import Specs
 from reshard_mpi.journal.provenance import FirstLooks
 from reshard_mpi.journal.publication import publish_text
-from reshard_mpi.journal.records import Evidence
+from reshard_mpi.journal.records import TargetInputs
 from reshard_mpi.journal.targets import Unrecorded
-from reshard_mpi.planning.agreement import require_one_moment
+from reshard_mpi.planning.agreement import require_one_checkpoint
 from reshard_mpi.planning.model import PlannedTensors, RankPlan
 from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.planning.target_layouts import filled_files, strategy_of
@@ -64,7 +64,7 @@ def request_of_files(request: Request, choose: Choose | None) -> Request:
     with RunMemory(lambda: request.allowance, SerialComm(), Silent()) as memory:
         memory.open()
         conversion = _conversion(request, memory, None)
-        memory.to_plan(conversion, FORMAT, _purpose(request))
+        memory.reserve_for_planning(conversion, FORMAT, _purpose(request))
         plan = conversion.plan(0, checked=False)
         conversion.require_none_left_behind(
             plan, ShardShare(0, 1), lambda name: choose is None or _chosen(name, choose(name)) is not None
@@ -81,13 +81,13 @@ def _purpose(request: Request) -> str:
 def _conversion(request: Request, memory: RunMemory, strategies: Strategies | None) -> Conversion:
     """Return the conversion of the source to the files that the request lists, or, without such, to one of all."""
     purpose, named = _purpose(request), (request.src_strategy,) if strategies is None else ()
-    memory.to_open(named, purpose)
+    memory.reserve_for_reading(named, purpose)
     read, files = strategies or Strategies.read(request), request.shard_files()
-    memory.to_open(named, purpose, files.format)
+    memory.reserve_for_reading(named, purpose, files.format)
     names = [[name for name, _ in file.tensors] for file in request.files]
     target = strategy_of(names) if names else read.target
     conversion = Conversion(open_source(files, read.source), target, request.unlisted, replicas=request.replicas)
-    memory.on_giving_way(conversion.forget)
+    memory.on_memory_released(conversion.forget)
     return conversion
 
 
@@ -110,7 +110,7 @@ def unified_files(plan: RankPlan, choose: Choose | None) -> tuple[TargetFile, ..
         names[name] = chosen
     if specs.names and not names:
         raise UsageError("choice_func leaves nothing", expected="True or a name for some tensor", got="False for all")
-    kinds = dict(zip(specs.names, specs.kind_of))
+    kinds = dict(zip(specs.names, specs.kind_ids))
     placed = [name for name in names if name not in plan.loose]
     part_specs = Specs(placed, specs.kinds, [kinds[name] for name in placed])
     parts = filled_files(part_specs, MOST_BYTES) if placed or not names else []
@@ -165,8 +165,8 @@ def unify(
     require_same_choice(comm, opened.conversion.source.files)
     plans = opened.plans.values()
     own_bytes = sum(plan.written_bytes for plan in plans)
-    gathered = comm.allgather(([moment for plan in plans for moment in plan.moments], opened.rooms, own_bytes))
-    require_one_moment(moment for moments, *_ in gathered for moment in moments)
+    gathered = comm.allgather(([moment for plan in plans for moment in plan.shared_facts], opened.rooms, own_bytes))
+    require_one_checkpoint(moment for moments, *_ in gathered for moment in moments)
     require_room(rooms for _, rooms, _ in gathered)
     size_bytes = sum(own_bytes for *_, own_bytes in gathered)
     stage = Stage("writing", size_bytes, len(numbers_of(request)), "file", phases=(MOVED, CLOSED))
@@ -184,7 +184,7 @@ def _opened(request: Request, comm: Comm, memory: RunMemory, strategies: Strateg
     conversion = _conversion(request, memory, strategies)
     files = conversion.source.files
     mine = numbers_of(request)[comm.rank :: comm.size]
-    memory.to_plan(conversion, FORMAT, _purpose(request), targets=len(mine))
+    memory.reserve_for_planning(conversion, FORMAT, _purpose(request), targets=len(mine))
     paths = {number: Path(request.target, request.files[number].name) for number in mine}
     refuse_overlap(files, request.target, paths.values())
     journal = Unrecorded(Path(request.target))
@@ -223,11 +223,11 @@ def _write(request: Request, opened: _PlannedFiles, comm: Comm, memory: RunMemor
         begin, file, plan = time.monotonic(), request.files[number], opened.plans[number]
         path = Path(request.target, file.name)
         peak_bytes = memory.require_possible(plan)
-        while not memory.to_move(peak_bytes, f"{path}"):
+        while not memory.reserve_for_copying(peak_bytes, f"{path}"):
             plan = _renamed(opened.conversion.plan(number, checked=False), file)
         by_rank = opened.conversion.source.files.by_rank
         read = [source for rank in plan.read_ranks for source in by_rank[rank]]
-        evidence = Evidence.of(plan, first_looks.sources(read))
+        evidence = TargetInputs.of(plan, first_looks.sources(read))
         with opened.journal.writing(number, path, evidence, module.MODE, progress.say) as publication:
             filled = write_whole(plan, FORMAT, publication, opened.conversion.limits, progress.moved)
         progress.closed(plan.written_bytes)

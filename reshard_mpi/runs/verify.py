@@ -184,7 +184,7 @@ class _ComparedCheckpoints(NamedTuple):
         """Compare the shard of a target rank with its sources. Raises DamageError if it cannot be compared."""
         conversion, target = self.conversion, self.target
         purpose = f"target rank {rank} of {target.files.path}"
-        memory.to_plan(conversion, target.files.format, purpose, also_read=target)
+        memory.reserve_for_planning(conversion, target.files.format, purpose, also_read=target)
         plan = conversion.plan(rank, checked=False)
         conversion.require_none_left_behind(plan, ShardShare(rank, conversion.target.world_size))
         if rank not in target:
@@ -195,7 +195,7 @@ class _ComparedCheckpoints(NamedTuple):
                 remedy="run the transform that made the others once more, with --resume",
             )
         peak_bytes = memory.require_possible(plan)
-        while not memory.to_move(peak_bytes, purpose):
+        while not memory.reserve_for_copying(peak_bytes, purpose):
             plan = conversion.plan(rank, checked=False)
         shard = target.manifest(rank)
         _require_same_tensors(plan, shard)
@@ -213,11 +213,11 @@ class _ComparedCheckpoints(NamedTuple):
 
     def _unfit(self, plan: RankPlan, known: Collection[int], memory: RunMemory) -> dict[int, ReshardError]:
         """Return the errors of source shards of `plan` that do not fit their kept sums, besides those in `known`."""
-        source = self.conversion.source.stored
+        source = self.conversion.source.unmapped
 
         def before_sums(summing: Summing) -> None:
             peak_bytes = max(memory.projection.gathering_bytes, checking_bytes(source.files.format, summing))
-            memory.to_move(peak_bytes, f"checking {source.files.path}")
+            memory.reserve_for_copying(peak_bytes, f"checking {source.files.path}")
 
         silent = Silent(complain)
         ranks = [rank for rank in plan.read_ranks if rank not in known]
@@ -238,7 +238,7 @@ def verify_pair(
     source, target = pair.conversion.source, pair.target
     require_same_choice(comm, source.files, target.files)
     if comm.rank == 0:
-        progress.reading(source.described)
+        progress.reading(source.summary_text)
     weights = target_weights(pair.conversion, pair.ranks)
     check = partial(pair.check, memory=memory, progress=progress)
     checked = _each(target.files, weights, comm, progress, check, pair.notes)
@@ -254,11 +254,11 @@ def _opened_pair(
     purpose = f"verifying {request.target}"
     governor = memory.open()
     named = (request.src_strategy, request.dst_strategy) if strategies is None else ()
-    memory.to_open(named, purpose)
+    memory.reserve_for_reading(named, purpose)
     read = strategies or Strategies.read(request)
     require_reachable(request.target)
     files, target_files = request.shard_files(), discovery.find_shards(request.target, role="target")
-    memory.to_open(named, purpose, files.format, target_files.format)
+    memory.reserve_for_reading(named, purpose, files.format, target_files.format)
     source = open_source(files, read.source)
     target = open_source(target_files, None if request.dst_strategy is None else read.target)
     request, made_so = as_made(request, target_files.path)
@@ -273,8 +273,8 @@ def _opened_pair(
     )
     conversion, digests = apply_map(request, conversion)
     otherwise = made_otherwise(request, digests, target_files.path)
-    memory.on_giving_way(conversion.forget, target.forget)
-    memory.to_plan(conversion, target_files.format, purpose, also_read=target)
+    memory.on_memory_released(conversion.forget, target.forget)
+    memory.reserve_for_planning(conversion, target_files.format, purpose, also_read=target)
     conversion.drifted_tensors(damaged_are_replaced=True, process=comm.rank, processes=comm.size)
     notes: tuple[str, ...] = ()
     if comm.rank == 0:
@@ -309,7 +309,7 @@ def verify_alone(
 
     def check(rank: int, _: int) -> Verdict:
         def before_sums(summing: Summing) -> None:
-            memory.to_move(checking_bytes(files.format, summing), f"rank {rank} of {request.source}")
+            memory.reserve_for_copying(checking_bytes(files.format, summing), f"rank {rank} of {request.source}")
 
         before_sums(_BEFORE_LOCATING)
         checked, damage = check_shard(files, rank, LIMITS, before_sums, progress)
@@ -393,7 +393,7 @@ def _with_notes(outcome: Outcome, governor: Governor, *read: discovery.ShardFile
 def _require_same_tensors(plan: RankPlan, shard: Manifest) -> None:
     """Raise DamageError if the shard does not hold exactly the planned tensors with their types and shapes."""
     planned = {name: (group.kind.dtype, group.kind.box.shape) for group in plan.tensors.groups for name in group.names}
-    kinds = ((kind.dtype, kind.shape) for kind in map(shard.tensors.kinds.__getitem__, shard.tensors.kind_of))
+    kinds = ((kind.dtype, kind.shape) for kind in map(shard.tensors.kinds.__getitem__, shard.tensors.kind_ids))
     present = dict(zip(shard.tensors, kinds))
     for name in [*planned, *(name for name in present if name not in planned)]:
         if planned.get(name) != present.get(name):

@@ -111,7 +111,9 @@ def run_with_workers(request: Request, jobs: int | None, progress: RunProgress, 
 
 def _run_here(request: Request, jobs: int | None, progress: RunProgress, work: Task, memory: RunMemory) -> Outcome:
     """Be the parent of the workers, in this process."""
-    memory.to_open((request.src_strategy, request.dst_strategy), f"reading the strategies of {request.source}")
+    memory.reserve_for_reading(
+        (request.src_strategy, request.dst_strategy), f"reading the strategies of {request.source}"
+    )
     strategies, shards = _read(request), 0 if work in _OF_TARGETS else _count_shards(request, work)
     work.load()  # once, before workers are forked
     targets = len(request.ranks) if request.ranks else strategies.target.world_size

@@ -25,7 +25,7 @@ from reshard_mpi.runs.messages import Filled, FillReport, Reserved, Verified, re
 from reshard_mpi.runs.outcome import Failure, Outcome, TargetReport, attempt
 from reshard_mpi.runs.progress import Progress
 from reshard_mpi.runs.run import Run
-from reshard_mpi.runs.scheduling import PendingTargets, TargetSlice, Work
+from reshard_mpi.runs.scheduling import Assignment, PendingTargets, TargetSlice
 
 if TYPE_CHECKING:
     from reshard_mpi.journal.targets import Journal, Unrecorded
@@ -147,7 +147,7 @@ class Writer:
         self,
         run: Run,
         journal: Journal | Unrecorded,
-        works: Sequence[Work],
+        works: Sequence[Assignment],
         comm: Comm,
         due: PendingTargets,
         memory: RunMemory,
@@ -190,10 +190,10 @@ class Writer:
 
     def _write_alone(self) -> Outcome:
         outcome = Outcome()
-        for rank in self._work.alone:
+        for rank in self._work.whole:
             if rank in self._due.evidence:
                 outcome = outcome.joined([self._attempt(rank, self._write_target)])
-                self._memory.turn()
+                self._memory.yield_if_contended()
         return outcome
 
     def _write_target(self, rank: int) -> Outcome:
@@ -356,7 +356,7 @@ class Writer:
     def _plan(self, rank: int) -> tuple[RankPlan, float]:
         """Wait for the memory that a target takes; return its plan, and the seconds waited."""
         purpose = f"target rank {rank} of {self._run.request.target}"
-        self._memory.to_move(self._due.peak_bytes[rank], purpose)
+        self._memory.reserve_for_copying(self._due.peak_bytes[rank], purpose)
         return self._due.plan(rank), self._memory.take_waited_seconds()
 
     def _attempt(self, rank: int, do: Callable[[int], T]) -> T | Outcome:

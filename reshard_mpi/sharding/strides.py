@@ -101,7 +101,7 @@ class Strides(NamedTuple):
         return True
 
     @property
-    def is_turned(self) -> bool:
+    def is_transposed(self) -> bool:
         """Whether elements that are consecutive in the source are apart in the target."""
         steps = [step for _, step, _ in self.dimensions]
         return 1 in steps and steps[-1] != 1

@@ -19,7 +19,7 @@ import reshard_mpi
 from reshard_mpi.checkpoints.discovery import ShardFiles
 from reshard_mpi.errors import CoverageError, ReshardError
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.planning.losses import Lost
+from reshard_mpi.planning.losses import UnusableShard
 from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.sharding.placement import Placement, Strategy
@@ -123,7 +123,7 @@ def test_what_the_file_system_says_of_a_shard_is_damage(monkeypatch: pytest.Monk
     files = ShardFiles("nowhere", "ckpt", {rank: (f"rank_{rank}",) for rank in manifests})
     same = Strategy(2, 1, {"w": (Placement((2,)),)})
     plan = Conversion(Described(files, same, manifests=manifests), same).plan(0, checked=False)
-    assert plan.lost == (Lost(0, "rank_0", f"the file system refused, got {os.strerror(errno.ESTALE)}", (1,)),)
+    assert plan.lost == (UnusableShard(0, "rank_0", f"the file system refused, got {os.strerror(errno.ESTALE)}", (1,)),)
 
 
 def spoil(path: Path, fate: str) -> None:

@@ -144,10 +144,10 @@ def places(folder: Path, arrays: list[np.ndarray]) -> tuple[Reduced, list[Box]]:
     return Reduced((in_file(folder / "plain", plain), swapped, strided, decoded), False), read
 
 
-@pytest.mark.parametrize("is_turned", [False, True])
+@pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize("is_converted", [False, True])
 @pytest.mark.parametrize("limits", [LIMITS, Limits(256, 512)], ids=["usual", "little"])
-def test_parts_of_any_kind_are_joined(tmp_path: Path, is_turned: bool, is_converted: bool, limits: Limits) -> None:
+def test_parts_of_any_kind_are_joined(tmp_path: Path, is_transposed: bool, is_converted: bool, limits: Limits) -> None:
     random = np.random.default_rng(3)
     arrays = [random.standard_normal((23, 11), np.float32) for _ in range(4)]
     place, read = places(tmp_path, arrays)
@@ -155,13 +155,13 @@ def test_parts_of_any_kind_are_joined(tmp_path: Path, is_turned: bool, is_conver
     region = Box((3, 2), (21, 9))
     dtype = FLOAT16 if is_converted else FLOAT32
     entry = TensorEntry("g", dtype, (23, 11), Converted(place, FLOAT32) if is_converted else place)
-    to, order = (Box((2, 3), (9, 21)), (1, 0)) if is_turned else (region, None)
-    copy = Copy(0, entry, whole, region, to if is_turned else None, order)
+    to, order = (Box((2, 3), (9, 21)), (1, 0)) if is_transposed else (region, None)
+    copy = Copy(0, entry, whole, region, to if is_transposed else None, order)
     out = np.zeros(to.shape, raw_dtype(dtype))
     with Files() as files:
         gather(files, copy, out, to, limits)
     expected = (((arrays[0] + arrays[1]) + arrays[2]) + arrays[3])[3:21, 2:9].astype(NUMPY[dtype.name])
-    assert out.tobytes() == np.ascontiguousarray(expected.T if is_turned else expected).tobytes()
+    assert out.tobytes() == np.ascontiguousarray(expected.T if is_transposed else expected).tobytes()
     assert sum(box.size for box in read) == region.size  # each chunk's rows are decoded once
 
 

@@ -101,7 +101,7 @@ def test_large_tensors_can_share_blocks(tmp_path: Path) -> None:
     write(path, ShardContents.of(tensors))
     held = safetensors.locate(str(path)).tensors
     assert list(held) == ["large", "page", "larger", "wide", "p", "odd", "small", "none"]
-    starts = {name: held.starts[number] for name, number in held.number_of.items()}
+    starts = {name: held.offsets[number] for name, number in held.index_by_name.items()}
     assert all(starts[name] % 4096 == 0 for name in ("large", "page", "larger", "wide"))
     assert samples.contents_of(safetensors.locate(str(path))) == ShardContents.of(tensors)
 

@@ -116,7 +116,7 @@ def test_files_that_differ_in_payloads_alone_have_the_same_structure(tmp_path: P
         tensors = [SampleTensor.random(t.name, t.dtype, t.shape, seed=number) for t in TENSORS]
         path = tmp_path / f"{number}.pt"
         meant = samples.write(torch, str(path), ShardContents.of(tensors, CONTENTS.strings))
-        structures |= {meant.structure, torch.locate(str(path)).structure}
+        structures |= {meant.header_digest, torch.locate(str(path)).header_digest}
     assert len(structures) == 1
 
 
@@ -167,7 +167,7 @@ def test_nests_that_do_not_fit(tmp_path: Path, text: str, problem: str) -> None:
 
 def test_payloads_begin_at_multiples_of_64(tmp_path: Path) -> None:
     manifest = samples.write(torch, str(tmp_path / "net.pt"), CONTENTS)
-    assert all(start % 64 == 0 for start in manifest.tensors.starts)
+    assert all(start % 64 == 0 for start in manifest.tensors.offsets)
     with zipfile.ZipFile(tmp_path / "net.pt") as opened:
         names = [info.filename for info in opened.infolist()]
         assert opened.testzip() is None
@@ -222,7 +222,7 @@ def test_checksums_are_there_when_it_is_sealed(tmp_path: Path) -> None:
     path = tmp_path / "net.pt"
     manifest = samples.write(torch, str(path), CONTENTS)
     assert torch.check_crc(str(path))
-    start = manifest.tensors.starts[0]
+    start = manifest.tensors.offsets[0]
     fd = os.open(path, os.O_RDWR)
     os.pwrite(fd, bytes([os.pread(fd, 1, start)[0] ^ 1]), start)
     os.close(fd)

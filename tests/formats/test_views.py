@@ -10,7 +10,7 @@ from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.locations import ByteRange, ByteRanges, Constant, Converted, StridedView
 from reshard_mpi.formats.manifest import ShardIdentity, TensorSpec
 from reshard_mpi.formats.tensor_table import (
-    ELSEWHERE,
+    NOT_CONTIGUOUS,
     ChunkedTensors,
     ListedChunk,
     TensorEntry,
@@ -44,7 +44,7 @@ def test_only_other_floats_are_converted() -> None:
     assert seen["first"].unconverted == stored["first"]
     assert seen["turned"].source == Converted(StridedView("shard", 64, (4, 12)), FLOAT32)
     assert seen["step"] == stored["step"] and seen["small"] == stored["small"]
-    assert list(seen.starts) == [ELSEWHERE, ELSEWHERE, ELSEWHERE, 112, 116]
+    assert list(seen.offsets) == [NOT_CONTIGUOUS, NOT_CONTIGUOUS, NOT_CONTIGUOUS, 112, 116]
     assert seen.kind_named("second") == TensorType(BFLOAT16, (2, 3))
     assert not seen["first"].is_as_stored and seen["first"].stored is None and seen["small"].is_as_stored
 
@@ -76,7 +76,7 @@ def test_listed_tensors_are_converted_piece_by_piece() -> None:
     listed.add_listed("w", FLOAT32, (4, 3), pieces)
     seen = converted(listed, BFLOAT16)
     assert isinstance(seen, ChunkedTensors) and seen["w"].dtype == BFLOAT16
-    ((_, first), (_, second)) = seen.lists[seen.list_of[0]]
+    ((_, first), (_, second)) = seen.chunk_lists[seen.chunk_list_ids[0]]
     assert first is second  # a file's tensors are seen through one view
     assert first.source(seen.numbers[0][1]) == Converted(ByteRanges((ByteRange("shard", 88, 24),)), FLOAT32)
     assert listed["w"].dtype == FLOAT32

@@ -17,16 +17,16 @@ import atheris
 with atheris.instrument_imports(include=["reshard_mpi", "tomllib", "json", "fnmatch"]):
     # What is imported while something runs would not be followed.
     import parsers
-    import reshard_mpi.formats.safetensors.huggingface
-    import reshard_mpi.formats.safetensors.torch_dcp
-    import reshard_mpi.mapping.apply
 
     import reshard_mpi.formats.ckpt
     import reshard_mpi.formats.dcp
     import reshard_mpi.formats.hdf5
     import reshard_mpi.formats.safetensors
+    import reshard_mpi.formats.safetensors.huggingface
     import reshard_mpi.formats.safetensors.mindformers_index
+    import reshard_mpi.formats.safetensors.torch_dcp
     import reshard_mpi.formats.torch
+    import reshard_mpi.mapping.apply
     import reshard_mpi.sharding.strategy.files
     import reshard_mpi.sharding.strategy.protobuf
     import reshard_mpi.sharding.strategy.toml  # noqa: F401

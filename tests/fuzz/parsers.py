@@ -76,7 +76,7 @@ def dcp_metadata(data: bytes) -> None:
             manifest = dcp.open_folder(name)
             assert isinstance(manifest.tensors, ChunkedTensors)
             for tensors in manifest.tensors.files:
-                for number, kind in enumerate(tensors.kind_of):
+                for number, kind in enumerate(tensors.kind_ids):
                     place = tensors.source(number)
                     if tensors.kinds[kind].size_bytes and isinstance(place, ByteRanges):
                         ends = {part.path: part.offset_bytes + part.length_bytes for part in place.ranges}

@@ -26,8 +26,8 @@ from reshard_mpi.formats.protocol import seal_file
 from reshard_mpi.formats.safetensors import huggingface as safetensors_index
 from reshard_mpi.journal.identity import RunIdentity
 from reshard_mpi.journal.provenance import SourceFile, Sources
-from reshard_mpi.journal.records import Evidence, TargetRecord, TensorSum, digest_of_texts
-from reshard_mpi.planning.model import Moment, PrefixDigest, StageDigest
+from reshard_mpi.journal.records import TargetInputs, TargetRecord, TensorSum, digest_of_texts
+from reshard_mpi.planning.model import PrefixDigest, SharedFact, StageDigest
 from reshard_mpi.sharding.strategy import mindspore_json, mindspore_layouts, table, toml
 from reshard_mpi.sharding.strategy.mindspore_json import RawLayout, StageFile, StrategyItem
 from reshard_mpi.sharding.strategy.protobuf import encode_protobuf
@@ -199,8 +199,8 @@ def records(path: Path) -> Iterator[None]:
     path.write_text(identity.as_text())
     yield
     sources = Sources("/src", (SourceFile("rank_0/a.ckpt", 99, 1),))
-    moments, beginnings = (Moment("step", "3", "p"),), (PrefixDigest("lr", "00", 1),)
-    evidence = Evidence((0, 2), StageDigest(0, "0" * 8, 0), moments, beginnings, sources, digest_of_texts({}))
+    moments, beginnings = (SharedFact("step", "3", "p"),), (PrefixDigest("lr", "00", 1),)
+    evidence = TargetInputs((0, 2), StageDigest(0, "0" * 8, 0), moments, beginnings, sources, digest_of_texts({}))
     sums = (TensorSum("w", "float32", (4, 2), (2, 0), (2, 2), 1, loose=False),)
     record = TargetRecord(identity.digest, 0, "rank_0/checkpoint_0.ckpt", 77, evidence, sums, (5, 6))
     path.write_text(record.as_text())

@@ -113,7 +113,7 @@ def test_the_table_of_formats_has_all_of_them(page: Path) -> None:
 def refused_types(format_name: str, *, crc: bool = False) -> set[str]:
     """Return the types of which a format refuses tensors that come from another one. crc: with a checksum."""
     strategy = table.dumps(unsharded())
-    refused = set(formats.by_name(format_name).TRAITS.unread_types)
+    refused = set(formats.by_name(format_name).TRAITS.types_own_loader_refuses)
     for name, dtype in BY_NAME.items():
         spec = ShardSpec(ShardIdentity(0, 1, strategy), [TensorSpec("t", dtype, (2,), Box((0,), (2,)))], {})
         try:

@@ -44,7 +44,7 @@ from reshard_mpi.journal import commit as journal_commit
 from reshard_mpi.journal import run_status as committing
 from reshard_mpi.journal.commit import commit_if_complete
 from reshard_mpi.journal.identity import RunIdentity
-from reshard_mpi.journal.records import Evidence, TargetRecord
+from reshard_mpi.journal.records import TargetInputs, TargetRecord
 from reshard_mpi.journal.run_status import commit
 from reshard_mpi.journal.targets import Journal
 from reshard_mpi.planning.model import StageDigest
@@ -419,7 +419,7 @@ def test_loose_tensors_that_differ(tmp_path: Path, capsys: Capture) -> None:
 
 # Never beside targets that are changing
 
-EVIDENCE = Evidence((), StageDigest(0, "", 0), (), ())
+EVIDENCE = TargetInputs((), StageDigest(0, "", 0), (), ())
 
 
 def identity(target_ranks: int) -> RunIdentity:

@@ -22,7 +22,7 @@ import reshard_mpi
 from reshard_mpi.checkpoints.inspection import inspect
 from reshard_mpi.errors import ReshardError
 from reshard_mpi.journal.identity import COMMIT_ROOM, CommitRecord, RunIdentity
-from reshard_mpi.journal.records import RUN_ROOM, TARGET_ROOM, Evidence, TargetRecord, TensorSum, read_json, written
+from reshard_mpi.journal.records import RUN_ROOM, TARGET_ROOM, TargetInputs, TargetRecord, TensorSum, read_json, written
 from reshard_mpi.planning.model import StageDigest
 from reshard_mpi.text import MIB
 
@@ -256,7 +256,7 @@ def test_there_is_room_for_what_is_real() -> None:
     ]
     sums = tuple(TensorSum(name, "bfloat16", (8192, 8192), (0, 4096), (8192, 512), 1 << 31, False) for name in names)
     record = TargetRecord(
-        "0" * 64, 0, "rank_0/c_0.ckpt", 1 << 40, Evidence((0,), StageDigest(0, "0" * 64, 0), (), ()), sums
+        "0" * 64, 0, "rank_0/c_0.ckpt", 1 << 40, TargetInputs((0,), StageDigest(0, "0" * 64, 0), (), ()), sums
     )
     text = record.as_text()
     assert len(text) * 4 < TARGET_ROOM.file_bytes

@@ -25,12 +25,12 @@ from reshard_mpi.filesystem.folders import Folder
 from reshard_mpi.journal import targets
 from reshard_mpi.journal.identity import RunIdentity
 from reshard_mpi.journal.publication import Publication, remove_stale_records
-from reshard_mpi.journal.records import Evidence, TargetRecord
+from reshard_mpi.journal.records import TargetInputs, TargetRecord
 from reshard_mpi.journal.targets import Journal, Unrecorded
-from reshard_mpi.planning.model import Moment, PrefixDigest, StageDigest
+from reshard_mpi.planning.model import PrefixDigest, SharedFact, StageDigest
 
-EVIDENCE = Evidence(
-    (0, 1), StageDigest(0, "d1", 0), (Moment("global_step", "7", "/data/src/0"),), (PrefixDigest("seed", "d2", 1),)
+EVIDENCE = TargetInputs(
+    (0, 1), StageDigest(0, "d1", 0), (SharedFact("global_step", "7", "/data/src/0"),), (PrefixDigest("seed", "d2", 1),)
 )
 FACTS = {"source": "/data/src", "prefix": "checkpoint_", "format": "ckpt", "target_ranks": 1}
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.cases import Case, cases
 from support.in_memory import strategy_of
 
-from reshard_mpi.planning.replicas import written_here
+from reshard_mpi.planning.replicas import pieces_written_by
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Placement
 
@@ -24,13 +24,13 @@ def test_every_piece_is_written_once(case: Case, names: list[str], loose: bool) 
         written = Counter(
             (name, layout.placement.piece(rank))
             for rank in ranks
-            for name in written_here(rank, names, layout.placement, loose=loose)
+            for name in pieces_written_by(rank, names, layout.placement, loose=loose)
         )
         assert written == dict.fromkeys(((name, piece) for name in names for piece in pieces), 1)
 
 
 def test_ranks_share_the_work() -> None:
     everywhere, names = Placement((4,)), [f"w{at}" for at in range(400)]
-    counts = [len(list(written_here(rank, names, everywhere, loose=False))) for rank in range(4)]
+    counts = [len(list(pieces_written_by(rank, names, everywhere, loose=False))) for rank in range(4)]
     assert sum(counts) == 400 and min(counts) > 60
-    assert [list(written_here(rank, names, everywhere, loose=True)) for rank in range(4)] == [names, [], [], []]
+    assert [list(pieces_written_by(rank, names, everywhere, loose=True)) for rank in range(4)] == [names, [], [], []]

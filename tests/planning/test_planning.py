@@ -14,7 +14,7 @@ from support.in_memory import check_every_element, entry, manifest, manifests_of
 from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError, ReshardError, StrategyError
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import TensorEntry
-from reshard_mpi.planning.losses import Lost
+from reshard_mpi.planning.losses import UnusableShard
 from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.planning.parameters import (
     Accumulated,
@@ -24,7 +24,7 @@ from reshard_mpi.planning.parameters import (
     require_common_parameters,
 )
 from reshard_mpi.planning.ranks import needed_ranks
-from reshard_mpi.planning.replicas import ReplicaGroup, Replicas, dealt
+from reshard_mpi.planning.replicas import ReplicaGroup, Replicas, partition_for
 from reshard_mpi.planning.shard_faults import Dispute, ShardClaim
 from reshard_mpi.planning.target import Policy, ShardPlanner
 from reshard_mpi.sharding.box import Box
@@ -58,7 +58,7 @@ def planner(
     rank: int = 0,
     unlisted: Unlisted = Unlisted.FOLLOW,
     strict: bool = False,
-    lost: Iterable[Lost] = (),
+    lost: Iterable[UnusableShard] = (),
     replicas: Replicas = Replicas.ANY,
 ) -> ShardPlanner:
     unusable = {shard.rank: shard for shard in lost}
@@ -616,7 +616,7 @@ def test_what_targets_need_is_compared_once_by_one_process(case: Case, processes
     every = manifests_of(case.src, case.tensors)
     plans = [planned(source, target, every, rank, replicas=Replicas.CHECK) for rank in range(target.world_size)]
     wanted = tuple(dict.fromkeys(group for plan in plans for group in plan.alike))
-    shares = [list(dealt(wanted, process, processes)) for process in range(processes)]
+    shares = [list(partition_for(wanted, process, processes)) for process in range(processes)]
     units = [(name, group.holding, group.region) for share in shares for group in share for name in group.names]
     assert len(units) == len(set(units))
     assert set(units) == {(name, group.holding, group.region) for group in wanted for name in group.names}

@@ -66,7 +66,7 @@ def test_stages_that_cut_a_parameter_differently_write_it_once(tmp_path: Path) -
     conversion = Conversion(checkpoint, Strategy(4, 2, {"w": (rows, columns)}), once=True)
     plans = [conversion.plan(rank) for rank in range(4)]
     assert [list(plan.tensors.specs.names) for plan in plans] == [["w"], ["w"], [], []]
-    assert [plan.shard.elsewhere for plan in plans] == [(), (), ("w",), ("w",)]
+    assert [plan.shard.written_by_others for plan in plans] == [(), (), ("w",), ("w",)]
     assert all(plan.placed.keys() == {"w"} for plan in plans)
 
 

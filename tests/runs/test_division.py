@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard_mpi.runs.scheduling import CUT_BYTES, TargetSlice, Work, assign, divide
+from reshard_mpi.runs.scheduling import CUT_BYTES, Assignment, TargetSlice, assign, divide
 
 WEIGHTS = st.dictionaries(st.integers(0, 99), st.integers(0, 50), max_size=20)
 HOSTS = st.lists(st.integers(0, 3), min_size=1, max_size=9)
@@ -28,7 +28,7 @@ def test_every_target_is_assigned_once_and_the_load_is_spread(load: dict[int, in
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-def shares_of(works: list[Work], target: int) -> Iterator[tuple[int, TargetSlice]]:
+def shares_of(works: list[Assignment], target: int) -> Iterator[tuple[int, TargetSlice]]:
     for process, work in enumerate(works):
         yield from ((process, share) for share in work.shares if share.target == target)
 
@@ -38,7 +38,7 @@ def test_every_byte_of_every_target_is_filled_once(weights: dict[int, int], host
     works = divide(weights, hosts)
     assert len(works) == len(hosts)
     for target in weights:
-        alone = [process for process, work in enumerate(works) if target in work.alone]
+        alone = [process for process, work in enumerate(works) if target in work.whole]
         together = list(shares_of(works, target))
         assert len(alone) == (0 if together else 1)
         assert sum(target in work.leads for work in works) == 1
@@ -48,7 +48,7 @@ def test_every_byte_of_every_target_is_filled_once(weights: dict[int, int], host
             assert (ranges[0][0], ranges[-1][1]) == (0, size_bytes)
             assert all(end == begin for (_, end), (begin, _) in itertools.pairwise(ranges))
             assert all(at % CUT_BYTES == 0 or at == size_bytes for pair in ranges for at in pair)
-    assert {target for work in works for target in (*work.leads, *work.helps)} == set(weights)
+    assert {target for work in works for target in (*work.leads, *work.assists)} == set(weights)
 
 
 @given(WEIGHTS, HOSTS)
@@ -59,15 +59,15 @@ def test_all_processes_compute_the_same(weights: dict[int, int], hosts: list[int
 @given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 9))
 def test_equal_targets_take_all_processes_of_a_host_equally_long(targets: int, processes: int, weight: int) -> None:
     works = divide(dict.fromkeys(range(targets), weight), [0] * processes)
-    loads = [len(work.alone) + sum((share.stop - share.start) / share.whole for share in work.shares) for work in works]
+    loads = [len(work.whole) + sum((share.stop - share.start) / share.whole for share in work.shares) for work in works]
     assert max(loads) - min(loads) < 0.01 + 1 / processes / weight
-    assert sum(len(work.alone) for work in works) == targets - targets % processes
+    assert sum(len(work.whole) for work in works) == targets - targets % processes
 
 
 @given(WEIGHTS, st.integers(1, 8))
 def test_what_is_shared_goes_to_those_with_the_least_to_do(weights: dict[int, int], processes: int) -> None:
     works = divide(weights, [0] * processes)
-    alone = [sum(max(1, weights[target]) for target in work.alone) for work in works]
+    alone = [sum(max(1, weights[target]) for target in work.whole) for work in works]
     shared = [
         sum(max(1, weights[share.target]) * (share.stop - share.start) / share.whole for share in work.shares)
         for work in works
@@ -83,11 +83,11 @@ def test_targets_are_spread_over_hosts_before_they_fill_one() -> None:
 
 def test_as_many_targets_as_processes_are_one_each() -> None:
     works = divide(dict.fromkeys(range(4), 7), ["a", "a", "b", "b"])
-    assert sorted(work.alone for work in works) == [(0,), (1,), (2,), (3,)]
+    assert sorted(work.whole for work in works) == [(0,), (1,), (2,), (3,)]
 
 
 def test_without_targets_there_is_nothing_to_do() -> None:
-    assert divide({}, [0, 0]) == [Work(), Work()]
+    assert divide({}, [0, 0]) == [Assignment(), Assignment()]
 
 
 def test_a_small_file_is_not_cut() -> None:

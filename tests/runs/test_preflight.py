@@ -316,7 +316,7 @@ def test_functions_point_out_shards_of_another_name(tmp_path: Path, caplog: pyte
     assert f"{strange} will lie beside the new targets" in caplog.text and strange.read_bytes() == b"precious"
 
 
-@pytest.mark.parametrize("to", [name for name in formats.TARGETS if not formats.by_name(name).TRAITS.is_filled])
+@pytest.mark.parametrize("to", [name for name in formats.TARGETS if not formats.by_name(name).TRAITS.split_by_size])
 def test_a_rank_that_holds_nothing(tmp_path: Path, to: str) -> None:
     """MindSpore loads no file without a parameter; all other formats have files of nothing that are read again."""
     model = {"w": np.arange(4, dtype=np.float32)}

@@ -77,7 +77,7 @@ def written(folder: Path, kind: str, tensors: int, shape: tuple[int, int], piece
     if not traits.is_folder:
         return write_many(folder, kind, tensors, shape)
     made = write_many(folder, "ckpt", tensors, shape, targets=pieces)
-    target = () if traits.is_filled else ("--dst-strategy", made.dst_strategy)
+    target = () if traits.split_by_size else ("--dst-strategy", made.dst_strategy)
     here("transform", made.src, folder / "listed", "--src-strategy", made.src_strategy, *target, "--to", kind)
     return made._replace(src=folder / "listed", src_strategy=None)
 

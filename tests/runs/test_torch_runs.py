@@ -171,7 +171,7 @@ def test_loose_files_with_nests_of_their_own_are_not_mixed(tmp_path: Path) -> No
 
 def test_a_damaged_member_is_found_before_anything_is_written(tmp_path: Path) -> None:
     content = bytearray((GOLDEN / "train.pth").read_bytes())
-    start = torch.locate(str(GOLDEN / "train.pth")).tensors.starts[0]
+    start = torch.locate(str(GOLDEN / "train.pth")).tensors.offsets[0]
     content[start] ^= 1
     (tmp_path / "net.pth").write_bytes(content)
     with pytest.raises(reshard_mpi.ReshardError, match="does not fit its own checksum"):

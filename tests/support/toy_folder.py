@@ -69,7 +69,7 @@ def open_folder(folder: str) -> Manifest:
     listed.missing = tuple(missing)
     for name, tensor in facts["tensors"].items():
         pieces = [
-            ListedChunk(Box(tuple(start), tuple(stop)), files[file], files[file].number_of[entry])
+            ListedChunk(Box(tuple(start), tuple(stop)), files[file], files[file].index_by_name[entry])
             for file, entry, start, stop in tensor["pieces"]
             if file in files
         ]
@@ -111,7 +111,7 @@ def _with_places(spec: ShardSpec) -> ShardSpec:
     specs = spec.specs
     names = [_called(name, whole, box.start) for name, _, whole, box in specs]
     kinds = [SpecKind(kind.dtype, kind.box.shape, Box.whole(kind.box.shape)) for kind in specs.kinds]
-    return spec._replace(tensors=Specs(names, kinds, specs.kind_of))
+    return spec._replace(tensors=Specs(names, kinds, specs.kind_ids))
 
 
 def _called(name: str, whole: Sequence[int], start: Sequence[int]) -> str:

@@ -24,6 +24,6 @@ TRAITS = Traits(
     Costs(reading=KIB // 4, writing=KIB // 4, checking=2 * KIB),
     has_crc=True,
     title="MindSpore checkpoint",
-    unread_types=("float8_e4m3fn", "float8_e5m2", "hifloat8"),  # load_checkpoint of 2.10 refuses them
-    unread_empty=True,  # as it refuses any file without a parameter
+    types_own_loader_refuses=("float8_e4m3fn", "float8_e5m2", "hifloat8"),  # load_checkpoint of 2.10 refuses them
+    own_loader_refuses_empty=True,  # as it refuses any file without a parameter
 )

@@ -24,11 +24,11 @@ from reshard_mpi.formats.ckpt.wire import (
 )
 from reshard_mpi.formats.dtypes import BY_MINDSPORE_NAME, DType
 from reshard_mpi.formats.locations import ByteRanges
-from reshard_mpi.formats.manifest import Manifest, Structure
+from reshard_mpi.formats.manifest import HeaderDigest, Manifest
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
 
 
-def of_file(fd: int, tensors: TensorTable) -> Structure | None:
+def of_file(fd: int, tensors: TensorTable) -> HeaderDigest | None:
     """Return the structure of a file whose tensors lie where `tensors` says; None if they cannot lie so in it."""
     payloads = list(_payloads(tensors))
     size_bytes = _without_checksum(fd, payloads[-1][1] if payloads else 0)
@@ -39,7 +39,7 @@ def of_file(fd: int, tensors: TensorTable) -> Structure | None:
         spans.append((last, start))
         last = stop
     try:
-        return Structure(size_bytes, hashlib.blake2b(b"".join(files.contents(fd, spans))).digest())
+        return HeaderDigest(size_bytes, hashlib.blake2b(b"".join(files.contents(fd, spans))).digest())
     except (ValueError, OSError):  # it has just become shorter, or cannot be read
         return None
 
@@ -55,8 +55,8 @@ def _without_checksum(fd: int, end: int) -> int:
 def _payloads(tensors: TensorTable) -> Iterator[files.Span]:
     """Yield the spans of the payloads, in the order of the tensors."""
     sizes = [kind.size_bytes for kind in tensors.kinds]
-    if not tensors.elsewhere:
-        return ((start, start + sizes[kind]) for start, kind in zip(tensors.starts, tensors.kind_of) if sizes[kind])
+    if not tensors.locations:
+        return ((start, start + sizes[kind]) for start, kind in zip(tensors.offsets, tensors.kind_ids) if sizes[kind])
     return (
         (part.offset_bytes, part.offset_bytes + part.length_bytes)
         for number in range(len(tensors))
@@ -80,12 +80,12 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
     tensor whose content is not as long as its dims and type say.
     """
     with files.opened(path) as (fd, size_bytes):
-        if like is not None and like.structure is not None and of_file(fd, like.tensors) == like.structure:
+        if like is not None and like.header_digest is not None and of_file(fd, like.tensors) == like.header_digest:
             return like.at(path)
         reader = WireReader(fd, path, size_bytes)
         _refuse_encrypted(reader)
         manifest = _CheckpointReading(reader).manifest()
-        return manifest._replace(structure=of_file(fd, manifest.tensors))
+        return manifest._replace(header_digest=of_file(fd, manifest.tensors))
 
 
 def read_back(meant: Manifest) -> None:
@@ -119,8 +119,8 @@ class _CheckpointReading:
         calls for each tensor as can be.
         """
         reader, known, matches, intern = self._reader, self._known, USUAL_START.match, sys.intern
-        size_bytes, names, strings = reader.size_bytes, self._tensors.number_of, self._strings
-        add_kind, add_start = self._tensors.kind_of.append, self._tensors.starts.append
+        size_bytes, names, strings = reader.size_bytes, self._tensors.index_by_name, self._strings
+        add_kind, add_start = self._tensors.kind_ids.append, self._tensors.offsets.append
         window, base, last = reader.window(offset)
         while offset < size_bytes:
             if not base <= offset <= last:
@@ -156,7 +156,7 @@ class _CheckpointReading:
         first = value_at(self._reader, offset)
         self._count_value(first.offset, first.tag)
         pieces, end = [first], first.end
-        if first.tag == next(reversed(self._tensors.number_of), None):
+        if first.tag == next(reversed(self._tensors.index_by_name), None):
             self._require_empty_piece(first)
             return end
         if first.tag in self._tensors or first.tag in self._strings:
@@ -199,7 +199,7 @@ class _CheckpointReading:
         alike = self._known.setdefault(before_name, {})
         if len(alike) == _MAX_ALIKE:  # a file that is made to be slow: real ones have a few
             alike.clear()
-        alike[after_name] = self._tensors.kind_of[-1], tensor.content.length_bytes
+        alike[after_name] = self._tensors.kind_ids[-1], tensor.content.length_bytes
 
     def _count_value(self, offset: int, name: str) -> None:
         """Count a Value, a piece like a tensor: it has a name of its own. Raises ShardError for too many."""

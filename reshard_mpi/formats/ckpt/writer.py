@@ -32,10 +32,10 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
     written. Raises TargetError if a name or string cannot be stored, OSError if the file cannot be written.
     """
     files.check_names(path, [*spec.specs.names, *spec.strings])
-    tensors, structure, offset = TensorTable(path), files.StructureWriter(fd), 0
+    tensors, structure, offset = TensorTable(path), files.HeaderDigestWriter(fd), 0
     known: dict[tuple[int, int], tuple[bytes, bytes, int, int]] = {}
     specs = spec.specs
-    for name, number in zip(specs.names, specs.kind_of):
+    for name, number in zip(specs.names, specs.kind_ids):
         tag = name.encode()
         alike = known.get((number, len(tag)))
         if alike is None:
@@ -60,11 +60,11 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
         # A file of 0 bytes cannot be told from a failed copy: a shard of nothing is the checksum of nothing.
         structure.add(0, EMPTY_CHECKPOINT)
         offset = len(EMPTY_CHECKPOINT)
-    return Manifest(path, NAME, tensors, dict(spec.strings), structure=structure.finish(offset))
+    return Manifest(path, NAME, tensors, dict(spec.strings), header_digest=structure.finish(offset))
 
 
 def _reserve_pieces(
-    structure: files.StructureWriter, tensors: TensorTable, name: str, kind: SpecKind, offset: int
+    structure: files.HeaderDigestWriter, tensors: TensorTable, name: str, kind: SpecKind, offset: int
 ) -> int:
     """Reserve a tensor that is cut into several Values, from `offset` on; return the offset after it."""
     dtype, shape, ranges = kind.dtype, kind.box.shape, []
@@ -82,7 +82,7 @@ def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
     size_bytes = CRC_BYTES if crc else 0
     known: dict[tuple[int, int], int] = {}
     specs = spec.specs
-    for name, number in zip(specs.names, specs.kind_of):
+    for name, number in zip(specs.names, specs.kind_ids):
         tag_bytes = _tag_bytes(name)
         tensor_bytes = known.get((number, tag_bytes))
         if tensor_bytes is None:

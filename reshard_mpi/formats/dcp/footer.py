@@ -53,8 +53,8 @@ def record_of(tensors: TensorTable, strings: dict[str, str]) -> bytes:
         [
             *("kinds", kinds),
             *("names", list(tensors)),
-            *("kind_of", _little_endian(array("I", tensors.kind_of)).tobytes().hex()),
-            *("starts", _little_endian(array("q", tensors.starts)).tobytes().hex()),
+            *("kind_of", _little_endian(array("I", tensors.kind_ids)).tobytes().hex()),
+            *("starts", _little_endian(array("q", tensors.offsets)).tobytes().hex()),
             *("strings", Dict([part for pair in strings.items() for part in pair])),
         ]
     )

@@ -14,7 +14,7 @@ from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import files
 from reshard_mpi.formats.dcp.bulk_metadata import ItemKey
 from reshard_mpi.formats.nest.nodes import Unreadable, Value, parts
-from reshard_mpi.formats.tensor_table import ELSEWHERE, TensorTable, TensorType
+from reshard_mpi.formats.tensor_table import NOT_CONTIGUOUS, TensorTable, TensorType
 from reshard_mpi.formats.torch import archive
 from reshard_mpi.formats.torch.archive import of_archive
 from reshard_mpi.formats.torch.bulk_tensors import ArchiveContent
@@ -67,7 +67,7 @@ class LocatedFile(NamedTuple):
         start += stored.offset * stored.dtype.itemsize_bytes
         place = place_of(self.tensors.path, stored, start, swapped)
         kind = self.tensors.kind(TensorType(stored.dtype, stored.shape))
-        return self.tensors.add_unnamed(kind, start if place is None else ELSEWHERE, place)
+        return self.tensors.add_unnamed(kind, start if place is None else NOT_CONTIGUOUS, place)
 
 
 class _ItemTemplate(NamedTuple):
@@ -185,7 +185,7 @@ class _Locating:
                 kind = kinds[item.kind] = tensors.kind(item.kind)
             start = payload_start + stored.offset * dtype.itemsize_bytes
             place = place_of(self._path, stored, start, swapped)
-            numbers[item.key] = tensors.add_unnamed(kind, start if place is None else ELSEWHERE, place)
+            numbers[item.key] = tensors.add_unnamed(kind, start if place is None else NOT_CONTIGUOUS, place)
         return LocatedFile(tensors, numbers, objects, storages, unreadable)
 
     def _tensor(self, item: WantedItem) -> tuple[int, StoredTensor | Unreadable, bool]:

@@ -62,7 +62,7 @@ def _wholes(shards: Sequence[Manifest]) -> dict[str, _CollectedTensor]:
     for shard in shards:
         tensors, file = shard.tensors, Path(shard.path).name
         layouts = [layout.of_tensor(TensorType(kind.dtype, kind.shape)) for kind in tensors.kinds]
-        for name, start, number in zip(tensors, tensors.starts, tensors.kind_of):
+        for name, start, number in zip(tensors, tensors.offsets, tensors.kind_ids):
             dtype, shape, box, global_shape = tensors.kinds[number]
             assert box is not None and global_shape is not None
             whole = wholes.get(name)

@@ -35,7 +35,7 @@ def file_name(target_rank: int, targets: int, prefix: str) -> str:
 def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
     """Return the largest size of the file of `spec`. Raises TargetError for tensors that torch cannot hold."""
     require_types(spec.specs, _HOLDER, "")
-    entries_of([*spec.specs.names, *spec.elsewhere], spec.strings, "")
+    entries_of([*spec.specs.names, *spec.written_by_others], spec.strings, "")
     specs = spec.specs
     dimensions = [len(kind.global_shape) for kind in specs.kinds]
     record_bytes = footer.size_at_most_bytes(list(specs.names), dimensions, dict(spec.strings))
@@ -50,11 +50,11 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
     specs, strings = spec.specs, dict(spec.strings)
     files.check_names(path, [*specs.names, *strings])
     require_types(specs, _HOLDER, path)
-    entries_of([*specs.names, *spec.elsewhere], strings, path)
-    tensors, writer, end = TensorTable(path), files.StructureWriter(fd), 0
+    entries_of([*specs.names, *spec.written_by_others], strings, path)
+    tensors, writer, end = TensorTable(path), files.HeaderDigestWriter(fd), 0
     kinds = [tensors.kind(TensorType(kind.dtype, kind.box.shape, kind.box, kind.global_shape)) for kind in specs.kinds]
     layouts = [layout.of_tensor(TensorType(kind.dtype, kind.box.shape)) for kind in specs.kinds]
-    for name, kind in zip(specs.names, specs.kind_of):
+    for name, kind in zip(specs.names, specs.kind_ids):
         item = layouts[kind]
         start = item.start_behind(end)
         payload_start = start + len(item.head)
@@ -73,7 +73,7 @@ def locate_own(path: str) -> Manifest:
         found = footer.read(fd, path, size_bytes)
         tensors, end = found.tensors, 0
         layouts = [layout.of_tensor(TensorType(kind.dtype, kind.shape)) for kind in tensors.kinds]
-        for name, start, kind in zip(tensors, tensors.starts, tensors.kind_of):
+        for name, start, kind in zip(tensors, tensors.offsets, tensors.kind_ids):
             item = layouts[kind]
             head_start, tail_start = start - len(item.head), start + item.payload_bytes
             is_inside = end <= head_start and tail_start + len(item.tail) <= found.end
@@ -141,9 +141,9 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
     if wanted:
         located = locate_items(path, wanted, Common())
         for key, number in located.numbers.items():
-            kind, start = located.tensors.kind_of[number], located.tensors.starts[number]
-            if number in located.tensors.elsewhere:
-                tensors.elsewhere[len(tensors)] = located.tensors.elsewhere[number]
+            kind, start = located.tensors.kind_ids[number], located.tensors.offsets[number]
+            if number in located.tensors.locations:
+                tensors.locations[len(tensors)] = located.tensors.locations[number]
             tensors.add(f"{key.name} {list(key.offsets or ())}", tensors.kind(located.tensors.kinds[kind]), start)
     return Manifest(path, NAME, tensors)
 

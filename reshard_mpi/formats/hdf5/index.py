@@ -70,7 +70,7 @@ def write(fd: int, scratch: int, manifest: Manifest, places: TextPlaces) -> None
         "world_size": manifest.identity.world_size,
         **places._asdict(),
         "ways": [(kind.dtype.name, kind.shape, _box(kind).start, kind.global_shape) for kind in kinds],
-        "tensors": [number for tensor in zip(tensors.kind_of, tensors.starts) for number in tensor],
+        "tensors": [number for tensor in zip(tensors.kind_ids, tensors.offsets) for number in tensor],
     }
     body = json.dumps(facts, separators=(",", ":")).encode()
     end = os.fstat(scratch).st_size
@@ -218,7 +218,7 @@ def _box(kind: TensorType) -> Box:
 
 def _payloads(tensors: TensorTable) -> Iterator[FileRange]:
     sizes = [kind.size_bytes for kind in tensors.kinds]
-    return ((start, sizes[kind]) for start, kind in zip(tensors.starts, tensors.kind_of) if sizes[kind])
+    return ((start, sizes[kind]) for start, kind in zip(tensors.offsets, tensors.kind_ids) if sizes[kind])
 
 
 def _structure(payloads: Iterable[FileRange], sums: FileRange | None, end: int) -> Iterator[FileRange]:

@@ -110,7 +110,7 @@ def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
     specs = spec.specs
     structure_bytes += _names_bytes(tuple(specs.names))
     payload_bytes = dimensions = misaligning = aligned = 0
-    for number, count in Counter(specs.kind_of).items():
+    for number, count in Counter(specs.kind_ids).items():
         kind = specs.kinds[number]
         payload_bytes += count * kind.size_bytes
         dimensions += count * len(kind.global_shape)

@@ -235,7 +235,7 @@ def _write_structure(
     own_numbers = [tensors.kind(TensorType(dtype, box.shape, box, whole)) for dtype, whole, box in specs.kinds]
     recorded = [_recorded(kind) for kind in specs.kinds]
     with alone():
-        for name, number in zip(names, specs.kind_of):
+        for name, number in zip(names, specs.kind_ids):
             kind, route = specs.kinds[number], routes[name]
             own = (attributes.text("name", name),) if route[0] == schema.RESERVED else ()
             start = writer.tensor(route, types[kind.dtype], kind.box.shape, (*recorded[number], *own))

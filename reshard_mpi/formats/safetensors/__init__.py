@@ -21,6 +21,6 @@ MODE = 0o666
 TRAITS = Traits(
     Costs(reading=KIB // 4, writing=KIB // 4, checking=5 * KIB, library=2 * MIB),
     has_crc=True,
-    counts_numbers=True,
+    crc_counts_scalars=True,
     shares_blocks=True,
 )

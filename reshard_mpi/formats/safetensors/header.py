@@ -20,7 +20,7 @@ from reshard_mpi.filesystem.paths import START_BYTES
 from reshard_mpi.formats import files
 from reshard_mpi.formats.dtypes import BY_NAME, DType
 from reshard_mpi.formats.files import MAX_NAME_BYTES, kept_bytes
-from reshard_mpi.formats.manifest import NEST, Structure
+from reshard_mpi.formats.manifest import NEST, HeaderDigest
 from reshard_mpi.formats.safetensors.json_text import JsonText
 from reshard_mpi.text import MIB
 
@@ -178,7 +178,7 @@ _CRC = re.compile(rb'"%b":"[0-9 ]{0,20}",?' % CRC.encode())
 _READ_BYTES = 1 << 20
 
 
-def of_file(fd: int, size_bytes: int) -> Structure | None:
+def of_file(fd: int, size_bytes: int) -> HeaderDigest | None:
     """Return the header digest of a file of a given size; None if it has no header, or cannot be read."""
     try:
         length = os.pread(fd, LENGTH_BYTES, 0)
@@ -190,7 +190,7 @@ def of_file(fd: int, size_bytes: int) -> Structure | None:
         return None
 
 
-def of_header(length_bytes: int, chunks: Iterable[bytes], size_bytes: int) -> Structure:
+def of_header(length_bytes: int, chunks: Iterable[bytes], size_bytes: int) -> HeaderDigest:
     """Return the header digest of a file. chunks: its header, `length_bytes` long. size_bytes: of the whole file."""
     digest = hashlib.blake2b(length_bytes.to_bytes(LENGTH_BYTES, "little"))
     spaces = 0
@@ -203,7 +203,7 @@ def of_header(length_bytes: int, chunks: Iterable[bytes], size_bytes: int) -> St
             digest.update(text)
             spaces = 0
         spaces += len(chunk) - len(text)
-    return Structure(size_bytes, digest.digest())
+    return HeaderDigest(size_bytes, digest.digest())
 
 
 def without_crc(header: bytes) -> bytes:

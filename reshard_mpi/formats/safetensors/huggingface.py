@@ -154,9 +154,9 @@ TRAITS = Traits(
     Costs(reading=KIB // 4, writing=KIB // 4, checking=5 * KIB, library=2 * MIB),
     shares_blocks=True,
     is_folder=True,
-    is_filled=True,
+    split_by_size=True,
     keeps_strings=False,
-    sharded_as=reader.NAME,
+    sharded_variant=reader.NAME,
     title="Hugging Face folder",
 )
 _METADATA = {FORMAT: TORCH}
@@ -238,8 +238,8 @@ def open_folder(folder: str) -> Manifest:
             _require_numbers(held, listing.weight_map)
         elif listing.listed_by is not None:
             require_listed(listing.weight_map, file, held, folder)
-        for name, number in held.number_of.items():
-            kind = held.kinds[held.kind_of[number]]
+        for name, number in held.index_by_name.items():
+            kind = held.kinds[held.kind_ids[number]]
             listed.add_listed(name, kind.dtype, kind.shape, [ListedChunk(Box.whole(kind.shape), held, number)])
     require_all(listing.weight_map, listed, folder)
     same = {name: next(iter(texts)) for name, texts in strings.items() if len(texts) == 1 and name not in listed}
@@ -350,7 +350,7 @@ def _located(folder: str, file: str) -> Manifest:
 
 def _require_types(specs: Specs, path: str) -> None:
     """Raise TargetError for the first tensor of MindSpore's Int4, which torch would take for int8."""
-    for name, kind in zip(specs.names, specs.kind_of):
+    for name, kind in zip(specs.names, specs.kind_ids):
         if specs.kinds[kind].dtype.name == "int4":
             raise TargetError(
                 f"{name!r} has a type that Hugging Face's libraries do not know",

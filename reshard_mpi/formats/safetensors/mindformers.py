@@ -38,7 +38,7 @@ COMMON = "common.json"
 TRAITS = Traits(
     Costs(reading=2 * KIB, writing=0, checking=5 * KIB, library=2 * MIB),
     is_folder=True,
-    written_as=reader.NAME,
+    default_target=reader.NAME,
     title="MindFormers checkpoint",
 )
 # The dictionary of the nest that has what it says: the optimizer may have a tensor `global_step` of its own.
@@ -110,7 +110,7 @@ def open_folder(folder: str) -> Manifest:
         listed.add_listed(name, cut.dtype, cut.shape, list(_pieces(name, tensor, own_boxes, located)))
     for name, pieces in _others(tensors, located, are_whole=listing.tensors is None).items():
         held = pieces[0].tensors
-        kind = held.kinds[held.kind_of[pieces[0].number]]
+        kind = held.kinds[held.kind_ids[pieces[0].number]]
         try:
             listed.add_listed(name, kind.dtype, kind.shape, pieces)
         except ValueError as error:
@@ -169,8 +169,8 @@ def _pieces(
             if file not in located:
                 continue
             held = located[file]
-            own = held.number_of.get(name)
-            kind = None if own is None else held.kinds[held.kind_of[own]]
+            own = held.index_by_name.get(name)
+            kind = None if own is None else held.kinds[held.kind_ids[own]]
             if own is None or kind is None or (kind.dtype, kind.shape) != expected:
                 raise ShardError(
                     f"slice {number} of {name!r} is not what the index of the checkpoint says",
@@ -196,8 +196,8 @@ def _others(
     others: dict[str, list[ListedChunk]] = {}
     for file, held in located.items():
         for name in held.keys() - listed[file] if len(held) > len(listed[file]) else ():
-            number = held.number_of[name]
-            shape = held.kinds[held.kind_of[number]].shape
+            number = held.index_by_name[name]
+            shape = held.kinds[held.kind_ids[number]].shape
             if name in tensors:
                 raise ShardError(
                     f"{name!r} lies in a file that the index of the checkpoint does not name for it",

@@ -96,7 +96,7 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
     type say, or shared with another; or if bytes belong to no tensor.
     """
     with files.opened(path) as (fd, size_bytes):
-        if like is not None and like.structure is not None and header.of_file(fd, size_bytes) == like.structure:
+        if like is not None and like.header_digest is not None and header.of_file(fd, size_bytes) == like.header_digest:
             return like.at(path)._replace(part_of=like.part_of or part_of(path, None))
         found = read(fd, path, size_bytes)
         made = header.of_file(fd, size_bytes)
@@ -105,7 +105,7 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
         NAME,
         found.tensors,
         found.strings,
-        structure=made,
+        header_digest=made,
         left_out=found.left_out,
         lacks_others=found.lacks_others,
         part_of=part_of(path, found.sharding),
@@ -340,19 +340,19 @@ class _HeaderReading:
         """Give tensors that the metadata marks as MindSpore's Int4 their type."""
         tensors = self._tensors
         for name, at in self._int4.items():
-            number = tensors.number_of.get(name)
+            number = tensors.index_by_name.get(name)
             if number is None:
                 continue  # the metadata of another file
-            kind = tensors.kinds[tensors.kind_of[number]]
+            kind = tensors.kinds[tensors.kind_ids[number]]
             if BY_TAG["I8"] != kind.dtype:
                 raise self._header.damage(
                     f"the metadata says that {name!r} is {INT4_TAG}", at, expected="I8", got=str(kind.dtype)
                 )
-            tensors.kind_of[number] = tensors.kind(kind._replace(dtype=INT4))
+            tensors.kind_ids[number] = tensors.kind(kind._replace(dtype=INT4))
 
     def _require_tiles(self) -> None:
         """Raise ShardError unless every byte behind the header belongs to exactly one tensor."""
-        starts, ends = self._tensors.starts, self._ends
+        starts, ends = self._tensors.offsets, self._ends
         order: Sequence[int] = range(len(starts))
         if any(starts[at] != ends[at - 1] for at in order[1:]):
             order = sorted(order, key=lambda at: (starts[at], ends[at]))

@@ -107,9 +107,9 @@ NAME, SUFFIXES = "dcp-safetensors", (".safetensors",)
 TRAITS = Traits(
     Costs(reading=KIB, writing=0, checking=5 * KIB, library=2 * MIB),
     is_folder=True,
-    sharded_as=reader.NAME,
-    written_as="hf",
-    tells_files=False,
+    sharded_variant=reader.NAME,
+    default_target="hf",
+    knows_file_count=False,
     title="torch distributed checkpoint in safetensors",
 )
 # Number of the rank, then number and count of its files.
@@ -199,8 +199,8 @@ def open_folder(folder: str) -> Manifest:
             held.share_names(before)
         before = held
         boxes: dict[tuple[tuple[int, ...], int], Box] = {}
-        for name, number in held.number_of.items():
-            kind = held.kind_of[number]
+        for name, number in held.index_by_name.items():
+            kind = held.kind_ids[number]
             start = starts[name]
             box = boxes.get((start, kind)) or boxes.setdefault((start, kind), _box(path, name, start, held))
             known = pieces.setdefault(name, [])
@@ -259,7 +259,7 @@ def _box(path: str, name: str, start: tuple[int, ...], held: TensorTable) -> Box
 
 def _whole(name: str, pieces: Iterable[ListedChunk]) -> tuple[DType, tuple[int, ...]]:
     """Return the type of a tensor, and its shape: as far as its pieces reach. Raises ShardError if they differ."""
-    first, *others = ((held.kinds[held.kind_of[number]].dtype, box.stop, held.path) for box, held, number in pieces)
+    first, *others = ((held.kinds[held.kind_ids[number]].dtype, box.stop, held.path) for box, held, number in pieces)
     dtype, stop, path = first
     for own_dtype, own_stop, own_path in others:
         if own_dtype is not dtype or len(own_stop) != len(stop):

@@ -23,12 +23,12 @@ from reshard_mpi.errors import ShardError, TargetError
 from reshard_mpi.formats import files
 from reshard_mpi.formats.manifest import (
     Manifest,
+    NotChecksummableError,
     ShardSpec,
     SpecKind,
     Specs,
-    UncountableError,
     counted_bytes,
-    is_counted,
+    is_in_crc,
 )
 from reshard_mpi.formats.protocol import NO_SUMS, OnBytes, uncounted
 from reshard_mpi.formats.safetensors import header
@@ -88,10 +88,10 @@ def reserve_as(fd: int, path: str, spec: ShardSpec, format_name: str, metadata: 
     specs, tensors = spec.specs, TensorTable(path)
     kinds = [tensors.kind(TensorType(kind.dtype, kind.box.shape)) for kind in specs.kinds]
     for number, start in zip(layout.order, layout.starts):
-        tensors.add(specs.names[number], kinds[specs.kind_of[number]], start)
+        tensors.add(specs.names[number], kinds[specs.kind_ids[number]], start)
     text = layout.header[LENGTH_BYTES:]
     made = header.of_header(len(text), (text,), layout.size_bytes)
-    return Manifest(path, format_name, tensors, dict(spec.strings), structure=made)
+    return Manifest(path, format_name, tensors, dict(spec.strings), header_digest=made)
 
 
 def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
@@ -112,7 +112,7 @@ def lay_out(specs: Specs, metadata: dict[str, str], path: str) -> FileLayout:
     ranks = [
         (size % BLOCK_BYTES != 0 or not size, -kind.dtype.itemsize_bytes) for size, kind in zip(sizes, specs.kinds)
     ]
-    order = sorted(range(len(specs)), key=lambda number: ranks[specs.kind_of[number]])
+    order = sorted(range(len(specs)), key=lambda number: ranks[specs.kind_ids[number]])
     alignment = BLOCK_BYTES if max(sizes, default=0) >= _ALIGNED_FROM_BYTES else _SMALL_ALIGNMENT_BYTES
     text = "".join(_entries(specs, order, metadata, path))
     try:
@@ -136,7 +136,7 @@ def lay_out(specs: Specs, metadata: dict[str, str], path: str) -> FileLayout:
     at, starts = LENGTH_BYTES + length_bytes, []
     for number in order:
         starts.append(at)
-        at += sizes[specs.kind_of[number]]
+        at += sizes[specs.kind_ids[number]]
     return FileLayout(length_bytes.to_bytes(LENGTH_BYTES, "little") + header.ljust(length_bytes), order, starts, at)
 
 
@@ -168,7 +168,7 @@ def _require_summable(specs: Specs) -> None:
 
 def _first(specs: Specs, kind: int) -> str:
     """Return the name of the first tensor of a kind."""
-    return next((name for name, own in zip(specs.names, specs.kind_of) if own == kind), "")
+    return next((name for name, own in zip(specs.names, specs.kind_ids) if own == kind), "")
 
 
 def _metadata(spec: ShardSpec) -> dict[str, str]:
@@ -196,7 +196,7 @@ def _metadata(spec: ShardSpec) -> dict[str, str]:
 
 def _entries(specs: Specs, order: Sequence[int], metadata: dict[str, str], path: str) -> Iterator[str]:
     """Yield the parts of a header."""
-    names, kind_of = specs.names, specs.kind_of
+    names, kind_of = specs.names, specs.kind_ids
     int4 = {number for number, kind in enumerate(specs.kinds) if kind.dtype.name == "int4"}
     tags = {names[at]: INT4_TAG for at in order if kind_of[at] in int4} if int4 else {}
     _require_apart(names, metadata, path)
@@ -246,7 +246,7 @@ def add_crc(fd: int, path: str) -> None:
     try:
         contents = read(fd, path, os.fstat(fd).st_size)
         entry = f'"{CRC}":"{_sum(fd, contents.tensors)}"'.encode()
-    except UncountableError as error:
+    except NotChecksummableError as error:
         raise error.refusal(path) from None
     length_bytes = int.from_bytes(os.pread(fd, LENGTH_BYTES, 0), "little")
     header = os.pread(fd, length_bytes, LENGTH_BYTES)
@@ -265,7 +265,7 @@ def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
             return False
         try:
             found = str(_sum(fd, contents.tensors, on_bytes))
-        except UncountableError as error:
+        except NotChecksummableError as error:
             found = f"none that can be: {error.name!r} is {error.value}"
         if found != contents.crc.strip(" "):
             raise ShardError(
@@ -279,7 +279,7 @@ def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
 
 
 def _sum(fd: int, tensors: TensorTable, on_bytes: OnBytes = uncounted) -> int:
-    """Return the checksum of all tensors. Raises UncountableError if there is none, ShardError if the file is cut.
+    """Return the checksum of all tensors. Raises NotChecksummableError if there is none, ShardError if the file is cut.
 
     on_bytes: told how many bytes have just been read.
     """
@@ -288,8 +288,8 @@ def _sum(fd: int, tensors: TensorTable, on_bytes: OnBytes = uncounted) -> int:
     crc, zeros = 0, bytes(_ZEROS_BYTES)
     for name in sorted(tensors):
         crc = crc32(name.encode(), crc)
-        kind, start = tensors.kind_named(name), tensors.starts[tensors.number_of[name]]
-        if is_counted(kind.dtype, kind.shape):
+        kind, start = tensors.kind_named(name), tensors.offsets[tensors.index_by_name[name]]
+        if is_in_crc(kind.dtype, kind.shape):
             content = os.pread(fd, kind.size_bytes, start)
             if len(content) < kind.size_bytes:
                 raise files.became_shorter(tensors.path)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import files
-from reshard_mpi.formats.manifest import Structure
+from reshard_mpi.formats.manifest import HeaderDigest
 from reshard_mpi.formats.tensor_table import TensorTable
 from reshard_mpi.formats.torch import archive
 from reshard_mpi.formats.torch.archive import (
@@ -138,7 +138,7 @@ def _wide(member: Placed) -> bytes:
 _CRC_AT, _CRC_BYTES, _NO_CRC = archive.DESCRIPTOR_CRC_AT, 4, bytes(4)
 
 
-def of_file(fd: int, size_bytes: int, tensors: TensorTable) -> Structure | None:
+def of_file(fd: int, size_bytes: int, tensors: TensorTable) -> HeaderDigest | None:
     """Return the structure of an archive if its tensors lie as these do; None if they cannot."""
     digest, last = hashlib.blake2b(), 0
     try:
@@ -161,7 +161,7 @@ def of_file(fd: int, size_bytes: int, tensors: TensorTable) -> Structure | None:
         digest.update(next(files.contents(fd, [(start + length_bytes, size_bytes)])))
     except (ShardError, ValueError, OSError):  # it is no archive, has just become shorter, or cannot be read
         return None
-    return Structure(size_bytes, digest.digest())
+    return HeaderDigest(size_bytes, digest.digest())
 
 
 def _payloads(tensors: TensorTable) -> Iterator[files.Span]:
@@ -169,10 +169,10 @@ def _payloads(tensors: TensorTable) -> Iterator[files.Span]:
     sizes = [kind.size_bytes for kind in tensors.kinds]
     spans = {
         (start, start + sizes[kind])
-        for number, (start, kind) in enumerate(zip(tensors.starts, tensors.kind_of))
-        if sizes[kind] and number not in tensors.elsewhere
+        for number, (start, kind) in enumerate(zip(tensors.offsets, tensors.kind_ids))
+        if sizes[kind] and number not in tensors.locations
     }
-    for name in tensors if tensors.elsewhere else ():
+    for name in tensors if tensors.locations else ():
         entry = tensors[name]
         if entry.stored is not None:
             spans.update((part.offset_bytes, part.offset_bytes + part.length_bytes) for part in entry.stored.ranges)

@@ -219,12 +219,12 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
     nor plain data is left out and named. Raises ShardError if the file is not sound, or would run code.
     """
     with files.opened(path) as (fd, size_bytes):
-        known = None if like is None else like.structure
+        known = None if like is None else like.header_digest
         if like is not None and known is not None and layout.of_file(fd, size_bytes, like.tensors) == known:
             return like.at(path)
         found = _parsed(path, _content(fd, path, size_bytes))
         if found.identity is None:  # the files of different ranks say different ranks
-            found = found._replace(structure=layout.of_file(fd, size_bytes, found.tensors))
+            found = found._replace(header_digest=layout.of_file(fd, size_bytes, found.tensors))
     return found
 
 
@@ -267,9 +267,9 @@ def read_back(meant: Manifest) -> None:
     All of its bytes but payloads are compared, and it is parsed as it will be later.
     """
     with files.opened(meant.path) as (fd, size_bytes):
-        if layout.of_file(fd, size_bytes, meant.tensors) != meant.structure:
+        if layout.of_file(fd, size_bytes, meant.tensors) != meant.header_digest:
             raise files.not_as_written(meant.path)
-    files.require_as_written(locate(meant.path)._replace(structure=meant.structure), meant)
+    files.require_as_written(locate(meant.path)._replace(header_digest=meant.header_digest), meant)
 
 
 def _content(fd: int, path: str, size_bytes: int) -> ArchiveContent:

@@ -49,7 +49,7 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
     root = _root(spec, path)
     pickle = dumps(root)
     strings = dict(spec.strings)
-    tensors, members, writer = TensorTable(path), list[Placed](), files.StructureWriter(fd)
+    tensors, members, writer = TensorTable(path), list[Placed](), files.HeaderDigestWriter(fd)
 
     def add(name: str, content: bytes) -> None:
         member = placed(name, len(content), members[-1].end if members else 0, crc32(content))
@@ -59,7 +59,7 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
     for name, content in first_members(pickle).items():
         add(name, content)
     kinds = [tensors.kind(kind) for kind in _kinds(spec)]
-    for number, (name, kind) in enumerate(zip(specs.names, specs.kind_of)):
+    for number, (name, kind) in enumerate(zip(specs.names, specs.kind_ids)):
         size_bytes = specs.kinds[kind].size_bytes
         member = placed(f"data/{number}", size_bytes, members[-1].end)
         writer.add(member.header_start, local_header(member))
@@ -72,7 +72,7 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
     add("version", b"3\n")
     add(".data/serialization_id", _identity(pickle))
     writer.add(members[-1].end, ends(members, members[-1].end))
-    return Manifest(path, NAME, tensors, strings, structure=writer.finish())
+    return Manifest(path, NAME, tensors, strings, header_digest=writer.finish())
 
 
 def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
@@ -84,7 +84,7 @@ def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
     dimensions = [2 * len(kind.box.shape) * _NUMBER_BYTES for kind in specs.kinds]
     of_tensors = sum(
         MEMBER_BYTES + 2 * (len(TOP) + 16) + _PICKLED_BYTES + 4 * len(name) + dimensions[kind]
-        for name, kind in zip(specs.names, specs.kind_of)
+        for name, kind in zip(specs.names, specs.kind_ids)
     )
     of_strings = sum(_string_bytes(name, text) for name, text in spec.strings.items())
     small_members = 7 * (MEMBER_BYTES + 2 * len(TOP) + 128)
@@ -104,7 +104,7 @@ def _root(spec: ShardSpec, path: str) -> Value:
     require_types(specs, _HOLDER, path)
     kinds = list(_kinds(spec))
     leaves = {
-        name: WrittenTensor(str(at), kinds[kind]) for at, (name, kind) in enumerate(zip(specs.names, specs.kind_of))
+        name: WrittenTensor(str(at), kinds[kind]) for at, (name, kind) in enumerate(zip(specs.names, specs.kind_ids))
     }
     return rebuilt(leaves, spec.strings, path)
 

@@ -7,7 +7,7 @@ it knows by then to need.
 Others cannot become small again: a rank of an MPI job, a worker, a program that calls the functions. What such a
 process always uses is its floor, which is counted but not waited for by anybody, so processes with floors cannot wait
 for each other. What it needs beyond is another lease. If that cannot grow, it is given back, and all that it was for
-is let go of (`on_giving_way`), before the process waits for a larger one. While the process waits for others of its
+is let go of (`on_memory_released`), before the process waits for a larger one. While the process waits for others of its
 run, which may be waiting for memory, it gives way to whoever is in line.
 """
 
@@ -78,12 +78,12 @@ def finish() -> None:
 class ProcessMemory:
     """What memory this process may use, until it is closed.
 
-    on_giving_way: called, one after the other, to free all that the lease is for.
+    on_memory_released: called, one after the other, to free all that the lease is for.
     """
 
     def __init__(self, governor: Governor, say: Say, *, floor_bytes: int, floor: Lease | None, start: Start | None):
         self.governor = governor
-        self.on_giving_way: list[Callable[[], None]] = []
+        self.on_memory_released: list[Callable[[], None]] = []
         self.waited_seconds = start.waited_seconds if start is not None else 0.0
         self._say = say
         self._turns = 0
@@ -128,7 +128,7 @@ class ProcessMemory:
     def need(self, peak_bytes: int, purpose: str) -> bool:
         """Have a lease of `peak_bytes` for all that this process uses from now on; wait for it if need be.
 
-        Return False if memory had to be freed for that (`on_giving_way`), so that the work with it must be done again.
+        Return False if memory had to be freed for that (`on_memory_released`), so that the work with it must be done again.
         """
         wanted_bytes = self._beyond_floor(peak_bytes)
         if self._lease is None:
@@ -145,7 +145,7 @@ class ProcessMemory:
             return True
         if self._may_start_over and self._start is not None and self._start.over is not None:
             self._start.over(wanted_bytes)
-        self._let_go()
+        self._release_all()
         self._wait(self._beyond_floor(peak_bytes), purpose)
         return False
 
@@ -164,10 +164,10 @@ class ProcessMemory:
             self._floor_bytes -= size_bytes
             self._floor.restate(self._floor_bytes, is_floor=True)
 
-    def give_way(self) -> None:
+    def release_if_contended(self) -> None:
         """Free all memory if others wait for some, while this process waits for something else."""
         if self._lease is not None and self._start is None and self.governor.is_waited_for():
-            self._let_go()
+            self._release_all()
 
     def take_waited_seconds(self) -> float:
         """Return how long this process has waited since the last call."""
@@ -177,8 +177,8 @@ class ProcessMemory:
     def _beyond_floor(self, peak_bytes: int) -> int:
         return max(peak_bytes - self._floor_bytes - self._there_bytes, _LEAST_BYTES)
 
-    def _let_go(self) -> None:
-        for let_go in self.on_giving_way:
+    def _release_all(self) -> None:
+        for let_go in self.on_memory_released:
             let_go()
         in_use_bytes = resident_bytes(os.getpid())
         if self._start is not None:  # what it has loaded it will have until its end
