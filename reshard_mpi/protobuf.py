@@ -24,15 +24,12 @@ class MessageCutShortError(WireError):
 
 
 class MessageField(NamedTuple):
-    """One field, from byte `start` to byte `end` of a message.
-
-    value: the number, if the field is a varint. content: the bytes, if the field has a length.
-    """
+    """One field, from byte `start` to byte `end` of a message."""
 
     number: int
     wire_type: int
-    value: int
-    content: bytes
+    value: int  # the number, if the field is a varint
+    content: bytes  # the bytes, if the field has a length
     start: int
     end: int
 
@@ -64,8 +61,10 @@ def varint(data: bytes, offset: int) -> tuple[int, int]:
 def field(data: bytes, offset: int, most_bytes: int | None = None) -> MessageField:
     """Return the field at byte `offset` of `data`.
 
-    most_bytes: a longer content is an error, even where the data ends before it does. Raises CutShortError if the data
-    ends in the middle of the field, WireError if it is not a field.
+    Args:
+        most_bytes: a longer content is an error, even where the data ends before it does.
+
+    Raises CutShortError if the data ends in the middle of the field, WireError if it is not a field.
     """
     key, start = varint(data, offset)
     number, wire_type = key >> 3, key & 7

@@ -90,18 +90,28 @@ def transform(
     """Reshard the checkpoint `source` into the folder `target`, as `reshard-mpi transform` does with these options.
 
     The folder keeps a record of the run, so that it can be resumed, and is committed when all targets are complete.
-    source_format: read only files of this format, if there are several. source_files: how many files the source was
-    saved in, where nothing in it tells. ranks: the targets to make; None: all. part: (i, n), share number i from 0 of n
-    shares of them. accumulated: as in `transform_checkpoints`. max_shard_size: the most bytes of a file of format "hf",
-    as "5GB" (the default) or a number of bytes. map: an equation, the path of a map, or the name of one that comes with
-    the program; or several of these, applied one after another. forward and reverse: their direction, where names do
-    not tell it; config: path of the model's configuration; like: of a checkpoint whose names and shapes the target is
-    to have. dtype: "TYPE" or "GLOB=TYPE", or several; include, exclude: globs of names in the target. jobs: how many
-    local processes, 1 or more. comm: an mpi4py communicator whose ranks share the work instead; all of them must make
-    the call, and get the same report. progress: a function that is called about twice a second, and once at the end,
-    with a `RunStatus`: how far the run is, over all its processes. It may be called from another thread than the
-    caller's; with comm, that of its rank 0 is called. Raises a ReshardError before anything is written if the transform
-    is refused, and a TransformError if some targets could not be written.
+
+    Args:
+        source_format: read only files of this format, if there are several.
+        source_files: how many files the source was saved in, where nothing in it tells.
+        ranks: the targets to make; None: all.
+        part: (i, n), share number i from 0 of n shares of them.
+        accumulated: as in `transform_checkpoints`.
+        max_shard_size: the most bytes of a file of format "hf", as "5GB" (the default) or a number of bytes.
+        map: an equation, the path of a map, or the name of one that comes with the program; or several of these,
+            applied one after another.
+        forward and reverse: their direction, where names do not tell it; config: path of the model's configuration;
+            like: of a checkpoint whose names and shapes the target is to have.
+        dtype: "TYPE" or "GLOB=TYPE", or several; include, exclude: globs of names in the target.
+        jobs: how many local processes, 1 or more.
+        comm: an mpi4py communicator whose ranks share the work instead; all of them must make the call, and get the
+            same report.
+        progress: a function that is called about twice a second, and once at the end, with a `RunStatus`: how far the
+            run is, over all its processes. It may be called from another thread than the caller's; with comm, that of
+            its rank 0 is called.
+
+    Raises a ReshardError before anything is written if the transform is refused, and a TransformError if some targets
+    could not be written.
     """
     begin = time.monotonic()
     request = request_of(locals())
@@ -189,11 +199,17 @@ def verify(
 ) -> Report:
     """Verify that `target` holds a correct transform of `source`; without `target`, that `source` fits its sums.
 
-    Formats and layouts may differ. ranks: check the shards of these ranks only, of `target` if it is given (None:
-    all). accumulated, map to exclude: those of the transform. replicas: "sample" checks the source strategy as in
-    `transform_checkpoints`, "any" does not. process_num (1 or more), memory, max_active, comm and the log: as
-    there. progress: as in `transform`. Raises DamageError for the first damage, with tensor, file and byte, and how
-    many more there are; another ReshardError if the two cannot be compared, or if `source` keeps no sums.
+    Formats and layouts may differ.
+
+    Args:
+        ranks: check the shards of these ranks only, of `target` if it is given (None: all). accumulated, map to
+            exclude: those of the transform.
+        replicas: "sample" checks the source strategy as in `transform_checkpoints`, "any" does not. process_num (1 or
+            more), memory, max_active, comm and the log: as there.
+        progress: as in `transform`.
+
+    Raises DamageError for the first damage, with tensor, file and byte, and how many more there are; another
+    ReshardError if the two cannot be compared, or if `source` keeps no sums.
     """
     begin = time.monotonic()
     request = request_of(locals() | {"target": source if target is None else target})._replace(recorded=False)
@@ -233,12 +249,18 @@ def diff(
 ) -> Report:
     """Compare two checkpoints: whether they hold the same tensors, whatever their formats, layouts and order of names.
 
-    A strategy of None means that the shards describe themselves, or are one full checkpoint. select, source_format,
-    source_files: for the files of the first one, as in `transform`. map to dtype: what becomes of the first one before
-    it is compared, as in `transform`. include, exclude: which tensors of both are compared. accumulated: how gradients
-    that are being accumulated are joined on either side before they are compared. replicas: as in `verify`. progress:
-    as in `transform`. Raises DifferenceError for the first difference, with tensor, element, values and places, and how
-    many more there are; another ReshardError if the two cannot be compared.
+    A strategy of None means that the shards describe themselves, or are one full checkpoint.
+
+    Args:
+        select, source_format, source_files: for the files of the first one, as in `transform`. map to dtype: what
+            becomes of the first one before it is compared, as in `transform`.
+        include, exclude: which tensors of both are compared.
+        accumulated: how gradients that are being accumulated are joined on either side before they are compared.
+        replicas: as in `verify`.
+        progress: as in `transform`.
+
+    Raises DifferenceError for the first difference, with tensor, element, values and places, and how many more there
+    are; another ReshardError if the two cannot be compared.
     """
     begin = time.monotonic()
     strategies = {"src_strategy": "first_strategy", "dst_strategy": "second_strategy"}
@@ -272,10 +294,13 @@ def load_rank(
 ) -> dict[str, np.ndarray[Any, Any] | str]:
     """Return the shard of target rank `rank` without writing it: C-contiguous arrays, and strings as str, by name.
 
-    source: a checkpoint folder or file, or a map from source rank to shard file. Arrays of bfloat16 and float8 have
-    types of ml_dtypes; int4 comes as int8. Each array owns its memory. What is neither tensor nor text, and how all of
-    it is nested, is not returned. map to exclude: as in `transform`. replicas,
-    accumulated and the log: as in `transform_checkpoints`. Raises a ReshardError.
+    Args:
+        source: a checkpoint folder or file, or a map from source rank to shard file. Arrays of bfloat16 and float8 have
+            types of ml_dtypes; int4 comes as int8. Each array owns its memory. What is neither tensor nor text, and how
+            all of it is nested, is not returned. map to exclude: as in `transform`. replicas, accumulated and the log:
+            as in `transform_checkpoints`.
+
+    Raises a ReshardError.
     """
     arguments, rank = dict(locals()), plain_number(rank, "rank")
     if isinstance(source, Mapping):

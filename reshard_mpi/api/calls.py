@@ -154,7 +154,9 @@ _FIELDS: Mapping[str, Callable[[Any, str], object]] = {
 def request_of(arguments: Mapping[str, Any], **called: str) -> Request:
     """Build a request from the arguments of a public function; arguments that no run uses are ignored.
 
-    called: what the function calls the arguments for some fields of the request, where it has other names for them.
+    Args:
+        called: what the function calls the arguments for some fields of the request, where it has other names for them.
+
     Raises UsageError for wrong values, and for arguments that exclude each other.
     """
     given: dict[str, Any] = {"source": "", "target": ""}
@@ -180,8 +182,10 @@ def run(
 ) -> Outcome:
     """Do the work that a request asks for, in local processes or with a communicator, and log what there is to say.
 
-    progress: the caller's function that is told it. Raises the error that refused the run; other failures are in the
-    outcome.
+    Args:
+        progress: the caller's function that is told it.
+
+    Raises the error that refused the run; other failures are in the outcome.
     """
     if processes < 1:
         raise UsageError(f"{processes_name} is out of range", expected="1 or more", got=str(processes))

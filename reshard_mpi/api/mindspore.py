@@ -86,19 +86,26 @@ def transform_checkpoints(
     """Transform the whole checkpoint under `src_checkpoints_dir` (`rank_x` folders) to the target strategy.
 
     Writes `dst_checkpoints_dir/rank_x/<ckpt_prefix>x.<ending>`; existing files are replaced, each atomically. A
-    strategy of None means one full checkpoint; the strategy files of a folder are merged. process_num: how many local
-    processes; 0 is 1, as in MindSpore, and no more are started than have something to do. output_format: "ckpt",
-    "hdf5", "safetensors" or "torch". unlisted: what becomes of parameters that the target strategy does not list:
-    "follow", "replicate" or "drop". replicas: which copies are compared before that of one rank is taken: "sample"
-    compares a few ranks in a few places of a few tensors, and so checks the source strategy; "check" compares all
-    needed copies as well, byte by byte; "any" compares none. accumulated: what becomes of gradients that are being
-    accumulated (`accu_grads.*`, `grad_sum.*`) and differ between replicas: every target rank gets their "mean"; or the
-    lowest of those that hold the same gets their "sum", and the others zeros; or they "refuse" it. memory: how much of
-    a host's memory all processes of the user may take together: a size such as "64G" or a number of bytes, "unlimited",
-    or None for RESHARD_MPI_MEMORY, or without that all that is free. max_active: how many of them may transform at once
-    on a host. verify: read sources and targets once more and compare them. crc: add the checksum that MindSpore checks
-    (.ckpt, .safetensors). comm: an mpi4py communicator whose ranks share the work; all must make the call.
-    progress: as in `transform`.
+    strategy of None means one full checkpoint; the strategy files of a folder are merged.
+
+    Args:
+        process_num: how many local processes; 0 is 1, as in MindSpore, and no more are started than have something to
+            do.
+        output_format: "ckpt", "hdf5", "safetensors" or "torch".
+        unlisted: what becomes of parameters that the target strategy does not list: "follow", "replicate" or "drop".
+        replicas: which copies are compared before that of one rank is taken: "sample" compares a few ranks in a few
+            places of a few tensors, and so checks the source strategy; "check" compares all needed copies as well, byte
+            by byte; "any" compares none.
+        accumulated: what becomes of gradients that are being accumulated (`accu_grads.*`, `grad_sum.*`) and differ
+            between replicas: every target rank gets their "mean"; or the lowest of those that hold the same gets their
+            "sum", and the others zeros; or they "refuse" it.
+        memory: how much of a host's memory all processes of the user may take together: a size such as "64G" or a
+            number of bytes, "unlimited", or None for RESHARD_MPI_MEMORY, or without that all that is free.
+        max_active: how many of them may transform at once on a host.
+        verify: read sources and targets once more and compare them.
+        crc: add the checksum that MindSpore checks (.ckpt, .safetensors).
+        comm: an mpi4py communicator whose ranks share the work; all must make the call.
+        progress: as in `transform`.
 
     A process waits until there is memory for what it is going to do. The logger "reshard_mpi" gets a warning (WARNING)
     if that takes long, for missing or damaged source files, with the ranks whose files are used instead, and for listed
@@ -134,11 +141,14 @@ def transform_checkpoint_by_rank(
 ) -> Report:
     """Write the shard of target rank `rank_id` to `save_checkpoint_file_name`; an existing file is replaced atomically.
 
-    checkpoint_files_map: source shards by rank; it may have more ranks than are needed, or other replicas. The ending
-    of the file name (.ckpt, .h5, .pt ...) tells the format; its folder is made if there is none. accumulated: as in
-    `transform_checkpoints`; gradients are joined of the shards that `rank_list_for_transform` names if it is told the
-    same. replicas, memory, max_active and the log: as in `transform_checkpoints`. progress: as in `transform`. Raises a
-    ReshardError, and then writes nothing.
+    Args:
+        checkpoint_files_map: source shards by rank; it may have more ranks than are needed, or other replicas. The
+            ending of the file name (.ckpt, .h5, .pt ...) tells the format; its folder is made if there is none.
+        accumulated: as in `transform_checkpoints`; gradients are joined of the shards that `rank_list_for_transform`
+            names if it is told the same. replicas, memory, max_active and the log: as in `transform_checkpoints`.
+        progress: as in `transform`.
+
+    Raises a ReshardError, and then writes nothing.
     """
     begin = time.monotonic()
     request = request_of(locals(), **_FILES)
@@ -232,13 +242,18 @@ def unified_safetensors(
     Writes `part0.safetensors` and so on, of some 3 GiB each, and `param_name_map.json`, which tells which of them holds
     which tensor. Tensors that the strategy does not place, such as step counters, go to `hyper_param.safetensors`.
     MindSpore's `load_distributed_checkpoint` reads these files. Existing files are replaced, each atomically, the map
-    last. merge_with_redundancy: not needed, since a slice is found whichever rank holds it. file_suffix: how the names
-    of the files to read end, before the ending; None: the newest files are read. max_process_num: how many local
-    processes at most; never more than files or cores. choice_func: called with the name of each tensor; False leaves
-    the tensor out, a text is its new name. split_dst_file: (i, n), to write only share number i from 1 of n shares of
-    the parts; the first also writes the map and the other files. replicas, memory, max_active and the log: as in
-    `transform_checkpoints`. progress: as in `transform`. The report's targets are the files, by their numbers. Raises a
-    ReshardError: before anything is written if it cannot be done exactly.
+    last.
+
+    Args:
+        merge_with_redundancy: not needed, since a slice is found whichever rank holds it.
+        file_suffix: how the names of the files to read end, before the ending; None: the newest files are read.
+        max_process_num: how many local processes at most; never more than files or cores.
+        choice_func: called with the name of each tensor; False leaves the tensor out, a text is its new name.
+        split_dst_file: (i, n), to write only share number i from 1 of n shares of the parts; the first also writes the
+            map and the other files. replicas, memory, max_active and the log: as in `transform_checkpoints`.
+        progress: as in `transform`. The report's targets are the files, by their numbers.
+
+    Raises a ReshardError: before anything is written if it cannot be done exactly.
     """
     begin = time.monotonic()
     request = request_of(locals(), source="src_dir", target="dst_dir", src_strategy="src_strategy_file")
@@ -271,7 +286,10 @@ def rank_list_for_transform(
 ) -> list[int]:
     """Return the source ranks whose shards target rank `rank_id` needs, ascending, and as few as suffice.
 
-    accumulated: as in `transform_checkpoints`; a "mean" or "sum" needs the shards of all ranks that hold a part of it.
+    Args:
+        accumulated: as in `transform_checkpoints`; a "mean" or "sum" needs the shards of all ranks that hold a part of
+            it.
+
     Raises UsageError if the target has no such rank, StrategyError or LayoutError if the strategy files are wrong.
     """
     return ranks_needed(plain_number(rank_id, "rank_id"), src_strategy_file, dst_strategy_file, unlisted, accumulated)

@@ -33,11 +33,14 @@ def compare(
 ) -> tuple[UnusableShard, ...]:
     """Compare all copies of tensors that should be the same; return the shards that could not be read.
 
-    all_alike: the tensors and their holders; those of the same holders must follow one another. Each copy is read once,
-    in blocks, two of which are in memory at a time. A shard that lacks a tensor is passed over. on_bytes: called with
-    the number of bytes just compared, of all copies. Raises DisagreementError for the first difference (or where copies
-    are the same that must differ), StrategyError if the source strategy does not list the tensor, or CoverageError if
-    parts of a sum may be on ranks whose shards the user has not picked.
+    Args:
+        all_alike: the tensors and their holders; those of the same holders must follow one another. Each copy is read
+            once, in blocks, two of which are in memory at a time. A shard that lacks a tensor is passed over.
+        on_bytes: called with the number of bytes just compared, of all copies.
+
+    Raises DisagreementError for the first difference (or where copies are the same that must differ), StrategyError if
+    the source strategy does not list the tensor, or CoverageError if parts of a sum may be on ranks whose shards the
+    user has not picked.
     """
     comparison = _Comparison(source, limits, on_bytes)
     for (_, expect_distinct), group in groupby(all_alike, key=attrgetter("holding", "expect_distinct")):

@@ -26,29 +26,25 @@ _STRATEGY_FIRST_BYTE = b"\x08"
 
 
 class ShardFiles(NamedTuple):
-    """The files of a checkpoint by rank, all of one format. The files of a rank hold its tensors together.
+    """The files of a checkpoint by rank, all of one format. The files of a rank hold its tensors together."""
 
-    path: what the user named. notes: what was chosen if there was a choice. picked: whether the caller named the files
-    one by one, so that ranks without a file are not missing. warnings: on files whose rank is unknown, or whose names
-    say that they may not belong together. is_folder: whether an index lists the contents of the files, which make up
-    one full checkpoint; their rank is then 0. said_files: how many files were saved, if the caller says so. latest: the
-    name of the folder, if a file beside it names it as the latest of several. read: the structure of the first file,
-    if it was read to learn whose it is, so that it is parsed once. left_out: in words, which files lie beside these and
-    may be of the same checkpoint, but are not read; empty if none. is_recorded: whether the run that wrote the files
-    has recorded how they are cut, so that they say it as much as files that describe themselves.
-    """
-
-    path: str
+    path: str  # what the user named
     format: str
     by_rank: Mapping[int, tuple[str, ...]]
-    notes: tuple[str, ...] = ()
-    picked: bool = False
+    notes: tuple[str, ...] = ()  # what was chosen if there was a choice
+    picked: bool = False  # whether the caller named the files one by one, so that ranks without a file are not missing
+    # on files whose rank is unknown, or whose names say that they may not belong together
     warnings: tuple[str, ...] = ()
+    # whether an index lists the contents of the files, which make up one full checkpoint; their rank is then 0
     is_folder: bool = False
-    said_files: int | None = None
-    latest: str = ""
+    said_files: int | None = None  # how many files were saved, if the caller says so
+    latest: str = ""  # the name of the folder, if a file beside it names it as the latest of several
+    # the structure of the first file, if it was read to learn whose it is, so that it is parsed once
     read: Manifest | None = None
+    # in words, which files lie beside these and may be of the same checkpoint, but are not read; empty if none
     left_out: str = ""
+    # whether the run that wrote the files has recorded how they are cut, so that they say it as much as files that
+    # describe themselves
     is_recorded: bool = False
 
     def locate(self, path: str, like: Manifest | None = None) -> Manifest:
@@ -79,9 +75,14 @@ def find_shards(
 ) -> ShardFiles:
     """Return the shard files under `path`: `rank_*` folders, one file, or loose files of one full checkpoint.
 
-    A folder that names the latest of the folders in it (`moments`) stands for that one. select: a glob that file names
-    must match. role: what errors call the checkpoint, "source" or "target". format_name: take only files of this
-    format; one file is then of it whatever its ending. file_count: how many files were saved, if the caller knows.
+    A folder that names the latest of the folders in it (`moments`) stands for that one.
+
+    Args:
+        select: a glob that file names must match.
+        role: what errors call the checkpoint, "source" or "target".
+        format_name: take only files of this format; one file is then of it whatever its ending.
+        file_count: how many files were saved, if the caller knows.
+
     Raises SourceError where there is nothing or no clear choice.
     """
     latest = file_selection.latest_in(path)
@@ -133,7 +134,8 @@ def _found(path: str, select: str | None, role: str, format_name: str | None) ->
 def _naming_left_out(files: ShardFiles, folder: str, format_name: str | None) -> ShardFiles:
     """Return files with a warning that names what lies beside them in `folder` and is not read.
 
-    format_name: the one that the user has chosen, so that files of others are left out by his will.
+    Args:
+        format_name: the one that the user has chosen, so that files of others are left out by his will.
     """
     suffixes = formats.by_name(files.format).SUFFIXES
     read: defaultdict[Path, set[str]] = defaultdict(set)  # by folder, relative to `folder`: what is read in it
@@ -323,7 +325,9 @@ def _from_folders(
 def shards_in(folder: Path, select: str | None, format_name: str | None = None) -> list[Path]:
     """Return the shards directly in `folder`, in natural order of their names.
 
-    select: a glob that their names must match. format_name: only those of this format.
+    Args:
+        select: a glob that their names must match.
+        format_name: only those of this format.
     """
     shards = [
         entry

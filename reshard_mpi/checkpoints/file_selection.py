@@ -108,16 +108,12 @@ class FileChoice(NamedTuple):
 
 
 class _Name(NamedTuple):
-    """The name of a shard, cut at its numbers.
+    """The name of a shard, cut at its numbers."""
 
-    words: the texts between them. is_step: of each number, whether it looks like an epoch or a step. ends_in_step:
-    whether the last two are an epoch and a step, as MindSpore ends names.
-    """
-
-    words: tuple[str, ...]
+    words: tuple[str, ...]  # the texts between them
     numbers: tuple[int, ...]
-    is_step: tuple[bool, ...]
-    ends_in_step: bool
+    is_step: tuple[bool, ...]  # of each number, whether it looks like an epoch or a step
+    ends_in_step: bool  # whether the last two are an epoch and a step, as MindSpore ends names
 
     def moment(self, number: int) -> str:
         """Return what one of the numbers, which looks like a step, says."""
@@ -129,10 +125,13 @@ class _Name(NamedTuple):
 def choose(candidates: Mapping[int, list[Path]], path: str) -> FileChoice:
     """Return the file of each rank of the newest checkpoint that all rank folders have.
 
-    candidates: the shards in each rank folder, one or more, in natural order of their names. path: of the checkpoint.
-    Names of one folder may differ in their numbers only: files of other names hold other tensors of the rank. Raises
-    SourceError if they do, if files are parts of one shard, or no checkpoint is in all folders; DisagreementError if
-    the names are of different steps, or of different numbers that are not those of ranks.
+    Args:
+        candidates: the shards in each rank folder, one or more, in natural order of their names.
+        path: of the checkpoint. Names of one folder may differ in their numbers only: files of other names hold other
+            tensors of the rank.
+
+    Raises SourceError if they do, if files are parts of one shard, or no checkpoint is in all folders;
+    DisagreementError if the names are of different steps, or of different numbers that are not those of ranks.
     """
     _require_no_parts(candidates, path)
     _require_one_wording(candidates, path)

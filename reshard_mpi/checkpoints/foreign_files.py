@@ -53,7 +53,8 @@ class _ForeignFolder(NamedTuple):
 def require_readable(folder: str, role: str) -> None:
     """Raise ForeignCheckpointError if a folder, or a save that a file in it names, is of a form that is not read.
 
-    role: what errors call the checkpoint.
+    Args:
+        role: what errors call the checkpoint.
     """
     tagged = _tagged(folder)
     for path in (folder, *tagged):
@@ -193,8 +194,9 @@ _MAX_LOOKED_AT, _MAX_NAMED = 256, 8
 def left_out_of_folder(folder: str, read: Collection[str], is_taken: Callable[[str], bool] = lambda _: False) -> str:
     """Return in words which files and folders in a folder are not read with the checkpoint in it; empty if none.
 
-    read: the names in the folder of which something is read. is_taken: tells of further names that they were chosen
-    among, so that nothing is to be said of them.
+    Args:
+        read: the names in the folder of which something is read.
+        is_taken: tells of further names that they were chosen among, so that nothing is to be said of them.
     """
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)

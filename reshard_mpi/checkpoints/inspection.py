@@ -36,9 +36,13 @@ def inspect(
 
     "kind" is "shard", "checkpoint", "strategy", "run" (a target folder without a complete target) or "commit" (the
     commit record of a target folder). For a checkpoint that a run has made, or is making, "run" and "commit" describe
-    that. names: a glob of the tensors (of a strategy: of the parameters and rules) that are described; None: all.
-    ranks: of which the shards are described; None: all. Raises SourceError if there is nothing that can be read, or
-    nothing of these names and ranks.
+    that.
+
+    Args:
+        names: a glob of the tensors (of a strategy: of the parameters and rules) that are described; None: all.
+        ranks: of which the shards are described; None: all.
+
+    Raises SourceError if there is nothing that can be read, or nothing of these names and ranks.
     """
     wanted = _TensorFilter(None if names is None else Pattern(names), None if ranks is None else frozenset(ranks))
     facts = _facts(os.fspath(path), wanted)

@@ -146,12 +146,10 @@ Shape = tuple[int, ...]
 
 
 class _Tensor(NamedTuple):
-    """One tensor in a checkpoint: its types (one, if the checkpoint is sound), and its shape.
-
-    shapes: the whole shape, if `is_whole`; else those of the parts that ranks hold, since no file tells the whole.
-    """
+    """One tensor in a checkpoint: its types (one, if the checkpoint is sound), and its shape."""
 
     dtypes: frozenset[str]
+    # the whole shape, if `is_whole`; else those of the parts that ranks hold, since no file tells the whole
     shapes: frozenset[Shape]
     is_whole: bool
 

@@ -31,9 +31,11 @@ def open_source(
 ) -> SourceCheckpoint:
     """Join files and strategy; without a strategy the shards describe themselves or are one full checkpoint.
 
-    known_damage: what is known to be wrong with the shards of some ranks, though their structure may be sound.
-    Raises SourceError or StrategyError where they do not belong together, and what is wrong with the first shard
-    where none can be read, or none tells who else holds what it should.
+    Args:
+        known_damage: what is known to be wrong with the shards of some ranks, though their structure may be sound.
+
+    Raises SourceError or StrategyError where they do not belong together, and what is wrong with the first shard where
+    none can be read, or none tells who else holds what it should.
     """
     _require_all_files(files)
     if files.is_folder:

@@ -64,11 +64,14 @@ def drifted_tensors(
 ) -> Drift:
     """Return the tensors that differ from rank to rank, by the pairs of shards that this process compares.
 
-    is_wanted: tells whether targets have a tensor, given its name and the names present. is_known: tells whether the
-    tensor of a name is looked for in all shards that may hold it. damaged_are_replaced: whether shards that do not fit
-    their own checksum are not read for the targets anyway. Raises StrategyError if the source strategy is not that of
-    the checkpoint, CoverageError for a wanted tensor that is not known, ShardError if a shard that differs from another
-    does not fit its own checksum. Shards that cannot be read are passed over.
+    Args:
+        is_wanted: tells whether targets have a tensor, given its name and the names present.
+        is_known: tells whether the tensor of a name is looked for in all shards that may hold it.
+        damaged_are_replaced: whether shards that do not fit their own checksum are not read for the targets anyway.
+
+    Raises StrategyError if the source strategy is not that of the checkpoint, CoverageError for a wanted tensor that is
+    not known, ShardError if a shard that differs from another does not fit its own checksum. Shards that cannot be read
+    are passed over.
     """
     from reshard_mpi.engine.files import Files
 
@@ -153,8 +156,9 @@ def _compared(
 ) -> Iterator[PairResult]:
     """Compare tensors in two shards: `pair.tensors` at most whose parts should be the same, and as many of the others.
 
-    is_recorded: whether the run that wrote the shards has recorded how they are cut: then parts may well be equal.
-    Tensors that cannot be compared, for instance because a shard is damaged, are left to planning.
+    Args:
+        is_recorded: whether the run that wrote the shards has recorded how they are cut: then parts may well be equal.
+            Tensors that cannot be compared, for instance because a shard is damaged, are left to planning.
     """
     one_part_of: dict[tuple[int, Shape | None], bool] = {}
     left = {True: pair.tensors, False: pair.tensors}

@@ -76,8 +76,10 @@ def left_behind(
 ) -> dict[str, int]:
     """Return the tensors of a share of the shards that a target does not take, each with a rank that holds it.
 
-    taken: the tensors of the target. is_wanted: tells whether some target is to have a tensor that no strategy lists.
-    Damaged shards are passed over, and so are names that the source's strategy lists, which planning looks for.
+    Args:
+        taken: the tensors of the target.
+        is_wanted: tells whether some target is to have a tensor that no strategy lists. Damaged shards are passed over,
+            and so are names that the source's strategy lists, which planning looks for.
     """
     only_there: dict[str, int] = {}
     for rank in share.ranks(source.strategy.world_size):
@@ -181,8 +183,10 @@ class ShardOpener:
     ) -> None:
         """Raise StrategyError if a share of the shards holds tensors that no target would get.
 
-        taken: the tensors of this target. is_asked: tells whether a tensor of the source is asked for at all. What the
-        target's strategy lists is looked for by the targets that it is for.
+        Args:
+            taken: the tensors of this target.
+            is_asked: tells whether a tensor of the source is asked for at all. What the target's strategy lists is
+                looked for by the targets that it is for.
         """
 
         def is_wanted(name: str) -> bool:

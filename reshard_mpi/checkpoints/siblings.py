@@ -90,9 +90,12 @@ def in_its_rank(files: ShardFiles) -> ShardFiles:
 def require_full(files: ShardFiles, manifest: Manifest, *, said: bool) -> ShardFiles:
     """Return `files`, which are one full checkpoint; with a note if only a comparison could show that.
 
-    manifest: of the files. said: whether the user has said that the checkpoint is of one rank. Raises SourceError,
-    which names the folder to give instead, if shards of other ranks lie beside it and differ, or if it should be
-    compared with others and cannot be.
+    Args:
+        manifest: of the files.
+        said: whether the user has said that the checkpoint is of one rank.
+
+    Raises SourceError, which names the folder to give instead, if shards of other ranks lie beside it and differ, or if
+    it should be compared with others and cannot be.
     """
     lone = SingleShard.of(files)
     if lone is None:

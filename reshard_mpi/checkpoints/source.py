@@ -28,19 +28,15 @@ DAMAGE = (ShardError, DisagreementError, OSError)
 
 
 class ShardStats(NamedTuple):
-    """How large the shards are that have been read so far.
+    """How large the shards are that have been read so far."""
 
-    tensors, kinds: the most tensors, and the most kinds of them, that one shard holds. decoding_bytes: the most memory
-    that decoding one takes. is_native: whether all describe themselves. is_as_stored: whether all elements are read as
-    they are in the files, without numpy. pieces: the most pieces of tensors that an index lists.
-    """
-
+    # tensors, kinds: the most tensors, and the most kinds of them, that one shard holds
     tensors: int = 0
     kinds: int = 0
-    decoding_bytes: int = 0
-    is_native: bool = True
-    is_as_stored: bool = True
-    pieces: int = 0
+    decoding_bytes: int = 0  # the most memory that decoding one takes
+    is_native: bool = True  # whether all describe themselves
+    is_as_stored: bool = True  # whether all elements are read as they are in the files, without numpy
+    pieces: int = 0  # the most pieces of tensors that an index lists
 
     def including(self, shard: Manifest) -> ShardStats:
         return ShardStats(
@@ -132,7 +128,8 @@ class SourceCheckpoint:
     def completed(self, plan: RankPlan, *, checked: bool) -> RankPlan:
         """Return the plan of a target with what there is to say of the checkpoint besides.
 
-        checked: whether what can be wrong with its tensors' values is looked at.
+        Args:
+            checked: whether what can be wrong with its tensors' values is looked at.
         """
         return plan
 
@@ -183,8 +180,10 @@ class SourceCheckpoint:
     def check_crc(self, rank: int, on_bytes: OnBytes = uncounted) -> ReshardError | None:
         """Check the files of `rank` against their own checksums, if they have any; return the first error.
 
-        A file that is missing in a folder with an index has none: others may hold the same. on_bytes: told how many
-        bytes have just been read.
+        A file that is missing in a folder with an index has none: others may hold the same.
+
+        Args:
+            on_bytes: told how many bytes have just been read.
         """
         module = formats.by_name(self.files.format)
         for path in self.files.by_rank[rank]:

@@ -52,7 +52,8 @@ _PROGRAM = "reshard-mpi"
 def parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     """Return the parser of the command line. The parsed command's name is in `command`.
 
-    arguments: those that it will parse, if it needs to know only their command: each command takes its time to add.
+    Args:
+        arguments: those that it will parse, if it needs to know only their command: each command takes its time to add.
     """
     top = CommandParser(
         prog=_PROGRAM,

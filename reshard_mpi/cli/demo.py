@@ -58,8 +58,10 @@ _TARGET = {
 def run_demo(folder: str | None, comm: Comm) -> str:
     """Make the checkpoint, reshard and check it; return an account. The processes of `comm` share the targets.
 
-    folder: where to leave the files; None for a temporary one. Raises TargetError if `folder` has a demo already,
-    DisagreementError if any element is not where it should be.
+    Args:
+        folder: where to leave the files; None for a temporary one.
+
+    Raises TargetError if `folder` has a demo already, DisagreementError if any element is not where it should be.
     """
     with _shared_folder(folder, comm) as base:
         tensors = _tensors()

@@ -277,7 +277,8 @@ def write_report(path: str, facts: Mapping[str, Any], outcome: Outcome, seconds:
 def summary(outcome: Outcome, seconds: float, *, is_verified: bool) -> str:
     """Return the closing line of a run; of one file by itself, it says where that is.
 
-    is_verified: whether targets were compared with their sources.
+    Args:
+        is_verified: whether targets were compared with their sources.
     """
     made = [target for target in outcome.targets if not target.skipped]
     skipped = len(outcome.targets) - len(made)

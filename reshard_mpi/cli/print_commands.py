@@ -124,7 +124,9 @@ def _diff(options: argparse.Namespace) -> int:
 def _finds(work: str, what: str, options: argparse.Namespace, sound: Callable[[Outcome, float], str]) -> bool:
     """Do the work of `runs.workers.Task`, and print its findings; tell whether there are any.
 
-    what: each of its findings is. sound: returns the closing line where there is none.
+    Args:
+        what: each of its findings is.
+        sound: returns the closing line where there is none.
     """
     from reshard_mpi.runs.progress import say
 

@@ -37,18 +37,15 @@ _SPARSE, _LITTLE_BYTES = 16, 64 << 10
 
 
 class _BatchSource(NamedTuple):
-    """Where one part of several tensors comes from.
+    """Where one part of several tensors comes from."""
 
-    path, starts: the source file, and the offset of each source tensor in it. first_bytes: offset of the part in its
-    source tensor. span_bytes: from the part's first byte to the end of its last. stored, dtype: the type of the
-    elements in the source, and in the target.
-    """
-
+    # path, starts: the source file, and the offset of each source tensor in it
     path: str
     starts: Numbers
-    first_bytes: int
-    span_bytes: int
+    first_bytes: int  # offset of the part in its source tensor
+    span_bytes: int  # from the part's first byte to the end of its last
     strides: Strides
+    # stored, dtype: the type of the elements in the source, and in the target
     stored: DType
     dtype: DType
 
@@ -59,37 +56,34 @@ class _BatchSource(NamedTuple):
 
 
 class _Moved(NamedTuple):
-    """Tensors of one group that a route moves a part of.
+    """Tensors of one group that a route moves a part of."""
 
-    group, places: the number of their group, and their places in it. starts, targets: their offsets in the source file
-    and in the target file.
-    """
-
+    # group, places: the number of their group, and their places in it
     group: int
     places: Numbers
     route: _BatchSource
+    # starts, targets: their offsets in the source file and in the target file
     starts: Numbers
     targets: Numbers
 
 
 class _TargetColumns(NamedTuple):
-    """The tensors of a target in file order, one array element for each.
+    """The tensors of a target in file order, one array element for each."""
 
-    groups: number of the tensor's group. in_group: its place in that. starts, sizes: its offset in the target file and
-    its size, in bytes. small: whether it can be moved in a batch.
-    """
-
-    groups: Numbers
-    in_group: Numbers
+    groups: Numbers  # number of the tensor's group
+    in_group: Numbers  # its place in that
+    # starts, sizes: its offset in the target file and its size, in bytes
     starts: Numbers
     sizes: Numbers
-    small: np.ndarray[Any, np.dtype[np.bool_]]
+    small: np.ndarray[Any, np.dtype[np.bool_]]  # whether it can be moved in a batch
 
 
 class Batches:
     """Moves the small tensors of one target.
 
-    span: only tensors in this range of the target file; None: all. most_bytes: the largest size of a small tensor.
+    Attributes:
+        span: only tensors in this range of the target file; None: all.
+        most_bytes: the largest size of a small tensor.
     """
 
     def __init__(
@@ -258,7 +252,8 @@ def _runs(strides: Strides, stored: DType, dtype: DType) -> tuple[Numbers, Numbe
 def _take(window: memoryview, content: memoryview, moved: _Moved) -> None:
     """Copy the runs of a route from source tensors to target tensors.
 
-    moved: with the offsets of these tensors in `window` and in `content`.
+    Args:
+        moved: with the offsets of these tensors in `window` and in `content`.
     """
     for _, sources, targets in _steps(window, content, moved):
         targets.array[targets.offsets] = sources.array[sources.offsets]

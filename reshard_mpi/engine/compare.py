@@ -23,8 +23,11 @@ def first_difference(
 ) -> tuple[Copy, tuple[int, ...]] | None:
     """Return a copy that differs from the check's first one, and the index of the first element that differs.
 
-    The index is that in the target. None if all copies are equal. Every copy is read once. files: open files to use;
-    None: they are opened for this check alone. on_bytes: called with the number of bytes just compared, of all copies.
+    The index is that in the target. None if all copies are equal. Every copy is read once.
+
+    Args:
+        files: open files to use; None: they are opened for this check alone.
+        on_bytes: called with the number of bytes just compared, of all copies.
     """
     if files is None:
         with Files() as files:
@@ -93,7 +96,10 @@ def first_difference_of_tensors(
 ) -> tuple[int, ...] | None:
     """Return the index of the first element, in row-major order, in which two tensors of the same box and type differ.
 
-    None if they are equal. on_bytes: called with the number of bytes of a tensor that have just been compared.
+    None if they are equal.
+
+    Args:
+        on_bytes: called with the number of bytes of a tensor that have just been compared.
     """
     box, itemsize = first.spec.box, first.spec.dtype.itemsize_bytes
     both = (_contents(files, tensor, box, limits) for tensor in (first, second))
@@ -151,7 +157,10 @@ def _element(block: Box, number: int) -> tuple[int, ...]:
 def excerpt(files: Files, entry: TensorEntry, box: Box) -> bytes:
     """Return the bytes of `box`, a run of the row-major elements that a shard holds, in this machine's byte order.
 
-    box: in coordinates of the part that the shard holds. Raises ShardError if the bytes cannot be read.
+    Args:
+        box: in coordinates of the part that the shard holds.
+
+    Raises ShardError if the bytes cannot be read.
     """
     if isinstance(entry.source, LibraryRead):
         return entry.source.read(box).tobytes()

@@ -34,7 +34,8 @@ _KEPT_STEPS = 64
 class PartSum:
     """The sum of one part of a tensor, to which blocks are added as they are read.
 
-    whole: the box of the whole tensor. The blocks must be disjoint.
+    Attributes:
+        whole: the box of the whole tensor. The blocks must be disjoint.
     """
 
     def __init__(self, whole: Box, itemsize_bytes: int) -> None:

@@ -51,20 +51,14 @@ def _bits(value: float) -> int:
 
 
 class _SmallFloat(NamedTuple):
-    """A type smaller than float32.
+    """A type smaller than float32."""
 
-    mantissa_bits: how many are stored. least_exponent: that of its smallest normal number, as float32 stores it.
-    largest: magnitudes beyond this one, as a float32, become what this one becomes. too_large: the least magnitude, as
-    a float32, that it has no number for. has_infinity: whether infinities are not too large. nan: the bits of a NaN
-    beside its sign and what it keeps of the mantissa.
-    """
-
-    mantissa_bits: int
-    least_exponent: int
-    largest: int
-    too_large: int
-    has_infinity: bool
-    nan: int
+    mantissa_bits: int  # how many are stored
+    least_exponent: int  # that of its smallest normal number, as float32 stores it
+    largest: int  # magnitudes beyond this one, as a float32, become what this one becomes
+    too_large: int  # the least magnitude, as a float32, that it has no number for
+    has_infinity: bool  # whether infinities are not too large
+    nan: int  # the bits of a NaN beside its sign and what it keeps of the mantissa
 
 
 _FORMS = {
@@ -77,9 +71,11 @@ _FORMS = {
 def convert(source: Array, stored: DType, out: Array, dtype: DType) -> int:
     """Convert the elements `source` of type `stored` to `dtype`; return how many finite ones are too large for it.
 
-    source, out: contiguous arrays of one dimension and of one length, of unsigned integers that are as wide as the
-    elements. Where infinities are too large as well, they count too. Both types must be in `dtypes.FLOATS`. Raises
-    ReshardError if this thread takes tiny numbers for zero.
+    Args:
+        source, out: contiguous arrays of one dimension and of one length, of unsigned integers that are as wide as the
+            elements. Where infinities are too large as well, they count too. Both types must be in `dtypes.FLOATS`.
+
+    Raises ReshardError if this thread takes tiny numbers for zero.
     """
     if stored == dtype:
         out[...] = source

@@ -36,17 +36,13 @@ _REMEDY = (
 
 @dataclass(slots=True)
 class Traffic:
-    """How many bytes were read from sources, mapped of them, and written to the target.
-
-    too_large: how many elements were too large for the type that they were converted to. overflows: how many of these
-    went into each target tensor, by name.
-    """
+    """How many bytes were read from sources, mapped of them, and written to the target."""
 
     requested_bytes: int = 0
     mapped_bytes: int = 0
     written_bytes: int = 0
-    too_large: int = 0
-    overflows: dict[str, int] = field(default_factory=dict)
+    too_large: int = 0  # how many elements were too large for the type that they were converted to
+    overflows: dict[str, int] = field(default_factory=dict)  # how many of these went into each target tensor, by name
 
 
 class ByteRuns(NamedTuple):
@@ -68,8 +64,9 @@ class ByteRuns(NamedTuple):
 class Files:
     """Source files, opened on first use and closed together, and a target file, if there is one.
 
-    on_bytes: called with the number of target bytes just written. target: descriptor that is open for writing (and for
-    reading, if `read_target` is called); the caller closes it.
+    Attributes:
+        on_bytes: called with the number of target bytes just written.
+        target: descriptor that is open for writing (and for reading, if `read_target` is called); the caller closes it.
     """
 
     def __init__(self, on_bytes: OnBytes = lambda _: None, target: int = -1) -> None:
@@ -195,7 +192,10 @@ class Files:
     def write(self, part: ByteRange, buffer: memoryview, moved_bytes: int | None = None) -> None:
         """Write `buffer` to `part`, a range of the target.
 
-        moved_bytes: how many of the bytes count as written (others were there before); None: all. Raises OSError.
+        Args:
+            moved_bytes: how many of the bytes count as written (others were there before); None: all.
+
+        Raises OSError.
         """
         done = 0
         while done < part.length_bytes:

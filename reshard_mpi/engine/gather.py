@@ -45,7 +45,10 @@ _FLOAT64, _FLOAT32 = BY_NAME["float64"], BY_NAME["float32"]
 class Reduction:
     """The sum or the mean of as many tensors as are added. dtype: of their elements, one of `dtypes.FLOATS`.
 
-    size: how many elements each has. Raises ReshardError if this thread takes tiny numbers for zero.
+    Attributes:
+        size: how many elements each has.
+
+    Raises ReshardError if this thread takes tiny numbers for zero.
     """
 
     def __init__(self, dtype: DType, size: int, *, is_mean: bool) -> None:
@@ -116,9 +119,11 @@ _READ_TO_CONVERT_BYTES = 256 * KIB
 def gather(files: Files, copy: Copy, out: Array, out_box: Box, limits: Limits) -> None:
     """Read the source of a copy into its target region of an array.
 
-    out: a C-contiguous array of raw elements (see `raw_dtype`) that holds `out_box`, in which the copy's target region
-    must lie. At most `limits.window_bytes` of the source are mapped at a time. Raises ShardError if the source cannot
-    be read.
+    Args:
+        out: a C-contiguous array of raw elements (see `raw_dtype`) that holds `out_box`, in which the copy's target
+            region must lie. At most `limits.window_bytes` of the source are mapped at a time.
+
+    Raises ShardError if the source cannot be read.
     """
     source = copy.source.source
     if not copy.region.size:
@@ -364,16 +369,12 @@ def _read_whole(
 
 
 class _InStoredOrder(NamedTuple):
-    """A copy whose source has its axes in the order in which elements lie: those farthest apart come first.
+    """A copy whose source has its axes in the order in which elements lie: those farthest apart come first."""
 
-    copy: the copy as it was. axes: of its source, in that order. turned: the copy with its regions so turned, which is
-    good for nothing but to tell where its parts go. steps: along the turned axes; None: it is row-major.
-    """
-
-    copy: Copy
-    axes: tuple[int, ...]
-    turned: Copy
-    steps: tuple[int, ...] | None
+    copy: Copy  # the copy as it was
+    axes: tuple[int, ...]  # of its source, in that order
+    turned: Copy  # the copy with its regions so turned, which is good for nothing but to tell where its parts go
+    steps: tuple[int, ...] | None  # along the turned axes; None: it is row-major
 
     @classmethod
     def of(cls, copy: Copy) -> _InStoredOrder:

@@ -25,7 +25,8 @@ class Stream:
     def within(self, span: tuple[int, int] | None) -> tuple[int, int]:
         """Return the first byte of the stream that lies in a span of the file, and the one after the last.
 
-        span: first byte and end; None: all of the file. All ranges must be in that one file, ascending.
+        Args:
+            span: first byte and end; None: all of the file. All ranges must be in that one file, ascending.
         """
         if span is None:
             return 0, self._starts[-1]
@@ -60,7 +61,9 @@ class Stream:
 def byte_runs(runs: Runs, itemsize: int, source: Stream, target: Stream, span: tuple[int, int]) -> Iterator[ByteRuns]:
     """Yield `runs` of elements as runs of bytes in files.
 
-    itemsize: of an element, in bytes. span: only what lies between these bytes of the target stream.
+    Args:
+        itemsize: of an element, in bytes.
+        span: only what lies between these bytes of the target stream.
     """
     length, source_step, target_step = runs.length * itemsize, runs.source_step * itemsize, runs.target_step * itemsize
     source_start, target_start = runs.source_offset * itemsize, runs.target_offset * itemsize

@@ -32,9 +32,12 @@ def sum_shard(
 ) -> Iterator[Summed]:
     """Yield the sums of every tensor of `plan`, by its sources and by the shard `target`.
 
-    span: only elements that begin in this range of the target file, and tensors without elements; None: all. on_bytes:
-    called with the number of bytes just summed; each byte of the target counts once, half of it for its source. Raises
-    ShardError if a file cannot be read.
+    Args:
+        span: only elements that begin in this range of the target file, and tensors without elements; None: all.
+        on_bytes: called with the number of bytes just summed; each byte of the target counts once, half of it for its
+            source.
+
+    Raises ShardError if a file cannot be read.
     """
     buffer = memoryview(bytearray(limits.buffer_bytes))
     with Files() as files:
@@ -55,7 +58,8 @@ def sum_tensors(
 ) -> Iterator[Summed]:
     """Yield the sums of `tensors` by the shard that holds them. Raises ShardError if it cannot be read.
 
-    on_bytes: called with the number of bytes just summed.
+    Args:
+        on_bytes: called with the number of bytes just summed.
     """
     buffer = memoryview(bytearray(limits.buffer_bytes))
     with Files() as files:
@@ -67,7 +71,8 @@ def sum_tensors(
 def sum_sources(tensors: Iterable[TensorPlan], *, limits: Limits, on_bytes: OnBytes) -> Iterator[Summed]:
     """Yield the sums of planned tensors by their sources. Raises ShardError if one cannot be read.
 
-    on_bytes: called with the number of bytes just summed.
+    Args:
+        on_bytes: called with the number of bytes just summed.
     """
     buffer = memoryview(bytearray(limits.buffer_bytes))
     with Files() as files:

@@ -102,9 +102,12 @@ def write_shard(
 ) -> Traffic:
     """Write every tensor of `plan` to the ranges that `target` reserved, and return how many bytes were moved.
 
-    descriptor: of the target file, open for reading and writing. span: write only this range of the file, while other
-    processes write the rest; None: all of it. on_bytes: called with the number of target bytes just written. Raises
-    ShardError if a source cannot be read, OSError if the target cannot be written.
+    Args:
+        descriptor: of the target file, open for reading and writing.
+        span: write only this range of the file, while other processes write the rest; None: all of it.
+        on_bytes: called with the number of target bytes just written.
+
+    Raises ShardError if a source cannot be read, OSError if the target cannot be written.
     """
     buffer = memoryview(bytearray(limits.buffer_bytes))
     tensors = plan.tensors

@@ -89,8 +89,10 @@ class Folder:
     def open_file(self, name: str, flags: int, purpose: str, mode: int = 0o666) -> int:
         """Open a regular file of this user without blocking, and return its descriptor.
 
-        purpose: how errors call it. Raises FileNotFoundError, or TargetError if it is a link, no regular file, or of
-        another user.
+        Args:
+            purpose: how errors call it.
+
+        Raises FileNotFoundError, or TargetError if it is a link, no regular file, or of another user.
         """
         flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
@@ -192,8 +194,11 @@ class Folder:
 def create_file(path: str, mode: int, folder: int | None = None, called: Path | None = None) -> int:
     """Make the new file `path` and return its descriptor, for reading and writing.
 
-    folder: the descriptor of the folder that `path` is relative to. called: the name in errors. Raises TargetError
-    if anything has that name, even a link that leads nowhere.
+    Args:
+        folder: the descriptor of the folder that `path` is relative to.
+        called: the name in errors.
+
+    Raises TargetError if anything has that name, even a link that leads nowhere.
     """
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode, dir_fd=folder)
@@ -287,7 +292,10 @@ def wait_for_lock(
 ) -> bool:
     """Wait for a lock; tell whether it was taken. It was not if `settled` said meanwhile that it is needed no more.
 
-    say: is told after a second who is in the way. Raises TargetError, which names them, after `patience_seconds`.
+    Args:
+        say: is told after a second who is in the way.
+
+    Raises TargetError, which names them, after `patience_seconds`.
     """
     begin = time.monotonic()
     is_told, nap_seconds = False, _SHORTEST_NAP_SECONDS

@@ -16,20 +16,17 @@ if TYPE_CHECKING:
 
 
 class _Form(NamedTuple):
-    """Where a format's module is, and how its files and folders are recognized without importing that.
-
-    suffixes: file name endings; a file whose ending several formats have is a shard of the first. marks: names of files
-    that mark a folder as one checkpoint, the index first; if `index_says`, only an index that has these bytes near its
-    beginning, since others use its name too. parts: the pattern of the names of a checkpoint's files, which mark their
-    folder as well. is_target: whether checkpoints of the format can be written.
-    """
+    """Where a format's module is, and how its files and folders are recognized without importing that."""
 
     module: str
-    suffixes: tuple[str, ...]
+    suffixes: tuple[str, ...]  # file name endings; a file whose ending several formats have is a shard of the first
+    # names of files that mark a folder as one checkpoint, the index first; if `index_says`, only an index that has
+    # these bytes near its beginning, since others use its name too
     marks: tuple[str, ...] = ()
     index_says: bytes = b""
+    # the pattern of the names of a checkpoint's files, which mark their folder as well
     parts: re.Pattern[str] | None = None
-    is_target: bool = True
+    is_target: bool = True  # whether checkpoints of the format can be written
 
 
 _FORMS = {

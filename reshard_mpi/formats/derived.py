@@ -13,8 +13,12 @@ from reshard_mpi.formats.tensor_table import NOT_CONTIGUOUS, ChunkedTensors, Ten
 def converted(tensors: TensorTable, dtype: DType) -> TensorTable:
     """Return the same tensors, with other floating-point types converted to `dtype` on reading.
 
-    Names, numbers and numbers of kinds stay what they are. dtype: one of `dtypes.FLOATS`. Raises ValueError if it is
-    another one.
+    Names, numbers and numbers of kinds stay what they are.
+
+    Args:
+        dtype: one of `dtypes.FLOATS`.
+
+    Raises ValueError if it is another one.
     """
     if dtype not in FLOATS:
         raise ValueError(f"elements cannot be converted to {dtype}")
@@ -34,7 +38,8 @@ def constant(name: str, dtype: DType, shape: tuple[int, ...], element: bytes) ->
 class JoinedTensors(TensorTable):
     """The sums of the tensors that several shards have by some names, or their means; numbered in the order of these.
 
-    shards: in the order in which they are added; all have these tensors, of the same kinds.
+    Attributes:
+        shards: in the order in which they are added; all have these tensors, of the same kinds.
     """
 
     __slots__ = ("_is_mean", "_numbers", "_shards")

@@ -80,7 +80,8 @@ def opened(path: str) -> Iterator[tuple[int, int]]:
 def crc32_of(fd: int, path: str, span: Span, crc: int = 0, on_bytes: Callable[[int], None] = lambda _: None) -> int:
     """Return the CRC-32 of bytes of a file, continued from `crc`. Raises ShardError if the file has become shorter.
 
-    on_bytes: told how many bytes have just been read.
+    Args:
+        on_bytes: told how many bytes have just been read.
     """
     from zlib_ng.zlib_ng import crc32
 

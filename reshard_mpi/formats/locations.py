@@ -26,43 +26,34 @@ class ByteRange(NamedTuple):
 
 
 class ByteRanges(NamedTuple):
-    """A tensor's row-major bytes as one stream of byte ranges, which may be cut at any byte.
-
-    swapped: whether the file has the other byte order than this machine.
-    """
+    """A tensor's row-major bytes as one stream of byte ranges, which may be cut at any byte."""
 
     ranges: tuple[ByteRange, ...]
-    swapped: bool = False
+    swapped: bool = False  # whether the file has the other byte order than this machine
 
 
 class StridedView(NamedTuple):
-    """A tensor whose elements lie at even distances in one file, like a view of an array.
-
-    offset_bytes: of its first element. strides_bytes: for each dimension, how far apart neighbours are: a multiple of
-    the element's size, or 0 if all indices mean the same element. swapped: as in `ByteRanges`.
-    """
+    """A tensor whose elements lie at even distances in one file, like a view of an array."""
 
     path: str
-    offset_bytes: int
+    offset_bytes: int  # of its first element
+    # for each dimension, how far apart neighbours are: a multiple of the element's size, or 0 if all indices mean the
+    # same element
     strides_bytes: tuple[int, ...]
-    swapped: bool = False
+    swapped: bool = False  # as in `ByteRanges`
 
 
 @dataclass(frozen=True, slots=True)
 class LibraryRead:
-    """A tensor that must be read through its library (compressed or chunked storage).
-
-    read: returns a box of the tensor, in the tensor's own coordinates, as a C-contiguous array of raw elements
-    (unsigned integers or void of the element's size, in this machine's byte order). chunk: the shape that the library
-    decodes at once. decoding_bytes: the memory that decoding a chunk takes, besides the box that is read. kept_bytes:
-    the memory that the library keeps for a chunk while it decodes the next.
-    """
+    """A tensor that must be read through its library (compressed or chunked storage)."""
 
     path: str
+    # returns a box of the tensor, in the tensor's own coordinates, as a C-contiguous array of raw elements (unsigned
+    # integers or void of the element's size, in this machine's byte order)
     read: Callable[[Box], np.ndarray[Any, Any]] = field(compare=False, repr=False)
-    chunk: tuple[int, ...]
-    decoding_bytes: int
-    kept_bytes: int
+    chunk: tuple[int, ...]  # the shape that the library decodes at once
+    decoding_bytes: int  # the memory that decoding a chunk takes, besides the box that is read
+    kept_bytes: int  # the memory that the library keeps for a chunk while it decodes the next
 
 
 class Constant(NamedTuple):
@@ -72,24 +63,18 @@ class Constant(NamedTuple):
 
 
 class Converted(NamedTuple):
-    """A tensor whose elements are converted to another floating-point type when they are read.
+    """A tensor whose elements are converted to another floating-point type when they are read."""
 
-    place: where they are. dtype: the type that they have there.
-    """
-
-    place: Location
-    dtype: DType
+    place: Location  # where they are
+    dtype: DType  # the type that they have there
 
 
 class Reduced(NamedTuple):
-    """A tensor each of whose elements is the sum, or the mean, of one element of each of several tensors.
+    """A tensor each of whose elements is the sum, or the mean, of one element of each of several tensors."""
 
-    places: where these tensors are, in the order in which they are added. They have the type and shape of this one.
-    is_mean: whether it is the mean.
-    """
-
+    # where these tensors are, in the order in which they are added. They have the type and shape of this one.
     places: tuple[Location, ...]
-    is_mean: bool
+    is_mean: bool  # whether it is the mean
 
 
 # Where a tensor is.

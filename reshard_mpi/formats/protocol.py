@@ -15,56 +15,45 @@ from reshard_mpi.formats.manifest import Manifest, ShardSpec
 
 
 class Costs(NamedTuple):
-    """How much memory a process needs because of a format, in bytes, measured and rounded up (`test_projection.py`).
+    """How much memory a process needs because of a format, in bytes, measured and rounded up (`test_projection.py`)."""
 
-    reading, writing, checking: for each tensor of a shard that is read, written, or compared with its own sums.
-    library: for what is loaded to write; numpy comes on top if `uses_numpy`. cached: what the library keeps for each
-    tensor; most_cached: at most. child, child_tensor: for a child process that reads files that other programs have
-    written, and for each tensor of these; 0 if there is no such process.
-    """
-
+    # reading, writing, checking: for each tensor of a shard that is read, written, or compared with its own sums
     reading: int
     writing: int
     checking: int
-    library: int = 0
+    library: int = 0  # for what is loaded to write; numpy comes on top if `uses_numpy`
     uses_numpy: bool = False
-    cached: int = 0
+    cached: int = 0  # what the library keeps for each tensor; most_cached: at most
     most_cached: int = 0
+    # child, child_tensor: for a child process that reads files that other programs have written, and for each tensor of
+    # these; 0 if there is no such process
     child: int = 0
     child_tensor: int = 0
 
 
 class Traits(NamedTuple):
-    """The abilities and costs of a format.
-
-    title: the words for its checkpoints, if not its name. describes_itself: a shard states its rank and how its
-    checkpoint is sharded. has_crc: a shard can be sealed with a checksum of the whole file. crc_counts_scalars: in which
-    whole numbers count as so many bytes (see `manifest.is_in_crc`). keeps_sums: a shard has a place for sums of its tensors.
-    keeps_strings: it has a place for strings. shares_blocks: large tensors are aligned so that file systems can share
-    their blocks. is_folder: a checkpoint is a folder whose files an index lists (see `protocol.FolderFormat`).
-    split_by_size: a checkpoint is a full one, in files that are filled up to a size. sharded_variant: the format in which such a
-    checkpoint is written instead if it is cut over ranks. default_target: the format in which what is read is written,
-    unless another one is asked for; None: the same. knows_file_count: whether a folder tells which files it should have; if
-    not, the user must say how many. types_own_loader_refuses: names of types that its own framework writes and does not read again:
-    they are taken over from shards of the same format alone. own_loader_refuses_empty: whether that framework refuses a
-    shard of nothing.
-    """
+    """The abilities and costs of a format."""
 
     costs: Costs
-    describes_itself: bool = False
-    has_crc: bool = False
-    crc_counts_scalars: bool = False
-    keeps_sums: bool = False
-    shares_blocks: bool = False
-    is_folder: bool = False
-    split_by_size: bool = False
-    keeps_strings: bool = True
+    describes_itself: bool = False  # a shard states its rank and how its checkpoint is sharded
+    has_crc: bool = False  # a shard can be sealed with a checksum of the whole file
+    crc_counts_scalars: bool = False  # in which whole numbers count as so many bytes (see `manifest.is_in_crc`)
+    keeps_sums: bool = False  # a shard has a place for sums of its tensors
+    shares_blocks: bool = False  # large tensors are aligned so that file systems can share their blocks
+    is_folder: bool = False  # a checkpoint is a folder whose files an index lists (see `protocol.FolderFormat`)
+    split_by_size: bool = False  # a checkpoint is a full one, in files that are filled up to a size
+    keeps_strings: bool = True  # it has a place for strings
+    # the format in which such a checkpoint is written instead if it is cut over ranks
     sharded_variant: str | None = None
+    # the format in which what is read is written, unless another one is asked for; None: the same
     default_target: str | None = None
+    # whether a folder tells which files it should have; if not, the user must say how many
     knows_file_count: bool = True
-    title: str = ""
+    title: str = ""  # the words for its checkpoints, if not its name
+    # names of types that its own framework writes and does not read again: they are taken over from shards of the same
+    # format alone
     types_own_loader_refuses: tuple[str, ...] = ()
-    own_loader_refuses_empty: bool = False
+    own_loader_refuses_empty: bool = False  # whether that framework refuses a shard of nothing
 
 
 NO_SUMS: Mapping[str, int] = {}
@@ -86,8 +75,11 @@ class Format(Protocol):
 
     A format that is no target (`formats.TARGETS`) has no MODE, and none of the functions that write.
 
-    NAME is the format's name in options and reports, SUFFIXES the file name endings that mark it. MODE: the permissions
-    that a file has while it is written, before the user's mask. TRAITS: what it can do.
+    NAME is the format's name in options and reports, SUFFIXES the file name endings that mark it.
+
+    Attributes:
+        MODE: the permissions that a file has while it is written, before the user's mask.
+        TRAITS: what it can do.
     """
 
     @property
@@ -105,7 +97,8 @@ class Format(Protocol):
     def locate(self, path: str, like: Manifest | None = None) -> Manifest:
         """Read the structure of the shard at `path`. Raises ShardError if it is not a sound shard of this format.
 
-        like: another shard of the checkpoint; where the structure of this one is the same, it need not be parsed.
+        Args:
+            like: another shard of the checkpoint; where the structure of this one is the same, it need not be parsed.
         """
 
     def read_back(self, meant: Manifest) -> None:
@@ -114,24 +107,33 @@ class Format(Protocol):
     def size_at_most_bytes(self, spec: ShardSpec, *, crc: bool = False) -> int:
         """Return an upper bound of the size of the shard of `spec` in bytes, structure and gaps included.
 
-        crc: whether it will have a checksum of the whole file. Loads no library. Raises TargetError for a tensor of a
-        type that the format does not have, or not with `crc`; it is called for every target before anything is written.
+        Args:
+            crc: whether it will have a checksum of the whole file. Loads no library.
+
+        Raises TargetError for a tensor of a type that the format does not have, or not with `crc`; it is called for
+        every target before anything is written.
         """
 
     def reserve(self, fd: int, path: str, spec: ShardSpec) -> Manifest:
         """Write everything but payloads to an empty file, and give it its final length.
 
-        fd: the file, open for reading and writing. path: of that file. The returned manifest tells where each payload
-        must be written; the place of each tensor is Segments. Raises TargetError for what cannot be stored, OSError if
-        the file cannot be written.
+        Args:
+            fd: the file, open for reading and writing.
+            path: of that file. The returned manifest tells where each payload must be written; the place of each tensor
+                is Segments.
+
+        Raises TargetError for what cannot be stored, OSError if the file cannot be written.
         """
 
     def seal(self, fd: int, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = False) -> None:
         """Finish the file after its payloads are in place (permissions; whatever depends on the payload).
 
-        sums: of its tensors by name, which are stored if the file was reserved with a place for them; empty if they are
-        not known. crc: add a checksum of the whole file. Raises UsageError if the format has no such checksum, OSError
-        if the file cannot be written.
+        Args:
+            sums: of its tensors by name, which are stored if the file was reserved with a place for them; empty if they
+                are not known.
+            crc: add a checksum of the whole file.
+
+        Raises UsageError if the format has no such checksum, OSError if the file cannot be written.
         """
 
     def stored_sums(self, path: str) -> Mapping[str, int]:
@@ -140,7 +142,8 @@ class Format(Protocol):
     def check_crc(self, path: str, on_bytes: OnBytes = uncounted) -> bool:
         """Tell whether the file has a checksum of all of its bytes. Raises ShardError if they do not fit it.
 
-        on_bytes: told how many bytes have just been read; those of the structure may be missing.
+        Args:
+            on_bytes: told how many bytes have just been read; those of the structure may be missing.
         """
 
 

@@ -79,10 +79,13 @@ def commit_if_complete(
 ) -> Differences:
     """Write the commit record if all targets of the run are complete; return messages that are not in `told`.
 
-    made: the ranks of the targets that are complete, as the caller knows. any_written: some have just been written; if
-    none has, an existing commit record is kept. While another process writes a target nothing is done, since that
-    process calls this afterwards. Raises TransformError if the records do not say what the caller knows;
-    DisagreementError or CoverageError as `commit` does.
+    Args:
+        made: the ranks of the targets that are complete, as the caller knows.
+        any_written: some have just been written; if none has, an existing commit record is kept. While another process
+            writes a target nothing is done, since that process calls this afterwards.
+
+    Raises TransformError if the records do not say what the caller knows; DisagreementError or CoverageError as
+    `commit` does.
     """
     committed = None if any_written else CommitRecord.read(folder)
     if committed is not None and committed.digest == identity.digest and _has_index(folder, identity.format):

@@ -104,14 +104,12 @@ def glob_of(chosen: str) -> str | None:
 
 
 class RunIdentity(NamedTuple):
-    """Identifies a run by all that decides which bytes it writes.
+    """Identifies a run by all that decides which bytes it writes."""
 
-    facts: plain JSON values by name (strategies' digests, source path, chosen files, prefix, format, options).
-    files: where strategies and maps were read from, by the names of their digests in `facts`, and the glob that the
-    chosen files match, if one was given; for messages only, since a file that has been moved is the same.
-    """
-
+    # plain JSON values by name (strategies' digests, source path, chosen files, prefix, format, options)
     facts: Mapping[str, Any]
+    # where strategies and maps were read from, by the names of their digests in `facts`, and the glob that the chosen
+    # files match, if one was given; for messages only, since a file that has been moved is the same
     files: Mapping[str, str] = {}
 
     @property
@@ -229,19 +227,14 @@ _COMMITTED = {"targets", "sources", "sums", "digest", "format", "version"}
 
 
 class CommitRecord(NamedTuple):
-    """The contents of `reshard.json`.
+    """The contents of `reshard.json`."""
 
-    digest: of the run that made the targets. files: of the targets, by rank. sums: CRC-32 of whole tensors by name, in
-    hexadecimal; none if unknown. sizes_bytes: of the files, by rank, as far as recorded. sources: the files that the
-    targets were made from, with their sizes. run: what the run was asked to do.
-    """
-
-    digest: str
-    files: Mapping[int, str]
-    sums: Mapping[str, str]
-    sizes_bytes: Mapping[int, int]
-    sources: tuple[tuple[str, int], ...]
-    run: RunIdentity
+    digest: str  # of the run that made the targets
+    files: Mapping[int, str]  # of the targets, by rank
+    sums: Mapping[str, str]  # CRC-32 of whole tensors by name, in hexadecimal; none if unknown
+    sizes_bytes: Mapping[int, int]  # of the files, by rank, as far as recorded
+    sources: tuple[tuple[str, int], ...]  # the files that the targets were made from, with their sizes
+    run: RunIdentity  # what the run was asked to do
 
     @classmethod
     def read(cls, folder: Path) -> CommitRecord | None:
@@ -295,7 +288,10 @@ def keep_strategy(state: Folder, text: str) -> None:
 def recorded_strategy(folder: Path, files: Mapping[int, Sequence[str]]) -> tuple[str, str] | None:
     """Return the placement table of a committed run's targets and the path of the record; None if nothing says it.
 
-    files: paths of the shards by rank, which must be those that the commit record of `folder` names, of the same sizes.
+    Args:
+        files: paths of the shards by rank, which must be those that the commit record of `folder` names, of the same
+            sizes.
+
     Raises OSError if a record or a file cannot be looked at.
     """
     committed = CommitRecord.read(folder)

@@ -47,7 +47,9 @@ def note_replaceable(lock: int, path: Path) -> None:
 def require_own_target(state: Folder | None, folder: Path, target_rank: int, path: Path) -> None:
     """Raise TargetError if the file at `path`, where a target goes, is nobody's that this folder's records know.
 
-    state: the open folder of the records; None if there is none. folder: the target folder.
+    Args:
+        state: the open folder of the records; None if there is none.
+        folder: the target folder.
     """
     record = None if state is None else TargetRecord.read(state.path, target_rank)
     if state is not None and (
@@ -69,8 +71,9 @@ def require_own_target(state: Folder | None, folder: Path, target_rank: int, pat
 def require_own_index(folder: Path, state: Path, identity: RunIdentity, is_begun: Callable[[], bool]) -> None:
     """Raise TargetError if the folder has an index, or a commit record, that the run `identity` has not written.
 
-    is_begun: tells whether the folder's records are those of this run. It is asked after a file has been seen, since
-    another process may begin the run, and end it, meanwhile.
+    Args:
+        is_begun: tells whether the folder's records are those of this run. It is asked after a file has been seen,
+            since another process may begin the run, and end it, meanwhile.
     """
     index = formats.index_of(identity.format)
     if index is not None and os.path.lexists(folder / index):

@@ -59,13 +59,13 @@ class Sources(NamedTuple):
     """Files of the source under `folder`, in the order of their ranks.
 
     Only within the run that has looked at them: named: the folder by the name that it is read by, which may be a link
-    that leads elsewhere later. statuses: what else tells that a file has changed, of each.
+    that leads elsewhere later.
     """
 
     folder: str = ""
     files: tuple[SourceFile, ...] = ()
     named: str = ""
-    statuses: tuple[FileStatus, ...] = ()
+    statuses: tuple[FileStatus, ...] = ()  # what else tells that a file has changed, of each
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Sources:
@@ -152,8 +152,9 @@ def require_same_sources(sources: Mapping[int, Sources], remedy: str) -> None:
 def require_one_state(targets: Mapping[int, tuple[Sources, int]], remedy: str) -> None:
     """Raise DisagreementError if the source was changed after some targets had been made and before others were.
 
-    targets: by rank, the sources of a target, and when its file was written (nanoseconds since 1970). Changes after all
-    of them were made do not matter.
+    Args:
+        targets: by rank, the sources of a target, and when its file was written (nanoseconds since 1970). Changes after
+            all of them were made do not matter.
     """
     last_ns = max((file.modified_ns for sources, _ in targets.values() for file in sources.files), default=0)
     for target_rank, (sources, written_ns) in targets.items():

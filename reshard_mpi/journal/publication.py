@@ -33,10 +33,14 @@ _BLOCK_BYTES = 512
 class Publication:
     """A file that is written in the folder of its final name, and takes that name when `publish` is called.
 
-    If the block ends without that, the file is removed. partial: its path until then. descriptor: open for reading and
-    writing as long as the block lasts. mode: its permissions, before the user's mask. before: called before the file
-    takes its name, with its status and the sums given to `publish`. then: called when it is in place. host: the name
-    of this host if other processes may write the same file at once.
+    If the block ends without that, the file is removed.
+
+    Attributes:
+        partial: its path until then. descriptor: open for reading and writing as long as the block lasts.
+        mode: its permissions, before the user's mask.
+        before: called before the file takes its name, with its status and the sums given to `publish`.
+        then: called when it is in place.
+        host: the name of this host if other processes may write the same file at once.
     """
 
     def __init__(
@@ -161,8 +165,9 @@ def require_own_stale(folder: Folder, name: str) -> None:
 def remove_stale(folder: Folder, name: str, host: str = "") -> None:
     """Remove the partial files of `name` whose writers have died.
 
-    host: the name of this host if others may be writing the file: then only those made on this host are removed.
-    Without it nobody may, so all are; raises TargetError if one belongs to another user.
+    Args:
+        host: the name of this host if others may be writing the file: then only those made on this host are removed.
+            Without it nobody may, so all are; raises TargetError if one belongs to another user.
     """
     if not host:
         require_own_stale(folder, name)

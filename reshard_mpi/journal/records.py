@@ -46,19 +46,16 @@ DAMAGE = (LookupError, TypeError, ValueError, OverflowError)
 
 
 class TargetInputs(NamedTuple):
-    """What one target was made from, to be compared with what other targets were made from.
+    """What one target was made from, to be compared with what other targets were made from."""
 
-    read_ranks: the source ranks that its tensors come from. moments: those of its plan, and which of several
-    checkpoints the source is. sources: their files, as they were when it was planned. texts: digest of the strings it
-    holds. The other fields are those of its plan.
-    """
-
+    # the source ranks that its tensors come from. moments: those of its plan, and which of several checkpoints the
+    # source is.
     read_ranks: tuple[int, ...]
     held: StageDigest
     shared_facts: tuple[SharedFact, ...]
     prefix_digests: tuple[PrefixDigest, ...]
-    sources: Sources = Sources()
-    texts: str = ""
+    sources: Sources = Sources()  # their files, as they were when it was planned
+    texts: str = ""  # digest of the strings it holds. The other fields are those of its plan.
 
     @classmethod
     def of(cls, plan: RankPlan, sources: Sources, of_choice: tuple[SharedFact, ...] = ()) -> TargetInputs:
@@ -68,10 +65,7 @@ class TargetInputs(NamedTuple):
 
 
 class TensorSum(NamedTuple):
-    """The sum of the part of a tensor that a shard holds (see `engine.crc`): a box of `shape` at `start`.
-
-    loose: copies of the tensor may differ: no strategy places it, or it is an accumulated gradient.
-    """
+    """The sum of the part of a tensor that a shard holds (see `engine.crc`): a box of `shape` at `start`."""
 
     name: str
     dtype: str
@@ -79,7 +73,7 @@ class TensorSum(NamedTuple):
     start: tuple[int, ...]
     shape: tuple[int, ...]
     value: int
-    loose: bool
+    loose: bool  # copies of the tensor may differ: no strategy places it, or it is an accumulated gradient
 
     @classmethod
     def of(cls, facts: Sequence[Any]) -> TensorSum:
@@ -104,19 +98,17 @@ class TensorSum(NamedTuple):
 
 
 class TargetRecord(NamedTuple):
-    """Records that a target is complete. digest: of the run that made it. file: its path in the target folder.
-
-    sums: of its tensors, in file order; none if it was not verified. announced: the inode and time of modification of
-    the file, in a record that is written just before the file takes its name, and which is true from then on, even if
-    the writer dies; None in a record that is written when the file is in place.
-    """
+    """Records that a target is complete. digest: of the run that made it. file: its path in the target folder."""
 
     digest: str
     rank: int
     file: str
     size_bytes: int
     evidence: TargetInputs
-    sums: tuple[TensorSum, ...] = ()
+    sums: tuple[TensorSum, ...] = ()  # of its tensors, in file order; none if it was not verified
+    # the inode and time of modification of the file, in a record that is written just before the file takes its name,
+    # and which is true from then on, even if the writer dies; None in a record that is written when the file is in
+    # place
     announced: tuple[int, int] | None = None
 
     def is_about(self, status: os.stat_result) -> bool:
@@ -212,8 +204,9 @@ def recorded_ranks(state: Path) -> list[int]:
 def read_json(path: Path, room: fields.RecordLimits = RUN_ROOM, *, follow_link: bool = False) -> dict[str, Any] | None:
     """Return the JSON object in a file: None if there is no such file, an empty one if it holds anything else.
 
-    room: a file that exceeds it counts as damaged. follow_link: for checkpoints that are folders of links; without it
-    a link counts as damaged.
+    Args:
+        room: a file that exceeds it counts as damaged.
+        follow_link: for checkpoints that are folders of links; without it a link counts as damaged.
     """
 
     def opened(path: str, flags: int) -> int:
@@ -273,7 +266,8 @@ def _announced(value: Any) -> tuple[int, int]:
 def joined_sums(parts: Iterable[Sequence[TensorSum]], names: Iterable[str]) -> tuple[TensorSum, ...]:
     """Return the sums of the tensors of one shard from the sums of its parts, which have no elements in common.
 
-    names: the tensors in file order.
+    Args:
+        names: the tensors in file order.
     """
     values: defaultdict[str, list[int]] = defaultdict(list)
     sums = {}

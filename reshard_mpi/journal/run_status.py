@@ -81,7 +81,8 @@ def commit(folder: Path) -> Committed:
 def _require_complete(folder: Path, identity: RunIdentity, besides: str) -> list[TargetRecord]:
     """Return the records of all targets. Raises TransformError, which names incomplete targets.
 
-    besides: what the error is to say besides.
+    Args:
+        besides: what the error is to say besides.
     """
     target_ranks = identity.target_ranks
     targets = _recorded_targets(folder, identity)

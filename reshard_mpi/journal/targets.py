@@ -187,8 +187,12 @@ class Journal:
     def begin(self, say: Say = lambda _: None) -> None:
         """Create the folder and record the run in it; join the run if another process has begun it.
 
-        Before that the `leftovers` of an earlier run are removed. say: is told who is waited for. Raises TargetError as
-        `check` does, and if the lock is held for too long.
+        Before that the `leftovers` of an earlier run are removed.
+
+        Args:
+            say: is told who is waited for.
+
+        Raises TargetError as `check` does, and if the lock is held for too long.
         """
         make_folders(self.folder)
         run, path = run_path(self._state), self._state / _RUN_LOCK
@@ -219,8 +223,12 @@ class Journal:
     ) -> Iterator[Publication]:
         """Hold the target's lock and yield the file to write and publish; if it is not published, it is removed.
 
-        evidence: for its record. mode: its permissions while it is written. say: is told who is waited for. Raises
-        TargetError if a live process is writing the target.
+        Args:
+            evidence: for its record.
+            mode: its permissions while it is written.
+            say: is told who is waited for.
+
+        Raises TargetError if a live process is writing the target.
         """
         with (
             Folder.open(self.folder) as folder,
@@ -432,7 +440,8 @@ class Unrecorded:
     ) -> Iterator[Publication]:
         """Yield the file to write and publish; if it is not published, it is removed.
 
-        mode: its permissions while it is written.
+        Args:
+            mode: its permissions while it is written.
         """
         make_folders(self._folder)
         self._withdraw_record(target_rank, path)

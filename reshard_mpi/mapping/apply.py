@@ -54,18 +54,14 @@ _OWN = TermTensor(0, ())
 
 
 class _Matched(NamedTuple):
-    """What becomes of the tensors of a checkpoint.
-
-    matches: what equations take. states: the state that follows them, or has other names. kept: the names of tensors
-    that stay as they are. dropped: those that are left out, by name. counted: those that are computed anew.
-    """
+    """What becomes of the tensors of a checkpoint."""
 
     direction: Direction | None
-    matches: Sequence[Match]
-    states: Sequence[Match]
-    kept: Sequence[str]
-    dropped: Mapping[str, Drop]
-    counted: CountedScalars
+    matches: Sequence[Match]  # what equations take
+    states: Sequence[Match]  # the state that follows them, or has other names
+    kept: Sequence[str]  # the names of tensors that stay as they are
+    dropped: Mapping[str, Drop]  # those that are left out, by name
+    counted: CountedScalars  # those that are computed anew
 
 
 def applied(
@@ -78,9 +74,14 @@ def applied(
 ) -> MapResult:
     """Apply the rules of a map to the tensors of a checkpoint.
 
-    rules: None: every tensor keeps its name and shape. forward: the direction; None: as the names tell. like: decides
-    which equations apply, and in which order tensors are; what is made must be alike, of what `choice` takes. settings:
-    of the source's optimizer. Raises MapError if the map does not fit.
+    Args:
+        rules: None: every tensor keeps its name and shape.
+        forward: the direction; None: as the names tell.
+        like: decides which equations apply, and in which order tensors are; what is made must be alike, of what
+            `choice` takes.
+        settings: of the source's optimizer.
+
+    Raises MapError if the map does not fit.
     """
     taken = _taken(rules, inventory, forward, like)
     everything = _everything(taken, rules, inventory, choice, like, settings)

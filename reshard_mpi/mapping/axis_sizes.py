@@ -58,8 +58,10 @@ def padded_extent(length: int, padded: Padded, sizes: Sizes) -> int:
 def solved(dimensions: Sequence[Dimension], known: Sizes) -> dict[str, int]:
     """Return the length of every axis of the dimensions.
 
-    known: those that are known, which may be of other axes too. Raises SizesProblem if the dimensions contradict each
-    other or do not tell an axis.
+    Args:
+        known: those that are known, which may be of other axes too.
+
+    Raises SizesProblem if the dimensions contradict each other or do not tell an axis.
     """
     sizes = {**known, **dict(_multiples(dimensions, known))}
     waiting = list(dimensions)
@@ -161,9 +163,11 @@ class ConfigurationNeeded(ExpressionProblem):
 def evaluated(text: str, config: Mapping[str, object] | None) -> int:
     """Return the value of an expression.
 
-    config: a model's configuration; a dotted key is looked up in tables within it. Raises ExpressionProblem if a key is
-    not there or is no integer, or if a division leaves a rest; ConfigurationNeeded if there is a key and no
-    configuration.
+    Args:
+        config: a model's configuration; a dotted key is looked up in tables within it.
+
+    Raises ExpressionProblem if a key is not there or is no integer, or if a division leaves a rest; ConfigurationNeeded
+    if there is a key and no configuration.
     """
     if len(text) > _MAX_TEXT:
         raise ExpressionProblem(f"it is longer than {_MAX_TEXT} characters")

@@ -21,12 +21,10 @@ MadeUp = ConstantTensor | Computed
 
 
 class _Composed(NamedTuple):
-    """How tensors are made of the first ones.
-
-    places: for each source of the shape, in order, the source of the last map and that of the map before.
-    """
+    """How tensors are made of the first ones."""
 
     shape: TargetShape
+    # for each source of the shape, in order, the source of the last map and that of the map before
     places: tuple[tuple[TermTensor, TermTensor], ...]
 
 
@@ -134,7 +132,9 @@ def chained(
 ) -> Iterator[MapResult]:
     """Yield the result of each map, applied to the result of the one before. Raises as `applied` does.
 
-    choice, like: of what the last one makes. settings: of the source's optimizer.
+    Args:
+        choice, like: of what the last one makes.
+        settings: of the source's optimizer.
     """
     *first, last = rules
     stranded: frozenset[str] = frozenset()

@@ -32,12 +32,10 @@ Key = tuple[str, ...]
 
 
 class Candidates(NamedTuple):
-    """The tensors that fit the terms of a side: for each term, by key, the names by the values of other captures.
-
-    misfits: by key, the name of one that is named as those which a term puts together, and does not fit.
-    """
+    """The tensors that fit the terms of a side: for each term, by key, the names by the values of other captures."""
 
     by_term: tuple[Mapping[Key, Mapping[tuple[int, ...], str]], ...]
+    # by key, the name of one that is named as those which a term puts together, and does not fit
     misfits: Mapping[Key, str]
 
     @property
@@ -174,8 +172,11 @@ def told_direction(
 ) -> Direction:
     """Return the direction in which a map is read.
 
-    forward: as the user says; None: as the names tell. Where these fit both directions, an equation that the user has
-    typed is read as it is written. Raises MapError if names fit neither direction, or both those of a file.
+    Args:
+        forward: as the user says; None: as the names tell. Where these fit both directions, an equation that the user
+            has typed is read as it is written.
+
+    Raises MapError if names fit neither direction, or both those of a file.
     """
     if forward is not None:
         return Direction(forward)

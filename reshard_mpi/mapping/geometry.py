@@ -42,7 +42,8 @@ def blocks_of(side: Sequence[Term]) -> list[Block]:
 def check(left: Sequence[Term], right: Sequence[Term], *, copies: bool = False) -> tuple[str, ...]:
     """Return the captures that all names of an equation share. Raises EquationProblem if it is not one-to-one.
 
-    copies: whether the only tensor of one side is each of those on the other.
+    Args:
+        copies: whether the only tensor of one side is each of those on the other.
     """
     for side in (left, right):
         names = [term.name.text for term in side]
@@ -189,8 +190,11 @@ class _BlockAxes(NamedTuple):
 def geometry(source: Sequence[Term], target: Sequence[Term], sizes: Sizes, *, copies: bool = False) -> Geometry:
     """Return which boxes of the source tensors become which of the target tensors.
 
-    sizes: of all axes; those of captures that face dimensions too. copies: whether each target tensor is made of the
-    first one of the source. Raises EquationProblem if there are too many boxes.
+    Args:
+        sizes: of all axes; those of captures that face dimensions too.
+        copies: whether each target tensor is made of the first one of the source.
+
+    Raises EquationProblem if there are too many boxes.
     """
     source_blocks, target_blocks = blocks_of(source), blocks_of(target)
     if copies:

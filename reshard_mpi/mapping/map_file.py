@@ -46,8 +46,10 @@ _MAX_SHOWN = 100
 def parse_rules(text: str, where: str, config: Mapping[str, object] | None = None) -> Rules:
     """Read a map file.
 
-    config: the model's configuration, for expressions in [axes]. Raises MapError, with the place in the file, for what
-    it cannot mean.
+    Args:
+        config: the model's configuration, for expressions in [axes].
+
+    Raises MapError, with the place in the file, for what it cannot mean.
     """
     content = _content(text, where)
     entries, lines = content["map"], [text.count("\n", 0, header.start()) + 1 for header in _HEADER.finditer(text)]
@@ -338,8 +340,11 @@ def map_path(name: str) -> Path | None:
 def read_rules(name: str, config: str | None) -> tuple[Rules, dict[str, str]]:
     """Read the rules of a map; return them with digests of their files (`map`, and `config` if there is one).
 
-    name: of a map that comes with the program, the path of a file, or an equation. config: the path of a model's
-    configuration; None: there is none. Raises MapError if one of them cannot be read.
+    Args:
+        name: of a map that comes with the program, the path of a file, or an equation.
+        config: the path of a model's configuration; None: there is none.
+
+    Raises MapError if one of them cannot be read.
     """
     path = map_path(name)
     text = name if path is None else _text(path, MAX_BYTES, "the map")

@@ -49,8 +49,11 @@ def fitted(
 ) -> Geometry:
     """Solve the equation for these shapes of its source's terms.
 
-    axes: the lengths that the map gives. counts: those of the axes that names stand for. Raises SizesProblem or
-    EquationProblem.
+    Args:
+        axes: the lengths that the map gives.
+        counts: those of the axes that names stand for.
+
+    Raises SizesProblem or EquationProblem.
     """
     if source[0].dims is None:
         numbers = range(len(target))
@@ -106,17 +109,13 @@ def whole_pair(place: TermTensor, shape: tuple[int, ...]) -> BoxPair:
 
 
 class Match(NamedTuple):
-    """One set of tensors that an equation takes.
-
-    sources: their names. targets: the names of what is made of them. equal: tensors that must hold the same as the
-    first one, which is taken.
-    """
+    """One set of tensors that an equation takes."""
 
     rule: EquationRule
-    sources: Mapping[TermTensor, str]
-    targets: Mapping[TermTensor, str]
+    sources: Mapping[TermTensor, str]  # their names
+    targets: Mapping[TermTensor, str]  # the names of what is made of them
     geometry: Geometry
-    equal: tuple[str, ...] = ()
+    equal: tuple[str, ...] = ()  # tensors that must hold the same as the first one, which is taken
 
 
 def matches(
@@ -124,9 +123,12 @@ def matches(
 ) -> Iterator[Match]:
     """Yield the sets of tensors that equations take: of several equations the first one.
 
-    like: an equation does not apply where it would make tensors that are not in it, by name and shape; None: there is
-    no such checkpoint. Raises MapError if tensors are there in part, if shapes do not fit, if an equation that must
-    applies nowhere, or if only a checkpoint that the target is to be like could tell whether one applies.
+    Args:
+        like: an equation does not apply where it would make tensors that are not in it, by name and shape; None: there
+            is no such checkpoint.
+
+    Raises MapError if tensors are there in part, if shapes do not fit, if an equation that must applies nowhere, or if
+    only a checkpoint that the target is to be like could tell whether one applies.
     """
     left = dict(inventory)
     known: dict[object, Geometry] = {}

@@ -53,16 +53,12 @@ class Numbered(NamedTuple):
 
 
 class Training(NamedTuple):
-    """The training in a file: model, optimizers, parameter groups.
+    """The training in a file: model, optimizers, parameter groups."""
 
-    prefix: what names of the model's tensors begin with. optimizer: None if there is none, or no state in it.
-    parameters: the names of its parameters, by number. are_named: the optimizer says these names itself.
-    """
-
-    prefix: str
-    optimizer: Numbered | None
-    parameters: Mapping[int, str]
-    are_named: bool = False
+    prefix: str  # what names of the model's tensors begin with
+    optimizer: Numbered | None  # None if there is none, or no state in it
+    parameters: Mapping[int, str]  # the names of its parameters, by number
+    are_named: bool = False  # the optimizer says these names itself
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -97,9 +93,13 @@ def value_of(node: Any, key: str) -> Any:
 def training_in(nest: str | None, shapes: TemplateShapes, alias: Mapping[str, str], where: str) -> Training:
     """Find the training in a file.
 
-    nest: the text that says how its tensors are nested, and their order. shapes: of all its tensors. alias: for tensors
-    that are others once more, such as tied weights, the name of the first of them. where: the file, for errors. Raises
-    MapError if state is numbered and the names of the parameters cannot be told.
+    Args:
+        nest: the text that says how its tensors are nested, and their order.
+        shapes: of all its tensors.
+        alias: for tensors that are others once more, such as tied weights, the name of the first of them.
+        where: the file, for errors.
+
+    Raises MapError if state is numbered and the names of the parameters cannot be told.
     """
     if nest is None:
         return NO_TRAINING
@@ -161,7 +161,10 @@ def _twin(
     """Return the path of another model that has all these parameters by names and shapes; None if there is none.
 
     It has more tensors besides, else it would fit the numbers too: buffers of users' own, which only one of a model and
-    its copy (EMA, a teacher) may have, or parameters that are frozen. parameters: of the model at `prefix`.
+    its copy (EMA, a teacher) may have, or parameters that are frozen.
+
+    Args:
+        parameters: of the model at `prefix`.
     """
     own = [name.removeprefix(prefix) for name in parameters]
     while all("." in name for name in own) and len({name.partition(".")[0] for name in own}) == 1:
@@ -190,7 +193,10 @@ def _gone(nest: str, prefix: str, optimizer: Numbered, shapes: TemplateShapes) -
 def in_order(nest: str, names: Iterable[str], where: str) -> list[str]:
     """Return tensor names in the order of a nest; names that it does not have come last.
 
-    where: the file of the nest, for errors. Raises MapError if the nest cannot be read.
+    Args:
+        where: the file of the nest, for errors.
+
+    Raises MapError if the nest cannot be read.
     """
     names = list(names)
     _, place = _parsed(nest, names, where)
@@ -315,7 +321,10 @@ def _parameters(
 def named_tensors(training: Training, shapes: TemplateShapes, where: str, *, is_stripped: bool) -> dict[str, str]:
     """Return names of a file's tensors in which parameters are not numbered but named, and for each that in the file.
 
-    is_stripped: whether what names of the model's tensors begin with is left out. Raises MapError if two become one.
+    Args:
+        is_stripped: whether what names of the model's tensors begin with is left out.
+
+    Raises MapError if two become one.
     """
     prefix = training.prefix if is_stripped else ""
     named: dict[str, str] = {}

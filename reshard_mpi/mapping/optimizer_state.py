@@ -94,8 +94,11 @@ def followed(
 ) -> Iterator[Match]:
     """Yield the state that follows parameters: parameters in `matches`, and for `rules.states` unmapped ones too.
 
-    left: the names of tensors that no equation has taken. like: decides which of `rules.states` applies. Raises
-    MapError if some of the parameters that are put together have a state that others lack.
+    Args:
+        left: the names of tensors that no equation has taken.
+        like: decides which of `rules.states` applies.
+
+    Raises MapError if some of the parameters that are put together have a state that others lack.
     """
     match_of = {
         name: number for number, match in enumerate(matches) for name in (*match.sources.values(), *match.equal)
@@ -133,7 +136,9 @@ def owners(
 ) -> dict[str, str]:
     """Return, by name, the parameters that tensors are state of; other tensors are left out.
 
-    names: of some of the tensors of the source, or of the target. shapes: of all of them.
+    Args:
+        names: of some of the tensors of the source, or of the target.
+        shapes: of all of them.
     """
     side = _target if in_target else _source
     known = [] if rules is None or direction is None else [side(rule, direction) for rule in rules.states]
@@ -151,8 +156,11 @@ def owned_by(name: str, owner_of: Mapping[str, str]) -> Iterator[str]:
 def _having_state(match: Match, bases: Collection[str], affixes: NameAffixes) -> Match:
     """Return the part of a match that has a state: a BatchNorm's running figures have none, weight and bias may have.
 
-    bases: the names of the parameters that have it. affixes: what is around them in those of the state. Raises MapError
-    if some of the parameters that a tensor is made of have it, and others have not.
+    Args:
+        bases: the names of the parameters that have it.
+        affixes: what is around them in those of the state.
+
+    Raises MapError if some of the parameters that a tensor is made of have it, and others have not.
     """
     targets = {}
     for place, target in match.targets.items():
@@ -180,7 +188,8 @@ def _parameter_of(
 ) -> tuple[str, NameAffixes] | None:
     """Return the parameter that owns a state tensor, and the affixes of the name; None if it is no state.
 
-    known: what maps have around names of parameters in those of their state.
+    Args:
+        known: what maps have around names of parameters in those of their state.
     """
     parted = _parted(name, known, shapes) or parted_anywhere(name, shapes)
     if parted is None or (shapes[name] != shapes[parted[0]] and prod(shapes[name]) != 1):
@@ -238,7 +247,8 @@ def _chosen(
 ) -> EquationRule | None:
     """Return the first rule that makes state that the target is to have.
 
-    targets: the names of the parameters that it is made for.
+    Args:
+        targets: the names of the parameters that it is made for.
     """
     for rule in rules:
         if like is None or all(_target(rule, direction).around(name) in like for name in targets):
@@ -286,7 +296,8 @@ def _state(
 def require_none_stranded(kept: Iterable[str], taken: Iterable[Match], inventory: Inventory) -> None:
     """Raise MapError if a tensor that stays as it is looks like state of a parameter that an equation takes.
 
-    kept: the names of those that stay, and are neither left out nor state of another tensor by its whole name.
+    Args:
+        kept: the names of those that stay, and are neither left out nor state of another tensor by its whole name.
     """
     states = list(filter(is_named_like_state, kept))
     if not states:

@@ -16,14 +16,11 @@ from reshard_mpi.sharding.box import Box
 
 
 class CountedScalars(NamedTuple):
-    """Tensors of the source that hold numbers of an optimizer, which are computed anew for the target.
-
-    steps: those that hold how many steps were taken, all the same, by `rule`. numbers: those that hold settings.
-    """
+    """Tensors of the source that hold numbers of an optimizer, which are computed anew for the target."""
 
     rule: Count | None
-    steps: tuple[str, ...]
-    numbers: tuple[tuple[str, Number], ...]
+    steps: tuple[str, ...]  # those that hold how many steps were taken, all the same, by `rule`
+    numbers: tuple[tuple[str, Number], ...]  # those that hold settings
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -31,16 +28,12 @@ class CountedScalars(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """A tensor of one element that is computed.
-
-    steps: the tensor that holds how many steps were taken; None if it is not needed. number: what it is, with `steps`;
-    None: the steps themselves.
-    """
+    """A tensor of one element that is computed."""
 
     name: str
     kind: ShapeAndType
-    steps: str | None
-    number: Number | None
+    steps: str | None  # the tensor that holds how many steps were taken; None if it is not needed
+    number: Number | None  # what it is, with `steps`; None: the steps themselves
     where: str
 
 
@@ -76,7 +69,8 @@ def computed(
 ) -> Iterator[Computed]:
     """Yield computed scalars: from `known`, and from the optimizer settings on the left.
 
-    made: the names of all tensors that are made otherwise.
+    Args:
+        made: the names of all tensors that are made otherwise.
     """
     steps = known.steps[0] if known.steps else None
     if not direction.is_forward:
@@ -105,8 +99,10 @@ def values_of(
 ) -> Iterator[tuple[Computed, bytes]]:
     """Yield computed scalars with the bytes of their element.
 
-    read: returns the number that a tensor of the source holds. Raises MapError if a type cannot hold a number, or if
-    one of `known` does not belong to the settings.
+    Args:
+        read: returns the number that a tensor of the source holds.
+
+    Raises MapError if a type cannot hold a number, or if one of `known` does not belong to the settings.
     """
     for name, number in known.numbers:
         if number.is_power and known.steps:
@@ -125,17 +121,13 @@ def _shape(name: str, usual: tuple[int, ...], like: TemplateShapes | None) -> tu
 
 
 class DerivedTensor(NamedTuple):
-    """A tensor that is made of others.
-
-    shape: its pairs, and what of it is zeros. sources: the names of the tensors that pairs take from. where: the place
-    of the equation in the map; empty for a tensor that no equation takes.
-    """
+    """A tensor that is made of others."""
 
     name: str
     dtype: DType
-    shape: TargetShape
-    sources: Mapping[TermTensor, str]
-    where: str
+    shape: TargetShape  # its pairs, and what of it is zeros
+    sources: Mapping[TermTensor, str]  # the names of the tensors that pairs take from
+    where: str  # the place of the equation in the map; empty for a tensor that no equation takes
 
 
 def taken_of(tensor: DerivedTensor) -> tuple[TermTensor, ...]:
@@ -177,25 +169,21 @@ class Pads(NamedTuple):
 
 
 class MapResult(NamedTuple):
-    """All that a map makes of a checkpoint.
-
-    left_out: the names of tensors that go nowhere. states_left_out: those of them that are left out with the parameter
-    whose state they are. computed: tensors of one element that are computed, with the `settings` of the optimizer on
-    the left. counted: those of the source that hold what is computed anew. cautions: what people must know of it, in
-    words. stranded: state that stays while its parameter goes, which is left out after a later map.
-    """
+    """All that a map makes of a checkpoint."""
 
     made: tuple[DerivedTensor, ...]
     constants: tuple[ConstantTensor, ...]
     equal: tuple[Equal, ...]
     pads: tuple[Pads, ...]
-    left_out: tuple[str, ...]
+    left_out: tuple[str, ...]  # the names of tensors that go nowhere
     direction: Direction | None
+    # tensors of one element that are computed, with the `settings` of the optimizer on the left
     computed: tuple[Computed, ...] = ()
-    counted: CountedScalars = CountedScalars(None, (), ())
-    cautions: tuple[str, ...] = ()
+    counted: CountedScalars = CountedScalars(None, (), ())  # those of the source that hold what is computed anew
+    cautions: tuple[str, ...] = ()  # what people must know of it, in words
     settings: Mapping[str, Any] = MappingProxyType({})
-    states_left_out: tuple[str, ...] = ()
+    states_left_out: tuple[str, ...] = ()  # those of them that are left out with the parameter whose state they are
+    # state that stays while its parameter goes, which is left out after a later map
     stranded: frozenset[str] = frozenset()
 
 

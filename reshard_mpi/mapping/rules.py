@@ -54,15 +54,12 @@ _MOST_OFF = 1e-3
 
 
 class Count(NamedTuple):
-    """How many steps were taken.
+    """How many steps were taken."""
 
-    each: on the left, a tensor of each parameter, beside that of the name `beside`. total: on the right, one tensor.
-    """
-
-    each: NamePattern
+    each: NamePattern  # on the left, a tensor of each parameter, beside that of the name `beside`
     beside: NamePattern
     each_type: DType
-    total: str
+    total: str  # on the right, one tensor
     total_type: DType
     where: str
 
@@ -219,24 +216,19 @@ TYPES = {
 
 
 class EquationRule(NamedTuple):
-    """An equation that tensors are taken through.
-
-    shared: the captures in all its names. is_optional: whether it may apply nowhere, or where only some of its tensors
-    are there. copies: whether the one tensor of one side is each of those on the other. drops_pads: whether padding
-    that is not zero is thrown away. where: its place in the file. like: what it is without a checkpoint that the target
-    is to be like: "only": it does not apply then; "needed": where it could apply, nothing tells whether it does;
-    "forward": as "needed" if it is read forward, and backward as without this. warning: what people are told where it
-    applies.
-    """
+    """An equation that tensors are taken through."""
 
     equation: Equation
-    shared: tuple[str, ...]
-    is_optional: bool
-    copies: bool
-    drops_pads: bool
-    where: str
+    shared: tuple[str, ...]  # the captures in all its names
+    is_optional: bool  # whether it may apply nowhere, or where only some of its tensors are there
+    copies: bool  # whether the one tensor of one side is each of those on the other
+    drops_pads: bool  # whether padding that is not zero is thrown away
+    where: str  # its place in the file
+    # what it is without a checkpoint that the target is to be like: "only": it does not apply then; "needed": where it
+    # could apply, nothing tells whether it does; "forward": as "needed" if it is read forward, and backward as without
+    # this
     like: str | None = None
-    warning: str = ""
+    warning: str = ""  # what people are told where it applies
 
     @property
     def keeps_names(self) -> bool:
@@ -246,35 +238,28 @@ class EquationRule(NamedTuple):
 
 
 class Drop(NamedTuple):
-    """Tensors of one side that are left out.
-
-    is_optional: whether they need not be made up on the way back. are_zeros: whether they may hold only zeros.
-    """
+    """Tensors of one side that are left out."""
 
     glob: str
     side: str
-    is_optional: bool
+    is_optional: bool  # whether they need not be made up on the way back
     where: str
-    are_zeros: bool = False
+    are_zeros: bool = False  # whether they may hold only zeros
 
 
 class Fill(NamedTuple):
-    """A tensor of one side that is made up: all elements are `element`.
-
-    beside: makes one for each tensor of that name, whose captures the name may have. shape, dtype: None: those of the
-    tensor beside it. needs_like: it is made up only if the checkpoint that the target is to be like has it.
-    is_optional: whether there may be nothing that it is beside.
-    """
+    """A tensor of one side that is made up: all elements are `element`."""
 
     name: NamePattern
-    beside: NamePattern | None
+    beside: NamePattern | None  # makes one for each tensor of that name, whose captures the name may have
+    # shape, dtype: None: those of the tensor beside it
     shape: tuple[int, ...] | None
     dtype: DType | None
     value: int | float
     side: str
     where: str
-    needs_like: bool = False
-    is_optional: bool = False
+    needs_like: bool = False  # it is made up only if the checkpoint that the target is to be like has it
+    is_optional: bool = False  # whether there may be nothing that it is beside
 
     def element(self, dtype: DType) -> bytes:
         """Return the bytes of an element. Raises MapError if the type cannot hold the value."""
@@ -319,25 +304,20 @@ _CODES = {
 
 
 class Rules(NamedTuple):
-    """The rules of a map file.
-
-    is_typed: whether it is no file but an equation that the user has typed. states: equations of what is before and
-    behind a parameter's name in that of its state. axes: the lengths that it gives. where: the file. lacks_config:
-    whether it gives others by the configuration of the model, and there is none.
-    tensor_parallel: how many tensor-parallel ranks the configuration says there are; None: it says nothing.
-    cuts_by_rank: whether an axis has that length, so that tensors have a part for each of these ranks.
-    """
+    """The rules of a map file."""
 
     equations: tuple[EquationRule, ...]
     drops: tuple[Drop, ...]
     fills: tuple[Fill, ...]
-    axes: Mapping[str, int]
-    where: str
-    lacks_config: bool = False
+    axes: Mapping[str, int]  # the lengths that it gives
+    where: str  # the file
+    lacks_config: bool = False  # whether it gives others by the configuration of the model, and there is none
+    # equations of what is before and behind a parameter's name in that of its state
     states: tuple[EquationRule, ...] = ()
     counts: tuple[Count, ...] = ()
     numbers: tuple[Number, ...] = ()
     cautions: tuple[Caution, ...] = ()
-    is_typed: bool = False
+    is_typed: bool = False  # whether it is no file but an equation that the user has typed
+    # how many tensor-parallel ranks the configuration says there are; None: it says nothing
     tensor_parallel: int | None = None
-    cuts_by_rank: bool = False
+    cuts_by_rank: bool = False  # whether an axis has that length, so that tensors have a part for each of these ranks

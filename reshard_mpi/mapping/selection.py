@@ -23,19 +23,15 @@ from reshard_mpi.text import shortened
 
 
 class Selection(NamedTuple):
-    """The selection of derived tensors, by their new names, and their types.
+    """The selection of derived tensors, by their new names, and their types."""
 
-    include: globs of which one must match; None: all. exclude: globs of which none may. types: globs with the types
-    that floating-point tensors become. named: what tensors are called in the target's file, where it is not their name.
-    may_match_none: whether globs may match nothing. last: what is taken once all maps are applied, if this is not the
-    last of several: nothing is left out here, and state that is left out then may stay without its parameter.
-    """
-
-    include: tuple[str, ...] | None = None
-    exclude: tuple[str, ...] = ()
-    types: tuple[tuple[str, DType], ...] = ()
-    named: Callable[[str], str] = str
-    may_match_none: bool = False
+    include: tuple[str, ...] | None = None  # globs of which one must match; None: all
+    exclude: tuple[str, ...] = ()  # globs of which none may
+    types: tuple[tuple[str, DType], ...] = ()  # globs with the types that floating-point tensors become
+    named: Callable[[str], str] = str  # what tensors are called in the target's file, where it is not their name
+    may_match_none: bool = False  # whether globs may match nothing
+    # what is taken once all maps are applied, if this is not the last of several: nothing is left out here, and state
+    # that is left out then may stay without its parameter
     last: Selection | None = None
 
 
@@ -110,7 +106,8 @@ def states_left_out(
 ) -> frozenset[str]:
     """Return the tensors of the target that are state of parameters which `--exclude` leaves out, and go with them.
 
-    shapes: of all tensors of the target.
+    Args:
+        shapes: of all tensors of the target.
     """
     patterns = [Pattern(glob) for glob in choice.exclude]
     excluded = {name for name in shapes if any(pattern.matches(choice.named(name)) for pattern in patterns)}
@@ -167,18 +164,16 @@ Shape = tuple[int, ...]
 
 
 class TargetTemplate(NamedTuple):
-    """A checkpoint that the target is to be like: its path, and the shapes of its tensors by name.
-
-    nest: the text that says how its tensors are nested, with what is neither tensor nor text; None if they are not.
-    named: what tensors are called in its file, where that is not their name: numbers of an optimizer's parameters, and
-    what names of the model's tensors begin with. training: where these come from.
-    """
+    """A checkpoint that the target is to be like: its path, and the shapes of its tensors by name."""
 
     path: str
     shapes: Mapping[str, Shape]
+    # the text that says how its tensors are nested, with what is neither tensor nor text; None if they are not
     nest: str | None = None
+    # what tensors are called in its file, where that is not their name: numbers of an optimizer's parameters, and what
+    # names of the model's tensors begin with
     named: Mapping[str, str] = MappingProxyType({})
-    training: Training = NO_TRAINING
+    training: Training = NO_TRAINING  # where these come from
 
 
 def require_alike(made: Mapping[str, Shape], like: TargetTemplate) -> None:
@@ -274,9 +269,13 @@ def dropped(
 ) -> dict[str, Drop]:
     """Return the tensors that are left out, each with the entry of the map that says so.
 
-    A pattern that a parameter matches speaks of parameters: their state is left out with them, and only then. left: the
-    names of tensors that no equation takes. wanted: what the target is to have is not left out. Raises MapError for an
-    entry that leaves nothing out, though it must, or loses what nothing makes up again.
+    A pattern that a parameter matches speaks of parameters: their state is left out with them, and only then.
+
+    Args:
+        left: the names of tensors that no equation takes.
+        wanted: what the target is to have is not left out.
+
+    Raises MapError for an entry that leaves nothing out, though it must, or loses what nothing makes up again.
     """
     _require_made_up_again(rules, direction)
     drops = [drop for drop in rules.drops if drop.side == direction.source_side]

@@ -49,7 +49,10 @@ class MadeParameter(NamedTuple):
 def with_names(nest: str, training: Training, made: Sequence[MadeParameter], tensors: Sequence[str], where: str) -> str:
     """Return a nest in which the optimizer's state goes by the names of the parameters that are made, not by numbers.
 
-    tensors: the names of all that is made, in order. Raises MapError if parameters of several groups are put together.
+    Args:
+        tensors: the names of all that is made, in order.
+
+    Raises MapError if parameters of several groups are put together.
     """
     root, order = parsed(nest)
     names_in_order = None if order is None else tensors
@@ -85,8 +88,10 @@ def with_other_names(
 ) -> str:
     """Return a nest in which optimizers whose state goes by names have their parameters' new names.
 
-    inventory: the names of the source's tensors; parameters that are called otherwise keep their names. made: all that
-    is made. tensors: as in `with_names`, which see for what is raised.
+    Args:
+        inventory: the names of the source's tensors; parameters that are called otherwise keep their names.
+        made: all that is made.
+        tensors: as in `with_names`, which see for what is raised.
     """
     root, order = parsed(nest)
     made_of: dict[str, list[MadeParameter]] = {}
@@ -130,7 +135,8 @@ def with_other_names(
 def _followed_by_state(begin: str, names: Sequence[str], made: Sequence[MadeParameter]) -> list[MadeParameter]:
     """Return parameters that no tensor is named after, as those are called whose state is made of theirs.
 
-    begin: what names of state begin with.
+    Args:
+        begin: what names of state begin with.
     """
     known = frozenset(names)
     found: dict[str, set[str]] = {}
@@ -150,7 +156,8 @@ def _followed_by_state(begin: str, names: Sequence[str], made: Sequence[MadePara
 def _named_optimizers(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the dictionaries of optimizers whose groups name their parameters and whose state goes by these names.
 
-    path: what names in this part of a nest begin with; those of each are yielded as well.
+    Args:
+        path: what names in this part of a nest begin with; those of each are yielded as well.
     """
     state, groups = entries_of(value_of(node, "state")), value_of(node, _GROUPS)
     if state is not None and isinstance(groups, list) and groups:
@@ -168,11 +175,15 @@ def carried_into(
 ) -> str:
     """Return a nest with those values of the source's that both have, numbers and names of parameters apart.
 
-    training: of the source. theirs: of the nest. made: the parameters of the nest, by their names there. What an
-    optimizer says of a parameter goes where the parameter goes: numbers and groups may be others in the nest. Groups
-    that nothing tells apart stay as they are in the nest (`groups_left_alone`). Raises MapError if parameters of
-    different numbers in their state are put together, or if a setting that is a tensor belongs to other parameters in
-    the nest.
+    Args:
+        training: of the source.
+        theirs: of the nest.
+        made: the parameters of the nest, by their names there. What an optimizer says of a parameter goes where the
+            parameter goes: numbers and groups may be others in the nest. Groups that nothing tells apart stay as they
+            are in the nest (`groups_left_alone`).
+
+    Raises MapError if parameters of different numbers in their state are put together, or if a setting that is a tensor
+    belongs to other parameters in the nest.
     """
     if source is None:
         return nest
@@ -206,12 +217,11 @@ def groups_left_alone(nest: str, source: str, training: Training, theirs: Traini
 
 
 class _Held(NamedTuple):
-    """An optimizer of a nest that has state. groups: the names of parameters by their keys, which are numbers or names.
+    """An optimizer of a nest that has state.
 
-    path: what names of its tensors begin with.
-    """
+    groups: the names of parameters by their keys, which are numbers or names."""
 
-    path: str
+    path: str  # what names of its tensors begin with
     groups: tuple[Mapping[_Key, str], ...]
 
 
@@ -366,26 +376,19 @@ def _set(node: Any, key: str, value: Any) -> None:
 
 
 class SourceTree(NamedTuple):
-    """The source without its tensors: nest text and settings.
+    """The source without its tensors: nest text and settings."""
 
-    nest: the text that says how they are nested; None if they are not. tied: tensors that are other ones once more,
-    with the name of the first of these. path: for errors.
-    """
-
-    nest: str | None
-    tied: Mapping[str, str]
-    path: str
+    nest: str | None  # the text that says how they are nested; None if they are not
+    tied: Mapping[str, str]  # tensors that are other ones once more, with the name of the first of these
+    path: str  # for errors
 
 
 class MappedFile(NamedTuple):
-    """What maps make of a file, and how it is nested.
+    """What maps make of a file, and how it is nested."""
 
-    mapped: what each of them makes; the first is in the names of the source's file, the last in those of the target's.
-    made: the tensors that the last one makes of others, as made of those of the file.
-    """
-
+    # what each of them makes; the first is in the names of the source's file, the last in those of the target's
     mapped: tuple[MapResult, ...]
-    made: tuple[DerivedTensor, ...]
+    made: tuple[DerivedTensor, ...]  # the tensors that the last one makes of others, as made of those of the file
     nest: str | None
     notes: tuple[str, ...] = ()
 
@@ -400,7 +403,9 @@ def applied_to_file(
 ) -> MappedFile:
     """Return what `mapping.apply.applied` makes of a file by each map, one after another. Raises what that raises.
 
-    rules: of the maps; if there are none, every tensor keeps its name and shape. choice, like: of what the last makes.
+    Args:
+        rules: of the maps; if there are none, every tensor keeps its name and shape.
+        choice, like: of what the last makes.
     """
     if not rules:
         mapped = applied(None, choice, inventory, forward)
@@ -517,7 +522,8 @@ def _names_in_target(training: Training, like: TargetTemplate | None) -> Callabl
 def _require_different(in_file: MapResult, plain: MapResult, path: str) -> None:
     """Raise MapError if two tensors get one name in the target's file, as state named after a shorter parameter can.
 
-    plain: the same by the names that the maps have given.
+    Args:
+        plain: the same by the names that the maps have given.
     """
     origin: dict[str, str] = {}
     for name, given in zip(_names_made(in_file), _names_made(plain)):

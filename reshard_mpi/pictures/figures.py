@@ -19,16 +19,13 @@ class Feed(NamedTuple):
 
 
 class Shards(NamedTuple):
-    """The shards of one side.
+    """The shards of one side."""
 
-    total: how many there are. word: what a number of one counts, "rank" or "file". files: paths by number, at least of
-    the shards that are in a picture. names, short_names: what those are called that have no rank, their files' names,
-    and the parts in which these differ.
-    """
-
-    total: int
-    word: str
-    files: Mapping[int, str]
+    total: int  # how many there are
+    word: str  # what a number of one counts, "rank" or "file"
+    files: Mapping[int, str]  # paths by number, at least of the shards that are in a picture
+    # names, short_names: what those are called that have no rank, their files' names, and the parts in which these
+    # differ
     names: Mapping[int, str] = {}
     short_names: Mapping[int, str] = {}
 
@@ -69,70 +66,53 @@ class Flow(NamedTuple):
 
 
 class DrawnBlock(NamedTuple):
-    """Neighbouring pieces of a tensor that are drawn as one rectangle.
+    """Neighbouring pieces of a tensor that are drawn as one rectangle."""
 
-    box: of all of them. piece: the box of the first. pieces: how many they are. holders: the first shards that hold the
-    first piece, ascending; copies: how many hold it. planned: of a target, one that holds it and has been planned.
-    """
-
-    box: Box
-    piece: Box
-    pieces: int
-    holders: tuple[int, ...]
+    box: Box  # of all of them
+    piece: Box  # the box of the first
+    pieces: int  # how many they are
+    holders: tuple[int, ...]  # the first shards that hold the first piece, ascending; copies: how many hold it
     copies: int
-    planned: int | None = None
+    planned: int | None = None  # of a target, one that holds it and has been planned
 
 
 class Panel(NamedTuple):
-    """A tensor as one side cuts it.
-
-    shown: the dimensions that are drawn, at most two, ascending. cuts: into how many parts each dimension is cut.
-    pieces: how many there are in all.
-    """
+    """A tensor as one side cuts it."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    shown: tuple[int, ...]
-    cuts: tuple[int, ...]
+    shown: tuple[int, ...]  # the dimensions that are drawn, at most two, ascending
+    cuts: tuple[int, ...]  # into how many parts each dimension is cut
     blocks: tuple[DrawnBlock, ...]
-    pieces: int
+    pieces: int  # how many there are in all
 
 
 class DrawnMove(NamedTuple):
-    """A region of a target's tensor and its source.
-
-    region: in the target tensor. source: the source shard; None: it is made up. panel: the number of the source tensor
-    in the picture; None: it is not in it. source_region: in that tensor. tensor: the source tensor's name, or "".
-    """
+    """A region of a target's tensor and its source."""
 
     target: int
-    region: Box
-    source: int | None
-    panel: int | None
-    source_region: Box
+    region: Box  # in the target tensor
+    source: int | None  # the source shard; None: it is made up
+    panel: int | None  # the number of the source tensor in the picture; None: it is not in it
+    source_region: Box  # in that tensor
     file: str
     size_bytes: int
-    tensor: str = ""
+    tensor: str = ""  # the source tensor's name, or ""
 
 
 class TensorCut(NamedTuple):
-    """How both sides cut tensors that are alike; the first of them is drawn.
+    """How both sides cut tensors that are alike; the first of them is drawn."""
 
-    names: the first of them. total: how many they are. size_bytes: of all of them. sources: what the first is made of.
-    further: how many more tensors it is made of. moves: what targets that have been planned take. further_moves: how
-    many more there are. by: what says that it is made so: the place of an equation in a map, or "".
-    """
-
-    names: tuple[str, ...]
-    total: int
-    size_bytes: int
-    sources: tuple[Panel, ...]
-    further: int
+    names: tuple[str, ...]  # the first of them
+    total: int  # how many they are
+    size_bytes: int  # of all of them
+    sources: tuple[Panel, ...]  # what the first is made of
+    further: int  # how many more tensors it is made of
     target: Panel
-    moves: tuple[DrawnMove, ...]
-    further_moves: int = 0
-    by: str = ""
+    moves: tuple[DrawnMove, ...]  # what targets that have been planned take
+    further_moves: int = 0  # how many more there are
+    by: str = ""  # what says that it is made so: the place of an equation in a map, or ""
 
 
 class Figures(NamedTuple):

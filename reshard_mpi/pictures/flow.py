@@ -70,7 +70,8 @@ def sampled_targets(targets: int, most: int) -> tuple[int, ...]:
 def feeds_of(plan: RankPlan, number_of: Callable[[int, str], int]) -> Iterator[Feed]:
     """Yield the bytes that the target of `plan` takes from each source shard.
 
-    number_of: returns the number of the shard of a source rank that is the file of this path.
+    Args:
+        number_of: returns the number of the shard of a source rank that is the file of this path.
     """
     tensors: Counter[int] = Counter()
     sizes: Counter[int] = Counter()
@@ -141,8 +142,10 @@ MOST_LISTED = 512
 def shown_dimensions(shape: Shape, *all_cuts: Sequence[int]) -> tuple[int, ...]:
     """Return the dimensions of a tensor that are drawn, at most two, ascending.
 
-    Those that any side cuts into the most parts come first, then the longest, then the last. all_cuts: for each side,
-    into how many parts it cuts each dimension.
+    Those that any side cuts into the most parts come first, then the longest, then the last.
+
+    Args:
+        all_cuts: for each side, into how many parts it cuts each dimension.
     """
     cuts = [max((cuts[dim] for cuts in all_cuts), default=1) for dim in range(len(shape))]
     ranked = sorted(range(len(shape)), key=lambda dim: (cuts[dim], shape[dim], dim), reverse=True)

@@ -87,7 +87,8 @@ def _frame(grid: Grid, sources: Shards, targets: Shards) -> _MatrixFrame:
 def _labels(spans: tuple[ShardSpan, ...], shards: Shards, room: float, *, are_turned: bool = False) -> tuple[str, ...]:
     """Return the labels of rows or columns: numbers of ranks, or names of files.
 
-    room: how long a name may be; where one is longer, only what names differ in.
+    Args:
+        room: how long a name may be; where one is longer, only what names differ in.
     """
     if not shards.names:
         return tuple(str(span.first) if are_turned else str(span) for span in spans)

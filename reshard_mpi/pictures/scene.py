@@ -157,7 +157,9 @@ class Area(NamedTuple):
 def files_as_shards(total: int, files: Mapping[int, str]) -> Shards:
     """Return shards that have no rank, called by their files' names below the folder that these share.
 
-    total: how many there are. files: paths by number.
+    Args:
+        total: how many there are.
+        files: paths by number.
     """
     parts = {number: PurePath(path).parts for number, path in files.items()}
     shared = _shared(list(parts.values()), min((len(path) - 1 for path in parts.values()), default=0))
@@ -178,7 +180,8 @@ def tensor_labels(names: Sequence[str]) -> list[str]:
 def distinct_parts(names: Sequence[Sequence[str]], before: int = 0) -> list[str]:
     """Return names without the parts that all of them begin and end with; all as they are if one would be empty.
 
-    before: how many of the parts that all begin with are kept.
+    Args:
+        before: how many of the parts that all begin with are kept.
     """
     whole = ["".join(parts) for parts in names]
     if len(names) < 2:

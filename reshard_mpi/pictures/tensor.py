@@ -358,7 +358,9 @@ def _spaced(
 ) -> Iterator[tuple[int, float]]:
     """Yield the indices at which a dimension is cut, each with its place, if there is room for it.
 
-    length: of the dimension as it is drawn. room: returns how much of it the text of an index takes.
+    Args:
+        length: of the dimension as it is drawn.
+        room: returns how much of it the text of an index takes.
     """
     whole = max(shape[dim], 1)
     last, end = -room("0"), length * shape[dim] / whole

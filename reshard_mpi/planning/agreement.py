@@ -68,9 +68,11 @@ def _counters(names: Iterable[str]) -> set[str]:
 def agreement_checks(tensors: SourceTensors, wanted: Container[str], *, same_world: bool) -> Iterator[Check]:
     """Yield the checks on tensors that every opened shard holds whole. Of a large one only the beginning is compared.
 
-    wanted: the names of the tensors that the target holds. same_world: whether source and target have as many ranks.
-    Step counters must be equal. Wanted tensors that no strategy lists should be, and a difference is reported; with
-    `same_world` they are not compared, since each rank keeps its own (random state).
+    Args:
+        wanted: the names of the tensors that the target holds.
+        same_world: whether source and target have as many ranks. Step counters must be equal. Wanted tensors that no
+            strategy lists should be, and a difference is reported; with `same_world` they are not compared, since each
+            rank keeps its own (random state).
     """
     counters = _counters(tensors.names)
     for name in tensors.names:
@@ -98,8 +100,10 @@ def moment_counters(
 ) -> Iterator[tuple[str, TensorPlan]]:
     """Yield each step counter of the opened shards once: the path of a shard that has it, and how to read it there.
 
-    is_listed: tells whether the source strategy places a tensor; then what has dimensions may be a part of more.
-    `agreement_checks` compares the counters of the shards opened for one target, `require_one_checkpoint` those of targets.
+    Args:
+        is_listed: tells whether the source strategy places a tensor; then what has dimensions may be a part of more.
+            `agreement_checks` compares the counters of the shards opened for one target, `require_one_checkpoint` those
+            of targets.
     """
     yielded: set[str] = set()
     for rank, manifest in manifests.items():
@@ -122,7 +126,9 @@ def shared_tensors(
 ) -> Iterator[SharedFact]:
     """Yield the names of the tensors that `stages` of the target share and, if these are few, their types and shapes.
 
-    tensors: those that the stages share, by name. manifests: the opened shards, by rank.
+    Args:
+        tensors: those that the stages share, by name.
+        manifests: the opened shards, by rank.
     """
     names = sorted(tensors)
     few = len(names) <= _MAX_COMPARED_BY_NAME
@@ -165,8 +171,10 @@ def differing_stages(digests: Iterable[StageDigest]) -> tuple[int, ...]:
 def require_same_names(names: Mapping[int, Collection[str]], where: str) -> None:
     """Raise CoverageError for a parameter that one target rank of a stage would hold and another not.
 
-    That happens only if source shards contradict each other. names: of the parameters that strategies place, by target
-    rank.
+    That happens only if source shards contradict each other.
+
+    Args:
+        names: of the parameters that strategies place, by target rank.
     """
     holder_of = {name: rank for rank, rank_names in names.items() for name in rank_names}
     for rank, rank_names in names.items():
@@ -185,7 +193,8 @@ def require_same_names(names: Mapping[int, Collection[str]], where: str) -> None
 def require_same_shapes(placed: Mapping[int, Mapping[str, str]], where: str) -> None:
     """Raise DisagreementError for a parameter that target ranks of a stage would hold with different shapes or types.
 
-    placed: by target rank, the type and whole shape of each parameter that strategies place, by name.
+    Args:
+        placed: by target rank, the type and whole shape of each parameter that strategies place, by name.
     """
     first: dict[str, tuple[int, str]] = {}
     for rank, described in placed.items():

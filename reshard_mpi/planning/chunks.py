@@ -24,9 +24,11 @@ _MAX_SAMPLED, _SAMPLED_ELEMENTS = 4, 4096
 class PiecesOf:
     """Finds the pieces that one target reads.
 
-    target_rank, targets: the rank, and how many ranks there are. Of several files that hold the same, the target
-    prefers the first one from its own place on among the files, so that targets read different files. allows_holes:
-    tensors without all their pieces do not refuse the plan, but are named in `holes`, each with the reason.
+    Attributes:
+        target_rank, targets: the rank, and how many ranks there are. Of several files that hold the same, the target
+            prefers the first one from its own place on among the files, so that targets read different files.
+        allows_holes: tensors without all their pieces do not refuse the plan, but are named in `holes`, each with the
+            reason.
     """
 
     def __init__(self, target_rank: int, targets: int, *, allows_holes: bool = False) -> None:
@@ -86,7 +88,9 @@ class PiecesOf:
     def _routes(self, route: ReadGroup, name: str, places: Sequence[int]) -> Iterator[ReadGroup]:
         """Yield the routes from single pieces that replace one route.
 
-        places: of the tensors in the route, all with the same list of pieces. name: of the first of them, for errors.
+        Args:
+            places: of the tensors in the route, all with the same list of pieces.
+            name: of the first of them, for errors.
         """
         tensors = route.tensors
         if isinstance(tensors, MappedTensors):

@@ -42,13 +42,10 @@ class Similarity(Enum):
 
 
 class Drift(NamedTuple):
-    """Tensors that differ from rank to rank, though the source strategy is right by all that is seen.
+    """Tensors that differ from rank to rank, though the source strategy is right by all that is seen."""
 
-    copies: the names of those that it places, whose copies have drifted apart. unlisted: those that it does not list.
-    """
-
-    copies: tuple[str, ...] = ()
-    unlisted: tuple[Differing, ...] = ()
+    copies: tuple[str, ...] = ()  # the names of those that it places, whose copies have drifted apart
+    unlisted: tuple[Differing, ...] = ()  # those that it does not list
 
     def joined(self, other: Drift) -> Drift:
         """Join this and another; equal entries are kept once."""
@@ -61,21 +58,16 @@ NO_DRIFT = Drift()
 
 
 class PairResult(NamedTuple):
-    """The result of comparing one tensor in the two shards of a pair.
-
-    placement: how their stage holds it; None: no strategy lists it. one_part: whether they should hold the same part.
-    telling: whether the compared values vary enough that different parts would differ. floating: whether it is of a
-    floating-point type. shape: of the part on the first rank. size_bytes: of the larger part.
-    """
+    """The result of comparing one tensor in the two shards of a pair."""
 
     name: str
-    placement: Placement | None
-    one_part: bool
+    placement: Placement | None  # how their stage holds it; None: no strategy lists it
+    one_part: bool  # whether they should hold the same part
     likeness: Similarity
-    telling: bool
-    floating: bool
-    shape: Shape
-    size_bytes: int
+    telling: bool  # whether the compared values vary enough that different parts would differ
+    floating: bool  # whether it is of a floating-point type
+    shape: Shape  # of the part on the first rank
+    size_bytes: int  # of the larger part
 
     @property
     def differs(self) -> bool:
@@ -106,7 +98,10 @@ class PairResult(NamedTuple):
 def should_be_one_part(placement: Placement | None, pair: RankPair, part_shape: Shape) -> bool:
     """Tell whether the two ranks of a pair should hold the same part of a tensor.
 
-    part_shape: of the part on the first rank. Raises LayoutError if the placement does not fit it.
+    Args:
+        part_shape: of the part on the first rank.
+
+    Raises LayoutError if the placement does not fit it.
     """
     if placement is None:
         return True
@@ -119,9 +114,13 @@ def evaluate_pair(
 ) -> Drift:
     """Return the tensors that differ on a pair of ranks.
 
-    paths: of the two shards. unlisted: what becomes of tensors in no strategy. Raises StrategyError if the strategy
-    cannot be that of the checkpoint: if, of the tensors held in one way, most copies differ or some have nothing in
-    common; if parts that should be different are the same; or if tensors that it does not list look like parts.
+    Args:
+        paths: of the two shards.
+        unlisted: what becomes of tensors in no strategy.
+
+    Raises StrategyError if the strategy cannot be that of the checkpoint: if, of the tensors held in one way, most
+    copies differ or some have nothing in common; if parts that should be different are the same; or if tensors that it
+    does not list look like parts.
     """
     by_placement: dict[Placement | None, list[PairResult]] = {}
     all_copies = []
@@ -151,7 +150,10 @@ def _judge_copies(
 ) -> list[str]:
     """Return the tensors whose copies have drifted apart, among tensors that a pair of ranks should hold alike.
 
-    among: if most of these differ, any difference is more than drift. Raises StrategyError for such a difference.
+    Args:
+        among: if most of these differ, any difference is more than drift.
+
+    Raises StrategyError for such a difference.
     """
     comparable = [tensor for tensor in tensors if not tensor.may_drift]
     differing = [tensor for tensor in comparable if tensor.differs]
@@ -209,7 +211,8 @@ def _judge_unlisted(pair: RankPair, tensors: Sequence[PairResult], where: str) -
 def unexpected_stage_error(name: str, home_stage: int, strategy: Strategy, paths: tuple[str, str]) -> StrategyError:
     """Return the error for a tensor that also lies in a stage where it should not, and has other values there.
 
-    paths: of a shard of stage `home_stage`, where it should be, and of the shard that has other values.
+    Args:
+        paths: of a shard of stage `home_stage`, where it should be, and of the shard that has other values.
     """
     return StrategyError(
         f"the source strategy does not fit the checkpoint: other stages hold another {name!r} too",

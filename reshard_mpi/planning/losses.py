@@ -13,16 +13,12 @@ _MAX_DESCRIBED = 4
 
 
 class UnusableShard(NamedTuple):
-    """A source shard that cannot be used.
-
-    where: its path, or the folder in which it is missing. problem: what is wrong with it; empty if it is missing.
-    taken_from: the ranks whose shards are used in its place; none if nothing of it is needed.
-    """
+    """A source shard that cannot be used."""
 
     rank: int
-    where: str
-    problem: str
-    taken_from: tuple[int, ...] = ()
+    where: str  # its path, or the folder in which it is missing
+    problem: str  # what is wrong with it; empty if it is missing
+    taken_from: tuple[int, ...] = ()  # the ranks whose shards are used in its place; none if nothing of it is needed
 
     def __str__(self) -> str:
         return f"rank {self.rank}: {self.problem}, in {self.where}" if self.problem else f"rank {self.rank}: no shard"
@@ -54,7 +50,9 @@ def merged(losses: Iterable[UnusableShard]) -> tuple[UnusableShard, ...]:
 def warnings_of(losses: Iterable[UnusableShard], missing: MissingRanks | None = None) -> Iterator[str]:
     """Yield warnings on unusable shards: a line for all missing ones, one for each damaged one.
 
-    missing: all ranks that have no shard, even if nothing of them is needed; None: tell only of those that are needed.
+    Args:
+        missing: all ranks that have no shard, even if nothing of them is needed; None: tell only of those that are
+            needed.
     """
     all_lost = merged(losses)
     needed = [lost for lost in all_lost if not lost.problem and lost.taken_from]

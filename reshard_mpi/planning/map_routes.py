@@ -32,21 +32,19 @@ NO_HOLES: Mapping[str, ReshardError] = MappingProxyType({})
 
 
 class _Recipe(NamedTuple):
-    """What tensors have in common that are made in the same way, of tensors that lie in the same way.
-
-    groups: for each pair, the number of the group that its source tensor is in.
-    """
+    """What tensors have in common that are made in the same way, of tensors that lie in the same way."""
 
     dtype: DType
     shape: TargetShape
-    groups: tuple[int, ...]
+    groups: tuple[int, ...]  # for each pair, the number of the group that its source tensor is in
     element: bytes | None = None
 
 
 class MappedTensors(TensorTable):
     """The whole tensors that a map makes.
 
-    recipe_of: for each tensor, the number of the way in which it is made.
+    Attributes:
+        recipe_of: for each tensor, the number of the way in which it is made.
     """
 
     __slots__ = (
@@ -64,9 +62,10 @@ class MappedTensors(TensorTable):
     ) -> None:
         """Make the tensors of `mapped`.
 
-        plan: of all tensors of the checkpoint, whole, in its own names and shapes. rank: that which what is in no shard
-        is said to come from. holes: the tensors of the plan that cannot be made; what is made of them cannot be
-        taken.
+        Args:
+            plan: of all tensors of the checkpoint, whole, in its own names and shapes.
+            rank: that which what is in no shard is said to come from.
+            holes: the tensors of the plan that cannot be made; what is made of them cannot be taken.
         """
         super().__init__(path)
         self._groups: Sequence[Group] = plan.groups
@@ -102,7 +101,10 @@ class MappedTensors(TensorTable):
     def routes(self, route: ReadGroup, places: Sequence[int]) -> Iterator[ReadGroup]:
         """Yield the routes that replace one from these tensors.
 
-        places: of the tensors in the route, all with the same recipe. Raises the error for what cannot be made.
+        Args:
+            places: of the tensors in the route, all with the same recipe.
+
+        Raises the error for what cannot be made.
         """
         numbers = [route.numbers[place] for place in places]
         dtype, shape, groups, element = self._recipes[self.recipe_of[numbers[0]]]

@@ -22,30 +22,22 @@ _TENSOR_BYTES, _COPY_BYTES = 24, 8
 
 
 class Limits(NamedTuple):
-    """How much memory one process may use to move bytes.
+    """How much memory one process may use to move bytes."""
 
-    buffer_bytes: size of the buffer in which a run of target bytes is put together. window_bytes: how much of source
-    files is mapped at any moment.
-    """
-
-    buffer_bytes: int
-    window_bytes: int
+    buffer_bytes: int  # size of the buffer in which a run of target bytes is put together
+    window_bytes: int  # how much of source files is mapped at any moment
 
 
 class Copy(NamedTuple):
-    """A region of a source tensor that becomes a region of a target tensor.
-
-    source: the tensor as it is on `source_rank`, where it holds `source_box`. region: what is taken, in coordinates of
-    the source. to: what that becomes, in coordinates of the target; None: the same region. order: the dimensions of the
-    source in the order in which they come in the target; None: as in the source. Either region may have further
-    dimensions of length 1.
-    """
+    """A region of a source tensor that becomes a region of a target tensor."""
 
     source_rank: int
-    source: TensorEntry
+    source: TensorEntry  # the tensor as it is on `source_rank`, where it holds `source_box`
     source_box: Box
-    region: Box
-    to: Box | None = None
+    region: Box  # what is taken, in coordinates of the source
+    to: Box | None = None  # what that becomes, in coordinates of the target; None: the same region
+    # the dimensions of the source in the order in which they come in the target; None: as in the source. Either region
+    # may have further dimensions of length 1.
     order: tuple[int, ...] | None = None
 
     @property
@@ -122,20 +114,16 @@ class TensorPlan(NamedTuple):
 
 
 class ReadGroup(NamedTuple):
-    """Where one part of several target tensors comes from: one `Copy` for each, alike in all but the source tensor.
-
-    tensors: all that `source_rank` holds. numbers: of the source tensors among them, one for each target tensor.
-    joined_ranks: if the tensors are sums or means of what several ranks hold, all of these.
-    """
+    """Where one part of several target tensors comes from: one `Copy` for each, alike in all but the source tensor."""
 
     source_rank: int
     source_box: Box
     region: Box
-    tensors: TensorTable
-    numbers: Sequence[int]
+    tensors: TensorTable  # all that `source_rank` holds
+    numbers: Sequence[int]  # of the source tensors among them, one for each target tensor
     to: Box | None = None
     order: tuple[int, ...] | None = None
-    joined_ranks: tuple[int, ...] = ()
+    joined_ranks: tuple[int, ...] = ()  # if the tensors are sums or means of what several ranks hold, all of these
 
     def copy(self, place: int, name: str) -> Copy:
         """Return the copy for the target tensor at `place` of the group; `name` is its source tensor's."""
@@ -155,14 +143,11 @@ class ReadGroup(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Target tensors of one kind that come from the same ranks in the same way; only names and source tensors differ.
-
-    routes: the parts that make up each tensor, disjoint and together exactly its box.
-    """
+    """Target tensors of one kind of the same origin, which differ in names and source tensors only."""
 
     kind: SpecKind
     names: Sequence[str]
-    routes: tuple[ReadGroup, ...]
+    routes: tuple[ReadGroup, ...]  # the parts that make up each tensor, disjoint and together exactly its box
 
     def tensor(self, place: int) -> TensorPlan:
         name = self.names[place]
@@ -179,7 +164,8 @@ class Group(NamedTuple):
 class PlannedTensors(Sequence[TensorPlan]):
     """The tensors of one target in file order. They are kept in groups, since there may be a hundred thousand of them.
 
-    group_of: for each tensor, the number of its group. The tensors of a group come in the order of its names.
+    Attributes:
+        group_of: for each tensor, the number of its group. The tensors of a group come in the order of its names.
     """
 
     __slots__ = ("_place_in_group", "group_of", "groups")
@@ -250,15 +236,12 @@ def meeting(copies: Iterable[Copy], box: Box) -> list[Copy]:
 
 
 class Check(NamedTuple):
-    """Copies of one region of one tensor that must hold the same bytes.
-
-    refuse: whether a difference stops the target; else it is only reported. why: what a difference would mean.
-    """
+    """Copies of one region of one tensor that must hold the same bytes."""
 
     name: str
     copies: tuple[Copy, ...]
-    refuse: bool
-    why: str
+    refuse: bool  # whether a difference stops the target; else it is only reported
+    why: str  # what a difference would mean
 
 
 # The name of the moment that says which of several checkpoints in the source was chosen.

@@ -23,8 +23,10 @@ class Unlisted(StrEnum):
 def find_or_follow(strategy: Strategy, name: str, fits: Callable[[str], bool]) -> tuple[Placement, ...]:
     """Return the placements that `strategy` gives `name`, else those given to the listed name that it follows.
 
-    fits: tells whether the parameter has the same whole shape as the one of a given name; it only follows such. A rule
-    for every name (`*`) places what is neither listed nor follows another. Empty if nothing places the parameter.
+    Args:
+        fits: tells whether the parameter has the same whole shape as the one of a given name; it only follows such. A
+            rule for every name (`*`) places what is neither listed nor follows another. Empty if nothing places the
+            parameter.
     """
     listed = strategy.parameters.get(name)
     if listed:  # the common case, so it comes first
@@ -56,7 +58,8 @@ def is_dropped(target: Strategy, name: str, present: Container[str]) -> bool:
 def may_be_held(target: Strategy, stage: int, name: str, unlisted: Unlisted, present: Container[str]) -> bool:
     """Tell whether a stage of the target may hold a tensor: False if it does not, whatever the tensor's shape.
 
-    present: the tensors that are known to be in the checkpoint. What nothing places may be held.
+    Args:
+        present: the tensors that are known to be in the checkpoint. What nothing places may be held.
     """
     if unlisted is Unlisted.DROP and is_dropped(target, name, present):
         return False
@@ -115,14 +118,11 @@ class Accumulated(StrEnum):
 
 
 class Sums(NamedTuple):
-    """Accumulated gradients, and how many source ranks hold the same piece of each.
+    """Accumulated gradients, and how many source ranks hold the same piece of each."""
 
-    names: a glob of their names. added_in: the type in which they are added.
-    """
-
-    names: str
+    names: str  # a glob of their names
     replicas: int
-    added_in: str
+    added_in: str  # the type in which they are added
 
 
 def is_partial_sum(name: str) -> bool:

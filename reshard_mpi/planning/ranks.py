@@ -49,10 +49,14 @@ def needed_ranks(
 ) -> tuple[int, ...]:
     """Return the source ranks that target rank `target_rank` reads, ascending; at least one.
 
-    names: parameters that are known besides the listed ones (a strategy made of rules lists none). available: the ranks
-    that may be chosen. A piece that none of them holds is reported later, by the plan, which knows the shapes.
-    from_any_stage: a parameter that a rule places lies in one of the rule's stages, but it is not known in which, so
-    ranks of all of them are returned. Raises UsageError, StrategyError or LayoutError.
+    Args:
+        names: parameters that are known besides the listed ones (a strategy made of rules lists none).
+        available: the ranks that may be chosen. A piece that none of them holds is reported later, by the plan, which
+            knows the shapes.
+        from_any_stage: a parameter that a rule places lies in one of the rule's stages, but it is not known in which,
+            so ranks of all of them are returned.
+
+    Raises UsageError, StrategyError or LayoutError.
     """
     check_target_rank(target_rank, target)
     require_common_parameters(source, target)
@@ -115,7 +119,10 @@ def joined_ranks(
     """Return the source ranks whose accumulated gradients target rank `target_rank` needs, if it has any.
 
     All ranks that hold the same piece have a part of its sum. Where no strategy lists accumulated gradients, any
-    parameter may have them, cut as it is. names: as in `needed_ranks`.
+    parameter may have them, cut as it is.
+
+    Args:
+        names: as in `needed_ranks`.
     """
     if accumulated is Accumulated.REFUSE:
         return set()
@@ -141,8 +148,10 @@ def wants(
     """Tell whether the shards that hold a name must be opened for target rank `target_rank`.
 
     They must if the target needs parts of it. They also must if the source strategy cuts it and the target strategy
-    does not place it, since the target is refused if any shard holds it. present: the tensors that are known to be in
-    the checkpoint.
+    does not place it, since the target is refused if any shard holds it.
+
+    Args:
+        present: the tensors that are known to be in the checkpoint.
     """
     origins, placements = _placements(source, target, name, unlisted, present)
     if origins and not placements:

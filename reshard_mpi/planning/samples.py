@@ -45,14 +45,11 @@ class RankPair(NamedTuple):
 
 
 class _AxisStep(NamedTuple):
-    """A step along one axis of a mesh, from a rank to another, around the end if need be.
+    """A step along one axis of a mesh, from a rank to another, around the end if need be."""
 
-    stride: how many ranks neighbours on the axis lie apart. length: of the axis. distance: of the step, in coordinates.
-    """
-
-    stride: int
-    length: int
-    distance: int
+    stride: int  # how many ranks neighbours on the axis lie apart
+    length: int  # of the axis
+    distance: int  # of the step, in coordinates
 
     def partner(self, rank: int) -> int:
         coordinate = rank // self.stride % self.length
@@ -139,8 +136,10 @@ def _covering(
 ) -> Iterator[tuple[int, _AxisStep]]:
     """Yield stages and steps to make in them, until every mesh has had all its steps in one of its stages.
 
-    held: meshes, each with the stages that have tensors on it. present: the stages that have shards. Stages and steps
-    that serve the most meshes come first; MAX_PAIRS are yielded at most.
+    Args:
+        held: meshes, each with the stages that have tensors on it.
+        present: the stages that have shards. Stages and steps that serve the most meshes come first; MAX_PAIRS are
+            yielded at most.
     """
     ways = _spread(sorted(held, key=lambda way: (way[0], sorted(way[1]))), _MAX_WAYS)
     needs = [(stages, step) for mesh, stages in ways for step in _steps([mesh])]
@@ -174,21 +173,18 @@ def _pair(first: int, second: int) -> RankPair:
 
 
 class Sampled(NamedTuple):
-    """A tensor in which the shards of a pair are compared.
-
-    placement: how their stage holds it; None: the strategy does not list it there. home_stage: a stage in which the
-    strategy lists it, if that is only in others.
-    """
+    """A tensor in which the shards of a pair are compared."""
 
     name: str
-    placement: Placement | None
-    home_stage: int | None = None
+    placement: Placement | None  # how their stage holds it; None: the strategy does not list it there
+    home_stage: int | None = None  # a stage in which the strategy lists it, if that is only in others
 
 
 class Sampler:
     """Chooses the tensors in which pairs of shards are compared.
 
-    is_wanted: tells whether targets need the tensor of a given name, given all names.
+    Attributes:
+        is_wanted: tells whether targets need the tensor of a given name, given all names.
     """
 
     def __init__(self, strategy: Strategy, is_wanted: Callable[[str, Container[str]], bool]) -> None:
@@ -266,7 +262,9 @@ def places(name: str, shape: Shape) -> tuple[Box, ...]:
     """Return the boxes in which a part of a tensor is compared; each is one run of the part's row-major bytes.
 
     They are the beginning, the end, and one place between them that depends on the name; of a small part, all of it.
-    shape: of the part.
+
+    Args:
+        shape: of the part.
     """
     box = Box.whole(shape)
     if box.size <= 3 * PLACE_ELEMENTS:

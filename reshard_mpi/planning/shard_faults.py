@@ -76,8 +76,11 @@ def require_never_saved(
     """Raise CoverageError if a tensor that all opened shards lack may be in a damaged one.
 
     Nothing is raised for what was evidently never saved: state named after a parameter (`adam_m.weight`) of a kind
-    (`adam_m.`) that the target gets of no parameter, while every opened shard holds all that it should. origins: where
-    the source strategy places the tensor. wanted: the names of all that the target gets, by group.
+    (`adam_m.`) that the target gets of no parameter, while every opened shard holds all that it should.
+
+    Args:
+        origins: where the source strategy places the tensor.
+        wanted: the names of all that the target gets, by group.
     """
     stages = {stage for origin in origins for stage in origin.stages}
     suspects = [shard for rank, shard in lost.items() if shard.problem and source.stage_of(rank) in stages]
@@ -114,13 +117,10 @@ _STRING = "a string"
 
 
 class ShardClaim(NamedTuple):
-    """A shard's facts on one tensor.
-
-    shape: of the whole tensor; of the shard's part if that does not fit the strategy, as `fits` tells.
-    """
+    """A shard's facts on one tensor."""
 
     dtype: str
-    shape: Shape
+    shape: Shape  # of the whole tensor; of the shard's part if that does not fit the strategy, as `fits` tells
     fits: bool
 
     def __str__(self) -> str:
@@ -193,7 +193,9 @@ def witnesses(
 def _whole(placement: Placement, rank: int, part: Shape, box: Box | None, stated: Shape | None) -> Shape | None:
     """Return the shape of the whole tensor; None if the part that `rank` holds does not fit the placement.
 
-    part: its shape. box, stated: its box and the shape of the whole tensor, where the shard says them.
+    Args:
+        part: its shape.
+        box, stated: its box and the shape of the whole tensor, where the shard says them.
     """
     try:
         whole = whole_shape(placement, rank, part) if stated is None else stated
@@ -238,7 +240,10 @@ def between_targets(beginnings: Iterable[PrefixDigest]) -> list[Differing]:
 def told_of(differing: Iterable[Differing], where: str, *, strict: bool = False) -> Differences:
     """Return the messages on tensors that differ, each tensor once.
 
-    Raises DisagreementError if `strict` and any is not the state of a generator. where: the checkpoint.
+    Raises DisagreementError if `strict` and any is not the state of a generator.
+
+    Args:
+        where: the checkpoint.
     """
     ranks: dict[str, set[int]] = {}
     for tensor in differing:

@@ -30,7 +30,9 @@ def shown_rules(
 ) -> Iterator[ShownRule]:
     """Yield for each rule of a spec that cuts the whole shape of one tensor by it, the first of most dimensions.
 
-    shapes: by name, a rank and the shape of its part. wholes: whole shapes by name, where one part does not tell them.
+    Args:
+        shapes: by name, a rank and the shape of its part.
+        wholes: whole shapes by name, where one part does not tell them.
     """
     if not strategy.is_spec:
         return
@@ -67,22 +69,19 @@ def told_rules(shown: Sequence[ShownRule], *, are_all: bool) -> tuple[str, ...]:
 
 
 class RankSummary(NamedTuple):
-    """The summary of one target rank's plan.
-
-    read_ranks: the source ranks that its tensors come from. written_bytes, needed_bytes: payload written, and read.
-    peak_bytes: the most resident memory that its process is projected to need. warnings: of shards that cannot be used.
-    """
+    """The summary of one target rank's plan."""
 
     rank: int
-    read_ranks: tuple[int, ...]
+    read_ranks: tuple[int, ...]  # the source ranks that its tensors come from
     tensors: int
     copies: int
+    # written_bytes, needed_bytes: payload written, and read
     written_bytes: int
     needed_bytes: int
-    peak_bytes: int
+    peak_bytes: int  # the most resident memory that its process is projected to need
     absent: tuple[str, ...]
     notes: tuple[str, ...]
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()  # of shards that cannot be used
 
     @classmethod
     def of(cls, plan: RankPlan, peak_bytes: int) -> RankSummary:
@@ -101,16 +100,12 @@ class RankSummary(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The targets of a conversion, in the order of their ranks.
-
-    source: one line that describes the checkpoint. tensors: one for each tensor, with its whole shape and what it is
-    made of. rules: what the rules of the source's spec make of its tensors.
-    """
+    """The targets of a conversion, in the order of their ranks."""
 
     targets: tuple[RankSummary, ...]
-    source: str
-    tensors: tuple[str, ...] = ()
-    rules: tuple[ShownRule, ...] = ()
+    source: str  # one line that describes the checkpoint
+    tensors: tuple[str, ...] = ()  # one for each tensor, with its whole shape and what it is made of
+    rules: tuple[ShownRule, ...] = ()  # what the rules of the source's spec make of its tensors
 
     @property
     def peak_bytes(self) -> int:

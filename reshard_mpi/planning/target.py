@@ -76,25 +76,21 @@ class BothLayouts(NamedTuple):
 
 
 class Policy(NamedTuple):
-    """The user's options for targets.
+    """The user's options for targets."""
 
-    unlisted: what becomes of parameters that the target strategy does not list. strict: whether a listed parameter that
-    was never saved is an error. replicas: which copies are compared. accumulated: what becomes of accumulated
-    gradients. allows_holes: tensors that cannot be made do not refuse the plan, but are named in it.
-    """
-
-    unlisted: Unlisted
-    strict: bool
-    replicas: Replicas
-    accumulated: Accumulated
-    allows_holes: bool = False
+    unlisted: Unlisted  # what becomes of parameters that the target strategy does not list
+    strict: bool  # whether a listed parameter that was never saved is an error
+    replicas: Replicas  # which copies are compared
+    accumulated: Accumulated  # what becomes of accumulated gradients
+    allows_holes: bool = False  # tensors that cannot be made do not refuse the plan, but are named in it
 
 
 class ShardPlanner:
     """Plans one target rank from the source shards that were opened for it.
 
-    manifests: the opened shards by rank, those of `needed_ranks` at least. lost: the shards that were needed and cannot
-    be used, by rank.
+    Attributes:
+        manifests: the opened shards by rank, those of `needed_ranks` at least.
+        lost: the shards that were needed and cannot be used, by rank.
     """
 
     def __init__(
@@ -238,8 +234,11 @@ class ShardPlanner:
     def plan(self, strategy_table: str) -> RankPlan:
         """Return the plan of this target rank.
 
-        strategy_table: the description of the target strategy that goes into the shard. Raises CoverageError for a part
-        that no source holds, LayoutError or DisagreementError if shards contradict strategies or each other.
+        Args:
+            strategy_table: the description of the target strategy that goes into the shard.
+
+        Raises CoverageError for a part that no source holds, LayoutError or DisagreementError if shards contradict
+        strategies or each other.
         """
         choice = self._choose()
         absent = self._absent()
@@ -298,7 +297,7 @@ class ShardPlanner:
         return frozenset(elsewhere)
 
     def _choose(self) -> list[Sequence[int | None]]:
-        """Return the rank to read each part of each `_TensorClass` from; None if no opened rank should hold the part."""
+        """Return the rank to read each part of each `_TensorClass` from, None where no opened rank holds it."""
         demands: dict[Placement, dict[Piece, None]] = {}
         for way in self._ways.values():
             for part in way.parts if way.group.listed and way.share is GradientShare.TAKEN else ():

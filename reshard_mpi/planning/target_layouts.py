@@ -49,7 +49,9 @@ _NOT_DIVIDED_AGAIN = (
 class TargetLayouts:
     """The layouts of tensors, and the boxes of one rank, on the target's side.
 
-    tensors: what the source has. unlisted: what becomes of parameters that the strategy does not list.
+    Attributes:
+        tensors: what the source has.
+        unlisted: what becomes of parameters that the strategy does not list.
     """
 
     def __init__(self, strategy: Strategy, rank: int, tensors: SourceTensors, unlisted: Unlisted) -> None:
@@ -144,7 +146,8 @@ def filled_files(specs: Specs, most_bytes: int) -> list[list[str]]:
 def strategy_of(named: Sequence[Sequence[str]]) -> Strategy:
     """Return the strategy of files with whole tensors: one stage of one rank for each file.
 
-    named: the names of the tensors in each file.
+    Args:
+        named: the names of the tensors in each file.
     """
     parameters: dict[str, tuple[Placement, ...]] = {}
     for stage, names in enumerate(named):
@@ -169,8 +172,9 @@ class GradientShare(Enum):
 class GradientJoining:
     """Decides what one target rank gets of the accumulated gradients that it holds.
 
-    tensors: of the opened shards, by the strategy `source`. keeps_errors: a tensor of which it cannot be told what the
-    target gets may be one that nobody wants.
+    Attributes:
+        tensors: of the opened shards, by the strategy `source`.
+        keeps_errors: a tensor of which it cannot be told what the target gets may be one that nobody wants.
     """
 
     def __init__(
@@ -191,7 +195,10 @@ class GradientJoining:
     def share(self, name: str, group: SourceGroup, target: Placement) -> GradientShare | ReshardError:
         """Return the part of a tensor for the target rank, or, if asked, the reason why it is unknown.
 
-        target: how the target holds it. Raises what `_share` raises.
+        Args:
+            target: how the target holds it.
+
+        Raises what `_share` raises.
         """
         try:
             return self._share(name, group, target)
@@ -307,7 +314,10 @@ def zero_route(count: int, kind: SpecKind, rank: int) -> ReadGroup:
 def apart(names: Sequence[str], parts: Iterable[TensorPart], itemsize_bytes: int) -> Iterator[ReplicaGroup]:
     """Yield the copies of joined parts, which must not be the same, or their sum would be too large.
 
-    Those of few elements are left out, since they may be the same by chance. itemsize_bytes: of an element.
+    Those of few elements are left out, since they may be the same by chance.
+
+    Args:
+        itemsize_bytes: of an element.
     """
     for part in parts:
         if part.region.size >= _TELLING_ELEMENTS:

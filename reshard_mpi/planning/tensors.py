@@ -37,18 +37,14 @@ def parts_meeting(layout: Layout, box: Box) -> tuple[TensorPart, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SourceGroup:
-    """What source tensors of one kind have in common, that is all but their names and where their bytes are.
-
-    shape: of each whole tensor. layouts: how ranks hold it; several if stages that share it cut it differently. listed:
-    whether the strategy places it (else it is taken to be on every rank). ranks: the opened ones that hold a part.
-    has_whole_sums: whether these are sums of gradients that the optimizer does not cut, whatever strategies say.
-    """
+    """What source tensors of one kind have in common, that is all but their names and where their bytes are."""
 
     dtype: DType
-    shape: Shape
-    layouts: tuple[Layout, ...]
-    listed: bool
-    ranks: tuple[int, ...]
+    shape: Shape  # of each whole tensor
+    layouts: tuple[Layout, ...]  # how ranks hold it; several if stages that share it cut it differently
+    listed: bool  # whether the strategy places it (else it is taken to be on every rank)
+    ranks: tuple[int, ...]  # the opened ones that hold a part
+    # whether these are sums of gradients that the optimizer does not cut, whatever strategies say
     has_whole_sums: bool = False
 
     @property
@@ -62,9 +58,14 @@ def needed_parts(
 ) -> tuple[TensorPart, ...]:
     """Return the parts to read for a box, by the first layout all of whose parts should be in opened shards.
 
-    Layouts of the home rank's stage come first. name: of a tensor of the group, for errors. opened: ranks. Raises
-    CoverageError if the parts do not make up the box. Different pieces are disjoint, so parts of different pieces cover
-    the box if their sizes add up to its size.
+    Layouts of the home rank's stage come first.
+
+    Args:
+        name: of a tensor of the group, for errors.
+        opened: ranks.
+
+    Raises CoverageError if the parts do not make up the box. Different pieces are disjoint, so parts of different
+    pieces cover the box if their sizes add up to its size.
     """
     ordered = sorted(group.layouts, key=lambda layout: home_stage not in layout.placement.stages)
     options = [parts_meeting(layout, box) for layout in ordered]
@@ -93,9 +94,12 @@ _LACKING = -1
 class SourceTensors:
     """The tensors of the opened shards of one source checkpoint, in the order in which the shards list them.
 
-    A checkpoint has thousands of tensors, but of few kinds and placed in few ways, so each group is made once. lost:
-    the shards that cannot be used, by rank. may_be_needed: tells of a name, and of all names there are, whether a
-    tensor is asked for (None: all are); one that is not is left out if the opened shards do not tell how large it is.
+    A checkpoint has thousands of tensors, but of few kinds and placed in few ways, so each group is made once.
+
+    Attributes:
+        lost: the shards that cannot be used, by rank.
+        may_be_needed: tells of a name, and of all names there are, whether a tensor is asked for (None: all are); one
+            that is not is left out if the opened shards do not tell how large it is.
     """
 
     def __init__(
@@ -322,8 +326,10 @@ class SourceTensors:
     ) -> None:
         """Raise DisagreementError if `rank` does not hold the box of the layout, which was derived from `first_rank`.
 
-        What is wrong with a parameter is wrong with its state too, such as moments, and said of the parameter. listed:
-        whether the strategy says how the tensor is cut; else it should be whole on every rank.
+        What is wrong with a parameter is wrong with its state too, such as moments, and said of the parameter.
+
+        Args:
+            listed: whether the strategy says how the tensor is cut; else it should be whole on every rank.
         """
         kind, first = kinds[rank], kinds[first_rank]
         box = layout.box(rank)

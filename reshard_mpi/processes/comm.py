@@ -54,7 +54,8 @@ _has_world = False
 class Comm(Protocol):
     """A group of processes that run the same program.
 
-    hosts: by rank, the name of each process's host; different hosts have different names.
+    Attributes:
+        hosts: by rank, the name of each process's host; different hosts have different names.
     """
 
     @property
@@ -191,9 +192,12 @@ def world(
 ) -> Iterator[Comm]:
     """Yield MPI's world under a launcher, else a process alone. An unhandled error in the block aborts the whole job.
 
-    explicit_share: the user has said which targets this process makes, so the launcher may start unconnected processes.
-    stopped: called with the exit code on one rank when a signal to stop ends the job. Raises UsageError if the launcher
-    and the MPI library do not belong together.
+    Args:
+        explicit_share: the user has said which targets this process makes, so the launcher may start unconnected
+            processes.
+        stopped: called with the exit code on one rank when a signal to stop ends the job.
+
+    Raises UsageError if the launcher and the MPI library do not belong together.
     """
     global _is_by_itself, _has_world  # noqa: PLW0603 - facts of the process, as its world is
     communicator = None
@@ -337,7 +341,8 @@ def _import_mpi(*, initialize: bool) -> Any:
 class Posts:
     """A way from every rank to rank 0, beside all other messages of the program. All ranks must open and close it.
 
-    communicator: an mpi4py `Comm`.
+    Attributes:
+        communicator: an mpi4py `Comm`.
     """
 
     def __init__(self, communicator: Any) -> None:

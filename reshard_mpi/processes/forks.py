@@ -153,7 +153,9 @@ class Fork:
 def _be_a_process(work: Callable[[], None], mask: Iterable[int], telling: int | None) -> None:
     """Do `work` in a fork and end the process, so it does nothing that the parent is about to do.
 
-    mask: the signals that were blocked before the fork. telling: where the exit code is written, if anywhere.
+    Args:
+        mask: the signals that were blocked before the fork.
+        telling: where the exit code is written, if anywhere.
     """
     code = 1
     try:

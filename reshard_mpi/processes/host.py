@@ -21,13 +21,10 @@ _DIGITS = 8
 
 
 class Identity(NamedTuple):
-    """Identifies the host of a process.
-
-    kernel: the random number that its kernel has drawn at its start; empty if it has none.
-    """
+    """Identifies the host of a process."""
 
     name: str
-    kernel: str
+    kernel: str  # the random number that its kernel has drawn at its start; empty if it has none
 
     @classmethod
     def local(cls, environment: Mapping[str, str]) -> Identity:
@@ -76,7 +73,10 @@ def processes_by_default(targets: int) -> int:
 def processes_of_use(asked: int, units: int, unit: str, *, together: bool) -> tuple[int, tuple[str, ...]]:
     """Return how many processes to start if the user asks for `asked`, and a note if they are fewer.
 
-    units: how many things there are to work on. unit: what these are called. together: several may work on one.
+    Args:
+        units: how many things there are to work on.
+        unit: what these are called.
+        together: several may work on one.
     """
     per_unit, cores = _ALWAYS_USEFUL if together else 1, _cores()
     limits = {

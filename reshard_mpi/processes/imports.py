@@ -78,7 +78,8 @@ def import_environment() -> dict[str, str]:
 def _is_for_this_package(frame: "FrameType | None", here: "Sequence[str]") -> bool:
     """Tell whether this package, or one of its imports, asks for a module, rather than the caller's code.
 
-    frame: that of the import. The caller's code is the program, and what it has imported from the folder `here`.
+    Args:
+        frame: that of the import. The caller's code is the program, and what it has imported from the folder `here`.
     """
     folders = set(map(_absolute, here))
     while frame is not None:

@@ -53,29 +53,27 @@ _MAX_LOOKED_INTO = 64
 
 @dataclass(slots=True)
 class Conversion:
-    """Plans target ranks and checks the source before anything is written.
-
-    unlisted, strict, replicas, accumulated: as the command line's options of these names. keeps_strings: whether the
-    target format has a place for strings. once: whether the files of all targets make up one checkpoint, so that a
-    piece that several ranks hold is written by one of them. before_gathering: called before copies are compared with
-    numpy, which takes more memory than planning. original: where `source` is what a map makes of a checkpoint, the
-    conversion of that to one full checkpoint, and through: makes the source of it. allows_holes: tensors that
-    cannot be made do not refuse a plan; `RankPlan.holes` names them.
-    """
+    """Plans target ranks and checks the source before anything is written."""
 
     source: SourceCheckpoint
     target: Strategy
+    # unlisted, strict, replicas, accumulated: as the command line's options of these names
     unlisted: Unlisted = Unlisted.FOLLOW
     strict: bool = False
     limits: Limits = LIMITS
     replicas: Replicas = Replicas.SAMPLE
     accumulated: Accumulated = Accumulated.REFUSE
-    keeps_strings: bool = True
+    keeps_strings: bool = True  # whether the target format has a place for strings
+    # whether the files of all targets make up one checkpoint, so that a piece that several ranks hold is written by one
+    # of them
     once: bool = False
+    # called before copies are compared with numpy, which takes more memory than planning
     before_gathering: Callable[[], object] = lambda: None
+    # where `source` is what a map makes of a checkpoint, the conversion of that to one full checkpoint, and through:
+    # makes the source of it
     original: Conversion | None = None
     through: Callable[[Conversion], SourceCheckpoint] | None = None
-    allows_holes: bool = False
+    allows_holes: bool = False  # tensors that cannot be made do not refuse a plan; `RankPlan.holes` names them
     _is_fitting: bool = field(default=False)
     _table: str | None = field(default=None)
     _opener: ShardOpener | None = field(default=None)
@@ -86,9 +84,11 @@ class Conversion:
     def plan(self, target_rank: int, *, checked: bool = True) -> RankPlan:
         """Return the plan of one target rank, after its checks have passed.
 
-        checked: False leaves out all that reads tensors of the source, if another process or an earlier call has done
-        so. The copies in `plan.alike`, which targets share, are left to `comparison.compare`. Raises a ReshardError if
-        the target cannot be made exactly.
+        Args:
+            checked: False leaves out all that reads tensors of the source, if another process or an earlier call has
+                done so. The copies in `plan.alike`, which targets share, are left to `comparison.compare`.
+
+        Raises a ReshardError if the target cannot be made exactly.
         """
         check_target_rank(target_rank, self.target)
         self.require_fitting_strategies()
@@ -136,7 +136,9 @@ class Conversion:
     ) -> None:
         """Raise StrategyError if a share of the source's shards holds tensors that no target would get.
 
-        plan: that of any target. is_asked: tells which tensors are asked for.
+        Args:
+            plan: that of any target.
+            is_asked: tells which tensors are asked for.
         """
         taken = self.source.taken(plan)
         shards = self._shards() if self.original is None else self.original._shards()
@@ -178,7 +180,8 @@ class Conversion:
     def shown_rules(self, target_rank: int | None) -> tuple[ShownRule, ...]:
         """Return, for each rule of the source's spec that cuts, its effect on one tensor.
 
-        target_rank: one that has been planned; None: none has.
+        Args:
+            target_rank: one that has been planned; None: none has.
         """
         shapes, source = {}, self.source.unmapped
         for name, ranks in source.rule_names().items():
@@ -202,7 +205,10 @@ class Conversion:
         """Return the tensors that differ from rank to rank, as one process's share of a sample shows.
 
         Where each rank keeps its own of what no strategy lists, that may differ.
-        needs: tells which tensors are looked at, of those that targets have. With `replicas` ANY nothing is read.
+
+        Args:
+            needs: tells which tensors are looked at, of those that targets have. With `replicas` ANY nothing is read.
+
         Raises what `sampling.drifted_tensors` raises.
         """
         self.require_fitting_strategies()

@@ -28,15 +28,12 @@ from reshard_mpi.text import counted, did_you_mean, format_bytes, number_ranges,
 
 
 class TensorLineage(NamedTuple):
-    """The sources of a target's tensor.
+    """The sources of a target's tensor."""
 
-    sources: the names of source tensors, in the order in which they are met. by: the place of the equation, or of the
-    entry that makes it up, in the map; empty where it stays as it is. boxes: for each part that a map makes, its box in
-    the target's tensor and the name of the source tensor; None where there is no map.
-    """
-
-    sources: tuple[str, ...]
-    by: str
+    sources: tuple[str, ...]  # the names of source tensors, in the order in which they are met
+    by: str  # the place of the equation, or of the entry that makes it up, in the map; empty where it stays as it is
+    # for each part that a map makes, its box in the target's tensor and the name of the source tensor; None where there
+    # is no map
     boxes: tuple[tuple[Box, str], ...] | None = None
 
     def source_of(self, region: Box) -> str | None:
@@ -213,8 +210,9 @@ def _target_lines(run: Run, name: str, layout: Layout, shapes: Mapping[str, Shap
 def _entry(strategy: Strategy, name: str, shapes: Mapping[str, Shape] | None, path: str | None) -> str | None:
     """Return what in a strategy places a tensor, and where that is written; None if nothing does.
 
-    shapes: the whole shapes of tensors, by which some follow others; None: none does. path: of the strategy's files;
-    None: the shards say it themselves.
+    Args:
+        shapes: the whole shapes of tensors, by which some follow others; None: none does.
+        path: of the strategy's files; None: the shards say it themselves.
     """
 
     def fits(base: str) -> bool:

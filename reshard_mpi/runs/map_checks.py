@@ -79,9 +79,11 @@ def source_warnings(made: Iterable[DerivedTensor], plan: RankPlan, rules: Sequen
 def _require_cut_by_ranks(name: str, parts: Parts, box: Box, whole: Shape, rules: Sequence[Rules], side: str) -> None:
     """Raise StrategyError if a rank's box of several fused tensors certainly differs from a tensor-parallel rank's.
 
-    parts: of the tensors behind each other in `name`. A map that has a part of each tensor for every tensor-parallel
-    rank in turn needs a strategy of as many ranks. By any map, a rank among several has some of each tensor.
-    rules: of the maps that are applied one after another.
+    Args:
+        parts: of the tensors behind each other in `name`. A map that has a part of each tensor for every
+            tensor-parallel rank in turn needs a strategy of as many ranks. By any map, a rank among several has some of
+            each tensor.
+        rules: of the maps that are applied one after another.
     """
     ranks = rules[0].tensor_parallel if rules else None  # all maps have one configuration
     parts = [(kind, part) for kind, part in parts if part.ndim == box.ndim]

@@ -62,21 +62,17 @@ class _MapStep(NamedTuple):
 
 
 class _MapsOutcome(NamedTuple):
-    """What all maps make of the checkpoint, one after another, and that as a shard.
+    """What all maps make of the checkpoint, one after another, and that as a shard."""
 
-    plan: of the checkpoint as one full one. inventory: its tensors. made: the tensors that maps make of others, each as
-    made of those of the checkpoint. needed: the names of the checkpoint's tensors of which targets have anything, or
-    that are looked at. warnings: of how the source is cut.
-    """
-
-    plan: RankPlan
-    inventory: Inventory
+    plan: RankPlan  # of the checkpoint as one full one
+    inventory: Inventory  # its tensors
     steps: tuple[_MapStep, ...]
-    made: tuple[DerivedTensor, ...]
+    made: tuple[DerivedTensor, ...]  # the tensors that maps make of others, each as made of those of the checkpoint
     manifest: Manifest
     notes: tuple[str, ...]
+    # the names of the checkpoint's tensors of which targets have anything, or that are looked at
     needed: frozenset[str]
-    warnings: tuple[str, ...]
+    warnings: tuple[str, ...]  # of how the source is cut
 
     @property
     def left_out(self) -> tuple[str, ...]:
@@ -117,15 +113,13 @@ def conversion_through(tensor_map: TensorMap, conversion: Conversion) -> Convers
 
 @dataclass(slots=True)
 class MappedCheckpoint(SourceCheckpoint):
-    """The source checkpoint of `original` through a map. It has the same files, and one rank, 0.
-
-    is_wanted: tells of a name whether the targets have it; takes the names of all tensors as well. is_rank_by_rank:
-    whether the targets are as many as the source's ranks, so that each could keep values of its own.
-    """
+    """The source checkpoint of `original` through a map. It has the same files, and one rank, 0."""
 
     original: Conversion | None = field(default=None)
     tensor_map: TensorMap | None = field(default=None)
+    # tells of a name whether the targets have it; takes the names of all tensors as well
     is_wanted: Callable[[str, Container[str]], bool] = field(default=lambda *_: True)
+    # whether the targets are as many as the source's ranks, so that each could keep values of its own
     is_rank_by_rank: bool = field(default=False)
     _made: _MapsOutcome | None = field(default=None)
     _is_checked: bool = field(default=False)
@@ -228,7 +222,8 @@ class MappedCheckpoint(SourceCheckpoint):
     def completed(self, plan: RankPlan, *, checked: bool) -> RankPlan:
         """Return a target's plan with what planning the checkpoint as it is has shown.
 
-        checked: as in `Conversion.plan`; what is checked is checked by the first call.
+        Args:
+            checked: as in `Conversion.plan`; what is checked is checked by the first call.
         """
         if checked and not self._is_checked:
             made = self._opened()
@@ -374,7 +369,8 @@ class MappedCheckpoint(SourceCheckpoint):
     def _require_nobodys_own(self, made: _MapsOutcome, whole: RankPlan) -> None:
         """Raise DisagreementError if each rank has its own of something that all targets would get from one of them.
 
-        whole: the plan of the checkpoint with what its checks found.
+        Args:
+            whole: the plan of the checkpoint with what its checks found.
         """
         taken = {name for tensor in self._wanted(made.made) for name in tensor.sources.values()}
         own = (check.name for check in made.plan.checks if check.why == OWN and check.name in taken)

@@ -25,18 +25,15 @@ _MAX_MAPS_LENGTH = 1 << 15
 
 
 class TensorMap(NamedTuple):
-    """A request's maps, types and selection.
+    """A request's maps, types and selection."""
 
-    rules: of maps that are applied one after another; if there are none, every tensor keeps its name and shape. choice,
-    like: of what the last one makes. forward: the direction in which they are read; None: as the names tell. digests:
-    of what decides what the rules make, by the names of the options.
-    """
-
+    # of maps that are applied one after another; if there are none, every tensor keeps its name and shape
     rules: tuple[Rules, ...]
+    # choice, like: of what the last one makes
     choice: Selection
-    forward: bool | None
+    forward: bool | None  # the direction in which they are read; None: as the names tell
     like: TargetTemplate | None
-    digests: Mapping[str, str]
+    digests: Mapping[str, str]  # of what decides what the rules make, by the names of the options
 
     @classmethod
     def read(cls, request: Request) -> TensorMap:

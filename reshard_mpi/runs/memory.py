@@ -67,8 +67,10 @@ MAX_KEPT_PLANS_BYTES = 56 * MIB
 def opening_bytes(strategies: Iterable[str | os.PathLike[str] | None], *source_formats: str) -> int:
     """Return the bytes that a process needs to read strategy files, and then the structure of the first shards.
 
-    strategies: paths of the files; None: no such file. source_formats: of the shards, once they are known. Modules that
-    planning loads later take as much as the structure of 10,000 tensors, so this counts that as well.
+    Args:
+        strategies: paths of the files; None: no such file.
+        source_formats: of the shards, once they are known. Modules that planning loads later take as much as the
+            structure of 10,000 tensors, so this counts that as well.
     """
     children = max((_costs(name).child for name in source_formats), default=0)
     shard_bytes = children + _NUMPY_BYTES if children else 0
@@ -90,22 +92,15 @@ def checking_bytes(source_format: str, summing: Summing) -> int:
 
 
 class Projection(NamedTuple):
-    """The memory that a conversion takes in one process.
+    """The memory that a conversion takes in one process."""
 
-    planning_bytes: the most while it plans. base_bytes: an interpreter with its libraries, and what has been read and
-    planned. tensor_bytes: for each tensor that is written, in this program and in the library of the format. compares:
-    whether the target is read as well as its sources, and all of them through windows. has_numpy: whether base_bytes
-    includes numpy. decoding_bytes: the most that decoding a tensor of the target takes. writes: whether the target is
-    written; many small tensors are then moved in batches.
-    """
-
-    planning_bytes: int
-    base_bytes: int
-    tensor_bytes: int
-    compares: bool
-    has_numpy: bool
-    decoding_bytes: int = 0
-    writes: bool = True
+    planning_bytes: int  # the most while it plans
+    base_bytes: int  # an interpreter with its libraries, and what has been read and planned
+    tensor_bytes: int  # for each tensor that is written, in this program and in the library of the format
+    compares: bool  # whether the target is read as well as its sources, and all of them through windows
+    has_numpy: bool  # whether base_bytes includes numpy
+    decoding_bytes: int = 0  # the most that decoding a tensor of the target takes
+    writes: bool = True  # whether the target is written; many small tensors are then moved in batches
 
     @classmethod
     def of(
@@ -119,8 +114,10 @@ class Projection(NamedTuple):
     ) -> Projection:
         """Return the projection of a conversion with at least one shard read.
 
-        targets: how many are planned at most. verify: whether targets are compared with their sources afterwards.
-        also_read: a checkpoint that is compared with the sources; then nothing is written.
+        Args:
+            targets: how many are planned at most.
+            verify: whether targets are compared with their sources afterwards.
+            also_read: a checkpoint that is compared with the sources; then nothing is written.
         """
         source, target = conversion.source, conversion.target
         costs, target_costs = _costs(source.files.format), _costs(target_format)
@@ -311,8 +308,10 @@ class RunMemory:
     ) -> Projection:
         """Wait for the memory to read the shards of a conversion and to plan its targets; return the projection.
 
-        targets: how many are planned at most. verify: whether targets are compared with their sources afterwards.
-        also_read: another checkpoint that is read to be compared.
+        Args:
+            targets: how many are planned at most.
+            verify: whether targets are compared with their sources afterwards.
+            also_read: another checkpoint that is read to be compared.
         """
         project = partial(Projection.of, conversion, target_format, targets=targets, verify=verify, also_read=also_read)
         if conversion.original is not None:  # what the map makes tells how much memory planning takes
@@ -358,8 +357,10 @@ class RunMemory:
     def share_out(self, jobs: int, parameters: int) -> int:
         """Wait for the memory to fork workers; return how many: `jobs`, or as many as there can be memory for, but one.
 
-        This process keeps its memory from now on. parameters: how many the strategies list, which is how many tensors
-        each worker plans.
+        This process keeps its memory from now on.
+
+        Args:
+            parameters: how many the strategies list, which is how many tensors each worker plans.
         """
         governor = self.open()
         assert self._allotment is not None

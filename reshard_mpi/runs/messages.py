@@ -21,14 +21,11 @@ if TYPE_CHECKING:  # this module is loaded early, before memory for the engine h
 
 
 class Reserved(NamedTuple):
-    """A target that several processes are going to fill: its file exists, with everything but the payloads.
-
-    packed: its manifest, compressed, since each process gets those of all targets and needs few. identity: of the file.
-    """
+    """A target that several processes are going to fill: its file exists, with everything but the payloads."""
 
     rank: int
-    packed: bytes
-    identity: FileIdentity
+    packed: bytes  # its manifest, compressed, since each process gets those of all targets and needs few
+    identity: FileIdentity  # of the file
 
     @classmethod
     def of(cls, rank: int, manifest: Manifest, identity: FileIdentity) -> Reserved:
@@ -68,23 +65,18 @@ class Totals(NamedTuple):
 
 
 class PlanReport(NamedTuple):
-    """A process's plans, sent to all others before anything is written.
+    """A process's plans, sent to all others before anything is written."""
 
-    outcome: notes, warnings, and failures that refuse the run. moments, held, beginnings: what targets must have in
-    common (see `RankPlan`). differing: what shards do not hold alike. alike: copies that must be the same. rooms: the
-    room that it needs on file systems. due: what it leads the writing of. sums: the accumulated gradients of its
-    targets.
-    """
-
-    outcome: Outcome = Outcome()
+    outcome: Outcome = Outcome()  # notes, warnings, and failures that refuse the run
+    # moments, held, beginnings: what targets must have in common (see `RankPlan`)
     moments: tuple[SharedFact, ...] = ()
     held: tuple[StageDigest, ...] = ()
     beginnings: tuple[PrefixDigest, ...] = ()
-    differing: tuple[Differing, ...] = ()
-    alike: tuple[ReplicaGroup, ...] = ()
-    rooms: tuple[SpaceNeed, ...] = ()
-    due: Totals = Totals()
-    sums: tuple[Sums, ...] = ()
+    differing: tuple[Differing, ...] = ()  # what shards do not hold alike
+    alike: tuple[ReplicaGroup, ...] = ()  # copies that must be the same
+    rooms: tuple[SpaceNeed, ...] = ()  # the room that it needs on file systems
+    due: Totals = Totals()  # what it leads the writing of
+    sums: tuple[Sums, ...] = ()  # the accumulated gradients of its targets
 
     @classmethod
     def of(cls, plan: RankPlan) -> PlanReport:
@@ -110,14 +102,11 @@ class PlanReport(NamedTuple):
 
 
 class ComparisonReport(NamedTuple):
-    """The result of comparing copies in one process.
-
-    drifted: names of tensors whose copies have drifted apart. unlisted: tensors that no strategy lists and that differ.
-    """
+    """The result of comparing copies in one process."""
 
     outcome: Outcome = Outcome()
-    drifted: tuple[str, ...] = ()
-    unlisted: tuple[Differing, ...] = ()
+    drifted: tuple[str, ...] = ()  # names of tensors whose copies have drifted apart
+    unlisted: tuple[Differing, ...] = ()  # tensors that no strategy lists and that differ
 
 
 class FillReport(NamedTuple):

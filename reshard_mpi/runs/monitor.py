@@ -68,7 +68,8 @@ class _Cost:
 class EtaEstimator:
     """The pace of one stage, from what its processes had done at some moments.
 
-    seconds: the moment at which the stage begins, on any clock.
+    Attributes:
+        seconds: the moment at which the stage begins, on any clock.
     """
 
     def __init__(self, stage: Stage, seconds: float) -> None:
@@ -230,7 +231,9 @@ class LocalCounter(RunProgress):
 class ProgressMonitor(LocalCounter):
     """The `Progress` of a process that works alone or is the parent of workers, shown by a display.
 
-    others: returns the counts of further processes of the run. verbose: show details.
+    Attributes:
+        others: returns the counts of further processes of the run.
+        verbose: show details.
     """
 
     def __init__(

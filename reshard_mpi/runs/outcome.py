@@ -19,29 +19,24 @@ if TYPE_CHECKING:
 
 
 class TargetReport(NamedTuple):
-    """One complete target.
-
-    requested_bytes: read from source files. mapped_bytes: mapped of them. process: which process of the run led the
-    target. processes: how many filled it. seconds: for all that was done for it. engine_seconds: of these, for moving
-    bytes; waited_seconds: for waiting for memory; each the longest of any process. leased_bytes: memory that each
-    process had asked for. skipped: whether it was complete before this run. overflows: of its tensors.
-    """
+    """One complete target."""
 
     rank: int
     path: str
     read_ranks: tuple[int, ...]
     written_bytes: int
     needed_bytes: int = 0
-    requested_bytes: int = 0
-    mapped_bytes: int = 0
-    seconds: float = 0.0
+    requested_bytes: int = 0  # read from source files
+    mapped_bytes: int = 0  # mapped of them
+    seconds: float = 0.0  # for all that was done for it
+    # of these, for moving bytes; waited_seconds: for waiting for memory; each the longest of any process
     engine_seconds: float = 0.0
     waited_seconds: float = 0.0
-    leased_bytes: int = 0
-    process: int = 0
-    processes: int = 0
-    skipped: bool = False
-    overflows: tuple[Overflow, ...] = ()
+    leased_bytes: int = 0  # memory that each process had asked for
+    process: int = 0  # which process of the run led the target
+    processes: int = 0  # how many filled it
+    skipped: bool = False  # whether it was complete before this run
+    overflows: tuple[Overflow, ...] = ()  # of its tensors
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as plain values."""
@@ -49,24 +44,19 @@ class TargetReport(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """A shard that has been verified.
-
-    tensors, read_bytes: how much of it was read. by: what it was compared with, such as "its own sums"; empty if there
-    was nothing. sums: of its tensors whose place in the whole is known. lost: source shards that cannot be used.
-    world_size: how many shards there are by its own account; 0 if it does not say. left_out: what its sources hold that
-    no shard can, in words. notes: what else there is to say of its sources.
-    """
+    """A shard that has been verified."""
 
     rank: int
     path: str
+    # tensors, read_bytes: how much of it was read
     tensors: int
     read_bytes: int
-    by: tuple[str, ...]
-    sums: tuple[TensorSum, ...] = ()
-    lost: tuple[UnusableShard, ...] = ()
-    world_size: int = 0
-    left_out: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    by: tuple[str, ...]  # what it was compared with, such as "its own sums"; empty if there was nothing
+    sums: tuple[TensorSum, ...] = ()  # of its tensors whose place in the whole is known
+    lost: tuple[UnusableShard, ...] = ()  # source shards that cannot be used
+    world_size: int = 0  # how many shards there are by its own account; 0 if it does not say
+    left_out: tuple[str, ...] = ()  # what its sources hold that no shard can, in words
+    notes: tuple[str, ...] = ()  # what else there is to say of its sources
 
 
 class Failure(NamedTuple):
@@ -85,7 +75,8 @@ class Failure(NamedTuple):
     def named(self, *, alone: bool) -> ReshardError:
         """Return the error with the target rank and the process at the beginning of its message.
 
-        alone: whether the run has only one process, which then is not named.
+        Args:
+            alone: whether the run has only one process, which then is not named.
         """
         target = "" if self.rank is None else f"target rank {self.rank}"
         target = "" if target in self.error.problem else target
@@ -97,22 +88,18 @@ class Failure(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The results of one process, or of all together.
-
-    absent: names of listed parameters that no shard holds. notes, other_warnings: for the user. lost: source shards
-    that cannot be used. checked: shards that were verified. missing: source ranks without a shard. processes: how many
-    the run had.
-    """
+    """The results of one process, or of all together."""
 
     targets: tuple[TargetReport, ...] = ()
     failures: tuple[Failure, ...] = ()
-    absent: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()  # names of listed parameters that no shard holds
+    # notes, other_warnings: for the user
     notes: tuple[str, ...] = ()
-    lost: tuple[UnusableShard, ...] = ()
+    lost: tuple[UnusableShard, ...] = ()  # source shards that cannot be used
     other_warnings: tuple[str, ...] = ()
-    checked: tuple[Checked, ...] = ()
-    processes: int = 0
-    missing: MissingRanks | None = None
+    checked: tuple[Checked, ...] = ()  # shards that were verified
+    processes: int = 0  # how many the run had
+    missing: MissingRanks | None = None  # source ranks without a shard
 
     @classmethod
     def begun(cls, conversion: Conversion, notes: tuple[str, ...] = ()) -> Outcome:
@@ -185,31 +172,26 @@ class Outcome(NamedTuple):
 
 
 class ShardReport(NamedTuple):
-    """A shard, or another checkpoint, that was compared and found sound.
-
-    tensors, read_bytes: how much was compared. by: with what, such as "its own sums".
-    """
+    """A shard, or another checkpoint, that was compared and found sound."""
 
     rank: int
     path: str
+    # tensors, read_bytes: how much was compared
     tensors: int
     read_bytes: int
-    by: tuple[str, ...]
+    by: tuple[str, ...]  # with what, such as "its own sums"
 
 
 class Report(NamedTuple):
-    """The result of a run.
+    """The result of a run."""
 
-    targets: of a transform, in the order of their ranks. checked: the shards of a verification, or the second
-    checkpoint of a comparison. notes, warnings: for people. seconds: how long it took. processes: how many took part.
-    """
-
-    targets: tuple[TargetReport, ...]
+    targets: tuple[TargetReport, ...]  # of a transform, in the order of their ranks
+    # notes, warnings: for people
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
-    seconds: float
-    processes: int
-    checked: tuple[ShardReport, ...] = ()
+    seconds: float  # how long it took
+    processes: int  # how many took part
+    checked: tuple[ShardReport, ...] = ()  # the shards of a verification, or the second checkpoint of a comparison
 
     @classmethod
     def of(cls, outcome: Outcome, seconds: float) -> Report:
@@ -248,7 +230,9 @@ EXPECTED = (ReshardError, OSError, MemoryError)
 def attempt(do: Callable[[], T], comm: Comm, rank: int | None = None, path: Path | None = None) -> T | Outcome:
     """Return what `do` returns; if it raises an expected error, an outcome with that as a failure of this process.
 
-    rank: the target that the failure is about. path: what a system error is about, if it does not say so.
+    Args:
+        rank: the target that the failure is about.
+        path: what a system error is about, if it does not say so.
     """
     try:
         return do()

@@ -15,7 +15,10 @@ _OUTSIDE = "choose a target outside the source; a source is never written to"
 def refuse_overlap(files: ShardFiles, target: str, target_files: Iterable[Path]) -> None:
     """Raise TargetError if targets are the source or lie in one of its rank folders, or the source in one of theirs.
 
-    files: of the source. target: the folder of all targets. target_files: their final paths.
+    Args:
+        files: of the source.
+        target: the folder of all targets.
+        target_files: their final paths.
     """
     targets = list(target_files)
     folders = set(_followed({path.parent for path in targets}).values())
@@ -48,7 +51,8 @@ def refuse_overlap(files: ShardFiles, target: str, target_files: Iterable[Path])
 def refuse_removing(files: ShardFiles, folder: Path, removed: Iterable[str]) -> None:
     """Raise TargetError if a run would remove its source: a file that an earlier run has left in the target folder.
 
-    removed: the paths, relative to the target folder, of what the run removes before it writes.
+    Args:
+        removed: the paths, relative to the target folder, of what the run removes before it writes.
     """
     left = {identity: name for name in removed if (identity := _identity(folder / name)) is not None}
     for shard in _shards(files) if left else ():
@@ -66,7 +70,8 @@ def refuse_removing(files: ShardFiles, folder: Path, removed: Iterable[str]) -> 
 def refuse_posing(files: ShardFiles, target_file: Path) -> None:
     """Raise TargetError if the file is a source shard, or lies in a rank folder of the source (to be read with it).
 
-    files: the listed shards of the source.
+    Args:
+        files: the listed shards of the source.
     """
     if real_path(target_file) in _real_shards(files):
         raise TargetError(

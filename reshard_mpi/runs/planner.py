@@ -55,16 +55,13 @@ _NOT_VERIFIED = (
 
 
 class _PlanningState(NamedTuple):
-    """What planning has opened: the run, its journal, the work of each process, and the targets this one writes.
-
-    choice: which of several checkpoints the source is.
-    """
+    """What planning has opened: the run, its journal, the work of each process, and the targets this one writes."""
 
     run: Run
     journal: Journal | Unrecorded
     works: list[Assignment]
     due: PendingTargets
-    choice: tuple[SharedFact, ...]
+    choice: tuple[SharedFact, ...]  # which of several checkpoints the source is
 
 
 class Planner:
@@ -291,7 +288,8 @@ class Planner:
     def commit(self, made: Outcome) -> Outcome:
         """Commit the targets if all of the run are complete now; return notes and failures of that.
 
-        made: the outcome of all processes.
+        Args:
+            made: the outcome of all processes.
         """
         return attempt(lambda: self._commit(made), self._comm)
 
@@ -420,7 +418,9 @@ def listed_tensors(plan: RankPlan) -> dict[str, TargetTensor]:
 def tensor_lines(shares: Iterable[Mapping[str, TargetTensor]], origins: Mapping[str, str]) -> Iterator[str]:
     """Yield a line for each tensor of the targets; then one for each that is left out.
 
-    shares: the tensors that each process has met. origins: by name, what a map makes of tensors and makes them of.
+    Args:
+        shares: the tensors that each process has met.
+        origins: by name, what a map makes of tensors and makes them of.
     """
     tensors: dict[str, TargetTensor] = {}
     for share in shares:

@@ -50,15 +50,11 @@ _MOST_NAMES, _MOST_SOURCES, _MOST_MOVES = 500, 4, 2000
 
 
 class Asked(NamedTuple):
-    """The subjects of a picture.
+    """The subjects of a picture."""
 
-    tensors: those that the user names. most_cuts: so many kinds of tensors at most. drawing_bytes: how much memory it
-    takes to draw that.
-    """
-
-    tensors: tuple[str, ...]
-    most_cuts: int
-    drawing_bytes: int = 0
+    tensors: tuple[str, ...]  # those that the user names
+    most_cuts: int  # so many kinds of tensors at most
+    drawing_bytes: int = 0  # how much memory it takes to draw that
 
 
 def planned_figures(request: Request, comm: Comm, asked: Asked, progress: Progress) -> tuple[Figures, Outcome] | None:
@@ -147,19 +143,16 @@ class _DrawnSources:
 
 @dataclass(slots=True)
 class _AlikeTensors:
-    """Tensors that are planned alike; the first of `names` is drawn.
-
-    sources: how the source holds what it is made of. held: the boxes of it that planned targets hold. taken: for each
-    source tensor, the boxes of which shards hold it.
-    """
+    """Tensors that are planned alike; the first of `names` is drawn."""
 
     names: list[str]
     count: int
     layout: Layout
     dtype: DType
     origin: TensorLineage
-    sources: Mapping[str, SourceGroup]
-    held: dict[Box, list[int]] = field(default_factory=dict)
+    sources: Mapping[str, SourceGroup]  # how the source holds what it is made of
+    held: dict[Box, list[int]] = field(default_factory=dict)  # the boxes of it that planned targets hold
+    # for each source tensor, the boxes of which shards hold it
     taken: dict[str, dict[Box, list[int]]] = field(default_factory=dict)
     moves: list[DrawnMove] = field(default_factory=list)
     further_moves: int = 0

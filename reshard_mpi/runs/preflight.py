@@ -42,12 +42,9 @@ _DIRECTORY_ENTRY_BYTES = 512
 
 
 class SpaceNeed(NamedTuple):
-    """The most space that one process of a run takes on a file system, and the free space there.
+    """The most space that one process of a run takes on a file system, and the free space there."""
 
-    mount: the top folder of that file system, by which the processes of a run know it.
-    """
-
-    mount: str
+    mount: str  # the top folder of that file system, by which the processes of a run know it
     needed_bytes: int
     free_bytes: int
 
@@ -63,7 +60,9 @@ class SpaceByFilesystem:
     def add(self, path: Path, size_bytes: int, *, left_bytes: int) -> None:
         """Add a target. The file that it replaces is freed after it is written, leftovers of earlier runs before that.
 
-        size_bytes: the most that the file takes, with its structure. left_bytes: size of the leftovers.
+        Args:
+            size_bytes: the most that the file takes, with its structure.
+            left_bytes: size of the leftovers.
         """
         mount = _mount_of(path.parent)
         folder_bytes = 0 if path.parent.exists() else _BLOCK_BYTES
@@ -82,8 +81,11 @@ class SpaceByFilesystem:
     def rooms(self, processes: int, shares: Callable[[], bool]) -> tuple[SpaceNeed, ...]:
         """Return the room that is needed; empty if targets may share blocks with the source, and so take none.
 
-        processes: how many the run has, each of which may need as much. shares: tells whether blocks may be shared;
-        called only if there is not enough room. Raises OSError if a file system cannot be asked what is free.
+        Args:
+            processes: how many the run has, each of which may need as much.
+            shares: tells whether blocks may be shared; called only if there is not enough room.
+
+        Raises OSError if a file system cannot be asked what is free.
         """
         needed = ((mount, peak + self._record_bytes[mount]) for mount, peak in self._peak_bytes.items())
         with_free = ((mount, needed_bytes, _free_bytes(mount)) for mount, needed_bytes in needed)
@@ -104,7 +106,8 @@ def on_disk_bytes(size_bytes: int, mount: str) -> int:
 def require_room(shares: Iterable[Sequence[SpaceNeed]]) -> None:
     """Raise TargetError if the processes of a run together need more space than a file system has.
 
-    shares: what each of them needs. Equal shares give the same result on every process.
+    Args:
+        shares: what each of them needs. Equal shares give the same result on every process.
     """
     needed_bytes: defaultdict[str, int] = defaultdict(int)
     free_bytes: dict[str, int] = {}
@@ -136,8 +139,9 @@ def require_no_strangers(
 ) -> None:
     """Raise TargetError if a folder has foreign files that would be taken for a part of the checkpoint written there.
 
-    every_path, own_paths: as for `lying_beside`. removed: the paths, relative to the folder, of files that are going to
-    be removed.
+    Args:
+        every_path, own_paths: as for `lying_beside`.
+        removed: the paths, relative to the folder, of files that are going to be removed.
     """
     expected = {folder / name for name in removed}
     lying = lying_beside(folder, format_name, formats.index_of(format_name), every_path, own_paths)
@@ -157,8 +161,10 @@ def lying_beside(
 ) -> list[Path]:
     """Return files in a target folder that may be taken for a part of the checkpoint written there, or for another one.
 
-    index: the name of the file that is to make the folder a checkpoint, if there is to be one. every_path: of the
-    targets of all processes. own_paths: of those whose folders this process looks into.
+    Args:
+        index: the name of the file that is to make the folder a checkpoint, if there is to be one.
+        every_path: of the targets of all processes.
+        own_paths: of those whose folders this process looks into.
     """
     if not folder.is_dir():
         return []
@@ -300,7 +306,8 @@ def require_readable_structure(spec: ShardSpec, format_name: str) -> None:
 def require_readable_types(specs: Specs, format_name: str, *, as_is: bool) -> None:
     """Raise TargetError for a tensor of a type that the target format's own framework would not read again.
 
-    as_is: whether the tensors are taken over as they are from shards of the same format.
+    Args:
+        as_is: whether the tensors are taken over as they are from shards of the same format.
     """
     unread = () if as_is else formats.by_name(format_name).TRAITS.types_own_loader_refuses
     if not any(kind.dtype.name in unread for kind in specs.kinds):
@@ -375,7 +382,9 @@ class SpaceEstimate:
     def add(self, plan: RankPlan, evidence: TargetInputs, format_name: str, path: Path, left_bytes: int) -> None:
         """Add the target of `plan` and its record.
 
-        path: of the target file. left_bytes: size of what an earlier run has left of it.
+        Args:
+            path: of the target file.
+            left_bytes: size of what an earlier run has left of it.
         """
         request = self._request
         self._read_ranks[str(path)] = plan.read_ranks
@@ -406,8 +415,10 @@ class SpaceEstimate:
     ) -> tuple[SpaceNeed, ...]:
         """Return the room that is needed on each file system, as `SpaceByFilesystem.rooms` does.
 
-        reported: how many targets are in the report that this process writes, if any. processes, shares: see there.
-        strategy: of the targets, if this process is to record it.
+        Args:
+            reported: how many targets are in the report that this process writes, if any.
+            processes, shares: see there.
+            strategy: of the targets, if this process is to record it.
         """
         request = self._request
         if request.recorded and self._read_ranks:
@@ -438,7 +449,10 @@ def commit_record_at_most_bytes(
 ) -> int:
     """Return the most bytes that a commit record can take.
 
-    targets: of each, its path and the ranks it is read from. sources: paths. summed: names of tensors with a sum.
+    Args:
+        targets: of each, its path and the ranks it is read from.
+        sources: paths.
+        summed: names of tensors with a sum.
     """
     size_bytes = _IDENTITY_BYTES
     size_bytes += sum(_LINE_BYTES + _text_bytes(file) + _NUMBER_BYTES * len(ranks) for file, ranks in targets)

@@ -26,67 +26,56 @@ _MINUTE, _HOUR = 60, 3600
 
 
 class Stage(NamedTuple):
-    """A part of a run through which all its processes go together. All begin it with the same figures.
+    """A part of a run through which all its processes go together. All begin it with the same figures."""
 
-    name: what is done, such as "writing". size_bytes: how much all processes have to do together; None if that is not
-    known yet. units: how many targets, shards or tensors these bytes make up, or ranks are planned; unit: what they are
-    called. ready: how
-    many more were complete before. phases: what is done with each byte; it is done after the last.
-    """
-
-    name: str
-    size_bytes: int | None = None
+    name: str  # what is done, such as "writing"
+    size_bytes: int | None = None  # how much all processes have to do together; None if that is not known yet
+    # how many targets, shards or tensors these bytes make up, or ranks are planned; unit: what they are called
     units: int = 0
     unit: str = "target"
-    ready: int = 0
-    phases: tuple[int, ...] = (MOVED,)
+    ready: int = 0  # how many more were complete before
+    phases: tuple[int, ...] = (MOVED,)  # what is done with each byte; it is done after the last
 
 
 class Counts(NamedTuple):
-    """What one process has done of a stage.
+    """What one process has done of a stage."""
 
-    stage: the number of the stage, from 1 on. done_bytes, own_bytes: by phase, how much it has done, and how much it
-    has to do in all. units: completed by this process. waits: whether it waits for memory.
-    """
-
-    stage: int = 0
+    stage: int = 0  # the number of the stage, from 1 on
+    # done_bytes, own_bytes: by phase, how much it has done, and how much it has to do in all
     done_bytes: BytesByPhase = NO_BYTES
     own_bytes: BytesByPhase = NO_BYTES
-    units: int = 0
-    waits: bool = False
+    units: int = 0  # completed by this process
+    waits: bool = False  # whether it waits for memory
 
 
 def own_by_phase(stage: Stage, own_bytes: int, closed_bytes: int) -> BytesByPhase:
     """Return what one process has to do in each phase of a stage.
 
-    own_bytes: in all phases but the last. closed_bytes: in files that it closes, for others as well.
+    Args:
+        own_bytes: in all phases but the last.
+        closed_bytes: in files that it closes, for others as well.
     """
     moved, synced, read_back = (own_bytes if phase in stage.phases else 0 for phase in (MOVED, SYNCED, READ_BACK))
     return moved, synced, read_back, closed_bytes if CLOSED in stage.phases else 0
 
 
 class RunStatus(NamedTuple):
-    """How far a run is, over all its processes.
+    """How far a run is, over all its processes."""
 
-    stage: what they are doing, such as "planning", "comparing copies", "writing" or "verifying". bytes_done: of this
-    stage; bytes_total: None as long as that is not known. targets_done, targets_total: targets of a transform, shards
-    of a verification or tensors of a comparison, as `unit` says; targets_before: how many more were complete before,
-    which are in no other figure. seconds: since the run began. seconds_left: until the end of the stage;
-    bytes_per_second: the speed at which it ends then; both None if not known. waiting: how many processes wait for
-    memory.
-    """
-
-    stage: str
-    bytes_done: int
+    stage: str  # what they are doing, such as "planning", "comparing copies", "writing" or "verifying"
+    bytes_done: int  # of this stage; bytes_total: None as long as that is not known
     bytes_total: int | None
+    # targets_done, targets_total: targets of a transform, shards of a verification or tensors of a comparison, as
+    # `unit` says; targets_before: how many more were complete before, which are in no other figure
     targets_done: int
     targets_total: int
     targets_before: int
     unit: str
-    seconds: float
+    seconds: float  # since the run began
     bytes_per_second: float | None
+    # until the end of the stage; bytes_per_second: the speed at which it ends then; both None if not known
     seconds_left: float | None
-    waiting: int
+    waiting: int  # how many processes wait for memory
 
     @classmethod
     def of(
@@ -315,8 +304,10 @@ class Silent(RunProgress):
 class SliceCounter:
     """Reports progress scaled to a known total: `end` reports all that is missing to the total.
 
-    moved: told how many bytes are done. size_bytes: of the work. steps: as how many bytes `add` will be told of it;
-    None: as many.
+    Attributes:
+        moved: told how many bytes are done.
+        size_bytes: of the work.
+        steps: as how many bytes `add` will be told of it; None: as many.
     """
 
     def __init__(self, moved: Callable[[int], None], size_bytes: int, steps: int | None = None) -> None:

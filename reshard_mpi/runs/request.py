@@ -24,14 +24,11 @@ _MOST_FILE_BYTES = 1 << 62
 
 
 class TargetFile(NamedTuple):
-    """A file of the target, for which the caller says which tensors it holds, each whole.
-
-    tensors: the name of each in the source, and that in the file. size_bytes: of all of them.
-    """
+    """A file of the target, for which the caller says which tensors it holds, each whole."""
 
     name: str
-    tensors: tuple[tuple[str, str], ...]
-    size_bytes: int
+    tensors: tuple[tuple[str, str], ...]  # the name of each in the source, and that in the file
+    size_bytes: int  # of all of them
 
 
 class Request(NamedTuple):

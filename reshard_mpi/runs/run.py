@@ -33,17 +33,15 @@ MAX_TARGETS = 1 << 16
 
 
 class Run(NamedTuple):
-    """A prepared request: source and strategies have been read, and the targets are known.
-
-    map_digests: of the map that tensors are taken through, its configuration, and the checkpoint that the target is to
-    be like, by the names of the options.
-    """
+    """A prepared request: source and strategies have been read, and the targets are known."""
 
     request: Request
     conversion: Conversion
     format: str
     targets: tuple[int, ...]
     strategies: Strategies
+    # of the map that tensors are taken through, its configuration, and the checkpoint that the target is to be like, by
+    # the names of the options
     map_digests: Mapping[str, str]
 
     @classmethod
@@ -57,9 +55,13 @@ class Run(NamedTuple):
     ) -> Run:
         """Prepare a request: find the shards, and read the strategies unless they are given.
 
-        known_damage: what is known to be wrong with source shards. before_shards: is told the format of the shards
-        before any is read. before_filling: is told the conversion to one full checkpoint, and the format of the files
-        that this is to be divided into, before that is planned. Raises a ReshardError for what is wrong with them.
+        Args:
+            known_damage: what is known to be wrong with source shards.
+            before_shards: is told the format of the shards before any is read.
+            before_filling: is told the conversion to one full checkpoint, and the format of the files that this is to
+                be divided into, before that is planned.
+
+        Raises a ReshardError for what is wrong with them.
         """
         strategies = strategies or Strategies.read(request)
         if request.unlisted is Unlisted.DROP and request.dst_strategy is None:
@@ -281,7 +283,10 @@ def chosen_targets(request: Request, conversion: Conversion) -> tuple[int, ...]:
 def open_for_planning(request: Request, memory: RunMemory, *, targets: int = 1) -> Run:
     """Open the run that a request asks for, with the memory to plan its targets one by one.
 
-    targets: how many are planned at most. Raises a ReshardError for what `transform` would refuse before planning.
+    Args:
+        targets: how many are planned at most.
+
+    Raises a ReshardError for what `transform` would refuse before planning.
     """
     if request.part is not None:
         raise UsageError(

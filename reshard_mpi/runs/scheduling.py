@@ -133,9 +133,11 @@ def assign(weights: Mapping[int, int], processes: Sequence[int]) -> dict[int, li
 def divide(weights: Mapping[int, int], hosts: Sequence[object]) -> list[Assignment]:
     """Return the work of each process.
 
-    weights: the relative size of each target. hosts: the name of each process's host; only processes of one host fill a
-    file together. Each process of a host makes equally many targets alone. The targets left over, the smallest ones,
-    are cut so that all processes of the host finish at the same time.
+    Args:
+        weights: the relative size of each target.
+        hosts: the name of each process's host; only processes of one host fill a file together. Each process of a host
+            makes equally many targets alone. The targets left over, the smallest ones, are cut so that all processes of
+            the host finish at the same time.
     """
     weights = {target: max(1, weight) for target, weight in weights.items()}
     by_host: dict[object, list[int]] = {}
@@ -192,8 +194,10 @@ def _fill_up(loads: Sequence[int], amount: int) -> list[int]:
 class PendingTargets:
     """The targets that are to be written.
 
-    evidence: by rank, what the target's record says of its sources. peak_bytes: by rank, the memory that writing it is
-    projected to take. source: path of the source checkpoint, as the user named it.
+    Attributes:
+        evidence: by rank, what the target's record says of its sources.
+        peak_bytes: by rank, the memory that writing it is projected to take.
+        source: path of the source checkpoint, as the user named it.
     """
 
     def __init__(self, conversion: Conversion, source: str) -> None:

@@ -45,9 +45,13 @@ def convert(
 ) -> Outcome:
     """Make this process's part of the targets of `request`; return the outcome of all processes of `comm`.
 
-    Every process of `comm` must call it with the same request. strategies: those of the request, if they have been read
-    already. Raises the same error on every process if the run is refused, before anything is written. Targets that fail
-    later are in the outcome.
+    Every process of `comm` must call it with the same request.
+
+    Args:
+        strategies: those of the request, if they have been read already.
+
+    Raises the same error on every process if the run is refused, before anything is written. Targets that fail later
+    are in the outcome.
     """
     new_planner = partial(Planner, request, comm, strategies, memory, progress)
     planner, planned, due = _planned(new_planner, request, comm, progress)
@@ -72,8 +76,9 @@ def plan_targets(
 ) -> tuple[Plan, Outcome]:
     """Plan the targets of `request` without writing; return the plan, and an outcome with notes and warnings.
 
-    lists_tensors: whether the plan has a line for each tensor. Raises, the same on every process, the errors for which
-    `convert` refuses a run.
+    Args:
+        lists_tensors: whether the plan has a line for each tensor. Raises, the same on every process, the errors for
+            which `convert` refuses a run.
     """
     shown = Silent(complain) if progress is None else progress
     with RunMemory(lambda: request.allowance, comm, shown) as memory:
@@ -181,7 +186,10 @@ def agreeing(
 ) -> PlanReport:
     """Join the processes' plans, if these agree in all shared facts.
 
-    placed: returns what strategies place on the target ranks of a stage. Raises a ReshardError if the run is refused.
+    Args:
+        placed: returns what strategies place on the target ranks of a stage.
+
+    Raises a ReshardError if the run is refused.
     """
     require_one_checkpoint(moment for planned in all_planned for moment in planned.moments)
     for stage in differing_stages(held for planned in all_planned for held in planned.held):
@@ -222,8 +230,12 @@ def plan_together(
 ) -> tuple[list[RankPlan], Outcome]:
     """Return the plans of targets, and an outcome with the notes and warnings on them.
 
-    What targets must have in common is checked, and copies are compared. notes: further notes for the outcome. Raises
-    a ReshardError if a run would be refused.
+    What targets must have in common is checked, and copies are compared.
+
+    Args:
+        notes: further notes for the outcome.
+
+    Raises a ReshardError if a run would be refused.
     """
     plans = [conversion.plan(rank) for rank in targets]
     path = conversion.source.files.path

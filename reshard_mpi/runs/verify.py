@@ -106,8 +106,10 @@ def _is_there(run: RunIdentity, name: str) -> bool:
 def made_otherwise(request: Request, digests: Mapping[str, str], path: str) -> UsageError | None:
     """Return the error for a checkpoint at `path` made with other options than the request's.
 
-    Others may come to the same, so it is an error only if the checkpoint is not what the request makes. digests: of the
-    map, its configuration, and the checkpoint that it is like, as `through_map` returns them.
+    Others may come to the same, so it is an error only if the checkpoint is not what the request makes.
+
+    Args:
+        digests: of the map, its configuration, and the checkpoint that it is like, as `through_map` returns them.
     """
     run = recorded_run(path)
     if run is None:
@@ -167,17 +169,14 @@ _BEFORE_LOCATING = Summing(0, is_native=False, decoding_bytes=0, with_numpy=True
 
 
 class _ComparedCheckpoints(NamedTuple):
-    """The expected result of a transform, and the checkpoint to compare with it.
-
-    ranks: target ranks to verify. notes: what is to be said of the comparison. otherwise: the error for options that
-    are not those that the target was made with, if they are not.
-    """
+    """The expected result of a transform, and the checkpoint to compare with it."""
 
     conversion: Conversion
     target: SourceCheckpoint
-    ranks: Sequence[int]
+    ranks: Sequence[int]  # target ranks to verify
     governor: Governor
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # what is to be said of the comparison
+    # the error for options that are not those that the target was made with, if they are not
     otherwise: ReshardError | None
 
     def check(self, rank: int, size_bytes: int, memory: RunMemory, progress: Progress) -> Verdict:
@@ -347,8 +346,10 @@ def _each(
 ) -> Outcome:
     """Check this process's share of the ranks; return the outcome of all processes.
 
-    files: those to check. check: takes a rank and the size of its files. notes: what this process has to say
-    besides.
+    Args:
+        files: those to check.
+        check: takes a rank and the size of its files.
+        notes: what this process has to say besides.
     """
     checked: list[Checked] = []
     failures: list[Failure] = []
@@ -423,7 +424,8 @@ def _quoted(text: str | None) -> str:
 def _compare(plan: RankPlan, shard: Manifest, on_bytes: OnBytes) -> Verdict:
     """Compare a shard with its sources; return what was checked, and the damage.
 
-    on_bytes: called with the number of bytes just compared.
+    Args:
+        on_bytes: called with the number of bytes just compared.
     """
     damage: list[ReshardError] = []
     for name in sorted(plan.strings.keys() | shard.strings.keys()):

@@ -50,9 +50,11 @@ def sums_as_planned(
 ) -> tuple[TensorSum, ...]:
     """Return the sums of the tensors in the shard `target`, which are also the sums of their sources.
 
-    span: only of elements that begin in this range of the file; None: all. on_bytes: called with the number of bytes
-    just summed. Raises DamageError for the first tensor that differs from its sources, with the element and its place
-    in the files.
+    Args:
+        span: only of elements that begin in this range of the file; None: all.
+        on_bytes: called with the number of bytes just summed.
+
+    Raises DamageError for the first tensor that differs from its sources, with the element and its place in the files.
     """
     sums = []
     for summed in sum_shard(plan, target, span=span, limits=limits, on_bytes=on_bytes):
@@ -109,16 +111,12 @@ def _content(copy: Copy, element: Sequence[int], limits: Limits) -> str:
 
 
 class Summing(NamedTuple):
-    """What summing the tensors of a shard takes.
+    """What summing the tensors of a shard takes."""
 
-    tensors: how many. is_native: whether the shard describes itself, and so is read in this process. decoding_bytes:
-    the most memory that decoding one tensor takes. with_numpy: whether numpy is loaded.
-    """
-
-    tensors: int
-    is_native: bool
-    decoding_bytes: int
-    with_numpy: bool
+    tensors: int  # how many
+    is_native: bool  # whether the shard describes itself, and so is read in this process
+    decoding_bytes: int  # the most memory that decoding one tensor takes
+    with_numpy: bool  # whether numpy is loaded
 
 
 def check_shard(
@@ -126,8 +124,11 @@ def check_shard(
 ) -> tuple[Checked, list[ReshardError]]:
     """Check the files of one rank against their checksums, their sums, and their record, as far as they have these.
 
-    before_sums: called for each file with what summing it takes, before it is summed. progress: told of the bytes of
-    the files. Returns the damage as errors; raises a ReshardError if a file cannot be checked.
+    Args:
+        before_sums: called for each file with what summing it takes, before it is summed.
+        progress: told of the bytes of the files.
+
+    Returns the damage as errors; raises a ReshardError if a file cannot be checked.
     """
     module = formats.by_name(files.format)
     folder, recorded_rank = _place_of_record(files, rank)
@@ -215,7 +216,9 @@ def keeps_sums(files: ShardFiles, rank: int) -> bool:
 def check_together(files: ShardFiles, checked: Iterable[Checked], *, sound: bool) -> Iterator[DamageError]:
     """Yield the damage that all shards together show: copies differ, shards are missing, or sums are not as committed.
 
-    checked: all shards. sound: whether each of them is sound by itself.
+    Args:
+        checked: all shards.
+        sound: whether each of them is sound by itself.
     """
     shards = tuple(checked)
     sums: dict[str, int] = {}
@@ -331,8 +334,11 @@ def _placed(
 ) -> Iterator[tuple[TensorSpec, bool]]:
     """Yield the tensors of a shard whose place in the whole tensor is known, and whether each is loose.
 
-    The place is known from the shard itself, or from its record if that fits. listed: names that the strategy in the
-    shard places; a tensor is loose if its record says so, or without one, if it is not among these.
+    The place is known from the shard itself, or from its record if that fits.
+
+    Args:
+        listed: names that the strategy in the shard places; a tensor is loose if its record says so, or without one, if
+            it is not among these.
     """
     for name, entry in shard.tensors.items():
         tensor = recorded.get(name)
@@ -369,8 +375,10 @@ def damage_of(
 ) -> ReshardError | None:
     """Return the first error in the shard of `rank`, by its checksum and by the sums of its tensors.
 
-    size_bytes: of its files. before_sums: called with what summing a file takes, before it is summed. progress: told of
-    the bytes of the files.
+    Args:
+        size_bytes: of its files.
+        before_sums: called with what summing a file takes, before it is summed.
+        progress: told of the bytes of the files.
     """
     for files, own_rank in _one_by_one(source.files, rank):
         if not keeps_sums(files, own_rank):

@@ -47,22 +47,19 @@ _STOP_SECONDS = 10.0
 
 @dataclass(slots=True)
 class _Worker:
-    """A worker, as its parent knows it.
-
-    to_make: its targets. target: the one that it is making. made: its complete ones. gathering, value: whether it waits
-    for gathered values, and its own. lost: the outcome for a worker that has died.
-    """
+    """A worker, as its parent knows it."""
 
     rank: int
     process: Fork
     channel: Channel
-    to_make: tuple[int, ...] = ()
-    target: int | None = None
-    made: tuple[TargetReport, ...] = ()
+    to_make: tuple[int, ...] = ()  # its targets
+    target: int | None = None  # the one that it is making
+    made: tuple[TargetReport, ...] = ()  # its complete ones
     alive: bool = True
+    # gathering, value: whether it waits for gathered values, and its own
     gathering: bool = False
     value: Any = None
-    lost: Outcome = field(default_factory=Outcome)
+    lost: Outcome = field(default_factory=Outcome)  # the outcome for a worker that has died
 
 
 class Task(StrEnum):
@@ -84,8 +81,10 @@ class Task(StrEnum):
     def run(self, request: Request, comm: Comm, progress: Progress, strategies: Strategies | None = None) -> Outcome:
         """Do this process's part; return the outcome of all processes of `comm`, which must do the same.
 
-        strategies: those of the request, if they have been read already. Raises the same error on every process if the
-        run is refused.
+        Args:
+            strategies: those of the request, if they have been read already.
+
+        Raises the same error on every process if the run is refused.
         """
         function = self.load()
         with RunMemory(lambda: request.allowance, comm, progress) as memory:
@@ -99,9 +98,11 @@ _OF_TARGETS = (Task.CONVERT, Task.UNIFY)
 def run_with_workers(request: Request, jobs: int | None, progress: RunProgress, work: Task = Task.CONVERT) -> Outcome:
     """Do `work` in `jobs` local processes; return their common outcome.
 
-    jobs: None for one on each core, but no more than are useful. If fewer than `jobs` are started, a note in the
-    outcome says so. Raises the error that refused the run. A worker that dies is a failure of the targets it has not
-    made.
+    Args:
+        jobs: None for one on each core, but no more than are useful. If fewer than `jobs` are started, a note in the
+            outcome says so.
+
+    Raises the error that refused the run. A worker that dies is a failure of the targets it has not made.
     """
     if not _may_fork():
         return _run_elsewhere(request, jobs, progress, work)

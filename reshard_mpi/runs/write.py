@@ -139,8 +139,10 @@ class _Led(NamedTuple):
 class Writer:
     """Writes one process's part of the targets of a run.
 
-    works: the work of each process of `comm`. due: the targets that this process writes. memory: asked for each target;
-    while this process waits for others of the run, processes in line get it.
+    Attributes:
+        works: the work of each process of `comm`.
+        due: the targets that this process writes.
+        memory: asked for each target; while this process waits for others of the run, processes in line get it.
     """
 
     def __init__(
@@ -259,7 +261,8 @@ class Writer:
     ) -> FillReport:
         """Apply a function to each share whose target has been reserved; return the joined results.
 
-        do: takes the share, the target's plan and manifest, its open file, and for how long memory was waited for.
+        Args:
+            do: takes the share, the target's plan and manifest, its open file, and for how long memory was waited for.
         """
 
         def do_one(share: TargetSlice, rank: int) -> FillReport:
@@ -278,7 +281,8 @@ class Writer:
     ) -> tuple[TensorSum, ...]:
         """Return the sums of the tensors in a filled `span`. Raises DamageError if they differ from their sources.
 
-        size_bytes: how many bytes of the target this process has written.
+        Args:
+            size_bytes: how many bytes of the target this process has written.
         """
         from reshard_mpi.runs.verify_checksums import sums_as_planned
 
@@ -329,8 +333,9 @@ class Writer:
     ) -> tuple[list[Filled], tuple[Failure, ...]]:
         """Return the filled parts of the shared target `rank`, and failures of the processes that have not done theirs.
 
-        parts: of all processes; that of a process that died has only the outcome of its death. verified: whether parts
-        must have been verified too.
+        Args:
+            parts: of all processes; that of a process that died has only the outcome of its death.
+            verified: whether parts must have been verified too.
         """
         all_filled: list[Filled] = []
         failures: list[Failure] = []

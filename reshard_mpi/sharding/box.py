@@ -145,7 +145,8 @@ class UncoveredError(Exception):
 class Pieces:
     """The boxes of a tensor's pieces, sorted so that overlaps with a box are found quickly.
 
-    boxes: where pieces overlap, the one that comes first here is taken.
+    Attributes:
+        boxes: where pieces overlap, the one that comes first here is taken.
     """
 
     def __init__(self, boxes: Sequence[Box]) -> None:
@@ -225,8 +226,10 @@ def _swept(
 ) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
     """Yield disjoint regions that make up the box from `start` to `stop`: piece number, start, stop.
 
-    The box is cut at all edges of pieces, one dimension after another from `dim` on. meeting: the pieces by preference;
-    each reaches over the whole box in the dimensions before `dim`.
+    The box is cut at all edges of pieces, one dimension after another from `dim` on.
+
+    Args:
+        meeting: the pieces by preference; each reaches over the whole box in the dimensions before `dim`.
     """
     if not meeting:
         raise UncoveredError(Box(start, stop))

@@ -99,9 +99,10 @@ def _of_dims(placement: Placement, other: Placement) -> list[Placement]:
 def _with_joined_starts(placement: Placement, other: Placement, shape: Shape) -> Iterator[tuple[Placement, Placement]]:
     """Yield both placements as they are and, if the optimizer cuts either, with their first dimensions joined.
 
-    shape: the factors that expanded placements list. The optimizer cuts dimension 0 of the tensor, and the first of
-    these factors may be only a part of that. A placement that does not list them has the tensor's own dimensions, and
-    is not joined.
+    Args:
+        shape: the factors that expanded placements list. The optimizer cuts dimension 0 of the tensor, and the first of
+            these factors may be only a part of that. A placement that does not list them has the tensor's own
+            dimensions, and is not joined.
     """
     yield placement, other
     if placement.optimizer == other.optimizer == 1:
@@ -142,7 +143,8 @@ def _products_are(factors: Shape, shape: Shape) -> Callable[[Grouping], bool]:
 def _ways(placement: Placement, dims: int, fits: Callable[[Grouping], bool]) -> list[Placement]:
     """Return the ways to join the factors of a placement into `dims` dimensions; ways with the same pieces once.
 
-    fits: tells whether a grouping of the factors is to be tried.
+    Args:
+        fits: tells whether a grouping of the factors is to be tried.
     """
     assert placement.expanded_shape is not None
     single = [length == placement.slices(dim) for dim, length in enumerate(placement.expanded_shape)]

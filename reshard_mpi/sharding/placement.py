@@ -237,19 +237,21 @@ class _RuleCache:
 class Strategy:
     """The placements of a whole checkpoint: what all its strategy files say together.
 
-    parameters: for each listed name the placements that hold it; more than one where stages that share a parameter
-    cut it differently. rules: pairs (glob, placement) for names not listed one by one; the first match wins.
-    required_rules: the globs of rules that must place at least one tensor of the checkpoint (those that people wrote).
-    axes: the names of the mesh axes, where one mesh with names serves all placements. Neither changes which rank holds
-    what. Raises LayoutError unless all stages have the same number of ranks.
+    Raises LayoutError unless all stages have the same number of ranks.
     """
 
     world_size: int
     stages: int
+    # for each listed name the placements that hold it; more than one where stages that share a parameter cut it
+    # differently
     parameters: Mapping[str, tuple[Placement, ...]]
+    # pairs (glob, placement) for names not listed one by one; the first match wins
     rules: tuple[tuple[str, Placement], ...] = ()
     origin: str = field(default="", compare=False)
+    # the globs of rules that must place at least one tensor of the checkpoint (those that people wrote)
     required_rules: frozenset[str] = field(default=frozenset(), compare=False)
+    # the names of the mesh axes, where one mesh with names serves all placements. Neither changes which rank holds
+    # what.
     axes: tuple[str, ...] = field(default=(), compare=False)
     _known: _RuleCache = field(default_factory=_RuleCache, init=False, compare=False, repr=False)
 
@@ -334,8 +336,9 @@ class Strategy:
     def listing(self, stages_of: Mapping[str, Collection[int]]) -> Strategy:
         """Return this strategy with the names that its rules place listed one by one, each in the stages that hold it.
 
-        stages_of: the stages that hold each name. Names that only a rule `*` places, and that may follow another
-        parameter, are left to the rules.
+        Args:
+            stages_of: the stages that hold each name. Names that only a rule `*` places, and that may follow another
+                parameter, are left to the rules.
         """
         listed = dict(self.parameters)
         placed: dict[

@@ -34,13 +34,13 @@ class Runs(NamedTuple):
 class Strides(NamedTuple):
     """How the elements of a region lie in a source and in a target array. Offsets and steps count elements.
 
-    The offsets are those of the region's first element. dimensions: length, source step and target step of each, the
-    target's outermost first. Two whose elements are evenly spaced on both sides are merged, so a region that is
-    contiguous on both sides has one dimension, of step 1.
+    The offsets are those of the region's first element.
     """
 
     source_offset: int
     target_offset: int
+    # length, source step and target step of each, the target's outermost first. Two whose elements are evenly spaced on
+    # both sides are merged, so a region that is contiguous on both sides has one dimension, of step 1.
     dimensions: tuple[tuple[int, int, int], ...]
 
     @classmethod
@@ -56,9 +56,10 @@ class Strides(NamedTuple):
     ) -> Strides:
         """Return how `region` lies in `source`, and `target_region`, which holds the same elements, in `target`.
 
-        order: the dimensions of the source in the order that they have in the target; None: that of the source. Either
-        side may have further dimensions of length 1. steps: how far apart elements of the source are in each
-        dimension, if it is not row-major.
+        Args:
+            order: the dimensions of the source in the order that they have in the target; None: that of the source.
+                Either side may have further dimensions of length 1.
+            steps: how far apart elements of the source are in each dimension, if it is not row-major.
         """
         source_steps, target_steps = steps or _steps(source), _steps(target)
         lengths = region.shape
@@ -120,8 +121,10 @@ class Strides(NamedTuple):
 def paired(region: Box, target_region: Box, order: tuple[int, ...] | None = None) -> Pairs:
     """Return pairs of a dimension of `region` and the same one of `target_region`, for those longer than 1.
 
-    order: the dimensions of `region` in the order that they have in the target; None: as they are. Raises ValueError if
-    the lengths differ.
+    Args:
+        order: the dimensions of `region` in the order that they have in the target; None: as they are.
+
+    Raises ValueError if the lengths differ.
     """
     lengths, target_lengths = region.shape, target_region.shape
     dims = [dim for dim in (order if order is not None else range(len(lengths))) if lengths[dim] != 1]

@@ -75,9 +75,11 @@ _MAX_ALIKE = 16
 def locate(path: str, like: Manifest | None = None) -> Manifest:
     """Return the tensors and strings of the checkpoint at `path` without reading any payload.
 
-    like: another shard; a shard of the same structure is not parsed, since its tensors lie at the same offsets. Raises
-    ShardError if the file is empty, truncated, over-long, encrypted, damaged, or holds map tensors, a tag twice, or a
-    tensor whose content is not as long as its dims and type say.
+    Args:
+        like: another shard; a shard of the same structure is not parsed, since its tensors lie at the same offsets.
+
+    Raises ShardError if the file is empty, truncated, over-long, encrypted, damaged, or holds map tensors, a tag twice,
+    or a tensor whose content is not as long as its dims and type say.
     """
     with files.opened(path) as (fd, size_bytes):
         if like is not None and like.header_digest is not None and of_file(fd, like.tensors) == like.header_digest:

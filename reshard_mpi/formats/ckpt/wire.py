@@ -259,8 +259,10 @@ def _fields_once(
 ) -> tuple[dict[int, Field], list[int]]:
     """Return the fields of `message` by number, in whatever order they come; unknown ones are passed over.
 
-    with_dims: field 1 holds dimensions, packed or not, and may come more than once; they are returned as well. Raises
-    ShardError for any other field that comes twice or has the wrong type.
+    Args:
+        with_dims: field 1 holds dimensions, packed or not, and may come more than once; they are returned as well.
+
+    Raises ShardError for any other field that comes twice or has the wrong type.
     """
     fields: dict[int, Field] = {}
     dims: list[int] = []

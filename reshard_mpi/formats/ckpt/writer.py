@@ -28,8 +28,13 @@ CUT_BYTES = 512 << 20
 def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
     """Write the checkpoint `path` without its payloads, byte for byte as MindSpore's synchronous save does.
 
-    Tensors come first, in the order of `spec`, then strings. fd: the empty file. Returns where the payloads are to be
-    written. Raises TargetError if a name or string cannot be stored, OSError if the file cannot be written.
+    Tensors come first, in the order of `spec`, then strings.
+
+    Args:
+        fd: the empty file.
+
+    Returns where the payloads are to be written. Raises TargetError if a name or string cannot be stored, OSError if
+    the file cannot be written.
     """
     files.check_names(path, [*spec.specs.names, *spec.strings])
     tensors, structure, offset = TensorTable(path), files.HeaderDigestWriter(fd), 0

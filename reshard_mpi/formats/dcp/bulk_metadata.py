@@ -92,14 +92,12 @@ _OF_FURTHER = _ItemGroups((3, 6, 9, 11, 13), (2, 4, 5, 7, 8, 10, 12, 14, 1))
 
 
 class _OpcodePatterns(NamedTuple):
-    """How a pickler writes these objects, each from behind the opcode that makes it.
+    """How a pickler writes these objects, each from behind the opcode that makes it."""
 
-    item: a key and its place. tensor: up to its chunks. item_again, chunk_again: one that follows another.
-    """
-
-    item: re.Pattern[bytes]
+    item: re.Pattern[bytes]  # a key and its place
+    # item_again, chunk_again: one that follows another
     item_again: re.Pattern[bytes]
-    tensor: re.Pattern[bytes]
+    tensor: re.Pattern[bytes]  # up to its chunks
     chunk: re.Pattern[bytes]
     chunk_again: re.Pattern[bytes]
 
@@ -140,7 +138,8 @@ class _SeenTensor(NamedTuple):
 class _Memory:
     """The memo of a pickle, and entries added while objects are read in bulk.
 
-    puts: the pickler gives each object a number.
+    Attributes:
+        puts: the pickler gives each object a number.
     """
 
     def __init__(self, memo: Sequence[Value], *, puts: bool) -> None:

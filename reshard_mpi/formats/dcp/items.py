@@ -49,17 +49,14 @@ class StoragePlace(NamedTuple):
 
 
 class LocatedFile(NamedTuple):
-    """The items of a file: its tensors, the number of each among them, and the objects as trees.
-
-    storages: of the tensors in objects, by key, which is that of no other archive of the checkpoint. unreadable: in
-    words, why tensors cannot be read whose items are sound.
-    """
+    """The items of a file: its tensors, the number of each among them, and the objects as trees."""
 
     tensors: TensorTable
     numbers: dict[ItemKey, int]
     objects: dict[ItemKey, Value]
+    # of the tensors in objects, by key, which is that of no other archive of the checkpoint
     storages: dict[str, StoragePlace]
-    unreadable: dict[ItemKey, str]
+    unreadable: dict[ItemKey, str]  # in words, why tensors cannot be read whose items are sound
 
     def add(self, stored: StoredTensor) -> int:
         """Add a tensor that is part of an object to the tensors of the file; return its number."""
@@ -71,12 +68,10 @@ class LocatedFile(NamedTuple):
 
 
 class _ItemTemplate(NamedTuple):
-    """What items of one structure have alike: all bytes before the payload, and those behind it but for checksums.
-
-    tail, mask: the bytes behind it as a number, of which the bits in `mask` are the same in all of them.
-    """
+    """What items of one structure have alike: all bytes before the payload, and those behind it but for checksums."""
 
     head: bytes
+    # tail, mask: the bytes behind it as a number, of which the bits in `mask` are the same in all of them
     tail: int
     mask: int
     tail_start: int
@@ -88,8 +83,10 @@ class _ItemTemplate(NamedTuple):
 class Common:
     """State shared by the files of a checkpoint while they are located.
 
-    left_bytes: what objects may still take of memory. archives: how many archives of such have been read. sorts: those
-    that have been met of items, by their length.
+    Attributes:
+        left_bytes: what objects may still take of memory.
+        archives: how many archives of such have been read.
+        sorts: those that have been met of items, by their length.
     """
 
     def __init__(self) -> None:

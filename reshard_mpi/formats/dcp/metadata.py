@@ -46,31 +46,25 @@ _TORCH = "torch."
 
 
 class TensorChunks(NamedTuple):
-    """A tensor as the metadata has it, and its chunks, each once.
-
-    unreadable: in words, why no file can give its elements; empty if one can.
-    """
+    """A tensor as the metadata has it, and its chunks, each once."""
 
     dtype: DType
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
-    unreadable: str = ""
+    unreadable: str = ""  # in words, why no file can give its elements; empty if one can
 
 
 class Metadata(NamedTuple):
-    """The contents of `.metadata`.
+    """The contents of `.metadata`."""
 
-    entries: tensors by name, None for an object, without those in `left_out`: tensors and objects that nobody can use
-    by themselves. items: where each chunk and object lies, of these as well. paths: the keys under which an entry lies
-    in nested dictionaries and lists, where that is known. strings: those with which this program wrote the checkpoint,
-    None if others did. end: the byte behind the metadata in its file.
-    """
-
+    # tensors by name, None for an object, without those in `left_out`: tensors and objects that nobody can use by
+    # themselves
     entries: Mapping[str, TensorChunks | None]
-    items: Mapping[ItemKey, ItemPlace]
+    items: Mapping[ItemKey, ItemPlace]  # where each chunk and object lies, of these as well
+    # the keys under which an entry lies in nested dictionaries and lists, where that is known
     paths: Mapping[str, Keys]
-    strings: Mapping[str, str] | None
-    end: int
+    strings: Mapping[str, str] | None  # those with which this program wrote the checkpoint, None if others did
+    end: int  # the byte behind the metadata in its file
     left_out: tuple[str, ...] = ()
 
 

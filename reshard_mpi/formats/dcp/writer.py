@@ -45,7 +45,10 @@ def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
 def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
     """Write the file `path`: an item for each tensor, in the order of `spec`, and a record of them behind.
 
-    fd: the empty file. Raises TargetError for what torch cannot hold, or strings from which its objects cannot be made.
+    Args:
+        fd: the empty file.
+
+    Raises TargetError for what torch cannot hold, or strings from which its objects cannot be made.
     """
     specs, strings = spec.specs, dict(spec.strings)
     files.check_names(path, [*specs.names, *strings])

@@ -50,7 +50,8 @@ def open_file(path: str) -> Any:
 def follow(file: Any, route: tuple[str, ...], access: Any = None) -> Any:
     """Return the object at `route`, the names of hard links from the root, opened link by link.
 
-    access: properties to open a dataset with. Given a whole path, HDF5 follows links even out of the file.
+    Args:
+        access: properties to open a dataset with. Given a whole path, HDF5 follows links even out of the file.
     """
     node = h5g.open(file, b"/")
     for depth, name in enumerate(route, 1):
@@ -112,8 +113,9 @@ class DatasetContent(NamedTuple):
 def shape_of(handle: Any, properties: Any, where: str) -> tuple[int, ...]:
     """Return the shape of a dataset. Raises ShardError if its elements are in other files, or it has no shape.
 
-    properties: those of its creation. They tell the kind of storage, which is checked first: asking a virtual dataset
-    for its shape can open the files that it is made of.
+    Args:
+        properties: those of its creation. They tell the kind of storage, which is checked first: asking a virtual
+            dataset for its shape can open the files that it is made of.
     """
     layout = properties.get_layout()
     external = layout == h5d.CONTIGUOUS and properties.get_external_count() > 0

@@ -61,7 +61,8 @@ def size_at_most_bytes(spec: ShardSpec) -> int:
 def write(fd: int, scratch: int, manifest: Manifest, places: TextPlaces) -> None:
     """Write the index of an HDF5 file behind its end, for a shard without sums. Raises OSError.
 
-    scratch: the descriptor of a copy of the HDF5 file without payloads, from which the checksum is made.
+    Args:
+        scratch: the descriptor of a copy of the HDF5 file without payloads, from which the checksum is made.
     """
     assert manifest.identity is not None
     kinds, tensors = manifest.tensors.kinds, manifest.tensors

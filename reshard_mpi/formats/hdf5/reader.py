@@ -59,7 +59,9 @@ def root(file: Any) -> Node:
 class Walk:
     """A walk through the file `path`; it counts its steps, so that no file can make it endless.
 
-    top: the root group. on_progress: called for every link.
+    Attributes:
+        top: the root group.
+        on_progress: called for every link.
     """
 
     def __init__(self, path: str, top: Node, on_progress: Callable[[], None] = lambda: None) -> None:
@@ -74,7 +76,10 @@ class Walk:
     def datasets(self, start: Node, *, skip: GroupPath = ()) -> Iterator[Node]:
         """Yield the datasets below the group `start`, in creation order where the file keeps it, else by name.
 
-        skip: the path of a group to leave out. Raises ShardError for a link out of the file, and for too many objects.
+        Args:
+            skip: the path of a group to leave out.
+
+        Raises ShardError for a link out of the file, and for too many objects.
         """
         # A group that holds itself is not entered again.
         entered = {start.address}
@@ -280,8 +285,11 @@ def _read_bytes(node: Node, path: str) -> bytes:
 def locate(path: str, on_progress: Callable[[], None] = lambda: None) -> Manifest:
     """Return the tensors and strings of the HDF5 file at `path` without reading any payload.
 
-    on_progress: called for every link. Raises ShardError if the file is damaged or not HDF5, if it refers to other
-    files, or if a dataset has a type that no tensor has.
+    Args:
+        on_progress: called for every link.
+
+    Raises ShardError if the file is damaged or not HDF5, if it refers to other files, or if a dataset has a type that
+    no tensor has.
     """
     with files.opened(path) as (fd, _), datasets.failures_named(path):
         shard = Shard(path, fd, datasets.Stamp.of(os.fstat(fd)))

@@ -61,8 +61,11 @@ def from_manifest(manifest: Manifest) -> list[Any]:
 def to_manifest(path: str, size_bytes: int, values: list[Any], read: Read) -> Manifest:
     """Return the manifest of `path` that `from_manifest` turned into `values`.
 
-    read: reads what must be decoded. Raises ValueError or TypeError if the values are of no manifest, or place
-    something outside a file of `size_bytes` bytes.
+    Args:
+        read: reads what must be decoded.
+
+    Raises ValueError or TypeError if the values are of no manifest, or place something outside a file of `size_bytes`
+    bytes.
     """
     tensors, strings, identity = values
     entries = (_to_entry(path, size_bytes, read, *tensor) for tensor in tensors)

@@ -77,8 +77,10 @@ class Library(NamedTuple):
     ) -> int | None:
         """Create a dataset with attributes in a group; return the offset of its elements, None if it has no place.
 
-        kind, space, creation, links: objects of h5py, as its `h5d.create` takes them. Raises RuntimeError with what the
-        library says.
+        Args:
+            kind, space, creation, links: objects of h5py, as its `h5d.create` takes them.
+
+        Raises RuntimeError with what the library says.
         """
         dataset = self._done(self.create_dataset(group.id, name, kind.id, space.id, links.id, creation.id, _DEFAULT))
         try:
@@ -190,8 +192,11 @@ _SYSTEM_ERROR = re.compile(r"errno = (\d+)")
 def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
     """Write the native shard `path` without its payloads. The same `spec` gives the same bytes on every machine.
 
-    fd: the empty file. Returns where the payloads are to be written. Raises TargetError if a name or string cannot be
-    stored, OSError if the file cannot be written.
+    Args:
+        fd: the empty file.
+
+    Returns where the payloads are to be written. Raises TargetError if a name or string cannot be stored, OSError if
+    the file cannot be written.
     """
     names = list(spec.specs.names)
     files.check_names(path, names + list(spec.strings))

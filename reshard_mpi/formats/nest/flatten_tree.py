@@ -86,7 +86,9 @@ class Flattened(NamedTuple):
 def flatten(root: Value, is_tensor: Callable[[Value], bool], *, has_order: bool = True) -> Flattened:
     """Return a tree as names. Raises NestError if it cannot be.
 
-    is_tensor: tells which leaves are tensors. has_order: the order of keys is that of whoever made the tree.
+    Args:
+        is_tensor: tells which leaves are tensors.
+        has_order: the order of keys is that of whoever made the tree.
     """
     if type(root) is Dict and _is_flat(root, is_tensor):
         flat = [(key, value) for key, value in root.pairs() if is_tensor(value)]
@@ -194,8 +196,9 @@ def _require_names(tensors: list[tuple[str, Value]]) -> None:
 class _Flattening:
     """A tree while it is written.
 
-    listed: names of tensors that need an entry. most_items: how many single values a list or dictionary may have;
-    longer ones are left out.
+    Attributes:
+        listed: names of tensors that need an entry.
+        most_items: how many single values a list or dictionary may have; longer ones are left out.
     """
 
     def __init__(self, is_tensor: Callable[[Value], bool], listed: set[str], most_items: int) -> None:
@@ -235,7 +238,8 @@ class _Flattening:
     def write(self, value: Value, prefix: str, depth: int, *, is_state: bool = False) -> None:
         """Write a value that is kept and no tensor. prefix: what names of tensors in it begin with.
 
-        is_state: it has the attributes of an object, so that all its tensors are listed.
+        Args:
+            is_state: it has the attributes of an object, so that all its tensors are listed.
         """
         self._count(depth)
         kind = type(value)

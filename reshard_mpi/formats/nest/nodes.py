@@ -36,7 +36,8 @@ class Global(NamedTuple):
 class Dict:
     """A dictionary in the order of its keys, which may be any values: nothing is hashed.
 
-    flat: keys and values in turn.
+    Attributes:
+        flat: keys and values in turn.
     """
 
     __slots__ = ("flat",)
@@ -55,8 +56,11 @@ class Dict:
 class Call:
     """A pickled object that is not instantiated: callable, arguments, then state, list items and dict items.
 
-    is_new: the class's `__new__` is meant, not a call of it. state: its attributes. items: what is appended to it.
-    flat: keys and values that are set in it, in turn. None where there are none.
+    Attributes:
+        is_new: the class's `__new__` is meant, not a call of it.
+        state: its attributes.
+        items: what is appended to it.
+        flat: keys and values that are set in it, in turn. None where there are none.
     """
 
     __slots__ = ("args", "flat", "function", "is_new", "items", "state")
@@ -168,7 +172,9 @@ def require_short(prefix: str) -> None:
 def owner_of(name: str, paths: Mapping[str, int]) -> int | None:
     """Return the number of the dictionary with the longest path that a name begins with; None if there is none.
 
-    paths: of the dictionaries that take tensors without an entry, each with a dot behind it; that of the root is empty.
+    Args:
+        paths: of the dictionaries that take tensors without an entry, each with a dot behind it; that of the root is
+            empty.
     """
     at = name.rfind(".")
     while at >= 0:

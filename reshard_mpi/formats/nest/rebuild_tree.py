@@ -31,8 +31,11 @@ from reshard_mpi.formats.nest.nodes import (
 def rebuild(leaves: Mapping[str, Value], strings: Mapping[str, str]) -> Value:
     """Return the tree of these tensors and strings, as `strings[NEST]` says; without it a dictionary of names.
 
-    leaves: what stands for each tensor in the tree. A tensor that the nest lists and the shard lacks is left out of
-    its dictionary. Raises NestError if the text is none, or something has no place or two.
+    Args:
+        leaves: what stands for each tensor in the tree. A tensor that the nest lists and the shard lacks is left out of
+            its dictionary.
+
+    Raises NestError if the text is none, or something has no place or two.
     """
     text = strings.get(NEST)
     others = [(name, value) for name, value in strings.items() if name != NEST]
@@ -68,7 +71,8 @@ class _Rebuilding:
     def value(self, content: Any, prefix: str, depth: int, *, is_state: bool = False) -> Value:
         """Return the value that a part of the JSON describes. prefix: what names of tensors in it begin with.
 
-        is_state: it has the attributes of an object.
+        Args:
+            is_state: it has the attributes of an object.
         """
         self._values += 1
         if self._values > MAX_VALUES or depth > MAX_DEPTH:

@@ -192,15 +192,11 @@ def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
 
 
 class _FolderFiles(NamedTuple):
-    """The files of a folder.
+    """The files of a folder."""
 
-    listed_by: the name of the file that says which file holds which tensor (weight_map), if there is one. has_hyper:
-    `HYPER` lies beside it.
-    """
-
-    listed_by: str | None
+    listed_by: str | None  # the name of the file that says which file holds which tensor (weight_map), if there is one
     weight_map: dict[str, str]
-    has_hyper: bool = False
+    has_hyper: bool = False  # `HYPER` lies beside it
 
     @property
     def files(self) -> Sequence[str]:

@@ -39,7 +39,8 @@ _MAX_DEPTH = 32
 class JsonText:
     """The JSON between two bytes of a file, taken item by item. `path` and offsets are named in every error.
 
-    called: what errors call it.
+    Attributes:
+        called: what errors call it.
     """
 
     def __init__(self, fd: int, path: str, start: int, end: int, called: str) -> None:

@@ -59,15 +59,11 @@ def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
 
 
 class _FolderContents(NamedTuple):
-    """The files and index of a folder.
+    """The files and index of a folder."""
 
-    tensors: those that the index lists, None if there is no index. files: the names of all files with tensors.
-    has_common: whether `COMMON` lies there.
-    """
-
-    tensors: Mapping[str, SlicedTensor] | None
-    files: Sequence[str]
-    has_common: bool
+    tensors: Mapping[str, SlicedTensor] | None  # those that the index lists, None if there is no index
+    files: Sequence[str]  # the names of all files with tensors
+    has_common: bool  # whether `COMMON` lies there
 
 
 # Whoever asks for the files of a checkpoint opens it next: its index is kept so long and no longer. By its version.

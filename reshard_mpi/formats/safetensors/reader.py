@@ -50,7 +50,8 @@ def mindformers_count(name: str) -> int | None:
 def part_of(path: str, sharding: str | None) -> str:
     """Return in words of what checkpoint a file is a part; empty if nothing says that it is one.
 
-    sharding: what it says of itself as a part of torch's distributed checkpoints.
+    Args:
+        sharding: what it says of itself as a part of torch's distributed checkpoints.
     """
     name = Path(path).name
     if (mindformers_count(name) or 0) > 1:
@@ -74,26 +75,25 @@ MAX_STRING_BYTES = files.MAX_STRING_BYTES // 2
 
 
 class HeaderContents(NamedTuple):
-    """The contents of a header: tensors and metadata.
-
-    crc: its entry `crc_num`, if it has one. lacks_others, left_out: see `Manifest`. sharding: its entry `SHARDING`, if
-    there is one.
-    """
+    """The contents of a header: tensors and metadata."""
 
     tensors: TensorTable
     strings: dict[str, str]
-    crc: str | None
+    crc: str | None  # its entry `crc_num`, if it has one
+    # lacks_others, left_out: see `Manifest`
     lacks_others: bool
     left_out: tuple[str, ...] = ()
-    sharding: str | None = None
+    sharding: str | None = None  # its entry `SHARDING`, if there is one
 
 
 def locate(path: str, like: Manifest | None = None) -> Manifest:
     """Find the tensors and strings of the file at `path` without reading any payload.
 
-    like: another shard; one with the same header has its tensors at the same places. Raises ShardError if the file is
-    empty, truncated, over-long or damaged, holds a name twice, or a tensor whose range is not as long as its shape and
-    type say, or shared with another; or if bytes belong to no tensor.
+    Args:
+        like: another shard; one with the same header has its tensors at the same places.
+
+    Raises ShardError if the file is empty, truncated, over-long or damaged, holds a name twice, or a tensor whose range
+    is not as long as its shape and type say, or shared with another; or if bytes belong to no tensor.
     """
     with files.opened(path) as (fd, size_bytes):
         if like is not None and like.header_digest is not None and header.of_file(fd, size_bytes) == like.header_digest:

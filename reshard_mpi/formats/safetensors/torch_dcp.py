@@ -154,7 +154,8 @@ def files_of(folder: str) -> tuple[str, ...]:
 def _require_numbers(numbers: Mapping[str, tuple[int, ...]], folder: str) -> None:
     """Raise ShardError if the numbers of files do not begin at 1, leave one out, or are of several checkpoints.
 
-    numbers: of each file, those of its rank, of the file, and how many files the names are dealt out to.
+    Args:
+        numbers: of each file, those of its rank, of the file, and how many files the names are dealt out to.
     """
     totals = sorted({total for _, _, total in numbers.values()})
     if len(totals) > 1:

@@ -60,14 +60,11 @@ _ENTRY_BYTES = 128
 
 
 class FileLayout(NamedTuple):
-    """A file that is to be written: its header with the length before it, and where which tensor begins.
-
-    order: the numbers of the spec's tensors in file order. starts: the byte of the file at which each of these begins.
-    """
+    """A file that is to be written: its header with the length before it, and where which tensor begins."""
 
     header: bytes
-    order: Sequence[int]
-    starts: Sequence[int]
+    order: Sequence[int]  # the numbers of the spec's tensors in file order
+    starts: Sequence[int]  # the byte of the file at which each of these begins
     size_bytes: int
 
 
@@ -281,7 +278,8 @@ def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
 def _sum(fd: int, tensors: TensorTable, on_bytes: OnBytes = uncounted) -> int:
     """Return the checksum of all tensors. Raises NotChecksummableError if there is none, ShardError if the file is cut.
 
-    on_bytes: told how many bytes have just been read.
+    Args:
+        on_bytes: told how many bytes have just been read.
     """
     from zlib_ng.zlib_ng import crc32
 

@@ -59,8 +59,10 @@ def is_archive(start: bytes) -> bool:
 def read_members(fd: int, path: str, size_bytes: int, first_byte: int = 0) -> dict[str, Member]:
     """Return the members of an archive by name.
 
-    first_byte: where the archive of `size_bytes` begins in its file. Raises ShardError if it is cut short, damaged or
-    compressed, or members overlap or have the same name.
+    Args:
+        first_byte: where the archive of `size_bytes` begins in its file.
+
+    Raises ShardError if it is cut short, damaged or compressed, or members overlap or have the same name.
     """
     return _Archive(fd, path, size_bytes, first_byte).members()
 
@@ -300,7 +302,10 @@ def of_archive(
 ) -> ArchiveContent:
     """Read the content of an archive, which begins at `first_byte` of its file.
 
-    budget_bytes: what its objects may take of memory. prefix: of the keys of storages in what is returned.
+    Args:
+        budget_bytes: what its objects may take of memory.
+        prefix: of the keys of storages in what is returned.
+
     Raises ShardError if it is not sound, or no checkpoint.
     """
     members = read_members(fd, path, size_bytes, first_byte)

@@ -48,23 +48,20 @@ _FIND_NUMBERS = re.compile(_NUMBER, re.DOTALL)
 
 
 class _TensorTemplate(NamedTuple):
-    """What tensors have in common that differ in their names and storages.
+    """What tensors have in common that differ in their names and storages."""
 
-    refers_to: numbers in the memo, and what they must be there. stored: a tensor of this sort. kind: its type as it is
-    named. device: where it was.
-    """
-
-    refers_to: tuple[tuple[int, Value], ...]
-    stored: StoredTensor
-    kind: Global
-    device: Value
+    refers_to: tuple[tuple[int, Value], ...]  # numbers in the memo, and what they must be there
+    stored: StoredTensor  # a tensor of this sort
+    kind: Global  # its type as it is named
+    device: Value  # where it was
 
 
 class TensorRunReader:
     """Reads tensors in a row from behind the mark before the arguments of the first call.
 
-    known: adds a storage to those of the pickle and returns it as it is called there; raises ValueError if there is
-    another of its key.
+    Attributes:
+        known: adds a storage to those of the pickle and returns it as it is called there; raises ValueError if there is
+            another of its key.
     """
 
     def __init__(self, known: Callable[[Storage], Storage]) -> None:
@@ -165,24 +162,22 @@ MAX_PICKLE_BYTES = 40 * MIB
 
 
 class ArchiveContent(NamedTuple):
-    """One file: its object as a tree, and where the bytes of each storage begin, by key.
-
-    swapped: the elements have the byte order this machine has not. pickle_crc: of the archive's pickle. own_record:
-    what this program has added to it, None in files that others have written.
-    """
+    """One file: its object as a tree, and where the bytes of each storage begin, by key."""
 
     root: Value
     starts: Mapping[str, int]
-    swapped: bool
-    pickle_crc: int = 0
-    own_record: bytes | None = None
+    swapped: bool  # the elements have the byte order this machine has not
+    pickle_crc: int = 0  # of the archive's pickle
+    own_record: bytes | None = None  # what this program has added to it, None in files that others have written
 
 
 class Storages:
     """The storages that a pickle names, while it is read.
 
-    by_key: one of each, of types that are known; all of a key have the same size. unknown: those of other types.
-    prefix: is put before their keys in what is read, to tell them from those of other archives.
+    Attributes:
+        by_key: one of each, of types that are known; all of a key have the same size.
+        unknown: those of other types.
+        prefix: is put before their keys in what is read, to tell them from those of other archives.
     """
 
     def __init__(self, prefix: str = "") -> None:

@@ -30,16 +30,12 @@ class MeshFactor(NamedTuple):
 
 
 class TensorMesh(NamedTuple):
-    """The mesh of a tensor, which may be a part of all ranks: each dimension as factors, the major one first.
-
-    rank: the file's own; -1 if the mesh does not say, as a part of all ranks in torch 2.9. counts_all: it says how
-    many ranks there are in all; else there may be more than it has.
-    """
+    """The mesh of a tensor, which may be a part of all ranks: each dimension as factors, the major one first."""
 
     world_size: int
-    rank: int
+    rank: int  # the file's own; -1 if the mesh does not say, as a part of all ranks in torch 2.9
     dimensions: tuple[tuple[MeshFactor, ...], ...]
-    counts_all: bool = True
+    counts_all: bool = True  # it says how many ranks there are in all; else there may be more than it has
 
     def length(self, dimension: int) -> int:
         return math.prod(factor.length for factor in self.dimensions[dimension])
@@ -345,8 +341,9 @@ def _cuts(state: Dict, mesh: TensorMesh, dimensions: int) -> dict[int, list[int]
 def _in_order(mesh: TensorMesh, factors: Mapping[int, int]) -> list[int]:
     """Return mesh dimensions that cut one dimension in the order in which they do.
 
-    factors: for each of them how many pieces there are already, made by mesh dimensions behind it, when it cuts; 1 if
-    they come after it.
+    Args:
+        factors: for each of them how many pieces there are already, made by mesh dimensions behind it, when it cuts; 1
+            if they come after it.
     """
     order: list[int] = []
     for at in sorted(factors, reverse=True):

@@ -33,15 +33,12 @@ class PickleCutShortError(PickleError):
 
 
 class ReadObjects(NamedTuple):
-    """Result of a bulk reader: values for the stack, the offset behind their bytes, memo entries.
-
-    cost_bytes: what they take of memory besides the opcode that made the first.
-    """
+    """Result of a bulk reader: values for the stack, the offset behind their bytes, memo entries."""
 
     values: Sequence[Value]
     end: int
     memoized: Sequence[Value]
-    cost_bytes: int
+    cost_bytes: int  # what they take of memory besides the opcode that made the first
 
 
 # Is given a pickle, the byte behind the opcode that makes an object without arguments, or that begins the arguments of
@@ -53,10 +50,14 @@ NO_OBJECTS: Mapping[Global, ObjectReader] = {}
 class PickleHooks:
     """Hooks by which a caller builds its own objects while a pickle is read, and the errors it raises.
 
-    persistent: makes a value of what a persistent id is. calls: by the name of what is called, a function that makes a
-    value of its arguments; other calls become a `Call`. Both raise ValueError for what they do not know.
-    objects: by the name of a class of which there are very many objects, what reads one with its attributes at once.
-    rows: by the name of what is called very many times, what reads the arguments of a call, and further calls, at once.
+    Attributes:
+        persistent: makes a value of what a persistent id is.
+        calls: by the name of what is called, a function that makes a value of its arguments; other calls become a
+            `Call`. Both raise ValueError for what they do not know.
+        objects: by the name of a class of which there are very many objects, what reads one with its attributes at
+            once.
+        rows: by the name of what is called very many times, what reads the arguments of a call, and further calls, at
+            once.
     """
 
     __slots__ = ("calls", "objects", "persistent", "rows")

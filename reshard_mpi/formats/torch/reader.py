@@ -213,7 +213,8 @@ _MAX_BESIDES = 100
 def locate(path: str, like: Manifest | None = None) -> Manifest:
     """Find the tensors of the file at `path` without executing anything, and without reading any payload.
 
-    like: another shard; one of the same structure has its tensors at the same places.
+    Args:
+        like: another shard; one of the same structure has its tensors at the same places.
 
     Names of nested dictionaries are joined by dots; the nest is kept as a string (`nest.NEST`). What is neither tensor
     nor plain data is left out and named. Raises ShardError if the file is not sound, or would run code.

@@ -35,16 +35,12 @@ BY_TORCH_NAME: dict[str, DType] = {name: BY_NAME[name] for name in (*_STORAGE_NA
 
 
 class Storage(NamedTuple):
-    """A run of elements in a file, which several tensors may share.
+    """A run of elements in a file, which several tensors may share."""
 
-    key: its name. dtype: None where it is untyped, or of a type that this program does not know (`unknown`).
-    elements: how many there are, or bytes if it is untyped.
-    """
-
-    key: str
-    dtype: DType | None
+    key: str  # its name
+    dtype: DType | None  # None where it is untyped, or of a type that this program does not know (`unknown`)
     unknown: str | None
-    elements: int
+    elements: int  # how many there are, or bytes if it is untyped
 
     @property
     def size_bytes(self) -> int:
@@ -69,17 +65,14 @@ _NO_VIEWS: tuple[list[None], ...] = ([], [None])
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a storage: offset, shape, and strides, counted in elements.
-
-    besides: what else it is in its file, which is not kept: a class of its own, attributes.
-    """
+    """A tensor in a storage: offset, shape, and strides, counted in elements."""
 
     storage: Storage
     dtype: DType
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    besides: str = ""
+    besides: str = ""  # what else it is in its file, which is not kept: a class of its own, attributes
 
     @property
     def is_row_major(self) -> bool:

@@ -41,8 +41,13 @@ _PICKLED_CHARACTER_BYTES = 5
 def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
     """Write the file `path` without the elements of its tensors, in the layout of torch 2.13.
 
-    Each tensor has a storage of its own, in the order of `spec`. fd: the empty file. Raises TargetError for what torch
-    cannot hold, or a nest that does not fit the tensors; OSError if it cannot be written.
+    Each tensor has a storage of its own, in the order of `spec`.
+
+    Args:
+        fd: the empty file.
+
+    Raises TargetError for what torch cannot hold, or a nest that does not fit the tensors; OSError if it cannot be
+    written.
     """
     specs = spec.specs
     files.check_names(path, [*specs.names, *spec.strings])
@@ -150,7 +155,8 @@ def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
 def check_members(fd: int, path: str, members: Mapping[str, archive.Member], on_bytes: OnBytes) -> bool:
     """Tell whether every member of an archive has a checksum. Raises ShardError if one does not fit.
 
-    on_bytes: told how many bytes have just been read.
+    Args:
+        on_bytes: told how many bytes have just been read.
     """
     if any(member.size_bytes and not member.crc for member in members.values()):
         return False

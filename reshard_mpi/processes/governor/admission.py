@@ -24,14 +24,11 @@ UNLIMITED = "unlimited"
 
 
 class Allowance(NamedTuple):
-    """How much memory of a host all processes of the user may have together; None: all that is free.
-
-    max_active: how many may work at once, None for any number. unlimited: memory is not looked at.
-    """
+    """How much memory of a host all processes of the user may have together; None: all that is free."""
 
     memory_bytes: int | None = None
-    max_active: int | None = None
-    unlimited: bool = False
+    max_active: int | None = None  # how many may work at once, None for any number
+    unlimited: bool = False  # memory is not looked at
 
     @classmethod
     def of(cls, memory: str | int | None, max_active: int | None, environment: Mapping[str, str]) -> Self:
@@ -107,7 +104,8 @@ class Lease:
     def restate(self, size_bytes: int, *, is_floor: bool) -> None:
         """Hold `size_bytes` from now on, whether that fits or not.
 
-        is_floor: the lease stands for what the process uses in any case, and nobody waits for its end.
+        Args:
+            is_floor: the lease stands for what the process uses in any case, and nobody waits for its end.
         """
         self._wanted_bytes = size_bytes
         for _, ledger, position in self.parts:
@@ -122,8 +120,9 @@ class Lease:
 class Governor:
     """Shares the memory of a host between all processes of a user, through ledgers in `place`.
 
-    scopes: those that limit the process, the innermost first; without any it is admitted at once. A lease is taken in
-    each of them in this order, which is the same for all processes, so no two wait for each other.
+    Attributes:
+        scopes: those that limit the process, the innermost first; without any it is admitted at once. A lease is taken
+            in each of them in this order, which is the same for all processes, so no two wait for each other.
     """
 
     def __init__(self, place: LedgerFolder, scopes: Sequence[Scope]) -> None:
@@ -148,7 +147,8 @@ class Governor:
     def require_possible(self, peak_bytes: int, reserved_bytes: int) -> None:
         """Raise BudgetError if a process that needs `peak_bytes` can never be admitted.
 
-        reserved_bytes: the part of it that the process takes whatever it does.
+        Args:
+            reserved_bytes: the part of it that the process takes whatever it does.
         """
         if peak_bytes <= self.ceiling_bytes:
             return
@@ -172,9 +172,11 @@ class Governor:
     ) -> Lease:
         """Wait until `size_bytes` fit every scope, and return a lease of them.
 
-        purpose: what they are for, in words. say: is told now and then what is waited for. numbers: by the key of a
-        scope the place in its line that the process had before. used_before_bytes: what the process uses already
-        without a lease.
+        Args:
+            purpose: what they are for, in words.
+            say: is told now and then what is waited for.
+            numbers: by the key of a scope the place in its line that the process had before.
+            used_before_bytes: what the process uses already without a lease.
         """
         begin = time.monotonic()
         lease = Lease(size_bytes)

@@ -146,23 +146,19 @@ def holders_of(folder: Path) -> list[int]:
 
 
 class Claim(NamedTuple):
-    """The purpose of a lease: process `pid` wants `size_bytes` in a scope.
-
-    pid_namespace: the one in which `pid` is valid. ceiling_bytes: of the scope, as its user allows. since: when the
-    process joined the line (seconds since the epoch). is_floor: it stands for memory that the process uses in any case
-    and keeps while it waits for more, so nobody waits for its end. used_before_bytes: what the process used before, for
-    which it has no lease.
-    """
+    """The purpose of a lease: process `pid` wants `size_bytes` in a scope."""
 
     size_bytes: int
     pid: int
-    pid_namespace: str
+    pid_namespace: str  # the one in which `pid` is valid
     purpose: str
     scope: str
-    ceiling_bytes: int
-    since: float
+    ceiling_bytes: int  # of the scope, as its user allows
+    since: float  # when the process joined the line (seconds since the epoch)
+    # it stands for memory that the process uses in any case and keeps while it waits for more, so nobody waits for its
+    # end
     is_floor: bool = False
-    used_before_bytes: int = 0
+    used_before_bytes: int = 0  # what the process used before, for which it has no lease
 
     @classmethod
     def loads(cls, text: bytes) -> Claim | None:

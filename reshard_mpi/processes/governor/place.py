@@ -116,8 +116,9 @@ def _read_mounts() -> list[str]:
 def why_private(folder: Path, mounts: Iterable[str], job: str | None) -> str:
     """Return why perhaps only some processes of the host see `folder`; empty if all do, as far as is known.
 
-    mounts: lines of /proc/self/mountinfo. SLURM's job_container/tmpfs mounts folders that are named after the job over
-    /tmp and /dev/shm; systemd and pam_namespace do the like.
+    Args:
+        mounts: lines of /proc/self/mountinfo. SLURM's job_container/tmpfs mounts folders that are named after the job
+            over /tmp and /dev/shm; systemd and pam_namespace do the like.
     """
     for line in mounts:
         root, mount_point = line.split()[3:5]

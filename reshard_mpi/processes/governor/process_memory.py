@@ -7,7 +7,7 @@ it knows by then to need.
 Others cannot become small again: a rank of an MPI job, a worker, a program that calls the functions. What such a
 process always uses is its floor, which is counted but not waited for by anybody, so processes with floors cannot wait
 for each other. What it needs beyond is another lease. If that cannot grow, it is given back, and all that it was for
-is let go of (`on_memory_released`), before the process waits for a larger one. While the process waits for others of its
+is freed (`on_memory_released`) before the process waits for a larger one. While the process waits for others of its
 run, which may be waiting for memory, it gives way to whoever is in line.
 """
 
@@ -34,18 +34,15 @@ _LEAST_BYTES = MIB
 
 
 class Start(NamedTuple):
-    """The lease with which process `pid` has started, and how it starts over, if it can.
-
-    over: replaces this process by one that waits for as many bytes as its argument says; None if that is impossible.
-    least_bytes: what the process is known to need since it started over.
-    """
+    """The lease with which process `pid` has started, and how it starts over, if it can."""
 
     pid: int
     governor: Governor
     lease: Lease
+    # replaces this process by one that waits for as many bytes as its argument says; None if that is impossible
     over: Callable[[int], None] | None
     waited_seconds: float = 0.0
-    least_bytes: int = 0
+    least_bytes: int = 0  # what the process is known to need since it started over
 
 
 _start: Start | None = None
@@ -78,7 +75,8 @@ def finish() -> None:
 class ProcessMemory:
     """What memory this process may use, until it is closed.
 
-    on_memory_released: called, one after the other, to free all that the lease is for.
+    Attributes:
+        on_memory_released: called, one after the other, to free all that the lease is for.
     """
 
     def __init__(self, governor: Governor, say: Say, *, floor_bytes: int, floor: Lease | None, start: Start | None):
@@ -99,7 +97,8 @@ class ProcessMemory:
     def open(cls, allowance: Allowance, environment: Mapping[str, str], say: Say, *, alone: bool) -> ProcessMemory:
         """Return the allotment of this process, with the lease that it has started with, if any.
 
-        alone: no other process of the run waits for this one, and it waits for none.
+        Args:
+            alone: no other process of the run waits for this one, and it waits for none.
         """
         start = own_start()
         if start is None:  # a program that calls the functions
@@ -128,7 +127,7 @@ class ProcessMemory:
     def need(self, peak_bytes: int, purpose: str) -> bool:
         """Have a lease of `peak_bytes` for all that this process uses from now on; wait for it if need be.
 
-        Return False if memory had to be freed for that (`on_memory_released`), so that the work with it must be done again.
+        Return False if memory had to be freed for that (`on_memory_released`): the work with it must be done again.
         """
         wanted_bytes = self._beyond_floor(peak_bytes)
         if self._lease is None:

@@ -172,8 +172,11 @@ class Ledger:
     def enter(self, claim: Claim, judge: Judge, notices: WaitReporter, number: int = 0) -> Ticket:
         """Wait in line until `judge` finds that `claim` fits, and return the lease.
 
-        number: that of the place that the process had in line before, if it had one. Raises FileNotFoundError if the
-        folder is removed by others meanwhile, or the folder that it lies in is not there.
+        Args:
+            number: that of the place that the process had in line before, if it had one.
+
+        Raises FileNotFoundError if the folder is removed by others meanwhile, or the folder that it lies in is not
+        there.
         """
         position = Ticket(claim)
         try:
@@ -199,8 +202,10 @@ class Ledger:
     def resize(self, position: Ticket, size_bytes: int, judge: Judge | None, *, is_floor: bool | None = None) -> bool:
         """Have a lease hold `size_bytes` from now on if `judge` finds that they fit now; tell whether it does.
 
-        judge: None if nobody is to be asked. is_floor: whether the lease stands from now on for what is in use in any
-        case; None leaves that as it is. Nothing is waited for.
+        Args:
+            judge: None if nobody is to be asked.
+            is_floor: whether the lease stands from now on for what is in use in any case; None leaves that as it is.
+                Nothing is waited for.
         """
         floor = position.claim.is_floor if is_floor is None else is_floor
         claim = position.claim._replace(size_bytes=size_bytes, is_floor=floor)

@@ -77,8 +77,11 @@ def resident_bytes_where(is_of: Callable[[Mapping[str, str]], bool]) -> int:
 class Scope(Protocol):
     """A set of processes with a limit on their memory together.
 
-    key: the name of the scope's ledger, the same in all its processes. name: for people. ceiling_bytes: the largest
-    lease that is possible. most_held: how many leases there may be, None for any number.
+    Attributes:
+        key: the name of the scope's ledger, the same in all its processes.
+        name: for people.
+        ceiling_bytes: the largest lease that is possible.
+        most_held: how many leases there may be, None for any number.
     """
 
     @property
@@ -100,7 +103,8 @@ class Scope(Protocol):
     def allowed_bytes(self, leased_bytes: Mapping[int, int]) -> int:
         """Return how much all leases may hold together now.
 
-        leased_bytes: by process, what its leases hold or will hold.
+        Args:
+            leased_bytes: by process, what its leases hold or will hold.
         """
         ...
 
@@ -193,13 +197,10 @@ class SlurmJob(NamedTuple):
 
 
 class _Hierarchy(NamedTuple):
-    """The names that a version of control groups has for its files and values.
+    """The names that a version of control groups has for its files and values."""
 
-    filesystem: its name in mountinfo. controller: its name in /proc/self/cgroup.
-    """
-
-    filesystem: str
-    controller: str
+    filesystem: str  # its name in mountinfo
+    controller: str  # its name in /proc/self/cgroup
     limit_file: str
     usage_file: str
     cache_names: tuple[str, ...]
@@ -222,7 +223,9 @@ def find_scopes(
 ) -> list[Scope]:
     """Return the scopes of this process, from the innermost to the host.
 
-    memory_bytes, max_active: what the user allows on this host, None for no limit. root: the folder that holds /proc.
+    Args:
+        memory_bytes, max_active: what the user allows on this host, None for no limit.
+        root: the folder that holds /proc.
     """
     host = HostScope.of(memory_bytes, max_active)
     groups = [group for group in control_groups(root) if group.ceiling_bytes < host.total_bytes]

@@ -17,17 +17,13 @@ from reshard_mpi.text import format_bytes, one_line
 
 
 class ScopeState(NamedTuple):
-    """One scope and its line.
-
-    allowed_bytes: what its leases may hold together now; None for a scope that this process is not in. locked_by: the
-    processes that are changing its line now, or have been stopped while they did.
-    """
+    """One scope and its line."""
 
     name: str
     ceiling_bytes: int
-    allowed_bytes: int | None
+    allowed_bytes: int | None  # what its leases may hold together now; None for a scope that this process is not in
     occupants: tuple[Occupant, ...]
-    locked_by: tuple[int, ...] = ()
+    locked_by: tuple[int, ...] = ()  # the processes that are changing its line now, or have been stopped while they did
 
     @property
     def leases(self) -> tuple[Occupant, ...]:

@@ -21,9 +21,12 @@ from reshard_mpi.sharding.strategy.protobuf import encode_protobuf, merge_protob
 def merge(sources: str | Sequence[str], out: str) -> None:
     """Merge the strategy files of all pipeline stages into `out`, names prefixed `<stage>-`.
 
-    sources: a folder, or files; several files of one stage must agree. The result is protobuf, or JSON if `out` ends in
-    .json or all sources are JSON. `out` appears complete or not at all; a file in its place is replaced. Raises
-    StrategyError for sources that do not belong together or are merged already, TargetError if `out` cannot be
+    Args:
+        sources: a folder, or files; several files of one stage must agree. The result is protobuf, or JSON if `out`
+            ends in .json or all sources are JSON. `out` appears complete or not at all; a file in its place is
+            replaced.
+
+    Raises StrategyError for sources that do not belong together or are merged already, TargetError if `out` cannot be
     written, or something other than a file is in its place.
     """
     paths = [sources] if isinstance(sources, str) else list(sources)

@@ -34,21 +34,18 @@ REMEDY = "give the strategy file that MindSpore wrote while compiling, or a TOML
 
 
 class RawLayout(NamedTuple):
-    """One parameter's layout as the file states it.
-
-    tensor_map: for each tensor dimension the mesh axes that cut it, counted from the right, major first; (-1,) where
-    it is not cut, and a -1 beside axes means nothing. tensor_shape: JSON only, the whole tensor in the dimensions of
-    tensor_map.
-    """
+    """One parameter's layout as the file states it."""
 
     dev_matrix: tuple[int, ...]
+    # for each tensor dimension the mesh axes that cut it, counted from the right, major first; (-1,) where it is not
+    # cut, and a -1 beside axes means nothing
     tensor_map: tuple[tuple[int, ...], ...]
     opt_weight_shard_size: int = 0
     opt_weight_shard_step: int = 0
     param_split_shape: tuple[int, ...] = ()
     indices_offset: tuple[int, ...] = ()
     field: int = 0
-    tensor_shape: tuple[int, ...] | None = None
+    tensor_shape: tuple[int, ...] | None = None  # JSON only, the whole tensor in the dimensions of tensor_map
 
     @property
     def is_nested(self) -> bool:

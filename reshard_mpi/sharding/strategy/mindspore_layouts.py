@@ -49,8 +49,12 @@ def merged_stages(file: StageFile) -> tuple[Layouts, ...] | None:
 def by_stage(files: Iterable[StageFile], origin: str) -> tuple[StageFile, ...]:
     """Return one file for each stage, with names that have no stage, from per-rank files or a merged file (or copies).
 
-    Files that agree with an earlier one are not kept. origin: what the files come from, for errors. Raises
-    StrategyError if files of one stage disagree, a stage is missing, or merged and other files are mixed.
+    Files that agree with an earlier one are not kept.
+
+    Args:
+        origin: what the files come from, for errors.
+
+    Raises StrategyError if files of one stage disagree, a stage is missing, or merged and other files are mixed.
     """
     chosen: dict[int, StageFile] = {}
     merged_path = silent_path = ""
@@ -309,8 +313,11 @@ def _may_be_expanded(layout: RawLayout, shape: Shape) -> bool:
 def to_stage_files(strategy: Strategy, shapes: Mapping[str, Shape] | None = None) -> tuple[StageFile, ...]:
     """Return the contents of one MindSpore strategy file a stage.
 
-    shapes: whole tensor shapes by name; they give a number of dimensions to what is not cut, MindSpore's tensor_shape,
-    and the names that the strategy's rules place. Raises StrategyError for what these files cannot say.
+    Args:
+        shapes: whole tensor shapes by name; they give a number of dimensions to what is not cut, MindSpore's
+            tensor_shape, and the names that the strategy's rules place.
+
+    Raises StrategyError for what these files cannot say.
     """
     shapes = shapes or {}
     if strategy.rules and not shapes:

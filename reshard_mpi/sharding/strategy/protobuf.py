@@ -203,7 +203,11 @@ _OPERATOR_FIELDS, _PARAMETER_FIELDS = ("node_name", "parallel_strategys"), ("par
 def _named(data: bytes, within: str, fields: tuple[str, str], path: str) -> tuple[str, bytes]:
     """Return the name of an item and the message about it; protobuf joins a message that comes twice.
 
-    within: how errors call the item. fields: how they call the two fields. Raises StrategyError if one is missing.
+    Args:
+        within: how errors call the item.
+        fields: how they call the two fields.
+
+    Raises StrategyError if one is missing.
     """
     name: bytes | None = None
     content: bytes | None = None

@@ -56,7 +56,8 @@ def dumps(strategy: Strategy) -> str:
 def loads(data: str, where: str) -> Strategy:
     """Return the strategy that `dumps` wrote as `data`. Raises StrategyError or LayoutError for anything else.
 
-    where: what the text was read from, for errors.
+    Args:
+        where: what the text was read from, for errors.
     """
     if len(data) > MAX_FILE_BYTES:
         raise StrategyError("the placement table is too large", expected=f"{MAX_FILE_BYTES} bytes", where=where)
