@@ -132,9 +132,9 @@ def wrong_type(name: str, expected: str, value: object) -> WrongTypeError:
 
 def told(error: Exception) -> str:
     """Return an error in one line: problem, expected, got."""
-    known = as_reshard_error(error)
-    parts = (("expected", known.expected), ("got", known.got))
-    return ", ".join([known.problem, *(f"{label} {text}" for label, text in parts if text)])
+    reshard_error = as_reshard_error(error)
+    parts = (("expected", reshard_error.expected), ("got", reshard_error.got))
+    return ", ".join([reshard_error.problem, *(f"{label} {text}" for label, text in parts if text)])
 
 
 def as_reshard_error(error: Exception, path: Path | None = None) -> ReshardError:

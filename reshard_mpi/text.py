@@ -68,7 +68,7 @@ def shortened(texts: Sequence[str], most: int = 5) -> str:
     return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, names: Iterable[str]) -> str:
     """Return `; did you mean 'x'?` with the known name that is most like `name`; empty text if none is like it.
 
     A name that begins with `name` is taken first, the shortest of several. Dashes at the beginning and capitals make no
@@ -80,7 +80,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
         return text.lstrip("-").casefold()
 
     candidates: dict[str, str] = {}
-    for candidate in islice(known, _MAX_COMPARED):
+    for candidate in islice(names, _MAX_COMPARED):
         if len(candidate) <= _MAX_NAME_LENGTH:
             candidates.setdefault(bare(candidate), candidate)
     typed = bare(name)
@@ -91,7 +91,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {candidates[likely[0]]!r}?" if likely else ""
 
 
-def nearest_first(pattern: str, known: Sequence[str]) -> list[str]:
+def nearest_first(pattern: str, names: Sequence[str]) -> list[str]:
     """Return names, the most similar to a pattern first, the others in their order.
 
     Names that contain its text come first, the shortest of them, else those that are spelt like it.
@@ -100,11 +100,11 @@ def nearest_first(pattern: str, known: Sequence[str]) -> list[str]:
 
     bare = re.sub(r"[*?\[\]]", "", pattern)
     if not bare or len(bare) > _MAX_NAME_LENGTH:
-        return list(known)
-    compared = [name for name in known[:_MAX_COMPARED] if len(name) <= _MAX_NAME_LENGTH]
+        return list(names)
+    compared = [name for name in names[:_MAX_COMPARED] if len(name) <= _MAX_NAME_LENGTH]
     likely = sorted((name for name in compared if bare in name), key=len)[:_MAX_NEAREST]
     likely = likely or get_close_matches(bare, compared, _MAX_NEAREST, _LEAST_LIKENESS)
-    return list(dict.fromkeys((*likely, *known)))
+    return list(dict.fromkeys((*likely, *names)))
 
 
 KIB = 1 << 10

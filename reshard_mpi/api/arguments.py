@@ -172,14 +172,14 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
         try:
             return function(*args, **kwargs)
         except (ReshardError, OSError, MemoryError) as error:
-            known = as_reshard_error(error)
+            reshard_error = as_reshard_error(error)
             for part in ("problem", "expected", "got", "remedy"):
-                setattr(known, part, in_python(getattr(known, part)))
-            if known.where.startswith("--"):  # else it is a path, in which nothing is to be replaced
-                known.where = in_python(known.where)
-            if known is error:
+                setattr(reshard_error, part, in_python(getattr(reshard_error, part)))
+            if reshard_error.where.startswith("--"):  # else it is a path, in which nothing is to be replaced
+                reshard_error.where = in_python(reshard_error.where)
+            if reshard_error is error:
                 raise
-            raise known from error
+            raise reshard_error from error
         finally:
             _arguments.reset(token)
 
@@ -199,10 +199,10 @@ def all_in_python(texts: Iterable[str]) -> tuple[str, ...]:
     return tuple(map(in_python, texts))
 
 
-def _named(found: re.Match[str]) -> str:
-    option, value, left_out = found["option"], found["value"], found["left_out"] or ""
+def _named(match: re.Match[str]) -> str:
+    option, value, left_out = match["option"], match["value"], match["left_out"] or ""
     if option not in _ARGUMENTS:
-        return found[0]
+        return match[0]
     own = next((name for name in _ARGUMENTS[option] if name in _arguments.get()), None)
     name = own or _ARGUMENTS[option][0]
     if option in _FLAGS:

@@ -196,8 +196,8 @@ def transform_checkpoint_by_rank(
         shown.closed(written_bytes)
         shown.completed()
     report = target_report(rank_plan, path, begin, waited_seconds, peak_bytes, 0, [filled])
-    made = outcome._replace(targets=(report,), processes=1)
-    return report_of(made, time.monotonic() - begin)
+    of_target = outcome._replace(targets=(report,), processes=1)
+    return report_of(of_target, time.monotonic() - begin)
 
 
 def _require_free(

@@ -139,7 +139,7 @@ class _Comparison:
         from reshard_mpi.engine.compare import digest_unless_zeros
         from reshard_mpi.engine.files import Files
 
-        known: dict[tuple[int, str, bytes], int] = {}  # a rank for each digest of each tensor's copies
+        rank_of: dict[tuple[int, str, bytes], int] = {}  # a rank for each digest of each tensor's copies
         for batch in batches:
             with Files() as files:
                 for number, check in enumerate(_checks(group, batch)):
@@ -148,7 +148,7 @@ class _Comparison:
                         self._on_bytes(copy.size_bytes)
                         if digest is None:
                             continue
-                        other = known.setdefault((number, check.name, digest), copy.source_rank)
+                        other = rank_of.setdefault((number, check.name, digest), copy.source_rank)
                         if other != copy.source_rank:
                             same = other, copy.source_rank
                             raise _not_apart(self._source, check.name, check.why, same)
@@ -238,15 +238,15 @@ def _of_unlisted(name: str, error: DisagreementError, source: SourceCheckpoint) 
     )
 
 
-def _copies(alike: ReplicaGroup, name: str, batch: Iterable[_Holder], known: Copy | None = None) -> Iterator[Copy]:
-    """Yield the copies of one tensor in a batch of shards, after the `known` one of an earlier batch.
+def _copies(alike: ReplicaGroup, name: str, batch: Iterable[_Holder], first_copy: Copy | None = None) -> Iterator[Copy]:
+    """Yield the copies of one tensor in a batch of shards, after the `first_copy` one of an earlier batch.
 
     Raises DisagreementError for a copy of another shape or type.
     """
     first: TensorEntry | None = None
-    if known is not None:
-        first = known.source
-        yield known
+    if first_copy is not None:
+        first = first_copy.source
+        yield first_copy
     for number, rank, manifest in batch:
         entry, box = manifest.tensors.get(name), alike.parts[number].box
         if entry is None:

@@ -87,12 +87,12 @@ def find_shards(
     """
     latest = file_selection.latest_in(path)
     folder = path if latest is None else latest.path
-    found = _found(folder, select, role, format_name)
+    shards = _found(folder, select, role, format_name)
     if select is None and Path(folder).is_dir():
-        found = _naming_left_out(found, folder, format_name)
+        shards = _naming_left_out(shards, folder, format_name)
     if latest is not None:
-        found = found._replace(notes=(latest.note, *found.notes), latest=Path(latest.path).name)
-    return found._replace(said_files=file_count)
+        shards = shards._replace(notes=(latest.note, *shards.notes), latest=Path(latest.path).name)
+    return shards._replace(said_files=file_count)
 
 
 def _found(path: str, select: str | None, role: str, format_name: str | None) -> ShardFiles:
@@ -387,11 +387,11 @@ def _by_own_rank(files: ShardFiles) -> ShardFiles:
     first: Manifest | None = None
     for path in files.by_rank[0]:
         try:
-            found = formats.by_name(files.format).locate(path)
+            manifest = formats.by_name(files.format).locate(path)
         except (ShardError, OSError) as error:
             warnings.append(f"whose shard {path} is cannot be told, so it is left out: {told(error)}")
             continue
-        first, identity = first or found, found.identity
+        first, identity = first or manifest, manifest.identity
         if identity is None:
             return files._replace(read=first)
         if identity.rank in ranks:

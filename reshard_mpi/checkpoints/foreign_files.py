@@ -71,7 +71,7 @@ def require_readable(folder: str, role: str) -> None:
 
 def _tagged(folder: str) -> list[str]:
     """Return the folders that DeepSpeed's trackers in a folder name."""
-    found = []
+    folders = []
     for tracker in _TRACKERS:
         try:
             with Path(folder, tracker).open("rb") as stream:
@@ -80,8 +80,8 @@ def _tagged(folder: str) -> list[str]:
             continue
         is_name = tag not in ("", ".", "..") and not {"/", "\0"} & set(tag)
         if is_name and os.path.isdir(Path(folder, tag)):  # noqa: PTH112 - which says no to names that are too long
-            found.append(str(Path(folder, tag)))
-    return found
+            folders.append(str(Path(folder, tag)))
+    return folders
 
 
 def _names(folder: str) -> list[str]:

@@ -149,7 +149,7 @@ class _Tensor(NamedTuple):
     """One tensor in a checkpoint: its types (one, if the checkpoint is sound), and its shape."""
 
     dtypes: frozenset[str]
-    # the whole shape, if `is_whole`; else those of the parts that ranks hold, since no file tells the whole
+    # the whole shape, if `is_whole`; else the shapes of the parts that ranks hold, since no file tells the whole
     shapes: frozenset[Shape]
     is_whole: bool
 
@@ -182,8 +182,8 @@ def compare(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> di
         pair = [side.tensors.get(name) for side in sides]
         alike = _alike(*pair, same_ranks=sides[0].ranks == sides[1].ranks)
         if alike is False:
-            told = [tensor and tensor.as_json() for tensor in pair]
-            differences.append({"name": name, "first": told[0], "second": told[1]})
+            both = [tensor and tensor.as_json() for tensor in pair]
+            differences.append({"name": name, "first": both[0], "second": both[1]})
         untold += alike is None
     described = [
         {"path": side.path, "format": side.format, "ranks": side.ranks, "tensors": len(side.tensors)} for side in sides
@@ -212,8 +212,8 @@ def comparison_text(facts: dict[str, Any]) -> str:
         (facts["alike"], "alike in type and shape"),
         (facts["untold"], "alike in type, as far as shards tell"),
     ]
-    told = ", ".join(f"{count} {what}" for count, what in counts if count)
-    lines.append(f"{counted(sum(count for count, _ in counts), 'tensor')}: {told}")
+    counts_text = ", ".join(f"{count} {what}" for count, what in counts if count)
+    lines.append(f"{counted(sum(count for count, _ in counts), 'tensor')}: {counts_text}")
     if facts["untold"]:
         hint = "reshard-mpi diff compares them, by --src-strategy and --dst-strategy"
         lines.append(f"  not all files tell the shapes of whole tensors; {hint}")
@@ -229,8 +229,8 @@ def _side(path: str) -> _ShownCheckpoint:
     for _, manifests in manifests_of(files):
         for manifest in manifests:
             for name, tensor in _tensors(manifest, is_full=is_full).items():
-                known = tensors.get(name)
-                tensors[name] = tensor if known is None else known.joined(tensor)
+                other_part = tensors.get(name)
+                tensors[name] = tensor if other_part is None else other_part.joined(tensor)
     return _ShownCheckpoint(files.path, files.format, len(files.by_rank), tensors)
 
 

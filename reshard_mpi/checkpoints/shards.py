@@ -40,8 +40,8 @@ def require_consistent_source(source: SourceCheckpoint) -> None:
     for stage in range(strategy.stages):
         ranks = strategy.ranks_of(stage)
         chosen = dict.fromkeys((*ranks[:_LOOKED_AT], *ranks[-_LOOKED_AT:]))
-        found = {rank: source.find(rank) for rank in chosen if rank in source}
-        manifests = {rank: manifest for rank, manifest in found.items() if manifest is not None}
+        manifest_or_none = {rank: source.find(rank) for rank in chosen if rank in source}
+        manifests = {rank: manifest for rank, manifest in manifest_or_none.items() if manifest is not None}
         lost = {rank: source.lost(rank) for rank in chosen if rank not in manifests}
         tensors = SourceTensors(strategy, manifests, lost)
         for name in tensors.names:

@@ -89,7 +89,7 @@ def script(shell: str) -> str:
     option_values, options, positionals = [], [], []
     for name, command in {"": top, **commands}.items():
         option_values += [
-            f"    {name}:{option}) {found.as_shell()} ;;" for option, found in _options_with_values(command)
+            f"    {name}:{option}) {completion.as_shell()} ;;" for option, completion in _options_with_values(command)
         ]
         words = " ".join(option for action in command._actions for option in action.option_strings)
         options.append(f"        {name}:-*) choices='{words}' ;;")

@@ -280,11 +280,11 @@ def summary(outcome: Outcome, seconds: float, *, is_verified: bool) -> str:
     Args:
         is_verified: whether targets were compared with their sources.
     """
-    made = [target for target in outcome.targets if not target.skipped]
-    skipped = len(outcome.targets) - len(made)
+    written = [target for target in outcome.targets if not target.skipped]
+    skipped = len(outcome.targets) - len(written)
     done = "wrote and verified" if is_verified else "wrote"
-    speed = f", {_speed(sum(target.written_bytes for target in made), seconds)}" if made else ""
-    text = f"{done} {counted(len(made), 'shard')}{speed}"
+    speed = f", {_speed(sum(target.written_bytes for target in written), seconds)}" if written else ""
+    text = f"{done} {counted(len(written), 'shard')}{speed}"
     text += f"; {skipped} {'was' if skipped == 1 else 'were'} complete already" if skipped else ""
     paths = [target.path for target in outcome.targets]
     kind = formats.name_of(paths[0]) if len(paths) == 1 else None

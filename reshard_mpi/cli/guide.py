@@ -34,17 +34,17 @@ def page(topic: str | None) -> str:
 
     Raises UsageError if there is none of this topic.
     """
-    known = topics()
+    titles = topics()
     if topic is None:
-        width = max(map(len, known))
-        return "\n".join(f"reshard-mpi help {name:<{width}}  {title}" for name, title in known.items())
-    if topic not in known:
+        width = max(map(len, titles))
+        return "\n".join(f"reshard-mpi help {name:<{width}}  {title}" for name, title in titles.items())
+    if topic not in titles:
         from reshard_mpi.mapping.map_file import shipped_maps
 
         if topic in (maps := shipped_maps()):
             return maps[topic].read_text(encoding="utf-8").rstrip()
-        meant = did_you_mean(topic, known) or _page_about(topic, known)
-        raise UsageError(f"the guide has no such page{meant}", expected=", ".join(known), got=topic)
+        meant = did_you_mean(topic, titles) or _page_about(topic, titles)
+        raise UsageError(f"the guide has no such page{meant}", expected=", ".join(titles), got=topic)
     text = (_FOLDER / f"{topic}.md").read_text(encoding="utf-8").rstrip()
     shown = as_shown(text)
     return f"{shown}\n\n{_shipped_maps()}" if topic == "maps" else shown
@@ -98,8 +98,8 @@ def _shipped_maps() -> str:
     described = described_maps()
     width = max(map(len, described), default=0)
     lines = [f"    {name:<{width}}  {description}" for name, description in described.items()]
-    told = "`reshard-mpi help NAME` prints one of them, to be read, or changed and given as a file."
-    return "\n".join(["## Maps that come with the program", "", *lines, "", told])
+    remark = "`reshard-mpi help NAME` prints one of them, to be read, or changed and given as a file."
+    return "\n".join(["## Maps that come with the program", "", *lines, "", remark])
 
 
 def _title(path: Path) -> str:

@@ -117,14 +117,14 @@ class _Earlier(NamedTuple):
         """Return the state that a process has passed on; nothing if somebody else has set the variable."""
         try:
             need_bytes, waited_seconds, numbers = json.loads(text)
-            earlier = cls(int(need_bytes), float(waited_seconds), {key: int(at) for key, at in numbers.items()})
+            earlier = cls(int(need_bytes), float(waited_seconds), {key: int(second) for key, second in numbers.items()})
         except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
             return cls()
         counts = (earlier.need_bytes, earlier.waited_seconds, *earlier.numbers.values())
         return earlier if all(0 <= count < _MOST for count in counts) else cls()
 
 
-def _start_over(lease: Lease, known: _Earlier) -> None:
+def _start_over(lease: Lease, earlier: _Earlier) -> None:
     """Replace this process by one that has loaded nothing yet; return if that fails."""
     lease.give_back()
     for stream in (sys.stdout, sys.stderr):
@@ -132,7 +132,7 @@ def _start_over(lease: Lease, known: _Earlier) -> None:
             stream.flush()
     with contextlib.suppress(OSError):
         command = [sys.executable, *sys.orig_argv[1:]]
-        os.execve(sys.executable, command, {**os.environ, _AGAIN: json.dumps(known)})
+        os.execve(sys.executable, command, {**os.environ, _AGAIN: json.dumps(earlier)})
 
 
 def _option(arguments: Sequence[str], name: str) -> str | None:

@@ -161,8 +161,8 @@ class CommandParser(argparse.ArgumentParser):
         unknown = next(self._unknown_options(arguments), None)
         if unknown is not None:
             instead = _INSTEAD.get(unknown)
-            known = instead is not None and instead.partition(" ")[0] in self._option_string_actions
-            meant = f"; did you mean {instead}?" if known else did_you_mean(unknown, self._option_string_actions)
+            is_option = instead is not None and instead.partition(" ")[0] in self._option_string_actions
+            meant = f"; did you mean {instead}?" if is_option else did_you_mean(unknown, self._option_string_actions)
             self.error(f"no such option: {unknown}{meant}")
         options, superfluous = super().parse_known_args(arguments, namespace)
         vars(options).pop(_GIVEN, None)
@@ -185,8 +185,8 @@ class CommandParser(argparse.ArgumentParser):
         if action.choices is None or value in action.choices:
             return
         choices = list(map(str, action.choices))
-        known = _FORMATS.get(str(value).casefold().lstrip("."))
-        meant = f"; did you mean {known!r}?" if known in choices else did_you_mean(str(value), choices)
+        format_name = _FORMATS.get(str(value).casefold().lstrip("."))
+        meant = f"; did you mean {format_name!r}?" if format_name in choices else did_you_mean(str(value), choices)
         if action.dest == argparse.SUPPRESS:
             raise argparse.ArgumentError(None, f"no such command: {value!r}{meant}")
         raise argparse.ArgumentError(action, f"expected {_alternatives(choices)}, got {value!r}{meant}")

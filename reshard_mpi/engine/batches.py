@@ -121,8 +121,8 @@ class Batches:
         for part in parts:
             low = int(part.starts.min()) + part.route.first_bytes
             high = int(part.starts.max()) + part.route.first_bytes + part.route.span_bytes
-            known = windows.get(part.route.path, (low, high))
-            windows[part.route.path] = min(low, known[0]), max(high, known[1])
+            earlier = windows.get(part.route.path, (low, high))
+            windows[part.route.path] = min(low, earlier[0]), max(high, earlier[1])
         mapped_bytes = sum(high - low for low, high in windows.values())
         needed_bytes = sum(len(part.starts) * part.route.size_bytes for part in parts)
         if last - first > 1 and mapped_bytes > min(self._limits.window_bytes, _LITTLE_BYTES + _SPARSE * needed_bytes):

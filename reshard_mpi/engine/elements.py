@@ -54,7 +54,7 @@ class _SmallFloat(NamedTuple):
     """A type smaller than float32."""
 
     mantissa_bits: int  # how many are stored
-    least_exponent: int  # that of its smallest normal number, as float32 stores it
+    least_exponent: int  # its smallest normal number, as float32 stores it
     largest: int  # magnitudes beyond this one, as a float32, become what this one becomes
     too_large: int  # the least magnitude, as a float32, that it has no number for
     has_infinity: bool  # whether infinities are not too large

@@ -49,8 +49,8 @@ def sum_shard(
             blocks = tuple(spec.box.blocks(max(1, len(buffer) // spec.dtype.itemsize_bytes), first, last))
             expected = _sum(files, spec, tensor.copies, blocks, buffer, limits, lambda size: on_bytes(size // 2))
             own = _own(spec, target)
-            found = _sum(files, spec, own, blocks, buffer, limits, lambda size: on_bytes(size - size // 2))
-            yield Summed(spec, expected, found)
+            actual = _sum(files, spec, own, blocks, buffer, limits, lambda size: on_bytes(size - size // 2))
+            yield Summed(spec, expected, actual)
 
 
 def sum_tensors(

@@ -85,14 +85,14 @@ def crc32_of(fd: int, path: str, span: Span, crc: int = 0, on_bytes: Callable[[i
     """
     from zlib_ng.zlib_ng import crc32
 
-    at, end = span
-    buffer = memoryview(bytearray(min(_SUMMED_BYTES, end - at)))
-    while at < end:
-        count = os.preadv(fd, [buffer[: end - at]], at)
+    offset, end = span
+    buffer = memoryview(bytearray(min(_SUMMED_BYTES, end - offset)))
+    while offset < end:
+        count = os.preadv(fd, [buffer[: end - offset]], offset)
         if count == 0:
             raise became_shorter(path)
         crc = crc32(buffer[:count], crc)
-        at += count
+        offset += count
         on_bytes(count)
     return crc
 
@@ -159,17 +159,17 @@ class HeaderDigestWriter:
         self._parts: list[bytes] = []
         self._digest = hashlib.blake2b()
 
-    def add(self, at: int, content: bytes) -> None:
-        """Add what begins at byte `at`, behind all that was added before; it is written later."""
-        gap = at - self._end
-        if gap > _SMALL_GAP_BYTES or at - self._start > _WRITTEN_BYTES:
+    def add(self, offset: int, content: bytes) -> None:
+        """Add what begins at byte `offset`, behind all that was added before; it is written later."""
+        gap = offset - self._end
+        if gap > _SMALL_GAP_BYTES or offset - self._start > _WRITTEN_BYTES:
             self._write()
-            self._start = at
+            self._start = offset
         elif gap:
             self._together.append(bytes(gap))
         self._together.append(content)
         self._parts.append(content)
-        self._end = at + len(content)
+        self._end = offset + len(content)
 
     def _write(self) -> None:
         if self._together:
@@ -197,9 +197,13 @@ def not_as_written(path: str) -> ShardError:
     )
 
 
-def require_as_written(found: Manifest, meant: Manifest) -> None:
+def require_as_written(read_again: Manifest, meant: Manifest) -> None:
     """Raise ShardError if what was read back differs from what was meant in tensors, strings or structure."""
-    if (found.tensors, found.strings, found.header_digest) != (meant.tensors, meant.strings, meant.header_digest):
+    if (read_again.tensors, read_again.strings, read_again.header_digest) != (
+        meant.tensors,
+        meant.strings,
+        meant.header_digest,
+    ):
         raise not_as_written(meant.path)
 
 

@@ -37,7 +37,7 @@ class Traits(NamedTuple):
     costs: Costs
     describes_itself: bool = False  # a shard states its rank and how its checkpoint is sharded
     has_crc: bool = False  # a shard can be sealed with a checksum of the whole file
-    crc_counts_scalars: bool = False  # in which whole numbers count as so many bytes (see `manifest.is_in_crc`)
+    crc_counts_scalars: bool = False  # which counts scalars of whole numbers (see `manifest.is_in_crc`)
     keeps_sums: bool = False  # a shard has a place for sums of its tensors
     shares_blocks: bool = False  # large tensors are aligned so that file systems can share their blocks
     is_folder: bool = False  # a checkpoint is a folder whose files an index lists (see `protocol.FolderFormat`)

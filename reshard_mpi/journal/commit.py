@@ -75,12 +75,12 @@ class EarlierTarget(NamedTuple):
 
 
 def commit_if_complete(
-    folder: Path, identity: RunIdentity, *, made: Collection[int], any_written: bool, told: Collection[str]
+    folder: Path, identity: RunIdentity, *, made_here: Collection[int], any_written: bool, already_told: Collection[str]
 ) -> Differences:
-    """Write the commit record if all targets of the run are complete; return messages that are not in `told`.
+    """Write the commit record if all targets of the run are complete; return messages that are not in `already_told`.
 
     Args:
-        made: the ranks of the targets that are complete, as the caller knows.
+        made_here: the ranks of the targets that are complete, as the caller knows.
         any_written: some have just been written; if none has, an existing commit record is kept. While another process
             writes a target nothing is done, since that process calls this afterwards.
 
@@ -90,8 +90,8 @@ def commit_if_complete(
     committed = None if any_written else CommitRecord.read(folder)
     if committed is not None and committed.digest == identity.digest and _has_index(folder, identity.format):
         return Differences()
-    are_all_made = len(made) == identity.target_ranks
-    if not are_all_made and not _are_all_recorded(folder / STATE, identity.target_ranks, made):
+    are_all_made = len(made_here) == identity.target_ranks
+    if not are_all_made and not _are_all_recorded(folder / STATE, identity.target_ranks, made_here):
         return Differences()
     with opened_to_commit(folder) as opened:
         if not try_lock(opened.lock, fcntl.LOCK_EX):
@@ -102,12 +102,12 @@ def commit_if_complete(
             record = complete_record(folder, identity, target_rank)
             if isinstance(record, TargetRecord):
                 records.append(record)
-            elif target_rank in made:
+            elif target_rank in made_here:
                 raise _not_as_made(folder, target_rank, record)
             else:
                 left = f"{folder} is not committed: target rank {target_rank} {record}"
                 return Differences(notes=(left,) if record != _OF_ANOTHER_RUN else ())  # which is replaced one by one
-        return commit_locked(opened, identity, records, told).told
+        return commit_locked(opened, identity, records, already_told).told
 
 
 class _LockedFolder(NamedTuple):
@@ -129,12 +129,12 @@ def opened_to_commit(path: Path) -> Iterator[_LockedFolder]:
 
 
 def commit_locked(
-    opened: _LockedFolder, identity: RunIdentity, records: Sequence[TargetRecord], told: Collection[str]
+    opened: _LockedFolder, identity: RunIdentity, records: Sequence[TargetRecord], already_told: Collection[str]
 ) -> Committed:
     """Compare the sources of the targets, and write the commit record. The lock must be held."""
     folder = opened.folder.path
     try:
-        found = _compare(folder, identity, records, told)
+        remarks = _compare(folder, identity, records, already_told)
         sums = _sums(records)
     except ReshardError:
         uncommit(opened.folder, identity.format)
@@ -149,7 +149,7 @@ def commit_locked(
     begun = begun if begun and begun.digest == identity.digest else identity
     _publish_index(opened.folder, identity.format, records)
     publish_text(opened.folder, COMMIT_RECORD, _as_text(begun, records, sums))
-    return Committed(folder / COMMIT_RECORD, len(records), sum(record.size_bytes for record in records), found)
+    return Committed(folder / COMMIT_RECORD, len(records), sum(record.size_bytes for record in records), remarks)
 
 
 def _has_index(folder: Path, format_name: str) -> bool:
@@ -185,9 +185,9 @@ def _sums(records: Sequence[TargetRecord]) -> dict[str, int]:
 
 
 def _compare(
-    folder: Path, identity: RunIdentity, records: Sequence[TargetRecord], told: Collection[str]
+    folder: Path, identity: RunIdentity, records: Sequence[TargetRecord], already_told: Collection[str]
 ) -> Differences:
-    """Compare the sources of the targets; return messages on differences that are not in `told`.
+    """Compare the sources of the targets; return messages on differences that are not in `already_told`.
 
     Raises DisagreementError or CoverageError if they were made from different states of the source, or from shards
     that do not belong together.
@@ -215,30 +215,30 @@ def _compare(
         )
     unlike = between_targets(start for record in records for start in record.evidence.prefix_digests)
     strict = identity.facts.get("strict") is True
-    return told_of(without(unlike, told), identity.facts["source"], strict=strict)
+    return told_of(without(unlike, already_told), identity.facts["source"], strict=strict)
 
 
-def _are_all_recorded(state: Path, target_ranks: int, made: Collection[int]) -> bool:
+def _are_all_recorded(state: Path, target_ranks: int, made_here: Collection[int]) -> bool:
     """Tell whether all targets have records. Raises TransformError if a target made by this run has none."""
     try:
         names = {path.name for path in state.iterdir()}
     except FileNotFoundError:
-        if made:
+        if made_here:
             raise
         return False
     unrecorded = [rank for rank in range(target_ranks) if record_path(state, rank).name not in names]
     for rank in unrecorded:
-        if rank in made:
+        if rank in made_here:
             raise _not_as_made(state.parent, rank, NOT_WRITTEN)
     return not unrecorded
 
 
-def _not_as_made(folder: Path, target_rank: int, found: str) -> TransformError:
+def _not_as_made(folder: Path, target_rank: int, problem: str) -> TransformError:
     """Return the error for a target that a run has made, and whose record or file is not found as it was made."""
     return TransformError(
         "the targets were made, and are not committed",
         expected=f"target rank {target_rank} as this run has made it",
-        got=f"by its record and its file it {found}",
+        got=f"by its record and its file it {problem}",
         where=str(folder),
         remedy="see who else writes there, or look for a failing file system; then reshard-mpi commit, which says what"
         " is missing",

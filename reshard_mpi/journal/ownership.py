@@ -155,8 +155,8 @@ def remove_leftovers(folder: Folder, state: Folder, identity: RunIdentity) -> No
 
     Raises TargetError if a file is of another user.
     """
-    found = leftovers(folder.path, identity)
-    for path, rank in found.items():
+    rank_of = leftovers(folder.path, identity)
+    for path, rank in rank_of.items():
         rank_folder, _, name = path.rpartition("/")
         with folder.inner(rank_folder or ".") as inner:
             inner.require_own_file(name)
@@ -165,7 +165,7 @@ def remove_leftovers(folder: Folder, state: Folder, identity: RunIdentity) -> No
         state.remove(record_path(state.path, rank).name)
         if rank_folder:
             folder.remove_empty(rank_folder)
-    if found:
+    if rank_of:
         folder.sync()
 
 

@@ -48,14 +48,14 @@ DAMAGE = (LookupError, TypeError, ValueError, OverflowError)
 class TargetInputs(NamedTuple):
     """What one target was made from, to be compared with what other targets were made from."""
 
-    # the source ranks that its tensors come from. moments: those of its plan, and which of several checkpoints the
+    # the source ranks that its tensors come from. shared_facts: as in its plan, and which of several checkpoints the
     # source is.
     read_ranks: tuple[int, ...]
     held: StageDigest
     shared_facts: tuple[SharedFact, ...]
     prefix_digests: tuple[PrefixDigest, ...]
     sources: Sources = Sources()  # their files, as they were when it was planned
-    texts: str = ""  # digest of the strings it holds. The other fields are those of its plan.
+    texts: str = ""  # digest of the strings it holds. The other fields are as in its plan.
 
     @classmethod
     def of(cls, plan: RankPlan, sources: Sources, of_choice: tuple[SharedFact, ...] = ()) -> TargetInputs:

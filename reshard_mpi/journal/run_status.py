@@ -75,7 +75,7 @@ def commit(folder: Path) -> Committed:
         except TransformError:
             uncommit(opened.folder, identity.format)
             raise
-        return commit_locked(opened, identity, records, told=())
+        return commit_locked(opened, identity, records, already_told=())
 
 
 def _require_complete(folder: Path, identity: RunIdentity, besides: str) -> list[TargetRecord]:

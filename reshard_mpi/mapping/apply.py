@@ -60,8 +60,8 @@ class _Matched(NamedTuple):
     matches: Sequence[Match]  # what equations take
     states: Sequence[Match]  # the state that follows them, or has other names
     kept: Sequence[str]  # the names of tensors that stay as they are
-    dropped: Mapping[str, Drop]  # those that are left out, by name
-    counted: CountedScalars  # those that are computed anew
+    dropped: Mapping[str, Drop]  # tensors left out, by name
+    counted: CountedScalars  # tensors computed anew
 
 
 def applied(
@@ -89,31 +89,31 @@ def applied(
     states_out = states_left_out(choice, {**({} if like is None else like.shapes), **shapes}, rules, taken.direction)
     chosen = frozenset(require_any(choice, shapes)) - states_out
     stranded = _stranded_in_between(choice, taken, inventory, rules)
-    made = everything.among(chosen)
+    outcome = everything.among(chosen)
     _require_state_follows([name for name in taken.kept if name in chosen - stranded], taken, inventory, rules)
     if like is not None:
         of_choice = {name: shape for name, shape in like.shapes.items() if is_chosen(choice, name)}
         of_choice = {name: shape for name, shape in of_choice.items() if name not in states_out}
-        require_alike(made.shapes, like._replace(shapes=of_choice))
-    does_anything = taken.matches or taken.states or taken.dropped or everything.constants or made.numbers
+        require_alike(outcome.shapes, like._replace(shapes=of_choice))
+    does_anything = taken.matches or taken.states or taken.dropped or everything.constants or outcome.numbers
     if rules is not None and not does_anything:
         raise _does_nothing(rules, taken.direction, inventory, like)
-    used = {name for tensor in made.tensors for name in tensor.sources.values()}
-    known = taken.counted
+    used = {name for tensor in outcome.tensors for name in tensor.sources.values()}
+    scalars = taken.counted
     return MapResult(
-        tuple(all_typed(choice, made.tensors)),
-        tuple(constant_typed(choice, constant) for constant in made.constants),
-        tuple(_equal((*taken.matches, *taken.states), used, known)),
+        tuple(all_typed(choice, outcome.tensors)),
+        tuple(constant_typed(choice, constant) for constant in outcome.constants),
+        tuple(_equal((*taken.matches, *taken.states), used, scalars)),
         (*_pads((*taken.matches, *taken.states), used), *zeros(taken.dropped, inventory)),
         (
             *taken.dropped,
             *(name for name in shapes if name not in chosen),
-            *(name for name, _ in known.numbers),
-            *(() if made.numbers else known.steps),
+            *(name for name, _ in scalars.numbers),
+            *(() if outcome.numbers else scalars.steps),
         ),
         taken.direction,
-        tuple(made.numbers),
-        known,
+        tuple(outcome.numbers),
+        scalars,
         tuple(_cautions(rules, taken.states, everything.settings)) if rules is not None else (),
         everything.settings,
         (*_states_dropped(taken, inventory, rules), *(name for name in shapes if name in states_out)),
@@ -161,7 +161,7 @@ def _everything(
         settings = {} if like is None else like.training.settings
     numbers = _computed(rules, taken, tensors, settings, like)
     of_numbers = {number.name for number in numbers}
-    return _Everything(tensors, [made for made in constants if made.name not in of_numbers], numbers, settings)
+    return _Everything(tensors, [tensor for tensor in constants if tensor.name not in of_numbers], numbers, settings)
 
 
 def _require_state_follows(kept: Sequence[str], taken: _Matched, inventory: Inventory, rules: Rules | None) -> None:
@@ -196,12 +196,12 @@ def _taken(rules: Rules | None, inventory: Inventory, forward: bool | None, like
     entries = dropped(rules, tuple(left), inventory, direction, shapes or {})
     for name in entries:
         del left[name]
-    known = counted(rules, left, inventory, direction, shapes)
-    for name in known.names:
+    scalars = counted(rules, left, inventory, direction, shapes)
+    for name in scalars.names:
         del left[name]
     states = list(followed(rules, taken, left, inventory, direction, shapes))
     _remove(left, states)
-    return _Matched(direction, taken, states, tuple(left), entries, known)
+    return _Matched(direction, taken, states, tuple(left), entries, scalars)
 
 
 def _tensors(
@@ -212,7 +212,7 @@ def _tensors(
     position = {name: number for number, name in enumerate(inventory)}
     # One for all tensors of a shape: tensors that are made in the same way are planned and moved together.
     wholes = {kind.shape: TargetShape(kind.shape, (whole_pair(_OWN, kind.shape),), ()) for kind in inventory.values()}
-    made = [
+    by_match = [
         (position[name], DerivedTensor(name, dtype, wholes[shape], {_OWN: name}, ""))
         for name, (dtype, shape) in ((name, inventory[name]) for name in taken.kept)
     ]
@@ -221,9 +221,9 @@ def _tensors(
         first = min(position[name] for name in match.sources.values())
         of_state = id(match) in states or _is_state(match, parameter_names, inventory)
         of_match = _of_match(match, inventory, taken.direction, choice, is_state=of_state)
-        made += [(first, tensor) for tensor in of_match]
-    made.sort(key=lambda placed: placed[0])
-    tensors = [tensor for _, tensor in made]
+        by_match += [(first, tensor) for tensor in of_match]
+    by_match.sort(key=lambda placed: placed[0])
+    tensors = [tensor for _, tensor in by_match]
     if like is not None:
         tensors = [_single_shaped(tensor, like.shapes.get(tensor.name)) for tensor in tensors]
         order = {name: number for number, name in enumerate(like.shapes)}
@@ -276,13 +276,13 @@ def _remove(left: dict[str, None], taken: Iterable[Match]) -> None:
             left.pop(name, None)
 
 
-def _equal(taken: Iterable[Match], used: set[str], known: CountedScalars) -> Iterator[Equal]:
+def _equal(taken: Iterable[Match], used: set[str], scalars: CountedScalars) -> Iterator[Equal]:
     for match in taken:
         first = next(iter(match.sources.values()))
         if match.equal and first in used:
             yield Equal((first, *match.equal), match.rule.where)
-    if known.rule is not None and len(known.steps) > 1:
-        yield Equal(known.steps, known.rule.where)
+    if scalars.rule is not None and len(scalars.steps) > 1:
+        yield Equal(scalars.steps, scalars.rule.where)
 
 
 def _cautions(rules: Rules, states: Sequence[Match], settings: Mapping[str, Any]) -> Iterator[str]:

@@ -55,15 +55,15 @@ def padded_extent(length: int, padded: Padded, sizes: Sizes) -> int:
     return -(-length // multiple) * multiple
 
 
-def solved(dimensions: Sequence[Dimension], known: Sizes) -> dict[str, int]:
+def solved(dimensions: Sequence[Dimension], given: Sizes) -> dict[str, int]:
     """Return the length of every axis of the dimensions.
 
     Args:
-        known: those that are known, which may be of other axes too.
+        given: those that are known, which may be of other axes too.
 
     Raises SizesProblem if the dimensions contradict each other or do not tell an axis.
     """
-    sizes = {**known, **dict(_multiples(dimensions, known))}
+    sizes = {**given, **dict(_multiples(dimensions, given))}
     waiting = list(dimensions)
     while waiting:
         undetermined = []
@@ -95,7 +95,7 @@ def _untold(dimensions: Sequence[Dimension], sizes: Sizes) -> SizesProblem:
     )
 
 
-def _multiples(dimensions: Sequence[Dimension], known: Sizes) -> Iterator[tuple[str, int]]:
+def _multiples(dimensions: Sequence[Dimension], given: Sizes) -> Iterator[tuple[str, int]]:
     """Yield the multiples of padded dimensions, for paddings whose unpadded length is known.
 
     The dimension itself is a multiple that explains its length.
@@ -103,8 +103,8 @@ def _multiples(dimensions: Sequence[Dimension], known: Sizes) -> Iterator[tuple[
     for dimension in dimensions:
         if len(dimension.product) != 1 or not isinstance(padded := dimension.product[0], Padded):
             continue
-        is_known = all(name.isdecimal() or name in known for name in axes_of(padded.product))
-        if is_known and not padded.multiple.isdecimal() and padded.multiple not in known:
+        is_known = all(name.isdecimal() or name in given for name in axes_of(padded.product))
+        if is_known and not padded.multiple.isdecimal() and padded.multiple not in given:
             yield padded.multiple, dimension.length
 
 
@@ -185,11 +185,11 @@ class _ExpressionReader:
         self._tokens: list[tuple[str, str]] = []
         position = 0
         while text[position:].strip():
-            found = _TOKEN.match(text, position)
-            if found is None or found.lastgroup is None:
+            match = _TOKEN.match(text, position)
+            if match is None or match.lastgroup is None:
                 raise ExpressionProblem(f"unexpected {text[position:].strip()[:20]!r}")
-            self._tokens.append((found.lastgroup, found.group(found.lastgroup)))
-            position = found.end()
+            self._tokens.append((match.lastgroup, match.group(match.lastgroup)))
+            position = match.end()
         self._next = 0
 
     def peek(self) -> str | None:
@@ -211,7 +211,7 @@ class _ExpressionReader:
             if mark == "*":
                 value = _bounded(value * other)
             elif other == 0 or value % other:
-                keys = ", ".join(f"{key} = {known}" for key, known in self._values.items())
+                keys = ", ".join(f"{key} = {number}" for key, number in self._values.items())
                 raise ExpressionProblem(
                     f"{value} / {other}, which is no integer" + (f" ({keys})" if keys else ""),
                     "correct these keys in the file that --config names" if keys else "correct the expression",
@@ -243,9 +243,9 @@ class _ExpressionReader:
         value: object = self._config
         for part in key.split("."):
             if not isinstance(value, Mapping) or part not in value:
-                known = [str(name) for name in value] if isinstance(value, Mapping) else []
+                keys = [str(name) for name in value] if isinstance(value, Mapping) else []
                 raise ExpressionProblem(
-                    f"no key {key!r} in the configuration{did_you_mean(part, known)}",
+                    f"no key {key!r} in the configuration{did_you_mean(part, keys)}",
                     f"add {key!r} with its number to the file that --config names, or write a number in [axes]",
                 )
             value = value[part]

@@ -24,7 +24,7 @@ class _Composed(NamedTuple):
     """How tensors are made of the first ones."""
 
     shape: TargetShape
-    # for each source of the shape, in order, the source of the last map and that of the map before
+    # for each source of the shape, in order, the source of the last map and the source of the map before
     places: tuple[tuple[TermTensor, TermTensor], ...]
 
 
@@ -41,13 +41,13 @@ class Composition:
         self._boxes = 0
 
     def of(
-        self, made: Iterable[DerivedTensor], before: Mapping[str, MadeUp | DerivedTensor]
+        self, derived: Iterable[DerivedTensor], before: Mapping[str, MadeUp | DerivedTensor]
     ) -> Iterator[DerivedTensor]:
         """Yield tensors expressed by the sources of the tensors `before`; others have no sources.
 
         Raises MapError if they are made of too many boxes.
         """
-        for tensor in made:
+        for tensor in derived:
             names = {place: tensor.sources[place] for place in taken_of(tensor)}
             recipes = {place: before.get(name) for place, name in names.items()}
             key = id(tensor.shape), tuple((place, _identity(recipe)) for place, recipe in recipes.items())
@@ -143,7 +143,7 @@ def chained(
         _require_none_taken(stranded, mapped)
         stranded |= mapped.stranded
         yield mapped
-        kinds = {made.name: ShapeAndType(made.dtype, made.shape.shape) for made in mapped.made}
+        kinds = {tensor.name: ShapeAndType(tensor.dtype, tensor.shape.shape) for tensor in mapped.made}
         kinds |= {constant.name: constant.kind for constant in mapped.constants}
         inventory = kinds | {number.name: number.kind for number in mapped.computed}
     mapped = applied(last, choice, inventory, forward, like, settings)
@@ -153,13 +153,13 @@ def chained(
 
 def _require_none_taken(stranded: frozenset[str], mapped: MapResult) -> None:
     """Raise MapError if an equation takes state that an earlier map has left without its parameter."""
-    for made in mapped.made if stranded else ():
-        taken = stranded.intersection(made.sources.values()) if made.where else frozenset()
+    for tensor in mapped.made if stranded else ():
+        taken = stranded.intersection(tensor.sources.values()) if tensor.where else frozenset()
         if taken:
             raise MapError(
                 "an equation takes state whose parameter an earlier map has changed",
                 expected="state that has followed its parameter",
                 got=min(taken),
-                where=made.where,
+                where=tensor.where,
                 remedy="write equations for such state in the earlier map, or leave it out with an entry drop there",
             )

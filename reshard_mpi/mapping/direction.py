@@ -35,7 +35,7 @@ class Candidates(NamedTuple):
     """The tensors that fit the terms of a side: for each term, by key, the names by the values of other captures."""
 
     by_term: tuple[Mapping[Key, Mapping[tuple[int, ...], str]], ...]
-    # by key, the name of one that is named as those which a term puts together, and does not fit
+    # by key, the name of one that is named as what a term puts together, and does not fit
     misfits: Mapping[Key, str]
 
     @property
@@ -181,7 +181,7 @@ def told_direction(
     if forward is not None:
         return Direction(forward)
     unmet = {direction: _unmet(rules, inventory, direction, like) for direction in (Direction(True), Direction(False))}
-    fitting = [direction for direction, found in unmet.items() if found is None]
+    fitting = [direction for direction, lack in unmet.items() if lack is None]
     if rules.is_typed and fitting and not fitting[0].is_forward and _takes_any_name(rules):
         raise MapError(
             "no tensor has a name of the equation's left side, and its right side takes any name",
@@ -200,7 +200,7 @@ def told_direction(
             where=rules.where,
             remedy="say which",
         )
-    forwards, backwards = (found.why(direction, inventory) for direction, found in unmet.items() if found is not None)
+    forwards, backwards = (lack.why(direction, inventory) for direction, lack in unmet.items() if lack is not None)
     has_like = like is not None
     raise MapError(
         "the map does not fit the checkpoint in either direction",

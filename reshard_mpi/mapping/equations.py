@@ -77,8 +77,8 @@ class NamePattern:
     def _matched(self, regex: re.Pattern[str], name: str) -> tuple[str, ...] | None:
         if not (name.startswith(self._begin) and name.endswith(self._end)):
             return None
-        found = regex.fullmatch(name)
-        return None if found is None else found.groups()
+        match = regex.fullmatch(name)
+        return None if match is None else match.groups()
 
     def filled(self, values: Mapping[str, object]) -> str:
         """Return the name for these values of the captures."""
@@ -233,21 +233,21 @@ class _EquationReader:
         return True
 
     def _term(self) -> Term:
-        found = _NAME.match(self._text, self.position)
-        if found is None or found.group().startswith(ARROW):
+        match = _NAME.match(self._text, self.position)
+        if match is None or match.group().startswith(ARROW):
             raise SyntaxProblem("the name of a tensor is expected", self.position)
         try:
-            name = NamePattern(found.group())
+            name = NamePattern(match.group())
         except PatternProblem as error:
             raise SyntaxProblem(str(error), self.position) from None
-        self.position = self._after_space(found.end())
+        self.position = self._after_space(match.end())
         dims = None
         if self.takes("["):
             dims = self._dims()
-        found = _TYPE.match(self._text, self.position)
-        if found is not None:
-            self.position = self._after_space(found.end())
-        return Term(name, dims, found.group(1) if found is not None else None)
+        match = _TYPE.match(self._text, self.position)
+        if match is not None:
+            self.position = self._after_space(match.end())
+        return Term(name, dims, match.group(1) if match is not None else None)
 
     def _dims(self) -> tuple[Product, ...]:
         dims = list[Product]()
@@ -305,16 +305,16 @@ class _EquationReader:
 
     def _token(self, expected: str) -> tuple[str, str]:
         """Return the kind and the text of what comes next."""
-        found = _TOKEN.match(self._text, self.position)
-        if found is None or found.lastgroup is None:
+        match = _TOKEN.match(self._text, self.position)
+        if match is None or match.lastgroup is None:
             raise SyntaxProblem(f"{expected} is expected", self.position)
-        value = found.group(found.lastgroup)
-        if found.lastgroup == "number" and value[0] == "0" and value != "0":
-            raise SyntaxProblem("a number without leading zeros is expected", found.start(found.lastgroup))
-        if found.lastgroup == "number" and len(value) > _MAX_DIGITS:
-            raise SyntaxProblem(f"a number of at most {_MAX_DIGITS} digits is expected", found.start(found.lastgroup))
-        self.position = self._after_space(found.end())
-        return found.lastgroup, value
+        value = match.group(match.lastgroup)
+        if match.lastgroup == "number" and value[0] == "0" and value != "0":
+            raise SyntaxProblem("a number without leading zeros is expected", match.start(match.lastgroup))
+        if match.lastgroup == "number" and len(value) > _MAX_DIGITS:
+            raise SyntaxProblem(f"a number of at most {_MAX_DIGITS} digits is expected", match.start(match.lastgroup))
+        self.position = self._after_space(match.end())
+        return match.lastgroup, value
 
     def _after_space(self, position: int) -> int:
         while position < len(self._text) and self._text[position].isspace():

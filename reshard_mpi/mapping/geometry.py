@@ -88,7 +88,7 @@ def check(left: Sequence[Term], right: Sequence[Term], *, copies: bool = False) 
 def _check_block(left: Term, left_summand: int, right: Term, right_summand: int) -> tuple[str, ...]:
     """Return the captures that the names of two paired blocks share. Raises EquationProblem if their axes differ."""
     shared = tuple(capture.name for capture in left.name.captures if capture in right.name.captures)
-    if any(any(pads_of(part)) for term in (left, right) for found in sums_of(term) for part in found.summands):
+    if any(any(pads_of(part)) for term in (left, right) for one_sum in sums_of(term) for part in one_sum.summands):
         raise EquationProblem(f"padding within a concatenation, in {left.name.text} or {right.name.text}")
     axes = []
     for term, summand in ((left, left_summand), (right, right_summand)):
@@ -211,9 +211,12 @@ def geometry(source: Sequence[Term], target: Sequence[Term], sizes: Sizes, *, co
                 raise _too_many(target[target_block.term], boxes)
     zeros = {number: tuple(_pads(term, sizes)) for number, term in enumerate(target)}
     shapes = {number: _shape(term, sizes) for number, term in enumerate(target)}
-    targets = {place: TargetShape(shapes[place.term], tuple(made), zeros[place.term]) for place, made in pairs.items()}
-    for place, (shape, made, empty) in targets.items():
-        filled = sum(pair.to.size for pair in made) + sum(box.size for box in empty)
+    targets = {
+        place: TargetShape(shapes[place.term], tuple(box_pairs), zeros[place.term])
+        for place, box_pairs in pairs.items()
+    }
+    for place, (shape, box_pairs, empty) in targets.items():
+        filled = sum(pair.to.size for pair in box_pairs) + sum(box.size for box in empty)
         if filled != math.prod(shape):
             raise EquationProblem(
                 f"{target[place.term].name.text} of shape {list(shape)} has {math.prod(shape)} elements, and {filled}"
@@ -314,8 +317,8 @@ def _block_pairs(
         region = Box(tuple(start), tuple(first + length for first, length in zip(start, runs)))
         to = Box(tuple(to_start), tuple(first + length for first, length in zip(to_start, target_lengths)))
         holder = TermTensor(source_block.term, tuple(value_of.get(axis, 0) for axis in captures[0]))
-        made = TermTensor(target_block.term, tuple(value_of.get(axis, 0) for axis in captures[1]))
-        yield made, BoxPair(holder, region, to, order if is_transposed else None)
+        term_tensor = TermTensor(target_block.term, tuple(value_of.get(axis, 0) for axis in captures[1]))
+        yield term_tensor, BoxPair(holder, region, to, order if is_transposed else None)
 
 
 def _kept(

@@ -56,8 +56,8 @@ def parse_rules(text: str, where: str, config: Mapping[str, object] | None = Non
     read: dict[str, list[Any]] = {kind: [] for kind in _READERS}
     for number, entry in enumerate(entries):
         line = f", line {lines[number]}" if len(lines) == len(entries) else ""
-        kind, made = _entry(entry, f"{where}{line}, [[map]] {number + 1}")
-        read[kind].append(made)
+        kind, rule = _entry(entry, f"{where}{line}, [[map]] {number + 1}")
+        read[kind].append(rule)
     equations: list[EquationRule] = read["eq"]
     axes = _axes(content.get("axes", {}), equations, config, where)
     return Rules(

@@ -81,17 +81,17 @@ def fitted(
     return geometry(source, target, sizes)
 
 
-def _solved_with(dimensions: Sequence[Dimension], others: Sequence[Dimension], known: Sizes) -> Sizes:
+def _solved_with(dimensions: Sequence[Dimension], others: Sequence[Dimension], given: Sizes) -> Sizes:
     """Return the lengths of all axes of the dimensions; `others` are looked at only where these do not tell them.
 
     Raises SizesProblem for what is wrong with the dimensions.
     """
     try:
-        return solved(dimensions, known)
+        return solved(dimensions, given)
     except SizesProblem:
         if others:
             with suppress(SizesProblem):
-                return solved([*dimensions, *others], known)
+                return solved([*dimensions, *others], given)
         raise
 
 
@@ -131,7 +131,7 @@ def matches(
     only a checkpoint that the target is to be like could tell whether one applies.
     """
     left = dict(inventory)
-    known: dict[object, Geometry] = {}
+    geometries: dict[object, Geometry] = {}
     shapes_met = boxes = 0
     for rule in rules.equations:
         if like is None and rule.like == "only":
@@ -150,7 +150,7 @@ def matches(
             wanted = None if like is None else wanted_shapes(rule, target, key, like)
             if like is not None and wanted is None:
                 continue
-            match = _match(rule, source, target, key, candidates, inventory, rules, wanted, known)
+            match = _match(rule, source, target, key, candidates, inventory, rules, wanted, geometries)
             if wanted is not None and not _is_as_wanted(match.geometry, wanted):
                 continue
             applies = True
@@ -160,8 +160,8 @@ def matches(
                 if name not in left:
                     raise MapError("not one-to-one: an equation takes a tensor twice", got=name, where=rule.where)
                 del left[name]
-            if len(known) > shapes_met:
-                shapes_met = len(known)
+            if len(geometries) > shapes_met:
+                shapes_met = len(geometries)
                 boxes += sum(len(shape.pairs) for shape in match.geometry.targets.values())
             if boxes > MAX_PAIRS:
                 raise MapError(
@@ -194,8 +194,8 @@ def _applies_nowhere(rule: EquationRule, source: Sequence[Term], as_like: str, i
     )
 
 
-def _is_as_wanted(made: Geometry, wanted: Sequence[tuple[int, ...]]) -> bool:
-    return all(shape.shape == wanted[place.term] for place, shape in made.targets.items())
+def _is_as_wanted(fitted: Geometry, wanted: Sequence[tuple[int, ...]]) -> bool:
+    return all(shape.shape == wanted[place.term] for place, shape in fitted.targets.items())
 
 
 def _match(
@@ -207,7 +207,7 @@ def _match(
     inventory: Inventory,
     rules: Rules,
     wanted: tuple[tuple[int, ...], ...] | None,
-    known: dict[object, Geometry],
+    geometries: dict[object, Geometry],
 ) -> Match:
     held = [names[key] for names in candidates.by_term]
     counts = _counts(rule, source, held)
@@ -222,10 +222,10 @@ def _match(
             )
         shapes.append(of_term.pop())
     cached = (id(rule), tuple(shapes), tuple(counts.items()), wanted)
-    made = known.get(cached)
-    if made is None:
+    fitted_geometry = geometries.get(cached)
+    if fitted_geometry is None:
         try:
-            made = known[cached] = fitted(rule, source, target, shapes, rules.axes, counts, wanted)
+            fitted_geometry = geometries[cached] = fitted(rule, source, target, shapes, rules.axes, counts, wanted)
         except (SizesProblem, EquationProblem) as error:
             first = [next(iter(names.values())) for names in held]
             raise MapError(
@@ -241,8 +241,8 @@ def _match(
     if rule.copies and len(source) > 1:
         equal = tuple(name for place, name in sources.items() if place.term > 0)
         sources = {place: name for place, name in sources.items() if place.term == 0}
-    targets = {place: filled(target[place.term], shared, place.values) for place in made.targets}
-    return Match(rule, sources, targets, made, equal)
+    targets = {place: filled(target[place.term], shared, place.values) for place in fitted_geometry.targets}
+    return Match(rule, sources, targets, fitted_geometry, equal)
 
 
 def _remedy(error: Exception, rules: Rules) -> str:
@@ -284,10 +284,10 @@ def _untold(
 ) -> MapError:
     shared = dict(zip(rule.shared, key))
     names = [next(iter(names[key].values())) for names in candidates.by_term]
-    made = ", ".join(filled_in_part(term, shared) for term in target)
+    in_part = ", ".join(filled_in_part(term, shared) for term in target)
     return MapError(
         "names and shapes do not tell what becomes of a tensor",
-        expected=f"a checkpoint that the target is to be like, which has {made} or has not",
+        expected=f"a checkpoint that the target is to be like, which has {in_part} or has not",
         got=", ".join(names),
         where=rule.where,
         remedy="give one, such as the target's network saved as it was made (--like CHECKPOINT)",

@@ -132,18 +132,18 @@ def training_in(nest: str | None, shapes: TemplateShapes, alias: Mapping[str, st
             remedy=_ORDER_REMEDY,
         )
     models = _below(sorted(others, key=lambda name: place.get(name, len(place))), paths)
-    found: dict[tuple[str, ...], str] = {}
+    by_path: dict[tuple[str, ...], str] = {}
     problems = []
     for path, own in sorted(models.items(), key=lambda model: -len(model[0])):
         parameters, problem = _parameters(optimizer, path, own, shapes, alias)
         if parameters:
-            found.setdefault(parameters, path)
+            by_path.setdefault(parameters, path)
         else:
             problems.append(f"{path.removesuffix('.') or 'the file'}: {problem}")
-    if len(found) != 1:
-        got = " or ".join(found.values()) if found else "; ".join(problems[:_MAX_NAMED]) or "no parameters"
+    if len(by_path) != 1:
+        got = " or ".join(by_path.values()) if by_path else "; ".join(problems[:_MAX_NAMED]) or "no parameters"
         raise _doubt("whose optimizer state each number is cannot be told", got, where)
-    ((parameters, prefix),) = found.items()
+    ((parameters, prefix),) = by_path.items()
     twin = None if are_named else _twin(parameters, prefix, models, shapes)
     if twin is not None:
         got = f"{prefix} or {twin}, which has these parameters too, and more"
@@ -239,9 +239,9 @@ def optimizers_in(node: Any, path: str) -> Iterator[Numbered]:
     """Yield the dictionaries of optimizers in a part of a nest. path: what names in this part begin with."""
     groups = value_of(node, "param_groups")
     if entries_of(value_of(node, "state")) is not None and isinstance(groups, list) and groups:
-        made = [_group(group) for group in groups]
-        if all(made):
-            yield Numbered(path, tuple(group for group in made if group is not None))
+        read_groups = [_group(group) for group in groups]
+        if all(read_groups):
+            yield Numbered(path, tuple(group for group in read_groups if group is not None))
             return
     for key, value in parts_of(node):
         yield from optimizers_in(value, f"{path}{key}.")

@@ -141,9 +141,9 @@ def owners(
         shapes: of all of them.
     """
     side = _target if in_target else _source
-    known = [] if rules is None or direction is None else [side(rule, direction) for rule in rules.states]
-    parted = ((name, _parameter_of(name, known, shapes)) for name in names)
-    return {name: found[0] for name, found in parted if found is not None and found[0] != name}
+    state_rules = [] if rules is None or direction is None else [side(rule, direction) for rule in rules.states]
+    parted = ((name, _parameter_of(name, state_rules, shapes)) for name in names)
+    return {name: owner[0] for name, owner in parted if owner is not None and owner[0] != name}
 
 
 def owned_by(name: str, owner_of: Mapping[str, str]) -> Iterator[str]:
@@ -184,30 +184,30 @@ def _having_state(match: Match, bases: Collection[str], affixes: NameAffixes) ->
 
 
 def _parameter_of(
-    name: str, known: Iterable[NameAffixes], shapes: Mapping[str, tuple[int, ...]]
+    name: str, all_affixes: Iterable[NameAffixes], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[str, NameAffixes] | None:
     """Return the parameter that owns a state tensor, and the affixes of the name; None if it is no state.
 
     Args:
-        known: what maps have around names of parameters in those of their state.
+        all_affixes: what maps have around names of parameters in those of their state.
     """
-    parted = _parted(name, known, shapes) or parted_anywhere(name, shapes)
+    parted = _parted(name, all_affixes, shapes) or parted_anywhere(name, shapes)
     if parted is None or (shapes[name] != shapes[parted[0]] and prod(shapes[name]) != 1):
         return None
     return parted
 
 
-def _parted(name: str, known: Iterable[NameAffixes], inventory: Container[str]) -> tuple[str, NameAffixes] | None:
+def _parted(name: str, all_affixes: Iterable[NameAffixes], inventory: Container[str]) -> tuple[str, NameAffixes] | None:
     """Return the parameter that owns a state tensor and the affixes of the name, if that is known."""
-    for affixes in known:
+    for affixes in all_affixes:
         base = affixes.within(name)
         if base is not None and base in inventory:
             return base, affixes
     return None
 
 
-def parted_anywhere(name: str, known: Container[str]) -> tuple[str, NameAffixes] | None:
-    """Find the longest name among `known` inside a state tensor's name: `optim.exp_avg.fc.w` gives (`fc.w`, its
+def parted_anywhere(name: str, inventory: Container[str]) -> tuple[str, NameAffixes] | None:
+    """Find the longest name among `inventory` inside a state tensor's name: `optim.exp_avg.fc.w` gives (`fc.w`, its
     affixes).
     """
     spans = [part.span() for part in _PART.finditer(name)]
@@ -215,7 +215,7 @@ def parted_anywhere(name: str, known: Container[str]) -> tuple[str, NameAffixes]
     for length in range(len(parts) - 1, 0, -1):
         for start in range(len(parts) - length + 1):
             first, last = spans[start][0], spans[start + length - 1][1]
-            if name[first:last] in known and not STATE_WORDS.isdisjoint((*parts[:start], *parts[start + length :])):
+            if name[first:last] in inventory and not STATE_WORDS.isdisjoint((*parts[:start], *parts[start + length :])):
                 return name[first:last], NameAffixes(name[:first], name[last:])
     return None
 
@@ -334,14 +334,14 @@ def is_named_like_state(name: str) -> bool:
 
 def _by_ends_of_names(taken: Iterable[Match]) -> Mapping[str, tuple[str, Match] | None]:
     """Return parameters by their names' ends, after the first parts; None where several end alike."""
-    found: dict[str, tuple[str, Match] | None] = {}
+    by_end: dict[str, tuple[str, Match] | None] = {}
     for match in taken:
         for name in (*match.sources.values(), *match.equal):
             end = name
             while "." in end:
                 end = end.partition(".")[2]
-                found[end] = None if end in found else (name, match)
-    return found
+                by_end[end] = None if end in by_end else (name, match)
+    return by_end
 
 
 def _named_in_part(name: str, parameters: Mapping[str, tuple[str, Match] | None]) -> Iterator[tuple[str, Match]]:
@@ -350,6 +350,6 @@ def _named_in_part(name: str, parameters: Mapping[str, tuple[str, Match] | None]
     for length in range(len(parts) - 1, 0, -1):
         for start in range(len(parts) - length + 1):
             rest = (*parts[:start], *parts[start + length :])
-            found = parameters.get(".".join(parts[start : start + length]))
-            if found is not None and found[0] != name and not STATE_WORDS.isdisjoint(rest):
-                yield found
+            parameter = parameters.get(".".join(parts[start : start + length]))
+            if parameter is not None and parameter[0] != name and not STATE_WORDS.isdisjoint(rest):
+                yield parameter

@@ -19,8 +19,8 @@ class CountedScalars(NamedTuple):
     """Tensors of the source that hold numbers of an optimizer, which are computed anew for the target."""
 
     rule: Count | None
-    steps: tuple[str, ...]  # those that hold how many steps were taken, all the same, by `rule`
-    numbers: tuple[tuple[str, Number], ...]  # those that hold settings
+    steps: tuple[str, ...]  # the tensors with the number of steps taken, all the same, by `rule`
+    numbers: tuple[tuple[str, Number], ...]  # the tensors with settings
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -61,22 +61,22 @@ def _numbers(rules: Rules, left: Mapping[str, None], wanted: TemplateShapes) -> 
 
 def computed(
     rules: Rules,
-    known: CountedScalars,
-    made: Collection[str],
+    scalars: CountedScalars,
+    made_names: Collection[str],
     settings: Mapping[str, Any],
     direction: Direction,
     like: TemplateShapes | None,
 ) -> Iterator[Computed]:
-    """Yield computed scalars: from `known`, and from the optimizer settings on the left.
+    """Yield computed scalars: from `scalars`, and from the optimizer settings on the left.
 
     Args:
-        made: the names of all tensors that are made otherwise.
+        made_names: the names of all tensors that are made otherwise.
     """
-    steps = known.steps[0] if known.steps else None
+    steps = scalars.steps[0] if scalars.steps else None
     if not direction.is_forward:
-        if known.rule is not None:
-            count = known.rule
-            for name in made:
+        if scalars.rule is not None:
+            count = scalars.rule
+            for name in made_names:
                 value = count.beside.match(name)
                 if value is not None:
                     each = count.each.filled({count.each.captures[0].name: value[0]})
@@ -84,29 +84,33 @@ def computed(
                         each, ShapeAndType(count.each_type, _shape(each, (), like)), steps, None, count.where
                     )
         return
-    if known.rule is not None:
-        total, dtype = known.rule.total, known.rule.total_type
-        yield Computed(total, ShapeAndType(dtype, _shape(total, (1,), like)), steps, None, known.rule.where)
+    if scalars.rule is not None:
+        total, dtype = scalars.rule.total, scalars.rule.total_type
+        yield Computed(total, ShapeAndType(dtype, _shape(total, (1,), like)), steps, None, scalars.rule.where)
     for number in rules.numbers:
         is_wanted = like is None or number.name in like
-        if is_wanted and number.name not in made and worth(number, settings, None if steps is None else 1) is not None:
+        if (
+            is_wanted
+            and number.name not in made_names
+            and worth(number, settings, None if steps is None else 1) is not None
+        ):
             kind = ShapeAndType(number.dtype, _shape(number.name, (), like))
             yield Computed(number.name, kind, steps if number.is_power else None, number, number.where)
 
 
 def values_of(
-    numbers: Iterable[Computed], known: CountedScalars, settings: Mapping[str, Any], read: Callable[[str], float]
+    numbers: Iterable[Computed], scalars: CountedScalars, settings: Mapping[str, Any], read: Callable[[str], float]
 ) -> Iterator[tuple[Computed, bytes]]:
     """Yield computed scalars with the bytes of their element.
 
     Args:
         read: returns the number that a tensor of the source holds.
 
-    Raises MapError if a type cannot hold a number, or if one of `known` does not belong to the settings.
+    Raises MapError if a type cannot hold a number, or if one of `scalars` does not belong to the settings.
     """
-    for name, number in known.numbers:
-        if number.is_power and known.steps:
-            require_power(number, settings, read(known.steps[0]), read(name), name)
+    for name, number in scalars.numbers:
+        if number.is_power and scalars.steps:
+            require_power(number, settings, read(scalars.steps[0]), read(name), name)
     for wanted in numbers:
         steps = None if wanted.steps is None else read(wanted.steps)
         value = steps if wanted.number is None else worth(wanted.number, settings, steps)
@@ -179,10 +183,10 @@ class MapResult(NamedTuple):
     direction: Direction | None
     # tensors of one element that are computed, with the `settings` of the optimizer on the left
     computed: tuple[Computed, ...] = ()
-    counted: CountedScalars = CountedScalars(None, (), ())  # those of the source that hold what is computed anew
+    counted: CountedScalars = CountedScalars(None, (), ())  # tensors of the source with values that are computed anew
     cautions: tuple[str, ...] = ()  # what people must know of it, in words
     settings: Mapping[str, Any] = MappingProxyType({})
-    states_left_out: tuple[str, ...] = ()  # those of them that are left out with the parameter whose state they are
+    states_left_out: tuple[str, ...] = ()  # the ones left out with the parameter whose state they are
     # state that stays while its parameter goes, which is left out after a later map
     stranded: frozenset[str] = frozenset()
 

@@ -56,7 +56,7 @@ _MOST_OFF = 1e-3
 class Count(NamedTuple):
     """How many steps were taken."""
 
-    each: NamePattern  # on the left, a tensor of each parameter, beside that of the name `beside`
+    each: NamePattern  # on the left, a tensor of each parameter, beside the tensor named `beside`
     beside: NamePattern
     each_type: DType
     total: str  # on the right, one tensor
@@ -252,7 +252,7 @@ class Fill(NamedTuple):
 
     name: NamePattern
     beside: NamePattern | None  # makes one for each tensor of that name, whose captures the name may have
-    # shape, dtype: None: those of the tensor beside it
+    # shape, dtype: None: as the tensor beside it
     shape: tuple[int, ...] | None
     dtype: DType | None
     value: int | float
@@ -312,7 +312,7 @@ class Rules(NamedTuple):
     axes: Mapping[str, int]  # the lengths that it gives
     where: str  # the file
     lacks_config: bool = False  # whether it gives others by the configuration of the model, and there is none
-    # equations of what is before and behind a parameter's name in that of its state
+    # equations of what stands before and behind a parameter's name in the name of its state
     states: tuple[EquationRule, ...] = ()
     counts: tuple[Count, ...] = ()
     numbers: tuple[Number, ...] = ()

@@ -25,8 +25,8 @@ from reshard_mpi.text import shortened
 class Selection(NamedTuple):
     """The selection of derived tensors, by their new names, and their types."""
 
-    include: tuple[str, ...] | None = None  # globs of which one must match; None: all
-    exclude: tuple[str, ...] = ()  # globs of which none may
+    include: tuple[str, ...] | None = None  # globs, one must match; None: all
+    exclude: tuple[str, ...] = ()  # globs, none may match
     types: tuple[tuple[str, DType], ...] = ()  # globs with the types that floating-point tensors become
     named: Callable[[str], str] = str  # what tensors are called in the target's file, where it is not their name
     may_match_none: bool = False  # whether globs may match nothing
@@ -146,7 +146,7 @@ def _without_effect(choice: Selection, glob: str, dtype: DType, floats: Sequence
 
 def _shown(glob: str, dtype: DType) -> str:
     """Return the value of `--dtype` as text."""
-    name = next((name for name, known in TYPES.items() if known == dtype), str(dtype))
+    name = next((name for name, dtype_of_name in TYPES.items() if dtype_of_name == dtype), str(dtype))
     return name if glob == ANY else f"{glob}={name}"
 
 
@@ -176,18 +176,18 @@ class TargetTemplate(NamedTuple):
     training: Training = NO_TRAINING  # where these come from
 
 
-def require_alike(made: Mapping[str, Shape], like: TargetTemplate) -> None:
+def require_alike(shapes: Mapping[str, Shape], like: TargetTemplate) -> None:
     """Raise MapError unless the derived tensors have the names and shapes in `like`."""
-    missing = [f"{name} {list(shape)}" for name, shape in like.shapes.items() if name not in made]
-    surplus = [f"{name} {list(shape)}" for name, shape in made.items() if name not in like.shapes]
+    missing = [f"{name} {list(shape)}" for name, shape in like.shapes.items() if name not in shapes]
+    surplus = [f"{name} {list(shape)}" for name, shape in shapes.items() if name not in like.shapes]
     unlike = [
         f"{name} {list(shape)}, not {list(like.shapes[name])}"
-        for name, shape in made.items()
+        for name, shape in shapes.items()
         if like.shapes.get(name, shape) != shape
     ]
     if not (missing or surplus or unlike):
         return
-    found = (
+    differences = (
         ("nothing makes", missing),
         ("not in it", surplus),
         ("of another shape", unlike),
@@ -195,7 +195,7 @@ def require_alike(made: Mapping[str, Shape], like: TargetTemplate) -> None:
     raise MapError(
         "what the map makes is not like the target's checkpoint",
         expected=f"the names and shapes of {like.path}",
-        got="; ".join(f"{what}: {shortened(names)}" for what, names in found if names),
+        got="; ".join(f"{what}: {shortened(names)}" for what, names in differences if names),
         where=like.path,
         remedy="give the map and the checkpoint that belong to the source, or leave out what both need not have"
         " (--include, --exclude)",
@@ -212,7 +212,7 @@ def made_up(
 ) -> list[ConstantTensor]:
     """Return the constants of `fill` rules; with `--like`, only those in the template that no equation makes."""
     names = {tensor.name for tensor in tensors}
-    made: dict[str, ConstantTensor] = {}
+    constants: dict[str, ConstantTensor] = {}
     for fill in rules.fills:
         if fill.side != direction.target_side or (like is None and fill.needs_like):
             continue
@@ -228,10 +228,10 @@ def made_up(
         for constant in filled:
             if like is not None and (constant.name not in like.shapes or constant.name in names):
                 continue
-            if constant.name in names or constant.name in made:
+            if constant.name in names or constant.name in constants:
                 raise MapError(f"what is made up has the name of another tensor: {constant.name}", where=fill.where)
-            made[constant.name] = constant
-    return list(made.values())
+            constants[constant.name] = constant
+    return list(constants.values())
 
 
 def _may_be_nowhere(fill: Fill, rules: Rules, direction: Direction) -> bool:
@@ -300,8 +300,8 @@ def dropped(
         for name in left:
             is_state = name not in wanted and not named.isdisjoint(owned_by(name, owner_of))
             if name in named or is_state:
-                known = entries.get(name)
-                entries[name] = drop if known is None or drop.are_zeros else known
+                earlier = entries.get(name)
+                entries[name] = drop if earlier is None or drop.are_zeros else earlier
     return entries
 
 

@@ -46,7 +46,9 @@ class MadeParameter(NamedTuple):
     sources: frozenset[str]
 
 
-def with_names(nest: str, training: Training, made: Sequence[MadeParameter], tensors: Sequence[str], where: str) -> str:
+def with_names(
+    nest: str, training: Training, parameters: Sequence[MadeParameter], tensors: Sequence[str], where: str
+) -> str:
     """Return a nest in which the optimizer's state goes by the names of the parameters that are made, not by numbers.
 
     Args:
@@ -60,12 +62,12 @@ def with_names(nest: str, training: Training, made: Sequence[MadeParameter], ten
     if optimizer is None:
         return written(root, names_in_order)
     number_of = {name: number for number, name in training.parameters.items()}
-    group_of = {number: at for at, group in enumerate(optimizer.groups) for number in group.numbers}
+    group_of = {number: index for index, group in enumerate(optimizer.groups) for number in group.numbers}
     members: list[list[str]] = [[] for _ in optimizer.groups]
     states = []
     node = _at(root, optimizer.path)
     values = _states_of(value_of(node, "state"))
-    for parameter in made:
+    for parameter in parameters:
         numbers = sorted(number_of[name] for name in parameter.sources if name in number_of)
         groups = {group_of[number] for number in numbers}
         if not numbers:
@@ -84,27 +86,27 @@ def with_names(nest: str, training: Training, made: Sequence[MadeParameter], ten
 
 
 def with_other_names(
-    nest: str, inventory: Container[str], made: Sequence[MadeParameter], tensors: Sequence[str], where: str
+    nest: str, inventory: Container[str], parameters: Sequence[MadeParameter], tensors: Sequence[str], where: str
 ) -> str:
     """Return a nest in which optimizers whose state goes by names have their parameters' new names.
 
     Args:
         inventory: the names of the source's tensors; parameters that are called otherwise keep their names.
-        made: all that is made.
+        parameters: all that is made.
         tensors: as in `with_names`, which see for what is raised.
     """
     root, order = parsed(nest)
     made_of: dict[str, list[MadeParameter]] = {}
-    for parameter in made:
+    for parameter in parameters:
         for source in parameter.sources:
             made_of.setdefault(source, []).append(parameter)
 
     for path, node in _named_optimizers(root):
         groups = value_of(node, _GROUPS)
-        group_of = {name: at for at, group in enumerate(groups) for name in value_of(group, "params")}
+        group_of = {name: index for index, group in enumerate(groups) for name in value_of(group, "params")}
         states = {entry[0]: entry for entry in entries_of(value_of(node, "state")) or () if isinstance(entry[0], str)}
-        treated = {name: (at, states.get(name, [name, {"dict": []}])[1:]) for name, at in group_of.items()}
-        by_state = _followed_by_state(f"{path}state.", [name for name in group_of if name not in inventory], made)
+        treated = {name: (index, states.get(name, [name, {"dict": []}])[1:]) for name, index in group_of.items()}
+        by_state = _followed_by_state(f"{path}state.", [name for name in group_of if name not in inventory], parameters)
         made_of_others: dict[str, list[str]] = {}
         for parameter in by_state:
             for name in parameter.sources:
@@ -115,9 +117,9 @@ def with_other_names(
                 return [parameter.name for parameter in made_of.get(name, ())]
             return others.get(name, [name])
 
-        for parameter in (*made, *by_state):
-            found = [treated[name] for name in parameter.sources if name in treated]
-            if any(other != found[0] for other in found):
+        for parameter in (*parameters, *by_state):
+            treatments = [treated[name] for name in parameter.sources if name in treated]
+            if any(other != treatments[0] for other in treatments):
                 raise _treated_differently(", ".join(sorted(parameter.sources)), where)
         entries: dict[Any, list[Any]] = {}
         for name, entry in states.items():
@@ -132,25 +134,25 @@ def with_other_names(
     return written(root, None if order is None else tensors)
 
 
-def _followed_by_state(begin: str, names: Sequence[str], made: Sequence[MadeParameter]) -> list[MadeParameter]:
+def _followed_by_state(begin: str, names: Sequence[str], parameters: Sequence[MadeParameter]) -> list[MadeParameter]:
     """Return parameters that no tensor is named after, as those are called whose state is made of theirs.
 
     Args:
         begin: what names of state begin with.
     """
-    known = frozenset(names)
-    found: dict[str, set[str]] = {}
-    for tensor in made if known else ():
+    all_names = frozenset(names)
+    names_of: dict[str, set[str]] = {}
+    for tensor in parameters if all_names else ():
         if not tensor.name.startswith(begin):
             continue
         for source in tensor.sources:
             name, dot, key = source.removeprefix(begin).rpartition(".")
-            while dot and name not in known:
+            while dot and name not in all_names:
                 name, dot, last = name.rpartition(".")
                 key = f"{last}.{key}"
             if dot and source.startswith(begin) and tensor.name.endswith(f".{key}"):
-                found.setdefault(tensor.name[len(begin) : -len(key) - 1], set()).add(name)
-    return [MadeParameter(name, frozenset(sources)) for name, sources in found.items()]
+                names_of.setdefault(tensor.name[len(begin) : -len(key) - 1], set()).add(name)
+    return [MadeParameter(name, frozenset(sources)) for name, sources in names_of.items()]
 
 
 def _named_optimizers(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -171,16 +173,16 @@ def _named_optimizers(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def carried_into(
-    nest: str, source: str | None, training: Training, theirs: Training, made: Sequence[MadeParameter], where: str
+    nest: str, source: str | None, training: Training, theirs: Training, parameters: Sequence[MadeParameter], where: str
 ) -> str:
     """Return a nest with those values of the source's that both have, numbers and names of parameters apart.
 
     Args:
         training: of the source.
         theirs: of the nest.
-        made: the parameters of the nest, by their names there. What an optimizer says of a parameter goes where the
-            parameter goes: numbers and groups may be others in the nest. Groups that nothing tells apart stay as they
-            are in the nest (`groups_left_alone`).
+        parameters: of the nest, by their names there. What an optimizer says of a parameter goes where the parameter
+            goes: numbers and groups may be others in the nest. Groups that nothing tells apart stay as they are in the
+            nest (`groups_left_alone`).
 
     Raises MapError if parameters of different numbers in their state are put together, or if a setting that is a tensor
     belongs to other parameters in the nest.
@@ -191,7 +193,7 @@ def carried_into(
     source_root = parsed(source).root
     carried = _carried(root, source_root)
     for held, of_source in _pairs_of(list(_held(root, theirs)), list(_held(source_root, training))):
-        sources = _sources_of(held, of_source, made)
+        sources = _sources_of(held, of_source, parameters)
         into, own, node = _at(carried, held.path), _at(root, held.path), _at(source_root, of_source.path)
         _set(into, "state", _carried_states(value_of(own, "state"), value_of(node, "state"), sources, where))
         _set(
@@ -244,16 +246,16 @@ def _pairs_of(held: Sequence[_Held], of_source: Sequence[_Held]) -> list[tuple[_
     return [(own, other) for own in held for other in of_source if own.path == other.path]
 
 
-def _sources_of(held: _Held, of_source: _Held, made: Sequence[MadeParameter]) -> dict[_Key, list[_Key]]:
+def _sources_of(held: _Held, of_source: _Held, parameters: Sequence[MadeParameter]) -> dict[_Key, list[_Key]]:
     """Return, for the key of each parameter of a nest, the keys of the source parameters in it."""
     key_of = {name: key for group in of_source.groups for key, name in group.items()}
     place = {key: number for number, key in enumerate(key_of.values())}
-    sources = {parameter.name: parameter.sources for parameter in made}
-    found: dict[_Key, list[_Key]] = {}
+    sources = {parameter.name: parameter.sources for parameter in parameters}
+    keys_of: dict[_Key, list[_Key]] = {}
     for key, name in ((key, name) for group in held.groups for key, name in group.items()):
         of_it = sources.get(name, {name} if key == name else ())  # no tensor may have the name
-        found[key] = sorted((key_of[source] for source in of_it if source in key_of), key=place.__getitem__)
-    return found
+        keys_of[key] = sorted((key_of[source] for source in of_it if source in key_of), key=place.__getitem__)
+    return keys_of
 
 
 def _carried_states(own: Any, source: Any, sources: Mapping[_Key, Sequence[_Key]], where: str) -> Any:
@@ -264,11 +266,11 @@ def _carried_states(own: Any, source: Any, sources: Mapping[_Key, Sequence[_Key]
         key = _key(entry[0])
         of_source = () if key is None else sources.get(key, ())
         if len(entry) == 2 and of_source:
-            found = [states.get(other, {"dict": []}) for other in of_source]
-            if any(state != found[0] for state in found):
+            of_sources = [states.get(other, {"dict": []}) for other in of_source]
+            if any(state != of_sources[0] for state in of_sources):
                 got = ", ".join(map(str, of_source))
                 raise _treated_differently(f"the parameters {got}", where)
-            entry = [entry[0], _carried(entry[1], found[0])]
+            entry = [entry[0], _carried(entry[1], of_sources[0])]
         entries.append(entry)
     return {"dict": entries}
 
@@ -302,8 +304,8 @@ def _carried_groups(
     node_of = {key: node for group, node in zip(of_source.groups, nodes) for key in group}
     carried: list[Any] = []
     for node, group in zip(own, held.groups):
-        found = [node_of[key] for ours in group for key in sources.get(ours, ())]
-        first, *others = list({id(other): other for other in found}.values()) or [{"dict": []}]
+        theirs = [node_of[key] for ours in group for key in sources.get(ours, ())]
+        first, *others = list({id(other): other for other in theirs}.values()) or [{"dict": []}]
         alike = [
             entry for entry in entries_of(first) or () if all(entry in (entries_of(other) or ()) for other in others)
         ]
@@ -362,9 +364,9 @@ def _at(node: Any, path: str) -> Any:
         return node if is_one else None
     for key, value in parts_of(node):
         if path.startswith(f"{key}."):
-            found = _at(value, path[len(f"{key}.") :])
-            if found is not None:
-                return found
+            inner = _at(value, path[len(f"{key}.") :])
+            if inner is not None:
+                return inner
     return None
 
 
@@ -386,9 +388,9 @@ class SourceTree(NamedTuple):
 class MappedFile(NamedTuple):
     """What maps make of a file, and how it is nested."""
 
-    # what each of them makes; the first is in the names of the source's file, the last in those of the target's
+    # what each of them makes; the first is in the names of the source's file, the last in names of the target's
     mapped: tuple[MapResult, ...]
-    made: tuple[DerivedTensor, ...]  # the tensors that the last one makes of others, as made of those of the file
+    made: tuple[DerivedTensor, ...]  # the tensors that the last one makes of others, as made of tensors of the file
     nest: str | None
     notes: tuple[str, ...] = ()
 
@@ -426,7 +428,7 @@ def applied_to_file(
     notes = tuple(_told_of_order(training, source.path))
     if like is not None:
         # By their names in the target's file.
-        at_source = [MadeParameter(made.name, _sources(made)) for made in all_made]
+        at_source = [MadeParameter(derived.name, _sources(derived)) for derived in all_made]
         nest = (
             None
             if like.nest is None
@@ -444,19 +446,19 @@ def applied_to_file(
         return MappedFile(in_files, all_made, None)
     names = set(training.parameters.values())
     parameters = [
-        MadeParameter(made.name.removeprefix(training.prefix), _sources(made))
-        for made in all_made
-        if not names.isdisjoint(_sources(made))
+        MadeParameter(derived.name.removeprefix(training.prefix), _sources(derived))
+        for derived in all_made
+        if not names.isdisjoint(_sources(derived))
     ]
     begin = None if training.optimizer is None else f"{training.optimizer.path}state."
-    if begin is not None and any(made.name.startswith(begin) for made in all_made):
+    if begin is not None and any(derived.name.startswith(begin) for derived in all_made):
         by_names = "the optimizer's state goes by names of parameters, as torch's set_optimizer_state_dict takes it"
         notes = (by_names, *notes)
     last = in_files[-1]
     made_up = (*(constant.name for constant in last.constants), *(number.name for number in last.computed))
     tensors = [*(tensor.name for tensor in all_made), *made_up]
     if training.optimizer is None:
-        all_parameters = [MadeParameter(made.name, _sources(made)) for made in all_made]
+        all_parameters = [MadeParameter(derived.name, _sources(derived)) for derived in all_made]
         nest = with_other_names(source.nest, inventory, all_parameters, tensors, source.path)
     else:
         nest = with_names(source.nest, training, parameters, tensors, source.path)
@@ -481,7 +483,10 @@ def _require_no_orphans(mapped: MapResult, inventory: Inventory, source: SourceT
     except MapError:  # nothing tells whose state it is
         return
     path = "" if training.optimizer is None else f"{training.optimizer.path}state."
-    left_out, numbered = frozenset(mapped.left_out), [made.name for made in mapped.made if made.name.startswith(path)]
+    left_out, numbered = (
+        frozenset(mapped.left_out),
+        [tensor.name for tensor in mapped.made if tensor.name.startswith(path)],
+    )
     for number, name in training.parameters.items():
         orphan = next((state for state in numbered if state.startswith(f"{path}{number}.")), None)
         if name in left_out and orphan is not None:
@@ -539,12 +544,12 @@ def _require_different(in_file: MapResult, plain: MapResult, path: str) -> None:
             )
 
 
-def _sources(made: DerivedTensor) -> frozenset[str]:
-    return frozenset(made.sources[place] for place in taken_of(made))
+def _sources(tensor: DerivedTensor) -> frozenset[str]:
+    return frozenset(tensor.sources[place] for place in taken_of(tensor))
 
 
 def _names_made(mapped: MapResult) -> Iterator[str]:
-    yield from (made.name for made in mapped.made)
+    yield from (tensor.name for tensor in mapped.made)
     yield from (constant.name for constant in mapped.constants)
     yield from (number.name for number in mapped.computed)
 
@@ -566,13 +571,13 @@ def _in_files(mapped: MapResult, named: Mapping[str, str], in_target: Callable[[
     def in_source(name: str) -> str:
         return named.get(name, name)
 
-    known = mapped.counted
+    scalars = mapped.counted
     return mapped._replace(
         made=tuple(
-            made._replace(
-                name=in_target(made.name), sources={place: in_source(name) for place, name in made.sources.items()}
+            tensor._replace(
+                name=in_target(tensor.name), sources={place: in_source(name) for place, name in tensor.sources.items()}
             )
-            for made in mapped.made
+            for tensor in mapped.made
         ),
         constants=tuple(constant._replace(name=in_target(constant.name)) for constant in mapped.constants),
         equal=tuple(equal._replace(names=tuple(map(in_source, equal.names))) for equal in mapped.equal),
@@ -585,8 +590,8 @@ def _in_files(mapped: MapResult, named: Mapping[str, str], in_target: Callable[[
             )
             for number in mapped.computed
         ),
-        counted=known._replace(
-            steps=tuple(map(in_source, known.steps)),
-            numbers=tuple((in_source(name), number) for name, number in known.numbers),
+        counted=scalars._replace(
+            steps=tuple(map(in_source, scalars.steps)),
+            numbers=tuple((in_source(name), number) for name, number in scalars.numbers),
         ),
     )

@@ -163,7 +163,7 @@ def cuts_of_boxes(shape: Shape, boxes: Iterable[Box]) -> tuple[int, ...]:
     for box in boxes:
         for dim, start in enumerate(box.start):
             starts[dim].add(start)
-    return tuple(max(1, len(known)) for known in starts)
+    return tuple(max(1, len(distinct)) for distinct in starts)
 
 
 def panel_of_layout(name: str, dtype: str, layout: Layout, shown: tuple[int, ...]) -> Panel:

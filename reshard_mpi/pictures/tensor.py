@@ -265,8 +265,8 @@ def _target(
         names, labels = list(_names(block, targets)), list[str]()
         if block.copies == block.pieces == 1:  # each of several targets reads sources of its own
             read = sorted({move.source for move in all_moves if move.source is not None})
-            told = dict.fromkeys((sources.called(read) if sources.names else "", sources.briefly(read)))
-            labels = [f"{name} < {text}" for name in names for text in told if read and text]
+            texts = dict.fromkeys((sources.called(read) if sources.names else "", sources.briefly(read)))
+            labels = [f"{name} < {text}" for name in names for text in texts if read and text]
         labels += names
         is_striped = block.pieces == 1 and len(grounds.tensors) > 1
         left = 8 + max(text_width(text, 9) for text in grounds.tensors.values()) if is_striped else 0.0

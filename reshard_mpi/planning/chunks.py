@@ -52,14 +52,14 @@ class PiecesOf:
             for route in group.routes
         ):
             return tensors
-        made: dict[tuple[int, ...], int] = {}
+        route_of: dict[tuple[int, ...], int] = {}
         names: list[list[str]] = []
         places: list[list[int]] = []
         group_of = array("I")
         for number, place in zip(tensors.group_of, tensors.place_in_group):
             group = tensors.groups[number]
             key = (number, *(_list_of(route, place) for route in group.routes))
-            new = made.setdefault(key, len(made))
+            new = route_of.setdefault(key, len(route_of))
             if new == len(names):
                 names.append([])
                 places.append([])
@@ -67,10 +67,12 @@ class PiecesOf:
             places[new].append(place)
             group_of.append(new)
         groups = []
-        for (number, *_), own_names, own_places in zip(made, names, places):
+        for (number, *_), own_names, own_places in zip(route_of, names, places):
             group = tensors.groups[number]
             try:
-                routes = [made for route in group.routes for made in self._routes(route, own_names[0], own_places)]
+                routes = [
+                    route_of for route in group.routes for route_of in self._routes(route, own_names[0], own_places)
+                ]
             except CoverageError as error:
                 if not self._allows_holes:
                     raise
@@ -83,7 +85,7 @@ class PiecesOf:
         """Return the copies from single pieces that replace one copy from a list of pieces."""
         name, number = copy.source.name, tensors.index_by_name[copy.source.name]
         route = ReadGroup(copy.source_rank, copy.source_box, copy.region, tensors, (number,), copy.to, copy.order)
-        return tuple(made.copy(0, name) for made in self._routes(route, name, [0]))
+        return tuple(own.copy(0, name) for own in self._routes(route, name, [0]))
 
     def _routes(self, route: ReadGroup, name: str, places: Sequence[int]) -> Iterator[ReadGroup]:
         """Yield the routes from single pieces that replace one route.
@@ -117,16 +119,16 @@ class PiecesOf:
         Raises CoverageError if the pieces do not make up the region.
         """
         pieces = tensors.chunk_lists[list_number]
-        known = self._known.get(id(pieces))
-        if known is None:
+        cached = self._known.get(id(pieces))
+        if cached is None:
             if id(tensors) not in self._places:
                 self._places[id(tensors)] = {id(file): number for number, file in enumerate(tensors.files)}
             places = self._places[id(tensors)]
             home = home_rank(self._target_rank, self._targets, len(places))
             order = sorted(range(len(pieces)), key=lambda piece: (places[id(pieces[piece][1])] - home) % len(places))
-            known = self._known[id(pieces)] = pieces, order, Pieces([pieces[piece][0] for piece in order])
+            cached = self._known[id(pieces)] = pieces, order, Pieces([pieces[piece][0] for piece in order])
         try:
-            return known[1], known[2].cover(region)
+            return cached[1], cached[2].cover(region)
         except UncoveredError as error:
             missing = described(tensors.missing)
             raise CoverageError(
@@ -185,7 +187,7 @@ def _unreadable(name: str, tensors: ChunkedTensors) -> CoverageError:
 def _pattern_of_all(name: str, tensors: ChunkedTensors) -> str:
     """Return a pattern of all tensors that cannot be read; of `name` alone where others would match it too."""
     first, last = min(tensors.unreadable), max(tensors.unreadable)
-    alike = next((at for at, (one, other) in enumerate(zip(first, last)) if one != other), len(first))
+    alike = next((index for index, (one, other) in enumerate(zip(first, last)) if one != other), len(first))
     prefix = first[: first.rfind(".", 0, alike) + 1]
     others = (other for other in tensors if other not in tensors.unreadable)
     if len(tensors.unreadable) == 1 or not prefix or any(other.startswith(prefix) for other in others):

@@ -44,8 +44,8 @@ class Similarity(Enum):
 class Drift(NamedTuple):
     """Tensors that differ from rank to rank, though the source strategy is right by all that is seen."""
 
-    copies: tuple[str, ...] = ()  # the names of those that it places, whose copies have drifted apart
-    unlisted: tuple[Differing, ...] = ()  # those that it does not list
+    copies: tuple[str, ...] = ()  # the names of tensors that it places and whose copies have drifted apart
+    unlisted: tuple[Differing, ...] = ()  # tensors that it does not list
 
     def joined(self, other: Drift) -> Drift:
         """Join this and another; equal entries are kept once."""

@@ -79,11 +79,11 @@ class MappedTensors(TensorTable):
         self._places: list[Sequence[int]] = []
         self.recipe_of = array("I")
         place_of = plan.places
-        for made in mapped.made:
-            located = [place_of[made.sources[pair.source]] for pair in made.shape.pairs]
+        for tensor in mapped.made:
+            located = [place_of[tensor.sources[pair.source]] for pair in tensor.shape.pairs]
             groups = tuple(number for number, _ in located)
-            recipe = _Recipe(made.dtype, made.shape, groups)
-            self._add(made.name, recipe, (id(made.shape), made.dtype, groups), [place for _, place in located])
+            recipe = _Recipe(tensor.dtype, tensor.shape, groups)
+            self._add(tensor.name, recipe, (id(tensor.shape), tensor.dtype, groups), [place for _, place in located])
         for made_up in mapped.constants:
             dtype, shape = made_up.kind
             recipe = _Recipe(dtype, made_up.shape, (), made_up.element)

@@ -155,5 +155,5 @@ def notes_on(accumulated: Accumulated, all_sums: Iterable[Sums]) -> Iterator[str
 
 def note_on_none(accumulated: Accumulated) -> str:
     """Return the note for the user if no target holds any accumulated gradient."""
-    known = " or ".join(f"{name}.*" for name in _ACCUMULATORS)
-    return f"no target has a tensor called {known}, as accumulated gradients are: --accumulated {accumulated} is no use"
+    names = " or ".join(f"{name}.*" for name in _ACCUMULATORS)
+    return f"no target has a tensor called {names}, as accumulated gradients are: --accumulated {accumulated} is no use"

@@ -64,15 +64,15 @@ def needed_ranks(
     demands: dict[Placement, dict[Piece, None]] = {}
     unplaced: dict[tuple[Placement, ...], None] = {}
     seen = set()
-    known = dict.fromkeys((*target.parameters, *source.parameters, *names))
+    every_name = dict.fromkeys((*target.parameters, *source.parameters, *names))
     listed_ways = set()
-    for name in known:
+    for name in every_name:
         way = (id(source.parameters.get(name)), id(target.parameters.get(name)))
         if way in listed_ways:
             continue
         if name in source.parameters and name in target.parameters:
             listed_ways.add(way)  # names that both strategies list in the same way need the same
-        origins, placements = _placements(source, target, name, unlisted, known)
+        origins, placements = _placements(source, target, name, unlisted, every_name)
         if origins and not placements and unlisted is Unlisted.FOLLOW:
             unplaced[origins] = None
         placement = _of_stage(placements, target, target_rank)
@@ -126,10 +126,10 @@ def joined_ranks(
     """
     if accumulated is Accumulated.REFUSE:
         return set()
-    known = dict.fromkeys((*target.parameters, *source.parameters, *names))
+    every_name = dict.fromkeys((*target.parameters, *source.parameters, *names))
     ranks: set[int] = set()
-    for name in [name for name in known if is_partial_sum(name)] or known:
-        origins, placements = _placements(source, target, name, unlisted, known)
+    for name in [name for name in every_name if is_partial_sum(name)] or every_name:
+        origins, placements = _placements(source, target, name, unlisted, every_name)
         placement = _of_stage(placements, target, target_rank)
         if placement is None:
             continue

@@ -202,11 +202,11 @@ class Sampler:
         names by mistake, these are kinds of their own, so both are looked at.
         """
         names = frozenset(first.keys() & second.keys())
-        known = self._chosen.get(stage)
-        if known is None or known[0] != names:
-            known = names, self._choose(stage, first, names)
-            self._chosen[stage] = known
-        return known[1]
+        cached = self._chosen.get(stage)
+        if cached is None or cached[0] != names:
+            cached = names, self._choose(stage, first, names)
+            self._chosen[stage] = cached
+        return cached[1]
 
     def _choose(self, stage: int, tensors: TensorTable, names: frozenset[str]) -> tuple[Sampled, ...]:
         kinds: dict[int, dict[str, list[Sampled]]] = {}

@@ -159,7 +159,9 @@ def disputes(strategy: Strategy, manifests: Mapping[int, Manifest], names: Itera
     A rank that should not hold a part of a tensor, by the strategy, has no say about it.
     """
     for name in names:
-        claims = {rank: made for rank, manifest in manifests.items() if (made := claim(strategy, name, rank, manifest))}
+        claims = {
+            rank: claimed for rank, manifest in manifests.items() if (claimed := claim(strategy, name, rank, manifest))
+        }
         if len(set(claims.values())) > 1:
             yield Dispute(name, claims)
 
@@ -277,9 +279,9 @@ def told_of(differing: Iterable[Differing], where: str, *, strict: bool = False)
     )
 
 
-def without(differing: Iterable[Differing], told: Collection[str]) -> list[Differing]:
+def without(differing: Iterable[Differing], texts: Collection[str]) -> list[Differing]:
     """Return the differences that no earlier message to the user names."""
-    return [tensor for tensor in differing if not any(f"{tensor.name!r} differs between" in text for text in told)]
+    return [tensor for tensor in differing if not any(f"{tensor.name!r} differs between" in text for text in texts)]
 
 
 def _differs(name: str, ranks: Collection[int]) -> str:

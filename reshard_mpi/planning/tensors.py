@@ -173,9 +173,9 @@ class SourceTensors:
         pieces: dict[tuple[Placement, Piece], None] = {}
         for name in self._of_unknown_length():
             for placement in self._placements(name):
-                known = {placement.piece(rank) for rank in self._held_in((placement,), self._kinds(name))}
-                every = map(placement.piece, self._strategy.ranks_of(placement.stages[0])) if known else ()
-                pieces.update(((placement, piece), None) for piece in every if piece not in known)
+                held_pieces = {placement.piece(rank) for rank in self._held_in((placement,), self._kinds(name))}
+                every = map(placement.piece, self._strategy.ranks_of(placement.stages[0])) if held_pieces else ()
+                pieces.update(((placement, piece), None) for piece in every if piece not in held_pieces)
         yield from (tuple(placement.holders(piece)) for placement, piece in pieces)
 
     def _of_unknown_length(self) -> list[str]:
@@ -290,11 +290,11 @@ class SourceTensors:
         self, name: str, placement: Placement, ranks: Collection[int], error: UnknownLengthError
     ) -> None:
         """Raise CoverageError if slices of a tensor are unknown since shards are lost. ranks: the opened holders."""
-        known = {placement.piece(rank) for rank in ranks}
+        held_pieces = {placement.piece(rank) for rank in ranks}
         lost = [
             shard
             for rank, shard in sorted(self._lost.items())
-            if self._strategy.stage_of(rank) in placement.stages and placement.piece(rank) not in known
+            if self._strategy.stage_of(rank) in placement.stages and placement.piece(rank) not in held_pieces
         ]
         if lost:
             only = lost[0] if len(lost) == 1 else None

@@ -126,8 +126,8 @@ class Fork:
         try:
             pid, status = os.waitpid(self._pid, options)
         except ChildProcessError:  # somebody else has waited for it, or the kernel keeps no exit codes
-            told = b"" if self._told is None else os.read(self._told, 1)
-            self._exit_code = told[0] if told else -signal.SIGKILL
+            exit_byte = b"" if self._told is None else os.read(self._told, 1)
+            self._exit_code = exit_byte[0] if exit_byte else -signal.SIGKILL
         else:
             if not pid:
                 return False

@@ -128,8 +128,8 @@ class Conversion:
     def both_layouts(self, target_rank: int, names: Iterable[str]) -> dict[str, BothLayouts]:
         """Return how both sides hold the tensors of a target rank. Raises as `plan` does."""
         planner = self._shards().open(target_rank).planner
-        found = ((name, planner.both_layouts(name)) for name in names)
-        return {name: layouts for name, layouts in found if layouts is not None}
+        layouts_or_none = ((name, planner.both_layouts(name)) for name in names)
+        return {name: layouts for name, layouts in layouts_or_none if layouts is not None}
 
     def require_none_left_behind(
         self, plan: RankPlan, share: ShardShare, is_asked: Callable[[str], bool] = lambda _: True

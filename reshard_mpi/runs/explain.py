@@ -86,9 +86,9 @@ def likely_holders(target: Strategy, name: str) -> Sequence[int]:
     return [stage * target.stage_size for stage in (*stages, *(s for s in range(target.stages) if s not in stages))]
 
 
-def unknown_tensor(name: str, known: Iterable[str]) -> UsageError:
+def unknown_tensor(name: str, names_known: Iterable[str]) -> UsageError:
     """Return the error that no target has a tensor of this name."""
-    names = list(known)
+    names = list(names_known)
     return UsageError(
         "the target has no tensor of this name",
         expected=f"one of its {len(names)} tensors",
@@ -137,20 +137,20 @@ def _explained(request: Request, name: str, memory: RunMemory) -> tuple[str, Out
 
 def _first_holder(conversion: Conversion, name: str, ranks: Sequence[int]) -> RankPlan:
     """Return the plan of a target that holds a tensor: of one of `ranks`, if any of them does."""
-    known: dict[str, None] = {}
+    every_name: dict[str, None] = {}
     for rank in dict.fromkeys((*ranks, *likely_holders(conversion.target, name))):
         plan = conversion.plan(rank, checked=False)
         if conversion.both_layouts(rank, (name,)):
             return plan
-        known |= dict.fromkeys(held for group in plan.tensors.groups for held in group.names)
+        every_name |= dict.fromkeys(held for group in plan.tensors.groups for held in group.names)
     if conversion.original is not None and name in _shapes(conversion.original.plan(0, checked=False)):
-        becomes = [other for other in known if name in origin_of(conversion, other).sources]
+        becomes = [other for other in every_name if name in origin_of(conversion, other).sources]
         raise UsageError(
             f"{name!r} is a tensor of the source",
             expected=f"one of the target, such as {shortened(becomes)}" if becomes else "one of the target",
             got=f"{name!r}, which goes into {shortened(becomes)}" if becomes else f"{name!r}, which the map leaves out",
         )
-    raise unknown_tensor(name, known)
+    raise unknown_tensor(name, every_name)
 
 
 def _shapes(plan: RankPlan) -> dict[str, Shape]:

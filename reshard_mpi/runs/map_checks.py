@@ -30,13 +30,13 @@ Parts = list[tuple[str, Box]]
 _NUMBER = re.compile(r"[0-9]+")
 
 
-def target_warnings(made: Iterable[DerivedTensor], plan: RankPlan, rules: Sequence[Rules]) -> Iterator[str]:
+def target_warnings(derived: Iterable[DerivedTensor], plan: RankPlan, rules: Sequence[Rules]) -> Iterator[str]:
     """Yield warnings on how the target's strategy cuts tensors that the map fuses. plan: of one target.
 
     Raises StrategyError if the configuration of the model contradicts that cut.
     """
-    by_name = {tensor.name: tensor for tensor in made if len(tensor.sources) > 1}
-    known: dict[tuple[int, Box], bool] = {}
+    by_name = {tensor.name: tensor for tensor in derived if len(tensor.sources) > 1}
+    is_one_sided: dict[tuple[int, Box], bool] = {}
     names = []
     for group in plan.tensors.groups:
         box, whole = group.kind.box, group.kind.global_shape
@@ -47,22 +47,22 @@ def target_warnings(made: Iterable[DerivedTensor], plan: RankPlan, rules: Sequen
             if tensor is None:
                 continue
             key = (id(tensor.shape), box)
-            if key not in known:
+            if key not in is_one_sided:
                 parts = [(_kind(tensor.sources[pair.source]), pair.to) for pair in tensor.shape.pairs]
                 _require_cut_by_ranks(name, parts, box, whole, rules, "target")
-                known[key] = _is_one_sided(parts, box)
-            if known[key]:
+                is_one_sided[key] = _is_one_sided(parts, box)
+            if is_one_sided[key]:
                 names.append(name)
     if names:
         yield _warning(names, "the target")
 
 
-def source_warnings(made: Iterable[DerivedTensor], plan: RankPlan, rules: Sequence[Rules]) -> Iterator[str]:
+def source_warnings(derived: Iterable[DerivedTensor], plan: RankPlan, rules: Sequence[Rules]) -> Iterator[str]:
     """Yield warnings on how the source's strategy cuts fused tensors. plan: of the whole source.
 
     Raises StrategyError if the configuration of the model contradicts that cut.
     """
-    parts_of = _parted(made)
+    parts_of = _parted(derived)
     names = []
     for group in plan.tensors.groups if parts_of else ():
         boxes = {route.source_box for route in group.routes if route.source_box != group.kind.box}
@@ -111,11 +111,11 @@ def _require_cut_by_ranks(name: str, parts: Parts, box: Box, whole: Shape, rules
         )
 
 
-def _parted(made: Iterable[DerivedTensor]) -> Mapping[str, Parts]:
+def _parted(derived: Iterable[DerivedTensor]) -> Mapping[str, Parts]:
     """Return the source tensors from which tensors of several kinds are made."""
     kinds: dict[str, set[str]] = {}
     users: dict[str, list[DerivedTensor]] = {}
-    for tensor in made:
+    for tensor in derived:
         for name in tensor.sources.values():
             kinds.setdefault(name, set()).add(_kind(tensor.name))
             users.setdefault(name, []).append(tensor)
@@ -206,9 +206,9 @@ def require_padding(conversion: Conversion, plan: RankPlan, mapped: MapResult) -
                 )
 
 
-def tensor_at(plan: RankPlan, at: tuple[int, int]) -> TensorPlan:
+def tensor_at(plan: RankPlan, group_and_place: tuple[int, int]) -> TensorPlan:
     """Return the tensor at a place in a plan. Raises the error for which it cannot be made."""
-    group, place = at
+    group, place = group_and_place
     name = plan.tensors.groups[group].names[place]
     if name in plan.holes:
         raise plan.holes[name].with_traceback(None)

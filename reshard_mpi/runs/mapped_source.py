@@ -67,10 +67,10 @@ class _MapsOutcome(NamedTuple):
     plan: RankPlan  # of the checkpoint as one full one
     inventory: Inventory  # its tensors
     steps: tuple[_MapStep, ...]
-    made: tuple[DerivedTensor, ...]  # the tensors that maps make of others, each as made of those of the checkpoint
+    made: tuple[DerivedTensor, ...]  # the tensors that maps make of others, each as made of tensors of the checkpoint
     manifest: Manifest
     notes: tuple[str, ...]
-    # the names of the checkpoint's tensors of which targets have anything, or that are looked at
+    # the names of the checkpoint's tensors that go into targets or are looked at
     needed: frozenset[str]
     warnings: tuple[str, ...]  # of how the source is cut
 
@@ -155,11 +155,11 @@ class MappedCheckpoint(SourceCheckpoint):
     @property
     def extent(self) -> ShardStats:
         """The sizes of shards and of the map's result; boxes of equations count as tensors, which are as large."""
-        own, made = self.unmapped.extent, self._made
-        if made is None:
+        own, outcome = self.unmapped.extent, self._made
+        if outcome is None:
             return own
-        first, *others = (step.mapped.made for step in made.steps)
-        shapes = {id(tensor.shape): tensor.shape for tensors in (first, *others, made.made) for tensor in tensors}
+        first, *others = (step.mapped.made for step in outcome.steps)
+        shapes = {id(tensor.shape): tensor.shape for tensors in (first, *others, outcome.made) for tensor in tensors}
         boxes = sum(len(shape.pairs) + len(shape.zeros) for shape in shapes.values())
         return own._replace(tensors=max(own.tensors, len(first)) + sum(map(len, others)) + boxes)
 
@@ -171,9 +171,9 @@ class MappedCheckpoint(SourceCheckpoint):
         return {0: 0}
 
     def origins(self, accumulated: Accumulated = Accumulated.REFUSE) -> Iterator[tuple[str, str]]:
-        made = self._opened()
-        dtypes = {name: kind.dtype for name, kind in made.inventory.items()}
-        for tensor in made.made:
+        outcome = self._opened()
+        dtypes = {name: kind.dtype for name, kind in outcome.inventory.items()}
+        for tensor in outcome.made:
             sources = list(dict.fromkeys(tensor.sources[pair.source] for pair in tensor.shape.pairs))
             before = {dtypes[name] for name in sources} - {tensor.dtype}
             types = f", converted from {' and '.join(map(str, before))}" if before else ""
@@ -182,17 +182,17 @@ class MappedCheckpoint(SourceCheckpoint):
             joins = accumulated is not Accumulated.REFUSE and any(map(is_partial_sum, sources))
             types += f", the {accumulated} of replicas" if joins else ""
             yield tensor.name, f"{origin}{zeros}{types}"
-        for name, kind, element, where in made.constants:
+        for name, kind, element, where in outcome.constants:
             yield name, f"made up of {numbers(element, kind.dtype)[0]}, by {where}"
-        for name in made.left_out:
+        for name in outcome.left_out:
             yield name, LEFT_OUT
 
     def recipe(self, name: str) -> DerivedTensor | ConstantTensor | None:
         """Return the sources of a tensor; None if the map makes none of this name."""
         if self._recipes is None:
-            made = self._opened()
-            recipes: dict[str, DerivedTensor | ConstantTensor] = {tensor.name: tensor for tensor in made.made}
-            self._recipes = recipes | {tensor.name: tensor for tensor in made.constants}
+            outcome = self._opened()
+            recipes: dict[str, DerivedTensor | ConstantTensor] = {tensor.name: tensor for tensor in outcome.made}
+            self._recipes = recipes | {tensor.name: tensor for tensor in outcome.constants}
         return self._recipes.get(name)
 
     @property
@@ -212,8 +212,8 @@ class MappedCheckpoint(SourceCheckpoint):
         return self._opened().inventory.keys()
 
     def map_notes(self) -> tuple[str, ...]:
-        made = self._opened()
-        return (*self._notes(made), *made.notes, *self._nest_notes(made))
+        outcome = self._opened()
+        return (*self._notes(outcome), *outcome.notes, *self._nest_notes(outcome))
 
     def cut_warnings(self, plan: RankPlan) -> tuple[str, ...]:
         rules = () if self.tensor_map is None else self.tensor_map.rules
@@ -226,15 +226,15 @@ class MappedCheckpoint(SourceCheckpoint):
             checked: as in `Conversion.plan`; what is checked is checked by the first call.
         """
         if checked and not self._is_checked:
-            made = self._opened()
-            whole = self._conversion.checked(made.plan)
+            outcome = self._opened()
+            whole = self._conversion.checked(outcome.plan)
             self.check_values()
-            self._require_nobodys_own(made, whole)
-            self._made, self._is_checked = made._replace(plan=whole), True
-        made = self._opened()
-        whole = made.plan
-        cautions = dict.fromkeys(caution for step in made.steps for caution in step.mapped.cautions)
-        taken = {name for tensor in made.made for name in tensor.sources.values()}
+            self._require_nobodys_own(outcome, whole)
+            self._made, self._is_checked = outcome._replace(plan=whole), True
+        outcome = self._opened()
+        whole = outcome.plan
+        cautions = dict.fromkeys(caution for step in outcome.steps for caution in step.mapped.cautions)
+        taken = {name for tensor in outcome.made for name in tensor.sources.values()}
         known_sums = set(notes_on(self._conversion.accumulated, whole.sums))  # said of the target, if it has them
         whole_notes = (note for note in whole.notes if note not in known_sums)
         kinds_of_sums = {sums_like(name) for name in taken if is_partial_sum(name)}
@@ -245,7 +245,7 @@ class MappedCheckpoint(SourceCheckpoint):
             differing=(*whole.differing, *plan.differing),
             alike=whole.alike,
             lost=whole.lost,
-            warnings=(*whole.warnings, *cautions, *made.warnings, *plan.warnings),
+            warnings=(*whole.warnings, *cautions, *outcome.warnings, *plan.warnings),
             left_out=(*whole.left_out, *plan.left_out),
             sums=tuple(sums for sums in whole.sums if sums.names in kinds_of_sums),
         )
@@ -297,10 +297,10 @@ class MappedCheckpoint(SourceCheckpoint):
         rank = min(plan.read_ranks, default=0)
         return _MapStep(rules, plan, mapped, MappedTensors(self.files.path, mapped, plan.tensors, rank, plan.holes))
 
-    def _wanted(self, made: Sequence[DerivedTensor]) -> list[DerivedTensor]:
+    def _wanted(self, derived: Sequence[DerivedTensor]) -> list[DerivedTensor]:
         """Return the tensors that targets have; others are left out by their strategy."""
-        names = {tensor.name for tensor in made}
-        return [tensor for tensor in made if self.is_wanted(tensor.name, names)]
+        names = {tensor.name for tensor in derived}
+        return [tensor for tensor in derived if self.is_wanted(tensor.name, names)]
 
     def _needed(self, steps: Sequence[_MapStep]) -> frozenset[str]:
         needed = {tensor.name for tensor in self._wanted(steps[-1].mapped.made)}
@@ -328,35 +328,35 @@ class MappedCheckpoint(SourceCheckpoint):
             for number, element in values_of(mapped.computed, mapped.counted, mapped.settings, read):
                 yield ConstantTensor(number.name, number.kind, element, number.where)
 
-    def _notes(self, made: _MapsOutcome) -> Iterator[str]:
+    def _notes(self, outcome: _MapsOutcome) -> Iterator[str]:
         """Yield notes for the user on the results of the maps."""
-        for step in made.steps:
+        for step in outcome.steps:
             if step.rules is not None and step.mapped.direction is not None:
                 count = sum(1 for tensor in step.mapped.made if tensor.where)
                 yield f"the map {step.rules.where}, read {step.mapped.direction}, makes {counted(count, 'tensor')}"
-        is_mapped = made.steps[0].rules is not None
-        kept = [next(iter(tensor.sources.values())) for tensor in self._wanted(made.made) if not tensor.where]
+        is_mapped = outcome.steps[0].rules is not None
+        kept = [next(iter(tensor.sources.values())) for tensor in self._wanted(outcome.made) if not tensor.where]
         if kept and is_mapped:
             yield f"no equation takes {shortened(kept)}; names and shapes stay as they are"
-        with_parameters = [name for step in made.steps for name in step.mapped.states_left_out]
-        left_out = [name for name in made.left_out if name not in frozenset(with_parameters)]
+        with_parameters = [name for step in outcome.steps for name in step.mapped.states_left_out]
+        left_out = [name for name in outcome.left_out if name not in frozenset(with_parameters)]
         if left_out:
             yield f"left out: {shortened(left_out)}"
         if with_parameters:
             yield f"left out with the parameters whose state they are: {shortened(with_parameters)}"
-        if made.constants:
-            yield f"made up: {shortened([tensor.name for tensor in made.constants])}"
-        pads = (pads for step in made.steps for pads in step.mapped.pads if pads.are_dropped)
+        if outcome.constants:
+            yield f"made up: {shortened([tensor.name for tensor in outcome.constants])}"
+        pads = (pads for step in outcome.steps for pads in step.mapped.pads if pads.are_dropped)
         dropped = [(pad.name, sum(box.size for box in pad.boxes)) for pad in pads]
         if dropped:
             elements = sum(size for _, size in dropped)
             names = shortened([name for name, _ in dropped])
             yield f"{elements} elements of padding are dropped, whatever they hold: {names}"
 
-    def _nest_notes(self, made: _MapsOutcome) -> Iterator[str]:
+    def _nest_notes(self, outcome: _MapsOutcome) -> Iterator[str]:
         """Yield notes on values that are neither tensor nor text."""
         like = None if self.tensor_map is None else self.tensor_map.like
-        own, new = made.plan.strings.get(NEST), made.manifest.strings.get(NEST)
+        own, new = outcome.plan.strings.get(NEST), outcome.manifest.strings.get(NEST)
         if like is None or new == own:
             return
         if new is None:
@@ -366,14 +366,14 @@ class MappedCheckpoint(SourceCheckpoint):
             where = f"the first other one is {other}" if other else "tensors are nested otherwise"
             yield f"{shown_string(NEST)}: as in {like.path}, with the values of the source that both have; {where}"
 
-    def _require_nobodys_own(self, made: _MapsOutcome, whole: RankPlan) -> None:
+    def _require_nobodys_own(self, outcome: _MapsOutcome, whole: RankPlan) -> None:
         """Raise DisagreementError if each rank has its own of something that all targets would get from one of them.
 
         Args:
             whole: the plan of the checkpoint with what its checks found.
         """
-        taken = {name for tensor in self._wanted(made.made) for name in tensor.sources.values()}
-        own = (check.name for check in made.plan.checks if check.why == OWN and check.name in taken)
+        taken = {name for tensor in self._wanted(outcome.made) for name in tensor.sources.values()}
+        own = (check.name for check in outcome.plan.checks if check.why == OWN and check.name in taken)
         for name in own if self.is_rank_by_rank else ():
             if any(tensor.name == name for tensor in whole.differing):
                 raise DisagreementError(

@@ -24,7 +24,7 @@ class Reserved(NamedTuple):
     """A target that several processes are going to fill: its file exists, with everything but the payloads."""
 
     rank: int
-    packed: bytes  # its manifest, compressed, since each process gets those of all targets and needs few
+    packed: bytes  # its manifest, compressed, since each process gets it of all targets and needs few
     identity: FileIdentity  # of the file
 
     @classmethod
@@ -81,8 +81,8 @@ class PlanReport(NamedTuple):
     @classmethod
     def of(cls, plan: RankPlan) -> PlanReport:
         """Return what there is to tell of the plan of one target."""
-        held, told = (plan.held,), (plan.prefix_digests, plan.differing, plan.alike)
-        return cls(Outcome.of(plan), plan.shared_facts, held, *told, sums=plan.sums)
+        held, differences = (plan.held,), (plan.prefix_digests, plan.differing, plan.alike)
+        return cls(Outcome.of(plan), plan.shared_facts, held, *differences, sums=plan.sums)
 
     def joined(self, others: Iterable[PlanReport]) -> PlanReport:
         """Join this and the `others`, without rooms; equal entries are kept once."""

@@ -137,11 +137,11 @@ class Outcome(NamedTuple):
         absent = self.absent
         names = ", ".join(absent[:3]) + (" ..." if len(absent) > 3 else "")
         missed = (f"{len(absent)} listed parameters are in no source shard: {names}",) if absent else ()
-        told = (*warnings_of(self.lost, self.missing), *self.other_warnings, *missed)
+        own_warnings = (*warnings_of(self.lost, self.missing), *self.other_warnings, *missed)
         if not any(target.overflows for target in self.targets):
-            return told
+            return own_warnings
 
-        return (*told, *overflow_warnings(target.overflows for target in self.targets))
+        return (*own_warnings, *overflow_warnings(target.overflows for target in self.targets))
 
     def raise_failures(self) -> None:
         """Raise the error that refused the run, or a TransformError that names the targets that failed; if any."""
@@ -198,8 +198,8 @@ class Report(NamedTuple):
         """Return the report of a run. What several processes have compared of one shard is added up."""
         shards: dict[tuple[int, str], ShardReport] = {}
         for rank, path, tensors, read_bytes, by, *_ in outcome.checked:
-            known = shards.get((rank, path), ShardReport(rank, path, 0, 0, by))
-            added = known._replace(tensors=known.tensors + tensors, read_bytes=known.read_bytes + read_bytes)
+            so_far = shards.get((rank, path), ShardReport(rank, path, 0, 0, by))
+            added = so_far._replace(tensors=so_far.tensors + tensors, read_bytes=so_far.read_bytes + read_bytes)
             shards[rank, path] = added
         checked = tuple(shards.values())
         return cls(outcome.targets, outcome.notes, outcome.warnings, seconds, outcome.processes, checked)

@@ -247,9 +247,9 @@ class Planner:
         def check() -> Outcome:
             source = self._require_opened().run.conversion.source
             limits = self._require_opened().run.conversion.limits
-            found = committed_tensors(source.unmapped)
-            if found is not None:
-                record, tensors = found
+            committed = committed_tensors(source.unmapped)
+            if committed is not None:
+                record, tensors = committed
                 needed = [tensor for tensor in tensors if source.needs(tensor.spec.name)]
                 mine = needed[self._comm.rank :: self._comm.size]
                 size_bytes, own_bytes = (sum(tensor.spec.size_bytes for tensor in of) for of in (needed, mine))
@@ -285,13 +285,13 @@ class Planner:
         run, journal, works, due, _ = self._require_opened()
         return Writer(run, journal, works, self._comm, due, self._memory, progress)
 
-    def commit(self, made: Outcome) -> Outcome:
+    def commit(self, outcome: Outcome) -> Outcome:
         """Commit the targets if all of the run are complete now; return notes and failures of that.
 
         Args:
-            made: the outcome of all processes.
+            outcome: the outcome of all processes.
         """
-        return attempt(lambda: self._commit(made), self._comm)
+        return attempt(lambda: self._commit(outcome), self._comm)
 
     def placed(self, stage: int) -> dict[int, dict[str, str]]:
         """Return what strategies place on target ranks of `stage` (see `RankPlan.placed`); of equal ranks, only one."""
@@ -358,21 +358,21 @@ class Planner:
         strategy = run.conversion.target if self._comm.rank == 0 and run.records_strategy else None
         return self._needs.rooms(reported, self._comm.size, shares, strategy)
 
-    def _commit(self, made: Outcome) -> Outcome:
+    def _commit(self, outcome: Outcome) -> Outcome:
         run, journal, *_ = self._require_opened()
         if not isinstance(journal, Journal):
             return Outcome()
-        made_ranks = {target.rank for target in made.targets}
-        any_written = any(not target.skipped for target in made.targets)
+        made_ranks = {target.rank for target in outcome.targets}
+        any_written = any(not target.skipped for target in outcome.targets)
         try:
-            told = commit_if_complete(
+            remarks = commit_if_complete(
                 journal.folder,
                 journal.identity,
-                made=made_ranks,
+                made_here=made_ranks,
                 any_written=any_written,
-                told=(*made.notes, *made.other_warnings),
+                already_told=(*outcome.notes, *outcome.other_warnings),
             )
-            return Outcome(notes=told.notes, other_warnings=told.warnings)
+            return Outcome(notes=remarks.notes, other_warnings=remarks.warnings)
         except (CoverageError, DisagreementError) as error:
             if len(made_ranks) == run.conversion.target.world_size or not self._request.overwrite:
                 raise

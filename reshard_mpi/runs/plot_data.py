@@ -52,8 +52,8 @@ _MOST_NAMES, _MOST_SOURCES, _MOST_MOVES = 500, 4, 2000
 class Asked(NamedTuple):
     """The subjects of a picture."""
 
-    tensors: tuple[str, ...]  # those that the user names
-    most_cuts: int  # so many kinds of tensors at most
+    tensors: tuple[str, ...]  # the ones that the user names
+    most_cuts: int  # how many kinds of tensors at most
     drawing_bytes: int = 0  # how much memory it takes to draw that
 
 
@@ -152,7 +152,7 @@ class _AlikeTensors:
     origin: TensorLineage
     sources: Mapping[str, SourceGroup]  # how the source holds what it is made of
     held: dict[Box, list[int]] = field(default_factory=dict)  # the boxes of it that planned targets hold
-    # for each source tensor, the boxes of which shards hold it
+    # for each source tensor, its boxes by shard
     taken: dict[str, dict[Box, list[int]]] = field(default_factory=dict)
     moves: list[DrawnMove] = field(default_factory=list)
     further_moves: int = 0

@@ -145,12 +145,12 @@ def require_no_strangers(
     """
     expected = {folder / name for name in removed}
     lying = lying_beside(folder, format_name, formats.index_of(format_name), every_path, own_paths)
-    found = [path.relative_to(folder) for path in lying if path not in expected]
-    if found:
+    strangers = [path.relative_to(folder) for path in lying if path not in expected]
+    if strangers:
         raise TargetError(
             "the target folder holds files that are no part of the checkpoint, and may be taken for one",
             expected="a folder without other checkpoint files",
-            got=", ".join(map(str, found[:3])) + (f" and {len(found) - 3} more" if len(found) > 3 else ""),
+            got=", ".join(map(str, strangers[:3])) + (f" and {len(strangers) - 3} more" if len(strangers) > 3 else ""),
             where=str(folder),
             remedy="choose another folder, or remove them if nobody needs them",
         )

@@ -133,14 +133,14 @@ class RunStatus(NamedTuple):
         return f"{self.stage} {format_bytes(self.bytes_done)} of {format_bytes(self.bytes_total or 0)}"
 
     def _rate(self) -> tuple[str, ...]:
-        known = not self.is_complete and self.bytes_per_second is not None and self.seconds_left
-        return (format_rate(int(self.bytes_per_second or 0), 1.0),) if known else ()
+        is_known = not self.is_complete and self.bytes_per_second is not None and self.seconds_left
+        return (format_rate(int(self.bytes_per_second or 0), 1.0),) if is_known else ()
 
     def _time(self) -> tuple[str, ...]:
         if self.is_complete:
             return (f"in {format_seconds(self.seconds)}",)
-        known = self.bytes_per_second is not None and self.seconds_left
-        return (f"{format_seconds(self.seconds_left or 0)} left",) if known else ()
+        is_known = self.bytes_per_second is not None and self.seconds_left
+        return (f"{format_seconds(self.seconds_left or 0)} left",) if is_known else ()
 
     def _targets(self) -> tuple[str, ...]:
         before = f" ({self.targets_before} complete before)" if self.targets_before else ""

@@ -181,7 +181,7 @@ class Run(NamedTuple):
     def _map_facts(self) -> dict[str, str | int]:
         """Return the settings that say what becomes of names, shapes and types, if anything does."""
         request = self.request
-        told = {
+        facts = {
             **self.map_digests,
             "maps": len(request.map) if len(request.map) > 1 else None,
             "direction": "forward" if request.forward else "reverse" if request.reverse else None,
@@ -189,7 +189,7 @@ class Run(NamedTuple):
             "include": joined_words(request.include),
             "exclude": joined_words(request.exclude),
         }
-        return {name: value for name, value in told.items() if value}
+        return {name: value for name, value in facts.items() if value}
 
 
 def _target_format(request: Request, source_format: str) -> str:

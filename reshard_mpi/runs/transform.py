@@ -124,8 +124,8 @@ def _planned(
 
 def told_differing(outcome: Outcome, differing: Iterable[Differing], source: str, *, strict: bool) -> Outcome:
     """Return an outcome with messages on differing tensors. Raises DisagreementError if `strict`."""
-    told = told_of(differing, source, strict=strict)
-    return outcome.joined([Outcome(notes=told.notes, other_warnings=told.warnings)])
+    remarks = told_of(differing, source, strict=strict)
+    return outcome.joined([Outcome(notes=remarks.notes, other_warnings=remarks.warnings)])
 
 
 def _plan_with_sound_sources(

@@ -74,23 +74,23 @@ def as_made(request: Request, path: str) -> tuple[Request, tuple[str, ...]]:
     notes: tuple[str, ...] = ()
     if request.unlisted is Unlisted.FOLLOW and facts.get("unlisted") == Unlisted.DROP:
         request, notes = request._replace(unlisted=Unlisted.DROP), ("compared with --unlisted drop",)
-    told = {name: facts[name] for name in (*_FILES, "direction", *_REPEATED) if facts.get(name)}
-    if request.is_mapped or not told:
+    options = {name: facts[name] for name in (*_FILES, "direction", *_REPEATED) if facts.get(name)}
+    if request.is_mapped or not options:
         return request, _said(notes, path)
-    for name in (name for name in _FILES if name in told):
+    for name in (name for name in _FILES if name in options):
         if not _is_there(run, name):
-            raise _not_given(f"--{name}, whose file is not there any more", _shown(run, told), path)
-    made = request._replace(
+            raise _not_given(f"--{name}, whose file is not there any more", _shown(run, options), path)
+    as_run = request._replace(
         map=run.maps,
         config=run.files.get("config"),
         like=run.files.get("like"),
-        forward=told.get("direction") == "forward",
-        reverse=told.get("direction") == "reverse",
-        dtype=_words(told, "dtype"),
-        include=_words(told, "include"),
-        exclude=_words(told, "exclude"),
+        forward=options.get("direction") == "forward",
+        reverse=options.get("direction") == "reverse",
+        dtype=_words(options, "dtype"),
+        include=_words(options, "include"),
+        exclude=_words(options, "exclude"),
     )
-    return made, _said((*notes, f"compared with {_shown(run, told)}"), path)
+    return as_run, _said((*notes, f"compared with {_shown(run, options)}"), path)
 
 
 def _is_there(run: RunIdentity, name: str) -> bool:
@@ -118,11 +118,11 @@ def made_otherwise(request: Request, digests: Mapping[str, str], path: str) -> U
         **digests,
         **{name: words for name in _REPEATED if (words := joined_words(getattr(request, name)))},
     }
-    made = {name: run.facts[name] for name in (*_FILES, *_REPEATED) if run.facts.get(name)}
-    differing = [name for name in (*_FILES, *_REPEATED) if given.get(name) != made.get(name)]
+    of_run = {name: run.facts[name] for name in (*_FILES, *_REPEATED) if run.facts.get(name)}
+    differing = [name for name in (*_FILES, *_REPEATED) if given.get(name) != of_run.get(name)]
     if not differing:
         return None
-    return _not_given(f"{' and '.join(f'--{name}' for name in differing)} of other values", _shown(run, made), path)
+    return _not_given(f"{' and '.join(f'--{name}' for name in differing)} of other values", _shown(run, of_run), path)
 
 
 def _not_given(got: str, made_with: str, path: str) -> UsageError:
@@ -135,23 +135,23 @@ def _not_given(got: str, made_with: str, path: str) -> UsageError:
     )
 
 
-def _shown(run: RunIdentity, told: Mapping[str, Any]) -> str:
+def _shown(run: RunIdentity, options: Mapping[str, Any]) -> str:
     """Return settings as on the command line."""
     words = []
-    for name in told:
+    for name in options:
         if name == "map":
             words += [word for text in run.maps or ("FILE",) for word in ("--map", text)]
         elif name in _FILES:
             words += [f"--{name}", run.files.get(name, "FILE")]
         elif name == "direction":
-            words.append(f"--{told[name]}")
+            words.append(f"--{options[name]}")
         else:
-            words += [word for text in _words(told, name) for word in (f"--{name}", text)]
+            words += [word for text in _words(options, name) for word in (f"--{name}", text)]
     return shlex.join(words)
 
 
-def _words(told: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    return tuple(shlex.split(str(told.get(name, ""))))
+def _words(options: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    return tuple(shlex.split(str(options.get(name, ""))))
 
 
 def _said(notes: tuple[str, ...], path: str) -> tuple[str, ...]:
@@ -176,7 +176,7 @@ class _ComparedCheckpoints(NamedTuple):
     ranks: Sequence[int]  # target ranks to verify
     governor: Governor
     notes: tuple[str, ...]  # what is to be said of the comparison
-    # the error for options that are not those that the target was made with, if they are not
+    # the error for options other than the target was made with, if any are
     otherwise: ReshardError | None
 
     def check(self, rank: int, size_bytes: int, memory: RunMemory, progress: Progress) -> Verdict:
@@ -210,8 +210,8 @@ class _ComparedCheckpoints(NamedTuple):
             checked = again._replace(notes=checked.notes)
         return checked, damage
 
-    def _unfit(self, plan: RankPlan, known: Collection[int], memory: RunMemory) -> dict[int, ReshardError]:
-        """Return the errors of source shards of `plan` that do not fit their kept sums, besides those in `known`."""
+    def _unfit(self, plan: RankPlan, looked_at: Collection[int], memory: RunMemory) -> dict[int, ReshardError]:
+        """Return the errors of source shards of `plan` that do not fit their kept sums, without those in `looked_at`."""
         source = self.conversion.source.unmapped
 
         def before_sums(summing: Summing) -> None:
@@ -219,7 +219,7 @@ class _ComparedCheckpoints(NamedTuple):
             memory.reserve_for_copying(peak_bytes, f"checking {source.files.path}")
 
         silent = Silent(complain)
-        ranks = [rank for rank in plan.read_ranks if rank not in known]
+        ranks = [rank for rank in plan.read_ranks if rank not in looked_at]
         errors = {rank: damage_of(source, rank, 0, LIMITS, before_sums, silent) for rank in ranks}
         return {rank: error for rank, error in errors.items() if error is not None}
 

@@ -350,7 +350,7 @@ def _placed(
             yield TensorSpec(name, entry.dtype, tensor.global_shape, Box(tensor.start, stop)), loose
 
 
-def _damaged(shard: Manifest, name: str, expected: int, found: int) -> DamageError:
+def _damaged(shard: Manifest, name: str, expected: int, actual: int) -> DamageError:
     stored = shard.tensors[name].stored
     place = ""
     if stored is not None and stored.ranges:
@@ -359,7 +359,7 @@ def _damaged(shard: Manifest, name: str, expected: int, found: int) -> DamageErr
     return DamageError(
         f"{name!r} is damaged",
         expected=f"the sum {expected:08x}, as it was written",
-        got=f"{found:08x}",
+        got=f"{actual:08x}",
         where=f"{shard.path}{place}",
         remedy="restore the file; reshard-mpi verify SRC DST says which byte, if there is a source",
     )

@@ -193,8 +193,8 @@ def _count_shards(request: Request, work: Task) -> int:
     from reshard_mpi.checkpoints import discovery
 
     try:
-        found = request.shard_files() if work is Task.VERIFY_ALONE else discovery.find_shards(request.target)
-        return len(found.by_rank)
+        files = request.shard_files() if work is Task.VERIFY_ALONE else discovery.find_shards(request.target)
+        return len(files.by_rank)
     except (ReshardError, OSError):
         return 0
 
@@ -323,8 +323,8 @@ def _death(worker: _Worker) -> Outcome:
     }.get(code, "")
     moment = "between targets" if worker.target is None else f"while it wrote target rank {worker.target}"
     error = TransformError("a worker process died", expected="a result", got=f"{_cause(code)} {moment}", remedy=hint)
-    made = {report.rank for report in worker.made}
-    left = sorted({*worker.to_make} - made, key=lambda rank: (rank != worker.target, rank))
+    finished = {report.rank for report in worker.made}
+    left = sorted({*worker.to_make} - finished, key=lambda rank: (rank != worker.target, rank))
     host = host_name(os.environ)
     return Outcome(worker.made, tuple(Failure(rank, worker.rank, host, error) for rank in left or (None,)))
 

@@ -248,7 +248,7 @@ class Strategy:
     # pairs (glob, placement) for names not listed one by one; the first match wins
     rules: tuple[tuple[str, Placement], ...] = ()
     origin: str = field(default="", compare=False)
-    # the globs of rules that must place at least one tensor of the checkpoint (those that people wrote)
+    # the globs of rules that must place at least one tensor of the checkpoint (the ones people wrote)
     required_rules: frozenset[str] = field(default=frozenset(), compare=False)
     # the names of the mesh axes, where one mesh with names serves all placements. Neither changes which rank holds
     # what.
@@ -302,21 +302,21 @@ class Strategy:
         """Return the number of the first rule that matches `name`, listed or not; None if none does."""
         if not self.rules:
             return None
-        known = self._known.rules
-        if name not in known:
-            if len(known) >= _MAX_KNOWN:
-                known.clear()
-            known[name] = self._patterns().first(name)
-        return known[name]
+        cached = self._known.rules
+        if name not in cached:
+            if len(cached) >= _MAX_KNOWN:
+                cached.clear()
+            cached[name] = self._patterns().first(name)
+        return cached[name]
 
     def followed(self, name: str) -> tuple[str, ...]:
         """Return the names that `name` may be named after (see `named_after`) and that more than a rule `*` lists."""
-        known = self._known.followed
-        if name not in known:
-            if len(known) >= _MAX_KNOWN:
-                known.clear()
-            known[name] = tuple(self._followed(name))
-        return known[name]
+        cached = self._known.followed
+        if name not in cached:
+            if len(cached) >= _MAX_KNOWN:
+                cached.clear()
+            cached[name] = tuple(self._followed(name))
+        return cached[name]
 
     def _followed(self, name: str) -> Iterator[str]:
         if self.find(name) and not self.is_only_caught(name):
@@ -328,10 +328,10 @@ class Strategy:
         yield from (name[end:] for end in sorted(ends))
 
     def _patterns(self) -> Patterns:
-        known = self._known
-        if known.patterns is None:
-            known.patterns = Patterns([glob for glob, _ in self.rules])
-        return known.patterns
+        cached = self._known
+        if cached.patterns is None:
+            cached.patterns = Patterns([glob for glob, _ in self.rules])
+        return cached.patterns
 
     def listing(self, stages_of: Mapping[str, Collection[int]]) -> Strategy:
         """Return this strategy with the names that its rules place listed one by one, each in the stages that hold it.

@@ -41,11 +41,11 @@ from pathlib import Path
 from reshard_mpi.journal.targets import Journal
 from reshard_mpi.planning.model import StageDigest as Held
 from reshard_mpi.journal.identity import RunIdentity
-from reshard_mpi.journal.records import Evidence
+from reshard_mpi.journal.records import TargetInputs
 folder = Path(sys.argv[1])
 journal = Journal(folder, RunIdentity({"source": "here"}), resume=False, overwrite=False)
 journal.begin()
-with journal.writing(0, folder / "rank_0" / "net.ckpt", Evidence((), Held(0, "", 0), (), ())) as publication:
+with journal.writing(0, folder / "rank_0" / "net.ckpt", TargetInputs((), Held(0, "", 0), (), ())) as publication:
     publication.partial.write_bytes(b"half")
     print("writing", flush=True)
     time.sleep(600)

@@ -120,7 +120,7 @@ class _CheckpointReading:
         Nearly all tensors of a large shard do. The bytes before and after a name are compared as a whole, with as few
         calls for each tensor as can be.
         """
-        reader, known, matches, intern = self._reader, self._known, USUAL_START.match, sys.intern
+        reader, seen, matches, intern = self._reader, self._known, USUAL_START.match, sys.intern
         size_bytes, names, strings = reader.size_bytes, self._tensors.index_by_name, self._strings
         add_kind, add_start = self._tensors.kind_ids.append, self._tensors.offsets.append
         window, base, last = reader.window(offset)
@@ -128,7 +128,7 @@ class _CheckpointReading:
             if not base <= offset <= last:
                 window, base, last = reader.window(offset)
             head = matches(window, offset - base)
-            alike = known.get(head[0]) if head else None
+            alike = seen.get(head[0]) if head else None
             if head is None or alike is None:
                 break
             name_at = head.end()

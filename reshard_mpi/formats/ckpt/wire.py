@@ -255,7 +255,7 @@ def _value(reader: WireReader, value: Field) -> FileValue:
 
 
 def _fields_once(
-    reader: WireReader, message: Field, known: tuple[int, ...], *, with_dims: bool = False
+    reader: WireReader, message: Field, numbers: tuple[int, ...], *, with_dims: bool = False
 ) -> tuple[dict[int, Field], list[int]]:
     """Return the fields of `message` by number, in whatever order they come; unknown ones are passed over.
 
@@ -274,7 +274,7 @@ def _fields_once(
                     limit = f"{files.MAX_DIMENSIONS} at most"
                     raise reader.damage("a tensor has too many dimensions", field.offset, expected=limit)
             continue
-        if field.number not in known:
+        if field.number not in numbers:
             continue
         if field.wire_type != LENGTH:
             raise reader.damage(

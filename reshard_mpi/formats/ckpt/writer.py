@@ -38,18 +38,18 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
     """
     files.check_names(path, [*spec.specs.names, *spec.strings])
     tensors, structure, offset = TensorTable(path), files.HeaderDigestWriter(fd), 0
-    known: dict[tuple[int, int], tuple[bytes, bytes, int, int]] = {}
+    seen: dict[tuple[int, int], tuple[bytes, bytes, int, int]] = {}
     specs = spec.specs
     for name, number in zip(specs.names, specs.kind_ids):
         tag = name.encode()
-        alike = known.get((number, len(tag)))
+        alike = seen.get((number, len(tag)))
         if alike is None:
             dtype, _, box = kind = specs.kinds[number]
             if kind.size_bytes > CUT_BYTES:
                 offset = _reserve_pieces(structure, tensors, name, kind, offset)
                 continue
             around = encode_around(len(tag), box.shape, dtype.mindspore, kind.size_bytes)
-            alike = known[number, len(tag)] = (*around, tensors.kind(TensorType(dtype, box.shape)), kind.size_bytes)
+            alike = seen[number, len(tag)] = (*around, tensors.kind(TensorType(dtype, box.shape)), kind.size_bytes)
         before, after, own_kind, size_bytes = alike
         header = b"%b%b%b" % (before, tag, after)
         structure.add(offset, header)
@@ -85,14 +85,14 @@ def _reserve_pieces(
 def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
     """Return the size of the checkpoint of `spec`. crc: with the checksum at its end."""
     size_bytes = CRC_BYTES if crc else 0
-    known: dict[tuple[int, int], int] = {}
+    seen: dict[tuple[int, int], int] = {}
     specs = spec.specs
     for name, number in zip(specs.names, specs.kind_ids):
         tag_bytes = _tag_bytes(name)
-        tensor_bytes = known.get((number, tag_bytes))
+        tensor_bytes = seen.get((number, tag_bytes))
         if tensor_bytes is None:
             dtype, _, box = kind = specs.kinds[number]
-            tensor_bytes = known[number, tag_bytes] = sum(
+            tensor_bytes = seen[number, tag_bytes] = sum(
                 _header_bytes(tag_bytes, box.shape, dtype.mindspore, length_bytes) + length_bytes
                 for length_bytes in _cuts(kind.size_bytes)
             )

@@ -150,10 +150,10 @@ class _Memory:
     def get(self, content: bytes) -> Value:
         """Return the object that an opcode takes from the memo; None if there is none."""
         number = int.from_bytes(content[1:], "little")
-        known = len(self._memo)
-        if number < known:
+        memoized = len(self._memo)
+        if number < memoized:
             return self._memo[number]
-        return self.added[number - known] if number < known + len(self.added) else None
+        return self.added[number - memoized] if number < memoized + len(self.added) else None
 
     def put(self, *objects: Value) -> None:
         if self._puts:
@@ -175,23 +175,23 @@ class States:
     def readers(self) -> Mapping[Global, ObjectReader]:
         return {ITEM_KEY: self._items_at, TENSOR: self._tensor_at, CHUNK: self._chunks_at}
 
-    def _patterns(self, data: bytes, at: int) -> _OpcodePatterns:
+    def _patterns(self, data: bytes, offset: int) -> _OpcodePatterns:
         """Return how this pickler writes objects: whether it gives each a number is seen from the first."""
         if self._known_patterns is None:
-            self._puts = data[at : at + 1] == _MEMOIZE
+            self._puts = data[offset : offset + 1] == _MEMOIZE
             self._known_patterns = _patterns(_MEMOIZE if self._puts else b"")
         return self._known_patterns
 
-    def _items_at(self, data: bytes, at: int, memo: Sequence[Value]) -> ReadObjects | None:
+    def _items_at(self, data: bytes, offset: int, memo: Sequence[Value]) -> ReadObjects | None:
         """Read a key and its place, and others as long as they follow."""
-        patterns = self._patterns(data, at)
+        patterns = self._patterns(data, offset)
         memory, values = _Memory(memo, puts=self._puts), list[Value]()
-        found, groups, end, added = patterns.item.match(data, at), _OF_FIRST, at, 0
-        while found is not None and len(values) < _MOST_AT_ONCE:
-            name_bytes, size, file_bytes, start, length = found.group(*groups.values)
+        match, groups, end, added = patterns.item.match(data, offset), _OF_FIRST, offset, 0
+        while match is not None and len(values) < _MOST_AT_ONCE:
+            name_bytes, size, file_bytes, start, length = match.group(*groups.values)
             name = self._text(name_bytes, memory)
             read_size = _NO_SIZE if size is None else self._size(size, memory)
-            if name is None or read_size is None or not self._are_items(found.group(*groups.names), memory):
+            if name is None or read_size is None or not self._are_items(match.group(*groups.names), memory):
                 break
             key = ItemKey(name, read_size.numbers)
             memory.put(key, _ATTRIBUTES, *([name] if name_bytes[0] == _SHORT_TEXT else ()), *read_size.memoized)
@@ -201,8 +201,8 @@ class States:
             place = ItemPlace(file, _number(start), _number(length))
             memory.put(place, _ATTRIBUTES, *([file] if file_bytes[0] == _SHORT_TEXT else ()))
             values += (key, place)
-            end, added = found.end(), len(memory.added)
-            found, groups = patterns.item_again.match(data, end), _OF_FURTHER
+            end, added = match.end(), len(memory.added)
+            match, groups = patterns.item_again.match(data, end), _OF_FURTHER
         return ReadObjects(values, end, memory.added[:added], _COST_BYTES * len(values)) if values else None
 
     def _are_items(self, names: tuple[bytes | None, ...], memory: _Memory) -> bool:
@@ -223,15 +223,15 @@ class States:
         text = memory.get(content)
         return text if type(text) is str else None
 
-    def _tensor_at(self, data: bytes, at: int, memo: Sequence[Value]) -> ReadObjects | None:
+    def _tensor_at(self, data: bytes, offset: int, memo: Sequence[Value]) -> ReadObjects | None:
         """Read a tensor with all its chunks."""
-        head = self._patterns(data, at).tensor.match(data, at)
+        head = self._patterns(data, offset).tensor.match(data, offset)
         if head is None:
             return None
         alike = self._tensors.setdefault(head[0], []) if len(self._tensors) < _MAX_KNOWN else []
-        for known in alike:
-            if data.startswith(known.content, at):
-                return ReadObjects([known.facts], at + len(known.content), known.memoized, _COST_BYTES)
+        for seen in alike:
+            if data.startswith(seen.content, offset):
+                return ReadObjects([seen.facts], offset + len(seen.content), seen.memoized, _COST_BYTES)
         memory = _Memory(memo, puts=self._puts)
         read = self._tensor(data, head, memory)
         if read is None:
@@ -239,8 +239,8 @@ class States:
         facts, end = read
         if self._puts:
             memory.added[0] = facts
-        if len(alike) < _MAX_ALIKE and end - at <= _MAX_ALIKE_BYTES:
-            alike.append(_SeenTensor(data[at:end], facts, memory.added))
+        if len(alike) < _MAX_ALIKE and end - offset <= _MAX_ALIKE_BYTES:
+            alike.append(_SeenTensor(data[offset:end], facts, memory.added))
         return ReadObjects([facts], end, memory.added, _COST_BYTES * (1 + len(facts.chunks)))
 
     def _tensor(self, data: bytes, head: re.Match[bytes], memory: _Memory) -> tuple[TensorFacts, int] | None:
@@ -263,68 +263,68 @@ class States:
             return None
         return TensorFacts(dtype, shape.numbers or (), tuple(chunks)), end + len(ending)
 
-    def _chunks_at(self, data: bytes, at: int, memo: Sequence[Value]) -> ReadObjects | None:
+    def _chunks_at(self, data: bytes, offset: int, memo: Sequence[Value]) -> ReadObjects | None:
         """Read a chunk, and others as long as they follow."""
-        patterns = self._patterns(data, at)
-        found, memory = patterns.chunk.match(data, at), _Memory(memo, puts=self._puts)
-        chunk = None if found is None else self._chunk(found[0], found.group(1, 2, 3, 4), memory)
-        if found is None or chunk is None:
+        patterns = self._patterns(data, offset)
+        match, memory = patterns.chunk.match(data, offset), _Memory(memo, puts=self._puts)
+        chunk = None if match is None else self._chunk(match[0], match.group(1, 2, 3, 4), memory)
+        if match is None or chunk is None:
             return None
-        chunks, end = self._chunks_of(data, found.end(), memory, most=_MOST_AT_ONCE)
+        chunks, end = self._chunks_of(data, match.end(), memory, most=_MOST_AT_ONCE)
         return ReadObjects([chunk, *chunks], end, memory.added, _COST_BYTES * (1 + len(chunks)))
 
-    def _chunks_of(self, data: bytes, at: int, memory: _Memory, most: int) -> tuple[list[Chunk], int]:
-        """Return the chunks that follow each other from byte `at` on, and where they end."""
-        pattern, chunks = self._patterns(data, at).chunk_again, list[Chunk]()
+    def _chunks_of(self, data: bytes, offset: int, memory: _Memory, most: int) -> tuple[list[Chunk], int]:
+        """Return the chunks that follow each other from byte `offset` on, and where they end."""
+        pattern, chunks = self._patterns(data, offset).chunk_again, list[Chunk]()
         while len(chunks) < most:
-            found = pattern.match(data, at)
-            if found is None:
+            match = pattern.match(data, offset)
+            if match is None:
                 break
-            if found[6] is not None:
-                chunk = _chunk_of(memory.get(found[6]))
+            if match[6] is not None:
+                chunk = _chunk_of(memory.get(match[6]))
             else:
-                is_chunk = memory.get(found[1]) == CHUNK
-                chunk = self._chunk(found[0], found.group(2, 3, 4, 5), memory) if is_chunk else None
+                is_chunk = memory.get(match[1]) == CHUNK
+                chunk = self._chunk(match[0], match.group(2, 3, 4, 5), memory) if is_chunk else None
             if type(chunk) is not Chunk:
                 break
             chunks.append(chunk)
-            at = found.end()
-        return chunks, at
+            offset = match.end()
+        return chunks, offset
 
     def _chunk(self, content: bytes, parts: tuple[bytes, ...], memory: _Memory) -> Chunk | None:
         """Return a chunk. content: all its bytes; parts: the names of its attributes, each with a size."""
-        known = self._chunks.get(content)
-        if known is None:
+        cached = self._chunks.get(content)
+        if cached is None:
             offsets_key, offsets_bytes, sizes_key, sizes_bytes = parts
             offsets, sizes = self._size(offsets_bytes, memory), self._size(sizes_bytes, memory)
             if offsets is None or sizes is None or (memory.get(offsets_key), memory.get(sizes_key)) != _OF_CHUNKS:
                 return None
             chunk = Chunk(offsets.numbers or (), sizes.numbers or ())
-            known = chunk, (chunk, _ATTRIBUTES, *offsets.memoized, *sizes.memoized)
+            cached = chunk, (chunk, _ATTRIBUTES, *offsets.memoized, *sizes.memoized)
             if len(self._chunks) < _MAX_KNOWN:
-                self._chunks[content] = known
-        memory.put(*known[1])
-        return known[0]
+                self._chunks[content] = cached
+        memory.put(*cached[1])
+        return cached[0]
 
     def _size(self, content: bytes, memory: _Memory) -> _Size | None:
         """Return a size; None if it is written in another way."""
-        known = self._sizes.get(content)
-        if known is not None:
-            return known
+        cached = self._sizes.get(content)
+        if cached is not None:
+            return cached
         get_bytes = 2 if content[0] == _BINGET else 5
         first = memory.get(content[:get_bytes])
         if len(content) == get_bytes:
-            known = _Size(first, ()) if _is_size(first) else None
+            cached = _Size(first, ()) if _is_size(first) else None
         else:
             counted = _COUNTED.match(content, get_bytes)
             numbers = () if counted is None else tuple(map(_number, _FIND_NUMBERS.findall(counted[2])))
             if counted is not None and counted.group(1, 3) != _ENDS[min(len(numbers), 4)]:
                 return None
-            made = (numbers, (numbers,), numbers) if numbers else ((numbers,), numbers)
-            known = _Size(numbers, made) if first == SIZE and _is_size(numbers) else None
-        if known is not None and len(self._sizes) < _MAX_KNOWN:
-            self._sizes[content] = known
-        return known
+            memoized = (numbers, (numbers,), numbers) if numbers else ((numbers,), numbers)
+            cached = _Size(numbers, memoized) if first == SIZE and _is_size(numbers) else None
+        if cached is not None and len(self._sizes) < _MAX_KNOWN:
+            self._sizes[content] = cached
+        return cached
 
 
 def _dtype_of(properties: Value) -> Value:

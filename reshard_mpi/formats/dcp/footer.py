@@ -92,8 +92,8 @@ def read(fd: int, path: str, size_bytes: int) -> Footer:
     if len(content) != length_bytes or crc32(content) != crc:
         raise _damaged(path)
     try:
-        root, at = load(content)
-        if at != len(content):
+        root, offset = load(content)
+        if offset != len(content):
             raise _damaged(path)
         return _contents(root, path, start)
     except (PickleError, ValueError, KeyError, IndexError):

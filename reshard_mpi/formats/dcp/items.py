@@ -54,7 +54,7 @@ class LocatedFile(NamedTuple):
     tensors: TensorTable
     numbers: dict[ItemKey, int]
     objects: dict[ItemKey, Value]
-    # of the tensors in objects, by key, which is that of no other archive of the checkpoint
+    # of the tensors in objects, by key, which no other archive of the checkpoint has
     storages: dict[str, StoragePlace]
     unreadable: dict[ItemKey, str]  # in words, why tensors cannot be read whose items are sound
 
@@ -71,7 +71,7 @@ class _ItemTemplate(NamedTuple):
     """What items of one structure have alike: all bytes before the payload, and those behind it but for checksums."""
 
     head: bytes
-    # tail, mask: the bytes behind it as a number, of which the bits in `mask` are the same in all of them
+    # tail, mask: the bytes behind it as a number; all of them agree in the bits of `mask`
     tail: int
     mask: int
     tail_start: int
@@ -269,9 +269,9 @@ class _Locating:
             return []
         tail = os.pread(self._fd, tail_bytes, first + tail_start)
         mask = bytearray(b"\xff" * tail_bytes)
-        for at, length in self._checksums(item, members, payload):
-            if tail_start <= at <= item.length_bytes - length:
-                mask[at - tail_start : at - tail_start + length] = bytes(length)
+        for offset, length in self._checksums(item, members, payload):
+            if tail_start <= offset <= item.length_bytes - length:
+                mask[offset - tail_start : offset - tail_start + length] = bytes(length)
         same = int.from_bytes(mask)
         alike = int.from_bytes(tail) & same
         return [_ItemTemplate(head[:head_bytes], alike, same, tail_start, head_bytes, stored, content.swapped)]
@@ -282,11 +282,11 @@ class _Locating:
         """Yield where an item has what depends on its payload, and how many bytes: checksums, and the number of it."""
         start, length_bytes, _ = archive.directory(self._fd, self._path, item.length_bytes, item.offset_bytes)
         directory = os.pread(self._fd, length_bytes, item.offset_bytes + start)
-        for at, (name, member) in zip(archive.entries(directory), members.items()):
+        for offset, (name, member) in zip(archive.entries(directory), members.items()):
             end = member.offset_bytes + member.size_bytes - item.offset_bytes
             is_number = name == "archive/.data/serialization_id"
             if name == payload or is_number:
-                yield start + at + archive.ENTRY_CRC_AT, _CRC_BYTES
+                yield start + offset + archive.ENTRY_CRC_AT, _CRC_BYTES
                 if member.size_bytes:
                     yield end + archive.DESCRIPTOR_CRC_AT, _CRC_BYTES
             if is_number:

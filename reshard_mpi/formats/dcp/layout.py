@@ -114,14 +114,14 @@ def tree_of(values: Iterable[tuple[Keys, Value]], where: str) -> Value:
                 inner[key] = _List() if type(further) is int else _Dictionary()
                 if type(further) is int:
                     lists.append(inner[key])
-            made = inner[key]
-            if type(made) is not (_List if type(further) is int else _Dictionary):
+            inner_tree = inner[key]
+            if type(inner_tree) is not (_List if type(further) is int else _Dictionary):
                 raise _contradiction(path, where)
-            inner = made
+            inner = inner_tree
         if path[-1] in inner:
             raise _contradiction(path, where)
         inner[path[-1]] = value
-    places = [[key for key in made if type(key) is int] for made in lists]
+    places = [[key for key in inner_tree if type(key) is int] for inner_tree in lists]
     if sum(max(keys) + 1 - len(keys) for keys in places) > _MOST_LACKING or any(min(keys) < 0 for keys in places):
         raise ShardError("lists of a checkpoint lack most of their items", where=where)
     return _finished_tree(root)
@@ -135,14 +135,14 @@ class _List(dict[str | int, Value]):
     """A list of the tree while it is made, by place."""
 
 
-def _finished_tree(made: Mapping[str | int, Value]) -> Value:
+def _finished_tree(tree: Mapping[str | int, Value]) -> Value:
     values = {
-        key: _finished_tree(value) if type(value) in (_Dictionary, _List) else value for key, value in made.items()
+        key: _finished_tree(value) if type(value) in (_Dictionary, _List) else value for key, value in tree.items()
     }
-    if type(made) is not _List:
+    if type(tree) is not _List:
         return Dict([part for pair in values.items() for part in pair])
     length = max(key for key in values if type(key) is int) + 1
-    return [values.get(at) for at in range(length)]
+    return [values.get(index) for index in range(length)]
 
 
 def _contradiction(path: Keys, where: str) -> ShardError:
@@ -182,11 +182,11 @@ def _opened(value: Value, path: Keys) -> Iterator[tuple[Keys, Value]]:
     if type(value) is Dict:
         yield from _dictionary(value.pairs(), path)
     elif type(value) is list or type(value) is tuple:
-        for at, item in enumerate(value):
-            yield from _value(item, (*path, at))
+        for index, item in enumerate(value):
+            yield from _value(item, (*path, index))
     elif type(value) is Call:
-        for at, item in enumerate((*value.args, *(value.items or ()))):
-            yield from _value(item, (*path, str(at)))
+        for index, item in enumerate((*value.args, *(value.items or ()))):
+            yield from _value(item, (*path, str(index)))
         if value.flat:
             yield from _dictionary(value.pairs(), path)
         if type(value.state) is Dict and (not _is_dictionary(value) or _has_tensors(value.state)):

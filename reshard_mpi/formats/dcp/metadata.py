@@ -185,8 +185,8 @@ def _tensor(name: str, value: Value) -> TensorChunks:
     """Return a tensor of the metadata. Raises _Unsound if there can be none like it, or this program reads none."""
     facts = value if isinstance(value, TensorFacts) else _facts(value)
     dtype, shape, chunks = facts
-    known = BY_TORCH_NAME.get(dtype.name) if dtype.module == "torch" else None
-    unreadable = "" if known is not None else f"elements of a type that is not known here, {dtype}"[:200]
+    torch_dtype = BY_TORCH_NAME.get(dtype.name) if dtype.module == "torch" else None
+    unreadable = "" if torch_dtype is not None else f"elements of a type that is not known here, {dtype}"[:200]
     if len(shape) > files.MAX_DIMENSIONS:
         raise _Unsound("a tensor has too many dimensions", f"{name!r}, {len(shape)}")
     listed: dict[tuple[int, ...], Chunk] = {}
@@ -198,7 +198,7 @@ def _tensor(name: str, value: Value) -> TensorChunks:
         if listed.setdefault(chunk.offsets, chunk) != chunk:
             raise _Unsound("a tensor has two chunks of different sizes at one place", f"{name!r}, {chunk}")
     # Of an unknown type nothing is read; one byte an element stands for its size.
-    return TensorChunks(known or DType(dtype.name, 1, 1, ""), shape, tuple(listed.values()), unreadable)
+    return TensorChunks(torch_dtype or DType(dtype.name, 1, 1, ""), shape, tuple(listed.values()), unreadable)
 
 
 def _facts(value: Value) -> TensorFacts:
@@ -252,13 +252,13 @@ def _paths(value: Value, entries: Mapping[str, TensorChunks | None]) -> Mapping[
     """Return the paths of entries, as far as the metadata has paths for these names."""
     if type(value) is not Dict:
         return {}
-    found: dict[str, Keys] = {}
+    keys_of: dict[str, Keys] = {}
     for name, path in value.pairs():
         if type(name) is not str or type(path) is not tuple or not 0 < len(path) < MAX_DEPTH:
             continue
         if name in entries and all(type(key) in (str, int) for key in path) and ".".join(map(str, path)) == name:
-            found[name] = path
-    return found
+            keys_of[name] = path
+    return keys_of
 
 
 def _named(value: Value, what: str) -> Iterator[tuple[str, Value]]:
@@ -283,12 +283,12 @@ def _pairs(value: Value, what: str) -> Iterator[tuple[Value, Value]]:
 
 def _numbers(value: Value) -> tuple[int, ...]:
     try:
-        found = numbers(value)
+        read = numbers(value)
     except ValueError as error:
         raise _Unsound(str(error)) from None
-    if any(number >= MAX_NUMBER for number in found):
-        raise _Unsound("a size is impossibly large", found)
-    return found
+    if any(number >= MAX_NUMBER for number in read):
+        raise _Unsound("a size is impossibly large", read)
+    return read
 
 
 def _state(value: Value, class_name: str) -> Dict:

@@ -48,10 +48,10 @@ def index(shards: Sequence[Manifest]) -> bytes:
     wholes = _wholes(shards)
     strings, paths, objects = _entries(shards)
     items = {name: layout.of_object(value) for name, value in objects.items()}
-    places, at = {}, 0
+    places, offset = {}, 0
     for name, item in items.items():
-        places[name] = ItemPlace(INDEX, at, len(item))
-        at += len(item)
+        places[name] = ItemPlace(INDEX, offset, len(item))
+        offset += len(item)
     write = _listed(wholes, paths, strings)
     end = len(_with_objects(write.copy(), places, 0))
     return _with_objects(write, places, end) + b"".join(items.values())

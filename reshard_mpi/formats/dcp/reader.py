@@ -43,10 +43,10 @@ def files_of(folder: str) -> tuple[str, ...]:
 
     Raises ShardError if the metadata is damaged.
     """
-    found = _metadata_of(folder)
-    names = {place.file for place in found.items.values()} - {INDEX}
+    metadata = _metadata_of(folder)
+    names = {place.file for place in metadata.items.values()} - {INDEX}
     others = (path for path in Path(folder).glob("*.distcp") if path.name not in names)
-    names.update(path.name for path in others if _holds_nothing(str(path), found.strings or {}))
+    names.update(path.name for path in others if _holds_nothing(str(path), metadata.strings or {}))
     return tuple(str(Path(folder, name)) for name in (INDEX, *sorted(names, key=natural_key)))
 
 
@@ -65,15 +65,15 @@ def open_folder(folder: str) -> Manifest:
 
     Raises ShardError if metadata and files contradict each other, or an object is lost with its file.
     """
-    found = _metadata_of(folder)
+    metadata = _metadata_of(folder)
     _kept.clear()
-    located, missing = _located(folder, found)
+    located, missing = _located(folder, metadata)
     listed = ChunkedTensors(folder)
     listed.missing = tuple(missing.values())
     boxes: dict[Chunk, Box] = {}
     place_of = {key: (file.tensors, number) for file in located.values() for key, number in file.numbers.items()}
     why_not = {key: why for file in located.values() for key, why in file.unreadable.items()}
-    for name, tensor in found.entries.items():
+    for name, tensor in metadata.entries.items():
         if tensor is None:
             continue
         unreadable = tensor.unreadable
@@ -93,15 +93,15 @@ def open_folder(folder: str) -> Manifest:
         except ValueError as error:
             raise ShardError("the metadata contradicts itself", got=str(error), where=folder) from None
     objects = {key.name: value for file in located.values() for key, value in file.objects.items()}
-    _require_objects(found, objects, missing, folder)
-    strings, left_out, inner = _strings(found, objects, folder)
+    _require_objects(metadata, objects, missing, folder)
+    strings, left_out, inner = _strings(metadata, objects, folder)
     holder = {key: file for file in located.values() for key in file.storages}
     for name, stored in inner:
         file = holder[stored.storage.key]
         piece = ListedChunk(Box.whole(stored.shape), file.tensors, file.add(stored))
         listed.add_listed(name, stored.dtype, stored.shape, [piece])
     besides = tuple(f"{name}: {stored.besides}" for name, stored in inner if stored.besides)
-    return Manifest(folder, NAME, listed, strings, left_out=(*found.left_out, *left_out, *besides))
+    return Manifest(folder, NAME, listed, strings, left_out=(*metadata.left_out, *left_out, *besides))
 
 
 def wanted_in(path: str) -> list[WantedItem]:
@@ -118,23 +118,23 @@ def wanted_in(path: str) -> list[WantedItem]:
             where=path,
             remedy=f"give the folder in which {INDEX} lies",
         )
-    found = _metadata_of(folder)
-    names = {place.file for place in found.items.values()}
+    metadata = _metadata_of(folder)
+    names = {place.file for place in metadata.items.values()}
     if file == max(names, key=natural_key, default=file):
         _kept.clear()  # whoever goes through all files is done
     return [
         WantedItem(place.offset_bytes, place.length_bytes, key, kind)
-        for key, kind in _items(found)
-        if (place := found.items[key]).file == file
+        for key, kind in _items(metadata)
+        if (place := metadata.items[key]).file == file
     ]
 
 
-def _located(folder: str, found: Metadata) -> tuple[dict[str, LocatedFile], dict[str, str]]:
+def _located(folder: str, metadata: Metadata) -> tuple[dict[str, LocatedFile], dict[str, str]]:
     """Return the contents of each file, and an error text for each file that cannot be used."""
     wanted: dict[str, list[WantedItem]] = {}
-    for key, kind in _items(found):
-        place = found.items[key]
-        if place.file == INDEX and place.offset_bytes < found.end:
+    for key, kind in _items(metadata):
+        place = metadata.items[key]
+        if place.file == INDEX and place.offset_bytes < metadata.end:
             raise ShardError("an item is to lie in the metadata itself", got=named(key), where=str(Path(folder, INDEX)))
         wanted.setdefault(place.file, []).append(WantedItem(place.offset_bytes, place.length_bytes, key, kind))
     common = Common()
@@ -151,19 +151,19 @@ def _located(folder: str, found: Metadata) -> tuple[dict[str, LocatedFile], dict
     return located, missing
 
 
-def _items(found: Metadata) -> Iterator[tuple[ItemKey, TensorType | None]]:
+def _items(metadata: Metadata) -> Iterator[tuple[ItemKey, TensorType | None]]:
     """Yield each item that is to be located, with the kind of tensor that it should be; None for an object.
 
     Tensors of which is known that they cannot be read are not, nor the objects of what this program has written: its
     strings have all of them.
     """
     kinds: dict[tuple[object, ...], TensorType] = {}
-    for name, tensor in found.entries.items():
+    for name, tensor in metadata.entries.items():
         if tensor is not None:
             for chunk in tensor.chunks if not tensor.unreadable else ():
                 size = tensor.dtype, chunk.sizes
                 yield ItemKey(name, chunk.offsets), kinds.get(size) or kinds.setdefault(size, TensorType(*size))
-        elif found.strings is None:
+        elif metadata.strings is None:
             yield ItemKey(name, None), None
 
 
@@ -180,16 +180,16 @@ def _require_inside(folder: str, path: str) -> None:
         )
 
 
-def _require_objects(found: Metadata, objects: Mapping[str, Value], missing: Mapping[str, str], folder: str) -> None:
+def _require_objects(metadata: Metadata, objects: Mapping[str, Value], missing: Mapping[str, str], folder: str) -> None:
     """Raise ShardError if a file that cannot be used has objects: no other file has them."""
-    if found.strings is not None:
+    if metadata.strings is not None:
         return
-    for name, entry in found.entries.items():
+    for name, entry in metadata.entries.items():
         if entry is None and name not in objects:
             raise ShardError(
                 f"{name!r} cannot be read",
                 expected="the file that holds it",
-                got=missing.get(found.items[ItemKey(name, None)].file, "nothing"),
+                got=missing.get(metadata.items[ItemKey(name, None)].file, "nothing"),
                 where=folder,
                 remedy="restore the files of the checkpoint",
             )
@@ -203,14 +203,14 @@ class _Strings(NamedTuple):
     inner: list[tuple[str, StoredTensor]]
 
 
-def _strings(found: Metadata, objects: Mapping[str, Value], folder: str) -> _Strings:
-    if found.strings is not None:
-        return _Strings(found.strings, (), [])
+def _strings(metadata: Metadata, objects: Mapping[str, Value], folder: str) -> _Strings:
+    if metadata.strings is not None:
+        return _Strings(metadata.strings, (), [])
     # Ranks list their own writes; the paths cover all keys of a rank, in the order of its dictionaries.
-    has_order = found.paths.keys() == found.entries.keys()
+    has_order = metadata.paths.keys() == metadata.entries.keys()
     values = (
-        (found.paths.get(name, (name,)), objects[name] if found.entries[name] is None else TensorLeaf(name))
-        for name in (found.paths if has_order else found.entries)
+        (metadata.paths.get(name, (name,)), objects[name] if metadata.entries[name] is None else TensorLeaf(name))
+        for name in (metadata.paths if has_order else metadata.entries)
         if name
     )
     try:

@@ -73,13 +73,13 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
 def locate_own(path: str) -> Manifest:
     """Find the tensors of a file that this program has written. Raises ShardError if it is another one, or damaged."""
     with files.opened(path) as (fd, size_bytes):
-        found = footer.read(fd, path, size_bytes)
-        tensors, end = found.tensors, 0
+        own_footer = footer.read(fd, path, size_bytes)
+        tensors, end = own_footer.tensors, 0
         layouts = [layout.of_tensor(TensorType(kind.dtype, kind.shape)) for kind in tensors.kinds]
         for name, start, kind in zip(tensors, tensors.offsets, tensors.kind_ids):
             item = layouts[kind]
             head_start, tail_start = start - len(item.head), start + item.payload_bytes
-            is_inside = end <= head_start and tail_start + len(item.tail) <= found.end
+            is_inside = end <= head_start and tail_start + len(item.tail) <= own_footer.end
             if not is_inside or not _has(fd, head_start, item.head) or not _has(fd, tail_start, item.tail):
                 raise ShardError(
                     f"{name!r} is not where its file says",
@@ -89,13 +89,13 @@ def locate_own(path: str) -> Manifest:
                     remedy="copy it again",
                 )
             end = tail_start + len(item.tail)
-    return Manifest(path, NAME, tensors, found.strings)
+    return Manifest(path, NAME, tensors, own_footer.strings)
 
 
 def read_back(meant: Manifest) -> None:
     """Look at the structure of a file that was just written. Raises ShardError if it is not what was meant."""
-    found = locate_own(meant.path)
-    if found.tensors != meant.tensors or found.strings != meant.strings:
+    manifest = locate_own(meant.path)
+    if manifest.tensors != meant.tensors or manifest.strings != meant.strings:
         raise files.not_as_written(meant.path)
 
 

@@ -93,12 +93,14 @@ class Library(NamedTuple):
 
     def _write(self, dataset: int, attribute: Attribute) -> None:
         kind = attribute.kind.id
-        made = self._done(self.create_attribute(dataset, attribute.name, kind, attribute.space.id, _DEFAULT, _DEFAULT))
+        written = self._done(
+            self.create_attribute(dataset, attribute.name, kind, attribute.space.id, _DEFAULT, _DEFAULT)
+        )
         try:
             if attribute.content:
-                self._done(self.write_attribute(made, kind, attribute.content))
+                self._done(self.write_attribute(written, kind, attribute.content))
         finally:
-            self._done(self.close_attribute(made))
+            self._done(self.close_attribute(written))
 
     def _done(self, result: int) -> int:
         if result < 0:
@@ -121,15 +123,15 @@ class Library(NamedTuple):
 def library() -> Library | None:
     """Return the library that h5py has loaded; None if it cannot be reached but through h5py."""
     try:
-        found = ctypes.PyDLL(h5d.__file__)  # a module's functions are found along with its libraries' functions
+        hdf5 = ctypes.PyDLL(h5d.__file__)  # a module's functions are found along with its libraries' functions
         return Library(
-            _function(found.H5Dcreate2, _IDENTIFIER, _IDENTIFIER, ctypes.c_char_p, *[_IDENTIFIER] * 5),
-            _function(found.H5Dget_offset, _ADDRESS, _IDENTIFIER),
-            _function(found.H5Dclose, _STATUS, _IDENTIFIER),
-            _function(found.H5Acreate2, _IDENTIFIER, _IDENTIFIER, ctypes.c_char_p, *[_IDENTIFIER] * 4),
-            _function(found.H5Awrite, _STATUS, _IDENTIFIER, _IDENTIFIER, ctypes.c_char_p),
-            _function(found.H5Aclose, _STATUS, _IDENTIFIER),
-            _function(found.H5Ewalk2, _STATUS, _IDENTIFIER, _STATUS, _OnError, ctypes.c_void_p),
+            _function(hdf5.H5Dcreate2, _IDENTIFIER, _IDENTIFIER, ctypes.c_char_p, *[_IDENTIFIER] * 5),
+            _function(hdf5.H5Dget_offset, _ADDRESS, _IDENTIFIER),
+            _function(hdf5.H5Dclose, _STATUS, _IDENTIFIER),
+            _function(hdf5.H5Acreate2, _IDENTIFIER, _IDENTIFIER, ctypes.c_char_p, *[_IDENTIFIER] * 4),
+            _function(hdf5.H5Awrite, _STATUS, _IDENTIFIER, _IDENTIFIER, ctypes.c_char_p),
+            _function(hdf5.H5Aclose, _STATUS, _IDENTIFIER),
+            _function(hdf5.H5Ewalk2, _STATUS, _IDENTIFIER, _STATUS, _OnError, ctypes.c_void_p),
         )
     except (OSError, AttributeError):
         return None

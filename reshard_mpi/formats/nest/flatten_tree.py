@@ -102,25 +102,25 @@ def flatten(root: Value, is_tensor: Callable[[Value], bool], *, has_order: bool 
             described(root, is_tensor),
             "load it with torch and save its state_dict(), or leave the file out with --select",
         )
-    made = _written(root, is_tensor)
-    if made.unreadable:
+    flattened = _written(root, is_tensor)
+    if flattened.unreadable:
         raise NestError(
             "it holds tensors that cannot be read",
-            "; ".join(made.unreadable[:_MAX_SHOWN]) + (" ..." if len(made.unreadable) > _MAX_SHOWN else ""),
+            "; ".join(flattened.unreadable[:_MAX_SHOWN]) + (" ..." if len(flattened.unreadable) > _MAX_SHOWN else ""),
             "load it with torch, make them dense and of a usual type, and save it again",
         )
-    _require_names(made.tensors)
-    text, left_out = "".join(made.parts), tuple(made.left_out)
+    _require_names(flattened.tensors)
+    text, left_out = "".join(flattened.parts), tuple(flattened.left_out)
     if text == _NAMES_ALONE:
-        return Flattened(made.tensors, {}, left_out)
-    if has_order and made.tensors:
-        order = json.dumps(coded(name for name, _ in made.tensors), separators=(",", ":"))
+        return Flattened(flattened.tensors, {}, left_out)
+    if has_order and flattened.tensors:
+        order = json.dumps(coded(name for name, _ in flattened.tensors), separators=(",", ":"))
         in_order = f'{{"nest":{text},"order":{order}}}'
         if len(in_order) <= MAX_CHARACTERS:
             text = in_order
         else:
             left_out += (f"the order of its keys: it would take more than {MAX_CHARACTERS} characters with it",)
-    return Flattened(made.tensors, {NEST: text}, left_out)
+    return Flattened(flattened.tensors, {NEST: text}, left_out)
 
 
 def _written(root: Value, is_tensor: Callable[[Value], bool]) -> _Flattening:
@@ -128,16 +128,16 @@ def _written(root: Value, is_tensor: Callable[[Value], bool]) -> _Flattening:
     listed: set[str] = set()
     for most_items, fewer in zip(_MOST_ITEMS, (*_MOST_ITEMS[1:], math.inf)):
         while True:
-            made = _Flattening(is_tensor, listed, most_items)
+            flattened = _Flattening(is_tensor, listed, most_items)
             try:
-                made.write(root, "", 0)
+                flattened.write(root, "", 0)
             except _TooLargeError:
-                if made.longest <= fewer:
+                if flattened.longest <= fewer:
                     raise
                 break
-            misplaced = made.misplaced()
+            misplaced = flattened.misplaced()
             if not misplaced:
-                return made
+                return flattened
             listed |= misplaced
     raise AssertionError("the last attempt returns or raises")
 
@@ -320,22 +320,22 @@ class _Flattening:
     def _items(self, values: Iterable[Value], prefix: str, depth: int) -> None:
         """Write the items of a list or tuple."""
         require_short(prefix)
-        for at, value in enumerate(values):
-            if at:
+        for index, value in enumerate(values):
+            if index:
                 self._put(",")
             if self._is_tensor(value):
                 self._count(depth)
-                self.tensors.append((f"{prefix}{at}", value))
+                self.tensors.append((f"{prefix}{index}", value))
                 self._put('{"tensor":null}')
             elif self._is_long(value):
                 self._count(depth)
-                self._leave_out(prefix, at, self._long(value))
+                self._leave_out(prefix, index, self._long(value))
                 self._put("null")
             elif self._is_kept(value, depth + 1):
-                self.write(value, f"{prefix}{at}.", depth + 1)
+                self.write(value, f"{prefix}{index}.", depth + 1)
             else:
                 self._count(depth)
-                self._leave_out(prefix, at, described(value, self._is_tensor), value)
+                self._leave_out(prefix, index, described(value, self._is_tensor), value)
                 self._put("null")
 
     def _call(self, value: Call, prefix: str, depth: int) -> None:

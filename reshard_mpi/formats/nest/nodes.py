@@ -176,12 +176,12 @@ def owner_of(name: str, paths: Mapping[str, int]) -> int | None:
         paths: of the dictionaries that take tensors without an entry, each with a dot behind it; that of the root is
             empty.
     """
-    at = name.rfind(".")
-    while at >= 0:
-        number = paths.get(name[: at + 1])
+    dot = name.rfind(".")
+    while dot >= 0:
+        number = paths.get(name[: dot + 1])
         if number is not None:
             return number
-        at = name.rfind(".", 0, at)
+        dot = name.rfind(".", 0, dot)
     return paths.get("")
 
 
@@ -216,13 +216,13 @@ def written(root: Any, names: Iterable[str] | None) -> str:
 
 def coded(names: Iterable[str]) -> list[int | str]:
     """Return for each name the number of characters in common with the one before, and the characters that follow."""
-    made: list[int | str] = []
+    codes: list[int | str] = []
     before = ""
     for name in names:
         shared = _shared(before, name)
-        made += (shared, name[shared:])
+        codes += (shared, name[shared:])
         before = name
-    return made
+    return codes
 
 
 def _shared(first: str, second: str) -> int:

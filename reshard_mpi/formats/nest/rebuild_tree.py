@@ -83,9 +83,9 @@ class _Rebuilding:
             return content
         match content:
             case {"dict": list() as entries, **rest} if not rest:
-                made = Dict()
-                self._entries(made.flat, entries, prefix, depth, is_state=is_state)
-                return made
+                node = Dict()
+                self._entries(node.flat, entries, prefix, depth, is_state=is_state)
+                return node
             case {"tuple": list() as items, **rest} if not rest:
                 return tuple(self._items(items, prefix, depth))
             case {"call": [str() as module, str() as name, list() as args], **rest}:
@@ -100,16 +100,16 @@ class _Rebuilding:
 
     def _items(self, items: list[Any], prefix: str, depth: int) -> list[Value]:
         require_short(prefix)
-        made = []
-        for at, content in enumerate(items):
+        values = []
+        for index, content in enumerate(items):
             if type(content) is dict and "tensor" in content:
-                name = f"{prefix}{at}"
+                name = f"{prefix}{index}"
                 if name not in self._leaves:
                     raise NestError("a part of a list of the nest is not in the shard", repr(name))
-                made.append(self._take(name))
+                values.append(self._take(name))
             else:
-                made.append(self.value(content, f"{prefix}{at}.", depth + 1))
-        return made
+                values.append(self.value(content, f"{prefix}{index}.", depth + 1))
+        return values
 
     def _take(self, name: str) -> Value:
         if name in self._placed:
@@ -151,15 +151,15 @@ class _Rebuilding:
             raise NestError("the nest has an unknown value", str(rest)[:100])
         if not all(part is None or type(part) is list for part in (items, entries)):
             raise NestError("the nest has an object whose items are no list", str(function))
-        made = Call(_plain(function), tuple(self._items(args, prefix, depth)), is_new=is_new)
+        call = Call(_plain(function), tuple(self._items(args, prefix, depth)), is_new=is_new)
         if rest.get("state") is not None:
-            made.state = self.value(rest["state"], prefix, depth + 1, is_state=True)
+            call.state = self.value(rest["state"], prefix, depth + 1, is_state=True)
         if items is not None:
-            made.items = self._items(items, prefix, depth)
+            call.items = self._items(items, prefix, depth)
         if entries is not None:
-            made.flat = []
-            self._entries(made.flat, entries, prefix, depth)
-        return made
+            call.flat = []
+            self._entries(call.flat, entries, prefix, depth)
+        return call
 
     def add_unlisted(self, strings: list[tuple[str, str]]) -> None:
         """Put tensors without an entry into the dictionaries that they belong to, and strings into the root."""

@@ -142,11 +142,11 @@ class Header(JsonText):
     def usual_entry(self) -> Usual | None:
         """Take the next entry, and the comma behind it, if it has the usual form and others follow it."""
         self._have(_ENTRY_BYTES)
-        found = _USUAL.match(self._window, self._at)
-        if found is None or found[1] == _METADATA or found[6] == b"}":
+        match = _USUAL.match(self._window, self._at)
+        if match is None or match[1] == _METADATA or match[6] == b"}":
             return None
-        usual = Usual(self.at, found[1], found[2], found[3], int(found[4]), int(found[5]))
-        self._at = found.end()
+        usual = Usual(self.at, match[1], match[2], match[3], int(match[4]), int(match[5]))
+        self._at = match.end()
         return usual
 
     def _no_safetensors(self, start: bytes, size_bytes: int, length_bytes: int) -> ShardError:
@@ -208,13 +208,13 @@ def of_header(length_bytes: int, chunks: Iterable[bytes], size_bytes: int) -> He
 
 def without_crc(header: bytes) -> bytes:
     """Return a header, or the beginning of one, without a checksum that is the first of its metadata."""
-    found = _CRC.match(header, len(START)) if header.startswith(START) else None
-    return header[: found.start()] + header[found.end() :] if found else header
+    match = _CRC.match(header, len(START)) if header.startswith(START) else None
+    return header[: match.start()] + header[match.end() :] if match else header
 
 
 def _chunks(fd: int, length_bytes: int) -> Iterator[bytes]:
-    for at in range(0, length_bytes, _READ_BYTES):
-        yield os.pread(fd, min(_READ_BYTES, length_bytes - at), LENGTH_BYTES + at)
+    for index in range(0, length_bytes, _READ_BYTES):
+        yield os.pread(fd, min(_READ_BYTES, length_bytes - index), LENGTH_BYTES + index)
 
 
 _NAMES = {

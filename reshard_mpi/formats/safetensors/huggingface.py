@@ -50,21 +50,21 @@ def read(path: str, *, may_be_flat: bool = False) -> dict[str, str]:
     with files.opened(path) as (fd, size_bytes):
         text = JsonText(fd, path, 0, size_bytes, "the index of a checkpoint")
         nested, flat = None, _Map(text)
-        for at, key in text.members(_ESCAPED * files.MAX_NAME_BYTES):
+        for offset, key in text.members(_ESCAPED * files.MAX_NAME_BYTES):
             if key == _MAP and text.next_is(b"{"):
                 if nested is not None:
-                    raise text.damage(f"the index of a checkpoint has {_MAP!r} twice", at, expected="it once")
+                    raise text.damage(f"the index of a checkpoint has {_MAP!r} twice", offset, expected="it once")
                 nested = _Map(text)
                 nested.take()
             elif may_be_flat and text.next_is(b'"'):
-                flat.take_file(at, key)
+                flat.take_file(offset, key)
             else:
                 text.pass_over()
         text.require_end()
-        found = flat.files if nested is None else nested.files
-        if not found:
+        files_by_name = flat.files if nested is None else nested.files
+        if not files_by_name:
             raise text.damage(f"the index of a checkpoint has no {_MAP!r}", 0, expected="a file for each tensor")
-        return found
+        return files_by_name
 
 
 class _Map:
@@ -78,20 +78,20 @@ class _Map:
 
     def take(self) -> None:
         """Take an object of names and files."""
-        for at, name in self._text.members(_ESCAPED * files.MAX_NAME_BYTES):
-            self.take_file(at, name)
+        for offset, name in self._text.members(_ESCAPED * files.MAX_NAME_BYTES):
+            self.take_file(offset, name)
 
-    def take_file(self, at: int, name: str | None) -> None:
-        """Take the file of the tensor that is called so at byte `at`; None: its name is too long."""
-        text, known = self._text, self._known
+    def take_file(self, offset: int, name: str | None) -> None:
+        """Take the file of the tensor that is called so at byte `offset`; None: its name is too long."""
+        text, file_names = self._text, self._known
         file = text.text(_ESCAPED * _MAX_FILE_BYTES)
         if not name or name in self.files:
             problem = f"the index of a checkpoint names {name!r} twice" if name else "a tensor's name is too long"
-            raise text.damage(problem, at, expected=f"each tensor once, by 1 to {files.MAX_NAME_BYTES} bytes")
-        if file is None or (file not in known and not _is_inside(file)):
+            raise text.damage(problem, offset, expected=f"each tensor once, by 1 to {files.MAX_NAME_BYTES} bytes")
+        if file is None or (file not in file_names and not _is_inside(file)):
             raise text.damage(
                 f"the index of a checkpoint says that {name!r} lies outside of its folder, or in no file of it",
-                at,
+                offset,
                 expected=f"the name of a file in the folder, which ends in {_ENDING}",
                 got=repr(file),
             )
@@ -99,10 +99,10 @@ class _Map:
         if self._kept_bytes > files.MAX_KEPT_BYTES or len(self.files) == files.MAX_TENSORS:
             raise text.damage(
                 "the index of a checkpoint names too many tensors",
-                at,
+                offset,
                 expected=f"{files.MAX_TENSORS} at most, of {files.MAX_KEPT_BYTES} bytes together",
             )
-        self.files[sys.intern(name)] = known.setdefault(file, file)
+        self.files[sys.intern(name)] = file_names.setdefault(file, file)
 
 
 def _is_inside(file: str) -> bool:

@@ -50,9 +50,9 @@ class JsonText:
         self._called = called
         self._window, self._base, self._at = b"", start, 0
 
-    def damage(self, problem: str, at: int, *, expected: str = "", got: str = "", remedy: str = "") -> ShardError:
-        """Return the error that says `problem` was found at byte `at`."""
-        return ShardError(problem, expected=expected, got=got, where=f"{self.path}, byte {at}", remedy=remedy)
+    def damage(self, problem: str, offset: int, *, expected: str = "", got: str = "", remedy: str = "") -> ShardError:
+        """Return the error that says `problem` was found at byte `offset`."""
+        return ShardError(problem, expected=expected, got=got, where=f"{self.path}, byte {offset}", remedy=remedy)
 
     @property
     def at(self) -> int:
@@ -100,14 +100,14 @@ class JsonText:
         while True:
             self._have(_ITEM_BYTES)
             start = self._at
-            found = _CHARACTERS.match(self._window, start)
-            assert found is not None  # it matches nothing, too
-            part = found[0]
+            match = _CHARACTERS.match(self._window, start)
+            assert match is not None  # it matches nothing, too
+            part = match[0]
             self._check(decoder, part)
             kept_bytes += len(part)
             if kept_bytes <= most_bytes:
                 parts.append(part)
-            self._at = found.end()
+            self._at = match.end()
             if self._at < len(self._window) and self._window[self._at] == ord('"'):
                 self._check(decoder, b"", final=True)
                 self._at += 1
@@ -127,10 +127,10 @@ class JsonText:
         """
         self._skip_space()
         self._have(most_bytes)
-        found = pattern.match(self._window, self._at)
-        if found is not None:
-            self._at = found.end()
-        return found
+        match = pattern.match(self._window, self._at)
+        if match is not None:
+            self._at = match.end()
+        return match
 
     def members(self, most_bytes: int) -> Iterator[tuple[int, str | None]]:
         """Take an object: yield the byte and the text of each key, None if that is longer than `most_bytes`.
@@ -142,10 +142,10 @@ class JsonText:
             return
         while True:
             self.next_is(b'"')
-            at = self.at
+            offset = self.at
             key = self.text(most_bytes)
             self.require(b":")
-            yield at, key
+            yield offset, key
             if self.take(b"}"):
                 return
             self.require(b",")
@@ -181,10 +181,10 @@ class JsonText:
                 self.text(0)
             else:
                 self._have(_NUMBER_BYTES)
-                found = _OTHER.match(self._window, self._at)
-                if found is None:
+                match = _OTHER.match(self._window, self._at)
+                if match is None:
                     raise self.unexpected("a value")
-                self._at = found.end()
+                self._at = match.end()
             if not self._after_value(closing):
                 return
 
@@ -212,20 +212,20 @@ class JsonText:
         """Take a whole number of 64 bits at most, without sign."""
         self._skip_space()
         self._have(_NUMBER_BYTES)
-        found = _WHOLE.match(self._window, self._at)
-        if found is None or int(found[1]) > _MAX_WHOLE:
+        match = _WHOLE.match(self._window, self._at)
+        if match is None or int(match[1]) > _MAX_WHOLE:
             raise self.unexpected("a whole number, 0 or more, of 64 bits")
-        self._at = found.end()
-        return int(found[1])
+        self._at = match.end()
+        return int(match[1])
 
     def numbers(self, most: int) -> tuple[int, ...]:
         """Take an array of whole numbers, with a maximum length."""
-        found: list[int] = []
+        read: list[int] = []
         for _ in self.items():
-            if len(found) == most:
+            if len(read) == most:
                 raise self.damage("an array is too long", self.at, expected=f"{most} at most")
-            found.append(self.number())
-        return tuple(found)
+            read.append(self.number())
+        return tuple(read)
 
     def _check(self, decoder: codecs.IncrementalDecoder, part: bytes, *, final: bool = False) -> None:
         try:
@@ -238,9 +238,9 @@ class JsonText:
 
     def _skip_space(self) -> None:
         while True:
-            found = _SPACE.match(self._window, self._at)
-            assert found is not None  # it matches nothing, too
-            self._at = found.end()
+            match = _SPACE.match(self._window, self._at)
+            assert match is not None  # it matches nothing, too
+            self._at = match.end()
             if self._at < len(self._window) or self.at >= self.end:
                 return
             self._refill()
@@ -251,15 +251,15 @@ class JsonText:
 
     def _refill(self) -> None:
         """Have as much of the text in the window from here on as goes into it."""
-        at = self.at
-        wanted_bytes = min(_WINDOW_BYTES, self.end - at)
+        offset = self.at
+        wanted_bytes = min(_WINDOW_BYTES, self.end - offset)
         if len(self._window) - self._at < wanted_bytes:
-            self._window, self._base, self._at = self._pread(at, wanted_bytes), at, 0
+            self._window, self._base, self._at = self._pread(offset, wanted_bytes), offset, 0
             if len(self._window) < wanted_bytes:
-                raise self.damage(f"{self._called} became shorter while it was read", at)
+                raise self.damage(f"{self._called} became shorter while it was read", offset)
 
-    def _pread(self, at: int, length_bytes: int) -> bytes:
+    def _pread(self, offset: int, length_bytes: int) -> bytes:
         try:
-            return os.pread(self._fd, length_bytes, at)
+            return os.pread(self._fd, length_bytes, offset)
         except OSError as error:
-            raise self.damage(f"{self._called} cannot be read", at, got=str(error)) from error
+            raise self.damage(f"{self._called} cannot be read", offset, got=str(error)) from error

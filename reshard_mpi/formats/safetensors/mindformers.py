@@ -61,7 +61,7 @@ def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
 class _FolderContents(NamedTuple):
     """The files and index of a folder."""
 
-    tensors: Mapping[str, SlicedTensor] | None  # those that the index lists, None if there is no index
+    tensors: Mapping[str, SlicedTensor] | None  # the tensors listed by the index, None if there is no index
     files: Sequence[str]  # the names of all files with tensors
     has_common: bool  # whether `COMMON` lies there
 

@@ -87,7 +87,7 @@ class EqualCut(NamedTuple):
         """Yield the box of each slice, in the order of their numbers."""
         lengths = self.slice_shape
         for place in itertools.product(*map(range, self.counts)):
-            start = tuple(at * length for at, length in zip(place, lengths))
+            start = tuple(coordinate * length for coordinate, length in zip(place, lengths))
             yield Box(start, tuple(low + length for low, length in zip(start, lengths)))
 
 
@@ -125,11 +125,11 @@ class _IndexReading:
     def tensors(self) -> dict[str, SlicedTensor]:
         """Read all of it."""
         text, parts = self._text, {_TENSORS: self._take_tensors, _STORAGE: self._take_storage}
-        for at, key in text.members(_MAX_FIELD_BYTES):
+        for offset, key in text.members(_MAX_FIELD_BYTES):
             if key not in (_TENSORS, _STORAGE):
                 text.pass_over()
             elif key not in parts:
-                raise text.damage(f"{_CALLED} has {key!r} twice", at, expected="it once")
+                raise text.damage(f"{_CALLED} has {key!r} twice", offset, expected="it once")
             else:
                 parts.pop(key)()
         text.require_end()
@@ -147,9 +147,9 @@ class _IndexReading:
 
     def _holders_of(self, name: str, number: int) -> tuple[str, ...]:
         """Return the files of a slice of a tensor. Raises ShardError if they are not told."""
-        known = self._holders[name][number]
-        if known:
-            return known
+        of_box = self._holders[name][number]
+        if of_box:
+            return of_box
         key = str((name, (number,)))
         holders = self._other_holders.pop(key, ())
         if not holders:
@@ -160,21 +160,21 @@ class _IndexReading:
 
     def _take_tensors(self) -> None:
         text = self._text
-        for at, name in text.members(_ESCAPED * files.MAX_NAME_BYTES):
+        for offset, name in text.members(_ESCAPED * files.MAX_NAME_BYTES):
             if not name or len(name.encode(errors="replace")) > files.MAX_NAME_BYTES or name in self._cuts:
                 problem = f"{_CALLED} lists {name!r} twice" if name else "a tensor's name is too long, or empty"
-                raise text.damage(problem, at, expected=f"each tensor once, by 1 to {files.MAX_NAME_BYTES} bytes")
+                raise text.damage(problem, offset, expected=f"each tensor once, by 1 to {files.MAX_NAME_BYTES} bytes")
             if len(self._cuts) == files.MAX_TENSORS:
-                raise text.damage(f"{_CALLED} lists too many tensors", at, expected=f"{files.MAX_TENSORS} at most")
-            cut = self._cut(at, name)
+                raise text.damage(f"{_CALLED} lists too many tensors", offset, expected=f"{files.MAX_TENSORS} at most")
+            cut = self._cut(offset, name)
             count = math.prod(cut.counts)
             if cut not in self._alike:
-                self._keep(at, files.kept_kind_bytes(2 * len(cut.shape)) + _BOX_BYTES * count)
-            self._keep(at, files.kept_bytes(name) + _SLICE_BYTES * count)
+                self._keep(offset, files.kept_kind_bytes(2 * len(cut.shape)) + _BOX_BYTES * count)
+            self._keep(offset, files.kept_bytes(name) + _SLICE_BYTES * count)
             self._cuts[name] = self._alike.setdefault(cut, cut)
             self._holders[name] = [()] * count
 
-    def _cut(self, at: int, name: str) -> EqualCut:
+    def _cut(self, offset: int, name: str) -> EqualCut:
         """Take the description of a tensor."""
         text = self._text
         dtype: DType | None = None
@@ -193,20 +193,20 @@ class _IndexReading:
                 text.pass_over()
         if dtype is None or len(sizes) < len((_SHAPE, _COUNTS)) or slices is None:
             needed = ", ".join((_DTYPE, _SHAPE, _COUNTS, _CHUNKS))
-            raise text.damage(f"{_CALLED} does not say what {name!r} is", at, expected=needed)
+            raise text.damage(f"{_CALLED} does not say what {name!r} is", offset, expected=needed)
         cut = EqualCut(dtype, sizes[_SHAPE], sizes[_COUNTS])
-        self._require_slices(at, name, cut, slices)
+        self._require_slices(offset, name, cut, slices)
         return cut
 
-    def _require_slices(self, at: int, name: str, cut: EqualCut, slices: dict[int, tuple[int, ...]]) -> None:
+    def _require_slices(self, offset: int, name: str, cut: EqualCut, slices: dict[int, tuple[int, ...]]) -> None:
         """Raise ShardError unless the slices are those into which the tensor is cut, each of them once."""
         text, shape, counts = self._text, cut.shape, cut.counts
         if max(shape, default=0) > _MAX_LENGTH or math.prod(filter(None, shape)) > _MAX_LENGTH:
-            raise text.damage(f"the shape of {name!r} is impossibly large", at, got=str(list(shape)))
+            raise text.damage(f"the shape of {name!r} is impossibly large", offset, got=str(list(shape)))
         if len(counts) != len(shape) or 0 in counts or any(length % count for length, count in zip(shape, counts)):
             raise text.damage(
                 f"{name!r} cannot be cut as the index says",
-                at,
+                offset,
                 expected=f"a number of equal slices for each dimension of {list(shape)}",
                 got=f"{_COUNTS} {list(counts)}",
             )
@@ -214,7 +214,7 @@ class _IndexReading:
         if wrong is not None:
             raise text.damage(
                 f"slice {wrong} of {name!r} has not the shape of one",
-                at,
+                offset,
                 expected=f"{list(cut.slice_shape)}, of {list(shape)} cut as {list(counts)}",
                 got=str(list(slices[wrong])),
             )
@@ -223,51 +223,51 @@ class _IndexReading:
         if outside is not None:
             raise text.damage(
                 f"slice {outside} of {name!r} lies outside of the tensor",
-                at,
+                offset,
                 expected=f"the number of a slice below {count}, of {list(shape)} cut as {list(counts)}",
                 got=f"{_NUMBER} {outside}",
             )
         if len(slices) != count:
             lacking = next(number for number in range(count) if number not in slices)
             raise text.damage(
-                f"{_CALLED} lacks slice {lacking} of {name!r}", at, expected=f"{count} slices", got=str(len(slices))
+                f"{_CALLED} lacks slice {lacking} of {name!r}", offset, expected=f"{count} slices", got=str(len(slices))
             )
 
-    def _fields(self, what: str, known: tuple[str, ...]) -> Iterator[tuple[int, str]]:
+    def _fields(self, what: str, fields: tuple[str, ...]) -> Iterator[tuple[int, str]]:
         """Take an object: yield the byte and the key of each field that is known, and pass over the others."""
         met: set[str] = set()
-        for at, field in self._text.members(_MAX_FIELD_BYTES):
-            if field not in known:
+        for offset, field in self._text.members(_MAX_FIELD_BYTES):
+            if field not in fields:
                 self._text.pass_over()
                 continue
             if field in met:
-                raise self._text.damage(f"{_CALLED} says {field!r} of {what!r} twice", at, expected="it once")
+                raise self._text.damage(f"{_CALLED} says {field!r} of {what!r} twice", offset, expected="it once")
             met.add(field)
-            yield at, field
+            yield offset, field
 
     def _dtype(self, name: str) -> DType | None:
         dtype: DType | None = None
-        for at, _ in self._fields(name, (_DTYPE,)):
+        for offset, _ in self._fields(name, (_DTYPE,)):
             called = self._text.text(_MAX_FIELD_BYTES)
             dtype = BY_MINDSPORE_NAME.get(called or "") or BY_NAME.get(called or "")
             if dtype is None:
-                known = ", ".join(BY_MINDSPORE_NAME)
+                dtype_names = ", ".join(BY_MINDSPORE_NAME)
                 raise self._text.damage(
-                    f"{name!r} is of a type that is not known", at, expected=known, got=repr(called)
+                    f"{name!r} is of a type that is not known", offset, expected=dtype_names, got=repr(called)
                 )
         return dtype
 
     def _require_plain_layout(self, name: str) -> None:
-        for at, _ in self._fields(name, (_INTERLEAVED,)):
+        for offset, _ in self._fields(name, (_INTERLEAVED,)):
             if not self._text.next_is(b"f"):
                 raise self._text.damage(
                     f"{name!r} is cut in an interleaved way, which is not known here",
-                    at,
+                    offset,
                     expected=f"{_INTERLEAVED} false",
                 )
             self._text.pass_over()
 
-    def _slices(self, at: int, name: str) -> dict[int, tuple[int, ...]]:
+    def _slices(self, offset: int, name: str) -> dict[int, tuple[int, ...]]:
         """Take the slices of a tensor: the shape of each, by number."""
         text = self._text
         slices: dict[int, tuple[int, ...]] = {}
@@ -282,16 +282,16 @@ class _IndexReading:
                 raise text.damage(f"{_CALLED} lists slice {number} of {name!r} twice", slice_at, expected="it once")
             slices[number] = alike.setdefault(shape, shape)
             if len(slices) > _MAX_SLICES:
-                raise text.damage(f"{name!r} is cut into too many slices", at, expected=f"{_MAX_SLICES} at most")
+                raise text.damage(f"{name!r} is cut into too many slices", offset, expected=f"{_MAX_SLICES} at most")
         return slices
 
-    def _slice(self, at: int, name: str) -> tuple[int, tuple[int, ...]]:
+    def _slice(self, offset: int, name: str) -> tuple[int, tuple[int, ...]]:
         """Take a slice in whatever form: its number and its shape."""
         facts = {field: self._text.numbers(files.MAX_DIMENSIONS) for _, field in self._fields(name, (_NUMBER, _SLICE))}
         if len(facts) < len((_NUMBER, _SLICE)) or len(facts[_NUMBER]) != 1:
             raise self._text.damage(
                 f"a slice of {name!r} has no number",
-                at,
+                offset,
                 expected=f"one number as {_NUMBER}, and {_SLICE}",
                 got=str({field: list(numbers) for field, numbers in facts.items()}),
             )
@@ -299,20 +299,22 @@ class _IndexReading:
 
     def _take_storage(self) -> None:
         text = self._text
-        for at, key in text.members(_ESCAPED * (files.MAX_NAME_BYTES + _KEY_BYTES)):
+        for offset, key in text.members(_ESCAPED * (files.MAX_NAME_BYTES + _KEY_BYTES)):
             place = self._place(key or "")
-            known = self._other_holders.get(key or "") if place is None else self._holders[place[0]][place[1]]
-            if key is None or known:
+            holder = self._other_holders.get(key or "") if place is None else self._holders[place[0]][place[1]]
+            if key is None or holder:
                 problem = f"{_CALLED} says twice where {key} lies" if key else "a tensor's name is too long"
-                raise text.damage(problem, at, expected="each slice once")
+                raise text.damage(problem, offset, expected="each slice once")
             holders = tuple(dict.fromkeys(self._file(item_at, key) for item_at in text.items()))
             if not holders:
-                raise text.damage(f"{_CALLED} does not say where {key} lies", at, expected="a file or more", got="none")
+                raise text.damage(
+                    f"{_CALLED} does not say where {key} lies", offset, expected="a file or more", got="none"
+                )
             if holders not in self._alike_holders:
-                self._keep(at, _HOLDERS_BYTES + _HOLDER_BYTES * len(holders))
+                self._keep(offset, _HOLDERS_BYTES + _HOLDER_BYTES * len(holders))
             holders = self._alike_holders.setdefault(holders, holders)
             if place is None:
-                self._keep(at, files.kept_bytes(key))
+                self._keep(offset, files.kept_bytes(key))
                 self._other_holders[key] = holders
             else:
                 self._holders[place[0]][place[1]] = holders
@@ -325,7 +327,7 @@ class _IndexReading:
         name, number = usual[1], int(usual[2])
         return (name, number) if number < len(self._holders.get(name, ())) else None
 
-    def _file(self, at: int, key: str) -> str:
+    def _file(self, offset: int, key: str) -> str:
         """Take one place in which a slice lies."""
         usual = self._text.usual(_USUAL_PLACE, _USUAL_BYTES)
         file = usual[1].decode() if usual is not None else None
@@ -334,19 +336,19 @@ class _IndexReading:
         if file is None or (file not in self._files and not _is_beside(file)):
             raise self._text.damage(
                 f"{_CALLED} says that {key} lies outside of its folder, or in no file of it",
-                at,
+                offset,
                 expected=f"the name of a file beside it, which ends in {_ENDING}",
                 got=repr(file),
             )
         if file not in self._files:
-            self._keep(at, files.kept_bytes(file))
+            self._keep(offset, files.kept_bytes(file))
         return self._files.setdefault(file, file)
 
-    def _keep(self, at: int, size_bytes: int) -> None:
+    def _keep(self, offset: int, size_bytes: int) -> None:
         self._kept_bytes += size_bytes
         if self._kept_bytes > files.MAX_KEPT_BYTES:
             raise self._text.damage(
-                f"{_CALLED} lists too much", at, expected=f"{files.MAX_KEPT_BYTES} bytes of memory at most"
+                f"{_CALLED} lists too much", offset, expected=f"{files.MAX_KEPT_BYTES} bytes of memory at most"
             )
 
     def _contradiction(self, problem: str, expected: str, got: str) -> ShardError:

@@ -98,17 +98,17 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
     with files.opened(path) as (fd, size_bytes):
         if like is not None and like.header_digest is not None and header.of_file(fd, size_bytes) == like.header_digest:
             return like.at(path)._replace(part_of=like.part_of or part_of(path, None))
-        found = read(fd, path, size_bytes)
-        made = header.of_file(fd, size_bytes)
+        contents = read(fd, path, size_bytes)
+        header_digest = header.of_file(fd, size_bytes)
     return Manifest(
         path,
         NAME,
-        found.tensors,
-        found.strings,
-        header_digest=made,
-        left_out=found.left_out,
-        lacks_others=found.lacks_others,
-        part_of=part_of(path, found.sharding),
+        contents.tensors,
+        contents.strings,
+        header_digest=header_digest,
+        left_out=contents.left_out,
+        lacks_others=contents.lacks_others,
+        part_of=part_of(path, contents.sharding),
     )
 
 
@@ -178,26 +178,26 @@ class _HeaderReading:
         """Take one entry of the header, of whatever form: a tensor, or the metadata."""
         header = self._header
         header.next_is(b'"')
-        at = header.at
+        offset = header.at
         name = header.text(_ESCAPED * files.MAX_NAME_BYTES)
         if name is None:
             raise self._header.damage(
-                "a tensor's name is too long", at, expected=f"{files.MAX_NAME_BYTES} bytes at most"
+                "a tensor's name is too long", offset, expected=f"{files.MAX_NAME_BYTES} bytes at most"
             )
         header.require(b":")
         if name == METADATA:
-            self._take_metadata(at)
+            self._take_metadata(offset)
             return
-        fields = self._fields(at, name)
+        fields = self._fields(offset, name)
         dtype, dims, offsets = (fields[field] for field in _FIELDS)
         assert isinstance(dtype, str) and isinstance(dims, tuple) and isinstance(offsets, tuple)
         if len(offsets) != 2:
             raise header.damage(
-                f"{name!r} has no two offsets", at, expected="the first byte and the one after the last"
+                f"{name!r} has no two offsets", offset, expected="the first byte and the one after the last"
             )
-        self._add(at, name, self._kind(at, repr(name), dtype, dims), *offsets)
+        self._add(offset, name, self._kind(offset, repr(name), dtype, dims), *offsets)
 
-    def _fields(self, at: int, name: str) -> dict[str, str | tuple[int, ...]]:
+    def _fields(self, offset: int, name: str) -> dict[str, str | tuple[int, ...]]:
         header = self._header
         header.require(b"{")
         fields: dict[str, str | tuple[int, ...]] = {}
@@ -224,51 +224,56 @@ class _HeaderReading:
             raise header.damage(f"{name!r} has more than {', '.join(_FIELDS)}", header.at, expected="no other fields")
         return fields
 
-    def _kind(self, at: int, called: str, dtype_tag: str, dims: tuple[int, ...]) -> tuple[int, int]:
+    def _kind(self, offset: int, called: str, dtype_tag: str, dims: tuple[int, ...]) -> tuple[int, int]:
         """Return the number of a kind of tensors, and the size of one."""
         dtype = BY_TAG.get(dtype_tag)
         if dtype is None:
             raise self._header.damage(
                 f"{called} has a type that is not known",
-                at,
+                offset,
                 expected=", ".join(BY_TAG),
                 got=repr(dtype_tag),
                 remedy="save this tensor in another type, or the file without it",
             )
         if len(dims) > files.MAX_DIMENSIONS:
             raise self._header.damage(
-                f"{called} has too many dimensions", at, expected=f"{files.MAX_DIMENSIONS} at most", got=str(len(dims))
+                f"{called} has too many dimensions",
+                offset,
+                expected=f"{files.MAX_DIMENSIONS} at most",
+                got=str(len(dims)),
             )
         if dtype.itemsize_bytes * math.prod(length for length in dims if length) >= _MAX_PAYLOAD_BYTES:
-            raise self._header.damage(f"the shape of {called} is impossibly large", at, got=str(list(dims)))
+            raise self._header.damage(f"the shape of {called} is impossibly large", offset, got=str(list(dims)))
         kind = TensorType(dtype, dims)
-        known = len(self._tensors.kinds)
+        kinds_before = len(self._tensors.kinds)
         number = self._tensors.kind(kind)
-        if number == known:
-            self._keep(at, files.kept_kind_bytes(len(dims)))
+        if number == kinds_before:
+            self._keep(offset, files.kept_kind_bytes(len(dims)))
         return number, kind.size_bytes
 
-    def _add(self, at: int, name: str, kind: tuple[int, int], begin: int, end: int) -> None:
+    def _add(self, offset: int, name: str, kind: tuple[int, int], begin: int, end: int) -> None:
         number, size_bytes = kind
         if name in self._tensors:
-            raise self._header.damage(f"the name {name!r} appears twice in a shard", at, expected="each tensor once")
+            raise self._header.damage(
+                f"the name {name!r} appears twice in a shard", offset, expected="each tensor once"
+            )
         if not name or (len(name) > files.MAX_NAME_BYTES // 4 and len(name.encode()) > files.MAX_NAME_BYTES):
             raise self._header.damage(
-                "a tensor's name has an impossible length", at, expected=f"1 to {files.MAX_NAME_BYTES} bytes"
+                "a tensor's name has an impossible length", offset, expected=f"1 to {files.MAX_NAME_BYTES} bytes"
             )
         if not begin <= end <= self._data_bytes or end - begin != size_bytes:
-            raise self._wrong_range(at, name, number, begin, end)
+            raise self._wrong_range(offset, name, number, begin, end)
         if len(self._tensors) == files.MAX_TENSORS:
-            raise self._header.damage("a shard holds too many tensors", at, expected=f"{files.MAX_TENSORS} at most")
-        self._keep(at, files.kept_bytes(name))
+            raise self._header.damage("a shard holds too many tensors", offset, expected=f"{files.MAX_TENSORS} at most")
+        self._keep(offset, files.kept_bytes(name))
         self._tensors.add(sys.intern(name), number, self._header.end + begin)
         self._ends.append(self._header.end + end)
 
-    def _wrong_range(self, at: int, name: str, kind: int, begin: int, end: int) -> ShardError:
+    def _wrong_range(self, offset: int, name: str, kind: int, begin: int, end: int) -> ShardError:
         if begin <= end and end > self._data_bytes:
             return self._header.damage(
                 f"a shard ends before the end of {name!r}: it is truncated, or damaged",
-                at,
+                offset,
                 expected=f"{self._header.end + end} bytes at least",
                 got=f"{self._header.end + self._data_bytes} bytes in all",
                 remedy="copy it again",
@@ -276,24 +281,24 @@ class _HeaderReading:
         dtype, dims, *_ = self._tensors.kinds[kind]
         return self._header.damage(
             f"the range of {name!r} does not fit its shape",
-            at,
+            offset,
             expected=f"{self._tensors.kinds[kind].size_bytes} bytes ({dtype} {list(dims)})",
             got=f"from {begin} to {end}",
             remedy="the shard is damaged: save or copy it again",
         )
 
-    def _keep(self, at: int, size_bytes: int) -> None:
+    def _keep(self, offset: int, size_bytes: int) -> None:
         self._kept_bytes += size_bytes
         if self._kept_bytes > files.MAX_KEPT_BYTES:
             raise self._header.damage(
-                "a shard's names take too much memory", at, expected=f"{files.MAX_KEPT_BYTES} bytes at most"
+                "a shard's names take too much memory", offset, expected=f"{files.MAX_KEPT_BYTES} bytes at most"
             )
 
-    def _take_metadata(self, at: int) -> None:
+    def _take_metadata(self, offset: int) -> None:
         """Take the metadata."""
         header = self._header
         if self._has_metadata:
-            raise header.damage("a shard has metadata twice", at, expected="it once")
+            raise header.damage("a shard has metadata twice", offset, expected="it once")
         self._has_metadata = True
         for count, (key_at, key) in enumerate(header.members(_ESCAPED * (files.MAX_NAME_BYTES + len(STRING_PREFIX)))):
             if count == _MAX_METADATA:
@@ -307,46 +312,46 @@ class _HeaderReading:
             else:
                 self._add_metadata(key_at, key, text)
 
-    def _add_metadata(self, at: int, key: str, text: str | None) -> None:
+    def _add_metadata(self, offset: int, key: str, text: str | None) -> None:
         """Keep what an entry says. text: None if it is too long to say anything."""
         name = key.removeprefix(STRING_PREFIX)
         once = {CRC: self._crc, SHARDING: self._sharding}
         if once.get(key) is not None or key in self._int4 or (key != name and name in self._strings):
-            raise self._header.damage(f"the metadata of a shard says {key!r} twice", at, expected="it once")
+            raise self._header.damage(f"the metadata of a shard says {key!r} twice", offset, expected="it once")
         if key == REMOVED:
             self._lacks_others = text == "True"
         if key == CRC:
             self._crc = text if text is not None else "too long"
         elif key == SHARDING:
             if text is None:
-                raise self._header.damage(f"{key} is too long", at, expected=f"{MAX_STRING_BYTES} bytes at most")
+                raise self._header.damage(f"{key} is too long", offset, expected=f"{MAX_STRING_BYTES} bytes at most")
             self._sharding = text
         elif key != name:
             if text is None or not name:
                 raise self._header.damage(
                     f"the string {name!r} is damaged or too long",
-                    at,
+                    offset,
                     expected=f"{MAX_STRING_BYTES} bytes at most",
                 )
-            self._keep(at, files.kept_bytes(name) + files.kept_bytes(text))
+            self._keep(offset, files.kept_bytes(name) + files.kept_bytes(text))
             self._strings[name] = text
         elif text == INT4_TAG:
-            self._keep(at, files.kept_bytes(key))
-            self._int4[sys.intern(key)] = at
+            self._keep(offset, files.kept_bytes(key))
+            self._int4[sys.intern(key)] = offset
         elif not is_of_this_file(key):
             self._plain.add(key, text)
 
     def _mark_int4(self) -> None:
         """Give tensors that the metadata marks as MindSpore's Int4 their type."""
         tensors = self._tensors
-        for name, at in self._int4.items():
+        for name, offset in self._int4.items():
             number = tensors.index_by_name.get(name)
             if number is None:
                 continue  # the metadata of another file
             kind = tensors.kinds[tensors.kind_ids[number]]
             if BY_TAG["I8"] != kind.dtype:
                 raise self._header.damage(
-                    f"the metadata says that {name!r} is {INT4_TAG}", at, expected="I8", got=str(kind.dtype)
+                    f"the metadata says that {name!r} is {INT4_TAG}", offset, expected="I8", got=str(kind.dtype)
                 )
             tensors.kind_ids[number] = tensors.kind(kind._replace(dtype=INT4))
 
@@ -354,8 +359,8 @@ class _HeaderReading:
         """Raise ShardError unless every byte behind the header belongs to exactly one tensor."""
         starts, ends = self._tensors.offsets, self._ends
         order: Sequence[int] = range(len(starts))
-        if any(starts[at] != ends[at - 1] for at in order[1:]):
-            order = sorted(order, key=lambda at: (starts[at], ends[at]))
+        if any(starts[offset] != ends[offset - 1] for offset in order[1:]):
+            order = sorted(order, key=lambda offset: (starts[offset], ends[offset]))
         names = list(self._tensors)
         last, before = self._header.end, "the header"
         for number in order:

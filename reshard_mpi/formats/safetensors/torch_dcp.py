@@ -52,9 +52,9 @@ def _usual(content: bytes) -> dict[str, tuple[int, ...]] | None:
     """Return the offsets if all entries are written as nearly all are; None if one is not, or a name is there twice."""
     offsets: dict[str, tuple[int, ...]] = {}
     alike: dict[bytes, tuple[int, ...]] = {}
-    at, end = 1, b","
+    offset, end = 1, b","
     while end == b",":
-        entry = _USUAL.match(content, at)
+        entry = _USUAL.match(content, offset)
         if entry is None or not content.startswith(b"{"):
             return None
         name, numbers = entry[1].decode(), entry[2]
@@ -63,7 +63,7 @@ def _usual(content: bytes) -> dict[str, tuple[int, ...]] | None:
         if numbers not in alike:
             alike[numbers] = tuple(map(int, numbers.split(b","))) if numbers else ()
         offsets[name] = alike[numbers]
-        at, end = entry.end(), entry[3]
+        offset, end = entry.end(), entry[3]
     return offsets
 
 
@@ -71,23 +71,23 @@ def _whatever(content: bytes, path: str) -> dict[str, tuple[int, ...]]:
     """Return the offsets of a text that is written in any way that JSON allows."""
     text = _JsonInMemory(content, path)
     offsets: dict[str, tuple[int, ...]] = {}
-    for at, name in text.members(_ESCAPED * files.MAX_NAME_BYTES):
+    for offset, name in text.members(_ESCAPED * files.MAX_NAME_BYTES):
         if not name or name in offsets:
             problem = f"a file says twice where {name!r} lies" if name else "a tensor's name is too long, or empty"
-            raise text.damage(problem, at, expected=f"each tensor once, by 1 to {files.MAX_NAME_BYTES} bytes")
-        found: tuple[int, ...] | None = None
+            raise text.damage(problem, offset, expected=f"each tensor once, by 1 to {files.MAX_NAME_BYTES} bytes")
+        sizes: tuple[int, ...] | None = None
         for field_at, field in text.members(_MAX_FIELD_BYTES):
-            if field != _FIELD or found is not None:
+            if field != _FIELD or sizes is not None:
                 raise text.damage(
                     f"a file says of {name!r} what is not known, or twice the same",
                     field_at,
                     expected=f"{_FIELD} alone",
                     got=repr(field),
                 )
-            found = text.numbers(files.MAX_DIMENSIONS)
-        if found is None:
-            raise text.damage(f"a file does not say where {name!r} lies", at, expected=_FIELD)
-        offsets[name] = found
+            sizes = text.numbers(files.MAX_DIMENSIONS)
+        if sizes is None:
+            raise text.damage(f"a file does not say where {name!r} lies", offset, expected=_FIELD)
+        offsets[name] = sizes
     text.require_end()
     return offsets
 
@@ -99,8 +99,8 @@ class _JsonInMemory(JsonText):
         super().__init__(-1, path, 0, len(content), "what a file says of its pieces")
         self._content = content
 
-    def _pread(self, at: int, length_bytes: int) -> bytes:
-        return self._content[at : at + length_bytes]
+    def _pread(self, offset: int, length_bytes: int) -> bytes:
+        return self._content[offset : offset + length_bytes]
 
 
 NAME, SUFFIXES = "dcp-safetensors", (".safetensors",)
@@ -171,15 +171,15 @@ def _require_numbers(numbers: Mapping[str, tuple[int, ...]], folder: str) -> Non
     _require_all("file", {number for _, number, _ in numbers.values()}, totals[0] if totals else 1, folder)
 
 
-def _require_all(what: str, found: set[int], total: int | None, folder: str) -> None:
+def _require_all(what: str, numbers: set[int], total: int | None, folder: str) -> None:
     """Raise ShardError unless these are the numbers from 1 up to `total`; None: up to the highest of them."""
-    last = max(found, default=1) if total is None else total
-    missing = next((number for number in range(1, last + 1) if number not in found), None)
-    if missing is not None or min(found) < 1 or max(found) > last:
+    last = max(numbers, default=1) if total is None else total
+    missing = next((number for number in range(1, last + 1) if number not in numbers), None)
+    if missing is not None or min(numbers) < 1 or max(numbers) > last:
         raise ShardError(
             f"a distributed checkpoint lacks {what} {missing}" if missing else "files have impossible numbers",
             expected=f"numbers from 1 to {last}",
-            got=f"{len(found)} numbers, from {min(found, default=0)} to {max(found, default=0)}",
+            got=f"{len(numbers)} numbers, from {min(numbers, default=0)} to {max(numbers, default=0)}",
             where=folder,
             remedy=_REMEDY,
         )
@@ -204,9 +204,9 @@ def open_folder(folder: str) -> Manifest:
             kind = held.kind_ids[number]
             start = starts[name]
             box = boxes.get((start, kind)) or boxes.setdefault((start, kind), _box(path, name, start, held))
-            known = pieces.setdefault(name, [])
-            budget_bytes -= _PIECE_BYTES if known else _PIECE_BYTES + files.kept_bytes(name)
-            known.append(ListedChunk(box, held, number))
+            chunks = pieces.setdefault(name, [])
+            budget_bytes -= _PIECE_BYTES if chunks else _PIECE_BYTES + files.kept_bytes(name)
+            chunks.append(ListedChunk(box, held, number))
         if budget_bytes < 0:
             raise ShardError(
                 "a distributed checkpoint has too many pieces",

@@ -87,8 +87,8 @@ def reserve_as(fd: int, path: str, spec: ShardSpec, format_name: str, metadata: 
     for number, start in zip(layout.order, layout.starts):
         tensors.add(specs.names[number], kinds[specs.kind_ids[number]], start)
     text = layout.header[LENGTH_BYTES:]
-    made = header.of_header(len(text), (text,), layout.size_bytes)
-    return Manifest(path, format_name, tensors, dict(spec.strings), header_digest=made)
+    header_digest = header.of_header(len(text), (text,), layout.size_bytes)
+    return Manifest(path, format_name, tensors, dict(spec.strings), header_digest=header_digest)
 
 
 def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
@@ -130,11 +130,11 @@ def lay_out(specs: Specs, metadata: dict[str, str], path: str) -> FileLayout:
             where=path,
             remedy="write it as ckpt or hdf5 (--to)",
         )
-    at, starts = LENGTH_BYTES + length_bytes, []
+    offset, starts = LENGTH_BYTES + length_bytes, []
     for number in order:
-        starts.append(at)
-        at += sizes[specs.kind_ids[number]]
-    return FileLayout(length_bytes.to_bytes(LENGTH_BYTES, "little") + header.ljust(length_bytes), order, starts, at)
+        starts.append(offset)
+        offset += sizes[specs.kind_ids[number]]
+    return FileLayout(length_bytes.to_bytes(LENGTH_BYTES, "little") + header.ljust(length_bytes), order, starts, offset)
 
 
 def require_types(specs: Specs, path: str) -> None:
@@ -195,16 +195,16 @@ def _entries(specs: Specs, order: Sequence[int], metadata: dict[str, str], path:
     """Yield the parts of a header."""
     names, kind_of = specs.names, specs.kind_ids
     int4 = {number for number, kind in enumerate(specs.kinds) if kind.dtype.name == "int4"}
-    tags = {names[at]: INT4_TAG for at in order if kind_of[at] in int4} if int4 else {}
+    tags = {names[offset]: INT4_TAG for offset in order if kind_of[offset] in int4} if int4 else {}
     _require_apart(names, metadata, path)
     entries = (f"{encode_basestring(key)}:{encode_basestring(text)}" for key, text in (metadata | tags).items())
     yield f"{header.START.decode()}{','.join(entries)}}}"
     kinds = [(_around(kind), kind.size_bytes) for kind in specs.kinds]
-    at = 0
+    offset = 0
     for number in order:
         around, size_bytes = kinds[kind_of[number]]
-        yield f",{encode_basestring(names[number])}{around}[{at},{at + size_bytes}]}}"
-        at += size_bytes
+        yield f",{encode_basestring(names[number])}{around}[{offset},{offset + size_bytes}]}}"
+        offset += size_bytes
     yield "}"
 
 
@@ -261,14 +261,14 @@ def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
         if contents.crc is None:
             return False
         try:
-            found = str(_sum(fd, contents.tensors, on_bytes))
+            actual = str(_sum(fd, contents.tensors, on_bytes))
         except NotChecksummableError as error:
-            found = f"none that can be: {error.name!r} is {error.value}"
-        if found != contents.crc.strip(" "):
+            actual = f"none that can be: {error.name!r} is {error.value}"
+        if actual != contents.crc.strip(" "):
             raise ShardError(
                 "a checkpoint does not fit its own checksum: it is damaged, or has that of another file",
                 expected=f"CRC-32 {contents.crc!r}, as its {CRC} says",
-                got=found,
+                got=actual,
                 where=path,
                 remedy="copy it again, or use another replica",
             )

@@ -77,24 +77,24 @@ def directory(fd: int, path: str, size_bytes: int, first_byte: int = 0) -> tuple
 
 def entries(directory: bytes | bytearray) -> Iterator[int]:
     """Yield where the entries of a directory begin."""
-    return (at for at, _, _ in _outlines(directory))
+    return (offset for offset, _, _ in _outlines(directory))
 
 
 def storage_entries(directory: bytes | bytearray) -> Iterator[int]:
     """Yield where the entries of storages begin whose checksums stand in no local header."""
-    for at, flags, name_bytes in _outlines(directory):
-        name_at = at + ENTRY.size
+    for offset, flags, name_bytes in _outlines(directory):
+        name_at = offset + ENTRY.size
         if flags & HAS_DESCRIPTOR and directory.find(b"/data/", name_at, name_at + name_bytes) >= 0:
-            yield at
+            yield offset
 
 
 def _outlines(directory: bytes | bytearray) -> Iterator[tuple[int, int, int]]:
     """Yield of each entry where it begins, its flags, and how long its name is."""
-    at, last = 0, len(directory) - ENTRY.size
-    while at <= last:
-        flags, name_bytes, extra_bytes, comment_bytes = _OF_ENTRY.unpack_from(directory, at)
-        yield at, flags, name_bytes
-        at += ENTRY.size + name_bytes + extra_bytes + comment_bytes
+    offset, last = 0, len(directory) - ENTRY.size
+    while offset <= last:
+        flags, name_bytes, extra_bytes, comment_bytes = _OF_ENTRY.unpack_from(directory, offset)
+        yield offset, flags, name_bytes
+        offset += ENTRY.size + name_bytes + extra_bytes + comment_bytes
 
 
 def program(path: str) -> ShardError:
@@ -124,19 +124,19 @@ class _Archive:
     def members(self) -> dict[str, Member]:
         start, length_bytes, count = self.directory()
         directory = self._read(start, length_bytes)
-        found: dict[str, Member] = {}
+        by_name: dict[str, Member] = {}
         extents: list[tuple[int, int]] = []
-        at = 0
+        offset = 0
         for _ in range(count):
-            at, name, local_start, member = self._member(directory, at, start)
-            if name in found:
-                raise self._damage("two members of a shard have the same name", start + at, got=repr(name))
-            found[name] = member
+            offset, name, local_start, member = self._member(directory, offset, start)
+            if name in by_name:
+                raise self._damage("two members of a shard have the same name", start + offset, got=repr(name))
+            by_name[name] = member
             extents.append((local_start, member.offset_bytes + member.size_bytes - self._first_byte))
-        if at != length_bytes:
-            raise self._damage("the directory of a shard has another length than it says", start + at)
+        if offset != length_bytes:
+            raise self._damage("the directory of a shard has another length than it says", start + offset)
         self._require_disjoint(extents)
-        return found
+        return by_name
 
     def directory(self) -> tuple[int, int, int]:
         end_start = self._size_bytes - END.size
@@ -179,39 +179,39 @@ class _Archive:
             raise self._damage("a shard has too many members", end_start, expected=f"{_MAX_MEMBERS} at most")
         return start, length_bytes, count
 
-    def _member(self, directory: bytes, at: int, start: int) -> tuple[int, str, int, Member]:
-        """Read the entry at byte `at` of the directory.
+    def _member(self, directory: bytes, offset: int, start: int) -> tuple[int, str, int, Member]:
+        """Read the entry at byte `offset` of the directory.
 
         Returns where it ends, the member's name, where its local header begins, and the member.
         """
-        if at + ENTRY.size > len(directory):
-            raise self._damage("the directory of a shard ends in the middle of an entry", start + at)
-        fields = ENTRY.unpack_from(directory, at)
+        if offset + ENTRY.size > len(directory):
+            raise self._damage("the directory of a shard ends in the middle of an entry", start + offset)
+        fields = ENTRY.unpack_from(directory, offset)
         mark, _, _, flags, method, _, _, crc, stored_bytes, size_bytes, *lengths, disk, _, _, local_start = fields
         name_bytes, extra_bytes, comment_bytes = lengths
-        name_at = at + ENTRY.size
+        name_at = offset + ENTRY.size
         extra_at = name_at + name_bytes
         end = extra_at + extra_bytes + comment_bytes
         if mark != ENTRY_MARK or end > len(directory) or disk:
-            raise self._damage("an entry in the directory of a shard is damaged", start + at)
+            raise self._damage("an entry in the directory of a shard is damaged", start + offset)
         raw_name = directory[name_at:extra_at]
         if size_bytes == FULL_4 or stored_bytes == FULL_4 or local_start == FULL_4:
             extra = directory[extra_at : extra_at + extra_bytes]
             size_bytes, stored_bytes, local_start = self._wide(
-                extra, (size_bytes, stored_bytes, local_start), start + at
+                extra, (size_bytes, stored_bytes, local_start), start + offset
             )
         try:
             name = raw_name.decode()
         except UnicodeDecodeError:
-            raise self._damage("a member of a shard has a name that is no UTF-8", start + at) from None
+            raise self._damage("a member of a shard has a name that is no UTF-8", start + offset) from None
         if flags & ENCRYPTED or flags & MASKED:
-            raise self._damage("a member of a shard is encrypted", start + at, got=repr(name))
+            raise self._damage("a member of a shard is encrypted", start + offset, got=repr(name))
         if method != STORED or stored_bytes != size_bytes:
             if "/code/" in name:
                 raise program(self._path)
             raise self._damage(
                 "a member of a shard is compressed",
-                start + at,
+                start + offset,
                 expected="members as they are, as torch.save writes them",
                 got=repr(name),
                 remedy="load it with torch, and save it again",
@@ -221,7 +221,7 @@ class _Archive:
             raise self._damage("a member of a shard runs into the directory", local_start, got=repr(name))
         return end, name, local_start, Member(self._first_byte + payload_start, size_bytes, crc)
 
-    def _wide(self, extra: bytes, short: tuple[int, int, int], at: int) -> tuple[int, ...]:
+    def _wide(self, extra: bytes, short: tuple[int, int, int], offset: int) -> tuple[int, ...]:
         """Return the three numbers of an entry; large ones come from its extra field."""
         field_at = 0
         while field_at + 4 <= len(extra):
@@ -235,7 +235,7 @@ class _Archive:
                 numbers = iter(Struct(f"<{wanted // 8}Q").unpack_from(content))
                 return tuple(next(numbers) if number == FULL_4 else number for number in short)
             field_at += 4 + length_bytes
-        raise self._damage("an entry of a large member has no sizes", at)
+        raise self._damage("an entry of a large member has no sizes", offset)
 
     def _payload_start(self, local_start: int, name: bytes, flags: int, facts: tuple[int, int]) -> int:
         """Return the offset of a member's data. Raises ShardError if its local header contradicts the directory."""
@@ -251,14 +251,14 @@ class _Archive:
             raise self._damage("a member of a shard contradicts its directory", local_start, got=repr(name[:200]))
         return local_start + LOCAL.size + int(name_bytes) + int(extra_bytes)
 
-    def _header(self, at: int, length_bytes: int) -> bytes:
+    def _header(self, offset: int, length_bytes: int) -> bytes:
         """Return the bytes of a local header; neighbouring headers are read together."""
-        begin = at - self._headers_start
+        begin = offset - self._headers_start
         if begin < 0 or begin + length_bytes > len(self._headers):
-            is_near = 0 < at - self._last_header_start <= _NEAR_BYTES
-            room_bytes = max(length_bytes, min(_READ_BYTES, self._size_bytes - at) if is_near else 0)
-            self._headers_start, self._headers, begin = at, self._read(at, room_bytes), 0
-        self._last_header_start = at
+            is_near = 0 < offset - self._last_header_start <= _NEAR_BYTES
+            room_bytes = max(length_bytes, min(_READ_BYTES, self._size_bytes - offset) if is_near else 0)
+            self._headers_start, self._headers, begin = offset, self._read(offset, room_bytes), 0
+        self._last_header_start = offset
         return self._headers[begin : begin + length_bytes]
 
     def _require_disjoint(self, extents: list[tuple[int, int]]) -> None:
@@ -268,20 +268,20 @@ class _Archive:
                 raise self._damage("two members of a shard overlap", local_start)
             previous_end = end
 
-    def _read(self, at: int, length_bytes: int) -> bytes:
-        if at + length_bytes > self._size_bytes:
-            raise self._damage("a shard ends in the middle of its structure", at)
+    def _read(self, offset: int, length_bytes: int) -> bytes:
+        if offset + length_bytes > self._size_bytes:
+            raise self._damage("a shard ends in the middle of its structure", offset)
         try:
-            content = os.pread(self._fd, length_bytes, self._first_byte + at)
+            content = os.pread(self._fd, length_bytes, self._first_byte + offset)
         except (OSError, OverflowError) as error:
-            raise self._damage("a shard cannot be read", at, got=str(error)) from error
+            raise self._damage("a shard cannot be read", offset, got=str(error)) from error
         if len(content) != length_bytes:
-            raise self._damage("a shard ends in the middle of its structure", at)
+            raise self._damage("a shard ends in the middle of its structure", offset)
         return content
 
-    def _damage(self, problem: str, at: int, *, expected: str = "", got: str = "", remedy: str = "") -> ShardError:
+    def _damage(self, problem: str, offset: int, *, expected: str = "", got: str = "", remedy: str = "") -> ShardError:
         return ShardError(
-            problem, expected=expected, got=got, where=f"{self._path}, byte {self._first_byte + at}", remedy=remedy
+            problem, expected=expected, got=got, where=f"{self._path}, byte {self._first_byte + offset}", remedy=remedy
         )
 
 

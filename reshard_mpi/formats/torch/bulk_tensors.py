@@ -64,22 +64,22 @@ class TensorRunReader:
             another of its key.
     """
 
-    def __init__(self, known: Callable[[Storage], Storage]) -> None:
-        self._known = known
+    def __init__(self, known_storage: Callable[[Storage], Storage]) -> None:
+        self._known = known_storage
         self._sorts: dict[tuple[bytes, ...], _TensorTemplate] = {}
 
-    def __call__(self, data: bytes, at: int, memo: Sequence[Value]) -> ReadObjects | None:
+    def __call__(self, data: bytes, position: int, memo: Sequence[Value]) -> ReadObjects | None:
         """Read them. See `readers.ObjectReader`."""
         if len(memo) < _LONG_NUMBERS:
             return None
-        made: list[Value] = []
+        values: list[Value] = []
         memoized: list[Value] = []
         # What is written alike in one row refers to the same things: nothing else is put into the memo meanwhile.
         met: dict[tuple[bytes, ...], _TensorTemplate] = {}
-        cost_bytes, number, match = 0, len(memo), _FIRST.match(data, at)
-        while match is not None and len(made) < 2 * _MOST_AT_ONCE:
+        cost_bytes, number, match = 0, len(memo), _FIRST.match(data, position)
+        while match is not None and len(values) < 2 * _MOST_AT_ONCE:
             groups = match.groups()
-            is_first = not made
+            is_first = not values
             own = groups if is_first else groups[_NAME_GROUPS:]
             storage_word, kind, key_bytes, key, key_put, device, count, put, offset, shape, shape_put, *rest = own
             strides, strides_put, hooks, hooks_put, args_put, tensor_put = rest
@@ -107,18 +107,18 @@ class TensorRunReader:
             tensor = StoredTensor(stored, like.dtype, like.offset, like.shape, like.strides)
             no_hooks = Call(ORDERED_DICT, ())
             if name is not None:
-                made.append(name)
+                values.append(name)
                 memoized.append(name)
                 cost_bytes += len(name)
-            made.append(tensor)
+            values.append(tensor)
             identity = ("storage", kind_name, text, place, elements)
             args = (stored, like.offset, like.shape, like.strides, False, no_hooks)
             memoized += (text, identity, like.shape, like.strides, no_hooks, args, tensor)
             number = len(memo) + len(memoized)
             cost_bytes += _COST_BYTES + len(key)
-            at = match.end()
-            match = _AGAIN.match(data, at)
-        return ReadObjects(made, at, memoized, cost_bytes) if made else None
+            position = match.end()
+            match = _AGAIN.match(data, position)
+        return ReadObjects(values, position, memoized, cost_bytes) if values else None
 
     def _sort(self, written: tuple[bytes, ...], memo: Sequence[Value]) -> _TensorTemplate | None:
         """Return the template of the tensor at hand; None if it is not written in the usual way."""
@@ -153,8 +153,8 @@ def _got(get: bytes) -> int:
 
 def _numbers(written: bytes) -> tuple[int, ...]:
     """Return the numbers that opcodes put on the stack."""
-    found = _FIND_NUMBERS.findall(written.removeprefix(b"("))
-    return tuple(int.from_bytes(number[1:], "little", signed=number[0] == 0x4A) for number in found)
+    operands = _FIND_NUMBERS.findall(written.removeprefix(b"("))
+    return tuple(int.from_bytes(number[1:], "little", signed=number[0] == 0x4A) for number in operands)
 
 
 # The pickle of 100,000 tensors has 12 MB.
@@ -191,13 +191,13 @@ class Storages:
         return PickleHooks(self._storage, CALLS, rows={REBUILD: TensorRunReader(self._known)})
 
     def _storage(self, persistent_id: Value) -> Storage:
-        made = storage(persistent_id)
-        if made.unknown is not None:
-            return self.unknown.setdefault(made.key, made)
-        return self._known(made)
+        read = storage(persistent_id)
+        if read.unknown is not None:
+            return self.unknown.setdefault(read.key, read)
+        return self._known(read)
 
-    def _known(self, made: Storage) -> Storage:
-        first = self.by_key.setdefault(made.key, made)
-        if first is not made and first.size_bytes != made.size_bytes:
-            raise ValueError(f"a storage of two sizes: {made.key[:60]!r}")
-        return made._replace(key=self._prefix + made.key) if self._prefix else made
+    def _known(self, read: Storage) -> Storage:
+        first = self.by_key.setdefault(read.key, read)
+        if first is not read and first.size_bytes != read.size_bytes:
+            raise ValueError(f"a storage of two sizes: {read.key[:60]!r}")
+        return read._replace(key=self._prefix + read.key) if self._prefix else read

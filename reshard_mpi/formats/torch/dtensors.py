@@ -77,13 +77,13 @@ def _dimensions(layout: Dict) -> tuple[tuple[MeshFactor, ...], ...]:
         if type(shape) is not tuple or type(stride) is not tuple or len(shape) != len(stride):
             raise UnclearError("a mesh without dimensions")
         pairs = [(length if type(length) is tuple else (length,), step) for length, step in zip(shape, stride)]
-        found = tuple(_factors(length, step if type(step) is tuple else (step,)) for length, step in pairs)
+        dimensions = tuple(_factors(length, step if type(step) is tuple else (step,)) for length, step in pairs)
     else:
         states = [state_of(axis, "_FlatLayout") for axis in axes] if type(axes) in (tuple, list) else []
-        found = tuple(_factors(state.get("shape"), state.get("stride")) for state in states)
-    if not 0 < len(found) <= MAX_AXES:
+        dimensions = tuple(_factors(state.get("shape"), state.get("stride")) for state in states)
+    if not 0 < len(dimensions) <= MAX_AXES:
         raise UnclearError("a mesh without dimensions")
-    return found
+    return dimensions
 
 
 def _own_rank(dimensions: Sequence[Sequence[MeshFactor]], coordinates: Sequence[int]) -> int:
@@ -91,11 +91,11 @@ def _own_rank(dimensions: Sequence[Sequence[MeshFactor]], coordinates: Sequence[
     if len(coordinates) != len(dimensions):
         raise UnclearError("a mesh that the file's own rank is not in")
     rank = 0
-    for factors, at in zip(dimensions, coordinates):
+    for factors, coordinate in zip(dimensions, coordinates):
         for factor in reversed(factors):
-            at, step = divmod(at, factor.length)
+            coordinate, step = divmod(coordinate, factor.length)
             rank += step * factor.stride
-        if at:
+        if coordinate:
             raise UnclearError("a mesh that the file's own rank is not in")
     return rank
 
@@ -107,7 +107,7 @@ def _mesh_of_ranks(state: Dict) -> TensorMesh:
     if type(array) is not StoredTensor or math.prod(array.shape) != len(ranks) or not 0 < len(ranks) <= _MAX_RANKS:
         raise UnclearError("a mesh whose ranks do not fit its shape")
     shape = array.shape
-    if len(coordinates) != len(shape) or any(at >= length for at, length in zip(coordinates, shape)):
+    if len(coordinates) != len(shape) or any(coordinate >= length for coordinate, length in zip(coordinates, shape)):
         raise UnclearError("a mesh that the file's own rank is not in")
     counts = [math.prod(shape[dimension + 1 :]) for dimension in range(len(shape))]
     strides = [ranks[count] - ranks[0] if length > 1 else 0 for length, count in zip(shape, counts)]
@@ -117,7 +117,7 @@ def _mesh_of_ranks(state: Dict) -> TensorMesh:
             raise UnclearError(f"a mesh whose ranks are not evenly apart: {ranks[:MAX_AXES]}")
     if any(stride <= 0 for length, stride in zip(shape, strides) if length > 1):
         raise UnclearError(f"a mesh whose ranks do not ascend: {ranks[:MAX_AXES]}")
-    own = ranks[sum(at * count for at, count in zip(coordinates, counts))]
+    own = ranks[sum(coordinate * count for coordinate, count in zip(coordinates, counts))]
     has_all = sorted(ranks) == list(range(len(ranks)))
     dimensions = tuple((MeshFactor(length, stride),) if length > 1 else () for length, stride in zip(shape, strides))
     return TensorMesh(len(ranks) if has_all else 0, own, dimensions, counts_all=False)
@@ -226,24 +226,24 @@ def _meshes(tensors: Sequence[tuple[str, DistributedTensor]], path: str) -> list
 
     Those that do not say how many ranks there are have as many as the largest, those without rank have that of others.
     """
-    known: dict[int, TensorMesh] = {}
+    meshes: dict[int, TensorMesh] = {}
     described_meshes = []
     for name, tensor in tensors:
         try:
             described_mesh = state_of(tensor.spec, "DTensorSpec").get("mesh")
             described_meshes.append(described_mesh)
-            if id(described_mesh) not in known:
-                known[id(described_mesh)] = mesh_of(described_mesh)
+            if id(described_mesh) not in meshes:
+                meshes[id(described_mesh)] = mesh_of(described_mesh)
         except (UnclearError, ValueError) as error:
             raise _unplaced(error, f"{path}, {name!r}") from None
-    world_size = max(mesh.world_size for mesh in known.values())
-    own = max(mesh.rank for mesh in known.values())
+    world_size = max(mesh.world_size for mesh in meshes.values())
+    own = max(mesh.rank for mesh in meshes.values())
     if not 0 <= own < world_size:
         raise _unplaced(UnclearError("no mesh of all ranks beside those of some"), path)
-    for key, mesh in known.items():
+    for key, mesh in meshes.items():
         of_all = mesh.world_size if mesh.counts_all else world_size
-        known[key] = mesh._replace(world_size=of_all, rank=own if mesh.rank == UNSAID else mesh.rank)
-    return [known[id(described_mesh)] for described_mesh in described_meshes]
+        meshes[key] = mesh._replace(world_size=of_all, rank=own if mesh.rank == UNSAID else mesh.rank)
+    return [meshes[id(described_mesh)] for described_mesh in described_meshes]
 
 
 class _Placing:
@@ -257,9 +257,15 @@ class _Placing:
         self, mesh: TensorMesh, cuts: Mapping[int, Sequence[int]], global_shape: tuple[int, ...]
     ) -> tuple[Placement, Box]:
         """Return how a tensor is placed, and which part of it the file's own rank has."""
-        key = mesh, tuple((dimension, *at) for dimension, at in sorted(cuts.items())), global_shape
+        key = (
+            mesh,
+            tuple((dimension, *mesh_dimensions) for dimension, mesh_dimensions in sorted(cuts.items())),
+            global_shape,
+        )
         if key not in self._known:
-            counts = ((dimension, math.prod(map(mesh.length, at))) for dimension, at in cuts.items())
+            counts = (
+                (dimension, math.prod(map(mesh.length, mesh_dimensions))) for dimension, mesh_dimensions in cuts.items()
+            )
             self._different += sum(count for dimension, count in counts if global_shape[dimension] % count)
             if self._different > _MAX_DIFFERENT_PIECES:
                 raise UnclearError("too many tensors that are cut in different ways")
@@ -281,9 +287,9 @@ def placement_of(mesh: TensorMesh, cuts: Mapping[int, Sequence[int]], global_sha
     lengths, axis_of = axes_of(mesh)
     split, sizes = [], []
     for dimension, length in enumerate(global_shape):
-        factors = [factor for at in cuts.get(dimension, ()) for factor in mesh.dimensions[at]]
+        factors = [factor for mesh_dimension in cuts.get(dimension, ()) for factor in mesh.dimensions[mesh_dimension]]
         split.append(tuple(axis_of[factor] for factor in factors))
-        counts = [mesh.length(at) for at in cuts.get(dimension, ())]
+        counts = [mesh.length(mesh_dimension) for mesh_dimension in cuts.get(dimension, ())]
         if length % math.prod(counts):
             sizes.append((dimension, ceil_lengths(length, counts)))
     return Placement(lengths, tuple(split), sizes=tuple(sizes))
@@ -318,7 +324,7 @@ def _cuts(state: Dict, mesh: TensorMesh, dimensions: int) -> dict[int, list[int]
     if type(placements) not in (tuple, list) or len(placements) != len(mesh.dimensions):
         raise UnclearError("a DTensor without a placement for each mesh dimension")
     factors: dict[int, dict[int, int]] = {}
-    for at, placement in enumerate(placements):
+    for mesh_dimension, placement in enumerate(placements):
         if type(placement) is not Call:
             raise UnclearError("a placement that is none")
         if placement.function.name not in ("Replicate", "Shard", "_StridedShard"):
@@ -332,7 +338,7 @@ def _cuts(state: Dict, mesh: TensorMesh, dimensions: int) -> dict[int, list[int]
         if type(dimension) is not int or not 0 <= dimension < dimensions or type(factor) is not int or factor < 1:
             shown = dimension if type(dimension) is int else "something else"
             raise UnclearError(f"a placement of dimension {shown} of {dimensions}"[:200])
-        factors.setdefault(dimension, {})[at] = factor
+        factors.setdefault(dimension, {})[mesh_dimension] = factor
     cuts = {dimension: _in_order(mesh, of_dimension) for dimension, of_dimension in factors.items()}
     _require_same_order(state, cuts)
     return cuts
@@ -346,16 +352,16 @@ def _in_order(mesh: TensorMesh, factors: Mapping[int, int]) -> list[int]:
             if they come after it.
     """
     order: list[int] = []
-    for at in sorted(factors, reverse=True):
+    for offset in sorted(factors, reverse=True):
         before = 1
         for position in range(len(order) + 1):
-            if before == factors[at]:
-                order.insert(position, at)
+            if before == factors[offset]:
+                order.insert(position, offset)
                 break
             if position < len(order):
                 before *= mesh.length(order[position])
         else:
-            raise UnclearError(f"a strided placement with the factor {factors[at]}")
+            raise UnclearError(f"a strided placement with the factor {factors[offset]}")
     return order
 
 

@@ -73,12 +73,12 @@ class Placed(NamedTuple):
         return self.payload_start + self.size_bytes + (24 if self.is_large else 16)
 
 
-def placed(name: str, size_bytes: int, at: int, crc: int = 0) -> Placed:
-    """Return where a member lies whose local header begins at byte `at`."""
+def placed(name: str, size_bytes: int, offset: int, crc: int = 0) -> Placed:
+    """Return where a member lies whose local header begins at byte `offset`."""
     encoded = (TOP + name).encode()
-    wide_bytes = 16 * (size_bytes >= FULL_4) + 8 * (at >= FULL_4)
-    start = at + LOCAL.size + len(encoded) + (4 + wide_bytes if wide_bytes else 0) + 4
-    return Placed(encoded, at, -(-start // ALIGNMENT_BYTES) * ALIGNMENT_BYTES, size_bytes, crc)
+    wide_bytes = 16 * (size_bytes >= FULL_4) + 8 * (offset >= FULL_4)
+    start = offset + LOCAL.size + len(encoded) + (4 + wide_bytes if wide_bytes else 0) + 4
+    return Placed(encoded, offset, -(-start // ALIGNMENT_BYTES) * ALIGNMENT_BYTES, size_bytes, crc)
 
 
 def first_members(pickle: bytes) -> dict[str, bytes]:
@@ -155,8 +155,8 @@ def of_file(fd: int, size_bytes: int, tensors: TensorTable) -> HeaderDigest | No
                 part = part[:_CRC_AT] + _NO_CRC + part[_CRC_AT + _CRC_BYTES :]
             digest.update(part)
         directory = bytearray(next(files.contents(fd, [(start, start + length_bytes)])))
-        for at in archive.storage_entries(directory):
-            directory[at + archive.ENTRY_CRC_AT : at + archive.ENTRY_CRC_AT + _CRC_BYTES] = _NO_CRC
+        for offset in archive.storage_entries(directory):
+            directory[offset + archive.ENTRY_CRC_AT : offset + archive.ENTRY_CRC_AT + _CRC_BYTES] = _NO_CRC
         digest.update(bytes(directory))
         digest.update(next(files.contents(fd, [(start + length_bytes, size_bytes)])))
     except (ShardError, ValueError, OSError):  # it is no archive, has just become shorter, or cannot be read

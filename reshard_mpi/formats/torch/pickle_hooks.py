@@ -12,10 +12,10 @@ from reshard_mpi.formats.nest.nodes import BYTES_IO, Global, Value
 class PickleError(Exception):
     """An error in a pickle, its byte offset, and a remedy if there is one."""
 
-    def __init__(self, problem: str, at: int, got: str = "", remedy: str = "") -> None:
-        super().__init__(problem, at, got, remedy)
+    def __init__(self, problem: str, offset: int, got: str = "", remedy: str = "") -> None:
+        super().__init__(problem, offset, got, remedy)
         self.problem = problem
-        self.at = at
+        self.at = offset
         self.got = got
         self.remedy = remedy
 
@@ -28,8 +28,8 @@ class PickleError(Exception):
 class PickleCutShortError(PickleError):
     """A pickle goes on behind the end of the data."""
 
-    def __init__(self, at: int) -> None:
-        super().__init__("a pickle ends before it is complete", at)
+    def __init__(self, offset: int) -> None:
+        super().__init__("a pickle ends before it is complete", offset)
 
 
 class ReadObjects(NamedTuple):

@@ -40,7 +40,7 @@ def require_types(specs: Specs, holder: str, path: str) -> None:
     """Raise TargetError for the first tensor of a type that torch has not. holder: what cannot hold it, in words."""
     unknown = {number for number, kind in enumerate(specs.kinds) if kind.dtype.name not in BY_TORCH_NAME}
     if unknown:
-        name, dtype, *_ = next(specs[at] for at, kind in enumerate(specs.kind_ids) if kind in unknown)
+        name, dtype, *_ = next(specs[index] for index, kind in enumerate(specs.kind_ids) if kind in unknown)
         raise TargetError(
             f"{holder} cannot hold {name!r}",
             expected=f"one of {', '.join(BY_TORCH_NAME)}",
@@ -115,9 +115,9 @@ class _Pickler:
 
     def _shared(self, key: Hashable, write: Callable[[], object]) -> None:
         """Write an object that is the same wherever it occurs; from the second time on it is taken from the memo."""
-        known = self._memo.get(key)
-        if known is not None:
-            self.parts.append(known)
+        reference = self._memo.get(key)
+        if reference is not None:
+            self.parts.append(reference)
             return
         write()
         number = len(self._memo)

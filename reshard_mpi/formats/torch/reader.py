@@ -55,41 +55,41 @@ def of_pickles(fd: int, path: str, size_bytes: int) -> ArchiveContent:
 
 def _legacy_content(data: bytes, fd: int, size_bytes: int) -> ArchiveContent:
     """Read the pickles at the beginning of a file, and look where its storages lie."""
-    _, at = load(data)
-    protocol, at = load(data, at)
-    system, at = load(data, at)
+    _, offset = load(data)
+    protocol, offset = load(data, offset)
+    system, offset = load(data, offset)
     is_little = system.get("little_endian") if type(system) is Dict else None
     if protocol != _PROTOCOL or type(is_little) is not bool:
-        raise PickleError("an older checkpoint of torch has an unknown beginning", at)
+        raise PickleError("an older checkpoint of torch has an unknown beginning", offset)
     order = "little" if is_little else "big"
     storages = Storages()
-    root, at = load(data, at, storages.readers)
-    keys, at = load(data, at)
+    root, offset = load(data, offset, storages.readers)
+    keys, offset = load(data, offset)
     starts: dict[str, int] = {}
-    for key, (elements, length_bytes) in zip(_checked(keys, storages, at), _sizes(keys, storages, at)):
-        counted = os.pread(fd, _COUNT_BYTES, at)
-        starts[key] = at + _COUNT_BYTES
-        at = starts[key] + length_bytes
-        if len(counted) < _COUNT_BYTES or at > size_bytes:
-            raise PickleError("an older checkpoint of torch ends in the middle of a storage", at)
+    for key, (elements, length_bytes) in zip(_checked(keys, storages, offset), _sizes(keys, storages, offset)):
+        counted = os.pread(fd, _COUNT_BYTES, offset)
+        starts[key] = offset + _COUNT_BYTES
+        offset = starts[key] + length_bytes
+        if len(counted) < _COUNT_BYTES or offset > size_bytes:
+            raise PickleError("an older checkpoint of torch ends in the middle of a storage", offset)
         if int.from_bytes(counted, "little" if is_little else "big") != elements:
             raise PickleError("a storage of an older checkpoint has another size than its pickle says", starts[key])
-    if at != size_bytes:
-        raise PickleError("something follows the end of an older checkpoint of torch", at)
+    if offset != size_bytes:
+        raise PickleError("something follows the end of an older checkpoint of torch", offset)
     return ArchiveContent(root, starts, order != sys.byteorder)
 
 
-def _checked(keys: Value, storages: Storages, at: int) -> list[str]:
+def _checked(keys: Value, storages: Storages, offset: int) -> list[str]:
     """Return the keys of all storages in the order in which they lie in the file."""
     if type(keys) is not list or not all(type(key) is str for key in keys):
-        raise PickleError("an older checkpoint of torch has no list of its storages", at)
+        raise PickleError("an older checkpoint of torch has no list of its storages", offset)
     named = storages.by_key.keys() | storages.unknown.keys()
     if len(keys) != len(named) or set(keys) != named:
-        raise PickleError("the storages of an older checkpoint of torch are not those that its pickle names", at)
+        raise PickleError("the storages of an older checkpoint of torch are not those that its pickle names", offset)
     return keys
 
 
-def _sizes(keys: list[str], storages: Storages, at: int) -> Iterator[tuple[int, int]]:
+def _sizes(keys: list[str], storages: Storages, offset: int) -> Iterator[tuple[int, int]]:
     """Yield of each storage how many elements it has, and how many bytes."""
     for key in keys:
         storage = storages.by_key.get(key) or storages.unknown[key]
@@ -98,7 +98,7 @@ def _sizes(keys: list[str], storages: Storages, at: int) -> Iterator[tuple[int, 
         elif storage.unknown in _PASSED_BYTES:
             yield storage.elements, storage.elements * _PASSED_BYTES[storage.unknown]
         else:
-            raise PickleError("a storage is of a type that is not known here", at, storage.unknown[:200])
+            raise PickleError("a storage is of a type that is not known here", offset, storage.unknown[:200])
 
 
 # Entries of a file with one rank's optimizer state, by the stage of ZeRO that writes them.
@@ -220,13 +220,13 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
     nor plain data is left out and named. Raises ShardError if the file is not sound, or would run code.
     """
     with files.opened(path) as (fd, size_bytes):
-        known = None if like is None else like.header_digest
-        if like is not None and known is not None and layout.of_file(fd, size_bytes, like.tensors) == known:
+        digest = None if like is None else like.header_digest
+        if like is not None and digest is not None and layout.of_file(fd, size_bytes, like.tensors) == digest:
             return like.at(path)
-        found = _parsed(path, _content(fd, path, size_bytes))
-        if found.identity is None:  # the files of different ranks say different ranks
-            found = found._replace(header_digest=layout.of_file(fd, size_bytes, found.tensors))
-    return found
+        manifest = _parsed(path, _content(fd, path, size_bytes))
+        if manifest.identity is None:  # the files of different ranks say different ranks
+            manifest = manifest._replace(header_digest=layout.of_file(fd, size_bytes, manifest.tensors))
+    return manifest
 
 
 def _parsed(path: str, content: ArchiveContent) -> Manifest:
@@ -240,13 +240,13 @@ def _parsed(path: str, content: ArchiveContent) -> Manifest:
     except nest.NestError as error:
         problem = f"a shard cannot be read: {error.problem}"
         raise ShardError(problem, got=error.got, where=path, remedy=error.remedy) from None
-    found = flattened.tensors
+    named_tensors = flattened.tensors
     if strings is not None:
         # Its dictionaries are in the order of the nest, its storages in the shard's order.
-        found = sorted(found, key=_storage_number)
-    wholes, identity = described(found, path)
+        named_tensors = sorted(named_tensors, key=_storage_number)
+    wholes, identity = described(named_tensors, path)
     tensors = TensorTable(path)
-    _add(tensors, found, content, wholes)
+    _add(tensors, named_tensors, content, wholes)
     if not tensors and flattened.left_out:
         raise ShardError(
             "a shard holds no tensor that can be read",
@@ -256,7 +256,7 @@ def _parsed(path: str, content: ArchiveContent) -> Manifest:
             remedy="load it with torch, and save its state_dict()",
         )
     texts = flattened.strings if strings is None else strings
-    besides = tuple(f"{name}: {tensor.besides}" for name, tensor in found if getattr(tensor, "besides", ""))
+    besides = tuple(f"{name}: {tensor.besides}" for name, tensor in named_tensors if getattr(tensor, "besides", ""))
     left_out = (*flattened.left_out, *besides[:_MAX_BESIDES])
     part_of, to_have_all = share_of(content.root) if is_of_others else RankShare()
     return Manifest(path, NAME, tensors, texts, identity, left_out=left_out, part_of=part_of, to_have_all=to_have_all)
@@ -297,20 +297,23 @@ def _storage_number(named: tuple[str, Value]) -> int:
 
 
 def _add(
-    tensors: TensorTable, found: Iterable[tuple[str, Value]], content: ArchiveContent, wholes: Mapping[str, WholeTensor]
+    tensors: TensorTable,
+    named_tensors: Iterable[tuple[str, Value]],
+    content: ArchiveContent,
+    wholes: Mapping[str, WholeTensor],
 ) -> None:
     """Add the tensors of the file, each with its part of the whole where the file says that it has one."""
     starts, path = content.starts, tensors.path
     # Most tensors are like others before, so what is known of a kind is looked up.
-    known: dict[tuple[DType, tuple[int, ...], tuple[int, ...], WholeTensor | None], tuple[TensorType, int, bool]] = {}
-    for name, tensor in found:
+    seen: dict[tuple[DType, tuple[int, ...], tuple[int, ...], WholeTensor | None], tuple[TensorType, int, bool]] = {}
+    for name, tensor in named_tensors:
         stored: StoredTensor = tensor.local if type(tensor) is DistributedTensor else tensor
         storage, dtype, offset, shape, strides, _ = stored
         whole = wholes.get(name)
-        alike = known.get((dtype, shape, strides, whole))
+        alike = seen.get((dtype, shape, strides, whole))
         if alike is None:
             kind = TensorType(dtype, shape, *whole) if whole is not None else TensorType(dtype, shape)
-            alike = known[dtype, shape, strides, whole] = kind, tensors.kind(kind), stored.is_row_major
+            alike = seen[dtype, shape, strides, whole] = kind, tensors.kind(kind), stored.is_row_major
         kind, number, is_row_major = alike
         swapped = content.swapped and dtype.part_bytes > 1
         start = starts[storage.key] + offset * dtype.itemsize_bytes

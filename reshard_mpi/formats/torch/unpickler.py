@@ -95,27 +95,27 @@ class _SafeUnpickler:
         stack: list[Value] = []
         outer: list[list[Value]] = []
         memo: list[Value] = []
-        spent, at = 0, self._start
-        looked_at = min(size, at + _LOOKED_AT_BYTES)
+        spent, offset = 0, self._start
+        looked_at = min(size, offset + _LOOKED_AT_BYTES)
         try:
             while True:
-                if at >= looked_at:
-                    if at >= size:
+                if offset >= looked_at:
+                    if offset >= size:
                         raise PickleCutShortError(size)
                     if spent > self._budget_bytes:
                         problem = "the objects of a pickle take too much memory"
-                        raise PickleError(problem, at, f"over {spent} bytes", LESS)
-                    looked_at = min(size, at + _LOOKED_AT_BYTES)
-                opcode = data[at]
-                at += 1
+                        raise PickleError(problem, offset, f"over {spent} bytes", LESS)
+                    looked_at = min(size, offset + _LOOKED_AT_BYTES)
+                opcode = data[offset]
+                offset += 1
                 spent += costs[opcode]
                 if opcode == 0x71 or opcode == 0x72:  # BINPUT, LONG_BINPUT
                     if opcode == 0x71:
-                        number = data[at]
-                        at += 1
+                        number = data[offset]
+                        offset += 1
                     else:
-                        number = int.from_bytes(data[at : at + 4], "little")
-                        at += 4
+                        number = int.from_bytes(data[offset : offset + 4], "little")
+                        offset += 4
                     if number == len(memo):
                         memo.append(stack[-1])
                     else:
@@ -123,21 +123,21 @@ class _SafeUnpickler:
                         self._remember(memo, number, stack[-1])
                 elif opcode == 0x68 or opcode == 0x6A:  # BINGET, LONG_BINGET
                     if opcode == 0x68:
-                        number = data[at]
-                        at += 1
+                        number = data[offset]
+                        offset += 1
                     else:
-                        number = int.from_bytes(data[at : at + 4], "little")
-                        at += 4
-                    stack.append(memo[number] if number < len(memo) else self._remembered(number, at))
+                        number = int.from_bytes(data[offset : offset + 4], "little")
+                        offset += 4
+                    stack.append(memo[number] if number < len(memo) else self._remembered(number, offset))
                 elif opcode == 0x4B:  # BININT1
-                    stack.append(data[at])
-                    at += 1
+                    stack.append(data[offset])
+                    offset += 1
                 elif opcode == 0x58 or opcode == 0x8C:  # BINUNICODE, SHORT_BINUNICODE
                     if opcode == 0x58:
-                        length, at = int.from_bytes(data[at : at + 4], "little"), at + 4
+                        length, offset = int.from_bytes(data[offset : offset + 4], "little"), offset + 4
                     else:
-                        length, at = data[at], at + 1
-                    text, at, cost = self._text(at, length)
+                        length, offset = data[offset], offset + 1
+                    text, offset, cost = self._text(offset, length)
                     spent += cost
                     stack.append(text)
                 elif opcode == 0x86:  # TUPLE2
@@ -145,33 +145,33 @@ class _SafeUnpickler:
                     stack[-1] = (stack[-1], last)
                 elif opcode == 0x28:  # MARK
                     read_row = rows.get(stack[-1]) if rows and stack and type(stack[-1]) is Global else None
-                    read = read_row(data, at, memo) if read_row is not None else None
+                    read = read_row(data, offset, memo) if read_row is not None else None
                     if read is None:
                         outer.append(stack)
                         stack = []
                     else:
-                        stack[-1:], at = read.values, read.end
+                        stack[-1:], offset = read.values, read.end
                         memo += read.memoized
                         spent += read.cost_bytes
                 elif opcode == 0x74:  # TUPLE
-                    made = tuple(stack)
+                    values = tuple(stack)
                     stack = outer.pop()
-                    stack.append(made)
+                    stack.append(values)
                 elif opcode == 0x52 or opcode == 0x81:  # REDUCE, NEWOBJ
                     args = stack.pop()
                     function = stack[-1]
                     if type(function) is not Global or type(args) is not tuple:
-                        raise PickleError("a pickle calls what is no name", at)
+                        raise PickleError("a pickle calls what is no name", offset)
                     maker = calls.get(function)
                     if maker is not None:
                         stack[-1] = maker(*args)
                         continue
                     read_objects = objects.get(function) if opcode == 0x81 and not args else None
-                    read = read_objects(data, at, memo) if read_objects is not None else None
+                    read = read_objects(data, offset, memo) if read_objects is not None else None
                     if read is None:
                         stack[-1] = Call(function, args, is_new=opcode == 0x81)
                     else:
-                        stack[-1:], at = read.values, read.end
+                        stack[-1:], offset = read.values, read.end
                         memo += read.memoized
                         spent += read.cost_bytes
                 elif opcode == 0x51:  # BINPERSID
@@ -189,77 +189,77 @@ class _SafeUnpickler:
                 elif opcode == 0x4E:  # NONE
                     stack.append(None)
                 elif opcode == 0x4D:  # BININT2
-                    stack.append(int.from_bytes(data[at : at + 2], "little"))
-                    at += 2
+                    stack.append(int.from_bytes(data[offset : offset + 2], "little"))
+                    offset += 2
                 elif opcode == 0x4A:  # BININT
-                    stack.append(int.from_bytes(data[at : at + 4], "little", signed=True))
-                    at += 4
+                    stack.append(int.from_bytes(data[offset : offset + 4], "little", signed=True))
+                    offset += 4
                 elif opcode == 0x94:  # MEMOIZE
                     memo.append(stack[-1])
                 elif opcode == 0x75:  # SETITEMS
                     pairs = stack
                     stack = outer.pop()
-                    self._set_items(stack[-1], pairs, at)
+                    self._set_items(stack[-1], pairs, offset)
                 elif opcode == 0x73:  # SETITEM
                     value = stack.pop()
                     key = stack.pop()
-                    self._set_items(stack[-1], [key, value], at)
+                    self._set_items(stack[-1], [key, value], offset)
                 elif opcode == 0x65 or opcode == 0x90:  # APPENDS, ADDITEMS
                     items = stack
                     stack = outer.pop()
-                    self._append(stack[-1], items, at)
+                    self._append(stack[-1], items, offset)
                 elif opcode == 0x61:  # APPEND
                     value = stack.pop()
-                    self._append(stack[-1], [value], at)
+                    self._append(stack[-1], [value], offset)
                 elif opcode == 0x62:  # BUILD
                     state = stack.pop()
-                    self._build(stack[-1], state, at)
+                    self._build(stack[-1], state, offset)
                 elif opcode == 0x7D:  # EMPTY_DICT
                     stack.append(Dict())
                 elif opcode == 0x5D:  # EMPTY_LIST
                     stack.append([])
                 elif opcode == 0x47:  # BINFLOAT
-                    if at + 8 > size:
-                        raise PickleCutShortError(at)
-                    stack.append(_BINFLOAT.unpack_from(data, at)[0])
-                    at += 8
+                    if offset + 8 > size:
+                        raise PickleCutShortError(offset)
+                    stack.append(_BINFLOAT.unpack_from(data, offset)[0])
+                    offset += 8
                 elif opcode == 0x8A or opcode == 0x8B:  # LONG1, LONG4
                     width = 1 if opcode == 0x8A else 4
-                    length, at = int.from_bytes(data[at : at + width], "little"), at + width
+                    length, offset = int.from_bytes(data[offset : offset + width], "little"), offset + width
                     if length > _MAX_INT_BYTES:
-                        raise PickleError("a number in a pickle is too long", at, f"{length} bytes")
-                    stack.append(int.from_bytes(data[at : at + length], "little", signed=True))
+                        raise PickleError("a number in a pickle is too long", offset, f"{length} bytes")
+                    stack.append(int.from_bytes(data[offset : offset + length], "little", signed=True))
                     spent += length
-                    at += length
+                    offset += length
                 elif opcode == 0x63:  # GLOBAL
-                    module, at = self._line(at)
-                    name, at = self._line(at)
-                    stack.append(self._global(module, name, at))
+                    module, offset = self._line(offset)
+                    name, offset = self._line(offset)
+                    stack.append(self._global(module, name, offset))
                 elif opcode == 0x93:  # STACK_GLOBAL
                     name = stack.pop()
-                    stack[-1] = self._global(stack[-1], name, at)
+                    stack[-1] = self._global(stack[-1], name, offset)
                 elif opcode == 0x80:  # PROTO
-                    if data[at] > 5:
-                        raise PickleError("a pickle has an unknown protocol", at, str(data[at]))
-                    at += 1
+                    if data[offset] > 5:
+                        raise PickleError("a pickle has an unknown protocol", offset, str(data[offset]))
+                    offset += 1
                 elif opcode == 0x2E:  # STOP
                     if outer or len(stack) != 1:
-                        raise PickleError("a pickle ends with something left on its stack", at)
-                    return stack[0], at
+                        raise PickleError("a pickle ends with something left on its stack", offset)
+                    return stack[0], offset
                 elif opcode == 0x95:  # FRAME
-                    at += 8
+                    offset += 8
                 elif opcode in _BYTES_WIDTHS:
                     width = _BYTES_WIDTHS[opcode]
-                    length, at = int.from_bytes(data[at : at + width], "little"), at + width
-                    if at + length > size:
-                        raise PickleCutShortError(at)
+                    length, offset = int.from_bytes(data[offset : offset + width], "little"), offset + width
+                    if offset + length > size:
+                        raise PickleCutShortError(offset)
                     spent += length
-                    content = bytes(data[at : at + length])
-                    at += length
+                    content = bytes(data[offset : offset + length])
+                    offset += length
                     stack.append(Call(BYTEARRAY, (content,)) if opcode == _BYTEARRAY8 else content)
                 elif opcode == 0x8D:  # BINUNICODE8
-                    length, at = int.from_bytes(data[at : at + 8], "little"), at + 8
-                    text, at, cost = self._text(at, length)
+                    length, offset = int.from_bytes(data[offset : offset + 8], "little"), offset + 8
+                    text, offset, cost = self._text(offset, length)
                     spent += cost
                     stack.append(text)
                 elif opcode == 0x8F:  # EMPTY_SET
@@ -269,7 +269,7 @@ class _SafeUnpickler:
                     stack = outer.pop()
                     stack.append(Call(FROZENSET, (made_of,)))
                 elif opcode == 0x92:  # NEWOBJ_EX
-                    stack[-3:] = [self._new_with_names(stack[-3], stack[-2], stack[-1], at)]
+                    stack[-3:] = [self._new_with_names(stack[-3], stack[-2], stack[-1], offset)]
                 elif opcode == 0x30:  # POP: of objects that are their own parts
                     if stack:
                         stack.pop()
@@ -278,13 +278,13 @@ class _SafeUnpickler:
                 elif opcode == 0x31:  # POP_MARK
                     stack = outer.pop()
                 else:
-                    raise PickleError("a pickle has an opcode that no checkpoint has", at, f"0x{opcode:02x}")
+                    raise PickleError("a pickle has an opcode that no checkpoint has", offset, f"0x{opcode:02x}")
         except IndexError:
-            if at >= size:
-                raise PickleCutShortError(at) from None
-            raise PickleError("a pickle takes what is not on its stack", at) from None
+            if offset >= size:
+                raise PickleCutShortError(offset) from None
+            raise PickleError("a pickle takes what is not on its stack", offset) from None
         except (ValueError, TypeError) as error:
-            raise PickleError("a pickle calls something with unusual arguments", at, str(error)[:200]) from None
+            raise PickleError("a pickle calls something with unusual arguments", offset, str(error)[:200]) from None
 
     def _remember(self, memo: list[Value], number: int, value: Value) -> None:
         if number < len(memo):
@@ -292,65 +292,65 @@ class _SafeUnpickler:
         else:
             self._out_of_order[number] = value
 
-    def _remembered(self, number: int, at: int) -> Value:
+    def _remembered(self, number: int, offset: int) -> Value:
         if number not in self._out_of_order:
-            raise PickleError("a pickle refers to an object that it has not named", at, f"number {number}")
+            raise PickleError("a pickle refers to an object that it has not named", offset, f"number {number}")
         return self._out_of_order[number]
 
-    def _text(self, at: int, length_bytes: int) -> tuple[str, int, int]:
-        """Return the text of a number of bytes at `at`, its end, and the memory it takes."""
-        end = at + length_bytes
+    def _text(self, offset: int, length_bytes: int) -> tuple[str, int, int]:
+        """Return the text of a number of bytes at `offset`, its end, and the memory it takes."""
+        end = offset + length_bytes
         if end > len(self._data):
-            raise PickleCutShortError(at)
+            raise PickleCutShortError(offset)
         try:
-            text = str(self._data[at:end], "utf-8", "surrogatepass")
+            text = str(self._data[offset:end], "utf-8", "surrogatepass")
         except UnicodeDecodeError:
-            raise PickleError("a text in a pickle is no UTF-8", at) from None
+            raise PickleError("a text in a pickle is no UTF-8", offset) from None
         # A single character beyond Latin widens all others.
         return text, end, length_bytes if text.isascii() else 4 * length_bytes
 
-    def _line(self, at: int) -> tuple[str, int]:
-        content = bytes(self._data[at : at + _MAX_GLOBAL_BYTES])
+    def _line(self, offset: int) -> tuple[str, int]:
+        content = bytes(self._data[offset : offset + _MAX_GLOBAL_BYTES])
         end = content.find(b"\n")
         if end < 0:
             if len(content) < _MAX_GLOBAL_BYTES:
-                raise PickleCutShortError(at)
-            raise PickleError("a name in a pickle is too long", at, f"more than {_MAX_GLOBAL_BYTES} bytes")
+                raise PickleCutShortError(offset)
+            raise PickleError("a name in a pickle is too long", offset, f"more than {_MAX_GLOBAL_BYTES} bytes")
         try:
-            return content[:end].decode(), at + end + 1
+            return content[:end].decode(), offset + end + 1
         except UnicodeDecodeError:
-            raise PickleError("a name in a pickle is no UTF-8", at) from None
+            raise PickleError("a name in a pickle is no UTF-8", offset) from None
 
-    def _global(self, module: Value, name: Value, at: int) -> Global:
+    def _global(self, module: Value, name: Value, offset: int) -> Global:
         if not isinstance(module, str) or not isinstance(name, str) or len(module) + len(name) > _MAX_GLOBAL_BYTES:
-            raise PickleError("a name in a pickle is no text, or too long", at)
-        known = self._globals.get((module, name))
-        if known is None:
-            known = OLD_NAMES.get(Global(module, name)) or Global(OLD_MODULES.get(module, module), name)
-            self._globals[module, name] = known
-            if runs_code(known):
+            raise PickleError("a name in a pickle is no text, or too long", offset)
+        resolved = self._globals.get((module, name))
+        if resolved is None:
+            resolved = OLD_NAMES.get(Global(module, name)) or Global(OLD_MODULES.get(module, module), name)
+            self._globals[module, name] = resolved
+            if runs_code(resolved):
                 problem = "a pickle would run code if it were loaded"
-                raise PickleError(problem, at, f"{module}.{name}"[:200], _PROGRAM)
-        return known
+                raise PickleError(problem, offset, f"{module}.{name}"[:200], _PROGRAM)
+        return resolved
 
-    def _new_with_names(self, function: Value, args: Value, names: Value, at: int) -> Call:
+    def _new_with_names(self, function: Value, args: Value, names: Value, offset: int) -> Call:
         if type(function) is not Global or type(args) is not tuple or type(names) is not Dict:
-            raise PickleError("a pickle calls what is no name", at)
+            raise PickleError("a pickle calls what is no name", offset)
         if names.flat:
-            raise PickleError("a pickle calls something with named arguments", at, str(function))
+            raise PickleError("a pickle calls something with named arguments", offset, str(function))
         return Call(function, args, is_new=True)
 
-    def _set_items(self, target: Value, pairs: list[Value], at: int) -> None:
+    def _set_items(self, target: Value, pairs: list[Value], offset: int) -> None:
         if len(pairs) % 2:
-            raise PickleError("a pickle sets a key without a value", at)
+            raise PickleError("a pickle sets a key without a value", offset)
         if type(target) is Dict:
             target.flat += pairs
         elif type(target) is Call:
             target.flat = _joined(target.flat, pairs)
         else:
-            raise PickleError("a pickle sets keys of what is no dictionary", at)
+            raise PickleError("a pickle sets keys of what is no dictionary", offset)
 
-    def _append(self, target: Value, items: list[Value], at: int) -> None:
+    def _append(self, target: Value, items: list[Value], offset: int) -> None:
         if type(target) is list:
             target += items
         elif type(target) is Call:
@@ -359,11 +359,11 @@ class _SafeUnpickler:
             else:
                 target.items = _joined(target.items, items)
         else:
-            raise PickleError("a pickle appends to what is no list", at)
+            raise PickleError("a pickle appends to what is no list", offset)
 
-    def _build(self, target: Value, state: Value, at: int) -> None:
+    def _build(self, target: Value, state: Value, offset: int) -> None:
         if type(target) is not Call or target.state is not None:
-            raise PickleError("a pickle gives attributes to what takes none", at)
+            raise PickleError("a pickle gives attributes to what takes none", offset)
         target.state = state
 
 

@@ -109,7 +109,8 @@ def _root(spec: ShardSpec, path: str) -> Value:
     require_types(specs, _HOLDER, path)
     kinds = list(_kinds(spec))
     leaves = {
-        name: WrittenTensor(str(at), kinds[kind]) for at, (name, kind) in enumerate(zip(specs.names, specs.kind_ids))
+        name: WrittenTensor(str(index), kinds[kind])
+        for index, (name, kind) in enumerate(zip(specs.names, specs.kind_ids))
     }
     return rebuilt(leaves, spec.strings, path)
 
@@ -134,10 +135,10 @@ def seal(fd: int, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = F
     members = archive.read_members(fd, path, size_bytes)
     start, length_bytes, _ = archive.directory(fd, path, size_bytes)
     directory = bytearray(os.pread(fd, length_bytes, start))
-    for at, member, found in zip(archive.entries(directory), members.values(), _sums(fd, path, members)):
-        directory[at + archive.ENTRY_CRC_AT : at + archive.ENTRY_CRC_AT + len(found)] = found
+    for offset, member, member_crc in zip(archive.entries(directory), members.values(), _sums(fd, path, members)):
+        directory[offset + archive.ENTRY_CRC_AT : offset + archive.ENTRY_CRC_AT + len(member_crc)] = member_crc
         if member.size_bytes:
-            files.write_all(fd, found, member.offset_bytes + member.size_bytes + archive.DESCRIPTOR_CRC_AT)
+            files.write_all(fd, member_crc, member.offset_bytes + member.size_bytes + archive.DESCRIPTOR_CRC_AT)
     files.write_all(fd, bytes(directory), start)
 
 
@@ -160,12 +161,12 @@ def check_members(fd: int, path: str, members: Mapping[str, archive.Member], on_
     """
     if any(member.size_bytes and not member.crc for member in members.values()):
         return False
-    for (name, member), found in zip(members.items(), _sums(fd, path, members, on_bytes)):
-        if int.from_bytes(found, "little") != member.crc:
+    for (name, member), crc in zip(members.items(), _sums(fd, path, members, on_bytes)):
+        if int.from_bytes(crc, "little") != member.crc:
             raise ShardError(
                 "a member of a shard does not fit its own checksum: it is damaged",
                 expected=f"CRC-32 {member.crc:08x}, as the directory says",
-                got=f"{int.from_bytes(found, 'little'):08x}",
+                got=f"{int.from_bytes(crc, 'little'):08x}",
                 where=f"{path}, byte {member.offset_bytes}, member {name!r}",
                 remedy="copy it again, or use another replica",
             )

@@ -336,11 +336,9 @@ class Ledger:
         position.leave_line()
         return True
 
-    def _are_all(self, known: Sequence[Occupant], besides: Ticket) -> bool:
-        """Return whether no lease (`besides` apart) was added or resized since `known` was listed; released ones are
-        fine.
-        """
-        inodes = {occupant.number: occupant.inode for occupant in known}
+    def _are_all(self, occupants: Sequence[Occupant], besides: Ticket) -> bool:
+        """Tell whether no lease but `besides` was added or resized since `occupants` was listed; some may be gone."""
+        inodes = {occupant.number: occupant.inode for occupant in occupants}
         for number in self._files.numbers(LEASE):
             if number == besides.number:
                 continue

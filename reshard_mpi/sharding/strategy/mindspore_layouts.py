@@ -136,13 +136,13 @@ def to_strategy(files: Iterable[StageFile], origin: str) -> Strategy:
         )
     placements: dict[tuple[object, ...], Placement] = {}
     # By the identity of a layout, which many parameters share and the files keep.
-    known: dict[int, Placement] = {}
+    placement_of: dict[int, Placement] = {}
     # For each parameter its placements, each with one of the stages that hold it so.
     placed: dict[str, list[tuple[Placement, int]]] = {}
     for stage, file in enumerate(stages):
         has_sizes = any(layout.indices_offset for layout in file.layouts.values())
         for name, stated in file.layouts.items():
-            placement = None if has_sizes else known.get(id(stated))
+            placement = None if has_sizes else placement_of.get(id(stated))
             if placement is None:
                 layout = _with_sizes(name, stated, file.layouts)
                 key = _meaning(layout)
@@ -150,7 +150,7 @@ def to_strategy(files: Iterable[StageFile], origin: str) -> Strategy:
                 if placement is None:
                     placement = placements[key] = to_placement(layout, place(file.path, name))
                 if not has_sizes:
-                    known[id(stated)] = placement
+                    placement_of[id(stated)] = placement
             placed.setdefault(name, []).append((placement, stage))
     joined: dict[tuple[tuple[int, int], ...], tuple[Placement, ...]] = {}
     parameters = {}

@@ -102,13 +102,13 @@ class _Decoder:
 
         Nearly all are such, encoded as MindSpore does it, and this takes a third of the time.
         """
-        layouts, known, matches, begin = self._layouts, self._layout_of, _USUAL_PARAMETER.match, offset
+        layouts, seen, matches, begin = self._layouts, self._layout_of, _USUAL_PARAMETER.match, offset
         count = 0
         while item := matches(data, offset):
             length, name_length, name, content_length = item.groups()
             start, size = item.end(), length[0] if len(length) == 1 else length[0] & 0x7F | length[1] << 7
             end = start + content_length[0]
-            layout = known.get(data[start:end])
+            layout = seen.get(data[start:end])
             if layout is None or end != item.end(1) + size or end > len(data) or len(name) != name_length[0]:
                 break
             try:
