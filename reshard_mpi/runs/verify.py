@@ -211,7 +211,7 @@ class _ComparedCheckpoints(NamedTuple):
         return checked, damage
 
     def _unfit(self, plan: RankPlan, looked_at: Collection[int], memory: RunMemory) -> dict[int, ReshardError]:
-        """Return the errors of source shards of `plan` that do not fit their kept sums, without those in `looked_at`."""
+        """Return the errors of shards of `plan` that do not fit their kept sums, without those in `looked_at`."""
         source = self.conversion.source.unmapped
 
         def before_sums(summing: Summing) -> None:
