@@ -476,11 +476,13 @@ def test_nobody_commits_while_another_writes(tmp_path: Path) -> None:
     commit_two(tmp_path)
     (tmp_path / "reshard.json").unlink()
     with commit_lock(tmp_path, fcntl.LOCK_SH):
-        told = commit_if_complete(tmp_path, identity(2), made={0, 1}, any_written=True, told=())
+        told = commit_if_complete(tmp_path, identity(2), made_here={0, 1}, any_written=True, already_told=())
         assert told == Differences(notes=(f"{tmp_path} is left to another process to commit, which is at work there",))
-        assert commit_if_complete(tmp_path, identity(2), made={1}, any_written=True, told=()) == Differences()
+        assert (
+            commit_if_complete(tmp_path, identity(2), made_here={1}, any_written=True, already_told=()) == Differences()
+        )
         assert not (tmp_path / "reshard.json").exists()
-    commit_if_complete(tmp_path, identity(2), made={0, 1}, any_written=True, told=())
+    commit_if_complete(tmp_path, identity(2), made_here={0, 1}, any_written=True, already_told=())
     assert (tmp_path / "reshard.json").exists()
 
 
@@ -555,7 +557,7 @@ def test_of_tasks_that_end_at_one_moment_one_commits(tmp_path: Path, turn: int) 
         os.close(go)
         os.read(begin, 1)  # all at once, when the other end is closed
         write(tmp_path, ranks, rank)
-        commit_if_complete(tmp_path, identity(ranks), made={rank}, any_written=True, told=())
+        commit_if_complete(tmp_path, identity(ranks), made_here={rank}, any_written=True, already_told=())
 
     processes = [in_fork(lambda rank=rank: task(rank)) for rank in range(ranks)]
     os.close(begin)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
 
@@ -31,8 +32,16 @@ def fault(
     }
 
 
+def wait_for_the_killed(c: Conversion) -> None:
+    """Wait until no process holds a lock of the run: one that was killed closes its output before it is gone."""
+    for path in (c.dst / ".reshard_mpi").glob("*.lock"):
+        with path.open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+
+
 def assert_resumed(c: Conversion, capsys: Capture, whole: Conversion) -> None:
     """Resume a run, and check that nothing tells its target from that of `whole`, a run that was left in peace."""
+    wait_for_the_killed(c)
     finished = transform_here(capsys, c, "--resume")
     assert finished.ended == (0, ""), finished
     files, expected = listing(c.dst), listing(whole.dst)
