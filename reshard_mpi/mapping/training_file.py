@@ -450,8 +450,9 @@ def applied_to_file(
         for derived in all_made
         if not names.isdisjoint(_sources(derived))
     ]
-    begin = None if training.optimizer is None else f"{training.optimizer.path}state."
-    if begin is not None and any(derived.name.startswith(begin) for derived in all_made):
+    begins = [f"{path}state." for path in _paths_of_optimizers(training, source.nest)]
+    if any(derived.name.startswith(begin) for begin in begins for derived in all_made):
+        # Its own load_state_dict takes the states of a group by their places, whatever their names.
         by_names = "the optimizer's state goes by names of parameters, as torch's set_optimizer_state_dict takes it"
         notes = (by_names, *notes)
     last = in_files[-1]
@@ -463,6 +464,13 @@ def applied_to_file(
     else:
         nest = with_names(source.nest, training, parameters, tensors, source.path)
     return MappedFile(in_files, all_made, nest, notes)
+
+
+def _paths_of_optimizers(training: Training, nest: str) -> list[str]:
+    """Return what names in the optimizer of a training begin with; without numbers, in optimizers that go by names."""
+    if training.optimizer is not None:
+        return [training.optimizer.path]
+    return [path for path, _ in _named_optimizers(parsed(nest)[0])]
 
 
 def _told_of_order(training: Training, path: str) -> Iterator[str]:

@@ -177,6 +177,18 @@ def test_it_is_told_what_numbers_are_taken_for(tmp_path: Path) -> None:
     assert "given its parameters in another order, as from two lists, cannot be seen" in " ".join(report.notes)
 
 
+def test_it_is_told_whenever_state_goes_by_names(tmp_path: Path) -> None:
+    """torch's own load_state_dict takes it by places, and maps there and back may have changed these."""
+    saved = training()
+    model = {f"layer.{name}": tensor for name, tensor in saved["model"].items()}
+    torch_peer.save(tmp_path / "x.pt", {**model, "optimizer": saved["optimizer"]})
+    equation = "layer.{p*} <=> net.{p*}"
+    there = reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "there", map=equation)
+    back = reshard_mpi.transform(tmp_path / "there", tmp_path / "back", map=equation)
+    for report in (there, back):
+        assert any("as torch's set_optimizer_state_dict takes it" in note for note in report.notes)
+
+
 @pytest.mark.parametrize("ways", SPECS)
 @pytest.mark.parametrize("form", FORMATS)
 def test_like_a_checkpoint_that_was_converted(tmp_path: Path, form: str, ways: str) -> None:
