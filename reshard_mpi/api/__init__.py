@@ -18,7 +18,7 @@ from reshard_mpi.api.arguments import all_in_python, plain_number, public
 from reshard_mpi.api.calls import (
     OnProgress,
     PathLike,
-    conversion_of,
+    both_strategies,
     listed_shards,
     raise_first,
     report_of,
@@ -36,14 +36,18 @@ from reshard_mpi.api.mindspore import (
     unified_safetensors,
 )
 from reshard_mpi.checkpoints.inspection import inspect
+from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.errors import UsageError
 from reshard_mpi.formats.manifest import NEST
+from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.planning.summary import Plan, RankSummary, told_rules
 from reshard_mpi.processes.comm import SerialComm
+from reshard_mpi.runs.conversion import Conversion, apply_map
 from reshard_mpi.runs.memory import RunMemory
 from reshard_mpi.runs.outcome import Report, ShardReport, TargetReport
 from reshard_mpi.runs.progress import RunStatus, Silent, log
-from reshard_mpi.runs.transform import plan_together
+from reshard_mpi.runs.run import open_run
+from reshard_mpi.runs.transform import plan_alone
 from reshard_mpi.runs.workers import Task
 
 if TYPE_CHECKING:
@@ -150,23 +154,14 @@ def plan(
     `transform_checkpoints`. Raises a ReshardError if the transform would be refused.
     """
     request = request_of(locals())
-    files = request.shard_files()
     with RunMemory(lambda: request.allowance, SerialComm(), Silent()) as allotted:
-        purpose = f"planning from {files.path}"
-        notes = allotted.open().notes
-        allotted.reserve_for_reading((request.src_strategy, request.dst_strategy), purpose, files.format)
-        conversion = conversion_of(files, request)
-        allotted.on_memory_released(conversion.forget)
-        wanted = range(conversion.target.world_size) if request.ranks is None else request.ranks
-        projection = allotted.reserve_for_planning(conversion, files.format, purpose, targets=len(wanted))
-        plans, outcome = plan_together(conversion, wanted, notes)
-        for rank_plan in plans:
-            allotted.require_possible(rank_plan)
-        rules = conversion.shown_rules(wanted[0] if wanted else None)
+        run = open_run(request, allotted)
+        plans, outcome = plan_alone(run.conversion, run.targets, allotted.open().notes)
+        summaries = tuple(RankSummary.of(rank_plan, allotted.require_possible(rank_plan)) for rank_plan in plans)
+        rules = run.conversion.shown_rules(run.targets[0] if run.targets else None)
         notes = (*outcome.notes, *told_rules(rules, are_all=True))
         log(all_in_python(notes), all_in_python(outcome.warnings))
-        summaries = tuple(RankSummary.of(rank_plan, projection.peak_bytes(rank_plan)) for rank_plan in plans)
-        return Plan(summaries, conversion.source.summary_text, rules=rules)
+        return Plan(summaries, run.conversion.source.summary_text, rules=rules)
 
 
 @public
@@ -309,8 +304,19 @@ def load_rank(
     else:
         request = request_of(arguments)
         files = request.shard_files()
-    conversion = conversion_of(files, request)
-    (rank_plan,), outcome = plan_together(conversion, [rank])
+    if request.dst_strategy is None and request.unlisted is Unlisted.DROP:
+        raise UsageError("unlisted='drop' needs a list to go by", expected="a target strategy", got="None")
+    of_source, of_target = both_strategies(request.src_strategy, request.dst_strategy)
+    conversion = Conversion(
+        open_source(files, of_source),
+        of_target,
+        request.unlisted,
+        request.strict,
+        replicas=request.replicas,
+        accumulated=request.accumulated,
+    )
+    conversion, _ = apply_map(request, conversion)
+    (rank_plan,), outcome = plan_alone(conversion, [rank])
     log(all_in_python(outcome.notes), all_in_python(outcome.warnings))
     from reshard_mpi.engine.gather import load_shard
 

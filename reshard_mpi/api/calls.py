@@ -26,14 +26,12 @@ from reshard_mpi.api.arguments import (
     plain_texts,
 )
 from reshard_mpi.checkpoints import discovery
-from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.errors import UsageError
 from reshard_mpi.filesystem.paths import require_reachable
 from reshard_mpi.planning.parameters import Accumulated, Unlisted
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.processes.comm import Comm, MPIComm, SerialComm
 from reshard_mpi.processes.governor import scopes
-from reshard_mpi.runs.conversion import Conversion, apply_map
 from reshard_mpi.runs.monitor import Display, ProgressMonitor, RankProgress, RootProgress
 from reshard_mpi.runs.outcome import Outcome, Report
 from reshard_mpi.runs.progress import RunProgress, RunStatus, Silent, ended, log, log_warning
@@ -226,19 +224,3 @@ def both_strategies(src_strategy: PathLike | None, dst_strategy: PathLike | None
     source = None if src_strategy is None else strategy.load(plain_path(src_strategy, "the source strategy"))
     target = unsharded() if dst_strategy is None else strategy.load(plain_path(dst_strategy, "the target strategy"))
     return source, target
-
-
-def conversion_of(files: discovery.ShardFiles, request: Request) -> Conversion:
-    """Return the conversion of `files` that a request asks for."""
-    source, target = both_strategies(request.src_strategy, request.dst_strategy)
-    if request.dst_strategy is None and request.unlisted is Unlisted.DROP:
-        raise UsageError("unlisted='drop' needs a list to go by", expected="a target strategy", got="None")
-    conversion = Conversion(
-        open_source(files, source),
-        target,
-        request.unlisted,
-        request.strict,
-        replicas=request.replicas,
-        accumulated=request.accumulated,
-    )
-    return apply_map(request, conversion)[0]

@@ -25,7 +25,6 @@ from reshard_mpi.api.calls import (
     PathLike,
     both_strategies,
     chosen,
-    conversion_of,
     listed_shards,
     raise_first,
     report_of,
@@ -52,7 +51,8 @@ from reshard_mpi.runs.preflight import (
     stranger_notes,
 )
 from reshard_mpi.runs.progress import CLOSED, MOVED, Stage, log
-from reshard_mpi.runs.transform import plan_together
+from reshard_mpi.runs.run import open_run
+from reshard_mpi.runs.transform import plan_alone
 from reshard_mpi.runs.unified import numbers_of, request_of_files
 from reshard_mpi.runs.workers import Task
 from reshard_mpi.runs.write import target_report, write_whole
@@ -162,23 +162,19 @@ def transform_checkpoint_by_rank(
             got=path.name,
             where=str(path),
         )
-    files = listed_shards(checkpoint_files_map, "checkpoint_files_map")
-    strategies = request.src_strategy, request.dst_strategy
+    shards = listed_shards(checkpoint_files_map, "checkpoint_files_map")
+    request = request._replace(source=shards.path, to=name, ranks=(rank_id,))
     with (
         shown_to(progress, SerialComm()) as shown,
         RunMemory(lambda: request.allowance, SerialComm(), shown) as lease,
     ):
         shown.begin(Stage("planning"))
-        purpose = f"target rank {rank_id} at {path}"
         notes = lease.open().notes
-        lease.reserve_for_reading(strategies, purpose, files.format)
-        conversion = conversion_of(files, request)
-        target = _require_free(path, rank_id, conversion, strategies)
+        conversion = open_run(request, lease, shards=shards).conversion
+        target = _require_free(path, rank_id, conversion, (request.src_strategy, request.dst_strategy))
         # In another folder than the rank's own, shards of other ranks are no strangers.
         strange = stranger_notes(strangers(path) if path.parent.name == f"rank_{rank_id}" else ())
-        lease.on_memory_released(conversion.forget)
-        lease.reserve_for_planning(conversion, name, purpose)
-        (rank_plan,), outcome = plan_together(conversion, [rank_id], (*notes, *strange))
+        (rank_plan,), outcome = plan_alone(conversion, [rank_id], (*notes, *strange))
         require_readable_structure(rank_plan.shard, name)
         tally = SpaceByFilesystem()
         size_bytes, left_bytes = formats.by_name(name).size_at_most_bytes(rank_plan.shard), target.left_bytes(path)
@@ -186,7 +182,7 @@ def transform_checkpoint_by_rank(
         require_room([tally.rooms(1, partial(may_share, conversion.source.files, name, path))])
         peak_bytes = lease.require_possible(rank_plan)
         log(all_in_python(outcome.notes), all_in_python(outcome.warnings))
-        while not lease.reserve_for_copying(peak_bytes, purpose):
+        while not lease.reserve_for_copying(peak_bytes, f"target rank {rank_id} at {path}"):
             rank_plan = conversion.plan(rank_id, checked=False)
         written_bytes = rank_plan.written_bytes
         shown.begin(Stage("writing", written_bytes, 1, phases=(MOVED, CLOSED)), written_bytes, written_bytes)

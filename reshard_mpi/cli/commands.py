@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from reshard_mpi.cli.arguments import parser
-from reshard_mpi.cli.display import last_words, run, tell, world
+from reshard_mpi.cli.dispatch import last_words, run, tell, world
 from reshard_mpi.cli.start import begin_command, end_if_stopped
 from reshard_mpi.cli.usage import flush_standard_streams, open_standard_streams, tell_done
 from reshard_mpi.errors import ReshardError

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from reshard_mpi.cli import options
 from reshard_mpi.cli.arguments import commands_of, parser, request
-from reshard_mpi.cli.display import run, shown, tell, world
+from reshard_mpi.cli.dispatch import run, shown, tell, world
 from reshard_mpi.cli.usage import show, tell_done
 from reshard_mpi.errors import DamageError, DifferenceError, UsageError
 from reshard_mpi.filesystem.paths import described, is_replaceable

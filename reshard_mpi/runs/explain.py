@@ -113,7 +113,7 @@ def explained(request: Request, comm: Comm, name: str) -> tuple[str, Outcome] | 
 
 
 def _explained(request: Request, name: str, memory: RunMemory) -> tuple[str, Outcome]:
-    run = open_for_planning(request, memory, targets=len(request.ranks or ()) + 1)
+    run = open_for_planning(request, memory, most_planned=len(request.ranks or ()) + 1)
     conversion = run.conversion
     first = _first_holder(conversion, name, request.ranks or ())
     both = conversion.both_layouts(first.target_rank, (name,))[name]

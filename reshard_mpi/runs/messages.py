@@ -13,6 +13,8 @@ from reshard_mpi.runs.outcome import Outcome
 if TYPE_CHECKING:  # this module is loaded early, before memory for the engine has been asked for
     from reshard_mpi.formats.manifest import Manifest
     from reshard_mpi.journal.records import TensorSum
+    from reshard_mpi.planning.fit import Drift
+    from reshard_mpi.planning.losses import UnusableShard
     from reshard_mpi.planning.model import Differing, PrefixDigest, RankPlan, SharedFact, StageDigest
     from reshard_mpi.planning.parameters import Sums
     from reshard_mpi.planning.replicas import ReplicaGroup
@@ -104,9 +106,8 @@ class PlanReport(NamedTuple):
 class ComparisonReport(NamedTuple):
     """The result of comparing copies in one process."""
 
-    outcome: Outcome = Outcome()
-    drifted: tuple[str, ...] = ()  # names of tensors whose copies have drifted apart
-    unlisted: tuple[Differing, ...] = ()  # tensors that no strategy lists and that differ
+    lost: tuple[UnusableShard, ...]  # source shards that could not be read
+    drift: Drift  # tensors that differ from rank to rank
 
 
 class FillReport(NamedTuple):
@@ -128,7 +129,7 @@ class FillReport(NamedTuple):
         )
 
 
-R = TypeVar("R", PlanReport, ComparisonReport, FillReport)
+R = TypeVar("R", PlanReport, FillReport)
 
 
 def record_of(kind: type[R], value: R | Outcome) -> R:

@@ -1,10 +1,11 @@
-"""Prepare a run: targets, shards, strategies, paths (`Run.open`)."""
+"""Open a run: find its shards, read its strategies, choose its targets and their paths (`open_run`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard_mpi import formats
@@ -33,7 +34,7 @@ MAX_TARGETS = 1 << 16
 
 
 class Run(NamedTuple):
-    """A prepared request: source and strategies have been read, and the targets are known."""
+    """A run that has been opened: source and strategies have been read, and the targets are known."""
 
     request: Request
     conversion: Conversion
@@ -43,75 +44,6 @@ class Run(NamedTuple):
     # of the map that tensors are taken through, its configuration, and the checkpoint that the target is to be like, by
     # the names of the options
     map_digests: Mapping[str, str]
-
-    @classmethod
-    def open(
-        cls,
-        request: Request,
-        strategies: Strategies | None,
-        known_damage: Mapping[int, ReshardError],
-        before_shards: Callable[[str], None],
-        before_filling: Callable[[Conversion, str], object],
-    ) -> Run:
-        """Prepare a request: find the shards, and read the strategies unless they are given.
-
-        Args:
-            known_damage: what is known to be wrong with source shards.
-            before_shards: is told the format of the shards before any is read.
-            before_filling: is told the conversion to one full checkpoint, and the format of the files that this is to
-                be divided into, before that is planned.
-
-        Raises a ReshardError for what is wrong with them.
-        """
-        strategies = strategies or Strategies.read(request)
-        if request.unlisted is Unlisted.DROP and request.dst_strategy is None:
-            raise UsageError(
-                "--unlisted drop needs a list to go by",
-                expected="--dst-strategy with the parameters to keep",
-                got="no target strategy",
-            )
-        _check_prefix(request.prefix)
-        files = request.shard_files()
-        name = _target_format(request, files.format)
-        traits = formats.by_name(name).TRAITS
-        ranks = request.ranks if request.ranks is not None else range(strategies.target.world_size)
-        if request.part is None and not traits.split_by_size:
-            _refuse_overlap(request, files, name, ranks, strategies.target)
-        before_shards(files.format)
-        source = open_source(files, strategies.source, known_damage)
-        conversion = Conversion(
-            source,
-            strategies.target,
-            request.unlisted,
-            request.strict,
-            replicas=request.replicas,
-            accumulated=request.accumulated,
-            keeps_strings=traits.keeps_strings,
-            once=traits.is_folder,
-        )
-        conversion, map_digests = apply_map(request, conversion)
-        if traits.split_by_size:
-            before_filling(conversion, name)
-            whole = conversion.plan(0, checked=False).tensors.specs
-            strategies = strategies._replace(target=strategy_of(filled_files(whole, request.most_file_bytes)))
-            conversion = conversion.to(strategies.target)
-        targets = chosen_targets(request, conversion)
-        if request.part is not None or traits.split_by_size:  # of millions, so that only its own are looked at
-            _refuse_overlap(request, files, name, targets, strategies.target)
-        if formats.folder_by_name(name) is not None and not request.recorded:
-            raise UsageError(
-                f"a folder of the format {name} is written by runs that keep a record",
-                expected="reshard-mpi transform, or reshard_mpi.transform",
-                got="a function that keeps none",
-            )
-        if request.crc and not formats.by_name(name).TRAITS.has_crc:
-            able = [other for other in formats.TARGETS if formats.by_name(other).TRAITS.has_crc]
-            raise UsageError(
-                f"--crc is for targets in {' or '.join(able)}",
-                expected=" or ".join(f"--to {other}" for other in able),
-                got=f"targets in {name}",
-            )
-        return cls(request, conversion, name, targets, strategies, map_digests)
 
     def path(self, target_rank: int) -> Path:
         """Return the final path of one target shard: `rank_<r>/<prefix><r><ending>`, unless its format has others."""
@@ -192,6 +124,110 @@ class Run(NamedTuple):
         return {name: value for name, value in facts.items() if value}
 
 
+def open_run(
+    request: Request,
+    memory: RunMemory,
+    strategies: Strategies | None = None,
+    known_damage: Mapping[int, ReshardError] = MappingProxyType({}),
+    *,
+    shards: discovery.ShardFiles | None = None,
+    most_planned: int | None = None,
+) -> Run:
+    """Open the run that a request asks for, with the memory to plan its targets one after another.
+
+    Args:
+        strategies: those of the request, if they have been read already.
+        known_damage: what is known to be wrong with source shards, by rank.
+        shards: the source's files, if the caller lists them; None: they are found.
+        most_planned: how many targets are planned at most; None: all that are chosen.
+
+    Raises a ReshardError for what is wrong with the request, its files, or both together.
+    """
+    purpose = planning_purpose(request)
+    to_read = (request.src_strategy, request.dst_strategy) if strategies is None else ()
+    memory.open()
+    memory.reserve_for_reading(to_read, purpose)
+    strategies = strategies or Strategies.read(request)
+    if request.unlisted is Unlisted.DROP and request.dst_strategy is None:
+        raise UsageError(
+            "--unlisted drop needs a list to go by",
+            expected="--dst-strategy with the parameters to keep",
+            got="no target strategy",
+        )
+    _check_prefix(request.prefix)
+    shards = request.shard_files() if shards is None else shards
+    name = _target_format(request, shards.format)
+    traits = formats.by_name(name).TRAITS
+    is_sampled = request.part is not None or traits.split_by_size  # only some of millions of targets are looked at
+    if not is_sampled:
+        ranks = request.ranks if request.ranks is not None else range(strategies.target.world_size)
+        _refuse_overlap(request, shards, name, ranks, strategies.target)
+    memory.reserve_for_reading(to_read, purpose, shards.format)
+    conversion = Conversion(
+        open_source(shards, strategies.source, known_damage),
+        strategies.target,
+        request.unlisted,
+        request.strict,
+        replicas=request.replicas,
+        accumulated=request.accumulated,
+        keeps_strings=traits.keeps_strings,
+        once=traits.is_folder,
+    )
+    conversion, map_digests = apply_map(request, conversion)
+    if traits.split_by_size:
+        memory.reserve_for_planning(conversion, name, purpose, verify=request.verify)
+        whole = conversion.plan(0, checked=False).tensors.specs
+        strategies = strategies._replace(target=strategy_of(filled_files(whole, request.most_file_bytes)))
+        conversion = conversion.to(strategies.target)
+    targets = chosen_targets(request, conversion)
+    if is_sampled:
+        _refuse_overlap(request, shards, name, targets, strategies.target)
+    _require_writable(request, name)
+    memory.on_memory_released(conversion.forget)
+    most_planned = len(targets) if most_planned is None else most_planned
+    memory.reserve_for_planning(conversion, name, purpose, targets=most_planned, verify=request.verify)
+    conversion.require_fitting_strategies()
+    return Run(request, conversion, name, targets, strategies, map_digests)
+
+
+def open_for_planning(request: Request, memory: RunMemory, *, most_planned: int) -> Run:
+    """Open a run to draw or explain some targets: the ones that the request names, or else the first.
+
+    Raises a ReshardError for what `transform` would refuse before planning.
+    """
+    if request.part is not None:
+        raise UsageError(
+            "a part of the targets is neither drawn nor explained",
+            expected="--rank with the targets, or neither",
+            got="--part",
+        )
+    # Of a million targets only the requested ones are looked at, and these are known later.
+    first = request if request.ranks is not None else request._replace(ranks=(0,))
+    return open_run(first, memory, most_planned=most_planned)
+
+
+def planning_purpose(request: Request) -> str:
+    """Say for what memory is asked while a run is planned."""
+    return f"planning {request.target} from {request.source}" if request.target else f"planning from {request.source}"
+
+
+def _require_writable(request: Request, format_name: str) -> None:
+    """Raise UsageError if the run cannot write this format as it is asked to."""
+    if formats.folder_by_name(format_name) is not None and not request.recorded:
+        raise UsageError(
+            f"a folder of the format {format_name} is written by runs that keep a record",
+            expected="reshard-mpi transform, or reshard_mpi.transform",
+            got="a function that keeps none",
+        )
+    if request.crc and not formats.by_name(format_name).TRAITS.has_crc:
+        able = [other for other in formats.TARGETS if formats.by_name(other).TRAITS.has_crc]
+        raise UsageError(
+            f"--crc is for targets in {' or '.join(able)}",
+            expected=" or ".join(f"--to {other}" for other in able),
+            got=f"targets in {format_name}",
+        )
+
+
 def _target_format(request: Request, source_format: str) -> str:
     """Return the name of the targets' format. Raises UsageError for options that it does not allow."""
     own = formats.by_name(source_format).TRAITS
@@ -227,7 +263,12 @@ def _target_format(request: Request, source_format: str) -> str:
 def _refuse_overlap(
     request: Request, files: discovery.ShardFiles, format_name: str, ranks: Sequence[int], target: Strategy
 ) -> None:
-    """Raise TargetError if targets overlap with the source, UsageError if they are too many to be checked."""
+    """Raise TargetError if targets overlap with the source, UsageError if they are too many to be checked.
+
+    Nothing overlaps if the request names no target, since nothing is written then.
+    """
+    if not request.target:
+        return
     if len(ranks) > MAX_TARGETS:
         parts = -(-target.world_size // MAX_TARGETS)
         raise UsageError(
@@ -278,36 +319,3 @@ def chosen_targets(request: Request, conversion: Conversion) -> tuple[int, ...]:
     if are_even(target):
         return tuple(all_ranks[share::shares])  # as `assign` deals out equal targets
     return tuple(sorted(assign(target_weights(conversion, all_ranks), range(shares))[share]))
-
-
-def open_for_planning(request: Request, memory: RunMemory, *, targets: int = 1) -> Run:
-    """Open the run that a request asks for, with the memory to plan its targets one by one.
-
-    Args:
-        targets: how many are planned at most.
-
-    Raises a ReshardError for what `transform` would refuse before planning.
-    """
-    if request.part is not None:
-        raise UsageError(
-            "a part of the targets is neither drawn nor explained",
-            expected="--rank with the targets, or neither",
-            got="--part",
-        )
-    purpose = f"planning {request.target} from {request.source}"
-    strategies = (request.src_strategy, request.dst_strategy)
-    memory.open()
-    memory.reserve_for_reading(strategies, purpose)
-    # Of a million targets only the requested ones are looked at, and these are known later.
-    first = request if request.ranks is not None else request._replace(ranks=(0,))
-    run = Run.open(
-        first,
-        None,
-        {},
-        partial(memory.reserve_for_reading, strategies, purpose),
-        partial(memory.reserve_for_planning, purpose=purpose),
-    )
-    memory.on_memory_released(run.conversion.forget)
-    memory.reserve_for_planning(run.conversion, run.format, purpose, targets=targets)
-    run.conversion.require_fitting_strategies()
-    return run

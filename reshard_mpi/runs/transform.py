@@ -1,43 +1,52 @@
-"""Run the phases of a transform: plan, agree, check, write, commit (`convert`).
+"""Run the phases of a transform, in each of its processes: plan, check, compare, write, commit (`convert`).
 
-Every process of a run calls `convert`: alone, as an MPI rank, or as a local worker. It plans its targets, learns
-whether any process has an error that refuses the run, and only then writes. Errors are caught for each target and
-gathered, so the outcome is the same on every process.
+A process is alone, an MPI rank, or a local worker. All do the same steps at the same time; a step that fails in one of
+them raises the same error in all (`_together`). Nothing is written before step 4.
+
+1. `_plan`: each process opens the run and plans its targets (`runs/target_plans`); all check that they agree.
+2. `_check_sources`, with --verify: read the source's sums. A damaged shard is lost, and all is planned without it.
+3. `_compare_copies`: compare replicas that must be the same, and a sample of what no strategy tells.
+4. `_begin`: make the target folder ready.
+5. `Writer.write`: write this process's targets (`runs/write`). A target that fails does not stop the others.
+6. `_commit`, in process 0: commit the targets if all are complete.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import TypeVar
 
-from reshard_mpi.checkpoints.comparison import compare
-from reshard_mpi.errors import ReshardError
+from reshard_mpi.checkpoints.comparison import compare, comparing_bytes
+from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, ShardError, TransformError
+from reshard_mpi.errors import told as error_told
+from reshard_mpi.journal.commit import commit_if_complete
+from reshard_mpi.journal.targets import Journal
 from reshard_mpi.planning.agreement import (
     differing_stages,
     require_one_checkpoint,
     require_same_names,
     require_same_shapes,
 )
-from reshard_mpi.planning.fit import drift_warning, require_no_drift
-from reshard_mpi.planning.model import CHOSEN_FILES, Differing, RankPlan, SharedFact
+from reshard_mpi.planning.fit import NO_DRIFT, Drift, drift_warning, require_no_drift
+from reshard_mpi.planning.losses import UnusableShard
+from reshard_mpi.planning.model import CHOSEN_FILES, RankPlan, SharedFact
 from reshard_mpi.planning.parameters import Accumulated, note_on_none
-from reshard_mpi.planning.replicas import Replicas, partition_for
+from reshard_mpi.planning.replicas import ReplicaGroup, Replicas, partition_for
 from reshard_mpi.planning.shard_faults import between_targets, told_of
 from reshard_mpi.planning.summary import Plan
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.conversion import Conversion
-from reshard_mpi.runs.memory import RunMemory
-from reshard_mpi.runs.messages import ComparisonReport, PlanReport, Totals, record_of
+from reshard_mpi.runs.memory import RunMemory, checking_bytes
+from reshard_mpi.runs.messages import ComparisonReport, PlanReport, record_of
 from reshard_mpi.runs.outcome import Outcome, attempt
-from reshard_mpi.runs.planner import Planner
 from reshard_mpi.runs.preflight import require_room
-from reshard_mpi.runs.progress import CLOSED, MOVED, PHASES, Progress, Silent, Stage, complain
+from reshard_mpi.runs.progress import CLOSED, MOVED, PHASES, Progress, Silent, SliceCounter, Stage, complain
 from reshard_mpi.runs.request import Request, Strategies
+from reshard_mpi.runs.target_plans import TargetPlans, tensor_lines
+from reshard_mpi.runs.write import Writer
 
 T = TypeVar("T")
-# Given what is known to be wrong with source shards, returns what plans the targets of this process.
-NewPlanner = Callable[[Mapping[int, ReshardError]], Planner]
 
 
 def convert(
@@ -53,21 +62,23 @@ def convert(
     Raises the same error on every process if the run is refused, before anything is written. Targets that fail later
     are in the outcome.
     """
-    new_planner = partial(Planner, request, comm, strategies, memory, progress)
-    planner, planned, due = _planned(new_planner, request, comm, progress)
-    _refuse(comm.allgather(planner.begin(progress)), comm)
+    make = partial(TargetPlans.make, request, comm, strategies, memory, progress)
+    plans, planned = _checked_plans(make, comm, memory, progress)
+    outcome = _compare_copies(plans, planned, comm, memory, progress)
+    _together(comm, partial(_begin, plans, comm, memory, progress))
     if comm.rank == 0:  # not earlier, since a process alone may have started over until now
-        progress.reading(planner.described_source)
-    stage = Stage("writing", due.size_bytes, due.targets, ready=due.ready, phases=(MOVED, CLOSED))
-    if request.verify:
-        stage = stage._replace(name="writing and verifying", phases=PHASES)
-    progress.begin(stage, planner.own_bytes, planner.led_bytes)
-    own = planner.outcome.joined([planner.writer(progress).write()])
-    outcome = planned._replace(targets=(), processes=comm.size).joined(comm.allgather(own))
+        progress.reading(plans.run.conversion.source.summary_text)
+    name, phases = ("writing and verifying", PHASES) if request.verify else ("writing", (MOVED, CLOSED))
+    due = planned.due
+    stage = Stage(name, due.size_bytes, due.targets, ready=due.ready, phases=phases)
+    progress.begin(stage, plans.own_bytes, plans.led_bytes)
+    own = plans.report.outcome.joined([Writer(plans, comm, memory, progress).write()])
+    outcome = outcome._replace(targets=(), processes=comm.size).joined(comm.allgather(own))
     if not request.recorded:
         return outcome
     # Even if targets have failed: another run may have made them meanwhile, and left it to this one to commit.
-    committed, *_ = comm.allgather(planner.commit(outcome) if comm.rank == 0 else Outcome())
+    commit = partial(_commit, plans, outcome) if comm.rank == 0 else Outcome
+    committed, *_ = comm.allgather(attempt(commit, comm))
     return outcome.joined([committed._replace(targets=())])  # for a process that has died, what it had made comes again
 
 
@@ -77,137 +88,242 @@ def plan_targets(
     """Plan the targets of `request` without writing; return the plan, and an outcome with notes and warnings.
 
     Args:
-        lists_tensors: whether the plan has a line for each tensor. Raises, the same on every process, the errors for
-            which `convert` refuses a run.
+        lists_tensors: whether the plan has a line for each tensor.
+
+    Raises, the same on every process, the errors for which `convert` refuses a run.
     """
     shown = Silent(complain) if progress is None else progress
     with RunMemory(lambda: request.allowance, comm, shown) as memory:
-        new_planner = partial(Planner, request, comm, None, memory, shown, lists_tensors=lists_tensors)
-        planner, planned, _ = _planned(new_planner, request, comm, shown)
-        shares = _gather(comm, planner.summaries)
-        in_order = sorted((target for share in shares for target in share), key=lambda target: target.rank)
-        listed: Iterable[str] = ()
+        make = partial(TargetPlans.make, request, comm, None, memory, shown, lists_tensors=lists_tensors)
+        plans, planned = _checked_plans(make, comm, memory, shown)
+        outcome = _compare_copies(plans, planned, comm, memory, shown)
+        summaries = [summary for share in _together(comm, lambda: plans.summaries) for summary in share]
+        summaries.sort(key=lambda summary: summary.rank)
+        lines: Iterable[str] = ()
+        source = plans.run.conversion.source
         if lists_tensors:
-            from reshard_mpi.runs.planner import tensor_lines
+            lines = tensor_lines(_together(comm, lambda: plans.listed), dict(source.origins(request.accumulated)))
+        rules = plans.run.conversion.shown_rules(plans.summaries[0].rank if plans.summaries else None)
+        return Plan(tuple(summaries), source.summary_text, tuple(lines), rules), outcome
 
-            listed = tensor_lines(_gather(comm, planner.listed), planner.origins())
-        return Plan(tuple(in_order), planner.described_source, tuple(listed), planner.shown_rules()), planned
 
+def _checked_plans(
+    make: Callable[[Mapping[int, ReshardError]], TargetPlans], comm: Comm, memory: RunMemory, progress: Progress
+) -> tuple[TargetPlans, PlanReport]:
+    """Return this process's plans, and what all processes say about theirs.
 
-def _planned(
-    new_planner: NewPlanner, request: Request, comm: Comm, progress: Progress
-) -> tuple[Planner, Outcome, Totals]:
-    """Plan the targets of all processes and compare the copies that must be the same.
+    If the targets will be verified, they are planned only from shards that fit their own checksums: one that does not
+    is lost, and all is planned again without it.
 
-    Returns this process's planner, and of all processes the outcome, and what they are to write. Raises the same error
-    on every process if it refuses the run.
+    Args:
+        make: plans this process's targets, given what is known to be wrong with source shards.
+
+    Raises the same error on every process if the run is refused, also if no other shard holds what a lost one held.
     """
-    planner, planned = _plan_with_sound_sources(new_planner, request, comm, progress)
-    outcome = planned.outcome
-    differing = [*planned.differing, *between_targets(planned.beginnings)]
-    if planned.alike or request.replicas is not Replicas.ANY:
-        mine = list(partition_for(planned.alike, comm.rank, comm.size))
-        if planned.alike:
-            size_bytes, own_bytes = (sum(alike.size_bytes for alike in copies) for copies in (planned.alike, mine))
-            progress.begin(Stage("comparing copies", size_bytes), own_bytes)
-        compared = [record_of(ComparisonReport, value) for value in comm.allgather(planner.compare(mine, progress))]
-        _refuse([share.outcome for share in compared], comm)
-        outcome = outcome.joined(share.outcome for share in compared)
-        drifted = tuple(dict.fromkeys(name for share in compared for name in share.drifted))
-        if request.strict:
-            require_no_drift(drifted, request.source)
-        if drifted:
-            outcome = outcome.joined([Outcome(other_warnings=(drift_warning(drifted),))])
-        differing += [tensor for share in compared for tensor in share.unlisted]
-    return planner, told_differing(outcome, differing, request.source, strict=request.strict), planned.due
-
-
-def told_differing(outcome: Outcome, differing: Iterable[Differing], source: str, *, strict: bool) -> Outcome:
-    """Return an outcome with messages on differing tensors. Raises DisagreementError if `strict`."""
-    remarks = told_of(differing, source, strict=strict)
-    return outcome.joined([Outcome(notes=remarks.notes, other_warnings=remarks.warnings)])
-
-
-def _plan_with_sound_sources(
-    new_planner: NewPlanner, request: Request, comm: Comm, progress: Progress
-) -> tuple[Planner, PlanReport]:
-    """Plan the targets of all processes; if they will be verified, only from shards that fit their own checksums.
-
-    A shard that does not fit is lost, and all is planned again without it. Returns this process's planner, and what all
-    say about their plans. Raises as `_plan_together` does, also if no other shard holds what a lost one held.
-    """
+    damage: dict[int, ReshardError] = {}
     checked: set[int] = set()
     chosen: list[SharedFact] = []
-    damage: dict[int, ReshardError] = {}
     while True:
         progress.begin(Stage("planning"))
-        planner = new_planner(damage)
-        planned = _plan_together(planner, comm)
-        chosen += (moment for moment in planned.moments if moment.name == CHOSEN_FILES)
+        plans, planned = _plan(partial(make, damage), comm)
+        chosen += (fact for fact in planned.moments if fact.name == CHOSEN_FILES)
         require_one_checkpoint(chosen)  # in the second round another checkpoint may be the newest
-        if not request.verify:
-            return planner, planned
-        read = {
-            rank: size for sizes in _gather(comm, attempt(planner.read_bytes, comm)) for rank, size in sizes.items()
-        }
-        to_check = {rank: read[rank] for rank in sorted(read.keys() - checked)}
-        mine = dict(list(to_check.items())[comm.rank :: comm.size])
-        stage = Stage("checking sources", sum(to_check.values()), len(to_check), "shard")
-        progress.begin(stage, sum(mine.values()))
-        errors = _gather(comm, planner.check_sources(mine, progress))
-        if not any(errors):
-            _refuse(comm.allgather(planner.check_committed(progress)), comm)
-            return planner, planned
-        checked |= read.keys()
-        damage = damage | {rank: error for share in errors for rank, error in share.items()}
+        if not plans.run.request.verify:
+            return plans, planned
+        sizes = {rank: size for share in _together(comm, plans.read_bytes) for rank, size in share.items()}
+        to_check = {rank: sizes[rank] for rank in sorted(sizes.keys() - checked)}
+        shares = _together(comm, partial(_check_sources, plans, to_check, comm, memory, progress))
+        if not any(shares):
+            _together(comm, partial(_check_committed, plans, comm, memory, progress))
+            return plans, planned
+        checked |= sizes.keys()
+        damage = damage | {rank: error for errors in shares for rank, error in errors.items()}
 
 
-def _plan_together(planner: Planner, comm: Comm) -> PlanReport:
-    """Plan the targets of all processes; return what all say about their plans.
-
-    Raises the same error on every process if the run is refused.
-    """
-    all_planned = [record_of(PlanReport, value) for value in comm.allgather(planner.plan())]
-    _refuse([planned.outcome for planned in all_planned], comm)
-    require_room(planned.rooms for planned in all_planned)
+def _plan(make: Callable[[], TargetPlans], comm: Comm) -> tuple[TargetPlans, PlanReport]:
+    """Plan the targets of all processes, and check that the plans agree (step 1)."""
+    plans = attempt(make, comm)
+    gathered = comm.allgather(plans if isinstance(plans, Outcome) else plans.report)
+    reports = [record_of(PlanReport, report) for report in gathered]
+    _refuse([report.outcome for report in reports], comm)
+    assert not isinstance(plans, Outcome)
+    require_room(report.rooms for report in reports)
 
     def placed(stage: int) -> dict[int, dict[str, str]]:
-        shares = _gather(comm, planner.placed(stage))
-        return {rank: described for share in shares for rank, described in share.items()}
+        shares = _together(comm, partial(plans.placed, stage))
+        return {rank: placed for share in shares for rank, placed in share.items()}
 
-    return agreeing(all_planned, placed, planner.source, planner.accumulated)
+    return plans, _agreeing(reports, placed, plans.run.request.source, plans.run.request.accumulated)
 
 
-def agreeing(
-    all_planned: Sequence[PlanReport],
+def _agreeing(
+    reports: Sequence[PlanReport],
     placed: Callable[[int], Mapping[int, Mapping[str, str]]],
     source: str,
     accumulated: Accumulated,
 ) -> PlanReport:
-    """Join the processes' plans, if these agree in all shared facts.
+    """Join the processes' reports, if these agree in all shared facts.
 
     Args:
         placed: returns what strategies place on the target ranks of a stage.
 
     Raises a ReshardError if the run is refused.
     """
-    require_one_checkpoint(moment for planned in all_planned for moment in planned.moments)
-    for stage in differing_stages(held for planned in all_planned for held in planned.held):
+    require_one_checkpoint(fact for report in reports for fact in report.moments)
+    for stage in differing_stages(held for report in reports for held in report.held):
         of_stage = placed(stage)
         require_same_names(of_stage, source)
         require_same_shapes(of_stage, source)
-    together = PlanReport().joined(all_planned)
+    together = PlanReport().joined(reports)
     if together.held and not together.sums and accumulated is not Accumulated.REFUSE:
         noted = Outcome(notes=(note_on_none(accumulated),))
         together = together._replace(outcome=together.outcome.joined([noted]))
     return together
 
 
-def _gather(comm: Comm, value: T | Outcome) -> list[T]:
-    """Return the values of all processes; raise the same error on all if one has an outcome with a failure instead."""
-    values = comm.allgather(value)
-    _refuse([failed for failed in values if isinstance(failed, Outcome)], comm)
-    return [value for value in values if not isinstance(value, Outcome)]
+def _check_sources(
+    plans: TargetPlans, sizes: Mapping[int, int], comm: Comm, memory: RunMemory, progress: Progress
+) -> dict[int, ReshardError]:
+    """Return, by rank, the errors of this process's share of the source shards that do not fit their own sums (step 2).
+
+    Args:
+        sizes: of all shards to check, in bytes by rank.
+    """
+    from reshard_mpi.runs.verify_checksums import Summing, damage_of
+
+    conversion = plans.run.conversion
+    source = conversion.source
+
+    def before_sums(summing: Summing) -> None:
+        peak_bytes = max(memory.projection.gathering_bytes, checking_bytes(source.files.format, summing))
+        memory.reserve_for_copying(peak_bytes, f"checking {plans.run.request.source}")
+
+    mine = dict(list(sizes.items())[comm.rank :: comm.size])
+    progress.begin(Stage("checking sources", sum(sizes.values()), len(sizes), "shard"), sum(mine.values()))
+    errors: dict[int, ReshardError] = {}
+    for rank, size_bytes in mine.items():
+        error = damage_of(source.unmapped, rank, size_bytes, conversion.limits, before_sums, progress)
+        if error is not None:
+            errors[rank] = error
+        progress.completed()
+    return errors
+
+
+def _check_committed(plans: TargetPlans, comm: Comm, memory: RunMemory, progress: Progress) -> None:
+    """Check this process's share of the source's whole tensors against the sums in their commit (step 2).
+
+    Nothing is read if each shard has sums of its own, by which it has been checked. Raises DamageError.
+    """
+    from reshard_mpi.runs.verify_checksums import committed_tensors, require_as_committed
+
+    source, path = plans.run.conversion.source, plans.run.request.source
+    committed = committed_tensors(source.unmapped)
+    if committed is None:
+        return
+    record, tensors = committed
+    needed = [tensor for tensor in tensors if source.needs(tensor.spec.name)]
+    mine = needed[comm.rank :: comm.size]
+    size_bytes, own_bytes = (sum(tensor.spec.size_bytes for tensor in of) for of in (needed, mine))
+    progress.begin(Stage("checking sources", size_bytes), own_bytes)
+    memory.reserve_for_copying(memory.projection.gathering_bytes, f"checking {path}")
+    require_as_committed(record, mine, path, plans.run.conversion.limits, progress.moved)
+
+
+def _compare_copies(
+    plans: TargetPlans, planned: PlanReport, comm: Comm, memory: RunMemory, progress: Progress
+) -> Outcome:
+    """Compare copies that must be the same; return the outcome of planning with what that shows (step 3)."""
+    request = plans.run.request
+    compared: Sequence[ComparisonReport] = ()
+    if planned.alike or request.replicas is not Replicas.ANY:
+        mine = list(partition_for(planned.alike, comm.rank, comm.size))
+        if planned.alike:
+            size_bytes, own_bytes = (sum(alike.size_bytes for alike in copies) for copies in (planned.alike, mine))
+            progress.begin(Stage("comparing copies", size_bytes), own_bytes)
+        compared = _together(comm, partial(_compare, plans, mine, comm, memory, progress))
+    return _judged(planned, compared, request.source, strict=request.strict)
+
+
+def _compare(
+    plans: TargetPlans, mine: Sequence[ReplicaGroup], comm: Comm, memory: RunMemory, progress: Progress
+) -> ComparisonReport:
+    """Compare the copies `mine`, and this process's share of a sample."""
+    run, request = plans.run, plans.run.request
+    conversion, purpose = run.conversion, f"copies in {request.source}"
+    lost: tuple[UnusableShard, ...] = ()
+    projection = memory.reserve_for_planning(
+        conversion, run.format, purpose, targets=len(run.targets), verify=request.verify
+    )
+    if mine:
+        memory.reserve_for_copying(projection.base_bytes + comparing_bytes(conversion.limits), purpose)
+        counted = SliceCounter(progress.moved, sum(alike.size_bytes for alike in mine))
+        lost = compare(conversion.source.unmapped, mine, conversion.limits, counted.add)
+        counted.end()
+    drift = conversion.drifted_tensors(damaged_are_replaced=request.verify, process=comm.rank, processes=comm.size)
+    return ComparisonReport(lost, drift)
+
+
+def _begin(plans: TargetPlans, comm: Comm, memory: RunMemory, progress: Progress) -> None:
+    """Make the target folder ready, if this process has anything to write (step 4)."""
+    if not plans.inputs:
+        return
+    # A process alone asks for all that it will need: once something is written it cannot start over.
+    if comm.size == 1:
+        memory.reserve_for_copying(max(plans.peak_bytes.values()), f"targets of {plans.run.request.target}")
+    memory.forbid_starting_over()
+    plans.journal.begin(progress.say)
+
+
+def _commit(plans: TargetPlans, outcome: Outcome) -> Outcome:
+    """Commit the targets if all of the run are complete now; return an outcome with remarks on that (step 6).
+
+    Args:
+        outcome: of all processes.
+    """
+    run, journal = plans.run, plans.journal
+    if not isinstance(journal, Journal):
+        return Outcome()
+    made_ranks = {target.rank for target in outcome.targets}
+    try:
+        remarks = commit_if_complete(
+            journal.folder,
+            journal.identity,
+            made_here=made_ranks,
+            any_written=any(not target.skipped for target in outcome.targets),
+            already_told=(*outcome.notes, *outcome.other_warnings),
+        )
+        return Outcome(notes=remarks.notes, other_warnings=remarks.warnings)
+    except (CoverageError, DisagreementError) as error:
+        if len(made_ranks) == run.conversion.target.world_size or not run.request.overwrite:
+            raise
+        note = f"not committed yet, as targets that are still to be replaced may be why: {error.problem}"
+        return Outcome(notes=(note,))
+    except (OSError, ShardError) as error:  # a ShardError is about a target, which the index is made of
+        raise TransformError(
+            "the targets are complete, but the commit record could not be written",
+            got=str(error) if isinstance(error, OSError) else error_told(error),
+            where=str(journal.folder),
+            remedy="mend the cause, then reshard-mpi commit",
+        ) from error
+
+
+def _judged(planned: PlanReport, compared: Sequence[ComparisonReport], source: str, *, strict: bool) -> Outcome:
+    """Return the outcome of planning, with messages on copies that differ. Raises DisagreementError if `strict`."""
+    drift = reduce(Drift.joined, (report.drift for report in compared), NO_DRIFT)
+    if strict:
+        require_no_drift(drift.copies, source)
+    lost = (Outcome(lost=report.lost) for report in compared)
+    drifted = Outcome(other_warnings=(drift_warning(drift.copies),) if drift.copies else ())
+    differing = (*planned.differing, *between_targets(planned.beginnings), *drift.unlisted)
+    remarks = told_of(differing, source, strict=strict)
+    return planned.outcome.joined([*lost, drifted, Outcome(notes=remarks.notes, other_warnings=remarks.warnings)])
+
+
+def _together(comm: Comm, step: Callable[[], T]) -> list[T]:
+    """Do a step in every process; return the results of all. Raises the same error in all if one has failed."""
+    results = comm.allgather(attempt(step, comm))
+    _refuse([failed for failed in results if isinstance(failed, Outcome)], comm)
+    return [result for result in results if not isinstance(result, Outcome)]
 
 
 def _refuse(outcomes: Sequence[Outcome], comm: Comm) -> None:
@@ -225,12 +341,10 @@ def _refuse(outcomes: Sequence[Outcome], comm: Comm) -> None:
     raise error
 
 
-def plan_together(
+def plan_alone(
     conversion: Conversion, targets: Iterable[int], notes: tuple[str, ...] = ()
 ) -> tuple[list[RankPlan], Outcome]:
-    """Return the plans of targets, and an outcome with the notes and warnings on them.
-
-    What targets must have in common is checked, and copies are compared.
+    """Do steps 1 and 3 in one process, without a run: return the plans of targets, and an outcome with remarks on them.
 
     Args:
         notes: further notes for the outcome.
@@ -244,11 +358,7 @@ def plan_together(
         return {plan.target_rank: plan.placed for plan in plans if plan.stage == stage}
 
     begun = PlanReport(Outcome.begun(conversion, notes))
-    planned = agreeing([begun, *map(PlanReport.of, plans)], placed, path, conversion.accumulated)
+    planned = _agreeing([begun, *map(PlanReport.of, plans)], placed, path, conversion.accumulated)
     lost = compare(conversion.source.unmapped, partition_for(planned.alike, 0, 1), conversion.limits, lambda _: None)
-    drifted, unlisted = conversion.drifted_tensors()
-    if conversion.strict:
-        require_no_drift(drifted, path)
-    compared = Outcome(lost=lost, other_warnings=(drift_warning(drifted),) if drifted else ())
-    differing = (*planned.differing, *between_targets(planned.beginnings), *unlisted)
-    return plans, told_differing(planned.outcome.joined([compared]), differing, path, strict=conversion.strict)
+    compared = ComparisonReport(lost, conversion.drifted_tensors())
+    return plans, _judged(planned, [compared], path, strict=conversion.strict)

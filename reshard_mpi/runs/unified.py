@@ -46,7 +46,7 @@ from reshard_mpi.runs.preflight import (
 )
 from reshard_mpi.runs.progress import CLOSED, MOVED, Progress, Silent, Stage
 from reshard_mpi.runs.request import Request, Strategies, TargetFile
-from reshard_mpi.runs.transform import plan_together
+from reshard_mpi.runs.transform import plan_alone
 from reshard_mpi.runs.write import target_report, write_whole
 from reshard_mpi.text import GIB
 
@@ -195,7 +195,7 @@ def _opened(request: Request, comm: Comm, memory: RunMemory, strategies: Strateg
     if comm.rank == 0:
         every_path = [Path(request.target, file.name) for file in request.files]
         notes = (*notes, *stranger_notes(lying_beside(Path(request.target), "hf", MAP, every_path, ())))
-    plans, outcome = plan_together(conversion, mine, notes)
+    plans, outcome = plan_alone(conversion, mine, notes)
     renamed = {plan.target_rank: _renamed(plan, request.files[plan.target_rank]) for plan in plans}
     tally = SpaceByFilesystem()
     for number, plan in renamed.items():

@@ -24,11 +24,10 @@ from reshard_mpi.runs.memory import RunMemory
 from reshard_mpi.runs.messages import Filled, FillReport, Reserved, Verified, record_of
 from reshard_mpi.runs.outcome import Failure, Outcome, TargetReport, attempt
 from reshard_mpi.runs.progress import Progress
-from reshard_mpi.runs.run import Run
-from reshard_mpi.runs.scheduling import Assignment, PendingTargets, TargetSlice
+from reshard_mpi.runs.scheduling import TargetSlice
+from reshard_mpi.runs.target_plans import TargetPlans
 
 if TYPE_CHECKING:
-    from reshard_mpi.journal.targets import Journal, Unrecorded
     from reshard_mpi.runs.outcome import Overflow
 
 
@@ -140,31 +139,17 @@ class Writer:
     """Writes one process's part of the targets of a run.
 
     Attributes:
-        works: the work of each process of `comm`.
-        due: the targets that this process writes.
         memory: asked for each target; while this process waits for others of the run, processes in line get it.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        journal: Journal | Unrecorded,
-        works: Sequence[Assignment],
-        comm: Comm,
-        due: PendingTargets,
-        memory: RunMemory,
-        progress: Progress,
-    ) -> None:
-        self._run = run
-        self._journal = journal
-        self._works = works
+    def __init__(self, plans: TargetPlans, comm: Comm, memory: RunMemory, progress: Progress) -> None:
+        self._plans = plans
+        self._run = plans.run
         self._comm = comm
-        self._work = works[comm.rank]
-        self._due = due
         self._memory = memory
         self._progress = progress
-        self._limits = run.conversion.limits
-        self._format = formats.by_name(run.format)
+        self._limits = plans.run.conversion.limits
+        self._format = formats.by_name(plans.run.format)
         self._led: dict[int, _Led] = {}
 
     def write(self) -> Outcome:
@@ -172,8 +157,8 @@ class Writer:
 
         Shared targets are filled after all others, so that processes wait as little as possible for one another.
         """
-        self._progress.assigned(tuple(rank for rank in self._work.leads if rank in self._due.evidence))
-        if not any(work.shares for work in self._works):
+        self._progress.assigned(tuple(rank for rank in self._plans.own.leads if rank in self._plans.inputs))
+        if not any(work.shares for work in self._plans.assignments):
             return self._write_alone()
         with ExitStack() as publications:
             begun = self._reserve(publications)
@@ -192,8 +177,8 @@ class Writer:
 
     def _write_alone(self) -> Outcome:
         outcome = Outcome()
-        for rank in self._work.whole:
-            if rank in self._due.evidence:
+        for rank in self._plans.own.whole:
+            if rank in self._plans.inputs:
                 outcome = outcome.joined([self._attempt(rank, self._write_target)])
                 self._memory.yield_if_contended()
         return outcome
@@ -223,8 +208,8 @@ class Writer:
             self._led[rank] = _Led(publication, reserved, begin, waited_seconds)
             return FillReport(reserved=(reserved,))
 
-        shared = {share.target for share in self._work.shares}
-        ranks = [rank for rank in self._work.leads if rank in shared and rank in self._due.evidence]
+        shared = {share.target for share in self._plans.own.shares}
+        ranks = [rank for rank in self._plans.own.leads if rank in shared and rank in self._plans.inputs]
         return FillReport().joined(record_of(FillReport, self._attempt(rank, reserve)) for rank in ranks)
 
     def _fill(self, reservations: Mapping[int, Reserved]) -> FillReport:
@@ -238,7 +223,7 @@ class Writer:
             filled = fill_file(plan, manifest, descriptor, span, self._limits, self._progress.moved)
             return FillReport(filled=(filled._replace(waited_seconds=waited_seconds),))
 
-        return self._of_shares(self._work.shares, reservations, fill)
+        return self._of_shares(self._plans.own.shares, reservations, fill)
 
     def _verify(self, reservations: Mapping[int, Reserved], parts: Sequence[FillReport]) -> FillReport:
         """Compare this process's shares of the targets that all have filled with their sources."""
@@ -250,7 +235,9 @@ class Writer:
             sums = self._verified(plan, manifest, descriptor, span, share.bytes_of(plan.written_bytes))
             return FillReport(verified=(Verified(share.target, sums, waited_seconds),))
 
-        filled = [share for share in self._work.shares if not self._parts_of(share.target, parts, verified=False)[1]]
+        filled = [
+            share for share in self._plans.own.shares if not self._parts_of(share.target, parts, verified=False)[1]
+        ]
         return self._of_shares(filled, reservations, verify)
 
     def _of_shares(
@@ -292,7 +279,7 @@ class Writer:
 
     def _writing(self, rank: int) -> AbstractContextManager[Publication]:
         path, say = self._run.path(rank), self._progress.say
-        return self._journal.writing(rank, path, self._due.evidence[rank], self._format.MODE, say)
+        return self._plans.journal.writing(rank, path, self._plans.inputs[rank], self._format.MODE, say)
 
     def _reserved(self, publication: Publication, plan: RankPlan) -> Manifest:
         """Write all of a target but its payloads; return its manifest, with the place of each tensor."""
@@ -339,7 +326,7 @@ class Writer:
         """
         all_filled: list[Filled] = []
         failures: list[Failure] = []
-        for process, (work, part) in enumerate(zip(self._works, parts)):
+        for process, (work, part) in enumerate(zip(self._plans.assignments, parts)):
             if rank not in {share.target for share in work.shares}:
                 continue
             own = [filled for filled in part.filled if filled.rank == rank]
@@ -361,14 +348,14 @@ class Writer:
     def _plan(self, rank: int) -> tuple[RankPlan, float]:
         """Wait for the memory that a target takes; return its plan, and the seconds waited."""
         purpose = f"target rank {rank} of {self._run.request.target}"
-        self._memory.reserve_for_copying(self._due.peak_bytes[rank], purpose)
-        return self._due.plan(rank), self._memory.take_waited_seconds()
+        self._memory.reserve_for_copying(self._plans.peak_bytes[rank], purpose)
+        return self._plans.plan(rank), self._memory.take_waited_seconds()
 
     def _attempt(self, rank: int, do: Callable[[int], T]) -> T | Outcome:
         return attempt(partial(do, rank), self._comm, rank, self._run.path(rank))
 
     def _finished(self, plan: RankPlan, begin: float, waited_seconds: float, filled: Sequence[Filled]) -> Outcome:
-        path, leased_bytes = self._run.path(plan.target_rank), self._due.peak_bytes[plan.target_rank]
+        path, leased_bytes = self._run.path(plan.target_rank), self._plans.peak_bytes[plan.target_rank]
         report = target_report(plan, path, begin, waited_seconds, leased_bytes, self._comm.rank, filled)
         self._progress.closed(plan.written_bytes)
         self._progress.finished(report)

@@ -36,7 +36,7 @@ from support.oracle import RawLayout
 import reshard_mpi
 from reshard_mpi.checkpoints import source
 from reshard_mpi.errors import DisagreementError, ShardError, TransformError
-from reshard_mpi.runs import scheduling
+from reshard_mpi.runs import target_plans
 from reshard_mpi.runs.write import Writer
 
 # Two targets a source rank, so both that look to rank 0 first may be made by different processes.
@@ -438,7 +438,7 @@ def test_a_file_that_is_truncated_after_it_was_planned_with(
     with monkeypatch.context() as patch:
         patch.setattr(Writer, "write", truncate_and_write)
         if not kept:
-            patch.setattr(scheduling, "MAX_KEPT_PLANS", 0)
+            patch.setattr(target_plans, "MAX_KEPT_PLANS", 0)
             patch.setattr(source, "MAX_KEPT_BYTES", 1)
         if kept:
             assert_failed(c, capsys, "a source file became shorter while it was read\n", c.shard(2))

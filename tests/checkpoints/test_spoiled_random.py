@@ -26,7 +26,7 @@ from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
 from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.runs.conversion import Conversion
-from reshard_mpi.runs.transform import plan_together
+from reshard_mpi.runs.transform import plan_alone
 from reshard_mpi.sharding.box import Box
 
 # What changes the structure of a shard, so that what others say of the tensor contradicts it.
@@ -136,7 +136,7 @@ def outcome(spoiled: Spoiled, replicas: Replicas) -> tuple[list[RankPlan], list[
     """Return the plans and contents of all targets, or None if they are refused. Any other error is a fault."""
     conversion = Conversion(spoiled.source(), strategy_of(spoiled.case.dst), replicas=replicas)
     try:
-        plans, _ = plan_together(conversion, range(spoiled.case.dst.world_size))
+        plans, _ = plan_alone(conversion, range(spoiled.case.dst.world_size))
     except ReshardError as error:
         assert error.exit_code == 3
         assert error.problem and error.got and error.remedy, error

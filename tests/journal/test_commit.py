@@ -49,7 +49,7 @@ from reshard_mpi.journal.run_status import commit
 from reshard_mpi.journal.targets import Journal
 from reshard_mpi.planning.model import StageDigest
 from reshard_mpi.planning.shard_faults import Differences
-from reshard_mpi.runs import planner
+from reshard_mpi.runs import transform as transforming
 from reshard_mpi.runs.outcome import Outcome
 from reshard_mpi.runs.write import Writer
 
@@ -176,7 +176,7 @@ def test_what_has_just_been_written_is_not_found_for_once(
     c, number = make(tmp_path), 0
     c = c.but(dst_strategy=None) if "hf" in options else c
     tasks = [("--part", "0/2"), options] if "--part" in options else [options]
-    look, commit_it = getattr(os, call), planner.commit_if_complete
+    look, commit_it = getattr(os, call), transforming.commit_if_complete
     ends = set()
     while number < 200:
         c, left = c.but(dst=tmp_path / f"dst{number}"), number
@@ -197,7 +197,7 @@ def test_what_has_just_been_written_is_not_found_for_once(
         for task in tasks[:-1]:
             assert transform_here(capsys, c, *task).code == 0
         with monkeypatch.context() as patched:
-            patched.setattr(planner, "commit_if_complete", commit_blindly)
+            patched.setattr(transforming, "commit_if_complete", commit_blindly)
             finished = transform_here(capsys, c, *tasks[-1])
         ends.add(finished.code)
         if finished.code == 0 and "note: " not in finished.err:

@@ -1,0 +1,302 @@
+"""Plan the targets of one process of a run (`TargetPlans`), and list their tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property, partial
+from pathlib import Path
+from typing import NamedTuple
+
+from reshard_mpi import formats
+from reshard_mpi.checkpoints.opening import moments_of
+from reshard_mpi.checkpoints.source import LEFT_OUT
+from reshard_mpi.errors import ReshardError, ShardError
+from reshard_mpi.journal.commit import EarlierTarget
+from reshard_mpi.journal.provenance import FirstLooks, Sources
+from reshard_mpi.journal.records import TargetInputs
+from reshard_mpi.journal.targets import Journal
+from reshard_mpi.planning.losses import named, warnings_of
+from reshard_mpi.planning.model import RankPlan
+from reshard_mpi.planning.summary import RankSummary
+from reshard_mpi.processes.comm import Comm
+from reshard_mpi.runs.memory import MAX_KEPT_PLANS, MAX_KEPT_PLANS_BYTES, RunMemory
+from reshard_mpi.runs.messages import PlanReport, Totals, record_of
+from reshard_mpi.runs.outcome import Outcome, TargetReport, attempt
+from reshard_mpi.runs.overlap import refuse_removing
+from reshard_mpi.runs.preflight import (
+    SpaceEstimate,
+    SpaceNeed,
+    lying_beside,
+    may_share,
+    require_countable,
+    require_no_strangers,
+    require_readable_structure,
+    require_readable_types,
+    require_short_names,
+    stranger_notes,
+)
+from reshard_mpi.runs.progress import Progress, Stage
+from reshard_mpi.runs.request import Request, Strategies
+from reshard_mpi.runs.run import Run, open_run
+from reshard_mpi.runs.scheduling import divide, target_weights
+from reshard_mpi.sharding.placement import Shape
+
+_NOT_VERIFIED = (
+    "targets that were complete already were not verified when they were made: reshard-mpi verify SRC DST does it now"
+)
+
+
+class TargetPlans:
+    """The targets of one process of a run, planned. Nothing has been written.
+
+    Attributes:
+        run: what has been opened.
+        journal: keeps the state of the run in the target folder.
+        assignments: the work of each process of the run; own: that of this one.
+        inputs: for each target to write, by rank, what its record says of its sources.
+        peak_bytes: for each of them, the memory that writing it is projected to take.
+        summaries: of the targets that this process leads.
+        listed: the tensors of these targets by name, if they are to be listed.
+        report: what the other processes are told of the plans.
+    """
+
+    def __init__(self, run: Run, comm: Comm, memory: RunMemory, *, lists_tensors: bool) -> None:
+        self.run = run
+        self.journal = run.journal()
+        for rank in run.targets[-1:]:  # the one with the longest number
+            require_short_names(self.journal.paths(rank, run.path(rank)))
+        self.journal.check()
+        self.assignments = divide(target_weights(run.conversion, run.targets), comm.hosts)
+        self.own = self.assignments[comm.rank]
+        self.inputs: dict[int, TargetInputs] = {}
+        self.peak_bytes: dict[int, int] = {}
+        self.summaries: list[RankSummary] = []
+        self.listed: dict[str, TargetTensor] = {}
+        self.report = PlanReport()
+        self._comm = comm
+        self._memory = memory
+        self._choice = moments_of(run.conversion.source.files)  # which of several checkpoints the source is
+        self._first_looks = FirstLooks(run.request.source)
+        self._space = SpaceEstimate(run.request)
+        self._written_bytes: dict[int, int] = {}  # by target
+        self._placed: dict[str, tuple[int, int, dict[str, str]]] = {}  # by digest: stage, rank, `RankPlan.placed`
+        self._lists_tensors = lists_tensors
+        self._listed_stages: set[int] = set()
+        self._kept: dict[int, RankPlan] = {}
+        self._kept_bytes = 0
+
+    @classmethod
+    def make(
+        cls,
+        request: Request,
+        comm: Comm,
+        strategies: Strategies | None,
+        memory: RunMemory,
+        progress: Progress,
+        known_damage: Mapping[int, ReshardError],
+        *,
+        lists_tensors: bool = False,
+    ) -> TargetPlans:
+        """Open the run and plan this process's targets. Failures of single targets are in the report.
+
+        Args:
+            strategies: those of the request, if they have been read already.
+            known_damage: what is known to be wrong with source shards, by rank.
+            lists_tensors: whether `listed` is asked for.
+
+        Raises a ReshardError if the run cannot be opened, or its target folder not be used.
+        """
+        run = open_run(request, memory, strategies, known_damage)
+        plans = cls(run, comm, memory, lists_tensors=lists_tensors)
+        memory.on_memory_released(run.conversion.forget, plans.forget)
+        plans._plan_all(progress)
+        return plans
+
+    def _plan_all(self, progress: Progress) -> None:
+        ranks = (*((rank, True) for rank in self.own.leads), *((rank, False) for rank in self.own.assists))
+        planned_ranks = sum(len(each.leads) + len(each.assists) for each in self.assignments)
+        progress.begin(Stage("planning", units=planned_ranks, unit="rank"))
+        planned = []
+        for rank, leads in ranks:
+            planned.append(attempt(partial(self._plan_target, rank, leads), self._comm, rank))
+            progress.completed()
+        space = self._space_needs()
+        beside = self._strangers()
+        notes = (*self._memory.open().notes, *self.run.target_notes, *beside)
+        begun = PlanReport(Outcome.begun(self.run.conversion, notes), self._choice)
+        joined = begun.joined(record_of(PlanReport, report) for report in planned)
+        due = Totals(self.led_bytes, len(self.summaries), ready=len(joined.outcome.targets))
+        self.report = joined._replace(rooms=space, due=due)
+
+    def _plan_target(self, rank: int, leads: bool) -> PlanReport:
+        run, request, path = self.run, self.run.request, self.run.path(rank)
+        if self.journal.is_done(rank, path):
+            return PlanReport(self._skipped(rank) if leads else Outcome())
+        plan = run.conversion.plan(rank, checked=leads)
+        peak_bytes = self._memory.require_possible(plan)
+        inputs = TargetInputs.of(plan, self._sources(plan), self._choice)
+        if self._earlier_target is not None:
+            self._earlier_target.require_same_state(rank, inputs.sources)
+        if leads:
+            as_is = run.conversion.original is None and run.conversion.source.files.format == run.format
+            require_readable_types(plan.tensors.specs, run.format, as_is=as_is)
+            require_readable_structure(plan.shard, run.format)
+            if request.crc and formats.by_name(run.format).TRAITS.crc_counts_scalars:
+                require_countable(run.conversion, plan)
+            self._space.add(plan, inputs, run.format, path, self.journal.left_bytes(path))
+        self.inputs[rank], self.peak_bytes[rank] = inputs, peak_bytes
+        self._keep(plan)
+        self._written_bytes[rank] = plan.written_bytes
+        if not leads:
+            return PlanReport()
+        self.summaries.append(RankSummary.of(plan, peak_bytes))
+        self._list_tensors(plan)
+        if inputs.held.digest not in self._placed:
+            self._placed[inputs.held.digest] = (plan.stage, rank, plan.placed)
+        return PlanReport.of(plan)
+
+    def plan(self, rank: int) -> RankPlan:
+        """Return the plan of a target to write: the one that was kept, or one made again.
+
+        Raises ShardError if a plan made again would read other shards than before.
+        """
+        kept = self._kept.get(rank)
+        if kept is not None:
+            return kept
+        plan, planned_ranks = self.run.conversion.plan(rank, checked=False), self.inputs[rank].read_ranks
+        if plan.read_ranks != planned_ranks:
+            raise ShardError(
+                "source shards have changed since the run began",
+                expected=f"target rank {rank} taken from {named(planned_ranks)}, as planned",
+                got="; ".join(warnings_of(plan.lost)) or named(plan.read_ranks),
+                where=self.run.request.source,
+                remedy="restore the shards, or remove those that are damaged if others hold the same, and run the same"
+                " command with --resume",
+            )
+        return plan
+
+    def _keep(self, plan: RankPlan) -> None:
+        """Keep a plan if that takes little memory."""
+        if len(self._kept) < MAX_KEPT_PLANS and self._kept_bytes + plan.kept_bytes <= MAX_KEPT_PLANS_BYTES:
+            self._kept[plan.target_rank] = plan
+            self._kept_bytes += plan.kept_bytes
+
+    def forget(self) -> None:
+        """Free the plans; they are made again when they are needed."""
+        self._kept.clear()
+        self._kept_bytes = 0
+
+    @property
+    def led_bytes(self) -> int:
+        """How many bytes the targets hold together that this process begins and completes."""
+        return sum(self._written_bytes.get(rank, 0) for rank in self.own.leads)
+
+    @property
+    def own_bytes(self) -> int:
+        """About how many bytes of targets this process is to write, alone and with others."""
+        alone = sum(self._written_bytes.get(rank, 0) for rank in self.own.whole)
+        return alone + sum(share.bytes_of(self._written_bytes.get(share.target, 0)) for share in self.own.shares)
+
+    def read_bytes(self) -> dict[int, int]:
+        """Return the source ranks that this process's targets are taken from, each with the size of its files."""
+        files = self.run.conversion.source.files
+        ranks = {rank for inputs in self.inputs.values() for rank in inputs.read_ranks}
+        there = {rank: [path for path in files.by_rank[rank] if Path(path).exists()] for rank in ranks}
+        return {
+            rank: sum(file.size_bytes for file in self._first_looks.sources(paths).files)
+            for rank, paths in there.items()
+        }
+
+    def placed(self, stage: int) -> dict[int, dict[str, str]]:
+        """Return what strategies place on target ranks of `stage` (see `RankPlan.placed`); of equal ranks, only one."""
+        return {rank: placed for of_stage, rank, placed in self._placed.values() if of_stage == stage}
+
+    @cached_property
+    def _earlier_target(self) -> EarlierTarget | None:
+        """A complete target of this run, if others are to be made of the same state of the source beside it."""
+        if self._comm.rank > 0 or self.run.request.overwrite or not isinstance(self.journal, Journal):
+            return None
+        return EarlierTarget.of(self.journal.folder, self.journal.identity)
+
+    def _sources(self, plan: RankPlan) -> Sources:
+        """Return the source files of `plan`, each as it was when this run first looked at it.
+
+        Of a folder with an index those that are there: for one that is missing others may hold the same.
+        """
+        files = self.run.conversion.source.files
+        paths = (path for source_rank in plan.read_ranks for path in files.by_rank[source_rank])
+        return self._first_looks.sources(path for path in paths if not files.is_folder or Path(path).exists())
+
+    def _space_needs(self) -> tuple[SpaceNeed, ...]:
+        """Return the room that this process needs on file systems."""
+        run = self.run
+
+        def shares_blocks() -> bool:
+            return may_share(run.conversion.source.files, run.format, run.path(run.targets[0]))
+
+        is_first = self._comm.rank == 0
+        reported = len(run.targets) if is_first else 0
+        strategy = run.conversion.target if is_first and run.records_strategy else None
+        return self._space.rooms(reported, self._comm.size, shares_blocks, strategy)
+
+    def _strangers(self) -> tuple[str, ...]:
+        """Return notes on files in the target folder that are no part of this run. Raises TargetError for some."""
+        run = self.run
+        own_paths = [run.path(rank) for rank in self.own.leads]
+        folder, every_path = Path(run.request.target), map(run.path, range(run.conversion.target.world_size))
+        if not run.request.recorded:
+            index = formats.index_of(run.format)
+            return stranger_notes(lying_beside(folder, run.format, index, every_path, own_paths))
+        removed = self.journal.leftovers()
+        refuse_removing(run.conversion.source.files, folder, removed)
+        require_no_strangers(folder, run.format, every_path, own_paths, removed)
+        return ()
+
+    def _skipped(self, rank: int) -> Outcome:
+        path = self.run.path(rank)
+        is_unverified = self.run.request.verify and not self.journal.is_verified(rank)
+        report = TargetReport(rank, str(path), (), path.stat().st_size, process=self._comm.rank, skipped=True)
+        return Outcome((report,), notes=(_NOT_VERIFIED,) if is_unverified else ())
+
+    def _list_tensors(self, plan: RankPlan) -> None:
+        """Keep the listing of a target's tensors; targets of a stage have the same, unless they share them out."""
+        are_shared_out = self.run.conversion.once or formats.by_name(self.run.format).TRAITS.split_by_size
+        if self._lists_tensors and (are_shared_out or plan.stage not in self._listed_stages):
+            self._listed_stages.add(plan.stage)
+            for name, tensor in listed_tensors(plan).items():
+                self.listed.setdefault(name, tensor)
+
+
+class TargetTensor(NamedTuple):
+    """A tensor of a target. dtype: name of its type. shape: of the whole; piece: of what target `rank` holds of it."""
+
+    dtype: str
+    shape: Shape
+    piece: Shape
+    rank: int
+
+
+def listed_tensors(plan: RankPlan) -> dict[str, TargetTensor]:
+    """Return the tensors of a target by name, in file order."""
+    names, kinds, kind_of = plan.tensors.specs.names, plan.tensors.specs.kinds, plan.tensors.specs.kind_ids
+    rank = plan.target_rank
+    listed = [TargetTensor(kind.dtype.name, kind.global_shape, kind.box.shape, rank) for kind in kinds]
+    return {name: listed[number] for name, number in zip(names, kind_of)}
+
+
+def tensor_lines(shares: Iterable[Mapping[str, TargetTensor]], origins: Mapping[str, str]) -> Iterator[str]:
+    """Yield a line for each tensor of the targets; then one for each that is left out.
+
+    Args:
+        shares: the tensors that each process has met.
+        origins: by name, what a map makes of tensors and makes them of.
+    """
+    tensors: dict[str, TargetTensor] = {}
+    for share in shares:
+        for name, tensor in share.items():
+            tensors.setdefault(name, tensor)
+    for name, tensor in tensors.items():
+        piece = "" if tensor.piece == tensor.shape else f", on rank {tensor.rank} {list(tensor.piece)}"
+        origin = f": {origins[name]}" if name in origins else ""
+        yield f"{name} {tensor.dtype} {list(tensor.shape)}{piece}{origin}"
+    yield from (f"{name}: {LEFT_OUT}" for name, origin in origins.items() if name not in tensors and origin == LEFT_OUT)
