@@ -34,6 +34,7 @@ from reshard_mpi.api.calls import (
 )
 from reshard_mpi.checkpoints.discovery import strangers
 from reshard_mpi.errors import TargetError, UsageError
+from reshard_mpi.journal.records import TargetInputs
 from reshard_mpi.journal.targets import Unrecorded
 from reshard_mpi.planning.parameters import Accumulated, Unlisted
 from reshard_mpi.planning.ranks import joined_ranks, needed_ranks
@@ -186,7 +187,8 @@ def transform_checkpoint_by_rank(
             rank_plan = conversion.plan(rank_id, checked=False)
         written_bytes = rank_plan.written_bytes
         shown.begin(Stage("writing", written_bytes, 1, phases=(MOVED, CLOSED)), written_bytes, written_bytes)
-        with target.writing(rank_id, path, mode=formats.by_name(name).MODE) as publication:
+        inputs = TargetInputs.of(rank_plan, conversion.source.files.sources(rank_plan.read_ranks))
+        with target.writing(rank_id, path, inputs, formats.by_name(name).MODE) as publication:
             filled = write_whole(rank_plan, name, publication, conversion.limits, shown.moved)
         waited_seconds = lease.take_waited_seconds()
         shown.closed(written_bytes)

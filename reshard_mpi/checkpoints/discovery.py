@@ -17,6 +17,7 @@ from reshard_mpi.checkpoints.foreign_files import left_out_of_folder, require_re
 from reshard_mpi.errors import ShardError, SourceError, told
 from reshard_mpi.filesystem.paths import described, kind_of_file, real_path
 from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.journal.provenance import FirstLooks, Sources
 from reshard_mpi.text import counted, natural_key, ranges
 
 _RANK_FOLDER = re.compile(r"rank_(\d+)")
@@ -46,12 +47,28 @@ class ShardFiles(NamedTuple):
     # whether the run that wrote the files has recorded how they are cut, so that they say it as much as files that
     # describe themselves
     is_recorded: bool = False
+    looks: FirstLooks | None = None  # of the files, each before anything was read of it; None: nobody asks for them
 
     def locate(self, path: str, like: Manifest | None = None) -> Manifest:
         """Read the structure of one of the files, unless it has been read. Raises as `Format.locate` does."""
         if self.read is not None and self.read.path == path:
             return self.read
+        self.look(path)
         return formats.by_name(self.format).locate(path, like)
+
+    def look(self, *paths: str) -> None:
+        """Look at files that are going to be read, so that it is noticed if another one takes their place."""
+        if self.looks is not None:
+            self.looks.look(paths)
+
+    def sources(self, ranks: Iterable[int]) -> Sources:
+        """Return the files of these ranks, each as it was when it was first looked at.
+
+        Of a folder with an index those that are there: for one that is missing others may hold the same.
+        """
+        assert self.looks is not None
+        paths = (path for rank in ranks for path in self.by_rank[rank])
+        return self.looks.sources(path for path in paths if not self.is_folder or Path(path).exists())
 
     @property
     def shards(self) -> tuple[str, ...]:
@@ -87,7 +104,7 @@ def find_shards(
     """
     latest = file_selection.latest_in(path)
     folder = path if latest is None else latest.path
-    shards = _found(folder, select, role, format_name)
+    shards = _found(folder, select, role, format_name, FirstLooks(path))
     if select is None and Path(folder).is_dir():
         shards = _naming_left_out(shards, folder, format_name)
     if latest is not None:
@@ -95,7 +112,7 @@ def find_shards(
     return shards._replace(said_files=file_count)
 
 
-def _found(path: str, select: str | None, role: str, format_name: str | None) -> ShardFiles:
+def _found(path: str, select: str | None, role: str, format_name: str | None, looks: FirstLooks) -> ShardFiles:
     given = Path(path)
     if given.is_file():
         name = format_name or formats.name_of(path)
@@ -104,7 +121,7 @@ def _found(path: str, select: str | None, role: str, format_name: str | None) ->
         if _is_strategy(given):
             raise _nothing(path, "a checkpoint", "a strategy file", role)
         _require_index(formats.name_of(path) or name, given.parent, path, role)
-        return _by_own_rank(ShardFiles(path, name, {0: (path,)}))
+        return _by_own_rank(ShardFiles(path, name, {0: (path,)}, looks=looks))
     if not given.is_dir():
         raise SourceError(
             f"the {role} is not there",
@@ -116,19 +133,19 @@ def _found(path: str, select: str | None, role: str, format_name: str | None) ->
     folders = rank_folders(given)
     name = _indexed(path, folders, select, format_name)
     if name is not None and (folder_format := formats.folder_by_name(name)) is not None:
-        return ShardFiles(path, name, {0: folder_format.files_of(path)}, is_folder=True)
+        return ShardFiles(path, name, {0: folder_format.files_of(path)}, is_folder=True, looks=looks)
     wanted = f"{_endings(format_name)}{_selected(select)}"
     if not folders and select is None:
         require_readable(path, role)
     if folders:
-        return _from_folders(path, folders, select, role, format_name)
+        return _from_folders(path, folders, select, role, format_name)._replace(looks=looks)
     loose = shards_in(given, select, format_name)
     if not loose:
         raise _nothing(path, f"rank_* folders or files that end in {wanted}", "neither", role)
     name = _one_format({0: loose}, path)
     _require_index(name, given, path, role)
     _require_all_parts(loose, path)
-    return _by_own_rank(ShardFiles(path, name, {0: tuple(str(entry) for entry in loose)}))
+    return _by_own_rank(ShardFiles(path, name, {0: tuple(str(entry) for entry in loose)}, looks=looks))
 
 
 def _naming_left_out(files: ShardFiles, folder: str, format_name: str | None) -> ShardFiles:
@@ -258,7 +275,8 @@ def shards_from_map(files: Mapping[int, str | os.PathLike[str]]) -> ShardFiles:
     folder = str(next(iter(paths.values())).parent)
     name = _one_format({rank: [path] for rank, path in paths.items()}, folder)
     require_one_step(paths, folder)
-    return ShardFiles(folder, name, {rank: (str(path),) for rank, path in sorted(paths.items())}, picked=True)
+    by_rank = {rank: (str(path),) for rank, path in sorted(paths.items())}
+    return ShardFiles(folder, name, by_rank, picked=True, looks=FirstLooks(folder))
 
 
 def no_such_rank(files: ShardFiles, rank: int) -> SourceError:
@@ -387,7 +405,7 @@ def _by_own_rank(files: ShardFiles) -> ShardFiles:
     first: Manifest | None = None
     for path in files.by_rank[0]:
         try:
-            manifest = formats.by_name(files.format).locate(path)
+            manifest = files.locate(path)
         except (ShardError, OSError) as error:
             warnings.append(f"whose shard {path} is cannot be told, so it is left out: {told(error)}")
             continue
@@ -406,7 +424,7 @@ def _by_own_rank(files: ShardFiles) -> ShardFiles:
     if not ranks:
         return files
     by_rank = {rank: (ranks[rank],) for rank in sorted(ranks)}
-    return ShardFiles(files.path, files.format, by_rank, warnings=tuple(warnings), read=first)
+    return files._replace(by_rank=by_rank, warnings=tuple(warnings), read=first)
 
 
 def _endings(format_name: str | None = None) -> str:

@@ -7,6 +7,7 @@ can set back; it is not recorded, since a copy of the source has others.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -96,6 +97,20 @@ class Sources(NamedTuple):
                 remedy=remedy,
             )
 
+    def is_as_it_was(self, file: SourceFile, states: dict[tuple[str, SourceFile], bool | None]) -> bool | None:
+        """Tell whether one of the files is still the same; None if it is gone.
+
+        Args:
+            states: what is known of files in their folders, which is added to.
+        """
+        key = (self.folder, file)
+        if key not in states:
+            try:
+                states[key] = _look(Path(self.folder), file.path)[0] == file
+            except FileNotFoundError:
+                states[key] = None
+        return states[key]
+
     def _changed(self) -> Iterator[tuple[SourceFile, SourceFile, bool]]:
         """Yield every file that has changed, as it was and is, and whether only the change of its status tells."""
         folder = Path(self.named or self.folder)
@@ -110,7 +125,11 @@ class Sources(NamedTuple):
 
 
 class FirstLooks:
-    """The state of each file of a source when it was first looked at. source: a folder, or one file."""
+    """The state of each file of a source when it was first looked at, before anything was read of it.
+
+    Args:
+        source: path of a folder, or of one file.
+    """
 
     def __init__(self, source: str) -> None:
         self._source = Path(source)
@@ -120,15 +139,22 @@ class FirstLooks:
     def _folder(self) -> Path:
         return self._source if self._source.is_dir() else self._source.parent
 
+    def look(self, paths: Iterable[str]) -> None:
+        """Look at files that have not been looked at; whoever reads one that cannot be looked at says why."""
+        for path in paths:
+            with contextlib.suppress(OSError):
+                self._look(path)
+
     def sources(self, paths: Iterable[str]) -> Sources:
         """Return these files of the source, as each was at the first look. Raises OSError if one is gone."""
-        looks = []
-        for path in paths:
-            if path not in self._looks:
-                self._looks[path] = _look(self._folder, os.path.relpath(path, self._folder))
-            looks.append(self._looks[path])
+        looks = [self._look(path) for path in paths]
         files, statuses = tuple(file for file, _ in looks), tuple(status for _, status in looks)
         return Sources(str(self._folder.resolve()), files, str(self._folder), statuses)
+
+    def _look(self, path: str) -> tuple[SourceFile, FileStatus]:
+        if path not in self._looks:
+            self._looks[path] = _look(self._folder, os.path.relpath(path, self._folder))
+        return self._looks[path]
 
 
 def require_same_sources(sources: Mapping[int, Sources], remedy: str) -> None:
@@ -150,16 +176,32 @@ def require_same_sources(sources: Mapping[int, Sources], remedy: str) -> None:
 
 
 def require_one_state(targets: Mapping[int, tuple[Sources, int]], remedy: str) -> None:
-    """Raise DisagreementError if the source was changed after some targets had been made and before others were.
+    """Raise DisagreementError if the source may have been changed between the making of two targets.
+
+    Sources that have changed after all targets were made do not matter. That is not so if a target was written before
+    another one's source was saved, and is not believed if one target's sources are as they were and another one's not.
 
     Args:
-        targets: by rank, the sources of a target, and when its file was written (nanoseconds since 1970). Changes after
-            all of them were made do not matter.
+        targets: by rank, the sources of a target, and when its file was written (nanoseconds since 1970).
     """
+    states: dict[tuple[str, SourceFile], bool | None] = {}
+    changed, same = [], []
+    for target_rank, (sources, _) in targets.items():
+        of_files = {sources.is_as_it_was(file, states) for file in sources.files}
+        if False in of_files:
+            changed.append(target_rank)
+        elif True in of_files:
+            same.append(target_rank)
     last_ns = max((file.modified_ns for sources, _ in targets.values() for file in sources.files), default=0)
-    for target_rank, (sources, written_ns) in targets.items():
+    for target_rank in changed:
+        sources, written_ns = targets[target_rank]
         if written_ns < last_ns:
             problem = f"other targets were made from what was saved after target rank {target_rank} was made"
+            sources.require_unchanged(problem, remedy)
+        if same:
+            problem = (
+                f"the source of target rank {target_rank} is another one now, that of target rank {same[0]} is not"
+            )
             sources.require_unchanged(problem, remedy)
 
 

@@ -395,11 +395,10 @@ def _commit_lock(state: Folder, say: Say) -> Iterator[None]:
         yield
 
 
-def require_unchanged(target_rank: int, evidence: TargetInputs | None) -> None:
+def require_unchanged(target_rank: int, evidence: TargetInputs) -> None:
     """Raise DisagreementError if sources of a target have changed since it was planned."""
-    if evidence is not None:
-        problem = f"sources of target rank {target_rank} were changed while it was written"
-        evidence.sources.require_unchanged(problem, "make sure that nothing writes to the source, and run again")
+    problem = f"sources of target rank {target_rank} were changed while it was written"
+    evidence.sources.require_unchanged(problem, "make sure that nothing writes to the source, and run again")
 
 
 class Unrecorded:
@@ -434,7 +433,7 @@ class Unrecorded:
         self,
         target_rank: int,
         path: Path,
-        evidence: TargetInputs | None = None,
+        evidence: TargetInputs,
         mode: int = 0o666,
         say: Say = lambda _: None,
     ) -> Iterator[Publication]:

@@ -12,7 +12,6 @@ from reshard_mpi.checkpoints.opening import moments_of
 from reshard_mpi.checkpoints.source import LEFT_OUT
 from reshard_mpi.errors import ReshardError, ShardError
 from reshard_mpi.journal.commit import EarlierTarget
-from reshard_mpi.journal.provenance import FirstLooks, Sources
 from reshard_mpi.journal.records import TargetInputs
 from reshard_mpi.journal.targets import Journal
 from reshard_mpi.planning.losses import named, warnings_of
@@ -76,7 +75,6 @@ class TargetPlans:
         self._comm = comm
         self._memory = memory
         self._choice = moments_of(run.conversion.source.files)  # which of several checkpoints the source is
-        self._first_looks = FirstLooks(run.request.source)
         self._space = SpaceEstimate(run.request)
         self._written_bytes: dict[int, int] = {}  # by target
         self._placed: dict[str, tuple[int, int, dict[str, str]]] = {}  # by digest: stage, rank, `RankPlan.placed`
@@ -134,7 +132,7 @@ class TargetPlans:
             return PlanReport(self._skipped(rank) if leads else Outcome())
         plan = run.conversion.plan(rank, checked=leads)
         peak_bytes = self._memory.require_possible(plan)
-        inputs = TargetInputs.of(plan, self._sources(plan), self._choice)
+        inputs = TargetInputs.of(plan, run.conversion.source.files.sources(plan.read_ranks), self._choice)
         if self._earlier_target is not None:
             self._earlier_target.require_same_state(rank, inputs.sources)
         if leads:
@@ -201,11 +199,7 @@ class TargetPlans:
         """Return the source ranks that this process's targets are taken from, each with the size of its files."""
         files = self.run.conversion.source.files
         ranks = {rank for inputs in self.inputs.values() for rank in inputs.read_ranks}
-        there = {rank: [path for path in files.by_rank[rank] if Path(path).exists()] for rank in ranks}
-        return {
-            rank: sum(file.size_bytes for file in self._first_looks.sources(paths).files)
-            for rank, paths in there.items()
-        }
+        return {rank: sum(file.size_bytes for file in files.sources([rank]).files) for rank in ranks}
 
     def placed(self, stage: int) -> dict[int, dict[str, str]]:
         """Return what strategies place on target ranks of `stage` (see `RankPlan.placed`); of equal ranks, only one."""
@@ -217,15 +211,6 @@ class TargetPlans:
         if self._comm.rank > 0 or self.run.request.overwrite or not isinstance(self.journal, Journal):
             return None
         return EarlierTarget.of(self.journal.folder, self.journal.identity)
-
-    def _sources(self, plan: RankPlan) -> Sources:
-        """Return the source files of `plan`, each as it was when this run first looked at it.
-
-        Of a folder with an index those that are there: for one that is missing others may hold the same.
-        """
-        files = self.run.conversion.source.files
-        paths = (path for source_rank in plan.read_ranks for path in files.by_rank[source_rank])
-        return self._first_looks.sources(path for path in paths if not files.is_folder or Path(path).exists())
 
     def _space_needs(self) -> tuple[SpaceNeed, ...]:
         """Return the room that this process needs on file systems."""

@@ -20,7 +20,6 @@ from reshard_mpi.errors import UsageError, wrong_type
 from reshard_mpi.filesystem.folders import Folder, make_folders
 from reshard_mpi.formats import by_name
 from reshard_mpi.formats.manifest import Specs
-from reshard_mpi.journal.provenance import FirstLooks
 from reshard_mpi.journal.publication import publish_text
 from reshard_mpi.journal.records import TargetInputs
 from reshard_mpi.journal.targets import Unrecorded
@@ -216,7 +215,6 @@ def _renamed(plan: RankPlan, file: TargetFile) -> RankPlan:
 
 def _write(request: Request, opened: _PlannedFiles, comm: Comm, memory: RunMemory, progress: Progress) -> Outcome:
     """Write this process's files. One that fails does not stop the others."""
-    first_looks = FirstLooks(request.source)
     module = by_name(FORMAT)
 
     def write(number: int) -> Outcome:
@@ -225,9 +223,7 @@ def _write(request: Request, opened: _PlannedFiles, comm: Comm, memory: RunMemor
         peak_bytes = memory.require_possible(plan)
         while not memory.reserve_for_copying(peak_bytes, f"{path}"):
             plan = _renamed(opened.conversion.plan(number, checked=False), file)
-        by_rank = opened.conversion.source.files.by_rank
-        read = [source for rank in plan.read_ranks for source in by_rank[rank]]
-        evidence = TargetInputs.of(plan, first_looks.sources(read))
+        evidence = TargetInputs.of(plan, opened.conversion.source.files.sources(plan.read_ranks))
         with opened.journal.writing(number, path, evidence, module.MODE, progress.say) as publication:
             filled = write_whole(plan, FORMAT, publication, opened.conversion.limits, progress.moved)
         progress.closed(plan.written_bytes)

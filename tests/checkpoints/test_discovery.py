@@ -315,7 +315,7 @@ def test_two_formats_are_refused(tmp_path: Path, names: tuple[str, ...]) -> None
 
 def test_one_file_is_a_full_checkpoint(tmp_path: Path) -> None:
     path = str(lay(tmp_path, "net.ckpt") / "net.ckpt")
-    assert find_shards(path) == ShardFiles(path, "ckpt", {0: (path,)})
+    assert find_shards(path)._replace(looks=None) == ShardFiles(path, "ckpt", {0: (path,)})
 
 
 def test_loose_files_are_one_full_checkpoint_together(tmp_path: Path) -> None:
@@ -359,7 +359,7 @@ def test_a_map_of_files_is_taken_as_it_is(tmp_path: Path) -> None:
     lay(tmp_path, "b.ckpt", "a.ckpt")
     shards = shards_from_map({3: tmp_path / "b.ckpt", 1: str(tmp_path / "a.ckpt")})
     by_rank = {1: (str(tmp_path / "a.ckpt"),), 3: (str(tmp_path / "b.ckpt"),)}
-    assert shards == ShardFiles(str(tmp_path), "ckpt", by_rank, picked=True)
+    assert shards._replace(looks=None) == ShardFiles(str(tmp_path), "ckpt", by_rank, picked=True)
 
 
 def test_maps_that_cannot_be_are_refused(tmp_path: Path) -> None:

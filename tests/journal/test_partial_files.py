@@ -20,17 +20,23 @@ import reshard_mpi
 from reshard_mpi.filesystem.folders import Folder
 from reshard_mpi.journal import publication
 from reshard_mpi.journal.publication import Publication, remove_stale, stale_bytes
+from reshard_mpi.journal.records import TargetInputs
 from reshard_mpi.journal.targets import Unrecorded
+from reshard_mpi.planning.model import StageDigest
 from reshard_mpi.processes.host import host_name
 
 CONTENT = bytes(8192)
+INPUTS = TargetInputs((), StageDigest(0, "", 0), (), ())
 # Writes a target, and publishes it when it is told to.
 WRITER = f"""
 import sys
 from pathlib import Path
+from reshard_mpi.journal.records import TargetInputs
 from reshard_mpi.journal.targets import Unrecorded
+from reshard_mpi.planning.model import StageDigest
 path = Path(sys.argv[1])
-with Unrecorded(path.parent.parent).writing(0, path) as publication:
+inputs = TargetInputs((), StageDigest(0, "", 0), (), ())
+with Unrecorded(path.parent.parent).writing(0, path, inputs) as publication:
     publication.partial.write_bytes(b"x" * {len(CONTENT)})
     print(publication.partial, flush=True)
     sys.stdin.readline()
@@ -64,7 +70,7 @@ def start(path: Path) -> Iterator[Start]:
 
 
 def write(path: Path) -> None:
-    with Unrecorded(path.parent.parent).writing(0, path) as mine:
+    with Unrecorded(path.parent.parent).writing(0, path, INPUTS) as mine:
         mine.partial.write_bytes(b"mine")
         mine.publish()
 

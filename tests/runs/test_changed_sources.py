@@ -15,6 +15,7 @@ from support.command_line import Capture, run_here
 from support.conversions import TENSORS, Conversion, listing, make, transform_by_function, transform_here
 
 import reshard_mpi
+from reshard_mpi import formats
 from reshard_mpi.journal import commit
 from reshard_mpi.runs import write
 
@@ -237,3 +238,80 @@ def test_what_is_saved_when_all_targets_are_made_is_no_concern(tmp_path: Path, c
     (c.dst / "reshard.json").unlink()
     saved_again(c)
     assert run_here(capsys, "commit", str(c.dst)).code == 0
+
+
+def copy_of_source(c: Conversion, name: str) -> Path:
+    """Return a folder of the same structure with other weights, saved before now."""
+    original, other = c.folder / "kept", c.folder / name
+    shutil.copytree(c.src, original)
+    saved_again(c)
+    c.src.rename(other)
+    original.rename(c.src)
+    return other
+
+
+@pytest.mark.parametrize("verify", [(), ("--verify",)])
+def test_a_source_that_is_exchanged_for_an_older_one_between_two_targets(
+    tmp_path: Path, capsys: Capture, verify: tuple[str, ...]
+) -> None:
+    c = make(tmp_path)
+    other = copy_of_source(c, "other")
+    assert transform_here(capsys, c, "--rank", "0").code == 0
+    c.src.rename(tmp_path / "was")
+    other.rename(c.src)
+    finished = transform_here(capsys, c, "--rank", "1", *verify)
+    assert finished.code == 3 and not c.written(1).exists(), finished
+    assert "the source of target rank 0 is another one now, that of target rank 1 is not" in finished.err
+    assert transform_here(capsys, c, "--rank", "1", "--overwrite").code == 0
+    finished = run_here(capsys, "commit", str(c.dst))
+    assert finished.code == 3 and "the source of target rank 0 is another one now" in finished.err
+    assert not (c.dst / "reshard.json").exists()
+
+
+def test_the_source_of_all_targets_may_be_exchanged_for_an_older_one(tmp_path: Path, capsys: Capture) -> None:
+    c = make(tmp_path)
+    other = copy_of_source(c, "other")
+    assert transform_here(capsys, c).code == 0
+    (c.dst / "reshard.json").unlink()
+    c.src.rename(tmp_path / "was")
+    other.rename(c.src)
+    assert run_here(capsys, "commit", str(c.dst)).code == 0
+
+
+@pytest.mark.parametrize("way", ["transform", "function", "by_rank", "unified"])
+@pytest.mark.parametrize("read", [1, 2, 3])
+def test_a_source_that_is_replaced_when_its_structure_has_been_read(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, way: str, read: int
+) -> None:
+    c = make(tmp_path).but(dst_strategy=None)
+    other = copy_of_source(c, "other")
+    count = 0
+    ckpt = formats.by_name("ckpt")
+    locate = ckpt.locate
+
+    def locate_then_replace(path: str, *like: object) -> object:
+        nonlocal count
+        manifest = locate(path, *like)
+        if Path(path).is_relative_to(c.src):
+            count += 1
+            if count == (read + 4 if way == "unified" else read):  # which plans twice, each time from a look of its own
+                for rank in range(4):
+                    (other / c.shard(rank).relative_to(c.src)).replace(c.shard(rank))
+        return manifest
+
+    monkeypatch.setattr(ckpt, "locate", locate_then_replace)
+    if way == "transform":
+        message = transform_here(capsys, c).err
+    else:
+        with pytest.raises(reshard_mpi.errors.ReshardError) as error:
+            if way == "function":
+                transform_by_function(c)
+            elif way == "by_rank":
+                shards = {rank: c.shard(rank) for rank in range(4)}
+                reshard_mpi.transform_checkpoint_by_rank(0, shards, c.written(0), c.src_strategy)
+            else:
+                reshard_mpi.unified_safetensors(c.src, c.src_strategy, c.dst, max_process_num=1)
+        message = str(error.value)
+    assert count >= read
+    assert "were changed while it was written" in message and "checkpoint_0.ckpt of" in message, message
+    assert not [*c.dst.rglob("*.ckpt"), *c.dst.rglob("part*"), *c.dst.rglob("param_name_map.json")]
