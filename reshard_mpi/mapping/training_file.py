@@ -7,374 +7,31 @@ takes the names that the one before it has made, so the numbers of the files mat
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from reshard_mpi.errors import MapError
-from reshard_mpi.formats.nest.nodes import decoded, parsed, written
 from reshard_mpi.mapping.apply import applied
 from reshard_mpi.mapping.chain import chained, composed
 from reshard_mpi.mapping.direction import Inventory
 from reshard_mpi.mapping.numbered_state import (
     STATE,
     Training,
-    entries_of,
     in_order,
     named_tensors,
-    optimizers_in,
-    parts_of,
     training_in,
-    value_of,
+)
+from reshard_mpi.mapping.optimizer_settings import (
+    MadeParameter,
+    carried_into,
+    groups_left_alone,
+    paths_of_optimizers,
+    with_names,
+    with_other_names,
 )
 from reshard_mpi.mapping.result import DerivedTensor, MapResult, taken_of
 from reshard_mpi.mapping.rules import Rules
 from reshard_mpi.mapping.selection import Selection, TargetTemplate, is_chosen
-
-# What numbers and names parameters, which belongs to a file and is not carried to another.
-_OF_PARAMETERS = ("params", "param_names", "state")
-_GROUPS = "param_groups"
-# What state is kept under: a number, or the name of a parameter.
-_Key = int | str
-_VALUES = {"tuple", "bytes", "float", "global"}
-
-
-class MadeParameter(NamedTuple):
-    """A parameter that a map has made: its name, and the names of the parameters of the source that are in it."""
-
-    name: str
-    sources: frozenset[str]
-
-
-def with_names(
-    nest: str, training: Training, parameters: Sequence[MadeParameter], tensors: Sequence[str], where: str
-) -> str:
-    """Return a nest in which the optimizer's state goes by the names of the parameters that are made, not by numbers.
-
-    Args:
-        tensors: the names of all that is made, in order.
-
-    Raises MapError if parameters of several groups are put together.
-    """
-    root, order = parsed(nest)
-    names_in_order = None if order is None else tensors
-    optimizer = training.optimizer
-    if optimizer is None:
-        return written(root, names_in_order)
-    number_of = {name: number for number, name in training.parameters.items()}
-    group_of = {number: index for index, group in enumerate(optimizer.groups) for number in group.numbers}
-    members: list[list[str]] = [[] for _ in optimizer.groups]
-    states = []
-    node = _at(root, optimizer.path)
-    values = _states_of(value_of(node, "state"))
-    for parameter in parameters:
-        numbers = sorted(number_of[name] for name in parameter.sources if name in number_of)
-        groups = {group_of[number] for number in numbers}
-        if not numbers:
-            continue
-        state = values.get(numbers[0], {"dict": []})
-        if len(groups) > 1 or any(values.get(number, {"dict": []}) != state for number in numbers):
-            raise _treated_differently(", ".join(sorted(parameter.sources)), where)
-        members[groups.pop()].append(parameter.name)
-        states.append([parameter.name, state])
-    _set(node, "state", {"dict": states})
-    for group, names in zip(value_of(node, "param_groups"), members):
-        _set(group, "params", names)
-        if value_of(group, "param_names") is not None:
-            _set(group, "param_names", names)
-    return written(root, names_in_order)
-
-
-def with_other_names(
-    nest: str, inventory: Container[str], parameters: Sequence[MadeParameter], tensors: Sequence[str], where: str
-) -> str:
-    """Return a nest in which optimizers whose state goes by names have their parameters' new names.
-
-    Args:
-        inventory: the names of the source's tensors; parameters that are called otherwise keep their names.
-        parameters: all that is made.
-        tensors: as in `with_names`, which see for what is raised.
-    """
-    root, order = parsed(nest)
-    made_of: dict[str, list[MadeParameter]] = {}
-    for parameter in parameters:
-        for source in parameter.sources:
-            made_of.setdefault(source, []).append(parameter)
-
-    for path, node in _named_optimizers(root):
-        groups = value_of(node, _GROUPS)
-        group_of = {name: index for index, group in enumerate(groups) for name in value_of(group, "params")}
-        states = {entry[0]: entry for entry in entries_of(value_of(node, "state")) or () if isinstance(entry[0], str)}
-        treated = {name: (index, states.get(name, [name, {"dict": []}])[1:]) for name, index in group_of.items()}
-        by_state = _followed_by_state(f"{path}state.", [name for name in group_of if name not in inventory], parameters)
-        made_of_others: dict[str, list[str]] = {}
-        for parameter in by_state:
-            for name in parameter.sources:
-                made_of_others.setdefault(name, []).append(parameter.name)
-
-        def renamed(name: Any, others: Mapping[str, list[str]] = made_of_others) -> list[Any]:
-            if isinstance(name, str) and name in inventory:
-                return [parameter.name for parameter in made_of.get(name, ())]
-            return others.get(name, [name])
-
-        for parameter in (*parameters, *by_state):
-            treatments = [treated[name] for name in parameter.sources if name in treated]
-            if any(other != treatments[0] for other in treatments):
-                raise _treated_differently(", ".join(sorted(parameter.sources)), where)
-        entries: dict[Any, list[Any]] = {}
-        for name, entry in states.items():
-            for new in renamed(name) if name in group_of else [name]:
-                entries.setdefault(new, [new, *entry[1:]])
-        _set(node, "state", {"dict": list(entries.values())})
-        for group in groups:
-            for key in ("params", "param_names"):
-                names = value_of(group, key)
-                if isinstance(names, list):
-                    _set(group, key, list(dict.fromkeys(new for name in names for new in renamed(name))))
-    return written(root, None if order is None else tensors)
-
-
-def _followed_by_state(begin: str, names: Sequence[str], parameters: Sequence[MadeParameter]) -> list[MadeParameter]:
-    """Return parameters that no tensor is named after, as those are called whose state is made of theirs.
-
-    Args:
-        begin: what names of state begin with.
-    """
-    all_names = frozenset(names)
-    names_of: dict[str, set[str]] = {}
-    for tensor in parameters if all_names else ():
-        if not tensor.name.startswith(begin):
-            continue
-        for source in tensor.sources:
-            name, dot, key = source.removeprefix(begin).rpartition(".")
-            while dot and name not in all_names:
-                name, dot, last = name.rpartition(".")
-                key = f"{last}.{key}"
-            if dot and source.startswith(begin) and tensor.name.endswith(f".{key}"):
-                names_of.setdefault(tensor.name[len(begin) : -len(key) - 1], set()).add(name)
-    return [MadeParameter(name, frozenset(sources)) for name, sources in names_of.items()]
-
-
-def _named_optimizers(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dictionaries of optimizers whose groups name their parameters and whose state goes by these names.
-
-    Args:
-        path: what names in this part of a nest begin with; those of each are yielded as well.
-    """
-    state, groups = entries_of(value_of(node, "state")), value_of(node, _GROUPS)
-    if state is not None and isinstance(groups, list) and groups:
-        names = [value_of(group, "params") for group in groups]
-        if all(isinstance(of_group, list) and all(isinstance(name, str) for name in of_group) for of_group in names):
-            if all(isinstance(entry[0], str) for entry in state):
-                yield path, node
-            return
-    for key, value in parts_of(node):
-        yield from _named_optimizers(value, f"{path}{key}.")
-
-
-def carried_into(
-    nest: str, source: str | None, training: Training, theirs: Training, parameters: Sequence[MadeParameter], where: str
-) -> str:
-    """Return a nest with those values of the source's that both have, numbers and names of parameters apart.
-
-    Args:
-        training: of the source.
-        theirs: of the nest.
-        parameters: of the nest, by their names there. What an optimizer says of a parameter goes where the parameter
-            goes: numbers and groups may be others in the nest. Groups that nothing tells apart stay as they are in the
-            nest (`groups_left_alone`).
-
-    Raises MapError if parameters of different numbers in their state are put together, or if a setting that is a tensor
-    belongs to other parameters in the nest.
-    """
-    if source is None:
-        return nest
-    root, order = parsed(nest)
-    source_root = parsed(source).root
-    carried = _carried(root, source_root)
-    for held, of_source in _pairs_of(list(_held(root, theirs)), list(_held(source_root, training))):
-        sources = _sources_of(held, of_source, parameters)
-        into, own, node = _at(carried, held.path), _at(root, held.path), _at(source_root, of_source.path)
-        _set(into, "state", _carried_states(value_of(own, "state"), value_of(node, "state"), sources, where))
-        _set(
-            into, "param_groups", _carried_groups(held, of_source, value_of(own, "param_groups"), node, sources, where)
-        )
-    for path in groups_left_alone(nest, source, training, theirs):
-        _set(_at(carried, path), "param_groups", value_of(_at(root, path), "param_groups"))
-    return written(carried, None if order is None else decoded(order))
-
-
-def groups_left_alone(nest: str, source: str, training: Training, theirs: Training) -> list[str]:
-    """Return the paths of optimizers of a nest whose groups have parameters that are not known: they have no state.
-
-    A lone group has all parameters in any case.
-    """
-    if training.optimizer is not None and theirs.optimizer is not None:
-        return []
-    counts = [
-        {optimizer.path: len(optimizer.groups) for optimizer in optimizers_in(parsed(text).root, "")}
-        for text in (nest, source)
-    ]
-    return [path for path, count in counts[0].items() if path in counts[1] and max(count, counts[1][path]) > 1]
-
-
-class _Held(NamedTuple):
-    """An optimizer of a nest that has state.
-
-    groups: the names of parameters by their keys, which are numbers or names."""
-
-    path: str  # what names of its tensors begin with
-    groups: tuple[Mapping[_Key, str], ...]
-
-
-def _held(root: Any, training: Training) -> Iterator[_Held]:
-    """Yield the optimizer of a training, or else optimizers whose state goes by names."""
-    if training.optimizer is not None:
-        name_of = training.parameters
-        groups = training.optimizer.groups
-        yield _Held(training.optimizer.path, tuple({key: name_of[key] for key in group.numbers} for group in groups))
-        return
-    for path, node in _named_optimizers(root):
-        names = [value_of(group, "params") for group in value_of(node, _GROUPS)]
-        yield _Held(path, tuple({_named(name): name for name in of_group} for of_group in names))
-
-
-def _pairs_of(held: Sequence[_Held], of_source: Sequence[_Held]) -> list[tuple[_Held, _Held]]:
-    """Pair the optimizers of both sides: the only ones, or the ones with equal paths."""
-    if len(held) == len(of_source) == 1:
-        return [(held[0], of_source[0])]
-    return [(own, other) for own in held for other in of_source if own.path == other.path]
-
-
-def _sources_of(held: _Held, of_source: _Held, parameters: Sequence[MadeParameter]) -> dict[_Key, list[_Key]]:
-    """Return, for the key of each parameter of a nest, the keys of the source parameters in it."""
-    key_of = {name: key for group in of_source.groups for key, name in group.items()}
-    place = {key: number for number, key in enumerate(key_of.values())}
-    sources = {parameter.name: parameter.sources for parameter in parameters}
-    keys_of: dict[_Key, list[_Key]] = {}
-    for key, name in ((key, name) for group in held.groups for key, name in group.items()):
-        of_it = sources.get(name, {name} if key == name else ())  # no tensor may have the name
-        keys_of[key] = sorted((key_of[source] for source in of_it if source in key_of), key=place.__getitem__)
-    return keys_of
-
-
-def _carried_states(own: Any, source: Any, sources: Mapping[_Key, Sequence[_Key]], where: str) -> Any:
-    """Return the states of parameters with the numbers and other values of the source's parameters in them."""
-    states = _states_of(source)
-    entries = []
-    for entry in entries_of(own) or ():
-        key = _key(entry[0])
-        of_source = () if key is None else sources.get(key, ())
-        if len(entry) == 2 and of_source:
-            of_sources = [states.get(other, {"dict": []}) for other in of_source]
-            if any(state != of_sources[0] for state in of_sources):
-                got = ", ".join(map(str, of_source))
-                raise _treated_differently(f"the parameters {got}", where)
-            entry = [entry[0], _carried(entry[1], of_sources[0])]
-        entries.append(entry)
-    return {"dict": entries}
-
-
-def _states_of(node: Any) -> dict[_Key, Any]:
-    """Return what an optimizer has of each parameter, by number or name."""
-    states = ((_key(entry[0]), entry[1]) for entry in entries_of(node) or () if len(entry) == 2)
-    return {key: state for key, state in states if key is not None}
-
-
-def _key(key: Any) -> _Key | None:
-    """Return the number or name that a key is: torch's distributed checkpoints have numbers as text."""
-    if isinstance(key, str) and key.isdecimal() and len(key) < 10:
-        return int(key)
-    return key if type(key) is int or isinstance(key, str) else None
-
-
-def _named(name: str) -> _Key:
-    key = _key(name)
-    return name if key is None else key
-
-
-def _carried_groups(
-    held: _Held, of_source: _Held, own: Any, source: Any, sources: Mapping[_Key, Sequence[_Key]], where: str
-) -> list[Any]:
-    """Return groups of parameters with those settings that all groups of their parameters in the source say alike.
-
-    Raises MapError for a setting that is a tensor, which stays at its place, if the parameters there are others.
-    """
-    nodes = value_of(source, _GROUPS)
-    node_of = {key: node for group, node in zip(of_source.groups, nodes) for key in group}
-    carried: list[Any] = []
-    for node, group in zip(own, held.groups):
-        theirs = [node_of[key] for ours in group for key in sources.get(ours, ())]
-        first, *others = list({id(other): other for other in theirs}.values()) or [{"dict": []}]
-        alike = [
-            entry for entry in entries_of(first) or () if all(entry in (entries_of(other) or ()) for other in others)
-        ]
-        if any(len(entry) == 1 for entry in (*(entries_of(first) or ()), *(entries_of(node) or ()))) and not (
-            len(carried) < len(nodes) and first is nodes[len(carried)] and not others
-        ):
-            raise MapError(
-                "a setting of the optimizer is a tensor, and its group has other parameters in the other checkpoint",
-                expected="groups of the same parameters in the same order, or settings that are plain numbers",
-                got=f"group {len(carried)} of {held.path}param_groups",
-                where=where,
-                remedy="give --like a checkpoint with the groups in this order, or leave the optimizer out (--exclude)",
-            )
-        carried.append(_carried(node, {"dict": alike}))
-    return carried
-
-
-def _treated_differently(got: str, where: str) -> MapError:
-    return MapError(
-        "parameters that the optimizer treats differently are put together",
-        expected="one group of parameters, and the same numbers in their state",
-        got=got,
-        where=where,
-        remedy="leave the optimizer's state out (--exclude)",
-    )
-
-
-def _carried(node: Any, source: Any) -> Any:
-    if entries_of(node) is not None and entries_of(source) is not None:
-        return {**node, "dict": [_carried_entry(entry, source) for entry in node["dict"]]}
-    if isinstance(node, list) and isinstance(source, list) and len(node) == len(source):
-        return [_carried(own, other) for own, other in zip(node, source)]
-    return source if _is_value(node) and _is_value(source) else node
-
-
-def _is_value(node: Any) -> bool:
-    """Tell whether a part of a nest is a value in which there is no tensor."""
-    if not isinstance(node, dict):
-        return not isinstance(node, list)
-    return len(node) == 1 and node.keys() <= _VALUES and '"tensor"' not in json.dumps(node)
-
-
-def _carried_entry(entry: list[Any], source: Any) -> list[Any]:
-    key = entry[0]
-    if len(entry) == 2 and type(key) in (str, int) and key not in _OF_PARAMETERS:
-        for other in entries_of(source) or ():
-            if len(other) == 2 and other[0] == key and type(other[0]) is type(key):
-                return [entry[0], _carried(entry[1], other[1])]
-    return entry
-
-
-def _at(node: Any, path: str) -> Any:
-    """Return the optimizer whose names begin with a path. A forged nest may have other values under the same key."""
-    if not path:
-        is_one = entries_of(value_of(node, "state")) is not None and isinstance(value_of(node, "param_groups"), list)
-        return node if is_one else None
-    for key, value in parts_of(node):
-        if path.startswith(f"{key}."):
-            inner = _at(value, path[len(f"{key}.") :])
-            if inner is not None:
-                return inner
-    return None
-
-
-def _set(node: Any, key: str, value: Any) -> None:
-    """Replace the value of a key of a dictionary."""
-    for entry in entries_of(node) or ():
-        if entry[0] == key:
-            entry[1:] = [value]
 
 
 class SourceTree(NamedTuple):
@@ -450,7 +107,7 @@ def applied_to_file(
         for derived in all_made
         if not names.isdisjoint(_sources(derived))
     ]
-    begins = [f"{path}state." for path in _paths_of_optimizers(training, source.nest)]
+    begins = [f"{path}state." for path in paths_of_optimizers(training, source.nest)]
     if any(derived.name.startswith(begin) for begin in begins for derived in all_made):
         # Its own load_state_dict takes the states of a group by their places, whatever their names.
         by_names = "the optimizer's state goes by names of parameters, as torch's set_optimizer_state_dict takes it"
@@ -464,13 +121,6 @@ def applied_to_file(
     else:
         nest = with_names(source.nest, training, parameters, tensors, source.path)
     return MappedFile(in_files, all_made, nest, notes)
-
-
-def _paths_of_optimizers(training: Training, nest: str) -> list[str]:
-    """Return what names in the optimizer of a training begin with; without numbers, in optimizers that go by names."""
-    if training.optimizer is not None:
-        return [training.optimizer.path]
-    return [path for path, _ in _named_optimizers(parsed(nest)[0])]
 
 
 def _told_of_order(training: Training, path: str) -> Iterator[str]:
