@@ -27,24 +27,33 @@ def shown_string(name: str) -> str:
     return "settings beside the tensors, and how all is nested" if name == NEST else repr(name)
 
 
-def common_nest(texts: Iterable[str]) -> str | None:
-    """Return one text for shards whose nests differ in nothing but the order of their tensors, without an order then.
+def common_nest(texts: Iterable[str], *, keeps_first: bool = False) -> str | None:
+    """Return one text for shards whose nests differ in no more than the stages of a pipeline do, without an order then.
 
-    Stages of a pipeline that others have saved have tensors of their own, so no order is that of all. The same text if
-    all are the same; None if nests differ otherwise.
+    Stages that others have saved have tensors of their own, so no order is that of all; and optimizers of their own
+    parameters, which are joined if they go by names. The same text if all are the same.
+
+    Args:
+        keeps_first: where nests differ otherwise take what the first has; else None is returned.
     """
     different = list(dict.fromkeys(texts))
     if len(different) == 1:
         return different[0]
-    values = set()
+    roots = {}
     for text in different:
         try:
             content = json.loads(text)
             has_order = type(content) is dict and content.keys() == {"nest", "order"}
-            values.add(json.dumps(content["nest"] if has_order else content, separators=(",", ":")))
+            root = content["nest"] if has_order else content
+            roots[json.dumps(root, separators=(",", ":"))] = root
         except (ValueError, RecursionError):
             return None
-    return values.pop() if len(values) == 1 else None
+    if len(roots) > 1:
+        from reshard_mpi.formats.nest.join_stages import joined
+
+        root = joined([*roots.values()], keeps_first=keeps_first)
+        return None if root is None else json.dumps(root, separators=(",", ":"))
+    return next(iter(roots), None)
 
 
 class ShardIdentity(NamedTuple):

@@ -7,7 +7,7 @@ parameters (`with_other_names`), and into the nest of another checkpoint (`carri
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
@@ -17,6 +17,8 @@ from reshard_mpi.mapping.numbered_state import Training, entries_of, optimizers_
 # What numbers and names parameters, which belongs to a file and is not carried to another.
 _OF_PARAMETERS = ("params", "param_names", "state")
 _GROUPS = "param_groups"
+# Lists in the state of torch's schedulers with a value for each group (torch.optim.lr_scheduler, 2.13).
+_BY_GROUP = frozenset(("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"))
 # What state is kept under: a number, or the name of a parameter.
 _Key = int | str
 _VALUES = {"tuple", "bytes", "float", "global"}
@@ -76,64 +78,191 @@ def with_other_names(
     Args:
         inventory: the names of the source's tensors; parameters that are called otherwise keep their names.
         parameters: all that is made.
-        tensors: as in `with_names`, which see for what is raised.
+        tensors: as in `with_names`, which see for the errors.
     """
     root, order = parsed(nest)
-    made_of: dict[str, list[MadeParameter]] = {}
-    for parameter in parameters:
-        for source in parameter.sources:
-            made_of.setdefault(source, []).append(parameter)
-
+    sources = frozenset(source for parameter in parameters for source in parameter.sources)
     for path, node in _named_optimizers(root):
         groups = value_of(node, _GROUPS)
         group_of = {name: index for index, group in enumerate(groups) for name in value_of(group, "params")}
         states = {entry[0]: entry for entry in entries_of(value_of(node, "state")) or () if isinstance(entry[0], str)}
         treated = {name: (index, states.get(name, [name, {"dict": []}])[1:]) for name, index in group_of.items()}
-        by_state = _followed_by_state(f"{path}state.", [name for name in group_of if name not in inventory], parameters)
-        made_of_others: dict[str, list[str]] = {}
-        for parameter in by_state:
-            for name in parameter.sources:
-                made_of_others.setdefault(name, []).append(parameter.name)
-
-        def renamed(name: Any, others: Mapping[str, list[str]] = made_of_others) -> list[Any]:
-            if isinstance(name, str) and name in inventory:
-                return [parameter.name for parameter in made_of.get(name, ())]
-            return others.get(name, [name])
-
-        for parameter in (*parameters, *by_state):
-            treatments = [treated[name] for name in parameter.sources if name in treated]
-            if any(other != treatments[0] for other in treatments):
-                raise _treated_differently(", ".join(sorted(parameter.sources)), where)
+        becomes = _Becoming(inventory, made_in(path, path, group_of, sources, parameters, where))
+        becomes.require_treated_alike(treated, where)
         entries: dict[Any, list[Any]] = {}
         for name, entry in states.items():
-            for new in renamed(name) if name in group_of else [name]:
+            for new in becomes.names(name) if name in group_of else [name]:
                 entries.setdefault(new, [new, *entry[1:]])
         _set(node, "state", {"dict": list(entries.values())})
         for group in groups:
             for key in ("params", "param_names"):
                 names = value_of(group, key)
                 if isinstance(names, list):
-                    _set(group, key, list(dict.fromkeys(new for name in names for new in renamed(name))))
+                    _set(group, key, list(dict.fromkeys(new for name in names for new in becomes.names(name))))
+    for path, node in _flat_optimizers(root):
+        settings = _flat_settings(node)
+        becomes = _Becoming(inventory, made_in(path, path, settings, sources, parameters, where))
+        becomes.require_treated_alike(settings, where)
+        entries = {}
+        for entry in node["dict"]:
+            flat = _flat_key(entry)
+            names = [entry[0]] if flat is None else [flat.called(name) for name in becomes.names(flat.parameter)]
+            for new in names:
+                entries.setdefault(new, [new, *entry[1:]])
+        node["dict"] = list(entries.values())
     return written(root, None if order is None else tensors)
 
 
-def _followed_by_state(begin: str, names: Sequence[str], parameters: Sequence[MadeParameter]) -> list[MadeParameter]:
+class _Becoming(NamedTuple):
+    """What the parameters of an optimizer become, by the names that it has for them."""
+
+    inventory: Container[str]  # the names of the source's tensors
+    made: Sequence[MadeParameter]
+
+    def names(self, name: Any) -> list[Any]:
+        """Return the new names of a parameter; its own if no tensor is called by it, and none is made of it."""
+        of_it = [parameter.name for parameter in self.made if name in parameter.sources]
+        return of_it if of_it or (isinstance(name, str) and name in self.inventory) else [name]
+
+    def require_treated_alike(self, treated: Mapping[str, Any], where: str) -> None:
+        """Raise MapError if parameters are put together that an optimizer treats differently, as `treated` says."""
+        for parameter in self.made:
+            treatments = [treated[name] for name in parameter.sources if name in treated]
+            if any(other != treatments[0] for other in treatments):
+                raise _treated_differently(", ".join(sorted(parameter.sources)), where)
+
+
+def made_in(
+    path: str,
+    source_path: str,
+    names: Collection[str],
+    tensors: Collection[str],
+    parameters: Sequence[MadeParameter],
+    where: str,
+) -> list[MadeParameter]:
+    """Return what is made of an optimizer's parameters, by the names that optimizers have for them.
+
+    These are names of tensors; or names as their state has them (`optim.state.fc.weight.exp_avg`); or else the names of
+    tensors without what all of the model's begin with (`model.fc.weight`).
+
+    Args:
+        path, source_path: what names of tensors in the optimizer begin with, in the target and in the source.
+        names: of the optimizer's parameters in the source.
+        tensors: names of the source's tensors.
+        parameters: all that is made.
+
+    Raises MapError if names fit several models that become different ones.
+    """
+    known = frozenset(names)
+    made = [parameter for parameter in parameters if not known.isdisjoint(parameter.sources)]
+    left = known.difference(*(parameter.sources for parameter in made))
+    by_state = _followed_by_state(path, source_path, left, parameters)
+    left = left.difference(*(parameter.sources for parameter in by_state))
+    return [*made, *by_state, *_made_below(left, known, source_path, tensors, parameters, where)]
+
+
+def _made_below(
+    left: Collection[str],
+    names: Collection[str],
+    source_path: str,
+    tensors: Collection[str],
+    parameters: Sequence[MadeParameter],
+    where: str,
+) -> list[MadeParameter]:
+    """Return what is made of parameters whose names lack what the model's tensors begin with.
+
+    Args:
+        left: the parameters; names: these and others of the optimizer. The others as in `made_in`.
+    """
+    if not left:
+        return []
+    one = next(iter(left))
+    others = (name for name in tensors if not (source_path and name.startswith(source_path)))
+    begins = {name.removesuffix(one) for name in others if name.endswith(f".{one}")}
+    models = [begin for begin in begins if all(f"{begin}{name}" in tensors for name in left)]
+    fitting = [begin for begin in models if all(f"{begin}{name}" in tensors for name in names)] or models
+    # `moment.model.` is state of `model.`.
+    fitting = [begin for begin in fitting if not any(begin != other and begin.endswith(other) for other in fitting)]
+    made_by_model = {frozenset(_below(begin, left, parameters)) for begin in fitting}
+    if len(made_by_model) > 1:
+        raise MapError(
+            "which model an optimizer belongs to cannot be told, and its parameters become different ones",
+            expected="one model with these parameters",
+            got=", ".join(sorted(fitting)),
+            where=where,
+            remedy="leave all but one of the models out (--exclude), or the optimizer's state",
+        )
+    return [parameter for made in made_by_model for parameter in made]
+
+
+def _below(begin: str, names: Collection[str], parameters: Sequence[MadeParameter]) -> Iterator[MadeParameter]:
+    """Yield what is made of a model's parameters, by names without what those of the model begin with."""
+    for parameter in parameters:
+        of_it = frozenset(name.removeprefix(begin) for name in parameter.sources if name.startswith(begin))
+        if not of_it.isdisjoint(names):
+            yield MadeParameter(parameter.name.removeprefix(begin), of_it)
+
+
+class _FlatKey(NamedTuple):
+    """A key of a flat optimizer: `param_groups.fc.weight.lr` has the parameter `fc.weight`."""
+
+    kind: str
+    parameter: str
+    setting: str
+
+    def called(self, parameter: str) -> str:
+        return f"{self.kind}.{parameter}.{self.setting}"
+
+
+def _flat_key(entry: list[Any]) -> _FlatKey | None:
+    """Return the key of an entry that says something of a parameter; None if it does not, or is a tensor."""
+    if len(entry) != 2 or not isinstance(entry[0], str):
+        return None
+    kind, dot, rest = entry[0].partition(".")
+    parameter, second_dot, setting = rest.rpartition(".")
+    return _FlatKey(kind, parameter, setting) if kind in ("state", _GROUPS) and dot and second_dot else None
+
+
+def _flat_optimizers(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dictionaries of optimizers with a key for each setting of each parameter, and their paths.
+
+    torch makes such of `StateDictOptions(flatten_optimizer_state_dict=True)`.
+    """
+    if any(flat is not None and flat.kind == _GROUPS for flat in map(_flat_key, entries_of(node) or ())):
+        yield path, node
+    for key, value in parts_of(node):
+        yield from _flat_optimizers(value, f"{path}{key}.")
+
+
+def _flat_settings(node: Any) -> dict[str, dict[tuple[str, str], Any]]:
+    """Return what a flat optimizer says of each parameter."""
+    settings: dict[str, dict[tuple[str, str], Any]] = {}
+    for entry in entries_of(node) or ():
+        flat = _flat_key(entry)
+        if flat is not None:
+            settings.setdefault(flat.parameter, {})[flat.kind, flat.setting] = entry[1]
+    return settings
+
+
+def _followed_by_state(
+    path: str, source_path: str, names: Collection[str], parameters: Sequence[MadeParameter]
+) -> list[MadeParameter]:
     """Return parameters that no tensor is named after, as those are called whose state is made of theirs.
 
     Args:
-        begin: what names of state begin with.
+        path, source_path: what names of tensors in the optimizer begin with, in the target and in the source.
     """
-    all_names = frozenset(names)
+    begin, source_begin = f"{path}state.", f"{source_path}state."
     names_of: dict[str, set[str]] = {}
-    for tensor in parameters if all_names else ():
+    for tensor in parameters if names else ():
         if not tensor.name.startswith(begin):
             continue
         for source in tensor.sources:
-            name, dot, key = source.removeprefix(begin).rpartition(".")
-            while dot and name not in all_names:
+            name, dot, key = source.removeprefix(source_begin).rpartition(".")
+            while dot and name not in names:
                 name, dot, last = name.rpartition(".")
                 key = f"{last}.{key}"
-            if dot and source.startswith(begin) and tensor.name.endswith(f".{key}"):
+            if dot and source.startswith(source_begin) and tensor.name.endswith(f".{key}"):
                 names_of.setdefault(tensor.name[len(begin) : -len(key) - 1], set()).add(name)
     return [MadeParameter(name, frozenset(sources)) for name, sources in names_of.items()]
 
@@ -176,12 +305,22 @@ def carried_into(
     source_root = parsed(source).root
     carried = _carried(root, source_root)
     for held, of_source in _pairs_of(list(_held(root, theirs)), list(_held(source_root, training))):
-        sources = _sources_of(held, of_source, parameters)
+        sources = _sources_of(held, of_source, parameters, where)
+        _require_no_lists_by_group(source_root, held, of_source, sources, where)
         into, own, node = _at(carried, held.path), _at(root, held.path), _at(source_root, of_source.path)
         _set(into, "state", _carried_states(value_of(own, "state"), value_of(node, "state"), sources, where))
         _set(
             into, "param_groups", _carried_groups(held, of_source, value_of(own, "param_groups"), node, sources, where)
         )
+    flat_of_source = dict(_flat_optimizers(source_root))
+    flat = dict(_flat_optimizers(root))
+    for path, node in _flat_optimizers(carried):
+        others = (
+            [path] if path in flat_of_source else [*flat_of_source] if len(flat) == len(flat_of_source) == 1 else []
+        )
+        for other in others:
+            settings = _flat_settings(flat_of_source[other])
+            _carry_flat(node, flat[path], path, settings, other, parameters, where)
     for path in groups_left_alone(nest, source, training, theirs):
         _set(_at(carried, path), "param_groups", value_of(_at(root, path), "param_groups"))
     return written(carried, None if order is None else decoded(order))
@@ -236,16 +375,105 @@ def _pairs_of(held: Sequence[_Held], of_source: Sequence[_Held]) -> list[tuple[_
     return [(own, other) for own in held for other in of_source if own.path == other.path]
 
 
-def _sources_of(held: _Held, of_source: _Held, parameters: Sequence[MadeParameter]) -> dict[_Key, list[_Key]]:
+def _sources_of(
+    held: _Held, of_source: _Held, parameters: Sequence[MadeParameter], where: str
+) -> dict[_Key, list[_Key]]:
     """Return, for the key of each parameter of a nest, the keys of the source parameters in it."""
     key_of = {name: key for group in of_source.groups for key, name in group.items()}
     place = {key: number for number, key in enumerate(key_of.values())}
-    sources = {parameter.name: parameter.sources for parameter in parameters}
+    sources = _by_both_names(
+        held.path, [name for group in held.groups for name in group.values()], of_source.path, key_of, parameters, where
+    )
     keys_of: dict[_Key, list[_Key]] = {}
     for key, name in ((key, name) for group in held.groups for key, name in group.items()):
         of_it = sources.get(name, {name} if key == name else ())  # no tensor may have the name
         keys_of[key] = sorted((key_of[source] for source in of_it if source in key_of), key=place.__getitem__)
     return keys_of
+
+
+def _require_no_lists_by_group(
+    source: Any, held: _Held, of_source: _Held, sources: Mapping[_Key, Sequence[_Key]], where: str
+) -> None:
+    """Raise MapError if a scheduler has a value for each group, and the groups of a nest are in another order.
+
+    Args:
+        source: the source's nest.
+        sources: for the key of each parameter of the nest, the keys of the source's.
+    """
+    group_of = {key: number for number, group in enumerate(of_source.groups) for key in group}
+    origins = [{group_of[key] for own in group for key in sources.get(own, ())} for group in held.groups]
+    if all(origin <= {number} for number, origin in enumerate(origins)) and len(origins) == len(of_source.groups):
+        return
+    for path, values in _lists_by_group(source):
+        if any(value != values[0] for value in values[1:]):
+            raise MapError(
+                "a scheduler has values for groups of parameters, which the other checkpoint has in another order",
+                expected="the same groups in the same order",
+                got=path,
+                where=where,
+                remedy="give --like a checkpoint with the groups in this order, or convert without --like",
+            )
+
+
+def _lists_by_group(node: Any, path: str = "") -> Iterator[tuple[str, list[Any]]]:
+    """Yield the paths and values of lists that torch's schedulers have by group."""
+    for key, value in parts_of(node):
+        if key in _BY_GROUP and isinstance(value, list) and value:
+            yield f"{path}{key}", value
+        yield from _lists_by_group(value, f"{path}{key}.")
+
+
+def _by_both_names(
+    path: str,
+    own_names: Collection[str],
+    source_path: str,
+    source_names: Collection[str],
+    parameters: Sequence[MadeParameter],
+    where: str,
+) -> dict[str, frozenset[str]]:
+    """Return, for parameters as an optimizer of a nest calls them, their sources as the source's optimizer does.
+
+    Args:
+        path, source_path: what names of tensors in these optimizers begin with.
+    """
+    tensors = frozenset(source for parameter in parameters for source in parameter.sources)
+    made = made_in(path, source_path, source_names, tensors, parameters, where)
+    sources = {parameter.name: parameter.sources for parameter in made}
+    whole_names = [parameter.name for parameter in made]
+    for name in own_names:
+        if name not in sources:
+            fitting = {sources[whole] for whole in whole_names if whole.endswith(f".{name}")}
+            if len(fitting) == 1:
+                (sources[name],) = fitting
+    return sources
+
+
+def _carry_flat(
+    carried: Any,
+    own: Any,
+    path: str,
+    settings: Mapping[str, Mapping[tuple[str, str], Any]],
+    source_path: str,
+    parameters: Sequence[MadeParameter],
+    where: str,
+) -> None:
+    """Set what a flat optimizer says of each parameter to what the source says of those that it is made of.
+
+    Args:
+        own: the optimizer as it is in the nest, for what the source does not say.
+        settings: of the source.
+    """
+    sources = _by_both_names(path, _flat_settings(own), source_path, settings, parameters, where)
+    own_values = {entry[0]: entry[1:] for entry in entries_of(own) or ()}
+    for entry in entries_of(carried) or ():
+        flat = _flat_key(entry)
+        if flat is None:
+            continue
+        of_it = [settings[name] for name in sources.get(flat.parameter, {flat.parameter}) if name in settings]
+        if any(other != of_it[0] for other in of_it):
+            raise _treated_differently(", ".join(sorted(sources[flat.parameter])), where)
+        is_said = of_it and (flat.kind, flat.setting) in of_it[0]
+        entry[1:] = [of_it[0][flat.kind, flat.setting]] if is_said else own_values[entry[0]]
 
 
 def _carried_states(own: Any, source: Any, sources: Mapping[_Key, Sequence[_Key]], where: str) -> Any:

@@ -27,6 +27,8 @@ _MAX_NAMED = 5
 # Longer names are no names of state.
 _MAX_PARTS = 48
 _PART = re.compile("[^./]+")
+# torch's key for what an optimizer has of each parameter.
+_STATE_KEY = "state"
 # Words in the names of step counters.
 _COUNTS = frozenset(("step", "state_step"))
 # Words that frameworks have in the names of what optimizers and training keep of a parameter.
@@ -209,15 +211,21 @@ def _parted(name: str, all_affixes: Iterable[NameAffixes], inventory: Container[
 def parted_anywhere(name: str, inventory: Container[str]) -> tuple[str, NameAffixes] | None:
     """Find the longest name among `inventory` inside a state tensor's name: `optim.exp_avg.fc.w` gives (`fc.w`, its
     affixes).
+
+    Names behind `state.` come first: `optim.state.w.exp_avg` is of `w`, even if there is a parameter `state.w`.
     """
     spans = [part.span() for part in _PART.finditer(name)]
     parts = parts_of(name)
+    found: tuple[str, NameAffixes] | None = None
     for length in range(len(parts) - 1, 0, -1):
         for start in range(len(parts) - length + 1):
             first, last = spans[start][0], spans[start + length - 1][1]
             if name[first:last] in inventory and not STATE_WORDS.isdisjoint((*parts[:start], *parts[start + length :])):
-                return name[first:last], NameAffixes(name[:first], name[last:])
-    return None
+                parted = name[first:last], NameAffixes(name[:first], name[last:])
+                if start > 0 and parts[start - 1] == _STATE_KEY:
+                    return parted
+                found = found or parted
+    return found
 
 
 def parts_of(name: str) -> tuple[str, ...]:

@@ -285,10 +285,13 @@ def common_strings(manifests: Mapping[int, Manifest], home: int) -> tuple[dict[s
     """
     strings: dict[str, str] = {}
     notes = []
-    common = common_nest(manifest.strings[NEST] for manifest in manifests.values() if NEST in manifest.strings)
-    if common is not None:
-        strings[NEST] = common
-    for rank in sorted(manifests, key=lambda rank: (rank != home, rank)):
+    in_order = sorted(manifests, key=lambda rank: (rank != home, rank))
+    nests = [manifests[rank].strings[NEST] for rank in in_order if NEST in manifests[rank].strings]
+    common = common_nest(nests)
+    nest = common_nest(nests, keeps_first=True) if common is None else common
+    if nest is not None:
+        strings[NEST] = nest
+    for rank in in_order:
         for name, text in manifests[rank].strings.items():
             if strings.setdefault(name, text) != text and (name != NEST or common is None):
                 notes.append(f"the string {shown_string(name)} of {manifests[rank].path} differs from the one taken")

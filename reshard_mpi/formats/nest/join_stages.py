@@ -1,0 +1,104 @@
+"""Join the nests that stages of a pipeline have saved, each with an optimizer of its own parameters (`joined`).
+
+Only optimizers that name their parameters can be joined: numbers of two stages mean different parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+_STATE, _GROUPS, _PARAMETERS = "state", "param_groups", ("params", "param_names")
+
+
+def joined(roots: Sequence[Any], *, keeps_first: bool = False) -> Any | None:
+    """Return the nest of all stages; None if they differ in more than the parameters of their optimizers.
+
+    Args:
+        roots: the nest of each, as parsed from its text. They may not be changed afterwards.
+        keeps_first: where they differ otherwise, take what the first has.
+    """
+    first, *others = roots
+    try:
+        for other in others:
+            first = _joined(first, other, keeps_first)
+    except ValueError:
+        return None
+    return first
+
+
+def _joined(first: Any, second: Any, keeps_first: bool) -> Any:
+    """Join two values of nests. Raises ValueError if that cannot be done, unless the first is then kept."""
+    if first == second and type(first) is type(second):
+        return first
+    if isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
+        return [_joined(own, other, keeps_first) for own, other in zip(first, second)]
+    are_dicts = isinstance(first, dict) and isinstance(second, dict) and first.keys() == second.keys()
+    if are_dicts and first.keys() != {"dict"}:
+        return {key: _joined(first[key], second[key], keeps_first) for key in first}
+    one, other = (_entries(first), _entries(second)) if are_dicts else ({}, {})
+    if _is_named(one) and _is_named(other):
+        return {"dict": _joined_optimizers(one, other, keeps_first)}
+    if _is_flat(one) and _is_flat(other):
+        return {"dict": _joined_states(one, other)}
+    if one and [*one] == [*other]:
+        return {"dict": [[key, *_joined(one[key], other[key], keeps_first)] for key in one]}
+    if keeps_first:
+        return first
+    raise ValueError
+
+
+def _entries(node: Any) -> dict[Any, list[Any]]:
+    """Return the values of a dictionary by its plain keys: a list of one, or of none for a tensor."""
+    entries: dict[Any, list[Any]] = {}
+    for entry in node["dict"]:
+        if not isinstance(entry, list) or not entry or not isinstance(entry[0], str | int) or entry[0] in entries:
+            raise ValueError
+        entries[entry[0]] = entry[1:]
+    return entries
+
+
+def _is_named(entries: dict[Any, list[Any]]) -> bool:
+    """Tell whether a dictionary is an optimizer whose groups name their parameters."""
+    state, groups = entries.get(_STATE), entries.get(_GROUPS)
+    if not state or not groups or not isinstance(groups[0], list) or not groups[0]:
+        return False
+    names = [name for group in groups[0] for name in (_entries(group).get("params") or [[None]])[0]]
+    return all(isinstance(name, str) for name in names)
+
+
+def _is_flat(entries: dict[Any, list[Any]]) -> bool:
+    """Tell whether all keys of a dictionary are those of a flat optimizer: `param_groups.fc.weight.lr`."""
+    return bool(entries) and all(
+        isinstance(key, str) and key.startswith((f"{_STATE}.", f"{_GROUPS}.")) for key in entries
+    )
+
+
+def _joined_optimizers(one: dict[Any, list[Any]], other: dict[Any, list[Any]], keeps_first: bool) -> list[Any]:
+    """Join optimizers: the state of both, and groups that differ in their parameters alone as one."""
+    if [*one] != [*other]:
+        raise ValueError
+    groups = [_entries(group) for group in one[_GROUPS][0]]
+    for group in map(_entries, other[_GROUPS][0]):
+        same = next((own for own in groups if _settings(own) == _settings(group)), None)
+        if same is None:
+            groups.append(group)
+            continue
+        for key in _PARAMETERS:
+            if key in group:
+                same[key] = [list(dict.fromkeys((*same[key][0], *group[key][0])))]
+    joined_entries = {key: _joined(one[key], other[key], keeps_first) for key in one if key not in (_STATE, _GROUPS)}
+    joined_entries[_STATE] = [{"dict": _joined_states(_entries(one[_STATE][0]), _entries(other[_STATE][0]))}]
+    joined_entries[_GROUPS] = [[{"dict": [[key, *value] for key, value in group.items()]} for group in groups]]
+    return [[key, *joined_entries[key]] for key in one]
+
+
+def _settings(group: dict[Any, list[Any]]) -> dict[Any, list[Any]]:
+    return {key: value for key, value in group.items() if key not in _PARAMETERS} | {"keys": [*group]}
+
+
+def _joined_states(one: dict[Any, list[Any]], other: dict[Any, list[Any]]) -> list[Any]:
+    """Join what two optimizers have of their parameters. Raises ValueError if they contradict each other."""
+    if any(one[key] != other[key] for key in one.keys() & other.keys()):
+        raise ValueError
+    return [[key, *value] for key, value in {**one, **other}.items()]

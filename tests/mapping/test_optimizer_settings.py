@@ -1,0 +1,206 @@
+"""Settings of an optimizer that names its parameters go with them: groups, flat keys, numbers in state."""
+
+from __future__ import annotations
+
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import torch_peer
+from support.checkpoints import sample
+
+import reshard_mpi
+from reshard_mpi.errors import MapError
+
+NAMES = ("a.w", "b.w", "c.w")
+RATES = dict(zip(NAMES, (0.1, 0.2, 0.3)))
+SWAP = {"a.w": "b.w", "b.w": "a.w", "c.w": "d.w"}  # what becomes of each
+_keys = count()
+
+
+def tensor(value: float) -> Any:
+    return torch_peer.tensor(sample("", np.full((2, 2), value, np.float32)), str(next(_keys)))
+
+
+def value_of(stored: Any) -> float:
+    content = torch_peer.sample_of("", stored)
+    return float(np.frombuffer(content.content, content.dtype.name)[0])
+
+
+def nested(names: dict[str, str], *, is_flat: bool, has_state: bool) -> dict[str, Any]:
+    """Return what torch's `get_optimizer_state_dict` returns. names: original names, and those in this file."""
+    rates = {new: RATES[name] for name, new in names.items()}
+    state = {new: {"exp_avg": tensor(10 + 10 * NAMES.index(name)), "note": name} for name, new in names.items()}
+    if not is_flat:
+        groups = [{"lr": rate, "params": [new]} for new, rate in rates.items()]
+        return {"state": state if has_state else {}, "param_groups": groups}
+    flat = {f"state.{new}.{key}": value for new, own in state.items() for key, value in own.items()}
+    return {**(flat if has_state else {}), **{f"param_groups.{new}.lr": rate for new, rate in rates.items()}}
+
+
+def training(path: Path, names: dict[str, str], model: str = "model", *, is_flat: bool, has_state: bool) -> Path:
+    """Save a training whose tensors and settings tell which parameter they are of."""
+    tensors = {new: tensor(NAMES.index(name)) for name, new in names.items()}
+    optimizer = nested(names, is_flat=is_flat, has_state=has_state)
+    torch_peer.save(path, {**({model: tensors} if model else tensors), "optim": optimizer})
+    return path
+
+
+def assert_of(path: Path, names: dict[str, str], model: str, *, is_flat: bool, has_state: bool) -> None:
+    """Assert that all in a file belongs to the parameter that it is called by."""
+    loaded = torch_peer.load(path)
+    weights, optimizer = loaded[model] if model else loaded, loaded["optim"]
+    assert {new: value_of(weights[new]) for new in names.values()} == {
+        new: NAMES.index(name) for name, new in names.items()
+    }
+    rates = {new: RATES[name] for name, new in names.items()}
+    if is_flat:
+        lr = {key: value for key, value in optimizer.items() if key.endswith(".lr")}
+        assert lr == {f"param_groups.{new}.lr": rate for new, rate in rates.items()}
+    else:
+        assert {name: group["lr"] for group in optimizer["param_groups"] for name in group["params"]} == rates
+    for name, new in names.items() if has_state else ():
+        own = (
+            {key: optimizer[f"state.{new}.{key}"] for key in ("exp_avg", "note")}
+            if is_flat
+            else optimizer["state"][new]
+        )
+        assert own["note"] == name and value_of(own["exp_avg"]) == 10 + 10 * NAMES.index(name)
+
+
+def swapping(folder: Path, model: str, *, has_state: bool) -> Path:
+    """Write a map by `SWAP`. State follows by itself only where it has the whole names of the model's tensors."""
+    begin = f"{model}." if model else ""
+    pairs = [(f"{begin}{old}", f"{begin}{new}") for old, new in SWAP.items()]
+    if has_state and model:
+        pairs += [(f"optim.state.{old}.exp_avg", f"optim.state.{new}.exp_avg") for old, new in SWAP.items()]
+    (folder / "map.toml").write_text("".join(f'[[map]]\neq = "{old} <=> {new}"\n' for old, new in pairs))
+    return folder / "map.toml"
+
+
+@pytest.mark.parametrize("between", ["", "dcp", "safetensors"])
+@pytest.mark.parametrize("like", [False, True])
+@pytest.mark.parametrize("model", ["model", ""])
+@pytest.mark.parametrize("has_state", [True, False])
+@pytest.mark.parametrize("is_flat", [True, False])
+def test_settings_go_with_their_parameter(
+    tmp_path: Path, is_flat: bool, has_state: bool, model: str, like: bool, between: str
+) -> None:
+    src = training(tmp_path / "x.pt", {name: name for name in NAMES}, model, is_flat=is_flat, has_state=has_state)
+    if between:
+        reshard_mpi.transform(src, tmp_path / "between", to=between)
+        src = tmp_path / "between"
+    # What all tensors of both files begin with is left out of the names, if there is another checkpoint to be like.
+    written = "" if like and not has_state else model
+    options: dict[str, Any] = {"map": swapping(tmp_path, written, has_state=has_state), "to": "torch"}
+    if like:
+        in_order = {name: SWAP[name] for name in reversed(NAMES)}  # with other values, which are not to stay
+        others = {"a.w": "d.w", "b.w": "b.w", "c.w": "a.w"}
+        assert {*others.values()} == {*in_order.values()}
+        options["like"] = training(tmp_path / "like.pt", others, model, is_flat=is_flat, has_state=has_state)
+    reshard_mpi.transform(src, tmp_path / "dst", **options)
+    assert_of(tmp_path / "dst/rank_0/checkpoint_0.pt", SWAP, model, is_flat=is_flat, has_state=has_state)
+
+
+# Groups that are put together keep of their settings what both say, and else what the other checkpoint says.
+@pytest.mark.parametrize(("is_flat", "like"), [(True, False), (True, True), (False, False)])
+def test_parameters_of_different_settings_are_not_put_together(tmp_path: Path, is_flat: bool, like: bool) -> None:
+    src = training(tmp_path / "x.pt", {name: name for name in NAMES}, is_flat=is_flat, has_state=False)
+    m = "" if like else "model."
+    (tmp_path / "map.toml").write_text(f'[[map]]\neq = "{m}a.w [x y], {m}b.w [z y] <=> {m}ab.w [(x + z) y]"\n')
+    merged = tmp_path / "like.pt"
+    tensors = {"ab.w": torch_peer.tensor(sample("", np.zeros((4, 2), np.float32)), "k"), "c.w": tensor(2)}
+    optimizer = nested({"a.w": "ab.w", "c.w": "c.w"}, is_flat=is_flat, has_state=False)
+    torch_peer.save(merged, {"model": tensors, "optim": optimizer})
+    with pytest.raises(MapError, match="parameters that the optimizer treats differently are put together"):
+        reshard_mpi.transform(
+            src, tmp_path / "dst", to="torch", map=tmp_path / "map.toml", like=merged if like else None
+        )
+
+
+def test_a_copy_of_the_model_that_goes_elsewhere_leaves_a_doubt(tmp_path: Path) -> None:
+    tensors = {name: tensor(NAMES.index(name)) for name in NAMES}
+    optimizer = nested({name: name for name in NAMES}, is_flat=True, has_state=False)
+    torch_peer.save(tmp_path / "x.pt", {"model": tensors, "teacher": dict(tensors), "optim": optimizer})
+    with pytest.raises(MapError, match="which model an optimizer belongs to cannot be told"):
+        reshard_mpi.transform(
+            tmp_path / "x.pt", tmp_path / "dst", to="torch", map=swapping(tmp_path, "model", has_state=False)
+        )
+
+
+@pytest.mark.parametrize("rates", [[0.1, 0.1], [0.1, 0.2]])
+def test_what_a_scheduler_has_by_group_does_not_go_to_other_groups(tmp_path: Path, rates: list[float]) -> None:
+    for name, order in (("x.pt", ("a.w", "b.w")), ("like.pt", ("b.w", "a.w"))):
+        optimizer = nested({name: name for name in order}, is_flat=False, has_state=True)
+        scheduler = {"schedulers": [{"base_lrs": rates, "last_epoch": 1}]}
+        torch_peer.save(tmp_path / name, {"model": {n: tensor(1) for n in order}, "optim": optimizer, "s": scheduler})
+    asked: dict[str, Any] = {"to": "torch", "map": "{p*} <=> {p*}", "like": tmp_path / "like.pt"}
+    if rates[0] == rates[1]:
+        reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", **asked)
+        return
+    with pytest.raises(MapError, match="a scheduler has values for groups of parameters"):
+        reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", **asked)
+
+
+@pytest.mark.parametrize("names", [("w", "state.w"), ("state.w", "w"), ("w", "optimizer.state.w"), ("a", "state.a")])
+@pytest.mark.parametrize("like", [False, True])
+def test_state_of_a_parameter_beside_one_that_is_called_like_it(
+    tmp_path: Path, names: tuple[str, str], like: bool
+) -> None:
+    state = {number: {"exp_avg": tensor(10 + number)} for number in range(2)}
+    groups = [{"lr": 0.5, "params": [0, 1], "param_names": [*names]}]
+    saved = {name: tensor(number) for number, name in enumerate(names)}
+    torch_peer.save(tmp_path / "x.pt", {**saved, "optim": {"state": state, "param_groups": groups}})
+    one, other = names
+    (tmp_path / "map.toml").write_text("".join(f'[[map]]\neq = "{a} <=> {b}"\n' for a, b in (names, (other, one))))
+    asked: dict[str, Any] = {"to": "torch", "map": tmp_path / "map.toml", "forward": True}
+    try:
+        reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", like=tmp_path / "x.pt" if like else None, **asked)
+    except MapError:
+        assert like or "optimizer" in other  # where names still leave a doubt
+        return
+    loaded = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")
+    (group,) = loaded["optim"]["param_groups"]
+    key_of = dict(zip(group["param_names"], group["params"]))
+    for name, number in ((one, 1), (other, 0)):
+        assert value_of(loaded[name]) == number
+        assert value_of(loaded["optim"]["state"][key_of[name]]["exp_avg"]) == 10 + number
+
+
+@pytest.mark.parametrize("between", ["torch", "dcp", "safetensors"])
+@pytest.mark.parametrize("rates", [(0.1, 0.1), (0.1, 0.2)])
+@pytest.mark.parametrize("epochs", [(3, 3), (3, 4)])
+@pytest.mark.parametrize("is_flat", [True, False])
+def test_optimizers_of_stages_are_joined(
+    tmp_path: Path, is_flat: bool, epochs: tuple[int, int], rates: tuple[float, float], between: str
+) -> None:
+    """Two stages have saved a parameter each, and an optimizer that names it."""
+    for stage, name in enumerate(("a.w", "b.w")):
+        (tmp_path / "src" / f"rank_{stage}").mkdir(parents=True)
+        state = {"exp_avg": tensor(10 + stage), "note": name}
+        named = {"state": {name: state}, "param_groups": [{"lr": rates[stage], "params": [name]}]}
+        flat = {
+            **{f"state.{name}.{key}": value for key, value in state.items()},
+            f"param_groups.{name}.lr": rates[stage],
+        }
+        saved = {"model": {name: tensor(stage)}, "optim": flat if is_flat else named, "epoch": epochs[stage]}
+        torch_peer.save(tmp_path / "src" / f"rank_{stage}" / "x.pt", saved)
+    (tmp_path / "stages.toml").write_text('mesh = { data = 1 }\nstages = 2\n[[parameter]]\nmatch = "*"\n')
+    report = reshard_mpi.transform(tmp_path / "src", tmp_path / "between", tmp_path / "stages.toml", to=between)
+    assert any("differs from the one taken" in note for note in report.notes) == (epochs == (3, 4))
+    reshard_mpi.transform(tmp_path / "between", tmp_path / "dst", to="torch")
+    loaded = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")
+    assert loaded["epoch"] == 3
+    for stage, name in enumerate(("a.w", "b.w")):
+        assert value_of(loaded["model"][name]) == stage
+        optimizer = loaded["optim"]
+        if is_flat:
+            assert optimizer[f"param_groups.{name}.lr"] == rates[stage]
+            state = {key: optimizer[f"state.{name}.{key}"] for key in ("exp_avg", "note")}
+        else:
+            assert [group["lr"] for group in optimizer["param_groups"] if name in group["params"]] == [rates[stage]]
+            assert sum(len(group["params"]) for group in optimizer["param_groups"]) == 2
+            state = optimizer["state"][name]
+        assert state["note"] == name and value_of(state["exp_avg"]) == 10 + stage
