@@ -16,7 +16,7 @@ def joined(roots: Sequence[Any], *, keeps_first: bool = False) -> Any | None:
 
     Args:
         roots: the nest of each, as parsed from its text. They may not be changed afterwards.
-        keeps_first: where they differ otherwise, take what the first has.
+        keeps_first: where they differ otherwise, keep the first one's value.
     """
     first, *others = roots
     try:
@@ -68,7 +68,7 @@ def _is_named(entries: dict[Any, list[Any]]) -> bool:
 
 
 def _is_flat(entries: dict[Any, list[Any]]) -> bool:
-    """Tell whether all keys of a dictionary are those of a flat optimizer: `param_groups.fc.weight.lr`."""
+    """Tell whether a dictionary is a flat optimizer, with keys like `param_groups.fc.weight.lr`."""
     return bool(entries) and all(
         isinstance(key, str) and key.startswith((f"{_STATE}.", f"{_GROUPS}.")) for key in entries
     )
