@@ -6,7 +6,7 @@ import hashlib
 import os
 import stat
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from reshard_mpi.errors import ShardError, TargetError
@@ -31,6 +31,7 @@ MAX_STRING_BYTES = 16 << 20
 MAX_DIMENSIONS = 32
 # Spans of a file with smaller gaps than this are read by one call, which reads no more than the second number.
 _CLOSE_BYTES, _READ_BYTES = 512, 64 << 10
+_DIGEST_BYTES = 32
 # Parts of a structure with smaller gaps than this are written by one call, which writes no more than the second number.
 _SMALL_GAP_BYTES, _WRITTEN_BYTES = 16384, 256 << 10
 _SUMMED_BYTES = 2 << 20
@@ -147,6 +148,24 @@ def contents(fd: int, spans: Sequence[Span]) -> Iterator[bytes]:
         else:
             yield from [content[start - base : stop - base] for start, stop in spans[number:last]]
         number = last
+
+
+def digest_besides(fd: int, payloads: Iterable[Span]) -> str:
+    """Return a digest of the length of a file and of all of its bytes but payloads, as hexadecimal digits.
+
+    Args:
+        payloads: ascending and apart.
+
+    Raises ValueError if the file is shorter than they say, OSError if it cannot be read.
+    """
+    size_bytes, last = os.fstat(fd).st_size, 0
+    digest, spans = hashlib.blake2b(b"%d" % size_bytes, digest_size=_DIGEST_BYTES), list[Span]()
+    for start, stop in (*payloads, (size_bytes, size_bytes)):
+        spans += ((first, min(first + _READ_BYTES, start)) for first in range(last, start, _READ_BYTES))
+        last = stop
+    for part in contents(fd, spans):
+        digest.update(part)
+    return digest.hexdigest()
 
 
 class HeaderDigestWriter:

@@ -203,6 +203,22 @@ class TensorTable(Mapping[str, TensorEntry]):
         size_bytes = self.kinds[self.kind_ids[number]].size_bytes
         return ByteRanges((ByteRange(self.path, start, size_bytes),) if size_bytes else ())
 
+    def payload_spans(self) -> list[tuple[int, int]]:
+        """Return where elements lie in the file `path`: first bytes and ends, ascending; what touches is one span."""
+        sizes = [kind.size_bytes for kind in self.kinds]
+        spans = {(start, start + sizes[kind]) for start, kind in zip(self.offsets, self.kind_ids) if start >= 0}
+        for place in self.locations.values():
+            parts = place.ranges if isinstance(place, ByteRanges) else ()
+            ours = (part for part in parts if part.path == self.path)
+            spans.update((part.offset_bytes, part.offset_bytes + part.length_bytes) for part in ours)
+        merged: list[tuple[int, int]] = []
+        for start, end in sorted(spans):
+            if merged and start <= merged[-1][1]:
+                merged[-1] = merged[-1][0], max(end, merged[-1][1])
+            elif start < end:
+                merged.append((start, end))
+        return merged
+
     def element_bytes(self, numbers: Sequence[int]) -> int:
         """Return how many bytes of files one element of each of these tensors takes, all together."""
         if not self.locations:

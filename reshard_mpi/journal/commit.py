@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
@@ -88,7 +89,7 @@ def commit_if_complete(
     `commit` does.
     """
     committed = None if any_written else CommitRecord.read(folder)
-    if committed is not None and committed.digest == identity.digest and _has_index(folder, identity.format):
+    if committed is not None and committed.digest == identity.digest and has_index(folder, identity.format, committed):
         return Differences()
     are_all_made = len(made_here) == identity.target_ranks
     if not are_all_made and not _are_all_recorded(folder / STATE, identity.target_ranks, made_here):
@@ -147,19 +148,28 @@ def commit_locked(
             publish_text(opened.state, record_path(opened.state.path, record.rank).name, confirmed)
     begun = RunIdentity.recorded(folder / STATE)  # which may name other files of the same strategies
     begun = begun if begun and begun.digest == identity.digest else identity
-    _publish_index(opened.folder, identity.format, records)
-    publish_text(opened.folder, COMMIT_RECORD, _as_text(begun, records, sums))
+    index = _publish_index(opened.folder, identity.format, records)
+    publish_text(opened.folder, COMMIT_RECORD, _as_text(begun, records, sums, index))
     return Committed(folder / COMMIT_RECORD, len(records), sum(record.size_bytes for record in records), remarks)
 
 
-def _has_index(folder: Path, format_name: str) -> bool:
-    """Tell whether the index lies in a folder of a format that has one; a full checkpoint of one file may need none."""
-    index = formats.index_of(format_name)
-    return index is None or (folder / index).exists()
+def has_index(folder: Path, format_name: str, committed: CommitRecord) -> bool:
+    """Tell whether the index in a folder is the one that was committed, or none is needed.
+
+    Of commits of earlier versions it is not known what their index was.
+    """
+    name = formats.index_of(format_name)
+    if name is None or not committed.index_digest:
+        return name is None or (folder / name).exists()
+    try:
+        with (folder / name).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest() == committed.index_digest
+    except OSError:
+        return False
 
 
-def _publish_index(folder: Folder, format_name: str, records: Sequence[TargetRecord]) -> None:
-    """Write the index that makes the folder a checkpoint, if its format has one."""
+def _publish_index(folder: Folder, format_name: str, records: Sequence[TargetRecord]) -> str:
+    """Write the index that makes the folder a checkpoint, if its format has one; return its digest, else nothing."""
     folder_format, index = formats.folder_by_name(format_name), formats.index_of(format_name)
     if folder_format is not None and index is not None:
         files: list[Manifest] = []
@@ -170,6 +180,8 @@ def _publish_index(folder: Folder, format_name: str, records: Sequence[TargetRec
         if content is not None:
             remove_stale(folder, index)
             publish_bytes(folder, index, content)
+            return hashlib.sha256(content).hexdigest()
+    return ""
 
 
 def _sums(records: Sequence[TargetRecord]) -> dict[str, int]:
@@ -272,14 +284,19 @@ def _is_file_of(identity: RunIdentity, record: TargetRecord) -> bool:
     return is_named and formats.name_of(record.file) == format_name
 
 
-def _as_text(identity: RunIdentity, records: Sequence[TargetRecord], sums: Mapping[str, int]) -> str:
+def _as_text(identity: RunIdentity, records: Sequence[TargetRecord], sums: Mapping[str, int], index: str) -> str:
     """Return the text of the commit record. Nothing in it depends on which process made a target, or when.
 
     It has one line for each target, and one for each source file that they were made from.
+
+    Args:
+        index: digest of the index, or an empty text.
     """
     head = {"format": "reshard_mpi commit", "version": 1, "digest": identity.digest, **identity.as_json()}
     if sums:
         head["sums"] = {name: f"{sums[name]:08x}" for name in sorted(sums)}
+    if index:
+        head["index"] = index
     files = {file.path: file.size_bytes for record in records for file in record.evidence.sources.files}
     sources = ({"file": path, "size_bytes": files[path]} for path in sorted(files, key=natural_key))
     targets = (

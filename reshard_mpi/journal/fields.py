@@ -83,6 +83,13 @@ def digest(value: Any) -> str:
     return str(value)
 
 
+def sha256(value: Any) -> str:
+    """Return the 64 hexadecimal digits of a digest of 32 bytes."""
+    if len(digest(value)) != 64:
+        raise ValueError("a digest of another length")
+    return str(value)
+
+
 def path(value: Any) -> str:
     """Return a path that can be looked up."""
     parts = os.fsencode(text(value)).split(b"/")  # UnicodeEncodeError, a ValueError: half of a pair of surrogates

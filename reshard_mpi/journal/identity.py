@@ -223,7 +223,7 @@ class RunIdentity(NamedTuple):
 # made from: 100 MiB where each of 4,000 was made from all of 4,000.
 COMMIT_ROOM = fields.RecordLimits(128 << 20, 512 << 20)
 # Its names besides the settings of the run.
-_COMMITTED = {"targets", "sources", "sums", "digest", "format", "version"}
+_COMMITTED = {"targets", "sources", "sums", "index", "digest", "format", "version"}
 
 
 class CommitRecord(NamedTuple):
@@ -235,6 +235,7 @@ class CommitRecord(NamedTuple):
     sizes_bytes: Mapping[int, int]  # of the files, by rank, as far as recorded
     sources: tuple[tuple[str, int], ...]  # the files that the targets were made from, with their sizes
     run: RunIdentity  # what the run was asked to do
+    index_digest: str = ""  # SHA-256 of the index; empty if the targets have none
 
     @classmethod
     def read(cls, folder: Path) -> CommitRecord | None:
@@ -265,6 +266,7 @@ class CommitRecord(NamedTuple):
             sizes,
             tuple((fields.path_below(source["file"]), fields.number(source["size_bytes"])) for source in sources),
             RunIdentity.of(settings),
+            fields.sha256(facts["index"]) if "index" in facts else "",
         )
 
 

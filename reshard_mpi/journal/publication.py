@@ -22,7 +22,7 @@ from reshard_mpi.filesystem.folders import FileIdentity, Folder, close, closing,
 if TYPE_CHECKING:
     from reshard_mpi.journal.records import TensorSum
 
-    Before = Callable[[os.stat_result, Sequence[TensorSum]], None]
+    Before = Callable[[os.stat_result, Sequence[TensorSum], str], None]
 
 _PARTIAL = ".partial"
 _TOKEN_BYTES = 6
@@ -98,12 +98,17 @@ class Publication:
                 return
             close(self.descriptor)
 
-    def publish(self, sums: Sequence[TensorSum] = (), *, synced: bool = True) -> None:
-        """Put the file in place of whatever is there. synced: False if it need not survive a loss of power."""
+    def publish(self, sums: Sequence[TensorSum] = (), besides: str = "", *, synced: bool = True) -> None:
+        """Put the file in place of whatever is there.
+
+        Args:
+            sums: of its tensors, for its record; besides: a digest of all else (see `TargetRecord`).
+            synced: False if it need not survive a loss of power.
+        """
         if synced:
             os.fsync(self.descriptor)
         os.close(os.dup(self.descriptor))  # on which network file systems may report an error of writing
-        self._before(os.fstat(self.descriptor), sums)
+        self._before(os.fstat(self.descriptor), sums, besides)
         self._folder.replace(self._partial_name, self._name, self.descriptor)
         self.is_published = True
         if synced:

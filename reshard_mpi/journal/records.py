@@ -110,6 +110,8 @@ class TargetRecord(NamedTuple):
     # and which is true from then on, even if the writer dies; None in a record that is written when the file is in
     # place
     announced: tuple[int, int] | None = None
+    # a digest of its bytes besides those of tensors (`formats.files.digest_besides`); empty if it was not verified
+    besides: str = ""
 
     def is_about(self, status: os.stat_result) -> bool:
         """Tell whether the file with this status, found in the place of the target, is the one that was written."""
@@ -133,6 +135,8 @@ class TargetRecord(NamedTuple):
             "sources": evidence.sources.as_json(),
             "texts": evidence.texts,
         }
+        if self.besides:
+            facts["besides"] = self.besides
         if self.announced is not None:
             facts["announced"] = self.announced
         return written(json.dumps(facts), TARGET_ROOM, f"target rank {self.rank}")
@@ -176,6 +180,7 @@ class TargetRecord(NamedTuple):
             evidence,
             sums,
             None if announced is None else _announced(announced),
+            fields.sha256(facts["besides"]) if "besides" in facts else "",
         )
 
 

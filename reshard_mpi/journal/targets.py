@@ -266,11 +266,13 @@ class Journal:
         evidence: TargetInputs,
         status: os.stat_result,
         sums: Sequence[TensorSum],
+        besides: str,
     ) -> None:
         """Record that the target is complete as soon as the file with this `status` takes its name."""
         require_unchanged(target_rank, evidence)
         file, announced = path.relative_to(self.folder).as_posix(), (status.st_ino, status.st_mtime_ns)
-        record = TargetRecord(self.identity.digest, target_rank, file, status.st_size, evidence, tuple(sums), announced)
+        size_bytes, digest = status.st_size, self.identity.digest
+        record = TargetRecord(digest, target_rank, file, size_bytes, evidence, tuple(sums), announced, besides)
         publish_text(state, record_path(self._state, target_rank).name, record.as_text(), synced=False)  # the next is
 
     def _confirm(self, state: Folder, target_rank: int) -> None:

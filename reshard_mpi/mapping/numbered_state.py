@@ -306,15 +306,16 @@ def _parameters(
         if len(parameters) != len(numbers) or numbers != sorted(numbers):
             return (), f"{len(parameters)} parameters, and {len(numbers)} numbers"
     name_of = dict(zip(numbers, parameters))
-    for name, shape in shapes.items():
-        state = state_of(optimizer, name)
-        if state is None:
-            continue
-        number, _ = state
-        if number not in name_of:
-            return (), f"{name}, whose number is in no group"
-        if prod(shape) != 1 and shape != shapes[name_of[number]]:
-            return (), f"{name} {list(shape)} for {name_of[number]} {list(shapes[name_of[number]])}"
+    states = [(name, *state) for name in shapes if (state := state_of(optimizer, name)) is not None]
+    unknown = next((name for name, number, _ in states if number not in name_of), None)
+    if unknown is not None:
+        return (), f"{unknown}, whose number is in no group"
+    # A count of steps has one element, whatever the parameter. What has the shape of one has that of all.
+    like_parameters = {key for name, number, key in states if prod(shapes[name]) > 1}
+    for name, number, key in states:
+        parameter = name_of[number]
+        if shapes[name] != shapes[parameter] and (prod(shapes[name]) != 1 or key in like_parameters):
+            return (), f"{name} {list(shapes[name])} for {parameter} {list(shapes[parameter])}"
     return tuple(parameters), ""
 
 

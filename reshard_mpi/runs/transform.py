@@ -214,9 +214,11 @@ def _check_committed(plans: TargetPlans, comm: Comm, memory: RunMemory, progress
 
     Nothing is read if each shard has sums of its own, by which it has been checked. Raises DamageError.
     """
-    from reshard_mpi.runs.verify_checksums import committed_tensors, require_as_committed
+    from reshard_mpi.runs.verify_checksums import committed_tensors, damaged_index, require_as_committed
 
     source, path = plans.run.conversion.source, plans.run.request.source
+    for damage in damaged_index(source.files):
+        raise damage
     committed = committed_tensors(source.unmapped)
     if committed is None:
         return

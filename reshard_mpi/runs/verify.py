@@ -23,6 +23,7 @@ from reshard_mpi.errors import DamageError, ReshardError, SourceError, UsageErro
 from reshard_mpi.filesystem.paths import require_reachable
 from reshard_mpi.formats.manifest import NEST, Manifest
 from reshard_mpi.formats.nest import agree
+from reshard_mpi.journal.find_record import RecordFinder
 from reshard_mpi.journal.identity import CommitRecord, RunIdentity, joined_words
 from reshard_mpi.journal.records import STATE
 from reshard_mpi.planning.model import RankPlan
@@ -42,7 +43,9 @@ from reshard_mpi.runs.verify_checksums import (
     check_shard,
     check_together,
     damage_of,
+    damaged_index,
     damaged_record,
+    damaged_rest,
     where_it_differs,
 )
 from reshard_mpi.text import counted
@@ -201,6 +204,9 @@ class _ComparedCheckpoints(NamedTuple):
         shard_progress = SliceCounter(progress.moved, size_bytes, plan.written_bytes)
         checked, damage = _compare(plan, shard, shard_progress.add)
         shard_progress.end()
+        paths = target.files.shards if target.files.is_folder else target.files.by_rank[rank]
+        finder = RecordFinder()
+        rest = [error for path in paths for error in self._damaged_rest(finder, path, rank)]
         checked = checked._replace(notes=tuple(notes_on(conversion.accumulated, plan.sums)))
         unfit: dict[int, ReshardError] = {}
         while damage and (errors := self._unfit(plan, unfit, memory)):  # the sources may be what is damaged
@@ -208,7 +214,16 @@ class _ComparedCheckpoints(NamedTuple):
             plan = conversion.without(unfit).plan(rank, checked=False)
             again, damage = _compare(plan, shard, lambda _: None)
             checked = again._replace(notes=checked.notes)
-        return checked, damage
+        return checked._replace(by=() if rest else checked.by), [*damage, *rest]
+
+    def _damaged_rest(self, finder: RecordFinder, path: str, rank: int) -> list[DamageError]:
+        """Return the damage of a target file besides its tensors, if there is a record of it."""
+        if not Path(path).exists():
+            return []
+        found = finder.find(path, rank)
+        record = None if found is None else found.record
+        is_kept = record is not None and record.besides
+        return [*damaged_rest(path, self.target.files.locate(path), record)] if is_kept else []
 
     def _unfit(self, plan: RankPlan, looked_at: Collection[int], memory: RunMemory) -> dict[int, ReshardError]:
         """Return the errors of shards of `plan` that do not fit their kept sums, without those in `looked_at`."""
@@ -272,6 +287,8 @@ def _opened_pair(
     )
     conversion, digests = apply_map(request, conversion)
     otherwise = made_otherwise(request, digests, target_files.path)
+    for damage in damaged_index(target_files):
+        raise damage
     memory.on_memory_released(conversion.forget, target.forget)
     memory.reserve_for_planning(conversion, target_files.format, purpose, also_read=target)
     conversion.drifted_tensors(damaged_are_replaced=True, process=comm.rank, processes=comm.size)

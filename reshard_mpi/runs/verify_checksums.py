@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi import formats
-from reshard_mpi.checkpoints.discovery import ShardFiles, rank_of_folder
+from reshard_mpi.checkpoints.discovery import ShardFiles
 from reshard_mpi.checkpoints.source import DAMAGE, SourceCheckpoint
 from reshard_mpi.engine.compare import first_difference
 from reshard_mpi.engine.crc import sum_of_whole
@@ -20,9 +20,12 @@ from reshard_mpi.engine.files import Files, OnBytes
 from reshard_mpi.engine.read import fill
 from reshard_mpi.engine.sums import Span, copies_and_target, place_of, sum_shard, sum_sources, sum_tensors, takes_numpy
 from reshard_mpi.errors import DamageError, ReshardError, ShardError, as_reshard_error
+from reshard_mpi.formats.files import digest_besides, opened
 from reshard_mpi.formats.locations import Reduced
 from reshard_mpi.formats.manifest import Manifest, TensorSpec
 from reshard_mpi.formats.tensor_table import TensorEntry
+from reshard_mpi.journal.commit import has_index
+from reshard_mpi.journal.find_record import RecordFinder
 from reshard_mpi.journal.identity import CommitRecord, RunIdentity
 from reshard_mpi.journal.records import (
     COMMIT_RECORD,
@@ -30,7 +33,6 @@ from reshard_mpi.journal.records import (
     TargetRecord,
     TensorSum,
     digest_of_texts,
-    record_path,
     sums_of_wholes,
 )
 from reshard_mpi.planning.model import Check, Copy, Limits, RankPlan, TensorPlan
@@ -130,17 +132,16 @@ def check_shard(
 
     Returns the damage as errors; raises a ReshardError if a file cannot be checked.
     """
-    module = formats.by_name(files.format)
-    folder, recorded_rank = _place_of_record(files, rank)
-    record = TargetRecord.read(folder / STATE, recorded_rank)
+    module, finder = formats.by_name(files.format), RecordFinder()
     damage: list[ReshardError] = []
     by: dict[str, None] = {}
     sums: list[TensorSum] = []
     tensors = read_bytes = world_size = 0
     for path in files.by_rank[rank]:
         shard = files.locate(path)
-        is_recorded = record is not None and _is_of(record, folder, path)
-        recorded = {tensor.name: tensor for tensor in record.sums} if record is not None and is_recorded else {}
+        found = finder.find(path, rank)
+        record = None if found is None else found.record
+        recorded = {} if record is None else {tensor.name: tensor for tensor in record.sums}
         listed = table.loads(shard.identity.strategy, shard.path).parameters if shard.identity is not None else ()
         with_numpy = any(takes_numpy(spec, shard.tensors[spec.name]) for spec, _ in _placed(shard, recorded, listed))
         before_sums(Summing(len(shard.tensors), shard.identity is not None, shard.decoding_bytes, with_numpy))
@@ -156,7 +157,7 @@ def check_shard(
             by["its checksum"] = None
         if stored:
             by["its own sums"] = None
-        if record is not None and is_recorded:
+        if record is not None:
             damage += _against_record(shard, record, recorded)
         if recorded:
             by["the record of its run"] = None
@@ -171,45 +172,62 @@ def check_shard(
             written |= {recorded[name].value} if name in recorded else set()
             damage += [_damaged(shard, name, value, summed.found) for value in written - {summed.found}]
         counted.end()
+        if not damage:
+            damage += damaged_rest(path, shard, record)
     path = files.by_rank[rank][0]
     return Checked(rank, path, tensors, read_bytes, tuple(by), tuple(sums), world_size=world_size), damage
 
 
-def _place_of_record(files: ShardFiles, rank: int) -> tuple[Path, int]:
-    """Return the folder in which a record of a rank's shard may be, and the rank that it has there.
-
-    That is the folder the user named; where that is a rank folder or a file, the target folder it lies in.
-    """
-    folder = Path(files.path)
-    if not os.path.lexists(record_path(folder / STATE, rank)):
-        path = Path(files.by_rank[rank][0]).absolute()
-        named = rank_of_folder(path.parent.name)
-        own = rank if named is None else named
-        for above in path.parents[:2]:
-            if above != folder.absolute() and os.path.lexists(record_path(above / STATE, own)):
-                return above, own
-    return folder, rank
-
-
 def damaged_record(files: ShardFiles, rank: int) -> Iterator[DamageError]:
-    """Yield the damage of the record of a rank's shard, if it cannot be read."""
-    folder, recorded_rank = _place_of_record(files, rank)
-    path = record_path(folder / STATE, recorded_rank)
-    if TargetRecord.read(folder / STATE, recorded_rank) is None and os.path.lexists(path):
-        remedy = "reshard-mpi verify SRC DST, if there is a source; transform with --resume makes the target anew"
-        where = str(path)
-        yield DamageError("the record of a shard is damaged", where=where, remedy=remedy)
+    """Yield the damage of the records of a rank's files, if they cannot be read."""
+    finder = RecordFinder()
+    for path in files.by_rank[rank]:
+        found = finder.find(path, rank)
+        if found is not None and found.record is None:
+            remedy = "reshard-mpi verify SRC DST, if there is a source; transform with --resume makes the target anew"
+            yield DamageError("the record of a shard is damaged", where=str(found.path), remedy=remedy)
+
+
+def damaged_rest(path: str, shard: Manifest, record: TargetRecord | None) -> Iterator[DamageError]:
+    """Yield the damage of a shard's bytes besides its tensors, if its record has a digest of them."""
+    if record is None or not record.besides:
+        return
+    with opened(path) as (fd, _):
+        try:
+            is_same = digest_besides(fd, shard.tensors.payload_spans()) == record.besides
+        except ValueError:
+            is_same = False
+    if not is_same:
+        yield DamageError(
+            "the bytes of a shard besides its tensors are not what was written",
+            expected="those that its record has the digest of",
+            got="others: names, settings or the structure of the file have changed",
+            where=path,
+            remedy="restore the file",
+        )
+
+
+def damaged_index(files: ShardFiles) -> Iterator[DamageError]:
+    """Yield the damage of a folder's index, if the commit record of the folder has a digest of it."""
+    folder = Path(files.path)
+    committed = CommitRecord.read(folder) if files.is_folder else None
+    if committed is not None and committed.index_digest and not has_index(folder, files.format, committed):
+        yield DamageError(
+            "the index of a checkpoint is not what was committed",
+            expected=f"the SHA-256 {committed.index_digest}, as {COMMIT_RECORD} says",
+            where=str(folder / (formats.index_of(files.format) or "")),
+            remedy="reshard-mpi commit makes it anew of the targets",
+        )
 
 
 def keeps_sums(files: ShardFiles, rank: int) -> bool:
-    """Tell whether there are sums of the tensors in the files of a rank: in these, or in a record that is theirs."""
-    module = formats.by_name(files.format)
-    folder, recorded_rank = _place_of_record(files, rank)
-    record = TargetRecord.read(folder / STATE, recorded_rank)
+    """Tell whether there are sums of the tensors in the files of a rank: in these, or in records that are theirs."""
+    module, finder = formats.by_name(files.format), RecordFinder()
+    found = ((path, finder.find(path, rank)) for path in files.by_rank[rank])
     return any(
-        (record is not None and record.sums and _is_of(record, folder, path))
+        (of_file is not None and of_file.record is not None and of_file.record.sums)
         or (module.TRAITS.keeps_sums and module.stored_sums(path))
-        for path in files.by_rank[rank]
+        for path, of_file in found
     )
 
 
@@ -228,6 +246,7 @@ def check_together(files: ShardFiles, checked: Iterable[Checked], *, sound: bool
         error.where = files.path
         yield error
     folder = Path(files.path)
+    yield from damaged_index(files)
     record = CommitRecord.read(folder)
     if record is None and os.path.lexists(folder / COMMIT_RECORD):
         remedy = "reshard-mpi commit writes it anew, if the records of the run are there"
@@ -257,7 +276,9 @@ def _not_of_one_run(files: ShardFiles) -> Iterator[DamageError]:
     """
     folder = Path(files.path)
     records = {rank: TargetRecord.read(folder / STATE, rank) for rank in files.by_rank}
-    if not all(record and _is_of(record, folder, files.by_rank[rank][0]) for rank, record in records.items()):
+    finder = RecordFinder()
+    found = {rank: finder.find(files.by_rank[rank][0], rank) for rank in records}
+    if not all(of_file and records[rank] and of_file.record == records[rank] for rank, of_file in found.items()):
         return
     run = RunIdentity.recorded(folder / STATE)
     digests = {rank: record.digest for rank, record in records.items() if record is not None}
@@ -295,12 +316,6 @@ def _elsewhere(own: int, rank: int, path: str) -> Iterator[DamageError]:
         yield DamageError(
             "a shard says it belongs elsewhere", expected=f"rank {rank}", got=f"rank {own}", where=where, remedy=remedy
         )
-
-
-def _is_of(record: TargetRecord, folder: Path, path: str) -> bool:
-    """Tell whether a record describes the file at `path`, and not one that was about to replace it."""
-    is_there = os.path.abspath(folder / record.file) == os.path.abspath(path)  # noqa: PTH100 - of text, as of links
-    return is_there and (record.announced is None or record.is_about(Path(path).stat()))
 
 
 def _against_record(shard: Manifest, record: TargetRecord, recorded: Mapping[str, TensorSum]) -> Iterator[DamageError]:

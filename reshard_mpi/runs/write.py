@@ -14,6 +14,7 @@ from reshard_mpi import formats
 from reshard_mpi.engine.files import OnBytes, forget_cached
 from reshard_mpi.engine.transfer import Span, write_shard
 from reshard_mpi.errors import ShardError, TransformError, told
+from reshard_mpi.formats.files import digest_besides
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.protocol import Format
 from reshard_mpi.journal.publication import Publication, opened_partial
@@ -297,7 +298,9 @@ class Writer:
         sums_by_name = {tensor.name: tensor.value for tensor in sums}
         self._format.seal(publication.descriptor, manifest.path, sums_by_name, crc=self._run.request.crc)
         require_as_meant(self._format, publication, manifest, sums_by_name)
-        publication.publish(sums)
+        is_verified = self._run.request.verify
+        besides = digest_besides(publication.descriptor, manifest.tensors.payload_spans()) if is_verified else ""
+        publication.publish(sums, besides)
 
     def _publish(self, parts: Sequence[FillReport]) -> Outcome:
         """Put the shared targets that this process leads in place, if all other processes have done their parts."""

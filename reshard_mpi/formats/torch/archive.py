@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from struct import Struct
 from typing import NamedTuple
+from zlib import crc32
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import files
@@ -36,6 +37,8 @@ STORED = 0
 ENTRY_CRC_AT, DESCRIPTOR_CRC_AT = 16, 4
 # Of an entry: its flags, and the lengths of name, extra field and comment.
 _OF_ENTRY = Struct("<8xH18x3H")
+# In the attributes of a member, as DOS has them (APPNOTE.TXT 4.4.15): it is a folder.
+_FOLDER = 0x10
 # Members besides storages: a dozen.
 _MAX_MEMBERS = files.MAX_TENSORS + 1000
 _MAX_DIRECTORY_BYTES = 32 * MIB
@@ -187,7 +190,9 @@ class _Archive:
         if offset + ENTRY.size > len(directory):
             raise self._damage("the directory of a shard ends in the middle of an entry", start + offset)
         fields = ENTRY.unpack_from(directory, offset)
-        mark, _, _, flags, method, _, _, crc, stored_bytes, size_bytes, *lengths, disk, _, _, local_start = fields
+        mark, _, _, flags, method, _, _, crc, stored_bytes, size_bytes, *lengths, disk, _, attributes, local_start = (
+            fields
+        )
         name_bytes, extra_bytes, comment_bytes = lengths
         name_at = offset + ENTRY.size
         extra_at = name_at + name_bytes
@@ -204,6 +209,8 @@ class _Archive:
             name = raw_name.decode()
         except UnicodeDecodeError:
             raise self._damage("a member of a shard has a name that is no UTF-8", start + offset) from None
+        if attributes & _FOLDER and not name.endswith("/"):
+            raise self._damage("a member of a shard is marked as a folder, which torch would not read", start + offset)
         if flags & ENCRYPTED or flags & MASKED:
             raise self._damage("a member of a shard is encrypted", start + offset, got=repr(name))
         if method != STORED or stored_bytes != size_bytes:
@@ -351,7 +358,9 @@ def of_archive(
         starts[prefix + key] = member.offset_bytes
     own = members.get(top + OWN_RECORD)
     record = None if own is None else _member_bytes(fd, path, own, _MAX_OWN_BYTES, OWN_RECORD)
-    return ArchiveContent(root, starts, order.decode() != sys.byteorder, pickle.crc, record)
+    if own is not None and record is not None and crc32(record) != own.crc:
+        record = None  # it is damaged, and as good as none
+    return ArchiveContent(root, starts, order.decode() != sys.byteorder, pickle.crc, crc32(data), record)
 
 
 def _member_bytes(fd: int, path: str, member: Member, most_bytes: int, name: str) -> bytes:

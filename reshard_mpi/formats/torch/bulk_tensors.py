@@ -167,7 +167,9 @@ class ArchiveContent(NamedTuple):
     root: Value
     starts: Mapping[str, int]
     swapped: bool  # the elements have the byte order this machine has not
-    pickle_crc: int = 0  # of the archive's pickle
+    # CRC-32 of the archive's pickle: as its directory says, and of what lies there
+    pickle_crc: int = 0
+    found_crc: int = 0
     own_record: bytes | None = None  # what this program has added to it, None in files that others have written
 
 

@@ -231,7 +231,7 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
 
 def _parsed(path: str, content: ArchiveContent) -> Manifest:
     """Parse the content of a file."""
-    strings = _own_strings(content)
+    strings = _own_strings(content, path)
     is_of_others = strings is None  # what this program has written may have settings of what it was made from
     if is_of_others:
         require_weights(content.root, path)
@@ -327,8 +327,11 @@ def _add(
             tensors.add_entry(TensorEntry(name, dtype, shape, source, kind.box, kind.global_shape))
 
 
-def _own_strings(content: ArchiveContent) -> Mapping[str, str] | None:
-    """Return the strings with which this program wrote the file; None if others wrote it, or changed it."""
+def _own_strings(content: ArchiveContent, path: str) -> Mapping[str, str] | None:
+    """Return the strings with which this program wrote the file; None if others wrote it, or changed it.
+
+    Raises ShardError if the pickle is damaged.
+    """
     if content.own_record is None:
         return None
     try:
@@ -337,6 +340,14 @@ def _own_strings(content: ArchiveContent) -> Mapping[str, str] | None:
         return None
     match record:
         case {"pickle_crc": int() as crc, "strings": dict() as strings} if crc == content.pickle_crc:
+            if content.found_crc != crc:
+                raise ShardError(
+                    "data.pkl of a shard does not fit its own checksum: it is damaged",
+                    expected=f"CRC-32 {crc:08x}, as when it was written",
+                    got=f"{content.found_crc:08x}",
+                    where=path,
+                    remedy="copy it again, or use another replica",
+                )
             if all(type(text) is str for text in strings.values()):
                 return strings
     return None

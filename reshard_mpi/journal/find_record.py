@@ -1,0 +1,79 @@
+"""Find the record that a run keeps of a file, wherever the file is read from (`RecordFinder`)."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from reshard_mpi.filesystem.paths import real_path
+from reshard_mpi.journal.identity import CommitRecord
+from reshard_mpi.journal.records import STATE, TargetRecord, record_path, recorded_ranks
+
+_RANK_FOLDER = re.compile(r"rank_(\d+)")
+
+
+class FoundRecord(NamedTuple):
+    """Where the record of a file is, and the record itself: None if it is damaged."""
+
+    path: Path
+    record: TargetRecord | None
+
+
+class RecordFinder:
+    """Finds records of files: in the target folder that a file lies in, by its name or by what links lead to."""
+
+    def __init__(self) -> None:
+        self._rank_of: dict[Path, Mapping[str, int]] = {}  # by target folder: ranks by files
+
+    def find(self, path: str, likely_rank: int) -> FoundRecord | None:
+        """Return the record of the file at `path`; None if there is none, or it is about another file.
+
+        Args:
+            likely_rank: the target rank of the file, as it seems.
+        """
+        for folder, file in _ways(path):
+            record = TargetRecord.read(folder / STATE, likely_rank)
+            rank = likely_rank if record is not None and record.file == file else self._rank(folder, file)
+            if rank is None:
+                continue
+            place = record_path(folder / STATE, rank)
+            record = record if rank == likely_rank else TargetRecord.read(folder / STATE, rank)
+            if record is None and os.path.lexists(place):
+                return FoundRecord(place, None)
+            if record is not None and record.file == file and _is_in_place(record, path):
+                return FoundRecord(place, record)
+        return None
+
+    def _rank(self, folder: Path, file: str) -> int | None:
+        """Return the target rank of a file in a target folder; None if it is none."""
+        in_rank_folder = _RANK_FOLDER.fullmatch(file.partition("/")[0])
+        if "/" in file:
+            return int(in_rank_folder[1]) if in_rank_folder else None
+        if folder not in self._rank_of:
+            self._rank_of[folder] = _ranks_by_file(folder)
+        return self._rank_of[folder].get(file)
+
+
+def _ways(path: str) -> Iterator[tuple[Path, str]]:
+    """Yield the folders of runs that a file lies in, and its path there: by its name first, then by its real path."""
+    for whole in dict.fromkeys((Path(os.path.abspath(path)), real_path(path))):  # noqa: PTH100 - not to follow links
+        for folder in whole.parents[:2]:
+            if (folder / STATE).is_dir():
+                yield folder, whole.relative_to(folder).as_posix()
+
+
+def _ranks_by_file(folder: Path) -> dict[str, int]:
+    """Return the target ranks of the files that lie in a target folder itself."""
+    committed = CommitRecord.read(folder)
+    if committed is not None:
+        return {file: rank for rank, file in committed.files.items()}
+    records = (TargetRecord.read(folder / STATE, rank) for rank in recorded_ranks(folder / STATE))
+    return {record.file: record.rank for record in records if record is not None}
+
+
+def _is_in_place(record: TargetRecord, path: str) -> bool:
+    """Tell whether the file at `path` is what a record describes, and not one that was about to be replaced by it."""
+    return record.announced is None or record.is_about(Path(path).stat())
