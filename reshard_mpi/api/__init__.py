@@ -320,8 +320,13 @@ def load_rank(
     log(all_in_python(outcome.notes), all_in_python(outcome.warnings))
     from reshard_mpi.engine.gather import load_shard
 
-    texts = {name: text for name, text in rank_plan.strings.items() if name != NEST}
-    return {**load_shard(rank_plan, limits=conversion.limits), **texts}
+    sources = conversion.source.files.sources(rank_plan.read_ranks)
+    arrays = load_shard(rank_plan, limits=conversion.limits)
+    sources.require_unchanged(
+        f"sources of target rank {rank} were changed while they were read",
+        "make sure that nothing writes to the source, and call again",
+    )
+    return {**arrays, **{name: text for name, text in rank_plan.strings.items() if name != NEST}}
 
 
 __all__ = [

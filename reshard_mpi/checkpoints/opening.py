@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints.discovery import ShardFiles
@@ -22,6 +23,9 @@ from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.planning.model import CHOSEN_FILES, SharedFact
 from reshard_mpi.sharding.placement import Strategy, unsharded
 from reshard_mpi.sharding.strategy import table
+
+if TYPE_CHECKING:
+    from reshard_mpi.journal.identity import RunIdentity
 
 NO_DAMAGE: Mapping[int, ReshardError] = MappingProxyType({})
 
@@ -46,9 +50,11 @@ def open_source(
     first, manifest, described, damage = _first_sound(files, known_damage)
     if strategy is None:
         strategy = described
-        if described is None and len(files.by_rank) > 1:
+        if described is None:
             strategy = _recorded(files)
             files = files._replace(is_recorded=strategy is not None)
+        if strategy is None and len(files.by_rank) == 1:
+            _require_whole_run(files)
     elif described is not None:
         _require_agreement(strategy, described, manifest.path)
     if strategy is None:
@@ -177,6 +183,42 @@ def _recorded(files: ShardFiles) -> Strategy | None:
     except OSError as error:
         raise as_reshard_error(error, Path(files.path)) from None
     return None if recorded is None else table.loads(*recorded)
+
+
+def _require_whole_run(files: ShardFiles) -> None:
+    """Raise SourceError if a file that is taken for a full checkpoint is one of several that a run has cut."""
+    from reshard_mpi.journal.find_record import run_of
+
+    ((rank, paths),) = files.by_rank.items()
+    for path in paths:
+        run = run_of(path, rank)
+        count = 1 if run is None else run.facts.get("target_ranks", 1)
+        if run is None or count in (1, len(paths)) or not _may_be_cut(run, path):
+            continue
+        raise SourceError(
+            f"a shard is one of the {count} targets of a run, and the others are not there",
+            expected="all of them, or the strategy by which they are cut",
+            got=path,
+            where=files.path,
+            remedy="let the run finish (transform --resume), restore the others, or give --src-strategy",
+        )
+
+
+def _may_be_cut(run: RunIdentity, path: str) -> bool:
+    """Tell whether the targets of a run may hold slices of tensors."""
+    from reshard_mpi.journal.identity import strategy_of_run
+
+    name = run.facts.get("to")
+    if isinstance(name, str) and name in formats.TARGETS and formats.by_name(name).TRAITS.split_by_size:
+        return False  # files that are filled up hold whole tensors
+    folder = Path(path).absolute().parent
+    text = strategy_of_run(folder.parent, run.digest) or strategy_of_run(folder, run.digest)
+    if text is None:
+        return True
+    strategy = table.loads(*text)
+    placements = (placement for of_name in strategy.parameters.values() for placement in of_name)
+    of_rules = (placement for _, placement in strategy.rules)
+    return strategy.stages > 1 or any(placement.is_cut for placement in (*placements, *of_rules))
 
 
 def _require_agreement(given: Strategy, described: Strategy, path: str) -> None:

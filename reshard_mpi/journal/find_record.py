@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi.filesystem.paths import real_path
-from reshard_mpi.journal.identity import CommitRecord
+from reshard_mpi.journal.identity import CommitRecord, RunIdentity
 from reshard_mpi.journal.records import STATE, TargetRecord, record_path, recorded_ranks
 
 _RANK_FOLDER = re.compile(r"rank_(\d+)")
@@ -57,6 +57,18 @@ class RecordFinder:
         return self._rank_of[folder].get(file)
 
 
+def run_of(path: str, likely_rank: int) -> RunIdentity | None:
+    """Return the run that has written the file at `path`; None if no run keeps a record of it."""
+    found = RecordFinder().find(path, likely_rank)
+    if found is None or found.record is None:
+        return None
+    run = RunIdentity.recorded(found.path.parent)
+    if run is not None and run.digest == found.record.digest:
+        return run
+    committed = CommitRecord.read(found.path.parent.parent)
+    return committed.run if committed is not None and committed.digest == found.record.digest else None
+
+
 def _ways(path: str) -> Iterator[tuple[Path, str]]:
     """Yield the folders of runs that a file lies in, and its path there: by its name first, then by its real path."""
     for whole in dict.fromkeys((Path(os.path.abspath(path)), real_path(path))):  # noqa: PTH100 - not to follow links
@@ -75,5 +87,5 @@ def _ranks_by_file(folder: Path) -> dict[str, int]:
 
 
 def _is_in_place(record: TargetRecord, path: str) -> bool:
-    """Tell whether the file at `path` is what a record describes, and not one that was about to be replaced by it."""
+    """Tell whether a record is about the file at `path`, rather than about one that was going to replace it."""
     return record.announced is None or record.is_about(Path(path).stat())

@@ -299,10 +299,15 @@ def recorded_strategy(folder: Path, files: Mapping[int, Sequence[str]]) -> tuple
     committed = CommitRecord.read(folder)
     if committed is None or not all(_is_recorded(folder, committed, rank, paths) for rank, paths in files.items()):
         return None
+    return strategy_of_run(folder, committed.digest)
+
+
+def strategy_of_run(folder: Path, digest: str) -> tuple[str, str] | None:
+    """Return the placement table of the run with this digest, and the path of its record; None if there is none."""
     path = folder / STATE / STRATEGY_RECORD
     facts = read_json(path, _ROOM) or {}
     try:
-        if fields.digest(facts["digest"]) != committed.digest:
+        if fields.digest(facts["digest"]) != digest:
             return None
         return fields.text(facts["strategy"], MAX_FILE_BYTES), str(path)
     except (LookupError, ValueError):

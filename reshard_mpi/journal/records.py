@@ -110,7 +110,7 @@ class TargetRecord(NamedTuple):
     # and which is true from then on, even if the writer dies; None in a record that is written when the file is in
     # place
     announced: tuple[int, int] | None = None
-    # a digest of its bytes besides those of tensors (`formats.files.digest_besides`); empty if it was not verified
+    # a digest of all of its bytes besides tensors (`formats.files.digest_besides`); empty if it was not verified
     besides: str = ""
 
     def is_about(self, status: os.stat_result) -> bool:

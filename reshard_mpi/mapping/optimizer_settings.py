@@ -1,4 +1,4 @@
-"""Carry what a nest says of an optimizer's parameters: groups, settings, numbers in their state (`carried_into`).
+"""Carry an optimizer's settings along with its parameters: groups, and numbers in their state (`carried_into`).
 
 Tensors follow equations. What lies beside them in the nest does so here: with numbers (`with_names`), with names of
 parameters (`with_other_names`), and into the nest of another checkpoint (`carried_into`).
@@ -114,7 +114,7 @@ def with_other_names(
 
 
 class _Becoming(NamedTuple):
-    """What the parameters of an optimizer become, by the names that it has for them."""
+    """The new names of an optimizer's parameters."""
 
     inventory: Container[str]  # the names of the source's tensors
     made: Sequence[MadeParameter]
@@ -140,7 +140,7 @@ def made_in(
     parameters: Sequence[MadeParameter],
     where: str,
 ) -> list[MadeParameter]:
-    """Return what is made of an optimizer's parameters, by the names that optimizers have for them.
+    """Return the parameters made of an optimizer's, all by the names that optimizers have for them.
 
     These are names of tensors; or names as their state has them (`optim.state.fc.weight.exp_avg`); or else the names of
     tensors without what all of the model's begin with (`model.fc.weight`).
@@ -169,7 +169,7 @@ def _made_below(
     parameters: Sequence[MadeParameter],
     where: str,
 ) -> list[MadeParameter]:
-    """Return what is made of parameters whose names lack what the model's tensors begin with.
+    """Return the parameters made of others whose names lack the beginning that the model's tensors have.
 
     Args:
         left: the parameters; names: these and others of the optimizer. The others as in `made_in`.
@@ -196,7 +196,7 @@ def _made_below(
 
 
 def _below(begin: str, names: Collection[str], parameters: Sequence[MadeParameter]) -> Iterator[MadeParameter]:
-    """Yield what is made of a model's parameters, by names without what those of the model begin with."""
+    """Yield the parameters made of a model's, all without the beginning of the model's names."""
     for parameter in parameters:
         of_it = frozenset(name.removeprefix(begin) for name in parameter.sources if name.startswith(begin))
         if not of_it.isdisjoint(names):
@@ -235,7 +235,7 @@ def _flat_optimizers(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _flat_settings(node: Any) -> dict[str, dict[tuple[str, str], Any]]:
-    """Return what a flat optimizer says of each parameter."""
+    """Return the settings of each parameter in a flat optimizer."""
     settings: dict[str, dict[tuple[str, str], Any]] = {}
     for entry in entries_of(node) or ():
         flat = _flat_key(entry)
@@ -457,7 +457,7 @@ def _carry_flat(
     parameters: Sequence[MadeParameter],
     where: str,
 ) -> None:
-    """Set what a flat optimizer says of each parameter to what the source says of those that it is made of.
+    """Give each parameter of a flat optimizer the settings of its sources.
 
     Args:
         own: the optimizer as it is in the nest, for what the source does not say.

@@ -210,7 +210,7 @@ def damaged_rest(path: str, shard: Manifest, record: TargetRecord | None) -> Ite
 def damaged_index(files: ShardFiles) -> Iterator[DamageError]:
     """Yield the damage of a folder's index, if the commit record of the folder has a digest of it."""
     folder = Path(files.path)
-    committed = CommitRecord.read(folder) if files.is_folder else None
+    committed = None if formats.index_of(files.format) is None else CommitRecord.read(folder)
     if committed is not None and committed.index_digest and not has_index(folder, files.format, committed):
         yield DamageError(
             "the index of a checkpoint is not what was committed",

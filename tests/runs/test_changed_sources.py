@@ -16,6 +16,7 @@ from support.conversions import TENSORS, Conversion, listing, make, transform_by
 
 import reshard_mpi
 from reshard_mpi import formats
+from reshard_mpi.engine import gather
 from reshard_mpi.journal import commit
 from reshard_mpi.runs import write
 
@@ -315,3 +316,17 @@ def test_a_source_that_is_replaced_when_its_structure_has_been_read(
     assert count >= read
     assert "were changed while it was written" in message and "checkpoint_0.ckpt of" in message, message
     assert not [*c.dst.rglob("*.ckpt"), *c.dst.rglob("part*"), *c.dst.rglob("param_name_map.json")]
+
+
+def test_a_source_that_is_written_to_while_its_arrays_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    c = make(tmp_path)
+    load = gather.load_shard
+
+    def load_then_change(*arguments: object, **options: object) -> object:
+        loaded = load(*arguments, **options)
+        in_place(c)
+        return loaded
+
+    monkeypatch.setattr(gather, "load_shard", load_then_change)
+    with pytest.raises(reshard_mpi.errors.DisagreementError, match="were changed while they were read"):
+        reshard_mpi.load_rank(1, c.src, c.src_strategy, c.dst_strategy)

@@ -1,0 +1,119 @@
+"""A bit that is flipped anywhere in a target that was verified, or in its index, is found by each way to verify it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import torch_peer
+from support.checkpoints import sample
+from support.examples import few
+
+import reshard_mpi
+from reshard_mpi.errors import ReshardError
+
+FORMS = ("ckpt", "hdf5", "safetensors", "torch", "dcp", "hf")
+STEP = 41  # one byte in so many is flipped, another one in every run of the parametrized test
+Check = Callable[[Path, Path], Any]
+
+
+def training(folder: Path) -> Path:
+    """Save a training with settings beside its tensors."""
+    keys = count()
+
+    def tensor(value: float) -> Any:
+        return torch_peer.tensor(sample("", np.full((3, 5), value, np.float32)), str(next(keys)))
+
+    saved = {
+        "model": {"fc.weight": tensor(1), "fc.bias": tensor(2)},
+        "optimizer": {"state": {0: {"exp_avg": tensor(3)}}, "param_groups": [{"lr": 0.125, "params": [0, 1]}]},
+        "epoch": 3,
+        "name": "a run",
+    }
+    torch_peer.save(folder / "x.pt", saved)
+    return folder / "x.pt"
+
+
+def verify_alone(_: Path, out: Path) -> object:
+    return reshard_mpi.verify(out)
+
+
+def verify_pair(src: Path, out: Path) -> object:
+    return reshard_mpi.verify(src, out)
+
+
+def read_verified(_: Path, out: Path) -> object:
+    return reshard_mpi.transform(out, out.parent / "again", to="safetensors", verify=True, overwrite=True)
+
+
+@pytest.mark.parametrize("check", [verify_alone, verify_pair, read_verified])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("first", few(1, [3, 17, 29]))
+def test_a_flipped_bit_is_found(tmp_path: Path, form: str, check: Check, first: int) -> None:
+    src, out = training(tmp_path), tmp_path / "out"
+    reshard_mpi.transform(src, out, to=form, verify=True, max_shard_size=64 if form == "hf" else None)
+    check(src, out)
+    files = [path for path in out.rglob("*") if path.is_file() and ".reshard_mpi" not in path.parts]
+    passed = []
+    for path in (path for path in files if path.name != "reshard.json"):
+        content = path.read_bytes()
+        for place in range(first % len(content), len(content), STEP):
+            flipped = bytearray(content)
+            flipped[place] ^= 1 << place % 8
+            path.write_bytes(flipped)
+            try:
+                check(src, out)
+                passed.append((path.name, place))
+            except ReshardError:
+                pass
+        path.write_bytes(content)
+    assert passed == []
+    check(src, out)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", None])
+@pytest.mark.parametrize(("form", "index"), [("dcp", ".metadata"), ("hf", "model.safetensors.index.json")])
+def test_a_damaged_index_is_made_anew_by_resume(tmp_path: Path, form: str, index: str, content: bytes | None) -> None:
+    src, out = training(tmp_path), tmp_path / "out"
+    asked: dict[str, Any] = {"to": form, "max_shard_size": 64 if form == "hf" else None}
+    reshard_mpi.transform(src, out, **asked)
+    committed = (out / index).read_bytes()
+    if content is None:
+        (out / index).unlink()
+    else:
+        (out / index).write_bytes(content)
+    reshard_mpi.transform(src, out, resume=True, **asked)
+    assert (out / index).read_bytes() == committed
+
+
+@pytest.mark.parametrize("way", ["file", "selected", "links", "uncommitted"])
+def test_sums_of_files_that_are_read_by_themselves(tmp_path: Path, way: str) -> None:
+    """Files of a folder with an index, one of them damaged, read without that index."""
+    src, out = training(tmp_path), tmp_path / "out"
+    reshard_mpi.transform(src, out, to="hf", max_shard_size=64, verify=True)
+    damaged = out / "model-00002-of-00003.safetensors"
+    content = bytearray(damaged.read_bytes())
+    content[-2] ^= 4
+    damaged.write_bytes(content)
+    given: dict[str, Any] = {}
+    read = out
+    if way == "file":
+        read = damaged
+    elif way == "selected":
+        given["select"] = "model-0000*"
+    elif way == "links":
+        (tmp_path / "links").mkdir()
+        read = tmp_path / "links"
+        for path in out.glob("*.safetensors"):
+            (read / path.name).symlink_to(path)
+    else:
+        for name in ("reshard.json", "model.safetensors.index.json"):
+            (out / name).unlink()
+        with pytest.raises(ReshardError, match="is damaged"):
+            reshard_mpi.verify(out)
+    with pytest.raises(ReshardError, match="is damaged"):
+        reshard_mpi.transform(read, tmp_path / "again", to="safetensors", verify=True, **given)
