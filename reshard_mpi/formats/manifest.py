@@ -39,21 +39,23 @@ def common_nest(texts: Iterable[str], *, keeps_first: bool = False) -> str | Non
     different = list(dict.fromkeys(texts))
     if len(different) == 1:
         return different[0]
-    roots = {}
-    for text in different:
-        try:
-            content = json.loads(text)
-            has_order = type(content) is dict and content.keys() == {"nest", "order"}
-            root = content["nest"] if has_order else content
-            roots[json.dumps(root, separators=(",", ":"))] = root
-        except (ValueError, RecursionError):
-            return None
-    if len(roots) > 1:
+    try:
+        without_order = list(dict.fromkeys(map(nest_without_order, different)))
+    except (ValueError, RecursionError):
+        return None
+    if len(without_order) > 1:
         from reshard_mpi.formats.nest.join_stages import joined
 
-        root = joined([*roots.values()], keeps_first=keeps_first)
+        root = joined([json.loads(text) for text in without_order], keeps_first=keeps_first)
         return None if root is None else json.dumps(root, separators=(",", ":"))
-    return next(iter(roots), None)
+    return next(iter(without_order), None)
+
+
+def nest_without_order(text: str) -> str:
+    """Return a nest without the order of its tensors. Raises ValueError or RecursionError for another text."""
+    content = json.loads(text)
+    has_order = type(content) is dict and content.keys() == {"nest", "order"}
+    return json.dumps(content["nest"] if has_order else content, separators=(",", ":"))
 
 
 class ShardIdentity(NamedTuple):

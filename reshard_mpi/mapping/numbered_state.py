@@ -310,7 +310,7 @@ def _parameters(
     unknown = next((name for name, number, _ in states if number not in name_of), None)
     if unknown is not None:
         return (), f"{unknown}, whose number is in no group"
-    # A count of steps has one element, whatever the parameter. What has the shape of one has that of all.
+    # A count of steps has one element, whatever the parameter. A key with the shape of one parameter has it of all.
     like_parameters = {key for name, number, key in states if prod(shapes[name]) > 1}
     for name, number, key in states:
         parameter = name_of[number]

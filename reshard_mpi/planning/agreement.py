@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from math import prod
 
 from reshard_mpi.errors import CoverageError, DisagreementError
-from reshard_mpi.formats.manifest import NEST, Manifest, TensorSpec, common_nest, shown_string
+from reshard_mpi.formats.manifest import NEST, Manifest, TensorSpec, common_nest, nest_without_order, shown_string
 from reshard_mpi.formats.tensor_table import ChunkedTensors
 from reshard_mpi.planning.chunks import PiecesOf
 from reshard_mpi.planning.map_routes import MappedTensors
-from reshard_mpi.planning.model import CHOSEN_FILES, Check, Copy, RankPlan, SharedFact, StageDigest, TensorPlan
+from reshard_mpi.planning.model import (
+    CHOSEN_FILES,
+    TEXT,
+    Check,
+    Copy,
+    PrefixDigest,
+    RankPlan,
+    SharedFact,
+    StageDigest,
+    TensorPlan,
+)
 from reshard_mpi.planning.tensors import SourceGroup, SourceTensors
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import Shape
@@ -158,6 +169,18 @@ def loose_beginnings(plan: RankPlan) -> Iterator[TensorPlan]:
             yield TensorPlan(
                 TensorSpec(spec.name, spec.dtype, spec.global_shape, start), (copy._replace(region=start),)
             )
+
+
+def text_digests(plan: RankPlan) -> Iterator[PrefixDigest]:
+    """Yield digests of the strings of a target, by which it is seen that other targets have others.
+
+    In a nest the order of its tensors counts for nothing.
+    """
+    for name, text in plan.strings.items() if plan.read_ranks else ():
+        if name == NEST:
+            with contextlib.suppress(ValueError, RecursionError):
+                text = nest_without_order(text)
+        yield PrefixDigest(f"{TEXT}{shown_string(name)}", hashlib.sha256(text.encode()).hexdigest(), plan.read_ranks[0])
 
 
 def differing_stages(digests: Iterable[StageDigest]) -> tuple[int, ...]:

@@ -260,8 +260,12 @@ class SharedFact(NamedTuple):
     path: str
 
 
+# What the name of a string begins with among names of tensors.
+TEXT = "the string "
+
+
 class PrefixDigest(NamedTuple):
-    """The first bytes of a tensor that no strategy places, on source rank `rank`, as a digest."""
+    """A digest of the first bytes of a tensor that no strategy places, or of a string, on source rank `rank`."""
 
     name: str
     digest: str

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.planning.losses import UnusableShard, described, named
-from reshard_mpi.planning.model import Differing, PrefixDigest
+from reshard_mpi.planning.model import TEXT, Differing, PrefixDigest
 from reshard_mpi.planning.parameters import find_or_follow
 from reshard_mpi.planning.tensors import SourceGroup, TensorPart
 from reshard_mpi.sharding.box import Box
@@ -253,9 +253,9 @@ def told_of(differing: Iterable[Differing], where: str, *, strict: bool = False)
     own = [
         f"{_differs(name, ranks[name])}: each rank has its own; one of them was taken"
         for name in ranks
-        if is_generator_state(name)
+        if _is_each_ranks_own(name)
     ]
-    others = [_differs(name, ranks[name]) for name in ranks if not is_generator_state(name)]
+    others = [_differs(name, ranks[name]) for name in ranks if not _is_each_ranks_own(name)]
     if not others:
         return Differences(tuple(own))
     shown = "; ".join(others[:_MAX_NAMED_TENSORS]) + (
@@ -281,8 +281,18 @@ def told_of(differing: Iterable[Differing], where: str, *, strict: bool = False)
 
 def without(differing: Iterable[Differing], texts: Collection[str]) -> list[Differing]:
     """Return the differences that no earlier message to the user names."""
-    return [tensor for tensor in differing if not any(f"{tensor.name!r} differs between" in text for text in texts)]
+    return [
+        tensor for tensor in differing if not any(f"{_called(tensor.name)} differs between" in text for text in texts)
+    ]
+
+
+def _is_each_ranks_own(name: str) -> bool:
+    return name.startswith(TEXT) or is_generator_state(name)
 
 
 def _differs(name: str, ranks: Collection[int]) -> str:
-    return f"{name!r} differs between {named(sorted(ranks))}"
+    return f"{_called(name)} differs between {named(sorted(ranks))}"
+
+
+def _called(name: str) -> str:
+    return name if name.startswith(TEXT) else repr(name)

@@ -23,7 +23,13 @@ from reshard_mpi.errors import CoverageError, ReshardError
 from reshard_mpi.filesystem.paths import real_path
 from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.manifest import Manifest, shown_string
-from reshard_mpi.planning.agreement import loose_beginnings, moment_counters, not_carried, require_nothing_left_out
+from reshard_mpi.planning.agreement import (
+    loose_beginnings,
+    moment_counters,
+    not_carried,
+    require_nothing_left_out,
+    text_digests,
+)
 from reshard_mpi.planning.fit import (
     NO_DRIFT,
     Drift,
@@ -230,8 +236,12 @@ class Conversion:
             process=process,
             processes=processes,
         )
-        keeps_own = self.source.strategy.world_size == self.target.world_size
-        return drift._replace(unlisted=()) if keeps_own else drift
+        return drift._replace(unlisted=()) if self._keeps_each_ranks_own else drift
+
+    @property
+    def _keeps_each_ranks_own(self) -> bool:
+        """Whether each target has the values of one source rank that no strategy lists: none of them is lost."""
+        return self.source.strategy.world_size == self.target.world_size and not self.once
 
     def is_wanted(self, name: str, present: Container[str]) -> bool:
         """Tell whether the targets have a tensor. present: the names of all tensors of the checkpoint."""
@@ -308,13 +318,14 @@ class Conversion:
         return bytes(content)
 
     def _beginnings(self, plan: RankPlan) -> tuple[PrefixDigest, ...]:
-        if self.source.strategy.world_size in (1, self.target.world_size):
-            return ()  # nothing else to take, or each rank keeps its own
+        if self.source.strategy.world_size == 1 or self._keeps_each_ranks_own:
+            return ()  # there is nothing else to take
+        texts = () if self.source.strategy.stages > 1 else text_digests(plan)  # stages have texts of their own
         starts = tuple(loose_beginnings(plan))
         if not starts:
-            return ()
+            return tuple(texts)
         with Files() as files:
-            return tuple(
+            of_tensors = (
                 PrefixDigest(
                     start.spec.name,
                     hashlib.sha256(self._content(start, files)).hexdigest(),
@@ -322,6 +333,7 @@ class Conversion:
                 )
                 for start in starts
             )
+            return (*texts, *of_tensors)
 
     def _checked(self, plan: RankPlan) -> RankPlan:
         """Return the plan with what checks found to differ. Raises DisagreementError if one refuses the target."""

@@ -19,6 +19,7 @@ from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.protocol import Format
 from reshard_mpi.journal.publication import Publication, opened_partial
 from reshard_mpi.journal.records import TensorSum
+from reshard_mpi.journal.targets import require_unchanged
 from reshard_mpi.planning.model import Limits, RankPlan
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.memory import RunMemory
@@ -257,7 +258,10 @@ class Writer:
             reserved = reservations[rank]
             plan, waited_seconds = self._plan(rank)
             with self._opened(rank, reserved) as descriptor:
-                return do(share, plan, reserved.manifest(), descriptor, waited_seconds)
+                report = do(share, plan, reserved.manifest(), descriptor, waited_seconds)
+            # Whoever leads the target has looked at the sources at another time.
+            require_unchanged(rank, self._plans.inputs[rank])
+            return report
 
         there = (share for share in shares if share.target in reservations)
         return FillReport().joined(

@@ -12,12 +12,21 @@ import numpy as np
 import pytest
 from support.checkpoints import expected_rank, read_shard
 from support.command_line import Capture, run_here
-from support.conversions import TENSORS, Conversion, listing, make, transform_by_function, transform_here
+from support.conversions import (
+    TENSORS,
+    Conversion,
+    listing,
+    make,
+    transform_apart,
+    transform_by_function,
+    transform_here,
+)
 
 import reshard_mpi
 from reshard_mpi import formats
 from reshard_mpi.engine import gather
 from reshard_mpi.journal import commit
+from reshard_mpi.processes.host import ONE_THREAD
 from reshard_mpi.runs import write
 
 
@@ -330,3 +339,39 @@ def test_a_source_that_is_written_to_while_its_arrays_are_read(tmp_path: Path, m
     monkeypatch.setattr(gather, "load_shard", load_then_change)
     with pytest.raises(reshard_mpi.errors.DisagreementError, match="were changed while they were read"):
         reshard_mpi.load_rank(1, c.src, c.src_strategy, c.dst_strategy)
+
+
+# The leader of a shared target plans when another process, which fills a part of it, has planned and the source is
+# another one already.
+LATE_LEADER = """
+import os, time
+from pathlib import Path
+from reshard_mpi.runs import scheduling, target_plans
+
+scheduling.CUT_BYTES = 16
+make = target_plans.TargetPlans.make
+src, other, done = map(Path, {paths!r})
+
+def make_late(request, comm, *arguments, **options):
+    while comm.rank == 0 and comm.size > 1 and not done.exists():
+        time.sleep(0.01)
+    plans = make(request, comm, *arguments, **options)
+    if comm.rank == 1:
+        for path in other.rglob("*.ckpt"):
+            path.replace(src / path.relative_to(other))
+        done.touch()
+    return plans
+
+target_plans.TargetPlans.make = make_late
+"""
+
+
+def test_a_process_that_fills_a_part_has_looked_at_another_source(tmp_path: Path, capsys: Capture) -> None:
+    c = make(tmp_path).but(dst_strategy=None)
+    other = copy_of_source(c, "other")
+    (tmp_path / "late").mkdir()
+    paths = (str(c.src), str(other), str(tmp_path / "done"))
+    (tmp_path / "late" / "sitecustomize.py").write_text(LATE_LEADER.format(paths=paths))
+    finished = transform_apart(c, "--jobs", "2", env={"PYTHONPATH": str(tmp_path / "late"), **ONE_THREAD})
+    assert finished.code == 4 and "were changed while it was written" in finished.err, finished
+    assert not c.written(0).exists()

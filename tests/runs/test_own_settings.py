@@ -1,0 +1,79 @@
+"""Settings beside tensors that each rank has of its own: what is not carried is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import torch_peer
+from support.checkpoints import sample
+from support.command_line import Capture, run_here
+
+import reshard_mpi
+from reshard_mpi.errors import DisagreementError
+
+NOTE = "the string settings beside the tensors, and how all is nested differs between ranks"
+
+
+def tensor(array: Any, key: str) -> Any:
+    return torch_peer.tensor(sample("", np.asarray(array)), key)
+
+
+def cut(folder: Path, ranks: int) -> Path:
+    path = folder / f"{ranks}.toml"
+    path.write_text(f'mesh = {{ x = {ranks} }}\n[[parameter]]\nmatch = "model.w"\nsplit = {{ 0 = ["x"] }}\n')
+    return path
+
+
+def source(folder: Path, rates: list[float], seeds: list[int]) -> Path:
+    """Save ranks with a slice of `w`, a learning rate and a tensor of their own."""
+    whole = np.arange(16, dtype=np.float32).reshape(8, 2)
+    for rank, (rate, seed) in enumerate(zip(rates, seeds)):
+        (folder / "src" / f"rank_{rank}").mkdir(parents=True)
+        part = np.array_split(whole, len(rates))[rank]
+        saved = {"model": {"w": tensor(part, "0")}, "opt": {"lr": rate}, "own": tensor(np.array([seed, 9]), "1")}
+        torch_peer.save(folder / "src" / f"rank_{rank}" / "x.pt", saved)
+    return folder / "src"
+
+
+def test_targets_of_ranks_that_agree_among_themselves_alone(tmp_path: Path) -> None:
+    src = source(tmp_path, [0.1, 0.1, 0.2, 0.2], [5, 5, 5, 5])
+    report = reshard_mpi.transform(src, tmp_path / "dst", cut(tmp_path, 4), cut(tmp_path, 2))
+    assert [note for note in report.notes if NOTE in note] == [
+        f"{NOTE} 0, 2: each rank has its own; one of them was taken"
+    ]
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_tasks_that_know_nothing_of_each_other(tmp_path: Path, capsys: Capture, parts: int) -> None:
+    src = source(tmp_path, [0.1, 0.1, 0.2, 0.2], [5, 5, 5, 5])
+    said = []
+    for part in range(parts):
+        strategies = ("--src-strategy", str(cut(tmp_path, 4)), "--dst-strategy", str(cut(tmp_path, 2)))
+        finished = run_here(
+            capsys, "transform", str(src), str(tmp_path / "dst"), *strategies, "--part", f"{part}/{parts}"
+        )
+        assert finished.code == 0
+        said += [line for line in finished.err.splitlines() if NOTE in line]
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("to", ["dcp", "torch"])
+def test_as_many_ranks_as_before(tmp_path: Path, to: str) -> None:
+    """Files of ranks keep each rank's own; a folder that is one checkpoint has one of them."""
+    src = source(tmp_path, [0.1, 0.2], [5, 6])
+    report = reshard_mpi.transform(src, tmp_path / "dst", cut(tmp_path, 2), cut(tmp_path, 2), to=to)
+    assert any(NOTE in note for note in report.notes) == (to == "dcp")
+    assert any("'own' differs between ranks 0, 1" in warning for warning in report.warnings) == (to == "dcp")
+    if to == "dcp":
+        with pytest.raises(DisagreementError, match="differ from rank to rank"):
+            reshard_mpi.transform(src, tmp_path / "no", cut(tmp_path, 2), cut(tmp_path, 2), to=to, strict=True)
+
+
+def test_no_note_where_all_agree(tmp_path: Path) -> None:
+    src = source(tmp_path, [0.1] * 4, [5] * 4)
+    for to in ("torch", "dcp", "safetensors"):
+        report = reshard_mpi.transform(src, tmp_path / to, cut(tmp_path, 4), cut(tmp_path, 2), to=to)
+        assert not [text for text in (*report.notes, *report.warnings) if "differs" in text]
