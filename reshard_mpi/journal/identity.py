@@ -277,7 +277,12 @@ _ROOM = fields.RecordLimits(MAX_FILE_BYTES, 2 * MAX_FILE_BYTES)
 
 def strategy_record(digest: str, strategy: str) -> str:
     """Return the text of the record. digest: of the run. strategy: the placement table of all its targets."""
-    return json.dumps({"format": "reshard_mpi strategy", "version": 1, "digest": digest, "strategy": strategy}) + "\n"
+    facts = {"format": "reshard_mpi strategy", "version": 2, "digest": digest, "sha256": _sha256(strategy)}
+    return json.dumps({**facts, "strategy": strategy}) + "\n"
+
+
+def _sha256(strategy: str) -> str:
+    return hashlib.sha256(strategy.encode()).hexdigest()
 
 
 def keep_strategy(state: Folder, text: str) -> None:
@@ -303,13 +308,17 @@ def recorded_strategy(folder: Path, files: Mapping[int, Sequence[str]]) -> tuple
 
 
 def strategy_of_run(folder: Path, digest: str) -> tuple[str, str] | None:
-    """Return the placement table of the run with this digest, and the path of its record; None if there is none."""
+    """Return the placement table of the run with this digest, and the path of its record.
+
+    None if there is none, or it is damaged: a table with a flipped bit may be that of another sharding.
+    """
     path = folder / STATE / STRATEGY_RECORD
     facts = read_json(path, _ROOM) or {}
     try:
         if fields.digest(facts["digest"]) != digest:
             return None
-        return fields.text(facts["strategy"], MAX_FILE_BYTES), str(path)
+        strategy = fields.text(facts["strategy"], MAX_FILE_BYTES)
+        return (strategy, str(path)) if fields.digest(facts["sha256"]) == _sha256(strategy) else None
     except (LookupError, ValueError):
         return None
 

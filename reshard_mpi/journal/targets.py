@@ -270,6 +270,14 @@ class Journal:
     ) -> None:
         """Record that the target is complete as soon as the file with this `status` takes its name."""
         require_unchanged(target_rank, evidence)
+        if not self._is_begun():
+            raise TargetError(
+                "another run has begun in the target folder since this one did",
+                expected="one run at a time",
+                got=f"{run_path(self._state)} of another run",
+                where=str(self.folder),
+                remedy="let the other one finish, or choose another target folder",
+            )
         file, announced = path.relative_to(self.folder).as_posix(), (status.st_ino, status.st_mtime_ns)
         size_bytes, digest = status.st_size, self.identity.digest
         record = TargetRecord(digest, target_rank, file, size_bytes, evidence, tuple(sums), announced, besides)

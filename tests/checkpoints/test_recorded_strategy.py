@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 from pathlib import Path
 
@@ -88,9 +90,25 @@ def test_a_forged_table_is_refused(made: Path, tmp_path: Path) -> None:
     record = made / ".reshard_mpi" / "strategy.json"
     facts = json.loads(record.read_text())
     facts["strategy"] = facts["strategy"].replace('"world_size":4', '"world_size":"4"')
+    facts["sha256"] = hashlib.sha256(facts["strategy"].encode()).hexdigest()
     record.write_text(json.dumps(facts))
     with pytest.raises(StrategyError, match="world_size"):
         reshard_mpi.transform(made, tmp_path / "one", to="safetensors")
+
+
+def test_a_table_with_a_flipped_bit_is_none(made: Path, tmp_path: Path) -> None:
+    record = made / ".reshard_mpi" / "strategy.json"
+    content = bytearray(record.read_bytes())
+    reshard_mpi.transform(made, tmp_path / "right", to="safetensors")
+    right = (tmp_path / "right/rank_0/checkpoint_0.safetensors").read_bytes()
+    for place in range(5, len(content), 7):
+        for bit in (1, 4):
+            flipped = bytearray(content)
+            flipped[place] ^= bit
+            record.write_bytes(flipped)
+            with contextlib.suppress(reshard_mpi.ReshardError):  # a flip in its version, say, does not matter
+                reshard_mpi.transform(made, tmp_path / "one", to="safetensors", overwrite=True)
+                assert (tmp_path / "one/rank_0/checkpoint_0.safetensors").read_bytes() == right
 
 
 def test_a_strategy_that_is_given_goes_before(made: Path, tmp_path: Path) -> None:
