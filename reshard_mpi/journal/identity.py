@@ -31,6 +31,7 @@ from reshard_mpi.journal.records import (
     checked_rank,
     checked_sum,
     read_json,
+    record_path,
     run_path,
 )
 from reshard_mpi.planning.parameters import Accumulated
@@ -324,8 +325,15 @@ def strategy_of_run(folder: Path, digest: str) -> tuple[str, str] | None:
 
 
 def _is_recorded(folder: Path, committed: CommitRecord, rank: int, paths: Sequence[str]) -> bool:
-    """Tell whether the shard of a rank is the file that the run has written for it."""
+    """Tell whether the shard of a rank is the file that the run has written for it.
+
+    A file that was saved over it later may have the same size; but the record of the target is older then.
+    """
     file = committed.files.get(rank)
     if file is None or [Path(path) for path in paths] != [folder / file]:
         return False
-    return (folder / file).stat().st_size == committed.sizes_bytes.get(rank)
+    record = record_path(folder / STATE, rank)
+    if not record.exists():
+        return False
+    shard = (folder / file).stat()
+    return shard.st_size == committed.sizes_bytes.get(rank) and shard.st_mtime_ns <= record.stat().st_mtime_ns

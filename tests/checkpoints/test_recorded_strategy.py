@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -65,7 +67,7 @@ def test_a_lost_shard_that_nothing_replaces_is_named(made: Path, tmp_path: Path)
         reshard_mpi.transform(made, tmp_path / "one", to="safetensors")
 
 
-@pytest.mark.parametrize("how", ["no commit", "no record", "another size", "another run", "no table", "no JSON"])
+@pytest.mark.parametrize("how", ["no commit", "no record", "another size", "another run", "no table", "no JSON", "saved over"])
 def test_other_files_need_a_strategy(made: Path, tmp_path: Path, how: str) -> None:
     record, commit = made / ".reshard_mpi" / "strategy.json", made / "reshard.json"
     if how == "no commit":
@@ -78,6 +80,12 @@ def test_other_files_need_a_strategy(made: Path, tmp_path: Path, how: str) -> No
         commit.write_text(json.dumps(facts))
     elif how == "no JSON":
         record.write_text("[" * 100_000)
+    elif how == "saved over":
+        (shard,) = (made / "rank_1").iterdir()
+        content = shard.read_bytes()
+        shard.unlink()
+        os.utime(made / ".reshard_mpi" / "rank_1.json", ns=(1, 1))  # long before
+        shard.write_bytes(content)
     else:
         facts = json.loads(record.read_text())
         facts |= {"digest": "0" * 64} if how == "another run" else {"strategy": 7}
@@ -94,6 +102,11 @@ def test_a_forged_table_is_refused(made: Path, tmp_path: Path) -> None:
     record.write_text(json.dumps(facts))
     with pytest.raises(StrategyError, match="world_size"):
         reshard_mpi.transform(made, tmp_path / "one", to="safetensors")
+
+
+def test_a_copy_needs_none(made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made, tmp_path / "copied")
+    reshard_mpi.transform(tmp_path / "copied", tmp_path / "one", to="safetensors")
 
 
 def test_a_table_with_a_flipped_bit_is_none(made: Path, tmp_path: Path) -> None:
