@@ -67,7 +67,9 @@ def test_a_lost_shard_that_nothing_replaces_is_named(made: Path, tmp_path: Path)
         reshard_mpi.transform(made, tmp_path / "one", to="safetensors")
 
 
-@pytest.mark.parametrize("how", ["no commit", "no record", "another size", "another run", "no table", "no JSON", "saved over"])
+@pytest.mark.parametrize(
+    "how", ["no commit", "no record", "another size", "another run", "no table", "no JSON", "saved over"]
+)
 def test_other_files_need_a_strategy(made: Path, tmp_path: Path, how: str) -> None:
     record, commit = made / ".reshard_mpi" / "strategy.json", made / "reshard.json"
     if how == "no commit":
