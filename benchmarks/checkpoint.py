@@ -19,7 +19,7 @@ from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Strategy
 from reshard_mpi.sharding.strategy import table
 from reshard_mpi.sharding.strategy.mindspore_layouts import to_stage_files
-from reshard_mpi.sharding.strategy.protobuf import encode_protobuf
+from reshard_mpi.sharding.strategy.mindspore_protobuf import encode_protobuf
 
 _FLOAT = BY_NAME["float32"]
 _SHIFT_BYTES = 1 << 20

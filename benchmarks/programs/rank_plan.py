@@ -9,7 +9,7 @@ import time
 
 from benchmarks.many_ranks import manifest
 from reshard_mpi.checkpoints.discovery import ShardFiles
-from reshard_mpi.checkpoints.shards import ShardShare
+from reshard_mpi.checkpoints.shard_opener import ShardShare
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.runs.conversion import Conversion

@@ -9,12 +9,12 @@ import sys
 import time
 from pathlib import Path
 
-from reshard_mpi.engine.transfer import write_shard
+from reshard_mpi.engine.shard_transfer import write_shard
 from reshard_mpi.formats import ckpt
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, SpecKind, Specs
 from reshard_mpi.formats.protocol import reserve_file
-from reshard_mpi.planning.model import Group, PlannedTensors, RankPlan, ReadGroup
+from reshard_mpi.planning.rank_plan import Group, PlannedTensors, RankPlan, ReadGroup
 from reshard_mpi.runs.conversion import LIMITS
 from reshard_mpi.sharding.box import Box
 

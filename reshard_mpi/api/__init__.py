@@ -43,10 +43,10 @@ from reshard_mpi.planning.parameters import Unlisted
 from reshard_mpi.planning.summary import Plan, RankSummary, told_rules
 from reshard_mpi.processes.comm import SerialComm
 from reshard_mpi.runs.conversion import Conversion, apply_map
-from reshard_mpi.runs.memory import RunMemory
+from reshard_mpi.runs.open_run import open_run
 from reshard_mpi.runs.outcome import Report, ShardReport, TargetReport
 from reshard_mpi.runs.progress import RunStatus, Silent, log
-from reshard_mpi.runs.run import open_run
+from reshard_mpi.runs.run_memory import RunMemory
 from reshard_mpi.runs.transform import plan_alone
 from reshard_mpi.runs.workers import Task
 

@@ -35,12 +35,12 @@ from reshard_mpi.api.calls import (
 from reshard_mpi.checkpoints.discovery import strangers
 from reshard_mpi.errors import TargetError, UsageError
 from reshard_mpi.journal.records import TargetInputs
-from reshard_mpi.journal.targets import Unrecorded
+from reshard_mpi.journal.target_journal import Unrecorded
 from reshard_mpi.planning.parameters import Accumulated, Unlisted
 from reshard_mpi.planning.ranks import joined_ranks, needed_ranks
 from reshard_mpi.processes.comm import SerialComm
 from reshard_mpi.runs.conversion import Conversion
-from reshard_mpi.runs.memory import RunMemory
+from reshard_mpi.runs.open_run import open_run
 from reshard_mpi.runs.outcome import Report
 from reshard_mpi.runs.overlap import refuse_posing
 from reshard_mpi.runs.preflight import (
@@ -52,11 +52,11 @@ from reshard_mpi.runs.preflight import (
     stranger_notes,
 )
 from reshard_mpi.runs.progress import CLOSED, MOVED, Stage, log
-from reshard_mpi.runs.run import open_run
+from reshard_mpi.runs.run_memory import RunMemory
+from reshard_mpi.runs.target_writer import target_report, write_whole
 from reshard_mpi.runs.transform import plan_alone
-from reshard_mpi.runs.unified import numbers_of, request_of_files
+from reshard_mpi.runs.unify_safetensors import numbers_of, request_of_files
 from reshard_mpi.runs.workers import Task
-from reshard_mpi.runs.write import target_report, write_whole
 from reshard_mpi.sharding.placement import unsharded
 from reshard_mpi.sharding.strategy.merge import merge
 

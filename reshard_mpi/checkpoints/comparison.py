@@ -10,10 +10,10 @@ from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.errors import CoverageError, DisagreementError, StrategyError
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import TensorEntry
-from reshard_mpi.planning.losses import UnusableShard, named
-from reshard_mpi.planning.model import Check, Copy, Limits
+from reshard_mpi.planning.rank_plan import Check, Copy, Limits
 from reshard_mpi.planning.replicas import ReplicaGroup
 from reshard_mpi.planning.tensors import TensorPart
+from reshard_mpi.planning.unusable_shards import UnusableShard, named
 from reshard_mpi.text import KIB
 
 # How many tensors the shards of a batch may have in all; each takes some 600 bytes. If the ranks that hold the same
@@ -84,7 +84,7 @@ class _Comparison:
     def compare_holders(self, group: Sequence[ReplicaGroup]) -> None:
         """Compare the tensors of `group`, which the same ranks hold. Raises what `compare` raises."""
         from reshard_mpi.engine.compare import digest_unless_zeros, first_difference
-        from reshard_mpi.engine.files import Files
+        from reshard_mpi.engine.open_files import Files
 
         first: dict[tuple[int, str], Copy] = {}  # the first copy of each tensor, by its place in the group and its name
         for batch in self._batches(group[0].parts):
@@ -126,7 +126,7 @@ class _Comparison:
 
     def _tell_apart_at_once(self, group: Sequence[ReplicaGroup], batch: Iterable[_Holder]) -> None:
         from reshard_mpi.engine.compare import first_same
-        from reshard_mpi.engine.files import Files
+        from reshard_mpi.engine.open_files import Files
 
         with Files() as files:
             for check in _checks(group, batch):
@@ -137,7 +137,7 @@ class _Comparison:
 
     def _tell_apart_by_digests(self, group: Sequence[ReplicaGroup], batches: Iterable[Iterable[_Holder]]) -> None:
         from reshard_mpi.engine.compare import digest_unless_zeros
-        from reshard_mpi.engine.files import Files
+        from reshard_mpi.engine.open_files import Files
 
         rank_of: dict[tuple[int, str, bytes], int] = {}  # a rank for each digest of each tensor's copies
         for batch in batches:

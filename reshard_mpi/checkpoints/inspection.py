@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery, file_selection
 from reshard_mpi.checkpoints.foreign_files import ForeignCheckpointError
-from reshard_mpi.checkpoints.siblings import in_its_rank
+from reshard_mpi.checkpoints.single_shard import in_its_rank
 from reshard_mpi.errors import ReshardError, SourceError, StrategyError
 from reshard_mpi.filesystem.paths import kind_of_file
 from reshard_mpi.formats.locations import LibraryRead, StridedView

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 from reshard_mpi import formats
 from reshard_mpi.checkpoints.discovery import ShardFiles
 from reshard_mpi.checkpoints.file_selection import NAME_WAYS, name_ending_in_rank, name_without_rank
-from reshard_mpi.checkpoints.siblings import in_its_rank, require_full
+from reshard_mpi.checkpoints.single_shard import in_its_rank, require_full
 from reshard_mpi.checkpoints.source import DAMAGE, SourceCheckpoint, locate
 from reshard_mpi.errors import LayoutError, ReshardError, SourceError, StrategyError, as_reshard_error
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.planning.model import CHOSEN_FILES, SharedFact
+from reshard_mpi.planning.rank_plan import CHOSEN_FILES, SharedFact
 from reshard_mpi.sharding.placement import Strategy, unsharded
 from reshard_mpi.sharding.strategy import table
 

@@ -16,7 +16,9 @@ from reshard_mpi.formats.dtypes import DType, numbers
 from reshard_mpi.formats.locations import LibraryRead
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import TensorEntry
-from reshard_mpi.planning.fit import (
+from reshard_mpi.planning.parameters import Unlisted, is_partial_sum
+from reshard_mpi.planning.sample_choice import RankPair, Sampled, Sampler, places, rank_pairs, share
+from reshard_mpi.planning.strategy_check import (
     NO_DRIFT,
     Drift,
     PairResult,
@@ -26,14 +28,12 @@ from reshard_mpi.planning.fit import (
     unexpected_stage_error,
     unknown_tensor,
 )
-from reshard_mpi.planning.parameters import Unlisted, is_partial_sum
-from reshard_mpi.planning.samples import RankPair, Sampled, Sampler, places, rank_pairs, share
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import Shape
 from reshard_mpi.text import MIB
 
 if TYPE_CHECKING:
-    from reshard_mpi.engine.files import Files
+    from reshard_mpi.engine.open_files import Files
 
 # Parts with fewer different elements, or fewer bytes, may be equal by chance, or be all zeros or ones.
 _TELLING_ELEMENTS = 4
@@ -73,7 +73,7 @@ def drifted_tensors(
     not known, ShardError if a shard that differs from another does not fit its own checksum. Shards that cannot be read
     are passed over.
     """
-    from reshard_mpi.engine.files import Files
+    from reshard_mpi.engine.open_files import Files
 
     strategy = source.strategy
     if strategy.world_size == 1:

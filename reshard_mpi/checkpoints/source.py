@@ -15,9 +15,9 @@ from reshard_mpi.errors import DisagreementError, ReshardError, ShardError, Sour
 from reshard_mpi.formats.manifest import NEST, Manifest, ShardIdentity, common_nest
 from reshard_mpi.formats.protocol import OnBytes, uncounted
 from reshard_mpi.formats.tensor_table import ChunkedTensors, TensorTable
-from reshard_mpi.planning.losses import MissingRanks, UnusableShard
-from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.planning.parameters import Accumulated, is_partial_sum
+from reshard_mpi.planning.rank_plan import RankPlan
+from reshard_mpi.planning.unusable_shards import MissingRanks, UnusableShard
 from reshard_mpi.sharding.placement import Strategy
 from reshard_mpi.text import MIB
 

@@ -24,8 +24,8 @@ from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Placement, Strategy
 from reshard_mpi.sharding.strategy.mindspore_layouts import to_stage_files
-from reshard_mpi.sharding.strategy.protobuf import encode_protobuf
-from reshard_mpi.testing.samples import SampleTensor, ShardContents, contents_of, write
+from reshard_mpi.sharding.strategy.mindspore_protobuf import encode_protobuf
+from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents, contents_of, write
 from reshard_mpi.text import format_bytes, format_rate
 
 Float32Array = np.ndarray[Any, np.dtype[np.float32]]

@@ -229,7 +229,7 @@ def asked_pictures(path: str | None, tensors: Sequence[str]) -> Asked:
             got=f"{len(tensors)} tensors for {path}",
         )
     if ending == ".png":
-        from reshard_mpi.pictures.files import require_matplotlib
+        from reshard_mpi.pictures.picture_files import require_matplotlib
 
         require_matplotlib()
     file = Path(path)
@@ -266,7 +266,7 @@ def write_picture(path: str, figures: Figures) -> str:
 
 def _drawn(path: str, figures: Figures) -> bytes:
     if _ending(path) == ".html":
-        from reshard_mpi.pictures.files import page_of
+        from reshard_mpi.pictures.picture_files import page_of
 
         return page_of(figures).encode()
     from reshard_mpi.pictures.matrix import matrix_scene
@@ -277,7 +277,7 @@ def _drawn(path: str, figures: Figures) -> bytes:
         from reshard_mpi.pictures.scene import svg_of
 
         return svg_of(scene).encode()
-    from reshard_mpi.pictures.files import png_of
+    from reshard_mpi.pictures.picture_files import png_of
 
     return png_of(scene)
 

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from reshard_mpi.engine.files import Files
+from reshard_mpi.engine.open_files import Files
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.locations import ByteRange
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import NOT_CONTIGUOUS
-from reshard_mpi.planning.model import Group, Limits, PlannedTensors, ReadGroup
+from reshard_mpi.planning.rank_plan import Group, Limits, PlannedTensors, ReadGroup
 from reshard_mpi.sharding.strides import Strides
 
 Numbers = np.ndarray[Any, np.dtype[np.int64]]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 
-from reshard_mpi.engine.files import Files, OnBytes
+from reshard_mpi.engine.open_files import Files, OnBytes
 from reshard_mpi.engine.read import Stream, fill, read_region
 from reshard_mpi.formats.locations import ByteRange, ByteRanges, LibraryRead, StridedView
 from reshard_mpi.formats.tensor_table import TensorEntry
-from reshard_mpi.planning.model import Check, Copy, Limits, TensorPlan, meeting
+from reshard_mpi.planning.rank_plan import Check, Copy, Limits, TensorPlan, meeting
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strides import Strides
 from reshard_mpi.text import KIB

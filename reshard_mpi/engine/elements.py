@@ -21,7 +21,7 @@ import numpy as np
 
 from reshard_mpi.errors import ReshardError
 from reshard_mpi.formats.dtypes import BY_NAME, DType
-from reshard_mpi.planning.model import Copy
+from reshard_mpi.planning.rank_plan import Copy
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strides import Strides
 

@@ -29,12 +29,12 @@ from reshard_mpi.engine.elements import (
     swap,
     target_view,
 )
-from reshard_mpi.engine.files import Files, unreadable
+from reshard_mpi.engine.open_files import Files, unreadable
 from reshard_mpi.engine.read import Stream
 from reshard_mpi.engine.tiles import with_space
 from reshard_mpi.formats.dtypes import BY_NAME, DType, to_numpy
 from reshard_mpi.formats.locations import ByteRange, Constant, Converted, LibraryRead, Reduced
-from reshard_mpi.planning.model import Copy, Limits, RankPlan
+from reshard_mpi.planning.rank_plan import Copy, Limits, RankPlan
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strides import Strides
 from reshard_mpi.text import KIB, MIB

@@ -6,9 +6,9 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from itertools import accumulate
 
-from reshard_mpi.engine.files import ByteRuns, Files
+from reshard_mpi.engine.open_files import ByteRuns, Files
 from reshard_mpi.formats.locations import ByteRange, ByteRanges
-from reshard_mpi.planning.model import Copy, Limits, TensorPlan, meeting
+from reshard_mpi.planning.rank_plan import Copy, Limits, TensorPlan, meeting
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strides import Runs
 

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from reshard_mpi.engine.crc import PartSum, has_short_runs
-from reshard_mpi.engine.files import Files, OnBytes
+from reshard_mpi.engine.open_files import Files, OnBytes
 from reshard_mpi.engine.read import Stream, read_region
 from reshard_mpi.formats.locations import ByteRange, ByteRanges
 from reshard_mpi.formats.manifest import Manifest, TensorSpec
 from reshard_mpi.formats.tensor_table import ChunkedTensors, TensorEntry
 from reshard_mpi.planning.chunks import PiecesOf
-from reshard_mpi.planning.model import Copy, Limits, RankPlan, TensorPlan, meeting
+from reshard_mpi.planning.rank_plan import Copy, Limits, RankPlan, TensorPlan, meeting
 from reshard_mpi.sharding.box import Box
 
 # The first byte of a range of a file, and the one after its last.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from reshard_mpi.engine.files import Files, large_buffer
+from reshard_mpi.engine.open_files import Files, large_buffer
 from reshard_mpi.engine.read import Stream, element_blocks, fill
-from reshard_mpi.planning.model import Copy, Limits, TensorPlan, meeting
+from reshard_mpi.planning.rank_plan import Copy, Limits, TensorPlan, meeting
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strides import Strides, paired
 

@@ -25,9 +25,9 @@ from reshard_mpi.journal.identity import COMMIT_ROOM, CommitRecord, RunIdentity
 from reshard_mpi.journal.provenance import Sources, require_one_state, require_same_sources
 from reshard_mpi.journal.publication import publish_bytes, publish_text, remove_stale, remove_stale_records
 from reshard_mpi.journal.records import COMMIT_RECORD, STATE, TargetRecord, record_path, recorded_ranks, written
-from reshard_mpi.journal.targets import COMMIT_LOCK, uncommit
-from reshard_mpi.planning.agreement import differing_stages, require_one_checkpoint, require_same_names
+from reshard_mpi.journal.target_journal import COMMIT_LOCK, uncommit
 from reshard_mpi.planning.shard_faults import Differences, between_targets, told_of, without
+from reshard_mpi.planning.shared_facts import differing_stages, require_one_checkpoint, require_same_names
 from reshard_mpi.text import natural_key
 
 NOT_WRITTEN = "has not been written"

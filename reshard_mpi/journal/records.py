@@ -23,7 +23,7 @@ from reshard_mpi.errors import DamageError, TargetError
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.journal import fields
 from reshard_mpi.journal.provenance import MAX_NS, Sources
-from reshard_mpi.planning.model import PrefixDigest, RankPlan, SharedFact, StageDigest
+from reshard_mpi.planning.rank_plan import PrefixDigest, RankPlan, SharedFact, StageDigest
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.text import format_bytes
 

@@ -17,7 +17,7 @@ from reshard_mpi.journal.commit import NOT_WRITTEN, Committed, commit_locked, co
 from reshard_mpi.journal.identity import CommitRecord, RunIdentity
 from reshard_mpi.journal.publication import is_partial
 from reshard_mpi.journal.records import COMMIT_RECORD, STATE, TargetRecord, recorded_ranks, run_path
-from reshard_mpi.journal.targets import COMMIT_LOCK, uncommit
+from reshard_mpi.journal.target_journal import COMMIT_LOCK, uncommit
 from reshard_mpi.text import format_bytes
 
 # Committing takes moments: a process that is in the way for longer is stopped, or one of many that write all the time.

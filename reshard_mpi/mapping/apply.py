@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import FLOATS, DType
+from reshard_mpi.mapping.box_pairs import TargetShape, TermTensor
 from reshard_mpi.mapping.direction import Direction, Inventory, shown, told_direction
-from reshard_mpi.mapping.geometry import TargetShape, TermTensor
 from reshard_mpi.mapping.matching import Match, matches, whole_pair
 from reshard_mpi.mapping.optimizer_state import (
     followed,

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
 from reshard_mpi.mapping.apply import applied
+from reshard_mpi.mapping.box_pairs import MAX_PAIRS, BoxPair, TargetShape, TermTensor
 from reshard_mpi.mapping.direction import Inventory, ShapeAndType
-from reshard_mpi.mapping.geometry import MAX_PAIRS, BoxPair, TargetShape, TermTensor
 from reshard_mpi.mapping.result import Computed, ConstantTensor, DerivedTensor, MapResult, taken_of
 from reshard_mpi.mapping.rules import Rules
 from reshard_mpi.mapping.selection import Selection, TargetTemplate

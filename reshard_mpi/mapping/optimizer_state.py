@@ -17,9 +17,9 @@ from math import prod
 from typing import NamedTuple
 
 from reshard_mpi.errors import MapError
+from reshard_mpi.mapping.box_pairs import Geometry, TargetShape, TermTensor
 from reshard_mpi.mapping.direction import Direction, Inventory, TemplateShapes
 from reshard_mpi.mapping.equations import NamePattern
-from reshard_mpi.mapping.geometry import Geometry, TargetShape, TermTensor
 from reshard_mpi.mapping.matching import Match, whole_pair
 from reshard_mpi.mapping.rules import EquationRule, Rules
 

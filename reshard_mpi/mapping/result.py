@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.files import MAX_DIMENSIONS, MAX_NAME_BYTES
+from reshard_mpi.mapping.box_pairs import TargetShape, TermTensor
 from reshard_mpi.mapping.direction import Direction, Inventory, ShapeAndType, TemplateShapes
-from reshard_mpi.mapping.geometry import TargetShape, TermTensor
 from reshard_mpi.mapping.rules import Count, Number, Rules, packed, require_power, worth
 from reshard_mpi.sharding.box import Box
 

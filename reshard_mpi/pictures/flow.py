@@ -11,7 +11,7 @@ from typing import NamedTuple
 from reshard_mpi.formats.locations import ByteRange, Constant, LibraryRead, StridedView
 from reshard_mpi.formats.tensor_table import TensorEntry
 from reshard_mpi.pictures.figures import DrawnBlock, Feed, Flow, Panel
-from reshard_mpi.planning.model import RankPlan, ReadGroup
+from reshard_mpi.planning.rank_plan import RankPlan, ReadGroup
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Piece, Shape

@@ -17,12 +17,12 @@ from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.locations import ByteRanges
 from reshard_mpi.formats.manifest import SpecKind
 from reshard_mpi.formats.tensor_table import NOT_CONTIGUOUS, TensorTable, TensorType
-from reshard_mpi.planning.model import Group, PlannedTensors, ReadGroup
+from reshard_mpi.planning.rank_plan import Group, PlannedTensors, ReadGroup
 from reshard_mpi.sharding.box import Box, Pieces
 from reshard_mpi.sharding.strides import Move, source_region
 
 if TYPE_CHECKING:
-    from reshard_mpi.mapping.geometry import TargetShape
+    from reshard_mpi.mapping.box_pairs import TargetShape
     from reshard_mpi.mapping.result import MapResult
 
 _NOWHERE = ByteRanges(())

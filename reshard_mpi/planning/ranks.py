@@ -18,9 +18,9 @@ from reshard_mpi.planning.parameters import (
 )
 from reshard_mpi.planning.replicas import choose_holders, home_rank
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.sharding.factors import alignments
 from reshard_mpi.sharding.layout import Layout, stand_in_shape
 from reshard_mpi.sharding.placement import Piece, Placement, Strategy
+from reshard_mpi.sharding.regroup_dimensions import alignments
 
 # The needed pieces of one parameter, by placement; several if the layout can be divided in several ways (nesting).
 NeededPieces = tuple[tuple[Placement, tuple[Piece, ...]], ...]

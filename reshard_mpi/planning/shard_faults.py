@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.planning.losses import UnusableShard, described, named
-from reshard_mpi.planning.model import TEXT, Differing, PrefixDigest
 from reshard_mpi.planning.parameters import find_or_follow
+from reshard_mpi.planning.rank_plan import TEXT, Differing, PrefixDigest
 from reshard_mpi.planning.tensors import SourceGroup, TensorPart
+from reshard_mpi.planning.unusable_shards import UnusableShard, described, named
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout, whole_shape
 from reshard_mpi.sharding.placement import Placement, Shape, Strategy, named_after

@@ -18,8 +18,6 @@ from reshard_mpi.formats.derived import JoinedTensors, constant
 from reshard_mpi.formats.dtypes import BY_NAME, FLOATS
 from reshard_mpi.formats.manifest import Manifest, SpecKind, Specs
 from reshard_mpi.formats.tensor_table import TensorTable
-from reshard_mpi.planning.losses import UnusableShard, named
-from reshard_mpi.planning.model import ReadGroup
 from reshard_mpi.planning.parameters import (
     Accumulated,
     Sums,
@@ -30,8 +28,10 @@ from reshard_mpi.planning.parameters import (
     is_partial_sum,
     sums_like,
 )
+from reshard_mpi.planning.rank_plan import ReadGroup
 from reshard_mpi.planning.replicas import ReplicaGroup
 from reshard_mpi.planning.tensors import SourceGroup, SourceTensors, TensorPart
+from reshard_mpi.planning.unusable_shards import UnusableShard, named
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Placement, Strategy, named_after

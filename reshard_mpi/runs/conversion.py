@@ -13,24 +13,29 @@ from itertools import islice
 from reshard_mpi.checkpoints.comparison import difference
 from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.checkpoints.sampling import drifted_tensors
-from reshard_mpi.checkpoints.shards import ShardOpener, ShardShare, require_consistent_source
-from reshard_mpi.checkpoints.siblings import SingleShard
+from reshard_mpi.checkpoints.shard_opener import ShardOpener, ShardShare, require_consistent_source
+from reshard_mpi.checkpoints.single_shard import SingleShard
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.engine.compare import first_difference
-from reshard_mpi.engine.files import Files
+from reshard_mpi.engine.open_files import Files
 from reshard_mpi.engine.read import fill, takes_numpy
 from reshard_mpi.errors import CoverageError, ReshardError
 from reshard_mpi.filesystem.paths import real_path
 from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.manifest import Manifest, shown_string
-from reshard_mpi.planning.agreement import (
+from reshard_mpi.planning.parameters import Accumulated, Unlisted, find_or_follow, is_dropped, notes_on
+from reshard_mpi.planning.rank_plan import Check, Differing, Limits, PrefixDigest, RankPlan, SharedFact, TensorPlan
+from reshard_mpi.planning.ranks import check_target_rank
+from reshard_mpi.planning.replicas import Replicas
+from reshard_mpi.planning.shard_planner import BothLayouts, Policy
+from reshard_mpi.planning.shared_facts import (
     loose_beginnings,
     moment_counters,
     not_carried,
     require_nothing_left_out,
     text_digests,
 )
-from reshard_mpi.planning.fit import (
+from reshard_mpi.planning.strategy_check import (
     NO_DRIFT,
     Drift,
     dead_rules,
@@ -38,12 +43,7 @@ from reshard_mpi.planning.fit import (
     require_same_network,
     unconfirmed_rules,
 )
-from reshard_mpi.planning.model import Check, Differing, Limits, PrefixDigest, RankPlan, SharedFact, TensorPlan
-from reshard_mpi.planning.parameters import Accumulated, Unlisted, find_or_follow, is_dropped, notes_on
-from reshard_mpi.planning.ranks import check_target_rank
-from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.planning.summary import ShownRule, shown_rules
-from reshard_mpi.planning.target import BothLayouts, Policy
 from reshard_mpi.runs.request import Request
 from reshard_mpi.sharding.placement import Shape, Strategy
 from reshard_mpi.sharding.strategy import table

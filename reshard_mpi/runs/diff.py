@@ -13,10 +13,10 @@ from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.comparison import compare, comparing_bytes
 from reshard_mpi.checkpoints.opening import open_source
-from reshard_mpi.checkpoints.shards import ShardShare
+from reshard_mpi.checkpoints.shard_opener import ShardShare
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.engine.compare import first_difference_of_tensors
-from reshard_mpi.engine.files import Files
+from reshard_mpi.engine.open_files import Files
 from reshard_mpi.engine.read import element_of
 from reshard_mpi.engine.sums import place_of
 from reshard_mpi.errors import DifferenceError, SourceError
@@ -25,18 +25,18 @@ from reshard_mpi.formats.locations import LibraryRead, Reduced
 from reshard_mpi.formats.manifest import NEST, TensorSpec
 from reshard_mpi.formats.nest import agree
 from reshard_mpi.formats.nest import first_difference as first_nest_difference
-from reshard_mpi.planning.fit import drift_warning
-from reshard_mpi.planning.losses import UnusableShard
-from reshard_mpi.planning.model import Copy, RankPlan, TensorPlan
 from reshard_mpi.planning.parameters import told_of
+from reshard_mpi.planning.rank_plan import Copy, RankPlan, TensorPlan
 from reshard_mpi.planning.replicas import partition_for
+from reshard_mpi.planning.strategy_check import drift_warning
+from reshard_mpi.planning.unusable_shards import UnusableShard
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.conversion import LIMITS, Conversion, both_through_map
-from reshard_mpi.runs.memory import RunMemory
 from reshard_mpi.runs.outcome import Checked, Failure, Outcome, agreed, attempt
 from reshard_mpi.runs.preflight import require_same_choice
 from reshard_mpi.runs.progress import Progress, SliceCounter, Stage
 from reshard_mpi.runs.request import Request, Strategies
+from reshard_mpi.runs.run_memory import RunMemory
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import unsharded
 from reshard_mpi.text import format_bytes, shortened

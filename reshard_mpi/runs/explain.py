@@ -10,16 +10,16 @@ from reshard_mpi import formats
 from reshard_mpi.errors import UsageError
 from reshard_mpi.formats.locations import Constant, LibraryRead
 from reshard_mpi.formats.tensor_table import ChunkedTensors
-from reshard_mpi.planning.model import Copy, RankPlan
 from reshard_mpi.planning.parameters import Unlisted, find_or_follow, placing_name
+from reshard_mpi.planning.rank_plan import Copy, RankPlan
 from reshard_mpi.planning.tensors import SourceGroup
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.conversion import Conversion
-from reshard_mpi.runs.memory import RunMemory
+from reshard_mpi.runs.open_run import Run, open_for_planning
 from reshard_mpi.runs.outcome import Outcome, agreed
 from reshard_mpi.runs.progress import Silent, complain
 from reshard_mpi.runs.request import Request
-from reshard_mpi.runs.run import Run, open_for_planning
+from reshard_mpi.runs.run_memory import RunMemory
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Shape, Strategy

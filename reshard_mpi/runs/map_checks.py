@@ -11,14 +11,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from reshard_mpi.engine.compare import first_difference_of_tensors, first_nonzero
-from reshard_mpi.engine.files import Files
+from reshard_mpi.engine.open_files import Files
 from reshard_mpi.engine.read import element_of
 from reshard_mpi.errors import MapError, StrategyError
 from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.mapping.result import DerivedTensor, Equal, MapResult
 from reshard_mpi.mapping.rules import Rules
-from reshard_mpi.planning.model import RankPlan, TensorPlan
 from reshard_mpi.planning.parameters import is_partial_sum
+from reshard_mpi.planning.rank_plan import RankPlan, TensorPlan
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import Shape

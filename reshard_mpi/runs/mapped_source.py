@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from reshard_mpi.checkpoints.source import LEFT_OUT, ShardStats, SourceCheckpoint
-from reshard_mpi.engine.files import Files
+from reshard_mpi.engine.open_files import Files
 from reshard_mpi.engine.read import only_element
 from reshard_mpi.errors import DisagreementError, ReshardError
 from reshard_mpi.formats.dtypes import numbers
@@ -25,11 +25,11 @@ from reshard_mpi.mapping.result import ConstantTensor, DerivedTensor, MapResult,
 from reshard_mpi.mapping.rules import Rules, unpacked
 from reshard_mpi.mapping.selection import is_chosen
 from reshard_mpi.mapping.training_file import SourceTree, applied_to_file
-from reshard_mpi.planning.agreement import OWN
-from reshard_mpi.planning.losses import MissingRanks, UnusableShard
 from reshard_mpi.planning.map_routes import MappedTensors
-from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.planning.parameters import Accumulated, is_partial_sum, notes_on, sums_like
+from reshard_mpi.planning.rank_plan import RankPlan
+from reshard_mpi.planning.shared_facts import OWN
+from reshard_mpi.planning.unusable_shards import MissingRanks, UnusableShard
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.map_checks import (
     require_equal,

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from reshard_mpi.errors import ReshardError, TransformError, as_reshard_error
-from reshard_mpi.planning.losses import MissingRanks, UnusableShard, merged, warnings_of
+from reshard_mpi.planning.unusable_shards import MissingRanks, UnusableShard, merged, warnings_of
 from reshard_mpi.text import counted
 
 if TYPE_CHECKING:
     from reshard_mpi.journal.records import TensorSum
-    from reshard_mpi.planning.model import RankPlan
+    from reshard_mpi.planning.rank_plan import RankPlan
     from reshard_mpi.processes.comm import Comm
     from reshard_mpi.runs.conversion import Conversion
 

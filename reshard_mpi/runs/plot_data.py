@@ -23,7 +23,7 @@ from reshard_mpi.pictures.flow import (
     shown_dimensions,
 )
 from reshard_mpi.pictures.scene import files_as_shards
-from reshard_mpi.planning.model import Group, RankPlan
+from reshard_mpi.planning.rank_plan import Group, RankPlan
 from reshard_mpi.planning.replicas import writer
 from reshard_mpi.planning.tensors import SourceGroup
 from reshard_mpi.processes.comm import Comm
@@ -36,11 +36,11 @@ from reshard_mpi.runs.explain import (
     source_groups,
     unknown_tensor,
 )
-from reshard_mpi.runs.memory import RunMemory
+from reshard_mpi.runs.open_run import open_for_planning
 from reshard_mpi.runs.outcome import Outcome, agreed
 from reshard_mpi.runs.progress import Progress, Stage
 from reshard_mpi.runs.request import Request
-from reshard_mpi.runs.run import open_for_planning
+from reshard_mpi.runs.run_memory import RunMemory
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.text import counted

@@ -13,13 +13,13 @@ from reshard_mpi.checkpoints.source import LEFT_OUT
 from reshard_mpi.errors import ReshardError, ShardError
 from reshard_mpi.journal.commit import EarlierTarget
 from reshard_mpi.journal.records import TargetInputs
-from reshard_mpi.journal.targets import Journal
-from reshard_mpi.planning.losses import named, warnings_of
-from reshard_mpi.planning.model import RankPlan
+from reshard_mpi.journal.target_journal import Journal
+from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.planning.summary import RankSummary
+from reshard_mpi.planning.unusable_shards import named, warnings_of
 from reshard_mpi.processes.comm import Comm
-from reshard_mpi.runs.memory import MAX_KEPT_PLANS, MAX_KEPT_PLANS_BYTES, RunMemory
 from reshard_mpi.runs.messages import PlanReport, Totals, record_of
+from reshard_mpi.runs.open_run import Run, open_run
 from reshard_mpi.runs.outcome import Outcome, TargetReport, attempt
 from reshard_mpi.runs.overlap import refuse_removing
 from reshard_mpi.runs.preflight import (
@@ -36,7 +36,7 @@ from reshard_mpi.runs.preflight import (
 )
 from reshard_mpi.runs.progress import Progress, Stage
 from reshard_mpi.runs.request import Request, Strategies
-from reshard_mpi.runs.run import Run, open_run
+from reshard_mpi.runs.run_memory import MAX_KEPT_PLANS, MAX_KEPT_PLANS_BYTES, RunMemory
 from reshard_mpi.runs.scheduling import divide, target_weights
 from reshard_mpi.sharding.placement import Shape
 

@@ -7,7 +7,7 @@ them raises the same error in all (`_together`). Nothing is written before step 
 2. `_check_sources`, with --verify: read the source's sums. A damaged shard is lost, and all is planned without it.
 3. `_compare_copies`: compare replicas that must be the same, and a sample of what no strategy tells.
 4. `_begin`: make the target folder ready.
-5. `Writer.write`: write this process's targets (`runs/write`). A target that fails does not stop the others.
+5. `Writer.write`: write this process's targets (`runs/target_writer`). A target that fails does not stop the others.
 6. `_commit`, in process 0: commit the targets if all are complete.
 """
 
@@ -21,30 +21,30 @@ from reshard_mpi.checkpoints.comparison import compare, comparing_bytes
 from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, ShardError, TransformError
 from reshard_mpi.errors import told as error_told
 from reshard_mpi.journal.commit import commit_if_complete
-from reshard_mpi.journal.targets import Journal
-from reshard_mpi.planning.agreement import (
+from reshard_mpi.journal.target_journal import Journal
+from reshard_mpi.planning.parameters import Accumulated, note_on_none
+from reshard_mpi.planning.rank_plan import CHOSEN_FILES, RankPlan, SharedFact
+from reshard_mpi.planning.replicas import ReplicaGroup, Replicas, partition_for
+from reshard_mpi.planning.shard_faults import between_targets, told_of
+from reshard_mpi.planning.shared_facts import (
     differing_stages,
     require_one_checkpoint,
     require_same_names,
     require_same_shapes,
 )
-from reshard_mpi.planning.fit import NO_DRIFT, Drift, drift_warning, require_no_drift
-from reshard_mpi.planning.losses import UnusableShard
-from reshard_mpi.planning.model import CHOSEN_FILES, RankPlan, SharedFact
-from reshard_mpi.planning.parameters import Accumulated, note_on_none
-from reshard_mpi.planning.replicas import ReplicaGroup, Replicas, partition_for
-from reshard_mpi.planning.shard_faults import between_targets, told_of
+from reshard_mpi.planning.strategy_check import NO_DRIFT, Drift, drift_warning, require_no_drift
 from reshard_mpi.planning.summary import Plan
+from reshard_mpi.planning.unusable_shards import UnusableShard
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.conversion import Conversion
-from reshard_mpi.runs.memory import RunMemory, checking_bytes
 from reshard_mpi.runs.messages import ComparisonReport, PlanReport, record_of
 from reshard_mpi.runs.outcome import Outcome, attempt
 from reshard_mpi.runs.preflight import require_room
 from reshard_mpi.runs.progress import CLOSED, MOVED, PHASES, Progress, Silent, SliceCounter, Stage, complain
 from reshard_mpi.runs.request import Request, Strategies
+from reshard_mpi.runs.run_memory import RunMemory, checking_bytes
 from reshard_mpi.runs.target_plans import TargetPlans, tensor_lines
-from reshard_mpi.runs.write import Writer
+from reshard_mpi.runs.target_writer import Writer
 
 T = TypeVar("T")
 

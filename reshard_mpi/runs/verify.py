@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.opening import open_source
-from reshard_mpi.checkpoints.shards import ShardShare
+from reshard_mpi.checkpoints.shard_opener import ShardShare
 from reshard_mpi.checkpoints.source import SourceCheckpoint
-from reshard_mpi.engine.files import OnBytes
+from reshard_mpi.engine.open_files import OnBytes
 from reshard_mpi.engine.sums import sum_shard
 from reshard_mpi.errors import DamageError, ReshardError, SourceError, UsageError, as_reshard_error
 from reshard_mpi.filesystem.paths import require_reachable
@@ -26,17 +26,17 @@ from reshard_mpi.formats.nest import agree
 from reshard_mpi.journal.find_record import RecordFinder
 from reshard_mpi.journal.identity import CommitRecord, RunIdentity, joined_words
 from reshard_mpi.journal.records import STATE
-from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.planning.parameters import Accumulated, Unlisted, is_partial_sum, notes_on
+from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.processes.governor.admission import Governor
 from reshard_mpi.runs.conversion import LIMITS, Conversion, apply_map
-from reshard_mpi.runs.memory import RunMemory, checking_bytes
+from reshard_mpi.runs.open_run import chosen_targets
 from reshard_mpi.runs.outcome import EXPECTED, Checked, Failure, Outcome, agreed
 from reshard_mpi.runs.preflight import require_same_choice
 from reshard_mpi.runs.progress import Progress, Silent, SliceCounter, Stage, complain
 from reshard_mpi.runs.request import Request, Strategies
-from reshard_mpi.runs.run import chosen_targets
+from reshard_mpi.runs.run_memory import RunMemory, checking_bytes
 from reshard_mpi.runs.scheduling import assign, target_weights
 from reshard_mpi.runs.verify_checksums import (
     Summing,

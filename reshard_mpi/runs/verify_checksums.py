@@ -16,7 +16,7 @@ from reshard_mpi.checkpoints.discovery import ShardFiles
 from reshard_mpi.checkpoints.source import DAMAGE, SourceCheckpoint
 from reshard_mpi.engine.compare import first_difference
 from reshard_mpi.engine.crc import sum_of_whole
-from reshard_mpi.engine.files import Files, OnBytes
+from reshard_mpi.engine.open_files import Files, OnBytes
 from reshard_mpi.engine.read import fill
 from reshard_mpi.engine.sums import Span, copies_and_target, place_of, sum_shard, sum_sources, sum_tensors, takes_numpy
 from reshard_mpi.errors import DamageError, ReshardError, ShardError, as_reshard_error
@@ -35,8 +35,8 @@ from reshard_mpi.journal.records import (
     digest_of_texts,
     sums_of_wholes,
 )
-from reshard_mpi.planning.model import Check, Copy, Limits, RankPlan, TensorPlan
 from reshard_mpi.planning.parameters import is_partial_sum
+from reshard_mpi.planning.rank_plan import Check, Copy, Limits, RankPlan, TensorPlan
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.outcome import Checked

@@ -29,11 +29,11 @@ from reshard_mpi.processes.governor.process_memory import finish, register_worke
 from reshard_mpi.processes.host import ONE_THREAD, host_name, processes_by_default, processes_of_use
 from reshard_mpi.processes.imports import fresh_interpreter, import_environment
 from reshard_mpi.processes.signals import exit_when_terminated
-from reshard_mpi.runs.memory import RunMemory
 from reshard_mpi.runs.monitor import ProgressMonitor
 from reshard_mpi.runs.outcome import Failure, Outcome, TargetReport
 from reshard_mpi.runs.progress import Progress, RunProgress, told_target
 from reshard_mpi.runs.request import Request, Strategies
+from reshard_mpi.runs.run_memory import RunMemory
 from reshard_mpi.runs.worker_pipes import PipeComm, PipeDisplay, PipeProgress, SharedCounts, ends_quietly, tell
 
 _START = "from reshard_mpi.runs.workers import parent_main; parent_main(*{descriptors})"
@@ -69,7 +69,7 @@ class Task(StrEnum):
     VERIFY_PAIR = "runs.verify:verify_pair"
     VERIFY_ALONE = "runs.verify:verify_alone"
     DIFF = "runs.diff:diff"
-    UNIFY = "runs.unified:unify"
+    UNIFY = "runs.unify_safetensors:unify"
 
     def load(self) -> Callable[[Request, Comm, Progress, RunMemory, Strategies | None], Outcome]:
         """Import the function's module, and return the function."""

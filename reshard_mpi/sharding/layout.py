@@ -8,8 +8,8 @@ from itertools import product
 
 from reshard_mpi.errors import LayoutError
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.sharding.factors import regroup, regroup_part
 from reshard_mpi.sharding.placement import Piece, Placement, Shape
+from reshard_mpi.sharding.regroup_dimensions import regroup, regroup_part
 from reshard_mpi.text import counted
 
 

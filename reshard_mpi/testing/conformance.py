@@ -22,8 +22,8 @@ from reshard_mpi.formats.dtypes import BY_NAME, DType
 from reshard_mpi.formats.manifest import Manifest, ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.formats.protocol import Format, reserve_file
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.testing import samples, strategies
-from reshard_mpi.testing.samples import SampleTensor, ShardContents
+from reshard_mpi.testing import hypothesis_strategies, sample_tensors
+from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
 
 ODD_NAMES = (
     *("layer.0.weight", "0-layer", "-", "%2F", " ", "é", "层/权重", "line\nbreak", "nul\0inside", "nul at end\0"),
@@ -67,25 +67,28 @@ class FormatConformance:
         contents = ShardContents.of([SampleTensor.random("w", dtype, shape)])
         self.write_independently(self._path(tmp_path), contents)
         manifest = self.module.locate(str(self._path(tmp_path)))
-        assert samples.contents_of(manifest) == contents
+        assert sample_tensors.contents_of(manifest) == contents
         assert manifest.format == self.module.NAME
 
     @_inherited
-    @given(contents=strategies.contents())
+    @given(contents=hypothesis_strategies.contents())
     def test_reads_what_others_write(self, contents: ShardContents) -> None:
         contents = self._holdable(contents)
         with self._scratch() as path:
             self.write_independently(path, contents)
-            self._assert_same(samples.contents_of(self.module.locate(str(path))), contents)
+            self._assert_same(sample_tensors.contents_of(self.module.locate(str(path))), contents)
 
     @_inherited
-    @given(contents=strategies.contents(), flips=st.lists(st.tuples(st.integers(0), st.integers(0, 255)), max_size=2))
+    @given(
+        contents=hypothesis_strategies.contents(),
+        flips=st.lists(st.tuples(st.integers(0), st.integers(0, 255)), max_size=2),
+    )
     def test_knowing_another_shard_makes_no_difference(
         self, contents: ShardContents, flips: list[tuple[int, int]]
     ) -> None:
         contents = self._holdable(contents)
         with self._scratch() as path:
-            samples.write(self.module, str(path), contents)
+            sample_tensors.write(self.module, str(path), contents)
             like, other = self.module.locate(str(path)), path.with_name(f"other{path.suffix}")
             content = bytearray(path.read_bytes())
             for offset, byte in flips:
@@ -109,41 +112,41 @@ class FormatConformance:
         if dtype.name in self.cannot_hold:
             self._require_refused(tmp_path, contents, dtype.name)
             return
-        samples.write(self.module, str(self._path(tmp_path)), contents)
+        sample_tensors.write(self.module, str(self._path(tmp_path)), contents)
         assert self.read_independently(self._path(tmp_path)) == contents
 
     @_inherited
-    @given(contents=strategies.contents())
+    @given(contents=hypothesis_strategies.contents())
     def test_both_routes_read_what_is_written(self, contents: ShardContents) -> None:
         contents = self._holdable(contents)
         with self._scratch() as path:
-            written = samples.write(self.module, str(path), contents)
+            written = sample_tensors.write(self.module, str(path), contents)
             self._assert_same(self.read_independently(path), contents)
             located = self.module.locate(str(path))
-            self._assert_same(samples.contents_of(located), contents)
+            self._assert_same(sample_tensors.contents_of(located), contents)
             assert [e.source for e in located.tensors.values()] == [e.source for e in written.tensors.values()]
 
     @_inherited
-    @given(contents=strategies.contents())
+    @given(contents=hypothesis_strategies.contents())
     def test_says_how_large_it_becomes(self, contents: ShardContents) -> None:
         contents = self._holdable(contents)
         with self._scratch() as path:
-            samples.write(self.module, str(path), contents)
-            assert path.stat().st_size <= self.module.size_at_most_bytes(samples.spec_of(contents))
+            sample_tensors.write(self.module, str(path), contents)
+            assert path.stat().st_size <= self.module.size_at_most_bytes(sample_tensors.spec_of(contents))
 
     def test_odd_names(self, tmp_path: Path) -> None:
         tensors = [SampleTensor.random(name, BY_NAME["float32"], (2, 2)) for name in ODD_NAMES]
         # A name that is also the folder of another.
         tensors += [SampleTensor.random(name, BY_NAME["int8"], (3,)) for name in ("a", "a/b", "a/b/c/d", "%2E")]
         contents = self._holdable(ShardContents.of(tensors, {"note/of.": "x"}))
-        samples.write(self.module, str(self._path(tmp_path)), contents)
+        sample_tensors.write(self.module, str(self._path(tmp_path)), contents)
         self._assert_same(self.read_independently(self._path(tmp_path)), contents)
-        self._assert_same(samples.contents_of(self.module.locate(str(self._path(tmp_path)))), contents)
+        self._assert_same(sample_tensors.contents_of(self.module.locate(str(self._path(tmp_path)))), contents)
 
     def test_keeps_the_order_of_tensors(self, tmp_path: Path) -> None:
         names = ["z", "a/2", "m", "a/1", "b", "a", "a/3", *(f"layer.{i}" for i in range(30, 0, -1))]
         contents = ShardContents.of(SampleTensor.random(name, BY_NAME["int16"], (2,)) for name in names)
-        written = samples.write(self.module, str(self._path(tmp_path)), contents)
+        written = sample_tensors.write(self.module, str(self._path(tmp_path)), contents)
         assert list(written.tensors) == names
         assert list(self.module.locate(str(self._path(tmp_path))).tensors) == names
 
@@ -152,12 +155,12 @@ class FormatConformance:
         if not self.module.TRAITS.keeps_strings:
             return
         contents = ShardContents.of([SampleTensor.random("w", BY_NAME["float32"], (2,))], {"note": text})
-        samples.write(self.module, str(self._path(tmp_path)), contents)
-        assert samples.contents_of(self.module.locate(str(self._path(tmp_path)))) == contents
+        sample_tensors.write(self.module, str(self._path(tmp_path)), contents)
+        assert sample_tensors.contents_of(self.module.locate(str(self._path(tmp_path)))) == contents
         assert self.read_independently(self._path(tmp_path)) == contents
 
     def test_a_shard_of_nothing(self, tmp_path: Path) -> None:
-        samples.write(self.module, str(self._path(tmp_path)), ShardContents({}))
+        sample_tensors.write(self.module, str(self._path(tmp_path)), ShardContents({}))
         manifest = self.module.locate(str(self._path(tmp_path)))
         assert not manifest.tensors and not manifest.strings
 
@@ -168,23 +171,23 @@ class FormatConformance:
             if path is second:
                 time.sleep(1.1)  # so that a time stamp in the file would differ
             path.parent.mkdir()
-            samples.write(self.module, str(path), contents)
+            sample_tensors.write(self.module, str(path), contents)
         assert first.read_bytes() == second.read_bytes()
 
     def test_ranges_are_disjoint_and_in_the_file(self, tmp_path: Path) -> None:
         path = self._path(tmp_path)
-        manifest = reserve_file(self.module, str(path), samples.spec_of(_some_contents()))
-        ranges = samples.all_ranges(manifest)
+        manifest = reserve_file(self.module, str(path), sample_tensors.spec_of(_some_contents()))
+        ranges = sample_tensors.all_ranges(manifest)
         assert all(first[1] <= second[0] for first, second in itertools.pairwise(ranges))
         assert ranges[0][0] >= 0 and ranges[-1][1] <= path.stat().st_size
 
     def test_payloads_do_not_touch_the_structure(self, tmp_path: Path) -> None:
         contents = _some_contents()
         path = self._path(tmp_path)
-        before = reserve_file(self.module, str(path), samples.spec_of(contents))
+        before = reserve_file(self.module, str(path), sample_tensors.spec_of(contents))
         size_bytes = path.stat().st_size
         full = [SampleTensor(t.name, t.dtype, t.shape, b"\xff" * len(t.content)) for t in contents.tensors.values()]
-        samples.fill(before, ShardContents.of(full))
+        sample_tensors.fill(before, ShardContents.of(full))
         after = self.module.locate(str(path))
         assert [e.source for e in after.tensors.values()] == [e.source for e in before.tensors.values()]
         assert path.stat().st_size == size_bytes
@@ -200,7 +203,7 @@ class FormatConformance:
         path = self._path(tmp_path)
         path.write_bytes(b"precious")
         with pytest.raises((FileExistsError, ReshardError)):
-            reserve_file(self.module, str(path), samples.spec_of(_some_contents()))
+            reserve_file(self.module, str(path), sample_tensors.spec_of(_some_contents()))
         assert path.read_bytes() == b"precious"
 
     @pytest.mark.parametrize("name", ["", "\ud800", "n" * 100_000], ids=["empty", "no Unicode", "too long"])
@@ -211,7 +214,7 @@ class FormatConformance:
         assert not list(tmp_path.iterdir())
 
     def test_a_name_given_twice_is_refused(self, tmp_path: Path) -> None:
-        spec = samples.spec_of(_some_contents())
+        spec = sample_tensors.spec_of(_some_contents())
         name = spec.tensors[0].name
         as_tensor = ShardSpec(spec.identity, (*spec.tensors, spec.tensors[0]), {})
         as_string = ShardSpec(spec.identity, spec.tensors, {name: "text"})
@@ -259,17 +262,17 @@ class FormatConformance:
     def test_damage_is_refused_or_harmless(self, data: st.DataObject) -> None:
         with self._scratch() as path:
             path, content, whole = self._sound_file(path.parent)
-            structure = _outside(samples.all_ranges(whole), len(content))
+            structure = _outside(sample_tensors.all_ranges(whole), len(content))
             damaged = bytearray(content)
             for offset in data.draw(st.lists(st.sampled_from(structure), min_size=1, max_size=4)):
                 damaged[offset] = data.draw(st.integers(0, 255))
             path.write_bytes(damaged)
             try:
                 manifest = self.module.locate(str(path))
-                samples.contents_of(manifest)
+                sample_tensors.contents_of(manifest)
             except ShardError:
                 return
-            ranges = samples.all_ranges(manifest)
+            ranges = sample_tensors.all_ranges(manifest)
             assert all(0 <= first <= last <= len(content) for first, last in ranges)
 
     def _holdable(self, contents: ShardContents) -> ShardContents:
@@ -280,7 +283,7 @@ class FormatConformance:
 
     def _require_refused(self, folder: Path, contents: ShardContents, named: str) -> None:
         """Require that `size_at_most_bytes` and `reserve` refuse the contents, with the type's name in the error."""
-        spec = samples.spec_of(contents)
+        spec = sample_tensors.spec_of(contents)
         with pytest.raises(TargetError, match=f"'w'[^\0]*{named}"):
             self.module.size_at_most_bytes(spec)
         with pytest.raises(TargetError, match=f"'w'[^\0]*{named}"):

@@ -20,7 +20,7 @@ import reshard_mpi
 from reshard_mpi.checkpoints import comparison
 from reshard_mpi.engine import compare
 from reshard_mpi.errors import DisagreementError, UsageError
-from reshard_mpi.planning.model import Copy
+from reshard_mpi.planning.rank_plan import Copy
 from reshard_mpi.sharding.box import Box
 
 CHECK = ("--replicas", "check")

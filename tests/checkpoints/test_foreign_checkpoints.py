@@ -9,7 +9,7 @@ from support import torch_peer
 from support.command_line import run_captured
 
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.testing.samples import SampleTensor, ShardContents
+from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
 
 
 def made(folder: Path, *names: str) -> Path:

@@ -12,7 +12,7 @@ import pytest
 from support import safetensors_peer
 from support.command_line import run_captured
 
-from reshard_mpi.testing.samples import ShardContents
+from reshard_mpi.testing.sample_tensors import ShardContents
 
 DATA = Path(os.environ.get("RESHARD_MPI_SHARED_DATA", Path(__file__).parents[3] / "shared" / "data"))
 DEEPSPEED, MEGATRON = DATA / "deepspeed", DATA / "megatron"

@@ -15,7 +15,7 @@ from support.conversions import Conversion, four_targets
 from support.safetensors_peer import write
 
 import reshard_mpi
-from reshard_mpi.testing.samples import ShardContents
+from reshard_mpi.testing.sample_tensors import ShardContents
 from reshard_mpi.text import ranges
 
 

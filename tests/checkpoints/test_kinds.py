@@ -23,7 +23,7 @@ from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Placement, Strategy, unsharded
 from reshard_mpi.testing.checkpoints import ArraysByName, CheckpointConformance
-from reshard_mpi.testing.samples import SampleTensor, ShardContents, write
+from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents, write
 
 __all__ = ["in_the_table"]
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.command_line import Capture, run_here
 
 import reshard_mpi
-from reshard_mpi.checkpoints.shards import ShardShare
+from reshard_mpi.checkpoints.shard_opener import ShardShare
 from reshard_mpi.errors import StrategyError
 
 RANKS = 4

@@ -37,7 +37,7 @@ import reshard_mpi
 from reshard_mpi.checkpoints import source
 from reshard_mpi.errors import DisagreementError, ShardError, TransformError
 from reshard_mpi.runs import target_plans
-from reshard_mpi.runs.write import Writer
+from reshard_mpi.runs.target_writer import Writer
 
 # Two targets a source rank, so both that look to rank 0 first may be made by different processes.
 EIGHT_LAYOUTS = {"w": RawLayout((8,), (0, -1)), "b": RawLayout((8,), (-1,))}

@@ -14,9 +14,9 @@ from support.command_line import Capture, run_here
 from support.conversions import TENSORS, Conversion, listing, make
 
 import reshard_mpi
-from reshard_mpi.checkpoints import siblings
+from reshard_mpi.checkpoints import single_shard
 from reshard_mpi.errors import SourceError
-from reshard_mpi.planning.model import Check
+from reshard_mpi.planning.rank_plan import Check
 
 REFUSED = "the shard of one rank is no full checkpoint"
 
@@ -205,8 +205,8 @@ def test_loose_files_of_a_rank(alike: Conversion, capsys: Capture) -> None:
 
 def test_a_handful_of_siblings_is_looked_at() -> None:
     every = dict.fromkeys(rank for rank in range(100) if rank != 40)
-    assert siblings._nearest_and_last(40, every) == [39, 41, 38, 99]
-    assert siblings._nearest_and_last(0, {1: None, 2: None}) == [1, 2]
+    assert single_shard._nearest_and_last(40, every) == [39, 41, 38, 99]
+    assert single_shard._nearest_and_last(0, {1: None, 2: None}) == [1, 2]
 
 
 def test_little_of_a_shard_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,14 +216,14 @@ def test_little_of_a_shard_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (tmp_path / f"rank_{rank}").mkdir()
         write_shard(arrays, tmp_path / f"rank_{rank}" / "net.ckpt")
     compared: list[Check] = []
-    samples = siblings._samples
+    samples = single_shard._samples
 
     def kept(ours: object, theirs: object) -> list[Check]:
         sampled = list(samples(ours, theirs))  # type: ignore[arg-type]
         compared.extend(sampled)
         return sampled
 
-    monkeypatch.setattr(siblings, "_samples", kept)
+    monkeypatch.setattr(single_shard, "_samples", kept)
     reshard_mpi.plan(tmp_path / "rank_1")
     assert 20_000 < sum(check.copies[0].size_bytes for check in compared) <= 96 * 1024
     of_w = [check.copies[0].region for check in compared if check.name.startswith("layers.")]

@@ -19,7 +19,7 @@ import reshard_mpi
 from reshard_mpi.checkpoints import discovery
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.testing.samples import SampleTensor, ShardContents
+from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
 
 CONTENTS = ShardContents.of([SampleTensor.random("w", BY_NAME["float32"], (2, 3))])
 

@@ -16,7 +16,7 @@ from support.launch import MPI
 from support.processes import Finished
 
 import reshard_mpi
-from reshard_mpi.planning.model import RankPlan
+from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.runs.conversion import Conversion
 
 SPEC = 'mesh = {{ x = {ranks} }}\n[[parameter]]\nmatch = "w*"\nsplit = {{ 0 = ["x"] }}\n[[parameter]]\nmatch = "*"\n'

@@ -163,7 +163,7 @@ def test_a_report_that_cannot_be_written(
 def test_neither_targets_nor_a_report(conversion: Conversion, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     """What failed is told first of all, and the report is no longer said to be the only thing missing."""
     path = failing(monkeypatch, conversion, "full")
-    monkeypatch.setattr("reshard_mpi.runs.write.Writer._seal", _refuse)
+    monkeypatch.setattr("reshard_mpi.runs.target_writer.Writer._seal", _refuse)
     finished = run_here(capsys, *conversion.arguments("transform", "--report", str(path)))
     assert finished.code == 4 and "2 of 2 targets failed" in finished.err, finished
     assert "the report could not be written\n" in finished.err

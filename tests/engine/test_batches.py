@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from support.examples import many
 from support.float_oracle import became
 
-from reshard_mpi.engine import batches, transfer
-from reshard_mpi.engine.transfer import write_shard
+from reshard_mpi.engine import batches, shard_transfer
+from reshard_mpi.engine.shard_transfer import write_shard
 from reshard_mpi.formats.derived import converted
 from reshard_mpi.formats.dtypes import BY_NAME, DType
 from reshard_mpi.formats.locations import ByteRange, ByteRanges
 from reshard_mpi.formats.manifest import Manifest, ShardIdentity, SpecKind
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable, TensorType
-from reshard_mpi.planning.model import Group, Limits, PlannedTensors, RankPlan, ReadGroup
+from reshard_mpi.planning.rank_plan import Group, Limits, PlannedTensors, RankPlan, ReadGroup
 from reshard_mpi.sharding.box import Box
 
 GAP = b"\xee"
@@ -125,7 +125,7 @@ class Made:
 def test_what_is_moved_many_at_a_time(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         made = Made(Path(folder), data)
-        patch.setattr(transfer, "_FEW_COPIES", 0)
+        patch.setattr(shard_transfer, "_FEW_COPIES", 0)
         patch.setattr(batches, "_MAX_RUNS", data.draw(st.sampled_from([1, 4, 1 << 16])))
         patch.setattr(batches, "_CONVERTED_BYTES", data.draw(st.sampled_from([1, 40, 1 << 20])))
         patch.setattr(batches, "_WRITTEN_TOGETHER_BYTES", data.draw(st.sampled_from([0, 1 << 14])))
@@ -168,7 +168,7 @@ def test_a_source_that_has_become_shorter_is_named(tmp_path: Path) -> None:
     spec = SpecKind(BY_NAME["uint8"], (8,), box)
     planned = PlannedTensors([Group(spec, names, (ReadGroup(0, box, box, source, range(600)),))], [0] * 600)
     plan = RankPlan(0, 0, ShardIdentity(0, 1, ""), planned, {}, (), (), (), (), frozenset())
-    assert transfer.are_many(planned)
+    assert shard_transfer.are_many(planned)
     descriptor = os.open(tmp_path / "t", os.O_RDWR)
     try:
         with pytest.raises(ShardError, match="shorter") as caught:

@@ -13,17 +13,17 @@ from support.plans import planned_singly
 
 from reshard_mpi.engine import elements
 from reshard_mpi.engine.elements import convert
-from reshard_mpi.engine.files import Traffic
+from reshard_mpi.engine.open_files import Traffic
 from reshard_mpi.engine.read import takes_numpy
+from reshard_mpi.engine.shard_transfer import write_shard
 from reshard_mpi.engine.sums import copies_and_target, place_of, sum_shard
-from reshard_mpi.engine.transfer import write_shard
 from reshard_mpi.errors import ReshardError
 from reshard_mpi.formats.derived import constant, converted
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.locations import ByteRange, ByteRanges, LibraryRead
 from reshard_mpi.formats.manifest import Manifest, ShardIdentity, SpecKind, TensorSpec
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable, TensorType
-from reshard_mpi.planning.model import Copy, Group, Limits, PlannedTensors, RankPlan, ReadGroup, TensorPlan
+from reshard_mpi.planning.rank_plan import Copy, Group, Limits, PlannedTensors, RankPlan, ReadGroup, TensorPlan
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.text import MIB
 

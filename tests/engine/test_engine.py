@@ -17,22 +17,22 @@ from support.examples import many
 from support.float_oracle import TYPES, became
 from support.plans import planned_singly
 
-from reshard_mpi.engine import elements, tiles, transfer
-from reshard_mpi.engine import files as engine_files
+from reshard_mpi.engine import elements, shard_transfer, tiles
 from reshard_mpi.engine import gather as engine_gather
+from reshard_mpi.engine import open_files as engine_files
 from reshard_mpi.engine import tiles as engine_tiles
 from reshard_mpi.engine.compare import first_difference
-from reshard_mpi.engine.files import ByteRuns, Files, Traffic
 from reshard_mpi.engine.gather import load_shard
+from reshard_mpi.engine.open_files import ByteRuns, Files, Traffic
+from reshard_mpi.engine.shard_transfer import write_shard
 from reshard_mpi.engine.sums import copies_and_target, sum_shard
-from reshard_mpi.engine.transfer import write_shard
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.derived import constant, converted
 from reshard_mpi.formats.dtypes import BY_NAME, FLOATS, DType
 from reshard_mpi.formats.locations import ByteRange, ByteRanges, LibraryRead, StridedView
 from reshard_mpi.formats.manifest import Manifest, ShardIdentity, TensorSpec
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
-from reshard_mpi.planning.model import Check, Copy, Limits, RankPlan, TensorPlan
+from reshard_mpi.planning.rank_plan import Check, Copy, Limits, RankPlan, TensorPlan
 from reshard_mpi.sharding.box import Box
 
 DTYPES = ("uint8", "float16", "float32", "float8_e5m2", "float64", "complex64", "complex128")
@@ -285,10 +285,10 @@ def test_every_path_moves_the_same_bytes(
     """
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         plan, target, expected, too_large = data.draw(plans(Path(name)))
-        patch.setattr(transfer, "_MIN_KERNEL_COPY_BYTES", long_run_bytes)
-        patch.setattr(transfer, "_INTERLEAVED_BYTES", interleaved_bytes)
-        patch.setattr(transfer, "_FEW_RUNS", few_runs)
-        patch.setattr(transfer, "_MIN_SCATTER_BYTES", scatter_bytes)
+        patch.setattr(shard_transfer, "_MIN_KERNEL_COPY_BYTES", long_run_bytes)
+        patch.setattr(shard_transfer, "_INTERLEAVED_BYTES", interleaved_bytes)
+        patch.setattr(shard_transfer, "_FEW_RUNS", few_runs)
+        patch.setattr(shard_transfer, "_MIN_SCATTER_BYTES", scatter_bytes)
         patch.setattr(engine_files, "_MAX_VECTOR", vector)
         patch.setattr(engine_gather, "_FAR_APART", far_apart)
         patch.setattr(engine_gather, "_MIN_RUN_APART_BYTES", run_bytes)

@@ -17,14 +17,14 @@ from support.float_oracle import FORMS, became
 
 from reshard_mpi.engine.compare import first_same
 from reshard_mpi.engine.elements import raw_dtype
-from reshard_mpi.engine.files import Files
 from reshard_mpi.engine.gather import Reduction, gather
+from reshard_mpi.engine.open_files import Files
 from reshard_mpi.engine.read import fill
 from reshard_mpi.formats.derived import JoinedTensors, converted
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.locations import ByteRange, ByteRanges, Converted, LibraryRead, Reduced, StridedView
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
-from reshard_mpi.planning.model import Check, Copy, Limits
+from reshard_mpi.planning.rank_plan import Check, Copy, Limits
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.text import MIB
 

@@ -10,7 +10,7 @@ from reshard_mpi.engine import read
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.locations import ByteRange, ByteRanges
 from reshard_mpi.formats.tensor_table import TensorEntry
-from reshard_mpi.planning.model import Copy
+from reshard_mpi.planning.rank_plan import Copy
 from reshard_mpi.sharding.box import Box
 
 

@@ -103,14 +103,14 @@ if "FAULT_CUT" in os.environ:
 
     scheduling.CUT_BYTES = int(os.environ["FAULT_CUT"])
 if _on == "mapped":
-    from reshard_mpi.engine import files
+    from reshard_mpi.engine import open_files
 
-    _window = files.Files.window
+    _window = open_files.Files.window
 
     @contextmanager
-    def _mapped(self: files.Files, part: Any, requested_bytes: int) -> Iterator[memoryview]:
+    def _mapped(self: open_files.Files, part: Any, requested_bytes: int) -> Iterator[memoryview]:
         with _window(self, part, requested_bytes) as view:
             _event("mapped", part.path)
             yield view
 
-    files.Files.window = _mapped
+    open_files.Files.window = _mapped

@@ -22,7 +22,7 @@ from support.examples import few
 
 import reshard_mpi
 from reshard_mpi.errors import TargetError
-from reshard_mpi.journal import targets
+from reshard_mpi.journal import target_journal
 
 PRECIOUS = b"somebody else's bytes"
 SOMEBODY = 4711
@@ -119,16 +119,16 @@ def test_what_the_user_names_may_be_links(tmp_path: Path, capsys: Capture) -> No
 
 SWAP = """
 import os
-from reshard_mpi.runs import write
+from reshard_mpi.runs import target_writer
 
-fill = write.fill_file
+fill = target_writer.fill_file
 
 def swap(plan, manifest, descriptor, *more):
     {before}
     filled = fill(plan, manifest, descriptor, *more)
     {after}
     return filled
-write.fill_file = swap
+target_writer.fill_file = swap
 """
 PARTIAL = "os.unlink(manifest.path); os.symlink({private!r}, manifest.path)"
 FOLDER = (
@@ -230,8 +230,8 @@ def lock_held(path: Path, kind: int = fcntl.LOCK_EX) -> Iterator[int]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have locks that others hold waited for for a moment only."""
-    monkeypatch.setattr(targets, "_BEGIN_SECONDS", 0.2)
-    monkeypatch.setattr(targets, "_COMMIT_SECONDS", 0.2)
+    monkeypatch.setattr(target_journal, "_BEGIN_SECONDS", 0.2)
+    monkeypatch.setattr(target_journal, "_COMMIT_SECONDS", 0.2)
 
 
 @pytest.mark.usefixtures("impatient")

@@ -14,8 +14,8 @@ from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import ckpt, files
 from reshard_mpi.formats.ckpt import writer
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.testing import samples
-from reshard_mpi.testing.samples import SampleTensor, ShardContents, payload
+from reshard_mpi.testing import sample_tensors
+from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents, payload
 
 FLOATS = struct.pack("<4f", 1, 2, 3, 4)
 SOUND = ckpt_peer.value("w", (2, 2), "Float32", FLOATS)
@@ -217,7 +217,7 @@ def test_large_tensors_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         [SampleTensor.random("w", BY_NAME["float64"], (3,)), SampleTensor.random("b", BY_NAME["int8"], (0,))]
     )
     path = tmp_path / "shard.ckpt"
-    manifest = samples.write(ckpt, str(path), contents)
+    manifest = sample_tensors.write(ckpt, str(path), contents)
     assert [r.length_bytes for r in manifest.tensors["w"].source.ranges][:-1] == [cut_bytes] * ((24 - 1) // cut_bytes)
     assert ckpt_peer.read(path) == contents
-    assert samples.contents_of(ckpt.locate(str(path))) == contents
+    assert sample_tensors.contents_of(ckpt.locate(str(path))) == contents

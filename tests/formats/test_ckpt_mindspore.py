@@ -12,8 +12,8 @@ import pytest
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import ckpt
 from reshard_mpi.formats.dtypes import BY_NAME, to_numpy
-from reshard_mpi.testing import samples
-from reshard_mpi.testing.samples import SampleTensor, ShardContents
+from reshard_mpi.testing import sample_tensors
+from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
 
 pytest.importorskip("mindspore")
 import mindspore as ms
@@ -44,7 +44,7 @@ def test_we_locate_what_mindspore_saves(tmp_path: Path, name: str, shape: tuple[
     path = tmp_path / "w.ckpt"
     sample = SampleTensor.random("layer.w", BY_NAME[name], shape)
     save(path, [sample])
-    assert samples.contents_of(ckpt.locate(str(path))) == ShardContents.of([sample])
+    assert sample_tensors.contents_of(ckpt.locate(str(path))) == ShardContents.of([sample])
 
 
 @pytest.mark.parametrize("name", LOADABLE)
@@ -52,7 +52,7 @@ def test_we_locate_what_mindspore_saves(tmp_path: Path, name: str, shape: tuple[
 def test_mindspore_loads_what_we_write(tmp_path: Path, name: str, shape: tuple[int, ...]) -> None:
     path = tmp_path / "w.ckpt"
     sample = SampleTensor.random("layer.w", BY_NAME[name], shape)
-    samples.write(ckpt, str(path), ShardContents.of([sample]))
+    sample_tensors.write(ckpt, str(path), ShardContents.of([sample]))
     loaded = ms.load_checkpoint(str(path))["layer.w"]
     assert loaded.dtype == tensor_of(sample).dtype and loaded.shape == shape
     assert bytes(loaded.get_bytes()) == sample.content
@@ -63,7 +63,7 @@ def test_our_bytes_are_mindspores(tmp_path: Path) -> None:
     tensors.append(SampleTensor.random("step", BY_NAME["int32"], ()))
     strings = {"note": "é层", "none": ""}
     save(tmp_path / "theirs.ckpt", tensors, append_dict=strings)
-    samples.write(ckpt, str(tmp_path / "ours.ckpt"), ShardContents.of(tensors, strings))
+    sample_tensors.write(ckpt, str(tmp_path / "ours.ckpt"), ShardContents.of(tensors, strings))
     assert (tmp_path / "ours.ckpt").read_bytes() == (tmp_path / "theirs.ckpt").read_bytes()
 
 
@@ -74,9 +74,9 @@ def test_our_cuts_are_mindspores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(ckpt.writer, "CUT_BYTES", 2048)
     sample = SampleTensor.random("w", BY_NAME["float32"], (elements,))
     save(tmp_path / "theirs.ckpt", [sample])
-    samples.write(ckpt, str(tmp_path / "ours.ckpt"), ShardContents.of([sample]))
+    sample_tensors.write(ckpt, str(tmp_path / "ours.ckpt"), ShardContents.of([sample]))
     assert (tmp_path / "ours.ckpt").read_bytes() == (tmp_path / "theirs.ckpt").read_bytes()
-    assert samples.contents_of(ckpt.locate(str(tmp_path / "theirs.ckpt"))) == ShardContents.of([sample])
+    assert sample_tensors.contents_of(ckpt.locate(str(tmp_path / "theirs.ckpt"))) == ShardContents.of([sample])
     assert bytes(ms.load_checkpoint(str(tmp_path / "ours.ckpt"))["w"].get_bytes()) == sample.content
 
 
@@ -90,7 +90,7 @@ def test_asynchronous_saves_cut_along_rows(
     path = tmp_path / "w.ckpt"
     save(path, [sample], async_save="thread")
     serialization._wait_async_thread_save_ckpt()
-    assert samples.contents_of(ckpt.locate(str(path))) == ShardContents.of([sample])
+    assert sample_tensors.contents_of(ckpt.locate(str(path))) == ShardContents.of([sample])
 
 
 @pytest.mark.parametrize("name", ["int4", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "hifloat8"])
@@ -108,7 +108,7 @@ def test_types_that_mindspore_saves_but_does_not_load(tmp_path: Path, name: str)
         ms.save_checkpoint([{"name": "w", "data": tensor}], str(tmp_path / "w.ckpt"))
     except (RuntimeError, TypeError, ValueError) as error:
         pytest.skip(f"MindSpore cannot make a {name} tensor on this machine: {error}")
-    contents = samples.contents_of(ckpt.locate(str(tmp_path / "w.ckpt")))
+    contents = sample_tensors.contents_of(ckpt.locate(str(tmp_path / "w.ckpt")))
     assert contents.tensors["w"] == SampleTensor("w", dtype, (6,), content)
 
 
@@ -121,8 +121,8 @@ def test_appended_values_keep_their_types(tmp_path: Path) -> None:
         "epoch": ("int64", ()), "loss": ("float32", ()), "done": ("bool", ())
     }  # fmt: skip
     assert manifest.strings == {"note": "é层", "nothing": ""}
-    contents = samples.contents_of(manifest)
-    samples.write(ckpt, str(tmp_path / "copy.ckpt"), contents)
+    contents = sample_tensors.contents_of(manifest)
+    sample_tensors.write(ckpt, str(tmp_path / "copy.ckpt"), contents)
     loaded = ms.load_checkpoint(str(tmp_path / "copy.ckpt"))
     assert {
         name: loaded[name] if isinstance(loaded[name], str) else loaded[name].asnumpy().item() for name in values
@@ -134,7 +134,7 @@ def test_parameters_of_a_network(tmp_path: Path) -> None:
     ms.save_checkpoint(network, str(tmp_path / "w.ckpt"), crc_check=True)
     manifest = ckpt.locate(str(tmp_path / "w.ckpt"))
     expected = {p.name: (tuple(p.shape), p.asnumpy().tobytes()) for p in network.get_parameters()}
-    assert {n: (t.shape, samples.payload(t)) for n, t in manifest.tensors.items()} == expected
+    assert {n: (t.shape, sample_tensors.payload(t)) for n, t in manifest.tensors.items()} == expected
 
 
 @pytest.mark.parametrize("mode", ["AES-GCM", "AES-CBC", "SM4-CBC"])
@@ -147,7 +147,7 @@ def test_encrypted_checkpoints_are_refused(tmp_path: Path, mode: str) -> None:
 
 def test_mindspore_loads_a_large_tree_of_ours(tmp_path: Path) -> None:
     tensors = [SampleTensor.random(f"net.{i}.w", BY_NAME["bfloat16"], (i % 7 + 1, 33)) for i in range(300)]
-    samples.write(ckpt, str(tmp_path / "w.ckpt"), ShardContents.of(tensors))
+    sample_tensors.write(ckpt, str(tmp_path / "w.ckpt"), ShardContents.of(tensors))
     loaded = ms.load_checkpoint(str(tmp_path / "w.ckpt"))
     assert list(loaded) == [t.name for t in tensors]
     for tensor in tensors:

@@ -9,7 +9,7 @@ from support import ckpt_peer, hdf5_peer, safetensors_peer, torch_peer
 from reshard_mpi.formats import ckpt, hdf5, safetensors, torch
 from reshard_mpi.formats.safetensors import huggingface
 from reshard_mpi.testing.conformance import FormatConformance
-from reshard_mpi.testing.samples import ShardContents
+from reshard_mpi.testing.sample_tensors import ShardContents
 
 
 class TestCheckpoint(FormatConformance):

@@ -20,13 +20,13 @@ from support.oracle import RawLayout
 
 from reshard_mpi.errors import DisagreementError, ShardError, TargetError
 from reshard_mpi.formats import dcp
-from reshard_mpi.formats.dcp.layout import of_tensor
+from reshard_mpi.formats.dcp.item_layout import of_tensor
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.formats.nest import NEST
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.testing import samples, strategies
-from reshard_mpi.testing.samples import SampleTensor, ShardContents
+from reshard_mpi.testing import hypothesis_strategies, sample_tensors
+from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
 
 GOLDEN = Path(__file__).parent / "golden" / "dcp"
 FLOAT = BY_NAME["float32"]
@@ -275,21 +275,21 @@ def test_large_payloads_begin_at_blocks() -> None:
     assert (small.start_behind(1) + len(small.head)) % 64 == 0
 
 
-def samples_kind(length: int) -> dcp.layout.TensorType:
-    return dcp.layout.TensorType(FLOAT, (length,))
+def samples_kind(length: int) -> dcp.item_layout.TensorType:
+    return dcp.item_layout.TensorType(FLOAT, (length,))
 
 
 @many(60)
-@given(contents=strategies.contents())
+@given(contents=hypothesis_strategies.contents())
 def test_any_contents_come_back(tmp_path_factory: pytest.TempPathFactory, contents: ShardContents) -> None:
     held = [tensor for tensor in contents.tensors.values() if tensor.dtype.name not in torch_peer.CANNOT_HOLD]
     texts = {name: text for name, text in contents.strings.items() if name != NEST}
     contents = ShardContents.of(held, texts)
     folder = tmp_path_factory.mktemp("any")
     path = folder / "__0_0.distcp"
-    samples.write(dcp, str(path), contents)
+    sample_tensors.write(dcp, str(path), contents)
     manifest = dcp.locate(str(path))
-    assert samples.contents_of(manifest) == contents
+    assert sample_tensors.contents_of(manifest) == contents
     (folder / ".metadata").write_bytes(dcp.index([manifest]))
     opened = dcp.open_folder(str(folder))
     assert opened.strings == texts and set(opened.tensors) == set(contents.tensors)
@@ -300,7 +300,7 @@ def test_any_contents_come_back(tmp_path_factory: pytest.TempPathFactory, conten
 
 def test_a_file_that_ends_early(tmp_path: Path) -> None:
     path = tmp_path / "__0_0.distcp"
-    samples.write(dcp, str(path), ShardContents.of([SampleTensor.random("w", FLOAT, (3,))], {"note": "text"}))
+    sample_tensors.write(dcp, str(path), ShardContents.of([SampleTensor.random("w", FLOAT, (3,))], {"note": "text"}))
     whole = path.read_bytes()
     for length in range(1, len(whole), 97):
         path.write_bytes(whole[:length])

@@ -22,8 +22,8 @@ from support.torch_peer import Tensor
 from reshard_mpi.checkpoints.inspection import inspect
 from reshard_mpi.formats import torch
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.testing import samples
-from reshard_mpi.testing.samples import SampleTensor
+from reshard_mpi.testing import sample_tensors
+from reshard_mpi.testing.sample_tensors import SampleTensor
 
 W = np.arange(24, dtype=np.float32).reshape(6, 4)
 ODD = np.arange(5, dtype=np.float32)
@@ -82,7 +82,7 @@ def test_a_tensor_that_cannot_be_read(tmp_path: Path, what: str) -> None:
         shard = out if to == "dcp" else next(out.glob("rank_0/checkpoint_0.*"))
         assert list(facts_of(shard)["tensors"]) == ["w"]
     path = str(next((tmp_path / "torch").glob("rank_0/*.pt")))
-    assert samples.payload(torch.locate(path).tensors["w"]) == W.tobytes()
+    assert sample_tensors.payload(torch.locate(path).tensors["w"]) == W.tobytes()
     assert run_captured("verify", str(source), str(tmp_path / "torch"), "--exclude", pattern).code == 0
 
 
@@ -157,6 +157,6 @@ def test_any_of_them(tmp_path_factory: pytest.TempPathFactory, kinds: list[str],
     assert said.code == (0 if sound else 3), said.err
     if sound:
         located = torch.locate(str(folder / "out" / "rank_0" / "checkpoint_0.pt")).tensors
-        assert {name: samples.payload(entry) for name, entry in located.items()} == {
+        assert {name: sample_tensors.payload(entry) for name, entry in located.items()} == {
             name: arrays[name].tobytes() for name in sound
         }

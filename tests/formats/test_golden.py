@@ -9,8 +9,8 @@ from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.formats.protocol import reserve_file, seal_file
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.testing import samples
-from reshard_mpi.testing.samples import SampleTensor, ShardContents
+from reshard_mpi.testing import sample_tensors
+from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -30,7 +30,7 @@ def test_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "shard.ckpt"
     path.write_bytes(CHECKPOINT)
     manifest = ckpt.locate(str(path))
-    assert [(t.name, t.dtype.name, t.shape, samples.payload(t).hex()) for t in manifest.tensors.values()] == [
+    assert [(t.name, t.dtype.name, t.shape, sample_tensors.payload(t).hex()) for t in manifest.tensors.values()] == [
         ("w", "float32", (2, 3), "000000000000803f0000004000004040000080400000a040"),
         ("s", "float16", (), "0040"),
         ("epoch", "int64", (), "0300000000000000"),
@@ -63,7 +63,7 @@ def contents() -> ShardContents:
 def test_native_hdf5_version_1() -> None:
     manifest = hdf5.locate(str(GOLDEN / "native_v1.h5"))
     assert manifest.identity == IDENTITY
-    assert samples.contents_of(manifest) == contents()
+    assert sample_tensors.contents_of(manifest) == contents()
     assert list(manifest.tensors) == [*NAMES, "step", "none"]
     for name in NAMES:
         assert (manifest.tensors[name].box, manifest.tensors[name].global_shape) == (Box((3, 0), (6, 5)), (6, 5))
@@ -71,6 +71,6 @@ def test_native_hdf5_version_1() -> None:
 
 def test_native_hdf5_is_still_written_so(tmp_path: Path) -> None:
     path = tmp_path / "shard.h5"
-    samples.fill(reserve_file(hdf5, str(path), native_spec()), contents())
+    sample_tensors.fill(reserve_file(hdf5, str(path), native_spec()), contents())
     seal_file(hdf5, str(path))
     assert path.read_bytes() == (GOLDEN / "native_v1.h5").read_bytes()

@@ -15,7 +15,7 @@ from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import hdf5
 from reshard_mpi.formats.locations import ByteRanges, LibraryRead
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.testing.samples import payload
+from reshard_mpi.testing.sample_tensors import payload
 
 NUMBERS = np.arange(24, dtype=np.float32).reshape(4, 6)
 TYPES = ["i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "c8", "c16", "?"]

@@ -24,8 +24,8 @@ from support.hostile_hdf5 import (
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import files, hdf5
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.testing import samples
-from reshard_mpi.testing.samples import SampleTensor, ShardContents
+from reshard_mpi.testing import sample_tensors
+from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
 
 NUMBERS = np.arange(24, dtype=np.float32).reshape(4, 6)
 
@@ -255,7 +255,7 @@ def test_native_shards_that_contradict_themselves(tmp_path: Path, case: str) -> 
     change, message = NATIVE[case]
     path = tmp_path / "shard.h5"
     tensors = [SampleTensor.random(name, BY_NAME["float32"], (4, 6)) for name in ("w", ".")]
-    samples.write(hdf5, str(path), ShardContents.of(tensors))
+    sample_tensors.write(hdf5, str(path), ShardContents.of(tensors))
     with h5py.File(path, "a") as file:
         change(file)
     with pytest.raises(ShardError, match=message) as caught:

@@ -25,8 +25,8 @@ from reshard_mpi.formats.locations import ByteRange
 from reshard_mpi.formats.manifest import Manifest, ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.formats.protocol import reserve_file, seal_file
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.testing import samples, strategies
-from reshard_mpi.testing.samples import SampleTensor, ShardContents
+from reshard_mpi.testing import hypothesis_strategies, sample_tensors
+from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
 
 CONTENTS = ShardContents.of(SampleTensor.random(name, BY_NAME["float32"], (3, 5)) for name in "klmnopqrstuvw")
 
@@ -58,11 +58,11 @@ def end_of(path: Path) -> int:
     return end_bytes
 
 
-@given(contents=strategies.contents())
+@given(contents=hypothesis_strategies.contents())
 def test_both_ways_find_the_same(contents: ShardContents) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "shard.h5"
-        samples.write(hdf5, str(path), contents)
+        sample_tensors.write(hdf5, str(path), contents)
         assert read_by_index(path) == located_by_library(path)
 
 
@@ -91,7 +91,7 @@ def test_any_type_and_shape(tmp_path: Path, dtype: DType, shape: tuple[int, ...]
 
 def test_sums_are_read_both_ways(tmp_path: Path) -> None:
     path = tmp_path / "shard.h5"
-    reserve_file(hdf5, str(path), samples.spec_of(CONTENTS)._replace(with_sums=True))
+    reserve_file(hdf5, str(path), sample_tensors.spec_of(CONTENTS)._replace(with_sums=True))
     before = hdf5.locate(str(path))
     sums = {name: 7 + number for number, name in enumerate(CONTENTS.tensors)}
     seal_file(hdf5, str(path), sums)
@@ -110,7 +110,7 @@ def changed(path: Path, content: bytes) -> Manifest | str:
 def test_any_byte_of_structure_changed(tmp_path: Path) -> None:
     """What the index says is believed only where all is as it was written; else the library says what there is."""
     path = tmp_path / "shard.h5"
-    samples.write(hdf5, str(path), CONTENTS)
+    sample_tensors.write(hdf5, str(path), CONTENTS)
     sound, manifest = path.read_bytes(), hdf5.locate(str(path))
     payloads = {
         offset for entry in manifest.tensors.values() for part in entry.source.ranges for offset in span_of(part)
@@ -133,7 +133,7 @@ def span_of(part: ByteRange) -> range:
 
 def test_sums_that_were_changed(tmp_path: Path) -> None:
     path = tmp_path / "shard.h5"
-    reserve_file(hdf5, str(path), samples.spec_of(CONTENTS)._replace(with_sums=True))
+    reserve_file(hdf5, str(path), sample_tensors.spec_of(CONTENTS)._replace(with_sums=True))
     sums = {name: 7 + at for at, name in enumerate(CONTENTS.tensors)}
     seal_file(hdf5, str(path), sums)
     content = bytearray(path.read_bytes())
@@ -195,7 +195,7 @@ def with_index(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 @pytest.mark.parametrize("lie", LIES)
 def test_lies(tmp_path: Path, lie: str) -> None:
     path = tmp_path / "shard.h5"
-    samples.write(hdf5, str(path), CONTENTS)
+    sample_tensors.write(hdf5, str(path), CONTENTS)
     expected = located_by_library(path)
     with_index(path, lambda facts: None)
     assert read_by_index(path) == expected
@@ -212,7 +212,7 @@ NO_INDEX = (b"", b"{", b"[]", b"1", b"null", b"[" * 100_000, b"\xff", b"[" + b"1
 @pytest.mark.parametrize("text", NO_INDEX, ids=range(len(NO_INDEX)))
 def test_bodies_that_are_no_index(tmp_path: Path, text: bytes) -> None:
     path = tmp_path / "shard.h5"
-    samples.write(hdf5, str(path), CONTENTS)
+    sample_tensors.write(hdf5, str(path), CONTENTS)
     content, end = path.read_bytes(), end_of(path)
     path.write_bytes(content[:end] + struct.pack("<8sIIIQ", index.MARK, zlib.crc32(text), 0, 0, len(text)) + text)
     assert read_by_index(path) is None
@@ -222,7 +222,7 @@ def test_bodies_that_are_no_index(tmp_path: Path, text: bytes) -> None:
 def test_lengths(tmp_path: Path) -> None:
     """A file that was cut, or goes on, is refused as any HDF5 file; one without its index is a native shard still."""
     path = tmp_path / "shard.h5"
-    samples.write(hdf5, str(path), CONTENTS)
+    sample_tensors.write(hdf5, str(path), CONTENTS)
     content, end = path.read_bytes(), end_of(path)
     manifest = located(path)
     assert changed(path, content[:end]) == manifest
@@ -261,7 +261,7 @@ def compressed(file: h5py.File) -> None:
 @pytest.mark.parametrize("edit", [more_attributes, another_offset, narrower_numbers, two_names, compressed])
 def test_edited_by_h5py(tmp_path: Path, edit: Callable[[h5py.File], None]) -> None:
     path = tmp_path / "shard.h5"
-    samples.write(hdf5, str(path), CONTENTS)
+    sample_tensors.write(hdf5, str(path), CONTENTS)
     with h5py.File(path, "a") as file:
         edit(file)
     assert read_by_index(path) is None
@@ -271,7 +271,7 @@ def test_edited_by_h5py(tmp_path: Path, edit: Callable[[h5py.File], None]) -> No
 def test_a_file_after_other_content(tmp_path: Path) -> None:
     """Addresses in a file with a user block are no offsets."""
     path = tmp_path / "shard.h5"
-    samples.write(hdf5, str(path), CONTENTS)
+    sample_tensors.write(hdf5, str(path), CONTENTS)
     shard = path.read_bytes()
     path.write_bytes(bytes(512) + shard)
     assert located(path) == located_by_library(path)

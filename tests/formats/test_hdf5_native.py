@@ -14,15 +14,17 @@ from reshard_mpi.formats.dtypes import BY_NAME, to_numpy
 from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.formats.protocol import reserve_file
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.testing import samples
-from reshard_mpi.testing.samples import SampleTensor, ShardContents
+from reshard_mpi.testing import sample_tensors
+from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
 
 
 @pytest.mark.parametrize("name", [n for n in BY_NAME if n not in ("int4", "hifloat8") and not n.startswith("float8")])
 def test_h5py_shows_the_numbers(tmp_path: Path, name: str) -> None:
     path = tmp_path / "shard.h5"
     numbers = np.array([[0, 1, 2], [3, 64, 127]]).astype(to_numpy(BY_NAME[name]))
-    samples.write(hdf5, str(path), ShardContents.of([SampleTensor("w", BY_NAME[name], (2, 3), numbers.tobytes())]))
+    sample_tensors.write(
+        hdf5, str(path), ShardContents.of([SampleTensor("w", BY_NAME[name], (2, 3), numbers.tobytes())])
+    )
     with h5py.File(path) as file:
         shown = file["w"][()]
         assert shown.dtype == ("float32" if name == "bfloat16" else name)
@@ -34,11 +36,11 @@ def test_h5py_shows_the_numbers(tmp_path: Path, name: str) -> None:
 def test_types_hdf5_has_not_are_shown_as_bytes(tmp_path: Path, name: str, shown: str) -> None:
     path = tmp_path / "shard.h5"
     sample = SampleTensor.random("w", BY_NAME[name], (9,))
-    samples.write(hdf5, str(path), ShardContents.of([sample]))
+    sample_tensors.write(hdf5, str(path), ShardContents.of([sample]))
     with h5py.File(path) as file:
         assert file["w"].dtype == shown
         assert file["w"][()].tobytes() == sample.content
-    assert samples.contents_of(hdf5.locate(str(path))) == ShardContents.of([sample])
+    assert sample_tensors.contents_of(hdf5.locate(str(path))) == ShardContents.of([sample])
 
 
 def test_a_shard_describes_itself(tmp_path: Path) -> None:
@@ -80,7 +82,9 @@ def test_nothing_is_written_for_payloads(tmp_path: Path) -> None:
 def test_escaped_names_are_readable(tmp_path: Path) -> None:
     path = tmp_path / "shard.h5"
     names = [".", "a", "a/b"]
-    samples.write(hdf5, str(path), ShardContents.of(SampleTensor.random(n, BY_NAME["int8"], (1,)) for n in names))
+    sample_tensors.write(
+        hdf5, str(path), ShardContents.of(SampleTensor.random(n, BY_NAME["int8"], (1,)) for n in names)
+    )
     with h5py.File(path) as file:
         assert set(file) == {"a", "__reshard_mpi__"}
         escaped = file["__reshard_mpi__/tensors"]

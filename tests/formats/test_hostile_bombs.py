@@ -27,10 +27,10 @@ from reshard_mpi.formats.ckpt.wire import encode_header
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.files import MAX_TENSORS
 from reshard_mpi.formats.manifest import ShardIdentity
-from reshard_mpi.protobuf import encode_length, encode_varint
+from reshard_mpi.protobuf_wire import encode_length, encode_varint
 from reshard_mpi.sharding.strategy.json_checks import MAX_FILE_BYTES
-from reshard_mpi.testing import samples
-from reshard_mpi.testing.samples import SampleTensor, ShardContents
+from reshard_mpi.testing import sample_tensors
+from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
 from reshard_mpi.text import MIB
 
 GROWTH_BYTES = 64 << 20
@@ -175,7 +175,7 @@ def a_long_text(path: Path) -> None:
 
 
 def native(path: Path, *, strategy: str = "", contents: bytes | None = None) -> None:
-    samples.write(hdf5, str(path), ShardContents({}), ShardIdentity(0, 1, strategy))
+    sample_tensors.write(hdf5, str(path), ShardContents({}), ShardIdentity(0, 1, strategy))
     if contents is not None:
         with h5py.File(path, "a", libver=("v108", "v108")) as file:
             del file["__reshard_mpi__/contents"]
@@ -203,7 +203,9 @@ def contents_of_levels(path: Path) -> None:
 def a_header_of_gigabytes(path: Path) -> None:
     """A piece of the root's header has the length of a file that is nothing but a hole."""
     names = [f"w{number}" for number in range(40)]  # with few, the root's header is in pieces as it is
-    samples.write(hdf5, str(path), ShardContents.of(SampleTensor.random(name, BY_NAME["int8"], (1,)) for name in names))
+    sample_tensors.write(
+        hdf5, str(path), ShardContents.of(SampleTensor.random(name, BY_NAME["int8"], (1,)) for name in names)
+    )
     content, size_bytes = bytearray(path.read_bytes()), 3 << 30
     piece = len(content)
     content += b"OCHK"

@@ -24,8 +24,8 @@ from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import ShardIdentity
 from reshard_mpi.sharding.placement import unsharded
 from reshard_mpi.sharding.strategy import table
-from reshard_mpi.testing import samples
-from reshard_mpi.testing.samples import SampleTensor, ShardContents
+from reshard_mpi.testing import sample_tensors
+from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
 
 NUMBERS = np.arange(24, dtype=np.float32).reshape(4, 6)
 NAMES = [
@@ -57,7 +57,7 @@ def test_names_are_not_paths(tmp_path: Path, kind: str, to: str) -> None:
     if kind == "ckpt":
         ckpt_peer.write(src / "w.ckpt", contents)
     else:
-        samples.write(hdf5, str(src / "w.h5"), contents, ShardIdentity(0, 1, table.dumps(unsharded())))
+        sample_tensors.write(hdf5, str(src / "w.h5"), contents, ShardIdentity(0, 1, table.dumps(unsharded())))
     before = files_in(tmp_path)
     run_apart("transform", src, dst, "--to", to, check=True)
     written = {name for name in files_in(tmp_path) - before if "/.reshard_mpi/" not in name}

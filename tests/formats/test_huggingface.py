@@ -25,7 +25,7 @@ from reshard_mpi.formats.manifest import SpecKind, Specs
 from reshard_mpi.formats.safetensors import huggingface
 from reshard_mpi.planning.target_layouts import filled_files, strategy_of
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.testing.samples import SampleTensor, ShardContents
+from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
 
 GOLDEN = Path(__file__).parent / "golden" / "hugging_face"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"

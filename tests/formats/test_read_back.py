@@ -11,7 +11,7 @@ from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import files
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.protocol import reserve_file, seal_file
-from reshard_mpi.testing.samples import SampleTensor, ShardContents, spec_of
+from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents, spec_of
 
 
 def contents(count: int, length: int) -> ShardContents:

@@ -18,8 +18,8 @@ from reshard_mpi.formats import safetensors
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.protocol import reserve_file, seal_file
 from reshard_mpi.formats.safetensors.reader import MAX_STRING_BYTES
-from reshard_mpi.testing import samples, strategies
-from reshard_mpi.testing.samples import SampleTensor, ShardContents
+from reshard_mpi.testing import hypothesis_strategies, sample_tensors
+from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
 
 reference = pytest.importorskip("safetensors")
 
@@ -33,11 +33,11 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write(path: Path, contents: ShardContents, *, crc: bool = False) -> None:
-    spec = samples.spec_of(contents)
+    spec = sample_tensors.spec_of(contents)
     size_bytes = safetensors.size_at_most_bytes(spec, crc=crc)
     path.unlink(missing_ok=True)
     meant = reserve_file(safetensors, str(path), spec)
-    samples.fill(meant, contents)
+    sample_tensors.fill(meant, contents)
     seal_file(safetensors, str(path), crc=crc)
     safetensors.read_back(meant)
     assert path.stat().st_size == size_bytes
@@ -57,7 +57,7 @@ def holdable(contents: ShardContents) -> ShardContents:
     )
 
 
-@given(contents=strategies.contents())
+@given(contents=hypothesis_strategies.contents())
 def test_the_reference_reads_what_is_written(path: Path, contents: ShardContents) -> None:
     contents = holdable(contents)
     write(path, contents)
@@ -67,7 +67,7 @@ def test_the_reference_reads_what_is_written(path: Path, contents: ShardContents
         assert tuple(found[name]["shape"]) == tensor.shape and bytes(found[name]["data"]) == tensor.content
 
 
-@given(contents=strategies.contents())
+@given(contents=hypothesis_strategies.contents())
 def test_what_the_reference_writes_is_read(path: Path, contents: ShardContents) -> None:
     contents = holdable(contents)
     arrays = {name: np.frombuffer(tensor.content, np.uint8) for name, tensor in contents.tensors.items()}
@@ -83,7 +83,7 @@ def test_what_the_reference_writes_is_read(path: Path, contents: ShardContents) 
     metadata = {"__reshard_mpi__:" + name: text for name, text in contents.strings.items()}
     path.unlink(missing_ok=True)
     path.write_bytes(reference.serialize(tensors, metadata or None))  # of no entries it makes a file that it refuses
-    assert samples.contents_of(safetensors.locate(str(path))) == contents
+    assert sample_tensors.contents_of(safetensors.locate(str(path))) == contents
 
 
 def test_large_tensors_can_share_blocks(tmp_path: Path) -> None:
@@ -103,10 +103,10 @@ def test_large_tensors_can_share_blocks(tmp_path: Path) -> None:
     assert list(held) == ["large", "page", "larger", "wide", "p", "odd", "small", "none"]
     starts = {name: held.offsets[number] for name, number in held.index_by_name.items()}
     assert all(starts[name] % 4096 == 0 for name in ("large", "page", "larger", "wide"))
-    assert samples.contents_of(safetensors.locate(str(path))) == ShardContents.of(tensors)
+    assert sample_tensors.contents_of(safetensors.locate(str(path))) == ShardContents.of(tensors)
 
 
-@given(contents=strategies.contents())
+@given(contents=hypothesis_strategies.contents())
 def test_every_tensor_begins_at_a_multiple_of_its_element(path: Path, contents: ShardContents) -> None:
     write(path, holdable(contents))
     for entry in safetensors.locate(str(path)).tensors.values():
@@ -130,8 +130,8 @@ def test_every_type_that_mindspore_saves() -> None:
     held = safetensors.locate(str(MINDSPORE / "types.safetensors"))
     for name, entry in held.tensors.items():
         assert entry.dtype.name == {"empty": "float32", "scalar": "float32"}.get(name, name)
-    assert samples.payload(held.tensors["int4"]) == bytes([1, 2, 0xFD, 4])
-    assert samples.payload(held.tensors["int16"]) == np.arange(4, dtype=np.int16).tobytes()
+    assert sample_tensors.payload(held.tensors["int4"]) == bytes([1, 2, 0xFD, 4])
+    assert sample_tensors.payload(held.tensors["int16"]) == np.arange(4, dtype=np.int16).tobytes()
     assert held.tensors["empty"].shape == (0, 3) and held.tensors["scalar"].shape == ()
 
 
@@ -144,7 +144,7 @@ def test_the_checksum_that_mindspore_saves(tmp_path: Path) -> None:
     with pytest.raises(ShardError, match="checksum"):
         safetensors.check_crc(str(damaged))
     ours = tmp_path / "ours.safetensors"
-    write(ours, samples.contents_of(safetensors.locate(str(path))), crc=True)
+    write(ours, sample_tensors.contents_of(safetensors.locate(str(path))), crc=True)
     assert header(ours)["__metadata__"]["crc_num"] == header(path)["__metadata__"]["crc_num"] == "445106175"
 
 
@@ -173,7 +173,7 @@ def test_what_mindspore_cannot_check_is_refused(tmp_path: Path) -> None:
         SampleTensor.random("w", BY_NAME["bfloat16"], (2,)),
         SampleTensor.random("crc_num", BY_NAME["int8"], (2,)),
     ):
-        spec = samples.spec_of(ShardContents.of([tensor]))
+        spec = sample_tensors.spec_of(ShardContents.of([tensor]))
         assert safetensors.size_at_most_bytes(spec)
         with pytest.raises(TargetError, match=tensor.name):
             safetensors.size_at_most_bytes(spec, crc=True)
@@ -193,13 +193,13 @@ def test_names_that_the_header_has_for_itself(tmp_path: Path) -> None:
     write(path, ShardContents.of(named))
     # MindSpore would take the entry for the tensor's type.
     assert header(path)["__metadata__"] == {}
-    assert samples.contents_of(safetensors.locate(str(path))) == ShardContents.of(named)
+    assert sample_tensors.contents_of(safetensors.locate(str(path))) == ShardContents.of(named)
     for contents in (
         ShardContents.of([SampleTensor.random("__metadata__", BY_NAME["int8"], (2,))]),
         ShardContents.of([SampleTensor.random("__reshard_mpi__:format", BY_NAME["int8"], (2,))], {"format": "x"}),
     ):
         with pytest.raises(TargetError, match="cannot be called"):
-            safetensors.size_at_most_bytes(samples.spec_of(contents))
+            safetensors.size_at_most_bytes(sample_tensors.spec_of(contents))
 
 
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=2000), cut=st.integers(65_000, 66_000))

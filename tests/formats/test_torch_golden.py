@@ -19,7 +19,7 @@ from reshard_mpi.formats.locations import StridedView
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.sharding.placement import Placement
 from reshard_mpi.sharding.strategy import table
-from reshard_mpi.testing import samples
+from reshard_mpi.testing import sample_tensors
 
 GOLDEN = Path(__file__).parent / "golden" / "torch"
 EXPECTED = json.loads((GOLDEN / "expected.json").read_text())
@@ -29,7 +29,7 @@ RANKS = [GOLDEN / "dtensor_ranks" / f"model_world_size_4_rank_{rank}.pt" for ran
 def facts(manifest: Manifest) -> dict[str, object]:
     return {
         name: {
-            "crc32": zlib.crc32(samples.payload(entry)),
+            "crc32": zlib.crc32(sample_tensors.payload(entry)),
             "dtype": entry.dtype.name,
             "shape": list(entry.shape),
         }
@@ -80,10 +80,10 @@ def test_a_flat_file_has_no_nest() -> None:
 @pytest.mark.parametrize("name", ["train.pth", "plain.pt"])
 def test_written_again_it_is_the_same(tmp_path: Path, name: str) -> None:
     path = tmp_path / "shard.pt"
-    contents = samples.contents_of(torch.locate(str(GOLDEN / name)))
-    samples.write(torch, str(path), contents)
-    assert samples.contents_of(torch.locate(str(path))) == contents
-    assert path.stat().st_size <= torch.size_at_most_bytes(samples.spec_of(contents))
+    contents = sample_tensors.contents_of(torch.locate(str(GOLDEN / name)))
+    sample_tensors.write(torch, str(path), contents)
+    assert sample_tensors.contents_of(torch.locate(str(path))) == contents
+    assert path.stat().st_size <= torch.size_at_most_bytes(sample_tensors.spec_of(contents))
 
 
 def test_ranks_of_distributed_tensors_describe_themselves() -> None:
@@ -102,4 +102,7 @@ def test_ranks_of_distributed_tensors_describe_themselves() -> None:
     }
     for manifest in manifests:
         plain = manifest.tensors["plain"]
-        assert plain.box is None and zlib.crc32(samples.payload(plain)) == EXPECTED["dtensor_ranks"]["plain"]["crc32"]
+        assert (
+            plain.box is None
+            and zlib.crc32(sample_tensors.payload(plain)) == EXPECTED["dtensor_ranks"]["plain"]["crc32"]
+        )

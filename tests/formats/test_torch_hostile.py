@@ -21,8 +21,8 @@ from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import torch
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.locations import ByteRanges, StridedView
-from reshard_mpi.testing import samples
-from reshard_mpi.testing.samples import SampleTensor, ShardContents
+from reshard_mpi.testing import sample_tensors
+from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
 
 GOLDEN = Path(__file__).parent / "golden" / "torch"
 FLOATS = struct.pack("=6f", *range(6))
@@ -353,7 +353,7 @@ def test_older_files_with_a_quantized_tensor(
         torch.locate(str(tmp_path / "net.pt"))
     assert got in error.value.got
     older(tmp_path / "net.pt", {"w": tensor()}, {"0": (6, FLOATS)})
-    assert samples.payload(torch.locate(str(tmp_path / "net.pt")).tensors["w"]) == FLOATS
+    assert sample_tensors.payload(torch.locate(str(tmp_path / "net.pt")).tensors["w"]) == FLOATS
 
 
 def test_a_compressed_program(tmp_path: Path) -> None:
@@ -372,7 +372,7 @@ def test_every_protocol(tmp_path: Path, protocol: int) -> None:
     samples_ = [SampleTensor.random("w", BY_NAME["float32"], (2, 3)), SampleTensor.random("u", BY_NAME["uint16"], (3,))]
     value = {sample.name: torch_peer.tensor(sample, str(at)) for at, sample in enumerate(samples_)}
     torch_peer.save(tmp_path / "net.pt", value, protocol=protocol)
-    assert samples.contents_of(torch.locate(str(tmp_path / "net.pt"))) == ShardContents.of(samples_)
+    assert sample_tensors.contents_of(torch.locate(str(tmp_path / "net.pt"))) == ShardContents.of(samples_)
 
 
 def test_the_other_byte_order(tmp_path: Path) -> None:
@@ -384,8 +384,8 @@ def test_the_other_byte_order(tmp_path: Path) -> None:
     tensors = torch.locate(str(tmp_path / "net.pt")).tensors
     assert isinstance(tensors["w"].source, ByteRanges) and tensors["w"].source.swapped
     assert isinstance(tensors["t"].source, StridedView) and tensors["t"].source.swapped
-    assert samples.payload(tensors["w"]) == FLOATS
-    assert struct.unpack("=6f", samples.payload(tensors["t"])) == (0, 3, 1, 4, 2, 5)
+    assert sample_tensors.payload(tensors["w"]) == FLOATS
+    assert struct.unpack("=6f", sample_tensors.payload(tensors["t"])) == (0, 3, 1, 4, 2, 5)
 
 
 def test_views_lie_in_the_storage_that_they_share(tmp_path: Path) -> None:
@@ -400,7 +400,8 @@ def test_views_lie_in_the_storage_that_they_share(tmp_path: Path) -> None:
     torch_peer.save(tmp_path / "net.pt", views)
     tensors = torch.locate(str(tmp_path / "net.pt")).tensors
     values = {
-        name: struct.unpack(f"={entry.size_bytes // 4}f", samples.payload(entry)) for name, entry in tensors.items()
+        name: struct.unpack(f"={entry.size_bytes // 4}f", sample_tensors.payload(entry))
+        for name, entry in tensors.items()
     }
     assert values == {
         "row": (3, 4, 5),
@@ -430,4 +431,4 @@ def test_a_type_that_is_not_known_here_is_refused(tmp_path: Path) -> None:
 
 def test_conjugated_bits_that_are_not_set(tmp_path: Path) -> None:
     torch_peer.save(tmp_path / "net.pt", {"w": tensor(None, 0, (2, 3), (3, 1), {"conj": False})})
-    assert samples.payload(torch.locate(str(tmp_path / "net.pt")).tensors["w"]) == FLOATS
+    assert sample_tensors.payload(torch.locate(str(tmp_path / "net.pt")).tensors["w"]) == FLOATS

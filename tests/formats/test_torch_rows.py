@@ -17,7 +17,7 @@ from reshard_mpi.formats.torch.bulk_tensors import Storages, TensorRunReader
 from reshard_mpi.formats.torch.pickle_hooks import PickleError, PickleHooks
 from reshard_mpi.formats.torch.tensors import CALLS, REBUILD
 from reshard_mpi.formats.torch.unpickler import load
-from reshard_mpi.testing.samples import SampleTensor
+from reshard_mpi.testing.sample_tensors import SampleTensor
 
 TYPES = st.sampled_from(["float32", "bfloat16", "int8", "bool", "uint16"])
 SHAPES = st.sampled_from([(), (3,), (2, 3), (2, 3, 1), (1, 2, 1, 2), (1, 1, 1, 1, 2), (0, 4), (300,), (70_000, 0)])

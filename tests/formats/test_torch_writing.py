@@ -21,10 +21,10 @@ from reshard_mpi.formats import nest, torch
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.formats.protocol import reserve_file
-from reshard_mpi.formats.torch import layout
+from reshard_mpi.formats.torch import archive_layout
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.testing import samples
-from reshard_mpi.testing.samples import SampleTensor, ShardContents
+from reshard_mpi.testing import sample_tensors
+from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
 
 NEST = (
     '{"dict":[["epoch",3],["model",{"call":["collections","OrderedDict",[]],"dict":[]}],'
@@ -52,7 +52,7 @@ def shown(value: Any) -> Any:
 
 
 def test_the_nest_is_made_again(tmp_path: Path) -> None:
-    samples.write(torch, str(tmp_path / "net.pt"), CONTENTS)
+    sample_tensors.write(torch, str(tmp_path / "net.pt"), CONTENTS)
     exp_avg, weight, step, bias = (sample.content for sample in TENSORS)
     expected = {
         "epoch": 3,
@@ -67,9 +67,9 @@ def test_the_nest_is_made_again(tmp_path: Path) -> None:
 
 def test_order_and_strings_are_those_that_were_given(tmp_path: Path) -> None:
     path = tmp_path / "net.pt"
-    written = samples.write(torch, str(path), CONTENTS)
+    written = sample_tensors.write(torch, str(path), CONTENTS)
     located = torch.locate(str(path))
-    assert samples.contents_of(located) == CONTENTS
+    assert sample_tensors.contents_of(located) == CONTENTS
     assert list(located.tensors) == list(CONTENTS.tensors)
     torch.read_back(written)
 
@@ -77,7 +77,7 @@ def test_order_and_strings_are_those_that_were_given(tmp_path: Path) -> None:
 @pytest.mark.parametrize("at", [3, 100, -1, -30, -150])
 def test_a_structure_that_is_not_what_was_meant(tmp_path: Path, at: int) -> None:
     path = tmp_path / "net.pt"
-    written = samples.write(torch, str(path), CONTENTS)
+    written = sample_tensors.write(torch, str(path), CONTENTS)
     content = bytearray(path.read_bytes())
     content[at] ^= 1
     path.write_bytes(content)
@@ -115,7 +115,7 @@ def test_files_that_differ_in_payloads_alone_have_the_same_structure(tmp_path: P
     for number in range(2):
         tensors = [SampleTensor.random(t.name, t.dtype, t.shape, seed=number) for t in TENSORS]
         path = tmp_path / f"{number}.pt"
-        meant = samples.write(torch, str(path), ShardContents.of(tensors, CONTENTS.strings))
+        meant = sample_tensors.write(torch, str(path), ShardContents.of(tensors, CONTENTS.strings))
         structures |= {meant.header_digest, torch.locate(str(path)).header_digest}
     assert len(structures) == 1
 
@@ -123,7 +123,7 @@ def test_files_that_differ_in_payloads_alone_have_the_same_structure(tmp_path: P
 def test_what_others_have_changed_is_read_as_it_is(tmp_path: Path) -> None:
     """The record of strings is of one pickle: where it is another, the pickle tells."""
     path = tmp_path / "net.pt"
-    samples.write(torch, str(path), CONTENTS)
+    sample_tensors.write(torch, str(path), CONTENTS)
     with zipfile.ZipFile(path) as opened:
         members = {name.removeprefix("archive/"): opened.read(name) for name in opened.namelist()}
     members["data.pkl"] = members["data.pkl"].replace(b"\x05\x00\x00\x00epoch", b"\x05\x00\x00\x00epooh")
@@ -166,7 +166,7 @@ def test_nests_that_do_not_fit(tmp_path: Path, text: str, problem: str) -> None:
 
 
 def test_payloads_begin_at_multiples_of_64(tmp_path: Path) -> None:
-    manifest = samples.write(torch, str(tmp_path / "net.pt"), CONTENTS)
+    manifest = sample_tensors.write(torch, str(tmp_path / "net.pt"), CONTENTS)
     assert all(start % 64 == 0 for start in manifest.tensors.offsets)
     with zipfile.ZipFile(tmp_path / "net.pt") as opened:
         names = [info.filename for info in opened.infolist()]
@@ -186,23 +186,23 @@ def test_the_layout_is_that_of_torch(name: str) -> None:
     members, at = [], 0
     for info in infos:
         short = info.filename.partition("/")[2]
-        member = layout.placed(short, info.file_size, at, info.CRC)._replace(name=info.filename.encode())
+        member = archive_layout.placed(short, info.file_size, at, info.CRC)._replace(name=info.filename.encode())
         header_bytes = struct.unpack_from("<2H", content, at + 26)
         member = member._replace(payload_start=at + 30 + sum(header_bytes))
-        assert layout.local_header(member) == content[at : member.payload_start]
+        assert archive_layout.local_header(member) == content[at : member.payload_start]
         end = member.payload_start + member.size_bytes
-        assert layout.descriptor(member) == content[end : member.end]
+        assert archive_layout.descriptor(member) == content[end : member.end]
         members.append(member)
         at = member.end
-    assert layout.ends(members, at) == content[at:]
+    assert archive_layout.ends(members, at) == content[at:]
 
 
 def test_padding_reaches_the_next_multiple_of_64() -> None:
     for length in range(130):
-        member = layout.placed("n" * length, 5, 1000 + length)
+        member = archive_layout.placed("n" * length, 5, 1000 + length)
         assert member.payload_start % 64 == 0
-        header = layout.local_header(member)
-        assert len(header) == member.payload_start - member.header_start < layout.MEMBER_BYTES + length
+        header = archive_layout.local_header(member)
+        assert len(header) == member.payload_start - member.header_start < archive_layout.MEMBER_BYTES + length
         assert len(header) < 30 + len(member.name) + 4 + 64
 
 
@@ -220,7 +220,7 @@ def test_members_beyond_4_gib(tmp_path: Path, size_bytes: int) -> None:
 
 def test_checksums_are_there_when_it_is_sealed(tmp_path: Path) -> None:
     path = tmp_path / "net.pt"
-    manifest = samples.write(torch, str(path), CONTENTS)
+    manifest = sample_tensors.write(torch, str(path), CONTENTS)
     assert torch.check_crc(str(path))
     start = manifest.tensors.offsets[0]
     fd = os.open(path, os.O_RDWR)
@@ -235,5 +235,5 @@ def test_files_without_checksums(tmp_path: Path) -> None:
     golden = Path(__file__).parent / "golden" / "torch"
     assert torch.check_crc(str(golden / "train.pth"))
     assert not torch.check_crc(str(golden / "legacy.pth"))
-    reserve_file(torch, str(tmp_path / "net.pt"), samples.spec_of(CONTENTS))
+    reserve_file(torch, str(tmp_path / "net.pt"), sample_tensors.spec_of(CONTENTS))
     assert not torch.check_crc(str(tmp_path / "net.pt"))

@@ -17,7 +17,7 @@ from support.toys import in_the_table
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.testing.conformance import FormatConformance
-from reshard_mpi.testing.samples import SampleTensor, ShardContents
+from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
 
 __all__ = ["in_the_table"]
 

@@ -17,7 +17,7 @@ from reshard_mpi.formats.tensor_table import (
     TensorTable,
     TensorType,
 )
-from reshard_mpi.planning.model import Copy, RankPlan, TensorPlan
+from reshard_mpi.planning.rank_plan import Copy, RankPlan, TensorPlan
 from reshard_mpi.sharding.box import Box
 
 FLOAT32, BFLOAT16, INT32 = BY_NAME["float32"], BY_NAME["bfloat16"], BY_NAME["int32"]

@@ -27,8 +27,8 @@ with atheris.instrument_imports(include=["reshard_mpi", "tomllib", "json", "fnma
     import reshard_mpi.formats.safetensors.torch_dcp
     import reshard_mpi.formats.torch
     import reshard_mpi.mapping.apply
-    import reshard_mpi.sharding.strategy.files
-    import reshard_mpi.sharding.strategy.protobuf
+    import reshard_mpi.sharding.strategy.mindspore_protobuf
+    import reshard_mpi.sharding.strategy.strategy_files
     import reshard_mpi.sharding.strategy.toml  # noqa: F401
 
 

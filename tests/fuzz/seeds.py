@@ -27,12 +27,12 @@ from reshard_mpi.formats.safetensors import huggingface as safetensors_index
 from reshard_mpi.journal.identity import RunIdentity
 from reshard_mpi.journal.provenance import SourceFile, Sources
 from reshard_mpi.journal.records import TargetInputs, TargetRecord, TensorSum, digest_of_texts
-from reshard_mpi.planning.model import PrefixDigest, SharedFact, StageDigest
+from reshard_mpi.planning.rank_plan import PrefixDigest, SharedFact, StageDigest
 from reshard_mpi.sharding.strategy import mindspore_json, mindspore_layouts, table, toml
 from reshard_mpi.sharding.strategy.mindspore_json import RawLayout, StageFile, StrategyItem
-from reshard_mpi.sharding.strategy.protobuf import encode_protobuf
-from reshard_mpi.testing import samples
-from reshard_mpi.testing.samples import SampleTensor, ShardContents
+from reshard_mpi.sharding.strategy.mindspore_protobuf import encode_protobuf
+from reshard_mpi.testing import sample_tensors
+from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
 
 NUMBERS = np.arange(24, dtype=np.float32).reshape(4, 6)
 TENSORS = [
@@ -64,15 +64,15 @@ def ckpts(path: Path) -> Iterator[None]:
     path.write_bytes(ckpt_peer.value("w", (2, 3), "Int8", bytes(6)) + b"crc_num" + bytes(10))
     yield
     path.unlink()
-    samples.write(ckpt, str(path), CONTENTS)
+    sample_tensors.write(ckpt, str(path), CONTENTS)
     yield
 
 
 def safetensors_files(path: Path) -> Iterator[None]:
-    samples.write(safetensors, str(path), CONTENTS)
+    sample_tensors.write(safetensors, str(path), CONTENTS)
     yield
     path.unlink()
-    samples.write(safetensors, str(path), ShardContents.of(TENSORS[:2]))
+    sample_tensors.write(safetensors, str(path), ShardContents.of(TENSORS[:2]))
     seal_file(safetensors, str(path), crc=True)
     yield
     path.unlink()
@@ -123,12 +123,12 @@ def sharding_texts(path: Path) -> Iterator[None]:
 
 def native_shards(path: Path) -> Iterator[None]:
     placements = table.dumps(mindspore_layouts.to_strategy([StageFile(LAYOUTS, ITEMS)], ""))
-    samples.write(hdf5, str(path), CONTENTS, ShardIdentity(1, 4, placements))
+    sample_tensors.write(hdf5, str(path), CONTENTS, ShardIdentity(1, 4, placements))
     yield
     # So many that the library no longer keeps the links of a group side by side.
     many = [SampleTensor.random(f"layers.{number}.w", BY_NAME["float16"], (2,)) for number in range(11)]
     path.unlink()
-    samples.write(hdf5, str(path), ShardContents.of(many))
+    sample_tensors.write(hdf5, str(path), ShardContents.of(many))
     yield
     hdf5_peer.write(path, CONTENTS)
     yield
@@ -229,7 +229,7 @@ def torch_files(path: Path) -> Iterator[None]:
     torch_peer.write(path, CONTENTS)
     yield
     path.unlink()
-    samples.write(torch, str(path), CONTENTS)
+    sample_tensors.write(torch, str(path), CONTENTS)
     yield
     for name in ("legacy.pth", "dtensor_ranks/model_world_size_4_rank_2.pt"):
         path.write_bytes((TORCH_GOLDEN / name).read_bytes())
@@ -248,7 +248,7 @@ def torch_pickles(path: Path) -> Iterator[None]:
 
 
 def dcp_files(path: Path) -> Iterator[None]:
-    samples.write(dcp, str(path), CONTENTS)
+    sample_tensors.write(dcp, str(path), CONTENTS)
     yield
 
 
@@ -258,7 +258,7 @@ def dcp_metadata(path: Path) -> Iterator[None]:
     yield
     with TemporaryDirectory() as folder:
         file = str(Path(folder, "__0_0.distcp"))
-        path.write_bytes(dcp.index([samples.write(dcp, file, ShardContents.of(TENSORS, {"note": "a text"}))]))
+        path.write_bytes(dcp.index([sample_tensors.write(dcp, file, ShardContents.of(TENSORS, {"note": "a text"}))]))
         yield
         sample = SampleTensor.random("w", BY_NAME["float32"], (2,))
         tensors = {"w": dcp_peer.Listed("float32", (4,), [("__0_0.distcp", (at,), sample) for at in (0, 2)])}

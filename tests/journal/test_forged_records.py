@@ -23,7 +23,7 @@ from reshard_mpi.checkpoints.inspection import inspect
 from reshard_mpi.errors import ReshardError
 from reshard_mpi.journal.identity import COMMIT_ROOM, CommitRecord, RunIdentity
 from reshard_mpi.journal.records import RUN_ROOM, TARGET_ROOM, TargetInputs, TargetRecord, TensorSum, read_json, written
-from reshard_mpi.planning.model import StageDigest
+from reshard_mpi.planning.rank_plan import StageDigest
 from reshard_mpi.text import MIB
 
 RECORDS = ("run.json", "rank_0.json", "reshard.json")

@@ -22,12 +22,12 @@ from hypothesis import strategies as st
 
 from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.folders import Folder
-from reshard_mpi.journal import targets
+from reshard_mpi.journal import target_journal
 from reshard_mpi.journal.identity import RunIdentity
 from reshard_mpi.journal.publication import Publication, remove_stale_records
 from reshard_mpi.journal.records import TargetInputs, TargetRecord
-from reshard_mpi.journal.targets import Journal, Unrecorded
-from reshard_mpi.planning.model import PrefixDigest, SharedFact, StageDigest
+from reshard_mpi.journal.target_journal import Journal, Unrecorded
+from reshard_mpi.planning.rank_plan import PrefixDigest, SharedFact, StageDigest
 
 EVIDENCE = TargetInputs(
     (0, 1), StageDigest(0, "d1", 0), (SharedFact("global_step", "7", "/data/src/0"),), (PrefixDigest("seed", "d2", 1),)
@@ -38,8 +38,8 @@ FACTS = {"source": "/data/src", "prefix": "checkpoint_", "format": "ckpt", "targ
 HOLDER = """
 import sys, time
 from pathlib import Path
-from reshard_mpi.journal.targets import Journal
-from reshard_mpi.planning.model import StageDigest as Held
+from reshard_mpi.journal.target_journal import Journal
+from reshard_mpi.planning.rank_plan import StageDigest as Held
 from reshard_mpi.journal.identity import RunIdentity
 from reshard_mpi.journal.records import TargetInputs
 folder = Path(sys.argv[1])
@@ -257,7 +257,7 @@ def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
 def test_of_many_that_begin_at_once_one_names_the_run(tmp_path: Path) -> None:
     """Every process begins the same folder with settings of its own: exactly one of them may go on."""
     program = (
-        "import sys; from pathlib import Path; from reshard_mpi.journal.targets import Journal;"
+        "import sys; from pathlib import Path; from reshard_mpi.journal.target_journal import Journal;"
         "from reshard_mpi.journal.identity import RunIdentity;"
         "j = Journal(Path(sys.argv[1]), RunIdentity({'n': sys.argv[2]}), resume=False, overwrite=False);"
         "print('ready', flush=True); sys.stdin.readline(); j.begin()"
@@ -495,7 +495,7 @@ def test_one_at_a_time_names_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
         with (tmp_path / ".reshard_mpi" / "run.lock").open() as other, pytest.raises(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
-    monkeypatch.setattr(targets, "remove_stale", look)
+    monkeypatch.setattr(target_journal, "remove_stale", look)
     journal(tmp_path).begin()
     assert looked == [tmp_path / ".reshard_mpi" / "run.json"]
 

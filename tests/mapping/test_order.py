@@ -19,7 +19,7 @@ from reshard_mpi.errors import MapError, TargetError
 from reshard_mpi.formats import ckpt
 from reshard_mpi.formats.manifest import common_nest
 from reshard_mpi.formats.nest import NEST, agree, flatten_tree
-from reshard_mpi.testing import samples
+from reshard_mpi.testing import sample_tensors
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -133,10 +133,10 @@ def without_order(path: Path) -> None:
     form = formats.name_of(str(path))
     assert form is not None
     module = formats.by_name(form)
-    found = samples.contents_of(module.locate(str(path)))
+    found = sample_tensors.contents_of(module.locate(str(path)))
     nest = json.dumps(json.loads(found.strings[NEST])["nest"], separators=(",", ":"))
     path.unlink()
-    samples.write(module, str(path), samples.ShardContents(found.tensors, {NEST: nest}))
+    sample_tensors.write(module, str(path), sample_tensors.ShardContents(found.tensors, {NEST: nest}))
 
 
 @pytest.mark.parametrize("form", ["ckpt", "safetensors", "torch"])
@@ -238,11 +238,11 @@ WRONG_ORDERS += ['[0,"model.a",0,"model.a"]', f'[0,"{"x" * 5000}"]', f'[0,"{"x" 
 @pytest.mark.parametrize("order", WRONG_ORDERS, ids=range(len(WRONG_ORDERS)))
 def test_a_forged_order_is_refused(tmp_path: Path, order: str) -> None:
     between = made(source(tmp_path), tmp_path / "between", "ckpt", tmp_path)
-    found = samples.contents_of(ckpt.locate(str(between)))
+    found = sample_tensors.contents_of(ckpt.locate(str(between)))
     root = json.dumps(json.loads(found.strings[NEST])["nest"])
     between.unlink()
     forged = {NEST: f'{{"nest":{root},"order":{order}}}'}
-    samples.write(ckpt, str(between), samples.ShardContents(found.tensors, forged))
+    sample_tensors.write(ckpt, str(between), sample_tensors.ShardContents(found.tensors, forged))
     (tmp_path / "map.toml").write_text(MAP)
     with pytest.raises(TargetError, match="order of a nest"):
         made(between, tmp_path / "back", "torch", tmp_path)

@@ -19,7 +19,7 @@ from support.examples import many
 
 import reshard_mpi
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.testing.samples import SampleTensor
+from reshard_mpi.testing.sample_tensors import SampleTensor
 
 FORMATS = st.sampled_from(["ckpt", "hdf5", "safetensors", "torch", "dcp"])
 SHAPES = st.sampled_from([(2, 3), (2, 3), (4,), ()])

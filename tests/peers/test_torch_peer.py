@@ -17,8 +17,8 @@ import pytest
 import reshard_mpi
 from reshard_mpi.formats import torch as torch_format
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.testing import samples
-from reshard_mpi.testing.samples import SampleTensor, ShardContents
+from reshard_mpi.testing import sample_tensors
+from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
 
 torch = pytest.importorskip("torch")
 from support.torch_peer import CANNOT_HOLD  # noqa: E402
@@ -147,7 +147,7 @@ def all_types() -> ShardContents:
 def test_every_type_is_loaded(tmp_path: Path, options: dict[str, bool], offsets: bool) -> None:
     """Also where torch computes the places of storages as its own writer puts them, without looking."""
     path, contents = tmp_path / "net.pt", all_types()
-    samples.write(torch_format, str(path), contents)
+    sample_tensors.write(torch_format, str(path), contents)
     config.load.calculate_storage_offsets = offsets
     try:
         loaded = torch.load(path, weights_only=True, **options)
@@ -165,9 +165,9 @@ def test_every_type_is_loaded(tmp_path: Path, options: dict[str, bool], offsets:
 @pytest.mark.parametrize("options", [{}, {"_use_new_zipfile_serialization": False}, {"pickle_protocol": 4}], ids=str)
 def test_every_type_is_located(tmp_path: Path, options: dict[str, Any]) -> None:
     contents = all_types()
-    samples.write(torch_format, str(tmp_path / "ours.pt"), contents)
+    sample_tensors.write(torch_format, str(tmp_path / "ours.pt"), contents)
     torch.save(torch.load(tmp_path / "ours.pt", weights_only=True), tmp_path / "theirs.pt", **options)
-    assert samples.contents_of(torch_format.locate(str(tmp_path / "theirs.pt"))) == contents
+    assert sample_tensors.contents_of(torch_format.locate(str(tmp_path / "theirs.pt"))) == contents
 
 
 VIEWS = {
@@ -192,7 +192,7 @@ def test_views_are_read_as_torch_shows_them(tmp_path: Path, dtype: str) -> None:
         if name != "parameter" or dtype in ("float32", "bfloat16", "complex128"):
             views[name] = view(base)
     torch.save(views, tmp_path / "views.pt")
-    found = samples.contents_of(torch_format.locate(str(tmp_path / "views.pt"))).tensors
+    found = sample_tensors.contents_of(torch_format.locate(str(tmp_path / "views.pt"))).tensors
     expected = torch.load(tmp_path / "views.pt", weights_only=True)
     assert {name: tensor.content for name, tensor in found.items()} == {
         name: bits(tensor) for name, tensor in expected.items()

@@ -22,12 +22,12 @@ from reshard_mpi.checkpoints.discovery import find_shards
 from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.engine import compare
 from reshard_mpi.engine.compare import excerpt
-from reshard_mpi.engine.files import Files
+from reshard_mpi.engine.open_files import Files
 from reshard_mpi.errors import DisagreementError, StrategyError
 from reshard_mpi.formats.locations import ByteRange, LibraryRead
 from reshard_mpi.formats.tensor_table import TensorEntry
-from reshard_mpi.planning.fit import Drift
-from reshard_mpi.planning.samples import MAX_PAIRS, PLACE_ELEMENTS, places, rank_pairs
+from reshard_mpi.planning.sample_choice import MAX_PAIRS, PLACE_ELEMENTS, places, rank_pairs
+from reshard_mpi.planning.strategy_check import Drift
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.sharding import strategy
 from reshard_mpi.sharding.box import Box

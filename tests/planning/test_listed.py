@@ -6,7 +6,7 @@ from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import SpecKind
 from reshard_mpi.formats.tensor_table import ChunkedTensors, ListedChunk, TensorTable, TensorType
 from reshard_mpi.planning.chunks import PiecesOf
-from reshard_mpi.planning.model import Group, ReadGroup
+from reshard_mpi.planning.rank_plan import Group, ReadGroup
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.sharding.box import Box
 

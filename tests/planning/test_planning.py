@@ -14,8 +14,6 @@ from support.in_memory import check_every_element, entry, manifest, manifests_of
 from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError, ReshardError, StrategyError
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import TensorEntry
-from reshard_mpi.planning.losses import UnusableShard
-from reshard_mpi.planning.model import RankPlan
 from reshard_mpi.planning.parameters import (
     Accumulated,
     Unlisted,
@@ -23,10 +21,12 @@ from reshard_mpi.planning.parameters import (
     is_partial_sum,
     require_common_parameters,
 )
+from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.planning.ranks import needed_ranks
 from reshard_mpi.planning.replicas import ReplicaGroup, Replicas, partition_for
 from reshard_mpi.planning.shard_faults import Dispute, ShardClaim
-from reshard_mpi.planning.target import Policy, ShardPlanner
+from reshard_mpi.planning.shard_planner import Policy, ShardPlanner
+from reshard_mpi.planning.unusable_shards import UnusableShard
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Placement, Strategy, named_after

@@ -26,7 +26,7 @@ from support.stand_ins import doing
 import reshard_mpi
 from reshard_mpi.errors import BudgetError, ReshardError, UsageError
 from reshard_mpi.processes.governor.admission import Allowance, Governor, open_governor
-from reshard_mpi.processes.governor.place import LedgerFolder
+from reshard_mpi.processes.governor.ledger_folder import LedgerFolder
 from reshard_mpi.processes.governor.queue import Ledger
 from reshard_mpi.processes.governor.scopes import anonymous_bytes
 from reshard_mpi.text import MIB, parse_bytes
@@ -47,7 +47,7 @@ def change(module):
     module.Projection.peak_bytes = lambda *_: {peak_bytes}
 class Projecting:
     def find_spec(self, name, path=None, target=None):
-        if name != "reshard_mpi.runs.memory":
+        if name != "reshard_mpi.runs.run_memory":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -57,8 +57,8 @@ class Projecting:
             change(module)
         spec.loader.exec_module = load_and_change
         return spec
-if "reshard_mpi.runs.memory" in sys.modules:
-    change(sys.modules["reshard_mpi.runs.memory"])
+if "reshard_mpi.runs.run_memory" in sys.modules:
+    change(sys.modules["reshard_mpi.runs.run_memory"])
 else:
     sys.meta_path.insert(0, Projecting())
 """

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from reshard_mpi.errors import ReshardError
-from reshard_mpi.processes.governor import place
-from reshard_mpi.processes.governor.place import find_place, make_place, why_private
+from reshard_mpi.processes.governor import ledger_folder
+from reshard_mpi.processes.governor.ledger_folder import find_place, make_place, why_private
 
 TMPFS = "25 24 0:23 / /dev/shm rw,relatime - tmpfs tmpfs rw"
 
@@ -24,7 +24,7 @@ def test_own_folder_is_made_for_this_user_only(tmp_path: Path) -> None:
 
 
 def test_default_is_shared_memory_for_user_and_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(place, "_SHARED", (tmp_path / "none", tmp_path))
+    monkeypatch.setattr(ledger_folder, "_SHARED", (tmp_path / "none", tmp_path))
     assert find_place({}).folder == tmp_path / f"reshard_mpi-{os.geteuid()}" / os.uname().nodename
 
 

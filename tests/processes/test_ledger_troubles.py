@@ -21,7 +21,7 @@ from support.ledgers import LEASE, in_line, ledger, occupants, pids
 
 from reshard_mpi.errors import ReshardError
 from reshard_mpi.processes.governor.admission import Governor
-from reshard_mpi.processes.governor.place import LedgerFolder
+from reshard_mpi.processes.governor.ledger_folder import LedgerFolder
 from reshard_mpi.processes.governor.queue import Ledger
 from reshard_mpi.processes.host import state_of
 from reshard_mpi.text import MIB

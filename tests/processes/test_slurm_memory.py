@@ -30,11 +30,11 @@ LITTLE_MIB = 300  # not enough for what four ranks need, but for two
 _HOLD = """
 import contextlib, os, time
 from pathlib import Path
-from reshard_mpi.runs import write
-from reshard_mpi.engine import files
-from reshard_mpi.planning.model import Limits
+from reshard_mpi.runs import target_writer
+from reshard_mpi.engine import open_files
+from reshard_mpi.planning.rank_plan import Limits
 
-map_window, fill, turns = files.Files.window, write.fill_file, []
+map_window, fill, turns = open_files.Files.window, target_writer.fill_file, []
 
 @contextlib.contextmanager
 def window(self, part, requested_bytes):
@@ -53,7 +53,7 @@ def hold():
         time.sleep(0.05)
     time.sleep({held_seconds})
 
-files.Files.window = window
+open_files.Files.window = window
 """
 
 # The same, with nothing to bound what is mapped at once.
@@ -62,7 +62,7 @@ def unbounded(plan, manifest, descriptor, span, limits, on_bytes):
     limits = Limits(buffer_bytes=1 << 31, window_bytes=1 << 31)
     return fill(plan, manifest, descriptor, span, limits, on_bytes)
 
-write.fill_file = unbounded
+target_writer.fill_file = unbounded
 """
 
 

@@ -27,7 +27,7 @@ from reshard_mpi import formats
 from reshard_mpi.engine import gather
 from reshard_mpi.journal import commit
 from reshard_mpi.processes.host import ONE_THREAD
-from reshard_mpi.runs import write
+from reshard_mpi.runs import target_writer
 
 
 def later(c: Conversion, rank: int) -> None:
@@ -144,7 +144,7 @@ def test_a_source_that_is_saved_over_while_it_is_read(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, journal: bool
 ) -> None:
     c = make(tmp_path)
-    fill = write.fill_file
+    fill = target_writer.fill_file
 
     def save_over(plan, *arguments):
         filled = fill(plan, *arguments)
@@ -153,7 +153,7 @@ def test_a_source_that_is_saved_over_while_it_is_read(
         return filled
 
     with monkeypatch.context() as patched:
-        patched.setattr(write, "fill_file", save_over)
+        patched.setattr(target_writer, "fill_file", save_over)
         if journal:
             finished = transform_here(capsys, c)
             assert finished.code == 4 and "1 of 2 targets failed" in finished.err
@@ -198,14 +198,14 @@ def test_what_only_a_look_at_the_same_way_and_time_shows(
     os.utime(tmp_path / "other" / "rank_2" / original.shard(2).name, ns=(1, 1))
     (tmp_path / "latest").symlink_to(original.src.name)
     c = original.but(src=tmp_path / "latest")
-    fill = write.fill_file
+    fill = target_writer.fill_file
 
     def change_then_fill(plan, *arguments):
         if plan.target_rank == 1:
             change(c)
         return fill(plan, *arguments)
 
-    monkeypatch.setattr(write, "fill_file", change_then_fill)
+    monkeypatch.setattr(target_writer, "fill_file", change_then_fill)
     if journal:
         message = transform_here(capsys, c).err
     else:

@@ -22,7 +22,7 @@ import reshard_mpi
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.processes.comm import SerialComm
 from reshard_mpi.processes.forks import Channel
-from reshard_mpi.runs import write
+from reshard_mpi.runs import target_writer
 from reshard_mpi.runs.outcome import TargetReport
 from reshard_mpi.runs.progress import (
     CLOSED,
@@ -184,7 +184,7 @@ def test_a_target_that_fails_is_not_counted_as_complete(tmp_path: Path, monkeypa
     def fail(plan: Any, *_: Any) -> Any:
         raise OSError(5, "a disk", str(plan.target_rank))
 
-    monkeypatch.setattr(write, "fill_file", fail)
+    monkeypatch.setattr(target_writer, "fill_file", fail)
     counting = Counting()
     outcome = Task.CONVERT.run(request(c), SerialComm(), counting)
     assert len(outcome.failures) == 2 and (counting.bytes[-1], counting.units[-1]) == ([0, 0, 0, 0], 0)

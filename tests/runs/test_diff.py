@@ -18,7 +18,7 @@ from support.processes import Finished
 
 import reshard_mpi
 from reshard_mpi.errors import DifferenceError, MapError
-from reshard_mpi.testing.samples import ShardContents
+from reshard_mpi.testing.sample_tensors import ShardContents
 
 
 def full(folder: Path, kind: str = "ckpt", **changes: np.ndarray) -> Path:

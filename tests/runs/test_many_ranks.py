@@ -10,7 +10,7 @@ import pytest
 from support.checkpoints import write_shard
 from support.command_line import Capture, measure_apart, run_here
 
-from reshard_mpi.runs.run import MAX_TARGETS
+from reshard_mpi.runs.open_run import MAX_TARGETS
 from reshard_mpi.text import MIB
 
 SPEC = """
@@ -41,10 +41,10 @@ def conversion(tmp_path: Path) -> list[str]:
 def test_some_of_a_million_targets(
     monkeypatch: pytest.MonkeyPatch, capsys: Capture, conversion: list[str], some: list[str], ranks: list[int]
 ) -> None:
-    from reshard_mpi.runs import run
+    from reshard_mpi.runs import open_run
 
     looked_at: list[Path] = []
-    monkeypatch.setattr(run, "refuse_overlap", lambda files, target, paths: looked_at.extend(paths))
+    monkeypatch.setattr(open_run, "refuse_overlap", lambda files, target, paths: looked_at.extend(paths))
     finished = run_here(capsys, "plan", *conversion, *some, "--json")
     assert finished.code == 0 and [target["rank"] for target in json.loads(finished.out)["targets"]] == ranks
     assert len(looked_at) == len(ranks)

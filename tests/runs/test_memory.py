@@ -42,10 +42,10 @@ from pathlib import Path
 from reshard_mpi.checkpoints import discovery
 from reshard_mpi.sharding import strategy
 from reshard_mpi.runs.conversion import Conversion
-from reshard_mpi.planning.model import Limits
+from reshard_mpi.planning.rank_plan import Limits
 from reshard_mpi.filesystem.folders import Folder
 from reshard_mpi.journal.publication import Publication
-from reshard_mpi.runs.write import write_whole
+from reshard_mpi.runs.target_writer import write_whole
 from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 

@@ -31,7 +31,7 @@ from reshard_mpi.filesystem.folders import Folder
 from reshard_mpi.journal.publication import stale_bytes
 from reshard_mpi.runs import preflight
 from reshard_mpi.runs.preflight import SpaceByFilesystem, SpaceNeed, require_room
-from reshard_mpi.testing.samples import ShardContents, spec_of
+from reshard_mpi.testing.sample_tensors import ShardContents, spec_of
 
 # Stands in for what file systems say is free.
 STAND_IN = """

@@ -20,7 +20,7 @@ from support.rank_calls import logged_while_transforming
 import reshard_mpi
 from reshard_mpi.formats import ckpt
 from reshard_mpi.processes.governor import admission
-from reshard_mpi.testing.samples import SampleTensor, ShardContents
+from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
 
 Told = list[tuple[str, str]]
 FOUR = {"w": RawLayout((4,), (0, -1)), "b": RawLayout((4,), (-1,))}

@@ -25,7 +25,7 @@ from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.formats.protocol import reserve_file, seal_file
 from reshard_mpi.runs import preflight
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.testing import samples, strategies
+from reshard_mpi.testing import hypothesis_strategies, sample_tensors
 
 BLOCK_BYTES = 4096
 # What an estimate may be too high by, besides as much again as the structure of a shard takes: blocks of structure that
@@ -67,9 +67,9 @@ def spec_of(names: list[str], shapes: list[tuple[int, ...]], draw: random.Random
 
 
 @of_every_kind
-@given(contents=strategies.contents(), more=st.booleans())
-def test_shards_of_odd_contents(kind: str, contents: samples.ShardContents, more: bool) -> None:
-    check(kind, samples.spec_of(contents), more=more)
+@given(contents=hypothesis_strategies.contents(), more=st.booleans())
+def test_shards_of_odd_contents(kind: str, contents: sample_tensors.ShardContents, more: bool) -> None:
+    check(kind, sample_tensors.spec_of(contents), more=more)
 
 
 @of_every_kind

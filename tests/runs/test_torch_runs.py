@@ -19,8 +19,8 @@ from reshard_mpi.formats import ckpt, nest, torch
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.torch import archive, bulk_tensors, reader
-from reshard_mpi.testing import samples
-from reshard_mpi.testing.samples import SampleTensor, ShardContents
+from reshard_mpi.testing import sample_tensors
+from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
 
 GOLDEN = Path(__file__).parent.parent / "formats" / "golden" / "torch"
 EXPECTED = json.loads((GOLDEN / "expected.json").read_text())
@@ -31,7 +31,7 @@ CUT = MESH + '[[parameter]]\nmatch = "*weight"\nsplit = { 0 = ["tp"] }\n[[parame
 def contents_of(path: Path) -> ShardContents:
     name = formats.name_of(str(path))
     assert name is not None
-    return samples.contents_of(formats.by_name(name).locate(str(path)))
+    return sample_tensors.contents_of(formats.by_name(name).locate(str(path)))
 
 
 def transformed(src: Path, dst: Path, **options: Any) -> Path:
@@ -98,7 +98,7 @@ def test_cut_and_put_together_again(tmp_path: Path) -> None:
     tensors = [SampleTensor.random(f"layer.{at}.weight", BY_NAME["bfloat16"], (8, 3)) for at in range(3)]
     contents = ShardContents.of([*tensors, SampleTensor.random("bias", BY_NAME["uint16"], (4,))], {"note": "text"})
     (tmp_path / "src").mkdir()
-    samples.write(torch, str(tmp_path / "src" / "net.pt"), contents)
+    sample_tensors.write(torch, str(tmp_path / "src" / "net.pt"), contents)
     first = transformed(tmp_path / "src", tmp_path / "cut", dst_strategy=tmp_path / "cut.toml")
     assert contents_of(first).tensors["layer.0.weight"].shape == (4, 3)
     ranks = sorted(path.name for path in (tmp_path / "cut").glob("rank_*"))
@@ -150,7 +150,7 @@ def test_what_is_left_out_is_refused_if_all_is_wanted(tmp_path: Path) -> None:
 
 def test_a_type_that_torch_has_not_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     contents = ShardContents.of([SampleTensor.random(name, BY_NAME["int4"], (4,)) for name in ("a", "b")])
-    samples.write(ckpt, str(tmp_path / "net.ckpt"), contents)
+    sample_tensors.write(ckpt, str(tmp_path / "net.ckpt"), contents)
     with pytest.raises(TargetError, match=r"'a'[^\0]*int4[^\0]*to='ckpt'"):
         reshard_mpi.transform(tmp_path / "net.ckpt", tmp_path / "out", to="torch")
     assert not list(tmp_path.glob("out/rank_*/*"))

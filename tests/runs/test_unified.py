@@ -16,9 +16,9 @@ from support.conversions import TENSORS, Conversion, make
 import reshard_mpi
 from reshard_mpi import unified_safetensors
 from reshard_mpi.errors import ReshardError, SourceError, UsageError
-from reshard_mpi.runs import unified
+from reshard_mpi.runs import unify_safetensors
 from reshard_mpi.runs.progress import RunStatus
-from reshard_mpi.testing.samples import ShardContents
+from reshard_mpi.testing.sample_tensors import ShardContents
 
 MINDSPORE = Path(__file__).parents[1] / "formats" / "golden" / "mindspore"
 STRATEGY = MINDSPORE / "strategy_2x2.ckpt"
@@ -57,7 +57,7 @@ def test_whole_tensors_and_no_slices(c: Conversion) -> None:
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unified, "MOST_BYTES", 200)
+    monkeypatch.setattr(unify_safetensors, "MOST_BYTES", 200)
 
 
 @pytest.mark.usefixtures("small_parts")
@@ -193,7 +193,7 @@ def test_files_that_are_there_are_replaced_and_a_failure_leaves_no_map(
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(unified, "write_whole", fail)
+    monkeypatch.setattr(unify_safetensors, "write_whole", fail)
     with pytest.raises(ReshardError, match="No space left"):
         unified_safetensors(c.src, c.src_strategy, c.dst, max_process_num=1)
     assert not (c.dst / "param_name_map.json").exists() and (c.dst / "part0.safetensors").exists()

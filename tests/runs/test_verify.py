@@ -38,8 +38,8 @@ import reshard_mpi
 from reshard_mpi import formats
 from reshard_mpi.errors import DamageError, ShardError, SourceError, UsageError
 from reshard_mpi.formats import files
+from reshard_mpi.runs import target_writer
 from reshard_mpi.runs import verify as verifying
-from reshard_mpi.runs import write
 from reshard_mpi.text import format_bytes
 
 WHOLE = {name: zlib.crc32(array.tobytes()) for name, array in TENSORS.items()}
@@ -379,8 +379,7 @@ def test_targets_are_read_back_from_the_disk(c: Conversion, capsys: Capture, mon
     def forget(descriptor: int) -> None:
         forgotten.append(Path(f"/proc/self/fd/{descriptor}").readlink().parent.name)
 
-    for module in (write, write):
-        monkeypatch.setattr(module, "forget_cached", forget)
+    monkeypatch.setattr(target_writer, "forget_cached", forget)
     assert run_here(capsys, *c.arguments("transform", "--verify")).code == 0
     assert sorted(forgotten) == [f"rank_{rank}" for rank in range(4) for _ in ("payload", "structure")]
 

@@ -8,7 +8,7 @@ from typing import Any
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from reshard_mpi.formats.dtypes import BY_MINDSPORE_NAME
-from reshard_mpi.testing.samples import SampleTensor, ShardContents
+from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
 
 _FIELD = descriptor_pb2.FieldDescriptorProto
 

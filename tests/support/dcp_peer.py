@@ -26,7 +26,7 @@ from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import unsharded
 from reshard_mpi.testing.checkpoints import ArraysByName
-from reshard_mpi.testing.samples import SampleTensor
+from reshard_mpi.testing.sample_tensors import SampleTensor
 from support import torch_peer
 from support.torch_peer import STAND_INS, Tensor
 

@@ -13,7 +13,7 @@ import h5py
 import numpy as np
 
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.testing.samples import SampleTensor, ShardContents
+from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
 
 _BYTES = {"int4": "i1", "hifloat8": "u1", "float8_e4m3fn": "u1", "float8_e5m2": "u1"}
 

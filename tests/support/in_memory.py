@@ -15,7 +15,7 @@ from reshard_mpi.formats.locations import ByteRange, ByteRanges
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.protocol import OnBytes, uncounted
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
-from reshard_mpi.planning.model import RankPlan
+from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import Placement, Strategy
 from support.cases import Case, Side

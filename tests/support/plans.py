@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from reshard_mpi.formats.manifest import SpecKind
 from reshard_mpi.formats.tensor_table import TensorTable
-from reshard_mpi.planning.model import Group, PlannedTensors, ReadGroup, TensorPlan
+from reshard_mpi.planning.rank_plan import Group, PlannedTensors, ReadGroup, TensorPlan
 
 
 def planned_singly(tensors: Iterable[TensorPlan]) -> PlannedTensors:

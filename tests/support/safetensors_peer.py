@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.testing.samples import SampleTensor, ShardContents
+from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
 
 _TYPES = {
     "bool": "BOOL",

@@ -10,18 +10,18 @@ from reshard_mpi.processes.host import ONE_THREAD
 # Stands in for the writing of a shard, in every process of a run; `{do}` is done once the partial file is complete.
 STAND_IN = """
 import os, signal, time
-from reshard_mpi.runs import scheduling as division, write
+from reshard_mpi.runs import scheduling as division, target_writer
 
 division.CUT_BYTES = 16  # so that the small files here are filled by several processes
 
-fill = write.fill_file
+fill = target_writer.fill_file
 
 def stand_in(plan, manifest, descriptor, span, limits, on_bytes):
     filled = fill(plan, manifest, descriptor, span, limits, on_bytes)
     if {when}:
         {do}
     return filled
-write.fill_file = stand_in
+target_writer.fill_file = stand_in
 """
 
 

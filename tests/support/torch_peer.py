@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.testing.samples import SampleTensor, ShardContents
+from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
 
 STORAGES = {
     "float32": "FloatStorage",

@@ -7,12 +7,12 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from reshard_mpi import protobuf
+from reshard_mpi import protobuf_wire
 from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem.paths import START_BYTES
 from reshard_mpi.formats import files
 from reshard_mpi.formats.locations import ByteRange
-from reshard_mpi.protobuf import FIXED_BYTES, LENGTH, VARINT, encode_length, encode_varint
+from reshard_mpi.protobuf_wire import FIXED_BYTES, LENGTH, VARINT, encode_length, encode_varint
 
 # One read takes a header, and with it the small values that follow; a larger one would read payload for nothing.
 _WINDOW_BYTES = 1024
@@ -98,10 +98,10 @@ class WireReader:
                 return byte, offset + 1
         data = self.read(offset, min(10, end - offset)) if offset < end else b""
         try:
-            number, length_bytes = protobuf.varint(data, 0)
-        except protobuf.MessageCutShortError:
+            number, length_bytes = protobuf_wire.varint(data, 0)
+        except protobuf_wire.MessageCutShortError:
             raise self._overrun(offset, end) from None
-        except protobuf.WireError:
+        except protobuf_wire.WireError:
             raise self.damage(
                 "a number in a shard's structure has more than 64 bits: the shard is damaged", offset
             ) from None

@@ -11,8 +11,8 @@ from reshard_mpi.errors import ShardError, told
 from reshard_mpi.formats import files, nest
 from reshard_mpi.formats.dcp import footer, metadata
 from reshard_mpi.formats.dcp.bulk_metadata import Chunk, ItemKey
+from reshard_mpi.formats.dcp.item_layout import TensorLeaf, tree_of
 from reshard_mpi.formats.dcp.items import Common, LocatedFile, MisfitError, WantedItem, locate_items, named
-from reshard_mpi.formats.dcp.layout import TensorLeaf, tree_of
 from reshard_mpi.formats.dcp.metadata import INDEX, Metadata
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.nest.nodes import Value

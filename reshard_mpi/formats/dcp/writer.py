@@ -8,9 +8,9 @@ from pathlib import Path
 
 from reshard_mpi.errors import ShardError, TargetError
 from reshard_mpi.formats import files
-from reshard_mpi.formats.dcp import footer, layout
+from reshard_mpi.formats.dcp import footer, item_layout
+from reshard_mpi.formats.dcp.item_layout import Keys, TensorLeaf, flattened
 from reshard_mpi.formats.dcp.items import Common, locate_items
-from reshard_mpi.formats.dcp.layout import Keys, TensorLeaf, flattened
 from reshard_mpi.formats.dcp.metadata import INDEX
 from reshard_mpi.formats.dcp.reader import NAME, wanted_in
 from reshard_mpi.formats.manifest import Manifest, ShardSpec
@@ -56,7 +56,7 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
     entries_of([*specs.names, *spec.written_by_others], strings, path)
     tensors, writer, end = TensorTable(path), files.HeaderDigestWriter(fd), 0
     kinds = [tensors.kind(TensorType(kind.dtype, kind.box.shape, kind.box, kind.global_shape)) for kind in specs.kinds]
-    layouts = [layout.of_tensor(TensorType(kind.dtype, kind.box.shape)) for kind in specs.kinds]
+    layouts = [item_layout.of_tensor(TensorType(kind.dtype, kind.box.shape)) for kind in specs.kinds]
     for name, kind in zip(specs.names, specs.kind_ids):
         item = layouts[kind]
         start = item.start_behind(end)
@@ -75,7 +75,7 @@ def locate_own(path: str) -> Manifest:
     with files.opened(path) as (fd, size_bytes):
         own_footer = footer.read(fd, path, size_bytes)
         tensors, end = own_footer.tensors, 0
-        layouts = [layout.of_tensor(TensorType(kind.dtype, kind.shape)) for kind in tensors.kinds]
+        layouts = [item_layout.of_tensor(TensorType(kind.dtype, kind.shape)) for kind in tensors.kinds]
         for name, start, kind in zip(tensors, tensors.offsets, tensors.kind_ids):
             item = layouts[kind]
             head_start, tail_start = start - len(item.head), start + item.payload_bytes

@@ -12,7 +12,7 @@ with zeros in place of what this shard does not hold. Behind the end of the HDF5
 
 from __future__ import annotations
 
-from reshard_mpi.formats.hdf5.schema import NAME
+from reshard_mpi.formats.hdf5.native_names import NAME
 from reshard_mpi.formats.hdf5.shard_file import check_crc, locate, read_back, seal, size_at_most_bytes, stored_sums
 from reshard_mpi.formats.manifest import Manifest, ShardSpec
 from reshard_mpi.formats.protocol import Costs, Traits

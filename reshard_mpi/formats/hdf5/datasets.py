@@ -16,8 +16,8 @@ from h5py import h5d, h5f, h5g, h5o, h5p, h5s, h5t, h5z
 from reshard_mpi.errors import ReshardError, ShardError
 from reshard_mpi.formats import files
 from reshard_mpi.formats.dtypes import BY_NAME, DType
-from reshard_mpi.formats.hdf5 import schema, types
-from reshard_mpi.formats.hdf5.schema import GroupPath
+from reshard_mpi.formats.hdf5 import native_names, types
+from reshard_mpi.formats.hdf5.native_names import GroupPath
 from reshard_mpi.formats.locations import ByteRange, ByteRanges, LibraryRead
 from reshard_mpi.sharding.box import Box
 
@@ -253,7 +253,7 @@ def _check_filters(properties: Any, where: str) -> None:
 
 def read(path: str, stamp: Stamp, route: GroupPath, dtype: DType, swapped: bool, box: Box) -> np.ndarray[Any, Any]:
     """Return the elements of a box. swapped: they are in the other byte order in the file, and are converted here."""
-    where = schema.where(path, route)
+    where = native_names.where(path, route)
     values = np.empty(box.shape, dtype=_RAW[dtype.itemsize_bytes])
     if values.size == 0:
         return values

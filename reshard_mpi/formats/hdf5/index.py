@@ -23,7 +23,7 @@ from zlib_ng.zlib_ng import crc32
 
 from reshard_mpi.formats import files
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.hdf5 import schema
+from reshard_mpi.formats.hdf5 import native_names
 from reshard_mpi.formats.manifest import Manifest, ShardIdentity, ShardSpec
 from reshard_mpi.formats.tensor_table import TensorTable, TensorType
 from reshard_mpi.sharding.box import Box
@@ -176,7 +176,7 @@ class _Index(NamedTuple):
         tensors = self._tensors(names[0])
         structure = _structure(_payloads(tensors), places.sums, self.end)
         _require(_checksum(self.fd, structure) == self.structure)
-        return Manifest(self.path, schema.NAME, tensors, names[1], ShardIdentity(rank, world_size, strategy))
+        return Manifest(self.path, native_names.NAME, tensors, names[1], ShardIdentity(rank, world_size, strategy))
 
     def sums(self) -> dict[str, int]:
         place = self.places.sums
@@ -187,7 +187,7 @@ class _Index(NamedTuple):
         return {name: number for name, (number,) in zip(names, _SUM.iter_unpack(content))}
 
     def _contents(self) -> tuple[list[str], dict[str, str]]:
-        return schema.contents(_exactly(self.fd, *self.places.contents))
+        return native_names.contents(_exactly(self.fd, *self.places.contents))
 
     def _tensors(self, names: Sequence[str]) -> TensorTable:
         kinds, numbers = [_kind(*way) for way in self.facts["ways"]], self.facts["tensors"]

@@ -16,9 +16,9 @@ from h5py import h5, h5d, h5g, h5l, h5o, h5p, h5s, h5t
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import files
 from reshard_mpi.formats.dtypes import BY_NAME, DType
-from reshard_mpi.formats.hdf5 import datasets, schema, types
+from reshard_mpi.formats.hdf5 import datasets, native_names, types
 from reshard_mpi.formats.hdf5.datasets import Shard, shape_of
-from reshard_mpi.formats.hdf5.schema import GroupPath
+from reshard_mpi.formats.hdf5.native_names import GroupPath
 from reshard_mpi.formats.locations import ByteRanges
 from reshard_mpi.formats.manifest import Manifest, ShardIdentity
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
@@ -177,7 +177,7 @@ class Walk:
     def _error(self, problem: str, path: GroupPath) -> ShardError:
         return ShardError(
             problem,
-            where=schema.where(self._path, path),
+            where=native_names.where(self._path, path),
             remedy="copy what is needed into one plain file (h5repack, h5copy)",
         )
 
@@ -200,13 +200,13 @@ class NativeTensor(NamedTuple):
 
 def is_native(root: Node, path: str) -> bool:
     """Tell whether a file is a native shard. Raises ShardError if it is one of an unknown version."""
-    if types.read_text(root.handle, "format") != schema.FORMAT:
+    if types.read_text(root.handle, "format") != native_names.FORMAT:
         return False
     version = _number(root, "version", path)
-    if version != schema.VERSION:
+    if version != native_names.VERSION:
         raise ShardError(
             "a native HDF5 shard has a version that this program does not know",
-            expected=f"version {schema.VERSION}",
+            expected=f"version {native_names.VERSION}",
             got=f"version {version}",
             where=path,
             remedy="use the reshard_mpi that wrote it, or a newer one",
@@ -216,9 +216,9 @@ def is_native(root: Node, path: str) -> bool:
 
 def describe(walk: Walk, root: Node, path: str) -> Description:
     """Return the description of a native shard. Raises ShardError if any of it is missing or damaged."""
-    reserved = walk.child(root, schema.RESERVED)
-    strategy = _read_bytes(walk.child(reserved, schema.STRATEGY), path).decode()
-    names, strings = schema.contents(_read_bytes(walk.child(reserved, schema.CONTENTS), path))
+    reserved = walk.child(root, native_names.RESERVED)
+    strategy = _read_bytes(walk.child(reserved, native_names.STRATEGY), path).decode()
+    names, strings = native_names.contents(_read_bytes(walk.child(reserved, native_names.CONTENTS), path))
     identity = ShardIdentity(_number(root, "rank", path), _number(root, "world_size", path), strategy)
     if identity.rank >= identity.world_size:
         raise ShardError(
@@ -264,7 +264,7 @@ def _number(root: Node, name: str, path: str) -> int:
 
 
 def _read_bytes(node: Node, path: str) -> bytes:
-    where = schema.where(path, node.path)
+    where = native_names.where(path, node.path)
     if not isinstance(node.handle, h5d.DatasetID):
         raise ShardError("an object of a native HDF5 shard is no dataset", where=where)
     shape = shape_of(node.handle, node.handle.get_create_plist(), where)
@@ -305,11 +305,11 @@ def stored_sums(path: str, on_progress: Callable[[], None] = lambda: None) -> di
         if not is_native(root_group, path):
             return {}
         walk = Walk(path, root_group, on_progress)
-        reserved = walk.child(root_group, schema.RESERVED)
-        if not reserved.handle.links.exists(schema.SUMS.encode()):
+        reserved = walk.child(root_group, native_names.RESERVED)
+        if not reserved.handle.links.exists(native_names.SUMS.encode()):
             return {}
         names = describe(walk, root_group, path).names
-        node = walk.child(reserved, schema.SUMS)
+        node = walk.child(reserved, native_names.SUMS)
         properties = node.handle.get_create_plist()
         shape = datasets.shape_of(node.handle, properties, path)
         if shape != (len(names),) or properties.get_layout() != h5d.CONTIGUOUS:
@@ -334,7 +334,7 @@ def _native(shard: Shard, walk: Walk, root_group: Node) -> Manifest:
     for name, node in _native_datasets(walk, root_group):
         if name not in names:
             raise _not_in_contents(path, len(names), [name])
-        where = schema.where(path, node.path)
+        where = native_names.where(path, node.path)
         if name in entries:
             raise ShardError("two datasets of a native HDF5 shard have the same name", got=repr(name), where=where)
         stored, shape, source = datasets.content(node.handle, shard, node.route, where)
@@ -347,7 +347,7 @@ def _native(shard: Shard, walk: Walk, root_group: Node) -> Manifest:
     if len(entries) != len(description.names):
         raise _not_in_contents(path, len(description.names), sorted(names - entries.keys())[:3])
     tensors = TensorTable(path, (entries[name] for name in description.names))
-    return Manifest(path, schema.NAME, tensors, description.strings, description.identity)
+    return Manifest(path, native_names.NAME, tensors, description.strings, description.identity)
 
 
 def _not_in_contents(path: str, expected: int, odd: list[str]) -> ShardError:
@@ -360,11 +360,11 @@ def _not_in_contents(path: str, expected: int, odd: list[str]) -> ShardError:
 
 
 def _native_datasets(walk: Walk, root_group: Node) -> Iterator[tuple[str, Node]]:
-    for node in walk.datasets(root_group, skip=(schema.RESERVED,)):
+    for node in walk.datasets(root_group, skip=(native_names.RESERVED,)):
         yield "/".join(node.path), node
-    escaped = walk.child(walk.child(root_group, schema.RESERVED), schema.ESCAPED)
+    escaped = walk.child(walk.child(root_group, native_names.RESERVED), native_names.ESCAPED)
     for node in walk.datasets(escaped):
-        yield schema.unescape(node.path[-1]), node
+        yield native_names.unescape(node.path[-1]), node
 
 
 def _foreign(shard: Shard, walk: Walk, root_group: Node) -> Manifest:
@@ -374,7 +374,7 @@ def _foreign(shard: Shard, walk: Walk, root_group: Node) -> Manifest:
     kept_bytes = 0
     for node in walk.datasets(root_group):
         name = "/".join(node.path)
-        where = schema.where(shard.path, node.path)
+        where = native_names.where(shard.path, node.path)
         if datasets.is_text(node.handle, where):
             strings[name] = datasets.read_text(node.handle, shard, where)
             kept_bytes += files.kept_bytes(strings[name])
@@ -391,7 +391,7 @@ def _foreign(shard: Shard, walk: Walk, root_group: Node) -> Manifest:
                 where=where,
             )
     _require_apart(shard.path, spans)
-    return Manifest(shard.path, schema.NAME, tensors, strings)
+    return Manifest(shard.path, native_names.NAME, tensors, strings)
 
 
 class _DatasetRange(NamedTuple):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard_mpi.errors import ShardError
-from reshard_mpi.formats.hdf5 import sandbox_protocol, schema
+from reshard_mpi.formats.hdf5 import native_names, sandbox_protocol
 from reshard_mpi.processes.host import ONE_THREAD
 from reshard_mpi.processes.imports import fresh_interpreter, import_environment
 
@@ -71,7 +71,7 @@ def read(
     itemsize = BY_NAME[dtype_name].itemsize_bytes
     values = np.empty(box.shape, dtype=np.dtype(f"u{itemsize}") if itemsize <= 8 else np.dtype((np.void, itemsize)))
     if values.size:
-        where = schema.where(path, route)
+        where = native_names.where(path, route)
         request = ["read", str(Path(path).absolute()), stamp, route, dtype_name, swapped, chunk, box.start, box.stop]
         _ask(request, where, memoryview(values.reshape(-1).view(np.uint8).data))
     return values

@@ -10,7 +10,7 @@ from typing import Any
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.hdf5 import schema
+from reshard_mpi.formats.hdf5 import native_names
 from reshard_mpi.formats.locations import ByteRange, ByteRanges, LibraryRead
 from reshard_mpi.formats.manifest import Manifest, ShardIdentity
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
@@ -71,7 +71,7 @@ def to_manifest(path: str, size_bytes: int, values: list[Any], read: Read) -> Ma
     entries = (_to_entry(path, size_bytes, read, *tensor) for tensor in tensors)
     return Manifest(
         path,
-        schema.NAME,
+        native_names.NAME,
         TensorTable(path, entries),
         strings,
         ShardIdentity(*identity) if identity else None,

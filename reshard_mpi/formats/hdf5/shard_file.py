@@ -18,7 +18,7 @@ from functools import lru_cache
 from reshard_mpi.errors import ShardError, UsageError
 from reshard_mpi.filesystem.paths import START_BYTES
 from reshard_mpi.formats import files
-from reshard_mpi.formats.hdf5 import index, schema
+from reshard_mpi.formats.hdf5 import index, native_names
 from reshard_mpi.formats.manifest import Manifest, ShardSpec
 from reshard_mpi.formats.protocol import NO_SUMS, OnBytes, uncounted
 
@@ -128,11 +128,11 @@ def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
 def _names_bytes(names: tuple[str, ...]) -> int:
     """Return the space for names: in the list of contents, as links of groups, and as attributes."""
     size_bytes = sum(map(_quoted_bytes, names))
-    links: Counter[schema.GroupPath] = Counter()
-    groups: set[schema.GroupPath] = {(schema.RESERVED,), (schema.RESERVED, schema.ESCAPED)}
-    for name, route in schema.routes(names).items():
+    links: Counter[native_names.GroupPath] = Counter()
+    groups: set[native_names.GroupPath] = {(native_names.RESERVED,), (native_names.RESERVED, native_names.ESCAPED)}
+    for name, route in native_names.routes(names).items():
         size_bytes += _link_bytes(route[-1])
-        if route[0] == schema.RESERVED:
+        if route[0] == native_names.RESERVED:
             size_bytes += _NAME_ATTRIBUTE_BYTES + _encoded_bytes(name)
         groups.update(route[:depth] for depth in range(1, len(route)))
         links[route[:-1]] += 1

@@ -26,10 +26,10 @@ from h5py._objects import phil
 
 from reshard_mpi.errors import TargetError
 from reshard_mpi.formats import files
-from reshard_mpi.formats.hdf5 import index, schema, shard_file
+from reshard_mpi.formats.hdf5 import index, native_names, shard_file
 from reshard_mpi.formats.hdf5 import types as attributes
 from reshard_mpi.formats.hdf5 import types as elements
-from reshard_mpi.formats.hdf5.schema import GroupPath
+from reshard_mpi.formats.hdf5.native_names import GroupPath
 from reshard_mpi.formats.hdf5.types import Attribute
 from reshard_mpi.formats.manifest import Manifest, ShardSpec, SpecKind
 from reshard_mpi.formats.tensor_table import TensorTable, TensorType
@@ -214,7 +214,7 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
         except (OSError, RuntimeError, ValueError, KeyError) as error:  # as the library says it
             raise _refused(error, scratch.path, path) from error
         _copy(scratch.descriptor, fd)
-        manifest = Manifest(path, schema.NAME, tensors, dict(spec.strings), spec.identity)
+        manifest = Manifest(path, native_names.NAME, tensors, dict(spec.strings), spec.identity)
         index.write(fd, scratch.descriptor, manifest, places)
     return manifest
 
@@ -226,17 +226,19 @@ def _write_structure(
     specs = spec.specs
     names = list(specs.names)
     root_group = h5g.open(file, b"/")
-    attributes.text("format", schema.FORMAT).write(root_group)
-    attributes.numbers("version", schema.VERSION).write(root_group)
+    attributes.text("format", native_names.FORMAT).write(root_group)
+    attributes.numbers("version", native_names.VERSION).write(root_group)
     attributes.numbers("rank", spec.identity.rank).write(root_group)
     attributes.numbers("world_size", spec.identity.world_size).write(root_group)
     writer = _NativeWriter(root_group)
-    writer.group((schema.RESERVED, schema.ESCAPED))
-    places = index.TextPlaces(writer.text(schema.STRATEGY, strategy), writer.text(schema.CONTENTS, contents), None)
+    writer.group((native_names.RESERVED, native_names.ESCAPED))
+    places = index.TextPlaces(
+        writer.text(native_names.STRATEGY, strategy), writer.text(native_names.CONTENTS, contents), None
+    )
     if spec.with_sums:
-        sums = writer.dataset((schema.RESERVED, schema.SUMS), h5t.STD_U32LE, (len(names),))
+        sums = writer.dataset((native_names.RESERVED, native_names.SUMS), h5t.STD_U32LE, (len(names),))
         places = places._replace(sums=(sums.get_offset() or 0, 4 * len(names)))
-    routes = schema.routes(names)
+    routes = native_names.routes(names)
     types = {dtype: elements.create(dtype) for dtype in {kind.dtype for kind in specs.kinds}}
     tensors = TensorTable(path)
     own_numbers = [tensors.kind(TensorType(dtype, box.shape, box, whole)) for dtype, whole, box in specs.kinds]
@@ -244,7 +246,7 @@ def _write_structure(
     with alone():
         for name, number in zip(names, specs.kind_ids):
             kind, route = specs.kinds[number], routes[name]
-            own = (attributes.text("name", name),) if route[0] == schema.RESERVED else ()
+            own = (attributes.text("name", name),) if route[0] == native_names.RESERVED else ()
             start = writer.tensor(route, types[kind.dtype], kind.box.shape, (*recorded[number], *own))
             tensors.add(name, own_numbers[number], start if kind.size_bytes else 0)
     return tensors, places
@@ -299,7 +301,7 @@ class _NativeWriter:
 
     def text(self, name: str, content: bytes) -> index.FileRange:
         """Create a dataset with the bytes `content` in the reserved group; return its byte range."""
-        handle = self.dataset((schema.RESERVED, name), h5t.STD_U8LE, (len(content),))
+        handle = self.dataset((native_names.RESERVED, name), h5t.STD_U8LE, (len(content),))
         if content:
             handle.write(h5s.ALL, h5s.ALL, np.frombuffer(content, dtype=np.uint8))
         return handle.get_offset() or 0, len(content)
@@ -324,7 +326,7 @@ def _texts(path: str, names: list[str], spec: ShardSpec) -> tuple[bytes, bytes]:
     """Return the placement table and the list of contents, encoded. Raises TargetError if they are too long to read."""
     too_long = [name for name, text in spec.strings.items() if len(text) > files.MAX_STRING_BYTES // 4]
     try:
-        texts = spec.identity.strategy.encode(), schema.contents_text(names, spec.strings)
+        texts = spec.identity.strategy.encode(), native_names.contents_text(names, spec.strings)
     except UnicodeEncodeError as error:
         raise TargetError(
             "a string of a shard is no Unicode text",

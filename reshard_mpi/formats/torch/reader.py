@@ -19,7 +19,7 @@ from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.nest.nodes import Call, Dict, Value
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable, TensorType
-from reshard_mpi.formats.torch import archive, layout
+from reshard_mpi.formats.torch import archive, archive_layout
 from reshard_mpi.formats.torch.archive import of_archive
 from reshard_mpi.formats.torch.bulk_tensors import MAX_PICKLE_BYTES, ArchiveContent, Storages
 from reshard_mpi.formats.torch.dtensors import WholeTensor, described
@@ -221,11 +221,11 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
     """
     with files.opened(path) as (fd, size_bytes):
         digest = None if like is None else like.header_digest
-        if like is not None and digest is not None and layout.of_file(fd, size_bytes, like.tensors) == digest:
+        if like is not None and digest is not None and archive_layout.of_file(fd, size_bytes, like.tensors) == digest:
             return like.at(path)
         manifest = _parsed(path, _content(fd, path, size_bytes))
         if manifest.identity is None:  # the files of different ranks say different ranks
-            manifest = manifest._replace(header_digest=layout.of_file(fd, size_bytes, manifest.tensors))
+            manifest = manifest._replace(header_digest=archive_layout.of_file(fd, size_bytes, manifest.tensors))
     return manifest
 
 
@@ -268,7 +268,7 @@ def read_back(meant: Manifest) -> None:
     All of its bytes but payloads are compared, and it is parsed as it will be later.
     """
     with files.opened(meant.path) as (fd, size_bytes):
-        if layout.of_file(fd, size_bytes, meant.tensors) != meant.header_digest:
+        if archive_layout.of_file(fd, size_bytes, meant.tensors) != meant.header_digest:
             raise files.not_as_written(meant.path)
     files.require_as_written(locate(meant.path)._replace(header_digest=meant.header_digest), meant)
 

@@ -13,7 +13,7 @@ from typing import NamedTuple, Self
 
 from reshard_mpi.errors import BudgetError, UsageError
 from reshard_mpi.processes.governor.ledger_files import Claim, Occupant, leased_bytes, own_pid_namespace
-from reshard_mpi.processes.governor.place import LedgerFolder, find_place, make_place, no_place
+from reshard_mpi.processes.governor.ledger_folder import LedgerFolder, find_place, make_place, no_place
 from reshard_mpi.processes.governor.queue import Ledger, Ticket
 from reshard_mpi.processes.governor.scopes import Scope, find_scopes
 from reshard_mpi.processes.host import state_of

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from reshard_mpi.processes.governor.admission import Allowance
 from reshard_mpi.processes.governor.ledger_files import Occupant, leased_bytes
-from reshard_mpi.processes.governor.place import LedgerFolder, find_place
+from reshard_mpi.processes.governor.ledger_folder import LedgerFolder, find_place
 from reshard_mpi.processes.governor.queue import Ledger
 from reshard_mpi.processes.governor.scopes import find_scopes
 from reshard_mpi.processes.host import is_stopped, state_of

@@ -14,8 +14,8 @@ from reshard_mpi.errors import StrategyError
 
 if TYPE_CHECKING:
     from reshard_mpi.sharding.placement import Strategy
-    from reshard_mpi.sharding.strategy.files import StrategyFile
     from reshard_mpi.sharding.strategy.mindspore_json import StageFile
+    from reshard_mpi.sharding.strategy.strategy_files import StrategyFile
 
 __all__ = ["digest", "load"]
 
@@ -27,8 +27,8 @@ def load(path: str) -> Strategy:
     gap, and files that are no strategies are passed over. Raises StrategyError, or LayoutError for a layout that
     cannot be; both name the file and the parameter.
     """
-    from reshard_mpi.sharding.strategy.files import StrategyForm, decode, distinct, look_all, text_of
     from reshard_mpi.sharding.strategy.mindspore_layouts import to_strategy
+    from reshard_mpi.sharding.strategy.strategy_files import StrategyForm, decode, distinct, look_all, text_of
 
     files = distinct(look_all(path))
     first = next(files)
@@ -66,7 +66,7 @@ def digest(path: str) -> str:
     """
     from pathlib import Path
 
-    from reshard_mpi.sharding.strategy.files import look_all
+    from reshard_mpi.sharding.strategy.strategy_files import look_all
 
     sha256 = hashlib.sha256()
     in_folder = Path(path).is_dir()

@@ -8,8 +8,8 @@ from dataclasses import replace
 from itertools import accumulate
 
 from reshard_mpi.errors import LayoutError, StrategyError
-from reshard_mpi.sharding.factors import regroup
 from reshard_mpi.sharding.placement import Placement, Shape, Strategy, named_after, ravel, unravel
+from reshard_mpi.sharding.regroup_dimensions import regroup
 from reshard_mpi.sharding.strategy.json_checks import (
     MAX_AXES,
     MAX_DIMENSIONS,

@@ -20,7 +20,7 @@ from reshard_mpi.sharding import strategy
 from reshard_mpi.sharding.strategy.json_checks import MAX_FILE_BYTES
 from reshard_mpi.sharding.strategy.mindspore_json import RawLayout, decode_json
 from reshard_mpi.sharding.strategy.mindspore_layouts import to_strategy
-from reshard_mpi.sharding.strategy.protobuf import decode_protobuf, encode_protobuf
+from reshard_mpi.sharding.strategy.mindspore_protobuf import decode_protobuf, encode_protobuf
 
 GOOD = encode_protobuf(one_layout(RawLayout((2,), ((0,), (-1,)))))
 GOOD_JSON: dict[str, Any] = {

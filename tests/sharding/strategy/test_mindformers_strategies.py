@@ -10,7 +10,7 @@ import pytest
 from reshard_mpi.sharding import strategy
 from reshard_mpi.sharding.placement import Placement
 from reshard_mpi.sharding.strategy.mindspore_layouts import to_strategy
-from reshard_mpi.sharding.strategy.protobuf import decode_protobuf, encode_protobuf
+from reshard_mpi.sharding.strategy.mindspore_protobuf import decode_protobuf, encode_protobuf
 from reshard_mpi.sharding.strategy.table import dumps, loads
 
 DATA = Path(os.environ.get("RESHARD_MPI_SHARED_DATA", Path(__file__).parents[4] / "shared" / "data"))

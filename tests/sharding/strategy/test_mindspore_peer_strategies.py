@@ -13,7 +13,7 @@ from support.strategy_files import write_stage_file
 from reshard_mpi.sharding import strategy
 from reshard_mpi.sharding.strategy.merge import merge
 from reshard_mpi.sharding.strategy.mindspore_json import RawLayout, StageFile, StrategyItem
-from reshard_mpi.sharding.strategy.protobuf import encode_protobuf
+from reshard_mpi.sharding.strategy.mindspore_protobuf import encode_protobuf
 
 pytestmark = pytest.mark.mindspore
 

@@ -14,7 +14,7 @@ from reshard_mpi.errors import StrategyError, TargetError
 from reshard_mpi.sharding import strategy
 from reshard_mpi.sharding.strategy.merge import merge
 from reshard_mpi.sharding.strategy.mindspore_json import RawLayout, StageFile, StrategyItem
-from reshard_mpi.sharding.strategy.protobuf import encode_protobuf
+from reshard_mpi.sharding.strategy.mindspore_protobuf import encode_protobuf
 
 CUT = RawLayout((2, 2), ((0,), (-1,)), 2, 2, (512, 16), field=7)
 NESTED = RawLayout((2, 2), ((1, 0), (-1,)))

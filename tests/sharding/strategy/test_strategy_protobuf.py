@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.strategy_messages import messages
 
-from reshard_mpi import protobuf
+from reshard_mpi import protobuf_wire
 from reshard_mpi.errors import StrategyError
 from reshard_mpi.sharding.strategy.mindspore_json import RawLayout, StageFile, StrategyItem
-from reshard_mpi.sharding.strategy.protobuf import decode_protobuf, encode_protobuf
+from reshard_mpi.sharding.strategy.mindspore_protobuf import decode_protobuf, encode_protobuf
 
 INT32 = st.integers(-(1 << 31), (1 << 31) - 1) | st.integers(-2, 9)
 UINT32 = st.integers(0, (1 << 32) - 1) | st.integers(0, 9)
@@ -85,28 +85,28 @@ INSIDE = {
     "parameter": {2: "layout"},
     "layout": {1: "dims", 2: "dims", 3: "dims", 4: "dims"},
 }
-UNKNOWN = protobuf.encode_number(1023, 5) + protobuf.encode_content(77, b"later") + b"\xfd\x01abcd"
+UNKNOWN = protobuf_wire.encode_number(1023, 5) + protobuf_wire.encode_content(77, b"later") + b"\xfd\x01abcd"
 
 
 def spelt_otherwise(data: bytes, seed: Any, kind: str) -> bytes:
-    fields = list(protobuf.fields(data))
+    fields = list(protobuf_wire.fields(data))
     if kind == "dims":
-        numbers = b"".join(protobuf.encode_varint(field.value) for field in fields)
-        return protobuf.encode_content(1, numbers) if seed.random() < 0.5 else data
+        numbers = b"".join(protobuf_wire.encode_varint(field.value) for field in fields)
+        return protobuf_wire.encode_content(1, numbers) if seed.random() < 0.5 else data
     parts = []
     for field in fields:
         inside = INSIDE.get(kind, {}).get(field.number)
-        if inside is None or field.wire_type != protobuf.LENGTH:
+        if inside is None or field.wire_type != protobuf_wire.LENGTH:
             parts.append(data[field.start : field.end])
             continue
         content = spelt_otherwise(field.content, seed, inside)
-        inner = [content[one.start : one.end] for one in protobuf.fields(content)]
+        inner = [content[one.start : one.end] for one in protobuf_wire.fields(content)]
         if inside in ("cuts", "layout") and len(inner) > 1 and seed.random() < 0.5:
             cut = seed.randrange(1, len(inner))
-            parts += [protobuf.encode_content(field.number, *inner[:cut])]
-            parts += [protobuf.encode_content(field.number, *inner[cut:])]
+            parts += [protobuf_wire.encode_content(field.number, *inner[:cut])]
+            parts += [protobuf_wire.encode_content(field.number, *inner[cut:])]
         else:
-            parts.append(protobuf.encode_content(field.number, content))
+            parts.append(protobuf_wire.encode_content(field.number, content))
     if kind in ("map", "layout", "parameter"):
         parts.insert(seed.randrange(len(parts) + 1), UNKNOWN)
     return b"".join(parts)
@@ -123,13 +123,13 @@ def test_what_is_no_message_of_theirs_is_none_of_ours(data: bytes) -> None:
 
 @given(number=st.integers(0, (1 << 64) - 1), rest=st.binary(max_size=4))
 def test_varints(number: int, rest: bytes) -> None:
-    encoded = protobuf.encode_varint(number)
-    assert protobuf.varint(encoded + rest, 0) == (number, len(encoded))
+    encoded = protobuf_wire.encode_varint(number)
+    assert protobuf_wire.varint(encoded + rest, 0) == (number, len(encoded))
     for end in range(len(encoded)):
-        with pytest.raises(protobuf.MessageCutShortError):
-            protobuf.varint(encoded[:end], 0)
-    with pytest.raises(protobuf.WireError, match="64 bits"):
-        protobuf.varint(b"\xff" * 9 + b"\x02", 0)
+        with pytest.raises(protobuf_wire.MessageCutShortError):
+            protobuf_wire.varint(encoded[:end], 0)
+    with pytest.raises(protobuf_wire.WireError, match="64 bits"):
+        protobuf_wire.varint(b"\xff" * 9 + b"\x02", 0)
 
 
 @given(file=FILES)

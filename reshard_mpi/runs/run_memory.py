@@ -15,12 +15,12 @@ from reshard_mpi import formats
 from reshard_mpi.checkpoints.source import MAX_KEPT_BYTES, SourceCheckpoint
 from reshard_mpi.engine.crc import has_short_runs
 from reshard_mpi.engine.read import takes_numpy
+from reshard_mpi.engine.shard_transfer import are_many, is_gathered, is_transposed
 from reshard_mpi.engine.tiles import tile_bytes
-from reshard_mpi.engine.transfer import are_many, is_gathered, is_transposed
 from reshard_mpi.formats.locations import Constant, LibraryRead, Reduced
 from reshard_mpi.formats.protocol import Costs
 from reshard_mpi.formats.tensor_table import KEPT_OFFSET_BYTES, KEPT_TENSOR_BYTES
-from reshard_mpi.planning.model import Group, RankPlan, TensorPlan
+from reshard_mpi.planning.rank_plan import Group, RankPlan, TensorPlan
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.processes.governor.admission import Allowance, Governor
 from reshard_mpi.processes.governor.process_memory import WORKER_BYTES, ProcessMemory

@@ -15,21 +15,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi.checkpoints.opening import open_source
-from reshard_mpi.checkpoints.shards import ShardShare
+from reshard_mpi.checkpoints.shard_opener import ShardShare
 from reshard_mpi.errors import UsageError, wrong_type
 from reshard_mpi.filesystem.folders import Folder, make_folders
 from reshard_mpi.formats import by_name
 from reshard_mpi.formats.manifest import Specs
 from reshard_mpi.journal.publication import publish_text
 from reshard_mpi.journal.records import TargetInputs
-from reshard_mpi.journal.targets import Unrecorded
-from reshard_mpi.planning.agreement import require_one_checkpoint
-from reshard_mpi.planning.model import PlannedTensors, RankPlan
+from reshard_mpi.journal.target_journal import Unrecorded
 from reshard_mpi.planning.parameters import Unlisted
+from reshard_mpi.planning.rank_plan import PlannedTensors, RankPlan
+from reshard_mpi.planning.shared_facts import require_one_checkpoint
 from reshard_mpi.planning.target_layouts import filled_files, strategy_of
 from reshard_mpi.processes.comm import Comm, SerialComm
 from reshard_mpi.runs.conversion import Conversion
-from reshard_mpi.runs.memory import RunMemory
 from reshard_mpi.runs.outcome import Outcome, agreed, attempt
 from reshard_mpi.runs.overlap import refuse_overlap
 from reshard_mpi.runs.preflight import (
@@ -45,8 +44,9 @@ from reshard_mpi.runs.preflight import (
 )
 from reshard_mpi.runs.progress import CLOSED, MOVED, Progress, Silent, Stage
 from reshard_mpi.runs.request import Request, Strategies, TargetFile
+from reshard_mpi.runs.run_memory import RunMemory
+from reshard_mpi.runs.target_writer import target_report, write_whole
 from reshard_mpi.runs.transform import plan_alone
-from reshard_mpi.runs.write import target_report, write_whole
 from reshard_mpi.text import GIB
 
 FORMAT = "safetensors"

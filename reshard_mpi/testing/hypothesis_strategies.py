@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from reshard_mpi.formats.dtypes import BY_NAME, DType
-from reshard_mpi.testing.samples import SampleTensor, ShardContents
+from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
 
 # Names and parts of names that formats have trouble with.
 _TROUBLE = (

@@ -13,7 +13,7 @@ from reshard_mpi.formats.manifest import NEST, Manifest, TensorSpec, common_nest
 from reshard_mpi.formats.tensor_table import ChunkedTensors
 from reshard_mpi.planning.chunks import PiecesOf
 from reshard_mpi.planning.map_routes import MappedTensors
-from reshard_mpi.planning.model import (
+from reshard_mpi.planning.rank_plan import (
     CHOSEN_FILES,
     TEXT,
     Check,

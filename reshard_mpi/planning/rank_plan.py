@@ -11,9 +11,9 @@ from typing import NamedTuple, overload
 from reshard_mpi.errors import ReshardError
 from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, SpecKind, Specs, TensorSpec
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
-from reshard_mpi.planning.losses import UnusableShard
 from reshard_mpi.planning.parameters import Sums
 from reshard_mpi.planning.replicas import ReplicaGroup
+from reshard_mpi.planning.unusable_shards import UnusableShard
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strides import Strides, paired, source_region, target_region
 

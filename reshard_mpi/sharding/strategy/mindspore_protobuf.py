@@ -24,9 +24,9 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import BinaryIO
 
-from reshard_mpi import protobuf
+from reshard_mpi import protobuf_wire
 from reshard_mpi.errors import StrategyError
-from reshard_mpi.protobuf import LENGTH, VARINT, MessageField, encode_content, encode_number
+from reshard_mpi.protobuf_wire import LENGTH, VARINT, MessageField, encode_content, encode_number
 from reshard_mpi.sharding.strategy.json_checks import (
     MAX_AXES,
     MAX_DIMENSIONS,
@@ -60,7 +60,7 @@ def decode_protobuf(data: bytes | BinaryIO, path: str) -> StageFile:
     decoder = _Decoder(path)
     try:
         decoder.read(io.BytesIO(data) if isinstance(data, bytes) else data)
-    except protobuf.WireError as error:
+    except protobuf_wire.WireError as error:
         raise _damaged(f"cut off or damaged ({error})", path) from None
     except OSError as error:
         raise StrategyError("the strategy cannot be read", got=str(error), where=path) from None
@@ -85,8 +85,8 @@ class _Decoder:
         while True:
             offset = self._take_alike(data, offset)
             try:
-                item = protobuf.field(data, offset, MAX_ITEM_BYTES)
-            except protobuf.MessageCutShortError:
+                item = protobuf_wire.field(data, offset, MAX_ITEM_BYTES)
+            except protobuf_wire.MessageCutShortError:
                 more = stream.read(_READ_BYTES)
                 if not more and offset == len(data):
                     return
@@ -180,7 +180,7 @@ def merge_protobuf(stages: Iterable[bytes]) -> bytes:
     operators: list[bytes] = []
     parameters: list[bytes] = []
     for stage, data in enumerate(stages):
-        for item in protobuf.fields(data):
+        for item in protobuf_wire.fields(data):
             if item.kind == _OPERATOR:
                 operators.append(data[item.start : item.end])
             elif item.kind == _PARAMETER:
@@ -190,7 +190,7 @@ def merge_protobuf(stages: Iterable[bytes]) -> bytes:
 
 def _with_stage(stage: int, parameter: bytes) -> Iterator[bytes]:
     """Yield the encoded fields of a parameter, its name prefixed with the number of its stage."""
-    for field in protobuf.fields(parameter):
+    for field in protobuf_wire.fields(parameter):
         if field.kind == _NAME:
             yield encode_content(1, b"%d-" % stage, field.content)
         else:
@@ -211,7 +211,7 @@ def _named(data: bytes, within: str, fields: tuple[str, str], path: str) -> tupl
     """
     name: bytes | None = None
     content: bytes | None = None
-    for field in protobuf.fields(data):
+    for field in protobuf_wire.fields(data):
         if field.kind == _NAME:
             name = field.content
         elif field.kind == _CONTENT:
@@ -228,7 +228,7 @@ def _named(data: bytes, within: str, fields: tuple[str, str], path: str) -> tupl
 def _operator(name: str, content: bytes, within: str, path: str) -> StrategyItem:
     stage: int | None = None
     cuts: list[tuple[int, ...]] = []
-    for field in protobuf.fields(content):
+    for field in protobuf_wire.fields(content):
         if field.kind == (1, VARINT):
             stage = _uint32(field.value)
         elif field.kind == (2, LENGTH):
@@ -250,7 +250,7 @@ def _layout(data: bytes, within: str, path: str, name: str) -> RawLayout:
     scalars: dict[str, int | None] = dict.fromkeys(("field", "opt_weight_shard_step", "opt_weight_shard_size"))
     # A mesh axis or dimension too many is told when the layout is given a meaning; this is about memory.
     limit = 2 * MAX_DIMENSIONS
-    for field in protobuf.fields(data):
+    for field in protobuf_wire.fields(data):
         if field.wire_type == LENGTH and field.number in (1, 3, 4):
             {1: meshes, 3: slice_sizes, 4: offsets}[field.number].append(field.content)
         elif field.kind == (2, LENGTH):
@@ -289,11 +289,11 @@ def _only(contents: Sequence[bytes], field: str, convert: Convert, limit: int, w
 def _numbers(data: bytes, convert: Convert, limit: int, what: str, expected: str, where: str) -> tuple[int, ...]:
     """Return the numbers, packed or not, of a message that holds only these. Raises StrategyError for over `limit`."""
     numbers: list[int] = []
-    for field in protobuf.fields(data):
+    for field in protobuf_wire.fields(data):
         if field.kind == (1, VARINT):
             numbers.append(convert(field.value))
         elif field.kind == (1, LENGTH):
-            numbers += map(convert, protobuf.varints(field.content))
+            numbers += map(convert, protobuf_wire.varints(field.content))
         if len(numbers) > limit:
             raise _too_long(what, expected, where)
     return tuple(numbers)

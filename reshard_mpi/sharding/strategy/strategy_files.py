@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import ReshardError, StrategyError
 from reshard_mpi.filesystem.paths import START_BYTES, kind_of, marked_kind_of
-from reshard_mpi.protobuf import WireError, varint
+from reshard_mpi.protobuf_wire import WireError, varint
 from reshard_mpi.sharding.strategy.json_checks import MAX_FILE_BYTES, MAX_SPEC_BYTES
 from reshard_mpi.sharding.strategy.mindspore_json import REMEDY, StageFile, decode_json
 from reshard_mpi.text import format_bytes, natural_key
@@ -119,7 +119,7 @@ def decode(file: StrategyFile) -> StageFile:
     """Read a MindSpore strategy file, protobuf or JSON. Raises StrategyError if it is neither."""
     path = str(file.path)
     if file.kind is StrategyForm.PROTOBUF:
-        from reshard_mpi.sharding.strategy.protobuf import decode_protobuf
+        from reshard_mpi.sharding.strategy.mindspore_protobuf import decode_protobuf
 
         with _readable(file.path):
             stream = file.path.open("rb")

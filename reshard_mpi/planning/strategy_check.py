@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import CoverageError, DisagreementError, StrategyError
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.planning.model import Differing
 from reshard_mpi.planning.parameters import Unlisted, find_or_follow
-from reshard_mpi.planning.samples import MAX_TENSORS, RankPair
-from reshard_mpi.sharding.factors import regroup_part
+from reshard_mpi.planning.rank_plan import Differing
+from reshard_mpi.planning.sample_choice import MAX_TENSORS, RankPair
 from reshard_mpi.sharding.patterns import Pattern
 from reshard_mpi.sharding.placement import Placement, Shape, Strategy, named_after
+from reshard_mpi.sharding.regroup_dimensions import regroup_part
 from reshard_mpi.text import KIB, counted, nearest_first
 
 # A value that each rank has for itself (random state, a counter) is small, has one dimension at most, and only one

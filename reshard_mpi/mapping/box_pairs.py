@@ -145,7 +145,7 @@ class TermTensor(NamedTuple):
 
 
 class BoxPair(NamedTuple):
-    """A box of a source tensor that becomes a box of a target tensor. order: as in `planning.model.Copy`."""
+    """A box of a source tensor that becomes a box of a target tensor. order: as in `planning.rank_plan.Copy`."""
 
     source: TermTensor
     region: Box

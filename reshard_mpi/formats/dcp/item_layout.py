@@ -15,7 +15,7 @@ from zlib import crc32
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.nest.nodes import Call, Dict, Global, Value, parts
 from reshard_mpi.formats.tensor_table import TensorType
-from reshard_mpi.formats.torch.layout import (
+from reshard_mpi.formats.torch.archive_layout import (
     ALIGNMENT_BYTES,
     Placed,
     descriptor,

@@ -11,21 +11,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from reshard_mpi import formats
-from reshard_mpi.engine.files import OnBytes, forget_cached
-from reshard_mpi.engine.transfer import Span, write_shard
+from reshard_mpi.engine.open_files import OnBytes, forget_cached
+from reshard_mpi.engine.shard_transfer import Span, write_shard
 from reshard_mpi.errors import ShardError, TransformError, told
 from reshard_mpi.formats.files import digest_besides
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.protocol import Format
 from reshard_mpi.journal.publication import Publication, opened_partial
 from reshard_mpi.journal.records import TensorSum
-from reshard_mpi.journal.targets import require_unchanged
-from reshard_mpi.planning.model import Limits, RankPlan
+from reshard_mpi.journal.target_journal import require_unchanged
+from reshard_mpi.planning.rank_plan import Limits, RankPlan
 from reshard_mpi.processes.comm import Comm
-from reshard_mpi.runs.memory import RunMemory
 from reshard_mpi.runs.messages import Filled, FillReport, Reserved, Verified, record_of
 from reshard_mpi.runs.outcome import Failure, Outcome, TargetReport, attempt
 from reshard_mpi.runs.progress import Progress
+from reshard_mpi.runs.run_memory import RunMemory
 from reshard_mpi.runs.scheduling import TargetSlice
 from reshard_mpi.runs.target_plans import TargetPlans
 

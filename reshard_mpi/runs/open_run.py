@@ -14,20 +14,20 @@ from reshard_mpi.checkpoints.opening import chosen_files, open_source
 from reshard_mpi.errors import ReshardError, UsageError
 from reshard_mpi.filesystem.paths import real_path
 from reshard_mpi.journal.identity import CHOSEN, RunIdentity, joined_maps, joined_words
-from reshard_mpi.journal.targets import Journal
+from reshard_mpi.journal.target_journal import Journal
 from reshard_mpi.planning.parameters import Accumulated, Unlisted
 from reshard_mpi.planning.ranks import check_target_rank
 from reshard_mpi.planning.target_layouts import filled_files, strategy_of
 from reshard_mpi.runs.conversion import Conversion, apply_map, map_words
-from reshard_mpi.runs.memory import RunMemory
 from reshard_mpi.runs.overlap import refuse_overlap
 from reshard_mpi.runs.request import Request, Strategies
+from reshard_mpi.runs.run_memory import RunMemory
 from reshard_mpi.runs.scheduling import are_even, assign, target_weights
 from reshard_mpi.sharding.placement import Strategy
 from reshard_mpi.sharding.strategy import table
 
 if TYPE_CHECKING:
-    from reshard_mpi.journal.targets import Unrecorded
+    from reshard_mpi.journal.target_journal import Unrecorded
 
 # Planning takes a millisecond and a KiB for each, and no cluster has as many ranks.
 MAX_TARGETS = 1 << 16
@@ -61,7 +61,7 @@ class Run(NamedTuple):
         """Return the journal, which keeps the state of this run in the target folder."""
         request = self.request
         if not request.recorded:
-            from reshard_mpi.journal.targets import Unrecorded
+            from reshard_mpi.journal.target_journal import Unrecorded
 
             return Unrecorded(Path(request.target))
         identity, resume, overwrite = self._identity(), request.resume, request.overwrite

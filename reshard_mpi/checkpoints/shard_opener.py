@@ -17,12 +17,12 @@ from typing import NamedTuple
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError, ReshardError, StrategyError
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.planning.losses import UnusableShard, described
 from reshard_mpi.planning.parameters import Unlisted, find_or_follow, is_dropped, listed_names
 from reshard_mpi.planning.ranks import needed_ranks, wants
 from reshard_mpi.planning.shard_faults import disputes, witnesses
-from reshard_mpi.planning.target import Policy, ShardPlanner
+from reshard_mpi.planning.shard_planner import Policy, ShardPlanner
 from reshard_mpi.planning.tensors import SourceTensors
+from reshard_mpi.planning.unusable_shards import UnusableShard, described
 from reshard_mpi.sharding.layout import UnknownLengthError
 from reshard_mpi.sharding.patterns import Pattern
 from reshard_mpi.sharding.placement import Placement, Strategy

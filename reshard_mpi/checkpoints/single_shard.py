@@ -17,9 +17,9 @@ from reshard_mpi.checkpoints.file_selection import name_without_rank
 from reshard_mpi.errors import ReshardError, SourceError, told
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
-from reshard_mpi.planning.losses import named
-from reshard_mpi.planning.model import Check, Copy, Limits
-from reshard_mpi.planning.samples import kind_of
+from reshard_mpi.planning.rank_plan import Check, Copy, Limits
+from reshard_mpi.planning.sample_choice import kind_of
+from reshard_mpi.planning.unusable_shards import named
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.text import MIB
 
@@ -193,7 +193,7 @@ def _difference(shard: Manifest, other: Manifest) -> str:
         if (entry.dtype, entry.shape) != (theirs[name].dtype, theirs[name].shape):
             return f"holds {name!r} as {_type(theirs[name])}, not {_type(entry)}"
     from reshard_mpi.engine.compare import first_difference
-    from reshard_mpi.engine.files import Files
+    from reshard_mpi.engine.open_files import Files
 
     with Files() as files:
         for name in _chosen(ours):

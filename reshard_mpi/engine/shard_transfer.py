@@ -13,13 +13,13 @@ from functools import partial
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from reshard_mpi.engine.files import Files, OnBytes, Traffic
+from reshard_mpi.engine.open_files import Files, OnBytes, Traffic
 from reshard_mpi.engine.read import Stream, byte_runs, element_blocks, fill, takes_numpy
 from reshard_mpi.engine.tiles import Tiles
 from reshard_mpi.formats.locations import ByteRanges, Location
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import TensorEntry
-from reshard_mpi.planning.model import Copy, Limits, PlannedTensors, RankPlan, TensorPlan
+from reshard_mpi.planning.rank_plan import Copy, Limits, PlannedTensors, RankPlan, TensorPlan
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strides import Runs
 from reshard_mpi.text import KIB, MIB

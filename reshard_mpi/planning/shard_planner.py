@@ -10,17 +10,7 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import CoverageError, ReshardError, StrategyError, UsageError
 from reshard_mpi.formats.manifest import Manifest, ShardIdentity, SpecKind
-from reshard_mpi.planning.agreement import (
-    agreement_checks,
-    common_strings,
-    is_moment,
-    left_out_of,
-    require_tensors_or_strings,
-    shared_tensors,
-)
 from reshard_mpi.planning.chunks import PiecesOf, missing_files
-from reshard_mpi.planning.losses import UnusableShard, named
-from reshard_mpi.planning.model import Group, PlannedTensors, RankPlan, ReadGroup, SharedFact
 from reshard_mpi.planning.parameters import (
     Accumulated,
     Unlisted,
@@ -30,6 +20,7 @@ from reshard_mpi.planning.parameters import (
     listed_names,
     may_be_held,
 )
+from reshard_mpi.planning.rank_plan import Group, PlannedTensors, RankPlan, ReadGroup, SharedFact
 from reshard_mpi.planning.ranks import wants
 from reshard_mpi.planning.replicas import (
     ReplicaGroup,
@@ -40,6 +31,14 @@ from reshard_mpi.planning.replicas import (
     pieces_written_by,
 )
 from reshard_mpi.planning.shard_faults import missing_part_error, require_never_saved, stage_missing
+from reshard_mpi.planning.shared_facts import (
+    agreement_checks,
+    common_strings,
+    is_moment,
+    left_out_of,
+    require_tensors_or_strings,
+    shared_tensors,
+)
 from reshard_mpi.planning.target_layouts import (
     GradientJoining,
     GradientShare,
@@ -50,6 +49,7 @@ from reshard_mpi.planning.target_layouts import (
     zero_route,
 )
 from reshard_mpi.planning.tensors import SourceGroup, SourceTensors, TensorPart, needed_parts
+from reshard_mpi.planning.unusable_shards import UnusableShard, named
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Piece, Placement, Strategy
