@@ -185,19 +185,26 @@ def require_one_state(targets: Mapping[int, tuple[Sources, int]], remedy: str) -
         targets: by rank, the sources of a target, and when its file was written (nanoseconds since 1970).
     """
     states: dict[tuple[str, SourceFile], bool | None] = {}
-    changed, same = [], []
+    changed, gone, same = [], [], []
     for target_rank, (sources, _) in targets.items():
         of_files = {sources.is_as_it_was(file, states) for file in sources.files}
         if False in of_files:
             changed.append(target_rank)
-        elif True in of_files:
+        elif None in of_files:
+            gone.append(target_rank)
+        elif of_files:
             same.append(target_rank)
     last_ns = max((file.modified_ns for sources, _ in targets.values() for file in sources.files), default=0)
-    for target_rank in changed:
+    for target_rank in (*changed, *gone):
         sources, written_ns = targets[target_rank]
         if written_ns < last_ns:
             problem = f"other targets were made from what was saved after target rank {target_rank} was made"
             sources.require_unchanged(problem, remedy)
+            lost = next(file for file in sources.files if sources.is_as_it_was(file, states) is None)
+            got, where = f"{lost.path} is not there any more", sources.folder
+            raise DisagreementError(problem, expected=f"{lost.path} of {lost}", got=got, where=where, remedy=remedy)
+    for target_rank in changed:
+        sources, _ = targets[target_rank]
         if same:
             problem = (
                 f"the source of target rank {target_rank} is another one now, that of target rank {same[0]} is not"

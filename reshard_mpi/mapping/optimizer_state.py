@@ -110,8 +110,9 @@ def followed(
         by_affixes.setdefault(_source(rule, direction), []).append(rule)
     families: dict[tuple[int, NameAffixes], set[str]] = {}
     shapes = {name: kind.shape for name, kind in inventory.items()}
+    parameters = with_state(shapes)
     for name in left:
-        parted = _parameter_of(name, by_affixes, shapes)
+        parted = None if name in parameters else _parameter_of(name, by_affixes, shapes)
         if parted is None:
             continue
         base, affixes = parted
@@ -144,8 +145,22 @@ def owners(
     """
     side = _target if in_target else _source
     state_rules = [] if rules is None or direction is None else [side(rule, direction) for rule in rules.states]
-    parted = ((name, _parameter_of(name, state_rules, shapes)) for name in names)
+    parameters = with_state(shapes)
+    parted = ((name, _parameter_of(name, state_rules, shapes)) for name in names if name not in parameters)
     return {name: owner[0] for name, owner in parted if owner is not None and owner[0] != name}
+
+
+def with_state(names: Collection[str]) -> frozenset[str]:
+    """Return the tensors that have state of their own (`optimizer.state.ema.w.exp_avg`), so they are none of others."""
+    parameters = set()
+    for name in names:
+        _, found, rest = f".{name}".partition(f".{_STATE_KEY}.")
+        while found and rest:
+            rest = rest.rpartition(".")[0]
+            if rest in names:
+                parameters.add(rest)
+                break
+    return frozenset(parameters)
 
 
 def owned_by(name: str, owner_of: Mapping[str, str]) -> Iterator[str]:
@@ -307,7 +322,8 @@ def require_none_stranded(kept: Iterable[str], taken: Iterable[Match], inventory
     Args:
         kept: the names of those that stay, and are neither left out nor state of another tensor by its whole name.
     """
-    states = list(filter(is_named_like_state, kept))
+    parameters_with_state = with_state(inventory)
+    states = [name for name in kept if is_named_like_state(name) and name not in parameters_with_state]
     if not states:
         return
     matches = list(taken)

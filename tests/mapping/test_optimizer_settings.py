@@ -204,3 +204,17 @@ def test_optimizers_of_stages_are_joined(
             assert sum(len(group["params"]) for group in optimizer["param_groups"]) == 2
             state = optimizer["state"][name]
         assert state["note"] == name and value_of(state["exp_avg"]) == 10 + stage
+
+
+@pytest.mark.parametrize("names", [("w", "m.step.w"), ("w", "ema.w"), ("a.w", "prev.a.w")])
+def test_a_parameter_with_state_of_its_own_is_no_state_of_another(tmp_path: Path, names: tuple[str, str]) -> None:
+    state = {number: {"exp_avg": tensor(10 + number)} for number in range(2)}
+    groups = [{"lr": 0.5, "params": [0, 1], "param_names": [*names]}]
+    model = {name: tensor(number) for number, name in enumerate(names)}
+    torch_peer.save(tmp_path / "x.pt", {"model": model, "optim": {"state": state, "param_groups": groups}})
+    equation = f"model.{names[0]} <=> model.new"
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", to="torch", map=equation, forward=True)
+    loaded = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")
+    assert {name: value_of(value) for name, value in loaded["model"].items()} == {"new": 0, names[1]: 1}
+    held = {name: value_of(own["exp_avg"]) for name, own in loaded["optim"]["state"].items()}
+    assert held == {"new": 10, names[1]: 11}

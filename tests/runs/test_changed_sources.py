@@ -375,3 +375,13 @@ def test_a_process_that_fills_a_part_has_looked_at_another_source(tmp_path: Path
     finished = transform_apart(c, "--jobs", "2", env={"PYTHONPATH": str(tmp_path / "late"), **ONE_THREAD})
     assert finished.code == 4 and "were changed while it was written" in finished.err, finished
     assert not c.written(0).exists()
+
+
+def test_sources_that_are_gone_when_others_are_newer(tmp_path: Path, capsys: Capture) -> None:
+    c = make(tmp_path)
+    assert transform_here(capsys, c, "--rank", "0").code == 0
+    saved_again(c)
+    c.remove(0, 1)  # what target 0 was made of
+    finished = transform_here(capsys, c, "--rank", "1")
+    assert finished.code == 3 and "saved after target rank 0 was made" in finished.err, finished
+    assert "rank_0/checkpoint_0.ckpt is not there any more" in finished.err and not c.written(1).exists()
