@@ -1,7 +1,5 @@
 """Define the errors a user can meet, with their exit codes (`ReshardError`).
 
-The errors a user can meet. All derive from ReshardError and carry the exit code of the command line.
-
 Errors for which MindSpore 2.10 raises ValueError or TypeError derive from that too, so programs that catch it go on
 working. (Where MindSpore raises NotADirectoryError, this is a TargetError.)
 """

@@ -1,6 +1,6 @@
 """Offer the public functions (`transform`, `verify`, `diff`, `plan`, `load_rank`); none uses MPI unasked.
 
-The public functions. None uses MPI unless a communicator is given, so they may be called on one rank or on all.
+Unless a communicator is given they may be called on one rank or on all.
 
 They log what the command line prints, to the logger "reshard_mpi": notes at level INFO, warnings and reasons for
 waiting at level WARNING, each text once. With a communicator, its rank 0 logs. Without one, each rank that calls a

@@ -92,7 +92,7 @@ def find_shards(
 ) -> ShardFiles:
     """Return the shard files under `path`: `rank_*` folders, one file, or loose files of one full checkpoint.
 
-    A folder that names the latest of the folders in it (`moments`) stands for that one.
+    A folder that names the latest of the folders in it stands for that one.
 
     Args:
         select: a glob that file names must match.

@@ -91,7 +91,7 @@ def left_behind(
     return only_there
 
 
-def refuse(names: Iterable[str], only_there: dict[str, int], source: SourceCheckpoint) -> StrategyError:
+def left_behind_error(names: Iterable[str], only_there: dict[str, int], source: SourceCheckpoint) -> StrategyError:
     """Return the error for tensors that no target would get."""
     lost = list(names)
     shown = ", ".join(f"{name!r} of rank {only_there[name]}" for name in islice(lost, _MAX_NAMED))
@@ -206,7 +206,7 @@ class ShardOpener:
                 if not lost:
                     break
         if lost:
-            raise refuse(sorted(lost), only_there, self.source)
+            raise left_behind_error(sorted(lost), only_there, self.source)
 
     def _nearest_targets(self, target_rank: int) -> Iterable[int]:
         """Return all other targets, first one of each stage."""

@@ -305,7 +305,7 @@ def _about(error: OSError, path: str, other: str | None = None) -> OSError:
     return OSError(error.errno, error.strerror, path, None, other)
 
 
-def forget_cached(descriptor: int) -> None:
+def sync_and_drop_cache(descriptor: int) -> None:
     """Write a file to the disk and drop it from the page cache, so that it is read back from the disk if possible."""
     os.fsync(descriptor)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)

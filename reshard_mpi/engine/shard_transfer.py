@@ -1,8 +1,8 @@
 """Fill the shard file whose space a format has reserved, as its plan says (`write_shard`).
 
 Copies of few or long runs are made by the kernel. Copies in which axes change places go tile by tile (`tiles`). Short
-runs that follow one another in the source are read straight to their places in a buffer (`scatter`). All other copies
-are read into a buffer region by region (`regions`), and small tensors are moved many at a time (`batches`).
+runs that follow one another in the source are read straight to their places in a buffer (`Scatter`). All other copies
+are read into a buffer region by region (`gather`), and small tensors are moved many at a time (`batches`).
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ def file_kind_of(start: bytes) -> FileKind | None:
 
 
 def kind_of_file(path: Path) -> FileKind | None:
-    """Return the kind of the file at `path`, as `kind_of` does but for text; None also if it cannot be read."""
+    """Return the kind of the file at `path`, as `file_kind_of` does but for text; None also if it cannot be read."""
     try:
         with path.open("rb") as stream:
             start = stream.read(START_BYTES)
@@ -163,7 +163,7 @@ def kind_of_file(path: Path) -> FileKind | None:
 
 
 def marked_kind_of(start: bytes) -> FileKind | None:
-    """Return the kind of a file, as `kind_of` does, if it begins with a mark that no strategy file begins with."""
+    """Return the kind of a file, as `file_kind_of` does, if it begins with a mark that no strategy file begins with."""
     for mark, kind in _BY_START:
         if start.startswith(mark):
             return kind

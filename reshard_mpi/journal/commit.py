@@ -26,7 +26,7 @@ from reshard_mpi.journal.provenance import Sources, require_one_state, require_s
 from reshard_mpi.journal.publication import publish_bytes, publish_text, remove_stale, remove_stale_records
 from reshard_mpi.journal.records import COMMIT_RECORD, STATE, TargetRecord, record_path, recorded_ranks, written
 from reshard_mpi.journal.target_journal import COMMIT_LOCK, uncommit
-from reshard_mpi.planning.shard_faults import Differences, between_targets, told_of, without
+from reshard_mpi.planning.shard_faults import Differences, between_targets, difference_messages, without
 from reshard_mpi.planning.shared_facts import differing_stages, require_one_checkpoint, require_same_names
 from reshard_mpi.text import natural_key
 
@@ -227,7 +227,7 @@ def _compare(
         )
     unlike = between_targets(start for record in records for start in record.evidence.prefix_digests)
     strict = identity.facts.get("strict") is True
-    return told_of(without(unlike, already_told), identity.facts["source"], strict=strict)
+    return difference_messages(without(unlike, already_told), identity.facts["source"], strict=strict)
 
 
 def _are_all_recorded(state: Path, target_ranks: int, made_here: Collection[int]) -> bool:

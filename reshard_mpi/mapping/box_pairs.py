@@ -1,6 +1,6 @@
 """Pair the boxes of both sides of an equation, one to one (`geometry`).
 
-Blocks are paired (`blocks`), and both of a pair have the same axes. Axes that are the minor ones of a dimension on both
+Blocks are paired, and both of a pair have the same axes. Axes that are the minor ones of a dimension on both
 sides stay within a box; each combination of all others is a pair of boxes of its own. So boxes are disjoint on either
 side, and cover it but for padding.
 

@@ -1,4 +1,1 @@
-"""Draw a plan: who feeds whom, and how both sides cut a tensor.
-
-Pictures of a plan: who feeds whom, and how both sides cut a tensor. All forms draw the same figures.
-"""
+"""Draw a plan: who feeds whom, and how both sides cut a tensor. All forms draw the same figures."""

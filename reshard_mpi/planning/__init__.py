@@ -1,4 +1,1 @@
-"""Decide which bytes go where before any is moved. Pure: nothing here opens a file.
-
-Which bytes go where, decided before any is moved. Pure: nothing here opens a file.
-"""
+"""Decide which bytes go where before any is moved. Pure: nothing here opens a file."""

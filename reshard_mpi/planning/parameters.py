@@ -137,7 +137,7 @@ def sums_like(name: str) -> str:
     return ".".join([*parts[: place + 1], "*"])
 
 
-def told_of(accumulated: Accumulated, all_sums: Iterable[Sums]) -> Iterator[str]:
+def gradient_texts(accumulated: Accumulated, all_sums: Iterable[Sums]) -> Iterator[str]:
     """Yield words on the accumulated gradients taken from a checkpoint."""
     for names, count, added_in in all_sums if accumulated is not Accumulated.REFUSE else ():
         joined = f"the {accumulated} of {count} replicas, added in {added_in} in the order of their ranks"
@@ -150,7 +150,7 @@ def notes_on(accumulated: Accumulated, all_sums: Iterable[Sums]) -> Iterator[str
         Accumulated.MEAN: "every rank of the target that holds a piece gets it",
         Accumulated.SUM: "of the ranks of the target that hold a piece the lowest gets it, the others zeros",
     }
-    return (f"{text}; {whose[accumulated]}" for text in told_of(accumulated, all_sums))
+    return (f"{text}; {whose[accumulated]}" for text in gradient_texts(accumulated, all_sums))
 
 
 def note_on_none(accumulated: Accumulated) -> str:

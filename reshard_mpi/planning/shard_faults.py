@@ -239,7 +239,7 @@ def between_targets(beginnings: Iterable[PrefixDigest]) -> list[Differing]:
     return [Differing(name, tuple(ranks.values())) for name, ranks in by_name.items() if len(ranks) > 1]
 
 
-def told_of(differing: Iterable[Differing], where: str, *, strict: bool = False) -> Differences:
+def difference_messages(differing: Iterable[Differing], where: str, *, strict: bool = False) -> Differences:
     """Return the messages on tensors that differ, each tensor once.
 
     Raises DisagreementError if `strict` and any is not the state of a generator.

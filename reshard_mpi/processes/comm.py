@@ -1,6 +1,6 @@
 """Talk between the processes of a run, alone or over MPI (`world`); no other module imports mpi4py.
 
-How the processes of one run talk: alone, or over MPI. The only module that imports mpi4py, and only when needed.
+mpi4py is imported only when a process is one of several MPI ranks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Fork processes and open channels to them, without `multiprocessing` (`Fork`).
 
-Forked processes and channels between them. Light: `multiprocessing` takes longer to import than a fork.
+`multiprocessing` takes longer to import than a fork takes.
 """
 
 from __future__ import annotations

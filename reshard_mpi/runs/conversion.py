@@ -1,6 +1,6 @@
 """Plan target ranks from one source, mapped if asked (`Conversion`, `apply_map`).
 
-The map of a request. All that reads and applies maps is loaded only where there is one.
+All modules that read and apply maps are loaded only where there is a map.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from reshard_mpi.sharding.strategy import table
 from reshard_mpi.text import MIB
 
 # The buffer is so large that Python's work for each filling takes little time compared with moving the bytes. The
-# window is the most that is mapped of sources at once. `projection` knows how much memory the process takes besides.
+# window is the most that is mapped of sources at once. `run_memory` knows how much memory the process takes besides.
 LIMITS = Limits(buffer_bytes=2 * MIB, window_bytes=16 * MIB)
 
 # Shards opened before a tensor counts as absent, since shards may be saved without what others hold.
@@ -75,9 +75,9 @@ class Conversion:
     once: bool = False
     # called before copies are compared with numpy, which takes more memory than planning
     before_gathering: Callable[[], object] = lambda: None
-    # where `source` is what a map makes of a checkpoint, the conversion of that to one full checkpoint, and through:
-    # makes the source of it
+    # if `source` is the result of a map, the conversion of the unmapped checkpoint to one full checkpoint
     original: Conversion | None = None
+    # takes such a conversion through the map; returns the source
     through: Callable[[Conversion], SourceCheckpoint] | None = None
     allows_holes: bool = False  # tensors that cannot be made do not refuse a plan; `RankPlan.holes` names them
     _is_fitting: bool = field(default=False)

@@ -25,7 +25,7 @@ from reshard_mpi.formats.locations import LibraryRead, Reduced
 from reshard_mpi.formats.manifest import NEST, TensorSpec
 from reshard_mpi.formats.nest import agree
 from reshard_mpi.formats.nest import first_difference as first_nest_difference
-from reshard_mpi.planning.parameters import told_of
+from reshard_mpi.planning.parameters import gradient_texts
 from reshard_mpi.planning.rank_plan import Copy, RankPlan, TensorPlan
 from reshard_mpi.planning.replicas import partition_for
 from reshard_mpi.planning.strategy_check import drift_warning
@@ -152,7 +152,7 @@ def _planned(
     notes_on_sums = (
         f"{source.files.path}: {note}"
         for source, plan in zip(sources, plans)
-        for note in told_of(request.accumulated, plan.sums)
+        for note in gradient_texts(request.accumulated, plan.sums)
     )
     notes = (*of_map, *notes_on_sums, *first_files.notes, *second_files.notes, *governor.notes, *_other_texts(*plans))
     first, second = map(_DiffSide, (request.source, request.target), sources, plans)

@@ -70,10 +70,10 @@ class PlanReport(NamedTuple):
     """A process's plans, sent to all others before anything is written."""
 
     outcome: Outcome = Outcome()  # notes, warnings, and failures that refuse the run
-    # moments, held, beginnings: what targets must have in common (see `RankPlan`)
-    moments: tuple[SharedFact, ...] = ()
+    # shared_facts, held, prefix_digests: what targets must have in common (see `RankPlan`)
+    shared_facts: tuple[SharedFact, ...] = ()
     held: tuple[StageDigest, ...] = ()
-    beginnings: tuple[PrefixDigest, ...] = ()
+    prefix_digests: tuple[PrefixDigest, ...] = ()
     differing: tuple[Differing, ...] = ()  # what shards do not hold alike
     alike: tuple[ReplicaGroup, ...] = ()  # copies that must be the same
     rooms: tuple[SpaceNeed, ...] = ()  # the room that it needs on file systems
@@ -90,12 +90,12 @@ class PlanReport(NamedTuple):
         """Join this and the `others`, without rooms; equal entries are kept once."""
         parts = [self, *others]
         digests = (held for part in reversed(parts) for held in part.held)
-        beginnings = (beginning for part in reversed(parts) for beginning in part.beginnings)
+        prefix_digests = (beginning for part in reversed(parts) for beginning in part.prefix_digests)
         return PlanReport(
             self.outcome.joined(part.outcome for part in parts[1:]),
-            tuple(dict.fromkeys(moment for part in parts for moment in part.moments)),
+            tuple(dict.fromkeys(moment for part in parts for moment in part.shared_facts)),
             tuple({(held.stage, held.digest): held for held in digests}.values()),
-            tuple({(beginning.name, beginning.digest): beginning for beginning in beginnings}.values()),
+            tuple({(beginning.name, beginning.digest): beginning for beginning in prefix_digests}.values()),
             tuple(dict.fromkeys(tensor for part in parts for tensor in part.differing)),
             tuple(dict.fromkeys(alike for part in parts for alike in part.alike)),
             due=Totals(*map(sum, zip(*(part.due for part in parts)))),

@@ -1,6 +1,6 @@
 """Count the progress of one process (`Progress`, `SliceCounter`).
 
-Whoever works only adds to a number. A thread, or the parent of the process, reads it now and then (`watched`).
+Whoever works only adds to a number. A thread, or the parent of the process, reads it now and then (`monitor`).
 """
 
 from __future__ import annotations

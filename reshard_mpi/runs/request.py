@@ -1,7 +1,4 @@
-"""Hold the user's request (`Request`). Loads little, since it comes first.
-
-What a user asks for, and the strategies that the request names. This module loads little, since it comes first.
-"""
+"""Hold the user's request (`Request`), and the strategies that it names. Loads little, since it comes first."""
 
 from __future__ import annotations
 

@@ -263,9 +263,9 @@ class RunMemory:
         self._comm = comm
         self._progress = progress
         self._no_longer_meanwhile: Callable[[], None] = lambda: None
-        self._allotment: ProcessMemory | None = None
+        self._process_memory: ProcessMemory | None = None
         self._projection: Projection | None = None
-        self._on_giving_way: list[Callable[[], None]] = []
+        self._on_memory_released: list[Callable[[], None]] = []
 
     def __enter__(self) -> Self:
         return self
@@ -274,21 +274,21 @@ class RunMemory:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._no_longer_meanwhile()
-        if self._allotment is not None:
-            self._allotment.close()
+        if self._process_memory is not None:
+            self._process_memory.close()
 
     def open(self) -> Governor:
         """Return the governor of this host's memory; the first call opens it. Raises a ReshardError."""
-        if self._allotment is None:
+        if self._process_memory is None:
             say, alone = self._progress.waiting, self._comm.size == 1
-            self._allotment = ProcessMemory.open(self._allowance(), os.environ, say, alone=alone)
-            self._allotment.on_memory_released.append(self._free)
-            self._no_longer_meanwhile = self._comm.meanwhile(self._allotment.release_if_contended)
-        return self._allotment.governor
+            self._process_memory = ProcessMemory.open(self._allowance(), os.environ, say, alone=alone)
+            self._process_memory.on_memory_released.append(self._free)
+            self._no_longer_meanwhile = self._comm.meanwhile(self._process_memory.release_if_contended)
+        return self._process_memory.governor
 
     def on_memory_released(self, *free: Callable[[], None]) -> None:
         """Set the functions that free what was read and planned, for when other processes need memory."""
-        self._on_giving_way = list(free)
+        self._on_memory_released = list(free)
 
     def reserve_for_reading(
         self, strategies: Iterable[str | os.PathLike[str] | None], purpose: str, *source_formats: str
@@ -324,7 +324,7 @@ class RunMemory:
 
     @property
     def projection(self) -> Projection:
-        """The projection made by `to_plan`."""
+        """The projection made by `reserve_for_planning`."""
         if self._projection is None:
             raise RuntimeError("targets are planned before anything is moved")
         return self._projection
@@ -339,20 +339,20 @@ class RunMemory:
     def reserve_for_copying(self, peak_bytes: int, purpose: str) -> bool:
         """Wait for `peak_bytes` of memory in all, to move or compare bytes; tell whether plans have not been freed."""
         self.open()
-        assert self._allotment is not None
-        is_kept = self._allotment.need(peak_bytes + self._progress.shown_bytes, purpose)
+        assert self._process_memory is not None
+        is_kept = self._process_memory.need(peak_bytes + self._progress.shown_bytes, purpose)
         self._progress.admitted()
         return is_kept
 
     def yield_if_contended(self) -> None:
         """Give way to other processes between two targets, if this process keeps enough memory to go on."""
-        if self._allotment is not None:
-            self._allotment.release_if_contended()
+        if self._process_memory is not None:
+            self._process_memory.release_if_contended()
 
     def forbid_starting_over(self) -> None:
         """From now on, do not start this process over: it has something to lose."""
-        if self._allotment is not None:
-            self._allotment.stay()
+        if self._process_memory is not None:
+            self._process_memory.stay()
 
     def share_out(self, jobs: int, parameters: int) -> int:
         """Wait for the memory to fork workers; return how many: `jobs`, or as many as there can be memory for, but one.
@@ -363,23 +363,23 @@ class RunMemory:
             parameters: how many the strategies list, which is how many tensors each worker plans.
         """
         governor = self.open()
-        assert self._allotment is not None
+        assert self._process_memory is not None
         room_bytes = governor.ceiling_bytes - INTERPRETER_BYTES - _WORK_BYTES
         size = max(1, min(jobs, room_bytes // (WORKER_BYTES + parameters * _PLANNED_BYTES)))
         self.reserve_for_copying(INTERPRETER_BYTES + size * WORKER_BYTES, "starting workers")
-        self._allotment.be_floor()
+        self._process_memory.be_floor()
         return size
 
     def worker_is_there(self) -> None:
         """Give up the memory that was held for one worker, which asks for its own."""
-        assert self._allotment is not None
-        self._allotment.hand_over(WORKER_BYTES)
+        assert self._process_memory is not None
+        self._process_memory.hand_over(WORKER_BYTES)
 
     def take_waited_seconds(self) -> float:
         """Return for how long this process has waited for memory since the last call."""
-        return self._allotment.take_waited_seconds() if self._allotment is not None else 0.0
+        return self._process_memory.take_waited_seconds() if self._process_memory is not None else 0.0
 
     def _free(self) -> None:
-        for free in self._on_giving_way:
+        for free in self._on_memory_released:
             free()
         gc.collect()

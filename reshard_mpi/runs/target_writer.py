@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from reshard_mpi import formats
-from reshard_mpi.engine.open_files import OnBytes, forget_cached
+from reshard_mpi.engine.open_files import OnBytes, sync_and_drop_cache
 from reshard_mpi.engine.shard_transfer import Span, write_shard
 from reshard_mpi.errors import ShardError, TransformError, told
 from reshard_mpi.formats.files import digest_besides
@@ -85,7 +85,7 @@ def write_whole(
 
 def require_as_meant(module: Format, publication: Publication, manifest: Manifest, sums: Mapping[str, int]) -> None:
     """Raise TransformError if a sealed target, read back from the disk, has not the intended structure and sums."""
-    forget_cached(publication.descriptor)
+    sync_and_drop_cache(publication.descriptor)
     try:
         module.read_back(manifest)
         found_sums = module.stored_sums(manifest.path) if sums else sums
@@ -278,7 +278,7 @@ class Writer:
         """
         from reshard_mpi.runs.verify_checksums import sums_as_planned
 
-        forget_cached(descriptor)
+        sync_and_drop_cache(descriptor)
         self._progress.synced(size_bytes)
         return sums_as_planned(plan, manifest, span, self._limits, self._progress.read_back)
 

@@ -25,7 +25,7 @@ from reshard_mpi.journal.target_journal import Journal
 from reshard_mpi.planning.parameters import Accumulated, note_on_none
 from reshard_mpi.planning.rank_plan import CHOSEN_FILES, RankPlan, SharedFact
 from reshard_mpi.planning.replicas import ReplicaGroup, Replicas, partition_for
-from reshard_mpi.planning.shard_faults import between_targets, told_of
+from reshard_mpi.planning.shard_faults import between_targets, difference_messages
 from reshard_mpi.planning.shared_facts import (
     differing_stages,
     require_one_checkpoint,
@@ -126,7 +126,7 @@ def _checked_plans(
     while True:
         progress.begin(Stage("planning"))
         plans, planned = _plan(partial(make, damage), comm)
-        chosen += (fact for fact in planned.moments if fact.name == CHOSEN_FILES)
+        chosen += (fact for fact in planned.shared_facts if fact.name == CHOSEN_FILES)
         require_one_checkpoint(chosen)  # in the second round another checkpoint may be the newest
         if not plans.run.request.verify:
             return plans, planned
@@ -145,7 +145,7 @@ def _plan(make: Callable[[], TargetPlans], comm: Comm) -> tuple[TargetPlans, Pla
     plans = attempt(make, comm)
     gathered = comm.allgather(plans if isinstance(plans, Outcome) else plans.report)
     reports = [record_of(PlanReport, report) for report in gathered]
-    _refuse([report.outcome for report in reports], comm)
+    _raise_first_failure([report.outcome for report in reports], comm)
     assert not isinstance(plans, Outcome)
     require_room(report.rooms for report in reports)
 
@@ -169,7 +169,7 @@ def _agreeing(
 
     Raises a ReshardError if the run is refused.
     """
-    require_one_checkpoint(fact for report in reports for fact in report.moments)
+    require_one_checkpoint(fact for report in reports for fact in report.shared_facts)
     for stage in differing_stages(held for report in reports for held in report.held):
         of_stage = placed(stage)
         require_same_names(of_stage, source)
@@ -316,19 +316,19 @@ def _judged(planned: PlanReport, compared: Sequence[ComparisonReport], source: s
         require_no_drift(drift.copies, source)
     lost = (Outcome(lost=report.lost) for report in compared)
     drifted = Outcome(other_warnings=(drift_warning(drift.copies),) if drift.copies else ())
-    differing = (*planned.differing, *between_targets(planned.beginnings), *drift.unlisted)
-    remarks = told_of(differing, source, strict=strict)
+    differing = (*planned.differing, *between_targets(planned.prefix_digests), *drift.unlisted)
+    remarks = difference_messages(differing, source, strict=strict)
     return planned.outcome.joined([*lost, drifted, Outcome(notes=remarks.notes, other_warnings=remarks.warnings)])
 
 
 def _together(comm: Comm, step: Callable[[], T]) -> list[T]:
     """Do a step in every process; return the results of all. Raises the same error in all if one has failed."""
     results = comm.allgather(attempt(step, comm))
-    _refuse([failed for failed in results if isinstance(failed, Outcome)], comm)
+    _raise_first_failure([failed for failed in results if isinstance(failed, Outcome)], comm)
     return [result for result in results if not isinstance(result, Outcome)]
 
 
-def _refuse(outcomes: Sequence[Outcome], comm: Comm) -> None:
+def _raise_first_failure(outcomes: Sequence[Outcome], comm: Comm) -> None:
     """Raise the first failure of the outcomes, if any; the same on every process."""
     failures = [failure for outcome in outcomes for failure in outcome.failures]
     if not failures:

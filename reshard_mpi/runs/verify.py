@@ -112,7 +112,7 @@ def made_otherwise(request: Request, digests: Mapping[str, str], path: str) -> U
     Others may come to the same, so it is an error only if the checkpoint is not what the request makes.
 
     Args:
-        digests: of the map, its configuration, and the checkpoint that it is like, as `through_map` returns them.
+        digests: of the map, its configuration, and the checkpoint that it is like, as `apply_map` returns them.
     """
     run = recorded_run(path)
     if run is None:

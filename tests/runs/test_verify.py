@@ -379,7 +379,7 @@ def test_targets_are_read_back_from_the_disk(c: Conversion, capsys: Capture, mon
     def forget(descriptor: int) -> None:
         forgotten.append(Path(f"/proc/self/fd/{descriptor}").readlink().parent.name)
 
-    monkeypatch.setattr(target_writer, "forget_cached", forget)
+    monkeypatch.setattr(target_writer, "sync_and_drop_cache", forget)
     assert run_here(capsys, *c.arguments("transform", "--verify")).code == 0
     assert sorted(forgotten) == [f"rank_{rank}" for rank in range(4) for _ in ("payload", "structure")]
 

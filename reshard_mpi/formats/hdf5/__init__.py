@@ -40,7 +40,7 @@ TRAITS = Traits(
 
 
 def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
-    """Write the native shard `path` without its payloads (see `writing`)."""
+    """Write the native shard `path` without its payloads (see `writer`)."""
     from reshard_mpi.formats.hdf5 import writer  # the library is loaded only for this
 
     return writer.reserve(fd, path, spec)

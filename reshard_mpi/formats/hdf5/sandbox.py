@@ -63,7 +63,7 @@ def stored_sums(path: str) -> dict[str, int]:
 def read(
     path: str, stamp: Any, route: tuple[str, ...], dtype_name: str, swapped: bool, chunk: tuple[int, ...], box: Box
 ) -> np.ndarray[Any, Any]:
-    """Return the elements of a box of a dataset, as `manifest.LibraryRead` has it."""
+    """Return the elements of a box of a dataset, as `locations.LibraryRead` has it."""
     import numpy as np
 
     from reshard_mpi.formats.dtypes import BY_NAME

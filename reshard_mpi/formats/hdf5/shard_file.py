@@ -5,7 +5,7 @@ so on; versions 0 and 1 have the addresses after 24 and 28 bytes, versions 2 and
 counts from the start of the file.
 
 How much space the library leaves unused depends on the order of what it creates. The numbers here are measured upper
-bounds for files as `writing` makes them; `tests/runs/test_room.py` compares them with real files.
+bounds for files as `writer` makes them; `tests/runs/test_room.py` compares them with real files.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ shard, called `NEST`, so that it passes through formats that have names only:
                                            an object of another class; all but "call" may be left out
     entry  [key, value], or [key]          which is a tensor; keys are values that are no array, mostly texts
 
-Only objects of `trees.PLAIN` are kept. A tensor that no entry lists belongs to the dictionary with the longest path
+Only objects of `nodes.PLAIN` are kept. A tensor that no entry lists belongs to the dictionary with the longest path
 that its name begins with, of those that are no state and all of whose listed keys are texts; the rest of its name is
 its key, and it comes after what is listed. So names of tensors are listed only where that would be wrong.
 

@@ -172,7 +172,7 @@ def _start(fd: int, path: str) -> bytes:
         raise ShardError("a shard cannot be read", got=str(error), where=path) from error
 
 
-# Behind this `sealing` adds the checksum of a file to its metadata, and takes as much from the spaces at the end.
+# Behind this `writer.seal` adds the checksum of a file to its metadata, and takes as much from the spaces at the end.
 START = f'{{"{METADATA}":{{'.encode()
 _CRC = re.compile(rb'"%b":"[0-9 ]{0,20}",?' % CRC.encode())
 _READ_BYTES = 1 << 20
@@ -236,6 +236,6 @@ _NAMES = {
     "F8_E5M2": "float8_e5m2",
 }
 BY_TAG: dict[str, DType] = {tag: BY_NAME[name] for tag, name in _NAMES.items()}
-# Int4, one value a byte, is MindSpore's: I8, and an entry in the metadata that says so (see `metadata`).
+# Int4, one value a byte, is MindSpore's: I8, and an entry in the metadata that says so.
 TAG_OF: dict[str, str] = {name: tag for tag, name in _NAMES.items()} | {"int4": "I8"}
 INT4 = BY_NAME["int4"]

@@ -6,8 +6,8 @@ or several if names are dealt out to files:
 A file says in its metadata (`DCP_SHARDING_INFO`) at which element each of its tensors begins in the whole one. There is
 no index, and nothing tells how large a tensor is, or how many files there were: the size is as far as pieces reach. So
 without its last files a checkpoint looks complete, and smaller; the user must say how many files there were
-(`Traits.tells_files`), and numbers that are missing before the last are refused. Facts are of torch 2.13. The form is
-only read.
+(`Traits.knows_file_count`), and numbers that are missing before the last are refused. Facts are of torch 2.13. The form
+is only read.
 """
 
 from __future__ import annotations

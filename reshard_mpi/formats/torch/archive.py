@@ -292,7 +292,7 @@ class _Archive:
         )
 
 
-# What this program adds to archives whose names alone do not tell how it met them (`writing.py`).
+# What this program adds to archives whose names alone do not tell how it met them (`writer`).
 OWN_RECORD = ".reshard_mpi"
 _MAX_OWN_BYTES = 24 * MIB
 _NEWEST_VERSION = 10

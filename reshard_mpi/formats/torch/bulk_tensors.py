@@ -69,7 +69,7 @@ class TensorRunReader:
         self._sorts: dict[tuple[bytes, ...], _TensorTemplate] = {}
 
     def __call__(self, data: bytes, position: int, memo: Sequence[Value]) -> ReadObjects | None:
-        """Read them. See `readers.ObjectReader`."""
+        """Read them. See `pickle_hooks.ObjectReader`."""
         if len(memo) < _LONG_NUMBERS:
             return None
         values: list[Value] = []

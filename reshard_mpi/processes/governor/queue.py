@@ -1,7 +1,7 @@
 """Line up processes for leases, first come first served (`Ledger`).
 
-A process in line has a file (`ledger_files`) and a pipe on which the next one sleeps (`ledger_pipes`), so only the head
-of the line looks again and again whether its claim fits. `lock` is locked while the line changes (`ledger_lock`).
+A process in line has a file (`ledger_files`) and a pipe on which the next one sleeps, so only the head of the line
+looks again and again whether its claim fits. The file `lock` is locked while the line changes.
 
 A process in line that is stopped is passed by those behind it; when it goes on it has its place again. So two may take
 themselves for the head for a moment, and whoever is admitted makes sure, with the lock held, that it is the first and

@@ -1,7 +1,7 @@
 """Read strategies: MindSpore's files or a TOML spec (`load`).
 
-`load` reads any of them; `merge`, `table`, `mindspore` and `stages` hold the rest. The protobuf library is loaded only
-when a protobuf file is met.
+`strategy_files` tells the form of a file, `mindspore_protobuf`, `mindspore_json` and `toml_spec` read one, and
+`mindspore_layouts` makes placements of MindSpore's. `merge` merges files of stages, `table` keeps placements in shards.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Read and write MindSpore's JSON strategies (`parse_json`).
 
 A file is one pipeline stage as one rank saw it, or several merged stages whose names begin with `<stage>-`. Nothing is
-interpreted here: `stages` gives the values their meaning. Facts: MindSpore's `node_strategy.proto` and
+interpreted here: `mindspore_layouts` gives the values their meaning. Facts: MindSpore's `node_strategy.proto` and
 `mindspore/parallel/_parallel_serialization.py` of 2.10.
 """
 

@@ -1,0 +1,47 @@
+"""Names in backticks in docstrings, comments and design pages are those of something that is there."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+from support import module_tree
+
+PACKAGE = module_tree.PACKAGE
+MODULES = {path.stem if path.stem != "__init__" else path.parent.name for path in module_tree.modules(PACKAGE)}
+PAGES = [*module_tree.modules(PACKAGE), *sorted((PACKAGE / "decisions").glob("*.md")), PACKAGE / "DESIGN.md"]
+# `module.name`, `Class.name`, and a lone name in brackets, as the headlines of modules have it.
+DOTTED = re.compile(r"`(?:reshard_mpi\.)?(\w+)\.(\w+)(?:\(\))?`")
+ALONE = re.compile(r"\(`([a-z_]+)`\)")
+# Names in brackets that are of others: of frameworks, formats, shells and files.
+OF_OTHERS: set[str] = set()
+ENDINGS = {"py", "json", "md", "toml"}
+
+
+def names_in_code() -> set[str]:
+    """Return all names that the package defines or uses."""
+    names = set()
+    for path in module_tree.modules(PACKAGE):
+        for node in ast.walk(ast.parse(path.read_text())):
+            for field in ("name", "id", "attr", "arg", "value"):
+                value = getattr(node, field, None)
+                names |= {value} if isinstance(value, str) else set()
+    return names
+
+
+NAMES = names_in_code()
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_names_are_there(path: object) -> None:
+    text = path.read_text()  # type: ignore[attr-defined]
+    dotted = [
+        match[0]
+        for match in DOTTED.finditer(text)
+        if (match[1] in MODULES or match[1][0].isupper() or match[2][0].isupper())
+        and match[2] not in ENDINGS
+        and not (match[1] in MODULES | NAMES and match[2] in NAMES)
+    ]
+    alone = [name for name in ALONE.findall(text) if name not in MODULES | NAMES | OF_OTHERS]
+    assert dotted + alone == []
