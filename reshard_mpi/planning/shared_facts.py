@@ -317,5 +317,5 @@ def common_strings(manifests: Mapping[int, Manifest], home: int) -> tuple[dict[s
     for rank in in_order:
         for name, text in manifests[rank].strings.items():
             if strings.setdefault(name, text) != text and (name != NEST or common is None):
-                notes.append(f"the string {shown_string(name)} of {manifests[rank].path} differs from the one taken")
+                notes.append(f"{TEXT}{shown_string(name)} of {manifests[rank].path} differs from the one taken")
     return dict(sorted(strings.items())), notes

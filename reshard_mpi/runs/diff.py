@@ -26,7 +26,7 @@ from reshard_mpi.formats.manifest import NEST, TensorSpec
 from reshard_mpi.formats.nest import agree
 from reshard_mpi.formats.nest import first_difference as first_nest_difference
 from reshard_mpi.planning.parameters import gradient_texts
-from reshard_mpi.planning.rank_plan import Copy, RankPlan, TensorPlan
+from reshard_mpi.planning.rank_plan import TEXT, Copy, RankPlan, TensorPlan
 from reshard_mpi.planning.replicas import partition_for
 from reshard_mpi.planning.strategy_check import drift_warning
 from reshard_mpi.planning.unusable_shards import UnusableShard
@@ -154,7 +154,16 @@ def _planned(
         for source, plan in zip(sources, plans)
         for note in gradient_texts(request.accumulated, plan.sums)
     )
-    notes = (*of_map, *notes_on_sums, *first_files.notes, *second_files.notes, *governor.notes, *_other_texts(*plans))
+    of_texts = tuple(note for plan in plans for note in plan.notes if note.startswith(TEXT))
+    notes = (
+        *of_map,
+        *of_texts,
+        *notes_on_sums,
+        *first_files.notes,
+        *second_files.notes,
+        *governor.notes,
+        *_other_texts(*plans),
+    )
     first, second = map(_DiffSide, (request.source, request.target), sources, plans)
     warnings += [*first_files.warnings, *second_files.warnings, *plans[0].warnings, *plans[1].warnings]
     lost = (*plans[0].lost, *plans[1].lost)

@@ -77,3 +77,18 @@ def test_no_note_where_all_agree(tmp_path: Path) -> None:
     for to in ("torch", "dcp", "safetensors"):
         report = reshard_mpi.transform(src, tmp_path / to, cut(tmp_path, 4), cut(tmp_path, 2), to=to)
         assert not [text for text in (*report.notes, *report.warnings) if "differs" in text]
+
+
+def test_diff_says_which_settings_it_has_compared(tmp_path: Path, capsys: Capture) -> None:
+    src = source(tmp_path, [0.1, 0.2], [5, 5])
+    finished = run_here(
+        capsys,
+        "diff",
+        str(src),
+        str(src),
+        "--src-strategy",
+        str(cut(tmp_path, 2)),
+        "--dst-strategy",
+        str(cut(tmp_path, 2)),
+    )
+    assert finished.code == 0 and "rank_1/x.pt differs from the one taken" in finished.err
