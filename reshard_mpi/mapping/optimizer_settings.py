@@ -386,7 +386,8 @@ def _sources_of(
     )
     keys_of: dict[_Key, list[_Key]] = {}
     for key, name in ((key, name) for group in held.groups for key, name in group.items()):
-        of_it = sources.get(name, {name} if key == name else ())  # no tensor may have the name
+        themselves = frozenset((name,)) if key == name else frozenset()  # no tensor may have the name
+        of_it = sources.get(name, sources.get(str(key), themselves))  # state may go by numbers in the file
         keys_of[key] = sorted((key_of[source] for source in of_it if source in key_of), key=place.__getitem__)
     return keys_of
 

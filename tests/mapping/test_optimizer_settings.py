@@ -218,3 +218,44 @@ def test_a_parameter_with_state_of_its_own_is_no_state_of_another(tmp_path: Path
     assert {name: value_of(value) for name, value in loaded["model"].items()} == {"new": 0, names[1]: 1}
     held = {name: value_of(own["exp_avg"]) for name, own in loaded["optim"]["state"].items()}
     assert held == {"new": 10, names[1]: 11}
+
+
+@pytest.mark.parametrize("key", ["optim", "optimizer"])
+@pytest.mark.parametrize("to_numbers", [True, False])
+def test_settings_between_names_and_numbers(tmp_path: Path, to_numbers: bool, key: str) -> None:
+    """An optimizer that goes by names, as `get_optimizer_state_dict` has it, becomes one with numbers, and back."""
+    names = ("a.w", "b.w")
+
+    def saved(path: Path, mine: tuple[str, ...], key: str, *, numbered: bool, own: bool) -> Path:
+        keys = [*range(len(mine))] if numbered else [*mine]
+        state = {k: {"exp_avg": tensor(10 + at if own else 0), "note": at if own else 99} for at, k in enumerate(keys)}
+        groups = [
+            {"lr": 0.1 + 0.1 * at if own else 0.7, "params": [k], **({"param_names": [name]} if numbered else {})}
+            for at, (k, name) in enumerate(zip(keys, mine))
+        ]
+        model = {name: tensor(at if own else 0) for at, name in enumerate(mine)}
+        torch_peer.save(path, {"model": model, key: {"state": state, "param_groups": groups}})
+        return path
+
+    src = saved(tmp_path / "x.pt", names, "optim", numbered=not to_numbers, own=True)
+    like = saved(tmp_path / "like.pt", ("d.w", "c.w"), key, numbered=to_numbers, own=False)
+    new = {"a.w": "c.w", "b.w": "d.w"}
+    named, numbered = ("model.", "optim.state."), ("", "optimizer.state.")
+    before, after = (named, numbered) if to_numbers else (numbered, ("model.", f"{key}.state."))
+    equations = [
+        f'[[map]]\neq = "{b}{old}{end} <=> {a}{made}{end}"\n'
+        for (b, a), end in zip(zip(before, after), ("", ".exp_avg"))
+        for old, made in new.items()
+    ]
+    (tmp_path / "map.toml").write_text("".join(equations))
+    reshard_mpi.transform(src, tmp_path / "dst", to="torch", map=tmp_path / "map.toml", forward=True, like=like)
+    loaded = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")
+    assert {name: value_of(value) for name, value in loaded["model"].items()} == {"c.w": 0, "d.w": 1}
+    for at, name in enumerate(("c.w", "d.w")):
+        group = next(
+            group for group in loaded[key]["param_groups"] if name in group.get("param_names", group["params"])
+        )
+        (number,) = group["params"]
+        assert group["lr"] == 0.1 + 0.1 * at
+        state = loaded[key]["state"][number]
+        assert value_of(state["exp_avg"]) == 10 + at and state["note"] == at
