@@ -83,7 +83,10 @@ class Sources(NamedTuple):
         return {"folder": self.folder, "files": [list(file) for file in self.files]}
 
     def require_unchanged(self, problem: str, remedy: str) -> None:
-        """Raise DisagreementError, which says `problem`, if a file has changed. One that is gone has not."""
+        """Raise DisagreementError, which says `problem`, if a file has changed.
+
+        One that is gone has not, but within the run that reads it: there it may have been changed before.
+        """
         changed = list(self._changed())
         if changed:
             was, now, is_later = changed[0]
@@ -92,7 +95,7 @@ class Sources(NamedTuple):
             raise DisagreementError(
                 problem,
                 expected=f"{was.path} of {was}",
-                got=f"{now}{', but written or replaced since' * is_later}{more}{others if more else ''}",
+                got=f"{now or 'nothing'}{', but written or replaced since' * is_later}{more}{others if more else ''}",
                 where=self.folder,
                 remedy=remedy,
             )
@@ -111,13 +114,15 @@ class Sources(NamedTuple):
                 states[key] = None
         return states[key]
 
-    def _changed(self) -> Iterator[tuple[SourceFile, SourceFile, bool]]:
+    def _changed(self) -> Iterator[tuple[SourceFile, SourceFile | None, bool]]:
         """Yield every file that has changed, as it was and is, and whether only the change of its status tells."""
         folder = Path(self.named or self.folder)
         for was, was_status in zip_longest(self.files, self.statuses):
             try:
                 now, status = _look(folder, was.path)
             except FileNotFoundError:
+                if was_status is not None:
+                    yield was, None, False
                 continue
             is_later = was_status is not None and status.is_later_than(was_status)
             if now != was or is_later:

@@ -385,3 +385,31 @@ def test_sources_that_are_gone_when_others_are_newer(tmp_path: Path, capsys: Cap
     finished = transform_here(capsys, c, "--rank", "1")
     assert finished.code == 3 and "saved after target rank 0 was made" in finished.err, finished
     assert "rank_0/checkpoint_0.ckpt is not there any more" in finished.err and not c.written(1).exists()
+
+
+@pytest.mark.parametrize("journal", [True, False])
+def test_a_source_that_is_written_to_and_then_taken_away_while_it_is_read(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, journal: bool
+) -> None:
+    c = make(tmp_path)
+    fill = target_writer.fill_file
+
+    def change_fill_and_take_away(plan, *arguments):
+        if plan.target_rank != 1:
+            return fill(plan, *arguments)
+        in_place(c)
+        filled = fill(plan, *arguments)
+        c.src.rename(c.folder / "elsewhere")
+        return filled
+
+    monkeypatch.setattr(target_writer, "fill_file", change_fill_and_take_away)
+    if journal:
+        message = transform_here(capsys, c).err
+    else:
+        with pytest.raises(reshard_mpi.errors.TransformError) as error:
+            transform_by_function(c)
+        message = str(error.value)
+    assert "sources of target rank 1 were changed while it was written" in message and "got: nothing" in message, (
+        message
+    )
+    assert list(c.dst.glob("rank_*/*")) == [c.written(0)]
