@@ -128,7 +128,8 @@ def _told_of_order(training: Training, path: str) -> Iterator[str]:
     if training.optimizer is not None and not training.are_named:
         yield (
             f"the optimizer's numbers in {path} are taken for the order of the model's tensors, as by"
-            " model.parameters(): that it was given its parameters in another order, as from two lists, cannot be seen"
+            " model.parameters(): that it was given its parameters in another order, as from two lists, or others in"
+            " their place, cannot be seen"
         )
 
 

@@ -7,7 +7,7 @@ none, whole tensors are held against those in the commit record of the checkpoin
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -252,8 +252,11 @@ def check_together(files: ShardFiles, checked: Iterable[Checked], *, sound: bool
         remedy = "reshard-mpi commit writes it anew, if the records of the run are there"
         yield DamageError("the commit record is damaged", where=str(folder / COMMIT_RECORD), remedy=remedy)
     paths = [Path(path) for rank_paths in files.by_rank.values() for path in rank_paths]
-    if record is None or not {folder / file for file in record.files.values()}.issuperset(paths):
-        if all(path.parent.parent == folder for path in paths):  # not a file or the folder of a rank by itself
+    committed = set() if record is None else {folder / file for file in record.files.values()}
+    if record is None or not committed.issuperset(paths):
+        if not committed.isdisjoint(paths):
+            yield from _missing_beside_others(committed.difference(paths), files)
+        elif all(path.parent.parent == folder for path in paths):  # not a file or the folder of a rank by itself
             yield from _not_of_one_run(files)
             yield from _missing(files, max((shard.world_size for shard in shards), default=0), "the others say")
         return
@@ -294,6 +297,18 @@ def _not_of_one_run(files: ShardFiles) -> Iterator[DamageError]:
         )
     elif run is not None:
         yield from _missing(files, run.target_ranks, "run.json says")
+
+
+def _missing_beside_others(missing: Collection[Path], files: ShardFiles) -> Iterator[DamageError]:
+    """Yield the damage of a committed checkpoint that lacks files, while files of others lie among its own."""
+    if missing:
+        yield DamageError(
+            f"{counted(len(missing), 'committed shard')} {'is' if len(missing) == 1 else 'are'} missing",
+            expected=f"{min(missing)}, as {COMMIT_RECORD} says",
+            got="files of others beside those that are there",
+            where=files.path,
+            remedy="restore them; reshard-mpi transform with --resume makes them anew, if there is a source",
+        )
 
 
 def _missing(files: ShardFiles, world_size: int, who_says: str) -> Iterator[DamageError]:

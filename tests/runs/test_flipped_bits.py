@@ -117,3 +117,12 @@ def test_sums_of_files_that_are_read_by_themselves(tmp_path: Path, way: str) -> 
             reshard_mpi.verify(out)
     with pytest.raises(ReshardError, match="is damaged"):
         reshard_mpi.transform(read, tmp_path / "again", to="safetensors", verify=True, **given)
+
+
+def test_a_lost_shard_among_files_of_others(tmp_path: Path) -> None:
+    src, out = training(tmp_path), tmp_path / "out"
+    (tmp_path / "two.toml").write_text('mesh = { x = 2 }\n[[parameter]]\nmatch = "*"\n')
+    reshard_mpi.transform(src, out, None, tmp_path / "two.toml", verify=True)
+    (out / "rank_1").rename(out / "rank_4")
+    with pytest.raises(ReshardError, match="1 committed shard is missing"):
+        reshard_mpi.verify(out)
