@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
@@ -18,9 +17,9 @@ from reshard_mpi.errors import ShardError, SourceError, told
 from reshard_mpi.filesystem.paths import described, kind_of_file, real_path
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.journal.provenance import FirstLooks, Sources
+from reshard_mpi.journal.records import rank_of_folder
 from reshard_mpi.text import counted, natural_key, ranges
 
-_RANK_FOLDER = re.compile(r"rank_(\d+)")
 # A strategy file kept beside the shards may end in .ckpt too; it begins with the number field `current_stage`, a
 # checkpoint with a nested message (facts of the two protobuf schemas).
 _STRATEGY_FIRST_BYTE = b"\x08"
@@ -295,12 +294,6 @@ def strangers(path: Path) -> list[Path]:
     if not path.parent.is_dir():
         return []
     return [entry for entry in shards_in(path.parent, None) if entry.name != path.name]
-
-
-def rank_of_folder(name: str) -> int | None:
-    """Return the rank of a folder by its name; None if that is no name of a rank folder."""
-    match = _RANK_FOLDER.fullmatch(name)
-    return int(match[1]) if match else None
 
 
 def both_ways(path: Path) -> tuple[Path, Path]:

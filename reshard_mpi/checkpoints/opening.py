@@ -187,13 +187,13 @@ def _recorded(files: ShardFiles) -> Strategy | None:
 
 def _require_whole_run(files: ShardFiles) -> None:
     """Raise SourceError if a file that is taken for a full checkpoint is one of several that a run has cut."""
-    from reshard_mpi.journal.find_record import run_of
+    from reshard_mpi.journal.file_records import run_of
 
     ((rank, paths),) = files.by_rank.items()
     for path in paths:
-        run = run_of(path, rank)
-        count = 1 if run is None else run.facts.get("target_ranks", 1)
-        if run is None or count in (1, len(paths)) or not _may_be_cut(run, path):
+        written_by = run_of(path, rank)
+        count = 1 if written_by is None else written_by[0].facts.get("target_ranks", 1)
+        if written_by is None or count in (1, len(paths)) or not _may_be_cut(*written_by):
             continue
         raise SourceError(
             f"a shard is one of the {count} targets of a run, and the others are not there",
@@ -204,18 +204,17 @@ def _require_whole_run(files: ShardFiles) -> None:
         )
 
 
-def _may_be_cut(run: RunIdentity, path: str) -> bool:
-    """Tell whether the targets of a run may hold slices of tensors."""
+def _may_be_cut(run: RunIdentity, folder: Path) -> bool:
+    """Tell whether the targets of a run in `folder` may hold slices of tensors."""
     from reshard_mpi.journal.identity import strategy_of_run
 
     name = run.facts.get("to")
     if isinstance(name, str) and name in formats.TARGETS and formats.by_name(name).TRAITS.split_by_size:
         return False  # files that are filled up hold whole tensors
-    folder = Path(path).absolute().parent
-    text = strategy_of_run(folder.parent, run.digest) or strategy_of_run(folder, run.digest)
-    if text is None:
+    recorded = strategy_of_run(folder, run.digest)
+    if recorded is None:
         return True
-    strategy = table.loads(*text)
+    strategy = table.loads(*recorded)
     placements = (placement for of_name in strategy.parameters.values() for placement in of_name)
     of_rules = (placement for _, placement in strategy.rules)
     return strategy.stages > 1 or any(placement.is_cut for placement in (*placements, *of_rules))

@@ -89,7 +89,11 @@ def commit_if_complete(
     `commit` does.
     """
     committed = None if any_written else CommitRecord.read(folder)
-    if committed is not None and committed.digest == identity.digest and has_index(folder, identity.format, committed):
+    if (
+        committed is not None
+        and committed.digest == identity.digest
+        and has_committed_index(folder, identity.format, committed)
+    ):
         return Differences()
     are_all_made = len(made_here) == identity.target_ranks
     if not are_all_made and not _are_all_recorded(folder / STATE, identity.target_ranks, made_here):
@@ -153,7 +157,7 @@ def commit_locked(
     return Committed(folder / COMMIT_RECORD, len(records), sum(record.size_bytes for record in records), remarks)
 
 
-def has_index(folder: Path, format_name: str, committed: CommitRecord) -> bool:
+def has_committed_index(folder: Path, format_name: str, committed: CommitRecord) -> bool:
     """Tell whether the index in a folder is the one that was committed, or none is needed.
 
     Of commits of earlier versions it is not known what their index was.

@@ -7,28 +7,33 @@ parameters (`with_other_names`), and into the nest of another checkpoint (`carri
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.nest.nodes import decoded, parsed, written
 from reshard_mpi.mapping.numbered_state import Training, entries_of, optimizers_in, parts_of, value_of
+from reshard_mpi.mapping.optimizer_names import (
+    GROUPS,
+    Key,
+    MadeParameter,
+    by_both_names,
+    flat_key,
+    flat_optimizers,
+    flat_settings,
+    key_of_state,
+    made_in,
+    named_optimizers,
+    optimizer_at,
+    set_value,
+    states_of,
+)
 
 # What numbers and names parameters, which belongs to a file and is not carried to another.
 _OF_PARAMETERS = ("params", "param_names", "state")
-_GROUPS = "param_groups"
 # Lists in the state of torch's schedulers with a value for each group (torch.optim.lr_scheduler, 2.13).
 _BY_GROUP = frozenset(("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"))
-# What state is kept under: a number, or the name of a parameter.
-_Key = int | str
 _VALUES = {"tuple", "bytes", "float", "global"}
-
-
-class MadeParameter(NamedTuple):
-    """A parameter that a map has made: its name, and the names of the parameters of the source that are in it."""
-
-    name: str
-    sources: frozenset[str]
 
 
 def with_names(
@@ -50,8 +55,8 @@ def with_names(
     group_of = {number: index for index, group in enumerate(optimizer.groups) for number in group.numbers}
     members: list[list[str]] = [[] for _ in optimizer.groups]
     states = []
-    node = _at(root, optimizer.path)
-    values = _states_of(value_of(node, "state"))
+    node = optimizer_at(root, optimizer.path)
+    values = states_of(value_of(node, "state"))
     for parameter in parameters:
         numbers = sorted(number_of[name] for name in parameter.sources if name in number_of)
         groups = {group_of[number] for number in numbers}
@@ -62,11 +67,11 @@ def with_names(
             raise _treated_differently(", ".join(sorted(parameter.sources)), where)
         members[groups.pop()].append(parameter.name)
         states.append([parameter.name, state])
-    _set(node, "state", {"dict": states})
+    set_value(node, "state", {"dict": states})
     for group, names in zip(value_of(node, "param_groups"), members):
-        _set(group, "params", names)
+        set_value(group, "params", names)
         if value_of(group, "param_names") is not None:
-            _set(group, "param_names", names)
+            set_value(group, "param_names", names)
     return written(root, names_in_order)
 
 
@@ -82,8 +87,8 @@ def with_other_names(
     """
     root, order = parsed(nest)
     sources = frozenset(source for parameter in parameters for source in parameter.sources)
-    for path, node in _named_optimizers(root):
-        groups = value_of(node, _GROUPS)
+    for path, node in named_optimizers(root):
+        groups = value_of(node, GROUPS)
         group_of = {name: index for index, group in enumerate(groups) for name in value_of(group, "params")}
         states = {entry[0]: entry for entry in entries_of(value_of(node, "state")) or () if isinstance(entry[0], str)}
         treated = {name: (index, states.get(name, [name, {"dict": []}])[1:]) for name, index in group_of.items()}
@@ -93,19 +98,19 @@ def with_other_names(
         for name, entry in states.items():
             for new in becomes.names(name) if name in group_of else [name]:
                 entries.setdefault(new, [new, *entry[1:]])
-        _set(node, "state", {"dict": list(entries.values())})
+        set_value(node, "state", {"dict": list(entries.values())})
         for group in groups:
             for key in ("params", "param_names"):
                 names = value_of(group, key)
                 if isinstance(names, list):
-                    _set(group, key, list(dict.fromkeys(new for name in names for new in becomes.names(name))))
-    for path, node in _flat_optimizers(root):
-        settings = _flat_settings(node)
+                    set_value(group, key, list(dict.fromkeys(new for name in names for new in becomes.names(name))))
+    for path, node in flat_optimizers(root):
+        settings = flat_settings(node)
         becomes = _Becoming(inventory, made_in(path, path, settings, sources, parameters, where))
         becomes.require_treated_alike(settings, where)
         entries = {}
         for entry in node["dict"]:
-            flat = _flat_key(entry)
+            flat = flat_key(entry)
             names = [entry[0]] if flat is None else [flat.called(name) for name in becomes.names(flat.parameter)]
             for new in names:
                 entries.setdefault(new, [new, *entry[1:]])
@@ -132,158 +137,6 @@ class _Becoming(NamedTuple):
                 raise _treated_differently(", ".join(sorted(parameter.sources)), where)
 
 
-def made_in(
-    path: str,
-    source_path: str,
-    names: Collection[str],
-    tensors: Collection[str],
-    parameters: Sequence[MadeParameter],
-    where: str,
-) -> list[MadeParameter]:
-    """Return the parameters made of an optimizer's, all by the names that optimizers have for them.
-
-    These are names of tensors; or names as their state has them (`optim.state.fc.weight.exp_avg`); or else the names of
-    tensors without what all of the model's begin with (`model.fc.weight`).
-
-    Args:
-        path, source_path: what names of tensors in the optimizer begin with, in the target and in the source.
-        names: of the optimizer's parameters in the source.
-        tensors: names of the source's tensors.
-        parameters: all that is made.
-
-    Raises MapError if names fit several models that become different ones.
-    """
-    known = frozenset(names)
-    made = [parameter for parameter in parameters if not known.isdisjoint(parameter.sources)]
-    left = known.difference(*(parameter.sources for parameter in made))
-    by_state = _followed_by_state(path, source_path, left, parameters)
-    left = left.difference(*(parameter.sources for parameter in by_state))
-    return [*made, *by_state, *_made_below(left, known, source_path, tensors, parameters, where)]
-
-
-def _made_below(
-    left: Collection[str],
-    names: Collection[str],
-    source_path: str,
-    tensors: Collection[str],
-    parameters: Sequence[MadeParameter],
-    where: str,
-) -> list[MadeParameter]:
-    """Return the parameters made of others whose names lack the beginning that the model's tensors have.
-
-    Args:
-        left: the parameters; names: these and others of the optimizer. The others as in `made_in`.
-    """
-    if not left:
-        return []
-    one = next(iter(left))
-    others = (name for name in tensors if not (source_path and name.startswith(source_path)))
-    begins = {name.removesuffix(one) for name in others if name.endswith(f".{one}")}
-    models = [begin for begin in begins if all(f"{begin}{name}" in tensors for name in left)]
-    fitting = [begin for begin in models if all(f"{begin}{name}" in tensors for name in names)] or models
-    # `moment.model.` is state of `model.`.
-    fitting = [begin for begin in fitting if not any(begin != other and begin.endswith(other) for other in fitting)]
-    made_by_model = {frozenset(_below(begin, left, parameters)) for begin in fitting}
-    if len(made_by_model) > 1:
-        raise MapError(
-            "which model an optimizer belongs to cannot be told, and its parameters become different ones",
-            expected="one model with these parameters",
-            got=", ".join(sorted(fitting)),
-            where=where,
-            remedy="leave all but one of the models out (--exclude), or the optimizer's state",
-        )
-    return [parameter for made in made_by_model for parameter in made]
-
-
-def _below(begin: str, names: Collection[str], parameters: Sequence[MadeParameter]) -> Iterator[MadeParameter]:
-    """Yield the parameters made of a model's, all without the beginning of the model's names."""
-    for parameter in parameters:
-        of_it = frozenset(name.removeprefix(begin) for name in parameter.sources if name.startswith(begin))
-        if not of_it.isdisjoint(names):
-            yield MadeParameter(parameter.name.removeprefix(begin), of_it)
-
-
-class _FlatKey(NamedTuple):
-    """A key of a flat optimizer: `param_groups.fc.weight.lr` has the parameter `fc.weight`."""
-
-    kind: str
-    parameter: str
-    setting: str
-
-    def called(self, parameter: str) -> str:
-        return f"{self.kind}.{parameter}.{self.setting}"
-
-
-def _flat_key(entry: list[Any]) -> _FlatKey | None:
-    """Return the key of an entry that says something of a parameter; None if it does not, or is a tensor."""
-    if len(entry) != 2 or not isinstance(entry[0], str):
-        return None
-    kind, dot, rest = entry[0].partition(".")
-    parameter, second_dot, setting = rest.rpartition(".")
-    return _FlatKey(kind, parameter, setting) if kind in ("state", _GROUPS) and dot and second_dot else None
-
-
-def _flat_optimizers(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dictionaries of optimizers with a key for each setting of each parameter, and their paths.
-
-    torch makes such of `StateDictOptions(flatten_optimizer_state_dict=True)`.
-    """
-    if any(flat is not None and flat.kind == _GROUPS for flat in map(_flat_key, entries_of(node) or ())):
-        yield path, node
-    for key, value in parts_of(node):
-        yield from _flat_optimizers(value, f"{path}{key}.")
-
-
-def _flat_settings(node: Any) -> dict[str, dict[tuple[str, str], Any]]:
-    """Return the settings of each parameter in a flat optimizer."""
-    settings: dict[str, dict[tuple[str, str], Any]] = {}
-    for entry in entries_of(node) or ():
-        flat = _flat_key(entry)
-        if flat is not None:
-            settings.setdefault(flat.parameter, {})[flat.kind, flat.setting] = entry[1]
-    return settings
-
-
-def _followed_by_state(
-    path: str, source_path: str, names: Collection[str], parameters: Sequence[MadeParameter]
-) -> list[MadeParameter]:
-    """Return parameters that no tensor is named after, as those are called whose state is made of theirs.
-
-    Args:
-        path, source_path: what names of tensors in the optimizer begin with, in the target and in the source.
-    """
-    begin, source_begin = f"{path}state.", f"{source_path}state."
-    names_of: dict[str, set[str]] = {}
-    for tensor in parameters if names else ():
-        if not tensor.name.startswith(begin):
-            continue
-        for source in tensor.sources:
-            name, dot, key = source.removeprefix(source_begin).rpartition(".")
-            while dot and name not in names:
-                name, dot, last = name.rpartition(".")
-                key = f"{last}.{key}"
-            if dot and source.startswith(source_begin) and tensor.name.endswith(f".{key}"):
-                names_of.setdefault(tensor.name[len(begin) : -len(key) - 1], set()).add(name)
-    return [MadeParameter(name, frozenset(sources)) for name, sources in names_of.items()]
-
-
-def _named_optimizers(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dictionaries of optimizers whose groups name their parameters and whose state goes by these names.
-
-    Args:
-        path: what names in this part of a nest begin with; those of each are yielded as well.
-    """
-    state, groups = entries_of(value_of(node, "state")), value_of(node, _GROUPS)
-    if state is not None and isinstance(groups, list) and groups:
-        names = [value_of(group, "params") for group in groups]
-        if all(isinstance(of_group, list) and all(isinstance(name, str) for name in of_group) for of_group in names):
-            if all(isinstance(entry[0], str) for entry in state):
-                yield path, node
-            return
-    for key, value in parts_of(node):
-        yield from _named_optimizers(value, f"{path}{key}.")
-
-
 def carried_into(
     nest: str, source: str | None, training: Training, theirs: Training, parameters: Sequence[MadeParameter], where: str
 ) -> str:
@@ -307,22 +160,24 @@ def carried_into(
     for held, of_source in _pairs_of(list(_held(root, theirs)), list(_held(source_root, training))):
         sources = _sources_of(held, of_source, parameters, where)
         _require_no_lists_by_group(source_root, held, of_source, sources, where)
-        into, own, node = _at(carried, held.path), _at(root, held.path), _at(source_root, of_source.path)
-        _set(into, "state", _carried_states(value_of(own, "state"), value_of(node, "state"), sources, where))
-        _set(
+        into, own, node = (
+            optimizer_at(carried, held.path),
+            optimizer_at(root, held.path),
+            optimizer_at(source_root, of_source.path),
+        )
+        set_value(into, "state", _carried_states(value_of(own, "state"), value_of(node, "state"), sources, where))
+        set_value(
             into, "param_groups", _carried_groups(held, of_source, value_of(own, "param_groups"), node, sources, where)
         )
-    flat_of_source = dict(_flat_optimizers(source_root))
-    flat = dict(_flat_optimizers(root))
-    for path, node in _flat_optimizers(carried):
-        others = (
-            [path] if path in flat_of_source else [*flat_of_source] if len(flat) == len(flat_of_source) == 1 else []
-        )
-        for other in others:
-            settings = _flat_settings(flat_of_source[other])
+    flat_of_source = dict(flat_optimizers(source_root))
+    flat = dict(flat_optimizers(root))
+    for path, node in flat_optimizers(carried):
+        other = next(iter(flat_of_source)) if len(flat) == len(flat_of_source) == 1 else path
+        if other in flat_of_source:
+            settings = flat_settings(flat_of_source[other])
             _carry_flat(node, flat[path], path, settings, other, parameters, where)
     for path in groups_left_alone(nest, source, training, theirs):
-        _set(_at(carried, path), "param_groups", value_of(_at(root, path), "param_groups"))
+        set_value(optimizer_at(carried, path), "param_groups", value_of(optimizer_at(root, path), "param_groups"))
     return written(carried, None if order is None else decoded(order))
 
 
@@ -340,20 +195,11 @@ def groups_left_alone(nest: str, source: str, training: Training, theirs: Traini
     return [path for path, count in counts[0].items() if path in counts[1] and max(count, counts[1][path]) > 1]
 
 
-def paths_of_optimizers(training: Training, nest: str) -> list[str]:
-    """Return what names in the optimizer of a training begin with; without numbers, in optimizers that go by names."""
-    if training.optimizer is not None:
-        return [training.optimizer.path]
-    return [path for path, _ in _named_optimizers(parsed(nest)[0])]
-
-
 class _Held(NamedTuple):
-    """An optimizer of a nest that has state.
-
-    groups: the names of parameters by their keys, which are numbers or names."""
+    """An optimizer of a nest that has state."""
 
     path: str  # what names of its tensors begin with
-    groups: tuple[Mapping[_Key, str], ...]
+    groups: tuple[Mapping[Key, str], ...]  # the names of parameters by their keys, which are numbers or names
 
 
 def _held(root: Any, training: Training) -> Iterator[_Held]:
@@ -363,8 +209,8 @@ def _held(root: Any, training: Training) -> Iterator[_Held]:
         groups = training.optimizer.groups
         yield _Held(training.optimizer.path, tuple({key: name_of[key] for key in group.numbers} for group in groups))
         return
-    for path, node in _named_optimizers(root):
-        names = [value_of(group, "params") for group in value_of(node, _GROUPS)]
+    for path, node in named_optimizers(root):
+        names = [value_of(group, "params") for group in value_of(node, GROUPS)]
         yield _Held(path, tuple({_named(name): name for name in of_group} for of_group in names))
 
 
@@ -375,16 +221,14 @@ def _pairs_of(held: Sequence[_Held], of_source: Sequence[_Held]) -> list[tuple[_
     return [(own, other) for own in held for other in of_source if own.path == other.path]
 
 
-def _sources_of(
-    held: _Held, of_source: _Held, parameters: Sequence[MadeParameter], where: str
-) -> dict[_Key, list[_Key]]:
+def _sources_of(held: _Held, of_source: _Held, parameters: Sequence[MadeParameter], where: str) -> dict[Key, list[Key]]:
     """Return, for the key of each parameter of a nest, the keys of the source parameters in it."""
     key_of = {name: key for group in of_source.groups for key, name in group.items()}
     place = {key: number for number, key in enumerate(key_of.values())}
-    sources = _by_both_names(
+    sources = by_both_names(
         held.path, [name for group in held.groups for name in group.values()], of_source.path, key_of, parameters, where
     )
-    keys_of: dict[_Key, list[_Key]] = {}
+    keys_of: dict[Key, list[Key]] = {}
     for key, name in ((key, name) for group in held.groups for key, name in group.items()):
         themselves = frozenset((name,)) if key == name else frozenset()  # no tensor may have the name
         of_it = sources.get(name, sources.get(str(key), themselves))  # state may go by numbers in the file
@@ -393,7 +237,7 @@ def _sources_of(
 
 
 def _require_no_lists_by_group(
-    source: Any, held: _Held, of_source: _Held, sources: Mapping[_Key, Sequence[_Key]], where: str
+    source: Any, held: _Held, of_source: _Held, sources: Mapping[Key, Sequence[Key]], where: str
 ) -> None:
     """Raise MapError if a scheduler has a value for each group, and the groups of a nest are in another order.
 
@@ -424,31 +268,6 @@ def _lists_by_group(node: Any, path: str = "") -> Iterator[tuple[str, list[Any]]
         yield from _lists_by_group(value, f"{path}{key}.")
 
 
-def _by_both_names(
-    path: str,
-    own_names: Collection[str],
-    source_path: str,
-    source_names: Collection[str],
-    parameters: Sequence[MadeParameter],
-    where: str,
-) -> dict[str, frozenset[str]]:
-    """Return, for parameters as an optimizer of a nest calls them, their sources as the source's optimizer does.
-
-    Args:
-        path, source_path: what names of tensors in these optimizers begin with.
-    """
-    tensors = frozenset(source for parameter in parameters for source in parameter.sources)
-    made = made_in(path, source_path, source_names, tensors, parameters, where)
-    sources = {parameter.name: parameter.sources for parameter in made}
-    whole_names = [parameter.name for parameter in made]
-    for name in own_names:
-        if name not in sources:
-            fitting = {sources[whole] for whole in whole_names if whole.endswith(f".{name}")}
-            if len(fitting) == 1:
-                (sources[name],) = fitting
-    return sources
-
-
 def _carry_flat(
     carried: Any,
     own: Any,
@@ -464,10 +283,10 @@ def _carry_flat(
         own: the optimizer as it is in the nest, for what the source does not say.
         settings: of the source.
     """
-    sources = _by_both_names(path, _flat_settings(own), source_path, settings, parameters, where)
+    sources = by_both_names(path, flat_settings(own), source_path, settings, parameters, where)
     own_values = {entry[0]: entry[1:] for entry in entries_of(own) or ()}
     for entry in entries_of(carried) or ():
-        flat = _flat_key(entry)
+        flat = flat_key(entry)
         if flat is None:
             continue
         of_it = [settings[name] for name in sources.get(flat.parameter, {flat.parameter}) if name in settings]
@@ -477,12 +296,12 @@ def _carry_flat(
         entry[1:] = [of_it[0][flat.kind, flat.setting]] if is_said else own_values[entry[0]]
 
 
-def _carried_states(own: Any, source: Any, sources: Mapping[_Key, Sequence[_Key]], where: str) -> Any:
+def _carried_states(own: Any, source: Any, sources: Mapping[Key, Sequence[Key]], where: str) -> Any:
     """Return the states of parameters with the numbers and other values of the source's parameters in them."""
-    states = _states_of(source)
+    states = states_of(source)
     entries = []
     for entry in entries_of(own) or ():
-        key = _key(entry[0])
+        key = key_of_state(entry[0])
         of_source = () if key is None else sources.get(key, ())
         if len(entry) == 2 and of_source:
             of_sources = [states.get(other, {"dict": []}) for other in of_source]
@@ -494,32 +313,19 @@ def _carried_states(own: Any, source: Any, sources: Mapping[_Key, Sequence[_Key]
     return {"dict": entries}
 
 
-def _states_of(node: Any) -> dict[_Key, Any]:
-    """Return what an optimizer has of each parameter, by number or name."""
-    states = ((_key(entry[0]), entry[1]) for entry in entries_of(node) or () if len(entry) == 2)
-    return {key: state for key, state in states if key is not None}
-
-
-def _key(key: Any) -> _Key | None:
-    """Return the number or name that a key is: torch's distributed checkpoints have numbers as text."""
-    if isinstance(key, str) and key.isdecimal() and len(key) < 10:
-        return int(key)
-    return key if type(key) is int or isinstance(key, str) else None
-
-
-def _named(name: str) -> _Key:
-    key = _key(name)
+def _named(name: str) -> Key:
+    key = key_of_state(name)
     return name if key is None else key
 
 
 def _carried_groups(
-    held: _Held, of_source: _Held, own: Any, source: Any, sources: Mapping[_Key, Sequence[_Key]], where: str
+    held: _Held, of_source: _Held, own: Any, source: Any, sources: Mapping[Key, Sequence[Key]], where: str
 ) -> list[Any]:
     """Return groups of parameters with those settings that all groups of their parameters in the source say alike.
 
     Raises MapError for a setting that is a tensor, which stays at its place, if the parameters there are others.
     """
-    nodes = value_of(source, _GROUPS)
+    nodes = value_of(source, GROUPS)
     node_of = {key: node for group, node in zip(of_source.groups, nodes) for key in group}
     carried: list[Any] = []
     for node, group in zip(own, held.groups):
@@ -574,23 +380,3 @@ def _carried_entry(entry: list[Any], source: Any) -> list[Any]:
             if len(other) == 2 and other[0] == key and type(other[0]) is type(key):
                 return [entry[0], _carried(entry[1], other[1])]
     return entry
-
-
-def _at(node: Any, path: str) -> Any:
-    """Return the optimizer whose names begin with a path. A forged nest may have other values under the same key."""
-    if not path:
-        is_one = entries_of(value_of(node, "state")) is not None and isinstance(value_of(node, "param_groups"), list)
-        return node if is_one else None
-    for key, value in parts_of(node):
-        if path.startswith(f"{key}."):
-            inner = _at(value, path[len(f"{key}.") :])
-            if inner is not None:
-                return inner
-    return None
-
-
-def _set(node: Any, key: str, value: Any) -> None:
-    """Replace the value of a key of a dictionary."""
-    for entry in entries_of(node) or ():
-        if entry[0] == key:
-            entry[1:] = [value]

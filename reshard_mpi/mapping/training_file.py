@@ -21,14 +21,8 @@ from reshard_mpi.mapping.numbered_state import (
     named_tensors,
     training_in,
 )
-from reshard_mpi.mapping.optimizer_settings import (
-    MadeParameter,
-    carried_into,
-    groups_left_alone,
-    paths_of_optimizers,
-    with_names,
-    with_other_names,
-)
+from reshard_mpi.mapping.optimizer_names import MadeParameter, paths_of_optimizers
+from reshard_mpi.mapping.optimizer_settings import carried_into, groups_left_alone, with_names, with_other_names
 from reshard_mpi.mapping.result import DerivedTensor, MapResult, taken_of
 from reshard_mpi.mapping.rules import Rules
 from reshard_mpi.mapping.selection import Selection, TargetTemplate, is_chosen

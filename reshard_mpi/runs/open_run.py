@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery
-from reshard_mpi.checkpoints.opening import chosen_files, open_source
+from reshard_mpi.checkpoints.opening import NO_DAMAGE, chosen_files, open_source
 from reshard_mpi.errors import ReshardError, UsageError
 from reshard_mpi.filesystem.paths import real_path
 from reshard_mpi.journal.identity import CHOSEN, RunIdentity, joined_maps, joined_words
@@ -128,7 +127,7 @@ def open_run(
     request: Request,
     memory: RunMemory,
     strategies: Strategies | None = None,
-    known_damage: Mapping[int, ReshardError] = MappingProxyType({}),
+    known_damage: Mapping[int, ReshardError] = NO_DAMAGE,
     *,
     shards: discovery.ShardFiles | None = None,
     most_planned: int | None = None,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi import formats
-from reshard_mpi.checkpoints.discovery import ShardFiles, rank_of_folder, shards_in, strangers
+from reshard_mpi.checkpoints.discovery import ShardFiles, shards_in, strangers
 from reshard_mpi.checkpoints.opening import moments_of
 from reshard_mpi.engine.open_files import Files
 from reshard_mpi.engine.read import only_element, takes_numpy
@@ -21,7 +21,7 @@ from reshard_mpi.errors import TargetError
 from reshard_mpi.formats.files import MAX_KEPT_BYTES, MAX_TENSORS, kept_bytes, kept_kind_bytes
 from reshard_mpi.formats.manifest import NotChecksummableError, ShardSpec, Specs, counted_bytes, is_in_crc
 from reshard_mpi.journal.identity import STRATEGY_RECORD
-from reshard_mpi.journal.records import COMMIT_RECORD, STATE, TargetInputs, TargetRecord, record_path
+from reshard_mpi.journal.records import COMMIT_RECORD, STATE, TargetInputs, TargetRecord, rank_of_folder, record_path
 from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.planning.shared_facts import require_one_checkpoint
 from reshard_mpi.processes.comm import Comm

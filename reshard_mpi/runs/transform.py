@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, reduce
+from pathlib import Path
 from typing import TypeVar
 
 from reshard_mpi.checkpoints.comparison import compare, comparing_bytes
@@ -214,10 +215,11 @@ def _check_committed(plans: TargetPlans, comm: Comm, memory: RunMemory, progress
 
     Nothing is read if each shard has sums of its own, by which it has been checked. Raises DamageError.
     """
-    from reshard_mpi.runs.verify_checksums import committed_tensors, damaged_index, require_as_committed
+    from reshard_mpi.journal.file_records import damage_of_index
+    from reshard_mpi.runs.verify_checksums import committed_tensors, require_as_committed
 
     source, path = plans.run.conversion.source, plans.run.request.source
-    for damage in damaged_index(source.files):
+    for damage in damage_of_index(Path(source.files.path), source.files.format):
         raise damage
     committed = committed_tensors(source.unmapped)
     if committed is None:

@@ -23,7 +23,7 @@ from reshard_mpi.errors import DamageError, ReshardError, SourceError, UsageErro
 from reshard_mpi.filesystem.paths import require_reachable
 from reshard_mpi.formats.manifest import NEST, Manifest
 from reshard_mpi.formats.nest import agree
-from reshard_mpi.journal.find_record import RecordFinder
+from reshard_mpi.journal.file_records import RecordFinder, damage_besides, damage_of_index
 from reshard_mpi.journal.identity import CommitRecord, RunIdentity, joined_words
 from reshard_mpi.journal.records import STATE
 from reshard_mpi.planning.parameters import Accumulated, Unlisted, is_partial_sum, notes_on
@@ -43,9 +43,7 @@ from reshard_mpi.runs.verify_checksums import (
     check_shard,
     check_together,
     damage_of,
-    damaged_index,
     damaged_record,
-    damaged_rest,
     where_it_differs,
 )
 from reshard_mpi.text import counted
@@ -223,7 +221,7 @@ class _ComparedCheckpoints(NamedTuple):
         found = finder.find(path, rank)
         record = None if found is None else found.record
         is_kept = record is not None and record.besides
-        return [*damaged_rest(path, self.target.files.locate(path), record)] if is_kept else []
+        return [*damage_besides(path, self.target.files.locate(path).tensors, record)] if is_kept else []
 
     def _unfit(self, plan: RankPlan, looked_at: Collection[int], memory: RunMemory) -> dict[int, ReshardError]:
         """Return the errors of shards of `plan` that do not fit their kept sums, without those in `looked_at`."""
@@ -287,7 +285,7 @@ def _opened_pair(
     )
     conversion, digests = apply_map(request, conversion)
     otherwise = made_otherwise(request, digests, target_files.path)
-    for damage in damaged_index(target_files):
+    for damage in damage_of_index(Path(target_files.path), target_files.format):
         raise damage
     memory.on_memory_released(conversion.forget, target.forget)
     memory.reserve_for_planning(conversion, target_files.format, purpose, also_read=target)

@@ -20,12 +20,10 @@ from reshard_mpi.engine.open_files import Files, OnBytes
 from reshard_mpi.engine.read import fill
 from reshard_mpi.engine.sums import Span, copies_and_target, place_of, sum_shard, sum_sources, sum_tensors, takes_numpy
 from reshard_mpi.errors import DamageError, ReshardError, ShardError, as_reshard_error
-from reshard_mpi.formats.files import digest_besides, opened
 from reshard_mpi.formats.locations import Reduced
 from reshard_mpi.formats.manifest import Manifest, TensorSpec
 from reshard_mpi.formats.tensor_table import TensorEntry
-from reshard_mpi.journal.commit import has_index
-from reshard_mpi.journal.find_record import RecordFinder
+from reshard_mpi.journal.file_records import RecordFinder, damage_besides, damage_of_index
 from reshard_mpi.journal.identity import CommitRecord, RunIdentity
 from reshard_mpi.journal.records import (
     COMMIT_RECORD,
@@ -173,7 +171,7 @@ def check_shard(
             damage += [_damaged(shard, name, value, summed.found) for value in written - {summed.found}]
         counted.end()
         if not damage:
-            damage += damaged_rest(path, shard, record)
+            damage += damage_besides(path, shard.tensors, record)
     path = files.by_rank[rank][0]
     return Checked(rank, path, tensors, read_bytes, tuple(by), tuple(sums), world_size=world_size), damage
 
@@ -186,38 +184,6 @@ def damaged_record(files: ShardFiles, rank: int) -> Iterator[DamageError]:
         if found is not None and found.record is None:
             remedy = "reshard-mpi verify SRC DST, if there is a source; transform with --resume makes the target anew"
             yield DamageError("the record of a shard is damaged", where=str(found.path), remedy=remedy)
-
-
-def damaged_rest(path: str, shard: Manifest, record: TargetRecord | None) -> Iterator[DamageError]:
-    """Yield the damage of a shard's bytes besides its tensors, if its record has a digest of them."""
-    if record is None or not record.besides:
-        return
-    with opened(path) as (fd, _):
-        try:
-            is_same = digest_besides(fd, shard.tensors.payload_spans()) == record.besides
-        except ValueError:
-            is_same = False
-    if not is_same:
-        yield DamageError(
-            "the bytes of a shard besides its tensors are not what was written",
-            expected="those that its record has the digest of",
-            got="others: names, settings or the structure of the file have changed",
-            where=path,
-            remedy="restore the file",
-        )
-
-
-def damaged_index(files: ShardFiles) -> Iterator[DamageError]:
-    """Yield the damage of a folder's index, if the commit record of the folder has a digest of it."""
-    folder = Path(files.path)
-    committed = None if formats.index_of(files.format) is None else CommitRecord.read(folder)
-    if committed is not None and committed.index_digest and not has_index(folder, files.format, committed):
-        yield DamageError(
-            "the index of a checkpoint is not what was committed",
-            expected=f"the SHA-256 {committed.index_digest}, as {COMMIT_RECORD} says",
-            where=str(folder / (formats.index_of(files.format) or "")),
-            remedy="reshard-mpi commit makes it anew of the targets",
-        )
 
 
 def keeps_sums(files: ShardFiles, rank: int) -> bool:
@@ -246,7 +212,7 @@ def check_together(files: ShardFiles, checked: Iterable[Checked], *, sound: bool
         error.where = files.path
         yield error
     folder = Path(files.path)
-    yield from damaged_index(files)
+    yield from damage_of_index(folder, files.format)
     record = CommitRecord.read(folder)
     if record is None and os.path.lexists(folder / COMMIT_RECORD):
         remedy = "reshard-mpi commit writes it anew, if the records of the run are there"

@@ -55,5 +55,9 @@ def test_one_of_two_replicas_is_a_checkpoint(tmp_path: Path, form: str) -> None:
 
 def test_one_of_several_files_of_whole_tensors_is_read_by_itself(tmp_path: Path) -> None:
     reshard_mpi.transform(source(tmp_path), tmp_path / "out", to="hf", max_shard_size=16)
+    held: dict[str, np.ndarray] = {}
     for path in (tmp_path / "out").glob("*.safetensors"):
         reshard_mpi.transform(path, tmp_path / "again" / path.stem, to="safetensors")
+        held |= reshard_mpi.load_rank(0, tmp_path / "again" / path.stem)
+    assert held.keys() == TENSORS.keys()
+    assert all(np.array_equal(held[name], array) for name, array in TENSORS.items())

@@ -108,7 +108,10 @@ def test_a_forged_table_is_refused(made: Path, tmp_path: Path) -> None:
 
 def test_a_copy_needs_none(made: Path, tmp_path: Path) -> None:
     shutil.copytree(made, tmp_path / "copied")
-    reshard_mpi.transform(tmp_path / "copied", tmp_path / "one", to="safetensors")
+    reshard_mpi.transform(made, tmp_path / "one", to="safetensors")
+    reshard_mpi.transform(tmp_path / "copied", tmp_path / "again", to="safetensors")
+    one, again = (tmp_path / name / "rank_0/checkpoint_0.safetensors" for name in ("one", "again"))
+    assert one.read_bytes() == again.read_bytes()
 
 
 def test_a_table_with_a_flipped_bit_is_none(made: Path, tmp_path: Path) -> None:

@@ -1,18 +1,27 @@
-"""Find the record that a run keeps of a file, wherever the file is read from (`RecordFinder`)."""
+"""Find the record that a run keeps of a file (`RecordFinder`), and hold the file against it (`damage_besides`)."""
 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from reshard_mpi import formats
+from reshard_mpi.errors import DamageError
 from reshard_mpi.filesystem.paths import real_path
+from reshard_mpi.formats.files import digest_besides, opened
+from reshard_mpi.formats.tensor_table import TensorTable
+from reshard_mpi.journal.commit import has_committed_index
 from reshard_mpi.journal.identity import CommitRecord, RunIdentity
-from reshard_mpi.journal.records import STATE, TargetRecord, record_path, recorded_ranks
-
-_RANK_FOLDER = re.compile(r"rank_(\d+)")
+from reshard_mpi.journal.records import (
+    COMMIT_RECORD,
+    STATE,
+    TargetRecord,
+    rank_of_folder,
+    record_path,
+    recorded_ranks,
+)
 
 
 class FoundRecord(NamedTuple):
@@ -49,24 +58,59 @@ class RecordFinder:
 
     def _rank(self, folder: Path, file: str) -> int | None:
         """Return the target rank of a file in a target folder; None if it is none."""
-        in_rank_folder = _RANK_FOLDER.fullmatch(file.partition("/")[0])
         if "/" in file:
-            return int(in_rank_folder[1]) if in_rank_folder else None
+            return rank_of_folder(file.partition("/")[0])
         if folder not in self._rank_of:
             self._rank_of[folder] = _ranks_by_file(folder)
         return self._rank_of[folder].get(file)
 
 
-def run_of(path: str, likely_rank: int) -> RunIdentity | None:
-    """Return the run that has written the file at `path`; None if no run keeps a record of it."""
+def run_of(path: str, likely_rank: int) -> tuple[RunIdentity, Path] | None:
+    """Return the run that has written the file at `path`, and its target folder; None if no run has a record of it."""
     found = RecordFinder().find(path, likely_rank)
     if found is None or found.record is None:
         return None
-    run = RunIdentity.recorded(found.path.parent)
-    if run is not None and run.digest == found.record.digest:
-        return run
-    committed = CommitRecord.read(found.path.parent.parent)
-    return committed.run if committed is not None and committed.digest == found.record.digest else None
+    folder = found.path.parent.parent
+    committed = CommitRecord.read(folder)
+    for run in (RunIdentity.recorded(folder / STATE), None if committed is None else committed.run):
+        if run is not None and run.digest == found.record.digest:
+            return run, folder
+    return None
+
+
+def damage_besides(path: str, tensors: TensorTable, record: TargetRecord | None) -> Iterator[DamageError]:
+    """Yield the damage of a file's bytes besides its tensors, if its record has a digest of them."""
+    if record is None or not record.besides:
+        return
+    with opened(path) as (fd, _):
+        try:
+            is_same = digest_besides(fd, tensors.payload_spans()) == record.besides
+        except ValueError:
+            is_same = False
+    if not is_same:
+        yield DamageError(
+            "the bytes of a shard besides its tensors are not what was written",
+            expected="those that its record has the digest of",
+            got="others: names, settings or the structure of the file have changed",
+            where=path,
+            remedy="restore the file",
+        )
+
+
+def damage_of_index(folder: Path, format_name: str) -> Iterator[DamageError]:
+    """Yield the damage of a folder's index, if the commit record of the folder has a digest of it."""
+    name = formats.index_of(format_name)
+    committed = None if name is None else CommitRecord.read(folder)
+    if name is None or committed is None or not committed.index_digest:
+        return
+    if not has_committed_index(folder, format_name, committed):
+        yield DamageError(
+            "the index of a checkpoint is not what was committed",
+            expected=f"the SHA-256 {committed.index_digest}, as {COMMIT_RECORD} says",
+            got="another" if (folder / name).exists() else "no index",
+            where=str(folder / name),
+            remedy="reshard-mpi commit makes it anew of the targets",
+        )
 
 
 def _ways(path: str) -> Iterator[tuple[Path, str]]:
