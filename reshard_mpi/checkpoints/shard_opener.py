@@ -19,7 +19,6 @@ from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError, Re
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.planning.parameters import Unlisted, find_or_follow, is_dropped, listed_names
 from reshard_mpi.planning.ranks import needed_ranks, wants
-from reshard_mpi.planning.shard_faults import disputes, witnesses
 from reshard_mpi.planning.shard_planner import Policy, ShardPlanner
 from reshard_mpi.planning.tensors import SourceTensors
 from reshard_mpi.planning.unusable_shards import UnusableShard, described
@@ -108,8 +107,8 @@ def left_behind_error(names: Iterable[str], only_there: dict[str, int], source: 
 # If a shard lacks a parameter, others may still hold it (see `_other_holders`). But strategies also list parameters
 # that are never saved, and to open a thousand shards to be sure of that would take minutes.
 _MAX_LOOKED_INTO = 64
-# If shards contradict each other or a strategy, this number of others of each stage is asked.
-_MAX_WITNESSES = 16
+# Shards of each stage that are asked for a name that no opened shard holds.
+_MAX_ASKED = 16
 
 
 class OpenedShards(NamedTuple):
@@ -143,8 +142,6 @@ class _CandidateRanks:
 
     def open(self, rank: int) -> Manifest | None:
         """Return the manifest of a rank's shard; None if it is lost. One that cannot be read becomes lost."""
-        if rank in self.lost:  # which may be readable, but outvoted
-            return None
         manifest = self._source.find(rank) if rank in self._source else None
         if manifest is None:
             self.lost[rank] = self._source.lost(rank)
@@ -248,21 +245,13 @@ class ShardOpener:
             unseen = (rank for rank in self._stage_ranks(candidates) if source.stage_of(rank) not in seen)
             self._add(manifests, unseen, candidates)
         self._add(manifests, self._holders_of_unseen(target_rank, manifests), candidates)
-        try:
+        planner = self._planner(target_rank, manifests, candidates)
+        while holders := (
+            planner.joined_ranks() - manifests.keys() - lost.keys()
+            or self._other_holders(planner, manifests, candidates)
+        ):
+            self._add(manifests, holders, candidates)
             planner = self._planner(target_rank, manifests, candidates)
-            while holders := (
-                planner.joined_ranks() - manifests.keys() - lost.keys()
-                or self._other_holders(planner, manifests, candidates)
-            ):
-                self._add(manifests, holders, candidates)
-                planner = self._planner(target_rank, manifests, candidates)
-        except (DisagreementError, LayoutError, StrategyError):
-            # If other shards contradict some of these, those are wrong and not the strategy.
-            outvoted = self._outvoted(manifests, lost)
-            if not outvoted.keys() & manifests.keys():
-                raise
-            lost.update(outvoted)
-            return None
         return OpenedShards(manifests, planner)
 
     def _require_any_left(self, target_rank: int, ranks: Collection[int], lost: Mapping[int, UnusableShard]) -> None:
@@ -270,10 +259,10 @@ class ShardOpener:
         if lost.keys() >= set(ranks) and lost.keys() >= self.source.files.by_rank.keys():
             raise CoverageError(
                 f"no source shard can be used for target rank {target_rank}",
-                expected="one or more whose tensors the others do not contradict",
+                expected="one or more that can be read",
                 got=described(tuple(lost.values())),
                 where=self.source.files.path,
-                remedy="use shards of one and the same checkpoint; reshard-mpi inspect shows what they hold",
+                remedy="restore the shards; reshard-mpi inspect shows what is wrong with each",
             )
 
     def _stage_ranks(self, candidates: _CandidateRanks) -> Iterator[int]:
@@ -348,30 +337,7 @@ class ShardOpener:
         """Yield the first ranks that have shards, of each stage in which one of these placements is."""
         for stage in sorted({stage for origin in origins for stage in origin.stages}):
             ranks = self.source.strategy.ranks_of(stage)
-            yield from islice((rank for rank in ranks if rank in self.source), _MAX_WITNESSES)
-
-    def _outvoted(self, manifests: Mapping[int, Manifest], lost: Collection[int]) -> dict[int, UnusableShard]:
-        """Return the shards that contradict the majority of a tensor's holders about its shape or type, by rank.
-
-        Further shards are asked about the tensors on which the opened ones disagree; and if that shows no majority,
-        about all tensors, since the wrong shard may be the only one of its stage that was opened.
-        """
-        source = self.source.strategy
-        all_names = tuple(dict.fromkeys(name for manifest in manifests.values() for name in manifest.tensors))
-        disputed = tuple(dispute.name for dispute in disputes(source, manifests, all_names))
-        for names in filter(None, (disputed, all_names)):
-            asked = dict(manifests)
-            for rank in witnesses(source, names, {*manifests, *lost}, self.source.files.by_rank, _MAX_WITNESSES):
-                witness = self.source.find(rank)
-                if witness is not None:
-                    asked[rank] = witness
-            outvoted: dict[int, UnusableShard] = {}
-            for dispute in disputes(source, asked, names):
-                for rank, problem in dispute.outvoted().items():
-                    outvoted.setdefault(rank, UnusableShard(rank, asked[rank].path, problem))
-            if outvoted:
-                return outvoted
-        return {}
+            yield from islice((rank for rank in ranks if rank in self.source), _MAX_ASKED)
 
     def _lists_unseen(self, target_rank: int, manifests: dict[int, Manifest]) -> bool:
         """Tell whether the target lists names that no opened shard holds and the source strategy does not place.

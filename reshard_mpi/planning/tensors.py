@@ -17,6 +17,11 @@ from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout, UnknownLengthError, whole_shape, whole_shape_of_parts
 from reshard_mpi.sharding.placement import Piece, Placement, Shape, Strategy, named_after
 
+# What to do where one shard contradicts another one: nothing tells which of the two is wrong.
+_OF_ANOTHER = (
+    "if one of the two shards is of another checkpoint, take it away: others that hold the same take its place"
+)
+
 
 class TensorPart(NamedTuple):
     """A needed part of a tensor: `region`, which lies in `box`, which the holders of `piece` have."""
@@ -282,7 +287,7 @@ class SourceTensors:
                     expected=f"{first.dtype}, as in {self._manifests[first_rank].path}",
                     got=str(kind.dtype),
                     where=self._manifests[rank].path,
-                    remedy="use shards of one and the same checkpoint",
+                    remedy=f"use shards of one and the same checkpoint; {_OF_ANOTHER}",
                 )
         return SourceGroup(first.dtype, layouts[0].shape, layouts, listed, tuple(kinds_in_stages), has_whole_sums)
 
@@ -344,7 +349,8 @@ class SourceTensors:
                     expected=f"shape {list(first.shape)} on every rank, as in {self._manifests[first_rank].path}",
                     got=f"shape {list(kind.shape)} on rank {rank}{of_state}",
                     where=self._manifests[rank].path,
-                    remedy="say in the source strategy how it is cut: in TOML by a rule that matches its name",
+                    remedy="say in the source strategy how it is cut: in TOML by a rule that matches its name;"
+                    f" {_OF_ANOTHER}",
                 )
             raise DisagreementError(
                 f"the shape of {blamed!r} does not fit its layout, or the shards disagree",
@@ -355,5 +361,5 @@ class SourceTensors:
                 + (f" of {list(whole)}" if whole is not None else ""),
                 where=self._manifests[rank].path,
                 remedy="check that the source strategy is that of this checkpoint; where slices have different lengths,"
-                ' a TOML rule needs their sizes (sizes = "ceil": as torch cuts)',
+                ' a TOML rule needs their sizes (sizes = "ceil": as torch cuts); ' + _OF_ANOTHER,
             )

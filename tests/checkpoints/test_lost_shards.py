@@ -186,38 +186,33 @@ def test_a_map_that_names_only_some_ranks_misses_none(tmp_path: Path, caplog: py
 
 @of_every_kind
 @pytest.mark.parametrize(
-    ("name", "array", "says"),
+    ("name", "array", "expected", "got"),
     [
-        (
-            "w",
-            np.zeros((8, 3), np.float32),
-            "by it 'w' is float32 [8, 6], but by those of 3 other ranks float32 [8, 4]",
-        ),
-        (
-            "w",
-            np.zeros((8, 2), np.float64),
-            "by it 'w' is float64 [8, 4], but by those of 3 other ranks float32 [8, 4]",
-        ),
-        ("w", np.zeros(16, np.float32), "by it 'w' is float32, a part of shape [16] that does not fit"),
-        ("b", np.zeros(9, np.int64), "by it 'b' is int64 [9], but by those of 3 other ranks int64 [8]"),
-        (
-            "moments.w",
-            np.zeros((8, 1), np.float32),
-            "by it 'moments.w' is float32 [8, 2], but by those of 3 other ranks float32 [8, 4]",
-        ),
+        ("w", np.zeros((8, 3), np.float32), "[8, 4]", "shape [8, 3]"),
+        ("w", np.zeros((8, 2), np.float64), "float32", "float64"),
+        ("w", np.zeros(16, np.float32), "[8, 4]", "shape [16]"),
+        ("b", np.zeros(9, np.int64), "[8]", "shape [9]"),
+        ("moments.w", np.zeros((8, 1), np.float32), "[8, 2]", "shape [8, 1] on rank 1"),
     ],
     ids=["shape", "type", "dimensions", "replicated", "follower"],
 )
-def test_a_shard_that_the_others_contradict_is_replaced(
-    tmp_path: Path, capsys: Capture, kind: str, name: str, array: np.ndarray, says: str
+def test_a_shard_that_another_one_contradicts_is_refused_with_both_and_replaced_once_it_is_gone(
+    tmp_path: Path, capsys: Capture, kind: str, name: str, array: np.ndarray, expected: str, got: str
 ) -> None:
     c = make(tmp_path, kind)
     c.rewrite(1, {name: array})
+    refused = run_here(capsys, *c.arguments())
+    assert refused.code == 3 and not c.dst.exists()
+    assert repr(name) in refused.err and str(c.shard(0)) in refused.err and f"where: {c.shard(1)}" in refused.err
+    assert f"got: {got}" in refused.err
+    assert expected in next(line for line in refused.err.splitlines() if line.startswith("  expected: "))
+    assert "if one of the two shards is of another checkpoint, take it away" in refused.err
+    c.shard(1).unlink()
     finished = run_here(capsys, *c.arguments())
     assert finished.code == 0, finished
     assert_right(c)
     (told,) = finished.warnings
-    assert str(c.shard(1)) in told and says in told and told.endswith("; taken from rank 3 instead")
+    assert "no shard of rank 1 in" in told and told.endswith("was taken from rank 3 instead")
 
 
 def test_a_contradiction_between_the_shards_of_different_targets_is_refused(tmp_path: Path, capsys: Capture) -> None:

@@ -517,8 +517,8 @@ def test_a_shard_of_another_shape_is_no_proof_against_the_strategy(tmp_path: Pat
     c = Checkpoint(tmp_path, spec)
     c.rewrite(5, {"layers.0.qkv": np.zeros((3, 8), "f4")})
     finished = run_here(capsys, *c.arguments(spec))
-    assert finished.code == 0 and "the source strategy" not in finished.err
-    c.assert_right()
+    assert finished.code == 3 and "[3, 8]" in finished.err and "rank_5" in finished.err
+    assert "does not fit" in finished.err and "rank_5" in finished.err.split("where: ")[1]
 
 
 def test_one_of_many_that_has_drifted_on_one_rank(tmp_path: Path, capsys: Capture) -> None:

@@ -24,7 +24,6 @@ from reshard_mpi.planning.parameters import (
 from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.planning.ranks import needed_ranks
 from reshard_mpi.planning.replicas import ReplicaGroup, Replicas, partition_for
-from reshard_mpi.planning.shard_faults import Dispute, ShardClaim
 from reshard_mpi.planning.shard_planner import Policy, ShardPlanner
 from reshard_mpi.planning.unusable_shards import UnusableShard
 from reshard_mpi.sharding.box import Box
@@ -428,19 +427,6 @@ def test_another_type_is_refused() -> None:
     error = refusal(DisagreementError, two_ranks(w=ROWS), one_rank(), manifests)
     assert error.problem == "source shards disagree in the type of 'w'"
     assert (error.expected, error.got, error.where) == ("float32, as in rank_0", "bfloat16", "rank_1")
-
-
-def test_shards_are_outvoted_by_more_than_half_that_fit_the_strategy() -> None:
-    one, other = ShardClaim("float32", (8,), fits=True), ShardClaim("float16", (8,), fits=True)
-    unfit = ShardClaim("float32", (3,), fits=False)
-    for claims, outvoted in (
-        ((one, one, other), {2}),
-        ((one, other, one, unfit, one), {1, 3}),
-        ((one, other), set()),
-        ((one, one, other, unfit), set()),
-        ((unfit, unfit, one), set()),
-    ):
-        assert set(Dispute("w", dict(enumerate(claims))).outvoted()) == outvoted
 
 
 def test_tensors_held_alike_are_each_checked() -> None:
