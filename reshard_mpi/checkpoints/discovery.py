@@ -328,7 +328,7 @@ def _from_folders(
         wanted = f"files that end in {_endings(format_name)}{_selected(select)} in its rank folders"
         raise _nothing(path, wanted, f"{len(folders)} folders without", role)
     name = _one_format(candidates, path)
-    chosen = choose(candidates, path)
+    chosen = choose(candidates, path, is_selected=select is not None)
     by_rank = {rank: (str(entry),) for rank, entry in chosen.files.items()}
     return ShardFiles(path, name, by_rank, chosen.notes, warnings=chosen.warnings)
 

@@ -15,38 +15,6 @@ from typing import NamedTuple
 from reshard_mpi.errors import DisagreementError, SourceError
 from reshard_mpi.text import natural_key
 
-# Where ranks have numbers of their own in any order, they are no larger: a host has that many devices.
-_SMALL = 16
-# Seconds since 1970 have ten digits, a date with the time has twelve or fourteen: ranks save one after another.
-_TIME = 10**9
-
-
-def may_be_of_ranks(numbers: Mapping[int, int]) -> bool:
-    """Tell whether numbers by rank, not all the same, may say which rank it is, and not which of several checkpoints.
-
-    They may if counting ranks gives them, as that of the host or the device, of the tensor-parallel or the pipeline
-    rank, from any number on; if each rank has a small one of its own; or if they are times.
-    """
-    ranks = max(numbers) + 1
-    if min(numbers.values()) >= _TIME:
-        return True
-    if len(set(numbers.values())) == len(numbers) and max(numbers.values()) < max(2 * ranks, _SMALL):
-        return True
-    return any(_is_counted(numbers, run, cycle) for run in _steps(ranks) for cycle in _steps(-(-ranks // run)))
-
-
-def _is_counted(numbers: Mapping[int, int], run: int, cycle: int) -> bool:
-    """Tell whether numbers are `rank // run % cycle`, from any number on."""
-    counted = ((number - rank // run % cycle) for rank, number in numbers.items())
-    first = next(counted)
-    return first >= 0 and all(difference == first for difference in counted)
-
-
-def _steps(ranks: int) -> Iterator[int]:
-    """Yield how many ranks may be alike in something: a divisor of their number, or a power of two if some are lost."""
-    yield from {step for step in range(1, ranks + 1) if not ranks % step or not step & step - 1}
-
-
 # Epoch and step, as MindSpore ends names.
 STEP = re.compile(r"-(\d+)_(\d+)\.\w+$")
 _DIGITS = re.compile(r"\d+")
@@ -122,22 +90,25 @@ class _Name(NamedTuple):
         return f"step {self.numbers[number]}"
 
 
-def choose(candidates: Mapping[int, list[Path]], path: str) -> FileChoice:
+def choose(candidates: Mapping[int, list[Path]], path: str, *, is_selected: bool = False) -> FileChoice:
     """Return the file of each rank of the newest checkpoint that all rank folders have.
 
     Args:
         candidates: the shards in each rank folder, one or more, in natural order of their names.
         path: of the checkpoint. Names of one folder may differ in their numbers only: files of other names hold other
             tensors of the rank.
+        is_selected: whether the user has selected them, so that numbers that differ from rank to rank are only told.
 
     Raises SourceError if they do, if files are parts of one shard, or no checkpoint is in all folders;
-    DisagreementError if the names are of different steps, or of different numbers that are not those of ranks.
+    DisagreementError if the names are of different steps, or differ in other numbers than the rank's and are not
+    selected.
     """
     _require_no_parts(candidates, path)
     _require_one_wording(candidates, path)
     files, notes = _newest(candidates, path)
     require_one_step(files, path)
-    _require_numbers_of_ranks(files, path)
+    if not is_selected:
+        _require_numbers_of_ranks(files, path)
     return FileChoice(files, notes, tuple(_warnings(files, path)))
 
 
@@ -159,25 +130,30 @@ def require_one_step(files: Mapping[int, Path], path: str) -> None:
 
 
 def _require_numbers_of_ranks(files: Mapping[int, Path], path: str) -> None:
-    """Raise DisagreementError if names differ in a number that cannot be one of the rank's, so it says another moment.
+    """Raise DisagreementError if names differ in a number other than the rank's: it may say another moment.
 
     Nothing else says so where no word before it does: `net-100`, `net-200`.
     """
+    for first, other in _of_other_numbers(files):
+        raise DisagreementError(
+            "the names of the shards differ in a number that is not that of the rank",
+            expected=f"one checkpoint, as {files[first].name} of rank {first}",
+            got=f"{files[other].name} of rank {other}",
+            where=path,
+            remedy="restore the missing shards, or choose one checkpoint, such as"
+            f" --select '{glob.escape(files[first].name)}'; if they belong together, as where the number is that of a"
+            f" host or a device, select them all: --select '{_glob_of(files[first].name)}'",
+        )
+
+
+def _of_other_numbers(files: Mapping[int, Path]) -> Iterator[tuple[int, int]]:
+    """Yield two ranks for each number in which names of the same words differ and that is not the rank's."""
     for names in _by_wording(files).values():
+        ranks = list(names)
         for number in _numbers_that_differ(names):
-            values = {rank: name.numbers[number] for rank, name in names.items()}
-            if may_be_of_ranks(values):
-                continue
-            first, other = files[next(iter(names))], files[_first_other(names, number)]
-            raise DisagreementError(
-                "the names of the shards differ in a number that is not that of the rank",
-                expected=f"one checkpoint, as {first.name} of rank {next(iter(names))}",
-                got=f"{other.name} of rank {_first_other(names, number)}",
-                where=path,
-                remedy="restore the missing shards, or choose one checkpoint, such as"
-                f" --select '{glob.escape(first.name)}'; if they belong together, give them one name in all rank"
-                " folders, by links for example",
-            )
+            values = [name.numbers[number] for name in names.values()]
+            if not any(_follows(values, ranks, first) for first in (0, 1)):
+                yield ranks[0], _first_other(names, number)
 
 
 def _require_no_parts(candidates: Mapping[int, list[Path]], path: str) -> None:
@@ -249,14 +225,8 @@ def _newest(candidates: Mapping[int, list[Path]], path: str) -> tuple[dict[int, 
 
 def _warnings(files: Mapping[int, Path], path: str) -> Iterator[str]:
     """Yield a warning if names of the files, by rank, differ in more than the rank; steps are known to agree."""
-    groups = list(_by_wording(files).values())
-    pairs = [(next(iter(groups[0])), next(iter(groups[1])))] if len(groups) > 1 else []
-    for names in groups:
-        ranks = list(names)
-        for number in _numbers_that_differ(names):
-            values = [name.numbers[number] for name in names.values()]
-            if not any(_follows(values, ranks, first) for first in (0, 1)):
-                pairs.append((ranks[0], _first_other(names, number)))
+    firsts = [next(iter(names)) for names in _by_wording(files).values()]
+    pairs = [(firsts[0], firsts[1])] if len(firsts) > 1 else list(_of_other_numbers(files))
     for pair in pairs[:1]:
         yield (
             f"the shards in {path} may be of different checkpoints: their names differ in more than the rank, as "
