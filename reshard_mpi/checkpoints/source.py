@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
@@ -15,8 +15,6 @@ from reshard_mpi.errors import DisagreementError, ReshardError, ShardError, Sour
 from reshard_mpi.formats.manifest import NEST, Manifest, ShardIdentity, common_nest
 from reshard_mpi.formats.protocol import OnBytes, uncounted
 from reshard_mpi.formats.tensor_table import ChunkedTensors, TensorTable
-from reshard_mpi.planning.parameters import Accumulated, is_partial_sum
-from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.planning.unusable_shards import MissingRanks, UnusableShard
 from reshard_mpi.sharding.placement import Strategy
 from reshard_mpi.text import MIB
@@ -49,10 +47,6 @@ class ShardStats(NamedTuple):
         )
 
 
-# What is said of the origin of a tensor that targets do not have.
-LEFT_OUT = "left out"
-
-
 @dataclass(slots=True)
 class SourceCheckpoint:
     """Shard files with the strategy they are sharded by; manifests are read when asked for."""
@@ -83,55 +77,6 @@ class SourceCheckpoint:
         return (
             f"{self.files.path}, which has the shards of {len(self.files.by_rank)} of {self.strategy.world_size} ranks"
         )
-
-    @property
-    def unmapped(self) -> SourceCheckpoint:
-        """The checkpoint as it lies in its files."""
-        return self
-
-    def origins(self, accumulated: Accumulated = Accumulated.REFUSE) -> Iterator[tuple[str, str]]:
-        """Yield names of tensors with their sources, for tensors that differ from the single-rank form."""
-        if accumulated is not Accumulated.REFUSE:
-            for rank in self.stage_ranks().values():
-                for name in self.manifest(rank).tensors:
-                    if is_partial_sum(name):
-                        yield name, f"the {accumulated} of its replicas"
-
-    def check_values(self) -> None:
-        """Raise a ReshardError if values of tensors contradict what has been said of them."""
-
-    @property
-    def left_out(self) -> tuple[str, ...]:
-        """The names of tensors of the checkpoint that go nowhere."""
-        return ()
-
-    def needs(self, name: str) -> bool:
-        """Tell whether anything is made of a tensor as it is stored."""
-        return True
-
-    def takes(self, name: str) -> bool:
-        """Tell whether the user wants a tensor of this name, as it is stored."""
-        return True
-
-    def taken(self, plan: RankPlan) -> Set[str]:
-        """Return the tensors, as they are stored, that a target is made of, or that another one writes for it."""
-        return {*plan.tensors.specs.names, *plan.written_by_others}
-
-    def map_notes(self) -> tuple[str, ...]:
-        """Return notes for the user on the map's result."""
-        return ()
-
-    def cut_warnings(self, plan: RankPlan) -> tuple[str, ...]:
-        """Return warnings on how a target holds the tensors that a map makes. plan: the target's plan."""
-        return ()
-
-    def completed(self, plan: RankPlan, *, checked: bool) -> RankPlan:
-        """Return the plan of a target with what there is to say of the checkpoint besides.
-
-        Args:
-            checked: whether what can be wrong with its tensors' values is looked at.
-        """
-        return plan
 
     def __contains__(self, rank: object) -> bool:
         return rank in self.files.by_rank

@@ -6,9 +6,10 @@ All modules that read and apply maps are loaded only where there is a map.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from reshard_mpi.checkpoints.comparison import difference
 from reshard_mpi.checkpoints.opening import open_source
@@ -23,7 +24,14 @@ from reshard_mpi.errors import CoverageError, ReshardError
 from reshard_mpi.filesystem.paths import real_path
 from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.manifest import Manifest, shown_string
-from reshard_mpi.planning.parameters import Accumulated, Unlisted, find_or_follow, is_dropped, notes_on
+from reshard_mpi.planning.parameters import (
+    Accumulated,
+    Unlisted,
+    find_or_follow,
+    is_dropped,
+    is_partial_sum,
+    notes_on,
+)
 from reshard_mpi.planning.rank_plan import Check, Differing, Limits, PrefixDigest, RankPlan, SharedFact, TensorPlan
 from reshard_mpi.planning.ranks import check_target_rank
 from reshard_mpi.planning.replicas import Replicas
@@ -49,10 +57,15 @@ from reshard_mpi.sharding.placement import Shape, Strategy
 from reshard_mpi.sharding.strategy import table
 from reshard_mpi.text import MIB
 
+if TYPE_CHECKING:
+    from reshard_mpi.runs.mapped_source import MappedCheckpoint
+
 # The buffer is so large that Python's work for each filling takes little time compared with moving the bytes. The
 # window is the most that is mapped of sources at once. `run_memory` knows how much memory the process takes besides.
 LIMITS = Limits(buffer_bytes=2 * MIB, window_bytes=16 * MIB)
 
+# Origin of a tensor of the source that targets do not have.
+LEFT_OUT = "left out"
 # Shards opened before a tensor counts as absent, since shards may be saved without what others hold.
 _MAX_LOOKED_INTO = 64
 
@@ -75,10 +88,7 @@ class Conversion:
     once: bool = False
     # called before copies are compared with numpy, which takes more memory than planning
     before_gathering: Callable[[], object] = lambda: None
-    # if `source` is the result of a map, the conversion of the unmapped checkpoint to one full checkpoint
-    original: Conversion | None = None
-    # takes such a conversion through the map; returns the source
-    through: Callable[[Conversion], SourceCheckpoint] | None = None
+    view: MappedCheckpoint | None = None  # what maps make of the source; None: there is no map
     allows_holes: bool = False  # tensors that cannot be made do not refuse a plan; `RankPlan.holes` names them
     _is_fitting: bool = field(default=False)
     _table: str | None = field(default=None)
@@ -86,6 +96,11 @@ class Conversion:
 
     def __post_init__(self) -> None:
         self.source.list_rule_names()
+
+    @property
+    def planned_source(self) -> SourceCheckpoint:
+        """The checkpoint that targets are planned from: what maps make of the source, or the source itself."""
+        return self.source if self.view is None else self.view
 
     def plan(self, target_rank: int, *, checked: bool = True) -> RankPlan:
         """Return the plan of one target rank, after its checks have passed.
@@ -99,8 +114,8 @@ class Conversion:
         check_target_rank(target_rank, self.target)
         self.require_fitting_strategies()
         try:
-            opened = self._shards().open(target_rank)
-            require_same_network(self.source.strategy, opened.manifests.values())
+            opened = self.shards.open(target_rank)
+            require_same_network(self.planned_source.strategy, opened.manifests.values())
             if self.strict:
                 require_nothing_left_out(opened.manifests)
                 self._require_all_files_read()
@@ -113,9 +128,10 @@ class Conversion:
                 self._tell_where(hole)
         if plan.strings and not self.keeps_strings:
             plan = self._without_strings(plan)
-        plan = self.source.completed(plan, checked=checked)
-        if not self.once:  # else cuts say only who writes what
-            plan = plan._replace(warnings=(*plan.warnings, *self.source.cut_warnings(plan)))
+        if self.view is not None:
+            plan = self.view.completed(plan, checked=checked)
+            if not self.once:  # else cuts say only who writes what
+                plan = plan._replace(warnings=(*plan.warnings, *self.view.cut_warnings(plan)))
         plan = plan._replace(notes=(*plan.notes, *notes_on(self.accumulated, plan.sums)))
         if checked:
             self.require_none_left_behind(plan, ShardShare(target_rank, self.target.world_size))
@@ -133,7 +149,7 @@ class Conversion:
 
     def both_layouts(self, target_rank: int, names: Iterable[str]) -> dict[str, BothLayouts]:
         """Return how both sides hold the tensors of a target rank. Raises as `plan` does."""
-        planner = self._shards().open(target_rank).planner
+        planner = self.shards.open(target_rank).planner
         layouts_or_none = ((name, planner.both_layouts(name)) for name in names)
         return {name: layouts for name, layouts in layouts_or_none if layouts is not None}
 
@@ -146,10 +162,11 @@ class Conversion:
             plan: that of any target.
             is_asked: tells which tensors are asked for.
         """
-        taken = self.source.taken(plan)
-        shards = self._shards() if self.original is None else self.original._shards()
-        rank = plan.target_rank if self.original is None else 0
-        shards.require_none_left_behind(rank, taken, share, lambda name: self.source.takes(name) and is_asked(name))
+        if self.view is not None:
+            self.view.require_none_left_behind(share, is_asked)
+            return
+        taken = {*plan.tensors.specs.names, *plan.written_by_others}
+        self.shards.require_none_left_behind(plan.target_rank, taken, share, is_asked)
 
     def _tell_where(self, error: CoverageError) -> None:
         """Say in an error where parts were looked for, and where they may be."""
@@ -160,7 +177,7 @@ class Conversion:
 
     def checked(self, plan: RankPlan) -> RankPlan:
         """Return a plan with all that reading tensors of the source shows. Raises what `plan` raises."""
-        manifests = {rank: self.source.manifest(rank) for rank in plan.source_ranks}
+        manifests = {rank: self.planned_source.manifest(rank) for rank in plan.source_ranks}
         return self._checked(plan)._replace(
             shared_facts=(*plan.shared_facts, *self._moments(plan, manifests)), prefix_digests=self._beginnings(plan)
         )
@@ -181,7 +198,20 @@ class Conversion:
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes for the user on the source and the strategies."""
-        return (*self.source.files.notes, *unconfirmed_rules(self.source.unmapped.strategy))
+        return (*self.source.files.notes, *unconfirmed_rules(self.source.strategy))
+
+    def needs(self, name: str) -> bool:
+        """Tell whether anything is made of a tensor of the source."""
+        return self.view is None or self.view.needs(name)
+
+    def origins(self) -> Iterator[tuple[str, str]]:
+        """Yield names of tensors of the targets with their sources, where these are not the tensors of that name."""
+        if self.view is not None:
+            yield from self.view.origins()
+        elif self.accumulated is not Accumulated.REFUSE:
+            for rank in self.source.stage_ranks().values():
+                for name in filter(is_partial_sum, self.source.manifest(rank).tensors):
+                    yield name, f"the {self.accumulated} of its replicas"
 
     def shown_rules(self, target_rank: int | None) -> tuple[ShownRule, ...]:
         """Return, for each rule of the source's spec that cuts, its effect on one tensor.
@@ -189,13 +219,13 @@ class Conversion:
         Args:
             target_rank: one that has been planned; None: none has.
         """
-        shapes, source = {}, self.source.unmapped
+        shapes, source = {}, self.source
         for name, ranks in source.rule_names().items():
             rank = next(iter(ranks.values()))
             shapes[name] = rank, source.manifest(rank).tensors[name].shape
         wholes: dict[str, Shape] = {}
         if any(placement.ceil for _, placement in source.strategy.rules):
-            planned, opened_rank = (self, target_rank) if self.original is None else (self.original, 0)
+            planned, opened_rank = (self, target_rank) if self.view is None else (self.view.original, 0)
             both = {} if opened_rank is None else planned.both_layouts(opened_rank, shapes)
             wholes = {name: layouts.source.shape for name, layouts in both.items()}
         return tuple(shown_rules(source.strategy, shapes, wholes))
@@ -218,19 +248,19 @@ class Conversion:
         Raises what `sampling.drifted_tensors` raises.
         """
         self.require_fitting_strategies()
-        if self.original is not None:
-            return self.original.drifted_tensors(
+        if self.view is not None:
+            return self.view.original.drifted_tensors(
                 damaged_are_replaced=damaged_are_replaced,
                 process=process,
                 processes=processes,
-                needs=self.source.needs,
+                needs=self.view.needs,
             )
         if self.replicas is Replicas.ANY:
             return NO_DRIFT
         drift = drifted_tensors(
             self.source,
             lambda name, present: self.is_wanted(name, present) and needs(name),
-            self._shards().knows,
+            self.shards.knows,
             self.unlisted,
             damaged_are_replaced=damaged_are_replaced,
             process=process,
@@ -241,7 +271,7 @@ class Conversion:
     @property
     def _keeps_each_ranks_own(self) -> bool:
         """Whether each target has the values of one source rank that no strategy lists: none of them is lost."""
-        return self.source.strategy.world_size == self.target.world_size and not self.once
+        return self.planned_source.strategy.world_size == self.target.world_size and not self.once
 
     def is_wanted(self, name: str, present: Container[str]) -> bool:
         """Tell whether the targets have a tensor. present: the names of all tensors of the checkpoint."""
@@ -249,11 +279,9 @@ class Conversion:
 
     def without(self, damage: Mapping[int, ReshardError]) -> Conversion:
         """Return the same conversion without source shards that are known to be damaged."""
-        if self.original is not None and self.through is not None:
-            original = self.original.without(damage)
-            return replace(self, source=self.through(original), original=original, _is_fitting=False, _opener=None)
         source = open_source(self.source.files, self.source.strategy, damage)
-        return replace(self, source=source, _is_fitting=False, _opener=None)
+        view = None if self.view is None else self.view.of(source)
+        return replace(self, source=source, view=view, _is_fitting=False, _opener=None)
 
     def to(self, target: Strategy) -> Conversion:
         """Return the same conversion to other targets."""
@@ -262,6 +290,8 @@ class Conversion:
     def forget(self) -> None:
         """Free what has been read of shards; it is read again when it is needed."""
         self.source.forget()
+        if self.view is not None:
+            self.view.forget()
         self._opener = None
 
     def require_fitting_strategies(self) -> None:
@@ -269,7 +299,7 @@ class Conversion:
 
         Shards of every stage are needed to see that; if a stage has none, nothing is raised.
         """
-        source = self.source
+        source = self.planned_source
         both = ((source.strategy, "source"), (self.target, "target"))
         sides = [(strategy, side) for strategy, side in both if strategy.required_rules]
         if self._is_fitting or not sides:
@@ -283,18 +313,20 @@ class Conversion:
                 names |= dict.fromkeys(source.rule_names())
             for strategy, side in sides:
                 if side == "target" and dead_rules(strategy, names):
-                    require_consistent_source(source.unmapped)
+                    require_consistent_source(self.source)
                 require_living_rules(strategy, names, side, source.files.path)
         self._is_fitting = True
 
-    def _shards(self) -> ShardOpener:
+    @property
+    def shards(self) -> ShardOpener:
+        """The opener of the shards that a target needs."""
         if self._opener is None:
             policy = Policy(self.unlisted, self.strict, self.replicas, self.accumulated, self.allows_holes)
-            self._opener = ShardOpener(self.source, self.target, policy)
+            self._opener = ShardOpener(self.planned_source, self.target, policy)
         return self._opener
 
     def _moments(self, plan: RankPlan, manifests: Mapping[int, Manifest]) -> tuple[SharedFact, ...]:
-        if self.original is not None:
+        if self.view is not None:
             # Names in the source itself tell the moment. In a map's result, a number in a name may be another's.
             return ()
         counters = tuple(moment_counters(manifests, self._is_listed))
@@ -304,7 +336,7 @@ class Conversion:
             return tuple(SharedFact(counter.spec.name, self._shown(counter, files), path) for path, counter in counters)
 
     def _is_listed(self, name: str) -> bool:
-        return bool(find_or_follow(self.source.strategy, name, lambda _: True))
+        return bool(find_or_follow(self.planned_source.strategy, name, lambda _: True))
 
     def _shown(self, counter: TensorPlan, files: Files) -> str:
         values = numbers(self._content(counter, files), counter.spec.dtype)
@@ -318,9 +350,10 @@ class Conversion:
         return bytes(content)
 
     def _beginnings(self, plan: RankPlan) -> tuple[PrefixDigest, ...]:
-        if self.source.strategy.world_size == 1 or self._keeps_each_ranks_own:
+        strategy = self.planned_source.strategy
+        if strategy.world_size == 1 or self._keeps_each_ranks_own:
             return ()  # there is nothing else to take
-        texts = () if self.source.strategy.stages > 1 else text_digests(plan)  # stages have texts of their own
+        texts = () if strategy.stages > 1 else text_digests(plan)  # stages have texts of their own
         starts = tuple(loose_beginnings(plan))
         if not starts:
             return tuple(texts)
@@ -347,7 +380,7 @@ class Conversion:
             if differing is None:
                 continue
             if check.refuse:
-                raise difference(self.source, check, differing[0].source_rank, differing[1])
+                raise difference(self.planned_source, check, differing[0].source_rank, differing[1])
             tensors.append(Differing(check.name, self._differing_ranks(check)))
         return plan._replace(differing=tuple(tensors))
 

@@ -97,9 +97,7 @@ def _compare_copies(sides: Sequence[_DiffSide], comm: Comm, progress: Progress) 
     def compare_mine() -> tuple[UnusableShard, ...]:
         counted = SliceCounter(progress.moved, own_bytes)
         lost = [
-            lost
-            for side, of_side in zip(sides, mine)
-            for lost in compare(side.source.unmapped, of_side, LIMITS, counted.add)
+            lost for side, of_side in zip(sides, mine) for lost in compare(side.source, of_side, LIMITS, counted.add)
         ]
         counted.end()
         return tuple(lost)
@@ -144,11 +142,12 @@ def _planned(
         conversion.require_none_left_behind(plans[-1], ShardShare(comm.rank, comm.size))
         peak_bytes += memory.require_possible(plans[-1]) + (comparing_bytes(LIMITS) if plans[-1].alike else 0)
     require_some(_names(conversions, plans))
-    if comm.rank == 0:
-        conversions[0].source.check_values()
+    view = conversions[0].view
+    if view is not None and comm.rank == 0:
+        view.check_values()
     while not memory.reserve_for_copying(peak_bytes, purpose):
         plans = [conversion.plan(0, checked=False) for conversion in conversions]
-    of_map = plans[0].notes if conversions[0].original is not None else ()
+    of_map = plans[0].notes if view is not None else ()
     notes_on_sums = (
         f"{source.files.path}: {note}"
         for source, plan in zip(sources, plans)
@@ -172,7 +171,7 @@ def _planned(
 
 def _names(conversions: Sequence[Conversion], plans: Sequence[RankPlan]) -> list[str]:
     """Return the names of all tensors of both, taken or not."""
-    left_out = (name for conversion in conversions for name in conversion.source.left_out)
+    left_out = (name for each in conversions if each.view is not None for name in each.view.left_out)
     return list(dict.fromkeys((*(spec.name for plan in plans for spec in plan.tensors.specs), *left_out)))
 
 

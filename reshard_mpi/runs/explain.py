@@ -45,13 +45,11 @@ class TensorLineage(NamedTuple):
 
 def origin_of(conversion: Conversion, name: str) -> TensorLineage:
     """Return the sources of the tensor `name` of a target."""
-    if conversion.original is None:
+    if conversion.view is None:
         return TensorLineage((name,), "")
     from reshard_mpi.mapping.result import DerivedTensor
-    from reshard_mpi.runs.mapped_source import MappedCheckpoint
 
-    assert isinstance(conversion.source, MappedCheckpoint)
-    recipe = conversion.source.recipe(name)
+    recipe = conversion.view.recipe(name)
     if not isinstance(recipe, DerivedTensor):
         return TensorLineage((), recipe.where if recipe is not None else "", ())
     boxes = tuple((pair.to, recipe.sources[pair.source]) for pair in recipe.shape.pairs)
@@ -60,8 +58,8 @@ def origin_of(conversion: Conversion, name: str) -> TensorLineage:
 
 def source_groups(conversion: Conversion, target_rank: int, names: tuple[str, ...]) -> Mapping[str, SourceGroup]:
     """Return how the source holds the tensors that are read for a target."""
-    if conversion.original is not None:
-        both = conversion.original.both_layouts(0, names)
+    if conversion.view is not None:
+        both = conversion.view.original.both_layouts(0, names)
     else:
         both = conversion.both_layouts(target_rank, names)
     return {name: layouts.source for name, layouts in both.items()}
@@ -69,7 +67,7 @@ def source_groups(conversion: Conversion, target_rank: int, names: tuple[str, ..
 
 def listed_pieces(conversion: Conversion, name: str) -> Mapping[Box, tuple[str, ...]] | None:
     """Return the pieces of a source tensor that an index lists, with the files that have each; None if none does."""
-    stored = conversion.source.unmapped
+    stored = conversion.source
     tensors = stored.manifest(0).tensors if stored.files.is_folder else None
     if not isinstance(tensors, ChunkedTensors):
         return None
@@ -143,7 +141,7 @@ def _first_holder(conversion: Conversion, name: str, ranks: Sequence[int]) -> Ra
         if conversion.both_layouts(rank, (name,)):
             return plan
         every_name |= dict.fromkeys(held for group in plan.tensors.groups for held in group.names)
-    if conversion.original is not None and name in _shapes(conversion.original.plan(0, checked=False)):
+    if conversion.view is not None and name in _shapes(conversion.view.original.plan(0, checked=False)):
         becomes = [other for other in every_name if name in origin_of(conversion, other).sources]
         raise UsageError(
             f"{name!r} is a tensor of the source",
@@ -160,15 +158,15 @@ def _shapes(plan: RankPlan) -> dict[str, Shape]:
 def _source_lines(run: Run, target_rank: int, origin: TensorLineage) -> Iterator[str]:
     """Yield how the source holds the sources of a tensor."""
     conversion, request = run.conversion, run.request
-    stored = conversion.source.unmapped
+    stored = conversion.source
     if origin.by:
         made_of = f"made of {shortened(origin.sources)}" if origin.sources else "made up"
         yield f"{made_of}, by {origin.by}"
     shapes: Mapping[str, Shape] = {}
     if stored.strategy.world_size > 1:
-        shapes = _shapes(
-            (conversion.original or conversion).plan(0 if conversion.original else target_rank, checked=False)
-        )
+        view = conversion.view
+        plan = conversion.plan(target_rank, checked=False) if view is None else view.original.plan(0, checked=False)
+        shapes = _shapes(plan)
     groups = source_groups(conversion, target_rank, origin.sources[:_MOST_SOURCES])
     for name, group in groups.items():
         about = f"{name}: {group.dtype} {list(group.shape)}, " if len(origin.sources) > 1 or origin.by else ""
@@ -296,7 +294,7 @@ def _copy_lines(run: Run, copy: Copy, origin: TensorLineage) -> Iterator[str]:
         return
     source = origin.source_of(copy.target_region)
     of_source = f" of {source}" if source is not None and origin.boxes is not None else ""  # a map may rename it
-    stored = run.conversion.source.unmapped
+    stored = run.conversion.source
     holder = "a piece" if stored.files.is_folder else f"source rank {copy.source_rank}"
     moved = "" if copy.to is None and not of_source else f" as {copy.region}{of_source}"
     turned = "" if copy.order is None else f", its dimensions in the order {list(copy.order)}"

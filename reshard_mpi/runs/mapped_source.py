@@ -8,18 +8,18 @@ map says is equal or padding, and single numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from reshard_mpi.checkpoints.source import LEFT_OUT, ShardStats, SourceCheckpoint
+from reshard_mpi.checkpoints.shard_opener import ShardShare
+from reshard_mpi.checkpoints.source import ShardStats, SourceCheckpoint
 from reshard_mpi.engine.open_files import Files
 from reshard_mpi.engine.read import only_element
-from reshard_mpi.errors import DisagreementError, ReshardError
+from reshard_mpi.errors import DisagreementError
 from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.manifest import NEST, Manifest, shown_string
 from reshard_mpi.formats.nest import first_difference
-from reshard_mpi.formats.protocol import OnBytes, uncounted
 from reshard_mpi.mapping.direction import Inventory, ShapeAndType
 from reshard_mpi.mapping.result import ConstantTensor, DerivedTensor, MapResult, require_holdable, values_of
 from reshard_mpi.mapping.rules import Rules, unpacked
@@ -30,7 +30,7 @@ from reshard_mpi.planning.parameters import Accumulated, is_partial_sum, notes_o
 from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.planning.shared_facts import OWN
 from reshard_mpi.planning.unusable_shards import MissingRanks, UnusableShard
-from reshard_mpi.runs.conversion import Conversion
+from reshard_mpi.runs.conversion import LEFT_OUT, Conversion
 from reshard_mpi.runs.map_checks import (
     require_equal,
     require_known_sums,
@@ -87,55 +87,52 @@ class _MapsOutcome(NamedTuple):
 
 def conversion_through(tensor_map: TensorMap, conversion: Conversion) -> Conversion:
     """Return the conversion of the source through a map."""
-    is_rank_by_rank = conversion.target.world_size == conversion.source.strategy.world_size > 1
-
-    def through(original: Conversion) -> SourceCheckpoint:
-        files, wanted = original.source.files, conversion.is_wanted
-        return MappedCheckpoint(
-            files,
-            unsharded(files.path),
-            original=original,
-            tensor_map=tensor_map,
-            is_wanted=wanted,
-            is_rank_by_rank=is_rank_by_rank,
-        )
-
+    source = conversion.source
     original = Conversion(
-        conversion.source,
+        source,
         unsharded(),
         strict=conversion.strict,
         replicas=conversion.replicas,
         accumulated=conversion.accumulated,
         allows_holes=True,
     )
-    return replace(conversion, source=through(original), original=original, through=through)
+    view = MappedCheckpoint(
+        source.files,
+        unsharded(source.files.path),
+        original=original,
+        tensor_map=tensor_map,
+        is_wanted=conversion.is_wanted,
+        is_rank_by_rank=conversion.target.world_size == source.strategy.world_size > 1,
+    )
+    return replace(conversion, view=view)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class MappedCheckpoint(SourceCheckpoint):
-    """The source checkpoint of `original` through a map. It has the same files, and one rank, 0."""
+    """What maps make of a source, as a checkpoint of one rank, 0. It has the source's files."""
 
-    original: Conversion | None = field(default=None)
-    tensor_map: TensorMap | None = field(default=None)
-    # tells of a name whether the targets have it; takes the names of all tensors as well
-    is_wanted: Callable[[str, Container[str]], bool] = field(default=lambda *_: True)
-    # whether the targets are as many as the source's ranks, so that each could keep values of its own
-    is_rank_by_rank: bool = field(default=False)
+    original: Conversion  # of the source to one full checkpoint in its own names
+    tensor_map: TensorMap
+    is_wanted: Callable[[str, Container[str]], bool]  # of a name and all names: whether the targets have the tensor
+    is_rank_by_rank: bool  # whether there are as many targets as source ranks, so that each could keep its own values
     _made: _MapsOutcome | None = field(default=None)
     _is_checked: bool = field(default=False)
     _recipes: Mapping[str, DerivedTensor | ConstantTensor] | None = field(default=None)
 
-    @property
-    def unmapped(self) -> SourceCheckpoint:
-        return self._conversion.source
-
-    @property
-    def summary_text(self) -> str:
-        return self.unmapped.summary_text
+    def of(self, source: SourceCheckpoint) -> MappedCheckpoint:
+        """Return what the maps make of `source`: the same files, opened anew."""
+        return MappedCheckpoint(
+            self.files,
+            self.strategy,
+            original=replace(self.original, source=source, _is_fitting=False, _opener=None),
+            tensor_map=self.tensor_map,
+            is_wanted=self.is_wanted,
+            is_rank_by_rank=self.is_rank_by_rank,
+        )
 
     @property
     def missing(self) -> MissingRanks | None:
-        return self.unmapped.missing
+        return self.original.source.missing
 
     def __contains__(self, rank: object) -> bool:
         return rank == 0
@@ -147,15 +144,12 @@ class MappedCheckpoint(SourceCheckpoint):
         return self._opened().manifest
 
     def lost(self, rank: int) -> UnusableShard:
-        return self.unmapped.lost(rank)
-
-    def check_crc(self, rank: int, on_bytes: OnBytes = uncounted) -> ReshardError | None:
-        return self.unmapped.check_crc(rank, on_bytes)
+        return self.original.source.lost(rank)
 
     @property
     def extent(self) -> ShardStats:
         """The sizes of shards and of the map's result; boxes of equations count as tensors, which are as large."""
-        own, outcome = self.unmapped.extent, self._made
+        own, outcome = self.original.source.extent, self._made
         if outcome is None:
             return own
         first, *others = (step.mapped.made for step in outcome.steps)
@@ -164,14 +158,15 @@ class MappedCheckpoint(SourceCheckpoint):
         return own._replace(tensors=max(own.tensors, len(first)) + sum(map(len, others)) + boxes)
 
     def forget(self) -> None:
-        self._conversion.forget()
+        self.original.forget()
         self._made = self._recipes = None
 
     def stage_ranks(self) -> dict[int, int]:
         return {0: 0}
 
-    def origins(self, accumulated: Accumulated = Accumulated.REFUSE) -> Iterator[tuple[str, str]]:
-        outcome = self._opened()
+    def origins(self) -> Iterator[tuple[str, str]]:
+        """Yield names of tensors of the targets with what they are made of, and names of those that are left out."""
+        outcome, accumulated = self._opened(), self.original.accumulated
         dtypes = {name: kind.dtype for name, kind in outcome.inventory.items()}
         for tensor in outcome.made:
             sources = list(dict.fromkeys(tensor.sources[pair.source] for pair in tensor.shape.pairs))
@@ -203,21 +198,28 @@ class MappedCheckpoint(SourceCheckpoint):
     def needs(self, name: str) -> bool:
         return name in self._opened().needed
 
-    def takes(self, name: str) -> bool:
-        assert self.tensor_map is not None
+    def require_none_left_behind(self, share: ShardShare, is_asked: Callable[[str], bool]) -> None:
+        """Raise StrategyError if a share of the source's shards holds tensors that the maps do not see.
+
+        Args:
+            is_asked: tells which tensors are asked for.
+        """
+        taken = self._opened().inventory.keys()
         rules, choice, *_ = self.tensor_map
-        return bool(rules) or is_chosen(choice, name)  # rules may give it another name
 
-    def taken(self, plan: RankPlan) -> Set[str]:
-        return self._opened().inventory.keys()
+        def is_wanted(name: str) -> bool:
+            return (bool(rules) or is_chosen(choice, name)) and is_asked(name)  # rules may give it another name
 
-    def map_notes(self) -> tuple[str, ...]:
+        self.original.shards.require_none_left_behind(0, taken, share, is_wanted)
+
+    def notes(self) -> tuple[str, ...]:
+        """Return notes for the user on the results of the maps."""
         outcome = self._opened()
         return (*self._notes(outcome), *outcome.notes, *self._nest_notes(outcome))
 
     def cut_warnings(self, plan: RankPlan) -> tuple[str, ...]:
-        rules = () if self.tensor_map is None else self.tensor_map.rules
-        return tuple(target_warnings(self._opened().made, plan, rules))
+        """Return warnings on how a target holds the tensors that a map makes. plan: the target's plan."""
+        return tuple(target_warnings(self._opened().made, plan, self.tensor_map.rules))
 
     def completed(self, plan: RankPlan, *, checked: bool) -> RankPlan:
         """Return a target's plan with what planning the checkpoint as it is has shown.
@@ -227,7 +229,7 @@ class MappedCheckpoint(SourceCheckpoint):
         """
         if checked and not self._is_checked:
             outcome = self._opened()
-            whole = self._conversion.checked(outcome.plan)
+            whole = self.original.checked(outcome.plan)
             self.check_values()
             self._require_nobodys_own(outcome, whole)
             self._made, self._is_checked = outcome._replace(plan=whole), True
@@ -235,13 +237,13 @@ class MappedCheckpoint(SourceCheckpoint):
         whole = outcome.plan
         cautions = dict.fromkeys(caution for step in outcome.steps for caution in step.mapped.cautions)
         taken = {name for tensor in outcome.made for name in tensor.sources.values()}
-        known_sums = set(notes_on(self._conversion.accumulated, whole.sums))  # said of the target, if it has them
+        known_sums = set(notes_on(self.original.accumulated, whole.sums))  # said of the target, if it has them
         whole_notes = (note for note in whole.notes if note not in known_sums)
         kinds_of_sums = {sums_like(name) for name in taken if is_partial_sum(name)}
         return plan._replace(
             shared_facts=(*plan.shared_facts, *whole.shared_facts),
             absent=(*plan.absent, *whole.absent),
-            notes=(*whole_notes, *self.map_notes(), *plan.notes),
+            notes=(*whole_notes, *self.notes(), *plan.notes),
             differing=(*whole.differing, *plan.differing),
             alike=whole.alike,
             lost=whole.lost,
@@ -253,21 +255,15 @@ class MappedCheckpoint(SourceCheckpoint):
     def check_values(self) -> None:
         """Raise MapError if tensors differ that the map takes for equal, or padding holds anything but zeros."""
         for step in self._opened().steps:
-            require_equal(self._conversion, step.plan, step.mapped)
-            require_padding(self._conversion, step.plan, step.mapped)
-
-    @property
-    def _conversion(self) -> Conversion:
-        assert self.original is not None
-        return self.original
+            require_equal(self.original, step.plan, step.mapped)
+            require_padding(self.original, step.plan, step.mapped)
 
     def _opened(self) -> _MapsOutcome:
         if self._made is None:
-            assert self.tensor_map is not None
-            plan = self._conversion.plan(0, checked=False)
+            plan = self.original.plan(0, checked=False)
             inventory = _inventory_of(plan)
             nest = plan.strings.get(NEST)
-            tied = {} if nest is None else tied_tensors(self.unmapped, inventory)
+            tied = {} if nest is None else tied_tensors(self.original.source, inventory)
             rules, choice, forward, like, _ = self.tensor_map
             made_file = applied_to_file(
                 rules, choice, inventory, SourceTree(nest, tied, self.files.path), forward, like
@@ -281,7 +277,9 @@ class MappedCheckpoint(SourceCheckpoint):
             manifest = Manifest(self.files.path, self.files.format, steps[-1].tensors, strings)
             needed = self._needed(steps)
             plan = _comparing_only(plan, needed)
-            is_cut = self.unmapped.strategy.world_size > 1  # the pieces of an index say only who has written what
+            is_cut = (
+                self.original.source.strategy.world_size > 1
+            )  # the pieces of an index say only who has written what
             warnings = tuple(source_warnings(self._wanted(made_file.made), plan, rules)) if is_cut else ()
             self._made = _MapsOutcome(
                 plan, inventory, tuple(steps), made_file.made, manifest, made_file.notes, needed, warnings
@@ -290,7 +288,7 @@ class MappedCheckpoint(SourceCheckpoint):
 
     def _planned(self, mapped: MapResult, rules: Rules | None, plan: RankPlan) -> _MapStep:
         """Return what one map makes of the tensors of a plan, with the numbers that are computed of theirs."""
-        if self._conversion.accumulated is Accumulated.SUM:
+        if self.original.accumulated is Accumulated.SUM:
             require_known_sums(mapped, self.files.path)
         require_holdable(mapped)
         mapped = mapped._replace(constants=(*mapped.constants, *self._computed(mapped, plan)))
@@ -316,13 +314,13 @@ class MappedCheckpoint(SourceCheckpoint):
         """Yield the tensors that are computed of single numbers of the source."""
         if not (mapped.computed or mapped.counted.numbers):
             return
-        self._conversion.before_gathering()
+        self.original.before_gathering()
         places = plan.tensors.places
         with Files() as files:
 
             def read(name: str) -> float:
                 tensor = tensor_at(plan, places[name])
-                content = only_element(files, tensor, self._conversion.limits)
+                content = only_element(files, tensor, self.original.limits)
                 return unpacked(content, tensor.spec.dtype, name, self.files.path)
 
             for number, element in values_of(mapped.computed, mapped.counted, mapped.settings, read):
@@ -355,7 +353,7 @@ class MappedCheckpoint(SourceCheckpoint):
 
     def _nest_notes(self, outcome: _MapsOutcome) -> Iterator[str]:
         """Yield notes on values that are neither tensor nor text."""
-        like = None if self.tensor_map is None else self.tensor_map.like
+        like = self.tensor_map.like
         own, new = outcome.plan.strings.get(NEST), outcome.manifest.strings.get(NEST)
         if like is None or new == own:
             return
@@ -379,7 +377,7 @@ class MappedCheckpoint(SourceCheckpoint):
                 raise DisagreementError(
                     f"each rank has its own {name!r}, and all targets would have that of one",
                     expected="the same on all ranks, with a map, types or a choice",
-                    got=f"different ones on {self.unmapped.strategy.world_size} ranks",
+                    got=f"different ones on {self.original.source.strategy.world_size} ranks",
                     where=self.files.path,
                     remedy=f"leave it out (--exclude {name!r}); only a run without --map, --dtype, --include and"
                     " --exclude keeps it",

@@ -73,7 +73,7 @@ def _figures(request: Request, asked: Asked, memory: RunMemory, progress: Progre
     memory.reserve_for_copying(memory.projection.planning_bytes + asked.drawing_bytes, f"a picture of {request.target}")
     conversion = run.conversion
     targets = conversion.target.world_size
-    most = most_planned(conversion.source.extent.tensors)
+    most = most_planned(conversion.planned_source.extent.tensors)
     planned = run.targets if request.ranks is not None else sampled_targets(targets, most)
     collected = _Collected(conversion, _DrawnSources.of(conversion), asked)
     feeds: list[Feed] = []
@@ -116,7 +116,7 @@ class _DrawnSources:
 
     @classmethod
     def of(cls, conversion: Conversion) -> _DrawnSources:
-        source = conversion.source.unmapped
+        source = conversion.source
         files, by_rank = source.files, source.files.by_rank
         if files.is_folder or (len(by_rank) == 1 and len(files.shards) > 1):
             paths = files.one_by_one().shards
@@ -222,7 +222,7 @@ class _Collected:
         layouts = self.conversion.both_layouts(rank, new)  # of all at once, since that takes as long as to plan it
         origins = {first: origin_of(self.conversion, first) for first in new}
         groups: Mapping[str, SourceGroup] = {first: both.source for first, both in layouts.items()}
-        if self.conversion.original is not None:
+        if self.conversion.view is not None:
             names = dict.fromkeys(name for origin in origins.values() for name in origin.sources[:_MOST_SOURCES])
             groups = source_groups(self.conversion, rank, tuple(names))
         for first, (group, alike) in new.items():
@@ -278,7 +278,7 @@ class _Collected:
 
     def _panels(self, kind: _AlikeTensors) -> tuple[tuple[Panel, ...], Panel]:
         groups = kind.sources
-        is_same = self.conversion.original is None
+        is_same = self.conversion.view is None
         shapes = {name: groups[name].shape for name in groups}
         boxes = {name: self._pieces(kind, name) for name in groups}
         by_layout = {name: _layout_of(groups[name].layouts, tuple(boxes[name])) for name in groups}

@@ -119,7 +119,7 @@ class Projection(NamedTuple):
             verify: whether targets are compared with their sources afterwards.
             also_read: a checkpoint that is compared with the sources; then nothing is written.
         """
-        source, target = conversion.source, conversion.target
+        source, target = conversion.planned_source, conversion.target
         costs, target_costs = _costs(source.files.format), _costs(target_format)
         per_shard, has_numpy = source.extent.tensors, not source.extent.is_as_stored
         known_bytes = _known_bytes(per_shard, source)
@@ -129,7 +129,7 @@ class Projection(NamedTuple):
         parameters = max(len(source.strategy.parameters), len(target.parameters))
         base_bytes = INTERPRETER_BYTES + _loaded_bytes() + (_NUMPY_BYTES if has_numpy else 0)
         base_bytes += parameters * _PARAMETER_BYTES
-        base_bytes += per_shard * _MAPPED_BYTES if conversion.original is not None else 0
+        base_bytes += per_shard * _MAPPED_BYTES if conversion.view is not None else 0
         base_bytes += source.extent.pieces * _LISTED_PIECE_BYTES
         base_bytes += known_bytes + kept_bytes + per_shard * _PLANNED_SHARD_BYTES + source.extent.kinds * _KIND_BYTES
         if not source.extent.is_native:
@@ -314,9 +314,9 @@ class RunMemory:
             also_read: another checkpoint that is read to be compared.
         """
         project = partial(Projection.of, conversion, target_format, targets=targets, verify=verify, also_read=also_read)
-        if conversion.original is not None:  # what the map makes tells how much memory planning takes
+        if conversion.view is not None:  # what the map makes tells how much memory planning takes
             self.reserve_for_copying(project().planning_bytes, purpose)
-            conversion.source.manifest(0)
+            conversion.view.manifest(0)
         self._projection = project()
         self.reserve_for_copying(self._projection.planning_bytes, purpose)
         conversion.before_gathering = partial(self.reserve_for_copying, self._projection.gathering_bytes, purpose)

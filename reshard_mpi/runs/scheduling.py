@@ -92,7 +92,7 @@ def _itemsizes_by_stage(conversion: Conversion) -> dict[int, dict[Layout, int]]:
     The first shard of each stage of the source tells which tensors there are. A tensor that does not fit its
     strategy is left out; planning raises an error that names it.
     """
-    source = conversion.source
+    source = conversion.planned_source
     first = {rank: source.manifest(rank) for rank in source.stage_ranks().values()}
     tensors = SourceTensors(source.strategy, first)
     itemsizes: dict[Layout, int] = {}

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints.opening import moments_of
-from reshard_mpi.checkpoints.source import LEFT_OUT
 from reshard_mpi.errors import ReshardError, ShardError
 from reshard_mpi.journal.commit import EarlierTarget
 from reshard_mpi.journal.records import TargetInputs
@@ -18,6 +17,7 @@ from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.planning.summary import RankSummary
 from reshard_mpi.planning.unusable_shards import named, warnings_of
 from reshard_mpi.processes.comm import Comm
+from reshard_mpi.runs.conversion import LEFT_OUT
 from reshard_mpi.runs.messages import PlanReport, Totals, record_of
 from reshard_mpi.runs.open_run import Run, open_run
 from reshard_mpi.runs.outcome import Outcome, TargetReport, attempt
@@ -136,7 +136,7 @@ class TargetPlans:
         if self._earlier_target is not None:
             self._earlier_target.require_same_state(rank, inputs.sources)
         if leads:
-            as_is = run.conversion.original is None and run.conversion.source.files.format == run.format
+            as_is = run.conversion.view is None and run.conversion.source.files.format == run.format
             require_readable_types(plan.tensors.specs, run.format, as_is=as_is)
             require_readable_structure(plan.shard, run.format)
             if request.crc and formats.by_name(run.format).TRAITS.crc_counts_scalars:
@@ -284,4 +284,4 @@ def tensor_lines(shares: Iterable[Mapping[str, TargetTensor]], origins: Mapping[
         piece = "" if tensor.piece == tensor.shape else f", on rank {tensor.rank} {list(tensor.piece)}"
         origin = f": {origins[name]}" if name in origins else ""
         yield f"{name} {tensor.dtype} {list(tensor.shape)}{piece}{origin}"
-    yield from (f"{name}: {LEFT_OUT}" for name, origin in origins.items() if name not in tensors and origin == LEFT_OUT)
+    yield from (f"{name}: {origin}" for name, origin in origins.items() if name not in tensors and origin == LEFT_OUT)

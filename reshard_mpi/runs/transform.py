@@ -103,7 +103,7 @@ def plan_targets(
         lines: Iterable[str] = ()
         source = plans.run.conversion.source
         if lists_tensors:
-            lines = tensor_lines(_together(comm, lambda: plans.listed), dict(source.origins(request.accumulated)))
+            lines = tensor_lines(_together(comm, lambda: plans.listed), dict(plans.run.conversion.origins()))
         rules = plans.run.conversion.shown_rules(plans.summaries[0].rank if plans.summaries else None)
         return Plan(tuple(summaries), source.summary_text, tuple(lines), rules), outcome
 
@@ -203,7 +203,7 @@ def _check_sources(
     progress.begin(Stage("checking sources", sum(sizes.values()), len(sizes), "shard"), sum(mine.values()))
     errors: dict[int, ReshardError] = {}
     for rank, size_bytes in mine.items():
-        error = damage_of(source.unmapped, rank, size_bytes, conversion.limits, before_sums, progress)
+        error = damage_of(source, rank, size_bytes, conversion.limits, before_sums, progress)
         if error is not None:
             errors[rank] = error
         progress.completed()
@@ -221,11 +221,11 @@ def _check_committed(plans: TargetPlans, comm: Comm, memory: RunMemory, progress
     source, path = plans.run.conversion.source, plans.run.request.source
     for damage in damage_of_index(Path(source.files.path), source.files.format):
         raise damage
-    committed = committed_tensors(source.unmapped)
+    committed = committed_tensors(source)
     if committed is None:
         return
     record, tensors = committed
-    needed = [tensor for tensor in tensors if source.needs(tensor.spec.name)]
+    needed = [tensor for tensor in tensors if plans.run.conversion.needs(tensor.spec.name)]
     mine = needed[comm.rank :: comm.size]
     size_bytes, own_bytes = (sum(tensor.spec.size_bytes for tensor in of) for of in (needed, mine))
     progress.begin(Stage("checking sources", size_bytes), own_bytes)
@@ -261,7 +261,7 @@ def _compare(
     if mine:
         memory.reserve_for_copying(projection.base_bytes + comparing_bytes(conversion.limits), purpose)
         counted = SliceCounter(progress.moved, sum(alike.size_bytes for alike in mine))
-        lost = compare(conversion.source.unmapped, mine, conversion.limits, counted.add)
+        lost = compare(conversion.source, mine, conversion.limits, counted.add)
         counted.end()
     drift = conversion.drifted_tensors(damaged_are_replaced=request.verify, process=comm.rank, processes=comm.size)
     return ComparisonReport(lost, drift)
@@ -363,6 +363,6 @@ def plan_alone(
 
     begun = PlanReport(Outcome.begun(conversion, notes))
     planned = _agreeing([begun, *map(PlanReport.of, plans)], placed, path, conversion.accumulated)
-    lost = compare(conversion.source.unmapped, partition_for(planned.alike, 0, 1), conversion.limits, lambda _: None)
+    lost = compare(conversion.source, partition_for(planned.alike, 0, 1), conversion.limits, lambda _: None)
     compared = ComparisonReport(lost, conversion.drifted_tensors())
     return plans, _judged(planned, [compared], path, strict=conversion.strict)

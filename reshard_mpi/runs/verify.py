@@ -225,7 +225,7 @@ class _ComparedCheckpoints(NamedTuple):
 
     def _unfit(self, plan: RankPlan, looked_at: Collection[int], memory: RunMemory) -> dict[int, ReshardError]:
         """Return the errors of shards of `plan` that do not fit their kept sums, without those in `looked_at`."""
-        source = self.conversion.source.unmapped
+        source = self.conversion.source
 
         def before_sums(summing: Summing) -> None:
             peak_bytes = max(memory.projection.gathering_bytes, checking_bytes(source.files.format, summing))
@@ -292,8 +292,9 @@ def _opened_pair(
     conversion.drifted_tensors(damaged_are_replaced=True, process=comm.rank, processes=comm.size)
     notes: tuple[str, ...] = ()
     if comm.rank == 0:
-        conversion.source.check_values()
-        notes = (*made_so, *conversion.source.map_notes())
+        if conversion.view is not None:
+            conversion.view.check_values()
+        notes = made_so if conversion.view is None else (*made_so, *conversion.view.notes())
         if accumulated is not request.accumulated:
             joined = f"the {accumulated} of the replicas, as {target_files.path} says"
             notes = (*notes, f"accumulated gradients are compared with {joined}")

@@ -124,5 +124,6 @@ def test_a_lost_shard_among_files_of_others(tmp_path: Path) -> None:
     (tmp_path / "two.toml").write_text('mesh = { x = 2 }\n[[parameter]]\nmatch = "*"\n')
     reshard_mpi.transform(src, out, None, tmp_path / "two.toml", verify=True)
     (out / "rank_1").rename(out / "rank_4")
+    (out / "rank_4/checkpoint_1.pt").rename(out / "rank_4/checkpoint_4.pt")
     with pytest.raises(ReshardError, match="1 committed shard is missing"):
         reshard_mpi.verify(out)
