@@ -20,6 +20,7 @@ from reshard_mpi.checkpoints.single_shard import in_its_rank, require_full
 from reshard_mpi.checkpoints.source import DAMAGE, SourceCheckpoint, locate
 from reshard_mpi.errors import LayoutError, ReshardError, SourceError, StrategyError, as_reshard_error
 from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.journal.records import STATE
 from reshard_mpi.planning.rank_plan import CHOSEN_FILES, SharedFact
 from reshard_mpi.sharding.placement import Strategy, unsharded
 from reshard_mpi.sharding.strategy import table
@@ -42,6 +43,7 @@ def open_source(
     none can be read, or none tells who else holds what it should.
     """
     _require_all_files(files)
+    _require_one_run(files)
     if files.is_folder:
         return _open_folder(files, strategy, known_damage)
     if strategy is not None and strategy.world_size > 1:
@@ -183,6 +185,15 @@ def _recorded(files: ShardFiles) -> Strategy | None:
     except OSError as error:
         raise as_reshard_error(error, Path(files.path)) from None
     return None if recorded is None else table.loads(*recorded)
+
+
+def _require_one_run(files: ShardFiles) -> None:
+    """Raise DisagreementError if a run has replaced some of the files, and has not finished."""
+    folder = Path(files.path)
+    if (folder / STATE).is_dir():
+        from reshard_mpi.journal.file_records import records_of_one_run
+
+        records_of_one_run(folder, (files.one_by_one() if files.is_folder else files).by_rank)
 
 
 def _require_whole_run(files: ShardFiles) -> None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi import formats
-from reshard_mpi.errors import DamageError
+from reshard_mpi.errors import DamageError, DisagreementError
 from reshard_mpi.filesystem.paths import real_path
 from reshard_mpi.formats.files import digest_besides, opened
 from reshard_mpi.formats.tensor_table import TensorTable
 from reshard_mpi.journal.commit import has_committed_index
 from reshard_mpi.journal.identity import CommitRecord, RunIdentity
+from reshard_mpi.journal.provenance import require_one_state, require_same_sources
 from reshard_mpi.journal.records import (
     COMMIT_RECORD,
     STATE,
@@ -22,6 +23,9 @@ from reshard_mpi.journal.records import (
     record_path,
     recorded_ranks,
 )
+
+# What to do where a run has replaced some targets only.
+_FINISH = "let the run that replaces them finish (transform with --resume; files of others, with --overwrite)"
 
 
 class FoundRecord(NamedTuple):
@@ -76,6 +80,39 @@ def run_of(path: str, likely_rank: int) -> tuple[RunIdentity, Path] | None:
         if run is not None and run.digest == found.record.digest:
             return run, folder
     return None
+
+
+def records_of_one_run(folder: Path, files: Mapping[int, Sequence[str]]) -> Mapping[str, TargetRecord]:
+    """Return the records of files in a target folder that is not committed, by path; none if it has no records.
+
+    Args:
+        files: paths, by the ranks that they seem to be of.
+
+    Raises DisagreementError if they could not be committed together: they are of two runs, as where one has replaced
+    some targets of the other, or were made from two states of the source.
+    """
+    if not (folder / STATE).is_dir() or CommitRecord.read(folder) is not None:
+        return {}
+    finder = RecordFinder()
+    found = {path: finder.find(path, rank) for rank, paths in files.items() for path in paths}
+    records = {path: each.record for path, each in found.items() if each is not None and each.record is not None}
+    first_path, first = next(iter(records.items()), ("", None))
+    if first is None:
+        return {}
+    for path in found:
+        record = records.get(path)
+        if record is None or record.digest != first.digest:
+            raise DisagreementError(
+                "files of several runs lie in one target folder",
+                expected=f"those of one run, as {first_path}",
+                got=f"{path} of another run" if record is not None else f"{path}, of which no run has a record",
+                where=str(folder),
+                remedy=f"{_FINISH}, or give the files of one run alone (--select, or a folder of their own)",
+            )
+    require_same_sources({record.rank: record.evidence.sources for record in records.values()}, _FINISH)
+    written = ((path, record.rank, record.evidence.sources) for path, record in records.items())
+    require_one_state({rank: (sources, Path(path).stat().st_mtime_ns) for path, rank, sources in written}, _FINISH)
+    return records
 
 
 def damage_besides(path: str, tensors: TensorTable, record: TargetRecord | None) -> Iterator[DamageError]:

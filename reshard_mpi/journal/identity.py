@@ -324,10 +324,15 @@ def strategy_of_run(folder: Path, digest: str) -> tuple[str, str] | None:
         return None
 
 
+# The hosts of one run may have clocks that differ.
+_MAX_SKEW_NS = 60 * 10**9
+
+
 def _is_recorded(folder: Path, committed: CommitRecord, rank: int, paths: Sequence[str]) -> bool:
     """Tell whether the shard of a rank is the file that the run has written for it.
 
-    A file that was saved over it later may have the same size; but the record of the target is older then.
+    Another file in its place may have the same size; but it was not saved between the beginning of the run and the
+    record of the target.
     """
     file = committed.files.get(rank)
     if file is None or [Path(path) for path in paths] != [folder / file]:
@@ -335,5 +340,7 @@ def _is_recorded(folder: Path, committed: CommitRecord, rank: int, paths: Sequen
     record = record_path(folder / STATE, rank)
     if not record.exists():
         return False
-    shard = (folder / file).stat()
+    shard, begun = (folder / file).stat(), run_path(folder / STATE)
+    if not begun.exists() or shard.st_mtime_ns < begun.stat().st_mtime_ns - _MAX_SKEW_NS:
+        return False
     return shard.st_size == committed.sizes_bytes.get(rank) and shard.st_mtime_ns <= record.stat().st_mtime_ns

@@ -99,7 +99,7 @@ class Conversion:
 
     @property
     def planned_source(self) -> SourceCheckpoint:
-        """The checkpoint that targets are planned from: what maps make of the source, or the source itself."""
+        """The checkpoint that targets are planned from: the result of the maps, or else the source itself."""
         return self.source if self.view is None else self.view
 
     def plan(self, target_rank: int, *, checked: bool = True) -> RankPlan:

@@ -109,7 +109,7 @@ def conversion_through(tensor_map: TensorMap, conversion: Conversion) -> Convers
 
 @dataclass(slots=True, kw_only=True)
 class MappedCheckpoint(SourceCheckpoint):
-    """What maps make of a source, as a checkpoint of one rank, 0. It has the source's files."""
+    """The result of maps as a checkpoint of one rank, 0. It has the source's files."""
 
     original: Conversion  # of the source to one full checkpoint in its own names
     tensor_map: TensorMap
@@ -120,7 +120,7 @@ class MappedCheckpoint(SourceCheckpoint):
     _recipes: Mapping[str, DerivedTensor | ConstantTensor] | None = field(default=None)
 
     def of(self, source: SourceCheckpoint) -> MappedCheckpoint:
-        """Return what the maps make of `source`: the same files, opened anew."""
+        """Return the same view of `source`: the same files, opened anew."""
         return MappedCheckpoint(
             self.files,
             self.strategy,
@@ -165,7 +165,7 @@ class MappedCheckpoint(SourceCheckpoint):
         return {0: 0}
 
     def origins(self) -> Iterator[tuple[str, str]]:
-        """Yield names of tensors of the targets with what they are made of, and names of those that are left out."""
+        """Yield tensors of the targets with their sources, and those of the source that are left out, by name."""
         outcome, accumulated = self._opened(), self.original.accumulated
         dtypes = {name: kind.dtype for name, kind in outcome.inventory.items()}
         for tensor in outcome.made:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery
-from reshard_mpi.checkpoints.opening import open_source
+from reshard_mpi.checkpoints.opening import chosen_files, open_source
 from reshard_mpi.checkpoints.shard_opener import ShardShare
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.engine.open_files import OnBytes
@@ -24,7 +24,7 @@ from reshard_mpi.filesystem.paths import require_reachable
 from reshard_mpi.formats.manifest import NEST, Manifest
 from reshard_mpi.formats.nest import agree
 from reshard_mpi.journal.file_records import RecordFinder, damage_besides, damage_of_index
-from reshard_mpi.journal.identity import CommitRecord, RunIdentity, joined_words
+from reshard_mpi.journal.identity import CHOSEN, CommitRecord, RunIdentity, joined_words
 from reshard_mpi.journal.records import STATE
 from reshard_mpi.planning.parameters import Accumulated, Unlisted, is_partial_sum, notes_on
 from reshard_mpi.planning.rank_plan import RankPlan
@@ -104,17 +104,27 @@ def _is_there(run: RunIdentity, name: str) -> bool:
     return bool(path) and (name == "like" or Path(path).is_file())
 
 
-def made_otherwise(request: Request, digests: Mapping[str, str], path: str) -> UsageError | None:
-    """Return the error for a checkpoint at `path` made with other options than the request's.
+def made_otherwise(request: Request, digests: Mapping[str, str], chosen: str, path: str) -> UsageError | None:
+    """Return the error for a checkpoint at `path` made with other options than the request's, or of other files.
 
     Others may come to the same, so it is an error only if the checkpoint is not what the request makes.
 
     Args:
         digests: of the map, its configuration, and the checkpoint that it is like, as `apply_map` returns them.
+        chosen: the files of the source, as `chosen_files` calls them.
     """
     run = recorded_run(path)
     if run is None:
         return None
+    made_of = run.facts.get(CHOSEN, chosen)
+    if made_of != chosen:
+        return UsageError(
+            "the target was made of other files of the source than these",
+            expected=f"{made_of}, as its record says",
+            got=chosen,
+            where=path,
+            remedy="give --select with the names of the files it was made of",
+        )
     given = {
         **digests,
         **{name: words for name in _REPEATED if (words := joined_words(getattr(request, name)))},
@@ -284,7 +294,7 @@ def _opened_pair(
         keeps_strings=formats.by_name(target_files.format).TRAITS.keeps_strings,
     )
     conversion, digests = apply_map(request, conversion)
-    otherwise = made_otherwise(request, digests, target_files.path)
+    otherwise = made_otherwise(request, digests, chosen_files(files), target_files.path)
     for damage in damage_of_index(Path(target_files.path), target_files.format):
         raise damage
     memory.on_memory_released(conversion.forget, target.forget)

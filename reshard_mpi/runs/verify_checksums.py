@@ -19,11 +19,11 @@ from reshard_mpi.engine.crc import sum_of_whole
 from reshard_mpi.engine.open_files import Files, OnBytes
 from reshard_mpi.engine.read import fill
 from reshard_mpi.engine.sums import Span, copies_and_target, place_of, sum_shard, sum_sources, sum_tensors, takes_numpy
-from reshard_mpi.errors import DamageError, ReshardError, ShardError, as_reshard_error
+from reshard_mpi.errors import DamageError, DisagreementError, ReshardError, ShardError, as_reshard_error
 from reshard_mpi.formats.locations import Reduced
 from reshard_mpi.formats.manifest import Manifest, TensorSpec
 from reshard_mpi.formats.tensor_table import TensorEntry
-from reshard_mpi.journal.file_records import RecordFinder, damage_besides, damage_of_index
+from reshard_mpi.journal.file_records import RecordFinder, damage_besides, damage_of_index, records_of_one_run
 from reshard_mpi.journal.identity import CommitRecord, RunIdentity
 from reshard_mpi.journal.records import (
     COMMIT_RECORD,
@@ -222,11 +222,14 @@ def check_together(files: ShardFiles, checked: Iterable[Checked], *, sound: bool
     if record is None or not committed.issuperset(paths):
         if not committed.isdisjoint(paths):
             yield from _missing_beside_others(committed.difference(paths), files)
-        elif all(path.parent.parent == folder for path in paths):  # not a file or the folder of a rank by itself
+        elif (folder / STATE).is_dir() or all(path.parent.parent == folder for path in paths):
+            # Not a file or the folder of a rank by itself.
             yield from _not_of_one_run(files)
-            yield from _missing(files, max((shard.world_size for shard in shards), default=0), "the others say")
+            yield from _missing(
+                files.by_rank, max((shard.world_size for shard in shards), default=0), "the others say", files.path
+            )
         return
-    yield from _missing(files, len(record.files), f"{COMMIT_RECORD} says")
+    yield from _missing(files.by_rank, len(record.files), f"{COMMIT_RECORD} says", files.path)
     for name, value in record.sums.items():
         if name in sums and value != f"{sums[name]:08x}":
             yield DamageError(
@@ -239,30 +242,26 @@ def check_together(files: ShardFiles, checked: Iterable[Checked], *, sound: bool
 
 
 def _not_of_one_run(files: ShardFiles) -> Iterator[DamageError]:
-    """Yield what keeps the shards of a run that has not been committed from being one checkpoint.
-
-    Says nothing where files of others lie among them: then the run's records tell nothing of the whole.
-    """
+    """Yield what keeps the shards of a run that has not been committed from being one checkpoint."""
     folder = Path(files.path)
-    records = {rank: TargetRecord.read(folder / STATE, rank) for rank in files.by_rank}
-    finder = RecordFinder()
-    found = {rank: finder.find(files.by_rank[rank][0], rank) for rank in records}
-    if not all(of_file and records[rank] and of_file.record == records[rank] for rank, of_file in found.items()):
+    try:
+        records = records_of_one_run(folder, (files.one_by_one() if files.is_folder else files).by_rank)
+    except DisagreementError as error:
+        yield DamageError(error.problem, expected=error.expected, got=error.got, where=error.where, remedy=error.remedy)
         return
     run = RunIdentity.recorded(folder / STATE)
-    digests = {rank: record.digest for rank, record in records.items() if record is not None}
-    digest = run.digest if run is not None else min(digests.values())
-    others = [rank for rank, of_run in digests.items() if of_run != digest]
-    if others:
+    if run is None or not records:
+        return
+    if any(record.digest != run.digest for record in records.values()):
         yield DamageError(
-            f"target rank {others[0]} is of another run",
+            "the shards are of another run than the one that has begun to replace them",
             expected="the targets of one run",
-            got=counted(len(others), "target") + " of another, and the others",
+            got=f"{STATE}/run.json of another",
             where=files.path,
-            remedy="make the targets of one of both anew (transform --overwrite), or verify one by --rank",
+            remedy="let that run finish (transform with --resume), or verify one by --rank",
         )
-    elif run is not None:
-        yield from _missing(files, run.target_ranks, "run.json says")
+        return
+    yield from _missing({record.rank for record in records.values()}, run.target_ranks, "run.json says", files.path)
 
 
 def _missing_beside_others(missing: Collection[Path], files: ShardFiles) -> Iterator[DamageError]:
@@ -277,15 +276,16 @@ def _missing_beside_others(missing: Collection[Path], files: ShardFiles) -> Iter
         )
 
 
-def _missing(files: ShardFiles, world_size: int, who_says: str) -> Iterator[DamageError]:
-    count = world_size - sum(rank < world_size for rank in files.by_rank)
+def _missing(ranks: Collection[int], world_size: int, who_says: str, where: str) -> Iterator[DamageError]:
+    """Yield the damage of a checkpoint that has the shards of these ranks alone. who_says: that it has `world_size`."""
+    count = world_size - sum(rank < world_size for rank in ranks)
     if count > 0:
-        first = next(rank for rank in range(world_size) if rank not in files.by_rank)
+        first = next(rank for rank in range(world_size) if rank not in ranks)
         yield DamageError(
             f"{count} shards are missing, that of rank {first} the first" if count > 1 else "a shard is missing",
             expected=f"those of {world_size} ranks, as {who_says}",
             got="all others" if count > 1 else f"all but that of rank {first}",
-            where=files.path,
+            where=where,
             remedy="restore them; reshard-mpi transform with --resume makes them anew, if there is a source",
         )
 

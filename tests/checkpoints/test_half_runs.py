@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from support.checkpoints import write_ranks
 
 import reshard_mpi
 from reshard_mpi.errors import ReshardError
+from reshard_mpi.journal.run_status import commit
 
 TENSORS = {"w": np.arange(16, dtype=np.float32).reshape(8, 2), "b": np.arange(3, dtype=np.float32)}
 
@@ -61,3 +64,59 @@ def test_one_of_several_files_of_whole_tensors_is_read_by_itself(tmp_path: Path)
         held |= reshard_mpi.load_rank(0, tmp_path / "again" / path.stem)
     assert held.keys() == TENSORS.keys()
     assert all(np.array_equal(held[name], array) for name, array in TENSORS.items())
+
+
+# One run has begun to replace the targets of another one, or of another state of the source
+
+
+def full(path: Path, factor: float) -> Path:
+    shutil.rmtree(path, ignore_errors=True)
+    values = factor * np.arange(64, dtype=np.float32).reshape(8, 8)
+    write_ranks({0: dict.fromkeys(("w0", "w1", "w2"), values)}, path, "safetensors")
+    return path
+
+
+def spec(folder: Path) -> Path:
+    (folder / "rows.toml").write_text('mesh = { a = 3 }\n[[parameter]]\nmatch = "*"\n')
+    return folder / "rows.toml"
+
+
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize("first", ["ours", "of others"])
+@pytest.mark.parametrize("form", ["hf", "hdf5", "dcp", "safetensors"])
+def test_half_replaced_targets_are_no_checkpoint(tmp_path: Path, form: str, first: str, verify: bool) -> None:
+    out = tmp_path / "out"
+    cut: dict[str, Any] = {"max_shard_size": 260} if form == "hf" else {"dst_strategy": spec(tmp_path)}
+    reshard_mpi.transform(full(tmp_path / "one", 1), out, to=form, verify=verify, **cut)
+    if first == "of others":
+        shutil.rmtree(out / ".reshard_mpi")
+        (out / "reshard.json").unlink()
+    reshard_mpi.transform(full(tmp_path / "two", 2), out, to=form, verify=verify, overwrite=True, ranks=[0], **cut)
+    strategy = None if form in ("hf", "hdf5", "dcp") else spec(tmp_path)
+    with pytest.raises(ReshardError):
+        reshard_mpi.transform(out, tmp_path / "again", strategy, verify=verify)
+    assert not (tmp_path / "again").exists()
+    with pytest.raises(ReshardError):
+        reshard_mpi.verify(out)
+    how = {"resume" if first == "ours" else "overwrite": True}
+    reshard_mpi.transform(tmp_path / "two", out, to=form, verify=verify, **how, **cut)
+    reshard_mpi.transform(out, tmp_path / "again", strategy, verify=verify, to="safetensors")
+    assert reshard_mpi.load_rank(0, tmp_path / "again")["w2"][7, 7] == 2 * 63
+
+
+@pytest.mark.parametrize("form", ["hf", "hdf5", "safetensors"])
+def test_targets_of_two_states_of_the_source_are_no_checkpoint(tmp_path: Path, form: str) -> None:
+    """What `commit` refuses is neither read nor called sound."""
+    out, src = tmp_path / "out", full(tmp_path / "src", 1)
+    cut: dict[str, Any] = {"max_shard_size": 260} if form == "hf" else {"dst_strategy": spec(tmp_path)}
+    reshard_mpi.transform(src, out, to=form, verify=True, **cut)
+    full(src, 2)
+    with contextlib.suppress(ReshardError):
+        reshard_mpi.transform(src, out, to=form, verify=True, overwrite=True, ranks=[0], **cut)
+    with pytest.raises(ReshardError):
+        commit(out)
+    with pytest.raises(ReshardError):
+        reshard_mpi.verify(out)
+    strategy = spec(tmp_path) if form == "safetensors" else None
+    with pytest.raises(ReshardError, match="source"):
+        reshard_mpi.transform(out, tmp_path / "again", strategy)

@@ -133,3 +133,30 @@ def test_a_strategy_that_is_given_goes_before(made: Path, tmp_path: Path) -> Non
     (tmp_path / "wrong.toml").write_text(SPEC.replace("{ 0 =", "{ 1 ="))
     with pytest.raises(reshard_mpi.ReshardError):
         reshard_mpi.transform(made, tmp_path / "one", tmp_path / "wrong.toml", to="safetensors")
+
+
+def test_shards_of_an_earlier_run_in_their_place_are_not_what_it_records(made: Path, tmp_path: Path) -> None:
+    """Copied with their times; of the same size, and cut otherwise."""
+    (tmp_path / "columns.toml").write_text(SPEC.replace("0 = ", "1 = "))
+    earlier = tmp_path / "earlier"
+    shutil.move(made, earlier)
+    for path in earlier.glob("rank_*/*"):
+        os.utime(path, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns - 3600 * 10**9))
+    form = next(path.suffix for path in earlier.glob("rank_0/*"))
+    to = {".safetensors": "safetensors", ".pt": "torch", ".ckpt": "ckpt"}[form]
+    reshard_mpi.transform(
+        tmp_path / "model.safetensors", made, dst_strategy=tmp_path / "columns.toml", to=to, overwrite=True
+    )
+    reshard_mpi.transform(made, tmp_path / "sound", to="safetensors")
+    shutil.copytree(made, tmp_path / "copy")
+    reshard_mpi.transform(tmp_path / "copy", tmp_path / "sound as well", to="safetensors")
+    shutil.copytree(earlier, made, dirs_exist_ok=True, ignore=shutil.ignore_patterns("reshard.json", ".reshard_mpi"))
+    with pytest.raises(SourceError, match="do not say how they are sharded"):
+        reshard_mpi.transform(made, tmp_path / "wrong", to="safetensors")
+
+
+def test_copies_with_whole_seconds_are_what_it_records(made: Path, tmp_path: Path) -> None:
+    """As archives keep them."""
+    for path in made.glob("rank_*/*"):
+        os.utime(path, ns=(0, path.stat().st_mtime_ns // 10**9 * 10**9))
+    reshard_mpi.transform(made, tmp_path / "one", to="safetensors")

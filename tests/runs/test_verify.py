@@ -713,7 +713,7 @@ def test_alone_while_another_is_about_to_take_its_place(tmp_path: Path, capsys: 
     change(record(c), lambda facts: facts.update(announced=[1, 1]))
     (c.dst / "reshard.json").unlink()
     finished = verify(capsys, c, target=False)
-    assert finished.code == 0 and "note: 1 of 2 shards keep no sums, that of rank 1 the first" in finished.err
+    assert finished.code == 4 and f"{c.written(1)}, of which no run has a record" in finished.err
 
 
 # The functions
