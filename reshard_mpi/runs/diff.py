@@ -28,6 +28,7 @@ from reshard_mpi.formats.nest import first_difference as first_nest_difference
 from reshard_mpi.planning.parameters import gradient_texts
 from reshard_mpi.planning.rank_plan import TEXT, Copy, RankPlan, TensorPlan
 from reshard_mpi.planning.replicas import partition_for
+from reshard_mpi.planning.shard_faults import difference_messages
 from reshard_mpi.planning.strategy_check import drift_warning
 from reshard_mpi.planning.unusable_shards import UnusableShard
 from reshard_mpi.processes.comm import Comm
@@ -133,12 +134,18 @@ def _planned(
     conversions, require_some = both_through_map(request, *as_they_are)
     memory.on_memory_released(*(conversion.forget for conversion in conversions))
     peak_bytes, plans = 0, list[RankPlan]()
-    warnings: list[str] = []
+    warnings, notes_on_ranks = list[str](), list[str]()
     for conversion, other in zip(conversions, reversed(sources)):
         memory.reserve_for_planning(conversion, other.files.format, purpose, also_read=other)
         drifted = conversion.drifted_tensors(process=comm.rank, processes=comm.size).copies
         warnings += [drift_warning(drifted)] if drifted else []
         plans.append(conversion.plan(0, checked=False))
+        if comm.rank == 0:
+            own = conversion if conversion.view is None else conversion.view.original
+            of_ranks = own.checked(own.plan(0, checked=False)).differing
+            found = difference_messages(of_ranks, conversion.source.files.path)
+            notes_on_ranks += [f"{conversion.source.files.path}: {note}" for note in found.notes]
+            warnings += [f"{conversion.source.files.path}: {warning}" for warning in found.warnings]
         conversion.require_none_left_behind(plans[-1], ShardShare(comm.rank, comm.size))
         peak_bytes += memory.require_possible(plans[-1]) + (comparing_bytes(LIMITS) if plans[-1].alike else 0)
     require_some(_names(conversions, plans))
@@ -157,6 +164,7 @@ def _planned(
     notes = (
         *of_map,
         *of_texts,
+        *notes_on_ranks,
         *notes_on_sums,
         *first_files.notes,
         *second_files.notes,

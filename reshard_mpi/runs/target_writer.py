@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from reshard_mpi import formats
 from reshard_mpi.engine.open_files import OnBytes, sync_and_drop_cache
 from reshard_mpi.engine.shard_transfer import Span, write_shard
-from reshard_mpi.errors import ShardError, TransformError, told
+from reshard_mpi.errors import DisagreementError, ShardError, TransformError, told
 from reshard_mpi.formats.files import digest_besides
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.protocol import Format
@@ -257,8 +257,10 @@ class Writer:
         def do_one(share: TargetSlice, rank: int) -> FillReport:
             reserved = reservations[rank]
             plan, waited_seconds = self._plan(rank)
+            manifest = reserved.manifest()
+            _require_planned_alike(plan, manifest, self._run.request.source)
             with self._opened(rank, reserved) as descriptor:
-                report = do(share, plan, reserved.manifest(), descriptor, waited_seconds)
+                report = do(share, plan, manifest, descriptor, waited_seconds)
             # Whoever leads the target has looked at the sources at another time.
             require_unchanged(rank, self._plans.inputs[rank])
             return report
@@ -367,6 +369,21 @@ class Writer:
         self._progress.closed(plan.written_bytes)
         self._progress.finished(report)
         return Outcome((report,))
+
+
+def _require_planned_alike(plan: RankPlan, manifest: Manifest, source: str) -> None:
+    """Raise DisagreementError if the process that has reserved a shared target has planned other tensors."""
+    planned = {spec.name: (spec.dtype, spec.box.shape) for spec in plan.tensors.specs}
+    reserved = {name: (entry.dtype, entry.shape) for name, entry in manifest.tensors.items()}
+    if planned != reserved:
+        name = next(name for name in {**planned, **reserved} if planned.get(name) != reserved.get(name))
+        raise DisagreementError(
+            f"processes have planned target rank {plan.target_rank} differently",
+            expected="a source that does not change while it is read",
+            got=f"two forms of {name!r}",
+            where=source,
+            remedy="run the same command again when nothing writes to the source any more",
+        )
 
 
 def _joined(parts: Sequence[Verified], plan: RankPlan) -> tuple[TensorSum, ...]:

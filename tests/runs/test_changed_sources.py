@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.checkpoints import expected_rank, read_shard
+from support.checkpoints import expected_rank, read_shard, write_shard
 from support.command_line import Capture, run_here
 from support.conversions import (
     TENSORS,
@@ -374,6 +374,19 @@ def test_a_process_that_fills_a_part_has_looked_at_another_source(tmp_path: Path
     (tmp_path / "late" / "sitecustomize.py").write_text(LATE_LEADER.format(paths=paths))
     finished = transform_apart(c, "--jobs", "2", env={"PYTHONPATH": str(tmp_path / "late"), **ONE_THREAD})
     assert finished.code == 4 and "were changed while it was written" in finished.err, finished
+    assert not c.written(0).exists()
+
+
+def test_a_process_that_fills_a_part_has_planned_other_tensors(tmp_path: Path, capsys: Capture) -> None:
+    c = make(tmp_path).but(dst_strategy=None)
+    other = copy_of_source(c, "other")
+    for rank in range(4):
+        write_shard({"w": -c.arrays(rank)["w"]}, other / c.shard(rank).relative_to(c.src))
+    (tmp_path / "late").mkdir()
+    paths = (str(c.src), str(other), str(tmp_path / "done"))
+    (tmp_path / "late" / "sitecustomize.py").write_text(LATE_LEADER.format(paths=paths))
+    finished = transform_apart(c, "--jobs", "2", env={"PYTHONPATH": str(tmp_path / "late"), **ONE_THREAD})
+    assert finished.code == 4 and "processes have planned target rank 0 differently" in finished.err, finished
     assert not c.written(0).exists()
 
 

@@ -92,3 +92,10 @@ def test_diff_says_which_settings_it_has_compared(tmp_path: Path, capsys: Captur
         str(cut(tmp_path, 2)),
     )
     assert finished.code == 0 and "rank_1/x.pt differs from the one taken" in finished.err
+
+
+def test_diff_says_which_tensors_it_has_compared_by_one_rank_alone(tmp_path: Path, capsys: Capture) -> None:
+    src = source(tmp_path, [0.1, 0.1], [5, 6])
+    strategy = str(cut(tmp_path, 2))
+    finished = run_here(capsys, "diff", str(src), str(src), "--src-strategy", strategy, "--dst-strategy", strategy)
+    assert finished.code == 0 and "'own' differs between ranks 0, 1" in finished.err
