@@ -58,6 +58,13 @@ def nest_without_order(text: str) -> str:
     return json.dumps(content["nest"] if has_order else content, separators=(",", ":"))
 
 
+def nest_settings(text: str) -> str:
+    """Return what nests of all stages have in common: no tensors, no entries of optimizers. Raises as the above."""
+    from reshard_mpi.formats.nest.join_stages import settings_of
+
+    return json.dumps(settings_of(json.loads(nest_without_order(text))))
+
+
 class ShardIdentity(NamedTuple):
     """The place of a self-describing shard in its checkpoint."""
 

@@ -9,7 +9,15 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from math import prod
 
 from reshard_mpi.errors import CoverageError, DisagreementError
-from reshard_mpi.formats.manifest import NEST, Manifest, TensorSpec, common_nest, nest_without_order, shown_string
+from reshard_mpi.formats.manifest import (
+    NEST,
+    Manifest,
+    TensorSpec,
+    common_nest,
+    nest_settings,
+    nest_without_order,
+    shown_string,
+)
 from reshard_mpi.formats.tensor_table import ChunkedTensors
 from reshard_mpi.planning.chunks import PiecesOf
 from reshard_mpi.planning.map_routes import MappedTensors
@@ -171,15 +179,20 @@ def loose_beginnings(plan: RankPlan) -> Iterator[TensorPlan]:
             )
 
 
-def text_digests(plan: RankPlan) -> Iterator[PrefixDigest]:
+def text_digests(plan: RankPlan, *, of_stages: bool) -> Iterator[PrefixDigest]:
     """Yield digests of the strings of a target, by which it is seen that other targets have others.
 
     In a nest the order of its tensors counts for nothing.
+
+    Args:
+        of_stages: whether the source has several stages, which have texts, tensors and optimizers of their own.
     """
     for name, text in plan.strings.items() if plan.read_ranks else ():
+        if of_stages and name != NEST:
+            continue
         if name == NEST:
-            with contextlib.suppress(ValueError, RecursionError):
-                text = nest_without_order(text)
+            with contextlib.suppress(ValueError, RecursionError, LookupError, TypeError):
+                text = nest_settings(text) if of_stages else nest_without_order(text)
         yield PrefixDigest(f"{TEXT}{shown_string(name)}", hashlib.sha256(text.encode()).hexdigest(), plan.read_ranks[0])
 
 

@@ -353,7 +353,7 @@ class Conversion:
         strategy = self.planned_source.strategy
         if strategy.world_size == 1 or self._keeps_each_ranks_own:
             return ()  # there is nothing else to take
-        texts = () if strategy.stages > 1 else text_digests(plan)  # stages have texts of their own
+        texts = text_digests(plan, of_stages=strategy.stages > 1)
         starts = tuple(loose_beginnings(plan))
         if not starts:
             return tuple(texts)

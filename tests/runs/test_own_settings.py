@@ -79,6 +79,34 @@ def test_no_note_where_all_agree(tmp_path: Path) -> None:
         assert not [text for text in (*report.notes, *report.warnings) if "differs" in text]
 
 
+def stages(folder: Path, own: list[int]) -> Path:
+    """Save two stages of a pipeline, each with a layer, its named optimizer, and a setting of its own."""
+    for stage, value in enumerate(own):
+        layer = {f"l{stage}.b": tensor(np.full(4, stage, np.float32), "0")}
+        state = {f"l{stage}.b": {"exp_avg": tensor(np.full(4, 9, np.float32), "1")}}
+        optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": [f"l{stage}.b"]}]}
+        (folder / "src" / f"rank_{stage}").mkdir(parents=True)
+        saved = {"model": layer, "optim": optimizer, "own": value}
+        torch_peer.save(folder / "src" / f"rank_{stage}" / "x.pt", saved)
+    return folder / "src"
+
+
+@pytest.mark.parametrize("to", ["dcp", "torch"])
+@pytest.mark.parametrize("own", [[1, 1], [0, 1]], ids=["alike", "own"])
+def test_stages_with_settings_of_their_own_keep_their_parameters(tmp_path: Path, to: str, own: list[int]) -> None:
+    rules = "".join(f'[[parameter]]\nmatch = "*l{stage}.b*"\nstage = {stage}\n' for stage in (0, 1))
+    (tmp_path / "stages.toml").write_text(f"mesh = {{ dp = 1 }}\nstages = 2\n{rules}")
+    strategy = tmp_path / "stages.toml"
+    report = reshard_mpi.transform(stages(tmp_path, own), tmp_path / "dst", strategy, strategy, to=to)
+    assert any(f"{NOTE} 0, 1" in note for note in report.notes) == (to == "dcp" and own[0] != own[1])
+    reshard_mpi.transform(tmp_path / "dst", tmp_path / "one", None if to == "dcp" else strategy, to="torch")
+    nest = reshard_mpi.load_rank(0, tmp_path / "one")
+    assert {"model.l0.b", "model.l1.b"} <= nest.keys()
+    assert b"l1.b" in (tmp_path / "one" / "rank_0" / "checkpoint_0.pt").read_bytes()
+    read = torch_peer.load(tmp_path / "one" / "rank_0" / "checkpoint_0.pt")
+    assert [group["params"] for group in read["optim"]["param_groups"]] == [["l0.b", "l1.b"]]
+
+
 def test_diff_says_which_settings_it_has_compared(tmp_path: Path, capsys: Capture) -> None:
     src = source(tmp_path, [0.1, 0.2], [5, 5])
     finished = run_here(

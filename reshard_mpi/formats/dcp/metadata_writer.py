@@ -88,10 +88,10 @@ def _entries(shards: Sequence[Manifest]) -> tuple[dict[str, str], dict[str, Keys
     """Return the strings of the checkpoint, the paths of all entries, and the objects.
 
     Files have tensors of their own, all of which together fit the strings. Stages of a pipeline may have strings of
-    their own; where these differ, none is kept as such.
+    their own; where these differ, none is kept as such. Of settings that differ the first file's are taken.
     """
     names: dict[tuple[tuple[str, str], ...], dict[str, None]] = {}
-    common = common_nest(shard.strings[NEST] for shard in shards if NEST in shard.strings)
+    common = common_nest((shard.strings[NEST] for shard in shards if NEST in shard.strings), keeps_first=True)
     for shard in shards:
         texts = dict(shard.strings)
         if common is not None and NEST in texts:

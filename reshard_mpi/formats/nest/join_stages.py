@@ -1,4 +1,4 @@
-"""Join the nests that stages of a pipeline have saved, each with an optimizer of its own parameters (`joined`).
+"""Join the nests that stages of a pipeline have saved (`joined`), and tell what they should agree in (`settings_of`).
 
 Only optimizers that name their parameters can be joined: numbers of two stages mean different parameters.
 """
@@ -25,6 +25,23 @@ def joined(roots: Sequence[Any], *, keeps_first: bool = False) -> Any | None:
     except ValueError:
         return None
     return first
+
+
+def settings_of(node: Any) -> Any:
+    """Return a nest without what each stage has of its own: tensors, empty dictionaries, and entries of optimizers."""
+    if isinstance(node, list):
+        return [settings_of(each) for each in node]
+    if not isinstance(node, dict):
+        return node
+    if node.keys() != {"dict"}:
+        return {key: settings_of(value) for key, value in node.items()}
+    of_optimizer = {_STATE, _GROUPS} <= {entry[0] for entry in node["dict"] if isinstance(entry[0], str)}
+    kept = []
+    for key, *value in node["dict"]:
+        is_flat = isinstance(key, str) and key.startswith((f"{_STATE}.", f"{_GROUPS}."))
+        if value and not is_flat and not (of_optimizer and key in (_STATE, _GROUPS)):
+            kept.append([key, *map(settings_of, value)])
+    return {"dict": [entry for entry in kept if entry[1:] != [{"dict": []}]]}
 
 
 def _joined(first: Any, second: Any, keeps_first: bool) -> Any:
