@@ -165,7 +165,7 @@ class MappedCheckpoint(SourceCheckpoint):
         return {0: 0}
 
     def origins(self) -> Iterator[tuple[str, str]]:
-        """Yield tensors of the targets with their sources, and those of the source that are left out, by name."""
+        """Yield tensors of the targets with their sources, and tensors that are left out, by name."""
         outcome, accumulated = self._opened(), self.original.accumulated
         dtypes = {name: kind.dtype for name, kind in outcome.inventory.items()}
         for tensor in outcome.made:

@@ -79,32 +79,46 @@ def test_no_note_where_all_agree(tmp_path: Path) -> None:
         assert not [text for text in (*report.notes, *report.warnings) if "differs" in text]
 
 
-def stages(folder: Path, own: list[int]) -> Path:
-    """Save two stages of a pipeline, each with a layer, its named optimizer, and a setting of its own."""
-    for stage, value in enumerate(own):
+def stages(folder: Path, way: str) -> Path:
+    """Save two stages of a pipeline, each with a layer and its named optimizer, which differ in one more `way`."""
+    for stage in range(2):
         layer = {f"l{stage}.b": tensor(np.full(4, stage, np.float32), "0")}
         state = {f"l{stage}.b": {"exp_avg": tensor(np.full(4, 9, np.float32), "1")}}
-        optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": [f"l{stage}.b"]}]}
+        optimizer: dict[str, Any] = {"state": state, "param_groups": [{"lr": 0.1, "params": [f"l{stage}.b"]}]}
+        saved: dict[str, Any] = {"model": layer, "optim": optimizer}
+        if way == "own value":
+            saved["own"] = stage
+        elif way == "own list":
+            saved["own"] = [0.1] * (1 + stage)
+        elif way == "one has more" and stage == 1:
+            saved["own"] = 3.5
+        elif way == "its optimizer has more" and stage == 0:
+            optimizer["own"] = 3.5
+        elif way == "another order" and stage == 1:
+            saved = {"optim": optimizer, "model": layer}
         (folder / "src" / f"rank_{stage}").mkdir(parents=True)
-        saved = {"model": layer, "optim": optimizer, "own": value}
         torch_peer.save(folder / "src" / f"rank_{stage}" / "x.pt", saved)
     return folder / "src"
 
 
-@pytest.mark.parametrize("to", ["dcp", "torch"])
-@pytest.mark.parametrize("own", [[1, 1], [0, 1]], ids=["alike", "own"])
-def test_stages_with_settings_of_their_own_keep_their_parameters(tmp_path: Path, to: str, own: list[int]) -> None:
+@pytest.mark.parametrize("to", ["dcp", "torch", "full"])
+@pytest.mark.parametrize(
+    "way", ["alike", "own value", "own list", "one has more", "its optimizer has more", "another order"]
+)
+def test_stages_with_settings_of_their_own_keep_their_parameters(tmp_path: Path, to: str, way: str) -> None:
     rules = "".join(f'[[parameter]]\nmatch = "*l{stage}.b*"\nstage = {stage}\n' for stage in (0, 1))
     (tmp_path / "stages.toml").write_text(f"mesh = {{ dp = 1 }}\nstages = 2\n{rules}")
-    strategy = tmp_path / "stages.toml"
-    report = reshard_mpi.transform(stages(tmp_path, own), tmp_path / "dst", strategy, strategy, to=to)
-    assert any(f"{NOTE} 0, 1" in note for note in report.notes) == (to == "dcp" and own[0] != own[1])
-    reshard_mpi.transform(tmp_path / "dst", tmp_path / "one", None if to == "dcp" else strategy, to="torch")
-    nest = reshard_mpi.load_rank(0, tmp_path / "one")
-    assert {"model.l0.b", "model.l1.b"} <= nest.keys()
-    assert b"l1.b" in (tmp_path / "one" / "rank_0" / "checkpoint_0.pt").read_bytes()
+    strategy, form = tmp_path / "stages.toml", "dcp" if to == "dcp" else "torch"
+    dst_strategy = None if to == "full" else strategy
+    report = reshard_mpi.transform(stages(tmp_path, way), tmp_path / "dst", strategy, dst_strategy, to=form)
+    is_told = any("differs" in note for note in report.notes)
+    assert is_told or not (way.startswith("own") and to != "torch")
+    reshard_mpi.transform(tmp_path / "dst", tmp_path / "one", strategy if to == "torch" else None, to="torch")
     read = torch_peer.load(tmp_path / "one" / "rank_0" / "checkpoint_0.pt")
     assert [group["params"] for group in read["optim"]["param_groups"]] == [["l0.b", "l1.b"]]
+    assert read["optim"]["state"].keys() == {"l0.b", "l1.b"}
+    assert way != "one has more" or read["own"] == 3.5
+    assert way != "its optimizer has more" or read["optim"]["own"] == 3.5
 
 
 def test_diff_says_which_settings_it_has_compared(tmp_path: Path, capsys: Capture) -> None:

@@ -1,4 +1,4 @@
-"""Join the nests that stages of a pipeline have saved (`joined`), and tell what they should agree in (`settings_of`).
+"""Join the nests that stages of a pipeline have saved (`joined`), or leave out the parts of each (`settings_of`).
 
 Only optimizers that name their parameters can be joined: numbers of two stages mean different parameters.
 """
@@ -58,11 +58,26 @@ def _joined(first: Any, second: Any, keeps_first: bool) -> Any:
         return {"dict": _joined_optimizers(one, other, keeps_first)}
     if _is_flat(one) and _is_flat(other):
         return {"dict": _joined_states(one, other)}
-    if one and [*one] == [*other]:
-        return {"dict": [[key, *_joined(one[key], other[key], keeps_first)] for key in one]}
+    if are_dicts and _can_be_joined(one, other):
+        return {"dict": _joined_entries(one, other, keeps_first)}
     if keeps_first:
         return first
     raise ValueError
+
+
+def _can_be_joined(one: dict[Any, list[Any]], other: dict[Any, list[Any]]) -> bool:
+    """Tell whether keys of two dictionaries mean the same: names do, numbers of two stages are other parameters'."""
+    are_numbered = {_STATE, _GROUPS} <= one.keys() | other.keys()
+    are_names = all(isinstance(key, str) for key in (*one, *other))
+    return not are_numbered and (are_names or one.keys() == other.keys())
+
+
+def _joined_entries(one: dict[Any, list[Any]], other: dict[Any, list[Any]], keeps_first: bool) -> list[Any]:
+    """Join dictionaries: what both have is joined, and what only one has is kept."""
+    both = {key: _joined(one[key], other[key], keeps_first) for key in one if key in other}
+    return [
+        [key, *value] for key, value in ({**one, **both} | {key: other[key] for key in other if key not in one}).items()
+    ]
 
 
 def _entries(node: Any) -> dict[Any, list[Any]]:
@@ -93,8 +108,6 @@ def _is_flat(entries: dict[Any, list[Any]]) -> bool:
 
 def _joined_optimizers(one: dict[Any, list[Any]], other: dict[Any, list[Any]], keeps_first: bool) -> list[Any]:
     """Join optimizers: the state of both, and groups that differ in their parameters alone as one."""
-    if [*one] != [*other]:
-        raise ValueError
     groups = [_entries(group) for group in one[_GROUPS][0]]
     for group in map(_entries, other[_GROUPS][0]):
         same = next((own for own in groups if _settings(own) == _settings(group)), None)
@@ -104,10 +117,10 @@ def _joined_optimizers(one: dict[Any, list[Any]], other: dict[Any, list[Any]], k
         for key in _PARAMETERS:
             if key in group:
                 same[key] = [list(dict.fromkeys((*same[key][0], *group[key][0])))]
-    joined_entries = {key: _joined(one[key], other[key], keeps_first) for key in one if key not in (_STATE, _GROUPS)}
-    joined_entries[_STATE] = [{"dict": _joined_states(_entries(one[_STATE][0]), _entries(other[_STATE][0]))}]
-    joined_entries[_GROUPS] = [[{"dict": [[key, *value] for key, value in group.items()]} for group in groups]]
-    return [[key, *joined_entries[key]] for key in one]
+    states = {"dict": _joined_states(_entries(one[_STATE][0]), _entries(other[_STATE][0]))}
+    all_groups = [{"dict": [[key, *value] for key, value in group.items()]} for group in groups]
+    of_both = {_STATE: [states], _GROUPS: [all_groups]}
+    return _joined_entries(one | of_both, other | of_both, keeps_first)
 
 
 def _settings(group: dict[Any, list[Any]]) -> dict[Any, list[Any]]:
