@@ -153,9 +153,10 @@ def _of_other_numbers(files: Mapping[int, Path]) -> Iterator[tuple[int, int]]:
         for number in _numbers_that_differ(names):
             values = [name.numbers[number] for name in names.values()]
             if not any(_follows(values, ranks, first) for first in (0, 1)):
-                offsets = (value - rank for value, rank in zip(values, ranks))
-                others = (rank for rank, offset in zip(ranks, offsets) if offset != values[0] - ranks[0])
-                yield ranks[0], next(others, ranks[-1])
+                others = (
+                    rank for rank, value in zip(ranks, values) if value not in (values[0], values[0] + rank - ranks[0])
+                )
+                yield ranks[0], next(others, _first_other(names, number))
 
 
 def _require_no_parts(candidates: Mapping[int, list[Path]], path: str) -> None:

@@ -119,7 +119,7 @@ def _joined_optimizers(one: dict[Any, list[Any]], other: dict[Any, list[Any]], k
                 same[key] = [list(dict.fromkeys((*same[key][0], *group[key][0])))]
     states = {"dict": _joined_states(_entries(one[_STATE][0]), _entries(other[_STATE][0]))}
     all_groups = [{"dict": [[key, *value] for key, value in group.items()]} for group in groups]
-    of_both = {_STATE: [states], _GROUPS: [all_groups]}
+    of_both: dict[Any, list[Any]] = {_STATE: [states], _GROUPS: [all_groups]}
     return _joined_entries(one | of_both, other | of_both, keeps_first)
 
 
