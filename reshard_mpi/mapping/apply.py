@@ -12,6 +12,7 @@ from reshard_mpi.formats.dtypes import FLOATS, DType
 from reshard_mpi.mapping.box_pairs import TargetShape, TermTensor
 from reshard_mpi.mapping.direction import Direction, Inventory, shown, told_direction
 from reshard_mpi.mapping.matching import Match, matches, whole_pair
+from reshard_mpi.mapping.optimizer_names import settings_of_all
 from reshard_mpi.mapping.optimizer_state import (
     followed,
     is_named_as_state,
@@ -158,7 +159,7 @@ def _everything(
         return _Everything(tensors, (), (), settings)
     constants = made_up(rules, tensors, taken.direction, like)
     if not taken.direction.is_forward:
-        settings = {} if like is None else like.training.settings
+        settings = {} if like is None else settings_of_all(like.training, like.nest)
     numbers = _computed(rules, taken, tensors, settings, like)
     of_numbers = {number.name for number in numbers}
     return _Everything(tensors, [tensor for tensor in constants if tensor.name not in of_numbers], numbers, settings)

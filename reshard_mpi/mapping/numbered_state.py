@@ -60,17 +60,6 @@ class Training(NamedTuple):
     parameters: Mapping[int, str]  # the names of its parameters, by number
     are_named: bool = False  # the optimizer says these names itself
 
-    @property
-    def settings(self) -> Mapping[str, Any]:
-        """What all groups of parameters say alike."""
-        groups = () if self.optimizer is None else self.optimizer.groups
-        first, *others = groups or (ParameterGroup((), None, {}),)
-        return {
-            key: value
-            for key, value in first.settings.items()
-            if all(key in other.settings and other.settings[key] == value for other in others)
-        }
-
 
 NO_TRAINING = Training("", None, {})
 

@@ -6,6 +6,7 @@ each parameter. Its names may lack the beginning that the names of the model's t
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,8 @@ from reshard_mpi.formats.nest.nodes import parsed
 from reshard_mpi.mapping.numbered_state import Training, entries_of, parts_of, value_of
 
 GROUPS = "param_groups"
+# What groups call their parameters by: numbers or names, and names beside numbers.
+NAMES_IN_GROUPS = ("params", "param_names")
 # What state is kept under: a number, or the name of a parameter.
 Key = int | str
 
@@ -88,6 +91,37 @@ def flat_settings(node: Any) -> dict[str, dict[tuple[str, str], Any]]:
         if flat is not None:
             settings.setdefault(flat.parameter, {})[flat.kind, flat.setting] = entry[1]
     return settings
+
+
+def settings_of_all(training: Training, nest: str | None) -> dict[str, Any]:
+    """Return what the optimizers of a file say alike of all their parameters, by the names of settings.
+
+    Args:
+        training: of the file, whose numbered optimizer is asked first.
+    """
+    if training.optimizer is not None:
+        said = [group.settings for group in training.optimizer.groups]
+    else:
+        root = {} if nest is None else parsed(nest).root
+        groups = [group for _, node in named_optimizers(root) for group in value_of(node, GROUPS)]
+        flat = [settings for _, node in flat_optimizers(root) for settings in flat_settings(node).values()]
+        said = [{key: value for key, value in parts_of(group) if key not in NAMES_IN_GROUPS} for group in groups]
+        said += [{key: value for (kind, key), value in settings.items() if kind == GROUPS} for settings in flat]
+    first, *others = said or [{}]
+    return {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
+
+
+def group_flat(root: Any) -> None:
+    """Give flat optimizers of a nest the form that goes by names: groups of equal settings, and states."""
+    for _, node in list(flat_optimizers(root)):
+        states, groups = [], dict[str, tuple[list[Any], list[str]]]()
+        for name, settings in flat_settings(node).items():
+            of_group = [[key, value] for (kind, key), value in settings.items() if kind == GROUPS]
+            groups.setdefault(json.dumps(of_group), (of_group, []))[1].append(name)
+            of_state = [[key, value] for (kind, key), value in settings.items() if kind == "state"]
+            states.append([name, {"dict": of_state}])
+        nodes = [{"dict": [*settings, ["params", names]]} for settings, names in groups.values()]
+        node["dict"] = [["state", {"dict": states}], [GROUPS, nodes]]
 
 
 def states_of(node: Any) -> dict[Key, Any]:

@@ -15,12 +15,14 @@ from reshard_mpi.formats.nest.nodes import decoded, parsed, written
 from reshard_mpi.mapping.numbered_state import Training, entries_of, optimizers_in, parts_of, value_of
 from reshard_mpi.mapping.optimizer_names import (
     GROUPS,
+    NAMES_IN_GROUPS,
     Key,
     MadeParameter,
     by_both_names,
     flat_key,
     flat_optimizers,
     flat_settings,
+    group_flat,
     key_of_state,
     made_in,
     named_optimizers,
@@ -30,7 +32,7 @@ from reshard_mpi.mapping.optimizer_names import (
 )
 
 # What numbers and names parameters, which belongs to a file and is not carried to another.
-_OF_PARAMETERS = ("params", "param_names", "state")
+_OF_PARAMETERS = (*NAMES_IN_GROUPS, "state")
 # Lists in the state of torch's schedulers with a value for each group (torch.optim.lr_scheduler, 2.13).
 _BY_GROUP = frozenset(("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"))
 _VALUES = {"tuple", "bytes", "float", "global"}
@@ -100,7 +102,7 @@ def with_other_names(
                 entries.setdefault(new, [new, *entry[1:]])
         set_value(node, "state", {"dict": list(entries.values())})
         for group in groups:
-            for key in ("params", "param_names"):
+            for key in NAMES_IN_GROUPS:
                 names = value_of(group, key)
                 if isinstance(names, list):
                     set_value(group, key, list(dict.fromkeys(new for name in names for new in becomes.names(name))))
@@ -157,6 +159,12 @@ def carried_into(
     root, order = parsed(nest)
     source_root = parsed(source).root
     carried = _carried(root, source_root)
+    flat, flat_of_source = dict(flat_optimizers(root)), dict(flat_optimizers(source_root))
+    settings = {path: flat_settings(node) for path, node in flat_of_source.items()}
+    if flat_of_source and not flat:
+        group_flat(source_root)
+    elif flat and not flat_of_source:
+        settings = {held.path: _settings_of(held, source_root) for held in _held(source_root, training)}
     for held, of_source in _pairs_of(list(_held(root, theirs)), list(_held(source_root, training))):
         sources = _sources_of(held, of_source, parameters, where)
         _require_no_lists_by_group(source_root, held, of_source, sources, where)
@@ -169,13 +177,10 @@ def carried_into(
         set_value(
             into, "param_groups", _carried_groups(held, of_source, value_of(own, "param_groups"), node, sources, where)
         )
-    flat_of_source = dict(flat_optimizers(source_root))
-    flat = dict(flat_optimizers(root))
     for path, node in flat_optimizers(carried):
-        other = next(iter(flat_of_source)) if len(flat) == len(flat_of_source) == 1 else path
-        if other in flat_of_source:
-            settings = flat_settings(flat_of_source[other])
-            _carry_flat(node, flat[path], path, settings, other, parameters, where)
+        other = next(iter(settings)) if len(flat) == len(settings) == 1 else path
+        if other in settings:
+            _carry_flat(node, flat[path], path, settings[other], other, parameters, where)
     for path in groups_left_alone(nest, source, training, theirs):
         set_value(optimizer_at(carried, path), "param_groups", value_of(optimizer_at(root, path), "param_groups"))
     return written(carried, None if order is None else decoded(order))
@@ -186,13 +191,19 @@ def groups_left_alone(nest: str, source: str, training: Training, theirs: Traini
 
     A lone group has all parameters in any case.
     """
-    if training.optimizer is not None and theirs.optimizer is not None:
-        return []
-    counts = [
-        {optimizer.path: len(optimizer.groups) for optimizer in optimizers_in(parsed(text).root, "")}
-        for text in (nest, source)
-    ]
-    return [path for path, count in counts[0].items() if path in counts[1] and max(count, counts[1][path]) > 1]
+    roots = parsed(nest).root, parsed(source).root
+    pairs = _pairs_of(list(_held(roots[0], theirs)), list(_held(roots[1], training)))
+    known = {held.path for held, _ in pairs}
+    own, others = (
+        {path: len(value_of(optimizer_at(root, path), GROUPS)) for path in _paths_of_grouped(root)} for root in roots
+    )
+    return [path for path in own if path in others and path not in known and max(own[path], others[path]) > 1]
+
+
+def _paths_of_grouped(root: Any) -> list[str]:
+    """Return the paths of all optimizers of a nest that have groups."""
+    named = (path for path, _ in named_optimizers(root))
+    return list(dict.fromkeys((*(optimizer.path for optimizer in optimizers_in(root, "")), *named)))
 
 
 class _Held(NamedTuple):
@@ -212,6 +223,19 @@ def _held(root: Any, training: Training) -> Iterator[_Held]:
     for path, node in named_optimizers(root):
         names = [value_of(group, "params") for group in value_of(node, GROUPS)]
         yield _Held(path, tuple({_named(name): name for name in of_group} for of_group in names))
+
+
+def _settings_of(held: _Held, root: Any) -> dict[str, dict[tuple[str, str], Any]]:
+    """Return what an optimizer says of each parameter, as a flat one says it."""
+    node = optimizer_at(root, held.path)
+    states = states_of(value_of(node, "state"))
+    settings: dict[str, dict[tuple[str, str], Any]] = {}
+    for group, of_group in zip(held.groups, value_of(node, GROUPS)):
+        in_group = {(GROUPS, key): value for key, value in parts_of(of_group) if key not in NAMES_IN_GROUPS}
+        for key, name in group.items():
+            in_state = {("state", setting): value for setting, value in parts_of(states.get(key))}
+            settings[name] = {**in_group, **in_state}
+    return settings
 
 
 def _pairs_of(held: Sequence[_Held], of_source: Sequence[_Held]) -> list[tuple[_Held, _Held]]:

@@ -21,7 +21,7 @@ from reshard_mpi.mapping.numbered_state import (
     named_tensors,
     training_in,
 )
-from reshard_mpi.mapping.optimizer_names import MadeParameter, paths_of_optimizers
+from reshard_mpi.mapping.optimizer_names import MadeParameter, paths_of_optimizers, settings_of_all
 from reshard_mpi.mapping.optimizer_settings import carried_into, groups_left_alone, with_names, with_other_names
 from reshard_mpi.mapping.result import DerivedTensor, MapResult, taken_of
 from reshard_mpi.mapping.rules import Rules
@@ -72,7 +72,9 @@ def applied_to_file(
     named = named_tensors(training, shapes, source.path, is_stripped=like is not None)
     in_target = _names_in_target(training, like)
     plain = {name: inventory[in_file] for name, in_file in named.items()}
-    chain = tuple(chained(rules, choice._replace(named=in_target), plain, forward, like, training.settings))
+    chain = tuple(
+        chained(rules, choice._replace(named=in_target), plain, forward, like, settings_of_all(training, source.nest))
+    )
     in_files = _chain_in_files(chain, named, in_target)
     _require_different(in_files[-1], chain[-1], source.path)
     all_made = composed(in_files)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import count
+from itertools import count, permutations
 from pathlib import Path
 from typing import Any
 
@@ -220,42 +220,90 @@ def test_a_parameter_with_state_of_its_own_is_no_state_of_another(tmp_path: Path
     assert held == {"new": 10, names[1]: 11}
 
 
+FORMS = ("numbers", "names", "flat")
+
+
+def of_form(path: Path, mine: tuple[str, ...], key: str, form: str, *, own: bool) -> Path:
+    """Save a training of two parameters with an optimizer in one of torch's forms. own: else with other values."""
+    keys = [*range(len(mine))] if form == "numbers" else [*mine]
+    state = {k: {"exp_avg": tensor(10 + at if own else 0), "note": at if own else 99} for at, k in enumerate(keys)}
+    rates = [0.1 + 0.1 * at if own else 0.7 for at in range(len(mine))]
+    groups = [
+        {"lr": rate, "params": [k], **({"param_names": [name]} if form == "numbers" else {})}
+        for rate, k, name in zip(rates, keys, mine)
+    ]
+    optimizer: dict[str, Any] = {"state": state, "param_groups": groups}
+    if form == "flat":
+        optimizer = {f"state.{name}.{kind}": value for name, values in state.items() for kind, value in values.items()}
+        optimizer |= {f"param_groups.{name}.lr": rate for name, rate in zip(mine, rates)}
+    model = {name: tensor(at if own else 0) for at, name in enumerate(mine)}
+    torch_peer.save(path, {"model": model, key: optimizer})
+    return path
+
+
 @pytest.mark.parametrize("key", ["optim", "optimizer"])
-@pytest.mark.parametrize("to_numbers", [True, False])
-def test_settings_between_names_and_numbers(tmp_path: Path, to_numbers: bool, key: str) -> None:
-    """An optimizer that goes by names, as `get_optimizer_state_dict` has it, becomes one with numbers, and back."""
-    names = ("a.w", "b.w")
-
-    def saved(path: Path, mine: tuple[str, ...], key: str, *, numbered: bool, own: bool) -> Path:
-        keys = [*range(len(mine))] if numbered else [*mine]
-        state = {k: {"exp_avg": tensor(10 + at if own else 0), "note": at if own else 99} for at, k in enumerate(keys)}
-        groups = [
-            {"lr": 0.1 + 0.1 * at if own else 0.7, "params": [k], **({"param_names": [name]} if numbered else {})}
-            for at, (k, name) in enumerate(zip(keys, mine))
-        ]
-        model = {name: tensor(at if own else 0) for at, name in enumerate(mine)}
-        torch_peer.save(path, {"model": model, key: {"state": state, "param_groups": groups}})
-        return path
-
-    src = saved(tmp_path / "x.pt", names, "optim", numbered=not to_numbers, own=True)
-    like = saved(tmp_path / "like.pt", ("d.w", "c.w"), key, numbered=to_numbers, own=False)
+@pytest.mark.parametrize(("form", "like"), list(permutations(FORMS, 2)))
+def test_settings_between_forms(tmp_path: Path, form: str, like: str, key: str) -> None:
+    """An optimizer that goes by names, as `get_optimizer_state_dict` has it, becomes one with numbers, and so on."""
+    src = of_form(tmp_path / "x.pt", ("a.w", "b.w"), "optim", form, own=True)
+    template = of_form(tmp_path / "like.pt", ("d.w", "c.w"), key, like, own=False)
     new = {"a.w": "c.w", "b.w": "d.w"}
-    named, numbered = ("model.", "optim.state."), ("", "optimizer.state.")
-    before, after = (named, numbered) if to_numbers else (numbered, ("model.", f"{key}.state."))
+    # With numbers in the source or the target the model's names lack what all of them begin with.
+    before = ("", "optimizer.state.") if form == "numbers" else ("model.", "optim.state.")
+    after = ("", "optimizer.state.") if like == "numbers" else ("model.", f"{key}.state.")
     equations = [
         f'[[map]]\neq = "{b}{old}{end} <=> {a}{made}{end}"\n'
         for (b, a), end in zip(zip(before, after), ("", ".exp_avg"))
         for old, made in new.items()
     ]
     (tmp_path / "map.toml").write_text("".join(equations))
-    reshard_mpi.transform(src, tmp_path / "dst", to="torch", map=tmp_path / "map.toml", forward=True, like=like)
+    reshard_mpi.transform(src, tmp_path / "dst", to="torch", map=tmp_path / "map.toml", forward=True, like=template)
     loaded = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")
     assert {name: value_of(value) for name, value in loaded["model"].items()} == {"c.w": 0, "d.w": 1}
+    optimizer = loaded[key]
     for at, name in enumerate(("c.w", "d.w")):
-        group = next(
-            group for group in loaded[key]["param_groups"] if name in group.get("param_names", group["params"])
-        )
-        (number,) = group["params"]
-        assert group["lr"] == 0.1 + 0.1 * at
-        state = loaded[key]["state"][number]
+        if like == "flat":
+            rate = optimizer[f"param_groups.{name}.lr"]
+            state = {kind: optimizer[f"state.{name}.{kind}"] for kind in ("exp_avg", "note")}
+        else:
+            groups = optimizer["param_groups"]
+            group = next(group for group in groups if name in group.get("param_names", group["params"]))
+            (number,) = group["params"]
+            rate, state = group["lr"], optimizer["state"][number]
+        assert rate == 0.1 + 0.1 * at
         assert value_of(state["exp_avg"]) == 10 + at and state["note"] == at
+
+
+def test_groups_of_a_second_optimizer_without_state_are_left_alone(tmp_path: Path) -> None:
+    """Nothing tells which of them is which, though the first optimizer has state."""
+
+    def saved(path: Path, rates: list[float]) -> Path:
+        first = {"state": {0: {"exp_avg": tensor(1)}}, "param_groups": [{"lr": rates[0], "params": [0]}]}
+        groups = [{"lr": rate, "params": [number]} for number, rate in enumerate(rates[1:])]
+        model = {"a.w": tensor(0)}
+        torch_peer.save(path, {"model": model, "one": first, "two": {"state": {}, "param_groups": groups}})
+        return path
+
+    src, like = saved(tmp_path / "x.pt", [0.1, 0.2, 0.3]), saved(tmp_path / "like.pt", [0.9, 0.8, 0.7])
+    report = reshard_mpi.transform(src, tmp_path / "dst", to="torch", map="{p*}.w <=> {p*}.w", like=like)
+    loaded = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")
+    assert [group["lr"] for group in loaded["one"]["param_groups"]] == [0.1]
+    assert [group["lr"] for group in loaded["two"]["param_groups"]] == [0.8, 0.7]
+    assert any("the settings of two.param_groups are those of" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_computed_of_settings_is_so_in_every_form(tmp_path: Path, form: str) -> None:
+    """MindSpore's powers of betas, and what is said of AdamW."""
+    settings = {"lr": 0.25, "betas": (0.5, 0.75), "weight_decay": 0.0, "eps": 1e-8, "amsgrad": False}
+    name: Any = 0 if form == "numbers" else "fc.bias"
+    step = torch_peer.tensor(sample("", np.float32(3)), str(next(_keys)))
+    state = {"step": step, "exp_avg": tensor(1), "exp_avg_sq": tensor(2)}
+    optimizer: dict[str, Any] = {"state": {name: state}, "param_groups": [{**settings, "params": [name]}]}
+    if form == "flat":
+        optimizer = {f"state.fc.bias.{key}": value for key, value in state.items()}
+        optimizer |= {f"param_groups.fc.bias.{key}": value for key, value in settings.items()}
+    torch_peer.save(tmp_path / "x.pt", {"fc.bias": tensor(5), "optimizer": optimizer})
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", to="ckpt", map="torch-mindspore", forward=True)
+    loaded = reshard_mpi.load_rank(0, tmp_path / "dst")
+    assert (loaded["beta1_power"], loaded["beta2_power"], loaded["learning_rate"]) == (0.125, 0.75**3, 0.25)
