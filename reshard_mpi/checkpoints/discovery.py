@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
@@ -144,7 +145,12 @@ def _found(path: str, select: str | None, role: str, format_name: str | None, lo
     name = _one_format({0: loose}, path)
     _require_index(name, given, path, role)
     _require_all_parts(loose, path)
+    _require_no_rest_of_unified(loose, path)
     return _by_own_rank(ShardFiles(path, name, {0: tuple(str(entry) for entry in loose)}, looks=looks))
+
+
+# Files that MindSpore's `unified_safetensors`, and ours, write.
+_UNIFIED = re.compile(r"part\d+\.safetensors|hyper_param\.safetensors")
 
 
 def _naming_left_out(files: ShardFiles, folder: str, format_name: str | None) -> ShardFiles:
@@ -220,6 +226,19 @@ def _require_all_parts(loose: Iterable[Path], path: str) -> None:
                 where=path,
                 remedy="copy or download them again; a file that is given by itself is taken as it is",
             )
+
+
+def _require_no_rest_of_unified(loose: Iterable[Path], path: str) -> None:
+    """Raise SourceError for files of `unified_safetensors` without the map that it writes last."""
+    names = [entry.name for entry in loose if _UNIFIED.fullmatch(entry.name)]
+    if names:
+        raise SourceError(
+            "a checkpoint lacks the map of its files",
+            expected="param_name_map.json, which unified_safetensors writes when all files are complete",
+            got=", ".join(names[:4]),
+            where=path,
+            remedy="run unified_safetensors again; or give a file by itself, if it is known to be complete",
+        )
 
 
 def _indexed(path: str, folders: Mapping[int, Path], select: str | None, format_name: str | None) -> str | None:

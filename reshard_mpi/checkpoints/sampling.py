@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import cmath
+import contextlib
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import partial
@@ -14,9 +15,10 @@ from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.errors import LayoutError, ShardError
 from reshard_mpi.formats.dtypes import DType, numbers
 from reshard_mpi.formats.locations import LibraryRead
-from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.manifest import NEST, Manifest, nest_settings, shown_string
 from reshard_mpi.formats.tensor_table import TensorEntry
 from reshard_mpi.planning.parameters import Unlisted, is_partial_sum
+from reshard_mpi.planning.rank_plan import TEXT, Differing
 from reshard_mpi.planning.sample_choice import RankPair, Sampled, Sampler, places, rank_pairs, share
 from reshard_mpi.planning.strategy_check import (
     NO_DRIFT,
@@ -29,7 +31,7 @@ from reshard_mpi.planning.strategy_check import (
     unknown_tensor,
 )
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.sharding.placement import Shape
+from reshard_mpi.sharding.placement import Shape, Strategy
 from reshard_mpi.text import MIB
 
 if TYPE_CHECKING:
@@ -102,7 +104,20 @@ def drifted_tensors(
                 if damage is not None:
                     raise damage
             drift = drift.joined(evaluate_pair(pair, compared, strategy, (first.path, second.path), unlisted))
+            drift = drift.joined(Drift(unlisted=tuple(_texts_that_differ(pair, first, second, strategy))))
     return drift
+
+
+def _texts_that_differ(pair: RankPair, first: Manifest, second: Manifest, strategy: Strategy) -> Iterator[Differing]:
+    """Yield the strings in which two shards differ, besides what each stage has of its own."""
+    one_stage = strategy.stage_of(pair.first) == strategy.stage_of(pair.second)
+    for name in sorted(first.strings.keys() & second.strings.keys()):
+        texts = [first.strings[name], second.strings[name]]
+        if texts[0] != texts[1] and name == NEST:
+            with contextlib.suppress(ValueError, RecursionError, LookupError, TypeError):
+                texts = [nest_settings(text) for text in texts]
+        if texts[0] != texts[1] and (name == NEST or one_stage):
+            yield Differing(f"{TEXT}{shown_string(name)}", (pair.first, pair.second))
 
 
 class _Excerpts:

@@ -94,7 +94,7 @@ def flat_settings(node: Any) -> dict[str, dict[tuple[str, str], Any]]:
 
 
 def settings_of_all(training: Training, nest: str | None) -> dict[str, Any]:
-    """Return what the optimizers of a file say alike of all their parameters, by the names of settings.
+    """Return those settings, by name, that the optimizers of a file have alike for all their parameters.
 
     Args:
         training: of the file, whose numbered optimizer is asked first.

@@ -137,15 +137,16 @@ def _planned(
     warnings, notes_on_ranks = list[str](), list[str]()
     for conversion, other in zip(conversions, reversed(sources)):
         memory.reserve_for_planning(conversion, other.files.format, purpose, also_read=other)
-        drifted = conversion.drifted_tensors(process=comm.rank, processes=comm.size).copies
-        warnings += [drift_warning(drifted)] if drifted else []
+        drift = conversion.drifted_tensors(process=comm.rank, processes=comm.size)
+        warnings += [drift_warning(drift.copies)] if drift.copies else []
         plans.append(conversion.plan(0, checked=False))
+        of_ranks = drift.unlisted
         if comm.rank == 0:
             own = conversion if conversion.view is None else conversion.view.original
-            of_ranks = own.checked(own.plan(0, checked=False)).differing
-            found = difference_messages(of_ranks, conversion.source.files.path)
-            notes_on_ranks += [f"{conversion.source.files.path}: {note}" for note in found.notes]
-            warnings += [f"{conversion.source.files.path}: {warning}" for warning in found.warnings]
+            of_ranks += own.checked(own.plan(0, checked=False)).differing
+        found = difference_messages(of_ranks, conversion.source.files.path)
+        notes_on_ranks += [f"{conversion.source.files.path}: {note}" for note in found.notes]
+        warnings += [f"{conversion.source.files.path}: {warning}" for warning in found.warnings]
         conversion.require_none_left_behind(plans[-1], ShardShare(comm.rank, comm.size))
         peak_bytes += memory.require_possible(plans[-1]) + (comparing_bytes(LIMITS) if plans[-1].alike else 0)
     require_some(_names(conversions, plans))

@@ -316,4 +316,5 @@ def test_nests_agree_whatever_only_one_of_them_says_of_the_order() -> None:
     assert not agree(one, other) and not agree(one, '{"dict":[["a",true]]}') and not agree(one, "{")
     assert not agree(one, f'{{"nest":{root},"order":[3]}}')
     assert common_nest([one, other]) == root == common_nest([root, one]) and common_nest([one, one]) == one
-    assert common_nest([one, '{"dict":[]}']) is common_nest([one, "{"]) is common_nest([]) is None
+    assert common_nest([one, '{"dict":[]}']) == root
+    assert common_nest([one, '{"dict":[["a",2]]}']) is common_nest([one, "{"]) is common_nest([]) is None

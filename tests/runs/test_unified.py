@@ -55,6 +55,16 @@ def test_whole_tensors_and_no_slices(c: Conversion) -> None:
     assert weight_map(c.dst) == dict.fromkeys(PLACED, "part0.safetensors")
 
 
+def test_its_files_without_their_map_are_no_checkpoint(c: Conversion, tmp_path: Path) -> None:
+    """They may be those of two runs, of which the second was killed."""
+    unified_safetensors(c.src, c.src_strategy, c.dst)
+    (c.dst / "param_name_map.json").unlink()
+    with pytest.raises(SourceError, match="lacks the map of its files"):
+        reshard_mpi.transform(c.dst, tmp_path / "again")
+    reshard_mpi.transform(c.dst / "part0.safetensors", tmp_path / "again")
+    assert read_shard(tmp_path / "again" / "rank_0" / "checkpoint_0.safetensors") == as_read(PLACED)
+
+
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unify_safetensors, "MOST_BYTES", 200)
