@@ -145,7 +145,8 @@ def _found(path: str, select: str | None, role: str, format_name: str | None, lo
     name = _one_format({0: loose}, path)
     _require_index(name, given, path, role)
     _require_all_parts(loose, path)
-    _require_no_rest_of_unified(loose, path)
+    if select is None:
+        _require_no_rest_of_unified(loose, path)
     return _by_own_rank(ShardFiles(path, name, {0: tuple(str(entry) for entry in loose)}, looks=looks))
 
 

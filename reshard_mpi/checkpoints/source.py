@@ -12,7 +12,7 @@ from typing import NamedTuple
 from reshard_mpi import formats
 from reshard_mpi.checkpoints.discovery import ShardFiles
 from reshard_mpi.errors import DisagreementError, ReshardError, ShardError, SourceError, as_reshard_error, told
-from reshard_mpi.formats.manifest import NEST, Manifest, ShardIdentity, common_nest
+from reshard_mpi.formats.manifest import NEST, Manifest, ShardIdentity, same_nest
 from reshard_mpi.formats.protocol import OnBytes, uncounted
 from reshard_mpi.formats.tensor_table import ChunkedTensors, TensorTable
 from reshard_mpi.planning.unusable_shards import MissingRanks, UnusableShard
@@ -260,7 +260,7 @@ def locate(files: ShardFiles, rank: int, like: Manifest | None = None) -> Manife
     strings = {name: text for manifest in manifests for name, text in manifest.strings.items()}
     nested = [manifest for manifest in manifests if NEST in manifest.strings]
     if nested:
-        common = common_nest(manifest.strings[NEST] for manifest in nested)
+        common = same_nest(manifest.strings[NEST] for manifest in nested)
         if common is None:
             raise SourceError(
                 "two of the loose files have nested dictionaries of their own",

@@ -27,6 +27,21 @@ def shown_string(name: str) -> str:
     return "settings beside the tensors, and how all is nested" if name == NEST else repr(name)
 
 
+def same_nest(texts: Iterable[str]) -> str | None:
+    """Return the text of nests that are the same but for the order of their tensors; None if they are not.
+
+    It has no order if theirs differ.
+    """
+    different = list(dict.fromkeys(texts))
+    if len(different) == 1:
+        return different[0]
+    try:
+        without_order = list(dict.fromkeys(map(nest_without_order, different)))
+    except (ValueError, RecursionError):
+        return None
+    return without_order[0] if len(without_order) == 1 else None
+
+
 def common_nest(texts: Iterable[str], *, keeps_first: bool = False) -> str | None:
     """Return one text for shards whose nests differ in no more than the stages of a pipeline do, without an order then.
 
@@ -37,18 +52,17 @@ def common_nest(texts: Iterable[str], *, keeps_first: bool = False) -> str | Non
         keeps_first: where nests differ otherwise take what the first has; else None is returned.
     """
     different = list(dict.fromkeys(texts))
-    if len(different) == 1:
-        return different[0]
+    same = same_nest(different)
+    if same is not None or not different:
+        return same
+    from reshard_mpi.formats.nest.join_stages import joined
+
     try:
-        without_order = list(dict.fromkeys(map(nest_without_order, different)))
+        roots = [json.loads(nest_without_order(text)) for text in different]
     except (ValueError, RecursionError):
         return None
-    if len(without_order) > 1:
-        from reshard_mpi.formats.nest.join_stages import joined
-
-        root = joined([json.loads(text) for text in without_order], keeps_first=keeps_first)
-        return None if root is None else json.dumps(root, separators=(",", ":"))
-    return next(iter(without_order), None)
+    root = joined(roots, keeps_first=keeps_first)
+    return None if root is None else json.dumps(root, separators=(",", ":"))
 
 
 def nest_without_order(text: str) -> str:
