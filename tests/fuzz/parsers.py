@@ -28,7 +28,7 @@ from reshard_mpi.formats.safetensors import huggingface as safetensors_index
 from reshard_mpi.formats.safetensors import mindformers_index, torch_dcp
 from reshard_mpi.formats.tensor_table import ChunkedTensors, TensorType
 from reshard_mpi.formats.torch import pickle_hooks, pickler, unpickler
-from reshard_mpi.formats.torch.bulk_tensors import Storages
+from reshard_mpi.formats.torch.file_content import Storages
 from reshard_mpi.formats.torch.tensors import is_tensor
 from reshard_mpi.journal.identity import CommitRecord, RunIdentity
 from reshard_mpi.journal.records import COMMIT_RECORD, STATE, TargetRecord, record_path, run_path

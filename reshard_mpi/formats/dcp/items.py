@@ -16,8 +16,7 @@ from reshard_mpi.formats.dcp.bulk_metadata import ItemKey
 from reshard_mpi.formats.nest.nodes import Unreadable, Value, parts
 from reshard_mpi.formats.tensor_table import NOT_CONTIGUOUS, TensorTable, TensorType
 from reshard_mpi.formats.torch import archive
-from reshard_mpi.formats.torch.archive import of_archive
-from reshard_mpi.formats.torch.bulk_tensors import ArchiveContent
+from reshard_mpi.formats.torch.file_content import FileContent, of_archive
 from reshard_mpi.formats.torch.tensors import StoredTensor, place_of
 from reshard_mpi.formats.torch.unpickler import BUDGET_BYTES
 from reshard_mpi.text import KIB
@@ -151,7 +150,7 @@ class _Locating:
         self._fd = fd
         self._path = path
         self._common = common
-        self._remembered: dict[bytes, ArchiveContent] = {}
+        self._remembered: dict[bytes, FileContent] = {}
 
     def located(self, ordered: Sequence[WantedItem]) -> LocatedFile:
         tensors, numbers, objects = TensorTable(self._path), dict[ItemKey, int](), dict[ItemKey, Value]()
@@ -214,7 +213,7 @@ class _Locating:
             sorts[:0] = self._sorts_of(item, head, payload_start, content)
         return payload_start, stored, content.swapped
 
-    def _object(self, item: WantedItem) -> ArchiveContent:
+    def _object(self, item: WantedItem) -> FileContent:
         is_small = item.length_bytes <= _SMALL_BYTES
         content = os.pread(self._fd, item.length_bytes, item.offset_bytes) if is_small else b""
         if content in self._remembered:
@@ -235,7 +234,7 @@ class _Locating:
             self._remembered[content] = read
         return read
 
-    def _content(self, item: WantedItem) -> ArchiveContent:
+    def _content(self, item: WantedItem) -> FileContent:
         if not archive.is_archive(os.pread(self._fd, 4, item.offset_bytes)):
             raise self._unusual(item, "no archive of torch")
         try:
@@ -252,9 +251,7 @@ class _Locating:
             where=f"{self._path}, byte {item.offset_bytes}",
         )
 
-    def _sorts_of(
-        self, item: WantedItem, head: bytes, payload_start: int, content: ArchiveContent
-    ) -> list[_ItemTemplate]:
+    def _sorts_of(self, item: WantedItem, head: bytes, payload_start: int, content: FileContent) -> list[_ItemTemplate]:
         """Return the bytes common to items like this one, if torch laid it out."""
         first, stored = item.offset_bytes, content.root
         members = archive.read_members(self._fd, self._path, item.length_bytes, first)

@@ -41,8 +41,8 @@ class ReadObjects(NamedTuple):
     cost_bytes: int  # what they take of memory besides the opcode that made the first
 
 
-# Is given a pickle, the byte behind the opcode that makes an object without arguments, or that begins the arguments of
-# a call, and the memo. Reads them, and objects that follow; None if they are not written as it knows them.
+# Is given a pickle, the byte behind the opcode that makes an object without arguments, and the memo. Reads the object,
+# and others that follow; None if they are not written as it knows them.
 ObjectReader = Callable[[bytes, int, Sequence[Value]], ReadObjects | None]
 NO_OBJECTS: Mapping[Global, ObjectReader] = {}
 
@@ -56,23 +56,19 @@ class PickleHooks:
             `Call`. Both raise ValueError for what they do not know.
         objects: by the name of a class of which there are very many objects, what reads one with its attributes at
             once.
-        rows: by the name of what is called very many times, what reads the arguments of a call, and further calls, at
-            once.
     """
 
-    __slots__ = ("calls", "objects", "persistent", "rows")
+    __slots__ = ("calls", "objects", "persistent")
 
     def __init__(
         self,
         persistent: Callable[[Value], Value],
         calls: Mapping[Global, Callable[..., Value]],
         objects: Mapping[Global, ObjectReader] = NO_OBJECTS,
-        rows: Mapping[Global, ObjectReader] = NO_OBJECTS,
     ) -> None:
         self.persistent = persistent
         self.calls = calls
         self.objects = objects
-        self.rows = rows
 
 
 def no_persistent_ids(_: Value) -> Value:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -20,86 +19,9 @@ from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.nest.nodes import Call, Dict, Value
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable, TensorType
 from reshard_mpi.formats.torch import archive, archive_layout
-from reshard_mpi.formats.torch.archive import of_archive
-from reshard_mpi.formats.torch.bulk_tensors import MAX_PICKLE_BYTES, ArchiveContent, Storages
 from reshard_mpi.formats.torch.dtensors import WholeTensor, described
-from reshard_mpi.formats.torch.pickle_hooks import PickleCutShortError, PickleError
+from reshard_mpi.formats.torch.file_content import START, FileContent, of_archive, of_pickles
 from reshard_mpi.formats.torch.tensors import DistributedTensor, StoredTensor, is_tensor, numbers, place_of
-from reshard_mpi.formats.torch.unpickler import load
-from reshard_mpi.text import MIB
-
-# The first pickle: a number that no other file begins with.
-START = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
-_PROTOCOL = 1001
-# The pickles do not say how long they are, so at first this much is read.
-_FIRST_BYTES = MIB
-_COUNT_BYTES = 8
-# Types that this program does not read, by the class of their storages: how long an element is, to pass over them.
-_PASSED_BYTES = {"QInt8Storage": 1, "QUInt8Storage": 1, "QInt32Storage": 4, "QUInt4x2Storage": 1, "QUInt2x4Storage": 1}
-_PASSED_BYTES["ComplexHalfStorage"] = 4
-
-
-def of_pickles(fd: int, path: str, size_bytes: int) -> ArchiveContent:
-    """Read the content of a file of the older layout. Raises ShardError if it is not sound."""
-    length_bytes = _FIRST_BYTES
-    while True:
-        try:
-            return _legacy_content(os.pread(fd, length_bytes, 0), fd, size_bytes)
-        except PickleCutShortError as error:
-            if length_bytes >= min(size_bytes, MAX_PICKLE_BYTES):
-                raise error.of_shard(path) from None
-            length_bytes = min(4 * length_bytes, MAX_PICKLE_BYTES)
-        except PickleError as error:
-            raise error.of_shard(path) from None
-
-
-def _legacy_content(data: bytes, fd: int, size_bytes: int) -> ArchiveContent:
-    """Read the pickles at the beginning of a file, and look where its storages lie."""
-    _, offset = load(data)
-    protocol, offset = load(data, offset)
-    system, offset = load(data, offset)
-    is_little = system.get("little_endian") if type(system) is Dict else None
-    if protocol != _PROTOCOL or type(is_little) is not bool:
-        raise PickleError("an older checkpoint of torch has an unknown beginning", offset)
-    order = "little" if is_little else "big"
-    storages = Storages()
-    root, offset = load(data, offset, storages.readers)
-    keys, offset = load(data, offset)
-    starts: dict[str, int] = {}
-    for key, (elements, length_bytes) in zip(_checked(keys, storages, offset), _sizes(keys, storages, offset)):
-        counted = os.pread(fd, _COUNT_BYTES, offset)
-        starts[key] = offset + _COUNT_BYTES
-        offset = starts[key] + length_bytes
-        if len(counted) < _COUNT_BYTES or offset > size_bytes:
-            raise PickleError("an older checkpoint of torch ends in the middle of a storage", offset)
-        if int.from_bytes(counted, "little" if is_little else "big") != elements:
-            raise PickleError("a storage of an older checkpoint has another size than its pickle says", starts[key])
-    if offset != size_bytes:
-        raise PickleError("something follows the end of an older checkpoint of torch", offset)
-    return ArchiveContent(root, starts, order != sys.byteorder)
-
-
-def _checked(keys: Value, storages: Storages, offset: int) -> list[str]:
-    """Return the keys of all storages in the order in which they lie in the file."""
-    if type(keys) is not list or not all(type(key) is str for key in keys):
-        raise PickleError("an older checkpoint of torch has no list of its storages", offset)
-    named = storages.by_key.keys() | storages.unknown.keys()
-    if len(keys) != len(named) or set(keys) != named:
-        raise PickleError("the storages of an older checkpoint of torch are not those that its pickle names", offset)
-    return keys
-
-
-def _sizes(keys: list[str], storages: Storages, offset: int) -> Iterator[tuple[int, int]]:
-    """Yield of each storage how many elements it has, and how many bytes."""
-    for key in keys:
-        storage = storages.by_key.get(key) or storages.unknown[key]
-        if storage.unknown is None:
-            yield storage.elements, storage.size_bytes
-        elif storage.unknown in _PASSED_BYTES:
-            yield storage.elements, storage.elements * _PASSED_BYTES[storage.unknown]
-        else:
-            raise PickleError("a storage is of a type that is not known here", offset, storage.unknown[:200])
-
 
 # Entries of a file with one rank's optimizer state, by the stage of ZeRO that writes them.
 _FLAT_STATE = ("single_partition_of_fp32_groups", "fp32_flat_groups")
@@ -229,7 +151,7 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
     return manifest
 
 
-def _parsed(path: str, content: ArchiveContent) -> Manifest:
+def _parsed(path: str, content: FileContent) -> Manifest:
     """Parse the content of a file."""
     strings = _own_strings(content, path)
     is_of_others = strings is None  # what this program has written may have settings of what it was made from
@@ -273,7 +195,7 @@ def read_back(meant: Manifest) -> None:
     files.require_as_written(locate(meant.path)._replace(header_digest=meant.header_digest), meant)
 
 
-def _content(fd: int, path: str, size_bytes: int) -> ArchiveContent:
+def _content(fd: int, path: str, size_bytes: int) -> FileContent:
     try:
         start = os.pread(fd, START_BYTES, 0)
         if archive.is_archive(start):
@@ -299,7 +221,7 @@ def _storage_number(named: tuple[str, Value]) -> int:
 def _add(
     tensors: TensorTable,
     named_tensors: Iterable[tuple[str, Value]],
-    content: ArchiveContent,
+    content: FileContent,
     wholes: Mapping[str, WholeTensor],
 ) -> None:
     """Add the tensors of the file, each with its part of the whole where the file says that it has one."""
@@ -327,7 +249,7 @@ def _add(
             tensors.add_entry(TensorEntry(name, dtype, shape, source, kind.box, kind.global_shape))
 
 
-def _own_strings(content: ArchiveContent, path: str) -> Mapping[str, str] | None:
+def _own_strings(content: FileContent, path: str) -> Mapping[str, str] | None:
     """Return the strings with which this program wrote the file; None if others wrote it, or changed it.
 
     Raises ShardError if the pickle is damaged.

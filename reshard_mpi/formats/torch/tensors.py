@@ -108,7 +108,7 @@ def is_tensor(value: Value) -> bool:
     return type(value) is StoredTensor or type(value) is DistributedTensor
 
 
-def storage(persistent_id: Value) -> Storage:
+def named_storage(persistent_id: Value) -> Storage:
     """Return the storage that a persistent id names. Raises ValueError if it is of another kind."""
     if type(persistent_id) is not tuple or len(persistent_id) not in (5, 6):
         raise ValueError("a persistent id that is no storage")

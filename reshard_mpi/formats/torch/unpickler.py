@@ -91,7 +91,6 @@ class _SafeUnpickler:
     def run(self) -> tuple[Value, int]:
         data, size, costs = self._data, len(self._data), _COSTS
         calls, objects, persistent = self._readers.calls, self._readers.objects, self._readers.persistent
-        rows = self._readers.rows
         stack: list[Value] = []
         outer: list[list[Value]] = []
         memo: list[Value] = []
@@ -144,15 +143,8 @@ class _SafeUnpickler:
                     last = stack.pop()
                     stack[-1] = (stack[-1], last)
                 elif opcode == 0x28:  # MARK
-                    read_row = rows.get(stack[-1]) if rows and stack and type(stack[-1]) is Global else None
-                    read = read_row(data, offset, memo) if read_row is not None else None
-                    if read is None:
-                        outer.append(stack)
-                        stack = []
-                    else:
-                        stack[-1:], offset = read.values, read.end
-                        memo += read.memoized
-                        spent += read.cost_bytes
+                    outer.append(stack)
+                    stack = []
                 elif opcode == 0x74:  # TUPLE
                     values = tuple(stack)
                     stack = outer.pop()

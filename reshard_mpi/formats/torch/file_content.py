@@ -1,0 +1,229 @@
+"""Read the object that a file of torch holds, and find its storages (`of_archive`, `of_pickles`)."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+from zlib import crc32
+
+from reshard_mpi.errors import ShardError
+from reshard_mpi.formats.nest.nodes import LESS, Dict, Value
+from reshard_mpi.formats.torch.archive import Member, program, read_members
+from reshard_mpi.formats.torch.pickle_hooks import PickleCutShortError, PickleError, PickleHooks
+from reshard_mpi.formats.torch.tensors import CALLS, Storage, named_storage
+from reshard_mpi.formats.torch.unpickler import BUDGET_BYTES, load
+from reshard_mpi.text import MIB
+
+# The pickle of 100,000 tensors has 12 MB.
+_MAX_PICKLE_BYTES = 40 * MIB
+# What this program adds to archives whose names alone do not tell how it met them (`writer`).
+OWN_RECORD = ".reshard_mpi"
+_MAX_OWN_BYTES = 24 * MIB
+_NEWEST_VERSION = 10
+_MAX_SMALL_BYTES = 64
+# The first pickle: a number that no other file begins with.
+START = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+_PROTOCOL = 1001
+# The pickles do not say how long they are, so at first this much is read.
+_FIRST_BYTES = MIB
+_COUNT_BYTES = 8
+# Types that this program does not read, by the class of their storages: how long an element is, to pass over them.
+_PASSED_BYTES = {"QInt8Storage": 1, "QUInt8Storage": 1, "QInt32Storage": 4, "QUInt4x2Storage": 1, "QUInt2x4Storage": 1}
+_PASSED_BYTES["ComplexHalfStorage"] = 4
+
+
+class FileContent(NamedTuple):
+    """One file: its object as a tree, and where the bytes of each storage begin, by key."""
+
+    root: Value
+    starts: Mapping[str, int]
+    swapped: bool  # the elements have the byte order this machine has not
+    # CRC-32 of the archive's pickle: as its directory says, and of what lies there
+    pickle_crc: int = 0
+    found_crc: int = 0
+    own_record: bytes | None = None  # what this program has added to it, None in files that others have written
+
+
+class Storages:
+    """The storages that a pickle names, while it is read.
+
+    Attributes:
+        by_key: one of each, of types that are known; all of a key have the same size.
+        unknown: those of other types.
+        prefix: is put before their keys in what is read, to tell them from those of other archives.
+    """
+
+    def __init__(self, prefix: str = "") -> None:
+        self.by_key: dict[str, Storage] = {}
+        self.unknown: dict[str, Storage] = {}
+        self._prefix = prefix
+
+    @property
+    def readers(self) -> PickleHooks:
+        """The hooks with which the pickle is read."""
+        return PickleHooks(self._storage, CALLS)
+
+    def _storage(self, persistent_id: Value) -> Storage:
+        read = named_storage(persistent_id)
+        if read.unknown is not None:
+            return self.unknown.setdefault(read.key, read)
+        return self._known(read)
+
+    def _known(self, read: Storage) -> Storage:
+        first = self.by_key.setdefault(read.key, read)
+        if first is not read and first.size_bytes != read.size_bytes:
+            raise ValueError(f"a storage of two sizes: {read.key[:60]!r}")
+        return read._replace(key=self._prefix + read.key) if self._prefix else read
+
+
+def of_archive(
+    fd: int,
+    path: str,
+    size_bytes: int,
+    first_byte: int = 0,
+    budget_bytes: int = BUDGET_BYTES,
+    prefix: str = "",
+) -> FileContent:
+    """Read the content of an archive, which begins at `first_byte` of its file.
+
+    Args:
+        budget_bytes: what its objects may take of memory.
+        prefix: of the keys of storages in what is returned.
+
+    Raises ShardError if it is not sound, or no checkpoint.
+    """
+    members = read_members(fd, path, size_bytes, first_byte)
+    pickles = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
+    if len(pickles) != 1:
+        raise ShardError(
+            "an archive is no checkpoint of torch",
+            expected="one data.pkl in a folder of it",
+            got=f"{len(pickles)}, and {len(members)} members",
+            where=path,
+            remedy="if checkpoints are in it, unpack it; if it is arrays of numpy (.npz), save them as safetensors",
+        )
+    top = pickles[0].removesuffix("data.pkl")
+    if f"{top}constants.pkl" in members:
+        raise program(path)
+
+    def small(name: str, default: bytes) -> bytes:
+        member = members.get(top + name)
+        return default if member is None else _member_bytes(fd, path, member, _MAX_SMALL_BYTES, name)
+
+    version = small("version", b"3").strip()
+    if not version.isdigit() or int(version) > _NEWEST_VERSION:
+        raise ShardError("a checkpoint of torch has an unknown version", got=repr(version), where=path)
+    order = small("byteorder", sys.byteorder.encode())
+    if order not in (b"little", b"big"):
+        raise ShardError("a checkpoint of torch has an unknown byte order", got=repr(order), where=path)
+    pickle = members[pickles[0]]
+    data = _member_bytes(fd, path, pickle, _MAX_PICKLE_BYTES, "data.pkl")
+    storages = Storages(prefix)
+    root = _unpickled(data, storages, path, budget_bytes)
+    starts = {}
+    for key, storage in storages.by_key.items():
+        needed_bytes = storage.size_bytes
+        member = members.get(f"{top}data/{key}")
+        if member is None or member.size_bytes != needed_bytes:
+            raise ShardError(
+                f"the storage {key!r} of a shard is not there as its pickle says"[:200],
+                expected=f"{needed_bytes} bytes",
+                got="nothing" if member is None else f"{member.size_bytes} bytes",
+                where=path,
+                remedy="save or copy it again",
+            )
+        starts[prefix + key] = member.offset_bytes
+    own = members.get(top + OWN_RECORD)
+    record = None if own is None else _member_bytes(fd, path, own, _MAX_OWN_BYTES, OWN_RECORD)
+    if own is not None and record is not None and crc32(record) != own.crc:
+        record = None  # it is damaged, and as good as none
+    return FileContent(root, starts, order.decode() != sys.byteorder, pickle.crc, crc32(data), record)
+
+
+def _member_bytes(fd: int, path: str, member: Member, most_bytes: int, name: str) -> bytes:
+    if member.size_bytes > most_bytes:
+        raise ShardError(
+            f"{name} of a shard is too large",
+            expected=f"{most_bytes} bytes at most",
+            got=f"{member.size_bytes} bytes",
+            where=path,
+            remedy=LESS,
+        )
+    content = os.pread(fd, member.size_bytes, member.offset_bytes)
+    if len(content) != member.size_bytes:
+        raise ShardError(f"a shard ends in the middle of its {name}", where=path)
+    return content
+
+
+def _unpickled(data: bytes, storages: Storages, path: str, budget_bytes: int) -> Value:
+    try:
+        root, end = load(data, readers=storages.readers, budget_bytes=budget_bytes)
+        if end != len(data):
+            raise PickleError("a pickle ends before its member does", end)
+    except PickleError as error:
+        raise error.of_shard(path, " of data.pkl") from None
+    return root
+
+
+def of_pickles(fd: int, path: str, size_bytes: int) -> FileContent:
+    """Read the content of a file of the older layout. Raises ShardError if it is not sound."""
+    length_bytes = _FIRST_BYTES
+    while True:
+        try:
+            return _legacy_content(os.pread(fd, length_bytes, 0), fd, size_bytes)
+        except PickleCutShortError as error:
+            if length_bytes >= min(size_bytes, _MAX_PICKLE_BYTES):
+                raise error.of_shard(path) from None
+            length_bytes = min(4 * length_bytes, _MAX_PICKLE_BYTES)
+        except PickleError as error:
+            raise error.of_shard(path) from None
+
+
+def _legacy_content(data: bytes, fd: int, size_bytes: int) -> FileContent:
+    """Read the pickles at the beginning of a file, and look where its storages lie."""
+    _, offset = load(data)
+    protocol, offset = load(data, offset)
+    system, offset = load(data, offset)
+    is_little = system.get("little_endian") if type(system) is Dict else None
+    if protocol != _PROTOCOL or type(is_little) is not bool:
+        raise PickleError("an older checkpoint of torch has an unknown beginning", offset)
+    order = "little" if is_little else "big"
+    storages = Storages()
+    root, offset = load(data, offset, storages.readers)
+    keys, offset = load(data, offset)
+    starts: dict[str, int] = {}
+    for key, (elements, length_bytes) in zip(_checked(keys, storages, offset), _sizes(keys, storages, offset)):
+        counted = os.pread(fd, _COUNT_BYTES, offset)
+        starts[key] = offset + _COUNT_BYTES
+        offset = starts[key] + length_bytes
+        if len(counted) < _COUNT_BYTES or offset > size_bytes:
+            raise PickleError("an older checkpoint of torch ends in the middle of a storage", offset)
+        if int.from_bytes(counted, "little" if is_little else "big") != elements:
+            raise PickleError("a storage of an older checkpoint has another size than its pickle says", starts[key])
+    if offset != size_bytes:
+        raise PickleError("something follows the end of an older checkpoint of torch", offset)
+    return FileContent(root, starts, order != sys.byteorder)
+
+
+def _checked(keys: Value, storages: Storages, offset: int) -> list[str]:
+    """Return the keys of all storages in the order in which they lie in the file."""
+    if type(keys) is not list or not all(type(key) is str for key in keys):
+        raise PickleError("an older checkpoint of torch has no list of its storages", offset)
+    named = storages.by_key.keys() | storages.unknown.keys()
+    if len(keys) != len(named) or set(keys) != named:
+        raise PickleError("the storages of an older checkpoint of torch are not those that its pickle names", offset)
+    return keys
+
+
+def _sizes(keys: list[str], storages: Storages, offset: int) -> Iterator[tuple[int, int]]:
+    """Yield of each storage how many elements it has, and how many bytes."""
+    for key in keys:
+        storage = storages.by_key.get(key) or storages.unknown[key]
+        if storage.unknown is None:
+            yield storage.elements, storage.size_bytes
+        elif storage.unknown in _PASSED_BYTES:
+            yield storage.elements, storage.elements * _PASSED_BYTES[storage.unknown]
+        else:
+            raise PickleError("a storage is of a type that is not known here", offset, storage.unknown[:200])
