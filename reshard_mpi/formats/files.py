@@ -78,6 +78,14 @@ def opened(path: str) -> Iterator[tuple[int, int]]:
         os.close(fd)
 
 
+def read_at(fd: int, path: str, offset: int, length_bytes: int) -> bytes:
+    """Return bytes of a file, less if it ends before. Raises ShardError if it cannot be read."""
+    try:
+        return os.pread(fd, length_bytes, offset)
+    except OSError as error:
+        raise ShardError("a shard cannot be read", got=str(error), where=path) from error
+
+
 def crc32_of(fd: int, path: str, span: Span, crc: int = 0, on_bytes: Callable[[int], None] = lambda _: None) -> int:
     """Return the CRC-32 of bytes of a file, continued from `crc`. Raises ShardError if the file has become shorter.
 

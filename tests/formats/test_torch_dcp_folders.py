@@ -261,11 +261,11 @@ SAYINGS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "behind a hole": (lambda _: {"w": {"saved_offsets": [3, 0]}}, "no piece of 'w'"),
     "aside": (lambda _: {"w": {"saved_offsets": [0, 5]}}, "no piece of 'w'"),
     "a far hole": (lambda _: {"w": {"saved_offsets": [1 << 40, 0]}}, "no piece of 'w'"),
-    "negative": (lambda _: {"w": {"saved_offsets": [-1, 0]}}, "is damaged"),
-    "no whole number": (lambda _: {"w": {"saved_offsets": [2.0, 0]}}, "is damaged"),
-    "no list": (lambda _: {"w": {"saved_offsets": 2}}, "is damaged"),
+    "negative": (lambda _: {"w": {"saved_offsets": [-1, 0]}}, "does not say where 'w' lies"),
+    "no whole number": (lambda _: {"w": {"saved_offsets": [2.0, 0]}}, "does not say where 'w' lies"),
+    "no list": (lambda _: {"w": {"saved_offsets": 2}}, "does not say where 'w' lies"),
     "no offsets": (lambda _: {"w": {}}, "does not say where 'w' lies"),
-    "something else": (lambda _: {"w": {"saved_offsets": [2, 0], "stride": [1]}}, "what is not known"),
+    "something else": (lambda _: {"w": {"saved_offsets": [2, 0], "stride": [1]}}, "does not say where 'w' lies"),
     "a list": (lambda _: [], "is damaged"),
 }
 

@@ -18,6 +18,7 @@ import os
 import re
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ from reshard_mpi.formats.protocol import NO_SUMS, Costs, OnBytes, Traits, uncoun
 from reshard_mpi.formats.protocol import no_sums as stored_sums
 from reshard_mpi.formats.safetensors import reader, writer
 from reshard_mpi.formats.safetensors.header import FORMAT, TORCH
-from reshard_mpi.formats.safetensors.json_text import JsonText
+from reshard_mpi.formats.safetensors.json_reader import Json, JsonReader, shown
 from reshard_mpi.formats.safetensors.reader import read_back
 from reshard_mpi.formats.tensor_table import ChunkedTensors, ListedChunk, TensorTable
 from reshard_mpi.sharding.box import Box
@@ -36,8 +37,6 @@ from reshard_mpi.text import KIB, MIB
 
 _METADATA_KEY, _TOTAL, _MAP = "metadata", "total_size", "weight_map"
 _ENDING = ".safetensors"
-# As many bytes as a character can be written with, for each byte of a name.
-_ESCAPED = 6
 _MAX_FILE_BYTES = 1024
 _REMEDY = "restore files and index of one and the same save, or choose files without the index (--select 'model-*')"
 
@@ -48,58 +47,53 @@ def read(path: str, *, may_be_flat: bool = False) -> dict[str, str]:
     Raises ShardError if it is damaged, names a tensor twice, or a file that does not lie in its folder.
     """
     with files.opened(path) as (fd, size_bytes):
-        text = JsonText(fd, path, 0, size_bytes, "the index of a checkpoint")
+        text = JsonReader(partial(files.read_at, fd, path), path, 0, size_bytes, "the index of a checkpoint")
         nested, flat = None, _Map(text)
-        for offset, key in text.members(_ESCAPED * files.MAX_NAME_BYTES):
-            if key == _MAP and text.next_is(b"{"):
+        for key in text.members():
+            if key == _MAP and text.at_object:
                 if nested is not None:
-                    raise text.damage(f"the index of a checkpoint has {_MAP!r} twice", offset, expected="it once")
+                    raise text.damage(f"the index of a checkpoint has {_MAP!r} twice", expected="it once")
                 nested = _Map(text)
-                nested.take()
-            elif may_be_flat and text.next_is(b'"'):
-                flat.take_file(offset, key)
-            else:
-                text.pass_over()
+                for name in text.members():
+                    nested.add(name, text.value())
+                continue
+            value = text.value()
+            if may_be_flat and isinstance(value, str):
+                flat.add(key, value)
         text.require_end()
-        files_by_name = flat.files if nested is None else nested.files
-        if not files_by_name:
-            raise text.damage(f"the index of a checkpoint has no {_MAP!r}", 0, expected="a file for each tensor")
-        return files_by_name
+    files_by_name = flat.files if nested is None else nested.files
+    if not files_by_name:
+        raise text.damage(f"the index of a checkpoint has no {_MAP!r}", expected="a file for each tensor")
+    return files_by_name
 
 
 class _Map:
     """The files of tensors while they are read."""
 
-    def __init__(self, text: JsonText) -> None:
+    def __init__(self, text: JsonReader) -> None:
         self.files: dict[str, str] = {}
         self._text = text
         self._known: dict[str, str] = {}
         self._kept_bytes = 0
 
-    def take(self) -> None:
-        """Take an object of names and files."""
-        for offset, name in self._text.members(_ESCAPED * files.MAX_NAME_BYTES):
-            self.take_file(offset, name)
-
-    def take_file(self, offset: int, name: str | None) -> None:
-        """Take the file of the tensor that is called so at byte `offset`; None: its name is too long."""
+    def add(self, name: str, file: Json) -> None:
+        """Add the file of a tensor."""
         text, file_names = self._text, self._known
-        file = text.text(_ESCAPED * _MAX_FILE_BYTES)
-        if not name or name in self.files:
-            problem = f"the index of a checkpoint names {name!r} twice" if name else "a tensor's name is too long"
-            raise text.damage(problem, offset, expected=f"each tensor once, by 1 to {files.MAX_NAME_BYTES} bytes")
-        if file is None or (file not in file_names and not _is_inside(file)):
+        if not 0 < len(name.encode()) <= files.MAX_NAME_BYTES or name in self.files:
+            raise text.damage(
+                f"the index of a checkpoint names {shown(name)} twice, or the name is too long, or empty",
+                expected=f"each tensor once, by 1 to {files.MAX_NAME_BYTES} bytes",
+            )
+        if type(file) is not str or (file not in file_names and not _is_inside(file)):
             raise text.damage(
                 f"the index of a checkpoint says that {name!r} lies outside of its folder, or in no file of it",
-                offset,
                 expected=f"the name of a file in the folder, which ends in {_ENDING}",
-                got=repr(file),
+                got=shown(file),
             )
         self._kept_bytes += files.kept_bytes(name)
         if self._kept_bytes > files.MAX_KEPT_BYTES or len(self.files) == files.MAX_TENSORS:
             raise text.damage(
                 "the index of a checkpoint names too many tensors",
-                offset,
                 expected=f"{files.MAX_TENSORS} at most, of {files.MAX_KEPT_BYTES} bytes together",
             )
         self.files[sys.intern(name)] = file_names.setdefault(file, file)

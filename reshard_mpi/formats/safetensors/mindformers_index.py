@@ -16,12 +16,13 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import files
 from reshard_mpi.formats.dtypes import BY_MINDSPORE_NAME, BY_NAME, DType
-from reshard_mpi.formats.safetensors.json_text import JsonText
+from reshard_mpi.formats.safetensors.json_reader import Json, JsonReader, as_numbers, as_object, shown
 from reshard_mpi.sharding.box import Box
 
 INDEX = "metadata.json"
@@ -37,36 +38,12 @@ _SHAPE, _COUNTS, _CHUNKS, _NUMBER, _SLICE = (
 )
 _FILE = "file_name"
 _ENDING = ".safetensors"
-# As many bytes as a character can be written with, for each byte of a name.
-_ESCAPED = 6
-_MAX_FIELD_BYTES = 64
 _MAX_FILE_BYTES = 1024
-# What stands around a name in a key of `storage_data`.
-_KEY_BYTES = 64
 _MAX_LENGTH = 1 << 62
 # The memory kept of each slice of a tensor, of the box of each slice of equally cut tensors, of a list of files, and of
 # each file in one.
 _SLICE_BYTES, _BOX_BYTES, _HOLDERS_BYTES, _HOLDER_BYTES = 64, 320, 160, 16
 _MAX_SLICES = 1 << 17
-
-
-def _spaced(*parts: bytes) -> re.Pattern[bytes]:
-    """Return the pattern of these parts with any white space between them."""
-    return re.compile(rb"[ \t\n\r]*+".join(parts))
-
-
-_WHOLE = rb"(?:0|[1-9][0-9]{0,17}+)"
-_WHOLES = rb"(%b(?:[ \t\n\r]*+,[ \t\n\r]*+%b){0,7}+)" % (_WHOLE, _WHOLE)
-# A slice and a place as MindFormers writes them; others are read as well.
-_USUAL_SLICE = _spaced(
-    *(rb"\{", b'"%b"' % _NUMBER.encode(), b":", rb"\[", b"(%b)" % _WHOLE, rb"\]", b","),
-    *(b'"%b"' % _SLICE.encode(), b":", rb"\[", _WHOLES, rb"\]", rb"\}"),
-)
-_USUAL_PLACE = _spaced(
-    *(rb"\{", b'"%b"' % _FILE.encode(), b":", rb'"([ !#-\[\]-~]{1,256}+)"', b","),
-    *(rb'"storage_rank"', b":", _WHOLE, rb"\}"),
-)
-_USUAL_BYTES = 4 << 10
 # A name in which Python escapes nothing, where it is printable.
 _USUAL_KEY = re.compile(r"\('([^'\\]+)', \((0|[1-9][0-9]{0,8}),\)\)")
 _REMEDY = "restore index and files of one and the same save"
@@ -105,13 +82,14 @@ def read(path: str) -> dict[str, SlicedTensor]:
     not in its folder.
     """
     with files.opened(path) as (fd, size_bytes):
-        return _IndexReading(JsonText(fd, path, 0, size_bytes, _CALLED)).tensors()
+        text = JsonReader(partial(files.read_at, fd, path), path, 0, size_bytes, _CALLED)
+        return _IndexReading(text).tensors()
 
 
 class _IndexReading:
     """An index while it is read."""
 
-    def __init__(self, text: JsonText) -> None:
+    def __init__(self, text: JsonReader) -> None:
         self._text = text
         self._cuts: dict[str, EqualCut] = {}
         self._alike: dict[EqualCut, EqualCut] = {}
@@ -125,18 +103,18 @@ class _IndexReading:
     def tensors(self) -> dict[str, SlicedTensor]:
         """Read all of it."""
         text, parts = self._text, {_TENSORS: self._take_tensors, _STORAGE: self._take_storage}
-        for offset, key in text.members(_MAX_FIELD_BYTES):
+        for key in text.members():
             if key not in (_TENSORS, _STORAGE):
-                text.pass_over()
+                text.value()
             elif key not in parts:
-                raise text.damage(f"{_CALLED} has {key!r} twice", offset, expected="it once")
+                raise text.damage(f"{_CALLED} has {key!r} twice", expected="it once")
             else:
                 parts.pop(key)()
         text.require_end()
         if parts:
-            raise text.damage(f"{_CALLED} has no {next(iter(parts))!r}", 0, expected=f"{_TENSORS!r} and {_STORAGE!r}")
+            raise text.damage(f"{_CALLED} has no {next(iter(parts))!r}", expected=f"{_TENSORS!r} and {_STORAGE!r}")
         if not self._cuts:
-            raise text.damage(f"{_CALLED} lists no tensors", 0, expected="what the checkpoint holds")
+            raise text.damage(f"{_CALLED} lists no tensors", expected="what the checkpoint holds")
         listed = {
             name: SlicedTensor(cut, [self._holders_of(name, number) for number in range(math.prod(cut.counts))])
             for name, cut in self._cuts.items()
@@ -160,53 +138,60 @@ class _IndexReading:
 
     def _take_tensors(self) -> None:
         text = self._text
-        for offset, name in text.members(_ESCAPED * files.MAX_NAME_BYTES):
-            if not name or len(name.encode(errors="replace")) > files.MAX_NAME_BYTES or name in self._cuts:
-                problem = f"{_CALLED} lists {name!r} twice" if name else "a tensor's name is too long, or empty"
-                raise text.damage(problem, offset, expected=f"each tensor once, by 1 to {files.MAX_NAME_BYTES} bytes")
+        for name in text.members():
+            if not 0 < len(name.encode()) <= files.MAX_NAME_BYTES or name in self._cuts:
+                raise text.damage(
+                    f"{_CALLED} lists {shown(name)} twice, or the name is too long, or empty",
+                    expected=f"each tensor once, by 1 to {files.MAX_NAME_BYTES} bytes",
+                )
             if len(self._cuts) == files.MAX_TENSORS:
-                raise text.damage(f"{_CALLED} lists too many tensors", offset, expected=f"{files.MAX_TENSORS} at most")
-            cut = self._cut(offset, name)
+                raise text.damage(f"{_CALLED} lists too many tensors", expected=f"{files.MAX_TENSORS} at most")
+            cut = self._cut(name)
             count = math.prod(cut.counts)
             if cut not in self._alike:
-                self._keep(offset, files.kept_kind_bytes(2 * len(cut.shape)) + _BOX_BYTES * count)
-            self._keep(offset, files.kept_bytes(name) + _SLICE_BYTES * count)
+                self._keep(files.kept_kind_bytes(2 * len(cut.shape)) + _BOX_BYTES * count)
+            self._keep(files.kept_bytes(name) + _SLICE_BYTES * count)
             self._cuts[name] = self._alike.setdefault(cut, cut)
             self._holders[name] = [()] * count
 
-    def _cut(self, offset: int, name: str) -> EqualCut:
+    def _cut(self, name: str) -> EqualCut:
         """Take the description of a tensor."""
         text = self._text
-        dtype: DType | None = None
-        sizes: dict[str, tuple[int, ...]] = {}
+        facts: dict[str, Json] = {}
         slices: dict[int, tuple[int, ...]] | None = None
-        for field_at, field in self._fields(name, (_PROPERTIES, _SHAPE, _COUNTS, _CHUNKS, _LAYOUT)):
-            if field == _PROPERTIES:
-                dtype = self._dtype(name)
-            elif field in (_SHAPE, _COUNTS):
-                sizes[field] = text.numbers(files.MAX_DIMENSIONS)
-            elif field == _CHUNKS:
-                slices = self._slices(field_at, name)
-            elif text.next_is(b"{"):
-                self._require_plain_layout(name)
+        for field in text.members():
+            if field in facts or (field == _CHUNKS and slices is not None):
+                raise text.damage(f"{_CALLED} says {shown(field)} of {name!r} twice", expected="it once")
+            if field == _CHUNKS:
+                slices = self._slices(name)
+            elif field in (_PROPERTIES, _SHAPE, _COUNTS, _LAYOUT):
+                facts[field] = text.value()
             else:
-                text.pass_over()
-        if dtype is None or len(sizes) < len((_SHAPE, _COUNTS)) or slices is None:
-            needed = ", ".join((_DTYPE, _SHAPE, _COUNTS, _CHUNKS))
-            raise text.damage(f"{_CALLED} does not say what {name!r} is", offset, expected=needed)
-        cut = EqualCut(dtype, sizes[_SHAPE], sizes[_COUNTS])
-        self._require_slices(offset, name, cut, slices)
+                text.value()
+        properties, layout = as_object(facts.get(_PROPERTIES)), as_object(facts.get(_LAYOUT))
+        shape, counts = as_numbers(facts.get(_SHAPE)), as_numbers(facts.get(_COUNTS))
+        if properties is None or _DTYPE not in properties or shape is None or counts is None or slices is None:
+            raise text.damage(
+                f"{_CALLED} does not say what {name!r} is",
+                expected=f"{_DTYPE} in {_PROPERTIES}; {_SHAPE} and {_COUNTS}, of whole numbers; {_CHUNKS}",
+                got=shown(tuple(facts.items())),
+            )
+        if layout is not None and layout.get(_INTERLEAVED, False) is not False:
+            raise text.damage(
+                f"{name!r} is cut in an interleaved way, which is not known here", expected=f"{_INTERLEAVED} false"
+            )
+        cut = EqualCut(self._dtype(name, properties[_DTYPE]), shape, counts)
+        self._require_slices(name, cut, slices)
         return cut
 
-    def _require_slices(self, offset: int, name: str, cut: EqualCut, slices: dict[int, tuple[int, ...]]) -> None:
+    def _require_slices(self, name: str, cut: EqualCut, slices: dict[int, tuple[int, ...]]) -> None:
         """Raise ShardError unless the slices are those into which the tensor is cut, each of them once."""
         text, shape, counts = self._text, cut.shape, cut.counts
         if max(shape, default=0) > _MAX_LENGTH or math.prod(filter(None, shape)) > _MAX_LENGTH:
-            raise text.damage(f"the shape of {name!r} is impossibly large", offset, got=str(list(shape)))
+            raise text.damage(f"the shape of {name!r} is impossibly large", got=str(list(shape)))
         if len(counts) != len(shape) or 0 in counts or any(length % count for length, count in zip(shape, counts)):
             raise text.damage(
                 f"{name!r} cannot be cut as the index says",
-                offset,
                 expected=f"a number of equal slices for each dimension of {list(shape)}",
                 got=f"{_COUNTS} {list(counts)}",
             )
@@ -214,7 +199,6 @@ class _IndexReading:
         if wrong is not None:
             raise text.damage(
                 f"slice {wrong} of {name!r} has not the shape of one",
-                offset,
                 expected=f"{list(cut.slice_shape)}, of {list(shape)} cut as {list(counts)}",
                 got=str(list(slices[wrong])),
             )
@@ -223,98 +207,59 @@ class _IndexReading:
         if outside is not None:
             raise text.damage(
                 f"slice {outside} of {name!r} lies outside of the tensor",
-                offset,
                 expected=f"the number of a slice below {count}, of {list(shape)} cut as {list(counts)}",
                 got=f"{_NUMBER} {outside}",
             )
         if len(slices) != count:
             lacking = next(number for number in range(count) if number not in slices)
             raise text.damage(
-                f"{_CALLED} lacks slice {lacking} of {name!r}", offset, expected=f"{count} slices", got=str(len(slices))
+                f"{_CALLED} lacks slice {lacking} of {name!r}", expected=f"{count} slices", got=str(len(slices))
             )
 
-    def _fields(self, what: str, fields: tuple[str, ...]) -> Iterator[tuple[int, str]]:
-        """Take an object: yield the byte and the key of each field that is known, and pass over the others."""
-        met: set[str] = set()
-        for offset, field in self._text.members(_MAX_FIELD_BYTES):
-            if field not in fields:
-                self._text.pass_over()
-                continue
-            if field in met:
-                raise self._text.damage(f"{_CALLED} says {field!r} of {what!r} twice", offset, expected="it once")
-            met.add(field)
-            yield offset, field
-
-    def _dtype(self, name: str) -> DType | None:
-        dtype: DType | None = None
-        for offset, _ in self._fields(name, (_DTYPE,)):
-            called = self._text.text(_MAX_FIELD_BYTES)
-            dtype = BY_MINDSPORE_NAME.get(called or "") or BY_NAME.get(called or "")
-            if dtype is None:
-                dtype_names = ", ".join(BY_MINDSPORE_NAME)
-                raise self._text.damage(
-                    f"{name!r} is of a type that is not known", offset, expected=dtype_names, got=repr(called)
-                )
+    def _dtype(self, name: str, called: Json) -> DType:
+        dtype = BY_MINDSPORE_NAME.get(called) or BY_NAME.get(called) if isinstance(called, str) else None
+        if dtype is None:
+            raise self._text.damage(
+                f"{name!r} is of a type that is not known", expected=", ".join(BY_MINDSPORE_NAME), got=shown(called)
+            )
         return dtype
 
-    def _require_plain_layout(self, name: str) -> None:
-        for offset, _ in self._fields(name, (_INTERLEAVED,)):
-            if not self._text.next_is(b"f"):
-                raise self._text.damage(
-                    f"{name!r} is cut in an interleaved way, which is not known here",
-                    offset,
-                    expected=f"{_INTERLEAVED} false",
-                )
-            self._text.pass_over()
-
-    def _slices(self, offset: int, name: str) -> dict[int, tuple[int, ...]]:
+    def _slices(self, name: str) -> dict[int, tuple[int, ...]]:
         """Take the slices of a tensor: the shape of each, by number."""
         text = self._text
         slices: dict[int, tuple[int, ...]] = {}
         alike: dict[tuple[int, ...], tuple[int, ...]] = {}
-        for slice_at in text.items():
-            usual = text.usual(_USUAL_SLICE, _USUAL_BYTES)
-            if usual is None:
-                number, shape = self._slice(slice_at, name)
-            else:
-                number, shape = int(usual[1]), tuple(map(int, usual[2].split(b",")))
-            if number in slices:
-                raise text.damage(f"{_CALLED} lists slice {number} of {name!r} twice", slice_at, expected="it once")
-            slices[number] = alike.setdefault(shape, shape)
+        for _ in text.items():
+            listed = text.value()
+            facts = as_object(listed) or {}
+            numbers, shape = as_numbers(facts.get(_NUMBER)), as_numbers(facts.get(_SLICE))
+            if numbers is None or len(numbers) != 1 or shape is None:
+                raise text.damage(
+                    f"a slice of {name!r} has no number",
+                    expected=f"a whole number as {_NUMBER}, and {_SLICE}",
+                    got=shown(listed),
+                )
+            if numbers[0] in slices:
+                raise text.damage(f"{_CALLED} lists slice {numbers[0]} of {name!r} twice", expected="it once")
+            slices[numbers[0]] = alike.setdefault(shape, shape)
             if len(slices) > _MAX_SLICES:
-                raise text.damage(f"{name!r} is cut into too many slices", offset, expected=f"{_MAX_SLICES} at most")
+                raise text.damage(f"{name!r} is cut into too many slices", expected=f"{_MAX_SLICES} at most")
         return slices
-
-    def _slice(self, offset: int, name: str) -> tuple[int, tuple[int, ...]]:
-        """Take a slice in whatever form: its number and its shape."""
-        facts = {field: self._text.numbers(files.MAX_DIMENSIONS) for _, field in self._fields(name, (_NUMBER, _SLICE))}
-        if len(facts) < len((_NUMBER, _SLICE)) or len(facts[_NUMBER]) != 1:
-            raise self._text.damage(
-                f"a slice of {name!r} has no number",
-                offset,
-                expected=f"one number as {_NUMBER}, and {_SLICE}",
-                got=str({field: list(numbers) for field, numbers in facts.items()}),
-            )
-        return facts[_NUMBER][0], facts[_SLICE]
 
     def _take_storage(self) -> None:
         text = self._text
-        for offset, key in text.members(_ESCAPED * (files.MAX_NAME_BYTES + _KEY_BYTES)):
-            place = self._place(key or "")
-            holder = self._other_holders.get(key or "") if place is None else self._holders[place[0]][place[1]]
-            if key is None or holder:
-                problem = f"{_CALLED} says twice where {key} lies" if key else "a tensor's name is too long"
-                raise text.damage(problem, offset, expected="each slice once")
-            holders = tuple(dict.fromkeys(self._file(item_at, key) for item_at in text.items()))
+        for key in text.members():
+            place = self._place(key)
+            if self._other_holders.get(key) if place is None else self._holders[place[0]][place[1]]:
+                raise text.damage(f"{_CALLED} says twice where {shown(key)} lies", expected="each slice once")
+            holders = tuple(dict.fromkeys(self._file(key, text.value()) for _ in text.items()))
             if not holders:
-                raise text.damage(
-                    f"{_CALLED} does not say where {key} lies", offset, expected="a file or more", got="none"
-                )
+                raise text.damage(f"{_CALLED} does not say where {key} lies", expected="a file or more", got="none")
             if holders not in self._alike_holders:
-                self._keep(offset, _HOLDERS_BYTES + _HOLDER_BYTES * len(holders))
+                self._keep(_HOLDERS_BYTES + _HOLDER_BYTES * len(holders))
             holders = self._alike_holders.setdefault(holders, holders)
             if place is None:
-                self._keep(offset, files.kept_bytes(key))
+                self._keep(files.kept_bytes(key))
                 self._other_holders[key] = holders
             else:
                 self._holders[place[0]][place[1]] = holders
@@ -327,28 +272,24 @@ class _IndexReading:
         name, number = usual[1], int(usual[2])
         return (name, number) if number < len(self._holders.get(name, ())) else None
 
-    def _file(self, offset: int, key: str) -> str:
-        """Take one place in which a slice lies."""
-        usual = self._text.usual(_USUAL_PLACE, _USUAL_BYTES)
-        file = usual[1].decode() if usual is not None else None
-        for _ in self._fields(key, (_FILE,)) if usual is None else ():
-            file = self._text.text(_ESCAPED * _MAX_FILE_BYTES)
-        if file is None or (file not in self._files and not _is_beside(file)):
+    def _file(self, key: str, place: Json) -> str:
+        """Return the file of a place in which a slice lies."""
+        file = (as_object(place) or {}).get(_FILE)
+        if type(file) is not str or (file not in self._files and not _is_beside(file)):
             raise self._text.damage(
                 f"{_CALLED} says that {key} lies outside of its folder, or in no file of it",
-                offset,
                 expected=f"the name of a file beside it, which ends in {_ENDING}",
-                got=repr(file),
+                got=shown(file),
             )
         if file not in self._files:
-            self._keep(offset, files.kept_bytes(file))
+            self._keep(files.kept_bytes(file))
         return self._files.setdefault(file, file)
 
-    def _keep(self, offset: int, size_bytes: int) -> None:
+    def _keep(self, size_bytes: int) -> None:
         self._kept_bytes += size_bytes
         if self._kept_bytes > files.MAX_KEPT_BYTES:
             raise self._text.damage(
-                f"{_CALLED} lists too much", offset, expected=f"{files.MAX_KEPT_BYTES} bytes of memory at most"
+                f"{_CALLED} lists too much", expected=f"{files.MAX_KEPT_BYTES} bytes of memory at most"
             )
 
     def _contradiction(self, problem: str, expected: str, got: str) -> ShardError:

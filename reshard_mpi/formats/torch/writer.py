@@ -15,7 +15,6 @@ from reshard_mpi.formats.nest.nodes import Value
 from reshard_mpi.formats.protocol import NO_SUMS, OnBytes, uncounted
 from reshard_mpi.formats.tensor_table import TensorTable, TensorType
 from reshard_mpi.formats.torch import archive
-from reshard_mpi.formats.torch.file_content import OWN_RECORD
 from reshard_mpi.formats.torch.archive_layout import (
     ENDS_BYTES,
     MEMBER_BYTES,
@@ -27,6 +26,7 @@ from reshard_mpi.formats.torch.archive_layout import (
     local_header,
     placed,
 )
+from reshard_mpi.formats.torch.file_content import OWN_RECORD
 from reshard_mpi.formats.torch.pickler import WrittenTensor, dumps, rebuilt, require_types
 from reshard_mpi.formats.torch.reader import NAME
 
