@@ -158,6 +158,26 @@ def contents(fd: int, spans: Sequence[Span]) -> Iterator[bytes]:
         number = last
 
 
+def spans_besides(payloads: Iterable[Span], end: int) -> list[Span]:
+    """Return the spans of a file besides payloads, up to byte `end`; a long one in parts.
+
+    Args:
+        payloads: ascending and apart.
+
+    Raises ValueError if they do not lie before `end`.
+    """
+    spans, last = list[Span](), 0
+    for start, stop in (*payloads, (end, end)):
+        if not last <= start <= stop <= end:
+            raise ValueError("the file is shorter than its payloads")
+        while start - last > _READ_BYTES:
+            spans.append((last, last + _READ_BYTES))
+            last += _READ_BYTES
+        spans.append((last, start))
+        last = stop
+    return spans
+
+
 def digest_besides(fd: int, payloads: Iterable[Span]) -> str:
     """Return a digest of the length of a file and of all of its bytes but payloads, as hexadecimal digits.
 
@@ -166,12 +186,9 @@ def digest_besides(fd: int, payloads: Iterable[Span]) -> str:
 
     Raises ValueError if the file is shorter than they say, OSError if it cannot be read.
     """
-    size_bytes, last = os.fstat(fd).st_size, 0
-    digest, spans = hashlib.blake2b(b"%d" % size_bytes, digest_size=_DIGEST_BYTES), list[Span]()
-    for start, stop in (*payloads, (size_bytes, size_bytes)):
-        spans += ((first, min(first + _READ_BYTES, start)) for first in range(last, start, _READ_BYTES))
-        last = stop
-    for part in contents(fd, spans):
+    size_bytes = os.fstat(fd).st_size
+    digest = hashlib.blake2b(b"%d" % size_bytes, digest_size=_DIGEST_BYTES)
+    for part in contents(fd, spans_besides(payloads, size_bytes)):
         digest.update(part)
     return digest.hexdigest()
 

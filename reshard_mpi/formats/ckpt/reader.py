@@ -6,7 +6,6 @@ import hashlib
 import math
 import os
 import sys
-from collections.abc import Iterator
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import files
@@ -30,18 +29,14 @@ from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
 
 def of_file(fd: int, tensors: TensorTable) -> HeaderDigest | None:
     """Return the structure of a file whose tensors lie where `tensors` says; None if they cannot lie so in it."""
-    payloads = list(_payloads(tensors))
-    size_bytes = _without_checksum(fd, payloads[-1][1] if payloads else 0)
-    spans, last = list[files.Span](), 0
-    for start, stop in (*payloads, (size_bytes, size_bytes)):
-        if not last <= start <= stop <= size_bytes:
-            return None
-        spans.append((last, start))
-        last = stop
+    payloads, digest = tensors.payload_spans(), hashlib.blake2b()
     try:
-        return HeaderDigest(size_bytes, hashlib.blake2b(b"".join(files.contents(fd, spans))).digest())
-    except (ValueError, OSError):  # it has just become shorter, or cannot be read
+        size_bytes = _without_checksum(fd, payloads[-1][1] if payloads else 0)
+        for part in files.contents(fd, files.spans_besides(payloads, size_bytes)):
+            digest.update(part)
+    except (ValueError, OSError):  # it is shorter, or cannot be read
         return None
+    return HeaderDigest(size_bytes, digest.digest())
 
 
 def _without_checksum(fd: int, end: int) -> int:
@@ -50,19 +45,6 @@ def _without_checksum(fd: int, end: int) -> int:
     shorter_bytes = size_bytes - CRC_BYTES
     has_checksum = shorter_bytes >= max(end, 1) and os.pread(fd, len(CRC_MARK), shorter_bytes) == CRC_MARK
     return shorter_bytes if has_checksum else size_bytes
-
-
-def _payloads(tensors: TensorTable) -> Iterator[files.Span]:
-    """Yield the spans of the payloads, in the order of the tensors."""
-    sizes = [kind.size_bytes for kind in tensors.kinds]
-    if not tensors.locations:
-        return ((start, start + sizes[kind]) for start, kind in zip(tensors.offsets, tensors.kind_ids) if sizes[kind])
-    return (
-        (part.offset_bytes, part.offset_bytes + part.length_bytes)
-        for number in range(len(tensors))
-        if isinstance(source := tensors.source(number), ByteRanges)
-        for part in source.ranges
-    )
 
 
 NAME = "ckpt"

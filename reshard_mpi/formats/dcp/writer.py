@@ -94,9 +94,7 @@ def locate_own(path: str) -> Manifest:
 
 def read_back(meant: Manifest) -> None:
     """Look at the structure of a file that was just written. Raises ShardError if it is not what was meant."""
-    manifest = locate_own(meant.path)
-    if manifest.tensors != meant.tensors or manifest.strings != meant.strings:
-        raise files.not_as_written(meant.path)
+    files.require_as_written(locate_own(meant.path), meant)
 
 
 def seal(fd: int, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = False) -> None:

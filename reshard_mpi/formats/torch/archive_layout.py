@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
@@ -140,18 +139,13 @@ _CRC_AT, _CRC_BYTES, _NO_CRC = archive.DESCRIPTOR_CRC_AT, 4, bytes(4)
 
 def of_file(fd: int, size_bytes: int, tensors: TensorTable) -> HeaderDigest | None:
     """Return the structure of an archive if its tensors lie as these do; None if they cannot."""
-    digest, last = hashlib.blake2b(), 0
+    digest, payloads = hashlib.blake2b(), tensors.payload_spans()
+    behind_payloads = {end for _, end in payloads}
     try:
         start, length_bytes, _ = archive.directory(fd, tensors.path, size_bytes)
-        spans = list[files.Span]()
-        for payload_start, payload_end in _payloads(tensors):
-            spans.append((last, payload_start))
-            last = payload_end
-        if last > start:
-            return None
-        spans.append((last, start))
-        for number, part in enumerate(files.contents(fd, spans)):
-            if number and part.startswith(DESCRIPTOR_MARK):
+        spans = files.spans_besides(payloads, start)
+        for (first, _), part in zip(spans, files.contents(fd, spans)):
+            if first in behind_payloads and part.startswith(DESCRIPTOR_MARK):
                 part = part[:_CRC_AT] + _NO_CRC + part[_CRC_AT + _CRC_BYTES :]
             digest.update(part)
         directory = bytearray(next(files.contents(fd, [(start, start + length_bytes)])))
@@ -162,27 +156,3 @@ def of_file(fd: int, size_bytes: int, tensors: TensorTable) -> HeaderDigest | No
     except (ShardError, ValueError, OSError):  # it is no archive, has just become shorter, or cannot be read
         return None
     return HeaderDigest(size_bytes, digest.digest())
-
-
-def _payloads(tensors: TensorTable) -> Iterator[files.Span]:
-    """Yield the places of payloads in file order; a shared payload comes once."""
-    sizes = [kind.size_bytes for kind in tensors.kinds]
-    spans = {
-        (start, start + sizes[kind])
-        for number, (start, kind) in enumerate(zip(tensors.offsets, tensors.kind_ids))
-        if sizes[kind] and number not in tensors.locations
-    }
-    for name in tensors if tensors.locations else ():
-        entry = tensors[name]
-        if entry.stored is not None:
-            spans.update((part.offset_bytes, part.offset_bytes + part.length_bytes) for part in entry.stored.ranges)
-    last: files.Span | None = None
-    for span in sorted(spans):
-        if last is not None and span[0] < last[1]:
-            last = last[0], max(last[1], span[1])
-            continue
-        if last is not None:
-            yield last
-        last = span
-    if last is not None:
-        yield last
