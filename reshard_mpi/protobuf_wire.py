@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
 FIXED_BYTES = {FIXED64: 8, FIXED32: 4}
-_MAX_VARINT_BYTES = 10
+MAX_VARINT_BYTES = 10
 _MASK = (1 << 64) - 1
 
 
@@ -38,13 +38,23 @@ class MessageField(NamedTuple):
         return self.number, self.wire_type
 
 
+class FieldHead(NamedTuple):
+    """One field without its content, which is from byte `start` to byte `end`."""
+
+    number: int
+    wire_type: int
+    value: int  # the number, if the field is a varint
+    start: int
+    end: int
+
+
 def varint(data: bytes, offset: int) -> tuple[int, int]:
     """Return the unsigned number at byte `offset` of `data`, and the offset after it.
 
-    Raises CutShortError if the data ends in the middle of it, WireError if it has more than 64 bits.
+    Raises MessageCutShortError if the data ends in the middle of it, WireError if it has more than 64 bits.
     """
     number = shift = 0
-    for position in range(offset, min(offset + _MAX_VARINT_BYTES, len(data))):
+    for position in range(offset, min(offset + MAX_VARINT_BYTES, len(data))):
         byte = data[position]
         number |= (byte & 0x7F) << shift
         if byte < 0x80:
@@ -53,9 +63,30 @@ def varint(data: bytes, offset: int) -> tuple[int, int]:
             return number, position + 1
         shift += 7
     else:
-        if offset + _MAX_VARINT_BYTES > len(data):
+        if offset + MAX_VARINT_BYTES > len(data):
             raise MessageCutShortError("the end of the data in a number")
     raise WireError("a number of more than 64 bits")
+
+
+def field_head(data: bytes, offset: int) -> FieldHead:
+    """Return the field at byte `offset` of `data`, where a content need not be.
+
+    Raises MessageCutShortError if the data ends before the content, WireError if it is not a field.
+    """
+    key, start = varint(data, offset)
+    number, wire_type = key >> 3, key & 7
+    if number == 0 or key >> 32:
+        raise WireError(f"the impossible field number {number}")
+    if wire_type == VARINT:
+        value, end = varint(data, start)
+        return FieldHead(number, wire_type, value, start, end)
+    if wire_type == LENGTH:
+        length_bytes, start = varint(data, start)
+    elif wire_type in FIXED_BYTES:
+        length_bytes = FIXED_BYTES[wire_type]
+    else:
+        raise WireError(f"the impossible type {wire_type}")
+    return FieldHead(number, wire_type, 0, start, start + length_bytes)
 
 
 def field(data: bytes, offset: int, most_bytes: int | None = None) -> MessageField:
@@ -64,28 +95,14 @@ def field(data: bytes, offset: int, most_bytes: int | None = None) -> MessageFie
     Args:
         most_bytes: a longer content is an error, even where the data ends before it does.
 
-    Raises CutShortError if the data ends in the middle of the field, WireError if it is not a field.
+    Raises MessageCutShortError if the data ends in the middle of the field, WireError if it is not a field.
     """
-    key, start = varint(data, offset)
-    number, wire_type = key >> 3, key & 7
-    if number == 0 or key >> 32:
-        raise WireError(f"field number {number}")
-    value, content = 0, b""
-    if wire_type == VARINT:
-        value, end = varint(data, start)
-    elif wire_type == LENGTH:
-        length_bytes, start = varint(data, start)
-        if most_bytes is not None and length_bytes > most_bytes:
-            raise WireError(f"an item of {length_bytes} bytes")
-        end = start + length_bytes
-        content = data[start:end]
-    elif wire_type in FIXED_BYTES:
-        end = start + FIXED_BYTES[wire_type]
-    else:
-        raise WireError(f"wire type {wire_type}")
+    number, wire_type, value, start, end = field_head(data, offset)
+    if most_bytes is not None and end - start > most_bytes:
+        raise WireError(f"an item of {end - start} bytes")
     if end > len(data):
         raise MessageCutShortError("the end of the data in a field")
-    return MessageField(number, wire_type, value, content, offset, end)
+    return MessageField(number, wire_type, value, data[start:end] if wire_type == LENGTH else b"", offset, end)
 
 
 def fields(data: bytes) -> Iterator[MessageField]:

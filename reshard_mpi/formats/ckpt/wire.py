@@ -12,7 +12,7 @@ from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem.paths import START_BYTES
 from reshard_mpi.formats import files
 from reshard_mpi.formats.locations import ByteRange
-from reshard_mpi.protobuf_wire import FIXED_BYTES, LENGTH, VARINT, encode_length, encode_varint
+from reshard_mpi.protobuf_wire import LENGTH, MAX_VARINT_BYTES, VARINT, encode_length, encode_varint
 
 # One read takes a header, and with it the small values that follow; a larger one would read payload for nothing.
 _WINDOW_BYTES = 1024
@@ -89,48 +89,17 @@ class WireReader:
             remedy="save or copy it again",
         )
 
-    def varint(self, offset: int, end: int) -> tuple[int, int]:
-        """Return the unsigned varint at `offset` and the offset after it. Raises ShardError if it passes `end`."""
-        window_offset = offset - self._base
-        if 0 <= window_offset < len(self._window) and offset < end:
-            byte = self._window[window_offset]
-            if byte < 0x80:
-                return byte, offset + 1
-        data = self.read(offset, min(10, end - offset)) if offset < end else b""
-        try:
-            number, length_bytes = protobuf_wire.varint(data, 0)
-        except protobuf_wire.MessageCutShortError:
-            raise self._overrun(offset, end) from None
-        except protobuf_wire.WireError:
-            raise self.damage(
-                "a number in a shard's structure has more than 64 bits: the shard is damaged", offset
-            ) from None
-        return number, offset + length_bytes
-
     def field(self, offset: int, end: int) -> Field:
         """Return the field at `offset` of a message that ends at `end`. Raises ShardError if there is none."""
-        key, start = self.varint(offset, end)
-        number, wire_type = key >> 3, key & 7
-        if number == 0 or key >> 32:
-            raise self.damage("a field number in a shard's structure is impossible: the shard is damaged", offset)
-        value = 0
-        if wire_type == LENGTH:
-            value, start = self.varint(start, end)
-            field_end = start + value
-        elif wire_type == VARINT:
-            value, field_end = self.varint(start, end)
-        elif wire_type in FIXED_BYTES:
-            field_end = start + FIXED_BYTES[wire_type]
-        else:
-            raise self.damage(
-                "a field in a shard's structure has an impossible type: the shard is damaged",
-                offset,
-                expected="wire type 0, 1, 2 or 5",
-                got=str(wire_type),
-            )
-        if field_end > end:
+        try:
+            head = protobuf_wire.field_head(self.read(offset, min(2 * MAX_VARINT_BYTES, end - offset)), 0)
+        except protobuf_wire.MessageCutShortError:
+            raise self._overrun(offset, end) from None
+        except protobuf_wire.WireError as error:
+            raise self._damaged(error, offset) from None
+        if offset + head.end > end:
             raise self._overrun(offset, end)
-        return Field(offset, number, wire_type, value, start, field_end)
+        return Field(offset, head.number, head.wire_type, head.value, offset + head.start, offset + head.end)
 
     def fields(self, start: int, end: int) -> Iterator[Field]:
         """Yield the fields of the message in the bytes from `start` to `end`. Raises ShardError as `field` does."""
@@ -142,11 +111,19 @@ class WireReader:
             yield field
             start = field.end
 
-    def varints(self, start: int, end: int) -> Iterator[int]:
-        """Yield the numbers of a packed repeated field, which is the bytes from `start` to `end`."""
-        while start < end:
-            number, start = self.varint(start, end)
-            yield number
+    def varints(self, field: Field) -> list[int]:
+        """Return the numbers of a packed repeated field, whose length the caller bounds."""
+        try:
+            return list(protobuf_wire.varints(self.read(field.start, field.length_bytes)))
+        except protobuf_wire.MessageCutShortError:
+            raise self._overrun(field.start, field.end) from None
+        except protobuf_wire.WireError as error:
+            raise self.damage(
+                f"a field in a shard's structure has {error}: the shard is damaged", field.start
+            ) from None
+
+    def _damaged(self, error: protobuf_wire.WireError, offset: int) -> ShardError:
+        return self.damage(f"a field in a shard's structure has {error}: the shard is damaged", offset)
 
     def _overrun(self, offset: int, end: int) -> ShardError:
         if end == self.size_bytes:
@@ -268,11 +245,9 @@ def _fields_once(
     dims: list[int] = []
     for field in reader.fields(message.start, message.end):
         if with_dims and field.number == _DIMS and field.wire_type in (VARINT, LENGTH):
-            for dim in _dims(reader, field):
-                dims.append(dim)
-                if len(dims) > files.MAX_DIMENSIONS:
-                    limit = f"{files.MAX_DIMENSIONS} at most"
-                    raise reader.damage("a tensor has too many dimensions", field.offset, expected=limit)
+            dims += _dims(reader, field)
+            if len(dims) > files.MAX_DIMENSIONS:
+                raise _too_many_dimensions(reader, field)
             continue
         if field.number not in numbers:
             continue
@@ -289,11 +264,20 @@ def _fields_once(
     return fields, dims
 
 
-def _dims(reader: WireReader, field: Field) -> Iterator[int]:
-    for number in (field.value,) if field.wire_type == VARINT else reader.varints(field.start, field.end):
-        if number >> 63:
-            raise reader.damage("a dimension is negative", field.offset, got=str(number - (1 << 64)))
-        yield number
+def _dims(reader: WireReader, field: Field) -> list[int]:
+    """Return the dimensions of a field: one, or a packed list."""
+    if field.length_bytes > files.MAX_DIMENSIONS * MAX_VARINT_BYTES:
+        raise _too_many_dimensions(reader, field)
+    dims = [field.value] if field.wire_type == VARINT else reader.varints(field)
+    if any(number >> 63 for number in dims):
+        raise reader.damage(
+            "a dimension is negative", field.offset, got=str([number - (1 << 64) for number in dims if number >> 63])
+        )
+    return dims
+
+
+def _too_many_dimensions(reader: WireReader, field: Field) -> ShardError:
+    return reader.damage("a tensor has too many dimensions", field.offset, expected=f"{files.MAX_DIMENSIONS} at most")
 
 
 def _required(reader: WireReader, message: Field, parts: dict[int, Field], number: int, name: str) -> Field:
