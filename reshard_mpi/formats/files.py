@@ -71,7 +71,6 @@ def opened(path: str) -> Iterator[tuple[int, int]]:
                 expected="a checkpoint",
                 got="0 bytes",
                 where=path,
-                remedy="save or copy it again",
             )
         yield fd, status.st_size
     finally:
@@ -125,6 +124,11 @@ def other_kind(start: bytes, path: str, expected: str) -> ShardError | None:
     if kind is None:
         return None
     return ShardError(f"a shard is {kind.what}", expected=expected, where=path, remedy=kind.remedy)
+
+
+def is_file_name(text: str) -> bool:
+    """Tell whether a text is the name of a file in a folder, and leads to no other folder."""
+    return text not in ("", ".", "..") and "/" not in text and "\0" not in text
 
 
 def write_all(fd: int, data: bytes, offset_bytes: int) -> None:

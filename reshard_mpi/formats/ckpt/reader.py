@@ -278,7 +278,6 @@ def _wrong_length(
         value.offset,
         expected=f"{expected_bytes} bytes ({dtype} {list(shape)})",
         got=f"{length_bytes} bytes",
-        remedy="the shard is truncated or damaged: save or copy it again",
     )
 
 

@@ -86,7 +86,6 @@ class WireReader:
             "a shard ends in the middle of a value: it is truncated or damaged",
             offset,
             got=f"{self.size_bytes} bytes in all",
-            remedy="save or copy it again",
         )
 
     def field(self, offset: int, end: int) -> Field:
@@ -183,7 +182,6 @@ def value_at(reader: WireReader, offset: int) -> FileValue:
             offset,
             expected="a value, which begins with byte 0x0a",
             got=f"byte 0x{reader.read(offset, 1).hex()}, {reader.size_bytes - offset} bytes before the end of the file",
-            remedy="save or copy it again",
         )
     return _value(reader, reader.field(offset, reader.size_bytes))
 

@@ -149,5 +149,4 @@ def _damaged(path: str) -> ShardError:
         expected="the record of its tensors, with a checksum that fits",
         got="something else",
         where=path,
-        remedy="copy it again",
     )

@@ -130,7 +130,6 @@ def _require_apart(ordered: Sequence[WantedItem], path: str, size_bytes: int) ->
                 expected=f"{end} bytes or more",
                 got=str(size_bytes),
                 where=path,
-                remedy="copy it again",
             )
 
 

@@ -102,14 +102,13 @@ def read(folder: str) -> Metadata:
             f"the metadata of a checkpoint cannot be read: {error.problem}",
             got=error.got,
             where=f"{path}, byte {error.at}",
-            remedy=error.remedy or "copy it again, or save the checkpoint again",
+            remedy=error.remedy,
         ) from None
     except _Unsound as error:
         raise ShardError(
             f"the metadata of a checkpoint is not sound: {error.args[0]}",
             got=str(error.args[1])[:300] if len(error.args) > 1 else "",
             where=path,
-            remedy="copy it again, or save the checkpoint again",
         ) from None
 
 
@@ -243,7 +242,7 @@ def _place(value: Value) -> ItemPlace:
         raise _Unsound("an item has no place in its file", value)
     if offset_bytes + length_bytes >= MAX_NUMBER:
         raise _Unsound("an item lies where no file can have it", value)
-    if type(file) is not str or "/" in file or "\0" in file or file in ("", ".", ".."):
+    if type(file) is not str or not files.is_file_name(file):
         raise _Unsound("an item is to lie in a file that is not beside the metadata", repr(file))
     return ItemPlace(file, offset_bytes, length_bytes)
 

@@ -86,7 +86,6 @@ def locate_own(path: str) -> Manifest:
                     expected="an item of its type and shape",
                     got="something else",
                     where=f"{path}, byte {head_start}",
-                    remedy="copy it again",
                 )
             end = tail_start + len(item.tail)
     return Manifest(path, NAME, tensors, own_footer.strings)

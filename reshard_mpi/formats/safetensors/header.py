@@ -119,7 +119,6 @@ def open_header(fd: int, path: str, size_bytes: int) -> JsonReader:
             expected=f"{end} bytes at least",
             got=f"{size_bytes} bytes in all",
             where=path,
-            remedy="copy it again",
         )
     return JsonReader(read, path, LENGTH_BYTES, end, "the header of a shard")
 

@@ -19,7 +19,7 @@ import re
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError, TargetError, UsageError
@@ -101,10 +101,8 @@ class _Map:
 
 def _is_inside(file: str) -> bool:
     """Tell whether a path names a file of the folder, or of one in it, whatever the links there are."""
-    parts = file.split("/")
-    is_plain = all(part and part not in (".", "..") and "\0" not in part for part in parts)
-    is_short = len(file.encode(errors="replace")) <= _MAX_FILE_BYTES
-    return is_plain and is_short and not PurePosixPath(file).is_absolute() and file.endswith(_ENDING)
+    is_short = len(file.encode()) <= _MAX_FILE_BYTES
+    return is_short and all(map(files.is_file_name, file.split("/"))) and file.endswith(_ENDING)
 
 
 def write(files_of: Mapping[str, str], total_bytes: int) -> str:

@@ -244,7 +244,6 @@ def _strings(folder: str, tensors: TensorTable) -> Mapping[str, str]:
             expected="an object of numbers and texts as JSON, each name once",
             got=str(error),
             where=path,
-            remedy="copy it again",
         ) from None
 
 

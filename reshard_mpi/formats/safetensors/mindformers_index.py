@@ -298,5 +298,4 @@ class _IndexReading:
 
 def _is_beside(file: str) -> bool:
     """Tell whether a text is the name of a file in the folder of the index."""
-    is_short = len(file.encode(errors="replace")) <= _MAX_FILE_BYTES
-    return is_short and "/" not in file and "\0" not in file and file.endswith(_ENDING)
+    return len(file.encode()) <= _MAX_FILE_BYTES and files.is_file_name(file) and file.endswith(_ENDING)

@@ -213,14 +213,12 @@ class _HeaderReading:
                 f"a shard ends before the end of {name!r}: it is truncated, or damaged",
                 expected=f"{self._header.end + end} bytes at least",
                 got=f"{self._header.end + self._data_bytes} bytes in all",
-                remedy="copy it again",
             )
         dtype, dims, *_ = self._tensors.kinds[kind]
         return self._header.damage(
             f"the range of {name!r} does not fit its shape",
             expected=f"{self._tensors.kinds[kind].size_bytes} bytes ({dtype} {list(dims)})",
             got=f"from {begin} to {end}",
-            remedy="the shard is damaged: save or copy it again",
         )
 
     def _keep(self, size_bytes: int) -> None:
@@ -297,7 +295,6 @@ class _HeaderReading:
                     f"{names[number]!r} {'overlaps with' if starts[number] < last else 'does not follow'} {before}",
                     expected=f"its first byte at {last}, where {before} ends",
                     got=str(starts[number]),
-                    remedy="the shard is damaged: save or copy it again",
                 )
             last, before = ends[number], repr(names[number])
         size_bytes = self._header.end + self._data_bytes
@@ -306,5 +303,4 @@ class _HeaderReading:
                 "a shard goes on behind its last tensor",
                 expected=f"its end at byte {last}",
                 got=f"{size_bytes - last} bytes more",
-                remedy="copy it again",
             )

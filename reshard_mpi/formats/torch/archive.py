@@ -142,7 +142,6 @@ class _Archive:
             raise self._damage(
                 "a shard does not end as an archive does: it is truncated, or something follows it",
                 max(end_start, 0),
-                remedy="save or copy it again",
             )
         _, disk, directory_disk, here, count, length_bytes, start, comment_bytes = END.unpack(end)
         directory_end = end_start
@@ -170,7 +169,6 @@ class _Archive:
                 end_start,
                 expected=f"its end at byte {directory_end}",
                 got=f"byte {start + length_bytes}",
-                remedy="save or copy it again",
             )
         if count > _MAX_MEMBERS or length_bytes > _MAX_DIRECTORY_BYTES:
             raise self._damage("a shard has too many members", end_start, expected=f"{_MAX_MEMBERS} at most")

@@ -132,7 +132,6 @@ def of_archive(
                 expected=f"{needed_bytes} bytes",
                 got="nothing" if member is None else f"{member.size_bytes} bytes",
                 where=path,
-                remedy="save or copy it again",
             )
         starts[prefix + key] = member.offset_bytes
     own = members.get(top + OWN_RECORD)
