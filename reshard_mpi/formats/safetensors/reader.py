@@ -173,7 +173,7 @@ class _HeaderReading:
         return self._header.damage(f"the entry of {shown(name)} is damaged", expected=expected, got=shown(entry))
 
     def _kind(self, name: str, tag: str, dims: tuple[int, ...]) -> tuple[int, int]:
-        """Add a kind of tensors, of which `name` is the first; return its number, and the size of one."""
+        """Add the kind of the tensor `name`; return its number, and the size of such a tensor."""
         dtype = BY_TAG.get(tag)
         if dtype is None:
             raise self._header.damage(
