@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -19,15 +20,15 @@ from support.command_line import COMMAND, Capture, run_apart, run_here
 from support.conversions import assert_right, listing, make, side, transform_apart
 from support.holders import TIMEOUT_SECONDS, Holder, ended, leased, until
 from support.launch import MPI
-from support.ledgers import Changing
+from support.ledgers import Changing, ledger
 from support.oracle import RawLayout
 from support.stand_ins import doing
 
 import reshard_mpi
 from reshard_mpi.errors import BudgetError, ReshardError, UsageError
 from reshard_mpi.processes.governor.admission import Allowance, Governor, open_governor
+from reshard_mpi.processes.governor.ledger import Ledger, _LedgerFile
 from reshard_mpi.processes.governor.ledger_folder import LedgerFolder
-from reshard_mpi.processes.governor.queue import Ledger
 from reshard_mpi.processes.governor.scopes import anonymous_bytes
 from reshard_mpi.text import MIB, parse_bytes
 
@@ -66,11 +67,14 @@ else:
 
 def leased_bytes(state: Path) -> dict[int, int]:
     """Return how many bytes every process holds, all at one moment: nobody is admitted while the lock is held."""
-    ledger = Ledger(state / os.uname().nodename / "host")
-    if not (state / os.uname().nodename).exists():
+    line = ledger(state)
+    try:
+        file = _LedgerFile(line.path, os.O_RDWR)
+    except FileNotFoundError:
         return {}
-    with ledger._locked():
-        return {occupant.claim.pid: occupant.claim.size_bytes for occupant in ledger.occupants() if occupant.holds}
+    with contextlib.closing(file), contextlib.suppress(FileNotFoundError), file.changing(None):
+        return {entry.pid: entry.size_bytes for entry in line.entries() if entry.holds}
+    return {}
 
 
 class Crowd:
@@ -398,9 +402,9 @@ def test_a_lease_fits_every_scope_it_lies_in(tmp_path: Path) -> None:
 
         waiting = threading.Thread(target=wait)
         waiting.start()
-        until(lambda: len(Ledger(tmp_path / "job").occupants()) == 2, "in line")
+        until(lambda: len(Ledger(tmp_path / "job.ledger").entries()) == 2, "in line")
         with leased(Governor(LedgerFolder(tmp_path, ""), [other, host]), 10, "third", print):
-            assert [occupant.claim.purpose for occupant in Ledger(tmp_path / "host").occupants()] == ["first", "third"]
+            assert [entry.purpose for entry in Ledger(tmp_path / "host.ledger").entries()] == ["first", "third"]
         assert not admitted.is_set()
     assert admitted.wait(TIMEOUT_SECONDS)
     waiting.join()
@@ -447,12 +451,12 @@ def test_the_tightest_scope_decides_what_can_never_fit(tmp_path: Path) -> None:
 def test_a_full_place_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And not the target, on whose file system there may be room."""
 
-    def mkfifo(path: Path, mode: int) -> None:
+    def pwrite(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     governor = Governor(LedgerFolder(tmp_path, ""), [Changing(100)])
     with monkeypatch.context() as patch, pytest.raises(ReshardError) as error:
-        patch.setattr(os, "mkfifo", mkfifo)
+        patch.setattr(os, "pwrite", pwrite)
         with leased(governor, 1, "a target", print):
             pass
     assert error.value.where == str(tmp_path) and "RESHARD_MPI_STATE_DIR" in error.value.remedy

@@ -1,6 +1,6 @@
 """A crowd that contends for the leases of one ledger; run as a program, since it forks.
 
-Reads from standard input, as JSON, the ledger's folder, how many bytes its leases may hold, and the sizes of the claims
+Reads from standard input, as JSON, the ledger's path, how many bytes its leases may hold, and the sizes of the claims
 in the order in which they join the line. All join while a first lease holds everything. Prints what came of it.
 """
 
@@ -16,22 +16,22 @@ from pathlib import Path
 from typing import Any
 
 from reshard_mpi.processes.forks import Channel, Fork
-from reshard_mpi.processes.governor.ledger_files import Claim, Judge, Occupant, WaitReporter, own_pid_namespace
-from reshard_mpi.processes.governor.queue import Ledger
+from reshard_mpi.processes.governor import ledger as ledgers
+from reshard_mpi.processes.governor.ledger import Judge, Ledger, LedgerEntry, WaitReporter, own_pid_namespace
 
 # So long a lease is held, so that several are held at once.
 _HELD_SECONDS = 0.002
 
 
-class WatchedLedger(Ledger):
-    """Notes how many functions are called at most while its lock is held, for each file in its folder, and for ten."""
+class WatchedFile(ledgers._LedgerFile):
+    """Notes how many functions are called at most while the file is locked, for each of its records, and for ten."""
 
-    most_calls_a_file = 0.0
+    most_calls_a_record = 0.0
 
     @contextlib.contextmanager
-    def _locked(self, notices: WaitReporter | None = None) -> Iterator[None]:
-        with super()._locked(notices):
-            files, calls = sum(1 for _ in self._folder.iterdir()), 0
+    def changing(self, reporter: WaitReporter | None) -> Iterator[None]:
+        with super().changing(reporter):
+            records, calls = self._path.stat().st_size // ledgers._RECORD.size, 0
 
             def count(_: object, event: str, __: object) -> None:
                 nonlocal calls
@@ -42,7 +42,7 @@ class WatchedLedger(Ledger):
                 yield
             finally:
                 sys.setprofile(None)
-                self.most_calls_a_file = max(self.most_calls_a_file, calls / (10 + files))
+                WatchedFile.most_calls_a_record = max(self.most_calls_a_record, calls / (10 + records))
 
 
 class NoNotices:
@@ -51,33 +51,33 @@ class NoNotices:
     def left_seconds(self) -> float:
         return 3600.0
 
-    def tell(self, ahead: int, lacking: str | None, whom: Sequence[Occupant]) -> None:
+    def tell(self, ahead: int, lacking: str | None, whom: Sequence[LedgerEntry]) -> None:
         raise AssertionError("too early")
 
     def tell_locked(self, pids: Sequence[int]) -> None:
         raise AssertionError(f"{pids} keep the lock")
 
 
-def claim(size_bytes: int) -> Claim:
-    """Return what this process would enter in the ledger for a lease of that size."""
-    return Claim(size_bytes, os.getpid(), own_pid_namespace(), "a test", "nothing", size_bytes, time.time())
+def wanted(size_bytes: int) -> LedgerEntry:
+    """Return the entry of this process for a lease of that size."""
+    return LedgerEntry(size_bytes, os.getpid(), own_pid_namespace(), "a test", "nothing", size_bytes, time.time())
 
 
 @contextlib.contextmanager
-def entered(ledger: Ledger, wanted: Claim, judge: Judge, notices: WaitReporter) -> Iterator[None]:
-    """Hold what is claimed as long as the block lasts."""
-    position = ledger.enter(wanted, judge, notices)
+def entered(ledger: Ledger, entry: LedgerEntry, judge: Judge, reporter: WaitReporter) -> Iterator[None]:
+    """Hold a lease as long as the block lasts."""
+    ticket = ledger.enter(entry, judge, reporter)
     try:
         yield
     finally:
-        ledger.leave(position)
+        ticket.leave()
 
 
-def visit(folder: Path, number: int, size_bytes: int, allowed_bytes: int, admitted: int, channel: Channel) -> None:
+def visit(path: Path, number: int, size_bytes: int, allowed_bytes: int, admitted: int, channel: Channel) -> None:
     """Take a lease; write its number to the file `admitted`, and send what was seen."""
     held_bytes = 0
 
-    def judge(leases: Sequence[Claim]) -> str | None:
+    def judge(leases: Sequence[LedgerEntry]) -> str | None:
         nonlocal held_bytes
         held_bytes = sum(other.size_bytes for other in leases) + size_bytes
         if leases and held_bytes > allowed_bytes:
@@ -85,38 +85,30 @@ def visit(folder: Path, number: int, size_bytes: int, allowed_bytes: int, admitt
         os.write(admitted, b"%d\n" % number)
         return None
 
-    ledger = WatchedLedger(folder)
-    with entered(ledger, claim(size_bytes), judge, NoNotices()):
+    ledgers._LedgerFile = WatchedFile  # type: ignore[misc]
+    with entered(Ledger(path), wanted(size_bytes), judge, NoNotices()):
         time.sleep(_HELD_SECONDS)
-    switches = int(
-        next(
-            line.split()[1]
-            for line in Path("/proc/self/status").read_text().splitlines()
-            if line.startswith("voluntary_ctxt_switches")
-        )
-    )
-    channel.send({"held_bytes": held_bytes, "calls_a_file": ledger.most_calls_a_file, "switches": switches})
+    channel.send({"held_bytes": held_bytes, "calls_a_record": WatchedFile.most_calls_a_record})
 
 
-def main(folder: Path, allowed_bytes: int, sizes_bytes: Sequence[int]) -> dict[str, Any]:
+def main(path: Path, allowed_bytes: int, sizes_bytes: Sequence[int]) -> dict[str, Any]:
     """Have the crowd take its leases; return in which order, and what each saw."""
-    folder.mkdir()
-    admitted = os.open(folder.parent / "admitted", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    admitted = os.open(path.parent / "admitted", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     crowd: list[tuple[Fork, Channel]] = []
-    with entered(Ledger(folder), claim(allowed_bytes), lambda leases: None, NoNotices()):
+    with entered(Ledger(path), wanted(allowed_bytes), lambda leases: None, NoNotices()):
         for number, size_bytes in enumerate(sizes_bytes):
             ours, theirs = Channel.pair()
-            process = Fork(lambda: visit(folder, number, size_bytes, allowed_bytes, admitted, theirs))  # noqa: B023
+            process = Fork(lambda: visit(path, number, size_bytes, allowed_bytes, admitted, theirs))  # noqa: B023
             theirs.close()
             crowd.append((process, ours))
-            while len(list(folder.glob("*.waiting"))) <= number:
+            while sum(not entry.holds for entry in Ledger(path).entries()) <= number:
                 time.sleep(0.0005)
     visits = [channel.receive() for _, channel in crowd]
     codes = [process.wait() for process, _ in crowd]
-    order = [int(number) for number in (folder.parent / "admitted").read_text().split()]
-    return {"order": order, "visits": visits, "codes": codes, "remains": folder.exists()}
+    order = [int(number) for number in (path.parent / "admitted").read_text().split()]
+    return {"order": order, "visits": visits, "codes": codes, "remains": path.exists()}
 
 
 if __name__ == "__main__":
     asked = json.load(sys.stdin)
-    print(json.dumps(main(Path(asked["folder"]), asked["allowed_bytes"], asked["sizes_bytes"])))
+    print(json.dumps(main(Path(asked["path"]), asked["allowed_bytes"], asked["sizes_bytes"])))

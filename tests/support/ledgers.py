@@ -6,8 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from reshard_mpi.processes.governor.ledger_files import Occupant
-from reshard_mpi.processes.governor.queue import Ledger
+from reshard_mpi.processes.governor.ledger import Ledger, LedgerEntry
 from reshard_mpi.text import MIB
 from support.holders import Holder, until
 
@@ -16,17 +15,17 @@ LEASE = 64 * MIB
 
 def ledger(state: Path) -> Ledger:
     """Return the ledger of this host in a folder of leases."""
-    return Ledger(state / os.uname().nodename / "host")
+    return Ledger(state / os.uname().nodename / "host.ledger")
 
 
-def occupants(state: Path) -> list[Occupant]:
+def entries(state: Path) -> list[LedgerEntry]:
     """Return who holds a lease of this host or waits for one."""
-    return ledger(state).occupants()
+    return ledger(state).entries()
 
 
 def pids(state: Path, *, holding: bool) -> list[int]:
     """Return who holds a lease, or who waits, in the order of the line."""
-    return [occupant.claim.pid for occupant in occupants(state) if occupant.holds == holding]
+    return [entry.pid for entry in entries(state) if entry.holds == holding]
 
 
 def in_line(state: Path, *waiting: Holder) -> None:

@@ -6,16 +6,16 @@ import errno
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Self
 
 from reshard_mpi.errors import BudgetError, UsageError
-from reshard_mpi.processes.governor.ledger_files import Claim, Occupant, leased_bytes, own_pid_namespace
+from reshard_mpi.processes.governor.ledger import Judge, Ledger, LedgerEntry, Ticket, WaitReporter, own_pid_namespace
 from reshard_mpi.processes.governor.ledger_folder import LedgerFolder, find_place, make_place, no_place
-from reshard_mpi.processes.governor.queue import Ledger, Ticket
-from reshard_mpi.processes.governor.scopes import Scope, find_scopes
+from reshard_mpi.processes.governor.scopes import Scope, find_scopes, resident_bytes
 from reshard_mpi.processes.host import state_of
 from reshard_mpi.text import format_bytes, parse_bytes
 
@@ -67,8 +67,7 @@ class _ScopeLease(NamedTuple):
     """The part of a lease in one scope."""
 
     scope: Scope
-    ledger: Ledger
-    position: Ticket
+    ticket: Ticket
 
 
 class Lease:
@@ -82,21 +81,21 @@ class Lease:
     @property
     def size_bytes(self) -> int:
         """The size held; where nothing limits it, the size last asked for."""
-        return min((part.position.claim.size_bytes for part in self.parts), default=self._wanted_bytes)
+        return min((part.ticket.entry.size_bytes for part in self.parts), default=self._wanted_bytes)
 
     @property
     def numbers(self) -> dict[str, int]:
         """The number of its place in the line of each scope, by the scope's key."""
-        return {part.scope.key: part.position.number for part in self.parts}
+        return {part.scope.key: part.ticket.entry.number for part in self.parts}
 
     def grow(self, size_bytes: int) -> bool:
         """Hold `size_bytes` from now on, if that fits now; tell whether it does. Nothing is waited for."""
         before_bytes = self.size_bytes
-        for grown, (scope, ledger, position) in enumerate(self.parts):
-            judge = partial(_judge, scope, position.claim._replace(size_bytes=size_bytes))
-            if not ledger.resize(position, size_bytes, judge):
-                for _, other_ledger, other in self.parts[:grown]:
-                    other_ledger.resize(other, before_bytes, None)
+        for grown, (scope, ticket) in enumerate(self.parts):
+            judge = partial(_judge, scope, ticket.entry._replace(size_bytes=size_bytes))
+            if not ticket.resize(size_bytes, judge):
+                for part in self.parts[:grown]:
+                    part.ticket.resize(before_bytes, None)
                 return False
         self._wanted_bytes = size_bytes
         return True
@@ -108,13 +107,12 @@ class Lease:
             is_floor: the lease stands for what the process uses in any case, and nobody waits for its end.
         """
         self._wanted_bytes = size_bytes
-        for _, ledger, position in self.parts:
-            ledger.resize(position, size_bytes, None, is_floor=is_floor)
+        for part in self.parts:
+            part.ticket.resize(size_bytes, None, is_floor=is_floor)
 
     def give_back(self) -> None:
         while self.parts:
-            _, ledger, position = self.parts.pop()
-            ledger.leave(position)
+            self.parts.pop().ticket.leave()
 
 
 class Governor:
@@ -182,12 +180,10 @@ class Governor:
         lease = Lease(size_bytes)
         try:
             for scope in self._scopes:
-                claim = self._claim(scope, size_bytes, purpose)._replace(used_before_bytes=used_before_bytes)
-                notices = _PeriodicReporter(scope, claim, begin, say)
+                entry = _entry(scope, size_bytes, purpose)._replace(used_before_bytes=used_before_bytes)
+                reporter = _PeriodicReporter(scope, purpose, begin, say)
                 number = (numbers or {}).get(scope.key, 0)
-                judge = partial(_judge, scope, claim)
-                enter = partial(Ledger.enter, claim=claim, judge=judge, notices=notices, number=number)
-                lease.parts.append(self._part(scope, enter))
+                lease.parts.append(self._enter(scope, entry, partial(_judge, scope, entry), reporter, number))
         except BaseException:
             lease.give_back()
             raise
@@ -198,28 +194,23 @@ class Governor:
         """Return a lease of `size_bytes` that are in use in any case; nothing is waited for."""
         lease = Lease(size_bytes)
         for scope in self._scopes:
-            claim = self._claim(scope, size_bytes, purpose)._replace(is_floor=True)
-            notices = _PeriodicReporter(scope, claim, time.monotonic(), lambda _: None)
-            lease.parts.append(self._part(scope, partial(Ledger.register, claim=claim, notices=notices)))
+            entry = _entry(scope, size_bytes, purpose)._replace(is_floor=True)
+            reporter = _PeriodicReporter(scope, purpose, time.monotonic(), lambda _: None)
+            lease.parts.append(self._enter(scope, entry, None, reporter))
         return lease
 
     def is_waited_for(self) -> bool:
         """Tell whether anybody waits who could be admitted."""
-        return any(self._ledger(scope).is_waited_for() for scope in self._scopes)
+        return any(Ledger(self._place.path_of(scope.key)).is_waited_for() for scope in self._scopes)
 
-    def _claim(self, scope: Scope, size_bytes: int, purpose: str) -> Claim:
-        ceiling_bytes = scope.ceiling_bytes
-        return Claim(size_bytes, os.getpid(), own_pid_namespace(), purpose, scope.name, ceiling_bytes, time.time())
-
-    def _ledger(self, scope: Scope) -> Ledger:
-        return Ledger(self._place.folder / scope.key)
-
-    def _part(self, scope: Scope, enter: Callable[[Ledger], Ticket]) -> _ScopeLease:
-        """Return what `enter` takes of `scope`. Raises ReshardError if there is no room to note it."""
-        ledger = self._ledger(scope)
+    def _enter(
+        self, scope: Scope, entry: LedgerEntry, judge: Judge | None, reporter: WaitReporter, number: int = 0
+    ) -> _ScopeLease:
+        """Return the part of a lease in `scope`. Raises ReshardError if there is no room to note it."""
+        ledger = Ledger(self._place.path_of(scope.key))
         while True:
             try:
-                return _ScopeLease(scope, ledger, enter(ledger))
+                return _ScopeLease(scope, ledger.enter(entry, judge, reporter, number))
             except FileNotFoundError:
                 make_place(self._place)
             except OSError as error:
@@ -253,23 +244,47 @@ class _Uncounted(NamedTuple):
         return sys.maxsize
 
 
-def _judge(scope: Scope, claim: Claim, held: Sequence[Claim]) -> str | None:
-    """Say what `claim` lacks beside the leases in `held`; None if nothing."""
+def leased_bytes(leases: Iterable[LedgerEntry]) -> Counter[int]:
+    """Return by process the sum of its leases, for processes of this PID namespace.
+
+    Leases of a process that used memory before its first one count only as far as it has used more since.
+    """
+    leased: Counter[int] = Counter()
+    used_before: Counter[int] = Counter()
+    for lease in leases:
+        if lease.is_here:
+            leased[lease.pid] += lease.size_bytes
+            used_before[lease.pid] = max(used_before[lease.pid], lease.used_before_bytes)
+    for pid, before_bytes in used_before.items():
+        if before_bytes:
+            leased[pid] = min(leased[pid], max(0, resident_bytes(pid) - before_bytes))
+    return leased
+
+
+def _entry(scope: Scope, size_bytes: int, purpose: str) -> LedgerEntry:
+    """Return the entry of this process in the ledger of `scope`."""
+    return LedgerEntry(
+        size_bytes, os.getpid(), own_pid_namespace(), purpose, scope.name, scope.ceiling_bytes, time.time()
+    )
+
+
+def _judge(scope: Scope, wanted: LedgerEntry, held: Sequence[LedgerEntry]) -> str | None:
+    """Say what `wanted` lacks beside the leases in `held`; None if nothing."""
     working = [other for other in held if not other.is_floor]
     if not working:
         return None  # one at a time goes on, whatever others do to the memory; floors are not waited for
     if scope.most_held is not None and len(working) >= scope.most_held:
         return f"{len(working)} at work on {scope.name}, {scope.most_held} allowed at once"
     held_bytes = sum(other.size_bytes for other in held)
-    if held_bytes + claim.size_bytes <= scope.certain_bytes():
+    if held_bytes + wanted.size_bytes <= scope.certain_bytes():
         return None
-    allowed_bytes = scope.allowed_bytes(leased_bytes([*held, claim]))
-    if held_bytes + claim.size_bytes <= allowed_bytes:
+    allowed_bytes = scope.allowed_bytes(leased_bytes([*held, wanted]))
+    if held_bytes + wanted.size_bytes <= allowed_bytes:
         return None
     count = f"{len(held)} {'lease holds' if len(held) == 1 else 'leases hold'}"
     allowed = format_bytes(max(0, allowed_bytes))
     return (
-        f"{format_bytes(claim.size_bytes)} wanted, {count} {format_bytes(held_bytes)} of the {allowed} that"
+        f"{format_bytes(wanted.size_bytes)} wanted, {count} {format_bytes(held_bytes)} of the {allowed} that"
         f" {scope.name} has for them"
     )
 
@@ -277,9 +292,9 @@ def _judge(scope: Scope, claim: Claim, held: Sequence[Claim]) -> str | None:
 class _PeriodicReporter:
     """Reports the reason for waiting: once after a moment, then every half a minute."""
 
-    def __init__(self, scope: Scope, claim: Claim, begin: float, say: Say) -> None:
+    def __init__(self, scope: Scope, purpose: str, begin: float, say: Say) -> None:
         self._scope = scope
-        self._claim = claim
+        self._purpose = purpose
         self._say = say
         self._begin = begin
         self._due = begin + _FIRST_NOTICE_SECONDS
@@ -287,11 +302,11 @@ class _PeriodicReporter:
     def left_seconds(self) -> float:
         return self._due - time.monotonic()
 
-    def tell(self, ahead: int, lacking: str | None, whom: Sequence[Occupant]) -> None:
+    def tell(self, ahead: int, lacking: str | None, whom: Sequence[LedgerEntry]) -> None:
         why = f"{ahead} ahead in line on {self._scope.name}" if lacking is None else lacking
         now = time.time()
         # The stopped first: somebody has to do something about them.
-        named = sorted(whom, key=lambda who: (not who.claim.is_stopped, who.claim.is_floor, who.since))[:_MAX_NAMED]
+        named = sorted(whom, key=lambda who: (not who.is_stopped, who.is_floor, who.since))[:_MAX_NAMED]
         more = f" and {len(whom) - len(named)} more" if len(whom) > len(named) else ""
         self._tell(f", on {', '.join(who.told(now) for who in named)}{more}" if named else "", why)
 
@@ -304,4 +319,4 @@ class _PeriodicReporter:
     def _tell(self, whom: str, why: str) -> None:
         now = time.monotonic()
         self._due = now + _NOTICE_SECONDS
-        self._say(f"{self._claim.purpose} has been waiting for memory for {now - self._begin:.0f} s{whom}: {why}")
+        self._say(f"{self._purpose} has been waiting for memory for {now - self._begin:.0f} s{whom}: {why}")

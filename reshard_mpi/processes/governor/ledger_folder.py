@@ -1,4 +1,4 @@
-"""Find the folder of a user's ledgers on this host (`find_place`)."""
+"""Find the folder of a user's ledgers on this host (`find_place`), and open a file in it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from reshard_mpi.errors import ReshardError
 from reshard_mpi.processes.host import host_name
 
 STATE_VARIABLE = "RESHARD_MPI_STATE_DIR"
+LEDGER_SUFFIX = ".ledger"
 # Shared by all processes of a host, unless a job has been given its own; what follows is for systems without the first.
 _SHARED = (Path("/dev/shm"), Path("/tmp"))
 _TEMPORARY = ("/dev/shm", "/tmp", "/var/tmp")
@@ -28,6 +29,10 @@ class LedgerFolder(NamedTuple):
 
     folder: Path
     private: str
+
+    def path_of(self, key: str) -> Path:
+        """Return the path of the ledger of a scope."""
+        return self.folder / f"{key}{LEDGER_SUFFIX}"
 
 
 def find_place(environment: Mapping[str, str]) -> LedgerFolder:
@@ -66,6 +71,36 @@ def no_place(folder: Path, error: OSError) -> ReshardError:
         got=error.strerror or str(error),
         where=str(folder),
         remedy=f"name a folder on this host in {STATE_VARIABLE}, or use --memory unlimited",
+    )
+
+
+def open_ledger_file(path: Path, flags: int) -> int:
+    """Open a file of this user's, which is made if need be and `flags` say so, and return its descriptor.
+
+    Raises FileNotFoundError if its folder is not there, ReshardError if something else is in its place.
+    """
+    try:
+        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    except (IsADirectoryError, NotADirectoryError, PermissionError) as error:
+        raise _strange_entry(path, error.strerror or str(error)) from None
+    except OSError:
+        if path.is_symlink():
+            raise _strange_entry(path, "a symbolic link") from None
+        raise
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+        os.close(fd)
+        raise _strange_entry(path, "no file" if status.st_uid == os.geteuid() else f"a file of user {status.st_uid}")
+    return fd
+
+
+def _strange_entry(path: Path, got: str) -> ReshardError:
+    return ReshardError(
+        "what memory processes use cannot be kept: something else is in the place of a file for it",
+        expected=f"a file of user {os.geteuid()}, or none",
+        got=got,
+        where=str(path),
+        remedy="remove it",
     )
 
 

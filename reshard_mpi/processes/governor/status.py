@@ -7,10 +7,9 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from reshard_mpi.processes.governor.admission import Allowance
-from reshard_mpi.processes.governor.ledger_files import Occupant, leased_bytes
-from reshard_mpi.processes.governor.ledger_folder import LedgerFolder, find_place
-from reshard_mpi.processes.governor.queue import Ledger
+from reshard_mpi.processes.governor.admission import Allowance, leased_bytes
+from reshard_mpi.processes.governor.ledger import Ledger, LedgerEntry
+from reshard_mpi.processes.governor.ledger_folder import LEDGER_SUFFIX, LedgerFolder, find_place
 from reshard_mpi.processes.governor.scopes import find_scopes
 from reshard_mpi.processes.host import is_stopped, state_of
 from reshard_mpi.text import format_bytes, one_line
@@ -22,21 +21,21 @@ class ScopeState(NamedTuple):
     name: str
     ceiling_bytes: int
     allowed_bytes: int | None  # what its leases may hold together now; None for a scope that this process is not in
-    occupants: tuple[Occupant, ...]
+    entries: tuple[LedgerEntry, ...]
     locked_by: tuple[int, ...] = ()  # the processes that are changing its line now, or have been stopped while they did
 
     @property
-    def leases(self) -> tuple[Occupant, ...]:
-        return tuple(occupant for occupant in self.occupants if occupant.holds)
+    def leases(self) -> tuple[LedgerEntry, ...]:
+        return tuple(entry for entry in self.entries if entry.holds)
 
     @property
-    def waiting(self) -> tuple[Occupant, ...]:
+    def waiting(self) -> tuple[LedgerEntry, ...]:
         """In the order of the line."""
-        return tuple(occupant for occupant in self.occupants if not occupant.holds)
+        return tuple(entry for entry in self.entries if not entry.holds)
 
     @property
     def held_bytes(self) -> int:
-        return sum(occupant.claim.size_bytes for occupant in self.leases)
+        return sum(lease.size_bytes for lease in self.leases)
 
 
 class HostState(NamedTuple):
@@ -58,8 +57,8 @@ class HostState(NamedTuple):
                     "allowed_bytes": scope.allowed_bytes,
                     "held_bytes": scope.held_bytes,
                     "locked_by": [{"pid": pid, "state": state_of(pid)} for pid in scope.locked_by],
-                    "leases": [_as_json(occupant) for occupant in scope.leases],
-                    "waiting": [_as_json(occupant) for occupant in scope.waiting],
+                    "leases": [_as_json(entry) for entry in scope.leases],
+                    "waiting": [_as_json(entry) for entry in scope.waiting],
                 }
                 for scope in self.scopes
             ],
@@ -78,17 +77,16 @@ def host_state(allowance: Allowance, environment: Mapping[str, str]) -> HostStat
     place = find_place(environment)
     scopes = {}
     for scope in reversed(find_scopes(environment, allowance.memory_bytes, allowance.max_active)):
-        ledger = Ledger(place.folder / scope.key)
-        occupants = tuple(ledger.occupants())
-        leased = leased_bytes(occupant.claim for occupant in occupants if occupant.holds)
-        allowed_bytes = max(0, scope.allowed_bytes(leased))
-        scopes[scope.key] = ScopeState(scope.name, scope.ceiling_bytes, allowed_bytes, occupants, ledger.lock_holders())
-    for folder in sorted(place.folder.iterdir()) if place.folder.is_dir() else ():
-        ledger = Ledger(folder)
-        occupants = tuple(ledger.occupants()) if folder.name not in scopes else ()
-        if occupants:
-            claim = occupants[0].claim
-            scopes[folder.name] = ScopeState(claim.scope, claim.ceiling_bytes, None, occupants, ledger.lock_holders())
+        ledger = Ledger(place.path_of(scope.key))
+        entries = tuple(ledger.entries())
+        allowed_bytes = max(0, scope.allowed_bytes(leased_bytes(entry for entry in entries if entry.holds)))
+        state = ScopeState(scope.name, scope.ceiling_bytes, allowed_bytes, entries, ledger.lock_holders())
+        scopes[ledger.path] = state
+    for path in sorted(place.folder.glob(f"*{LEDGER_SUFFIX}")):
+        ledger = Ledger(path)
+        entries = tuple(ledger.entries()) if path not in scopes else ()
+        if entries:
+            scopes[path] = ScopeState(entries[0].scope, entries[0].ceiling_bytes, None, entries, ledger.lock_holders())
     return HostState(place, tuple(scopes.values()))
 
 
@@ -97,8 +95,8 @@ def _lines(scope: ScopeState, now: float) -> list[str]:
     held = f"{len(scope.leases)} {'lease holds' if len(scope.leases) == 1 else 'leases hold'}"
     head = f"{scope.name}: {held} {format_bytes(scope.held_bytes)} of {format_bytes(allowed_bytes)}"
     head += f", {len(scope.waiting)} waiting" if scope.waiting else ""
-    rows = [("", *_cells(occupant, scope, now)) for occupant in scope.leases]
-    rows += [(f"{place}.", *_cells(occupant, scope, now)) for place, occupant in enumerate(scope.waiting, 1)]
+    rows = [("", *_cells(lease, scope, now)) for lease in scope.leases]
+    rows += [(f"{place}.", *_cells(entry, scope, now)) for place, entry in enumerate(scope.waiting, 1)]
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
     locked = [
         f"  pid {pid} ({state_of(pid)}) keeps its line locked: nobody comes or goes until it is continued or ended"
@@ -112,26 +110,24 @@ def _lines(scope: ScopeState, now: float) -> list[str]:
     ]
 
 
-def _cells(occupant: Occupant, scope: ScopeState, now: float) -> tuple[str, str, str, str]:
-    claim = occupant.claim
-    what = f"{'holds' if occupant.holds else 'waits for'} {format_bytes(claim.size_bytes)}"
-    if claim.ceiling_bytes < scope.ceiling_bytes:  # its user allows it less
-        what += f" within {format_bytes(claim.ceiling_bytes)}"
-    seconds = f"{max(0.0, now - occupant.since):.0f} s"
-    stopped = "stopped: " if claim.is_stopped else ""
-    return f"pid {claim.pid}", what, seconds, f"{stopped}{claim.purpose}"
+def _cells(entry: LedgerEntry, scope: ScopeState, now: float) -> tuple[str, str, str, str]:
+    what = f"{'holds' if entry.holds else 'waits for'} {format_bytes(entry.size_bytes)}"
+    if entry.ceiling_bytes < scope.ceiling_bytes:  # its user allows it less
+        what += f" within {format_bytes(entry.ceiling_bytes)}"
+    seconds = f"{max(0.0, now - entry.since):.0f} s"
+    stopped = "stopped: " if entry.is_stopped else ""
+    return f"pid {entry.pid}", what, seconds, f"{stopped}{entry.purpose}"
 
 
-def _as_json(occupant: Occupant) -> dict[str, Any]:
-    claim = occupant.claim
+def _as_json(entry: LedgerEntry) -> dict[str, Any]:
     return {
-        "pid": claim.pid,
-        "size_bytes": claim.size_bytes,
-        "ceiling_bytes": _number(claim.ceiling_bytes),
-        "purpose": claim.purpose,
-        "state": claim.state or None,
-        "is_floor": claim.is_floor,
-        "since": occupant.since,
+        "pid": entry.pid,
+        "size_bytes": entry.size_bytes,
+        "ceiling_bytes": _number(entry.ceiling_bytes),
+        "purpose": entry.purpose,
+        "state": entry.state or None,
+        "is_floor": entry.is_floor,
+        "since": entry.since,
     }
 
 
