@@ -145,6 +145,14 @@ def _state(pid: int) -> str:
         return ""
 
 
+def pid_namespace() -> int:
+    """Return the number of the PID namespace of this process; 0 if the kernel does not tell."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino  # noqa: PTH116 - pathlib is slow
+    except OSError:
+        return 0
+
+
 def holders_of_lock(fd: int) -> list[int]:
     """Return the processes that hold a lock (flock) on an open file, as far as this one can see them."""
     status = os.fstat(fd)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from support.checkpoints import read_shard
@@ -448,21 +450,29 @@ def test_the_tightest_scope_decides_what_can_never_fit(tmp_path: Path) -> None:
         governor.require_possible(71, 64)
 
 
-def test_a_full_place_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("module", "name", "number"),
+    [(os, "pwrite", errno.ENOSPC), (fcntl, "fcntl", errno.EINVAL)],
+    ids=["full", "no locks"],
+)
+def test_a_place_where_nothing_can_be_kept_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str, number: int
+) -> None:
     """And not the target, on whose file system there may be room."""
 
-    def pwrite(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
 
     governor = Governor(LedgerFolder(tmp_path, ""), [Changing(100)])
     with monkeypatch.context() as patch, pytest.raises(ReshardError) as error:
-        patch.setattr(os, "pwrite", pwrite)
+        patch.setattr(module, name, refuse)
         with leased(governor, 1, "a target", print):
             pass
     assert error.value.where == str(tmp_path) and "RESHARD_MPI_STATE_DIR" in error.value.remedy
-    assert list(tmp_path.iterdir()) == []
+    assert error.value.got == os.strerror(number)
     with leased(governor, 1, "a target", print):
         pass
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_unlimited_keeps_no_state(state: Path) -> None:

@@ -228,7 +228,7 @@ def test_use_of_a_slurm_job() -> None:
 
 @pytest.mark.skipif(shutil.which("unshare") is None or os.geteuid() != 0, reason="unshare, as root")
 def test_pid_namespaces_have_names_of_their_own() -> None:
-    code = "from reshard_mpi.processes.governor.ledger import own_pid_namespace as n; print(n())"
+    code = "from reshard_mpi.processes.host import pid_namespace as n; print(n())"
     names = {
         run_command([*prefix, sys.executable, "-c", code], check=True).out
         for prefix in ([], ["unshare", "--pid", "--fork", "--mount-proc"])

@@ -228,6 +228,13 @@ def test_what_the_dead_have_left_is_taken_over(state: Path) -> None:
             assert ledger(state).path.stat().st_size == size_bytes
 
 
+def test_numbers_that_are_too_large_are_cut(tmp_path: Path) -> None:
+    """As the limit of a job whose environment has been made up."""
+    line = Ledger(tmp_path / "line.ledger")
+    with entered(line, wanted(1 << 70), lambda held: None, NoNotices()):
+        assert [entry.size_bytes for entry in line.entries()] == [(1 << 64) - 1]
+
+
 def test_long_texts_are_cut_and_odd_ones_survive(tmp_path: Path) -> None:
     line = Ledger(tmp_path / "line.ledger")
     entry = wanted(1)._replace(purpose="p\udcff" * 400, scope="\u00e9" * 400)

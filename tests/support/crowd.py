@@ -17,7 +17,8 @@ from typing import Any
 
 from reshard_mpi.processes.forks import Channel, Fork
 from reshard_mpi.processes.governor import ledger as ledgers
-from reshard_mpi.processes.governor.ledger import Judge, Ledger, LedgerEntry, WaitReporter, own_pid_namespace
+from reshard_mpi.processes.governor.ledger import Judge, Ledger, LedgerEntry, WaitReporter
+from reshard_mpi.processes.host import pid_namespace
 
 # So long a lease is held, so that several are held at once.
 _HELD_SECONDS = 0.002
@@ -60,7 +61,7 @@ class NoNotices:
 
 def wanted(size_bytes: int) -> LedgerEntry:
     """Return the entry of this process for a lease of that size."""
-    return LedgerEntry(size_bytes, os.getpid(), own_pid_namespace(), "a test", "nothing", size_bytes, time.time())
+    return LedgerEntry(size_bytes, os.getpid(), pid_namespace(), "a test", "nothing", size_bytes, time.time())
 
 
 @contextlib.contextmanager

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from reshard_mpi.errors import BudgetError, UsageError
-from reshard_mpi.processes.governor.ledger import Judge, Ledger, LedgerEntry, Ticket, WaitReporter, own_pid_namespace
+from reshard_mpi.processes.governor.ledger import Judge, Ledger, LedgerEntry, Ticket, WaitReporter
 from reshard_mpi.processes.governor.ledger_folder import LedgerFolder, find_place, make_place, no_place
 from reshard_mpi.processes.governor.scopes import Scope, find_scopes, resident_bytes
-from reshard_mpi.processes.host import state_of
+from reshard_mpi.processes.host import pid_namespace, state_of
 from reshard_mpi.text import format_bytes, parse_bytes
 
 MEMORY_VARIABLE = "RESHARD_MPI_MEMORY"
@@ -56,7 +56,7 @@ class Allowance(NamedTuple):
 # Leases change hands within milliseconds where targets are small: nobody wants to read of that.
 _FIRST_NOTICE_SECONDS = 1.0
 _NOTICE_SECONDS = 30.0
-_NO_PLACE = (errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG)
+_NO_PLACE = (errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.ENOLCK, errno.EINVAL, errno.EOPNOTSUPP)
 # Processes named of all that are waited for.
 _MAX_NAMED = 3
 
@@ -206,7 +206,7 @@ class Governor:
     def _enter(
         self, scope: Scope, entry: LedgerEntry, judge: Judge | None, reporter: WaitReporter, number: int = 0
     ) -> _ScopeLease:
-        """Return the part of a lease in `scope`. Raises ReshardError if there is no room to note it."""
+        """Return the part of a lease in `scope`. Raises ReshardError if there is no room, or no lock, for that."""
         ledger = Ledger(self._place.path_of(scope.key))
         while True:
             try:
@@ -263,9 +263,7 @@ def leased_bytes(leases: Iterable[LedgerEntry]) -> Counter[int]:
 
 def _entry(scope: Scope, size_bytes: int, purpose: str) -> LedgerEntry:
     """Return the entry of this process in the ledger of `scope`."""
-    return LedgerEntry(
-        size_bytes, os.getpid(), own_pid_namespace(), purpose, scope.name, scope.ceiling_bytes, time.time()
-    )
+    return LedgerEntry(size_bytes, os.getpid(), pid_namespace(), purpose, scope.name, scope.ceiling_bytes, time.time())
 
 
 def _judge(scope: Scope, wanted: LedgerEntry, held: Sequence[LedgerEntry]) -> str | None:

@@ -35,7 +35,7 @@ from reshard_mpi.processes.governor.ledger_folder import open_ledger_file
 # Between two looks of the first in line and of the one behind it; of others as many times that as processes are ahead.
 _LOOK_SECONDS = 0.02
 _LONGEST_LOOK_SECONDS = 0.5
-# If no lease has changed, the first in line asks only so many times as long as asking takes after it has asked.
+# If no lease has changed, the first in line waits this many times as long as asking takes before it asks again.
 _ASK_SHARE = 10
 # A lease that comes or grows between asking and being admitted is rare, and does not happen eight times in a row.
 _MAX_TRIES = 8
@@ -47,11 +47,12 @@ _REPEAT_SECONDS = 30.0
 
 # struct flock: type, whence, start, length (0: to the end of the file), pid
 _FLOCK = struct.Struct("hhqqi4x")
-# The process that has the head locked, and the PID namespace in which that is its number.
+# The process that has locked the head last, and the PID namespace in which that is its number.
 _HEAD = struct.Struct("<QQ")
 # Kind, number, size, ceiling, used before, pid, its namespace, since; scope and purpose in UTF-8, cut if need be.
 _RECORD = struct.Struct("<8sQQQQQQd128s320s")
 _NUMBER = struct.Struct("<8xQ")
+_MAX_SIZE = (1 << 64) - 1
 # How the record of a process begins: in line, with a lease, or with a lease for what it uses in any case.
 _WAITING, _LEASE, _FLOOR = b"waiting1", b"lease..1", b"floor..1"
 # More than anybody has processes on a host; a file that is larger has been made by somebody else.
@@ -85,14 +86,14 @@ class LedgerEntry(NamedTuple):
 
     def pack(self) -> bytes:
         kind = _FLOOR if self.is_floor else _LEASE if self.holds else _WAITING
-        facts = (self.size_bytes, self.ceiling_bytes, self.used_before_bytes, self.pid, self.pid_namespace, self.since)
+        sizes = (min(size, _MAX_SIZE) for size in (self.size_bytes, self.ceiling_bytes, self.used_before_bytes))
         texts = (text.encode(errors="backslashreplace") for text in (self.scope, self.purpose))
-        return _RECORD.pack(kind, self.number, *facts, *texts)
+        return _RECORD.pack(kind, self.number, *sizes, self.pid, self.pid_namespace, self.since, *texts)
 
     @property
     def is_here(self) -> bool:
         """Whether this process is in the same PID namespace, so `pid` is valid here."""
-        return self.pid_namespace == own_pid_namespace()
+        return self.pid_namespace == host.pid_namespace()
 
     @property
     def is_stopped(self) -> bool:
@@ -108,14 +109,6 @@ class LedgerEntry(NamedTuple):
         """Describe this process and its state, for people."""
         state = self.state
         return f"pid {self.pid} ({f'{state}, ' if state else ''}for {max(0.0, now - self.since):.0f} s)"
-
-
-def own_pid_namespace() -> int:
-    """Return the number of the PID namespace of this process; 0 if the kernel does not tell."""
-    try:
-        return os.stat("/proc/self/ns/pid").st_ino  # noqa: PTH116 - pathlib is slow
-    except OSError:
-        return 0
 
 
 # Says in words what an entry lacks to fit beside the leases of others (the argument); None if it fits.
@@ -228,7 +221,8 @@ class Ticket:
                 if leases != asked_about or time.monotonic() >= ask_again:
                     begin = time.monotonic()
                     asked_about, lacking = leases, judge(leases)
-                    ask_again = begin + (_ASK_SHARE + 1) * (time.monotonic() - begin)
+                    end = time.monotonic()
+                    ask_again = end + min(_ASK_SHARE * (end - begin), _LONGEST_LOOK_SECONDS)
                     if lacking is None:
                         if self._admit(leases, reporter):
                             return
@@ -302,7 +296,8 @@ class _LedgerFile:
 
     def close(self) -> None:
         """Unlock everything, even if a fork of this process has the file open, and close it."""
-        self._unlock(0, 0)
+        with suppress(OSError):  # a file system without such locks
+            self._unlock(0, 0)
         os.close(self.fd)
 
     @contextmanager
@@ -325,11 +320,11 @@ class _LedgerFile:
             time.sleep(nap_seconds)
             nap_seconds = min(2 * nap_seconds, _LONGEST_NAP_SECONDS)
         try:
-            self._write_head(os.getpid(), own_pid_namespace())
+            with suppress(OSError):  # a full folder: then it cannot be told who has the file locked
+                os.pwrite(self.fd, _HEAD.pack(os.getpid(), host.pid_namespace()), 0)
             self.require_in_place()
             yield
         finally:
-            self._write_head(0, 0)
             self._unlock(0, _RECORD.size)
 
     def require_in_place(self) -> None:
@@ -340,7 +335,7 @@ class _LedgerFile:
     def lock_holders(self) -> tuple[int, ...]:
         """Return the process that has the head locked, if it is another one that can be seen from here."""
         pid, namespace = _HEAD.unpack(os.pread(self.fd, _HEAD.size, 0).ljust(_HEAD.size, b"\0"))
-        is_seen = pid and namespace == own_pid_namespace() and self._is_locked(0, _RECORD.size)
+        is_seen = pid and namespace == host.pid_namespace() and self._is_locked(0, _RECORD.size)
         return (pid,) if is_seen else ()
 
     def entries(self, *kinds: bytes) -> list[LedgerEntry]:
@@ -384,10 +379,6 @@ class _LedgerFile:
         """Remove the file if nobody has a record in it: scopes come and go with jobs."""
         if not self._is_locked(_RECORD.size, 0):
             self._path.unlink()
-
-    def _write_head(self, pid: int, pid_namespace: int) -> None:
-        with suppress(OSError):  # a full folder: then it cannot be told who has the file locked
-            os.pwrite(self.fd, _HEAD.pack(pid, pid_namespace), 0)
 
     def _read(self) -> bytes:
         return os.pread(self.fd, min(os.fstat(self.fd).st_size, _MAX_FILE_BYTES), 0)

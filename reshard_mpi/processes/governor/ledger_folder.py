@@ -67,7 +67,7 @@ def no_place(folder: Path, error: OSError) -> ReshardError:
     """Return the error for a `folder` in which no ledger can be kept."""
     return ReshardError(
         "there is no place to keep what memory processes use",
-        expected="room for small files, and the right to make them",
+        expected="room for small files, and the right to make and lock them",
         got=error.strerror or str(error),
         where=str(folder),
         remedy=f"name a folder on this host in {STATE_VARIABLE}, or use --memory unlimited",
