@@ -37,7 +37,7 @@ from reshard_mpi.runs.outcome import Checked, Failure, Outcome, agreed, attempt
 from reshard_mpi.runs.preflight import require_same_choice
 from reshard_mpi.runs.progress import Progress, SliceCounter, Stage
 from reshard_mpi.runs.request import Request, Strategies
-from reshard_mpi.runs.run_memory import RunMemory
+from reshard_mpi.runs.run_memory import RunMemory, Workload
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import unsharded
 from reshard_mpi.text import format_bytes, shortened
@@ -136,7 +136,7 @@ def _planned(
     peak_bytes, plans = 0, list[RankPlan]()
     warnings, notes_on_ranks = list[str](), list[str]()
     for conversion, other in zip(conversions, reversed(sources)):
-        memory.reserve_for_planning(conversion, other.files.format, purpose, also_read=other)
+        memory.reserve_for_planning(Workload(conversion, other.files.format, also_read=other), purpose)
         drift = conversion.drifted_tensors(process=comm.rank, processes=comm.size)
         warnings += [drift_warning(drift.copies)] if drift.copies else []
         plans.append(conversion.plan(0, checked=False))

@@ -20,7 +20,7 @@ from reshard_mpi.planning.target_layouts import filled_files, strategy_of
 from reshard_mpi.runs.conversion import Conversion, apply_map, map_words
 from reshard_mpi.runs.overlap import refuse_overlap
 from reshard_mpi.runs.request import Request, Strategies
-from reshard_mpi.runs.run_memory import RunMemory
+from reshard_mpi.runs.run_memory import RunMemory, Workload
 from reshard_mpi.runs.scheduling import are_even, assign, target_weights
 from reshard_mpi.sharding.placement import Strategy
 from reshard_mpi.sharding.strategy import table
@@ -174,7 +174,7 @@ def open_run(
     )
     conversion, map_digests = apply_map(request, conversion)
     if traits.split_by_size:
-        memory.reserve_for_planning(conversion, name, purpose, verify=request.verify)
+        memory.reserve_for_planning(Workload(conversion, name, verify=request.verify), purpose)
         whole = conversion.plan(0, checked=False).tensors.specs
         strategies = strategies._replace(target=strategy_of(filled_files(whole, request.most_file_bytes)))
         conversion = conversion.to(strategies.target)
@@ -184,7 +184,7 @@ def open_run(
     _require_writable(request, name)
     memory.on_memory_released(conversion.forget)
     most_planned = len(targets) if most_planned is None else most_planned
-    memory.reserve_for_planning(conversion, name, purpose, targets=most_planned, verify=request.verify)
+    memory.reserve_for_planning(Workload(conversion, name, most_planned, request.verify), purpose)
     conversion.require_fitting_strategies()
     return Run(request, conversion, name, targets, strategies, map_digests)
 

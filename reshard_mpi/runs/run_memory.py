@@ -91,6 +91,16 @@ def checking_bytes(source_format: str, summing: Summing) -> int:
     return own_bytes + child_bytes + LIMITS.buffer_bytes + summing.tensors * costs.checking
 
 
+class Workload(NamedTuple):
+    """What one process plans, and then writes or compares."""
+
+    conversion: Conversion  # with at least one shard read
+    target_format: str
+    targets: int = 1  # the most that are planned
+    verify: bool = False  # whether targets are compared with their sources afterwards
+    also_read: SourceCheckpoint | None = None  # is compared with the sources; then nothing is written
+
+
 class Projection(NamedTuple):
     """The memory that a conversion takes in one process."""
 
@@ -103,22 +113,9 @@ class Projection(NamedTuple):
     writes: bool = True  # whether the target is written; many small tensors are then moved in batches
 
     @classmethod
-    def of(
-        cls,
-        conversion: Conversion,
-        target_format: str,
-        *,
-        targets: int = 1,
-        verify: bool = False,
-        also_read: SourceCheckpoint | None = None,
-    ) -> Projection:
-        """Return the projection of a conversion with at least one shard read.
-
-        Args:
-            targets: how many are planned at most.
-            verify: whether targets are compared with their sources afterwards.
-            also_read: a checkpoint that is compared with the sources; then nothing is written.
-        """
+    def of(cls, work: Workload) -> Projection:
+        """Return the projection of a process's work."""
+        conversion, target_format, targets, verify, also_read = work
         source, target = conversion.planned_source, conversion.target
         costs, target_costs = _costs(source.files.format), _costs(target_format)
         per_shard, has_numpy = source.extent.tensors, not source.extent.is_as_stored
@@ -296,28 +293,13 @@ class RunMemory:
         """Wait for the memory to read strategies and, for given source formats, the first shards."""
         self.reserve_for_copying(opening_bytes(strategies, *source_formats), purpose)
 
-    def reserve_for_planning(
-        self,
-        conversion: Conversion,
-        target_format: str,
-        purpose: str,
-        *,
-        targets: int = 1,
-        verify: bool = False,
-        also_read: SourceCheckpoint | None = None,
-    ) -> Projection:
-        """Wait for the memory to read the shards of a conversion and to plan its targets; return the projection.
-
-        Args:
-            targets: how many are planned at most.
-            verify: whether targets are compared with their sources afterwards.
-            also_read: another checkpoint that is read to be compared.
-        """
-        project = partial(Projection.of, conversion, target_format, targets=targets, verify=verify, also_read=also_read)
+    def reserve_for_planning(self, work: Workload, purpose: str) -> Projection:
+        """Wait for the memory to read the shards of a conversion and to plan its targets; return the projection."""
+        conversion = work.conversion
         if conversion.view is not None:  # what the map makes tells how much memory planning takes
-            self.reserve_for_copying(project().planning_bytes, purpose)
+            self.reserve_for_copying(Projection.of(work).planning_bytes, purpose)
             conversion.view.manifest(0)
-        self._projection = project()
+        self._projection = Projection.of(work)
         self.reserve_for_copying(self._projection.planning_bytes, purpose)
         conversion.before_gathering = partial(self.reserve_for_copying, self._projection.gathering_bytes, purpose)
         return self._projection

@@ -43,7 +43,7 @@ from reshard_mpi.runs.outcome import Outcome, attempt
 from reshard_mpi.runs.preflight import require_room
 from reshard_mpi.runs.progress import CLOSED, MOVED, PHASES, Progress, Silent, SliceCounter, Stage, complain
 from reshard_mpi.runs.request import Request, Strategies
-from reshard_mpi.runs.run_memory import RunMemory, checking_bytes
+from reshard_mpi.runs.run_memory import RunMemory, Workload, checking_bytes
 from reshard_mpi.runs.target_plans import TargetPlans, tensor_lines
 from reshard_mpi.runs.target_writer import Writer
 
@@ -256,7 +256,7 @@ def _compare(
     conversion, purpose = run.conversion, f"copies in {request.source}"
     lost: tuple[UnusableShard, ...] = ()
     projection = memory.reserve_for_planning(
-        conversion, run.format, purpose, targets=len(run.targets), verify=request.verify
+        Workload(conversion, run.format, len(run.targets), request.verify), purpose
     )
     if mine:
         memory.reserve_for_copying(projection.base_bytes + comparing_bytes(conversion.limits), purpose)

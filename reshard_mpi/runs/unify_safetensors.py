@@ -44,7 +44,7 @@ from reshard_mpi.runs.preflight import (
 )
 from reshard_mpi.runs.progress import CLOSED, MOVED, Progress, Silent, Stage
 from reshard_mpi.runs.request import Request, Strategies, TargetFile
-from reshard_mpi.runs.run_memory import RunMemory
+from reshard_mpi.runs.run_memory import RunMemory, Workload
 from reshard_mpi.runs.target_writer import target_report, write_whole
 from reshard_mpi.runs.transform import plan_alone
 from reshard_mpi.text import GIB
@@ -63,7 +63,7 @@ def request_of_files(request: Request, choose: Choose | None) -> Request:
     with RunMemory(lambda: request.allowance, SerialComm(), Silent()) as memory:
         memory.open()
         conversion = _conversion(request, memory, None)
-        memory.reserve_for_planning(conversion, FORMAT, _purpose(request))
+        memory.reserve_for_planning(Workload(conversion, FORMAT), _purpose(request))
         plan = conversion.plan(0, checked=False)
         conversion.require_none_left_behind(
             plan, ShardShare(0, 1), lambda name: choose is None or _chosen(name, choose(name)) is not None
@@ -183,7 +183,7 @@ def _opened(request: Request, comm: Comm, memory: RunMemory, strategies: Strateg
     conversion = _conversion(request, memory, strategies)
     files = conversion.source.files
     mine = numbers_of(request)[comm.rank :: comm.size]
-    memory.reserve_for_planning(conversion, FORMAT, _purpose(request), targets=len(mine))
+    memory.reserve_for_planning(Workload(conversion, FORMAT, targets=len(mine)), _purpose(request))
     paths = {number: Path(request.target, request.files[number].name) for number in mine}
     refuse_overlap(files, request.target, paths.values())
     journal = Unrecorded(Path(request.target))

@@ -36,7 +36,7 @@ from reshard_mpi.runs.outcome import EXPECTED, Checked, Failure, Outcome, agreed
 from reshard_mpi.runs.preflight import require_same_choice
 from reshard_mpi.runs.progress import Progress, Silent, SliceCounter, Stage, complain
 from reshard_mpi.runs.request import Request, Strategies
-from reshard_mpi.runs.run_memory import RunMemory, checking_bytes
+from reshard_mpi.runs.run_memory import RunMemory, Workload, checking_bytes
 from reshard_mpi.runs.scheduling import assign, target_weights
 from reshard_mpi.runs.verify_checksums import (
     Summing,
@@ -194,7 +194,7 @@ class _ComparedCheckpoints(NamedTuple):
         """Compare the shard of a target rank with its sources. Raises DamageError if it cannot be compared."""
         conversion, target = self.conversion, self.target
         purpose = f"target rank {rank} of {target.files.path}"
-        memory.reserve_for_planning(conversion, target.files.format, purpose, also_read=target)
+        memory.reserve_for_planning(Workload(conversion, target.files.format, also_read=target), purpose)
         plan = conversion.plan(rank, checked=False)
         conversion.require_none_left_behind(plan, ShardShare(rank, conversion.target.world_size))
         if rank not in target:
@@ -298,7 +298,7 @@ def _opened_pair(
     for damage in damage_of_index(Path(target_files.path), target_files.format):
         raise damage
     memory.on_memory_released(conversion.forget, target.forget)
-    memory.reserve_for_planning(conversion, target_files.format, purpose, also_read=target)
+    memory.reserve_for_planning(Workload(conversion, target_files.format, also_read=target), purpose)
     conversion.drifted_tensors(damaged_are_replaced=True, process=comm.rank, processes=comm.size)
     notes: tuple[str, ...] = ()
     if comm.rank == 0:

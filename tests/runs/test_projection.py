@@ -14,7 +14,7 @@ from support.processes import Finished, Measured, run_command
 from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.opening import open_source
-from reshard_mpi.runs.run_memory import Projection, checking_bytes
+from reshard_mpi.runs.run_memory import Projection, Workload, checking_bytes
 from reshard_mpi.runs.verify_checksums import Summing
 from reshard_mpi.sharding.placement import Placement, Strategy
 from reshard_mpi.text import MIB
@@ -117,7 +117,7 @@ def judge_run(what: str, made: LargeCheckpoint, to: str, tmp_path: Path, *furthe
     """
     options = [*made.options(), "--to", to, "--rank", "1", *further]
     planned = command("plan", made.src, tmp_path / "out", *options, "--json")
-    judge(f"{what}, planned", Projection.of(made.conversion(), to).planning_bytes, planned.peak_rss_bytes)
+    judge(f"{what}, planned", Projection.of(Workload(made.conversion(), to)).planning_bytes, planned.peak_rss_bytes)
     projected_bytes = json.loads(planned.out)["peak_bytes"]
     report = tmp_path / "report.json"
     transformed = command("transform", made.src, tmp_path / "out", *options, "--jobs", "1", "--report", report)
@@ -152,7 +152,7 @@ def test_verify(tmp_path: Path, kind: str, tensors: int, shape: tuple[int, int])
     here("transform", made.src, tmp_path / "out", *made.options(), "--jobs", "1", "--verify")
     conversion = made.conversion()
     held = open_source(discovery.find_shards(str(tmp_path / "out")), conversion.target)
-    projection = Projection.of(conversion, kind, also_read=held)
+    projection = Projection.of(Workload(conversion, kind, also_read=held))
     pair = command("verify", made.src, tmp_path / "out", *made.options(), "--jobs", "1")
     what = f"{kind}, {tensors} tensors"
     judge(f"{what}, verified", projection.peak_bytes(conversion.plan(1)), pair.peak_rss_bytes)
@@ -193,7 +193,7 @@ def test_files_of_other_making(tmp_path: Path, tensors: int, shape: tuple[int, i
     made = write_many(tmp_path / "made", "hdf5", tensors, shape, storage)
     options = [*made.options(), "--to", "ckpt", "--rank", "1"]
     planned = command("plan", made.src, tmp_path / "out", *options, "--json")
-    projection = Projection.of(made.conversion(), "ckpt")
+    projection = Projection.of(Workload(made.conversion(), "ckpt"))
     what = f"{tensors} tensors, {storage}"
     with_child = [sys.executable, "-c", WITH_CHILD]
     for name, projected_bytes, arguments in [
