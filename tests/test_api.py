@@ -10,11 +10,15 @@ from types import MappingProxyType, ModuleType
 
 import numpy as np
 import pytest
+from support.command_line import Capture, run_here
 from support.conversions import TENSORS, Conversion, assert_right, listing, make, transform_by_function
 
 import reshard_mpi
 from reshard_mpi import UsageError, WrongTypeError, api
-from reshard_mpi.api import calls, mindspore
+from reshard_mpi.api import mindspore
+from reshard_mpi.api.calls import public
+from reshard_mpi.errors import ReshardError
+from reshard_mpi.options import OPTIONS
 
 # MindSpore 2.10.0, `mindspore.parallel`; every argument may be given by position.
 SIGNATURES = {
@@ -71,7 +75,7 @@ def test_numbers_of_any_type(tmp_path: Path) -> None:
         1, {rank: str(c.shard(rank)) for rank in range(4)}, str(other), *strategies
     )
     assert one.read_bytes() == other.read_bytes()
-    (summary,) = reshard_mpi.plan(c.src, *strategies, ranks=np.arange(1, 2)).targets
+    (summary,) = reshard_mpi.plan(c.src, *strategies, rank=np.arange(1, 2)).targets
     assert type(summary.rank) is int and summary.rank == 1
     assert set(reshard_mpi.load_rank(np.int64(1), c.src, *strategies)) == set(TENSORS)
 
@@ -79,7 +83,7 @@ def test_numbers_of_any_type(tmp_path: Path) -> None:
 CALLS: dict[str, tuple[Callable[[Conversion], object], type[UsageError], str]] = {
     "a rank of half": (lambda c: reshard_mpi.rank_list_for_transform(0.5), WrongTypeError, "rank_id(.|\n)*float: 0.5"),
     "no rank": (lambda c: reshard_mpi.load_rank(None, c.src), WrongTypeError, "rank(.|\n)*NoneType: None"),
-    "ranks of text": (lambda c: reshard_mpi.plan(c.src, ranks="01"), WrongTypeError, "one of ranks(.|\n)*str: '0'"),
+    "ranks of text": (lambda c: reshard_mpi.plan(c.src, rank="01"), WrongTypeError, "rank is of(.|\n)*str: '01'"),
     "a list of files": (
         lambda c: reshard_mpi.transform_checkpoint_by_rank(0, [str(c.shard(0))], c.folder / "o.ckpt"),
         WrongTypeError,
@@ -129,7 +133,11 @@ CALLS: dict[str, tuple[Callable[[Conversion], object], type[UsageError], str]] =
         WrongTypeError,
         "process_num",
     ),
-    "ranks that are one": (lambda c: reshard_mpi.plan(c.src, ranks=1), WrongTypeError, "ranks(.|\n)*got: int: 1"),
+    "a rank in text among others": (
+        lambda c: reshard_mpi.plan(c.src, rank=[0, "1"]),
+        WrongTypeError,
+        "one of rank(.|\n)*str: '1'",
+    ),
     "memory of a float": (
         lambda c: reshard_mpi.transform_checkpoints(c.src, c.dst, "p", c.src_strategy, memory=1e9),
         WrongTypeError,
@@ -166,7 +174,7 @@ def arguments_that_are_ignored(function: ast.FunctionDef) -> set[str]:
     if "locals" not in read:
         return arguments - read
     called = {node.value for node in ast.walk(function) if isinstance(node, ast.Constant)}
-    return arguments - read - called - calls._FIELDS.keys() - set(mindspore._FILES.values())
+    return arguments - read - called - OPTIONS.keys() - {"source", "target", *mindspore._FILES.values()}
 
 
 @pytest.mark.parametrize("module", [api, mindspore])
@@ -175,3 +183,30 @@ def test_no_argument_is_accepted_and_ignored(module: ModuleType) -> None:
     ignored = {function.name: arguments_that_are_ignored(function) for function in functions}
     ignored.get("unified_safetensors", set()).discard("merge_with_redundancy")  # its documentation says why
     assert len(functions) > 3 and not any(ignored.values()), ignored
+
+
+@pytest.mark.parametrize("module", [api, mindspore])
+def test_every_public_function_is_public(module: ModuleType) -> None:
+    exported = [getattr(module, name) for name in reshard_mpi.__all__ if hasattr(module, name)]
+    functions = [value for value in exported if getattr(value, "__module__", "") == module.__name__]
+    assert functions and all(hasattr(function, "__wrapped__") for function in functions)
+
+
+def test_errors_of_the_file_system(tmp_path: Path) -> None:
+    @public
+    def fail() -> None:
+        raise OSError(28, "No space left on device", str(tmp_path / "a--to"))
+
+    with pytest.raises(ReshardError, match="No space left") as raised:
+        fail()
+    assert raised.value.where == str(tmp_path / "a--to")
+
+
+def test_messages_name_options_as_the_command_line_does(tmp_path: Path, capsys: Capture) -> None:
+    c = make(tmp_path)
+    strategies = (c.src_strategy, c.dst_strategy)
+    reshard_mpi.transform(c.src, c.dst, *strategies)
+    with pytest.raises(ReshardError) as raised:
+        reshard_mpi.transform(c.src, c.dst, *strategies)
+    assert "--resume skips what is complete, --overwrite replaces it" in str(raised.value)
+    assert str(raised.value) in run_here(capsys, *c.arguments()).err

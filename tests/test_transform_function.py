@@ -9,19 +9,37 @@ import pytest
 from support.conversions import assert_right, make
 
 import reshard_mpi
-from reshard_mpi.cli.arguments import parser
+from reshard_mpi.cli.arguments import commands_of, parser
 from reshard_mpi.errors import TargetError, UsageError
+from reshard_mpi.options import OPTIONS
+from reshard_mpi.runs.request import Request
 
-# Options that are about a shell alone, and those whose name is a plural where they are given several times.
-_OF_A_SHELL = {"help", "report", "quiet", "verbose", "progress", "source", "target"}
-_NAMES = {"rank": "ranks"}
+# Options that are about a shell alone.
+_OF_A_SHELL = {"help", "report", "quiet", "verbose", "progress"}
 
 
 def test_it_has_every_option_of_the_command_line() -> None:
     arguments = set(inspect.signature(reshard_mpi.transform).parameters)
-    command = next(action for action in parser()._actions if action.choices and "transform" in action.choices)
-    options = {action.dest for action in command.choices["transform"]._actions} - _OF_A_SHELL
-    assert {_NAMES.get(option, option) for option in options} | {"source", "target", "comm", "progress"} == arguments
+    command = commands_of(parser(["transform"]))["transform"]
+    assert {action.dest for action in command._actions} - _OF_A_SHELL | {"comm", "progress"} == arguments
+    assert OPTIONS.keys() | {"source", "target", "comm", "progress"} == arguments
+
+
+def test_an_option_has_one_name_and_one_default() -> None:
+    for action in commands_of(parser(["transform"]))["transform"]._actions:
+        if action.dest in OPTIONS:
+            option = OPTIONS[action.dest]
+            assert action.option_strings == [option.flag]
+            assert option.flag == ("--from" if option.name == "source_format" else f"--{option.name.replace('_', '-')}")
+    arguments = inspect.signature(reshard_mpi.transform).parameters
+    defaults = {name: arguments[name].default for name in OPTIONS}
+    # In Python no map is None, and nothing is divided among processes unasked.
+    assert defaults == {name: option.default for name, option in OPTIONS.items()} | {"map": None, "jobs": 1}
+
+
+def test_a_request_has_a_field_for_every_option() -> None:
+    fields = Request._fields
+    assert OPTIONS.keys() - {"jobs"} | {"source", "target", "recorded", "report", "files"} == {*fields}
 
 
 def test_it_transforms_keeps_a_record_and_reports(tmp_path: Path) -> None:
@@ -42,7 +60,7 @@ def test_shares_and_processes(tmp_path: Path) -> None:
     c = make(tmp_path)
     report = reshard_mpi.transform(c.src, c.dst, c.src_strategy, c.dst_strategy, part=(1, 2))
     assert [target.rank for target in report.targets] == [1]
-    report = reshard_mpi.transform(c.src, c.dst, c.src_strategy, c.dst_strategy, ranks=[0], resume=True)
+    report = reshard_mpi.transform(c.src, c.dst, c.src_strategy, c.dst_strategy, rank=[0], resume=True)
     assert [target.rank for target in report.targets] == [0]
     assert_right(c, (0, 1))
     report = reshard_mpi.transform(c.src, c.dst, c.src_strategy, c.dst_strategy, overwrite=True, jobs=2, verify=True)
@@ -54,7 +72,7 @@ def test_shares_and_processes(tmp_path: Path) -> None:
     ("arguments", "says"),
     [
         ({"resume": True, "overwrite": True}, "resume and overwrite exclude each other"),
-        ({"ranks": [0], "part": (0, 2)}, "ranks and part exclude each other"),
+        ({"rank": [0], "part": (0, 2)}, "rank and part exclude each other"),
         ({"part": (2, 2)}, "part is no share"),
         ({"to": "tar"}, "unknown"),
         ({"jobs": 0}, "jobs is out of range"),

@@ -8,5 +8,5 @@ import sys
 import reshard_mpi
 
 source, map_file, strategy, rank = sys.argv[1:]
-plan = reshard_mpi.plan(source, None, strategy, map=map_file, ranks=[int(rank)], memory="unlimited")
+plan = reshard_mpi.plan(source, None, strategy, map=map_file, rank=[int(rank)], memory="unlimited")
 assert plan.targets[0].tensors

@@ -14,14 +14,12 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from reshard_mpi import formats
-from reshard_mpi.api.arguments import all_in_python, plain_number, public
 from reshard_mpi.api.calls import (
     OnProgress,
     PathLike,
-    both_strategies,
     listed_shards,
+    public,
     raise_first,
-    report_of,
     request_of,
     run,
 )
@@ -39,13 +37,14 @@ from reshard_mpi.checkpoints.inspection import inspect
 from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.errors import UsageError
 from reshard_mpi.formats.manifest import NEST
-from reshard_mpi.planning.parameters import Unlisted
+from reshard_mpi.options import check_count, check_number
 from reshard_mpi.planning.summary import Plan, RankSummary, told_rules
 from reshard_mpi.processes.comm import SerialComm
 from reshard_mpi.runs.conversion import Conversion, apply_map
 from reshard_mpi.runs.open_run import open_run
 from reshard_mpi.runs.outcome import Report, ShardReport, TargetReport
 from reshard_mpi.runs.progress import RunStatus, Silent, log
+from reshard_mpi.runs.request import Strategies
 from reshard_mpi.runs.run_memory import RunMemory
 from reshard_mpi.runs.transform import plan_alone
 from reshard_mpi.runs.workers import Task
@@ -65,8 +64,8 @@ def transform(
     prefix: str = formats.DEFAULT_PREFIX,
     select: str | None = None,
     source_format: str | None = None,
-    source_files: int | None = None,
-    ranks: Iterable[int] | None = None,
+    src_files: int | None = None,
+    rank: int | Iterable[int] | None = None,
     part: tuple[int, int] | None = None,
     resume: bool = False,
     overwrite: bool = False,
@@ -97,8 +96,8 @@ def transform(
 
     Args:
         source_format: read only files of this format, if there are several.
-        source_files: how many files the source was saved in, where nothing in it tells.
-        ranks: the targets to make; None: all.
+        src_files: how many files the source was saved in, where nothing in it tells.
+        rank: the targets to make, one or several; None: all.
         part: (i, n), share number i from 0 of n shares of them.
         accumulated: as in `transform_checkpoints`.
         max_shard_size: the most bytes of a file of format "hf", as "5GB" (the default) or a number of bytes.
@@ -119,9 +118,9 @@ def transform(
     """
     begin = time.monotonic()
     request = request_of(locals())
-    outcome = run(request, plain_number(jobs, "jobs"), comm, processes_name="jobs", progress=progress)
+    outcome = run(request, check_count(jobs, "jobs"), comm, progress=progress)
     outcome.raise_failures()
-    return report_of(outcome, time.monotonic() - begin)
+    return Report.of(outcome, time.monotonic() - begin)
 
 
 @public
@@ -130,10 +129,10 @@ def plan(
     src_strategy: PathLike | None = None,
     dst_strategy: PathLike | None = None,
     *,
-    ranks: Iterable[int] | None = None,
+    rank: int | Iterable[int] | None = None,
     select: str | None = None,
     source_format: str | None = None,
-    source_files: int | None = None,
+    src_files: int | None = None,
     unlisted: str = "follow",
     strict: bool = False,
     replicas: str = "sample",
@@ -148,9 +147,9 @@ def plan(
     exclude: str | Iterable[str] = (),
     memory: str | int | None = None,
 ) -> Plan:
-    """Return the plan of the same transform of `source`; nothing is written. ranks: the target ranks (None: all).
+    """Return the plan of the same transform of `source`; nothing is written. rank: the target ranks (None: all).
 
-    source_format, source_files, accumulated, map to exclude: as in `transform`. memory, and the log: as in
+    source_format, src_files, accumulated, map to exclude: as in `transform`. memory, and the log: as in
     `transform_checkpoints`. Raises a ReshardError if the transform would be refused.
     """
     request = request_of(locals())
@@ -160,7 +159,7 @@ def plan(
         summaries = tuple(RankSummary.of(rank_plan, allotted.require_possible(rank_plan)) for rank_plan in plans)
         rules = run.conversion.shown_rules(run.targets[0] if run.targets else None)
         notes = (*outcome.notes, *told_rules(rules, are_all=True))
-        log(all_in_python(notes), all_in_python(outcome.warnings))
+        log(notes, outcome.warnings)
         return Plan(summaries, run.conversion.source.summary_text, rules=rules)
 
 
@@ -171,10 +170,10 @@ def verify(
     src_strategy: PathLike | None = None,
     dst_strategy: PathLike | None = None,
     *,
-    ranks: Iterable[int] | None = None,
+    rank: int | Iterable[int] | None = None,
     select: str | None = None,
     source_format: str | None = None,
-    source_files: int | None = None,
+    src_files: int | None = None,
     unlisted: str = "follow",
     replicas: str = "sample",
     accumulated: str = "refuse",
@@ -186,7 +185,7 @@ def verify(
     dtype: str | Iterable[str] = (),
     include: str | Iterable[str] = (),
     exclude: str | Iterable[str] = (),
-    process_num: int = 1,
+    jobs: int = 1,
     memory: str | int | None = None,
     max_active: int | None = None,
     comm: Any = None,
@@ -197,35 +196,35 @@ def verify(
     Formats and layouts may differ.
 
     Args:
-        ranks: check the shards of these ranks only, of `target` if it is given (None: all). accumulated, map to
+        rank: check the shards of these ranks only, of `target` if it is given (None: all). accumulated, map to
             exclude: those of the transform.
-        replicas: "sample" checks the source strategy as in `transform_checkpoints`, "any" does not. process_num (1 or
-            more), memory, max_active, comm and the log: as there.
-        progress: as in `transform`.
+        replicas: "sample" checks the source strategy as in `transform_checkpoints`, "any" does not. memory, max_active
+            and the log: as there.
+        jobs, comm, progress: as in `transform`.
 
     Raises DamageError for the first damage, with tensor, file and byte, and how many more there are; another
     ReshardError if the two cannot be compared, or if `source` keeps no sums.
     """
     begin = time.monotonic()
     request = request_of(locals() | {"target": source if target is None else target})._replace(recorded=False)
-    if request.ranks == ():
-        raise UsageError("ranks names no rank", expected="one rank or more, or None for all", got="none")
+    if request.rank == ():
+        raise UsageError("rank names no rank", expected="one rank or more, or None for all", got="none")
     work = Task.VERIFY_ALONE if target is None else Task.VERIFY_PAIR
-    outcome = run(request, plain_number(process_num, "process_num"), comm, work, progress=progress)
+    outcome = run(request, check_count(jobs, "jobs"), comm, work, progress=progress)
     raise_first(outcome)
-    return report_of(outcome, time.monotonic() - begin)
+    return Report.of(outcome, time.monotonic() - begin)
 
 
 @public
 def diff(
     first: PathLike,
     second: PathLike,
-    first_strategy: PathLike | None = None,
-    second_strategy: PathLike | None = None,
+    src_strategy: PathLike | None = None,
+    dst_strategy: PathLike | None = None,
     *,
     select: str | None = None,
     source_format: str | None = None,
-    source_files: int | None = None,
+    src_files: int | None = None,
     replicas: str = "sample",
     accumulated: str = "refuse",
     map: PathLike | Iterable[PathLike] | None = None,
@@ -244,10 +243,11 @@ def diff(
 ) -> Report:
     """Compare two checkpoints: whether they hold the same tensors, whatever their formats, layouts and order of names.
 
-    A strategy of None means that the shards describe themselves, or are one full checkpoint.
+    src_strategy is how the first one is cut, dst_strategy the second; None: the shards describe themselves, or are one
+    full checkpoint.
 
     Args:
-        select, source_format, source_files: for the files of the first one, as in `transform`. map to dtype: what
+        select, source_format, src_files: for the files of the first one, as in `transform`. map to dtype: what
             becomes of the first one before it is compared, as in `transform`.
         include, exclude: which tensors of both are compared.
         accumulated: how gradients that are being accumulated are joined on either side before they are compared.
@@ -258,11 +258,10 @@ def diff(
     are; another ReshardError if the two cannot be compared.
     """
     begin = time.monotonic()
-    strategies = {"src_strategy": "first_strategy", "dst_strategy": "second_strategy"}
-    request = request_of(locals(), source="first", target="second", **strategies)._replace(recorded=False)
-    outcome = run(request, plain_number(jobs, "jobs"), comm, Task.DIFF, processes_name="jobs", progress=progress)
+    request = request_of(locals(), source="first", target="second")._replace(recorded=False)
+    outcome = run(request, check_count(jobs, "jobs"), comm, Task.DIFF, progress=progress)
     raise_first(outcome)
-    return report_of(outcome, time.monotonic() - begin)
+    return Report.of(outcome, time.monotonic() - begin)
 
 
 @public
@@ -274,7 +273,7 @@ def load_rank(
     *,
     select: str | None = None,
     source_format: str | None = None,
-    source_files: int | None = None,
+    src_files: int | None = None,
     unlisted: str = "follow",
     replicas: str = "sample",
     accumulated: str = "refuse",
@@ -297,19 +296,15 @@ def load_rank(
 
     Raises a ReshardError.
     """
-    arguments, rank = dict(locals()), plain_number(rank, "rank")
-    if isinstance(source, Mapping):
-        files = listed_shards(arguments.pop("source"), "source")
-        request = request_of(arguments)
-    else:
-        request = request_of(arguments)
-        files = request.shard_files()
-    if request.dst_strategy is None and request.unlisted is Unlisted.DROP:
-        raise UsageError("unlisted='drop' needs a list to go by", expected="a target strategy", got="None")
-    of_source, of_target = both_strategies(request.src_strategy, request.dst_strategy)
+    arguments, rank = dict(locals()), check_number(rank, "rank")
+    shards = listed_shards(arguments.pop("source"), "source") if isinstance(source, Mapping) else None
+    request = request_of(arguments)
+    request.require_list_to_drop_by()
+    shards = request.shard_files() if shards is None else shards
+    strategies = Strategies.read(request)
     conversion = Conversion(
-        open_source(files, of_source),
-        of_target,
+        open_source(shards, strategies.source),
+        strategies.target,
         request.unlisted,
         request.strict,
         replicas=request.replicas,
@@ -317,7 +312,7 @@ def load_rank(
     )
     conversion, _ = apply_map(request, conversion)
     (rank_plan,), outcome = plan_alone(conversion, [rank])
-    log(all_in_python(outcome.notes), all_in_python(outcome.warnings))
+    log(outcome.notes, outcome.warnings)
     from reshard_mpi.engine.gather import load_shard
 
     sources = conversion.source.files.sources(rank_plan.read_ranks)

@@ -11,23 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from reshard_mpi import formats
-from reshard_mpi.api.arguments import (
-    all_in_python,
-    plain_number,
-    plain_numbers,
-    plain_path,
-    plain_share,
-    plain_text,
-    public,
-)
 from reshard_mpi.api.calls import (
     OnProgress,
     PathLike,
-    both_strategies,
-    chosen,
     listed_shards,
+    public,
     raise_first,
-    report_of,
     request_of,
     run,
     shown_to,
@@ -36,7 +25,7 @@ from reshard_mpi.checkpoints.discovery import strangers
 from reshard_mpi.errors import TargetError, UsageError
 from reshard_mpi.journal.records import TargetInputs
 from reshard_mpi.journal.target_journal import Unrecorded
-from reshard_mpi.planning.parameters import Accumulated, Unlisted
+from reshard_mpi.options import check_count, check_number, check_numbers, check_part, check_path, check_text
 from reshard_mpi.planning.ranks import joined_ranks, needed_ranks
 from reshard_mpi.processes.comm import SerialComm
 from reshard_mpi.runs.conversion import Conversion
@@ -52,6 +41,7 @@ from reshard_mpi.runs.preflight import (
     stranger_notes,
 )
 from reshard_mpi.runs.progress import CLOSED, MOVED, Stage, log
+from reshard_mpi.runs.request import Strategies
 from reshard_mpi.runs.run_memory import RunMemory
 from reshard_mpi.runs.target_writer import target_report, write_whole
 from reshard_mpi.runs.transform import plan_alone
@@ -116,13 +106,14 @@ def transform_checkpoints(
     can never fit the memory), and a TransformError if some targets could not be written.
     """
     begin = time.monotonic()
-    plain_text(output_format, "output_format")
+    processes = check_count(check_number(process_num, "process_num") or 1, "process_num")
+    check_text(output_format, "output_format")  # None is no format here
     named = {"source": "src_checkpoints_dir", "target": "dst_checkpoints_dir", "prefix": "ckpt_prefix"}
     request = request_of(locals(), to="output_format", **named, **_FILES)
     request = request._replace(overwrite=True, recorded=False)
-    outcome = run(request, plain_number(process_num, "process_num") or 1, comm, progress=progress)
+    outcome = run(request, processes, comm, progress=progress)
     outcome.raise_failures()
-    return report_of(outcome, time.monotonic() - begin)
+    return Report.of(outcome, time.monotonic() - begin)
 
 
 @public
@@ -153,8 +144,8 @@ def transform_checkpoint_by_rank(
     """
     begin = time.monotonic()
     request = request_of(locals(), **_FILES)
-    rank_id = plain_number(rank_id, "rank_id")
-    path = Path(plain_path(save_checkpoint_file_name, "save_checkpoint_file_name"))
+    rank_id = check_number(rank_id, "rank_id")
+    path = Path(check_path(save_checkpoint_file_name, "save_checkpoint_file_name"))
     name = formats.name_of(path.name)
     if name is None:
         raise UsageError(
@@ -164,7 +155,7 @@ def transform_checkpoint_by_rank(
             where=str(path),
         )
     shards = listed_shards(checkpoint_files_map, "checkpoint_files_map")
-    request = request._replace(source=shards.path, to=name, ranks=(rank_id,))
+    request = request._replace(source=shards.path, to=name, rank=(rank_id,))
     with (
         shown_to(progress, SerialComm()) as shown,
         RunMemory(lambda: request.allowance, SerialComm(), shown) as lease,
@@ -182,7 +173,7 @@ def transform_checkpoint_by_rank(
         tally.add(path, size_bytes, left_bytes=left_bytes)
         require_room([tally.rooms(1, partial(may_share, conversion.source.files, name, path))])
         peak_bytes = lease.require_possible(rank_plan)
-        log(all_in_python(outcome.notes), all_in_python(outcome.warnings))
+        log(outcome.notes, outcome.warnings)
         while not lease.reserve_for_copying(peak_bytes, f"target rank {rank_id} at {path}"):
             rank_plan = conversion.plan(rank_id, checked=False)
         written_bytes = rank_plan.written_bytes
@@ -195,7 +186,7 @@ def transform_checkpoint_by_rank(
         shown.completed()
     report = target_report(rank_plan, path, begin, waited_seconds, peak_bytes, 0, [filled])
     of_target = outcome._replace(targets=(report,), processes=1)
-    return report_of(of_target, time.monotonic() - begin)
+    return Report.of(of_target, time.monotonic() - begin)
 
 
 def _require_free(
@@ -258,19 +249,19 @@ def unified_safetensors(
     if split_dst_file is None or not tuple(split_dst_file):
         part = None
     else:
-        first, *others = plain_numbers(split_dst_file, "split_dst_file")
-        part = plain_share((first - 1, *others), "split_dst_file")
-    suffix = None if file_suffix is None else plain_text(file_suffix, "file_suffix")
+        first, *others = check_numbers(split_dst_file, "split_dst_file")
+        part = check_part((first - 1, *others), "split_dst_file")
+    suffix = None if file_suffix is None else check_text(file_suffix, "file_suffix")
     select = None if suffix is None else f"*{glob.escape(suffix)}.safetensors"
     request = request._replace(select=select, part=part, recorded=False)
-    most = plain_number(max_process_num, "max_process_num")
+    most = check_count(max_process_num, "max_process_num")
     request = request_of_files(request, choice_func)
     if not (numbers := numbers_of(request)):
         raise UsageError("split_dst_file has more shares than there are parts", got=repr(split_dst_file))
     processes = min(most, len(numbers), len(os.sched_getaffinity(0)))
-    outcome = run(request, processes, None, Task.UNIFY, processes_name="max_process_num", progress=progress)
+    outcome = run(request, processes, None, Task.UNIFY, progress=progress)
     raise_first(outcome)
-    return report_of(outcome, time.monotonic() - begin)
+    return Report.of(outcome, time.monotonic() - begin)
 
 
 @public
@@ -290,28 +281,17 @@ def rank_list_for_transform(
 
     Raises UsageError if the target has no such rank, StrategyError or LayoutError if the strategy files are wrong.
     """
-    return ranks_needed(plain_number(rank_id, "rank_id"), src_strategy_file, dst_strategy_file, unlisted, accumulated)
-
-
-def ranks_needed(
-    rank_id: int,
-    src_strategy_file: PathLike | None,
-    dst_strategy_file: PathLike | None,
-    unlisted: str,
-    accumulated: str,
-) -> list[int]:
-    """Return what `rank_list_for_transform` does, for callers that are told of options."""
-    source, target = both_strategies(src_strategy_file, dst_strategy_file)
-    source = source or unsharded()
+    rank_id, request = check_number(rank_id, "rank_id"), request_of(locals(), **_FILES)
+    strategies = Strategies.read(request)
+    source, target = strategies.source or unsharded(), strategies.target
     # Strategies made of rules list no names, so a rule's own glob stands for the parameters that it places, which may
     # be different ones in each stage.
     names = [glob for glob, _ in (*source.rules, *target.rules)]
-    available, choice = range(source.world_size), chosen(Unlisted, unlisted, "unlisted")
+    available, unlisted = range(source.world_size), request.unlisted
     ranks = needed_ranks(
-        source, target, rank_id, names=names, available=available, unlisted=choice, from_any_stage=True
+        source, target, rank_id, names=names, available=available, unlisted=unlisted, from_any_stage=True
     )
-    joins = chosen(Accumulated, accumulated, "accumulated")
-    joined = joined_ranks(source, target, rank_id, names=names, unlisted=choice, accumulated=joins)
+    joined = joined_ranks(source, target, rank_id, names=names, unlisted=unlisted, accumulated=request.accumulated)
     return sorted({*ranks, *joined})
 
 
@@ -327,8 +307,8 @@ def merge_pipeline_strategys(src_strategy_dirs: PathLike | Sequence[PathLike], d
 
     Files of the same stage must agree; stages are numbered from 0. Raises StrategyError.
     """
-    out = plain_path(dst_strategy_file, "dst_strategy_file")
+    out = check_path(dst_strategy_file, "dst_strategy_file")
     if isinstance(src_strategy_dirs, Sequence) and not isinstance(src_strategy_dirs, str | bytes):
-        merge([plain_path(path, "one of src_strategy_dirs") for path in src_strategy_dirs], out)
+        merge([check_path(path, "one of src_strategy_dirs") for path in src_strategy_dirs], out)
     else:
-        merge(plain_path(src_strategy_dirs, "src_strategy_dirs"), out)
+        merge(check_path(src_strategy_dirs, "src_strategy_dirs"), out)

@@ -38,7 +38,7 @@ class ShardFiles(NamedTuple):
     warnings: tuple[str, ...] = ()
     # whether an index lists the contents of the files, which make up one full checkpoint; their rank is then 0
     is_folder: bool = False
-    said_files: int | None = None  # how many files were saved, if the caller says so
+    src_files: int | None = None  # how many files were saved, if the caller says so
     latest: str = ""  # the name of the folder, if a file beside it names it as the latest of several
     # the structure of the first file, if it was read to learn whose it is, so that it is parsed once
     read: Manifest | None = None
@@ -88,7 +88,7 @@ def find_shards(
     *,
     role: str = "source",
     format_name: str | None = None,
-    file_count: int | None = None,
+    src_files: int | None = None,
 ) -> ShardFiles:
     """Return the shard files under `path`: `rank_*` folders, one file, or loose files of one full checkpoint.
 
@@ -98,7 +98,7 @@ def find_shards(
         select: a glob that file names must match.
         role: what errors call the checkpoint, "source" or "target".
         format_name: take only files of this format; one file is then of it whatever its ending.
-        file_count: how many files were saved, if the caller knows.
+        src_files: how many files were saved, if the caller knows.
 
     Raises SourceError where there is nothing or no clear choice.
     """
@@ -109,7 +109,7 @@ def find_shards(
         shards = _naming_left_out(shards, folder, format_name)
     if latest is not None:
         shards = shards._replace(notes=(latest.note, *shards.notes), latest=Path(latest.path).name)
-    return shards._replace(said_files=file_count)
+    return shards._replace(src_files=src_files)
 
 
 def _found(path: str, select: str | None, role: str, format_name: str | None, looks: FirstLooks) -> ShardFiles:

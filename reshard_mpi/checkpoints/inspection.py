@@ -19,6 +19,7 @@ from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import ChunkedTensors, TensorEntry
 from reshard_mpi.journal.records import STATE
 from reshard_mpi.journal.run_status import about_record, state_of
+from reshard_mpi.options import OPTIONS
 from reshard_mpi.sharding import strategy
 from reshard_mpi.sharding.patterns import Pattern
 from reshard_mpi.sharding.placement import Placement, Strategy
@@ -30,7 +31,7 @@ _MAY_LACK_FILES = "nothing in it tells whether its last files are missing: tenso
 
 
 def inspect(
-    path: str | os.PathLike[str], names: str | None = None, *, ranks: Iterable[int] | None = None
+    path: str | os.PathLike[str], names: str | None = None, *, rank: int | Iterable[int] | None = None
 ) -> dict[str, Any]:
     """Return a description of what lies at `path`, as plain values.
 
@@ -40,10 +41,11 @@ def inspect(
 
     Args:
         names: a glob of the tensors (of a strategy: of the parameters and rules) that are described; None: all.
-        ranks: of which the shards are described; None: all.
+        rank: one or several, of which the shards are described; None: all.
 
     Raises SourceError if there is nothing that can be read, or nothing of these names and ranks.
     """
+    ranks = OPTIONS["rank"].check(rank, "rank")
     wanted = _TensorFilter(None if names is None else Pattern(names), None if ranks is None else frozenset(ranks))
     facts = _facts(os.fspath(path), wanted)
     kind, where = facts["kind"], facts["path"]

@@ -138,7 +138,7 @@ def _require_all_files(files: ShardFiles) -> None:
 
     A folder that lists nothing looks complete without its last files: its tensors are then smaller.
     """
-    count, said = len(files.shards), files.said_files
+    count, said = len(files.shards), files.src_files
     lying = f"{count}, the last of them {Path(files.shards[-1]).name}" if files.shards else "none"
     if said is not None and said != count:
         raise SourceError(

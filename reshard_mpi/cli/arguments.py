@@ -1,7 +1,4 @@
-"""Parse the command line (`parser`, `request`). `--help` loads nothing else.
-
-The arguments of the command line `reshard-mpi`. `--help` loads nothing else.
-"""
+"""Parse the command line `reshard-mpi` (`parser`, `request`). `--help` loads nothing else."""
 
 from __future__ import annotations
 
@@ -10,9 +7,8 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from reshard_mpi import formats
-from reshard_mpi.cli import options
 from reshard_mpi.cli.options import (
+    add,
     add_accumulated,
     add_comparison,
     add_files,
@@ -21,12 +17,14 @@ from reshard_mpi.cli.options import (
     add_memory,
     add_output,
     add_progress,
-    add_rank,
     add_strategies,
+    path,
+    reader_of,
     strategies_of,
     work_of,
 )
 from reshard_mpi.cli.usage import CommandParser, HelpFormatter
+from reshard_mpi.options import RANK
 
 if TYPE_CHECKING:
     from reshard_mpi.runs.request import Request
@@ -91,9 +89,7 @@ def _add_transform(parser: argparse.ArgumentParser) -> None:
     work = _add_conversion(parser)
     add_jobs(work)
     output = add_output(parser, "each target that is complete")
-    output.add_argument(
-        "--report", type=options.path, metavar="FILE.json", help="write what was done, target by target"
-    )
+    output.add_argument("--report", type=path, metavar="FILE.json", help="write what was done, target by target")
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
@@ -114,7 +110,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     )
     shown.add_argument(
         "--plot",
-        type=options.path,
+        type=path,
         metavar="FILE",
         help="draw who feeds whom instead, as .svg or .png, or as .html, a page with the cuts of tensors too; of many"
         " targets a sample is planned",
@@ -135,13 +131,13 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", type=options.path, metavar="SRC", help="a checkpoint")
-    parser.add_argument("target", type=options.path, metavar="DST", nargs="?", help="what transform has made of it")
+    parser.add_argument("source", type=path, metavar="SRC", help="a checkpoint")
+    parser.add_argument("target", type=path, metavar="DST", nargs="?", help="what transform has made of it")
     add_strategies(parser, "sharded (default: as its shards say, else one full checkpoint)")
     add_files(
         parser,
         "SRC",
-        ranks="check the shards of these ranks only, of DST if it is given, such as 3 or 0-3,8 (repeatable)",
+        rank="check the shards of these ranks only, of DST if it is given, such as 3 or 0-3,8 (repeatable)",
     )
     add_map(parser)
     add_comparison(parser, "hold the source strategy against SRC")
@@ -149,11 +145,11 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_diff(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", type=options.path, metavar="A", help="a checkpoint")
-    parser.add_argument("target", type=options.path, metavar="B", help="another one")
+    parser.add_argument("source", type=path, metavar="A", help="a checkpoint")
+    parser.add_argument("target", type=path, metavar="B", help="another one")
     sharded, strategies = "is sharded (default: as its shards say, else one full checkpoint)", strategies_of(parser)
-    strategies.add_argument("--src-strategy", type=options.path, metavar="F|DIR", help=f"how A {sharded}")
-    strategies.add_argument("--dst-strategy", type=options.path, metavar="F|DIR", help=f"how B {sharded}")
+    add(strategies, "src_strategy", f"how A {sharded}")
+    add(strategies, "dst_strategy", f"how B {sharded}")
     add_files(parser, "A")
     add_map(parser, "A", "B, from both sides")
     add_comparison(parser, "hold the strategies against the checkpoints")
@@ -161,20 +157,18 @@ def _add_diff(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_commit(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", type=options.path, metavar="DST", help="the folder that transform has written to")
+    parser.add_argument("target", type=path, metavar="DST", help="the folder that transform has written to")
 
 
 def _add_ranks(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("rank", type=options.rank, metavar="R", help="the target rank")
+    parser.add_argument("rank", type=reader_of(RANK), metavar="R", help="the target rank")
     add_strategies(parser, unsaid="one full checkpoint")
     add_accumulated(parser)
 
 
 def _add_merging(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "folder", type=options.path, metavar="DIR", help="folder with the strategy files of every stage"
-    )
-    parser.add_argument("out", type=options.path, metavar="OUT", help="the merged file (.json: as JSON)")
+    parser.add_argument("folder", type=path, metavar="DIR", help="folder with the strategy files of every stage")
+    parser.add_argument("out", type=path, metavar="OUT", help="the merged file (.json: as JSON)")
 
 
 def _add_governor(parser: argparse.ArgumentParser) -> None:
@@ -182,16 +176,16 @@ def _add_governor(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", type=options.path, metavar="PATH", help="what to look at")
+    parser.add_argument("path", type=path, metavar="PATH", help="what to look at")
     parser.add_argument(
         "other",
-        type=options.path,
+        type=path,
         metavar="GLOB|OTHER",
         nargs="?",
         help="tensors whose names match, such as 'layers.0.*', with the ranks that hold them; or the path of another"
         " checkpoint, to list the tensors that are not alike in both: names, types and shapes",
     )
-    add_rank(parser, "look at the shards of these ranks only, such as 3 or 0-3,8 (repeatable)")
+    add(parser, "rank", "look at the shards of these ranks only, such as 3 or 0-3,8 (repeatable)")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print it as JSON")
     form.add_argument(
@@ -221,7 +215,7 @@ def _add_completion(parser: argparse.ArgumentParser) -> None:
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "folder", type=options.path, metavar="DIR", nargs="?", help="where to leave its files (default: removed again)"
+        "folder", type=path, metavar="DIR", nargs="?", help="where to leave its files (default: removed again)"
     )
 
 
@@ -241,55 +235,48 @@ def _filled(text: str) -> str:
 def _add_conversion(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """Add the options common to transform and plan; return the group for memory and processes."""
     source = "rank_* folders, one checkpoint file, loose files, or a folder with an index (hf, dcp, mindformers)"
-    parser.add_argument("source", type=options.path, metavar="SRC", help=source)
+    parser.add_argument("source", type=path, metavar="SRC", help=source)
     target = "folder for rank_<r>/<prefix><r>.<ending>; hf and dcp have their files in it"
-    parser.add_argument("target", type=options.path, metavar="DST", help=target)
+    parser.add_argument("target", type=path, metavar="DST", help=target)
     add_strategies(parser)
     add_files(parser, "SRC")
     add_map(parser)
     files = parser.add_argument_group("which files are written")
-    files.add_argument("--to", choices=formats.TARGETS, help="target format (default: the source's)")
-    files.add_argument("--prefix", default=formats.DEFAULT_PREFIX, help="of target file names (default: %(default)s)")
-    files.add_argument(
-        "--max-shard-size",
-        type=options.size,
-        metavar="SIZE",
-        help="how large a file may become with --to hf (default: 5GB, which is 5 * 10^9 bytes)",
+    add(files, "to", "target format (default: the source's)")
+    add(files, "prefix", "of target file names (default: %(default)s)")
+    add(
+        files,
+        "max_shard_size",
+        "how large a file may become with --to hf (default: 5GB, which is 5 * 10^9 bytes)",
     )
-    files.add_argument(
-        "--crc",
-        action="store_true",
-        help="add a checksum of the file, for MindSpore to check (ckpt, safetensors, torch)",
-    )
+    add(files, "crc", "add a checksum of the file, for MindSpore to check (ckpt, safetensors, torch)")
     share = files.add_mutually_exclusive_group()
-    add_rank(share, "make these targets only, such as 3 or 0-3,8 (repeatable)")
-    share.add_argument(
-        "--part",
-        type=options.part,
-        metavar="I/N",
-        help="make the I-th (from 0) of N shares of the targets, which are dealt out in turn: 0/2 is 0, 2, 4 and so on;"
+    add(share, "rank", "make these targets only, such as 3 or 0-3,8 (repeatable)")
+    add(
+        share,
+        "part",
+        "make the I-th (from 0) of N shares of the targets, which are dealt out in turn: 0/2 is 0, 2, 4 and so on;"
         " with as many shares as targets or more, target I",
     )
     again = files.add_mutually_exclusive_group()
-    again.add_argument("--resume", action="store_true", help="skip targets this same run has completed")
-    again.add_argument("--overwrite", action="store_true", help="replace targets that are there, one by one")
+    add(again, "resume", "skip targets this same run has completed")
+    add(again, "overwrite", "replace targets that are there, one by one")
     checks = parser.add_argument_group("what is checked")
-    checks.add_argument(
-        "--verify",
-        action="store_true",
-        help="read sources and targets once more, compare them, and keep sums of all tensors; the"
+    add(
+        checks,
+        "verify",
+        "read sources and targets once more, compare them, and keep sums of all tensors; the"
         " checksums of sources are checked as well",
     )
-    checks.add_argument(
-        "--strict",
-        action="store_true",
-        help="refuse if a listed parameter was never saved, copies or unlisted values differ, or something is left out",
+    add(
+        checks,
+        "strict",
+        "refuse if a listed parameter was never saved, copies or unlisted values differ, or something is left out",
     )
-    checks.add_argument(
-        "--replicas",
-        choices=("any", "sample", "check"),
-        default="sample",
-        help="what several ranks hold is taken from one of them. sample: before that, hold the source strategy against"
+    add(
+        checks,
+        "replicas",
+        "what several ranks hold is taken from one of them. sample: before that, hold the source strategy against"
         " the checkpoint, comparing a few ranks in a few places of a few tensors. check: compare all copies of what is"
         " needed as well, byte by byte, once a run (each array task is one). any: trust (default: %(default)s)",
     )
@@ -299,21 +286,16 @@ def _add_conversion(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
 
 
 def request(options: argparse.Namespace) -> Request:
-    """Build the request of `transform`, `plan` or `verify` from its parsed arguments."""
-    from reshard_mpi.planning.parameters import Accumulated, Unlisted
-    from reshard_mpi.planning.replicas import Replicas
+    """Build the request of `transform`, `plan`, `verify` or `diff` from its parsed arguments."""
     from reshard_mpi.runs.request import Request
 
-    # Most fields are called like their options.
-    named = {field: value for field, value in vars(options).items() if field in Request._fields}
-    named["target"] = options.target or options.source
-    for repeatable in ("map", "dtype", "include", "exclude"):
-        named[repeatable] = tuple(getattr(options, repeatable, ()))
-    named["ranks"] = tuple(options.rank) if getattr(options, "rank", None) else None
-    named["unlisted"] = Unlisted(getattr(options, "unlisted", Unlisted.FOLLOW))
-    named["replicas"] = Replicas(options.replicas)
-    named["accumulated"] = Accumulated(options.accumulated)
-    return Request(**named, recorded=options.command not in ("verify", "diff"))
+    given = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in vars(options).items()
+        if name in Request._fields
+    }
+    given["target"] = options.target or options.source
+    return Request.of(given)._replace(recorded=options.command not in ("verify", "diff"))
 
 
 _COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {

@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from reshard_mpi.cli import options
 from reshard_mpi.cli.arguments import commands_of, parser
 from reshard_mpi.cli.guide import topics
+from reshard_mpi.cli.options import path
 from reshard_mpi.mapping.map_file import shipped_maps
 from reshard_mpi.mapping.rules import TYPES
 
@@ -127,4 +127,4 @@ def _values(action: argparse.Action) -> _Values:
         return _Values(topics())
     if action.dest == "dtype":
         return _Values(TYPES)
-    return _Values(files=action.type is options.path)
+    return _Values(files=action.type is path)

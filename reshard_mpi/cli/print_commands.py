@@ -17,12 +17,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reshard_mpi.cli import options
-from reshard_mpi.cli.arguments import commands_of, parser, request
+from reshard_mpi.cli.arguments import request
 from reshard_mpi.cli.dispatch import run, shown, tell, world
 from reshard_mpi.cli.usage import show, tell_done
 from reshard_mpi.errors import DamageError, DifferenceError, UsageError
 from reshard_mpi.filesystem.paths import described, is_replaceable
+from reshard_mpi.options import OPTIONS, PATH
 from reshard_mpi.planning.summary import Plan
 from reshard_mpi.runs.conversion import map_words
 from reshard_mpi.runs.request import Request
@@ -46,7 +46,7 @@ def _plan(options: argparse.Namespace) -> int:
     if options.explain is not None:
         return _explain(options, asked)
     if options.sbatch:
-        if asked.ranks is not None or asked.part is not None:
+        if asked.rank is not None or asked.part is not None:
             raise UsageError(
                 "--sbatch goes with all targets",
                 expected="neither --rank nor --part: the script gives every task its part",
@@ -99,10 +99,10 @@ def _explain(options: argparse.Namespace, asked: Request) -> int:
 
 
 def _ranks(options: argparse.Namespace) -> int:
-    from reshard_mpi.api.mindspore import ranks_needed
+    from reshard_mpi.api import rank_list_for_transform
 
-    strategies = options.src_strategy, options.dst_strategy
-    ranks = ranks_needed(options.rank, *strategies, options.unlisted, options.accumulated)
+    strategies, joins = (options.src_strategy, options.dst_strategy), options.accumulated
+    ranks = rank_list_for_transform(options.rank, *strategies, unlisted=options.unlisted, accumulated=joins)
     if ranks:
         show("\n".join(map(str, ranks)))
     return 0
@@ -171,7 +171,7 @@ def _inspect(options: argparse.Namespace) -> int:
             )
         facts, as_text = inspection_text.compare(options.path, options.other), inspection_text.comparison_text
     else:
-        facts = inspect(options.path, options.other, ranks=options.rank)
+        facts = inspect(options.path, options.other, rank=options.rank)
     show(json.dumps(facts, indent=1) if options.json else as_text(facts))
     return 0
 
@@ -300,19 +300,6 @@ _START_MINUTES = 10
 _PLAIN = {ord(char): char for char in string.ascii_letters + string.digits + "-+._/ ~=,:@%"}
 
 
-# What the script says itself (what a task makes, and that it goes on after a requeue), and what only says how it goes.
-NOT_PASSED_ON = (
-    *("--rank", "--part", "--resume", "--jobs", "--report"),
-    *("--progress", "-q", "--quiet", "-v", "--verbose", "-h", "--help"),
-)
-
-
-def passed_on() -> list[argparse.Action]:
-    """Return the options of `transform` that the script passes on. Each sets the field of `Request` of its name."""
-    options = commands_of(parser(["transform"]))["transform"]._actions
-    return [option for option in options if not {*NOT_PASSED_ON}.issuperset(option.option_strings)]
-
-
 def batch_script(request: Request, plan: Plan, target_ranks: int) -> str:
     """Return the script. plan: of the targets that are still to be made. target_ranks: how many there are in all."""
     tasks = min(target_ranks, _MAX_TASKS)
@@ -373,14 +360,13 @@ def _command(request: Request, tasks: int) -> str:
     """Return the one command of the script. exec: signals reach the program itself."""
     request = request._replace(map=map_words(request))
     lines = [f"exec reshard-mpi transform {_path(request.source)} {_path(request.target)}"]
-    for option in passed_on():
-        (flag,), given = option.option_strings, getattr(request, option.dest)
-        is_path = option.type is options.path
+    for option in OPTIONS.values():
+        given = () if option.is_of_task else getattr(request, option.name)
         for value in given if isinstance(given, tuple) else (given,):
             if value is True:
-                lines.append(flag)
+                lines.append(option.flag)
             elif value is not None and value is not False:
-                lines.append(f"{flag}={_path(value) if is_path else _word(str(value))}")
+                lines.append(f"{option.flag}={_path(value) if option.kind is PATH else _word(str(value))}")
     again = [] if request.overwrite else ["--resume"]
     lines.append(" ".join([f'--part "$SLURM_ARRAY_TASK_ID/{tasks}"', *again, "--jobs 1"]))
     return " \\\n    ".join(lines)

@@ -152,6 +152,7 @@ class CommandParser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, allow_abbrev=False)  # a shortened option would change its meaning with the next one
         self.register("action", None, _Given)
+        self.register("action", "store", _Given)
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None

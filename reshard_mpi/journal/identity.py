@@ -34,7 +34,7 @@ from reshard_mpi.journal.records import (
     record_path,
     run_path,
 )
-from reshard_mpi.planning.parameters import Accumulated
+from reshard_mpi.options import COUNT, FLAG, MAPS, OPTIONS, PATH, SIZE, TEXT, TEXTS, Kind
 from reshard_mpi.sharding.strategy.json_checks import MAX_FILE_BYTES
 
 # What decides which files of the source are read, if several checkpoints lie there. Two runs are the same if they have
@@ -42,47 +42,52 @@ from reshard_mpi.sharding.strategy.json_checks import MAX_FILE_BYTES
 CHOSEN, _SELECT = "chosen", "select"
 # How a choice ends whose files have no name in common (`checkpoints.opening`).
 _UNLIKE = re.compile(r", sha256:[0-9a-f]+\Z")
+_RECORDED = {option.recorded_name: option for option in OPTIONS.values() if option.is_recorded}
+# Options that name a file; the setting is its digest.
+FILES_BY_DIGEST = tuple(name for name, option in _RECORDED.items() if option.kind is PATH)
 # What files decide (settings are their digests) -> the names under which records keep the files' paths. The glob that
 # has led to what was chosen is kept as they are.
-_FILES = {
-    **{name: f"{name}_file" for name in ("src_strategy", "dst_strategy", "map", "config", "like")},
-    CHOSEN: _SELECT,
-}
-# Settings that are called like the options of the command line that make them.
-_OWN_NAMES = (
-    *("src_strategy", "dst_strategy", "from", "src_files", "prefix", "unlisted", "strict", "crc", "max_shard_size"),
-    *("accumulated", "map", "dtype", "include", "exclude", "config", "like"),
-)
-# Settings -> their options.
-_OPTIONS = {
-    **{name: f"--{name.replace('_', '-')}" for name in _OWN_NAMES},
+_FILES = {**{name: f"{name}_file" for name in (*FILES_BY_DIGEST, "map")}, CHOSEN: _SELECT}
+# Settings -> their options on the command line.
+_FLAGS = {
+    **{name: option.flag for name, option in _RECORDED.items()},
     CHOSEN: "--select",
     _SELECT: "--select",  # a setting of its own in records of earlier versions
     "sums_in_shards": "--verify",
 }
 # How many maps are applied one after another, if there are several; `map` is the digest of all of them.
 _MAPS, _MOST_MAPS = "maps", 1 << 16
-# Values of settings that nobody has to give.
-_USUAL = {"prefix": formats.DEFAULT_PREFIX, "unlisted": "follow"}
-# Settings that hold the values of an option that is given several times.
-_REPEATED = ("dtype", "include", "exclude")
 # What is between words in a text of several, or quotes one; wildcards of globs are not.
 _SPECIAL = re.compile(r"[\s'\"\\]")
+
+
+def _check_of(kind: Kind) -> Callable[[Any], Any]:
+    """Return the check of values of a kind in records."""
+    if (choices := kind.choices) is not None:
+        return lambda value: fields.one_of(value, choices())
+    checks: Mapping[Kind, Callable[[Any], Any]] = {
+        PATH: fields.optional(fields.digest),
+        MAPS: fields.optional(fields.digest),
+        FLAG: fields.flag,
+        COUNT: lambda value: fields.number(value, 1),
+        SIZE: lambda value: fields.number(value, 1, MAX_TENSOR_BYTES),
+        TEXT: lambda value: fields.text(value, 255),  # the beginning of a file name
+        TEXTS: fields.text,
+    }
+    return checks[kind]
+
+
 # Settings -> the checks of their values.
 SETTINGS: dict[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(("source", *(key for name, key in _FILES.items() if name not in (CHOSEN, "map"))), fields.path),
+    **{name: _check_of(option.kind) for name, option in _RECORDED.items()},
+    **dict.fromkeys(("source", *(_FILES[name] for name in FILES_BY_DIGEST)), fields.path),
     _FILES["map"]: fields.text,  # or equations
     _MAPS: lambda value: fields.number(value, 2, _MOST_MAPS),
-    **dict.fromkeys((name for name in _FILES if name != CHOSEN), fields.optional(fields.digest)),
-    **dict.fromkeys(("unlisted", "direction", "dtype", "include", "exclude", CHOSEN), fields.text),
-    **dict.fromkeys(("strict", "crc", "sums_in_shards"), fields.flag),
+    "direction": fields.text,
+    CHOSEN: fields.text,
+    "sums_in_shards": fields.flag,
     _SELECT: fields.optional(fields.text),
-    "prefix": lambda value: fields.text(value, 255),
-    "to": lambda value: fields.one_of(value, formats.TARGETS),
     "target_ranks": lambda value: fields.number(value, 1, MAX_RANKS),
-    "src_files": lambda value: fields.number(value, 1),
-    "max_shard_size": lambda value: fields.number(value, 1, MAX_TENSOR_BYTES),
-    "accumulated": lambda value: fields.one_of(value, tuple(Accumulated)),
 }
 _WORDS = {"source": "SRC", "to": "targets in", "target_ranks": "target ranks:", _MAPS: "maps:"}
 
@@ -162,21 +167,22 @@ class RunIdentity(NamedTuple):
     def command(self, target: str) -> str:
         """Return the command that makes these targets in the folder `target`."""
         words = ["reshard-mpi", "transform", str(self.facts.get("source")), target]
-        for name, option in {**_OPTIONS, "to": "--to"}.items():
+        for name, flag in _FLAGS.items():
+            option = _RECORDED.get(name)
             value = self.files.get(name) if name in _FILES else self.facts.get(name)
             if value is True:
-                words.append(option)
-            elif value and value != _USUAL.get(name):
-                values = shlex.split(str(value)) if name in _REPEATED else [str(value)]
+                words.append(flag)
+            elif value and (option is None or value != option.default):
+                values = shlex.split(str(value)) if option and option.kind is TEXTS else [str(value)]
                 values = list(self.maps) if name == "map" else values
-                words += (word for text in values for word in (option, text))
+                words += (word for text in values for word in (flag, text))
         if self.facts.get("direction"):
             words.append(f"--{self.facts['direction']}")
         return shlex.join(words)
 
     def _setting(self, name: str, state: str) -> str:
         """Return one setting as on the command line. state: is added to a file of the same name as another."""
-        value, option = self.facts.get(name), _OPTIONS.get(name)
+        value, option = self.facts.get(name), None if name in _WORDS else _FLAGS.get(name)
         if name == "direction":
             return f"--{value}" if value else "neither --forward nor --reverse"
         if name == CHOSEN:

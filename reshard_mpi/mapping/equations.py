@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from reshard_mpi.options import ARROW
+
 _CAPTURE = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)(\*?)\}")
 _MAX_CAPTURES = 8
 _MAX_INTEGER_DIGITS = 9
@@ -93,9 +95,6 @@ class NamePattern:
 
 # An equation of a few lines; nothing that people write is longer.
 MAX_TEXT, MAX_NESTED, MAX_TENSORS, MAX_SUMMANDS = 20_000, 8, 64, 64
-
-# What is between the sides of an equation.
-ARROW = "<=>"
 
 _TOKEN = re.compile(r"\s*(?:(?P<word>[A-Za-z_][A-Za-z0-9_]*)|(?P<number>[0-9]+)|(?P<mark>[()+|\]]))")
 _NAME = re.compile(r"[^\s\[\],]+")

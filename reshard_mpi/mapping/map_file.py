@@ -16,7 +16,7 @@ from reshard_mpi.filesystem.paths import described
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.mapping.axis_sizes import ConfigurationNeeded, ExpressionProblem, evaluated, names_in
 from reshard_mpi.mapping.box_pairs import EquationProblem, check
-from reshard_mpi.mapping.equations import ARROW, SyntaxProblem, parse
+from reshard_mpi.mapping.equations import SyntaxProblem, parse
 from reshard_mpi.mapping.rules import (
     TYPES,
     Drop,
@@ -31,6 +31,7 @@ from reshard_mpi.mapping.rules import (
     require_known,
     text_of,
 )
+from reshard_mpi.options import ARROW
 from reshard_mpi.text import did_you_mean
 
 MAX_BYTES, MAX_ENTRIES = 1 << 20, 10_000

@@ -111,9 +111,9 @@ def explained(request: Request, comm: Comm, name: str) -> tuple[str, Outcome] | 
 
 
 def _explained(request: Request, name: str, memory: RunMemory) -> tuple[str, Outcome]:
-    run = open_for_planning(request, memory, most_planned=len(request.ranks or ()) + 1)
+    run = open_for_planning(request, memory, most_planned=len(request.rank or ()) + 1)
     conversion = run.conversion
-    first = _first_holder(conversion, name, request.ranks or ())
+    first = _first_holder(conversion, name, request.rank or ())
     both = conversion.both_layouts(first.target_rank, (name,))[name]
     origin = origin_of(conversion, name)
     targets = conversion.target.world_size
@@ -124,11 +124,11 @@ def _explained(request: Request, name: str, memory: RunMemory) -> tuple[str, Out
     lines += ["", f"target: {request.target}: {formats.title(run.format)}, {counted(targets, 'rank')}"]
     lines += [f"  {line}" for line in _target_lines(run, name, both.target, _shapes(first))]
     outcome = Outcome.begun(conversion).joined([Outcome.of(first)])
-    for rank in run.targets if request.ranks is not None else (first.target_rank,):
+    for rank in run.targets if request.rank is not None else (first.target_rank,):
         plan = first if rank == first.target_rank else conversion.plan(rank, checked=False)
         outcome = outcome.joined([Outcome.of(plan)])
         lines += ["", *_rank_lines(run, plan, name, origin)]
-    if request.ranks is None and targets > 1:
+    if request.rank is None and targets > 1:
         lines += ["", f"--rank R explains the other target ranks, 0 to {targets - 1}"]
     return "\n".join(map(one_line, lines)), outcome
 

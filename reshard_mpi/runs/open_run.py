@@ -12,9 +12,9 @@ from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.opening import NO_DAMAGE, chosen_files, open_source
 from reshard_mpi.errors import ReshardError, UsageError
 from reshard_mpi.filesystem.paths import real_path
-from reshard_mpi.journal.identity import CHOSEN, RunIdentity, joined_maps, joined_words
+from reshard_mpi.journal.identity import CHOSEN, FILES_BY_DIGEST, RunIdentity, joined_maps, joined_words
 from reshard_mpi.journal.target_journal import Journal
-from reshard_mpi.planning.parameters import Accumulated, Unlisted
+from reshard_mpi.planning.parameters import Accumulated
 from reshard_mpi.planning.ranks import check_target_rank
 from reshard_mpi.planning.target_layouts import filled_files, strategy_of
 from reshard_mpi.runs.conversion import Conversion, apply_map, map_words
@@ -75,44 +75,33 @@ class Run(NamedTuple):
 
     def _identity(self) -> RunIdentity:
         request = self.request
-        files = {
-            "src_strategy": request.src_strategy,
-            "dst_strategy": request.dst_strategy,
-            "config": request.config,
-            "like": request.like,
-        }
-        named = {name: str(real_path(path)) for name, path in files.items() if path is not None}
+        named = {name: getattr(request, name) for name in FILES_BY_DIGEST}
+        files = {name: str(real_path(path)) for name, path in named.items() if path is not None}
         if request.map:
-            named["map"] = joined_maps(map_words(request))
+            files["map"] = joined_maps(map_words(request))
+        if request.select is not None:
+            files[CHOSEN] = request.select
+        traits = formats.by_name(self.format).TRAITS
         source = self.conversion.source.files.path  # of several moments that lie there the one that was chosen
-        is_filled = formats.by_name(self.format).TRAITS.split_by_size
-        joins = request.accumulated is not Accumulated.REFUSE
-        return RunIdentity(
-            {
-                "source": str(real_path(source)),
-                "src_strategy": self.strategies.source_digest,
-                "dst_strategy": self.strategies.target_digest,
-                CHOSEN: chosen_files(self.conversion.source.files),
-                "prefix": request.prefix,
-                "to": self.format,
-                "unlisted": str(request.unlisted),
-                "strict": request.strict,
-                "crc": request.crc,
-                "sums_in_shards": request.verify and formats.by_name(self.format).TRAITS.keeps_sums,
-                "target_ranks": self.conversion.target.world_size,
-                **({"max_shard_size": request.most_file_bytes} if is_filled else {}),
-                **({"from": request.source_format} if request.source_format else {}),
-                **({"src_files": request.source_files} if request.source_files else {}),
-                **({"accumulated": str(request.accumulated)} if joins else {}),
-                **self._map_facts(),
-            },
-            {**named, **({CHOSEN: request.select} if request.select is not None else {})},
-        )
-
-    def _map_facts(self) -> dict[str, str | int]:
-        """Return the settings that say what becomes of names, shapes and types, if anything does."""
-        request = self.request
         facts = {
+            "source": str(real_path(source)),
+            "src_strategy": self.strategies.source_digest,
+            "dst_strategy": self.strategies.target_digest,
+            CHOSEN: chosen_files(self.conversion.source.files),
+            "prefix": request.prefix,
+            "to": self.format,
+            "unlisted": str(request.unlisted),
+            "strict": request.strict,
+            "crc": request.crc,
+            "sums_in_shards": request.verify and traits.keeps_sums,
+            "target_ranks": self.conversion.target.world_size,
+        }
+        # These are left out where they say nothing, as in the records of versions that did not have them.
+        optional = {
+            "max_shard_size": request.most_file_bytes if traits.split_by_size else None,
+            "from": request.source_format,
+            "src_files": request.src_files,
+            "accumulated": str(request.accumulated) if request.accumulated is not Accumulated.REFUSE else None,
             **self.map_digests,
             "maps": len(request.map) if len(request.map) > 1 else None,
             "direction": "forward" if request.forward else "reverse" if request.reverse else None,
@@ -120,7 +109,7 @@ class Run(NamedTuple):
             "include": joined_words(request.include),
             "exclude": joined_words(request.exclude),
         }
-        return {name: value for name, value in facts.items() if value}
+        return RunIdentity({**facts, **{name: value for name, value in optional.items() if value}}, files)
 
 
 def open_run(
@@ -147,19 +136,14 @@ def open_run(
     memory.open()
     memory.reserve_for_reading(to_read, purpose)
     strategies = strategies or Strategies.read(request)
-    if request.unlisted is Unlisted.DROP and request.dst_strategy is None:
-        raise UsageError(
-            "--unlisted drop needs a list to go by",
-            expected="--dst-strategy with the parameters to keep",
-            got="no target strategy",
-        )
+    request.require_list_to_drop_by()
     _check_prefix(request.prefix)
     shards = request.shard_files() if shards is None else shards
     name = _target_format(request, shards.format)
     traits = formats.by_name(name).TRAITS
     is_sampled = request.part is not None or traits.split_by_size  # only some of millions of targets are looked at
     if not is_sampled:
-        ranks = request.ranks if request.ranks is not None else range(strategies.target.world_size)
+        ranks = request.rank if request.rank is not None else range(strategies.target.world_size)
         _refuse_overlap(request, shards, name, ranks, strategies.target)
     memory.reserve_for_reading(to_read, purpose, shards.format)
     conversion = Conversion(
@@ -201,7 +185,7 @@ def open_for_planning(request: Request, memory: RunMemory, *, most_planned: int)
             got="--part",
         )
     # Of a million targets only the requested ones are looked at, and these are known later.
-    first = request if request.ranks is not None else request._replace(ranks=(0,))
+    first = request if request.rank is not None else request._replace(rank=(0,))
     return open_run(first, memory, most_planned=most_planned)
 
 
@@ -305,10 +289,10 @@ def chosen_targets(request: Request, conversion: Conversion) -> tuple[int, ...]:
     Raises UsageError if there is no such rank.
     """
     target = conversion.target
-    if request.ranks is not None:
-        for rank in request.ranks:
+    if request.rank is not None:
+        for rank in request.rank:
             check_target_rank(rank, target)
-        return tuple(sorted(set(request.ranks)))
+        return tuple(sorted(set(request.rank)))
     all_ranks = range(target.world_size)
     if request.part is None:
         return tuple(all_ranks)

@@ -74,7 +74,7 @@ def _figures(request: Request, asked: Asked, memory: RunMemory, progress: Progre
     conversion = run.conversion
     targets = conversion.target.world_size
     most = most_planned(conversion.planned_source.extent.tensors)
-    planned = run.targets if request.ranks is not None else sampled_targets(targets, most)
+    planned = run.targets if request.rank is not None else sampled_targets(targets, most)
     collected = _Collected(conversion, _DrawnSources.of(conversion), asked)
     feeds: list[Feed] = []
     progress.begin(Stage("planning", units=len(planned), unit="rank"))
@@ -85,7 +85,7 @@ def _figures(request: Request, asked: Asked, memory: RunMemory, progress: Progre
         progress.completed()
     for name in asked.tensors:
         collected.find(name)
-    if request.ranks is None and len(planned) < targets:
+    if request.rank is None and len(planned) < targets:
         collected.complete(most)
     cuts = tuple(collected.cuts())
     of_cuts = {move.target for cut in cuts for move in cut.moves}

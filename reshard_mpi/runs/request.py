@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from reshard_mpi.errors import UsageError
 from reshard_mpi.planning.parameters import Accumulated, Unlisted
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.processes.governor.admission import Allowance
@@ -29,9 +31,9 @@ class TargetFile(NamedTuple):
 
 
 class Request(NamedTuple):
-    """The user's request, in the terms of the options of `reshard-mpi transform`.
+    """The user's request: the checkpoints of both sides, and a field for each option of a run (`options.OPTIONS`).
 
-    Example: `Request("src", "dst", "src_strategy.ckpt", "dst_strategy.ckpt", to="hdf5", ranks=(0, 1))`.
+    Example: `Request("src", "dst", "src_strategy.ckpt", "dst_strategy.ckpt", to="hdf5", rank=(0, 1))`.
     """
 
     source: str  # path of the source checkpoint
@@ -42,8 +44,8 @@ class Request(NamedTuple):
     select: str | None = None  # glob that source file names must match
     to: str | None = None  # name of the target format; None: the source's
     source_format: str | None = None  # read only files of this format; None: of any
-    source_files: int | None = None  # number of files the source was saved in, if the user gives it
-    ranks: tuple[int, ...] | None = None  # targets to make; None: all
+    src_files: int | None = None  # number of files the source was saved in, if the user gives it
+    rank: tuple[int, ...] | None = None  # targets to make; None: all
     part: tuple[int, int] | None = None  # (i, n): share number i of n of the targets
     resume: bool = False  # keep complete targets of this same run
     overwrite: bool = False  # replace targets of other runs
@@ -68,13 +70,29 @@ class Request(NamedTuple):
     exclude: tuple[str, ...] = ()  # globs; names of target tensors may match none
     like: str | None = None  # path of a checkpoint whose names and shapes the target gets
 
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Request:
+        """Return the request with these values of its fields, which may have texts for choices."""
+        kinds = {"unlisted": Unlisted, "replicas": Replicas, "accumulated": Accumulated}
+        choices = {name: kind(values[name]) for name, kind in kinds.items() if name in values}
+        return cls(**{**values, **choices})
+
     def shard_files(self) -> ShardFiles:
         """Find the files of the source. Raises a ReshardError if they do not make up a checkpoint."""
         from reshard_mpi.checkpoints.discovery import find_shards
         from reshard_mpi.filesystem.paths import require_reachable
 
         require_reachable(self.source)
-        return find_shards(self.source, self.select, format_name=self.source_format, file_count=self.source_files)
+        return find_shards(self.source, self.select, format_name=self.source_format, src_files=self.src_files)
+
+    def require_list_to_drop_by(self) -> None:
+        """Raise UsageError if unlisted tensors are to be dropped, and no target strategy lists any."""
+        if self.unlisted is Unlisted.DROP and self.dst_strategy is None:
+            raise UsageError(
+                "--unlisted drop needs a list to go by",
+                expected="--dst-strategy with the parameters to keep",
+                got="no target strategy",
+            )
 
     @property
     def is_mapped(self) -> bool:

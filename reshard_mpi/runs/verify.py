@@ -97,7 +97,7 @@ def as_made(request: Request, path: str) -> tuple[Request, tuple[str, ...]]:
 def _is_there(run: RunIdentity, name: str) -> bool:
     """Return whether the recorded files of an option can still be read; an equation needs none."""
     if name == "map":
-        from reshard_mpi.mapping.equations import ARROW
+        from reshard_mpi.options import ARROW
 
         return bool(run.maps) and all(ARROW in word or Path(word).is_file() for word in run.maps)
     path = run.files.get(name, "")
@@ -327,7 +327,7 @@ def verify_alone(
     files, governor = agreed(begin, comm)
     require_same_choice(comm, files)
     files = files.one_by_one() if files.is_folder else files
-    ranks = tuple(files.by_rank) if request.ranks is None else sorted(set(request.ranks))
+    ranks = tuple(files.by_rank) if request.rank is None else sorted(set(request.rank))
     for rank in ranks:
         if rank not in files.by_rank:
             raise discovery.no_such_rank(files, rank)
@@ -342,7 +342,7 @@ def verify_alone(
 
     weights = dict.fromkeys(ranks, 1)
     outcome = _with_notes(_each(files, weights, comm, progress, check), governor, files)
-    all_checked = request.ranks is None
+    all_checked = request.rank is None
     damage = check_together(files, outcome.checked, sound=not outcome.failures) if all_checked else ()
     outcome = outcome._replace(failures=(*outcome.failures, *(Failure.here(None, comm, error) for error in damage)))
     if not outcome.failures and not any(checked.by for checked in outcome.checked):

@@ -117,7 +117,7 @@ def _run_here(request: Request, jobs: int | None, progress: RunProgress, work: T
     )
     strategies, shards = _read(request), 0 if work in _OF_TARGETS else _count_shards(request, work)
     work.load()  # once, before workers are forked
-    targets = len(request.ranks) if request.ranks else strategies.target.world_size
+    targets = len(request.rank) if request.rank else strategies.target.world_size
     notes: tuple[str, ...] = ()
     if jobs is None:
         size = processes_by_default(targets)

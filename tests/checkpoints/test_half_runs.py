@@ -35,7 +35,7 @@ def source(folder: Path) -> Path:
 def test_one_of_two_slices_is_no_checkpoint(tmp_path: Path, form: str, lost: str, given: str) -> None:
     out = tmp_path / "out"
     ranks = [0] if lost == "not made" else None
-    reshard_mpi.transform(source(tmp_path), out, None, cut(tmp_path, "cut"), to=form, ranks=ranks)
+    reshard_mpi.transform(source(tmp_path), out, None, cut(tmp_path, "cut"), to=form, rank=ranks)
     if ranks is None:
         shutil.rmtree(out / "rank_1")
     if lost == "lost, uncommitted":

@@ -109,7 +109,7 @@ def test_a_target_folder_that_is_not_complete(c: Conversion, capsys: Capture) ->
         assert lines[-7:] == [
             "run: 1 of 4 targets complete, not committed",
             f"  made by: reshard-mpi transform {c.src} {c.dst} --src-strategy {c.src_strategy}"
-            f" --dst-strategy {c.dst_strategy} --prefix net_ --to ckpt",
+            f" --dst-strategy {c.dst_strategy} --to ckpt --prefix net_",
             "  the same command with --resume makes the others",
             "  target rank 1 has not been written",
             "  target rank 2 has lost its file rank_2/net_2.ckpt",

@@ -575,7 +575,7 @@ def test_wrong_usage_of_the_functions(tmp_path: Path) -> None:
         lambda: reshard_mpi.transform_checkpoints(c.src, c.dst, "a/b", c.src_strategy, c.dst_strategy),
         lambda: reshard_mpi.rank_list_for_transform(2, c.src_strategy, c.dst_strategy),
         lambda: reshard_mpi.rank_list_for_transform(-1, c.src_strategy, c.dst_strategy),
-        lambda: reshard_mpi.plan(c.src, c.src_strategy, c.dst_strategy, ranks=[2]),
+        lambda: reshard_mpi.plan(c.src, c.src_strategy, c.dst_strategy, rank=[2]),
         lambda: reshard_mpi.load_rank(2, c.src, c.src_strategy, c.dst_strategy),
         lambda: reshard_mpi.load_rank(0, c.src, c.src_strategy, None, unlisted="drop"),
         lambda: reshard_mpi.transform_checkpoint_by_rank(0, {0: c.shard(0)}, c.folder / "out.gguf", *paths[3:]),

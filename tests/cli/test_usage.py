@@ -144,15 +144,15 @@ def test_some_ranks_are_made_and_verified(tmp_path: Path, capsys: Capture) -> No
         assert run_here(capsys, *arguments, "--rank", "0-1").code == 4
         finished = run_here(capsys, *arguments, "--rank", "1-2")
         assert finished.code in (2, 3) and "rank" in finished.err, finished
-    reshard_mpi.verify(c.dst, ranks=[0])
-    reshard_mpi.verify(c.src, c.dst, c.src_strategy, c.dst_strategy, ranks=range(1))
+    reshard_mpi.verify(c.dst, rank=[0])
+    reshard_mpi.verify(c.src, c.dst, c.src_strategy, c.dst_strategy, rank=range(1))
     for ranks in ([1], None):
         with pytest.raises(reshard_mpi.DamageError):
-            reshard_mpi.verify(c.dst, ranks=ranks)
+            reshard_mpi.verify(c.dst, rank=ranks)
     with pytest.raises(reshard_mpi.SourceError, match="no shard of this rank"):
-        reshard_mpi.verify(c.dst, ranks=[-1])
-    with pytest.raises(reshard_mpi.UsageError, match="ranks names no rank"):
-        reshard_mpi.verify(c.dst, ranks=[])
+        reshard_mpi.verify(c.dst, rank=[-1])
+    with pytest.raises(reshard_mpi.UsageError, match="rank names no rank"):
+        reshard_mpi.verify(c.dst, rank=[])
 
 
 @pytest.mark.parametrize("columns", ["60", "200", "0", "none"])

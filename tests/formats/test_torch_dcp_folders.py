@@ -45,7 +45,7 @@ def counted(*shape: int) -> np.ndarray[Any, Any]:
 
 
 def test_what_torch_has_written() -> None:
-    found = reshard_mpi.load_rank(0, SHARDED, source_files=2)
+    found = reshard_mpi.load_rank(0, SHARDED, src_files=2)
     assert {name: array.shape for name, array in found.items() if not isinstance(array, str)} == {
         "row.weight": (8, 4),
         "col.weight": (4, 8),
@@ -111,18 +111,18 @@ def test_functions_ask_for_it_too(tmp_path: Path) -> None:
         lambda: reshard_mpi.diff(CONSOLIDATED, SHARDED),
         lambda: reshard_mpi.transform_checkpoints(SHARDED, tmp_path / "out", "net"),
     ):
-        with pytest.raises(SourceError, match="source_files"):
+        with pytest.raises(SourceError, match="--src-files"):
             call()
-    assert [target.rank for target in reshard_mpi.plan(SHARDED, source_files=2).targets] == [0]
-    reshard_mpi.diff(SHARDED, CONSOLIDATED, source_files=2)
-    assert len(reshard_mpi.transform(SHARDED, tmp_path / "out", source_files=2).targets) == 1
+    assert [target.rank for target in reshard_mpi.plan(SHARDED, src_files=2).targets] == [0]
+    reshard_mpi.diff(SHARDED, CONSOLIDATED, src_files=2)
+    assert len(reshard_mpi.transform(SHARDED, tmp_path / "out", src_files=2).targets) == 1
 
 
 def test_the_last_file_is_lost(tmp_path: Path) -> None:
     """What is left is a sound checkpoint of fewer ranks, with a smaller model: nothing but the user can tell."""
     files = {torch_file(rank): {"w": At((2 * rank - 2, 0), counted(2, 3))} for rank in (1, 2, 3, 4)}
     write_torch(tmp_path, files)
-    assert reshard_mpi.load_rank(0, tmp_path, source_files=4)["w"].shape == (8, 3)
+    assert reshard_mpi.load_rank(0, tmp_path, src_files=4)["w"].shape == (8, 3)
     (tmp_path / torch_file(4)).unlink()
     said = refused(tmp_path, 4)
     assert "not as many files as you say" in said and torch_file(3) in said
@@ -164,7 +164,7 @@ def test_names_may_be_dealt_out_to_several_files(tmp_path: Path) -> None:
         torch_file(2, 1, 2): {"a": At((2,), counted(2) + 2)},
     }
     write_torch(tmp_path, files)
-    found = reshard_mpi.load_rank(0, tmp_path, source_files=3)
+    found = reshard_mpi.load_rank(0, tmp_path, src_files=3)
     assert found["a"].tolist() == [0, 1, 2, 3] and found["b"].tolist() == [[0, 1], [2, 3]]
 
 
@@ -205,7 +205,7 @@ class TestPieces(CheckpointConformance):
         self.count = len(files)
 
     def found(self, folder: Path) -> discovery.ShardFiles:
-        return discovery.find_shards(str(folder), file_count=self.count)
+        return discovery.find_shards(str(folder), src_files=self.count)
 
 
 @given(data=st.data(), lost=st.integers(0, 30))
@@ -215,13 +215,13 @@ def test_no_file_can_be_lost_unseen(data: st.DataObject, lost: int, tmp_path_fac
     files = dealt(data.draw, arrays)
     folder = tmp_path_factory.mktemp("pieces")
     write_torch(folder, files)
-    found = reshard_mpi.load_rank(0, folder, source_files=len(files))
+    found = reshard_mpi.load_rank(0, folder, src_files=len(files))
     assert {name: (array.shape, array.tobytes()) for name, array in found.items()} == {
         name: (array.shape, array.tobytes()) for name, array in arrays.items()
     }
     (folder / sorted(files)[lost % len(files)]).unlink()
     with pytest.raises(ReshardError):
-        reshard_mpi.load_rank(0, folder, source_files=len(files))
+        reshard_mpi.load_rank(0, folder, src_files=len(files))
 
 
 # What files say
@@ -236,7 +236,7 @@ def folder(tmp_path: Path) -> Path:
 def refused(folder: Path, count: int = 2) -> str:
     """Return what a folder is refused with, in the function and on the command line, where nothing is written."""
     with pytest.raises(ReshardError) as caught:
-        reshard_mpi.load_rank(0, folder, source_files=count)
+        reshard_mpi.load_rank(0, folder, src_files=count)
     arguments = ["transform", folder, folder / "out", "--to", "ckpt", "--src-files", count, "--jobs", "1"]
     assert caught.value.problem in run(*arguments, code=3)
     assert not (folder / "out").exists()

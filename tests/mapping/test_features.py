@@ -185,7 +185,7 @@ def test_it_goes_on_only_with_the_same_map(tmp_path: Path) -> None:
     with pytest.raises(TargetError, match="as it is now") as error:
         reshard_mpi.transform(source, tmp_path / "dst", map=map_path, resume=True)
     assert "as it was then" in str(error.value)
-    with pytest.raises(TargetError, match="a run with dtype='fp16'"):
+    with pytest.raises(TargetError, match="a run with --dtype 'fp16'"):
         reshard_mpi.transform(source, tmp_path / "dst", map=map_path, dtype="fp16", resume=True)
 
 
@@ -204,9 +204,9 @@ def test_what_has_changed_since_is_named(tmp_path: Path) -> None:
         return str(error.value)
 
     message = refused(forward=True)
-    assert "a run with forward=True\n" in message and "a run with neither forward nor reverse\n" in message
+    assert "a run with --forward\n" in message and "a run with neither --forward nor --reverse\n" in message
     message = refused(config=None, map=map_of(tmp_path, text.replace("'q'", "2")))
-    assert "no config" in message and f"config {config}" in message and "map " in message
+    assert "no --config" in message and f"--config {config}" in message and "--map " in message
     map_of(tmp_path, text)
     config.write_text('{"q": 4}')
     message = refused()
@@ -406,7 +406,7 @@ def test_what_each_rank_has_for_itself_is_not_replaced_in_silence(tmp_path: Path
     strategies = tmp_path / "spec.toml", tmp_path / "spec.toml"
     with pytest.raises(reshard_mpi.DisagreementError, match="each rank has its own 'rng'") as error:
         reshard_mpi.transform(tmp_path / "src", tmp_path / "dst", *strategies, replicas="any", **options)
-    assert "exclude='rng'" in str(error.value) and not (tmp_path / "dst").exists()
+    assert "--exclude 'rng'" in str(error.value) and not (tmp_path / "dst").exists()
     without = {**options, "exclude": ["b", "rng"] if "exclude" in options else "rng"}
     reshard_mpi.transform(tmp_path / "src", tmp_path / "dst", *strategies, replicas="any", **without)
 

@@ -121,7 +121,7 @@ def test_a_map_that_does_nothing_is_refused(tmp_path: Path) -> None:
         reshard_mpi.transform(source, tmp_path / "dst", map=map_of(tmp_path, text), like=like, forward=True)
     with pytest.raises(MapError, match="in either direction") as error:
         reshard_mpi.transform(source, tmp_path / "dst", map=map_of(tmp_path, text), like=like)
-    assert "give the like that" in str(error.value) and not (tmp_path / "dst").exists()
+    assert "give the --like that" in str(error.value) and not (tmp_path / "dst").exists()
 
 
 def test_a_type_for_all_settles_parts_of_different_types(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_a_type_for_all_settles_parts_of_different_types(tmp_path: Path) -> None
     source, map_path = source_of(tmp_path, tensors), map_of(tmp_path, "[[map]]\neq = 'a [x], b [y] <=> c [(x + y)]'")
     with pytest.raises(MapError, match="different types") as error:
         reshard_mpi.transform(source, tmp_path / "dst", map=map_path)
-    assert "or dtype that" in str(error.value)
+    assert "or --dtype that" in str(error.value)
     reshard_mpi.transform(source, tmp_path / "dst", map=map_path, dtype="fp64")
     assert_held(tmp_path / "dst", {"c": np.array([0, 1, 5, 6], np.float64)})
 

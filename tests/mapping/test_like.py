@@ -165,7 +165,7 @@ def test_files(tmp_path: Path, capsys: Capture) -> None:
 
 def test_it_belongs_to_a_map(tmp_path: Path) -> None:
     write_shard({"a": np.zeros(2, np.float32)}, tmp_path / "src.ckpt")
-    with pytest.raises(UsageError, match=r"^like belongs to a map"):
+    with pytest.raises(UsageError, match=r"^--like belongs to a map"):
         reshard_mpi.plan(tmp_path / "src.ckpt", like=tmp_path / "src.ckpt")
 
 

@@ -274,7 +274,7 @@ def test_megatron_needs_the_configuration_and_the_padding(tmp_path: Path) -> Non
     through, model = Through("hf-llama-megatron", tmp_path), llama()
     with pytest.raises(MapError, match="'m' is"):
         through(model)
-    with pytest.raises(MapError, match=r"config=FILE\.json"):
+    with pytest.raises(MapError, match=r"--config FILE\.json"):
         through(model, like=megatron(model), config=False)
 
 

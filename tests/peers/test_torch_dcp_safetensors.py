@@ -47,7 +47,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 def found(folder: Path, count: int) -> dict[str, bytes]:
-    loaded = reshard_mpi.load_rank(0, folder, source_files=count)
+    loaded = reshard_mpi.load_rank(0, folder, src_files=count)
     return {name: array.tobytes() for name, array in loaded.items() if not isinstance(array, str)}
 
 
@@ -76,7 +76,7 @@ def test_torch_consolidates_the_same(saved: Path, tmp_path: Path) -> None:
     names = [name for name, tensor in whole.items() if tensor.is_floating_point() and tensor.ndim]
     (tmp_path / "theirs").mkdir()
     consolidate_safetensors_files(str(saved / "one"), str(tmp_path / "theirs"), dict.fromkeys(names, 1))
-    reshard_mpi.transform(saved / "one", tmp_path / "ours", source_files=RANKS)
+    reshard_mpi.transform(saved / "one", tmp_path / "ours", src_files=RANKS)
     (theirs,) = (tmp_path / "theirs").glob("*.safetensors")
     expected = reshard_mpi.load_rank(0, theirs)
     ours = reshard_mpi.load_rank(0, tmp_path / "ours")

@@ -213,7 +213,7 @@ def test_a_sample_shows_the_whole_tensor_on_both_sides(tmp_path: Path, kind: str
 def test_only_the_targets_that_are_asked_for(tmp_path: Path) -> None:
     conversion = make(tmp_path)
     request = Request(*map(str, (conversion.src, conversion.dst, conversion.src_strategy, conversion.dst_strategy)))
-    figures = figures_of(request._replace(ranks=(1,)))
+    figures = figures_of(request._replace(rank=(1,)))
     assert figures.flow.planned == (1,) and {feed.target for feed in figures.flow.feeds} == {1}
     (cut,) = (cut for cut in figures.cuts if cut.names[0] == "w")
     assert [block.planned for block in cut.target.blocks] == [None, 1]

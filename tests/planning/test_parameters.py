@@ -181,7 +181,7 @@ def test_sharded_and_following_nothing(tmp_path: Path, capsys: Capture) -> None:
     for rank in range(4):
         c.rewrite(rank, {"head": c.arrays(rank)["w"]})
     before = listing(tmp_path)
-    with pytest.raises(StrategyError, match=r"'head' is sharded in the source(.|\n)*unlisted='replicate'"):
+    with pytest.raises(StrategyError, match=r"'head' is sharded in the source(.|\n)*--unlisted replicate"):
         transform_by_function(c)
     finished = run_here(capsys, *c.arguments())
     assert finished.code == 3 and "'head'" in finished.err

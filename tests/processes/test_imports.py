@@ -158,7 +158,7 @@ for number, jobs in enumerate((1, 2, 2)):
 files = {rank: f"src/rank_{rank}/checkpoint_{rank}.{ending}" for rank in range(4)}
 reshard_mpi.transform_checkpoint_by_rank(0, files, f"alone.{ending}", *strategies)
 assert len(reshard_mpi.plan("src", *strategies).targets) == 2
-reshard_mpi.verify("src", "dst_0", *strategies, process_num=2)
+reshard_mpi.verify("src", "dst_0", *strategies, jobs=2)
 assert reshard_mpi.load_rank(1, "src", *strategies)["b"].shape == (8,)
 assert reshard_mpi.inspect("src")["ranks"] == 4
 try:

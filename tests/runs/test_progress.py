@@ -217,7 +217,7 @@ def test_more_processes_than_there_is_work_for(
     finished = run_here(capsys, "verify", str(c.src), str(c.dst), *c.arguments()[3:7], "--jobs", str(MANY))
     assert finished.code == 0 and "2 started: there are 2 shards" in printed(finished)[0][1]
     pair = (c.src, c.dst, c.src_strategy, c.dst_strategy)
-    assert logged.by(lambda: reshard_mpi.verify(*pair, process_num=MANY)) == printed(finished)
+    assert logged.by(lambda: reshard_mpi.verify(*pair, jobs=MANY)) == printed(finished)
 
 
 def test_verify(tmp_path: Path, capsys: Capture, logged: Logged) -> None:

@@ -67,7 +67,7 @@ def test_listed_ranks_are_the_ranks_read(case: Case, kind: str) -> None:
         write_shards(case.src, case.tensors, base / "src", kind)
         for rank in range(case.dst.world_size):
             listed = reshard_mpi.rank_list_for_transform(rank, src, dst)
-            planned = reshard_mpi.plan(base / "src", src, dst, ranks=[rank]).targets[0]
+            planned = reshard_mpi.plan(base / "src", src, dst, rank=[rank]).targets[0]
             assert set(listed) == set(planned.read_ranks)
             files = {r: base / "src" / f"rank_{r}" / f"checkpoint_{r}.{ENDINGS[kind]}" for r in listed}
             out = base / f"out_{rank}.ckpt"

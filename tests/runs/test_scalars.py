@@ -105,7 +105,7 @@ def test_a_whole_number_that_the_checksum_of_safetensors_cannot_count_is_refused
         reshard_mpi.transform(tmp_path / "one.ckpt", tmp_path / "dst", **options)
     assert refused.value.exit_code == 3 and "'seed'" in refused.value.problem and refused.value.got == "-3"
     assert refused.value.where == str(tmp_path / "one.ckpt")
-    assert "leave the tensor out (exclude)" in refused.value.remedy
+    assert "leave the tensor out (--exclude)" in refused.value.remedy
     assert not (tmp_path / "dst").exists()
     reshard_mpi.transform(tmp_path / "one.ckpt", tmp_path / "dst", **options, exclude="seed")
     reshard_mpi.transform(tmp_path / "one.ckpt", tmp_path / "ckpt", **options | {"to": "ckpt"})

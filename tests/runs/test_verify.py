@@ -724,16 +724,16 @@ def test_functions(tmp_path: Path) -> None:
     strategies = (c.src_strategy, c.dst_strategy)
     with pytest.raises(SourceError):
         reshard_mpi.verify(c.src, c.dst, *strategies)
-    with pytest.raises(UsageError, match="process_num"):
-        reshard_mpi.verify(c.src, process_num=0)
+    with pytest.raises(UsageError, match="jobs"):
+        reshard_mpi.verify(c.src, jobs=0)
     reshard_mpi.transform_checkpoints(c.src, c.dst, "p", *strategies, verify=True, crc=True)
     reshard_mpi.verify(c.src, c.dst, *strategies)
     reshard_mpi.verify(c.dst)
     for rank in (1, 2):
         flip(c.dst / f"rank_{rank}" / f"p{rank}.ckpt", "w")
-    for process_num in (1, 2):
+    for jobs in (1, 2):
         with pytest.raises(DamageError, match=r"target rank 1: 'w' differs .* \(and 1 more found\)"):
-            reshard_mpi.verify(c.src, c.dst, *strategies, process_num=process_num)
+            reshard_mpi.verify(c.src, c.dst, *strategies, jobs=jobs)
     with pytest.raises(ShardError, match="its own checksum"):
         reshard_mpi.verify(c.dst)
 
