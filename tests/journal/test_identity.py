@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 
@@ -28,6 +29,34 @@ def test_globs_are_recorded_as_they_are() -> None:
 def test_the_command_has_each_value_again() -> None:
     facts = {"source": "src", "include": joined_words(["a b", "c*"])}
     assert RunIdentity(facts).command("dst") == "reshard-mpi transform src dst --include 'a b' --include 'c*'"
+
+
+def test_names_in_records_stay(tmp_path: Path, capsys: Capture) -> None:
+    """A run of an earlier version goes on only if its settings have the same names and values as now."""
+    c = make(tmp_path)
+    given = ("--from", "ckpt", "--src-files", "4", "--select", "*", "--map", "{p*} <=> {p*}", "--forward")
+    given += (
+        "--accumulated",
+        "mean",
+        "--dtype",
+        "*=fp64",
+        "--include",
+        "*",
+        "--exclude",
+        "global_step",
+        "--verify",
+        "--crc",
+    )
+    finished = run_here(capsys, *c.arguments("transform", "--rank", "0", *given))
+    assert finished.code == 0, finished
+    record = json.loads((c.dst / ".reshard_mpi" / "run.json").read_text())
+    files = {"src_strategy", "dst_strategy", "map"}
+    values = {"prefix": "checkpoint_", "to": "ckpt", "unlisted": "follow", "strict": False, "crc": True}
+    values |= {"sums_in_shards": False, "target_ranks": 2, "from": "ckpt", "src_files": 4, "accumulated": "mean"}
+    values |= {"direction": "forward", "dtype": "*=fp64", "include": "*", "exclude": "global_step", "select": "*"}
+    others = {"source", "chosen", "digest", *files, *(f"{name}_file" for name in files)}
+    assert {name: value for name, value in record.items() if name not in others} == values
+    assert others <= record.keys()
 
 
 def test_two_names_are_not_one_with_a_space(tmp_path: Path, capsys: Capture) -> None:
