@@ -9,7 +9,6 @@ function logs for itself. Worker processes log nothing.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,6 @@ from reshard_mpi.api.calls import (
     PathLike,
     listed_shards,
     public,
-    raise_first,
     request_of,
     run,
 )
@@ -116,11 +114,8 @@ def transform(
     Raises a ReshardError before anything is written if the transform is refused, and a TransformError if some targets
     could not be written.
     """
-    begin = time.monotonic()
     request = request_of(locals())
-    outcome = run(request, check_count(jobs, "jobs"), comm, progress=progress)
-    outcome.raise_failures()
-    return Report.of(outcome, time.monotonic() - begin)
+    return run(request, check_count(jobs, "jobs"), comm, progress=progress)
 
 
 @public
@@ -205,14 +200,11 @@ def verify(
     Raises DamageError for the first damage, with tensor, file and byte, and how many more there are; another
     ReshardError if the two cannot be compared, or if `source` keeps no sums.
     """
-    begin = time.monotonic()
     request = request_of(locals() | {"target": source if target is None else target})._replace(recorded=False)
     if request.rank == ():
         raise UsageError("rank names no rank", expected="one rank or more, or None for all", got="none")
     work = Task.VERIFY_ALONE if target is None else Task.VERIFY_PAIR
-    outcome = run(request, check_count(jobs, "jobs"), comm, work, progress=progress)
-    raise_first(outcome)
-    return Report.of(outcome, time.monotonic() - begin)
+    return run(request, check_count(jobs, "jobs"), comm, work, progress=progress)
 
 
 @public
@@ -257,11 +249,8 @@ def diff(
     Raises DifferenceError for the first difference, with tensor, element, values and places, and how many more there
     are; another ReshardError if the two cannot be compared.
     """
-    begin = time.monotonic()
     request = request_of(locals(), source="first", target="second")._replace(recorded=False)
-    outcome = run(request, check_count(jobs, "jobs"), comm, Task.DIFF, progress=progress)
-    raise_first(outcome)
-    return Report.of(outcome, time.monotonic() - begin)
+    return run(request, check_count(jobs, "jobs"), comm, Task.DIFF, progress=progress)
 
 
 @public

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
@@ -15,7 +16,7 @@ from reshard_mpi.options import EXCLUSIVE, OPTIONS, check_number, check_path
 from reshard_mpi.processes.comm import Comm, MPIComm, SerialComm
 from reshard_mpi.processes.governor import scopes
 from reshard_mpi.runs.monitor import Display, ProgressMonitor, RankProgress, RootProgress
-from reshard_mpi.runs.outcome import Outcome
+from reshard_mpi.runs.outcome import Report
 from reshard_mpi.runs.progress import RunProgress, RunStatus, Silent, ended, log, log_warning
 from reshard_mpi.runs.request import Request
 from reshard_mpi.runs.workers import Task, run_with_workers
@@ -124,14 +125,15 @@ def run(
     work: Task = Task.CONVERT,
     *,
     progress: OnProgress | None = None,
-) -> Outcome:
-    """Do the work that a request asks for, in local processes or with a communicator, and log what there is to say.
+) -> Report:
+    """Do the work that a request asks for, in local processes or with a communicator; log its notes and warnings.
 
     Args:
         progress: the caller's function that is told it.
 
-    Raises the error that refused the run; other failures are in the outcome.
+    Raises the error that refused the run, or one for what has failed in it.
     """
+    begin = time.monotonic()
     comm = SerialComm() if communicator is None else MPIComm(communicator)
     with shown_to(progress, comm) as shown:
         if processes > 1 and communicator is None:
@@ -140,16 +142,14 @@ def run(
             outcome = work.run(request, comm, shown)
     if communicator is None or communicator.Get_rank() == 0:
         log(outcome.notes, outcome.warnings)
-    return outcome
-
-
-def raise_first(outcome: Outcome) -> None:
-    """Raise the first failure, which says how many more there are."""
-    if outcome.failures:
+    if work is Task.CONVERT:
+        outcome.raise_failures()
+    elif outcome.failures:
         first = outcome.failures[0].named(alone=True)
         if len(outcome.failures) > 1:
             first.problem += f" (and {len(outcome.failures) - 1} more found)"
         raise first
+    return Report.of(outcome, time.monotonic() - begin)
 
 
 def listed_shards(files: object, name: str) -> discovery.ShardFiles:

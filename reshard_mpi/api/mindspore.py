@@ -16,7 +16,6 @@ from reshard_mpi.api.calls import (
     PathLike,
     listed_shards,
     public,
-    raise_first,
     request_of,
     run,
     shown_to,
@@ -105,15 +104,12 @@ def transform_checkpoints(
     Raises a ReshardError before anything is written if the source cannot be transformed exactly (a BudgetError if it
     can never fit the memory), and a TransformError if some targets could not be written.
     """
-    begin = time.monotonic()
     processes = check_count(check_number(process_num, "process_num") or 1, "process_num")
     check_text(output_format, "output_format")  # None is no format here
     named = {"source": "src_checkpoints_dir", "target": "dst_checkpoints_dir", "prefix": "ckpt_prefix"}
     request = request_of(locals(), to="output_format", **named, **_FILES)
     request = request._replace(overwrite=True, recorded=False)
-    outcome = run(request, processes, comm, progress=progress)
-    outcome.raise_failures()
-    return Report.of(outcome, time.monotonic() - begin)
+    return run(request, processes, comm, progress=progress)
 
 
 @public
@@ -244,7 +240,6 @@ def unified_safetensors(
 
     Raises a ReshardError: before anything is written if it cannot be done exactly.
     """
-    begin = time.monotonic()
     request = request_of(locals(), source="src_dir", target="dst_dir", src_strategy="src_strategy_file")
     if split_dst_file is None or not tuple(split_dst_file):
         part = None
@@ -259,9 +254,7 @@ def unified_safetensors(
     if not (numbers := numbers_of(request)):
         raise UsageError("split_dst_file has more shares than there are parts", got=repr(split_dst_file))
     processes = min(most, len(numbers), len(os.sched_getaffinity(0)))
-    outcome = run(request, processes, None, Task.UNIFY, progress=progress)
-    raise_first(outcome)
-    return Report.of(outcome, time.monotonic() - begin)
+    return run(request, processes, None, Task.UNIFY, progress=progress)
 
 
 @public

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -10,11 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from reshard_mpi.cli.arguments import parser
-from reshard_mpi.cli.dispatch import last_words, run, tell, world
+from reshard_mpi.cli.arguments import parser, request
+from reshard_mpi.cli.dispatch import last_words, run, shown, tell, world
+from reshard_mpi.cli.display import in_the_way_of, may_be_report, same, summary, verified, write_report
 from reshard_mpi.cli.start import begin_command, end_if_stopped
-from reshard_mpi.cli.usage import flush_standard_streams, open_standard_streams, tell_done
-from reshard_mpi.errors import ReshardError
+from reshard_mpi.cli.usage import flush_standard_streams, open_standard_streams, show, tell_done
+from reshard_mpi.errors import DamageError, DifferenceError, ReshardError, UsageError
 from reshard_mpi.processes import comm
 from reshard_mpi.processes.governor.process_memory import finish
 from reshard_mpi.processes.host import ONE_THREAD
@@ -26,10 +28,12 @@ from reshard_mpi.processes.signals import (
     require_stack,
     stopped_by,
 )
-from reshard_mpi.text import counted, lines, one_line
+from reshard_mpi.runs.progress import say
+from reshard_mpi.text import counted, format_bytes, lines, one_line
 
 if TYPE_CHECKING:
     from reshard_mpi.runs.outcome import Outcome
+    from reshard_mpi.runs.request import Request
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -42,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     try:
         require_stack()
         options = parser(sys.argv[1:] if arguments is None else arguments).parse_args(arguments)
-        code = _function_of(options.command)(options)
+        code = _COMMANDS[options.command](options)
     except (KeyboardInterrupt, Terminated) as stop:
         code = stopped_by(stop) or INTERRUPTED
         ignore_stops()
@@ -77,43 +81,31 @@ def command() -> NoReturn:
         os._exit(code)
 
 
-def _function_of(name: str) -> Callable[[argparse.Namespace], int]:
-    if name in _COMMANDS:
-        return _COMMANDS[name]
-    from reshard_mpi.cli.print_commands import COMMANDS
-
-    return COMMANDS[name]
-
-
 def _complain(error: ReshardError | str) -> None:
     if comm.speaks(os.environ):
-        from reshard_mpi.runs.progress import say
-
         say(f"reshard-mpi: error: {error}", sys.stderr)
 
 
 def _transform(options: argparse.Namespace) -> int:
-    from reshard_mpi.errors import UsageError
-
     begin = time.monotonic()
     with world(options) as group:
-        unwritable = group.rank == 0 and options.report and not _can_be_written(options.report, options.target)
-        if any(group.allgather(unwritable)):
+        refused = group.rank == 0 and options.report and not may_be_report(options.report, options.target)
+        if any(group.allgather(refused)):
             raise UsageError(
                 "the report cannot be written",
                 expected="a new file in a folder, or an earlier report; no name of a shard or of a file of the run",
-                got=_in_the_way_of(Path(options.report)),
+                got=in_the_way_of(Path(options.report)),
                 where=options.report,
                 remedy="choose another name, in a folder that is there",
             )
         outcome = run("CONVERT", options, group)
         seconds = time.monotonic() - begin
-        from reshard_mpi.cli.display import summary
-
         unreported = None
         if group.rank == 0:
             tell(outcome, options)
-            unreported = _report(options, outcome, seconds) if options.report else None
+            if options.report:
+                facts = {"source": options.source, "target": options.target, "processes": outcome.processes}
+                unreported = write_report(options.report, facts, outcome, seconds)
             if unreported is not None and outcome.failures:
                 _complain(unreported)
         outcome.raise_failures()
@@ -124,55 +116,157 @@ def _transform(options: argparse.Namespace) -> int:
     return 0
 
 
-def _report(options: argparse.Namespace, outcome: Outcome, seconds: float) -> ReshardError | None:
-    """Write the report that was asked for; return the error to raise if the file system refuses it."""
-    from reshard_mpi.cli.display import write_report
-    from reshard_mpi.errors import TransformError
+def _plan(options: argparse.Namespace) -> int:
+    from reshard_mpi.planning.summary import told_rules
+    from reshard_mpi.processes.governor.admission import UNLIMITED
+    from reshard_mpi.runs.transform import plan_targets
 
-    facts = {"source": options.source, "target": options.target, "processes": outcome.processes}
-    try:
-        write_report(options.report, facts, outcome, seconds)
-    except OSError as error:
-        complete = "" if outcome.failures else "; all targets of this run are complete"
-        return TransformError(
-            f"the report could not be written{complete}",
-            expected="a folder that takes it",
-            got=error.strerror or str(error),
-            where=options.report,
-            remedy="make room, or choose another place; --resume --report writes it without making targets again",
-        )
-    return None
+    asked = request(options)
+    if options.plot is not None or options.tensor:
+        return _plot(options, asked)
+    if options.explain is not None:
+        return _explain(options, asked)
+    if options.sbatch:
+        if asked.rank is not None or asked.part is not None:
+            raise UsageError(
+                "--sbatch goes with all targets",
+                expected="neither --rank nor --part: the script gives every task its part",
+                got="--rank" if asked.part is None else "--part",
+            )
+        asked = asked._replace(resume=not asked.overwrite)  # as the tasks will do it
+    with world(options) as group:
+        # A batch script is for other hosts than this one.
+        allowed = asked._replace(memory=UNLIMITED) if options.sbatch else asked
+        with shown(options, group) as progress:
+            planned, outcome = plan_targets(allowed, group, progress, lists_tensors=options.verbose)
+        outcome = outcome._replace(notes=(*outcome.notes, *told_rules(planned.rules, are_all=options.verbose)))
+        if group.rank == 0:
+            if options.json:
+                show(json.dumps(planned.as_json(), indent=1))
+            elif options.sbatch:
+                from reshard_mpi.cli.batch_script import batch_script
+
+                script = batch_script(asked, planned, len(planned.targets) + len(outcome.targets))
+                show(os.fsencode(script))  # paths in it may be of any bytes
+                tell(outcome, options)
+            else:
+                show(planned.as_table())
+                tell(outcome, options)
+    return 0
 
 
-def _can_be_written(path: str, target: str) -> bool:
-    """Tell whether a report may take the name `path`: an existing file may be replaced only if it is a report."""
-    from reshard_mpi import formats
-    from reshard_mpi.cli import display
-    from reshard_mpi.filesystem.paths import is_replaceable
-    from reshard_mpi.journal.records import COMMIT_RECORD, STATE
+def _plot(options: argparse.Namespace, asked: Request) -> int:
+    from reshard_mpi.cli.plot_file import asked_pictures, write_picture
+    from reshard_mpi.runs.plot_data import planned_figures
 
-    real, commit_record = Path(os.path.realpath(path)), Path(os.path.realpath(target), COMMIT_RECORD)
-    if formats.name_of(path) or real == commit_record or STATE in real.parts or not is_replaceable(real):
-        return False
-    if not os.access(real, os.F_OK):
-        return os.access(real.parent, os.W_OK | os.X_OK) and real.parent.is_dir()
-    return os.access(real, os.R_OK | os.W_OK) and display.is_report(real)
+    wanted = asked_pictures(options.plot, options.tensor)
+    with world(options) as group:
+        with shown(options, group) as progress:
+            drawn = planned_figures(asked, group, wanted, progress)
+        if drawn is not None:
+            figures, outcome = drawn
+            tell_done(write_picture(options.plot, figures))
+            tell(outcome, options)
+    return 0
 
 
-def _in_the_way_of(report: Path) -> str:
-    """Say why a report cannot be written: what lies there, or what its folder is."""
-    from reshard_mpi.filesystem.paths import described
+def _explain(options: argparse.Namespace, asked: Request) -> int:
+    from reshard_mpi.runs.explain import explained
 
-    lies_there, folder = described(report), report.parent
-    if lies_there != "nothing":
-        return lies_there
-    return "a folder that takes no file of yours" if folder.is_dir() else f"no folder {folder}"
+    with world(options) as group:
+        said = explained(asked, group, options.explain)
+        if said is not None:
+            text, outcome = said
+            show(lines(text))
+            tell(outcome, options)
+    return 0
+
+
+def _ranks(options: argparse.Namespace) -> int:
+    from reshard_mpi.api import rank_list_for_transform
+
+    strategies, joins = (options.src_strategy, options.dst_strategy), options.accumulated
+    ranks = rank_list_for_transform(options.rank, *strategies, unlisted=options.unlisted, accumulated=joins)
+    if ranks:
+        show("\n".join(map(str, ranks)))
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    work = "VERIFY_ALONE" if options.target is None else "VERIFY_PAIR"
+    return DamageError.exit_code if _finds(work, "damage", options, verified) else 0
+
+
+def _diff(options: argparse.Namespace) -> int:
+    return DifferenceError.exit_code if _finds("DIFF", "difference", options, same) else 0
+
+
+def _finds(work: str, what: str, options: argparse.Namespace, sound: Callable[[Outcome, float], str]) -> bool:
+    """Do the work of `runs.workers.Task`, and print its findings; tell whether there are any.
+
+    Args:
+        what: each of its findings is.
+        sound: returns the closing line where there is none.
+    """
+    begin = time.monotonic()
+    with world(options) as comm:
+        outcome = run(work, options, comm)
+        if comm.rank == 0:
+            tell(outcome, options)
+            for failure in outcome.failures:
+                say(f"{what}: {failure.named(alone=True)}", sys.stderr)
+            if not outcome.failures and not options.quiet:
+                show(sound(outcome, time.monotonic() - begin))
+    return bool(outcome.failures)
+
+
+def _governor(options: argparse.Namespace) -> int:
+    from reshard_mpi.processes.governor.admission import Allowance
+    from reshard_mpi.processes.governor.status import host_state
+
+    state = host_state(Allowance.of(None, None, os.environ), os.environ)
+    show(json.dumps(state.as_json(), indent=1) if options.json else state.as_text())
+    return 0
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from reshard_mpi.checkpoints import inspection_text
+    from reshard_mpi.checkpoints.inspection import inspect, strategy_as_toml
+
+    as_text = inspection_text.as_text
+    if options.toml:
+        if options.other is not None or options.rank:
+            raise UsageError("--toml prints a strategy", expected="PATH alone", got="GLOB, another path or --rank")
+        show(strategy_as_toml(options.path))
+        return 0
+    if options.other is not None and os.path.lexists(options.other):
+        if options.rank:
+            raise UsageError(
+                "--rank goes with one checkpoint", expected="PATH, or PATH and GLOB", got="two checkpoints"
+            )
+        facts, as_text = inspection_text.compare(options.path, options.other), inspection_text.comparison_text
+    else:
+        facts = inspect(options.path, options.other, rank=options.rank)
+    show(json.dumps(facts, indent=1) if options.json else as_text(facts))
+    return 0
+
+
+def _help(options: argparse.Namespace) -> int:
+    from reshard_mpi.cli.guide import page
+
+    show(page(options.topic))
+    return 0
+
+
+def _completion(options: argparse.Namespace) -> int:
+    from reshard_mpi.cli.completion import script
+
+    show(script(options.shell))
+    return 0
 
 
 def _commit(options: argparse.Namespace) -> int:
     from reshard_mpi.journal.run_status import commit
-    from reshard_mpi.runs.progress import say
-    from reshard_mpi.text import format_bytes
 
     done = commit(Path(options.target))
     for kind, texts in (("warning", done.told.warnings), ("note", done.told.notes)):
@@ -202,7 +296,15 @@ def _demo(options: argparse.Namespace) -> int:
 
 _COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "transform": _transform,
+    "plan": _plan,
+    "verify": _verify,
+    "diff": _diff,
     "commit": _commit,
+    "ranks": _ranks,
     "merge-strategies": _merge,
+    "governor": _governor,
+    "inspect": _inspect,
+    "help": _help,
+    "completion": _completion,
     "demo": _demo,
 }

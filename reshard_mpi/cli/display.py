@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from reshard_mpi import formats
+from reshard_mpi.errors import TransformError
 from reshard_mpi.runs.monitor import Display
 from reshard_mpi.runs.progress import say
 from reshard_mpi.text import MIB, counted, format_bytes, format_rate, one_line
@@ -170,22 +171,53 @@ def _columns(stream: TextIO) -> int:
 _BEGINNING = b'{\n "version": 1,\n "source": '
 
 
-def is_report(path: Path) -> bool:
+def _is_report(path: Path) -> bool:
     """Tell whether the file at `path` is a report, or empty."""
     with path.open("rb") as stream:
         head = stream.read(len(_BEGINNING))
     return head in (_BEGINNING, b"")
 
 
-def write_report(path: str, facts: Mapping[str, Any], outcome: Outcome, seconds: float) -> None:
-    """Write the report of a run as JSON. Raises OSError if it cannot be written; then no file is left."""
+def may_be_report(path: str, target: str) -> bool:
+    """Tell whether a report may take the name `path`: an existing file may be replaced only if it is a report."""
+    from reshard_mpi.filesystem.paths import is_replaceable
+    from reshard_mpi.journal.records import COMMIT_RECORD, STATE
+
+    real, commit_record = Path(os.path.realpath(path)), Path(os.path.realpath(target), COMMIT_RECORD)
+    if formats.name_of(path) or real == commit_record or STATE in real.parts or not is_replaceable(real):
+        return False
+    if not os.access(real, os.F_OK):
+        return os.access(real.parent, os.W_OK | os.X_OK) and real.parent.is_dir()
+    return os.access(real, os.R_OK | os.W_OK) and _is_report(real)
+
+
+def in_the_way_of(report: Path) -> str:
+    """Say why a report cannot be written: what lies there, or what its folder is."""
+    from reshard_mpi.filesystem.paths import described
+
+    lies_there, folder = described(report), report.parent
+    if lies_there != "nothing":
+        return lies_there
+    return "a folder that takes no file of yours" if folder.is_dir() else f"no folder {folder}"
+
+
+def write_report(path: str, facts: Mapping[str, Any], outcome: Outcome, seconds: float) -> TransformError | None:
+    """Write the report of a run as JSON. Return the error if the file system refuses it; then no file is left."""
     report = {"version": 1, **facts, "seconds": seconds, **outcome.as_json()}
     try:
         Path(path).write_text(json.dumps(report, indent=1) + "\n")
-    except OSError:
+    except OSError as error:
         with contextlib.suppress(OSError):
             Path(path).unlink()
-        raise
+        complete = "" if outcome.failures else "; all targets of this run are complete"
+        return TransformError(
+            f"the report could not be written{complete}",
+            expected="a folder that takes it",
+            got=error.strerror or str(error),
+            where=path,
+            remedy="make room, or choose another place; --resume --report writes it without making targets again",
+        )
+    return None
 
 
 def summary(outcome: Outcome, seconds: float, *, is_verified: bool) -> str:

@@ -20,7 +20,7 @@ from support.oracle import RawLayout
 from support.processes import Finished, run_command
 
 from reshard_mpi.cli import arguments
-from reshard_mpi.cli.print_commands import batch_script
+from reshard_mpi.cli.batch_script import batch_script
 from reshard_mpi.options import OPTIONS
 from reshard_mpi.planning.summary import Plan, RankSummary
 from reshard_mpi.runs.request import Request

@@ -12,7 +12,7 @@ from support.conversions import Conversion, assert_right, make
 from support.launch import MPI, mpirun_command
 from support.processes import Finished, run_command
 
-from reshard_mpi.cli import display
+from reshard_mpi.cli import commands, display
 from reshard_mpi.journal.records import COMMIT_RECORD
 
 NO_SPACE = "No space left on device"
@@ -133,11 +133,11 @@ def failing(monkeypatch: pytest.MonkeyPatch, conversion: Conversion, what: str) 
     path.parent.mkdir()
     written = display.write_report
 
-    def write(*arguments: object) -> None:
+    def write(*arguments: object) -> object:
         path.parent.rmdir() if what == "gone" else path.symlink_to("/dev/full")
-        written(*arguments)  # type: ignore[arg-type]
+        return written(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(display, "write_report", write)
+    monkeypatch.setattr(commands, "write_report", write)
     return path
 
 
