@@ -34,6 +34,7 @@ from reshard_mpi.text import counted, format_bytes, lines, one_line
 if TYPE_CHECKING:
     from reshard_mpi.runs.outcome import Outcome
     from reshard_mpi.runs.request import Request
+    from reshard_mpi.runs.workers import Task
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -88,6 +89,8 @@ def _complain(error: ReshardError | str) -> None:
 
 def _transform(options: argparse.Namespace) -> int:
     begin = time.monotonic()
+    from reshard_mpi.runs.workers import Task
+
     with world(options) as group:
         refused = group.rank == 0 and options.report and not may_be_report(options.report, options.target)
         if any(group.allgather(refused)):
@@ -98,7 +101,7 @@ def _transform(options: argparse.Namespace) -> int:
                 where=options.report,
                 remedy="choose another name, in a folder that is there",
             )
-        outcome = run("CONVERT", options, group)
+        outcome = run(Task.CONVERT, options, group)
         seconds = time.monotonic() - begin
         unreported = None
         if group.rank == 0:
@@ -193,16 +196,20 @@ def _ranks(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    work = "VERIFY_ALONE" if options.target is None else "VERIFY_PAIR"
+    from reshard_mpi.runs.workers import Task
+
+    work = Task.VERIFY_ALONE if options.target is None else Task.VERIFY_PAIR
     return DamageError.exit_code if _finds(work, "damage", options, verified) else 0
 
 
 def _diff(options: argparse.Namespace) -> int:
-    return DifferenceError.exit_code if _finds("DIFF", "difference", options, same) else 0
+    from reshard_mpi.runs.workers import Task
+
+    return DifferenceError.exit_code if _finds(Task.DIFF, "difference", options, same) else 0
 
 
-def _finds(work: str, what: str, options: argparse.Namespace, sound: Callable[[Outcome, float], str]) -> bool:
-    """Do the work of `runs.workers.Task`, and print its findings; tell whether there are any.
+def _finds(work: Task, what: str, options: argparse.Namespace, sound: Callable[[Outcome, float], str]) -> bool:
+    """Do work that compares, and print its findings; tell whether there are any.
 
     Args:
         what: each of its findings is.

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 from reshard_mpi.cli.arguments import request
 from reshard_mpi.cli.display import display_for
 from reshard_mpi.cli.start import stopped_text
+from reshard_mpi.errors import UsageError
 from reshard_mpi.processes import comm
 from reshard_mpi.text import one_line
 
 if TYPE_CHECKING:
     from reshard_mpi.runs.outcome import Outcome
     from reshard_mpi.runs.progress import RunProgress
+    from reshard_mpi.runs.workers import Task
 
 
 def last_words(options: argparse.Namespace) -> Callable[[int], None]:
@@ -40,22 +42,9 @@ def world(options: argparse.Namespace) -> AbstractContextManager[comm.Comm]:
     return comm.world(os.environ, explicit_share=explicit_share, stopped=last_words(options))
 
 
-def run(work: str, options: argparse.Namespace, group: comm.Comm) -> Outcome:
-    """Do the work that `runs.workers.Task` calls `work`, in MPI ranks, in local processes, or in this one alone."""
-    with shown(options, group) as progress:
-        return _run_shown(work, options, group, progress)
-
-
-def shown(options: argparse.Namespace, group: comm.Comm) -> AbstractContextManager[RunProgress]:
-    """Show progress within this context. All processes of `group` must enter and leave it."""
-    from reshard_mpi.runs.progress import ended
-
-    return ended(_progress(options, group))
-
-
-def _run_shown(work: str, options: argparse.Namespace, group: comm.Comm, progress: RunProgress) -> Outcome:
-    from reshard_mpi.errors import UsageError
-    from reshard_mpi.runs.workers import Task, run_with_workers
+def run(work: Task, options: argparse.Namespace, group: comm.Comm) -> Outcome:
+    """Do work in MPI ranks, in local processes, or in this one alone, and show its progress."""
+    from reshard_mpi.runs.workers import run_with_workers
 
     jobs: int | None = options.jobs
     if group.size > 1 and (jobs or 1) > 1:
@@ -65,11 +54,18 @@ def _run_shown(work: str, options: argparse.Namespace, group: comm.Comm, progres
             got=f"--jobs {jobs}",
             remedy="start more MPI ranks instead",
         )
-    if group.size == 1 and (jobs is not None or not comm.is_launched(os.environ)):
-        cores = len(os.sched_getaffinity(0))
-        if (jobs or cores) > 1:
-            return run_with_workers(request(options), jobs, progress, Task[work])
-    return Task[work].run(request(options), group, progress)
+    may_fork = group.size == 1 and (jobs is not None or not comm.is_launched(os.environ))
+    with shown(options, group) as progress:
+        if may_fork and (jobs or len(os.sched_getaffinity(0))) > 1:
+            return run_with_workers(request(options), jobs, progress, work)
+        return work.run(request(options), group, progress)
+
+
+def shown(options: argparse.Namespace, group: comm.Comm) -> AbstractContextManager[RunProgress]:
+    """Show progress within this context. All processes of `group` must enter and leave it."""
+    from reshard_mpi.runs.progress import ended
+
+    return ended(_progress(options, group))
 
 
 def _progress(options: argparse.Namespace, group: comm.Comm) -> RunProgress:

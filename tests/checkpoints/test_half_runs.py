@@ -91,7 +91,7 @@ def test_half_replaced_targets_are_no_checkpoint(tmp_path: Path, form: str, firs
     if first == "of others":
         shutil.rmtree(out / ".reshard_mpi")
         (out / "reshard.json").unlink()
-    reshard_mpi.transform(full(tmp_path / "two", 2), out, to=form, verify=verify, overwrite=True, ranks=[0], **cut)
+    reshard_mpi.transform(full(tmp_path / "two", 2), out, to=form, verify=verify, overwrite=True, rank=[0], **cut)
     strategy = None if form in ("hf", "hdf5", "dcp") else spec(tmp_path)
     with pytest.raises(ReshardError):
         reshard_mpi.transform(out, tmp_path / "again", strategy, verify=verify)
@@ -112,7 +112,7 @@ def test_targets_of_two_states_of_the_source_are_no_checkpoint(tmp_path: Path, f
     reshard_mpi.transform(src, out, to=form, verify=True, **cut)
     full(src, 2)
     with contextlib.suppress(ReshardError):
-        reshard_mpi.transform(src, out, to=form, verify=True, overwrite=True, ranks=[0], **cut)
+        reshard_mpi.transform(src, out, to=form, verify=True, overwrite=True, rank=[0], **cut)
     with pytest.raises(ReshardError):
         commit(out)
     with pytest.raises(ReshardError):
