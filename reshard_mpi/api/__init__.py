@@ -16,7 +16,7 @@ from reshard_mpi import formats
 from reshard_mpi.api.calls import (
     OnProgress,
     PathLike,
-    listed_shards,
+    check_files,
     public,
     request_of,
     run,
@@ -286,11 +286,10 @@ def load_rank(
     Raises a ReshardError.
     """
     arguments, rank = dict(locals()), check_number(rank, "rank")
-    shards = listed_shards(arguments.pop("source"), "source") if isinstance(source, Mapping) else None
-    request = request_of(arguments)
+    listed = check_files(arguments.pop("source"), "source") if isinstance(source, Mapping) else None
+    request = request_of(arguments)._replace(source_by_rank=listed)
     request.require_list_to_drop_by()
-    shards = request.shard_files() if shards is None else shards
-    strategies = Strategies.read(request)
+    shards, strategies = request.shard_files(), Strategies.read(request)
     conversion = Conversion(
         open_source(shards, strategies.source),
         strategies.target,

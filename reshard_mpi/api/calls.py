@@ -9,9 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
 
-from reshard_mpi.checkpoints import discovery
 from reshard_mpi.errors import UsageError, as_reshard_error, wrong_type
-from reshard_mpi.filesystem.paths import require_reachable
 from reshard_mpi.options import EXCLUSIVE, OPTIONS, check_number, check_path
 from reshard_mpi.processes.comm import Comm, MPIComm, SerialComm
 from reshard_mpi.processes.governor import scopes
@@ -142,7 +140,7 @@ def run(
             outcome = work.run(request, comm, shown)
     if communicator is None or communicator.Get_rank() == 0:
         log(outcome.notes, outcome.warnings)
-    if work is Task.CONVERT:
+    if work is Task.CONVERT and request.target_file is None:
         outcome.raise_failures()
     elif outcome.failures:
         first = outcome.failures[0].named(alone=True)
@@ -152,13 +150,12 @@ def run(
     return Report.of(outcome, time.monotonic() - begin)
 
 
-def listed_shards(files: object, name: str) -> discovery.ShardFiles:
-    """Return the shards that the argument `name` lists by rank. Raises UsageError if it is no such map."""
+def check_files(files: object, name: str) -> dict[int, str]:
+    """Return the paths that the argument `name` lists by rank. Raises UsageError if it is no such map."""
     if not isinstance(files, Mapping):
         raise wrong_type(name, "a dict from rank to checkpoint file", files)
     by_rank = {}
     for rank, path in files.items():
         number = check_number(rank, f"a rank in {name}")
         by_rank[number] = check_path(path, f"the file of rank {number} in {name}")
-        require_reachable(by_rank[number])
-    return discovery.shards_from_map(by_rank)
+    return by_rank

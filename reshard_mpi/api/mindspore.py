@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,36 +12,16 @@ from reshard_mpi import formats
 from reshard_mpi.api.calls import (
     OnProgress,
     PathLike,
-    listed_shards,
+    check_files,
     public,
     request_of,
     run,
-    shown_to,
 )
-from reshard_mpi.checkpoints.discovery import strangers
-from reshard_mpi.errors import TargetError, UsageError
-from reshard_mpi.journal.records import TargetInputs
-from reshard_mpi.journal.target_journal import Unrecorded
+from reshard_mpi.errors import UsageError
 from reshard_mpi.options import check_count, check_number, check_numbers, check_part, check_path, check_text
 from reshard_mpi.planning.ranks import joined_ranks, needed_ranks
-from reshard_mpi.processes.comm import SerialComm
-from reshard_mpi.runs.conversion import Conversion
-from reshard_mpi.runs.open_run import open_run
 from reshard_mpi.runs.outcome import Report
-from reshard_mpi.runs.overlap import refuse_posing
-from reshard_mpi.runs.preflight import (
-    SpaceByFilesystem,
-    may_share,
-    require_readable_structure,
-    require_room,
-    require_short_names,
-    stranger_notes,
-)
-from reshard_mpi.runs.progress import CLOSED, MOVED, Stage, log
 from reshard_mpi.runs.request import Strategies
-from reshard_mpi.runs.run_memory import RunMemory
-from reshard_mpi.runs.target_writer import target_report, write_whole
-from reshard_mpi.runs.transform import plan_alone
 from reshard_mpi.runs.unify_safetensors import numbers_of, request_of_files
 from reshard_mpi.runs.workers import Task
 from reshard_mpi.sharding.placement import unsharded
@@ -138,7 +116,6 @@ def transform_checkpoint_by_rank(
 
     Raises a ReshardError, and then writes nothing.
     """
-    begin = time.monotonic()
     request = request_of(locals(), **_FILES)
     rank_id = check_number(rank_id, "rank_id")
     path = Path(check_path(save_checkpoint_file_name, "save_checkpoint_file_name"))
@@ -150,60 +127,10 @@ def transform_checkpoint_by_rank(
             got=path.name,
             where=str(path),
         )
-    shards = listed_shards(checkpoint_files_map, "checkpoint_files_map")
-    request = request._replace(source=shards.path, to=name, rank=(rank_id,))
-    with (
-        shown_to(progress, SerialComm()) as shown,
-        RunMemory(lambda: request.allowance, SerialComm(), shown) as lease,
-    ):
-        shown.begin(Stage("planning"))
-        notes = lease.open().notes
-        conversion = open_run(request, lease, shards=shards).conversion
-        target = _require_free(path, rank_id, conversion, (request.src_strategy, request.dst_strategy))
-        # In another folder than the rank's own, shards of other ranks are no strangers.
-        strange = stranger_notes(strangers(path) if path.parent.name == f"rank_{rank_id}" else ())
-        (rank_plan,), outcome = plan_alone(conversion, [rank_id], (*notes, *strange))
-        require_readable_structure(rank_plan.shard, name)
-        tally = SpaceByFilesystem()
-        size_bytes, left_bytes = formats.by_name(name).size_at_most_bytes(rank_plan.shard), target.left_bytes(path)
-        tally.add(path, size_bytes, left_bytes=left_bytes)
-        require_room([tally.rooms(1, partial(may_share, conversion.source.files, name, path))])
-        peak_bytes = lease.require_possible(rank_plan)
-        log(outcome.notes, outcome.warnings)
-        while not lease.reserve_for_copying(peak_bytes, f"target rank {rank_id} at {path}"):
-            rank_plan = conversion.plan(rank_id, checked=False)
-        written_bytes = rank_plan.written_bytes
-        shown.begin(Stage("writing", written_bytes, 1, phases=(MOVED, CLOSED)), written_bytes, written_bytes)
-        inputs = TargetInputs.of(rank_plan, conversion.source.files.sources(rank_plan.read_ranks))
-        with target.writing(rank_id, path, inputs, formats.by_name(name).MODE) as publication:
-            filled = write_whole(rank_plan, name, publication, conversion.limits, shown.moved)
-        waited_seconds = lease.take_waited_seconds()
-        shown.closed(written_bytes)
-        shown.completed()
-    report = target_report(rank_plan, path, begin, waited_seconds, peak_bytes, 0, [filled])
-    of_target = outcome._replace(targets=(report,), processes=1)
-    return Report.of(of_target, time.monotonic() - begin)
-
-
-def _require_free(
-    path: Path, rank_id: int, conversion: Conversion, strategies: Iterable[PathLike | None]
-) -> Unrecorded:
-    """Return the journal by which the shard is written. Raises a ReshardError if it cannot be written to `path`."""
-    refuse_posing(conversion.source.files, path)
-    target = Unrecorded(path.parent)
-    require_short_names(target.paths(rank_id, path))
-    target.check()
-    target.is_done(rank_id, path)
-    real = os.path.realpath(path)
-    for given in strategies:
-        if given is not None and path.exists() and os.path.realpath(given) in (real, os.path.dirname(real)):  # noqa: PTH120
-            raise TargetError(
-                "the target is one of the strategies",
-                expected="another file",
-                where=str(path),
-                remedy="save it under another name",
-            )
-    return target
+    listed = check_files(checkpoint_files_map, "checkpoint_files_map")
+    source = str(Path(next(iter(listed.values()), "")).parent)
+    request = request._replace(source=source, source_by_rank=listed, target=str(path.parent), target_file=str(path))
+    return run(request._replace(to=name, rank=(rank_id,), recorded=False), 1, None, progress=progress)
 
 
 @public

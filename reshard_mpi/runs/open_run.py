@@ -18,7 +18,7 @@ from reshard_mpi.planning.parameters import Accumulated
 from reshard_mpi.planning.ranks import check_target_rank
 from reshard_mpi.planning.target_layouts import filled_files, strategy_of
 from reshard_mpi.runs.conversion import Conversion, apply_map, map_words
-from reshard_mpi.runs.overlap import refuse_overlap
+from reshard_mpi.runs.overlap import refuse_overlap, refuse_posing, refuse_replacing
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.run_memory import RunMemory, Workload
 from reshard_mpi.runs.scheduling import are_even, assign, target_weights
@@ -118,7 +118,6 @@ def open_run(
     strategies: Strategies | None = None,
     known_damage: Mapping[int, ReshardError] = NO_DAMAGE,
     *,
-    shards: discovery.ShardFiles | None = None,
     most_planned: int | None = None,
 ) -> Run:
     """Open the run that a request asks for, with the memory to plan its targets one after another.
@@ -126,7 +125,6 @@ def open_run(
     Args:
         strategies: those of the request, if they have been read already.
         known_damage: what is known to be wrong with source shards, by rank.
-        shards: the source's files, if the caller lists them; None: they are found.
         most_planned: how many targets are planned at most; None: all that are chosen.
 
     Raises a ReshardError for what is wrong with the request, its files, or both together.
@@ -138,7 +136,7 @@ def open_run(
     strategies = strategies or Strategies.read(request)
     request.require_list_to_drop_by()
     _check_prefix(request.prefix)
-    shards = request.shard_files() if shards is None else shards
+    shards = request.shard_files()
     name = _target_format(request, shards.format)
     traits = formats.by_name(name).TRAITS
     is_sampled = request.part is not None or traits.split_by_size  # only some of millions of targets are looked at
@@ -252,6 +250,10 @@ def _refuse_overlap(
     """
     if not request.target:
         return
+    if request.target_file is not None:
+        refuse_posing(files, Path(request.target_file))
+        refuse_replacing(Path(request.target_file), (request.src_strategy, request.dst_strategy))
+        return
     if len(ranks) > MAX_TARGETS:
         parts = -(-target.world_size // MAX_TARGETS)
         raise UsageError(
@@ -276,6 +278,8 @@ def _check_prefix(prefix: str) -> None:
 
 
 def _target_file(request: Request, format_name: str, target_rank: int, targets: int) -> Path:
+    if request.target_file is not None:
+        return Path(request.target_file)
     folder_format = formats.folder_by_name(format_name)
     if folder_format is not None:
         return Path(request.target, folder_format.file_name(target_rank, targets, request.prefix))

@@ -94,6 +94,19 @@ def refuse_posing(files: ShardFiles, target_file: Path) -> None:
             )
 
 
+def refuse_replacing(target_file: Path, strategies: Iterable[str | None]) -> None:
+    """Raise TargetError if a target would replace a strategy file, or one in a folder of these."""
+    replaced = real_path(target_file)
+    given = {real_path(strategy) for strategy in strategies if strategy is not None}
+    if given & {replaced, replaced.parent} and target_file.exists():
+        raise TargetError(
+            "the target is one of the strategies",
+            expected="another file",
+            where=str(target_file),
+            remedy="save it under another name",
+        )
+
+
 def _identity(path: Path) -> tuple[int, int, Path | None] | None:
     """Return what tells a name of a file from all others, whatever links lead there; None if it is not there.
 

@@ -60,6 +60,8 @@ class Request(NamedTuple):
     accumulated: Accumulated = Accumulated.REFUSE  # handling of accumulated gradients that differ between replicas
     report: str | None = None  # path of the report to write; None: none
     max_shard_size: int | None = None  # most bytes of a file, where files are filled up to a size; None: the usual
+    source_by_rank: Mapping[int, str] | None = None  # paths of source shards, if the caller lists them
+    target_file: str | None = None  # path of the target, for a run whose caller names the file of a single one
     files: tuple[TargetFile, ...] = ()  # target files, for a run whose caller assigns the tensors
     map: tuple[str, ...] = ()  # maps in order, each an equation, a file, or the name of a shipped map
     forward: bool = False  # read all maps from left to right
@@ -79,9 +81,13 @@ class Request(NamedTuple):
 
     def shard_files(self) -> ShardFiles:
         """Find the files of the source. Raises a ReshardError if they do not make up a checkpoint."""
-        from reshard_mpi.checkpoints.discovery import find_shards
+        from reshard_mpi.checkpoints.discovery import find_shards, shards_from_map
         from reshard_mpi.filesystem.paths import require_reachable
 
+        if self.source_by_rank is not None:
+            for path in self.source_by_rank.values():
+                require_reachable(path)
+            return shards_from_map(self.source_by_rank)
         require_reachable(self.source)
         return find_shards(self.source, self.select, format_name=self.source_format, src_files=self.src_files)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi import formats
+from reshard_mpi.checkpoints.discovery import strangers
 from reshard_mpi.checkpoints.opening import moments_of
 from reshard_mpi.errors import ReshardError, ShardError
 from reshard_mpi.journal.commit import EarlierTarget
@@ -227,6 +228,10 @@ class TargetPlans:
     def _strangers(self) -> tuple[str, ...]:
         """Return notes on files in the target folder that are no part of this run. Raises TargetError for some."""
         run = self.run
+        if run.request.target_file is not None:
+            # In another folder than the rank's own, shards of other ranks are no strangers.
+            path, own_folder = Path(run.request.target_file), f"rank_{run.targets[0]}"
+            return stranger_notes(strangers(path) if path.parent.name == own_folder else ())
         own_paths = [run.path(rank) for rank in self.own.leads]
         folder, every_path = Path(run.request.target), map(run.path, range(run.conversion.target.world_size))
         if not run.request.recorded:

@@ -61,6 +61,9 @@ def test_there_and_back_through_a_format_that_cannot_hold_all_of_it(tmp_path: Pa
     with pytest.raises(reshard_mpi.TargetError, match="'f8' is of a type that nobody reads from MindSpore") as error:
         transformed(GOLDEN / "train.pth", tmp_path / "all", to="ckpt")
     assert "safetensors" in str(error.value) and not (tmp_path / "all").exists()
+    with pytest.raises(reshard_mpi.TargetError, match="'f8' is of a type that nobody reads from MindSpore"):
+        reshard_mpi.transform_checkpoint_by_rank(0, {0: GOLDEN / "train.pth"}, tmp_path / "all" / "one.ckpt")
+    assert not (tmp_path / "all").exists()
     path = GOLDEN / "train.pth"
     for number, to in enumerate(("ckpt", "torch")):
         path = transformed(path, tmp_path / str(number), to=to, exclude="f8" if to == "ckpt" else ())
