@@ -11,11 +11,13 @@ from support.conversions import assert_right, make
 import reshard_mpi
 from reshard_mpi.cli.arguments import commands_of, parser
 from reshard_mpi.errors import TargetError, UsageError
-from reshard_mpi.options import OPTIONS
+from reshard_mpi.options import EXCLUSIVE, OPTIONS
 from reshard_mpi.runs.request import Request
 
 # Options that are about a shell alone.
 _OF_A_SHELL = {"help", "report", "quiet", "verbose", "progress"}
+# Fields of a request for functions whose callers name files.
+_OF_FUNCTIONS = {"source_by_rank", "target_file", "files"}
 
 
 def test_it_has_every_option_of_the_command_line() -> None:
@@ -37,9 +39,15 @@ def test_an_option_has_one_name_and_one_default() -> None:
     assert defaults == {name: option.default for name, option in OPTIONS.items()} | {"map": None, "jobs": 1}
 
 
+def test_the_same_options_exclude_each_other_everywhere() -> None:
+    groups = commands_of(parser(["transform"]))["transform"]._mutually_exclusive_groups
+    pairs = {tuple(action.dest for action in group._group_actions) for group in groups}
+    assert {pair for pair in pairs if OPTIONS.keys() >= {*pair}} == {*EXCLUSIVE}
+
+
 def test_a_request_has_a_field_for_every_option() -> None:
     fields = Request._fields
-    assert OPTIONS.keys() - {"jobs"} | {"source", "target", "recorded", "report", "files"} == {*fields}
+    assert OPTIONS.keys() - {"jobs"} | {"source", "target", "recorded", "report", *_OF_FUNCTIONS} == {*fields}
 
 
 def test_it_transforms_keeps_a_record_and_reports(tmp_path: Path) -> None:
