@@ -214,10 +214,10 @@ class Option(NamedTuple):
 
     name: str  # of the argument in Python, and of the field of `Request`
     kind: Kind  # of its values
-    metavar: str | None = None  # what stands for the value in the help
-    default: Any = None  # the value where the option is not given
-    is_recorded: bool = False  # part of what a run is known by, as its name in records says: by its value, or a digest
-    is_of_task: bool = False  # each task of a batch script has its own value, or none
+    metavar: str | None = None  # word for the value in the help
+    default: Any = None  # value where the option is not given
+    is_recorded: bool = False  # identifies a run, and is kept in its record: the value, or the digest of its file
+    is_of_task: bool = False  # not passed on to a batch script, which gives each task its own value, or none
 
     @property
     def flag(self) -> str:
