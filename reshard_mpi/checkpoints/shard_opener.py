@@ -162,6 +162,7 @@ class ShardOpener:
         self._never_saved: dict[tuple[int, ...], set[str]] = {}
         self._asked_targets: set[int] = set()
         self._others_have: set[str] = set()
+        self._names_of: dict[int, frozenset[str]] = {}  # the tensors of targets that write what no strategy lists
 
     def open(self, target_rank: int) -> OpenedShards:
         """Open the shards that a target needs.
@@ -204,6 +205,26 @@ class ShardOpener:
                     break
         if lost:
             raise left_behind_error(sorted(lost), only_there, self.source)
+
+    def require_written(self, opened: OpenedShards) -> None:
+        """Raise StrategyError if another target is to write a tensor that no strategy lists, and does not have it.
+
+        Args:
+            opened: the shards of one target of a checkpoint whose pieces are written once.
+        """
+        lost: list[str] = []
+        for name, rank in opened.planner.writers_of_unlisted().items():
+            if rank not in self._names_of:
+                try:
+                    self._names_of[rank] = frozenset(self.open(rank).planner.names)
+                except ReshardError:
+                    return  # it is said of that target, and nothing is committed without it
+            if name not in self._names_of[rank]:
+                lost.append(name)
+        if lost:
+            shards = opened.manifests.items()
+            only_there = {name: rank for rank, shard in shards for name in lost if name in shard.tensors}
+            raise left_behind_error(lost, only_there, self.source)
 
     def _nearest_targets(self, target_rank: int) -> Iterable[int]:
         """Return all other targets, first one of each stage."""

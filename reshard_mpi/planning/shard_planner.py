@@ -284,17 +284,34 @@ class ShardPlanner:
     def written_elsewhere(self) -> frozenset[str]:
         """Return the tensors whose pieces here another target rank writes, if each piece is to be written once.
 
-        Of a tensor that stages cut differently, those of the first placement make it up.
+        Of a tensor that stages cut differently, those of the first placement make it up. One that no strategy lists is
+        written by each stage that has it: whether others have it is not known here.
         """
         elsewhere: set[str] = set()
         for way in self._ways.values():
-            placement = way.layout.placement
-            here = set(pieces_written_by(self._rank, way.names, placement, loose=not way.group.listed))
+            placement, loose = way.layout.placement, not way.group.listed
+            here = set(pieces_written_by(self._rank, way.names, placement, loose=loose))
+            of_stage = placement.with_stages((self._stage,)) if loose else placement
+            in_stage = set(pieces_written_by(self._rank, way.names, of_stage, loose=loose))
             for name in way.names:
-                placements = self._layouts.placements(name) or (placement,)
-                if name not in here or self._stage not in placements[0].stages:
+                if loose and not self._layouts.lists(name):
+                    is_here = name in in_stage
+                else:
+                    placements = self._layouts.placements(name) or (placement,)
+                    is_here = name in here and self._stage in placements[0].stages
+                if not is_here:
                     elsewhere.add(name)
         return frozenset(elsewhere)
+
+    def writers_of_unlisted(self) -> dict[str, int]:
+        """Return the target rank that writes each tensor which no strategy lists, if it is another one."""
+        writers: dict[str, int] = {}
+        for way in self._ways.values():
+            of_stage = way.layout.placement.with_stages((self._stage,))
+            rank = self._rank if way.group.listed else of_stage.nth_holder(of_stage.piece(self._rank), 0)
+            if rank != self._rank:
+                writers.update((name, rank) for name in way.names if not self._layouts.lists(name))
+        return writers
 
     def _choose(self) -> list[Sequence[int | None]]:
         """Return the rank to read each part of each `_TensorClass` from, None where no opened rank holds it."""

@@ -138,6 +138,7 @@ class Conversion:
             plan = self.checked(plan)
         if self.once:
             opened.planner.require_one_copy()
+            self.shards.require_written(opened)
         return plan.without(opened.planner.written_elsewhere()) if self.once else plan
 
     def _require_all_files_read(self) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.checkpoints import read_shard, write_shard
 from support.command_line import Capture, run_here
 
 import reshard_mpi
@@ -166,3 +168,39 @@ def test_unified(tmp_path: Path) -> None:
         reshard_mpi.unified_safetensors(src, spec_file, tmp_path / "dst")
     reshard_mpi.unified_safetensors(src, spec_file, tmp_path / "dst", choice_func=lambda name: name == "dense")
     assert (tmp_path / "dst" / "part0.safetensors").exists()
+
+
+# One checkpoint of all targets: a tensor that no strategy lists is written once
+
+
+@pytest.mark.parametrize("to", ["dcp", "safetensors"])
+def test_what_one_copy_alone_has_is_refused_where_another_rank_would_write_it(tmp_path: Path, to: str) -> None:
+    """Each target reads its own rank's shard; in a folder that is one checkpoint rank 0 writes what is unlisted."""
+    for rank in range(2):
+        (tmp_path / "src" / f"rank_{rank}").mkdir(parents=True)
+        held = {"w": np.ones(4, np.float32), **({"ema": np.ones(3, np.float32)} if rank else {})}
+        write_shard(held, tmp_path / "src" / f"rank_{rank}" / "x.ckpt")
+    (tmp_path / "dp.toml").write_text('mesh = { dp = 2 }\n[[parameter]]\nmatch = "w"\n')
+    asked: dict[str, Any] = {"src_strategy": tmp_path / "dp.toml", "dst_strategy": tmp_path / "dp.toml", "to": to}
+    if to == "dcp":
+        with pytest.raises(StrategyError, match="no target would get a tensor"):
+            reshard_mpi.transform(tmp_path / "src", tmp_path / "dst", **asked)
+        assert not (tmp_path / "dst").exists()
+    else:
+        reshard_mpi.transform(tmp_path / "src", tmp_path / "dst", **asked)
+        assert "ema" in read_shard(tmp_path / "dst" / "rank_1" / "checkpoint_1.safetensors")
+
+
+def test_what_one_stage_alone_has_is_written_by_it(tmp_path: Path) -> None:
+    for stage in range(2):
+        held = {f"l{stage}": np.ones(4, np.float32), **({"ema": np.arange(3, dtype=np.float32)} if stage else {})}
+        held["both"] = np.full(2, 7, np.float32)
+        (tmp_path / "src" / f"rank_{stage}").mkdir(parents=True)
+        write_shard(held, tmp_path / "src" / f"rank_{stage}" / "x.ckpt")
+    rules = "".join(f'[[parameter]]\nmatch = "l{stage}"\nstage = {stage}\n' for stage in range(2))
+    (tmp_path / "pp.toml").write_text(f"mesh = {{ dp = 1 }}\nstages = 2\n{rules}")
+    strategies = (tmp_path / "pp.toml", tmp_path / "pp.toml")
+    reshard_mpi.transform(tmp_path / "src", tmp_path / "dst", *strategies, to="dcp")
+    loaded = reshard_mpi.load_rank(0, tmp_path / "dst")
+    assert loaded.keys() == {"l0", "l1", "ema", "both"}
+    assert loaded["ema"].tolist() == [0, 1, 2] and loaded["both"].tolist() == [7, 7]
