@@ -41,7 +41,7 @@ from reshard_mpi.processes.comm import SerialComm
 from reshard_mpi.runs.conversion import Conversion, apply_map
 from reshard_mpi.runs.open_run import open_run
 from reshard_mpi.runs.outcome import Report, ShardReport, TargetReport
-from reshard_mpi.runs.progress import RunStatus, Silent, log
+from reshard_mpi.runs.progress import Progress, RunStatus, log
 from reshard_mpi.runs.request import Strategies
 from reshard_mpi.runs.run_memory import RunMemory
 from reshard_mpi.runs.transform import plan_alone
@@ -148,7 +148,7 @@ def plan(
     `transform_checkpoints`. Raises a ReshardError if the transform would be refused.
     """
     request = request_of(locals())
-    with RunMemory(lambda: request.allowance, SerialComm(), Silent()) as allotted:
+    with RunMemory(lambda: request.allowance, SerialComm(), Progress()) as allotted:
         run = open_run(request, allotted)
         plans, outcome = plan_alone(run.conversion, run.targets, allotted.open().notes)
         summaries = tuple(RankSummary.of(rank_plan, allotted.require_possible(rank_plan)) for rank_plan in plans)

@@ -6,16 +6,16 @@ import functools
 import os
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
 from reshard_mpi.errors import UsageError, as_reshard_error, wrong_type
 from reshard_mpi.options import EXCLUSIVE, OPTIONS, check_number, check_path
 from reshard_mpi.processes.comm import Comm, MPIComm, SerialComm
 from reshard_mpi.processes.governor import scopes
-from reshard_mpi.runs.monitor import Display, ProgressMonitor, RankProgress, RootProgress
+from reshard_mpi.runs.monitor import monitored
 from reshard_mpi.runs.outcome import Report
-from reshard_mpi.runs.progress import RunProgress, RunStatus, Silent, ended, log, log_warning
+from reshard_mpi.runs.progress import Display, Progress, RunStatus, Words, log, log_warning
 from reshard_mpi.runs.request import Request
 from reshard_mpi.runs.workers import Task, run_with_workers
 
@@ -32,6 +32,7 @@ class CallbackDisplay(Display):
     """The display of a caller's function. If it raises, the error is logged, and it is not called again."""
 
     def __init__(self, on_progress: OnProgress | None) -> None:
+        super().__init__()
         self._on_progress = on_progress
         self._next_seconds = 0.0
 
@@ -58,21 +59,14 @@ class CallbackDisplay(Display):
             self._on_progress = None
 
 
-def shown_to(on_progress: OnProgress | None, comm: Comm) -> AbstractContextManager[RunProgress]:
-    """Give what tells a caller's function the progress of a run, until its end. Every process must call this."""
-    return ended(progress_for(on_progress, comm))
+def shown_to(on_progress: OnProgress | None, comm: Comm) -> AbstractContextManager[Progress]:
+    """Give the progress of a run, which a caller's function is told until its end. Every process must call this.
 
-
-def progress_for(on_progress: OnProgress | None, comm: Comm) -> RunProgress:
-    """Return what tells a caller's function the progress of a run. Every process of `comm` must call this.
-
-    It is called on rank 0, if it is given there.
+    The function is called on rank 0, if it is given there.
     """
     if not any(comm.allgather(on_progress is not None)):
-        return Silent()
-    if not isinstance(comm, MPIComm):
-        return ProgressMonitor(CallbackDisplay(on_progress))
-    return RootProgress(comm, CallbackDisplay(on_progress)) if comm.rank == 0 else RankProgress(comm, log_warning)
+        return nullcontext(Progress())
+    return monitored(Words() if comm.rank else CallbackDisplay(on_progress), comm)
 
 
 PathLike = str | os.PathLike[str]

@@ -17,7 +17,7 @@ from reshard_mpi.errors import DisagreementError, TargetError
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.outcome import Outcome, agreed
-from reshard_mpi.runs.progress import Silent
+from reshard_mpi.runs.progress import Progress
 from reshard_mpi.runs.request import Request
 from reshard_mpi.runs.workers import Task
 from reshard_mpi.sharding.box import Box
@@ -67,7 +67,7 @@ def run_demo(folder: str | None, comm: Comm) -> str:
         tensors = _tensors()
         agreed(lambda: _write_source(base, tensors) if comm.rank == 0 else None, comm)
         begin = time.monotonic()
-        outcome = Task.CONVERT.run(_request(base), comm, Silent())
+        outcome = Task.CONVERT.run(_request(base), comm, Progress())
         seconds = time.monotonic() - begin
         outcome.raise_failures()
         problems = comm.allgather(_check(outcome, tensors, comm))

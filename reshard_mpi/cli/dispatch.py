@@ -6,11 +6,11 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from reshard_mpi.cli.arguments import request
-from reshard_mpi.cli.display import display_for
+from reshard_mpi.cli.display import display_for, is_verbose
 from reshard_mpi.cli.start import stopped_text
 from reshard_mpi.errors import UsageError
 from reshard_mpi.processes import comm
@@ -18,7 +18,7 @@ from reshard_mpi.text import one_line
 
 if TYPE_CHECKING:
     from reshard_mpi.runs.outcome import Outcome
-    from reshard_mpi.runs.progress import RunProgress
+    from reshard_mpi.runs.progress import Progress
     from reshard_mpi.runs.workers import Task
 
 
@@ -61,31 +61,17 @@ def run(work: Task, options: argparse.Namespace, group: comm.Comm) -> Outcome:
         return work.run(request(options), group, progress)
 
 
-def shown(options: argparse.Namespace, group: comm.Comm) -> AbstractContextManager[RunProgress]:
-    """Show progress within this context. All processes of `group` must enter and leave it."""
-    from reshard_mpi.runs.progress import ended
-
-    return ended(_progress(options, group))
-
-
-def _progress(options: argparse.Namespace, group: comm.Comm) -> RunProgress:
-    """Return what shows the progress of a run as the user wants it. All processes of `group` must call this."""
-    from reshard_mpi.runs.progress import Silent, complain
+def shown(options: argparse.Namespace, group: comm.Comm) -> AbstractContextManager[Progress]:
+    """Show progress, as the user wants it, within this context. All processes of `group` must enter and leave it."""
+    from reshard_mpi.runs.progress import Progress, Words, complain
 
     if options.quiet:
-        return Silent(lambda _: None)
+        return nullcontext(Progress(Words(lambda _: None)))
     if options.progress == "none":
-        return Silent(complain)
-    verbose = getattr(options, "verbose", False)
-    if isinstance(group, comm.MPIComm):
-        from reshard_mpi.runs.monitor import RankProgress, RootProgress
+        return nullcontext(Progress(Words(complain)))
+    from reshard_mpi.runs.monitor import monitored
 
-        if group.rank > 0:
-            return RankProgress(group, complain, verbose=verbose)
-        return RootProgress(group, display_for(options), verbose=verbose)
-    from reshard_mpi.runs.monitor import ProgressMonitor
-
-    return ProgressMonitor(display_for(options), verbose=verbose)
+    return monitored(Words(complain, verbose=is_verbose(options)) if group.rank else display_for(options), group)
 
 
 def tell(outcome: Outcome, options: argparse.Namespace) -> None:

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from reshard_mpi import formats
 from reshard_mpi.errors import TransformError
-from reshard_mpi.runs.monitor import Display
-from reshard_mpi.runs.progress import say
+from reshard_mpi.runs.progress import Display, say
 from reshard_mpi.text import MIB, counted, format_bytes, format_rate, one_line
 
 if TYPE_CHECKING:
@@ -27,8 +26,13 @@ if TYPE_CHECKING:
 def display_for(options: argparse.Namespace) -> Display:
     """Return what shows progress on the standard error: a bar on a terminal, else lines."""
     if options.progress == "auto" and may_draw(sys.stderr, os.environ):
-        return Bar(sys.stderr, with_colour=has_colour(sys.stderr, os.environ))
-    return Lines(sys.stderr)
+        return Bar(sys.stderr, with_colour=has_colour(sys.stderr, os.environ), verbose=is_verbose(options))
+    return Lines(sys.stderr, verbose=is_verbose(options))
+
+
+def is_verbose(options: argparse.Namespace) -> bool:
+    """Tell whether details are shown; not all commands have any."""
+    return getattr(options, "verbose", False)
 
 
 # The bar appears, or the first line is printed, after this time in seconds. Shorter runs need neither: their closing
@@ -44,7 +48,8 @@ _LINE_SECONDS = 5.0
 class Lines(Display):
     """Prints a line for each stage and then every few seconds, and a last one when the run has come to its end."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, *, verbose: bool = False) -> None:
+        super().__init__(verbose=verbose)
         self._stream = stream
         self._next_seconds = _FIRST_SECONDS
         self._stage = ""
@@ -71,7 +76,8 @@ class Bar(Display):
 
     memory_bytes = 5 * MIB  # of the library, as measured
 
-    def __init__(self, stream: TextIO, *, with_colour: bool) -> None:
+    def __init__(self, stream: TextIO, *, with_colour: bool, verbose: bool = False) -> None:
+        super().__init__(verbose=verbose)
         self._stream = stream
         self._with_colour = with_colour
         self._bar: tqdm[NoReturn] | None = None

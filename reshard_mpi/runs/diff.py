@@ -64,7 +64,7 @@ def diff(request: Request, comm: Comm, progress: Progress, memory: RunMemory, st
     first, second, planned = agreed(lambda: _planned(request, comm, strategies, memory), comm)
     require_same_choice(comm, first.source.files, second.source.files)
     if comm.rank == 0:
-        progress.reading(first.source.summary_text)
+        progress.display.reading(first.source.summary_text)
     lost = _compare_copies((first, second), comm, progress)
     planned = planned.joined([Outcome(lost=lost)])
     specs = {spec.name: spec for spec in second.plan.tensors.specs}
@@ -245,7 +245,7 @@ def _differences(
             progress.completed()
             if element is None:
                 size = format_bytes(tensor.spec.size_bytes)
-                progress.detail(f"{tensor.spec.name!r} is the same: {_described(tensor.spec)}, {size}")
+                progress.display.detail(f"{tensor.spec.name!r} is the same: {_described(tensor.spec)}, {size}")
                 continue
             differing += 1
             if differing <= _MAX_DESCRIBED:

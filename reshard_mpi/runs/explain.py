@@ -17,7 +17,7 @@ from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.open_run import Run, open_for_planning
 from reshard_mpi.runs.outcome import Outcome, agreed
-from reshard_mpi.runs.progress import Silent, complain
+from reshard_mpi.runs.progress import Progress, Words, complain
 from reshard_mpi.runs.request import Request
 from reshard_mpi.runs.run_memory import RunMemory
 from reshard_mpi.sharding.box import Box
@@ -106,7 +106,7 @@ def explained(request: Request, comm: Comm, name: str) -> tuple[str, Outcome] | 
     holds the tensor. Raises, the same on every process, UsageError if no target has the tensor, and the errors for
     which a run would be refused.
     """
-    with RunMemory(lambda: request.allowance, comm, Silent(complain)) as memory:
+    with RunMemory(lambda: request.allowance, comm, Progress(Words(complain))) as memory:
         return agreed(lambda: _explained(request, name, memory) if comm.rank == 0 else None, comm)
 
 

@@ -1,4 +1,4 @@
-"""Count the progress of one process (`Progress`, `SliceCounter`).
+"""Report the progress of one process of a run: its work is counted, its words go to a display (`Progress`).
 
 Whoever works only adds to a number. A thread, or the parent of the process, reads it now and then (`monitor`).
 """
@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, MutableSequence, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
-from reshard_mpi.processes.signals import stopped_by
 from reshard_mpi.text import counted, format_bytes, format_rate, one_line
 
 if TYPE_CHECKING:
@@ -20,8 +19,8 @@ if TYPE_CHECKING:
 # was written is synced to the disk, and read back; and the file it is in is closed, so sealed, synced, and given its
 # name.
 MOVED, SYNCED, READ_BACK, CLOSED = PHASES = (0, 1, 2, 3)
-BytesByPhase = tuple[int, int, int, int]
-NO_BYTES = (0, 0, 0, 0)
+# The work that each phase is for a byte, in tenths of moving it: about what it takes on a local disk.
+_WORK = (10, 1, 5, 1)
 _MINUTE, _HOUR = 60, 3600
 
 
@@ -36,27 +35,27 @@ class Stage(NamedTuple):
     ready: int = 0  # how many more were complete before
     phases: tuple[int, ...] = (MOVED,)  # what is done with each byte; it is done after the last
 
+    def work(self, moved_bytes: int, closed_bytes: int) -> int:
+        """Return how much work it is to take bytes through all phases of this stage.
+
+        Args:
+            moved_bytes: through all phases but the last.
+            closed_bytes: in files that are closed, which other processes may have filled as well.
+        """
+        return sum(_WORK[phase] * (closed_bytes if phase == CLOSED else moved_bytes) for phase in self.phases)
+
 
 class Counts(NamedTuple):
-    """What one process has done of a stage."""
+    """What one process has counted in its stage: the numbers in its cells, in this order."""
 
     stage: int = 0  # the number of the stage, from 1 on
-    # done_bytes, own_bytes: by phase, how much it has done, and how much it has to do in all
-    done_bytes: BytesByPhase = NO_BYTES
-    own_bytes: BytesByPhase = NO_BYTES
+    done: int = 0  # work done
+    own: int = 0  # work that this process has to do in all
     units: int = 0  # completed by this process
-    waits: bool = False  # whether it waits for memory
+    waits: int = 0  # 1 while it waits for memory
 
 
-def own_by_phase(stage: Stage, own_bytes: int, closed_bytes: int) -> BytesByPhase:
-    """Return what one process has to do in each phase of a stage.
-
-    Args:
-        own_bytes: in all phases but the last.
-        closed_bytes: in files that it closes, for others as well.
-    """
-    moved, synced, read_back = (own_bytes if phase in stage.phases else 0 for phase in (MOVED, SYNCED, READ_BACK))
-    return moved, synced, read_back, closed_bytes if CLOSED in stage.phases else 0
+_STAGE, _DONE, _OWN, _UNITS, _WAITS = range(len(Counts._fields))
 
 
 class RunStatus(NamedTuple):
@@ -198,21 +197,98 @@ def log_warning(text: str) -> None:
     log(notes=(), warnings=(text,))
 
 
-class Progress:
-    """Receives the progress of a process of a run. This one ignores it; others override the display.
+class Display:
+    """Shows the reports of the processes of a run. The methods are called by one thread at a time; here they do nothing.
 
-    `begin`: a stage, which all processes begin alike; of its bytes this process has `own_bytes` to do, and files of
-    `closed_bytes` to close. `moved`, `synced`, `read_back`, `closed`: so many bytes have gone through this phase.
-    `completed`: one of the stage's units is. `assigned`, `started`, `finished`: the targets of this process, one that
-    it is writing, and one that is complete. `waiting`, `admitted`: it waits for memory, as a text says, and has it.
-    `say`, `detail`, `reading`: a line for the user, one for who wants to know more, and the source in one line.
-    `shown_bytes`: how much memory it takes in this process to show it, besides what every process has.
+    `begin`: a stage. `update`: how far the run is, several times a second. `say`, `detail`, `reading`: a line for the
+    user, one for who wants to know more, and the source in one line. `assigned`, `started`, `finished`: the targets of
+    a process, one that it is writing, and one that is complete. `close`: the end of the run, with its last status.
+    `abandon`: the run was refused or stopped; `ends_line`: whether a line that is not ended has to be.
+
+    Args:
+        verbose: show details.
     """
 
-    shown_bytes = 0
+    memory_bytes = 0  # that showing takes in this process, besides what every process has
+
+    def __init__(self, *, verbose: bool = False) -> None:
+        self._verbose = verbose
+
+    def begin(self, stage: Stage) -> None:
+        pass
+
+    def update(self, status: RunStatus) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        pass
+
+    def detail(self, text: str) -> None:
+        if self._verbose:
+            self.say(text)
+
+    def reading(self, source: str) -> None:
+        pass
+
+    def assigned(self, ranks: tuple[int, ...]) -> None:
+        pass
+
+    def started(self, rank: int) -> None:
+        pass
+
+    def finished(self, report: TargetReport) -> None:
+        self.detail(told_target(report))
+
+    def close(self, status: RunStatus) -> None:
+        pass
+
+    def abandon(self, *, ends_line: bool) -> None:
+        pass
+
+
+class Words(Display):
+    """Shows only the lines for the user. print_line: takes each of them."""
+
+    def __init__(self, print_line: Callable[[str], None] = log_warning, *, verbose: bool = False) -> None:
+        super().__init__(verbose=verbose)
+        self._print_line = print_line
+
+    def say(self, text: str) -> None:
+        self._print_line(text)
+
+
+class Progress:
+    """Takes the reports of a process of a run: counts its work, and passes everything else on to a display.
+
+    Attributes:
+        display: shows what this process reports. Without one its lines for the user are logged as warnings.
+        cells: where it counts: a list of its own, or memory that others read too.
+        counts_of_others: returns the counts of further processes that are shown with it.
+        counted: called after every count; with True if others should learn of it soon.
+    """
+
+    def __init__(self, display: Display | None = None, cells: MutableSequence[int] | memoryview | None = None) -> None:
+        self.display = Words() if display is None else display
+        self.cells = list(Counts()) if cells is None else cells
+        self.counts_of_others: Callable[[], Iterable[Counts]] = tuple
+        self.counted: Callable[[bool], None] | None = None
+
+    def counts(self) -> list[Counts]:
+        """Return the counts of this process, and of the others that are shown with it."""
+        return [Counts(*self.cells), *self.counts_of_others()]
 
     def begin(self, stage: Stage, own_bytes: int = 0, closed_bytes: int = 0) -> None:
-        pass
+        """Begin a stage, as all processes do alike.
+
+        Args:
+            own_bytes: how many of its bytes this process has to do.
+            closed_bytes: in files that this process closes.
+        """
+        self.display.begin(stage)
+        self.cells[_DONE] = self.cells[_UNITS] = 0
+        self.cells[_OWN] = stage.work(own_bytes, closed_bytes)
+        self.cells[_STAGE] += 1  # last: whoever shows the stage takes no notice of other counts
+        self._tell(True)
 
     def moved(self, count_bytes: int) -> None:
         self._add(MOVED, count_bytes)
@@ -227,78 +303,34 @@ class Progress:
         self._add(CLOSED, count_bytes)
 
     def completed(self) -> None:
-        pass
-
-    def assigned(self, ranks: tuple[int, ...]) -> None:
-        pass
-
-    def started(self, rank: int) -> None:
-        pass
+        """Count one of the stage's units."""
+        self.cells[_UNITS] += 1
 
     def finished(self, report: TargetReport) -> None:
-        pass
+        """Count a target as complete, and show it."""
+        self.completed()
+        self.display.finished(report)
 
     def waiting(self, text: str) -> None:
-        self.say(text)
+        """Say that this process waits for memory."""
+        self.cells[_WAITS] = 1
+        self._tell(True)
+        self.display.say(text)
 
     def admitted(self) -> None:
-        pass
-
-    def say(self, text: str) -> None:
-        pass
-
-    def detail(self, text: str) -> None:
-        pass
-
-    def reading(self, source: str) -> None:
-        pass
+        """Note that this process has the memory that it may have waited for."""
+        if self.cells[_WAITS]:
+            self.cells[_WAITS] = 0
+            self._tell(True)
 
     def _add(self, phase: int, count_bytes: int) -> None:
         """Count bytes that have gone through a phase."""
+        self.cells[_DONE] += _WORK[phase] * count_bytes
+        self._tell(False)
 
-
-class RunProgress(Progress):
-    """Is told the progress of a run by the process that the user has started.
-
-    `verbose`: whether details are shown. `count`: what returns the counts of its workers. `update`: how far the run is,
-    which has its workers elsewhere. `close`: the run has come to its end; all ranks of an MPI run must call this.
-    `abandon`: the run was refused or stopped; `ends_line`: whether a line that is not ended has to be.
-    """
-
-    verbose = False
-
-    def count(self, others: Callable[[], Iterable[Counts]]) -> None:
-        pass
-
-    def update(self, status: RunStatus) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-    def abandon(self, *, ends_line: bool = True) -> None:
-        pass
-
-
-@contextlib.contextmanager
-def ended(progress: RunProgress) -> Iterator[RunProgress]:
-    """Give the progress of a run, and end it with the block: closed, or abandoned if that raises anything."""
-    try:
-        yield progress
-    except BaseException as error:
-        progress.abandon(ends_line=stopped_by(error) is None)  # last words begin a line of their own
-        raise
-    progress.close()
-
-
-class Silent(RunProgress):
-    """Shows no progress. say: is given the lines for the user, which are logged as warnings unless it is set."""
-
-    def __init__(self, say: Callable[[str], None] = log_warning) -> None:
-        self._say = say
-
-    def say(self, text: str) -> None:
-        self._say(text)
+    def _tell(self, soon: bool) -> None:
+        if self.counted is not None:
+            self.counted(soon)
 
 
 class SliceCounter:

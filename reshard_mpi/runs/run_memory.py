@@ -322,7 +322,7 @@ class RunMemory:
         """Wait for `peak_bytes` of memory in all, to move or compare bytes; tell whether plans have not been freed."""
         self.open()
         assert self._process_memory is not None
-        is_kept = self._process_memory.need(peak_bytes + self._progress.shown_bytes, purpose)
+        is_kept = self._process_memory.need(peak_bytes + self._progress.display.memory_bytes, purpose)
         self._progress.admitted()
         return is_kept
 

@@ -159,7 +159,7 @@ class Writer:
 
         Shared targets are filled after all others, so that processes wait as little as possible for one another.
         """
-        self._progress.assigned(tuple(rank for rank in self._plans.own.leads if rank in self._plans.inputs))
+        self._progress.display.assigned(tuple(rank for rank in self._plans.own.leads if rank in self._plans.inputs))
         if not any(work.shares for work in self._plans.assignments):
             return self._write_alone()
         with ExitStack() as publications:
@@ -188,7 +188,7 @@ class Writer:
     def _write_target(self, rank: int) -> Outcome:
         begin = time.monotonic()
         plan, waited_seconds = self._plan(rank)
-        self._progress.started(rank)
+        self._progress.display.started(rank)
         with self._writing(rank) as publication:
             manifest = self._reserved(publication, plan)
             filled = fill_file(plan, manifest, publication.descriptor, None, self._limits, self._progress.moved)
@@ -221,7 +221,7 @@ class Writer:
             share: TargetSlice, plan: RankPlan, manifest: Manifest, descriptor: int, waited_seconds: float
         ) -> FillReport:
             span = share.range_of(os.fstat(descriptor).st_size)
-            self._progress.started(share.target)
+            self._progress.display.started(share.target)
             filled = fill_file(plan, manifest, descriptor, span, self._limits, self._progress.moved)
             return FillReport(filled=(filled._replace(waited_seconds=waited_seconds),))
 
@@ -285,7 +285,7 @@ class Writer:
         return sums_as_planned(plan, manifest, span, self._limits, self._progress.read_back)
 
     def _writing(self, rank: int) -> AbstractContextManager[Publication]:
-        path, say = self._run.path(rank), self._progress.say
+        path, say = self._run.path(rank), self._progress.display.say
         return self._plans.journal.writing(rank, path, self._plans.inputs[rank], self._format.MODE, say)
 
     def _reserved(self, publication: Publication, plan: RankPlan) -> Manifest:

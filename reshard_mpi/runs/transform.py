@@ -41,7 +41,7 @@ from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.messages import ComparisonReport, PlanReport, record_of
 from reshard_mpi.runs.outcome import Outcome, attempt
 from reshard_mpi.runs.preflight import require_room
-from reshard_mpi.runs.progress import CLOSED, MOVED, PHASES, Progress, Silent, SliceCounter, Stage, complain
+from reshard_mpi.runs.progress import CLOSED, MOVED, PHASES, Progress, SliceCounter, Stage, Words, complain
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.run_memory import RunMemory, Workload, checking_bytes
 from reshard_mpi.runs.target_plans import TargetPlans, tensor_lines
@@ -68,7 +68,7 @@ def convert(
     outcome = _compare_copies(plans, planned, comm, memory, progress)
     _together(comm, partial(_begin, plans, comm, memory, progress))
     if comm.rank == 0:  # not earlier, since a process alone may have started over until now
-        progress.reading(plans.run.conversion.source.summary_text)
+        progress.display.reading(plans.run.conversion.source.summary_text)
     name, phases = ("writing and verifying", PHASES) if request.verify else ("writing", (MOVED, CLOSED))
     due = planned.due
     stage = Stage(name, due.size_bytes, due.targets, ready=due.ready, phases=phases)
@@ -93,7 +93,7 @@ def plan_targets(
 
     Raises, the same on every process, the errors for which `convert` refuses a run.
     """
-    shown = Silent(complain) if progress is None else progress
+    shown = Progress(Words(complain)) if progress is None else progress
     with RunMemory(lambda: request.allowance, comm, shown) as memory:
         make = partial(TargetPlans.make, request, comm, None, memory, shown, lists_tensors=lists_tensors)
         plans, planned = _checked_plans(make, comm, memory, shown)
@@ -275,7 +275,7 @@ def _begin(plans: TargetPlans, comm: Comm, memory: RunMemory, progress: Progress
     if comm.size == 1:
         memory.reserve_for_copying(max(plans.peak_bytes.values()), f"targets of {plans.run.request.target}")
     memory.forbid_starting_over()
-    plans.journal.begin(progress.say)
+    plans.journal.begin(progress.display.say)
 
 
 def _commit(plans: TargetPlans, outcome: Outcome) -> Outcome:

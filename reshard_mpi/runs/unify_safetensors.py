@@ -42,7 +42,7 @@ from reshard_mpi.runs.preflight import (
     require_short_names,
     stranger_notes,
 )
-from reshard_mpi.runs.progress import CLOSED, MOVED, Progress, Silent, Stage
+from reshard_mpi.runs.progress import CLOSED, MOVED, Progress, Stage
 from reshard_mpi.runs.request import Request, Strategies, TargetFile
 from reshard_mpi.runs.run_memory import RunMemory, Workload
 from reshard_mpi.runs.target_writer import target_report, write_whole
@@ -60,7 +60,7 @@ Choose = Callable[[str], object]
 
 def request_of_files(request: Request, choose: Choose | None) -> Request:
     """Return the request with the files to write, which are found by planning the whole checkpoint."""
-    with RunMemory(lambda: request.allowance, SerialComm(), Silent()) as memory:
+    with RunMemory(lambda: request.allowance, SerialComm(), Progress()) as memory:
         memory.open()
         conversion = _conversion(request, memory, None)
         memory.reserve_for_planning(Workload(conversion, FORMAT), _purpose(request))
@@ -224,7 +224,7 @@ def _write(request: Request, opened: _PlannedFiles, comm: Comm, memory: RunMemor
         while not memory.reserve_for_copying(peak_bytes, f"{path}"):
             plan = _renamed(opened.conversion.plan(number, checked=False), file)
         evidence = TargetInputs.of(plan, opened.conversion.source.files.sources(plan.read_ranks))
-        with opened.journal.writing(number, path, evidence, module.MODE, progress.say) as publication:
+        with opened.journal.writing(number, path, evidence, module.MODE, progress.display.say) as publication:
             filled = write_whole(plan, FORMAT, publication, opened.conversion.limits, progress.moved)
         progress.closed(plan.written_bytes)
         progress.completed()

@@ -34,7 +34,7 @@ from reshard_mpi.runs.conversion import LIMITS, Conversion, apply_map
 from reshard_mpi.runs.open_run import chosen_targets
 from reshard_mpi.runs.outcome import EXPECTED, Checked, Failure, Outcome, agreed
 from reshard_mpi.runs.preflight import require_same_choice
-from reshard_mpi.runs.progress import Progress, Silent, SliceCounter, Stage, complain
+from reshard_mpi.runs.progress import Progress, SliceCounter, Stage, Words, complain
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.run_memory import RunMemory, Workload, checking_bytes
 from reshard_mpi.runs.scheduling import assign, target_weights
@@ -241,7 +241,7 @@ class _ComparedCheckpoints(NamedTuple):
             peak_bytes = max(memory.projection.gathering_bytes, checking_bytes(source.files.format, summing))
             memory.reserve_for_copying(peak_bytes, f"checking {source.files.path}")
 
-        silent = Silent(complain)
+        silent = Progress(Words(complain))
         ranks = [rank for rank in plan.read_ranks if rank not in looked_at]
         errors = {rank: damage_of(source, rank, 0, LIMITS, before_sums, silent) for rank in ranks}
         return {rank: error for rank, error in errors.items() if error is not None}
@@ -260,7 +260,7 @@ def verify_pair(
     source, target = pair.conversion.source, pair.target
     require_same_choice(comm, source.files, target.files)
     if comm.rank == 0:
-        progress.reading(source.summary_text)
+        progress.display.reading(source.summary_text)
     weights = target_weights(pair.conversion, pair.ranks)
     check = partial(pair.check, memory=memory, progress=progress)
     checked = _each(target.files, weights, comm, progress, check, pair.notes)
@@ -392,7 +392,9 @@ def _each(
         checked.append(shard)
         progress.completed()
         if not damage and shard.by:
-            progress.detail(f"shard of rank {rank}: {counted(shard.tensors, 'tensor')} sound by {', '.join(shard.by)}")
+            progress.display.detail(
+                f"shard of rank {rank}: {counted(shard.tensors, 'tensor')} sound by {', '.join(shard.by)}"
+            )
     lost = tuple(lost for shard in checked for lost in shard.lost)
     left_out = tuple(text for shard in checked for text in shard.left_out)
     notes = tuple(dict.fromkeys((*notes, *(note for shard in checked for note in shard.notes))))

@@ -15,15 +15,13 @@ from reshard_mpi.processes.comm import MEANWHILE_SECONDS
 from reshard_mpi.processes.forks import Channel
 from reshard_mpi.processes.host import host_name
 from reshard_mpi.processes.signals import INTERRUPTED
-from reshard_mpi.runs.monitor import Display
 from reshard_mpi.runs.outcome import TargetReport
-from reshard_mpi.runs.progress import PHASES, Counts, Progress, RunStatus, Stage, own_by_phase
+from reshard_mpi.runs.progress import Counts, Display, RunStatus, Stage
 
 T = TypeVar("T")
 
 # The part of `SharedCounts` for a worker: the fields of `Counts`, as whole numbers of this size in bytes.
-_STAGE, _UNITS, _WAITS, _DONE, _OWN = 0, 1, 2, 3, 7
-_CELLS, _CELL_BYTES = 11, 8
+_CELLS, _CELL_BYTES = len(Counts._fields), 8
 
 
 class PipeComm:
@@ -63,71 +61,24 @@ class SharedCounts:
         """Return the counts of all workers."""
         cells = self._cells.tolist()
         starts = range(0, len(cells), _CELLS)
-        rows = (cells[start : start + _CELLS] for start in starts)
-        return [_counts(*row) for row in rows]
-
-
-def _counts(stage: int, units: int, waits: int, *by_phase: int) -> Counts:
-    moved, synced, read_back, closed = by_phase[: len(PHASES)]
-    own_moved, own_synced, own_read_back, own_closed = by_phase[len(PHASES) :]
-    own = own_moved, own_synced, own_read_back, own_closed
-    return Counts(stage, (moved, synced, read_back, closed), own, units, bool(waits))
-
-
-class PipeProgress(Progress):
-    """The `Progress` of worker `rank`: it counts in `cells`, and sends all else to its parent."""
-
-    def __init__(self, channel: Channel, rank: int, cells: memoryview) -> None:
-        self._channel = channel
-        self._rank = rank
-        self._cells = cells
-
-    def begin(self, stage: Stage, own_bytes: int = 0, closed_bytes: int = 0) -> None:
-        self._cells[_UNITS] = 0
-        for phase, own in enumerate(own_by_phase(stage, own_bytes, closed_bytes)):
-            self._cells[_DONE + phase], self._cells[_OWN + phase] = 0, own
-        self._cells[_STAGE] += 1
-        if self._rank == 0:  # one is enough, since all begin the same
-            self._channel.send(("begin", (stage,)))
-
-    def completed(self) -> None:
-        self._cells[_UNITS] += 1
-
-    def assigned(self, ranks: tuple[int, ...]) -> None:
-        self._channel.send(("assigned", (ranks,)))
-
-    def started(self, rank: int) -> None:
-        self._channel.send(("started", (rank,)))
-
-    def finished(self, report: TargetReport) -> None:
-        self.completed()
-        self._channel.send(("finished", (report,)))
-
-    def waiting(self, text: str) -> None:
-        self._cells[_WAITS] = 1
-        self.say(text)
-
-    def admitted(self) -> None:
-        self._cells[_WAITS] = 0
-
-    def say(self, text: str) -> None:
-        self._channel.send(("say", (text,)))
-
-    def detail(self, text: str) -> None:
-        self._channel.send(("detail", (text,)))
-
-    def reading(self, source: str) -> None:
-        self._channel.send(("reading", (source,)))
-
-    def _add(self, phase: int, count_bytes: int) -> None:
-        self._cells[_DONE + phase] += count_bytes
+        return [Counts(*cells[start : start + _CELLS]) for start in starts]
 
 
 class PipeDisplay(Display):
-    """The display of a parent of workers that has been started for another process, to which it sends all."""
+    """The display of a worker, or of a parent of workers that was started for another process: all goes to its parent.
 
-    def __init__(self, channel: Channel) -> None:
+    Attributes:
+        begins: whether it tells of stages; one of several workers is enough, since all begin the same.
+    """
+
+    def __init__(self, channel: Channel, *, begins: bool = False) -> None:
+        super().__init__()
         self._channel = channel
+        self._begins = begins
+
+    def begin(self, stage: Stage) -> None:
+        if self._begins:
+            self._channel.send(("begin", (stage,)))
 
     def update(self, status: RunStatus) -> None:
         try:
@@ -138,16 +89,28 @@ class PipeDisplay(Display):
     def say(self, text: str) -> None:
         self._channel.send(("say", (text,)))
 
+    def detail(self, text: str) -> None:
+        self._channel.send(("detail", (text,)))
+
     def reading(self, source: str) -> None:
         self._channel.send(("reading", (source,)))
+
+    def assigned(self, ranks: tuple[int, ...]) -> None:
+        self._channel.send(("assigned", (ranks,)))
+
+    def started(self, rank: int) -> None:
+        self._channel.send(("started", (rank,)))
+
+    def finished(self, report: TargetReport) -> None:
+        self._channel.send(("finished", (report,)))
 
     def close(self, status: RunStatus) -> None:
         self.update(status)
 
 
-def tell(progress: Progress, kind: str, arguments: tuple[Any, ...]) -> None:
-    """Call the method of `progress` that a worker has named, with the arguments it has sent."""
-    getattr(progress, kind)(*arguments)
+def tell(display: Display, kind: str, arguments: tuple[Any, ...]) -> None:
+    """Call the method of `display` that a `PipeDisplay` has named, with the arguments it has sent."""
+    getattr(display, kind)(*arguments)
 
 
 @contextlib.contextmanager

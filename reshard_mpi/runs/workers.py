@@ -29,12 +29,12 @@ from reshard_mpi.processes.governor.process_memory import finish, register_worke
 from reshard_mpi.processes.host import ONE_THREAD, host_name, processes_by_default, processes_of_use
 from reshard_mpi.processes.imports import fresh_interpreter, import_environment
 from reshard_mpi.processes.signals import exit_when_terminated
-from reshard_mpi.runs.monitor import ProgressMonitor
+from reshard_mpi.runs.monitor import monitored
 from reshard_mpi.runs.outcome import Failure, Outcome, TargetReport
-from reshard_mpi.runs.progress import Progress, RunProgress, told_target
+from reshard_mpi.runs.progress import Progress
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.run_memory import RunMemory
-from reshard_mpi.runs.worker_pipes import PipeComm, PipeDisplay, PipeProgress, SharedCounts, ends_quietly, tell
+from reshard_mpi.runs.worker_pipes import PipeComm, PipeDisplay, SharedCounts, ends_quietly, tell
 
 _START = "from reshard_mpi.runs.workers import parent_main; parent_main(*{descriptors})"
 # Libraries that must not be loaded when a process is forked, since their state does not survive it.
@@ -95,7 +95,7 @@ class Task(StrEnum):
 _OF_TARGETS = (Task.CONVERT, Task.UNIFY)
 
 
-def run_with_workers(request: Request, jobs: int | None, progress: RunProgress, work: Task = Task.CONVERT) -> Outcome:
+def run_with_workers(request: Request, jobs: int | None, progress: Progress, work: Task = Task.CONVERT) -> Outcome:
     """Do `work` in `jobs` local processes; return their common outcome.
 
     Args:
@@ -110,7 +110,7 @@ def run_with_workers(request: Request, jobs: int | None, progress: RunProgress, 
         return _run_here(request, jobs, progress, work, memory)
 
 
-def _run_here(request: Request, jobs: int | None, progress: RunProgress, work: Task, memory: RunMemory) -> Outcome:
+def _run_here(request: Request, jobs: int | None, progress: Progress, work: Task, memory: RunMemory) -> Outcome:
     """Be the parent of the workers, in this process."""
     memory.reserve_for_reading(
         (request.src_strategy, request.dst_strategy), f"reading the strategies of {request.source}"
@@ -136,7 +136,7 @@ def _run_here(request: Request, jobs: int | None, progress: RunProgress, work: T
     def be_worker(rank: int, channel: Channel) -> Outcome:
         register_worker(memory.open())
         channel.send(("there", None))
-        progress = PipeProgress(channel, rank, counts.of(rank))
+        progress = Progress(PipeDisplay(channel, begins=rank == 0), counts.of(rank))
         return work.run(request, PipeComm(channel, rank, size), progress, strategies)
 
     stopped = True
@@ -146,7 +146,7 @@ def _run_here(request: Request, jobs: int | None, progress: RunProgress, work: T
         try:
             for rank in range(size):
                 workers.append(_start(workers, rank, partial(be_worker, rank), mask))
-            progress.count(counts.read)
+            progress.counts_of_others = counts.read
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             result = _serve(workers, progress, memory)
             stopped = False
@@ -165,13 +165,11 @@ def parent_main(*descriptors: int) -> None:
     exit_when_terminated()
     channel = Channel(*descriptors)
     with ends_quietly():
-        request, jobs, work, verbose = channel.receive()
-        progress = ProgressMonitor(PipeDisplay(channel), verbose=verbose)
+        request, jobs, work = channel.receive()
         try:
-            result: Outcome | ReshardError = run_with_workers(request, jobs, progress, work)
-            progress.close()
+            with monitored(PipeDisplay(channel), SerialComm()) as progress:
+                result: Outcome | ReshardError = run_with_workers(request, jobs, progress, work)
         except ReshardError as error:
-            progress.abandon()
             result = error
         channel.send(("result", result))
 
@@ -199,7 +197,7 @@ def _count_shards(request: Request, work: Task) -> int:
         return 0
 
 
-def _run_elsewhere(request: Request, jobs: int | None, progress: RunProgress, work: Task) -> Outcome:
+def _run_elsewhere(request: Request, jobs: int | None, progress: Progress, work: Task) -> Outcome:
     """Have a fresh interpreter be the parent of the workers."""
     import subprocess
 
@@ -213,12 +211,12 @@ def _run_elsewhere(request: Request, jobs: int | None, progress: RunProgress, wo
     )
     theirs.close()
     try:
-        ours.send((request, jobs, work, progress.verbose))
+        ours.send((request, jobs, work))
         while True:
             kind, value = ours.receive()
             if kind == "result":
                 break
-            tell(progress, kind, value)
+            tell(progress.display, kind, value)
     except (EOFError, ConnectionResetError, BrokenPipeError):
         problem, cause = "the parent of the worker processes died", _cause(process.wait())
         raise TransformError(problem, expected="a result", got=cause, remedy=_LOOK_AT_MEMORY) from None
@@ -262,7 +260,7 @@ def _work(channel: Channel, be_worker: Callable[[Channel], Outcome]) -> None:
         channel.send(("result", result))
 
 
-def _serve(workers: list[_Worker], progress: RunProgress, memory: RunMemory) -> Outcome | ReshardError:
+def _serve(workers: list[_Worker], progress: Progress, memory: RunMemory) -> Outcome | ReshardError:
     """Serve the workers until each has sent its result or died; return their result, which is the same for all.
 
     When all that are alive have sent a value to gather, each gets the values of all.
@@ -290,10 +288,7 @@ def _serve(workers: list[_Worker], progress: RunProgress, memory: RunMemory) -> 
                 worker.gathering, worker.value, worker.target = True, value, None
             else:
                 _note(worker, kind, value)
-                if kind == "finished":  # the worker has counted it, in the stage that it is in
-                    progress.detail(told_target(*value))
-                else:
-                    tell(progress, kind, value)
+                tell(progress.display, kind, value)
         waiting = [worker for worker in open_workers if worker.gathering]
         if waiting and len(waiting) == len(open_workers):
             values = [worker.value if worker.alive else worker.lost for worker in workers]

@@ -322,7 +322,7 @@ def test_a_bar_of_any_width_has_percent_and_time_left_first(
     bar = display.Bar(stream, with_colour=False)
     total = 123 << 30
     for done, left in ((1 << 20, 7384.0), (50 << 30, 61.0), (122 << 30, 5.0)):
-        counts = [Counts(1, (done, 0, 0, 0), (total, 0, 0, 0), 3)]
+        counts = [Counts(1, done, total, 3)]
         status = RunStatus.of(Stage("comparing copies", total, 128, ready=5), counts, 9.0, done, left)
         bar.update(status._replace(waiting=waiting))
         frame = stream.getvalue().rpartition("\r")[2]

@@ -30,7 +30,7 @@ from reshard_mpi.pictures.flow import (
 )
 from reshard_mpi.processes import comm
 from reshard_mpi.runs.plot_data import Asked, planned_figures
-from reshard_mpi.runs.progress import Silent
+from reshard_mpi.runs.progress import Progress
 from reshard_mpi.runs.request import Request
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
@@ -39,7 +39,7 @@ from reshard_mpi.sharding.placement import Placement
 
 def figures_of(request: Request, *tensors: str, most_cuts: int = 200) -> Figures:
     with comm.world({}, explicit_share=True, stopped=lambda code: None) as world:
-        drawn = planned_figures(request, world, Asked(tensors, most_cuts), Silent())
+        drawn = planned_figures(request, world, Asked(tensors, most_cuts), Progress())
     assert drawn is not None
     return drawn[0]
 

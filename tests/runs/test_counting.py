@@ -24,20 +24,9 @@ from reshard_mpi.processes.comm import SerialComm
 from reshard_mpi.processes.forks import Channel
 from reshard_mpi.runs import target_writer
 from reshard_mpi.runs.outcome import TargetReport
-from reshard_mpi.runs.progress import (
-    CLOSED,
-    MOVED,
-    PHASES,
-    READ_BACK,
-    SYNCED,
-    BytesByPhase,
-    RunStatus,
-    Silent,
-    Stage,
-    own_by_phase,
-)
+from reshard_mpi.runs.progress import CLOSED, MOVED, PHASES, Progress, RunStatus, Stage
 from reshard_mpi.runs.request import Request
-from reshard_mpi.runs.worker_pipes import PipeProgress, SharedCounts
+from reshard_mpi.runs.worker_pipes import PipeDisplay, SharedCounts
 from reshard_mpi.runs.workers import Task
 
 WHOLE_BYTES = sum(array.nbytes for array in TENSORS.values())
@@ -49,33 +38,23 @@ def target_bytes(c: Conversion) -> int:
     return sum(array.nbytes for arrays in targets for array in arrays.values())
 
 
-class Counting(Silent):
+class Counting(Progress):
     """Keeps the stages of a run, each with the bytes and units of it, and the bytes that it said it has to do."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stages: list[Stage] = []
-        self.own: list[BytesByPhase] = []
+        self.own: list[list[int]] = []
         self.bytes: list[list[int]] = []
         self.units: list[int] = []
 
     def begin(self, stage: Stage, own_bytes: int = 0, closed_bytes: int = 0) -> None:
         self.stages.append(stage)
-        self.own.append(own_by_phase(stage, own_bytes, closed_bytes))
+        self.own.append(
+            [(closed_bytes if phase == CLOSED else own_bytes) * (phase in stage.phases) for phase in PHASES]
+        )
         self.bytes.append([0, 0, 0, 0])
         self.units.append(0)
-
-    def moved(self, count_bytes: int) -> None:
-        self._add(MOVED, count_bytes)
-
-    def synced(self, count_bytes: int) -> None:
-        self._add(SYNCED, count_bytes)
-
-    def read_back(self, count_bytes: int) -> None:
-        self._add(READ_BACK, count_bytes)
-
-    def closed(self, count_bytes: int) -> None:
-        self._add(CLOSED, count_bytes)
 
     def _add(self, phase: int, count_bytes: int) -> None:
         assert count_bytes >= 0
@@ -84,13 +63,10 @@ class Counting(Silent):
     def completed(self) -> None:
         self.units[-1] += 1
 
-    def finished(self, report: Any) -> None:
-        self.completed()
-
     def assert_exact(self) -> None:
         for stage, own, by_phase, units in zip(self.stages, self.own, self.bytes, self.units):
             size_bytes = stage.size_bytes or 0
-            assert by_phase == list(own) == [size_bytes * (phase in stage.phases) for phase in PHASES], stage
+            assert by_phase == own == [size_bytes * (phase in stage.phases) for phase in PHASES], stage
             assert units == stage.units, stage
 
     def named(self, name: str) -> Stage:
@@ -195,7 +171,7 @@ def test_a_worker_counts_its_targets_in_the_stage_that_it_is_in() -> None:
     counts = SharedCounts(2)
     ours, theirs = Channel.pair()
     with closing(ours), closing(theirs):
-        progress = PipeProgress(theirs, 1, counts.of(1))
+        progress = Progress(PipeDisplay(theirs), counts.of(1))
         progress.begin(Stage("writing", 8, 2, "target"), 4)
         progress.finished(TargetReport(1, "rank_1", (0,), 4))
     assert [(own.stage, own.units) for own in counts.read()] == [(0, 0), (1, 1)]

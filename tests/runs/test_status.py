@@ -19,7 +19,7 @@ def status(
 
 
 def test_counts_of_all_processes_are_added_up() -> None:
-    far = status(Counts(1, units=3), Counts(1, units=1), Counts(1, waits=True), done=GIB + GIB // 4)
+    far = status(Counts(1, units=3), Counts(1, units=1), Counts(1, waits=1), done=GIB + GIB // 4)
     assert (far.bytes_done, far.bytes_total, far.targets_done, far.targets_total) == (GIB + GIB // 4, 4 * GIB, 4, 16)
     assert (far.percent, far.seconds_left, far.waiting, far.bytes_per_second) == (31, 11.0, 1, 256.0 * MIB)
     assert far.as_text() == (
@@ -56,7 +56,7 @@ def test_ranks_that_are_planned() -> None:
 
 
 def test_several_that_wait() -> None:
-    assert status(Counts(1, waits=True), Counts(1, waits=True)).as_text().endswith(", 2 processes wait for memory")
+    assert status(Counts(1, waits=1), Counts(1, waits=1)).as_text().endswith(", 2 processes wait for memory")
 
 
 @pytest.mark.parametrize(
