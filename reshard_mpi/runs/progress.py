@@ -198,7 +198,7 @@ def log_warning(text: str) -> None:
 
 
 class Display:
-    """Shows the reports of the processes of a run. The methods are called by one thread at a time; here they do nothing.
+    """Shows the reports of the processes of a run. One thread at a time calls them; here they do nothing.
 
     `begin`: a stage. `update`: how far the run is, several times a second. `say`, `detail`, `reading`: a line for the
     user, one for who wants to know more, and the source in one line. `assigned`, `started`, `finished`: the targets of
