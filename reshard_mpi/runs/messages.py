@@ -76,7 +76,7 @@ class PlanReport(NamedTuple):
     prefix_digests: tuple[PrefixDigest, ...] = ()
     differing: tuple[Differing, ...] = ()  # what shards do not hold alike
     alike: tuple[ReplicaGroup, ...] = ()  # copies that must be the same
-    rooms: tuple[SpaceNeed, ...] = ()  # the room that it needs on file systems
+    space_needs: tuple[SpaceNeed, ...] = ()
     due: Totals = Totals()  # what it leads the writing of
     sums: tuple[Sums, ...] = ()  # the accumulated gradients of its targets
 
@@ -87,7 +87,7 @@ class PlanReport(NamedTuple):
         return cls(Outcome.of(plan), plan.shared_facts, held, *differences, sums=plan.sums)
 
     def joined(self, others: Iterable[PlanReport]) -> PlanReport:
-        """Join this and the `others`, without rooms; equal entries are kept once."""
+        """Join this and the `others`, without the room that they need; equal entries are kept once."""
         parts = [self, *others]
         digests = (held for part in reversed(parts) for held in part.held)
         prefix_digests = (beginning for part in reversed(parts) for beginning in part.prefix_digests)

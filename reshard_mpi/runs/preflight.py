@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import struct
 from collections import defaultdict
@@ -20,65 +19,53 @@ from reshard_mpi.engine.read import only_element, takes_numpy
 from reshard_mpi.errors import TargetError
 from reshard_mpi.formats.files import MAX_KEPT_BYTES, MAX_TENSORS, kept_bytes, kept_kind_bytes
 from reshard_mpi.formats.manifest import NotChecksummableError, ShardSpec, Specs, counted_bytes, is_in_crc
-from reshard_mpi.journal.identity import STRATEGY_RECORD
-from reshard_mpi.journal.records import COMMIT_RECORD, STATE, TargetInputs, TargetRecord, rank_of_folder, record_path
+from reshard_mpi.journal.records import rank_of_folder
 from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.planning.shared_facts import require_one_checkpoint
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.conversion import Conversion
-from reshard_mpi.runs.request import Request
-from reshard_mpi.sharding.placement import Strategy
 from reshard_mpi.text import format_bytes
 
 # To share blocks of two files (`struct file_clone_range`): the source's descriptor, its offset, a length, an offset.
 _CLONE_RANGE = 0x4020940D
 _BLOCK_BYTES = 4096
-# For a file of at least this size, a file system keeps the list of its pieces in blocks of their own, one for each 64
-# MiB: ext4 has 340 pieces in a block, and in a file that several processes fill these may be smaller than a MiB.
-_LISTED_FROM_BYTES = 1 << 20
-_LISTED_BYTES = 64 << 20
-# The entries of a file in its folder: its own, its lock, and the temporary ones.
-_DIRECTORY_ENTRY_BYTES = 512
+# What a run takes besides its shards: records, the report, folders, lists of blocks. That is little beside any payload,
+# and a disk that is full in the middle fails no more than the target that is written.
+_KEPT_BYTES = 1 << 20
+_KEPT_BYTES_A_TARGET = 2 * _BLOCK_BYTES
+# The sum of a tensor in the record of its target, with the name.
+_SUM_BYTES = 256
 
 
 class SpaceNeed(NamedTuple):
-    """The most space that one process of a run takes on a file system, and the free space there."""
+    """The most space that one process of a run takes on a file system for its targets, and the free space there."""
 
     mount: str  # the top folder of that file system, by which the processes of a run know it
     needed_bytes: int
     free_bytes: int
 
 
-class SpaceByFilesystem:
+class SpaceEstimate:
     """Adds up, by file system, the room for what one process is going to write, target after target."""
 
     def __init__(self) -> None:
         self._held_bytes: defaultdict[str, int] = defaultdict(int)
         self._peak_bytes: defaultdict[str, int] = defaultdict(int)
-        self._record_bytes: defaultdict[str, int] = defaultdict(int)
 
-    def add(self, path: Path, size_bytes: int, *, left_bytes: int) -> None:
+    def add(self, path: Path, format_name: str, spec: ShardSpec, *, crc: bool = False, left_bytes: int) -> None:
         """Add a target. The file that it replaces is freed after it is written, leftovers of earlier runs before that.
 
         Args:
-            size_bytes: the most that the file takes, with its structure.
             left_bytes: size of the leftovers.
         """
         mount = _mount_of(path.parent)
-        folder_bytes = 0 if path.parent.exists() else _BLOCK_BYTES
-        held_bytes = self._held_bytes[mount] - left_bytes + on_disk_bytes(size_bytes, mount) + folder_bytes
+        size_bytes = formats.by_name(format_name).size_at_most_bytes(spec, crc=crc) + _KEPT_BYTES_A_TARGET
+        size_bytes += _SUM_BYTES * len(spec.specs) if spec.with_sums else 0
+        held_bytes = self._held_bytes[mount] - left_bytes + size_bytes
         self._peak_bytes[mount] = max(self._peak_bytes[mount], held_bytes)
         self._held_bytes[mount] = held_bytes - _replaced_bytes(path)
 
-    def add_record(self, path: Path, size_bytes: int) -> None:
-        """Add a small file that the run keeps and may write anew: then the old and the new one exist for a moment."""
-        mount = _mount_of(path.parent)
-        record_bytes = on_disk_bytes(size_bytes + _DIRECTORY_ENTRY_BYTES, mount)
-        self._record_bytes[mount] = max(self._record_bytes[mount], record_bytes)
-        self._held_bytes[mount] += record_bytes
-        self._peak_bytes[mount] = max(self._peak_bytes[mount], self._held_bytes[mount])
-
-    def rooms(self, processes: int, shares: Callable[[], bool]) -> tuple[SpaceNeed, ...]:
+    def needs(self, processes: int, shares: Callable[[], bool]) -> tuple[SpaceNeed, ...]:
         """Return the room that is needed; empty if targets may share blocks with the source, and so take none.
 
         Args:
@@ -87,20 +74,11 @@ class SpaceByFilesystem:
 
         Raises OSError if a file system cannot be asked what is free.
         """
-        needed = ((mount, peak + self._record_bytes[mount]) for mount, peak in self._peak_bytes.items())
-        with_free = ((mount, needed_bytes, _free_bytes(mount)) for mount, needed_bytes in needed)
-        rooms = tuple(SpaceNeed(mount, needed, free) for mount, needed, free in with_free if free is not None)
-        if any(room.needed_bytes * processes > room.free_bytes for room in rooms) and shares():
+        with_free = ((mount, peak_bytes, _free_bytes(mount)) for mount, peak_bytes in self._peak_bytes.items())
+        needs = tuple(SpaceNeed(mount, peak, free) for mount, peak, free in with_free if free is not None)
+        if any(need.needed_bytes * processes + _KEPT_BYTES > need.free_bytes for need in needs) and shares():
             return ()
-        return rooms
-
-
-def on_disk_bytes(size_bytes: int, mount: str) -> int:
-    """Return the most bytes that a file of a given size takes on a file system: its blocks, and the list of these."""
-    block_bytes = max(_BLOCK_BYTES, os.statvfs(mount).f_frsize)
-    blocks = -(-size_bytes // block_bytes)
-    lists = -(-size_bytes // _LISTED_BYTES) if size_bytes >= _LISTED_FROM_BYTES else 0
-    return (blocks + lists) * block_bytes
+        return needs
 
 
 def require_room(shares: Iterable[Sequence[SpaceNeed]]) -> None:
@@ -109,12 +87,12 @@ def require_room(shares: Iterable[Sequence[SpaceNeed]]) -> None:
     Args:
         shares: what each of them needs. Equal shares give the same result on every process.
     """
-    needed_bytes: defaultdict[str, int] = defaultdict(int)
+    needed_bytes: defaultdict[str, int] = defaultdict(lambda: _KEPT_BYTES)
     free_bytes: dict[str, int] = {}
     for share in shares:
-        for room in share:
-            needed_bytes[room.mount] += room.needed_bytes
-            free_bytes[room.mount] = min(room.free_bytes, free_bytes.get(room.mount, room.free_bytes))
+        for need in share:
+            needed_bytes[need.mount] += need.needed_bytes
+            free_bytes[need.mount] = min(need.free_bytes, free_bytes.get(need.mount, need.free_bytes))
     for mount, needed in needed_bytes.items():
         if needed > free_bytes[mount]:
             raise TargetError(
@@ -350,122 +328,3 @@ def require_countable(conversion: Conversion, plan: RankPlan) -> None:
                 counted_bytes(tensor.spec.name, content, tensor.spec.dtype)
             except NotChecksummableError as error:
                 raise error.refusal(conversion.source.files.path) from None
-
-
-# A number in JSON, with its separator.
-_NUMBER_BYTES = 24
-# The name of an element type, a sum and a flag in JSON, with their separators.
-_SUM_BYTES = 48
-# The identity of a run, with paths and options; keys of a record; a digest.
-_IDENTITY_BYTES = 16384
-_LINE_BYTES = 256
-# A placement in the table of a strategy.
-_PLACEMENT_BYTES = 1024
-# What the report says of a target, and of each rank that it was read from, on a line of its own.
-_REPORTED_TARGET_BYTES = 640
-_REPORTED_RANK_BYTES = 16
-# What the report says of the run as a whole; warnings and notes are few.
-_REPORT_BYTES = 65536
-
-
-class SpaceEstimate:
-    """Adds up the room that one process needs for what `request` asks of it."""
-
-    def __init__(self, request: Request) -> None:
-        self._request = request
-        self._tally = SpaceByFilesystem()
-        self._read_ranks: dict[str, tuple[int, ...]] = {}
-        self._sources: set[str] = set()
-        self._stage_digests: set[str] = set()
-        self._summed: set[str] = set()
-
-    def add(self, plan: RankPlan, evidence: TargetInputs, format_name: str, path: Path, left_bytes: int) -> None:
-        """Add the target of `plan` and its record.
-
-        Args:
-            path: of the target file.
-            left_bytes: size of what an earlier run has left of it.
-        """
-        request = self._request
-        self._read_ranks[str(path)] = plan.read_ranks
-        if request.recorded:
-            file = str(path.relative_to(request.target))
-            record_bytes = record_at_most_bytes(plan, evidence, file, sums=request.verify)
-            self._tally.add_record(record_path(Path(request.target, STATE), plan.target_rank), record_bytes)
-            self._sources.update(source.path for source in evidence.sources.files)
-            if request.verify and evidence.held.digest not in self._stage_digests:
-                self._stage_digests.add(evidence.held.digest)
-                self._summed.update(plan.tensors.specs.names)
-        module = formats.by_name(format_name)
-        size_bytes = module.size_at_most_bytes(plan.shard._replace(with_sums=request.verify), crc=request.crc)
-        self._tally.add(path, size_bytes, left_bytes=left_bytes)
-
-    def _add_strategy(self, target: Strategy) -> None:
-        """Add the record of how the targets are cut: their placement table, escaped once more as one text."""
-        names = (*target.parameters, *(glob for glob, _ in target.rules))
-        size_bytes = _IDENTITY_BYTES + sum(2 * _text_bytes(name) + 2 * _NUMBER_BYTES for name in names)
-        placements = {placement for held in target.parameters.values() for placement in held}
-        size_bytes += _PLACEMENT_BYTES * (len(placements) + len(target.rules))
-        path = Path(self._request.target, STATE, STRATEGY_RECORD)
-        if not path.exists():
-            self._tally.add_record(path, size_bytes)
-
-    def rooms(
-        self, reported: int, processes: int, shares: Callable[[], bool], strategy: Strategy | None
-    ) -> tuple[SpaceNeed, ...]:
-        """Return the room that is needed on each file system, as `SpaceByFilesystem.rooms` does.
-
-        Args:
-            reported: how many targets are in the report that this process writes, if any.
-            processes, shares: see there.
-            strategy: of the targets, if this process is to record it.
-        """
-        request = self._request
-        if request.recorded and self._read_ranks:
-            commit_bytes = commit_record_at_most_bytes(self._read_ranks.items(), self._sources, self._summed)
-            self._tally.add_record(Path(request.target, COMMIT_RECORD), commit_bytes)
-            if strategy is not None:
-                self._add_strategy(strategy)
-        if request.report is not None and reported:
-            longest_path = max(self._read_ranks, key=len, default="")
-            most_ranks = max(map(len, self._read_ranks.values()), default=0)
-            self._tally.add_record(Path(request.report), report_at_most_bytes(reported, longest_path, most_ranks))
-        return self._tally.rooms(processes, shares)
-
-
-def record_at_most_bytes(plan: RankPlan, evidence: TargetInputs, file: str, *, sums: bool) -> int:
-    """Return the most bytes that the record of a target can take. sums: whether it has the sums of the tensors."""
-    record = TargetRecord("0" * 64, plan.target_rank, file, 0, evidence, announced=(0, 0))
-    size_bytes = len(record.as_text()) + 4 * _NUMBER_BYTES
-    if sums:
-        for group in plan.tensors.groups:
-            tensor_bytes = 3 * len(group.kind.global_shape) * _NUMBER_BYTES + _SUM_BYTES
-            size_bytes += sum(tensor_bytes + _text_bytes(name) for name in group.names)
-    return size_bytes
-
-
-def commit_record_at_most_bytes(
-    targets: Iterable[tuple[str, Sequence[int]]], sources: Iterable[str], summed: Collection[str]
-) -> int:
-    """Return the most bytes that a commit record can take.
-
-    Args:
-        targets: of each, its path and the ranks it is read from.
-        sources: paths.
-        summed: names of tensors with a sum.
-    """
-    size_bytes = _IDENTITY_BYTES
-    size_bytes += sum(_LINE_BYTES + _text_bytes(file) + _NUMBER_BYTES * len(ranks) for file, ranks in targets)
-    size_bytes += sum(_LINE_BYTES + _text_bytes(path) for path in sources)
-    return size_bytes + sum(_text_bytes(name) + _SUM_BYTES for name in summed)
-
-
-def report_at_most_bytes(targets: int, longest_path: str, most_ranks: int) -> int:
-    """Return the largest size of a report on a number of targets, each read from `most_ranks` source ranks."""
-    target_bytes = _REPORTED_TARGET_BYTES + _text_bytes(longest_path) + _REPORTED_RANK_BYTES * most_ranks
-    return _REPORT_BYTES + targets * target_bytes
-
-
-def _text_bytes(text: str) -> int:
-    """Return how many bytes a text takes in JSON, which escapes all but ASCII characters."""
-    return len(json.dumps(text)) + 2

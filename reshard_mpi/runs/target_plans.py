@@ -76,7 +76,7 @@ class TargetPlans:
         self._comm = comm
         self._memory = memory
         self._choice = moments_of(run.conversion.source.files)  # which of several checkpoints the source is
-        self._space = SpaceEstimate(run.request)
+        self._space = SpaceEstimate()
         self._written_bytes: dict[int, int] = {}  # by target
         self._placed: dict[str, tuple[int, int, dict[str, str]]] = {}  # by digest: stage, rank, `RankPlan.placed`
         self._lists_tensors = lists_tensors
@@ -125,7 +125,7 @@ class TargetPlans:
         begun = PlanReport(Outcome.begun(self.run.conversion, notes), self._choice)
         joined = begun.joined(record_of(PlanReport, report) for report in planned)
         due = Totals(self.led_bytes, len(self.summaries), ready=len(joined.outcome.targets))
-        self.report = joined._replace(rooms=space, due=due)
+        self.report = joined._replace(space_needs=space, due=due)
 
     def _plan_target(self, rank: int, leads: bool) -> PlanReport:
         run, request, path = self.run, self.run.request, self.run.path(rank)
@@ -142,7 +142,8 @@ class TargetPlans:
             require_readable_structure(plan.shard, run.format)
             if request.crc and formats.by_name(run.format).TRAITS.crc_counts_scalars:
                 require_countable(run.conversion, plan)
-            self._space.add(plan, inputs, run.format, path, self.journal.left_bytes(path))
+            shard, left_bytes = plan.shard._replace(with_sums=request.verify), self.journal.left_bytes(path)
+            self._space.add(path, run.format, shard, crc=request.crc, left_bytes=left_bytes)
         self.inputs[rank], self.peak_bytes[rank] = inputs, peak_bytes
         self._keep(plan)
         self._written_bytes[rank] = plan.written_bytes
@@ -220,10 +221,7 @@ class TargetPlans:
         def shares_blocks() -> bool:
             return may_share(run.conversion.source.files, run.format, run.path(run.targets[0]))
 
-        is_first = self._comm.rank == 0
-        reported = len(run.targets) if is_first else 0
-        strategy = run.conversion.target if is_first and run.records_strategy else None
-        return self._space.rooms(reported, self._comm.size, shares_blocks, strategy)
+        return self._space.needs(self._comm.size, shares_blocks)
 
     def _strangers(self) -> tuple[str, ...]:
         """Return notes on files in the target folder that are no part of this run. Raises TargetError for some."""

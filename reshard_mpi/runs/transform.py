@@ -148,7 +148,7 @@ def _plan(make: Callable[[], TargetPlans], comm: Comm) -> tuple[TargetPlans, Pla
     reports = [record_of(PlanReport, report) for report in gathered]
     _raise_first_failure([report.outcome for report in reports], comm)
     assert not isinstance(plans, Outcome)
-    require_room(report.rooms for report in reports)
+    require_room(report.space_needs for report in reports)
 
     def placed(stage: int) -> dict[int, dict[str, str]]:
         shares = _together(comm, partial(plans.placed, stage))

@@ -32,7 +32,7 @@ from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.outcome import Outcome, agreed, attempt
 from reshard_mpi.runs.overlap import refuse_overlap
 from reshard_mpi.runs.preflight import (
-    SpaceByFilesystem,
+    SpaceEstimate,
     SpaceNeed,
     lying_beside,
     may_share,
@@ -147,7 +147,7 @@ class _PlannedFiles(NamedTuple):
     journal: Unrecorded
     mine: Sequence[int]
     plans: Mapping[int, RankPlan]
-    rooms: tuple[SpaceNeed, ...]
+    space_needs: tuple[SpaceNeed, ...]
     outcome: Outcome
 
 
@@ -164,9 +164,10 @@ def unify(
     require_same_choice(comm, opened.conversion.source.files)
     plans = opened.plans.values()
     own_bytes = sum(plan.written_bytes for plan in plans)
-    gathered = comm.allgather(([moment for plan in plans for moment in plan.shared_facts], opened.rooms, own_bytes))
-    require_one_checkpoint(moment for moments, *_ in gathered for moment in moments)
-    require_room(rooms for _, rooms, _ in gathered)
+    facts = [fact for plan in plans for fact in plan.shared_facts]
+    gathered = comm.allgather((facts, opened.space_needs, own_bytes))
+    require_one_checkpoint(fact for facts, *_ in gathered for fact in facts)
+    require_room(needs for _, needs, _ in gathered)
     size_bytes = sum(own_bytes for *_, own_bytes in gathered)
     stage = Stage("writing", size_bytes, len(numbers_of(request)), "file", phases=(MOVED, CLOSED))
     progress.begin(stage, own_bytes, own_bytes)
@@ -196,14 +197,13 @@ def _opened(request: Request, comm: Comm, memory: RunMemory, strategies: Strateg
         notes = (*notes, *stranger_notes(lying_beside(Path(request.target), "hf", MAP, every_path, ())))
     plans, outcome = plan_alone(conversion, mine, notes)
     renamed = {plan.target_rank: _renamed(plan, request.files[plan.target_rank]) for plan in plans}
-    tally = SpaceByFilesystem()
+    space = SpaceEstimate()
     for number, plan in renamed.items():
         require_readable_structure(plan.shard, FORMAT)
-        size_bytes = by_name(FORMAT).size_at_most_bytes(plan.shard)
-        tally.add(paths[number], size_bytes, left_bytes=journal.left_bytes(paths[number]))
+        space.add(paths[number], FORMAT, plan.shard, left_bytes=journal.left_bytes(paths[number]))
         memory.require_possible(plan)
-    rooms = tally.rooms(comm.size, lambda: may_share(files, FORMAT, Path(request.target, MAP)))
-    return _PlannedFiles(conversion, journal, mine, renamed, rooms, outcome)
+    needs = space.needs(comm.size, lambda: may_share(files, FORMAT, Path(request.target, MAP)))
+    return _PlannedFiles(conversion, journal, mine, renamed, needs, outcome)
 
 
 def _renamed(plan: RankPlan, file: TargetFile) -> RankPlan:

@@ -126,7 +126,7 @@ def test_a_disk_that_is_full_in_the_middle(
     whole: Conversion, small_disk: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     c = whole.but(folder=tmp_path, dst=small_disk / "dst")
-    fill = f"os.close(os.posix_fallocate(d := os.open({str(small_disk / 'fill')!r}, 66), 0, 700 << 10) or d)"
+    fill = f"os.close(os.posix_fallocate(d := os.open({str(small_disk / 'fill')!r}, 66), 0, 1724 << 10) or d)"
     fill = ONCE.format(mark=str(tmp_path / "filled"), do=fill)
     finished = transform_apart(c, env=fault(c, tmp_path / "counter", fill, on="copy_file_range", path="dst/rank_1/."))
     assert finished.code == 4 and "No space left on device" in finished.err, finished
@@ -156,7 +156,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system with room for a run, and little more."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    if run_command(["mount", "-t", "tmpfs", "-o", "size=1400k", "none", folder]).code:
+    if run_command(["mount", "-t", "tmpfs", "-o", "size=2424k", "none", folder]).code:
         pytest.skip("nothing can be mounted here")
     try:
         yield folder

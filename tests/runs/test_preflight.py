@@ -28,10 +28,12 @@ import reshard_mpi
 from reshard_mpi import formats
 from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.folders import Folder
+from reshard_mpi.formats import ckpt
+from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.journal.publication import stale_bytes
 from reshard_mpi.runs import preflight
-from reshard_mpi.runs.preflight import SpaceByFilesystem, SpaceNeed, require_room
-from reshard_mpi.testing.sample_tensors import ShardContents, spec_of
+from reshard_mpi.runs.preflight import SpaceEstimate, SpaceNeed, require_room
+from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents, spec_of
 
 # Stands in for what file systems say is free.
 STAND_IN = """
@@ -162,30 +164,34 @@ def test_ranks_of_a_job_need_what_they_need_together(tmp_path: Path, mpi: MPI) -
 def test_room_of_files_that_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is free when they are, and what the dead left is when its target is begun."""
     say_free(monkeypatch, 0)
-    block = 4096
+    shard = spec_of(ShardContents({"w": SampleTensor("w", BY_NAME["float32"], (1 << 20,), bytes(4 << 20))}, {}))
+    size_bytes = ckpt.size_at_most_bytes(shard) + 8192
+    file_bytes = 3 << 20
     for name in ("a", "b"):
-        (tmp_path / name).write_bytes(bytes(block))
-    tally = SpaceByFilesystem()
-    for name in ("a", "b"):
-        tally.add(tmp_path / name, block, left_bytes=0)
-    assert [room.needed_bytes for room in tally.rooms(1, bool)] == [block]
-    tally.add(tmp_path / "c", 10 * block, left_bytes=0)
-    assert [room.needed_bytes for room in tally.rooms(1, bool)] == [10 * block]
-    (tmp_path / ".d.0123.partial").write_bytes(bytes(3 * block))
-    with Folder.open(tmp_path) as folder:
-        tally.add(tmp_path / "d", 3 * block, left_bytes=stale_bytes(folder, "d"))
-    assert [room.needed_bytes for room in tally.rooms(1, bool)] == [10 * block]
+        (tmp_path / name).write_bytes(bytes(file_bytes))
+
+    def needed_bytes(*names: str) -> int:
+        space = SpaceEstimate()
+        with Folder.open(tmp_path) as folder:
+            for name in names:
+                space.add(tmp_path / name, "ckpt", shard, left_bytes=stale_bytes(folder, name))
+        (need,) = space.needs(1, bool)
+        return need.needed_bytes
+
+    assert needed_bytes("a") == size_bytes
+    assert needed_bytes("a", "b") == 2 * size_bytes - file_bytes
+    assert needed_bytes("a", "b", "c") == 3 * size_bytes - 2 * file_bytes
+    (tmp_path / ".d.0123.partial").write_bytes(bytes(file_bytes))
+    assert needed_bytes("c", "d") == 2 * size_bytes - file_bytes
     os.link(tmp_path / "b", tmp_path / "other")  # so it keeps its room
-    tally = SpaceByFilesystem()
-    tally.add(tmp_path / "b", block, left_bytes=0)
-    tally.add(tmp_path / "e", block, left_bytes=0)
-    assert [room.needed_bytes for room in tally.rooms(1, bool)] == [2 * block]
+    assert needed_bytes("b", "c") == 2 * size_bytes
 
 
 def test_file_systems_are_looked_at_one_by_one() -> None:
-    require_room([(SpaceNeed("/a", 3, 5), SpaceNeed("/b", 5, 5)), (SpaceNeed("/a", 2, 6),)])
-    with pytest.raises(reshard_mpi.errors.TargetError, match=r"5 bytes(.|\n)*4 bytes(.|\n)*/a"):
-        require_room([(SpaceNeed("/a", 3, 5), SpaceNeed("/b", 5, 5)), (SpaceNeed("/a", 2, 4),)])
+    spare = 1 << 20  # for what a run keeps besides
+    require_room([(SpaceNeed("/a", 3, spare + 5), SpaceNeed("/b", 5, spare + 5)), (SpaceNeed("/a", 2, spare + 6),)])
+    with pytest.raises(reshard_mpi.errors.TargetError, match=r"1048581 bytes(.|\n)*1048580 bytes(.|\n)*/a"):
+        require_room([(SpaceNeed("/a", 3, spare + 5), SpaceNeed("/b", 5, spare + 5)), (SpaceNeed("/a", 2, spare + 4),)])
 
 
 def test_a_file_system_that_does_not_count(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
