@@ -1,4 +1,4 @@
-"""Compare copies and tensors, and find the first difference (`first_difference`)."""
+"""Compare copies and tensors, find the first difference, and say it in words (`first_difference`)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import hashlib
 from collections.abc import Iterator
 
 from reshard_mpi.engine.open_files import Files, OnBytes
-from reshard_mpi.engine.read import Stream, fill, read_region
-from reshard_mpi.formats.locations import ByteRange, ByteRanges, LibraryRead, StridedView
+from reshard_mpi.engine.read import Stream, element_of, fill, read_region
+from reshard_mpi.formats.dtypes import numbers
+from reshard_mpi.formats.locations import ByteRange, ByteRanges, LibraryRead, Reduced, StridedView
 from reshard_mpi.formats.tensor_table import TensorEntry
 from reshard_mpi.planning.rank_plan import Check, Copy, Limits, TensorPlan, meeting
 from reshard_mpi.sharding.box import Box
@@ -108,6 +109,36 @@ def first_difference_of_tensors(
             return _element(block, _first_differing_byte(expected, got) // itemsize)
         on_bytes(block.size * itemsize)
     return None
+
+
+def value_at(files: Files, tensor: TensorPlan, element: tuple[int, ...], limits: Limits) -> str:
+    """Return the value of an element of a tensor, its bytes, and their place in the files, as words."""
+    content = element_of(files, tensor, element, limits)
+    (copy,) = meeting(tensor.copies, Box(element, tuple(index + 1 for index in element)))
+    return f"{numbers(content, tensor.spec.dtype)[0]} ({content.hex()}) {_place(copy, element)}"
+
+
+def _place(copy: Copy, element: tuple[int, ...]) -> str:
+    place, source = place_of(copy, element), copy.source.unconverted.source
+    if place is not None:
+        return f"at byte {place.offset_bytes} of {place.path}"
+    if isinstance(source, Reduced):
+        return "joined of several ranks"
+    return f"in {source.path}" if isinstance(source, LibraryRead) else "in no file"
+
+
+def place_of(copy: Copy, element: tuple[int, ...]) -> ByteRange | None:
+    """Return the first file range of an element's bytes. element: its index in the target.
+
+    None if it is compressed, or in no file.
+    """
+    entry = copy.source.unconverted
+    stored = entry.stored
+    if stored is None:
+        return None
+    part = copy.part(Box(element, tuple(index + 1 for index in element)))
+    itemsize = entry.dtype.itemsize_bytes
+    return next(Stream(stored).parts(part.source_strides.source_offset * itemsize, itemsize))
 
 
 def first_nonzero(files: Files, tensor: TensorPlan, box: Box, limits: Limits) -> tuple[int, ...] | None:

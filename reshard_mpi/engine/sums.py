@@ -8,7 +8,7 @@ from typing import NamedTuple
 from reshard_mpi.engine.crc import PartSum, has_short_runs
 from reshard_mpi.engine.open_files import Files, OnBytes
 from reshard_mpi.engine.read import Stream, read_region
-from reshard_mpi.formats.locations import ByteRange, ByteRanges
+from reshard_mpi.formats.locations import ByteRanges
 from reshard_mpi.formats.manifest import Manifest, TensorSpec
 from reshard_mpi.formats.tensor_table import ChunkedTensors, TensorEntry
 from reshard_mpi.planning.chunks import PiecesOf
@@ -48,7 +48,7 @@ def sum_shard(
                 continue  # no element begins in the span; a tensor without elements belongs to every span
             blocks = tuple(spec.box.blocks(max(1, len(buffer) // spec.dtype.itemsize_bytes), first, last))
             expected = _sum(files, spec, tensor.copies, blocks, buffer, limits, lambda size: on_bytes(size // 2))
-            own = _own(spec, target)
+            own = held_tensor(spec, target).copies
             actual = _sum(files, spec, own, blocks, buffer, limits, lambda size: on_bytes(size - size // 2))
             yield Summed(spec, expected, actual)
 
@@ -65,7 +65,8 @@ def sum_tensors(
     with Files() as files:
         for spec in tensors:
             blocks = spec.box.blocks(max(1, len(buffer) // spec.dtype.itemsize_bytes))
-            yield Summed(spec, None, _sum(files, spec, _own(spec, shard), blocks, buffer, limits, on_bytes))
+            own = held_tensor(spec, shard).copies
+            yield Summed(spec, None, _sum(files, spec, own, blocks, buffer, limits, on_bytes))
 
 
 def sum_sources(tensors: Iterable[TensorPlan], *, limits: Limits, on_bytes: OnBytes) -> Iterator[Summed]:
@@ -87,31 +88,11 @@ def takes_numpy(spec: TensorSpec, entry: TensorEntry) -> bool:
     return not entry.is_as_stored or has_short_runs(spec.box, Box.whole(spec.global_shape), spec.dtype.itemsize_bytes)
 
 
-def copies_and_target(tensor: TensorPlan, target: Manifest) -> Iterator[tuple[Copy, Copy]]:
-    """Yield copies that make up a tensor, each with one of the same region by the shard `target`, which holds it."""
-    for copy in tensor.copies:
-        for part in meeting(_own(tensor.spec, target), copy.target_region):
-            yield copy.part(part.target_region), part
-
-
-def place_of(copy: Copy, element: Sequence[int]) -> ByteRange | None:
-    """Return the first file range of an element's bytes. element: its index in the target.
-
-    None if it is compressed, or in no file.
-    """
-    entry = copy.source.unconverted
-    stored = entry.stored
-    if stored is None:
-        return None
-    part = copy.part(Box(tuple(element), tuple(index + 1 for index in element)))
-    itemsize = entry.dtype.itemsize_bytes
-    return next(Stream(stored).parts(part.source_strides.source_offset * itemsize, itemsize))
-
-
-def _own(spec: TensorSpec, shard: Manifest) -> tuple[Copy, ...]:
-    """Return the copies that a shard itself gives of its part of a tensor."""
+def held_tensor(spec: TensorSpec, shard: Manifest) -> TensorPlan:
+    """Return a tensor as a shard that holds it gives it."""
     copy = Copy(-1, shard.tensors[spec.name], spec.box, spec.box)
-    return PiecesOf(0, 1).copies(copy, shard.tensors) if isinstance(shard.tensors, ChunkedTensors) else (copy,)
+    chunked = shard.tensors if isinstance(shard.tensors, ChunkedTensors) else None
+    return TensorPlan(spec, (copy,) if chunked is None else PiecesOf(0, 1).copies(copy, chunked))
 
 
 def _elements_within(entry: TensorEntry, span: Span) -> tuple[int, int]:

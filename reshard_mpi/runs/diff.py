@@ -15,18 +15,14 @@ from reshard_mpi.checkpoints.comparison import compare, comparing_bytes
 from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.checkpoints.shard_opener import ShardShare
 from reshard_mpi.checkpoints.source import SourceCheckpoint
-from reshard_mpi.engine.compare import first_difference_of_tensors
+from reshard_mpi.engine.compare import first_difference_of_tensors, value_at
 from reshard_mpi.engine.open_files import Files
-from reshard_mpi.engine.read import element_of
-from reshard_mpi.engine.sums import place_of
 from reshard_mpi.errors import DifferenceError, SourceError
-from reshard_mpi.formats.dtypes import numbers
-from reshard_mpi.formats.locations import LibraryRead, Reduced
 from reshard_mpi.formats.manifest import NEST, TensorSpec
 from reshard_mpi.formats.nest import agree
 from reshard_mpi.formats.nest import first_difference as first_nest_difference
 from reshard_mpi.planning.parameters import gradient_texts
-from reshard_mpi.planning.rank_plan import TEXT, Copy, RankPlan, TensorPlan
+from reshard_mpi.planning.rank_plan import TEXT, RankPlan
 from reshard_mpi.planning.replicas import partition_for
 from reshard_mpi.planning.shard_faults import difference_messages
 from reshard_mpi.planning.strategy_check import drift_warning
@@ -38,7 +34,6 @@ from reshard_mpi.runs.preflight import require_same_choice
 from reshard_mpi.runs.progress import Progress, SliceCounter, Stage
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.run_memory import RunMemory, Workload
-from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import unsharded
 from reshard_mpi.text import format_bytes, shortened
 
@@ -251,30 +246,12 @@ def _differences(
             if differing <= _MAX_DESCRIBED:
                 yield DifferenceError(
                     f"{tensor.spec.name!r} differs at element {list(element)}",
-                    expected=_content(files, tensor, element),
-                    got=_content(files, other, element),
+                    expected=value_at(files, tensor, element, LIMITS),
+                    got=value_at(files, other, element, LIMITS),
                     where=f"{first.path} and {second.path}",
                 )
     if differing > _MAX_DESCRIBED:
         yield DifferenceError(f"{differing - _MAX_DESCRIBED} more tensors differ")
-
-
-def _content(files: Files, tensor: TensorPlan, element: tuple[int, ...]) -> str:
-    """Return the value of an element and its place in the files, as words."""
-    box = Box(element, tuple(index + 1 for index in element))
-    part = next(part for copy in tensor.copies if (part := copy.meeting(box)) is not None)
-    content = element_of(files, tensor, element, LIMITS)
-    place = place_of(part, element)
-    where = _place(part) if place is None else f"at byte {place.offset_bytes} of {place.path}"
-    return f"{numbers(content, tensor.spec.dtype)[0]} ({content.hex()}) {where}"
-
-
-def _place(copy: Copy) -> str:
-    """Return in words where a tensor is that has no byte ranges."""
-    source = copy.source.unconverted.source
-    if isinstance(source, Reduced):
-        return "joined of several ranks"
-    return f"in {source.path}" if isinstance(source, LibraryRead) else "in no file"
 
 
 def _described(spec: TensorSpec) -> str:

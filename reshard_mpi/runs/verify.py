@@ -17,8 +17,7 @@ from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.opening import chosen_files, open_source
 from reshard_mpi.checkpoints.shard_opener import ShardShare
 from reshard_mpi.checkpoints.source import SourceCheckpoint
-from reshard_mpi.engine.open_files import OnBytes
-from reshard_mpi.engine.sums import sum_shard
+from reshard_mpi.engine.open_files import Files, OnBytes
 from reshard_mpi.errors import DamageError, ReshardError, SourceError, UsageError, as_reshard_error
 from reshard_mpi.filesystem.paths import require_reachable
 from reshard_mpi.formats.manifest import NEST, Manifest
@@ -26,7 +25,7 @@ from reshard_mpi.formats.nest import agree
 from reshard_mpi.journal.file_records import RecordFinder, damage_besides, damage_of_index
 from reshard_mpi.journal.identity import CHOSEN, CommitRecord, RunIdentity, joined_words
 from reshard_mpi.journal.records import STATE
-from reshard_mpi.planning.parameters import Accumulated, Unlisted, is_partial_sum, notes_on
+from reshard_mpi.planning.parameters import Accumulated, Unlisted, notes_on
 from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.processes.governor.admission import Governor
@@ -44,7 +43,7 @@ from reshard_mpi.runs.verify_checksums import (
     check_together,
     damage_of,
     damaged_record,
-    where_it_differs,
+    difference_from_source,
 )
 from reshard_mpi.text import counted
 
@@ -470,15 +469,13 @@ def _compare(plan: RankPlan, shard: Manifest, on_bytes: OnBytes) -> Verdict:
                     remedy="make the target anew with --overwrite",
                 )
             )
-    for summed in sum_shard(plan, shard, span=None, limits=LIMITS, on_bytes=on_bytes):
-        if summed.expected != summed.found:
-            if len(damage) == _MAX_LOCATED:
+    with Files() as files:
+        for tensor in plan.tensors:
+            difference = difference_from_source(files, tensor, shard, LIMITS, on_bytes)
+            if difference is not None and len(damage) == _MAX_LOCATED:
                 damage.append(DamageError("more tensors of this shard differ", where=shard.path))
                 break
-            difference = where_it_differs(plan, shard, summed.tensor.name, LIMITS)
-            if is_partial_sum(summed.tensor.name):
-                difference.remedy = f"give the --accumulated that it was made with; if you did, {difference.remedy}"
-            damage.append(difference)
+            damage += [difference] if difference is not None else []
     read_bytes = plan.written_bytes
     by = ("the source",) if not damage else ()
     checked = Checked(plan.target_rank, shard.path, len(plan.tensors), read_bytes, by)

@@ -7,20 +7,18 @@ none, whole tensors are held against those in the commit record of the checkpoin
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints.discovery import ShardFiles
 from reshard_mpi.checkpoints.source import DAMAGE, SourceCheckpoint
-from reshard_mpi.engine.compare import first_difference
+from reshard_mpi.engine.compare import first_difference_of_tensors, value_at
 from reshard_mpi.engine.crc import sum_of_whole
 from reshard_mpi.engine.open_files import Files, OnBytes
-from reshard_mpi.engine.read import fill
-from reshard_mpi.engine.sums import Span, copies_and_target, place_of, sum_shard, sum_sources, sum_tensors, takes_numpy
+from reshard_mpi.engine.sums import Span, held_tensor, sum_shard, sum_sources, sum_tensors, takes_numpy
 from reshard_mpi.errors import DamageError, DisagreementError, ReshardError, ShardError, as_reshard_error
-from reshard_mpi.formats.locations import Reduced
 from reshard_mpi.formats.manifest import Manifest, TensorSpec
 from reshard_mpi.formats.tensor_table import TensorEntry
 from reshard_mpi.journal.file_records import RecordFinder, damage_besides, damage_of_index, records_of_one_run
@@ -34,7 +32,7 @@ from reshard_mpi.journal.records import (
     sums_of_wholes,
 )
 from reshard_mpi.planning.parameters import is_partial_sum
-from reshard_mpi.planning.rank_plan import Check, Copy, Limits, RankPlan, TensorPlan
+from reshard_mpi.planning.rank_plan import Limits, RankPlan, TensorPlan
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.outcome import Checked
@@ -59,7 +57,7 @@ def sums_as_planned(
     sums = []
     for summed in sum_shard(plan, target, span=span, limits=limits, on_bytes=on_bytes):
         if summed.expected != summed.found:
-            raise where_it_differs(plan, target, summed.tensor.name, limits)
+            raise _where_it_differs(plan, target, summed.tensor.name, limits)
         sums.append(tensor_sum(summed.tensor, summed.found, loose=summed.tensor.name in plan.loose))
     return tuple(sums)
 
@@ -70,21 +68,11 @@ def tensor_sum(spec: TensorSpec, value: int, *, loose: bool) -> TensorSum:
     return TensorSum(spec.name, spec.dtype.name, spec.global_shape, spec.box.start, spec.box.shape, value, loose)
 
 
-def where_it_differs(plan: RankPlan, target: Manifest, name: str, limits: Limits) -> DamageError:
-    """Return the error for a tensor of the shard `target` that differs from its sources."""
+def _where_it_differs(plan: RankPlan, target: Manifest, name: str, limits: Limits) -> DamageError:
     tensor = next(tensor for tensor in plan.tensors if tensor.spec.name == name)
-    for source, own in copies_and_target(tensor, target):
-        differing = first_difference(Check(name, (source, own), refuse=True, why=""), limits=limits)
-        if differing is not None:
-            _, element = differing
-            return DamageError(
-                f"{name!r} differs from its source at element {list(element)}",
-                expected=_content(source, element, limits),
-                got=_content(own, element, limits),
-                where=target.path,
-                remedy="make the target anew with --overwrite; if it differs again, look for a failing disk or memory",
-            )
-    return DamageError(
+    with Files() as files:
+        difference = difference_from_source(files, tensor, target, limits)
+    return difference or DamageError(
         f"{name!r} was read as something else a moment ago",
         expected="the same bytes whenever they are read",
         got="sums that differed, and bytes that do not",
@@ -93,21 +81,28 @@ def where_it_differs(plan: RankPlan, target: Manifest, name: str, limits: Limits
     )
 
 
-def _content(copy: Copy, element: Sequence[int], limits: Limits) -> str:
-    """Return the bytes of an element as hexadecimal digits, and their place in the file, as words."""
-    place = place_of(copy, element)
-    if isinstance(copy.source.unconverted.source, Reduced):
-        part = copy.part(Box(tuple(element), tuple(index + 1 for index in element)))
-        joined = bytearray(copy.source.dtype.itemsize_bytes)
-        with Files() as files:
-            fill(files, part, part.target_region, memoryview(joined), limits)
-        return f"{joined.hex()}, joined of several ranks"
-    if place is None:
-        return "another value, compressed" if copy.source_rank < 0 else f"what rank {copy.source_rank} has, compressed"
-    data = bytearray(place.length_bytes)
-    with Files() as files:
-        files.read_into(place, memoryview(data))
-    return f"{data.hex()} at byte {place.offset_bytes} of {place.path}"
+def difference_from_source(
+    files: Files, tensor: TensorPlan, target: Manifest, limits: Limits, on_bytes: OnBytes = lambda _: None
+) -> DamageError | None:
+    """Return the error for a tensor of the shard `target` that differs from its sources; None if it does not.
+
+    Args:
+        on_bytes: called with the number of bytes just compared.
+    """
+    own = held_tensor(tensor.spec, target)
+    element = first_difference_of_tensors(files, tensor, own, limits, on_bytes)
+    if element is None:
+        return None
+    remedy = "make the target anew with --overwrite; if it differs again, look for a failing disk or memory"
+    if is_partial_sum(tensor.spec.name):
+        remedy = f"give the --accumulated that it was made with; if you did, {remedy}"
+    return DamageError(
+        f"{tensor.spec.name!r} differs from its source at element {list(element)}",
+        expected=value_at(files, tensor, element, limits),
+        got=value_at(files, own, element, limits),
+        where=target.path,
+        remedy=remedy,
+    )
 
 
 class Summing(NamedTuple):

@@ -12,11 +12,12 @@ from support.float_oracle import became
 from support.plans import planned_singly
 
 from reshard_mpi.engine import elements
+from reshard_mpi.engine.compare import place_of
 from reshard_mpi.engine.elements import convert
 from reshard_mpi.engine.open_files import Traffic
 from reshard_mpi.engine.read import takes_numpy
 from reshard_mpi.engine.shard_transfer import write_shard
-from reshard_mpi.engine.sums import copies_and_target, place_of, sum_shard
+from reshard_mpi.engine.sums import held_tensor, sum_shard
 from reshard_mpi.errors import ReshardError
 from reshard_mpi.formats.derived import constant, converted
 from reshard_mpi.formats.dtypes import BY_NAME
@@ -131,7 +132,7 @@ def test_a_place_in_the_file_is_told(tmp_path: Path) -> None:
     zeros, _ = whole(constant("zeros", FLOAT16, (2, 3), bytes(2)))
     assert place_of(zeros.copies[0], (1, 1)) is None
     target = reserved(tmp_path / "target", spec)
-    ((_, own),) = copies_and_target(tensor, target)
+    (own,) = held_tensor(spec, target).copies
     assert place_of(own, (1, 1)) == ByteRange(target.path, 8, 2)
     assert takes_numpy(tensor.copies[0], spec.box, MIB) and takes_numpy(zeros.copies[0], spec.box, MIB)
 
