@@ -39,7 +39,7 @@ class MissingRanks(NamedTuple):
         return f"{present} of {self.world_size} ranks are there: no shard of {named(self.ranks)} in {self.where}"
 
 
-def merged(losses: Iterable[UnusableShard]) -> tuple[UnusableShard, ...]:
+def merged_losses(losses: Iterable[UnusableShard]) -> tuple[UnusableShard, ...]:
     """Return each lost shard once, by rank, with all the ranks that any target takes its data from instead."""
     sources: dict[UnusableShard, set[int]] = {}
     for lost in losses:
@@ -54,7 +54,7 @@ def warnings_of(losses: Iterable[UnusableShard], missing: MissingRanks | None = 
         missing: all ranks that have no shard, even if nothing of them is needed; None: tell only of those that are
             needed.
     """
-    all_lost = merged(losses)
+    all_lost = merged_losses(losses)
     needed = [lost for lost in all_lost if not lost.problem and lost.taken_from]
     others = sorted({rank for lost in needed for rank in lost.taken_from})
     instead = f"; what should be there was taken from {named(others)} instead" if needed else ""

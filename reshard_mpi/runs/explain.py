@@ -123,14 +123,14 @@ def _explained(request: Request, name: str, memory: RunMemory) -> tuple[str, Out
     lines += [f"  {line}" for line in _source_lines(run, first.target_rank, origin)]
     lines += ["", f"target: {request.target}: {formats.title(run.format)}, {counted(targets, 'rank')}"]
     lines += [f"  {line}" for line in _target_lines(run, name, both.target, _shapes(first))]
-    outcome = Outcome.begun(conversion).joined([Outcome.of(first)])
+    outcomes = [Outcome.of(first)]
     for rank in run.targets if request.rank is not None else (first.target_rank,):
         plan = first if rank == first.target_rank else conversion.plan(rank, checked=False)
-        outcome = outcome.joined([Outcome.of(plan)])
+        outcomes.append(Outcome.of(plan))
         lines += ["", *_rank_lines(run, plan, name, origin)]
     if request.rank is None and targets > 1:
         lines += ["", f"--rank R explains the other target ranks, 0 to {targets - 1}"]
-    return "\n".join(map(one_line, lines)), outcome
+    return "\n".join(map(one_line, lines)), Outcome.begun(conversion).joined(outcomes)
 
 
 def _first_holder(conversion: Conversion, name: str, ranks: Sequence[int]) -> RankPlan:

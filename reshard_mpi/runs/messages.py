@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from reshard_mpi.filesystem.folders import FileIdentity
-from reshard_mpi.runs.outcome import Outcome
+from reshard_mpi.runs.outcome import Outcome, merge
 
 if TYPE_CHECKING:  # this module is loaded early, before memory for the engine has been asked for
     from reshard_mpi.formats.manifest import Manifest
@@ -87,19 +87,16 @@ class PlanReport(NamedTuple):
         return cls(Outcome.of(plan), plan.shared_facts, held, *differences, sums=plan.sums)
 
     def joined(self, others: Iterable[PlanReport]) -> PlanReport:
-        """Join this and the `others`, without the room that they need; equal entries are kept once."""
+        """Join this and the `others`; of digests of the same, the first is kept."""
         parts = [self, *others]
-        digests = (held for part in reversed(parts) for held in part.held)
-        prefix_digests = (beginning for part in reversed(parts) for beginning in part.prefix_digests)
-        return PlanReport(
-            self.outcome.joined(part.outcome for part in parts[1:]),
-            tuple(dict.fromkeys(moment for part in parts for moment in part.shared_facts)),
-            tuple({(held.stage, held.digest): held for held in digests}.values()),
-            tuple({(beginning.name, beginning.digest): beginning for beginning in prefix_digests}.values()),
-            tuple(dict.fromkeys(tensor for part in parts for tensor in part.differing)),
-            tuple(dict.fromkeys(alike for part in parts for alike in part.alike)),
+        merged = merge(parts)
+        held = {(digest.stage, digest.digest): digest for digest in reversed(merged.held)}
+        prefix_digests = {(digest.name, digest.digest): digest for digest in reversed(merged.prefix_digests)}
+        return merged._replace(
+            outcome=self.outcome.joined(part.outcome for part in parts[1:]),
+            held=tuple(held.values()),
+            prefix_digests=tuple(prefix_digests.values()),
             due=Totals(*map(sum, zip(*(part.due for part in parts)))),
-            sums=tuple(dict.fromkeys(sums for part in parts for sums in part.sums)),
         )
 
 
@@ -121,12 +118,7 @@ class FillReport(NamedTuple):
     def joined(self, others: Iterable[FillReport]) -> FillReport:
         """Return this and the `others`, of the same process, as one."""
         parts = [self, *others]
-        return FillReport(
-            self.outcome.joined(part.outcome for part in parts[1:]),
-            tuple(reserved for part in parts for reserved in part.reserved),
-            tuple(filled for part in parts for filled in part.filled),
-            tuple(verified for part in parts for verified in part.verified),
-        )
+        return merge(parts)._replace(outcome=self.outcome.joined(part.outcome for part in parts[1:]))
 
 
 R = TypeVar("R", PlanReport, FillReport)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from reshard_mpi.errors import ReshardError, TransformError, as_reshard_error
-from reshard_mpi.planning.unusable_shards import MissingRanks, UnusableShard, merged, warnings_of
+from reshard_mpi.planning.unusable_shards import MissingRanks, UnusableShard, merged_losses, warnings_of
 from reshard_mpi.text import counted
 
 if TYPE_CHECKING:
@@ -53,10 +53,7 @@ class Checked(NamedTuple):
     read_bytes: int
     by: tuple[str, ...]  # what it was compared with, such as "its own sums"; empty if there was nothing
     sums: tuple[TensorSum, ...] = ()  # of its tensors whose place in the whole is known
-    lost: tuple[UnusableShard, ...] = ()  # source shards that cannot be used
     world_size: int = 0  # how many shards there are by its own account; 0 if it does not say
-    left_out: tuple[str, ...] = ()  # what its sources hold that no shard can, in words
-    notes: tuple[str, ...] = ()  # what else there is to say of its sources
 
 
 class Failure(NamedTuple):
@@ -117,18 +114,15 @@ class Outcome(NamedTuple):
     def joined(self, others: Iterable[Outcome]) -> Outcome:
         """Return this outcome and the `others` as one, targets in the order of their ranks."""
         outcomes = [self, *others]
-        targets = (target for outcome in outcomes for target in outcome.targets)
+        merged = merge(outcomes)
+        # Of one shard several processes may have checked as much.
         checked = (shard for outcome in outcomes for shard in outcome.checked)
-        return Outcome(
-            tuple(sorted(targets, key=lambda target: target.rank)),
-            tuple(failure for outcome in outcomes for failure in outcome.failures),
-            tuple(dict.fromkeys(name for outcome in outcomes for name in outcome.absent)),
-            tuple(dict.fromkeys(note for outcome in outcomes for note in outcome.notes)),
-            merged(lost for outcome in outcomes for lost in outcome.lost),
-            tuple(dict.fromkeys(warning for outcome in outcomes for warning in outcome.other_warnings)),
-            tuple(sorted(checked, key=lambda shard: shard.rank)),
-            max(outcome.processes for outcome in outcomes),
-            next((outcome.missing for outcome in outcomes if outcome.missing is not None), None),
+        return merged._replace(
+            targets=tuple(sorted(merged.targets, key=lambda target: target.rank)),
+            lost=merged_losses(merged.lost),
+            checked=tuple(sorted(checked, key=lambda shard: shard.rank)),
+            processes=max(outcome.processes for outcome in outcomes),
+            missing=next((outcome.missing for outcome in outcomes if outcome.missing is not None), None),
         )
 
     @property
@@ -218,6 +212,17 @@ class Report(NamedTuple):
     def written_bytes(self) -> int:
         """Payload bytes of targets written now, without targets that were complete already."""
         return sum(target.written_bytes for target in self.targets if not target.skipped)
+
+
+R = TypeVar("R", bound=NamedTuple)
+
+
+def merge(records: Sequence[R]) -> R:
+    """Return records of one kind as one: the entries of their tuples, each once, and all else of the first record."""
+    first = records[0]
+    tuples = [name for name, value in zip(first._fields, first) if type(value) is tuple]
+    entries = {name: dict.fromkeys(entry for record in records for entry in getattr(record, name)) for name in tuples}
+    return first._replace(**{name: tuple(each) for name, each in entries.items()})
 
 
 T = TypeVar("T")

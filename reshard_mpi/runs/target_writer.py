@@ -178,12 +178,12 @@ class Writer:
         return [record_of(FillReport, value) for value in self._comm.allgather(part)]
 
     def _write_alone(self) -> Outcome:
-        outcome = Outcome()
+        outcomes = []
         for rank in self._plans.own.whole:
             if rank in self._plans.inputs:
-                outcome = outcome.joined([self._attempt(rank, self._write_target)])
+                outcomes.append(self._attempt(rank, self._write_target))
                 self._memory.yield_if_contended()
-        return outcome
+        return Outcome().joined(outcomes)
 
     def _write_target(self, rank: int) -> Outcome:
         begin = time.monotonic()

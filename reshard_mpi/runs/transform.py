@@ -74,13 +74,13 @@ def convert(
     stage = Stage(name, due.size_bytes, due.targets, ready=due.ready, phases=phases)
     progress.begin(stage, plans.own_bytes, plans.led_bytes)
     own = plans.report.outcome.joined([Writer(plans, comm, memory, progress).write()])
-    outcome = outcome._replace(targets=(), processes=comm.size).joined(comm.allgather(own))
+    outcome = outcome._replace(processes=comm.size).joined(comm.allgather(own))
     if not request.recorded:
         return outcome
     # Even if targets have failed: another run may have made them meanwhile, and left it to this one to commit.
     commit = partial(_commit, plans, outcome) if comm.rank == 0 else Outcome
     committed, *_ = comm.allgather(attempt(commit, comm))
-    return outcome.joined([committed._replace(targets=())])  # for a process that has died, what it had made comes again
+    return outcome.joined([committed])
 
 
 def plan_targets(

@@ -18,7 +18,7 @@ from reshard_mpi.checkpoints.opening import chosen_files, open_source
 from reshard_mpi.checkpoints.shard_opener import ShardShare
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.engine.open_files import Files, OnBytes
-from reshard_mpi.errors import DamageError, ReshardError, SourceError, UsageError, as_reshard_error
+from reshard_mpi.errors import DamageError, ReshardError, SourceError, UsageError
 from reshard_mpi.filesystem.paths import require_reachable
 from reshard_mpi.formats.manifest import NEST, Manifest
 from reshard_mpi.formats.nest import agree
@@ -31,7 +31,7 @@ from reshard_mpi.processes.comm import Comm
 from reshard_mpi.processes.governor.admission import Governor
 from reshard_mpi.runs.conversion import LIMITS, Conversion, apply_map
 from reshard_mpi.runs.open_run import chosen_targets
-from reshard_mpi.runs.outcome import EXPECTED, Checked, Failure, Outcome, agreed
+from reshard_mpi.runs.outcome import Checked, Failure, Outcome, agreed, attempt
 from reshard_mpi.runs.preflight import require_same_choice
 from reshard_mpi.runs.progress import Progress, SliceCounter, Stage, Words, complain
 from reshard_mpi.runs.request import Request, Strategies
@@ -168,9 +168,6 @@ def _said(notes: tuple[str, ...], path: str) -> tuple[str, ...]:
     return tuple(f"{note}, as {path} says" for note in notes)
 
 
-# What was checked of a shard, and its damage.
-Verdict = tuple[Checked, list[ReshardError]]
-
 # Damaged tensors located in one shard; if there are more, one line says so.
 _MAX_LOCATED = 20
 _MAX_QUOTED = 200
@@ -189,7 +186,7 @@ class _ComparedCheckpoints(NamedTuple):
     # the error for options other than the target was made with, if any are
     otherwise: ReshardError | None
 
-    def check(self, rank: int, size_bytes: int, memory: RunMemory, progress: Progress) -> Verdict:
+    def check(self, rank: int, size_bytes: int, comm: Comm, memory: RunMemory, progress: Progress) -> Outcome:
         """Compare the shard of a target rank with its sources. Raises DamageError if it cannot be compared."""
         conversion, target = self.conversion, self.target
         purpose = f"target rank {rank} of {target.files.path}"
@@ -209,19 +206,21 @@ class _ComparedCheckpoints(NamedTuple):
         shard = target.manifest(rank)
         _require_same_tensors(plan, shard)
         shard_progress = SliceCounter(progress.moved, size_bytes, plan.written_bytes)
-        checked, damage = _compare(plan, shard, shard_progress.add)
+        damage = _compare(plan, shard, shard_progress.add)
         shard_progress.end()
         paths = target.files.shards if target.files.is_folder else target.files.by_rank[rank]
         finder = RecordFinder()
         rest = [error for path in paths for error in self._damaged_rest(finder, path, rank)]
-        checked = checked._replace(notes=tuple(notes_on(conversion.accumulated, plan.sums)))
+        notes = tuple(notes_on(conversion.accumulated, plan.sums))
         unfit: dict[int, ReshardError] = {}
         while damage and (errors := self._unfit(plan, unfit, memory)):  # the sources may be what is damaged
             unfit |= errors
             plan = conversion.without(unfit).plan(rank, checked=False)
-            again, damage = _compare(plan, shard, lambda _: None)
-            checked = again._replace(notes=checked.notes)
-        return checked._replace(by=() if rest else checked.by), [*damage, *rest]
+            damage = _compare(plan, shard, lambda _: None)
+        by = () if damage or rest else ("the source",)
+        checked = Checked(rank, shard.path, len(plan.tensors), plan.written_bytes, by)
+        failures = tuple(Failure.here(rank, comm, error) for error in (*damage, *rest))
+        return Outcome((), failures, notes=notes, lost=plan.lost, other_warnings=plan.left_out, checked=(checked,))
 
     def _damaged_rest(self, finder: RecordFinder, path: str, rank: int) -> list[DamageError]:
         """Return the damage of a target file besides its tensors, if there is a record of it."""
@@ -261,7 +260,7 @@ def verify_pair(
     if comm.rank == 0:
         progress.display.reading(source.summary_text)
     weights = target_weights(pair.conversion, pair.ranks)
-    check = partial(pair.check, memory=memory, progress=progress)
+    check = partial(pair.check, comm=comm, memory=memory, progress=progress)
     checked = _each(target.files, weights, comm, progress, check, pair.notes)
     if checked.failures and pair.otherwise is not None:
         raise pair.otherwise
@@ -331,13 +330,14 @@ def verify_alone(
         if rank not in files.by_rank:
             raise discovery.no_such_rank(files, rank)
 
-    def check(rank: int, _: int) -> Verdict:
+    def check(rank: int, _: int) -> Outcome:
         def before_sums(summing: Summing) -> None:
             memory.reserve_for_copying(checking_bytes(files.format, summing), f"rank {rank} of {request.source}")
 
         before_sums(_BEFORE_LOCATING)
         checked, damage = check_shard(files, rank, LIMITS, before_sums, progress)
-        return checked, [*damaged_record(files, rank), *damage]
+        errors = (*damaged_record(files, rank), *damage)
+        return Outcome((), tuple(Failure.here(rank, comm, error) for error in errors), checked=(checked,))
 
     weights = dict.fromkeys(ranks, 1)
     outcome = _with_notes(_each(files, weights, comm, progress, check), governor, files)
@@ -366,7 +366,7 @@ def _each(
     weights: Mapping[int, int],
     comm: Comm,
     progress: Progress,
-    check: Callable[[int, int], Verdict],
+    check: Callable[[int, int], Outcome],
     notes: tuple[str, ...] = (),
 ) -> Outcome:
     """Check this process's share of the ranks; return the outcome of all processes.
@@ -376,29 +376,19 @@ def _each(
         check: takes a rank and the size of its files.
         notes: what this process has to say besides.
     """
-    checked: list[Checked] = []
-    failures: list[Failure] = []
+    outcomes: list[Outcome] = []
     sizes = {rank: _size_bytes(files, rank) for rank in assign(weights, range(comm.size))[comm.rank]}
     size_bytes = sum(comm.allgather(sum(sizes.values())))
     progress.begin(Stage("verifying", size_bytes, len(weights), "shard"), sum(sizes.values()))
     for rank, own_bytes in sizes.items():
-        try:
-            shard, damage = check(rank, own_bytes)
-        except EXPECTED as error:
-            failures.append(Failure.here(rank, comm, as_reshard_error(error)))
-            continue
-        failures += [Failure.here(rank, comm, error) for error in damage]
-        checked.append(shard)
-        progress.completed()
-        if not damage and shard.by:
-            progress.display.detail(
-                f"shard of rank {rank}: {counted(shard.tensors, 'tensor')} sound by {', '.join(shard.by)}"
-            )
-    lost = tuple(lost for shard in checked for lost in shard.lost)
-    left_out = tuple(text for shard in checked for text in shard.left_out)
-    notes = tuple(dict.fromkeys((*notes, *(note for shard in checked for note in shard.notes))))
-    own = Outcome(failures=tuple(failures), notes=notes, lost=lost, other_warnings=left_out, checked=tuple(checked))
-    outcome = Outcome(processes=comm.size).joined(comm.allgather(own))
+        outcome = attempt(partial(check, rank, own_bytes), comm, rank)
+        outcomes.append(outcome)
+        for shard in outcome.checked:
+            progress.completed()
+            if shard.by and not outcome.failures:
+                tensors = counted(shard.tensors, "tensor")
+                progress.display.detail(f"shard of rank {rank}: {tensors} sound by {', '.join(shard.by)}")
+    outcome = Outcome(processes=comm.size).joined(comm.allgather(Outcome(notes=notes).joined(outcomes)))
     return outcome._replace(failures=tuple(sorted(outcome.failures, key=lambda failure: failure.rank or 0)))
 
 
@@ -448,8 +438,8 @@ def _quoted(text: str | None) -> str:
     return repr(text) if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]!r}..."
 
 
-def _compare(plan: RankPlan, shard: Manifest, on_bytes: OnBytes) -> Verdict:
-    """Compare a shard with its sources; return what was checked, and the damage.
+def _compare(plan: RankPlan, shard: Manifest, on_bytes: OnBytes) -> list[ReshardError]:
+    """Compare a shard with its sources; return its damage.
 
     Args:
         on_bytes: called with the number of bytes just compared.
@@ -476,10 +466,7 @@ def _compare(plan: RankPlan, shard: Manifest, on_bytes: OnBytes) -> Verdict:
                 damage.append(DamageError("more tensors of this shard differ", where=shard.path))
                 break
             damage += [difference] if difference is not None else []
-    read_bytes = plan.written_bytes
-    by = ("the source",) if not damage else ()
-    checked = Checked(plan.target_rank, shard.path, len(plan.tensors), read_bytes, by)
-    return checked._replace(lost=plan.lost, left_out=plan.left_out), damage
+    return damage
 
 
 def _no_sums(path: str) -> SourceError:

@@ -18,6 +18,7 @@ from support.processes import Finished
 
 import reshard_mpi
 from reshard_mpi.errors import DifferenceError, MapError
+from reshard_mpi.runs.outcome import Checked, Outcome, Report
 from reshard_mpi.testing.sample_tensors import ShardContents
 
 
@@ -168,6 +169,13 @@ def test_several_processes_find_the_same(tmp_path: Path, mpi: MPI) -> None:
         assert finished.code == 4, finished
         assert "'w' differs at element [7, 3]" in finished.err and "'b' differs at element [1]" in finished.err
         assert finished.err.count("difference: ") == 2
+
+
+def test_processes_that_compare_as_much_as_each_other_are_added_up() -> None:
+    checked = Checked(0, "second", 3, 64, ("the other",))
+    outcome = Outcome(processes=2).joined([Outcome(notes=("a note",), checked=(checked,))] * 2)
+    report = Report.of(outcome, 1.0)
+    assert (report.notes, report.tensors, report.read_bytes, len(report.checked)) == (("a note",), 6, 128, 1)
 
 
 def test_as_a_function(tmp_path: Path) -> None:
