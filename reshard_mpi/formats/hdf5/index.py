@@ -24,7 +24,7 @@ from zlib_ng.zlib_ng import crc32
 from reshard_mpi.formats import files
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.hdf5 import native_names
-from reshard_mpi.formats.manifest import Manifest, ShardIdentity, ShardSpec
+from reshard_mpi.formats.manifest import Manifest, ShardIdentity
 from reshard_mpi.formats.tensor_table import TensorTable, TensorType
 from reshard_mpi.sharding.box import Box
 
@@ -35,10 +35,6 @@ _READ_BYTES = 1 << 20
 # Numbers make JSON large when it is parsed. A tensor has two of them, a way three for each dimension.
 _MAX_NUMBERS = 8 * files.MAX_TENSORS
 _LONGEST = (1 << 63) - 1
-# Of the body without ways and tensors; of a tensor, which is the number of a way and the first byte of a payload.
-_BODY_BYTES = 320
-_TENSOR_BYTES = 6 + 1 + 19 + 1
-_WAY_BYTES = 64
 
 # A byte range of the file: first byte and length.
 FileRange = tuple[int, int]
@@ -50,12 +46,6 @@ class TextPlaces(NamedTuple):
     strategy: FileRange
     contents: FileRange
     sums: FileRange | None
-
-
-def size_at_most_bytes(spec: ShardSpec) -> int:
-    """Return the size that the index of a shard has at most."""
-    ways_bytes = sum(_WAY_BYTES + 2 * len(str(whole)) + len(str(box.start)) for _, whole, box in spec.specs.kinds)
-    return _HEAD.size + _BODY_BYTES + ways_bytes + _TENSOR_BYTES * len(spec.tensors)
 
 
 def write(fd: int, scratch: int, manifest: Manifest, places: TextPlaces) -> None:

@@ -4,21 +4,19 @@ HDF5 File Format Specification, "Format Signature and Superblock": the signature
 so on; versions 0 and 1 have the addresses after 24 and 28 bytes, versions 2 and 3 after 12. The end-of-file address
 counts from the start of the file.
 
-How much space the library leaves unused depends on the order of what it creates. The numbers here are measured upper
-bounds for files as `writer` makes them; `tests/runs/test_room.py` compares them with real files.
+How much space the library leaves unused depends on the order of what it creates. The numbers here are upper bounds,
+with room to spare; `tests/runs/test_room.py` compares them with real files.
 """
 
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Mapping
-from functools import lru_cache
 
 from reshard_mpi.errors import ShardError, UsageError
 from reshard_mpi.filesystem.paths import START_BYTES
 from reshard_mpi.formats import files
-from reshard_mpi.formats.hdf5 import index, native_names
+from reshard_mpi.formats.hdf5 import index
 from reshard_mpi.formats.manifest import Manifest, ShardSpec
 from reshard_mpi.formats.protocol import NO_SUMS, OnBytes, uncounted
 
@@ -89,72 +87,27 @@ STRUCTURE_BLOCK_BYTES = 16384
 
 # The superblock, the root, the reserved groups and texts, and the unused rest of blocks.
 _FILE_BYTES = 4 * STRUCTURE_BLOCK_BYTES
-# The header of a dataset with its attributes, and its entry in its group; each dimension is in three of its messages.
-_TENSOR_BYTES = 380
-_DIMENSION_BYTES = 36
-# A group, and the heap and tree to which its links go when they no longer fit its header.
-_GROUP_BYTES = 320
-_LINKS_IN_HEADER = 8
-_HEAP_AND_TREE_BYTES = 2560
-# A long name may begin a new block of the heap, up to twice as large as needed.
-_LONG_NAME_BYTES = 256
-# The attribute with a tensor's name where no link can have that name.
-_NAME_ATTRIBUTE_BYTES = 80
-_SUM_BYTES = 4
+# A tensor's dataset and its lines of tables, or a group.
+_OBJECT_BYTES = 4096
+# A character of a text in the list of contents; one of a name there, in a link and in an attribute.
+_TEXT_CHARACTER_BYTES = 6
+_NAME_CHARACTER_BYTES = 16
 
 
 def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
-    """Return the size that the shard of `spec` has at most."""
-    structure_bytes = _FILE_BYTES + len(spec.identity.strategy.encode(errors="surrogatepass"))
-    structure_bytes += sum(map(_quoted_bytes, (*spec.strings, *spec.strings.values())))
+    """Return the size that the shard of `spec` has at most. Structure is not reckoned to the byte."""
     specs = spec.specs
-    structure_bytes += _names_bytes(tuple(specs.names))
-    payload_bytes = dimensions = misaligning = aligned = 0
-    for number, count in Counter(specs.kind_ids).items():
-        kind = specs.kinds[number]
-        payload_bytes += count * kind.size_bytes
-        dimensions += count * len(kind.global_shape)
-        aligned += count * (kind.size_bytes >= ALIGNED_FROM_BYTES)
-        misaligning += count * bool(kind.size_bytes % ALIGNMENT_BYTES)
-    tensor_bytes = _TENSOR_BYTES + (_SUM_BYTES if spec.with_sums else 0)
-    structure_bytes += tensor_bytes * len(spec.tensors) + _DIMENSION_BYTES * dimensions
-    # There is a gap before an aligned payload where the one before it does not end at a multiple of the alignment.
-    gaps = min(aligned, misaligning + structure_bytes // STRUCTURE_BLOCK_BYTES)
-    return payload_bytes + structure_bytes + gaps * (ALIGNMENT_BYTES - 1) + index.size_at_most_bytes(spec)
-
-
-# The targets of a stage hold tensors of the same names.
-@lru_cache(maxsize=2)
-def _names_bytes(names: tuple[str, ...]) -> int:
-    """Return the space for names: in the list of contents, as links of groups, and as attributes."""
-    size_bytes = sum(map(_quoted_bytes, names))
-    links: Counter[native_names.GroupPath] = Counter()
-    groups: set[native_names.GroupPath] = {(native_names.RESERVED,), (native_names.RESERVED, native_names.ESCAPED)}
-    for name, route in native_names.routes(names).items():
-        size_bytes += _link_bytes(route[-1])
-        if route[0] == native_names.RESERVED:
-            size_bytes += _NAME_ATTRIBUTE_BYTES + _encoded_bytes(name)
-        groups.update(route[:depth] for depth in range(1, len(route)))
-        links[route[:-1]] += 1
-    for group in groups:
-        size_bytes += _GROUP_BYTES + _link_bytes(group[-1])
-        links[group[:-1]] += 1
-    return size_bytes + _HEAP_AND_TREE_BYTES * sum(count > _LINKS_IN_HEADER for count in links.values())
-
-
-def _quoted_bytes(text: str) -> int:
-    plain = text.isprintable() and '"' not in text and "\\" not in text
-    return _encoded_bytes(text) * (1 if plain else 6) + 3
-
-
-def _link_bytes(name: str) -> int:
-    """Return the space of a link of that name, in a heap or a header."""
-    length_bytes = _encoded_bytes(name)
-    return length_bytes + length_bytes // 4 + (length_bytes if length_bytes > _LONG_NAME_BYTES else 0)
+    objects = sum(1 + name.count("/") for name in specs.names)
+    gaps = sum(specs.kinds[number].size_bytes >= ALIGNED_FROM_BYTES for number in specs.kind_ids)
+    names_bytes = _NAME_CHARACTER_BYTES * sum(map(_encoded_bytes, specs.names))
+    texts_bytes = _TEXT_CHARACTER_BYTES * sum(map(_encoded_bytes, (*spec.strings, *spec.strings.values())))
+    strategy_bytes = _encoded_bytes(spec.identity.strategy)
+    objects_bytes = _OBJECT_BYTES * objects + ALIGNMENT_BYTES * gaps
+    return specs.size_bytes + _FILE_BYTES + objects_bytes + names_bytes + texts_bytes + strategy_bytes
 
 
 def _encoded_bytes(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
+    return len(text.encode(errors="surrogatepass"))
 
 
 def locate(path: str, like: Manifest | None = None) -> Manifest:
