@@ -44,6 +44,7 @@ from reshard_mpi.runs.verify_checksums import (
     damage_of,
     damaged_record,
     difference_from_source,
+    type_and_shape,
 )
 from reshard_mpi.text import counted
 
@@ -417,19 +418,12 @@ def _require_same_tensors(plan: RankPlan, shard: Manifest) -> None:
         if planned.get(name) != present.get(name):
             raise DamageError(
                 f"{name!r} is not what the source holds",
-                expected=_described(planned.get(name)),
-                got=_described(present.get(name)),
+                expected=type_and_shape(planned.get(name)),
+                got=type_and_shape(present.get(name)),
                 where=shard.path,
                 remedy="give the options it was made with (reshard-mpi inspect DST shows them), or make it anew with"
                 " --overwrite",
             )
-
-
-def _described(tensor: tuple[object, ...] | None) -> str:
-    if tensor is None:
-        return "no such tensor"
-    dtype, shape = tensor
-    return f"{getattr(dtype, 'name', dtype)} of shape {shape}"
 
 
 def _quoted(text: str | None) -> str:

@@ -38,7 +38,7 @@ from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.outcome import Checked
 from reshard_mpi.runs.progress import Progress, SliceCounter
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.sharding.placement import unsharded
+from reshard_mpi.sharding.placement import Shape, unsharded
 from reshard_mpi.sharding.strategy import table
 from reshard_mpi.text import counted
 
@@ -309,11 +309,16 @@ def _against_record(shard: Manifest, record: TargetRecord, recorded: Mapping[str
         if tensor is None or entry is None or not _fits(tensor, entry):
             yield DamageError(
                 f"{name!r} is not what was written",
-                expected="no such tensor" if tensor is None else f"{tensor.dtype} of shape {list(tensor.shape)}",
-                got="no such tensor" if entry is None else f"{entry.dtype.name} of shape {list(entry.shape)}",
+                expected=type_and_shape(None if tensor is None else (tensor.dtype, tensor.shape)),
+                got=type_and_shape(None if entry is None else (entry.dtype.name, entry.shape)),
                 where=shard.path,
                 remedy="restore the file",
             )
+
+
+def type_and_shape(tensor: tuple[object, Shape] | None) -> str:
+    """Return the type and the shape of a tensor in words. None: there is no tensor."""
+    return "no such tensor" if tensor is None else f"{tensor[0]} of shape {list(tensor[1])}"
 
 
 def _fits(tensor: TensorSum, entry: TensorEntry) -> bool:
