@@ -105,8 +105,13 @@ def training_in(nest: str | None, shapes: TemplateShapes, alias: Mapping[str, st
         for name in names:
             others.pop(name, None)
     models = _below(others, paths)
+    stateless = Training(max((path for path, own in models.items() if len(own) == len(others)), default=""), None, {})
+    has_state = bool(with_state)
+    if not has_state and len(optimizers) == 1:
+        # Groups that say their parameters' names go with these, though there is no state.
+        with_state = [path for path, each in optimizers.items() if all(group.names for group in each.groups)]
     if not with_state:
-        return Training(max((path for path, own in models.items() if len(own) == len(others)), default=""), None, {})
+        return stateless
     if len(with_state) > 1:
         raise _doubt("there are several optimizers", ", ".join(with_state[:_MAX_NAMED]), where)
     optimizer = optimizers[with_state[0]]
@@ -129,6 +134,8 @@ def training_in(nest: str | None, shapes: TemplateShapes, alias: Mapping[str, st
             by_path.setdefault(parameters, path)
         else:
             problems.append(f"{path.removesuffix('.') or 'the file'}: {problem}")
+    if len(by_path) != 1 and not has_state:
+        return stateless
     if len(by_path) != 1:
         got = " or ".join(by_path.values()) if by_path else "; ".join(problems[:_MAX_NAMED]) or "no parameters"
         raise _doubt("whose optimizer state each number is cannot be told", got, where)

@@ -6,7 +6,6 @@ parameters (`with_other_names`), and into the nest of another checkpoint (`carri
 
 from __future__ import annotations
 
-import json
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -35,7 +34,7 @@ from reshard_mpi.mapping.optimizer_names import (
 _OF_PARAMETERS = (*NAMES_IN_GROUPS, "state")
 # Lists in the state of torch's schedulers with a value for each group (torch.optim.lr_scheduler, 2.13).
 _BY_GROUP = frozenset(("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"))
-_VALUES = {"tuple", "bytes", "float", "global"}
+_VALUES = {"tuple", "bytes", "float", "global", "call"}
 
 
 def with_names(
@@ -385,8 +384,10 @@ def _treated_differently(got: str, where: str) -> MapError:
 def _carried(node: Any, source: Any) -> Any:
     if entries_of(node) is not None and entries_of(source) is not None:
         return {**node, "dict": [_carried_entry(entry, source) for entry in node["dict"]]}
-    if isinstance(node, list) and isinstance(source, list) and len(node) == len(source):
-        return [_carried(own, other) for own, other in zip(node, source)]
+    if isinstance(node, list) and isinstance(source, list):
+        if len(node) == len(source):
+            return [_carried(own, other) for own, other in zip(node, source)]
+        return source if all(map(_is_value, (*node, *source))) else node
     return source if _is_value(node) and _is_value(source) else node
 
 
@@ -394,7 +395,17 @@ def _is_value(node: Any) -> bool:
     """Tell whether a part of a nest is a value in which there is no tensor."""
     if not isinstance(node, dict):
         return not isinstance(node, list)
-    return len(node) == 1 and node.keys() <= _VALUES and '"tensor"' not in json.dumps(node)
+    return node.keys() & _VALUES != set() and not _has_tensor(node)
+
+
+def _has_tensor(node: Any) -> bool:
+    """Tell whether a part of a nest has a tensor in it: an item of an array, or an entry without a value."""
+    if isinstance(node, list):
+        return any(map(_has_tensor, node))
+    if not isinstance(node, dict):
+        return False
+    is_entry = any(len(entry) == 1 for entry in entries_of(node) or ())
+    return "tensor" in node or is_entry or any(map(_has_tensor, node.values()))
 
 
 def _carried_entry(entry: list[Any], source: Any) -> list[Any]:
@@ -402,5 +413,11 @@ def _carried_entry(entry: list[Any], source: Any) -> list[Any]:
     if len(entry) == 2 and type(key) in (str, int) and key not in _OF_PARAMETERS:
         for other in entries_of(source) or ():
             if len(other) == 2 and other[0] == key and type(other[0]) is type(key):
+                if key in _BY_GROUP and _length(other[1]) != _length(entry[1]):
+                    return entry  # there are more groups, or fewer
                 return [entry[0], _carried(entry[1], other[1])]
     return entry
+
+
+def _length(node: Any) -> int:
+    return len(node) if isinstance(node, list) else 0

@@ -104,13 +104,18 @@ def applied_to_file(
         if not names.isdisjoint(_sources(derived))
     ]
     begins = [f"{path}state." for path in paths_of_optimizers(training, source.nest)]
-    if any(derived.name.startswith(begin) for begin in begins for derived in all_made):
+    if training.optimizer is not None or any(derived.name.startswith(each) for each in begins for derived in all_made):
         # Its own load_state_dict takes the states of a group by their places, whatever their names.
         by_names = "the optimizer's state goes by names of parameters, as torch's set_optimizer_state_dict takes it"
         notes = (by_names, *notes)
     last = in_files[-1]
     made_up = (*(constant.name for constant in last.constants), *(number.name for number in last.computed))
     tensors = [*(tensor.name for tensor in all_made), *made_up]
+    alone = groups_left_alone(source.nest, source.nest, training, training)
+    notes += tuple(
+        f"the groups of {path}param_groups stay as they are: without the optimizer's state nothing tells whose they are"
+        for path in alone
+    )
     if training.optimizer is None:
         all_parameters = [MadeParameter(derived.name, _sources(derived)) for derived in all_made]
         nest = with_other_names(source.nest, inventory, all_parameters, tensors, source.path)

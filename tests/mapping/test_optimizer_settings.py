@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from itertools import count, permutations
 from pathlib import Path
 from typing import Any
@@ -307,3 +308,49 @@ def test_what_is_computed_of_settings_is_so_in_every_form(tmp_path: Path, form: 
     reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", to="ckpt", map="torch-mindspore", forward=True)
     loaded = reshard_mpi.load_rank(0, tmp_path / "dst")
     assert (loaded["beta1_power"], loaded["beta2_power"], loaded["learning_rate"]) == (0.125, 0.75**3, 0.25)
+
+
+@pytest.mark.parametrize("are_named", [False, True])
+def test_groups_without_state_go_by_their_names_or_stay(tmp_path: Path, are_named: bool) -> None:
+    names = ("a.w", "b.w")
+    groups = [
+        {"lr": rate, "params": [number], **({"param_names": [names[number]]} if are_named else {})}
+        for number, rate in enumerate((0.1, 0.9))
+    ]
+    optimizer = {"state": {}, "param_groups": groups}
+    torch_peer.save(tmp_path / "x.pt", {"model": {name: tensor(1) for name in names}, "optimizer": optimizer})
+    pairs = (("model.a.w", "model.b.w"), ("model.b.w", "model.a.w"))
+    (tmp_path / "map.toml").write_text("".join(f'[[map]]\neq = "{old} <=> {new}"\n' for old, new in pairs))
+    report = reshard_mpi.transform(
+        tmp_path / "x.pt", tmp_path / "dst", to="torch", map=tmp_path / "map.toml", forward=True
+    )
+    loaded = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["optimizer"]["param_groups"]
+    if are_named:
+        assert [(group["lr"], group["param_names"]) for group in loaded] == [(0.1, ["b.w"]), (0.9, ["a.w"])]
+        assert any("goes by names of parameters" in note for note in report.notes)
+    else:
+        assert [(group["lr"], group["params"]) for group in loaded] == [(0.1, [0]), (0.9, [1])]
+        assert any("without the optimizer's state nothing tells whose they are" in note for note in report.notes)
+
+
+def test_objects_and_lists_of_another_length_are_the_sources(tmp_path: Path) -> None:
+    """As the milestones of a scheduler are, and a history; but not what has a value by group."""
+
+    def saved(path: Path, rate: float, milestones: list[int], history: list[float], groups: int) -> Path:
+        of_groups = [{"lr": rate, "params": [number]} for number in range(groups)]
+        names = ("a.w", "b.w")[:groups]
+        state = {number: {"exp_avg": tensor(1)} for number in range(groups)}
+        for number, group in enumerate(of_groups):
+            group["param_names"] = [names[number]]
+        scheduler = {"milestones": OrderedDict.fromkeys(milestones, 1), "base_lrs": [rate] * groups}
+        saved = {"model": {name: tensor(0) for name in names}, "scheduler": scheduler, "history": history}
+        torch_peer.save(path, {**saved, "optimizer": {"state": state, "param_groups": of_groups}})
+        return path
+
+    src = saved(tmp_path / "x.pt", 0.25, [3, 7], [1.0, 2.0], 2)
+    like = saved(tmp_path / "like.pt", 0.001, [50], [9.0], 2)
+    reshard_mpi.transform(src, tmp_path / "dst", to="torch", map="{p*}.w <=> {p*}.w", like=like)
+    loaded = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")
+    assert [float(group["lr"]) for group in loaded["optimizer"]["param_groups"]] == [0.25, 0.25]
+    assert loaded["scheduler"] == {"milestones": OrderedDict([(3, 1), (7, 1)]), "base_lrs": [0.25, 0.25]}
+    assert loaded["history"] == [1.0, 2.0]

@@ -112,6 +112,8 @@ def _joined_optimizers(one: dict[Any, list[Any]], other: dict[Any, list[Any]], k
     for group in map(_entries, other[_GROUPS][0]):
         same = next((own for own in groups if _settings(own) == _settings(group)), None)
         if same is None:
+            if any(not value for of_group in (*groups, group) for value in of_group.values()):
+                raise ValueError  # a setting that is a tensor is called by the place of its group
             groups.append(group)
             continue
         for key in _PARAMETERS:
