@@ -1,9 +1,13 @@
-"""Files of earlier days: they must be read for ever, and native shards are still written to the same bytes."""
+"""Files of earlier days: read for ever, or refused by name; native shards are still written to the same bytes."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import h5py
+import pytest
+
+from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import ckpt, hdf5
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, TensorSpec
@@ -60,8 +64,8 @@ def contents() -> ShardContents:
     return ShardContents.of([*PARTS.values(), SCALAR, EMPTY], STRINGS)
 
 
-def test_native_hdf5_version_1() -> None:
-    manifest = hdf5.locate(str(GOLDEN / "native_v1.h5"))
+def test_native_hdf5() -> None:
+    manifest = hdf5.locate(str(GOLDEN / "native_v2.h5"))
     assert manifest.identity == IDENTITY
     assert sample_tensors.contents_of(manifest) == contents()
     assert list(manifest.tensors) == [*NAMES, "step", "none"]
@@ -73,4 +77,33 @@ def test_native_hdf5_is_still_written_so(tmp_path: Path) -> None:
     path = tmp_path / "shard.h5"
     sample_tensors.fill(reserve_file(hdf5, str(path), native_spec()), contents())
     seal_file(hdf5, str(path))
-    assert path.read_bytes() == (GOLDEN / "native_v1.h5").read_bytes()
+    assert path.read_bytes() == (GOLDEN / "native_v2.h5").read_bytes()
+
+
+def test_native_hdf5_of_the_earlier_form_is_refused() -> None:
+    for read in (hdf5.locate, hdf5.stored_sums):
+        with pytest.raises(ShardError, match="earlier form") as caught:
+            read(str(GOLDEN / "native_v1.h5"))
+        assert "with the reshard_mpi that wrote it" in caught.value.remedy
+
+
+def test_h5py_reads_the_datasets_of_the_earlier_form() -> None:
+    """What others read has not changed: all but our own group, and attributes of ours."""
+    versions = [shown(GOLDEN / f"native_v{version}.h5") for version in (1, 2)]
+    assert versions[0] == versions[1]
+    assert len(versions[0]) > len(BY_NAME)
+
+
+def shown(path: Path) -> dict[str, tuple[h5py.h5t.TypeID, tuple[int, ...], bytes]]:
+    """Return the type, shape and elements of each dataset that is a tensor, as h5py shows them."""
+    datasets = {}
+
+    def visit(name: str, item: h5py.Dataset | h5py.Group) -> None:
+        if isinstance(item, h5py.Dataset) and (
+            not name.startswith("__") or name.startswith("__reshard_mpi__/tensors/")
+        ):
+            datasets[name] = item.id.get_type(), item.shape, item[()].tobytes()
+
+    with h5py.File(path) as file:
+        file.visititems(visit)
+    return datasets

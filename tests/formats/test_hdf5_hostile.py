@@ -178,7 +178,9 @@ def test_endless_files_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make
         hdf5.locate(str(path))
 
 
-# Native shards whose attributes do not fit
+# Native shards whose parts do not fit
+
+TABLE = "__reshard_mpi__/boxes"
 
 
 def set_attribute(where: str, name: str, content: Any) -> Callable[[h5py.File], None]:
@@ -205,10 +207,71 @@ def remove(name: str) -> Callable[[h5py.File], None]:
     return change
 
 
+def set_row(field: str, content: Any) -> Callable[[h5py.File], None]:
+    """Say something else of the first tensor."""
+
+    def change(file: h5py.File) -> None:
+        rows = file[TABLE][()]
+        rows[0][field] = content
+        file[TABLE][()] = rows
+
+    return change
+
+
+def set_table(make: Callable[[Any], Any]) -> Callable[[h5py.File], None]:
+    """Put what `make` makes of the rows in the place of the table."""
+
+    def change(file: h5py.File) -> None:
+        table = make(file[TABLE][()])
+        del file[TABLE]
+        file[TABLE] = table
+
+    return change
+
+
+def table_that_is_a_group(file: h5py.File) -> None:
+    del file[TABLE]
+    file.create_group(TABLE)
+
+
+def table_without_elements(file: h5py.File) -> None:
+    kind = file[TABLE].dtype
+    del file[TABLE]
+    file.create_dataset(TABLE, (2,), kind)
+
+
+def huge_table(file: h5py.File) -> None:
+    """A tebibyte that takes no room in the file."""
+    kind = file[TABLE].dtype
+    del file[TABLE]
+    file.create_dataset(TABLE, (1 << 35,), kind, chunks=(1024,))
+
+
+def table_with_external_storage(file: h5py.File) -> None:
+    kind = file[TABLE].dtype
+    del file[TABLE]
+    file.create_dataset(TABLE, (2,), kind, external=[("/etc/passwd", 0, 2 * kind.itemsize)])
+
+
+def rows_of(dimensions: int) -> np.dtype[Any]:
+    return np.dtype([("dtype", "S16"), ("global_shape", "<i8", (dimensions,)), ("offset", "<i8", (dimensions,))])
+
+
+def in_three_dimensions(rows: Any, padding: int) -> Any:
+    """Return rows with room for a third dimension, in which they have `padding` and not the 0 of no dimension."""
+    wider = np.zeros(2, rows_of(3))
+    wider["dtype"], wider["global_shape"][:, :2] = rows["dtype"], rows["global_shape"]
+    wider["global_shape"][:, 2] = padding
+    return wider
+
+
 def add_a_tensor(file: h5py.File) -> None:
     file["more"] = NUMBERS
-    for name, content in file["w"].attrs.items():
-        file["more"].attrs[name] = content
+
+
+def name_twice(file: h5py.File) -> None:
+    set_contents(json.dumps({"tensors": ["w", "w"], "strings": {}}).encode())(file)
+    del file["__reshard_mpi__/tensors/%2E"]
 
 
 def unescapable(file: h5py.File) -> None:
@@ -216,24 +279,44 @@ def unescapable(file: h5py.File) -> None:
 
 
 NATIVE = {
-    "newer version": (set_attribute("/", "version", 2), "version"),
+    "newer version": (set_attribute("/", "version", 3), "version that this program does not know"),
+    "earlier version": (set_attribute("/", "version", 1), "earlier form"),
     "no version": (set_attribute("/", "version", None), "`version`"),
     "version a text": (set_attribute("/", "version", "1"), "`version`"),
-    "version a list": (set_attribute("/", "version", [1, 1]), "not one number"),
+    "version a list": (set_attribute("/", "version", [1, 1]), "`version`"),
     "rank negative": (set_attribute("/", "rank", -1), "`rank`"),
     "rank beyond the ranks": (set_attribute("/", "rank", 1), "not among its ranks"),
-    "type unknown": (set_attribute("w", "dtype", hdf5_peer.fixed("float31")), "`dtype`"),
-    "type of another size": (set_attribute("w", "dtype", hdf5_peer.fixed("float64")), "`dtype`"),
-    "type of the same size": (set_attribute("w", "dtype", hdf5_peer.fixed("int32")), "`dtype`"),
-    "no type": (set_attribute("w", "dtype", None), "`dtype`"),
-    "type a number": (set_attribute("w", "dtype", 3), "`dtype`"),
-    "no offset": (set_attribute("w", "offset", None), "`offset`"),
-    "offset a text": (set_attribute("w", "offset", "here"), "`offset`"),
-    "offset too long": (set_attribute("w", "offset", list(range(1000))), "`offset`"),
-    "offset of other dimensions": (set_attribute("w", "offset", [0]), "does not lie"),
-    "offset outside": (set_attribute("w", "offset", [1, 0]), "does not lie"),
-    "offset negative": (set_attribute("w", "offset", [-1, 0]), "`offset`"),
-    "whole smaller than the box": (set_attribute("w", "global_shape", [4, 5]), "does not lie"),
+    "type unknown": (set_row("dtype", b"float31"), "element type"),
+    "type no text": (set_row("dtype", b"\xff"), "element type"),
+    "type of another size": (set_row("dtype", b"float64"), "element type"),
+    "type of the same size": (set_row("dtype", b"int32"), "element type"),
+    "no type": (set_row("dtype", b""), "element type"),
+    "offset outside": (set_row("offset", [1, 0]), "does not lie"),
+    "offset negative": (set_row("offset", [-1, 0]), "does not lie"),
+    "offset huge": (set_row("offset", [(1 << 63) - 1, 0]), "does not lie"),
+    "whole smaller than the box": (set_row("global_shape", [4, 5]), "does not lie"),
+    "whole negative": (set_row("global_shape", [-4, 6]), "does not lie"),
+    "more dimensions than the tensor": (set_table(lambda rows: in_three_dimensions(rows, 1)), "does not lie"),
+    "no table": (remove(TABLE), "missing"),
+    "a table that is a group": (table_that_is_a_group, "no dataset"),
+    "a table without elements": (table_without_elements, "element type"),
+    "a table of a huge length": (huge_table, "not one row a tensor"),
+    "a table in another file": (table_with_external_storage, "other files"),
+    "a row too few": (set_table(lambda rows: rows[:1]), "not one row a tensor"),
+    "a row too many": (set_table(lambda rows: np.concatenate([rows, rows[:1]])), "not one row a tensor"),
+    "rows of two dimensions": (set_table(lambda rows: rows.reshape(2, 1)), "not one row a tensor"),
+    "a table of numbers": (set_table(lambda rows: np.zeros(2, "<i8")), "not one row a tensor"),
+    "rows without offsets": (set_table(lambda rows: rows[["dtype", "global_shape"]]), "not one row a tensor"),
+    "rows of one dimension": (set_table(lambda rows: np.zeros(2, rows_of(1))), "element type"),
+    "rows of too many dimensions": (set_table(lambda rows: np.zeros(2, rows_of(33))), "not one row a tensor"),
+    "rows of narrow numbers": (
+        set_table(lambda rows: rows.astype([("dtype", "S16"), ("global_shape", "<i4", (2,)), ("offset", "<i4", (2,))])),
+        "not one row a tensor",
+    ),
+    "rows of single numbers": (
+        set_table(lambda rows: np.zeros(2, [("dtype", "S16"), ("global_shape", "<i8"), ("offset", "<i8")])),
+        "not one row a tensor",
+    ),
     "a tensor is gone": (remove("w"), "not those in its list"),
     "a tensor too many": (add_a_tensor, "not those in its list"),
     "no contents": (remove("__reshard_mpi__/contents"), "missing"),
@@ -245,7 +328,7 @@ NATIVE = {
     "contents without names": (set_contents(b'{"strings": {}}'), "cannot be read"),
     "contents with numbers": (set_contents(b'{"tensors": [1], "strings": {}}'), "damaged"),
     "contents too deep": (set_contents(b"[" * 100_000), "cannot be read"),
-    "a name twice": (set_contents(json.dumps({"tensors": ["w", "w", "."], "strings": {}}).encode()), "not those"),
+    "a name twice": (name_twice, "listed twice"),
     "an escaped name damaged": (unescapable, "escaped"),
 }
 
@@ -267,10 +350,7 @@ def test_a_native_tensor_that_was_never_written(tmp_path: Path) -> None:
     path = tmp_path / "shard.h5"
     hdf5_peer.write(path, ShardContents.of([SampleTensor.random("w", BY_NAME["float32"], (4, 6))]))
     with h5py.File(path, "a") as file:
-        attributes = dict(file["w"].attrs)
         del file["w"]
-        file.create_dataset("w", shape=(4, 6), dtype="f4").attrs.update(attributes)
-        del file["w"].attrs["dtype"]
-        file["w"].attrs["dtype"] = hdf5_peer.fixed("float32")
+        file.create_dataset("w", shape=(4, 6), dtype="f4")
     with pytest.raises(ShardError, match="never written"):
         hdf5.locate(str(path))

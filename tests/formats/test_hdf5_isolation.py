@@ -225,7 +225,7 @@ def test_nothing_is_kept_open_for_it(tmp_path: Path) -> None:
 
 
 def test_a_shard_of_our_own_needs_neither_process_nor_library(tmp_path: Path) -> None:
-    golden = Path(__file__).parent / "golden" / "native_v1.h5"
+    golden = Path(__file__).parent / "golden" / "native_v2.h5"
     script = f"""
 import sys
 from reshard_mpi.formats import hdf5

@@ -1,4 +1,4 @@
-"""HDF5 shards with plain h5py: the native one, version 1, written and read; those of other programs, written."""
+"""HDF5 shards with plain h5py: the native one, version 2, written and read; those of other programs, written."""
 
 from __future__ import annotations
 
@@ -44,26 +44,32 @@ def write(path: Path, contents: ShardContents, **dataset_options: Any) -> None:
     folders = {"/".join(p[:depth]) for p in plain.values() for depth in range(1, len(p))}
     with h5py.File(path, "w") as file:
         file.attrs["format"] = fixed("reshard_mpi")
-        for name, number in (("version", 1), ("rank", 0), ("world_size", 1)):
+        for name, number in (("version", 2), ("rank", 0), ("world_size", 1)):
             file.attrs[name] = number
         reserved = file.create_group("__reshard_mpi__")
         listed = {"tensors": list(contents.tensors), "strings": dict(contents.strings)}
         reserved["strategy"] = np.zeros(0, np.uint8)
         reserved["contents"] = np.frombuffer(json.dumps(listed).encode(), np.uint8)
+        reserved["boxes"] = boxes(contents.tensors.values())
         escaped = reserved.create_group("tensors")
         for tensor in contents.tensors.values():
             if tensor.name in plain and tensor.name not in folders:
-                dataset = _create(file, tensor.name, tensor, dataset_options)
+                _create(file, tensor.name, tensor, dataset_options)
             else:
                 link = "".join(
                     chr(b) if chr(b) in "_-" or (chr(b).isascii() and chr(b).isalnum()) else f"%{b:02X}"
                     for b in tensor.name.encode()
                 )
-                dataset = _create(escaped, link, tensor, dataset_options)
-                dataset.attrs["name"] = fixed(tensor.name)
-            dataset.attrs["dtype"] = fixed(tensor.dtype.name)
-            dataset.attrs["global_shape"] = np.array(tensor.shape, dtype=np.int64)
-            dataset.attrs["offset"] = np.zeros(len(tensor.shape), dtype=np.int64)
+                _create(escaped, link, tensor, dataset_options)
+
+
+def boxes(tensors: Iterable[SampleTensor]) -> np.ndarray[Any, Any]:
+    """Return the table of types and boxes of a native shard with whole tensors."""
+    tensors = list(tensors)
+    most = max([1, *(len(tensor.shape) for tensor in tensors)])
+    padded = [(*tensor.shape, *[0] * (most - len(tensor.shape))) for tensor in tensors]
+    kind = [("dtype", "S16"), ("global_shape", "<i8", (most,)), ("offset", "<i8", (most,))]
+    return np.array([(tensor.dtype.name, shape, 0) for tensor, shape in zip(tensors, padded)], kind)
 
 
 def write_foreign(path: Path, tensors: Iterable[SampleTensor]) -> None:
@@ -91,7 +97,7 @@ def _create(group: Any, name: str, tensor: SampleTensor, options: dict[str, Any]
 def read(path: Path, *, is_whole: bool = False) -> ShardContents:
     """Read a native shard: every dataset's raw elements through the library.
 
-    is_whole: check that each dataset says of itself that it is all of its tensor.
+    is_whole: check that the table says of each dataset that it is all of its tensor.
     """
     tensors: dict[str, SampleTensor] = {}
 
@@ -100,20 +106,20 @@ def read(path: Path, *, is_whole: bool = False) -> ShardContents:
         if not isinstance(item, h5py.Dataset) or (inside[0] == "__reshard_mpi__" and inside[1] != "tensors"):
             return
         name = unquote(inside[-1]) if inside[0] == "__reshard_mpi__" else name
-        shown = item.attrs.get("name", name.encode())
-        assert shown.decode() == name.rstrip("\0")
-        dtype = BY_NAME[item.attrs["dtype"].decode()]
+        shown, global_shape, offset = rows[name]
+        dtype = BY_NAME[shown.decode()]
         if is_whole:
-            assert tuple(item.attrs["global_shape"]) == item.shape and not any(item.attrs["offset"])
+            assert tuple(global_shape[: len(item.shape)]) == item.shape and not any(offset)
         raw = np.empty(item.shape, dtype=f"V{dtype.itemsize_bytes}")
         if raw.size:
             item.id.read(h5py.h5s.ALL, h5py.h5s.ALL, raw, mtype=item.id.get_type())
         tensors[name] = SampleTensor(name, dtype, item.shape, raw.tobytes())
 
     with h5py.File(path, "r") as file:
-        assert file.attrs["format"] == b"reshard_mpi" and file.attrs["version"] == 1
-        file.visititems(visit)
+        assert file.attrs["format"] == b"reshard_mpi" and file.attrs["version"] == 2
         listed = json.loads(bytes(file["__reshard_mpi__/contents"][()]))
+        rows = dict(zip(listed["tensors"], file["__reshard_mpi__/boxes"][()], strict=True))
+        file.visititems(visit)
     assert sorted(tensors) == sorted(listed["tensors"])
     return ShardContents.of((tensors[name] for name in listed["tensors"]), listed["strings"])
 

@@ -1,13 +1,14 @@
 """Read and write HDF5 shards (`.h5`, `.hdf5`): native ones, and other programs' files.
 
-A native shard, version 1, holds one contiguous dataset a tensor, allocated when it is created, so that its payload is
-one byte range of the file, known before a byte of it is written. Each dataset has the attributes `dtype` (the logical
-element type), `global_shape` and `offset` (the first element of the box it holds). The file has the attributes
-`format`, `version`, `rank` and `world_size`, and a group `__reshard_mpi__` with the placement table of the whole
-checkpoint (`strategy`), the order of the tensors and the strings (`contents`, JSON), and the tensors whose names HDF5
-cannot hold (`tensors`, under percent-encoded names, the true one also in an attribute `name`). Where tensors have been
-summed, `sums` holds a number for each, in the order of the contents: the CRC-32 of the whole tensor's row-major bytes
-with zeros in place of what this shard does not hold. Behind the end of the HDF5 file there is an `index`.
+A native shard, version 2, holds one contiguous dataset a tensor, allocated when it is created, so that its payload is
+one byte range of the file, known before a byte of it is written. The file has the attributes `format`, `version`,
+`rank` and `world_size`, and a group `__reshard_mpi__` with the placement table of the whole checkpoint (`strategy`), the
+order of the tensors and the strings (`contents`, JSON), a table with a row for each tensor in that order (`boxes`: its
+logical element type `dtype`, its `global_shape`, and the `offset` of the box that the shard holds), and the tensors
+whose names HDF5 cannot hold (`tensors`, under percent-encoded names). Where tensors have been summed, `sums` holds a
+number for each, in the order of the contents: the CRC-32 of the whole tensor's row-major bytes with zeros in place of
+what this shard does not hold. Behind the end of the HDF5 file there is an `index`. Version 1 had the boxes in
+attributes of each dataset; it is refused by name.
 """
 
 from __future__ import annotations

@@ -57,6 +57,7 @@ def write(fd: int, scratch: int, manifest: Manifest, places: TextPlaces) -> None
     assert manifest.identity is not None
     kinds, tensors = manifest.tensors.kinds, manifest.tensors
     facts = {
+        "version": native_names.VERSION,
         "rank": manifest.identity.rank,
         "world_size": manifest.identity.world_size,
         **places._asdict(),
@@ -138,7 +139,9 @@ class _Index(NamedTuple):
         body = _exactly(fd, end + _HEAD.size, body_bytes)
         if crc32(body) != own or body.count(b",") > _MAX_NUMBERS:
             raise ValueError("a damaged index")
-        return cls(fd, path, end, structure, sums_checksum, body, json.loads(body))
+        facts = json.loads(body)
+        _require(facts["version"] == native_names.VERSION)
+        return cls(fd, path, end, structure, sums_checksum, body, facts)
 
     def head(self, sums_checksum: int) -> bytes:
         return _HEAD.pack(MARK, crc32(self.body), self.structure, sums_checksum, len(self.body))

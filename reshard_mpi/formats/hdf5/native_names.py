@@ -10,11 +10,13 @@ from reshard_mpi.formats import files
 
 NAME = "hdf5"
 FORMAT = "reshard_mpi"
-VERSION = 1
-# The group that holds what is not a tensor, and in it: the placement table, order and strings, escaped tensors, sums.
+VERSION = 2
+# The group that holds what is not a tensor, and in it: the placement table, order and strings, types
+# and boxes, escaped tensors, sums.
 RESERVED = "__reshard_mpi__"
 STRATEGY = "strategy"
 CONTENTS = "contents"
+BOXES = "boxes"
 ESCAPED = "tensors"
 SUMS = "sums"
 

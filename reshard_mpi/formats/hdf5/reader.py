@@ -7,7 +7,7 @@ soft links that lead nowhere, are refused.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,14 +15,13 @@ from h5py import h5, h5d, h5g, h5l, h5o, h5p, h5s, h5t
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import files
-from reshard_mpi.formats.dtypes import BY_NAME, DType
-from reshard_mpi.formats.hdf5 import datasets, native_names, types
+from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.formats.hdf5 import box_table, datasets, native_names, types
 from reshard_mpi.formats.hdf5.datasets import Shard, shape_of
 from reshard_mpi.formats.hdf5.native_names import GroupPath
 from reshard_mpi.formats.locations import ByteRanges
 from reshard_mpi.formats.manifest import Manifest, ShardIdentity
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
-from reshard_mpi.sharding.box import Box
 
 # In a row, as in HDF5 itself.
 _MAX_SOFT_LINKS = 16
@@ -190,20 +189,20 @@ class Description(NamedTuple):
     strings: dict[str, str]
 
 
-class NativeTensor(NamedTuple):
-    """One tensor: its logical type, the shape of the whole tensor, and the box that this shard holds."""
-
-    dtype: DType
-    global_shape: tuple[int, ...]
-    box: Box
-
-
 def is_native(root: Node, path: str) -> bool:
     """Tell whether a file is a native shard. Raises ShardError if it is one of an unknown version."""
     if types.read_text(root.handle, "format") != native_names.FORMAT:
         return False
-    version = _number(root, "version", path)
-    if version != native_names.VERSION:
+    version = types.read_number(root.handle, "version", path)
+    if version < native_names.VERSION:
+        raise ShardError(
+            "a native HDF5 shard is of an earlier form, which is no longer read",
+            expected=f"version {native_names.VERSION}, which has the boxes of all tensors in one table",
+            got=f"version {version}, which has them in attributes of each dataset",
+            where=path,
+            remedy="convert it to another format (--to) with the reshard_mpi that wrote it; that can be read here",
+        )
+    if version > native_names.VERSION:
         raise ShardError(
             "a native HDF5 shard has a version that this program does not know",
             expected=f"version {native_names.VERSION}",
@@ -219,7 +218,8 @@ def describe(walk: Walk, root: Node, path: str) -> Description:
     reserved = walk.child(root, native_names.RESERVED)
     strategy = _read_bytes(walk.child(reserved, native_names.STRATEGY), path).decode()
     names, strings = native_names.contents(_read_bytes(walk.child(reserved, native_names.CONTENTS), path))
-    identity = ShardIdentity(_number(root, "rank", path), _number(root, "world_size", path), strategy)
+    rank, world_size = (types.read_number(root.handle, name, path) for name in ("rank", "world_size"))
+    identity = ShardIdentity(rank, world_size, strategy)
     if identity.rank >= identity.world_size:
         raise ShardError(
             "the rank of a native HDF5 shard is not among its ranks",
@@ -230,43 +230,9 @@ def describe(walk: Walk, root: Node, path: str) -> Description:
     return Description(identity, tuple(names), strings)
 
 
-def native_tensor(handle: Any, stored: types.Stored, shape: tuple[int, ...], where: str) -> NativeTensor:
-    """Return the tensor described by a dataset's attributes. Raises ShardError if they contradict its type or shape."""
-    name = types.read_text(handle, "dtype")
-    dtype = BY_NAME.get(name or "")
-    if dtype is None or types.stored_as(dtype) != stored.name:
-        raise ShardError(
-            "the attribute `dtype` of a native HDF5 shard is unknown, or does not fit the dataset",
-            expected=f"a type stored as {stored.name}",
-            got=repr(name),
-            where=where,
-        )
-    global_shape = types.read_numbers(handle, "global_shape", where)
-    start = types.read_numbers(handle, "offset", where)
-    if not len(start) == len(global_shape) == len(shape) or any(
-        low + length > whole for low, length, whole in zip(start, shape, global_shape)
-    ):
-        raise ShardError(
-            "a tensor of a native HDF5 shard does not lie within the whole tensor",
-            expected=f"shape {list(shape)} at {list(start)} within {list(global_shape)}",
-            got="something outside",
-            where=where,
-        )
-    stop = tuple(low + length for low, length in zip(start, shape))
-    return NativeTensor(dtype, global_shape, Box(start, stop))
-
-
-def _number(root: Node, name: str, path: str) -> int:
-    numbers = types.read_numbers(root.handle, name, path)
-    if len(numbers) != 1:
-        raise ShardError(f"the attribute `{name}` of a native HDF5 shard is not one number", where=path)
-    return numbers[0]
-
-
 def _read_bytes(node: Node, path: str) -> bytes:
     where = native_names.where(path, node.path)
-    if not isinstance(node.handle, h5d.DatasetID):
-        raise ShardError("an object of a native HDF5 shard is no dataset", where=where)
+    _require_dataset(node, where)
     shape = shape_of(node.handle, node.handle.get_create_plist(), where)
     stored = types.recognise(node.handle.get_type())
     if len(shape) != 1 or stored is None or stored.name != "uint8" or shape[0] > files.MAX_TEXT_BYTES:
@@ -280,6 +246,11 @@ def _read_bytes(node: Node, path: str) -> bytes:
     if content.size:
         node.handle.read(h5s.ALL, h5s.ALL, content, mtype=h5t.NATIVE_UINT8)
     return content.tobytes()
+
+
+def _require_dataset(node: Node, where: str) -> None:
+    if not isinstance(node.handle, h5d.DatasetID):
+        raise ShardError("an object of a native HDF5 shard is no dataset", where=where)
 
 
 def locate(path: str, on_progress: Callable[[], None] = lambda: None) -> Manifest:
@@ -328,26 +299,34 @@ def stored_sums(path: str, on_progress: Callable[[], None] = lambda: None) -> di
 def _native(shard: Shard, walk: Walk, root_group: Node) -> Manifest:
     path = shard.path
     description = describe(walk, root_group, path)
-    names = set(description.names)
+    rows = _rows(walk, root_group, path, description.names)
     entries: dict[str, TensorEntry] = {}
     spans: list[_DatasetRange] = []
     for name, node in _native_datasets(walk, root_group):
-        if name not in names:
-            raise _not_in_contents(path, len(names), [name])
+        if name not in rows:
+            raise _not_in_contents(path, len(rows), [name])
         where = native_names.where(path, node.path)
         if name in entries:
             raise ShardError("two datasets of a native HDF5 shard have the same name", got=repr(name), where=where)
         stored, shape, source = datasets.content(node.handle, shard, node.route, where)
-        place = native_tensor(node.handle, stored, shape, where)
+        dtype, global_shape, box = box_table.located(rows[name], stored, shape, where)
         if not isinstance(source, ByteRanges) and node.handle.get_storage_size() == 0:
             raise ShardError("a tensor of a native HDF5 shard was never written", where=where)
-        entries[name] = TensorEntry(name, place.dtype, shape, source, place.box, place.global_shape)
+        entries[name] = TensorEntry(name, dtype, shape, source, box, global_shape)
         spans += _spans(entries[name], node)
     _require_apart(path, spans)
     if len(entries) != len(description.names):
-        raise _not_in_contents(path, len(description.names), sorted(names - entries.keys())[:3])
+        raise _not_in_contents(path, len(description.names), sorted(rows.keys() - entries.keys())[:3])
     tensors = TensorTable(path, (entries[name] for name in description.names))
     return Manifest(path, native_names.NAME, tensors, description.strings, description.identity)
+
+
+def _rows(walk: Walk, root_group: Node, path: str, names: Sequence[str]) -> dict[str, box_table.Row]:
+    """Return the rows of the table of boxes, which are in the order of the list of contents, by name."""
+    node = walk.child(walk.child(root_group, native_names.RESERVED), native_names.BOXES)
+    where = native_names.where(path, node.path)
+    _require_dataset(node, where)
+    return dict(zip(names, box_table.read(node.handle, len(names), where)))
 
 
 def _not_in_contents(path: str, expected: int, odd: list[str]) -> ShardError:

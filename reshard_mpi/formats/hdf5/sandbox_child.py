@@ -7,6 +7,7 @@ Filters and drivers from outside the library are switched off by the environment
 
 from __future__ import annotations
 
+import encodings.ascii  # noqa: F401 (h5py looks for it when it describes a table)
 import gc
 import math
 import os
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# Imported at the start, as later there is no descriptor to do it with.
+# All is imported at the start, as later there is no descriptor to do it with.
 import numpy as np
 
 from reshard_mpi.errors import ShardError

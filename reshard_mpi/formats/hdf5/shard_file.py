@@ -85,7 +85,7 @@ ALIGNMENT_BYTES = 4096
 # Structure is written in blocks of this size: the default of 2 KiB spreads it all over the file.
 STRUCTURE_BLOCK_BYTES = 16384
 
-# The superblock, the root, the reserved groups and texts, and the unused rest of blocks.
+# The superblock, the root, the reserved groups, texts and table, and the unused rest of blocks.
 _FILE_BYTES = 4 * STRUCTURE_BLOCK_BYTES
 # A tensor's dataset and its lines of tables, or a group.
 _OBJECT_BYTES = 4096

@@ -2,153 +2,27 @@
 
 The library makes the structure in memory and never writes to the file itself: while it closes a file, it ignores an
 error of writing that does not last.
-
-For a dataset with three attributes h5py takes as long as the library itself: each of its own objects is counted, locked
-and looked up, and an attribute's object is found by its name again.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from h5py import h5d, h5f, h5g, h5p, h5s, h5t
-from h5py._objects import phil
 
 from reshard_mpi.errors import TargetError
 from reshard_mpi.formats import files
-from reshard_mpi.formats.hdf5 import index, native_names, shard_file
-from reshard_mpi.formats.hdf5 import types as attributes
-from reshard_mpi.formats.hdf5 import types as elements
+from reshard_mpi.formats.hdf5 import box_table, index, native_names, shard_file, types
 from reshard_mpi.formats.hdf5.native_names import GroupPath
-from reshard_mpi.formats.hdf5.types import Attribute
-from reshard_mpi.formats.manifest import Manifest, ShardSpec, SpecKind
+from reshard_mpi.formats.manifest import Manifest, ShardSpec
 from reshard_mpi.formats.tensor_table import TensorTable, TensorType
-
-_CFunction = Callable[..., int]
-
-_IDENTIFIER = ctypes.c_int64  # of an object, since HDF5 1.10
-_ADDRESS = ctypes.c_uint64
-_STATUS = ctypes.c_int
-_DEFAULT = 0  # the usual properties; errors: the last call's
-_NO_ADDRESS = (1 << 64) - 1
-_FROM_THE_CAUSE_ON = 0
-
-
-class _Error(ctypes.Structure):
-    """An entry of the library's list of what led to an error (`H5E_error2_t`)."""
-
-    _fields_ = (
-        ("class_id", _IDENTIFIER),
-        ("major", _IDENTIFIER),
-        ("minor", _IDENTIFIER),
-        ("line", ctypes.c_uint),
-        ("function", ctypes.c_char_p),
-        ("file", ctypes.c_char_p),
-        ("description", ctypes.c_char_p),
-    )
-
-
-_OnError = ctypes.CFUNCTYPE(_STATUS, ctypes.c_uint, ctypes.POINTER(_Error), ctypes.c_void_p)
-
-
-class Library(NamedTuple):
-    """Functions of the library that h5py has loaded, named by their task."""
-
-    create_dataset: _CFunction
-    offset_of_dataset: _CFunction
-    close_dataset: _CFunction
-    create_attribute: _CFunction
-    write_attribute: _CFunction
-    close_attribute: _CFunction
-    walk_errors: _CFunction
-
-    def dataset(
-        self, group: Any, name: bytes, kind: Any, space: Any, creation: Any, links: Any, attributes: Sequence[Attribute]
-    ) -> int | None:
-        """Create a dataset with attributes in a group; return the offset of its elements, None if it has no place.
-
-        Args:
-            kind, space, creation, links: objects of h5py, as its `h5d.create` takes them.
-
-        Raises RuntimeError with what the library says.
-        """
-        dataset = self._done(self.create_dataset(group.id, name, kind.id, space.id, links.id, creation.id, _DEFAULT))
-        try:
-            for attribute in attributes:
-                self._write(dataset, attribute)
-            offset = self.offset_of_dataset(dataset)
-        finally:
-            self._done(self.close_dataset(dataset))
-        return None if offset == _NO_ADDRESS else offset
-
-    def _write(self, dataset: int, attribute: Attribute) -> None:
-        kind = attribute.kind.id
-        written = self._done(
-            self.create_attribute(dataset, attribute.name, kind, attribute.space.id, _DEFAULT, _DEFAULT)
-        )
-        try:
-            if attribute.content:
-                self._done(self.write_attribute(written, kind, attribute.content))
-        finally:
-            self._done(self.close_attribute(written))
-
-    def _done(self, result: int) -> int:
-        if result < 0:
-            raise RuntimeError(self._reasons())
-        return result
-
-    def _reasons(self) -> str:
-        """Return the library's messages on the call that has just failed: the cause last."""
-        reasons: list[str] = []
-
-        def note(_: int, error: Any, __: Any) -> int:
-            reasons.append((error.contents.description or b"").decode(errors="replace"))
-            return 0
-
-        self.walk_errors(_DEFAULT, _FROM_THE_CAUSE_ON, _OnError(note), None)
-        return "; ".join(reversed(reasons)) or "the library does not say why"
-
-
-@lru_cache(maxsize=1)
-def library() -> Library | None:
-    """Return the library that h5py has loaded; None if it cannot be reached but through h5py."""
-    try:
-        hdf5 = ctypes.PyDLL(h5d.__file__)  # a module's functions are found along with its libraries' functions
-        return Library(
-            _function(hdf5.H5Dcreate2, _IDENTIFIER, _IDENTIFIER, ctypes.c_char_p, *[_IDENTIFIER] * 5),
-            _function(hdf5.H5Dget_offset, _ADDRESS, _IDENTIFIER),
-            _function(hdf5.H5Dclose, _STATUS, _IDENTIFIER),
-            _function(hdf5.H5Acreate2, _IDENTIFIER, _IDENTIFIER, ctypes.c_char_p, *[_IDENTIFIER] * 4),
-            _function(hdf5.H5Awrite, _STATUS, _IDENTIFIER, _IDENTIFIER, ctypes.c_char_p),
-            _function(hdf5.H5Aclose, _STATUS, _IDENTIFIER),
-            _function(hdf5.H5Ewalk2, _STATUS, _IDENTIFIER, _STATUS, _OnError, ctypes.c_void_p),
-        )
-    except (OSError, AttributeError):
-        return None
-
-
-@contextmanager
-def alone() -> Iterator[None]:
-    """Keep other threads of this process out of the library, as h5py does around each of its own calls."""
-    with phil:
-        yield
-
-
-def _function(function: Any, result: Any, *arguments: Any) -> _CFunction:
-    function.restype, function.argtypes = result, arguments
-    call: _CFunction = function
-    return call
-
 
 # A file system in memory; without room in it, the folder for temporary files is used.
 _SHARED_MEMORY = "/dev/shm"
@@ -226,10 +100,10 @@ def _write_structure(
     specs = spec.specs
     names = list(specs.names)
     root_group = h5g.open(file, b"/")
-    attributes.text("format", native_names.FORMAT).write(root_group)
-    attributes.numbers("version", native_names.VERSION).write(root_group)
-    attributes.numbers("rank", spec.identity.rank).write(root_group)
-    attributes.numbers("world_size", spec.identity.world_size).write(root_group)
+    types.write_text(root_group, "format", native_names.FORMAT)
+    types.write_number(root_group, "version", native_names.VERSION)
+    types.write_number(root_group, "rank", spec.identity.rank)
+    types.write_number(root_group, "world_size", spec.identity.world_size)
     writer = _NativeWriter(root_group)
     writer.group((native_names.RESERVED, native_names.ESCAPED))
     places = index.TextPlaces(
@@ -238,17 +112,15 @@ def _write_structure(
     if spec.with_sums:
         sums = writer.dataset((native_names.RESERVED, native_names.SUMS), h5t.STD_U32LE, (len(names),))
         places = places._replace(sums=(sums.get_offset() or 0, 4 * len(names)))
+    writer.table(native_names.BOXES, box_table.rows(specs))
     routes = native_names.routes(names)
-    types = {dtype: elements.create(dtype) for dtype in {kind.dtype for kind in specs.kinds}}
+    stored_types = {dtype: types.create(dtype) for dtype in {kind.dtype for kind in specs.kinds}}
     tensors = TensorTable(path)
     own_numbers = [tensors.kind(TensorType(dtype, box.shape, box, whole)) for dtype, whole, box in specs.kinds]
-    recorded = [_recorded(kind) for kind in specs.kinds]
-    with alone():
-        for name, number in zip(names, specs.kind_ids):
-            kind, route = specs.kinds[number], routes[name]
-            own = (attributes.text("name", name),) if route[0] == native_names.RESERVED else ()
-            start = writer.tensor(route, types[kind.dtype], kind.box.shape, (*recorded[number], *own))
-            tensors.add(name, own_numbers[number], start if kind.size_bytes else 0)
+    for name, number in zip(names, specs.kind_ids):
+        kind = specs.kinds[number]
+        handle = writer.dataset(routes[name], stored_types[kind.dtype], kind.box.shape)
+        tensors.add(name, own_numbers[number], (handle.get_offset() or 0) if kind.size_bytes else 0)
     return tensors, places
 
 
@@ -257,7 +129,6 @@ class _NativeWriter:
 
     def __init__(self, top: Any) -> None:
         self._groups: dict[GroupPath, Any] = {(): top}
-        self._library = library()
         self._group_properties = h5p.create(h5p.GROUP_CREATE)
         self._group_properties.set_obj_track_times(False)
         self._links = h5p.create(h5p.LINK_CREATE)
@@ -286,19 +157,6 @@ class _NativeWriter:
             group, route[-1].encode(), kind, _space(shape), dcpl=self._dataset_properties, lcpl=self._links
         )
 
-    def tensor(self, route: GroupPath, kind: Any, shape: tuple[int, ...], recorded: Sequence[Attribute]) -> int:
-        """Create the dataset of a tensor and its attributes; return the offset of its elements, 0 if it has none."""
-        if self._library is None:
-            handle = self.dataset(route, kind, shape)
-            for attribute in recorded:
-                attribute.write(handle)
-            return handle.get_offset() or 0
-        group, name = self.group(route[:-1]), route[-1].encode()
-        created = self._library.dataset(
-            group, name, kind, _space(shape), self._dataset_properties, self._links, recorded
-        )
-        return created or 0
-
     def text(self, name: str, content: bytes) -> index.FileRange:
         """Create a dataset with the bytes `content` in the reserved group; return its byte range."""
         handle = self.dataset((native_names.RESERVED, name), h5t.STD_U8LE, (len(content),))
@@ -306,20 +164,18 @@ class _NativeWriter:
             handle.write(h5s.ALL, h5s.ALL, np.frombuffer(content, dtype=np.uint8))
         return handle.get_offset() or 0, len(content)
 
+    def table(self, name: str, rows: np.ndarray[Any, Any]) -> None:
+        """Create a dataset with `rows` in the reserved group."""
+        kind = h5t.py_create(rows.dtype)
+        handle = self.dataset((native_names.RESERVED, name), kind, rows.shape)
+        if rows.size:
+            handle.write(h5s.ALL, h5s.ALL, rows, mtype=kind)
+
 
 # Most tensors of a shard have one of a few shapes.
 @lru_cache(maxsize=64)
 def _space(shape: tuple[int, ...]) -> Any:
     return h5s.create_simple(shape) if shape else h5s.create(h5s.SCALAR)
-
-
-def _recorded(kind: SpecKind) -> tuple[Attribute, ...]:
-    """Return what every tensor of a kind has recorded with its dataset."""
-    return (
-        attributes.text("dtype", kind.dtype.name),
-        attributes.numbers("global_shape", kind.global_shape),
-        attributes.numbers("offset", kind.box.start),
-    )
 
 
 def _texts(path: str, names: list[str], spec: ShardSpec) -> tuple[bytes, bytes]:
