@@ -93,13 +93,13 @@ def located(row: Row, stored: types.Stored, shape: tuple[int, ...], where: str) 
 
 
 def _row_type(dimensions: int) -> np.dtype[Any]:
-    """Return the type of the rows of a shard whose tensors have up to so many dimensions; HDF5 has no list of none."""
+    """Return the type of a row with room for `dimensions`; at least for one, since HDF5 has no empty lists."""
     numbers = ("<i8", (max(1, dimensions),))
     return np.dtype([("dtype", f"S{_DTYPE_BYTES}"), ("global_shape", *numbers), ("offset", *numbers)])
 
 
 def _dimensions(kind: np.dtype[Any]) -> int | None:
-    """Return how many dimensions the rows of type `kind` have room for; None if they are no rows of this table."""
+    """Return the dimensions that rows of the type `kind` have room for; None if they are no rows of this table."""
     if kind.names != _COLUMNS or kind["offset"].subdtype is None:
         return None
     dimensions = math.prod(kind["offset"].shape)
