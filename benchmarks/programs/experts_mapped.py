@@ -5,12 +5,12 @@ import sys
 import time
 
 from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.mapping.apply import applied
-from reshard_mpi.mapping.direction import ShapeAndType
 from reshard_mpi.mapping.map_file import read_rules
 from reshard_mpi.mapping.selection import Selection
 
-kind = ShapeAndType(BY_NAME["bfloat16"], (2048, 7168))
+kind = TensorType(BY_NAME["bfloat16"], (2048, 7168))
 inventory = {
     f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight": kind
     for layer in range(3, 61)

@@ -12,8 +12,9 @@ from pathlib import Path
 from reshard_mpi.engine.shard_transfer import write_shard
 from reshard_mpi.formats import ckpt
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, SpecKind, Specs
+from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, Specs
 from reshard_mpi.formats.protocol import reserve_file
+from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.planning.rank_plan import Group, PlannedTensors, RankPlan, ReadGroup
 from reshard_mpi.runs.conversion import LIMITS
 from reshard_mpi.sharding.box import Box
@@ -23,7 +24,7 @@ def main() -> None:
     """Do what the command line says."""
     folder, count = Path(sys.argv[1]), int(sys.argv[2])
     box, names = Box.whole((32, 32)), [f"layers.{at}.weight" for at in range(count)]
-    kind = SpecKind(BY_NAME["float32"], box.shape, box)
+    kind = TensorType.of_box(BY_NAME["float32"], box, box.shape)
     spec = ShardSpec(ShardIdentity(0, 1, ""), Specs(names, [kind], [0] * count), {})
     source = reserve_file(ckpt, str(folder / "from.ckpt"), spec)
     target = reserve_file(ckpt, str(folder / "to.ckpt"), spec)

@@ -205,7 +205,7 @@ def _is_plain(group: Group) -> bool:
 
 def _is_in_runs(group: Group) -> bool:
     """Tell whether no part of the tensors has too many runs."""
-    all_strides = (route.strides(group.kind.box) for route in group.routes)
+    all_strides = (route.strides(group.kind.own_box) for route in group.routes)
     return all(strides.size <= _MAX_RUNS_OF_ONE * strides.run_length for strides in all_strides)
 
 
@@ -227,7 +227,7 @@ def _stored(route: ReadGroup) -> DType:
 
 def _routes(group: Group) -> Iterator[_BatchSource]:
     for route in group.routes:
-        strides, stored = route.strides(group.kind.box), _stored(route)
+        strides, stored = route.strides(group.kind.own_box), _stored(route)
         if strides.size:
             tensors, itemsize = route.tensors.unconverted, stored.itemsize_bytes
             starts = _starts(tensors.offsets, route.numbers)

@@ -14,7 +14,7 @@ from typing import NamedTuple, overload
 from reshard_mpi.errors import TargetError
 from reshard_mpi.formats.dtypes import DType, numbers
 from reshard_mpi.formats.locations import ByteRanges, LibraryRead, Location
-from reshard_mpi.formats.tensor_table import ChunkedTensors, TensorTable
+from reshard_mpi.formats.tensor_table import ChunkedTensors, TensorTable, TensorType
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.text import GIB
 
@@ -145,17 +145,10 @@ class TensorSpec(NamedTuple):
     global_shape: tuple[int, ...]
     box: Box
 
-    @property
-    def size_bytes(self) -> int:
-        return self.box.size * self.dtype.itemsize_bytes
-
-
-class SpecKind(NamedTuple):
-    """What many tensors of a shard to be written have in common. See `TensorSpec`."""
-
-    dtype: DType
-    global_shape: tuple[int, ...]
-    box: Box
+    @classmethod
+    def of(cls, name: str, kind: TensorType) -> TensorSpec:
+        """Return the tensor `name` of a type whose box is known."""
+        return cls(name, kind.dtype, kind.whole_shape, kind.own_box)
 
     @property
     def size_bytes(self) -> int:
@@ -166,13 +159,13 @@ class Specs(Sequence[TensorSpec]):
     """The tensors of a shard to be written, in file order, in columns.
 
     Attributes:
-        kinds: the different kinds.
+        kinds: the different kinds, whose boxes are known.
         kind_ids: for each tensor, the number of its kind.
     """
 
     __slots__ = ("kind_ids", "kinds", "names")
 
-    def __init__(self, names: Sequence[str], kinds: Sequence[SpecKind], kind_ids: Sequence[int]) -> None:
+    def __init__(self, names: Sequence[str], kinds: Sequence[TensorType], kind_ids: Sequence[int]) -> None:
         self.names = names
         self.kinds = kinds
         self.kind_ids = kind_ids
@@ -182,8 +175,9 @@ class Specs(Sequence[TensorSpec]):
         """Return the same tensors in columns."""
         if isinstance(tensors, cls):
             return tensors
-        numbers: dict[SpecKind, int] = {}
-        kind_ids = array("I", (numbers.setdefault(SpecKind(*tensor[1:]), len(numbers)) for tensor in tensors))
+        numbers: dict[TensorType, int] = {}
+        kinds = (TensorType.of_box(tensor.dtype, tensor.box, tensor.global_shape) for tensor in tensors)
+        kind_ids = array("I", (numbers.setdefault(kind, len(numbers)) for kind in kinds))
         return cls([tensor.name for tensor in tensors], list(numbers), kind_ids)
 
     @overload
@@ -193,7 +187,7 @@ class Specs(Sequence[TensorSpec]):
     def __getitem__(self, index: int | slice) -> TensorSpec | Specs:
         if isinstance(index, slice):
             return Specs(self.names[index], self.kinds, self.kind_ids[index])
-        return TensorSpec(self.names[index], *self.kinds[self.kind_ids[index]])
+        return TensorSpec.of(self.names[index], self.kinds[self.kind_ids[index]])
 
     def __len__(self) -> int:
         return len(self.names)

@@ -65,16 +65,43 @@ class TensorEntry(NamedTuple):
 
 
 class TensorType(NamedTuple):
-    """What many tensors of a shard have in common: all but name and place. See `TensorEntry`."""
+    """What many tensors of a shard have in common, read or to be written: all but name and place in the file.
+
+    Example, the lower half of a matrix; `TensorType(FLOAT32, (2, 6))` is a file's that does not say of what it is part:
+
+        TensorType(FLOAT32, (2, 6), Box((2, 0), (4, 6)), (4, 6))
+    """
 
     dtype: DType
-    shape: tuple[int, ...]
-    box: Box | None = None
-    global_shape: tuple[int, ...] | None = None
+    shape: tuple[int, ...]  # of the part that the shard holds
+    box: Box | None = None  # the part's box in the whole tensor; None: not known
+    global_shape: tuple[int, ...] | None = None  # of the whole tensor; None: not known
+
+    @classmethod
+    def of_box(cls, dtype: DType, box: Box, global_shape: tuple[int, ...]) -> TensorType:
+        """Return the type of a tensor that is the part `box` of a tensor of shape `global_shape`."""
+        return cls(dtype, box.shape, box, global_shape)
 
     @property
     def size_bytes(self) -> int:
         return self.dtype.itemsize_bytes * math.prod(self.shape)
+
+    @property
+    def unplaced(self) -> TensorType:
+        """The same type without its box, as files have it that do not say of what their tensors are parts."""
+        return TensorType(self.dtype, self.shape)
+
+    @property
+    def own_box(self) -> Box:
+        """The box, of a tensor whose box is known, as those that are planned and written."""
+        assert self.box is not None
+        return self.box
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor, where that is known."""
+        assert self.global_shape is not None
+        return self.global_shape
 
 
 # Measured: for each tensor, its name and number; its kind and start; and its place if that is in `locations`.

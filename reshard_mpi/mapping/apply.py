@@ -214,8 +214,8 @@ def _tensors(
     # One for all tensors of a shape: tensors that are made in the same way are planned and moved together.
     wholes = {kind.shape: TargetShape(kind.shape, (whole_pair(_OWN, kind.shape),), ()) for kind in inventory.values()}
     by_match = [
-        (position[name], DerivedTensor(name, dtype, wholes[shape], {_OWN: name}, ""))
-        for name, (dtype, shape) in ((name, inventory[name]) for name in taken.kept)
+        (position[name], DerivedTensor(name, kind.dtype, wholes[kind.shape], {_OWN: name}, ""))
+        for name, kind in ((name, inventory[name]) for name in taken.kept)
     ]
     states = {id(match) for match in taken.states}
     for match in (*taken.matches, *taken.states):

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
+from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.mapping.apply import applied
 from reshard_mpi.mapping.box_pairs import MAX_PAIRS, BoxPair, TargetShape, TermTensor
-from reshard_mpi.mapping.direction import Inventory, ShapeAndType
+from reshard_mpi.mapping.direction import Inventory
 from reshard_mpi.mapping.result import Computed, ConstantTensor, DerivedTensor, MapResult, taken_of
 from reshard_mpi.mapping.rules import Rules
 from reshard_mpi.mapping.selection import Selection, TargetTemplate
@@ -143,7 +144,7 @@ def chained(
         _require_none_taken(stranded, mapped)
         stranded |= mapped.stranded
         yield mapped
-        kinds = {tensor.name: ShapeAndType(tensor.dtype, tensor.shape.shape) for tensor in mapped.made}
+        kinds = {tensor.name: TensorType(tensor.dtype, tensor.shape.shape) for tensor in mapped.made}
         kinds |= {constant.name: constant.kind for constant in mapped.constants}
         inventory = kinds | {number.name: number.kind for number in mapped.computed}
     mapped = applied(last, choice, inventory, forward, like, settings)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from reshard_mpi.errors import MapError
-from reshard_mpi.formats.dtypes import DType
+from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.mapping.axis_sizes import extent
 from reshard_mpi.mapping.equations import Term, axes_of
 from reshard_mpi.mapping.rules import EquationRule, Rules
@@ -16,15 +16,8 @@ from reshard_mpi.text import did_you_mean, shortened
 MAX_NAMED = 5
 
 
-class ShapeAndType(NamedTuple):
-    """Type and shape of a whole tensor."""
-
-    dtype: DType
-    shape: tuple[int, ...]
-
-
-# The tensors of a checkpoint by name, in its order.
-Inventory = Mapping[str, ShapeAndType]
+# The tensors of a checkpoint by name, in its order, as a whole: without boxes.
+Inventory = Mapping[str, TensorType]
 # The shapes of the tensors of a checkpoint that the target is to be like, by name.
 TemplateShapes = Mapping[str, tuple[int, ...]]
 # What the captures that all names share stand for.

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.files import MAX_DIMENSIONS, MAX_NAME_BYTES
+from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.mapping.box_pairs import TargetShape, TermTensor
-from reshard_mpi.mapping.direction import Direction, Inventory, ShapeAndType, TemplateShapes
+from reshard_mpi.mapping.direction import Direction, Inventory, TemplateShapes
 from reshard_mpi.mapping.rules import Count, Number, Rules, packed, require_power, worth
 from reshard_mpi.sharding.box import Box
 
@@ -31,7 +32,7 @@ class Computed(NamedTuple):
     """A tensor of one element that is computed."""
 
     name: str
-    kind: ShapeAndType
+    kind: TensorType
     steps: str | None  # the tensor that holds how many steps were taken; None if it is not needed
     number: Number | None  # what it is, with `steps`; None: the steps themselves
     where: str
@@ -80,13 +81,11 @@ def computed(
                 value = count.beside.match(name)
                 if value is not None:
                     each = count.each.filled({count.each.captures[0].name: value[0]})
-                    yield Computed(
-                        each, ShapeAndType(count.each_type, _shape(each, (), like)), steps, None, count.where
-                    )
+                    yield Computed(each, TensorType(count.each_type, _shape(each, (), like)), steps, None, count.where)
         return
     if scalars.rule is not None:
         total, dtype = scalars.rule.total, scalars.rule.total_type
-        yield Computed(total, ShapeAndType(dtype, _shape(total, (1,), like)), steps, None, scalars.rule.where)
+        yield Computed(total, TensorType(dtype, _shape(total, (1,), like)), steps, None, scalars.rule.where)
     for number in rules.numbers:
         is_wanted = like is None or number.name in like
         if (
@@ -94,7 +93,7 @@ def computed(
             and number.name not in made_names
             and worth(number, settings, None if steps is None else 1) is not None
         ):
-            kind = ShapeAndType(number.dtype, _shape(number.name, (), like))
+            kind = TensorType(number.dtype, _shape(number.name, (), like))
             yield Computed(number.name, kind, steps if number.is_power else None, number, number.where)
 
 
@@ -146,7 +145,7 @@ class ConstantTensor(NamedTuple):
     """A tensor that is made up. element: the bytes of each of its elements."""
 
     name: str
-    kind: ShapeAndType
+    kind: TensorType
     element: bytes
     where: str
 

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import FLOATS, DType, numbers
-from reshard_mpi.mapping.direction import MAX_NAMED, Direction, Inventory, ShapeAndType, TemplateShapes
+from reshard_mpi.formats.tensor_table import TensorType
+from reshard_mpi.mapping.direction import MAX_NAMED, Direction, Inventory, TemplateShapes
 from reshard_mpi.mapping.equations import NamePattern
 from reshard_mpi.mapping.numbered_state import NO_TRAINING, Training
 from reshard_mpi.mapping.optimizer_state import is_named_as_state, owned_by, owners
@@ -152,7 +153,7 @@ def _shown(glob: str, dtype: DType) -> str:
 
 def constant_typed(choice: Selection, constant: ConstantTensor) -> ConstantTensor:
     """Return constants in the type that `--dtype` gives them. Raises MapError if the type cannot hold the value."""
-    dtype = type_of(choice, constant.name, *constant.kind)
+    dtype = type_of(choice, constant.name, constant.kind.dtype, constant.kind.shape)
     if dtype == constant.kind.dtype:
         return constant
     value = numbers(constant.element, constant.kind.dtype)[0]
@@ -246,7 +247,7 @@ def _may_be_nowhere(fill: Fill, rules: Rules, direction: Direction) -> bool:
 def _of_fill(fill: Fill, tensors: Sequence[DerivedTensor]) -> Iterator[ConstantTensor]:
     if fill.beside is None:
         assert fill.shape is not None and fill.dtype is not None
-        yield ConstantTensor(fill.name.text, ShapeAndType(fill.dtype, fill.shape), fill.element(fill.dtype), fill.where)
+        yield ConstantTensor(fill.name.text, TensorType(fill.dtype, fill.shape), fill.element(fill.dtype), fill.where)
         return
     beside: NamePattern = fill.beside
     names = {tensor.name for tensor in tensors}
@@ -261,7 +262,7 @@ def _of_fill(fill: Fill, tensors: Sequence[DerivedTensor]) -> Iterator[ConstantT
             name = fill.name.filled({capture.name: value for capture, value in zip(beside.captures, values)})
             dtype = fill.dtype or tensor.dtype
             shape = tensor.shape.shape if fill.shape is None else fill.shape
-            yield ConstantTensor(name, ShapeAndType(dtype, shape), fill.element(dtype), fill.where)
+            yield ConstantTensor(name, TensorType(dtype, shape), fill.element(dtype), fill.where)
 
 
 def dropped(

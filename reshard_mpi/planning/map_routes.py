@@ -15,7 +15,6 @@ from reshard_mpi.errors import ReshardError
 from reshard_mpi.formats.derived import constant, converted
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.locations import ByteRanges
-from reshard_mpi.formats.manifest import SpecKind
 from reshard_mpi.formats.tensor_table import NOT_CONTIGUOUS, TensorTable, TensorType
 from reshard_mpi.planning.rank_plan import Group, PlannedTensors, ReadGroup
 from reshard_mpi.sharding.box import Box, Pieces
@@ -85,7 +84,7 @@ class MappedTensors(TensorTable):
             recipe = _Recipe(tensor.dtype, tensor.shape, groups)
             self._add(tensor.name, recipe, (id(tensor.shape), tensor.dtype, groups), [place for _, place in located])
         for made_up in mapped.constants:
-            dtype, shape = made_up.kind
+            dtype, shape = made_up.kind.dtype, made_up.kind.shape
             recipe = _Recipe(dtype, made_up.shape, (), made_up.element)
             self._add(made_up.name, recipe, (dtype, shape, made_up.element), ())
 
@@ -160,7 +159,7 @@ class MappedTensors(TensorTable):
             except ReshardError as error:
                 holes.update(dict.fromkeys(own_names, error))
                 routes = ()
-            groups.append(Group(SpecKind(recipe.dtype, whole.shape, whole), own_names, routes))
+            groups.append(Group(TensorType.of_box(recipe.dtype, whole, whole.shape), own_names, routes))
         return PlannedTensors(groups, self.recipe_of), holes
 
     def _meeting(self, group: int, region: Box) -> Iterable[ReadGroup]:

@@ -9,8 +9,8 @@ from operator import eq
 from typing import NamedTuple, overload
 
 from reshard_mpi.errors import ReshardError
-from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, SpecKind, Specs, TensorSpec
-from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
+from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, Specs, TensorSpec
+from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable, TensorType
 from reshard_mpi.planning.parameters import Sums
 from reshard_mpi.planning.replicas import ReplicaGroup
 from reshard_mpi.planning.unusable_shards import UnusableShard
@@ -145,13 +145,13 @@ class ReadGroup(NamedTuple):
 class Group(NamedTuple):
     """Target tensors of one kind of the same origin, which differ in names and source tensors only."""
 
-    kind: SpecKind
+    kind: TensorType
     names: Sequence[str]
     routes: tuple[ReadGroup, ...]  # the parts that make up each tensor, disjoint and together exactly its box
 
     def tensor(self, place: int) -> TensorPlan:
         name = self.names[place]
-        return TensorPlan(TensorSpec(name, *self.kind), tuple(route.copy(place, name) for route in self.routes))
+        return TensorPlan(TensorSpec.of(name, self.kind), tuple(route.copy(place, name) for route in self.routes))
 
     def part(self, places: Sequence[int]) -> Group:
         """Return the group of its tensors at these places."""
@@ -340,7 +340,7 @@ class RankPlan(NamedTuple):
         """Type and whole shape of each tensor that strategies place here, by name; alike on all ranks of a stage."""
         placed = {name: description for name, description in self.written_by_others.items() if description is not None}
         for kind, names, _ in self.tensors.groups:
-            description = f"{kind.dtype.name} {list(kind.global_shape)}"
+            description = f"{kind.dtype.name} {list(kind.whole_shape)}"
             placed.update((name, description) for name in names if name not in self.unplaced)
         return dict(sorted(placed.items()))
 

@@ -9,7 +9,8 @@ from itertools import islice
 from typing import NamedTuple
 
 from reshard_mpi.errors import CoverageError, ReshardError, StrategyError, UsageError
-from reshard_mpi.formats.manifest import Manifest, ShardIdentity, SpecKind
+from reshard_mpi.formats.manifest import Manifest, ShardIdentity
+from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.planning.chunks import PiecesOf, missing_files
 from reshard_mpi.planning.parameters import (
     Accumulated,
@@ -333,7 +334,7 @@ class ShardPlanner:
         If the chosen rank lacks the tensors, another holder is taken. Raises CoverageError if there is none, unless
         there may be holes.
         """
-        kind = SpecKind(way.group.dtype, way.group.shape, way.box)
+        kind = TensorType.of_box(way.group.dtype, way.box, way.group.shape)
         if isinstance(way.share, ReshardError):
             return Group(kind, way.names, ())
         if way.share is GradientShare.ZEROS:

@@ -16,8 +16,8 @@ from itertools import islice
 from reshard_mpi.errors import CoverageError, LayoutError, ReshardError, SourceError, StrategyError
 from reshard_mpi.formats.derived import JoinedTensors, constant
 from reshard_mpi.formats.dtypes import BY_NAME, FLOATS
-from reshard_mpi.formats.manifest import Manifest, SpecKind, Specs
-from reshard_mpi.formats.tensor_table import TensorTable
+from reshard_mpi.formats.manifest import Manifest, Specs
+from reshard_mpi.formats.tensor_table import TensorTable, TensorType
 from reshard_mpi.planning.parameters import (
     Accumulated,
     Sums,
@@ -304,11 +304,11 @@ def joined_route(
     return ReadGroup(holders[0], part.box, part.region, tensors, numbers, joined_ranks=tuple(holders))
 
 
-def zero_route(count: int, kind: SpecKind, rank: int) -> ReadGroup:
+def zero_route(count: int, kind: TensorType, rank: int) -> ReadGroup:
     """Return a route for a number of tensors of zeros. rank: the rank named as their source."""
-    zeros = TensorTable("", [constant("", kind.dtype, kind.box.shape, bytes(kind.dtype.itemsize_bytes))])
-    whole = Box.whole(kind.box.shape)
-    return ReadGroup(rank, whole, whole, zeros, array("I", bytes(array("I").itemsize * count)), kind.box)
+    zeros = TensorTable("", [constant("", kind.dtype, kind.shape, bytes(kind.dtype.itemsize_bytes))])
+    whole = Box.whole(kind.shape)
+    return ReadGroup(rank, whole, whole, zeros, array("I", bytes(array("I").itemsize * count)), kind.own_box)
 
 
 def apart(names: Sequence[str], parts: Iterable[TensorPart], itemsize_bytes: int) -> Iterator[ReplicaGroup]:

@@ -152,7 +152,7 @@ def _first_holder(conversion: Conversion, name: str, ranks: Sequence[int]) -> Ra
 
 
 def _shapes(plan: RankPlan) -> dict[str, Shape]:
-    return {name: group.kind.global_shape for group in plan.tensors.groups for name in group.names}
+    return {name: group.kind.whole_shape for group in plan.tensors.groups for name in group.names}
 
 
 def _source_lines(run: Run, target_rank: int, origin: TensorLineage) -> Iterator[str]:

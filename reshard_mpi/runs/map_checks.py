@@ -39,7 +39,7 @@ def target_warnings(derived: Iterable[DerivedTensor], plan: RankPlan, rules: Seq
     is_one_sided: dict[tuple[int, Box], bool] = {}
     names = []
     for group in plan.tensors.groups:
-        box, whole = group.kind.box, group.kind.global_shape
+        box, whole = group.kind.own_box, group.kind.whole_shape
         if not by_name or box.shape == whole:
             continue
         for name in group.names:
@@ -69,7 +69,7 @@ def source_warnings(derived: Iterable[DerivedTensor], plan: RankPlan, rules: Seq
         for name in group.names if boxes else ():
             parts = parts_of.get(name, [])
             for box in boxes if parts else ():
-                _require_cut_by_ranks(name, parts, box, group.kind.global_shape, rules, "source")
+                _require_cut_by_ranks(name, parts, box, group.kind.whole_shape, rules, "source")
             if any(_is_one_sided(parts, box) for box in boxes):
                 names.append(name)
     if names:

@@ -20,7 +20,8 @@ from reshard_mpi.errors import DisagreementError
 from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.manifest import NEST, Manifest, shown_string
 from reshard_mpi.formats.nest import first_difference
-from reshard_mpi.mapping.direction import Inventory, ShapeAndType
+from reshard_mpi.formats.tensor_table import TensorType
+from reshard_mpi.mapping.direction import Inventory
 from reshard_mpi.mapping.result import ConstantTensor, DerivedTensor, MapResult, require_holdable, values_of
 from reshard_mpi.mapping.rules import Rules, unpacked
 from reshard_mpi.mapping.selection import is_chosen
@@ -386,7 +387,7 @@ class MappedCheckpoint(SourceCheckpoint):
 
 def _inventory_of(plan: RankPlan) -> Inventory:
     """Return the tensors of a plan in file order."""
-    groups = ((ShapeAndType(group.kind.dtype, group.kind.global_shape), group.names) for group in plan.tensors.groups)
+    groups = ((TensorType(group.kind.dtype, group.kind.whole_shape), group.names) for group in plan.tensors.groups)
     kinds = {name: kind for kind, names in groups for name in names}
     return {name: kinds[name] for name in plan.tensors.specs.names}
 

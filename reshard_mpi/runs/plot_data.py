@@ -159,7 +159,7 @@ class _AlikeTensors:
 
     def add(self, target_rank: int, group: Group, sources: _DrawnSources) -> None:
         """Add a target's part of the drawn tensor."""
-        self.held.setdefault(group.kind.box, []).append(target_rank)
+        self.held.setdefault(group.kind.own_box, []).append(target_rank)
         place = group.names.index(self.names[0])
         for route in group.routes:
             copy = route.copy(place, self.names[0])

@@ -270,7 +270,7 @@ def require_readable_structure(spec: ShardSpec, format_name: str) -> None:
         )
     count = len(specs.names) + len(strings)
     names_bytes = sum(map(kept_bytes, (*specs.names, *strings, *strings.values())))
-    kinds_bytes = sum(kept_kind_bytes(len(kind.global_shape)) for kind in set(specs.kinds))
+    kinds_bytes = sum(kept_kind_bytes(len(kind.shape)) for kind in set(specs.kinds))
     if count > MAX_TENSORS or names_bytes + kinds_bytes > MAX_KEPT_BYTES:
         raise TargetError(
             "a target would hold more than it could be read with again",
@@ -317,7 +317,7 @@ def require_same_choice(comm: Comm, *checkpoints: ShardFiles) -> None:
 
 def require_countable(conversion: Conversion, plan: RankPlan) -> None:
     """Raise TargetError for the first whole number of a target that has no place in the checksum of its file."""
-    groups = (group for group in plan.tensors.groups if is_in_crc(group.kind.dtype, group.kind.global_shape))
+    groups = (group for group in plan.tensors.groups if is_in_crc(group.kind.dtype, group.kind.shape))
     tensors = (group.tensor(place) for group in groups for place in range(len(group.names)))
     with Files() as files:
         for tensor in tensors:

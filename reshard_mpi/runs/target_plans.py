@@ -268,7 +268,7 @@ def listed_tensors(plan: RankPlan) -> dict[str, TargetTensor]:
     """Return the tensors of a target by name, in file order."""
     names, kinds, kind_of = plan.tensors.specs.names, plan.tensors.specs.kinds, plan.tensors.specs.kind_ids
     rank = plan.target_rank
-    listed = [TargetTensor(kind.dtype.name, kind.global_shape, kind.box.shape, rank) for kind in kinds]
+    listed = [TargetTensor(kind.dtype.name, kind.whole_shape, kind.shape, rank) for kind in kinds]
     return {name: listed[number] for name, number in zip(names, kind_of)}
 
 

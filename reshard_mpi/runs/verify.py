@@ -411,7 +411,7 @@ def _with_notes(outcome: Outcome, governor: Governor, *read: discovery.ShardFile
 
 def _require_same_tensors(plan: RankPlan, shard: Manifest) -> None:
     """Raise DamageError if the shard does not hold exactly the planned tensors with their types and shapes."""
-    planned = {name: (group.kind.dtype, group.kind.box.shape) for group in plan.tensors.groups for name in group.names}
+    planned = {name: (group.kind.dtype, group.kind.shape) for group in plan.tensors.groups for name in group.names}
     kinds = ((kind.dtype, kind.shape) for kind in map(shard.tensors.kinds.__getitem__, shard.tensors.kind_ids))
     present = dict(zip(shard.tensors, kinds))
     for name in [*planned, *(name for name in present if name not in planned)]:

@@ -19,7 +19,7 @@ from reshard_mpi.engine.shard_transfer import write_shard
 from reshard_mpi.formats.derived import converted
 from reshard_mpi.formats.dtypes import BY_NAME, DType
 from reshard_mpi.formats.locations import ByteRange, ByteRanges
-from reshard_mpi.formats.manifest import Manifest, ShardIdentity, SpecKind
+from reshard_mpi.formats.manifest import Manifest, ShardIdentity
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable, TensorType
 from reshard_mpi.planning.rank_plan import Group, Limits, PlannedTensors, RankPlan, ReadGroup
 from reshard_mpi.sharding.box import Box
@@ -70,7 +70,7 @@ class Made:
             if turned:
                 to, order = Box((0, half * rows), (columns, (half + 1) * rows)), (1, 0)
             routes.append(ReadGroup(half, held, region, tensors, numbers, to, order))
-        kind = SpecKind(dtype, box.shape, box)
+        kind = TensorType.of_box(dtype, box, box.shape)
         self.groups.append(Group(kind, names, tuple(routes)))
         wholes = [np.concatenate(pair) for pair in zip(*halves)]
         self._contents.append([(whole.T if turned else whole).tobytes() for whole in wholes])
@@ -165,7 +165,7 @@ def test_a_source_that_has_become_shorter_is_named(tmp_path: Path) -> None:
             tensors.add(name, number, 8 * index)
     (tmp_path / "s").write_bytes(bytes(8 * 300))
     (tmp_path / "t").write_bytes(bytes(8 * 600))
-    spec = SpecKind(BY_NAME["uint8"], (8,), box)
+    spec = TensorType.of_box(BY_NAME["uint8"], box, (8,))
     planned = PlannedTensors([Group(spec, names, (ReadGroup(0, box, box, source, range(600)),))], [0] * 600)
     plan = RankPlan(0, 0, ShardIdentity(0, 1, ""), planned, {}, (), (), (), (), frozenset())
     assert shard_transfer.are_many(planned)

@@ -22,7 +22,7 @@ from reshard_mpi.errors import ReshardError
 from reshard_mpi.formats.derived import constant, converted
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.locations import ByteRange, ByteRanges, LibraryRead
-from reshard_mpi.formats.manifest import Manifest, ShardIdentity, SpecKind, TensorSpec
+from reshard_mpi.formats.manifest import Manifest, ShardIdentity, TensorSpec
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable, TensorType
 from reshard_mpi.planning.rank_plan import Copy, Group, Limits, PlannedTensors, RankPlan, ReadGroup, TensorPlan
 from reshard_mpi.sharding.box import Box
@@ -111,7 +111,7 @@ def test_small_tensors_of_another_type_among_others(tmp_path: Path) -> None:
     box = Box.whole((8,))
     groups = [
         Group(
-            SpecKind(seen.kinds[0].dtype, (8,), box),
+            TensorType.of_box(seen.kinds[0].dtype, box, (8,)),
             [f"w{number}" for number in range(first, count, 2)],
             (ReadGroup(0, box, box, seen, range(first, count, 2)),),
         )

@@ -21,8 +21,9 @@ from support.conversions import TENSORS, Conversion, listing, make
 import reshard_mpi
 from reshard_mpi.errors import ShardError, TargetError, UsageError
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.manifest import SpecKind, Specs
+from reshard_mpi.formats.manifest import Specs
 from reshard_mpi.formats.safetensors import huggingface
+from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.planning.target_layouts import filled_files, strategy_of
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
@@ -59,7 +60,9 @@ def loaded(folder: Path) -> dict[str, np.ndarray]:
 
 
 def specs(sizes: dict[str, int]) -> Specs:
-    kinds = {size: SpecKind(BY_NAME["int8"], (size,), Box.whole((size,))) for size in sorted(set(sizes.values()))}
+    kinds = {
+        size: TensorType.of_box(BY_NAME["int8"], Box.whole((size,)), (size,)) for size in sorted(set(sizes.values()))
+    }
     numbers = {size: number for number, size in enumerate(kinds)}
     return Specs(list(sizes), list(kinds.values()), [numbers[size] for size in sizes.values()])
 

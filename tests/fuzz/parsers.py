@@ -33,7 +33,7 @@ from reshard_mpi.formats.torch.tensors import is_tensor
 from reshard_mpi.journal.identity import CommitRecord, RunIdentity
 from reshard_mpi.journal.records import COMMIT_RECORD, STATE, TargetRecord, record_path, run_path
 from reshard_mpi.journal.run_status import as_lines, commit, state_of
-from reshard_mpi.mapping import apply, direction
+from reshard_mpi.mapping import apply
 from reshard_mpi.mapping.map_file import parse_rules
 from reshard_mpi.sharding import strategy
 from reshard_mpi.sharding.box import Box
@@ -224,7 +224,7 @@ def map_file(data: bytes) -> None:
         return
     shapes = {"a.0.q": (8, 4), "a.1.q": (8, 4), "a.0.k": (4, 4), "a.1.k": (4, 4), "b": (16,), "c.norm.w": (4,), "s": ()}
     shapes |= {f"e.{number}.w": (2, 3) for number in range(4)} | {"moments.a.0.q": (8, 4)}
-    inventory = {name: direction.ShapeAndType(BY_NAME["float32"], shape) for name, shape in shapes.items()}
+    inventory = {name: TensorType(BY_NAME["float32"], shape) for name, shape in shapes.items()}
     for forward in (True, False):
         with suppress(ReshardError):
             for made in apply.applied(rules, apply.Selection(), inventory, forward).made:

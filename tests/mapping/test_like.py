@@ -13,8 +13,9 @@ from support.command_line import Capture, run_here
 import reshard_mpi
 from reshard_mpi.errors import MapError, UsageError
 from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.mapping.apply import applied
-from reshard_mpi.mapping.direction import Inventory, ShapeAndType
+from reshard_mpi.mapping.direction import Inventory
 from reshard_mpi.mapping.map_file import parse_rules
 from reshard_mpi.mapping.result import MapResult
 from reshard_mpi.mapping.selection import Selection, TargetTemplate
@@ -23,7 +24,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def inventory(shapes: Shapes) -> Inventory:
-    return {name: ShapeAndType(BY_NAME["float32"], shape) for name, shape in shapes.items()}
+    return {name: TensorType(BY_NAME["float32"], shape) for name, shape in shapes.items()}
 
 
 def made(text: str, source: Shapes, like: Shapes | None, forward: bool | None = None) -> MapResult:

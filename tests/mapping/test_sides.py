@@ -14,8 +14,8 @@ from support.checkpoints import write_shard
 import reshard_mpi
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.mapping.apply import applied
-from reshard_mpi.mapping.direction import ShapeAndType
 from reshard_mpi.mapping.map_file import parse_rules
 from reshard_mpi.mapping.result import MapResult
 from reshard_mpi.mapping.selection import Selection
@@ -28,7 +28,7 @@ eq = "x.{e}.a [f h], x.{e}.b [f h], x.{e}.c [h f], x.r [e h] <=> y.ab [e (f + f)
 
 
 def mapped(text: str, shapes: Shapes, config: dict[str, Any] | None = None) -> MapResult:
-    kinds = {name: ShapeAndType(BY_NAME["float32"], shape) for name, shape in shapes.items()}
+    kinds = {name: TensorType(BY_NAME["float32"], shape) for name, shape in shapes.items()}
     return applied(parse_rules(text, "map.toml", config), Selection(), kinds)
 
 

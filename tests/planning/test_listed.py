@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.manifest import SpecKind
 from reshard_mpi.formats.tensor_table import ChunkedTensors, ListedChunk, TensorTable, TensorType
 from reshard_mpi.planning.chunks import PiecesOf
 from reshard_mpi.planning.rank_plan import Group, ReadGroup
@@ -24,7 +23,7 @@ def test_overlaps_are_those_of_each_region() -> None:
     whole, groups = Box.whole((8,)), []
     for number, region in enumerate((Box((0,), (3,)), Box((3,), (8,)))):
         route = ReadGroup(0, whole, region, listed, (number,))
-        groups.append(Group(SpecKind(dtype, (8,), region), ("ab"[number],), (route,)))
+        groups.append(Group(TensorType.of_box(dtype, region, (8,)), ("ab"[number],), (route,)))
     checks = list(PiecesOf(0, 1).checks(groups, Replicas.CHECK))
     assert [(check.name, str(check.copies[0].region)) for check in checks] == [
         ("a", "[2:3]"),

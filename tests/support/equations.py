@@ -13,7 +13,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.mapping.direction import ShapeAndType
+from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.mapping.result import MapResult
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -230,8 +230,8 @@ def following(draw: Draw, tensors: dict[str, Array], name: str) -> Case:
     return Case(f"{', '.join(texts)} <=> {right.text}", lengths, tensors, right.tensors, is_padded)
 
 
-def kinds(tensors: dict[str, Array]) -> dict[str, ShapeAndType]:
-    return {name: ShapeAndType(BY_NAME[str(array.dtype)], array.shape) for name, array in tensors.items()}
+def kinds(tensors: dict[str, Array]) -> dict[str, TensorType]:
+    return {name: TensorType(BY_NAME[str(array.dtype)], array.shape) for name, array in tensors.items()}
 
 
 def made_of(mapped: MapResult, tensors: dict[str, Array]) -> dict[str, Array]:

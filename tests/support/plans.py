@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from reshard_mpi.formats.manifest import SpecKind
-from reshard_mpi.formats.tensor_table import TensorTable
+from reshard_mpi.formats.tensor_table import TensorTable, TensorType
 from reshard_mpi.planning.rank_plan import Group, PlannedTensors, ReadGroup, TensorPlan
 
 
@@ -17,5 +16,5 @@ def planned_singly(tensors: Iterable[TensorPlan]) -> PlannedTensors:
             ReadGroup(rank, source_box, region, TensorTable("", [source]), (0,), to, order)
             for rank, source, source_box, region, to, order in copies
         )
-        groups.append(Group(SpecKind(*spec[1:]), (spec.name,), routes))
+        groups.append(Group(TensorType.of_box(spec.dtype, spec.box, spec.global_shape), (spec.name,), routes))
     return PlannedTensors(groups, range(len(groups)))

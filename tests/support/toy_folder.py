@@ -13,9 +13,9 @@ from typing import Any
 
 from reshard_mpi.errors import ShardError, told
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.manifest import Manifest, ShardSpec, SpecKind, Specs
+from reshard_mpi.formats.manifest import Manifest, ShardSpec, Specs
 from reshard_mpi.formats.protocol import Costs, Traits
-from reshard_mpi.formats.tensor_table import ChunkedTensors, ListedChunk, TensorTable
+from reshard_mpi.formats.tensor_table import ChunkedTensors, ListedChunk, TensorTable, TensorType
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.text import KIB
 from support import toy_format
@@ -110,7 +110,7 @@ def _with_places(spec: ShardSpec) -> ShardSpec:
     """Return a shard whose tensors are called by their places too."""
     specs = spec.specs
     names = [_called(name, whole, box.start) for name, _, whole, box in specs]
-    kinds = [SpecKind(kind.dtype, kind.box.shape, Box.whole(kind.box.shape)) for kind in specs.kinds]
+    kinds = [TensorType.of_box(kind.dtype, Box.whole(kind.shape), kind.shape) for kind in specs.kinds]
     return spec._replace(tensors=Specs(names, kinds, specs.kind_ids))
 
 

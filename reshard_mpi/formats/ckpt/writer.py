@@ -17,7 +17,7 @@ from reshard_mpi.formats.ckpt.wire import (
     encode_header,
 )
 from reshard_mpi.formats.locations import ByteRange, ByteRanges
-from reshard_mpi.formats.manifest import Manifest, ShardSpec, SpecKind
+from reshard_mpi.formats.manifest import Manifest, ShardSpec
 from reshard_mpi.formats.protocol import NO_SUMS, OnBytes, uncounted
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable, TensorType
 
@@ -44,12 +44,12 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
         tag = name.encode()
         alike = seen.get((number, len(tag)))
         if alike is None:
-            dtype, _, box = kind = specs.kinds[number]
+            kind = specs.kinds[number]
             if kind.size_bytes > CUT_BYTES:
                 offset = _reserve_pieces(structure, tensors, name, kind, offset)
                 continue
-            around = encode_around(len(tag), box.shape, dtype.mindspore, kind.size_bytes)
-            alike = seen[number, len(tag)] = (*around, tensors.kind(TensorType(dtype, box.shape)), kind.size_bytes)
+            around = encode_around(len(tag), kind.shape, kind.dtype.mindspore, kind.size_bytes)
+            alike = seen[number, len(tag)] = (*around, tensors.kind(kind.unplaced), kind.size_bytes)
         before, after, own_kind, size_bytes = alike
         header = b"%b%b%b" % (before, tag, after)
         structure.add(offset, header)
@@ -69,10 +69,10 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
 
 
 def _reserve_pieces(
-    structure: files.HeaderDigestWriter, tensors: TensorTable, name: str, kind: SpecKind, offset: int
+    structure: files.HeaderDigestWriter, tensors: TensorTable, name: str, kind: TensorType, offset: int
 ) -> int:
     """Reserve a tensor that is cut into several Values, from `offset` on; return the offset after it."""
-    dtype, shape, ranges = kind.dtype, kind.box.shape, []
+    dtype, shape, ranges = kind.dtype, kind.shape, []
     for length_bytes in _cuts(kind.size_bytes):
         header = encode_header(name, shape, dtype.mindspore, length_bytes)
         structure.add(offset, header)
@@ -91,9 +91,9 @@ def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
         tag_bytes = _tag_bytes(name)
         tensor_bytes = seen.get((number, tag_bytes))
         if tensor_bytes is None:
-            dtype, _, box = kind = specs.kinds[number]
+            kind = specs.kinds[number]
             tensor_bytes = seen[number, tag_bytes] = sum(
-                _header_bytes(tag_bytes, box.shape, dtype.mindspore, length_bytes) + length_bytes
+                _header_bytes(tag_bytes, kind.shape, kind.dtype.mindspore, length_bytes) + length_bytes
                 for length_bytes in _cuts(kind.size_bytes)
             )
         size_bytes += tensor_bytes

@@ -57,7 +57,7 @@ class ItemLayout(NamedTuple):
 @lru_cache(maxsize=1024)
 def of_tensor(kind: TensorType) -> ItemLayout:
     """Return the layout of an item for a tensor of a kind; only type and shape count."""
-    plain = TensorType(kind.dtype, kind.shape)
+    plain = kind.unplaced
     before, members = _written(first_members(dumps(WrittenTensor(_KEY, plain))), [])
     payload = placed(f"data/{_KEY}", plain.size_bytes, members[-1].end)
     head = before.ljust(payload.header_start, b"\0") + local_header(payload)

@@ -18,7 +18,6 @@ from reshard_mpi.formats.dcp.writer import entries_of
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.manifest import NEST, Manifest, common_nest
 from reshard_mpi.formats.nest.nodes import Value
-from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.formats.torch.pickler import text_opcode, whole_opcode
 
 _VERSION = "1.0.0"
@@ -61,7 +60,7 @@ def _wholes(shards: Sequence[Manifest]) -> dict[str, _CollectedTensor]:
     wholes: dict[str, _CollectedTensor] = {}
     for shard in shards:
         tensors, file = shard.tensors, Path(shard.path).name
-        layouts = [item_layout.of_tensor(TensorType(kind.dtype, kind.shape)) for kind in tensors.kinds]
+        layouts = [item_layout.of_tensor(kind) for kind in tensors.kinds]
         for name, start, number in zip(tensors, tensors.offsets, tensors.kind_ids):
             dtype, shape, box, global_shape = tensors.kinds[number]
             assert box is not None and global_shape is not None

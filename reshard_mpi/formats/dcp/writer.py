@@ -16,7 +16,7 @@ from reshard_mpi.formats.dcp.reader import NAME, wanted_in
 from reshard_mpi.formats.manifest import Manifest, ShardSpec
 from reshard_mpi.formats.nest.nodes import Value
 from reshard_mpi.formats.protocol import NO_SUMS, OnBytes, uncounted
-from reshard_mpi.formats.tensor_table import TensorTable, TensorType
+from reshard_mpi.formats.tensor_table import TensorTable
 from reshard_mpi.formats.torch import archive
 from reshard_mpi.formats.torch.pickler import rebuilt, require_types
 from reshard_mpi.formats.torch.writer import check_members
@@ -37,7 +37,7 @@ def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
     require_types(spec.specs, _HOLDER, "")
     entries_of([*spec.specs.names, *spec.written_by_others], spec.strings, "")
     specs = spec.specs
-    dimensions = [len(kind.global_shape) for kind in specs.kinds]
+    dimensions = [len(kind.shape) for kind in specs.kinds]
     record_bytes = footer.size_at_most_bytes(list(specs.names), dimensions, dict(spec.strings))
     return specs.size_bytes + _ITEM_BYTES * len(specs) + record_bytes
 
@@ -55,8 +55,8 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
     require_types(specs, _HOLDER, path)
     entries_of([*specs.names, *spec.written_by_others], strings, path)
     tensors, writer, end = TensorTable(path), files.HeaderDigestWriter(fd), 0
-    kinds = [tensors.kind(TensorType(kind.dtype, kind.box.shape, kind.box, kind.global_shape)) for kind in specs.kinds]
-    layouts = [item_layout.of_tensor(TensorType(kind.dtype, kind.box.shape)) for kind in specs.kinds]
+    kinds = [tensors.kind(kind) for kind in specs.kinds]
+    layouts = [item_layout.of_tensor(kind) for kind in specs.kinds]
     for name, kind in zip(specs.names, specs.kind_ids):
         item = layouts[kind]
         start = item.start_behind(end)
@@ -75,7 +75,7 @@ def locate_own(path: str) -> Manifest:
     with files.opened(path) as (fd, size_bytes):
         own_footer = footer.read(fd, path, size_bytes)
         tensors, end = own_footer.tensors, 0
-        layouts = [item_layout.of_tensor(TensorType(kind.dtype, kind.shape)) for kind in tensors.kinds]
+        layouts = [item_layout.of_tensor(kind) for kind in tensors.kinds]
         for name, start, kind in zip(tensors, tensors.offsets, tensors.kind_ids):
             item = layouts[kind]
             head_start, tail_start = start - len(item.head), start + item.payload_bytes

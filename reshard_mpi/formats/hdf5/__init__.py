@@ -2,7 +2,7 @@
 
 A native shard, version 2, holds one contiguous dataset a tensor, allocated when it is created, so that its payload is
 one byte range of the file, known before a byte of it is written. The file has the attributes `format`, `version`,
-`rank` and `world_size`, and a group `__reshard_mpi__` with the placement table of the whole checkpoint (`strategy`), the
+`rank` and `world_size`, and a group `__reshard_mpi__` with the placement table of all ranks (`strategy`), the
 order of the tensors and the strings (`contents`, JSON), a table with a row for each tensor in that order (`boxes`: its
 logical element type `dtype`, its `global_shape`, and the `offset` of the box that the shard holds), and the tensors
 whose names HDF5 cannot hold (`tensors`, under percent-encoded names). Where tensors have been summed, `sums` holds a

@@ -32,11 +32,11 @@ Row = tuple[bytes, list[int], list[int]]
 
 def rows(specs: Specs) -> np.ndarray[Any, Any]:
     """Return the table for the tensors of a shard to be written."""
-    kinds = np.zeros(len(specs.kinds), _row_type(max((kind.box.ndim for kind in specs.kinds), default=0)))
+    kinds = np.zeros(len(specs.kinds), _row_type(max((len(kind.shape) for kind in specs.kinds), default=0)))
     for row, kind in zip(kinds, specs.kinds):
         row["dtype"] = kind.dtype.name.encode()
-        row["global_shape"][: kind.box.ndim] = kind.global_shape
-        row["offset"][: kind.box.ndim] = kind.box.start
+        row["global_shape"][: len(kind.shape)] = kind.whole_shape
+        row["offset"][: len(kind.shape)] = kind.own_box.start
     return kinds[np.asarray(specs.kind_ids, np.intp)]
 
 

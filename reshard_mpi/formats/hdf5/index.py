@@ -61,7 +61,7 @@ def write(fd: int, scratch: int, manifest: Manifest, places: TextPlaces) -> None
         "rank": manifest.identity.rank,
         "world_size": manifest.identity.world_size,
         **places._asdict(),
-        "ways": [(kind.dtype.name, kind.shape, _box(kind).start, kind.global_shape) for kind in kinds],
+        "ways": [(kind.dtype.name, kind.shape, kind.own_box.start, kind.global_shape) for kind in kinds],
         "tensors": [number for tensor in zip(tensors.kind_ids, tensors.offsets) for number in tensor],
     }
     body = json.dumps(facts, separators=(",", ":")).encode()
@@ -203,11 +203,6 @@ def _kind(name: str, shape: list[int], start: list[int], global_shape: list[int]
         _require(_whole(length) >= 0 and _whole(low) >= 0 and low + length <= _whole(whole) <= _LONGEST)
     box = Box(tuple(start), tuple(low + length for low, length in zip(start, shape)))
     return TensorType(BY_NAME[name], tuple(shape), box, tuple(global_shape))
-
-
-def _box(kind: TensorType) -> Box:
-    assert kind.box is not None
-    return kind.box
 
 
 def _payloads(tensors: TensorTable) -> Iterator[FileRange]:

@@ -22,7 +22,7 @@ from reshard_mpi.formats import files
 from reshard_mpi.formats.hdf5 import box_table, index, native_names, shard_file, types
 from reshard_mpi.formats.hdf5.native_names import GroupPath
 from reshard_mpi.formats.manifest import Manifest, ShardSpec
-from reshard_mpi.formats.tensor_table import TensorTable, TensorType
+from reshard_mpi.formats.tensor_table import TensorTable
 
 # A file system in memory; without room in it, the folder for temporary files is used.
 _SHARED_MEMORY = "/dev/shm"
@@ -116,10 +116,10 @@ def _write_structure(
     routes = native_names.routes(names)
     stored_types = {dtype: types.create(dtype) for dtype in {kind.dtype for kind in specs.kinds}}
     tensors = TensorTable(path)
-    own_numbers = [tensors.kind(TensorType(dtype, box.shape, box, whole)) for dtype, whole, box in specs.kinds]
+    own_numbers = [tensors.kind(kind) for kind in specs.kinds]
     for name, number in zip(names, specs.kind_ids):
         kind = specs.kinds[number]
-        handle = writer.dataset(routes[name], stored_types[kind.dtype], kind.box.shape)
+        handle = writer.dataset(routes[name], stored_types[kind.dtype], kind.shape)
         tensors.add(name, own_numbers[number], (handle.get_offset() or 0) if kind.size_bytes else 0)
     return tensors, places
 

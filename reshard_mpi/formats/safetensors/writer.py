@@ -25,7 +25,6 @@ from reshard_mpi.formats.manifest import (
     Manifest,
     NotChecksummableError,
     ShardSpec,
-    SpecKind,
     Specs,
     counted_bytes,
     is_in_crc,
@@ -83,7 +82,7 @@ def reserve_as(fd: int, path: str, spec: ShardSpec, format_name: str, metadata: 
     files.write_all(fd, layout.header, 0)
     os.ftruncate(fd, layout.size_bytes)
     specs, tensors = spec.specs, TensorTable(path)
-    kinds = [tensors.kind(TensorType(kind.dtype, kind.box.shape)) for kind in specs.kinds]
+    kinds = [tensors.kind(kind.unplaced) for kind in specs.kinds]
     for number, start in zip(layout.order, layout.starts):
         tensors.add(specs.names[number], kinds[specs.kind_ids[number]], start)
     text = layout.header[LENGTH_BYTES:]
@@ -208,8 +207,8 @@ def _entries(specs: Specs, order: Sequence[int], metadata: dict[str, str], path:
     yield "}"
 
 
-def _around(kind: SpecKind) -> str:
-    dims = ",".join(map(str, kind.box.shape))
+def _around(kind: TensorType) -> str:
+    dims = ",".join(map(str, kind.shape))
     return f':{{"dtype":"{TAG_OF[kind.dtype.name]}","shape":[{dims}],"data_offsets":'
 
 

@@ -86,7 +86,7 @@ def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
     require_types(specs, _HOLDER, "")
     if nest.NEST in spec.strings:
         _root(spec, "")
-    dimensions = [2 * len(kind.box.shape) * _NUMBER_BYTES for kind in specs.kinds]
+    dimensions = [2 * len(kind.shape) * _NUMBER_BYTES for kind in specs.kinds]
     of_tensors = sum(
         MEMBER_BYTES + 2 * (len(TOP) + 16) + _PICKLED_BYTES + 4 * len(name) + dimensions[kind]
         for name, kind in zip(specs.names, specs.kind_ids)
@@ -117,7 +117,7 @@ def _root(spec: ShardSpec, path: str) -> Value:
 
 def _kinds(spec: ShardSpec) -> Iterator[TensorType]:
     """Yield the pickled form of each kind of tensors."""
-    return (TensorType(kind.dtype, kind.box.shape) for kind in spec.specs.kinds)
+    return (kind.unplaced for kind in spec.specs.kinds)
 
 
 def _identity(pickle: bytes) -> bytes:
