@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -77,6 +78,7 @@ _CODES = {
     "hifloat8": "B",
 }
 _E4M3_NAN = 0x7F
+_BFLOAT16_INFINITY = 0x7F80
 
 
 def numbers(content: bytes, dtype: DType) -> list[Any]:
@@ -97,6 +99,33 @@ def numbers(content: bytes, dtype: DType) -> list[Any]:
     if dtype.name == "float8_e4m3fn":
         return [_e4m3(bits) for bits in content]
     return list(struct.unpack(f"={len(content) // dtype.itemsize_bytes}{_CODES[dtype.name]}", content))
+
+
+def encode_number(value: int | float, dtype: DType) -> bytes:
+    """Return the bytes of one element. Raises ValueError, which says why, if the type cannot hold the value.
+
+    Of types with neither a format character nor the form of bfloat16, only zeros are made.
+    """
+    try:
+        if dtype.name == "bfloat16":  # the upper half of a float32, rounded to nearest even
+            (bits,) = struct.unpack("=I", struct.pack("=f", value))
+            upper = bits + 0x7FFF + (bits >> 16 & 1) >> 16
+            if upper & 0x7FFF == _BFLOAT16_INFINITY and math.isfinite(value):
+                raise ValueError("too large")
+            return struct.pack("=H", upper)
+        code = _CODES.get(dtype.name)
+        if code is None or dtype.name in _AS_BYTES:
+            if value != 0:
+                raise ValueError("only zeros can be made up in this type")
+            return bytes(dtype.itemsize_bytes)
+        is_integral = code not in "efd"
+        if is_integral and value != int(value):
+            raise ValueError("no integer")
+        if dtype.name == "bool" and value not in (0, 1):
+            raise ValueError("neither 0 nor 1")
+        return struct.pack(f"={code}", int(value) if is_integral else float(value))
+    except (struct.error, OverflowError) as error:
+        raise ValueError(str(error)) from error
 
 
 def _e4m3(bits: int) -> float:

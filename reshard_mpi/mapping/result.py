@@ -12,7 +12,7 @@ from reshard_mpi.formats.files import MAX_DIMENSIONS, MAX_NAME_BYTES
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.mapping.box_pairs import TargetShape, TermTensor
 from reshard_mpi.mapping.direction import Direction, Inventory, TemplateShapes
-from reshard_mpi.mapping.rules import Count, Number, Rules, packed, require_power, worth
+from reshard_mpi.mapping.rules import Count, Number, Rules, count_element, element_of, require_power, worth
 from reshard_mpi.sharding.box import Box
 
 
@@ -114,7 +114,8 @@ def values_of(
         steps = None if wanted.steps is None else read(wanted.steps)
         value = steps if wanted.number is None else worth(wanted.number, settings, steps)
         assert value is not None
-        yield wanted, packed(value, wanted.kind.dtype, wanted.name, wanted.where, is_count=wanted.number is None)
+        encode = count_element if wanted.number is None else element_of
+        yield wanted, encode(value, wanted.kind.dtype, wanted.name, wanted.where)
 
 
 def _shape(name: str, usual: tuple[int, ...], like: TemplateShapes | None) -> tuple[int, ...]:

@@ -8,12 +8,11 @@ told where a setting makes both sides do different things.
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
-from reshard_mpi.formats.dtypes import BY_NAME, DType
+from reshard_mpi.formats.dtypes import BY_NAME, DType, encode_number, numbers
 from reshard_mpi.mapping.equations import Equation, NamePattern, PatternProblem
 
 
@@ -48,7 +47,7 @@ def name_of(table: Mapping[str, Any], key: str, where: str) -> NamePattern:
         raise MapError("a name is wrong", got=str(error), where=where) from None
 
 
-_SCALAR_CODES = {"int32": "i", "int64": "q", "float32": "f", "float64": "d"}
+_SCALAR_TYPES = ("int32", "int64", "float32", "float64")
 # Frameworks multiply in single precision at every step.
 _MOST_OFF = 1e-3
 
@@ -97,28 +96,21 @@ def setting(settings: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def packed(value: float, dtype: DType, name: str, where: str, *, is_count: bool = False) -> bytes:
-    """Return the bytes of a number. Raises MapError if the type cannot hold it; a count must not be rounded either."""
-    code = _SCALAR_CODES[dtype.name]
-    try:
-        if code in "iq" and value != int(value):
-            raise ValueError("no integer")
-        content = struct.pack(f"={code}", int(value) if code in "iq" else value)
-        if is_count and struct.unpack(f"={code}", content)[0] != value:
-            raise ValueError("it would be rounded")
-        return content
-    except (ValueError, OverflowError, struct.error) as error:
-        raise MapError(f"{name} cannot be {value!r} in {dtype.name}", got=str(error), where=where) from None
+def count_element(value: float, dtype: DType, name: str, where: str) -> bytes:
+    """Return the bytes of a count, which must not be rounded. Raises MapError if the type cannot hold it."""
+    content = element_of(value, dtype, name, where)
+    if numbers(content, dtype)[0] != value:
+        raise _cannot_hold(value, dtype, name, where, "it would be rounded")
+    return content
 
 
-def unpacked(content: bytes, dtype: DType, name: str, where: str) -> float:
+def element_value(content: bytes, dtype: DType, name: str, where: str) -> float:
     """Return the number that a tensor of one element holds. Raises MapError if its type is not known here."""
-    code = _SCALAR_CODES.get(dtype.name)
-    if code is None:
+    if dtype.name not in _SCALAR_TYPES:
         raise MapError(
-            f"{name} is no number of a known type", expected=", ".join(_SCALAR_CODES), got=str(dtype), where=where
+            f"{name} is no number of a known type", expected=", ".join(_SCALAR_TYPES), got=str(dtype), where=where
         )
-    value: float = struct.unpack(f"={code}", content)[0]
+    value: float = numbers(content, dtype)[0]
     if float(value) != value and value == value:
         raise MapError(f"{name} is too large to reckon with", expected="2^53 at most", got=str(value), where=where)
     return float(value)
@@ -199,8 +191,8 @@ def caution_of(table: Mapping[str, Any], where: str) -> Caution:
 
 def _type(table: Mapping[str, Any], key: str, where: str) -> DType:
     name = table.get(key, "float32")
-    if name not in _SCALAR_CODES:
-        raise MapError(f"{key} is unknown", expected=", ".join(_SCALAR_CODES), got=repr(name)[:60], where=where)
+    if name not in _SCALAR_TYPES:
+        raise MapError(f"{key} is unknown", expected=", ".join(_SCALAR_TYPES), got=repr(name)[:60], where=where)
     return BY_NAME[name]
 
 
@@ -263,44 +255,25 @@ class Fill(NamedTuple):
 
     def element(self, dtype: DType) -> bytes:
         """Return the bytes of an element. Raises MapError if the type cannot hold the value."""
-        return bytes_of(self.value, dtype, self.name.text, self.where)
+        return element_of(self.value, dtype, self.name.text, self.where)
 
 
-def bytes_of(value: int | float, dtype: DType, name: str, where: str) -> bytes:
+def element_of(value: int | float, dtype: DType, name: str, where: str) -> bytes:
     """Return the bytes of an element that is made up. Raises MapError if the type cannot hold the value."""
-    code = _CODES.get(dtype.name)
     try:
-        if dtype.name == "bfloat16":  # the upper half of a float32, rounded to nearest even
-            (bits,) = struct.unpack("=I", struct.pack("=f", value))
-            upper = bits + 0x7FFF + (bits >> 16 & 1) >> 16
-            if upper & 0x7FFF == _BFLOAT16_INFINITY and math.isfinite(value):
-                raise struct.error("too large")
-            return struct.pack("=H", upper)
-        if code is None and value != 0:
-            raise struct.error("only zeros can be made up in this type")
-        if code is None:
-            return bytes(dtype.itemsize_bytes)
-        integral = code not in "efd"
-        if integral and value != int(value):
-            raise struct.error("no integer")
-        if dtype.name == "bool" and value not in (0, 1):
-            raise struct.error("neither 0 nor 1")
-        return struct.pack(f"={code}", int(value) if integral else float(value))
-    except (struct.error, ValueError, OverflowError) as error:
-        raise MapError(
-            f"{name} cannot be made up of {value} in {dtype.name}",
-            expected="a value that the type can hold",
-            got=str(error),
-            where=where,
-            remedy="give another value, or another type",
-        ) from None
+        return encode_number(value, dtype)
+    except ValueError as error:
+        raise _cannot_hold(value, dtype, name, where, str(error)) from None
 
 
-_BFLOAT16_INFINITY = 0x7F80
-_CODES = {
-    "int8": "b", "uint8": "B", "int16": "h", "uint16": "H", "int32": "i", "uint32": "I", "int64": "q", "uint64": "Q",
-    "float16": "e", "float32": "f", "float64": "d", "bool": "?",
-}  # fmt: skip
+def _cannot_hold(value: float, dtype: DType, name: str, where: str, why: str) -> MapError:
+    return MapError(
+        f"{name} cannot be made up of {value} in {dtype.name}",
+        expected="a value that the type can hold",
+        got=why,
+        where=where,
+        remedy="give another value, or another type",
+    )
 
 
 class Rules(NamedTuple):

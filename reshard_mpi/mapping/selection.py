@@ -16,7 +16,7 @@ from reshard_mpi.mapping.equations import NamePattern
 from reshard_mpi.mapping.numbered_state import NO_TRAINING, Training
 from reshard_mpi.mapping.optimizer_state import is_named_as_state, owned_by, owners
 from reshard_mpi.mapping.result import ConstantTensor, DerivedTensor, Pads
-from reshard_mpi.mapping.rules import TYPES, Drop, Fill, Rules, bytes_of
+from reshard_mpi.mapping.rules import TYPES, Drop, Fill, Rules, element_of
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.patterns import Pattern
 from reshard_mpi.sharding.placement import named_after
@@ -157,7 +157,7 @@ def constant_typed(choice: Selection, constant: ConstantTensor) -> ConstantTenso
     if dtype == constant.kind.dtype:
         return constant
     value = numbers(constant.element, constant.kind.dtype)[0]
-    element = bytes_of(value, dtype, constant.name, constant.where)
+    element = element_of(value, dtype, constant.name, constant.where)
     return constant._replace(kind=constant.kind._replace(dtype=dtype), element=element)
 
 

@@ -23,7 +23,7 @@ from reshard_mpi.formats.nest import first_difference
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.mapping.direction import Inventory
 from reshard_mpi.mapping.result import ConstantTensor, DerivedTensor, MapResult, require_holdable, values_of
-from reshard_mpi.mapping.rules import Rules, unpacked
+from reshard_mpi.mapping.rules import Rules, element_value
 from reshard_mpi.mapping.selection import is_chosen
 from reshard_mpi.mapping.training_file import SourceTree, applied_to_file
 from reshard_mpi.planning.map_routes import MappedTensors
@@ -322,7 +322,7 @@ class MappedCheckpoint(SourceCheckpoint):
             def read(name: str) -> float:
                 tensor = tensor_at(plan, places[name])
                 content = only_element(files, tensor, self.original.limits)
-                return unpacked(content, tensor.spec.dtype, name, self.files.path)
+                return element_value(content, tensor.spec.dtype, name, self.files.path)
 
             for number, element in values_of(mapped.computed, mapped.counted, mapped.settings, read):
                 yield ConstantTensor(number.name, number.kind, element, number.where)
