@@ -246,6 +246,23 @@ def test_long_texts_are_cut_and_odd_ones_survive(tmp_path: Path) -> None:
     assert written._replace(**texts) == entry._replace(**texts, number=written.number, holds=True, since=written.since)
 
 
+def test_who_is_just_admitted_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = Ledger(tmp_path / "line.ledger")
+    read = _LedgerFile._read
+
+    def read_before_admission(file: _LedgerFile) -> bytes:
+        data = read(file)
+        monkeypatch.setattr(_LedgerFile, "_read", read)
+        ticket._write(ticket.entry._replace(holds=True))
+        return data
+
+    ticket = line.enter(wanted(1), None, NoNotices())
+    ticket._write(ticket.entry._replace(holds=False))
+    monkeypatch.setattr(_LedgerFile, "_read", read_before_admission)
+    assert len(line.entries()) == 1 and ticket.entry.holds
+    ticket.leave()
+
+
 def test_nothing_is_made_by_looking(tmp_path: Path) -> None:
     assert Ledger(tmp_path / "none").entries() == []
     assert not (tmp_path / "none").exists()

@@ -162,7 +162,9 @@ class Ledger:
     def entries(self) -> list[LedgerEntry]:
         """Return who holds leases, and then who waits, in the order of the line. Nothing is changed."""
         with self._opened() as file:
-            return [] if file is None else [*file.entries(_LEASE, _FLOOR), *file.entries(_WAITING)]
+            # Of one reading: nobody is missed who is admitted meanwhile.
+            entries = [] if file is None else file.entries(_WAITING, _LEASE, _FLOOR)
+        return sorted(entries, key=lambda entry: not entry.holds)
 
     def lock_holders(self) -> tuple[int, ...]:
         """Return the process that is changing the ledger now, or has been stopped while it did."""
@@ -197,10 +199,10 @@ class Ticket:
     def join(self, reporter: WaitReporter, number: int) -> None:
         """Take a record, at the end of the line or at the place `number` if nobody has that."""
         with self._file.changing(reporter):
-            waiting, holding = self._file.entries(_WAITING), self._file.entries(_LEASE, _FLOOR)
-            if not number or number in (entry.number for entry in (*waiting, *holding)):
+            entries = self._file.entries(_WAITING, _LEASE, _FLOOR)
+            if not number or number in (entry.number for entry in entries):
                 # A clock, so that no number is used again even where the file has been removed and made anew.
-                number = max([time.monotonic_ns(), *(entry.number + 1 for entry in waiting)])
+                number = max([time.monotonic_ns(), *(entry.number + 1 for entry in entries if not entry.holds)])
             self._file.take_record()
             self._write(self.entry._replace(number=number))
 
