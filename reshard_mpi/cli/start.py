@@ -21,8 +21,9 @@ _COMMANDS = ("transform", "plan", "verify")
 # The variable in which a process that starts over passes on what it knows.
 _AGAIN = "RESHARD_MPI_START_OVER"
 _MAX_QUOTED = 120
-# No number that a process passes on to the one that takes its place is larger.
-_MOST = 1 << 53
+# No number that a process passes on to the one that takes its place is larger: places in line are nanoseconds since the
+# host has started.
+_MOST = 1 << 62
 _has_begun = False
 # The memory of MPI, as measured with MPICH and Open MPI.
 _MPI_BYTES = 18 << 20

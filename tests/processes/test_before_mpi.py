@@ -121,7 +121,8 @@ def test_what_nobody_has_passed_on_is_passed_over(text: str) -> None:
 
 
 def test_what_has_been_passed_on() -> None:
-    known = start._Earlier(5, 1.5, {"host": 7})
+    ten_years = 3650 * 24 * 3600 * 10**9  # of a host that has not been started again
+    known = start._Earlier(5, 1.5, {"host": 7, "slurm-1": ten_years})
     assert start._Earlier.loads(json.dumps(known)) == known
 
 
