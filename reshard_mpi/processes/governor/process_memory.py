@@ -95,7 +95,7 @@ class ProcessMemory:
 
     @classmethod
     def open(cls, allowance: Allowance, environment: Mapping[str, str], say: Say, *, alone: bool) -> ProcessMemory:
-        """Return the allotment of this process, with the lease that it has started with, if any.
+        """Return the memory of this process, with the lease that it has started with, if any.
 
         Args:
             alone: no other process of the run waits for this one, and it waits for none.
