@@ -32,11 +32,13 @@ from reshard_mpi.errors import ReshardError
 from reshard_mpi.processes import host
 from reshard_mpi.processes.governor.ledger_folder import open_ledger_file
 
-# Between two looks of the first in line and of the one behind it; of others as many times that as processes are ahead.
+# Between two looks of the first in line and of the one behind it; of others as many times that as processes are ahead,
+# since a line does not move faster, and so that a long one takes no more of the processors than a short one.
 _LOOK_SECONDS = 0.02
-_LONGEST_LOOK_SECONDS = 0.5
+_LONGEST_LOOK_SECONDS = 2.0
 # If no lease has changed, the first in line waits this many times as long as asking takes before it asks again.
 _ASK_SHARE = 10
+_LONGEST_ASK_SECONDS = 0.5
 # A lease that comes or grows between asking and being admitted is rare, and does not happen eight times in a row.
 _MAX_TRIES = 8
 _SHORTEST_NAP_SECONDS = 0.0001
@@ -224,7 +226,7 @@ class Ticket:
                     begin = time.monotonic()
                     asked_about, lacking = leases, judge(leases)
                     end = time.monotonic()
-                    ask_again = end + min(_ASK_SHARE * (end - begin), _LONGEST_LOOK_SECONDS)
+                    ask_again = end + min(_ASK_SHARE * (end - begin), _LONGEST_ASK_SECONDS)
                     if lacking is None:
                         if self._admit(leases, reporter):
                             return

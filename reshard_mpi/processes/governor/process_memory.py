@@ -79,17 +79,16 @@ class ProcessMemory:
         on_memory_released: called, one after the other, to free all that the lease is for.
     """
 
-    def __init__(self, governor: Governor, say: Say, *, floor_bytes: int, floor: Lease | None, start: Start | None):
+    def __init__(self, governor: Governor, say: Say, *, floor: Lease | None = None, start: Start | None = None) -> None:
         self.governor = governor
         self.on_memory_released: list[Callable[[], None]] = []
         self.waited_seconds = start.waited_seconds if start is not None else 0.0
         self._say = say
         self._turns = 0
-        self._floor_bytes = floor_bytes
         self._floor = floor
         self._start = start
         self._lease = start.lease if start is not None else None
-        self._used_before_bytes = 0 if start is not None or floor_bytes else resident_bytes(os.getpid())
+        self._used_before_bytes = 0 if start is not None or floor is not None else resident_bytes(os.getpid())
         self._there_bytes = min(self._used_before_bytes, _CALLER_BYTES)
         self._may_start_over = start is not None and start.over is not None
 
@@ -102,11 +101,11 @@ class ProcessMemory:
         """
         start = own_start()
         if start is None:  # a program that calls the functions
-            return cls(open_governor(allowance, environment), say, floor_bytes=0, floor=None, start=None)
+            return cls(open_governor(allowance, environment), say)
         if alone:
-            return cls(start.governor, say, floor_bytes=0, floor=None, start=start)
+            return cls(start.governor, say, start=start)
         start.lease.restate(start.lease.size_bytes, is_floor=True)
-        return cls(start.governor, say, floor_bytes=start.lease.size_bytes, floor=start.lease, start=None)
+        return cls(start.governor, say, floor=start.lease)
 
     def close(self) -> None:
         """Give the lease back, except the floor of a process of this program, which stays until its end."""
@@ -115,6 +114,10 @@ class ProcessMemory:
         if self._floor is not None and own_start() is None:
             self._floor.give_back()
         self._lease = self._floor = None
+
+    @property
+    def _floor_bytes(self) -> int:
+        return self._floor.size_bytes if self._floor is not None else 0
 
     @property
     def leased_bytes(self) -> int:
@@ -153,15 +156,13 @@ class ProcessMemory:
         if self._lease is None:
             return
         self._lease.restate(self._lease.size_bytes, is_floor=True)
-        self._floor, self._floor_bytes = self._lease, self._lease.size_bytes
-        self._lease = self._start = None
+        self._floor, self._lease, self._start = self._lease, None, None
         self._may_start_over = False
 
     def hand_over(self, size_bytes: int) -> None:
         """Hold `size_bytes` less, which another process holds now."""
         if self._floor is not None:
-            self._floor_bytes -= size_bytes
-            self._floor.restate(self._floor_bytes, is_floor=True)
+            self._floor.restate(self._floor.size_bytes - size_bytes, is_floor=True)
 
     def release_if_contended(self) -> None:
         """Free all memory if others wait for some, while this process waits for something else."""
@@ -179,16 +180,15 @@ class ProcessMemory:
     def _release_all(self) -> None:
         for let_go in self.on_memory_released:
             let_go()
-        in_use_bytes = resident_bytes(os.getpid())
+        floor_bytes = max(self._floor_bytes, resident_bytes(os.getpid()))
         if self._start is not None:  # what it has loaded it will have until its end
             self._floor, self._start = self._lease, None
-            self._floor_bytes = BASE_BYTES
+            floor_bytes = max(BASE_BYTES, floor_bytes)
         elif self._lease is not None:
             self._lease.give_back()
         self._lease = None
         if self._floor is not None:
-            self._floor_bytes = max(self._floor_bytes, in_use_bytes)
-            self._floor.restate(self._floor_bytes, is_floor=True)
+            self._floor.restate(floor_bytes, is_floor=True)
 
     def _wait(self, size_bytes: int, purpose: str) -> None:
         # Behind numbers from before this process, and before later ones. No number is used twice.
