@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -105,6 +106,19 @@ def test_a_killed_holder_frees_its_bytes(state: Path) -> None:
         b.expect("holds")
         assert pids(state, holding=True) == [b.pid]
         b.let_go()
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None or os.geteuid() != 0, reason="unshare, as root")
+def test_a_holder_in_a_container_counts_until_it_ends(state: Path) -> None:
+    """In a PID namespace of its own: its number there is nobody's here."""
+    container = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+    with ended(a := Holder(state, LEASE, memory="64M", prefix=container).expect("holds")):
+        (inside,) = entries(state)
+        assert not inside.is_here and inside.pid < 10 and inside.state == "" and not inside.is_stopped
+        with ended(b := Holder(state, LEASE, memory="64M")):
+            assert f"on pid {inside.pid} (for " in b.read()
+            a.kill()
+            b.expect("holds").let_go()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])

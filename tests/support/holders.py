@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -31,10 +31,11 @@ class Holder:
         max_active: int | None = None,
         used_bytes: int = 0,
         env: Mapping[str, str] | None = None,
+        prefix: Sequence[str] = (),
     ) -> None:
         arguments = [memory, str(max_active or 0), str(size_bytes), str(used_bytes)]
         self.process = subprocess.Popen(
-            [sys.executable, __file__, *arguments],
+            [*prefix, sys.executable, __file__, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "RESHARD_MPI_STATE_DIR": str(state), **(env or {})},
