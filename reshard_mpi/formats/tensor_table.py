@@ -93,7 +93,7 @@ class TensorType(NamedTuple):
 
     @property
     def own_box(self) -> Box:
-        """The box, of a tensor whose box is known, as those that are planned and written."""
+        """The box of a tensor whose box is known: one that is planned or written."""
         assert self.box is not None
         return self.box
 
