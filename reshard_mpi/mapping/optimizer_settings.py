@@ -413,11 +413,8 @@ def _carried_entry(entry: list[Any], source: Any) -> list[Any]:
     if len(entry) == 2 and type(key) in (str, int) and key not in _OF_PARAMETERS:
         for other in entries_of(source) or ():
             if len(other) == 2 and other[0] == key and type(other[0]) is type(key):
-                if key in _BY_GROUP and _length(other[1]) != _length(entry[1]):
-                    return entry  # there are more groups, or fewer
+                if key in _BY_GROUP and isinstance(entry[1], list) and isinstance(other[1], list) and other[1]:
+                    # Unlike values of groups in another order, or of more groups, are refused before.
+                    return [entry[0], [other[1][number % len(other[1])] for number in range(len(entry[1]))]]
                 return [entry[0], _carried(entry[1], other[1])]
     return entry
-
-
-def _length(node: Any) -> int:
-    return len(node) if isinstance(node, list) else 0

@@ -353,3 +353,26 @@ def test_lists_of_another_length_are_the_sources(tmp_path: Path) -> None:
     assert [float(group["lr"]) for group in loaded["optimizer"]["param_groups"]] == [0.25, 0.25]
     assert loaded["scheduler"] == {"milestones": [3, 7], "base_lrs": [0.25, 0.25]}
     assert loaded["history"] == [1.0, 2.0]
+
+
+def test_a_schedulers_values_by_group_are_the_sources_whatever_the_number_of_groups(tmp_path: Path) -> None:
+    def saved(path: Path, rate: float, decays: list[float]) -> Path:
+        groups: list[dict[str, Any]] = [
+            {"lr": rate, "decay": decay, "params": [], "param_names": []} for decay in decays
+        ]
+        for number, name in enumerate(("a.w", "b.w")):
+            group = groups[min(number, len(groups) - 1)]
+            group["params"].append(number)
+            group["param_names"].append(name)
+        state = {number: {"exp_avg": tensor(1)} for number in range(2)}
+        model = {name: tensor(0) for name in ("a.w", "b.w")}
+        scheduler = {"base_lrs": [rate] * len(groups)}
+        torch_peer.save(
+            path, {"model": model, "optimizer": {"state": state, "param_groups": groups}, "scheduler": scheduler}
+        )
+        return path
+
+    src, like = saved(tmp_path / "x.pt", 0.1, [0.0, 0.5]), saved(tmp_path / "like.pt", 0.9, [0.0])
+    reshard_mpi.transform(src, tmp_path / "dst", to="torch", map="{p*}.w <=> {p*}.w", like=like)
+    loaded = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")
+    assert loaded["optimizer"]["param_groups"][0]["lr"] == 0.1 and loaded["scheduler"] == {"base_lrs": [0.1]}

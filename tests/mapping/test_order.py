@@ -318,3 +318,14 @@ def test_nests_agree_whatever_only_one_of_them_says_of_the_order() -> None:
     assert common_nest([one, other]) == root == common_nest([root, one]) and common_nest([one, one]) == one
     assert common_nest([one, '{"dict":[]}']) == root
     assert common_nest([one, '{"dict":[["a",2]]}']) is common_nest([one, "{"]) is common_nest([]) is None
+
+
+def test_stages_join_groups_of_equal_settings_by_their_places() -> None:
+    def stage(number: int) -> str:
+        groups = ",".join(f'{{"dict":[["lr",0.1],["params",["l{number}.{name}"]]]}}' for name in "ab")
+        return f'{{"dict":[["state",{{"dict":[]}}],["param_groups",[{groups}]]]}}'
+
+    joined = common_nest([stage(0), stage(1)])
+    assert joined is not None
+    (_, (_, groups)) = json.loads(joined)["dict"]
+    assert [dict(group["dict"])["params"] for group in groups] == [["l0.a", "l1.a"], ["l0.b", "l1.b"]]

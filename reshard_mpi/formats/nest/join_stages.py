@@ -109,8 +109,9 @@ def _is_flat(entries: dict[Any, list[Any]]) -> bool:
 def _joined_optimizers(one: dict[Any, list[Any]], other: dict[Any, list[Any]], keeps_first: bool) -> list[Any]:
     """Join optimizers: the state of both, and groups that differ in their parameters alone as one."""
     groups = [_entries(group) for group in one[_GROUPS][0]]
-    for group in map(_entries, other[_GROUPS][0]):
-        same = next((own for own in groups if _settings(own) == _settings(group)), None)
+    for place, group in enumerate(map(_entries, other[_GROUPS][0])):
+        in_order = (*groups[place : place + 1], *groups)  # of groups treated alike first the one in the same place
+        same = next((own for own in in_order if _settings(own) == _settings(group)), None)
         if same is None:
             if any(not value for of_group in (*groups, group) for value in of_group.values()):
                 raise ValueError  # a setting that is a tensor is called by the place of its group
