@@ -74,7 +74,7 @@ def source_bytes(network: Shapes, strategy: Strategy) -> int:
 
 def _write_shard(made: Checkpoint, rank: int, noise: memoryview) -> None:
     module, strategy = formats.by_name(made.format), made.resharding.source
-    path = made.source / f"rank_{rank}" / f"checkpoint_{rank}{module.SUFFIXES[0]}"
+    path = made.source / f"rank_{rank}" / f"checkpoint_{rank}{formats.info(made.format).suffixes[0]}"
     path.parent.mkdir(parents=True)
     specs = tuple(
         TensorSpec(name, _FLOAT, shape, Layout(strategy.find(name)[0], shape).box(rank))

@@ -112,7 +112,7 @@ def check_size(value: object, name: str) -> int:
 
 def check_source_format(value: object, name: str) -> str:
     """Return the name of a format. Raises UsageError for an unknown one."""
-    return formats.by_name(check_text(value, name)).NAME
+    return formats.info(check_text(value, name)).name
 
 
 def check_target_format(value: object, name: str) -> str:
@@ -201,8 +201,8 @@ RANKS = Kind(check_number, read_ranks, action="extend")
 PART = Kind(check_part, read_part)
 SIZE = Kind(check_size)
 MEMORY = Kind(check_memory)
-SOURCE_FORMAT = Kind(check_source_format, choices=lambda: formats.NAMES)
-TARGET_FORMAT = Kind(check_target_format, choices=lambda: formats.TARGETS)
+SOURCE_FORMAT = Kind(check_source_format, choices=formats.names)
+TARGET_FORMAT = Kind(check_target_format, choices=formats.targets)
 
 
 class Option(NamedTuple):

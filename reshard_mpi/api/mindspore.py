@@ -123,7 +123,7 @@ def transform_checkpoint_by_rank(
     if name is None:
         raise UsageError(
             "the file to save has an unknown ending",
-            expected=" or ".join(formats.SUFFIXES),
+            expected=" or ".join(formats.suffixes()),
             got=path.name,
             where=str(path),
         )

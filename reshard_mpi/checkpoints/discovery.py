@@ -160,7 +160,7 @@ def _naming_left_out(files: ShardFiles, folder: str, format_name: str | None) ->
     Args:
         format_name: the one that the user has chosen, so that files of others are left out by his will.
     """
-    suffixes = formats.by_name(files.format).SUFFIXES
+    suffixes = formats.info(files.format).suffixes
     read: defaultdict[Path, set[str]] = defaultdict(set)  # by folder, relative to `folder`: what is read in it
     for path in (path for paths in files.by_rank.values() for path in paths):
         inside = Path(os.path.relpath(path, folder))
@@ -411,7 +411,7 @@ def _one_format(candidates: Mapping[int, Iterable[Path]], path: str) -> str:
 
 def _by_own_rank(files: ShardFiles) -> ShardFiles:
     """Return loose files by the ranks that they state; files that state none make up one full checkpoint."""
-    if not formats.by_name(files.format).TRAITS.describes_itself:
+    if not formats.info(files.format).describes_itself:
         return files
     ranks: dict[int, str] = {}
     warnings = []
@@ -441,7 +441,7 @@ def _by_own_rank(files: ShardFiles) -> ShardFiles:
 
 
 def _endings(format_name: str | None = None) -> str:
-    return ", ".join(formats.SUFFIXES if format_name is None else formats.by_name(format_name).SUFFIXES)
+    return ", ".join(formats.suffixes() if format_name is None else formats.info(format_name).suffixes)
 
 
 def _selected(select: str | None) -> str:

@@ -157,7 +157,7 @@ def _checkpoint(files: discovery.ShardFiles, wanted: _TensorFilter) -> dict[str,
         "size_bytes": sum(shard["size_bytes"] for rank_shards in shards.values() for shard in rank_shards),
         "totals": _totals(shard for rank_shards in shards.values() for shard in rank_shards),
         **({"left_out": [files.left_out]} if files.left_out else {}),
-        "notes": [*files.notes, *([] if formats.by_name(files.format).TRAITS.knows_file_count else [_MAY_LACK_FILES])],
+        "notes": [*files.notes, *([] if formats.info(files.format).knows_file_count else [_MAY_LACK_FILES])],
         "shards": shards,
     }
 

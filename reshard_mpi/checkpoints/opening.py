@@ -148,7 +148,7 @@ def _require_all_files(files: ShardFiles) -> None:
             where=files.path,
             remedy="copy the missing ones" if count < said else "remove what does not belong to it",
         )
-    if said is None and files.is_folder and not formats.by_name(files.format).TRAITS.knows_file_count:
+    if said is None and files.is_folder and not formats.info(files.format).knows_file_count:
         raise SourceError(
             f"nothing in a {formats.title(files.format)} tells whether its last files are missing",
             expected="--src-files N: how many files were saved, as a rule one for each rank that saved",
@@ -220,7 +220,7 @@ def _may_be_cut(run: RunIdentity, folder: Path) -> bool:
     from reshard_mpi.journal.identity import strategy_of_run
 
     name = run.facts.get("to")
-    if isinstance(name, str) and name in formats.TARGETS and formats.by_name(name).TRAITS.split_by_size:
+    if isinstance(name, str) and name in formats.targets() and formats.info(name).split_by_size:
         return False  # files that are filled up hold whole tensors
     recorded = strategy_of_run(folder, run.digest)
     if recorded is None:

@@ -79,7 +79,7 @@ def add_files(command: argparse.ArgumentParser, source: str, *, rank: str = "") 
     add(
         parser,
         "source_format",
-        f"take only files of this format in {source}: {', '.join(formats.NAMES)} (default: what lies there, if it"
+        f"take only files of this format in {source}: {', '.join(formats.names())} (default: what lies there, if it"
         " is of one)",
     )
     add(

@@ -82,9 +82,9 @@ class Folder:
         self.sync()
         return self.inner(name)
 
-    def create(self, name: str, mode: int) -> int:
+    def create(self, name: str) -> int:
         """Make a new file, for reading and writing. Raises TargetError if anything of that name is there."""
-        return create_file(name, mode, self._fd, self.path / name)
+        return create_file(name, folder=self._fd, called=self.path / name)
 
     def open_file(self, name: str, flags: int, purpose: str, mode: int = 0o666) -> int:
         """Open a regular file of this user without blocking, and return its descriptor.
@@ -191,10 +191,11 @@ class Folder:
         return _in_the_way(self.path / name, kind_of(mode), purpose)
 
 
-def create_file(path: str, mode: int, folder: int | None = None, called: Path | None = None) -> int:
+def create_file(path: str, mode: int = 0o666, folder: int | None = None, called: Path | None = None) -> int:
     """Make the new file `path` and return its descriptor, for reading and writing.
 
     Args:
+        mode: its permissions, before the user's mask.
         folder: the descriptor of the folder that `path` is relative to.
         called: the name in errors.
 

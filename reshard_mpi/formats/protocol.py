@@ -1,60 +1,14 @@
-"""Define the functions and facts that make up a format (`Format`, `FolderFormat`, `Traits`).
-
-What a format can do, and how much memory it takes. Code outside of `formats` asks for traits, never for names.
-"""
+"""Define the functions that make up a format (`Format`, `FolderFormat`); its facts are in `registry.FormatInfo`."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from reshard_mpi.filesystem.folders import create_file
 from reshard_mpi.formats.manifest import Manifest, ShardSpec
-
-
-class Costs(NamedTuple):
-    """How much memory a process needs because of a format, in bytes, measured and rounded up (`test_projection.py`)."""
-
-    # reading, writing, checking: for each tensor of a shard that is read, written, or compared with its own sums
-    reading: int
-    writing: int
-    checking: int
-    library: int = 0  # for what is loaded to write; numpy comes on top if `uses_numpy`
-    uses_numpy: bool = False
-    cached: int = 0  # what the library keeps for each tensor; most_cached: at most
-    most_cached: int = 0
-    # child, child_tensor: for a child process that reads files that other programs have written, and for each tensor of
-    # these; 0 if there is no such process
-    child: int = 0
-    child_tensor: int = 0
-
-
-class Traits(NamedTuple):
-    """The abilities and costs of a format."""
-
-    costs: Costs
-    describes_itself: bool = False  # a shard states its rank and how its checkpoint is sharded
-    has_crc: bool = False  # a shard can be sealed with a checksum of the whole file
-    crc_counts_scalars: bool = False  # which counts scalars of whole numbers (see `manifest.is_in_crc`)
-    keeps_sums: bool = False  # a shard has a place for sums of its tensors
-    shares_blocks: bool = False  # large tensors are aligned so that file systems can share their blocks
-    is_folder: bool = False  # a checkpoint is a folder whose files an index lists (see `protocol.FolderFormat`)
-    split_by_size: bool = False  # a checkpoint is a full one, in files that are filled up to a size
-    keeps_strings: bool = True  # it has a place for strings
-    # the format in which such a checkpoint is written instead if it is cut over ranks
-    sharded_variant: str | None = None
-    # the format in which what is read is written, unless another one is asked for; None: the same
-    default_target: str | None = None
-    # whether a folder tells which files it should have; if not, the user must say how many
-    knows_file_count: bool = True
-    title: str = ""  # the words for its checkpoints, if not its name
-    # names of types that its own framework writes and does not read again: they are taken over from shards of the same
-    # format alone
-    types_own_loader_refuses: tuple[str, ...] = ()
-    own_loader_refuses_empty: bool = False  # whether that framework refuses a shard of nothing
-
 
 NO_SUMS: Mapping[str, int] = {}
 # Told how many bytes have just been read.
@@ -73,26 +27,8 @@ def no_sums(path: str) -> Mapping[str, int]:
 class Format(Protocol):
     """Tells where the bytes of a shard are; never plans or moves payload bytes.
 
-    A format that is no target (`formats.TARGETS`) has no MODE, and none of the functions that write.
-
-    NAME is the format's name in options and reports, SUFFIXES the file name endings that mark it.
-
-    Attributes:
-        MODE: the permissions that a file has while it is written, before the user's mask.
-        TRAITS: what it can do.
+    A format that is no target has none of the functions that write.
     """
-
-    @property
-    def NAME(self) -> str: ...  # noqa: N802
-
-    @property
-    def SUFFIXES(self) -> tuple[str, ...]: ...  # noqa: N802
-
-    @property
-    def MODE(self) -> int: ...  # noqa: N802
-
-    @property
-    def TRAITS(self) -> Traits: ...  # noqa: N802
 
     def locate(self, path: str, like: Manifest | None = None) -> Manifest:
         """Read the structure of the shard at `path`. Raises ShardError if it is not a sound shard of this format.
@@ -150,7 +86,7 @@ class Format(Protocol):
 class FolderFormat(Format, Protocol):
     """A format whose checkpoints are folders: files of any names, and an index that lists what lies in them.
 
-    The index is the file that `formats.index_of` names; it is written last, when all others are complete. A folder may
+    The index is the first of `FormatInfo.marks`; it is written last, when all others are complete. A folder may
     also be told by files that need no index: `formats.names_of_folder`.
     """
 
@@ -175,7 +111,7 @@ def reserve_file(module: Format, path: str, spec: ShardSpec) -> Manifest:
 
     Raises as `Format.reserve` does, and TargetError if there is such a file.
     """
-    fd = create_file(path, module.MODE)
+    fd = create_file(path)
     try:
         return module.reserve(fd, path, spec)
     except BaseException:

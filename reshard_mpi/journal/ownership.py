@@ -173,7 +173,7 @@ def _target_files(identity: RunIdentity) -> Iterator[str]:
     """Yield the paths of all targets of a run, relative to the target folder."""
     folder_format = formats.folder_by_name(identity.format)
     targets, prefix = identity.target_ranks, str(identity.facts.get("prefix", ""))
-    ending = formats.by_name(identity.format).SUFFIXES[0]
+    ending = formats.info(identity.format).suffixes[0]
     for rank in range(targets):
         if folder_format is not None:
             yield folder_format.file_name(rank, targets, prefix)

@@ -37,7 +37,6 @@ class Publication:
 
     Attributes:
         partial: its path until then. descriptor: open for reading and writing as long as the block lasts.
-        mode: its permissions, before the user's mask.
         before: called before the file takes its name, with its status and the sums given to `publish`.
         then: called when it is in place.
         host: the name of this host if other processes may write the same file at once.
@@ -47,7 +46,6 @@ class Publication:
         self,
         folder: Folder,
         name: str,
-        mode: int = 0o666,
         before: Before = lambda *_: None,
         then: Callable[[], None] = lambda: None,
         host: str = "",
@@ -56,7 +54,6 @@ class Publication:
         self._name = name
         self._before = before
         self._then = then
-        self._mode = mode
         self._host = host
         self.is_published = False
 
@@ -90,7 +87,7 @@ class Publication:
         while True:
             head = _host_digest(self._host) if self._host else ""
             self._partial_name = partial_name(self._name, head + os.urandom(_TOKEN_BYTES - len(head) // 2).hex())
-            self.descriptor = self._folder.create(self._partial_name, self._mode)
+            self.descriptor = self._folder.create(self._partial_name)
             # Before it was locked, another process may have taken it for stale and removed it.
             if not self._host or (
                 _try_lock(self.descriptor) is not False and self._folder.is_called(self._partial_name, self.descriptor)

@@ -219,13 +219,12 @@ class Journal:
 
     @contextlib.contextmanager
     def writing(
-        self, target_rank: int, path: Path, evidence: TargetInputs, mode: int = 0o666, say: Say = lambda _: None
+        self, target_rank: int, path: Path, evidence: TargetInputs, say: Say = lambda _: None
     ) -> Iterator[Publication]:
         """Hold the target's lock and yield the file to write and publish; if it is not published, it is removed.
 
         Args:
             evidence: for its record.
-            mode: its permissions while it is written.
             say: is told who is waited for.
 
         Raises TargetError if a live process is writing the target.
@@ -245,7 +244,7 @@ class Journal:
             remove_stale(inner, path.name)
             announce = partial(self._announce, state, target_rank, path, evidence)
             confirm = partial(self._confirm, state, target_rank)
-            with Publication(inner, path.name, mode, announce, confirm) as publication:
+            with Publication(inner, path.name, announce, confirm) as publication:
                 yield publication
                 if publication.is_published:
                     remove_note(lock)
@@ -444,13 +443,11 @@ class Unrecorded:
         target_rank: int,
         path: Path,
         evidence: TargetInputs,
-        mode: int = 0o666,
         say: Say = lambda _: None,
     ) -> Iterator[Publication]:
         """Yield the file to write and publish; if it is not published, it is removed.
 
         Args:
-            mode: its permissions while it is written.
         """
         make_folders(self._folder)
         self._withdraw_record(target_rank, path)
@@ -461,7 +458,7 @@ class Unrecorded:
         ):
             host = host_name(os.environ)
             remove_stale(inner, path.name, host)
-            with Publication(inner, path.name, mode, lambda *_: announce(), host=host) as publication:
+            with Publication(inner, path.name, lambda *_: announce(), host=host) as publication:
                 yield publication
 
     def left_bytes(self, path: Path) -> int:

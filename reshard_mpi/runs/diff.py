@@ -111,7 +111,7 @@ def _planned(
     read = strategies or Strategies.read(request)
     first_files = request.shard_files()
     second_files = discovery.find_shards(request.target, role="other")
-    if not formats.by_name(second_files.format).TRAITS.knows_file_count:
+    if not formats.info(second_files.format).knows_file_count:
         raise SourceError(
             f"nothing in a {formats.title(second_files.format)} tells whether its last files are missing",
             expected="it as the first of the two, with --src-files N",

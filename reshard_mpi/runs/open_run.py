@@ -81,7 +81,7 @@ class Run(NamedTuple):
             files["map"] = joined_maps(map_words(request))
         if request.select is not None:
             files[CHOSEN] = request.select
-        traits = formats.by_name(self.format).TRAITS
+        traits = formats.info(self.format)
         source = self.conversion.source.files.path  # of several moments that lie there the one that was chosen
         facts = {
             "source": str(real_path(source)),
@@ -138,7 +138,7 @@ def open_run(
     _check_prefix(request.prefix)
     shards = request.shard_files()
     name = _target_format(request, shards.format)
-    traits = formats.by_name(name).TRAITS
+    traits = formats.info(name)
     is_sampled = request.part is not None or traits.split_by_size  # only some of millions of targets are looked at
     if not is_sampled:
         ranks = request.rank if request.rank is not None else range(strategies.target.world_size)
@@ -200,8 +200,8 @@ def _require_writable(request: Request, format_name: str) -> None:
             expected="reshard-mpi transform, or reshard_mpi.transform",
             got="a function that keeps none",
         )
-    if request.crc and not formats.by_name(format_name).TRAITS.has_crc:
-        able = [other for other in formats.TARGETS if formats.by_name(other).TRAITS.has_crc]
+    if request.crc and not formats.info(format_name).has_crc:
+        able = [other for other in formats.targets() if formats.info(other).has_crc]
         raise UsageError(
             f"--crc is for targets in {' or '.join(able)}",
             expected=" or ".join(f"--to {other}" for other in able),
@@ -211,10 +211,10 @@ def _require_writable(request: Request, format_name: str) -> None:
 
 def _target_format(request: Request, source_format: str) -> str:
     """Return the name of the targets' format. Raises UsageError for options that it does not allow."""
-    own = formats.by_name(source_format).TRAITS
+    own = formats.info(source_format)
     is_cut = request.dst_strategy is not None
     name = request.to or (own.sharded_variant if is_cut else None) or own.default_target or source_format
-    traits = formats.by_name(name).TRAITS
+    traits = formats.info(name)
     if traits.split_by_size and is_cut:
         raise UsageError(
             f"a checkpoint in {name} is not cut over ranks",
@@ -234,7 +234,7 @@ def _target_format(request: Request, source_format: str) -> str:
             got=f"--prefix {request.prefix}",
         )
     if request.max_shard_size is not None and not traits.split_by_size:
-        able = [f"--to {other}" for other in formats.TARGETS if formats.by_name(other).TRAITS.split_by_size]
+        able = [f"--to {other}" for other in formats.targets() if formats.info(other).split_by_size]
         raise UsageError(
             f"--max-shard-size is for {' or '.join(able)}", expected=" or ".join(able), got=f"targets in {name}"
         )
@@ -283,7 +283,7 @@ def _target_file(request: Request, format_name: str, target_rank: int, targets: 
     folder_format = formats.folder_by_name(format_name)
     if folder_format is not None:
         return Path(request.target, folder_format.file_name(target_rank, targets, request.prefix))
-    ending = formats.by_name(format_name).SUFFIXES[0]
+    ending = formats.info(format_name).suffixes[0]
     return Path(request.target, f"rank_{target_rank}", f"{request.prefix}{target_rank}{ending}")
 
 

@@ -90,7 +90,7 @@ def _figures(request: Request, asked: Asked, memory: RunMemory, progress: Progre
     cuts = tuple(collected.cuts())
     of_cuts = {move.target for cut in cuts for move in cut.moves}
     files = {rank: str(run.path(rank)) for rank in sorted({*planned, *of_cuts})}
-    are_files = formats.by_name(run.format).TRAITS.split_by_size
+    are_files = formats.info(run.format).split_by_size
     written = files_as_shards(targets, files) if are_files else Shards(targets, "rank", files)
     flow = Flow(collected.sources.shards, written, planned, tuple(feeds))
     ranks = counted(targets, written.word)

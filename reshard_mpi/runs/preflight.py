@@ -161,7 +161,7 @@ def _shards_beside(
     """
     target_folders = {path.parent.name for path in targets if path.parent != folder}
     if formats.folder_by_name(format_name) is not None:
-        endings = formats.by_name(format_name).SUFFIXES
+        endings = formats.info(format_name).suffixes
         yield from (path for path in shards_in(folder, None) if path.name.endswith(endings))
     else:
         for path in own_paths:
@@ -173,7 +173,7 @@ def _shards_beside(
 
 def may_share(files: ShardFiles, format_name: str, target: Path) -> bool:
     """Tell whether a target of a format at the path `target` can share blocks with source files."""
-    aligned = files.format == format_name and formats.by_name(format_name).TRAITS.shares_blocks
+    aligned = files.format == format_name and formats.info(format_name).shares_blocks
     return aligned and _can_share(Path(next(iter(files.by_rank.values()))[0]), target)
 
 
@@ -261,7 +261,7 @@ def require_readable_structure(spec: ShardSpec, format_name: str) -> None:
     It has more or longer names than shards are read with, or nothing where its format's own framework wants something.
     """
     specs, strings = spec.specs, spec.strings
-    if formats.by_name(format_name).TRAITS.own_loader_refuses_empty and not specs.names and not strings:
+    if formats.info(format_name).own_loader_refuses_empty and not specs.names and not strings:
         raise TargetError(
             f"a target would hold nothing, and nobody reads that from {formats.title(format_name)} files",
             expected="a tensor or a text at least on every rank",
@@ -287,7 +287,7 @@ def require_readable_types(specs: Specs, format_name: str, *, as_is: bool) -> No
     Args:
         as_is: whether the tensors are taken over as they are from shards of the same format.
     """
-    unread = () if as_is else formats.by_name(format_name).TRAITS.types_own_loader_refuses
+    unread = () if as_is else formats.info(format_name).types_own_loader_refuses
     if not any(kind.dtype.name in unread for kind in specs.kinds):
         return
     name, dtype = next(
@@ -295,9 +295,7 @@ def require_readable_types(specs: Specs, format_name: str, *, as_is: bool) -> No
         for name, kind in zip(specs.names, specs.kind_ids)
         if specs.kinds[kind].dtype.name in unread
     )
-    able = [
-        other for other in formats.TARGETS if dtype.name not in formats.by_name(other).TRAITS.types_own_loader_refuses
-    ]
+    able = [other for other in formats.targets() if dtype.name not in formats.info(other).types_own_loader_refuses]
     raise TargetError(
         f"{name!r} is of a type that nobody reads from {formats.title(format_name)} files",
         expected="a type that they are read with",

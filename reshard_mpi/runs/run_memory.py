@@ -18,7 +18,7 @@ from reshard_mpi.engine.read import takes_numpy
 from reshard_mpi.engine.shard_transfer import are_many, is_gathered, is_transposed
 from reshard_mpi.engine.tiles import tile_bytes
 from reshard_mpi.formats.locations import Constant, LibraryRead, Reduced
-from reshard_mpi.formats.protocol import Costs
+from reshard_mpi.formats.registry import Costs
 from reshard_mpi.formats.tensor_table import KEPT_OFFSET_BYTES, KEPT_TENSOR_BYTES
 from reshard_mpi.planning.rank_plan import Group, RankPlan, TensorPlan
 from reshard_mpi.processes.comm import Comm
@@ -193,7 +193,7 @@ class Projection(NamedTuple):
 
 
 def _costs(format_name: str) -> Costs:
-    return formats.by_name(format_name).TRAITS.costs
+    return formats.info(format_name).costs
 
 
 def _known_bytes(tensors: int, checkpoint: SourceCheckpoint) -> int:

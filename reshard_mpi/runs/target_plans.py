@@ -140,7 +140,7 @@ class TargetPlans:
             as_is = run.conversion.view is None and run.conversion.source.files.format == run.format
             require_readable_types(plan.tensors.specs, run.format, as_is=as_is)
             require_readable_structure(plan.shard, run.format)
-            if request.crc and formats.by_name(run.format).TRAITS.crc_counts_scalars:
+            if request.crc and formats.info(run.format).crc_counts_scalars:
                 require_countable(run.conversion, plan)
             shard, left_bytes = plan.shard._replace(with_sums=request.verify), self.journal.left_bytes(path)
             self._space.add(path, run.format, shard, crc=request.crc, left_bytes=left_bytes)
@@ -248,7 +248,7 @@ class TargetPlans:
 
     def _list_tensors(self, plan: RankPlan) -> None:
         """Keep the listing of a target's tensors; targets of a stage have the same, unless they share them out."""
-        are_shared_out = self.run.conversion.once or formats.by_name(self.run.format).TRAITS.split_by_size
+        are_shared_out = self.run.conversion.once or formats.info(self.run.format).split_by_size
         if self._lists_tensors and (are_shared_out or plan.stage not in self._listed_stages):
             self._listed_stages.add(plan.stage)
             for name, tensor in listed_tensors(plan).items():

@@ -286,7 +286,7 @@ class Writer:
 
     def _writing(self, rank: int) -> AbstractContextManager[Publication]:
         path, say = self._run.path(rank), self._progress.display.say
-        return self._plans.journal.writing(rank, path, self._plans.inputs[rank], self._format.MODE, say)
+        return self._plans.journal.writing(rank, path, self._plans.inputs[rank], say)
 
     def _reserved(self, publication: Publication, plan: RankPlan) -> Manifest:
         """Write all of a target but its payloads; return its manifest, with the place of each tensor."""

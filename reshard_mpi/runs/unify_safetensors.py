@@ -18,7 +18,6 @@ from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.checkpoints.shard_opener import ShardShare
 from reshard_mpi.errors import UsageError, wrong_type
 from reshard_mpi.filesystem.folders import Folder, make_folders
-from reshard_mpi.formats import by_name
 from reshard_mpi.formats.manifest import Specs
 from reshard_mpi.journal.publication import publish_text
 from reshard_mpi.journal.records import TargetInputs
@@ -215,7 +214,6 @@ def _renamed(plan: RankPlan, file: TargetFile) -> RankPlan:
 
 def _write(request: Request, opened: _PlannedFiles, comm: Comm, memory: RunMemory, progress: Progress) -> Outcome:
     """Write this process's files. One that fails does not stop the others."""
-    module = by_name(FORMAT)
 
     def write(number: int) -> Outcome:
         begin, file, plan = time.monotonic(), request.files[number], opened.plans[number]
@@ -224,7 +222,7 @@ def _write(request: Request, opened: _PlannedFiles, comm: Comm, memory: RunMemor
         while not memory.reserve_for_copying(peak_bytes, f"{path}"):
             plan = _renamed(opened.conversion.plan(number, checked=False), file)
         evidence = TargetInputs.of(plan, opened.conversion.source.files.sources(plan.read_ranks))
-        with opened.journal.writing(number, path, evidence, module.MODE, progress.display.say) as publication:
+        with opened.journal.writing(number, path, evidence, progress.display.say) as publication:
             filled = write_whole(plan, FORMAT, publication, opened.conversion.limits, progress.moved)
         progress.closed(plan.written_bytes)
         progress.completed()

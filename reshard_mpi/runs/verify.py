@@ -290,7 +290,7 @@ def _opened_pair(
         request.unlisted,
         replicas=request.replicas,
         accumulated=accumulated,
-        keeps_strings=formats.by_name(target_files.format).TRAITS.keeps_strings,
+        keeps_strings=formats.info(target_files.format).keeps_strings,
     )
     conversion, digests = apply_map(request, conversion)
     otherwise = made_otherwise(request, digests, chosen_files(files), target_files.path)

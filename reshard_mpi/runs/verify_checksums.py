@@ -187,7 +187,7 @@ def keeps_sums(files: ShardFiles, rank: int) -> bool:
     found = ((path, finder.find(path, rank)) for path in files.by_rank[rank])
     return any(
         (of_file is not None and of_file.record is not None and of_file.record.sums)
-        or (module.TRAITS.keeps_sums and module.stored_sums(path))
+        or (formats.info(files.format).keeps_sums and module.stored_sums(path))
         for path, of_file in found
     )
 

@@ -1,6 +1,6 @@
 """Test a format module by a second way to read and write (`FormatConformance`).
 
-The author of a format subclasses `FormatConformance`, names the module, and gives two functions that write and read
+The author of a format subclasses `FormatConformance`, gives its `FormatInfo`, and two functions that write and read
 shards without the module under test (with the format's own library). All tests are inherited.
 """
 
@@ -21,6 +21,7 @@ from reshard_mpi.errors import ReshardError, ShardError, TargetError
 from reshard_mpi.formats.dtypes import BY_NAME, DType
 from reshard_mpi.formats.manifest import Manifest, ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.formats.protocol import Format, reserve_file
+from reshard_mpi.formats.registry import FormatInfo
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.testing import hypothesis_strategies, sample_tensors
 from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
@@ -36,18 +37,23 @@ _inherited = settings(deadline=None, suppress_health_check=[HealthCheck.differin
 
 
 class FormatConformance:
-    """The tests of a format. Subclasses define `module`, `write_independently` and `read_independently`.
+    """The tests of a format. Subclasses define `info`, `write_independently` and `read_independently`.
 
     They set the other attributes if the format does not have these properties.
     """
 
-    module: Format
+    info: FormatInfo
     # Whether a file that was cut off exactly between two tensors is refused.
     counts_itself: bool = True
     # Whether tensors are written in the order in which they are given.
     keeps_order: bool = True
     # The names of types that are refused.
     cannot_hold: frozenset[str] = frozenset()
+
+    @property
+    def module(self) -> Format:
+        """The module under test."""
+        return self.info.load()
 
     def write_independently(self, path: Path, contents: ShardContents) -> None:
         """Write a shard without the code under test."""
@@ -68,7 +74,7 @@ class FormatConformance:
         self.write_independently(self._path(tmp_path), contents)
         manifest = self.module.locate(str(self._path(tmp_path)))
         assert sample_tensors.contents_of(manifest) == contents
-        assert manifest.format == self.module.NAME
+        assert manifest.format == self.info.name
 
     @_inherited
     @given(contents=hypothesis_strategies.contents())
@@ -152,7 +158,7 @@ class FormatConformance:
 
     @pytest.mark.parametrize("text", ["", "plain", "é 层 🜁", "line\n", "x" * 100_000, "nul\0inside"])
     def test_strings(self, tmp_path: Path, text: str) -> None:
-        if not self.module.TRAITS.keeps_strings:
+        if not self.info.keeps_strings:
             return
         contents = ShardContents.of([SampleTensor.random("w", BY_NAME["float32"], (2,))], {"note": text})
         sample_tensors.write(self.module, str(self._path(tmp_path)), contents)
@@ -218,7 +224,7 @@ class FormatConformance:
         name = spec.tensors[0].name
         as_tensor = ShardSpec(spec.identity, (*spec.tensors, spec.tensors[0]), {})
         as_string = ShardSpec(spec.identity, spec.tensors, {name: "text"})
-        for twice in (as_tensor, as_string) if self.module.TRAITS.keeps_strings else (as_tensor,):
+        for twice in (as_tensor, as_string) if self.info.keeps_strings else (as_tensor,):
             with pytest.raises(ReshardError):
                 reserve_file(self.module, str(self._path(tmp_path)), twice)
         assert not list(tmp_path.iterdir())
@@ -279,7 +285,7 @@ class FormatConformance:
         """Return the contents without the parts that the format cannot hold."""
         tensors = contents.tensors.values()
         kept = {tensor.name: tensor for tensor in tensors if tensor.dtype.name not in self.cannot_hold}
-        return ShardContents(kept, contents.strings if self.module.TRAITS.keeps_strings else {})
+        return ShardContents(kept, contents.strings if self.info.keeps_strings else {})
 
     def _require_refused(self, folder: Path, contents: ShardContents, named: str) -> None:
         """Require that `size_at_most_bytes` and `reserve` refuse the contents, with the type's name in the error."""
@@ -297,7 +303,7 @@ class FormatConformance:
 
     @property
     def _name(self) -> str:
-        return "shard" + self.module.SUFFIXES[0]
+        return "shard" + self.info.suffixes[0]
 
     def _path(self, folder: Path) -> Path:
         return folder / self._name

@@ -10,14 +10,14 @@ import pytest
 from support import toy_folder
 from support.checkpoints import write_shard, write_strategy
 from support.conversions import make
-from support.toys import in_the_table
+from support.toys import registered_toys
 
 import reshard_mpi
+from reshard_mpi import formats
 from reshard_mpi.checkpoints.discovery import ShardFiles, find_shards, shards_from_map
 from reshard_mpi.errors import DisagreementError, ReshardError, SourceError
-from reshard_mpi.formats import SUFFIXES
 
-__all__ = ["in_the_table"]
+__all__ = ["registered_toys"]
 
 
 def lay(folder: Path, *names: str) -> Path:
@@ -284,7 +284,8 @@ def test_select_chooses_among_names(tmp_path: Path) -> None:
     assert chosen_files(tmp_path, "*-1_1.ckpt") == {rank: [f"rank_{rank}/a-1_1.ckpt"] for rank in (0, 1)}
     assert find_shards(str(tmp_path), "*.h5").format == "hdf5"
     error = refusal(SourceError, tmp_path, "c*")
-    assert error.expected == f"files that end in {', '.join(SUFFIXES)} and match 'c*' (--select) in its rank folders"
+    endings = ", ".join(formats.suffixes())
+    assert error.expected == f"files that end in {endings} and match 'c*' (--select) in its rank folders"
 
 
 @pytest.mark.parametrize(
@@ -392,7 +393,7 @@ def test_one_file_of_another_ending(tmp_path: Path) -> None:
     assert find_shards(str(path), format_name="ckpt").format == "ckpt"
 
 
-@pytest.mark.usefixtures("in_the_table")
+@pytest.mark.usefixtures("registered_toys")
 def test_an_index_beside_rank_folders(tmp_path: Path) -> None:
     (tmp_path / toy_folder.INDEX).write_text('{"tensors": {}, "strings": {}}')
     (tmp_path / "rank_0").mkdir()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support import ckpt_peer, safetensors_peer, toy_folder
 from support.checkpoints import sample
 from support.in_memory import part
-from support.toys import in_the_table
+from support.toys import registered_toys
 
 from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.opening import open_source
@@ -25,7 +25,7 @@ from reshard_mpi.sharding.placement import Placement, Strategy, unsharded
 from reshard_mpi.testing.checkpoints import ArraysByName, CheckpointConformance
 from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents, write
 
-__all__ = ["in_the_table"]
+__all__ = ["registered_toys"]
 
 
 class TestByStrategy(CheckpointConformance):
@@ -48,7 +48,7 @@ class TestByStrategy(CheckpointConformance):
         return strategy
 
 
-@pytest.mark.usefixtures("in_the_table")
+@pytest.mark.usefixtures("registered_toys")
 class TestByList(CheckpointConformance):
     """Random lists: pieces of any size, flattened ranges, copies that overlap, several of a tensor in one file."""
 
@@ -95,7 +95,7 @@ def pieces(shape: tuple[int, ...], data: st.DataObject) -> list[Box]:
     return boxes
 
 
-@pytest.mark.usefixtures("in_the_table")
+@pytest.mark.usefixtures("registered_toys")
 @pytest.mark.parametrize("replicas", [Replicas.SAMPLE, Replicas.CHECK])
 def test_pieces_that_overlap_and_differ_are_refused(tmp_path: Path, replicas: Replicas) -> None:
     whole, piece = np.arange(12, dtype=np.int16), np.arange(12, dtype=np.int16)[4:8].copy()

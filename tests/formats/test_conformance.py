@@ -6,14 +6,13 @@ from pathlib import Path
 
 from support import ckpt_peer, hdf5_peer, safetensors_peer, torch_peer
 
-from reshard_mpi.formats import ckpt, hdf5, safetensors, torch
-from reshard_mpi.formats.safetensors import huggingface
+from reshard_mpi import formats
 from reshard_mpi.testing.conformance import FormatConformance
 from reshard_mpi.testing.sample_tensors import ShardContents
 
 
 class TestCheckpoint(FormatConformance):
-    module = ckpt
+    info = formats.info("ckpt")
     counts_itself = False
 
     def write_independently(self, path: Path, contents: ShardContents) -> None:
@@ -36,7 +35,7 @@ class TestCheckpointInPieces(TestCheckpoint):
 
 
 class TestHDF5(FormatConformance):
-    module = hdf5
+    info = formats.info("hdf5")
 
     def write_independently(self, path: Path, contents: ShardContents) -> None:
         hdf5_peer.write(path, contents)
@@ -58,7 +57,7 @@ class TestCompressedHDF5(TestHDF5):
 
 
 class TestSafetensors(FormatConformance):
-    module = safetensors
+    info = formats.info("safetensors")
     keeps_order = False
     cannot_hold = frozenset({"complex128", "hifloat8"})
 
@@ -76,12 +75,12 @@ class TestHuggingFace(TestSafetensors):
     test_reads_what_others_write = test_reads_every_type_and_shape = test_damage_is_refused_or_harmless = None
     test_truncation_is_refused_wherever_it_falls = test_knowing_another_shard_makes_no_difference = None
 
-    module = huggingface
+    info = formats.info("hf")
     cannot_hold = frozenset({"complex128", "hifloat8", "int4"})
 
 
 class TestTorch(FormatConformance):
-    module = torch
+    info = formats.info("torch")
     cannot_hold = torch_peer.CANNOT_HOLD
 
     def write_independently(self, path: Path, contents: ShardContents) -> None:

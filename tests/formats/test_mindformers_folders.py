@@ -64,7 +64,7 @@ def test_what_mindformers_has_written(folder: Path) -> None:
     assert nest == {"dict": [["common", {"dict": [list(item) for item in common.items()]}]]}
 
 
-@pytest.mark.parametrize("to", formats.TARGETS)
+@pytest.mark.parametrize("to", formats.targets())
 def test_it_becomes_every_other_form(tmp_path: Path, to: str) -> None:
     said = run("transform", GOLDEN, tmp_path / "out", "--to", to, "--verify", "--jobs", "1")
     assert said.startswith("source: MindFormers checkpoint, 8 files, 6 tensors\n")

@@ -56,7 +56,7 @@ def test_what_torch_has_written() -> None:
     assert found["norm"].astype(np.float32).tolist() == [1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("to", formats.TARGETS)
+@pytest.mark.parametrize("to", formats.targets())
 def test_it_becomes_every_other_form(tmp_path: Path, to: str) -> None:
     said = run("transform", SHARDED, tmp_path / "out", "--to", to, "--src-files", 2, "--verify", "--jobs", "1")
     assert said.startswith("source: torch distributed checkpoint in safetensors, 2 files, 3 tensors\n")

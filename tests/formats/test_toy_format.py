@@ -1,4 +1,4 @@
-"""What a new format costs: one module and one line in a table. With them it does whatever the others do."""
+"""What a new format costs: one module with its facts. Once registered it does whatever the others do."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from support import toy_folder, toy_format
 from support.checkpoints import as_read, read_shard
 from support.command_line import run_captured
 from support.conversions import make
-from support.toys import in_the_table
+from support.toys import registered_toys
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.testing.conformance import FormatConformance
 from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
 
-__all__ = ["in_the_table"]
+__all__ = ["registered_toys"]
 
 
 class TestToy(FormatConformance):
-    module = toy_format
+    info = toy_format.INFO
 
     def write_independently(self, path: Path, contents: ShardContents) -> None:
         tensors = [(tensor.name, tensor.dtype.name, tensor.shape) for tensor in contents.tensors.values()]
@@ -54,7 +54,7 @@ def run(arguments: list[str], code: int = 0) -> str:
     return finished.err
 
 
-@pytest.mark.usefixtures("in_the_table")
+@pytest.mark.usefixtures("registered_toys")
 def test_there_and_back(tmp_path: Path) -> None:
     c = make(tmp_path)
     toys = c.but(dst=tmp_path / "toys", options=("--prefix", "t"))
@@ -73,12 +73,12 @@ def test_there_and_back(tmp_path: Path) -> None:
     assert [path.stat().st_ino for path in sorted(toys.dst.glob("rank_*/*"))] == made
 
 
-@pytest.mark.usefixtures("in_the_table")
+@pytest.mark.usefixtures("registered_toys")
 def test_what_it_cannot_do_is_refused(tmp_path: Path) -> None:
     assert "--crc is for targets in ckpt" in run(make(tmp_path).arguments("transform", "--to", "toy", "--crc"), 2)
 
 
-@pytest.mark.usefixtures("in_the_table")
+@pytest.mark.usefixtures("registered_toys")
 def test_a_folder_with_an_index(tmp_path: Path) -> None:
     """Files that know nothing of each other, made by tasks of an array: the index is there when all of them are."""
     c = make(tmp_path)
@@ -116,7 +116,7 @@ def test_a_folder_with_an_index(tmp_path: Path) -> None:
     assert not index.exists() and not (toys.dst / "reshard.json").exists()
 
 
-@pytest.mark.usefixtures("in_the_table")
+@pytest.mark.usefixtures("registered_toys")
 def test_folders_that_are_no_checkpoint(tmp_path: Path) -> None:
     c = make(tmp_path)
     toys = c.but(dst=tmp_path / "toys", options=("--prefix", ""))
@@ -135,7 +135,7 @@ def test_folders_that_are_no_checkpoint(tmp_path: Path) -> None:
     assert "two checkpoints lie together" in run(back.arguments("transform", "--to", "ckpt"), 3)
 
 
-@pytest.mark.usefixtures("in_the_table")
+@pytest.mark.usefixtures("registered_toys")
 def test_a_folder_whose_file_does_not_fit_its_checksum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     c = make(tmp_path)
     toys = c.but(dst=tmp_path / "toys", options=("--prefix", ""))

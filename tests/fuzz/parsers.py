@@ -50,7 +50,7 @@ _MAX_DECODED = 1 << 12
 def shard(format_name: str, data: bytes) -> None:
     """Locate a shard, and read what must be decoded."""
     module = formats.by_name(format_name)
-    with _file(data, module.SUFFIXES[0]) as path, suppress(ReshardError):
+    with _file(data, formats.info(format_name).suffixes[0]) as path, suppress(ReshardError):
         manifest = module.locate(str(path))
         _require_sound(manifest, len(data))
         for entry in manifest.tensors.values():

@@ -105,15 +105,15 @@ def test_the_table_of_formats_has_all_of_them(page: Path) -> None:
     text = page.read_text()
     rows = table_of(text if page == README else f"## \n{text}", "Formats" if page == README else "")
     names = {name: row for row in rows for name in re.findall(r"`([a-z0-9-]+)`", row[0])}
-    assert set(names) == set(formats.NAMES)
+    assert set(names) == set(formats.names())
     written = {name for name, row in names.items() if row[2] != "read" and not row[2].startswith("only read")}
-    assert written == set(formats.TARGETS)
+    assert written == set(formats.targets())
 
 
 def refused_types(format_name: str, *, crc: bool = False) -> set[str]:
     """Return the types of which a format refuses tensors that come from another one. crc: with a checksum."""
     strategy = table.dumps(unsharded())
-    refused = set(formats.by_name(format_name).TRAITS.types_own_loader_refuses)
+    refused = set(formats.info(format_name).types_own_loader_refuses)
     for name, dtype in BY_NAME.items():
         spec = ShardSpec(ShardIdentity(0, 1, strategy), [TensorSpec("t", dtype, (2,), Box((0,), (2,)))], {})
         try:
@@ -129,9 +129,9 @@ def types_in(cell: str) -> set[str]:
 
 def test_what_formats_cannot_hold() -> None:
     rows = table_of((GUIDE / "formats.md").read_text(), "What each can hold")
-    assert {row[0] for row in rows} == {f"`{name}`" for name in formats.TARGETS}
+    assert {row[0] for row in rows} == {f"`{name}`" for name in formats.targets()}
     for name, types, texts, crc in rows:
-        traits = formats.by_name(name.strip("`")).TRAITS
+        traits = formats.info(name.strip("`"))
         refused = refused_types(name.strip("`"))
         assert types_in(types) == refused
         assert (texts == "kept") is traits.keeps_strings

@@ -28,7 +28,7 @@ Draw = Any
 def test_there_and_back_over_ranks_and_formats(case: Case, data: st.DataObject) -> None:
     left, right = in_floats(case.left), in_floats(case.right)
     one, other = cut(data.draw, left), cut(data.draw, right)
-    kind = data.draw(st.sampled_from(formats.TARGETS))
+    kind = data.draw(st.sampled_from(formats.targets()))
     converted = data.draw(st.sampled_from([None, *TYPES]))
     if converted is not None:
         right = {name: array.astype(TYPES[converted]) for name, array in right.items()}

@@ -43,7 +43,7 @@ def test_there_and_back_over_ranks_and_formats(first: Case, data: st.DataObject)
     chain = [in_float(case) for case in chain]
     left, right = chain[0].left, chain[-1].right
     one, other = cut(data.draw, left), cut(data.draw, right)
-    kind = data.draw(st.sampled_from(formats.TARGETS))
+    kind = data.draw(st.sampled_from(formats.targets()))
     converted = data.draw(st.sampled_from([None, *TYPES]))
     if converted is not None:
         right = {name: array.astype(TYPES[converted]) for name, array in right.items()}

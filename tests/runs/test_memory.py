@@ -131,7 +131,7 @@ def _elements(first_row: int, last_row: int, box: Box) -> np.ndarray:
 def _check_some_rows(target: Path, kind: str) -> None:
     module = formats.by_name(kind)
     for rank in range(6):
-        path = target / f"rank_{rank}" / f"checkpoint_{rank}{module.SUFFIXES[0]}"
+        path = target / f"rank_{rank}" / f"checkpoint_{rank}{formats.info(kind).suffixes[0]}"
         box = Layout(TARGET.find("w")[0], SHAPE).box(rank)
         (part,) = module.locate(str(path)).tensors["w"].source.ranges
         row_bytes = box.shape[1] * 4

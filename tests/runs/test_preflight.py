@@ -322,7 +322,7 @@ def test_functions_point_out_shards_of_another_name(tmp_path: Path, caplog: pyte
     assert f"{strange} will lie beside the new targets" in caplog.text and strange.read_bytes() == b"precious"
 
 
-@pytest.mark.parametrize("to", [name for name in formats.TARGETS if not formats.by_name(name).TRAITS.split_by_size])
+@pytest.mark.parametrize("to", [name for name in formats.targets() if not formats.info(name).split_by_size])
 def test_a_rank_that_holds_nothing(tmp_path: Path, to: str) -> None:
     """MindSpore loads no file without a parameter; all other formats have files of nothing that are read again."""
     model = {"w": np.arange(4, dtype=np.float32)}
@@ -338,9 +338,7 @@ def test_a_rank_that_holds_nothing(tmp_path: Path, to: str) -> None:
         assert "rank 1" in str(refused.value) and not (tmp_path / "dst").exists()
         return
     transform()
-    with_strategy = (
-        {} if formats.by_name(to).TRAITS.is_folder or to == "hdf5" else {"src_strategy": tmp_path / "two.toml"}
-    )
+    with_strategy = {} if formats.info(to).is_folder or to == "hdf5" else {"src_strategy": tmp_path / "two.toml"}
     assert list(reshard_mpi.load_rank(0, tmp_path / "dst", **with_strategy)) == ["w"]
 
 

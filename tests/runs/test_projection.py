@@ -73,7 +73,7 @@ def written(folder: Path, kind: str, tensors: int, shape: tuple[int, int], piece
 
     pieces: of each tensor, if the index lists them.
     """
-    traits = formats.by_name(kind).TRAITS
+    traits = formats.info(kind)
     if not traits.is_folder:
         return write_many(folder, kind, tensors, shape)
     made = write_many(folder, "ckpt", tensors, shape, targets=pieces)

@@ -111,7 +111,7 @@ def _write_strategies(folder: Path, source: Strategy, target: Strategy, shape: S
 
 def _place(made: LargeCheckpoint, rank: int, kind: str) -> Path:
     """Return the path of a shard, whose folder is made."""
-    path = made.src / f"rank_{rank}" / f"w{formats.by_name(kind).SUFFIXES[0]}"
+    path = made.src / f"rank_{rank}" / f"w{formats.info(kind).suffixes[0]}"
     path.parent.mkdir(parents=True)
     return path
 

@@ -14,7 +14,7 @@ from typing import Any
 from reshard_mpi.errors import ShardError, told
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import Manifest, ShardSpec, Specs
-from reshard_mpi.formats.protocol import Costs, Traits
+from reshard_mpi.formats.registry import Costs, FormatInfo
 from reshard_mpi.formats.tensor_table import ChunkedTensors, ListedChunk, TensorTable, TensorType
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.text import KIB
@@ -23,9 +23,9 @@ from support.toy_format import check_crc, seal, stored_sums
 
 __all__ = ["check_crc", "seal", "stored_sums"]
 
-NAME, SUFFIXES, MODE = "toys", (".toypart",), 0o666
-INDEX = "toys.index.json"
-TRAITS = Traits(Costs(reading=KIB, writing=KIB, checking=2 * KIB), is_folder=True)
+NAME, INDEX = "toys", "toys.index.json"
+_COSTS = Costs(reading=KIB, writing=KIB, checking=2 * KIB)
+INFO = FormatInfo(NAME, __name__, (".toypart",), _COSTS, marks=(INDEX,), is_folder=True)
 
 
 def locate(path: str, like: Manifest | None = None) -> Manifest:

@@ -1,4 +1,4 @@
-"""A format as an author would begin one: what it costs to add one to the program is this module, and a line in a table.
+"""A format as an author would begin one: what it costs to add one to the program is this module, and its `INFO`.
 
 A file is a mark, the length of a head and its CRC-32, the head (JSON), and the payloads one after another.
 """
@@ -16,12 +16,13 @@ from reshard_mpi.errors import ShardError, UsageError
 from reshard_mpi.formats import files
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import Manifest, ShardSpec
-from reshard_mpi.formats.protocol import NO_SUMS, Costs, OnBytes, Traits, uncounted
+from reshard_mpi.formats.protocol import NO_SUMS, OnBytes, uncounted
+from reshard_mpi.formats.registry import Costs, FormatInfo
 from reshard_mpi.formats.tensor_table import TensorTable, TensorType
 from reshard_mpi.text import KIB
 
-NAME, SUFFIXES, MODE = "toy", (".toy",), 0o666
-TRAITS = Traits(Costs(reading=KIB, writing=KIB, checking=2 * KIB))
+NAME = "toy"
+INFO = FormatInfo(NAME, __name__, (".toy",), Costs(reading=KIB, writing=KIB, checking=2 * KIB))
 _START = Struct("<4sQI")
 _MARK = b"TOY1"
 

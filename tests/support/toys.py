@@ -1,18 +1,21 @@
-"""The toy formats in the table of formats, as an author would put them there."""
+"""The toy formats, registered as a package would register them."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import pytest
 
 from reshard_mpi import formats
+from support import toy_folder, toy_format
 
 
 @pytest.fixture
-def in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Enter both toy formats in the table of formats, for one test."""
-    monkeypatch.setitem(formats._FORMS, "toy", formats._Form("support.toy_format", (".toy",)))
-    folder = formats._Form("support.toy_folder", (".toypart",), ("toys.index.json",))
-    monkeypatch.setitem(formats._FORMS, "toys", folder)
-    monkeypatch.setattr(formats, "NAMES", tuple(formats._FORMS))
-    monkeypatch.setattr(formats, "TARGETS", (*formats.TARGETS, "toy", "toys"))
-    monkeypatch.setattr(formats, "SUFFIXES", (*formats.SUFFIXES, ".toy", ".toypart"))
+def registered_toys() -> Iterator[None]:
+    """Register both toy formats, for one test."""
+    toys = toy_format.INFO, toy_folder.INFO
+    for form in toys:
+        formats.register(form)
+    yield
+    for form in toys:
+        formats.unregister(form.name)

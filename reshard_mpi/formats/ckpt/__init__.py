@@ -13,17 +13,4 @@ from __future__ import annotations
 
 from reshard_mpi.formats.ckpt.reader import NAME, locate, read_back
 from reshard_mpi.formats.ckpt.writer import check_crc, reserve, seal, size_at_most_bytes
-from reshard_mpi.formats.protocol import Costs, Traits
 from reshard_mpi.formats.protocol import no_sums as stored_sums
-from reshard_mpi.text import KIB
-
-SUFFIXES = (".ckpt",)
-# Nobody else's, as MindSpore's own.
-MODE = 0o666
-TRAITS = Traits(
-    Costs(reading=KIB // 4, writing=KIB // 4, checking=2 * KIB),
-    has_crc=True,
-    title="MindSpore checkpoint",
-    types_own_loader_refuses=("float8_e4m3fn", "float8_e5m2", "hifloat8"),  # load_checkpoint of 2.10 refuses them
-    own_loader_refuses_empty=True,  # as it refuses any file without a parameter
-)

@@ -10,15 +10,4 @@ from __future__ import annotations
 from reshard_mpi.formats.dcp.metadata_writer import index
 from reshard_mpi.formats.dcp.reader import NAME, files_of, open_folder
 from reshard_mpi.formats.dcp.writer import check_crc, file_name, locate, read_back, reserve, seal, size_at_most_bytes
-from reshard_mpi.formats.protocol import Costs, Traits
 from reshard_mpi.formats.protocol import no_sums as stored_sums
-from reshard_mpi.text import KIB, MIB
-
-SUFFIXES = (".distcp",)
-MODE = 0o666
-TRAITS = Traits(
-    Costs(reading=KIB, writing=2 * KIB, checking=2 * KIB, library=2 * MIB),
-    shares_blocks=True,
-    is_folder=True,
-    title="torch distributed checkpoint",
-)

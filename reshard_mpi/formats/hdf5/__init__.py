@@ -16,28 +16,6 @@ from __future__ import annotations
 from reshard_mpi.formats.hdf5.native_names import NAME
 from reshard_mpi.formats.hdf5.shard_file import check_crc, locate, read_back, seal, size_at_most_bytes, stored_sums
 from reshard_mpi.formats.manifest import Manifest, ShardSpec
-from reshard_mpi.formats.protocol import Costs, Traits
-from reshard_mpi.text import KIB, MIB
-
-SUFFIXES = (".h5", ".hdf5")
-MODE = 0o666
-TRAITS = Traits(
-    Costs(
-        reading=KIB // 4,
-        writing=2 * KIB,
-        checking=7 * KIB,
-        library=15 * MIB,
-        uses_numpy=True,
-        cached=8 * KIB,
-        most_cached=20 * MIB,
-        child=60 * MIB,
-        child_tensor=3 * KIB,
-    ),
-    title="HDF5",
-    describes_itself=True,
-    keeps_sums=True,
-    shares_blocks=True,
-)
 
 
 def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:

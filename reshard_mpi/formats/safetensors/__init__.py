@@ -9,18 +9,6 @@ into the metadata (see `metadata`). A file of the same tensors is always written
 
 from __future__ import annotations
 
-from reshard_mpi.formats.protocol import Costs, Traits
 from reshard_mpi.formats.protocol import no_sums as stored_sums
 from reshard_mpi.formats.safetensors.reader import NAME, locate, read_back
 from reshard_mpi.formats.safetensors.writer import check_crc, reserve, seal, size_at_most_bytes
-from reshard_mpi.text import KIB, MIB
-
-SUFFIXES = (".safetensors",)
-# Nobody else's, as MindSpore's own.
-MODE = 0o666
-TRAITS = Traits(
-    Costs(reading=KIB // 4, writing=KIB // 4, checking=5 * KIB, library=2 * MIB),
-    has_crc=True,
-    crc_counts_scalars=True,
-    shares_blocks=True,
-)

@@ -25,7 +25,7 @@ from typing import NamedTuple
 from reshard_mpi.errors import ShardError, TargetError, UsageError
 from reshard_mpi.formats import files
 from reshard_mpi.formats.manifest import Manifest, ShardSpec, Specs
-from reshard_mpi.formats.protocol import NO_SUMS, Costs, OnBytes, Traits, uncounted
+from reshard_mpi.formats.protocol import NO_SUMS, OnBytes, uncounted
 from reshard_mpi.formats.protocol import no_sums as stored_sums
 from reshard_mpi.formats.safetensors import reader, writer
 from reshard_mpi.formats.safetensors.header import FORMAT, TORCH
@@ -139,18 +139,9 @@ def require_all(weight_map: Mapping[str, str], held: Collection[str], folder: st
         )
 
 
-NAME, SUFFIXES, MODE = "hf", (".safetensors",), 0o666
+NAME, _SUFFIX = "hf", ".safetensors"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MAP, HYPER = "param_name_map.json", "hyper_param.safetensors"
-TRAITS = Traits(
-    Costs(reading=KIB // 4, writing=KIB // 4, checking=5 * KIB, library=2 * MIB),
-    shares_blocks=True,
-    is_folder=True,
-    split_by_size=True,
-    keeps_strings=False,
-    sharded_variant=reader.NAME,
-    title="Hugging Face folder",
-)
 _METADATA = {FORMAT: TORCH}
 _PART = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
@@ -267,7 +258,7 @@ def _listing(folder: str) -> _FolderFiles:
         weight_map = read(str(Path(folder, MAP)), may_be_flat=True)
         has_hyper = HYPER not in weight_map.values() and os.path.lexists(Path(folder, HYPER))
         return _FolderFiles(MAP, weight_map, has_hyper)
-    others = sorted(entry.name for entry in Path(folder).iterdir() if entry.name.endswith(SUFFIXES))
+    others = sorted(entry.name for entry in Path(folder).iterdir() if entry.name.endswith(_SUFFIX))
     others.remove(SINGLE)
     if others:
         raise ShardError(

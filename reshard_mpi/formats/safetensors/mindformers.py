@@ -24,7 +24,7 @@ from reshard_mpi.errors import ShardError, told
 from reshard_mpi.formats import files, nest
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.nest.nodes import Dict, Value, no_constant
-from reshard_mpi.formats.protocol import Costs, OnBytes, Traits, uncounted
+from reshard_mpi.formats.protocol import OnBytes, uncounted
 from reshard_mpi.formats.protocol import no_sums as stored_sums
 from reshard_mpi.formats.safetensors import mindformers_index, reader, writer
 from reshard_mpi.formats.safetensors.mindformers_index import INDEX, EqualCut, SlicedTensor
@@ -33,14 +33,8 @@ from reshard_mpi.formats.tensor_table import ChunkedTensors, ListedChunk, Tensor
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.text import KIB, MIB
 
-NAME, SUFFIXES = "mindformers", (".safetensors",)
+NAME, _SUFFIX = "mindformers", ".safetensors"
 COMMON = "common.json"
-TRAITS = Traits(
-    Costs(reading=2 * KIB, writing=0, checking=5 * KIB, library=2 * MIB),
-    is_folder=True,
-    default_target=reader.NAME,
-    title="MindFormers checkpoint",
-)
 # The dictionary of the nest that has what it says: the optimizer may have a tensor `global_step` of its own.
 _COMMON_KEY = "common"
 # MindFormers writes five numbers there.
@@ -55,7 +49,7 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
 
 def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
     """Tell whether a file has MindSpore's checksum. Raises ShardError if it does not fit that."""
-    return path.endswith(SUFFIXES) and writer.check_crc(path, on_bytes)
+    return path.endswith(_SUFFIX) and writer.check_crc(path, on_bytes)
 
 
 class _FolderContents(NamedTuple):

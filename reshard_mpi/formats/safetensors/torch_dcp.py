@@ -6,8 +6,8 @@ or several if names are dealt out to files:
 A file says in its metadata (`DCP_SHARDING_INFO`) at which element each of its tensors begins in the whole one. There is
 no index, and nothing tells how large a tensor is, or how many files there were: the size is as far as pieces reach. So
 without its last files a checkpoint looks complete, and smaller; the user must say how many files there were
-(`Traits.knows_file_count`), and numbers that are missing before the last are refused. Facts are of torch 2.13. The form
-is only read.
+(`FormatInfo.knows_file_count`), and numbers that are missing before the last are refused. Facts are of torch 2.13. The
+form is only read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import files
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.formats.protocol import Costs, OnBytes, Traits, uncounted
+from reshard_mpi.formats.protocol import OnBytes, uncounted
 from reshard_mpi.formats.protocol import no_sums as stored_sums
 from reshard_mpi.formats.safetensors import reader
 from reshard_mpi.formats.safetensors.header import SHARDING
@@ -61,15 +61,7 @@ def saved_offsets(text: str, path: str) -> dict[str, tuple[int, ...]]:
     return offsets
 
 
-NAME, SUFFIXES = "dcp-safetensors", (".safetensors",)
-TRAITS = Traits(
-    Costs(reading=KIB, writing=0, checking=5 * KIB, library=2 * MIB),
-    is_folder=True,
-    sharded_variant=reader.NAME,
-    default_target="hf",
-    knows_file_count=False,
-    title="torch distributed checkpoint in safetensors",
-)
+NAME, _SUFFIX = "dcp-safetensors", ".safetensors"
 # Number of the rank, then number and count of its files.
 _PART = re.compile(r"shard-(\d{5,9})-model-(\d{5,9})-of-(\d{5,9})\.safetensors")
 _MAX_LENGTH = 1 << 62
@@ -94,7 +86,7 @@ def files_of(folder: str) -> tuple[str, ...]:
 
     Raises ShardError if numbers are missing among them, or other safetensors files lie beside them.
     """
-    lying = sorted(name for name in os.listdir(folder) if name.endswith(SUFFIXES))  # noqa: PTH208 - of names alone
+    lying = sorted(name for name in os.listdir(folder) if name.endswith(_SUFFIX))  # noqa: PTH208 - of names alone
     numbers = {name: tuple(map(int, match.groups())) for name in lying if (match := _PART.fullmatch(name))}
     others = [name for name in lying if name not in numbers]
     if others:

@@ -7,17 +7,6 @@ Facts of the layout are of torch 2.13.
 
 from __future__ import annotations
 
-from reshard_mpi.formats.protocol import Costs, Traits
 from reshard_mpi.formats.protocol import no_sums as stored_sums
 from reshard_mpi.formats.torch.reader import NAME, locate, read_back
 from reshard_mpi.formats.torch.writer import check_crc, reserve, seal, size_at_most_bytes
-from reshard_mpi.text import KIB, MIB
-
-SUFFIXES = (".pt", ".pth", ".bin")
-MODE = 0o666
-TRAITS = Traits(
-    Costs(reading=3 * KIB // 2, writing=2 * KIB, checking=2 * KIB, library=2 * MIB),
-    describes_itself=True,
-    has_crc=True,
-    title="torch checkpoint",
-)

@@ -1,0 +1,287 @@
+"""Keep the facts of each format, which need no import of its module (`FormatInfo`, `info`, `register`).
+
+Code outside of `formats` asks for these facts, never for names. A package that is installed adds a format by an entry
+point of the group `reshard_mpi.formats`, which leads to a `FormatInfo`:
+
+    [project.entry-points."reshard_mpi.formats"]
+    toy = "toy_package:TOY"
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+from reshard_mpi.errors import UsageError
+from reshard_mpi.text import KIB, MIB
+
+if TYPE_CHECKING:
+    from reshard_mpi.formats.protocol import FolderFormat, Format
+
+_GROUP = "reshard_mpi.formats"
+
+
+class Costs(NamedTuple):
+    """How much memory a process needs because of a format, in bytes, measured and rounded up (`test_projection.py`)."""
+
+    # reading, writing, checking: for each tensor of a shard that is read, written, or compared with its own sums
+    reading: int
+    writing: int
+    checking: int
+    library: int = 0  # for what is loaded to write; numpy comes on top if `uses_numpy`
+    uses_numpy: bool = False
+    cached: int = 0  # what the library keeps for each tensor; most_cached: at most
+    most_cached: int = 0
+    # child, child_tensor: for a child process that reads files that other programs have written, and for each tensor of
+    # these; 0 if there is no such process
+    child: int = 0
+    child_tensor: int = 0
+
+
+class FormatInfo(NamedTuple):
+    """The facts of a format: its name, the marks of its files, its abilities and its costs.
+
+    Example, of a format that is only read:
+
+        FormatInfo("toy", "toy_package.toy", (".toy",), Costs(KIB, KIB, KIB), is_target=False)
+    """
+
+    name: str  # in options and reports, and in the manifests of its shards
+    module: str  # the module with its functions (see `protocol.Format`), which is imported when it is needed
+    suffixes: tuple[str, ...]  # file name endings; a file whose ending several formats have is a shard of the first
+    costs: Costs
+    title: str = ""  # the words for its checkpoints, if not its name
+    is_target: bool = True  # whether checkpoints of the format can be written
+    # names of files that mark a folder as one checkpoint, the index first; if `index_says`, only an index that has
+    # these bytes near its beginning, since others use its name too
+    marks: tuple[str, ...] = ()
+    index_says: bytes = b""
+    # the pattern of the names of a checkpoint's files, which mark their folder as well
+    parts: re.Pattern[str] | None = None
+    is_folder: bool = False  # a checkpoint is a folder whose files an index lists (see `protocol.FolderFormat`)
+    # whether a folder tells which files it should have; if not, the user must say how many
+    knows_file_count: bool = True
+    split_by_size: bool = False  # a checkpoint is a full one, in files that are filled up to a size
+    describes_itself: bool = False  # a shard states its rank and how its checkpoint is sharded
+    has_crc: bool = False  # a shard can be sealed with a checksum of the whole file
+    crc_counts_scalars: bool = False  # which counts scalars of whole numbers (see `manifest.is_in_crc`)
+    keeps_sums: bool = False  # a shard has a place for sums of its tensors
+    keeps_strings: bool = True  # it has a place for strings
+    shares_blocks: bool = False  # large tensors are aligned so that file systems can share their blocks
+    # the format in which such a checkpoint is written instead if it is cut over ranks
+    sharded_variant: str | None = None
+    # the format in which what is read is written, unless another one is asked for; None: the same
+    default_target: str | None = None
+    # names of types that its own framework writes and does not read again: they are taken over from shards of the same
+    # format alone
+    types_own_loader_refuses: tuple[str, ...] = ()
+    own_loader_refuses_empty: bool = False  # whether that framework refuses a shard of nothing
+
+    def load(self) -> Format:
+        """Import and return the module with the functions of the format."""
+        return cast("Format", import_module(self.module))
+
+    def load_folder(self) -> FolderFormat | None:
+        """Import and return the module of a format whose checkpoints are folders; None for others."""
+        return cast("FolderFormat", self.load()) if self.is_folder else None
+
+
+_SAFETENSORS_COSTS = Costs(reading=KIB // 4, writing=KIB // 4, checking=5 * KIB, library=2 * MIB)
+_BUILT_IN = (
+    FormatInfo(
+        "ckpt",
+        "reshard_mpi.formats.ckpt",
+        (".ckpt",),
+        Costs(reading=KIB // 4, writing=KIB // 4, checking=2 * KIB),
+        title="MindSpore checkpoint",
+        has_crc=True,
+        types_own_loader_refuses=("float8_e4m3fn", "float8_e5m2", "hifloat8"),  # load_checkpoint of 2.10 refuses them
+        own_loader_refuses_empty=True,  # as it refuses any file without a parameter
+    ),
+    FormatInfo(
+        "hdf5",
+        "reshard_mpi.formats.hdf5",
+        (".h5", ".hdf5"),
+        Costs(
+            reading=KIB // 4,
+            writing=2 * KIB,
+            checking=7 * KIB,
+            library=15 * MIB,
+            uses_numpy=True,
+            cached=8 * KIB,
+            most_cached=20 * MIB,
+            child=60 * MIB,
+            child_tensor=3 * KIB,
+        ),
+        title="HDF5",
+        describes_itself=True,
+        keeps_sums=True,
+        shares_blocks=True,
+    ),
+    FormatInfo(
+        "safetensors",
+        "reshard_mpi.formats.safetensors",
+        (".safetensors",),
+        _SAFETENSORS_COSTS,
+        has_crc=True,
+        crc_counts_scalars=True,
+        shares_blocks=True,
+    ),
+    FormatInfo(
+        "hf",
+        "reshard_mpi.formats.safetensors.huggingface",
+        (".safetensors",),
+        _SAFETENSORS_COSTS,
+        title="Hugging Face folder",
+        marks=("model.safetensors.index.json", "model.safetensors", "param_name_map.json"),
+        is_folder=True,
+        split_by_size=True,
+        keeps_strings=False,
+        shares_blocks=True,
+        sharded_variant="safetensors",
+    ),
+    FormatInfo(
+        "dcp",
+        "reshard_mpi.formats.dcp",
+        (".distcp",),
+        Costs(reading=KIB, writing=2 * KIB, checking=2 * KIB, library=2 * MIB),
+        title="torch distributed checkpoint",
+        marks=(".metadata",),
+        is_folder=True,
+        shares_blocks=True,
+    ),
+    FormatInfo(
+        "torch",
+        "reshard_mpi.formats.torch",
+        (".pt", ".pth", ".bin"),
+        Costs(reading=3 * KIB // 2, writing=2 * KIB, checking=2 * KIB, library=2 * MIB),
+        title="torch checkpoint",
+        describes_itself=True,
+        has_crc=True,
+    ),
+    FormatInfo(
+        "mindformers",
+        "reshard_mpi.formats.safetensors.mindformers",
+        (".safetensors",),
+        Costs(reading=2 * KIB, writing=0, checking=5 * KIB, library=2 * MIB),
+        title="MindFormers checkpoint",
+        is_target=False,
+        marks=("metadata.json",),
+        index_says=b'"state_dict_metadata"',
+        parts=re.compile(r".*-(model|opt)-\d{7}-\d{7}\.safetensors"),
+        is_folder=True,
+        default_target="safetensors",
+    ),
+    FormatInfo(
+        "dcp-safetensors",
+        "reshard_mpi.formats.safetensors.torch_dcp",
+        (".safetensors",),
+        Costs(reading=KIB, writing=0, checking=5 * KIB, library=2 * MIB),
+        title="torch distributed checkpoint in safetensors",
+        is_target=False,
+        parts=re.compile(r"shard-\d{5,}-model-\d{5,}-of-\d{5,}\.safetensors"),
+        is_folder=True,
+        knows_file_count=False,
+        sharded_variant="safetensors",
+        default_target="hf",
+    ),
+)
+
+
+def all_formats() -> tuple[FormatInfo, ...]:
+    """Return the facts of all formats, built-in ones first."""
+    return tuple(_registered().values())
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of all formats."""
+    return tuple(_registered())
+
+
+def targets() -> tuple[str, ...]:
+    """Return the names of the formats that can be written."""
+    return tuple(name for name, form in _registered().items() if form.is_target)
+
+
+def info(name: str) -> FormatInfo:
+    """Return the facts of the format called `name`. Raises UsageError if there is none."""
+    form = _registered().get(name)
+    if form is None:
+        raise UsageError("unknown checkpoint format", expected=" or ".join(names()), got=repr(name))
+    return form
+
+
+def register(form: FormatInfo) -> None:
+    """Add a format. Raises UsageError if there is one of its name."""
+    _add(_registered(), form)
+
+
+def unregister(name: str) -> None:
+    """Remove a format that was added by `register`, as after a test of it."""
+    del _registered()[name]
+
+
+@cache
+def _registered() -> dict[str, FormatInfo]:
+    registered = {form.name: form for form in _BUILT_IN}
+    for form in _installed():
+        _add(registered, form)
+    return registered
+
+
+def _add(registered: dict[str, FormatInfo], form: FormatInfo) -> None:
+    if form.name in registered:
+        raise UsageError(
+            f"two checkpoint formats are called {form.name}",
+            got=f"{registered[form.name].module} and {form.module}",
+            remedy="uninstall one of their packages",
+        )
+    registered[form.name] = form
+
+
+def _installed() -> Iterator[FormatInfo]:
+    """Yield the formats of installed packages. Raises UsageError for an entry point that does not lead to one."""
+    for folder in _folders_with_formats():
+        from importlib.metadata import Distribution  # takes as long as a small conversion, and is hardly ever needed
+
+        for point in Distribution.at(folder).entry_points.select(group=_GROUP):
+            try:
+                form = point.load()
+            except Exception as error:
+                raise _not_loaded(point.name, f"{type(error).__name__}: {error}", folder) from error
+            if not isinstance(form, FormatInfo) or form.name != point.name:
+                raise _not_loaded(point.name, repr(form)[:200], folder)
+            yield form
+
+
+def _not_loaded(name: str, got: str, folder: Path) -> UsageError:
+    return UsageError(
+        f"the format {name} of an installed package cannot be loaded",
+        expected=f"a FormatInfo called {name}",
+        got=got,
+        where=str(folder),
+        remedy="uninstall the package, or install a version that fits this program",
+    )
+
+
+def _folders_with_formats() -> Iterator[Path]:
+    """Yield the metadata folders of installed packages that have entry points of this group."""
+    for folder in filter(os.path.isabs, sys.path):
+        try:
+            packages = sorted(name for name in os.listdir(folder) if name.endswith(".dist-info"))  # noqa: PTH208 - quicker
+        except OSError:  # an archive, or a folder that is not there
+            continue
+        for name in packages:
+            try:
+                with open(f"{folder}/{name}/entry_points.txt", "rb") as stream:  # noqa: PTH123 - quicker
+                    is_ours = f"[{_GROUP}]".encode() in stream.read()
+            except OSError:
+                continue
+            if is_ours:
+                yield Path(folder, name)
