@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard_mpi.errors import UsageError
-from reshard_mpi.formats.registry import Costs, FormatInfo, all_formats, info, names, register, targets, unregister
+from reshard_mpi.formats.registry import FormatInfo, all_formats, info, names, register, targets, unregister
 
 if TYPE_CHECKING:
     from reshard_mpi.formats.protocol import FolderFormat, Format
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 __all__ = [
     "DEFAULT",
     "DEFAULT_PREFIX",
-    "Costs",
     "FormatInfo",
     "all_formats",
     "by_name",

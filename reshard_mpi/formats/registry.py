@@ -27,35 +27,23 @@ if TYPE_CHECKING:
 _GROUP = "reshard_mpi.formats"
 
 
-class Costs(NamedTuple):
-    """How much memory a process needs because of a format, in bytes, measured and rounded up (`test_projection.py`)."""
-
-    # reading, writing, checking: for each tensor of a shard that is read, written, or compared with its own sums
-    reading: int
-    writing: int
-    checking: int
-    library: int = 0  # for what is loaded to write; numpy comes on top if `uses_numpy`
-    uses_numpy: bool = False
-    cached: int = 0  # what the library keeps for each tensor; most_cached: at most
-    most_cached: int = 0
-    # child, child_tensor: for a child process that reads files that other programs have written, and for each tensor of
-    # these; 0 if there is no such process
-    child: int = 0
-    child_tensor: int = 0
-
-
 class FormatInfo(NamedTuple):
     """The facts of a format: its name, the marks of its files, its abilities and its costs.
 
     Example, of a format that is only read:
 
-        FormatInfo("toy", "toy_package.toy", (".toy",), Costs(KIB, KIB, KIB), is_target=False)
+        FormatInfo("toy", "toy_package.toy", (".toy",), read_tensor_bytes=1024, is_target=False)
     """
 
     name: str  # in options and reports, and in the manifests of its shards
     module: str  # the module with its functions (see `protocol.Format`), which is imported when it is needed
     suffixes: tuple[str, ...]  # file name endings; a file whose ending several formats have is a shard of the first
-    costs: Costs
+    # memory that a process needs because of the format, measured and rounded up (`test_projection.py`)
+    read_tensor_bytes: int  # for each tensor of a shard that is read
+    written_tensor_bytes: int = 0  # for each tensor of a shard that is written
+    library_bytes: int = 0  # for what is loaded to write
+    child_bytes: int = 0  # for a child process that reads files of other programs, if there is one
+    needs_numpy: bool = False  # whether numpy is loaded to write as well, which comes on top
     title: str = ""  # the words for its checkpoints, if not its name
     is_target: bool = True  # whether checkpoints of the format can be written
     # names of files that mark a folder as one checkpoint, the index first; if `index_says`, only an index that has
@@ -92,13 +80,13 @@ class FormatInfo(NamedTuple):
         return cast("FolderFormat", self.load()) if self.is_folder else None
 
 
-_SAFETENSORS_COSTS = Costs(reading=KIB // 4, writing=KIB // 4, checking=5 * KIB, library=2 * MIB)
 _BUILT_IN = (
     FormatInfo(
         "ckpt",
         "reshard_mpi.formats.ckpt",
         (".ckpt",),
-        Costs(reading=KIB // 4, writing=KIB // 4, checking=2 * KIB),
+        read_tensor_bytes=KIB // 4,
+        written_tensor_bytes=KIB // 4,
         title="MindSpore checkpoint",
         has_crc=True,
         types_own_loader_refuses=("float8_e4m3fn", "float8_e5m2", "hifloat8"),  # load_checkpoint of 2.10 refuses them
@@ -108,17 +96,11 @@ _BUILT_IN = (
         "hdf5",
         "reshard_mpi.formats.hdf5",
         (".h5", ".hdf5"),
-        Costs(
-            reading=KIB // 4,
-            writing=2 * KIB,
-            checking=7 * KIB,
-            library=15 * MIB,
-            uses_numpy=True,
-            cached=8 * KIB,
-            most_cached=20 * MIB,
-            child=60 * MIB,
-            child_tensor=3 * KIB,
-        ),
+        read_tensor_bytes=KIB // 4,
+        written_tensor_bytes=3 * KIB,
+        library_bytes=15 * MIB,
+        child_bytes=60 * MIB,
+        needs_numpy=True,
         title="HDF5",
         describes_itself=True,
         keeps_sums=True,
@@ -128,7 +110,9 @@ _BUILT_IN = (
         "safetensors",
         "reshard_mpi.formats.safetensors",
         (".safetensors",),
-        _SAFETENSORS_COSTS,
+        read_tensor_bytes=KIB // 4,
+        written_tensor_bytes=KIB // 4,
+        library_bytes=2 * MIB,
         has_crc=True,
         crc_counts_scalars=True,
         shares_blocks=True,
@@ -137,7 +121,9 @@ _BUILT_IN = (
         "hf",
         "reshard_mpi.formats.safetensors.huggingface",
         (".safetensors",),
-        _SAFETENSORS_COSTS,
+        read_tensor_bytes=KIB // 4,
+        written_tensor_bytes=KIB // 4,
+        library_bytes=2 * MIB,
         title="Hugging Face folder",
         marks=("model.safetensors.index.json", "model.safetensors", "param_name_map.json"),
         is_folder=True,
@@ -150,7 +136,9 @@ _BUILT_IN = (
         "dcp",
         "reshard_mpi.formats.dcp",
         (".distcp",),
-        Costs(reading=KIB, writing=2 * KIB, checking=2 * KIB, library=2 * MIB),
+        read_tensor_bytes=KIB,
+        written_tensor_bytes=2 * KIB,
+        library_bytes=2 * MIB,
         title="torch distributed checkpoint",
         marks=(".metadata",),
         is_folder=True,
@@ -160,7 +148,9 @@ _BUILT_IN = (
         "torch",
         "reshard_mpi.formats.torch",
         (".pt", ".pth", ".bin"),
-        Costs(reading=3 * KIB // 2, writing=2 * KIB, checking=2 * KIB, library=2 * MIB),
+        read_tensor_bytes=3 * KIB // 2,
+        written_tensor_bytes=2 * KIB,
+        library_bytes=2 * MIB,
         title="torch checkpoint",
         describes_itself=True,
         has_crc=True,
@@ -169,7 +159,7 @@ _BUILT_IN = (
         "mindformers",
         "reshard_mpi.formats.safetensors.mindformers",
         (".safetensors",),
-        Costs(reading=2 * KIB, writing=0, checking=5 * KIB, library=2 * MIB),
+        read_tensor_bytes=2 * KIB,
         title="MindFormers checkpoint",
         is_target=False,
         marks=("metadata.json",),
@@ -182,7 +172,7 @@ _BUILT_IN = (
         "dcp-safetensors",
         "reshard_mpi.formats.safetensors.torch_dcp",
         (".safetensors",),
-        Costs(reading=KIB, writing=0, checking=5 * KIB, library=2 * MIB),
+        read_tensor_bytes=KIB,
         title="torch distributed checkpoint in safetensors",
         is_target=False,
         parts=re.compile(r"shard-\d{5,}-model-\d{5,}-of-\d{5,}\.safetensors"),

@@ -18,7 +18,6 @@ from reshard_mpi.engine.read import takes_numpy
 from reshard_mpi.engine.shard_transfer import are_many, is_gathered, is_transposed
 from reshard_mpi.engine.tiles import tile_bytes
 from reshard_mpi.formats.locations import Constant, LibraryRead, Reduced
-from reshard_mpi.formats.registry import Costs
 from reshard_mpi.formats.tensor_table import KEPT_OFFSET_BYTES, KEPT_TENSOR_BYTES
 from reshard_mpi.planning.rank_plan import Group, RankPlan, TensorPlan
 from reshard_mpi.processes.comm import Comm
@@ -30,6 +29,7 @@ from reshard_mpi.sharding.box import Box
 from reshard_mpi.text import KIB, MIB
 
 if TYPE_CHECKING:
+    from reshard_mpi.formats.registry import FormatInfo
     from reshard_mpi.runs.verify_checksums import Summing
 
 # An interpreter with the modules that plan and move bytes, and a thread; what numpy adds, and what MPI adds.
@@ -49,6 +49,10 @@ _MAPPED_BYTES = KIB
 _LISTED_PIECE_BYTES = 576
 # For each kind of tensors, in a plan and in the structure of several shards.
 _KIND_BYTES = 8 * KIB
+# For each tensor of a shard that is compared with its own sums, in any format.
+_CHECKED_TENSOR_BYTES = 7 * KIB
+# For each tensor of a file that a child process reads.
+_CHILD_TENSOR_BYTES = 3 * KIB
 # For each sum of a tensor.
 _SUM_BYTES = KIB
 # For each copy beyond the first of a target tensor.
@@ -72,7 +76,7 @@ def opening_bytes(strategies: Iterable[str | os.PathLike[str] | None], *source_f
         source_formats: of the shards, once they are known. Modules that planning loads later take as much as the
             structure of 10,000 tensors, so this counts that as well.
     """
-    children = max((_costs(name).child for name in source_formats), default=0)
+    children = max((formats.info(name).child_bytes for name in source_formats), default=0)
     shard_bytes = children + _NUMPY_BYTES if children else 0
     return (
         INTERPRETER_BYTES
@@ -84,11 +88,11 @@ def opening_bytes(strategies: Iterable[str | os.PathLike[str] | None], *source_f
 
 def checking_bytes(source_format: str, summing: Summing) -> int:
     """Return the bytes that a process needs to check a shard against its own sums."""
-    child_bytes, costs = 0, _costs(source_format)
-    if costs.child and not summing.is_native:
-        child_bytes = costs.child + summing.tensors * costs.child_tensor + LIMITS.buffer_bytes + summing.decoding_bytes
+    child_bytes, form = 0, formats.info(source_format)
+    if form.child_bytes and not summing.is_native:
+        child_bytes = _child_bytes(form, summing.tensors) + LIMITS.buffer_bytes + summing.decoding_bytes
     own_bytes = INTERPRETER_BYTES + _loaded_bytes() + (_NUMPY_BYTES if summing.with_numpy else 0)
-    return own_bytes + child_bytes + LIMITS.buffer_bytes + summing.tensors * costs.checking
+    return own_bytes + child_bytes + LIMITS.buffer_bytes + summing.tensors * _CHECKED_TENSOR_BYTES
 
 
 class Workload(NamedTuple):
@@ -117,7 +121,7 @@ class Projection(NamedTuple):
         """Return the projection of a process's work."""
         conversion, target_format, targets, verify, also_read = work
         source, target = conversion.planned_source, conversion.target
-        costs, target_costs = _costs(source.files.format), _costs(target_format)
+        source_form, target_form = formats.info(source.files.format), formats.info(target_format)
         per_shard, has_numpy = source.extent.tensors, not source.extent.is_as_stored
         known_bytes = _known_bytes(per_shard, source)
         # Plans keep the names in their shards. If all shards have the same names, these are kept anyway.
@@ -130,24 +134,23 @@ class Projection(NamedTuple):
         base_bytes += source.extent.pieces * _LISTED_PIECE_BYTES
         base_bytes += known_bytes + kept_bytes + per_shard * _PLANNED_SHARD_BYTES + source.extent.kinds * _KIND_BYTES
         if not source.extent.is_native:
-            base_bytes += costs.child + per_shard * costs.child_tensor
-        planning_bytes = base_bytes + max(per_shard * costs.reading, source.extent.decoding_bytes)
+            base_bytes += _child_bytes(source_form, per_shard)
+        planning_bytes = base_bytes + max(per_shard * source_form.read_tensor_bytes, source.extent.decoding_bytes)
         if also_read is not None:
             extent = also_read.extent
             base_bytes += _known_bytes(extent.tensors, also_read)
             if not extent.is_native:
-                base_bytes += (
-                    target_costs.child if source.extent.is_native or not costs.child else 0
-                )  # one child reads both
-                base_bytes += extent.tensors * target_costs.child_tensor
+                base_bytes += _child_bytes(target_form, extent.tensors)
+                if not source.extent.is_native:
+                    base_bytes -= min(source_form.child_bytes, target_form.child_bytes)  # one child reads both
             if not extent.is_as_stored and not has_numpy:
                 base_bytes, has_numpy = base_bytes + _NUMPY_BYTES, True
             return cls(planning_bytes, base_bytes, _SUM_BYTES, True, has_numpy, extent.decoding_bytes, writes=False)
-        if target_costs.uses_numpy:
+        if target_form.needs_numpy:
             base_bytes += 0 if has_numpy else _NUMPY_BYTES
             has_numpy = True
-        base_bytes += target_costs.library + min(per_shard * target_costs.cached, target_costs.most_cached)
-        tensor_bytes = target_costs.writing + (_SUM_BYTES if verify else 0)
+        base_bytes += target_form.library_bytes
+        tensor_bytes = target_form.written_tensor_bytes + (_SUM_BYTES if verify else 0)
         return cls(planning_bytes, base_bytes, tensor_bytes, verify, has_numpy)
 
     @property
@@ -192,8 +195,9 @@ class Projection(NamedTuple):
         return max(self.planning_bytes, self.base_bytes + moved_bytes + records_bytes + decoding_bytes)
 
 
-def _costs(format_name: str) -> Costs:
-    return formats.info(format_name).costs
+def _child_bytes(form: FormatInfo, tensors: int) -> int:
+    """Return the memory of the child process that reads a shard of other programs; 0 if the format has none."""
+    return form.child_bytes + tensors * _CHILD_TENSOR_BYTES if form.child_bytes else 0
 
 
 def _known_bytes(tensors: int, checkpoint: SourceCheckpoint) -> int:

@@ -14,18 +14,15 @@ from typing import Any
 from reshard_mpi.errors import ShardError, told
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import Manifest, ShardSpec, Specs
-from reshard_mpi.formats.registry import Costs, FormatInfo
 from reshard_mpi.formats.tensor_table import ChunkedTensors, ListedChunk, TensorTable, TensorType
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.text import KIB
 from support import toy_format
 from support.toy_format import check_crc, seal, stored_sums
 
 __all__ = ["check_crc", "seal", "stored_sums"]
 
 NAME, INDEX = "toys", "toys.index.json"
-_COSTS = Costs(reading=KIB, writing=KIB, checking=2 * KIB)
-INFO = FormatInfo(NAME, __name__, (".toypart",), _COSTS, marks=(INDEX,), is_folder=True)
+INFO = toy_format.INFO._replace(name=NAME, module=__name__, suffixes=(".toypart",), marks=(INDEX,), is_folder=True)
 
 
 def locate(path: str, like: Manifest | None = None) -> Manifest:

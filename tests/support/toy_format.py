@@ -17,12 +17,12 @@ from reshard_mpi.formats import files
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import Manifest, ShardSpec
 from reshard_mpi.formats.protocol import NO_SUMS, OnBytes, uncounted
-from reshard_mpi.formats.registry import Costs, FormatInfo
+from reshard_mpi.formats.registry import FormatInfo
 from reshard_mpi.formats.tensor_table import TensorTable, TensorType
 from reshard_mpi.text import KIB
 
 NAME = "toy"
-INFO = FormatInfo(NAME, __name__, (".toy",), Costs(reading=KIB, writing=KIB, checking=2 * KIB))
+INFO = FormatInfo(NAME, __name__, (".toy",), read_tensor_bytes=KIB, written_tensor_bytes=KIB)
 _START = Struct("<4sQI")
 _MARK = b"TOY1"
 
