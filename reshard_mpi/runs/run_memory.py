@@ -50,7 +50,7 @@ _LISTED_PIECE_BYTES = 576
 # For each kind of tensors, in a plan and in the structure of several shards.
 _KIND_BYTES = 8 * KIB
 # For each tensor of a shard that is compared with its own sums, in any format.
-_CHECKED_TENSOR_BYTES = 7 * KIB
+_CHECKED_TENSOR_BYTES = 3 * KIB
 # For each tensor of a file that a child process reads.
 _CHILD_TENSOR_BYTES = 3 * KIB
 # For each sum of a tensor.
