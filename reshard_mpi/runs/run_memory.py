@@ -114,7 +114,8 @@ class Projection(NamedTuple):
     compares: bool  # whether the target is read as well as its sources, and all of them through windows
     has_numpy: bool  # whether base_bytes includes numpy
     decoding_bytes: int = 0  # the most that decoding a tensor of the target takes
-    writes: bool = True  # whether the target is written; many small tensors are then moved in batches
+    # whether the target is written: many small tensors are then moved in batches, and one that is compared is summed
+    writes: bool = True
 
     @classmethod
     def of(cls, work: Workload) -> Projection:
@@ -178,7 +179,8 @@ class Projection(NamedTuple):
             )
             if is_transposed(first, LIMITS):
                 turning_bytes = tile_bytes(LIMITS)
-            has_numpy = has_numpy or through_windows or (self.compares and _is_in_short_runs(first))
+            is_summed_in_short_runs = self.compares and self.writes and _is_in_short_runs(first)
+            has_numpy = has_numpy or through_windows or is_summed_in_short_runs
             for source in (copy.source for tensor in (first, *_otherwise_stored(group)) for copy in tensor.copies):
                 stored = source.unconverted
                 if stored is not source or isinstance(stored.source, Reduced):
