@@ -70,15 +70,21 @@ class RecordFinder:
 
 
 def run_of(path: str, likely_rank: int) -> tuple[RunIdentity, Path] | None:
-    """Return the run that has written the file at `path`, and its target folder; None if no run has a record of it."""
+    """Return the run that has written the file at `path`, and its target folder; None if no run has a record of it.
+
+    For a file without a record, or with that of an earlier run, it is the run that is about to replace it.
+    """
     found = RecordFinder().find(path, likely_rank)
-    if found is None or found.record is None:
-        return None
-    folder = found.path.parent.parent
-    committed = CommitRecord.read(folder)
-    for run in (RunIdentity.recorded(folder / STATE), None if committed is None else committed.run):
-        if run is not None and run.digest == found.record.digest:
-            return run, folder
+    for folder, file in _ways(path):
+        committed, begun = CommitRecord.read(folder), RunIdentity.recorded(folder / STATE)
+        if found is not None and found.record is not None:
+            for run in (begun, None if committed is None else committed.run):
+                if run is not None and run.digest == found.record.digest:
+                    return run, folder
+        prefix = None if begun is None else begun.facts.get("prefix")
+        rank = rank_of_folder(file.partition("/")[0])
+        if begun is not None and prefix is not None and file.startswith(f"rank_{rank}/{prefix}{rank}."):
+            return begun, folder
     return None
 
 

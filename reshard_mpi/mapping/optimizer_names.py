@@ -208,7 +208,8 @@ def _made_below(
     fitting = [begin for begin in models if all(f"{begin}{name}" in tensors for name in names)] or models
     # `moment.model.` is state of `model.`.
     fitting = [begin for begin in fitting if not any(begin != other and begin.endswith(other) for other in fitting)]
-    made_by_model = {frozenset(_below(begin, left, parameters)) for begin in fitting}
+    made_of = (tuple(_below(begin, left, parameters)) for begin in fitting)
+    made_by_model = {frozenset(made): made for made in made_of}  # each in the order of the parameters
     if len(made_by_model) > 1:
         raise MapError(
             "which model an optimizer belongs to cannot be told, and its parameters become different ones",
@@ -217,7 +218,7 @@ def _made_below(
             where=where,
             remedy="leave all but one of the models out (--exclude), or the optimizer's state",
         )
-    return [parameter for made in made_by_model for parameter in made]
+    return [parameter for made in made_by_model.values() for parameter in made]
 
 
 def _below(begin: str, names: Collection[str], parameters: Sequence[MadeParameter]) -> Iterator[MadeParameter]:

@@ -120,3 +120,24 @@ def test_targets_of_two_states_of_the_source_are_no_checkpoint(tmp_path: Path, f
     strategy = spec(tmp_path) if form == "safetensors" else None
     with pytest.raises(ReshardError, match="source"):
         reshard_mpi.transform(out, tmp_path / "again", strategy)
+
+
+@pytest.mark.parametrize("given", ["folder", "rank folder", "file"])
+@pytest.mark.parametrize("record", ["none", "of an earlier run"])
+def test_a_slice_that_is_about_to_be_replaced_is_no_checkpoint(tmp_path: Path, record: str, given: str) -> None:
+    """A run that is killed while it replaces the only target there has removed its record, or has left it."""
+    out = tmp_path / "out"
+    reshard_mpi.transform(source(tmp_path), out, None, cut(tmp_path, "cut"), to="safetensors", rank=0)
+    if record == "none":
+        (out / ".reshard_mpi" / "rank_0.json").unlink()
+    else:
+        (tmp_path / "other").mkdir()
+        write_ranks({0: {**TENSORS, "more": TENSORS["b"]}}, tmp_path / "other" / "src", "safetensors")
+        other = tmp_path / "other" / "out"
+        strategy = cut(tmp_path, "cut")
+        reshard_mpi.transform(tmp_path / "other" / "src", other, None, strategy, to="safetensors", rank=0)
+        shutil.copy(other / ".reshard_mpi" / "run.json", out / ".reshard_mpi" / "run.json")
+    path = {"folder": out, "rank folder": out / "rank_0", "file": out / "rank_0" / "checkpoint_0.safetensors"}[given]
+    with pytest.raises(ReshardError):
+        reshard_mpi.transform(path, tmp_path / "again")
+    assert not (tmp_path / "again").exists()
