@@ -1,8 +1,4 @@
-"""Describe a shard file, read or to be written (`Manifest`, `ShardSpec`).
-
-One without dimensions counts as so many bytes of 0, since that is what Python's `bytes(v)` makes of it; so one that is
-negative, or larger than memory, leaves the file without a checksum.
-"""
+"""Describe a shard file, read or to be written (`Manifest`, `ShardSpec`)."""
 
 from __future__ import annotations
 
@@ -237,7 +233,11 @@ class NotChecksummableError(Exception):
 
 
 def is_in_crc(dtype: DType, shape: tuple[int, ...]) -> bool:
-    """Tell whether a tensor enters the checksum as a number of bytes; others are summed as they are."""
+    """Tell whether a tensor enters MindSpore's checksum as a number of bytes; others are summed as they are.
+
+    A whole number v without dimensions counts as v bytes of 0, since that is what Python's `bytes(v)` makes of it; so
+    one that is negative, or larger than memory, leaves the file without a checksum.
+    """
     return not shape and dtype.name.startswith(("int", "uint"))
 
 

@@ -56,7 +56,7 @@ class Format(Protocol):
         Args:
             fd: the file, open for reading and writing.
             path: of that file. The returned manifest tells where each payload must be written; the place of each tensor
-                is Segments.
+                is `ByteRanges`.
 
         Raises TargetError for what cannot be stored, OSError if the file cannot be written.
         """

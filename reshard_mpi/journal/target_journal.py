@@ -445,10 +445,7 @@ class Unrecorded:
         evidence: TargetInputs,
         say: Say = lambda _: None,
     ) -> Iterator[Publication]:
-        """Yield the file to write and publish; if it is not published, it is removed.
-
-        Args:
-        """
+        """Yield the file to write and publish; if it is not published, it is removed."""
         make_folders(self._folder)
         self._withdraw_record(target_rank, path)
         announce = partial(require_unchanged, target_rank, evidence)

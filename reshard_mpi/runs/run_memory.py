@@ -343,7 +343,7 @@ class RunMemory:
             self._process_memory.stay()
 
     def share_out(self, jobs: int, parameters: int) -> int:
-        """Wait for the memory to fork workers; return how many: `jobs`, or as many as there can be memory for, but one.
+        """Wait for the memory to fork workers; return how many: `jobs`, or as many as fit, but one at least.
 
         This process keeps its memory from now on.
 

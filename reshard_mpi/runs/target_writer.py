@@ -1,4 +1,4 @@
-"""Write targets whole or not at all: the second phase (`Writer`)."""
+"""Write targets whole or not at all (`Writer`)."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class _Worker:
 
 
 class Task(StrEnum):
-    """What processes do together. Each value names a function, which takes what `run` does, and the run's memory."""
+    """What processes do together: MODULE:FUNCTION, called with request, communicator, progress, memory, strategies."""
 
     CONVERT = "runs.transform:convert"
     VERIFY_PAIR = "runs.verify:verify_pair"

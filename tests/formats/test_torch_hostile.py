@@ -109,6 +109,27 @@ def test_a_pickle_that_runs_code_is_not_run(tmp_path: Path) -> None:
     assert not victim.exists()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "is_member"),
+    [((OrderedDict, "fromkeys"), True), ((OrderedDict, "x", 1), False), (("x", "y"), False), ((OrderedDict, 1), False)],
+)
+def test_a_member_of_an_enumeration_as_python_3_11_0_pickles_it(
+    tmp_path: Path, arguments: tuple[Any, ...], is_member: bool
+) -> None:
+    """It gets an attribute of a class by its name, and nothing else is done so."""
+
+    class Member:
+        def __reduce__(self) -> Any:
+            return getattr, arguments
+
+    data, _ = torch_peer.dumps({"w": tensor(), "member": Member()})
+    torch_peer.archive(tmp_path / "net.pt", {**pickled(data), "data/0": FLOATS})
+    if is_member:
+        assert "w" in torch.locate(str(tmp_path / "net.pt")).tensors
+    else:
+        refused(tmp_path / "net.pt", "would run code")
+
+
 def test_a_pickle_that_goes_on(tmp_path: Path) -> None:
     data, _ = torch_peer.dumps({"w": 1})
     torch_peer.archive(tmp_path / "net.pt", pickled(data + b"N."))

@@ -1,4 +1,4 @@
-"""Read and digest the header of a safetensors file (`Header`, `of_file`).
+"""Check the length of the header of a safetensors file, and digest it (`open_header`, `of_file`).
 
 Accepted is what the reference parser accepts (safetensors 0.8), with exceptions that are refused: an entry or a field
 given twice, fields that are not known.

@@ -1,13 +1,12 @@
 """Open torch's DCP checkpoints in safetensors, not yet consolidated (`open_folder`).
 
 `HuggingFaceStorageWriter(save_distributed=True)` writes for each rank, counted from 1, a file of what that rank saves,
-or several if names are dealt out to files:
-
-A file says in its metadata (`DCP_SHARDING_INFO`) at which element each of its tensors begins in the whole one. There is
-no index, and nothing tells how large a tensor is, or how many files there were: the size is as far as pieces reach. So
-without its last files a checkpoint looks complete, and smaller; the user must say how many files there were
-(`FormatInfo.knows_file_count`), and numbers that are missing before the last are refused. Facts are of torch 2.13. The
-form is only read.
+or several if names are dealt out to files: `shard-00001-model-00001-of-00002.safetensors`, with the rank, the number of
+the file and the number of files. A file says in its metadata (`DCP_SHARDING_INFO`) at which element each of its tensors
+begins in the whole one. There is no index, and nothing tells how large a tensor is, or how many files there were: the
+size is as far as pieces reach. So without its last files a checkpoint looks complete, and smaller; the user must say
+how many files there were (`FormatInfo.knows_file_count`), and numbers that are missing before the last are refused.
+Facts are of torch 2.13. The form is only read.
 """
 
 from __future__ import annotations

@@ -131,8 +131,19 @@ OLD_NAMES = {
 }
 
 
+# Python 3.11.0 to 3.11.3 pickles a member of an enumeration as `getattr(CLASS, NAME)`, and torch's metadata has some.
+GETATTR = Global("builtins", "getattr")
+
+
+def is_enum_member(args: tuple[Value, ...]) -> bool:
+    """Tell whether `GETATTR` with these arguments gets a member of an enumeration: a class, and a name."""
+    return len(args) == 2 and type(args[0]) is Global and type(args[1]) is str
+
+
 def runs_code(name: Global) -> bool:
-    """Tell whether a name belongs to code that can run something."""
+    """Tell whether a name belongs to code that can run something, however it is called."""
+    if name == GETATTR:
+        return False
     if name.module == "builtins":
         return name.name not in _DATA_OF_BUILTINS
     return name != BYTES_IO and name.module.partition(".")[0] in _RUNNERS

@@ -14,12 +14,14 @@ from contextlib import contextmanager
 
 from reshard_mpi.formats.nest.nodes import BYTEARRAY, FROZENSET, LESS, SET, Call, Dict, Global, Value
 from reshard_mpi.formats.torch.pickle_hooks import (
+    GETATTR,
     OLD_MODULES,
     OLD_NAMES,
     PLAIN_READERS,
     PickleCutShortError,
     PickleError,
     PickleHooks,
+    is_enum_member,
     runs_code,
 )
 from reshard_mpi.text import MIB
@@ -30,6 +32,7 @@ BUDGET_BYTES = 112 * MIB
 _MAX_INT_BYTES = 255
 _MAX_GLOBAL_BYTES = 512
 # What to do about a pickle that is a program.
+_RUNS_CODE = "a pickle would run code if it were loaded"
 _PROGRAM = "do not load it: it is no checkpoint but a program; ask who made it for the tensors alone, as safetensors"
 _BINFLOAT = struct.Struct(">d")
 
@@ -154,6 +157,8 @@ class _SafeUnpickler:
                     function = stack[-1]
                     if type(function) is not Global or type(args) is not tuple:
                         raise PickleError("a pickle calls what is no name", offset)
+                    if function == GETATTR and not is_enum_member(args):
+                        raise PickleError(_RUNS_CODE, offset, str(function), _PROGRAM)
                     maker = calls.get(function)
                     if maker is not None:
                         stack[-1] = maker(*args)
@@ -321,8 +326,7 @@ class _SafeUnpickler:
             resolved = OLD_NAMES.get(Global(module, name)) or Global(OLD_MODULES.get(module, module), name)
             self._globals[module, name] = resolved
             if runs_code(resolved):
-                problem = "a pickle would run code if it were loaded"
-                raise PickleError(problem, offset, f"{module}.{name}"[:200], _PROGRAM)
+                raise PickleError(_RUNS_CODE, offset, f"{module}.{name}"[:200], _PROGRAM)
         return resolved
 
     def _new_with_names(self, function: Value, args: Value, names: Value, offset: int) -> Call:
