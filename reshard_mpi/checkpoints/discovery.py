@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
@@ -75,6 +75,11 @@ class ShardFiles(NamedTuple):
         """The paths of the files that hold tensors, without an index."""
         paths = (path for paths in self.by_rank.values() for path in paths)
         return tuple(path for path in paths if not self.is_folder or formats.name_of(path) is not None)
+
+    @property
+    def by_target_rank(self) -> Mapping[int, Sequence[str]]:
+        """Paths by target rank, as far as their order tells: a folder with an index has one file for each."""
+        return (self.one_by_one() if self.is_folder else self).by_rank
 
     def one_by_one(self) -> ShardFiles:
         """Return the files of a folder with an index, one for each target rank."""

@@ -193,7 +193,7 @@ def _require_one_run(files: ShardFiles) -> None:
     if (folder / STATE).is_dir():
         from reshard_mpi.journal.file_records import records_of_one_run
 
-        records_of_one_run(folder, (files.one_by_one() if files.is_folder else files).by_rank)
+        records_of_one_run(folder, files.by_target_rank)
 
 
 def _require_whole_run(files: ShardFiles) -> None:

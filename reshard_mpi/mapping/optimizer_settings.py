@@ -413,8 +413,14 @@ def _carried_entry(entry: list[Any], source: Any) -> list[Any]:
     if len(entry) == 2 and type(key) in (str, int) and key not in _OF_PARAMETERS:
         for other in entries_of(source) or ():
             if len(other) == 2 and other[0] == key and type(other[0]) is type(key):
-                if key in _BY_GROUP and isinstance(entry[1], list) and isinstance(other[1], list) and other[1]:
-                    # Unlike values of groups in another order, or of more groups, are refused before.
-                    return [entry[0], [other[1][number % len(other[1])] for number in range(len(entry[1]))]]
+                if key in _BY_GROUP and isinstance(entry[1], list) and isinstance(other[1], list):
+                    return [entry[0], _for_groups(entry[1], other[1])]
                 return [entry[0], _carried(entry[1], other[1])]
     return entry
+
+
+def _for_groups(own: list[Any], source: list[Any]) -> list[Any]:
+    """Return a scheduler's values by group as the source has them; its own if more or fewer groups have unlike ones."""
+    if len(own) == len(source):
+        return _carried(own, source)  # type: ignore[no-any-return]
+    return [source[0]] * len(own) if source and all(value == source[0] for value in source) else own

@@ -240,7 +240,7 @@ def _not_of_one_run(files: ShardFiles) -> Iterator[DamageError]:
     """Yield what keeps the shards of a run that has not been committed from being one checkpoint."""
     folder = Path(files.path)
     try:
-        records = records_of_one_run(folder, (files.one_by_one() if files.is_folder else files).by_rank)
+        records = records_of_one_run(folder, files.by_target_rank)
     except DisagreementError as error:
         yield DamageError(error.problem, expected=error.expected, got=error.got, where=error.where, remedy=error.remedy)
         return

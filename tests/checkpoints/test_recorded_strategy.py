@@ -160,3 +160,6 @@ def test_copies_with_whole_seconds_are_what_it_records(made: Path, tmp_path: Pat
     for path in made.glob("rank_*/*"):
         os.utime(path, ns=(0, path.stat().st_mtime_ns // 10**9 * 10**9))
     reshard_mpi.transform(made, tmp_path / "one", to="safetensors")
+    loaded = reshard_mpi.load_rank(0, tmp_path / "one")
+    assert loaded.keys() == tensors().keys()
+    assert all(np.array_equal(loaded[name], array) for name, array in tensors().items())

@@ -376,3 +376,21 @@ def test_a_schedulers_values_by_group_are_the_sources_whatever_the_number_of_gro
     reshard_mpi.transform(src, tmp_path / "dst", to="torch", map="{p*}.w <=> {p*}.w", like=like)
     loaded = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")
     assert loaded["optimizer"]["param_groups"][0]["lr"] == 0.1 and loaded["scheduler"] == {"base_lrs": [0.1]}
+
+
+def test_unlike_values_of_a_scheduler_are_not_dealt_to_more_groups(tmp_path: Path) -> None:
+    """Without state nothing tells which group is which: they are the other checkpoint's, and so is the scheduler."""
+
+    def saved(path: Path, rates: list[float]) -> Path:
+        groups = [{"lr": rate, "params": [number]} for number, rate in enumerate(rates)]
+        optimizer = {"state": {}, "param_groups": groups}
+        saved = {"model": {"a.w": tensor(0)}, "optimizer": optimizer, "scheduler": {"base_lrs": rates}}
+        torch_peer.save(path, saved)
+        return path
+
+    src, like = saved(tmp_path / "x.pt", [0.1, 0.2]), saved(tmp_path / "like.pt", [0.7, 0.8, 0.9])
+    report = reshard_mpi.transform(src, tmp_path / "dst", to="torch", map="{p*}.w <=> {p*}.w", like=like)
+    loaded = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")
+    assert [group["lr"] for group in loaded["optimizer"]["param_groups"]] == [0.7, 0.8, 0.9]
+    assert loaded["scheduler"] == {"base_lrs": [0.7, 0.8, 0.9]}
+    assert any("nothing tells which group is which" in note for note in report.notes)

@@ -17,7 +17,7 @@ import reshard_mpi
 from reshard_mpi import formats
 from reshard_mpi.errors import MapError, TargetError
 from reshard_mpi.formats import ckpt
-from reshard_mpi.formats.manifest import common_nest
+from reshard_mpi.formats.manifest import common_nest, nest_settings
 from reshard_mpi.formats.nest import NEST, agree, flatten_tree
 from reshard_mpi.testing import sample_tensors
 
@@ -329,3 +329,17 @@ def test_stages_join_groups_of_equal_settings_by_their_places() -> None:
     assert joined is not None
     (_, (_, groups)) = json.loads(joined)["dict"]
     assert [dict(group["dict"])["params"] for group in groups] == [["l0.a", "l1.a"], ["l0.b", "l1.b"]]
+
+
+@pytest.mark.parametrize(
+    ("groups", "is_left_out"),
+    [
+        ('[{"dict":[["lr",0.1],["params",["a"]]]}]', True),
+        ('[{"dict":[["lr"],["params",["a"]]]}]', False),  # a setting that is a tensor
+        ('[{"dict":[["lr",0.1],["params",[0]]]}]', False),  # numbers of two stages are other parameters'
+    ],
+)
+def test_optimizers_of_stages_that_may_not_be_joined_are_compared(groups: str, is_left_out: bool) -> None:
+    nest = f'{{"dict":[["optimizer",{{"dict":[["state",{{"dict":[]}}],["param_groups",{groups}]]}}],["epoch",1]]}}'
+    assert ("param_groups" not in nest_settings(nest)) == is_left_out
+    assert "epoch" in nest_settings(nest)

@@ -21,6 +21,7 @@ from support.conversions import (
     transform_by_function,
     transform_here,
 )
+from support.processes import Finished
 
 import reshard_mpi
 from reshard_mpi import formats
@@ -366,13 +367,19 @@ target_plans.TargetPlans.make = make_late
 """
 
 
+def transform_by_a_late_leader(c: Conversion, other: Path) -> Finished:
+    """Convert by two workers, of which one plans from the source and the other from `other` in its place."""
+    late = c.folder / "late"
+    late.mkdir()
+    paths = (str(c.src), str(other), str(c.folder / "done"))
+    (late / "sitecustomize.py").write_text(LATE_LEADER.format(paths=paths))
+    return transform_apart(c, "--jobs", "2", env={"PYTHONPATH": str(late), **ONE_THREAD})
+
+
 def test_a_process_that_fills_a_part_has_looked_at_another_source(tmp_path: Path, capsys: Capture) -> None:
     c = make(tmp_path).but(dst_strategy=None)
     other = copy_of_source(c, "other")
-    (tmp_path / "late").mkdir()
-    paths = (str(c.src), str(other), str(tmp_path / "done"))
-    (tmp_path / "late" / "sitecustomize.py").write_text(LATE_LEADER.format(paths=paths))
-    finished = transform_apart(c, "--jobs", "2", env={"PYTHONPATH": str(tmp_path / "late"), **ONE_THREAD})
+    finished = transform_by_a_late_leader(c, other)
     assert finished.code == 4 and "were changed while it was written" in finished.err, finished
     assert not c.written(0).exists()
 
@@ -382,10 +389,7 @@ def test_a_process_that_fills_a_part_has_planned_other_tensors(tmp_path: Path, c
     other = copy_of_source(c, "other")
     for rank in range(4):
         write_shard({"w": -c.arrays(rank)["w"]}, other / c.shard(rank).relative_to(c.src))
-    (tmp_path / "late").mkdir()
-    paths = (str(c.src), str(other), str(tmp_path / "done"))
-    (tmp_path / "late" / "sitecustomize.py").write_text(LATE_LEADER.format(paths=paths))
-    finished = transform_apart(c, "--jobs", "2", env={"PYTHONPATH": str(tmp_path / "late"), **ONE_THREAD})
+    finished = transform_by_a_late_leader(c, other)
     assert finished.code == 4 and "processes have planned target rank 0 differently" in finished.err, finished
     assert not c.written(0).exists()
 

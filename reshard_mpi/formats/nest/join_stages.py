@@ -28,20 +28,30 @@ def joined(roots: Sequence[Any], *, keeps_first: bool = False) -> Any | None:
 
 
 def settings_of(node: Any) -> Any:
-    """Return a nest without what each stage has of its own: tensors, empty dictionaries, and entries of optimizers."""
+    """Return a nest without what each stage has of its own: tensors, empty dictionaries, optimizers that are joined."""
     if isinstance(node, list):
         return [settings_of(each) for each in node]
     if not isinstance(node, dict):
         return node
     if node.keys() != {"dict"}:
         return {key: settings_of(value) for key, value in node.items()}
-    of_optimizer = {_STATE, _GROUPS} <= {entry[0] for entry in node["dict"] if isinstance(entry[0], str)}
+    is_joined = _is_always_joined(node)
     kept = []
     for key, *value in node["dict"]:
         is_flat = isinstance(key, str) and key.startswith((f"{_STATE}.", f"{_GROUPS}."))
-        if value and not is_flat and not (of_optimizer and key in (_STATE, _GROUPS)):
+        if value and not is_flat and not (is_joined and key in (_STATE, _GROUPS)):
             kept.append([key, *map(settings_of, value)])
     return {"dict": [entry for entry in kept if entry[1:] != [{"dict": []}]]}
+
+
+def _is_always_joined(node: Any) -> bool:
+    """Tell whether a dictionary is an optimizer that names its parameters, and no setting of a group is a tensor."""
+    try:
+        entries = _entries(node)
+        groups = [_entries(group) for group in entries[_GROUPS][0]] if _is_named(entries) else []
+    except ValueError:
+        return False
+    return bool(groups) and all(value for group in groups for value in group.values())
 
 
 def _joined(first: Any, second: Any, keeps_first: bool) -> Any:
@@ -75,9 +85,7 @@ def _can_be_joined(one: dict[Any, list[Any]], other: dict[Any, list[Any]]) -> bo
 def _joined_entries(one: dict[Any, list[Any]], other: dict[Any, list[Any]], keeps_first: bool) -> list[Any]:
     """Join dictionaries: what both have is joined, and what only one has is kept."""
     both = {key: _joined(one[key], other[key], keeps_first) for key in one if key in other}
-    return [
-        [key, *value] for key, value in ({**one, **both} | {key: other[key] for key in other if key not in one}).items()
-    ]
+    return [[key, *value] for key, value in {**one, **other, **both}.items()]
 
 
 def _entries(node: Any) -> dict[Any, list[Any]]:
