@@ -10,7 +10,7 @@ from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
-from reshard_mpi.errors import StrategyError, TargetError
+from reshard_mpi.errors import ReshardError, StrategyError, TargetError
 from reshard_mpi.filesystem.paths import described, is_replaceable
 from reshard_mpi.sharding.strategy.mindspore_json import StageFile, encode_json, parse_json, place
 from reshard_mpi.sharding.strategy.mindspore_layouts import by_stage, merged_stages, stage_unknown, to_placement
@@ -31,11 +31,11 @@ def merge(sources: str | Sequence[str], out: str) -> None:
 
     Args:
         sources: a folder, or files; several files of one stage must agree. The result is protobuf, or JSON if `out`
-            ends in .json or all sources are JSON. `out` appears complete or not at all; a file in its place is
-            replaced.
+            ends in .json or all sources are JSON. `out` appears complete or not at all, in the place of nothing, of an
+            empty file or of an earlier merge.
 
     Raises StrategyError for sources that do not belong together or are merged already, TargetError if `out` cannot be
-    written, or something other than a file is in its place.
+    written, or something else is in its place.
     """
     paths = [sources] if isinstance(sources, str) else list(sources)
     target = Path(out)
@@ -48,6 +48,14 @@ def merge(sources: str | Sequence[str], out: str) -> None:
             got=described(target),
             where=out,
             remedy="choose another name",
+        )
+    if target.exists() and target.stat().st_size and not _is_merged(target):
+        raise TargetError(
+            "the merged strategy would replace a file that is none",
+            expected="a new file, or the result of an earlier merge",
+            got="another file, perhaps one of the stages",
+            where=out,
+            remedy="name the sources first and a new file last",
         )
     files = chain.from_iterable(_read_sources(path, target) for path in paths)
     stages = by_stage(_of_one_stage(files), ", ".join(paths[:3]))
@@ -65,6 +73,14 @@ def merge(sources: str | Sequence[str], out: str) -> None:
 def _read_sources(path: str, target: Path) -> Iterator[StrategyFile]:
     # The result of an earlier merge into the same folder is no source of this one.
     return (file for file in look_all(path) if not (target.exists() and file.path.samefile(target)))
+
+
+def _is_merged(path: Path) -> bool:
+    """Tell whether a file is the result of a merge."""
+    try:
+        return merged_stages(decode(look(str(path)))) is not None
+    except ReshardError:  # it is no strategy
+        return False
 
 
 def _of_one_stage(files: Iterable[StrategyFile]) -> Iterator[StageFile]:

@@ -144,3 +144,30 @@ def test_what_a_killed_merge_left_is_in_nobodys_way(tmp_path: Path) -> None:
     merge(str(two_stages(tmp_path / "in")), str(tmp_path / "out.ckpt"))
     assert (tmp_path / "out.ckpt").exists()
     assert left.read_bytes() == b"of another process"
+
+
+@pytest.mark.parametrize("kind", ["json", "ckpt"])
+@pytest.mark.parametrize("what", ["a stage among the sources", "a stage in their folder", "a shard"])
+def test_no_other_file_is_replaced(tmp_path: Path, kind: str, what: str) -> None:
+    """As where all stages are named, and the result is not."""
+    folder = two_stages(tmp_path / "in", kind)
+    sources: str | list[str] = str(folder)
+    out = folder / f"s3.{kind}"
+    if what == "a stage among the sources":
+        sources = [str(folder / f"s0.{kind}"), str(out)]
+    if what == "a shard":
+        out = tmp_path / "net.safetensors"
+        out.write_bytes(b"weights")
+    before = out.read_bytes()
+    with pytest.raises(TargetError) as refusal:
+        merge(sources, str(out))
+    assert refusal.value.where == str(out) and out.read_bytes() == before
+
+
+@pytest.mark.parametrize("kind", ["json", "ckpt"])
+def test_an_earlier_merge_and_an_empty_file_are_replaced(tmp_path: Path, kind: str) -> None:
+    folder, out = two_stages(tmp_path / "in", kind), tmp_path / f"out.{kind}"
+    out.touch()
+    for _ in range(2):
+        merge(str(folder), str(out))
+        assert strategy.load(str(out)) == strategy.load(str(folder))
