@@ -160,7 +160,8 @@ class Monitor(Display):
     def _stop(self) -> None:
         if self._thread is not None and self._ended is not None:
             self._ended.set()
-            self._thread.join(_END_SECONDS)
+            if self._thread.is_alive():  # a signal may have come while it was started
+                self._thread.join(_END_SECONDS)
 
     def _status(self) -> RunStatus:
         if self._told is not None:

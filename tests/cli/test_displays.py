@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import re
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +25,7 @@ from reshard_mpi.cli import display
 from reshard_mpi.engine import compare
 from reshard_mpi.runs import diff, monitor
 from reshard_mpi.runs.conversion import Conversion as Conversion_
-from reshard_mpi.runs.progress import Counts, RunStatus, Stage, format_seconds
+from reshard_mpi.runs.progress import Counts, Display, RunStatus, Stage, format_seconds
 
 ESCAPE = "\x1b"
 TENSORS = {f"layer{number}.w": np.full((8, 4), number, np.float32) for number in range(8)}
@@ -353,3 +354,16 @@ def test_which_streams_get_what(
     stream: io.StringIO, environment: Mapping[str, str], draws: bool, colours: bool
 ) -> None:
     assert display.may_draw(stream, environment) is draws and display.has_colour(stream, environment) is colours
+
+
+def test_a_signal_while_the_thread_that_shows_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends the command as it does at any other moment: what is closed then does not wait for that thread."""
+
+    def interrupted(thread: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    shown = monitor.Monitor(Display(), lambda: [])
+    with pytest.raises(KeyboardInterrupt):
+        shown.begin(Stage("writing"))
+    shown.abandon(ends_line=False)
