@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -188,12 +189,14 @@ def _recorded(files: ShardFiles) -> Strategy | None:
 
 
 def _require_one_run(files: ShardFiles) -> None:
-    """Raise DisagreementError if a run has replaced some of the files, and has not finished."""
-    folder = Path(files.path)
-    if (folder / STATE).is_dir():
-        from reshard_mpi.journal.file_records import records_of_one_run
+    """Raise DisagreementError if files are of several runs, as where one has replaced some of them."""
+    real = map(os.path.realpath, files.shards)
+    folders = {os.path.dirname(path) for path in (*files.shards, *real)}  # noqa: PTH120 - there may be thousands
+    folders |= {os.path.dirname(folder) for folder in folders}  # noqa: PTH120
+    if any(Path(folder, STATE).is_dir() for folder in folders):
+        from reshard_mpi.journal.file_records import require_one_run
 
-        records_of_one_run(folder, files.by_target_rank)
+        require_one_run(files.by_target_rank, files.path)
 
 
 def _require_whole_run(files: ShardFiles) -> None:

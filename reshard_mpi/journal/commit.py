@@ -24,7 +24,15 @@ from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.journal.identity import COMMIT_ROOM, CommitRecord, RunIdentity
 from reshard_mpi.journal.provenance import Sources, require_one_state, require_same_sources
 from reshard_mpi.journal.publication import publish_bytes, publish_text, remove_stale, remove_stale_records
-from reshard_mpi.journal.records import COMMIT_RECORD, STATE, TargetRecord, record_path, recorded_ranks, written
+from reshard_mpi.journal.records import (
+    COMMIT_RECORD,
+    STATE,
+    RecordHead,
+    TargetRecord,
+    record_path,
+    recorded_ranks,
+    written,
+)
 from reshard_mpi.journal.target_journal import COMMIT_LOCK, uncommit
 from reshard_mpi.planning.shard_faults import Differences, between_targets, difference_messages, without
 from reshard_mpi.planning.shared_facts import differing_stages, require_one_checkpoint, require_same_names
@@ -148,8 +156,7 @@ def commit_locked(
     remove_stale_records(opened.state)
     for record in records:
         if record.announced is not None:  # its writer died before it could say that the file is in place
-            confirmed = record._replace(announced=None).as_text()
-            publish_text(opened.state, record_path(opened.state.path, record.rank).name, confirmed)
+            record._replace(announced=None).publish(opened.state)
     begun = RunIdentity.recorded(folder / STATE)  # which may name other files of the same strategies
     begun = begun if begun and begun.digest == identity.digest else identity
     index = _publish_index(opened.folder, identity.format, records)
@@ -276,7 +283,12 @@ def complete_record(folder: Path, identity: RunIdentity, target_rank: int) -> Ta
         return f"has lost its file {record.file}"
     if status.st_size != record.size_bytes:
         return f"has {status.st_size} bytes in {record.file}, not the {record.size_bytes} that were written"
-    return record if record.is_about(status) else f"was about to be put in the place of {record.file}"
+    head = RecordHead.read(folder / STATE, target_rank)
+    if head is not None and head.is_about(status):
+        return record
+    if record.announced is not None:
+        return f"was about to be put in the place of {record.file}"
+    return f"has another file in the place of {record.file}, modified at another time than the one that was written"
 
 
 def _is_file_of(identity: RunIdentity, record: TargetRecord) -> bool:

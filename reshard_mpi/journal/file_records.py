@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from reshard_mpi.journal.provenance import require_one_state, require_same_sourc
 from reshard_mpi.journal.records import (
     COMMIT_RECORD,
     STATE,
+    RecordHead,
     TargetRecord,
     rank_of_folder,
     record_path,
@@ -35,6 +36,13 @@ class FoundRecord(NamedTuple):
     record: TargetRecord | None
 
 
+class FoundHead(NamedTuple):
+    """Where the record of a file is, and how it begins: None if it is damaged."""
+
+    path: Path
+    head: RecordHead | None
+
+
 class RecordFinder:
     """Finds records of files: in the target folder that a file lies in, by its name or by what links lead to."""
 
@@ -47,17 +55,24 @@ class RecordFinder:
         Args:
             likely_rank: the target rank of the file, as it seems.
         """
-        for folder, file in _ways(path):
-            record = TargetRecord.read(folder / STATE, likely_rank)
-            rank = likely_rank if record is not None and record.file == file else self._rank(folder, file)
+        found = self.find_head(path, likely_rank)
+        if found is None or found.head is None:
+            return None if found is None else FoundRecord(found.path, None)
+        return FoundRecord(found.path, TargetRecord.read(found.path.parent, found.head.rank))
+
+    def find_head(self, path: str, likely_rank: int) -> FoundHead | None:
+        """Return how the record of a file begins, as `find` returns the whole."""
+        for folder, file in target_folders_of(path):
+            head = RecordHead.read(folder / STATE, likely_rank)
+            rank = likely_rank if head is not None and head.file == file else self._rank(folder, file)
             if rank is None:
                 continue
             place = record_path(folder / STATE, rank)
-            record = record if rank == likely_rank else TargetRecord.read(folder / STATE, rank)
-            if record is None and os.path.lexists(place):
-                return FoundRecord(place, None)
-            if record is not None and record.file == file and _is_in_place(record, path):
-                return FoundRecord(place, record)
+            head = head if rank == likely_rank else RecordHead.read(folder / STATE, rank)
+            if head is None and os.path.lexists(place):
+                return FoundHead(place, None)
+            if head is not None and head.file == file and (head.announced is None or head.is_about(Path(path).stat())):
+                return FoundHead(place, head)
         return None
 
     def _rank(self, folder: Path, file: str) -> int | None:
@@ -74,12 +89,12 @@ def run_of(path: str, likely_rank: int) -> tuple[RunIdentity, Path] | None:
 
     For a file without a record, or with that of an earlier run, it is the run that is about to replace it.
     """
-    found = RecordFinder().find(path, likely_rank)
-    for folder, file in _ways(path):
+    found = RecordFinder().find_head(path, likely_rank)
+    for folder, file in target_folders_of(path):
         committed, begun = CommitRecord.read(folder), RunIdentity.recorded(folder / STATE)
-        if found is not None and found.record is not None:
+        if found is not None and found.head is not None:
             for run in (begun, None if committed is None else committed.run):
-                if run is not None and run.digest == found.record.digest:
+                if run is not None and run.digest == found.head.digest:
                     return run, folder
         prefix = None if begun is None else begun.facts.get("prefix")
         rank = rank_of_folder(file.partition("/")[0])
@@ -88,37 +103,68 @@ def run_of(path: str, likely_rank: int) -> tuple[RunIdentity, Path] | None:
     return None
 
 
-def records_of_one_run(folder: Path, files: Mapping[int, Sequence[str]]) -> Mapping[str, TargetRecord]:
-    """Return the records of files in a target folder that is not committed, by path; none if it has no records.
+def require_one_run(files: Mapping[int, Sequence[str]], where: str) -> str | None:
+    """Return the digest of the run that has made files; None if no run has a record of any.
 
     Args:
         files: paths, by the ranks that they seem to be of.
+        where: the checkpoint, for errors.
 
-    Raises DisagreementError if they could not be committed together: they are of two runs, as where one has replaced
-    some targets of the other, or were made from two states of the source.
+    Raises DisagreementError if they could not be committed together: they are of several runs, as where one has
+    replaced some targets of the other, or a copy some files; or they were made from two
+    states of the source.
     """
-    if not (folder / STATE).is_dir() or CommitRecord.read(folder) is not None:
-        return {}
     finder = RecordFinder()
+    found = {path: finder.find_head(path, rank) for rank, paths in files.items() for path in paths}
+    heads = {path: each.head for path, each in found.items() if each is not None and each.head is not None}
+    first_path, first = next(iter(heads.items()), ("", None))
+    if first is None:
+        return None
+    for path in found:
+        head = heads.get(path)
+        if head is None or head.digest != first.digest:
+            got = f"{path} of another run" if head is not None else f"{path}, of which no run has a record"
+            raise _of_several_runs(f"those of one run, as {first_path}", got, where)
+    state_folders = dict.fromkeys(each.path.parent for each in found.values() if each is not None)
+    committed = [_is_committed(state.parent, first, heads.values(), where) for state in state_folders]
+    if not all(committed):
+        _require_one_state(finder, files)
+    return first.digest
+
+
+def _is_committed(folder: Path, first: RecordHead, heads: Collection[RecordHead], where: str) -> bool:
+    """Tell whether targets in a folder are the ones that were committed, as far as their times tell.
+
+    Raises DisagreementError if it was another run that was committed.
+    """
+    committed = CommitRecord.read(folder)
+    if committed is not None and committed.digest != first.digest:
+        got = f"{COMMIT_RECORD} of another run in {folder}"
+        raise _of_several_runs(f"that of the run which has made {first.file}", got, where)
+    if committed is None:
+        return False
+    committed_ns = (folder / COMMIT_RECORD).stat().st_mtime_ns
+    return all((head.modified_ns or 0) <= committed_ns for head in heads)
+
+
+def _require_one_state(finder: RecordFinder, files: Mapping[int, Sequence[str]]) -> None:
+    """Raise DisagreementError if files of a run were made from two states of the source, as its records say."""
     found = {path: finder.find(path, rank) for rank, paths in files.items() for path in paths}
     records = {path: each.record for path, each in found.items() if each is not None and each.record is not None}
-    first_path, first = next(iter(records.items()), ("", None))
-    if first is None:
-        return {}
-    for path in found:
-        record = records.get(path)
-        if record is None or record.digest != first.digest:
-            raise DisagreementError(
-                "files of several runs lie in one target folder",
-                expected=f"those of one run, as {first_path}",
-                got=f"{path} of another run" if record is not None else f"{path}, of which no run has a record",
-                where=str(folder),
-                remedy=f"{_FINISH}, or give the files of one run alone (--select, or a folder of their own)",
-            )
     require_same_sources({record.rank: record.evidence.sources for record in records.values()}, _FINISH)
     written = ((path, record.rank, record.evidence.sources) for path, record in records.items())
     require_one_state({rank: (sources, Path(path).stat().st_mtime_ns) for path, rank, sources in written}, _FINISH)
-    return records
+
+
+def _of_several_runs(expected: str, got: str, where: str) -> DisagreementError:
+    return DisagreementError(
+        "files of several runs lie in one checkpoint",
+        expected=expected,
+        got=got,
+        where=where,
+        remedy=f"{_FINISH}, or give the files of one run alone (--select, or a folder of their own); what you know to"
+        f" belong together is read without its records (a copy without {STATE})",
+    )
 
 
 def damage_besides(path: str, tensors: TensorTable, record: TargetRecord | None) -> Iterator[DamageError]:
@@ -140,13 +186,13 @@ def damage_besides(path: str, tensors: TensorTable, record: TargetRecord | None)
         )
 
 
-def damage_of_index(folder: Path, format_name: str) -> Iterator[DamageError]:
+def damage_of_index(folder: Path) -> Iterator[DamageError]:
     """Yield the damage of a folder's index, if the commit record of the folder has a digest of it."""
-    name = formats.index_of(format_name)
-    committed = None if name is None else CommitRecord.read(folder)
-    if name is None or committed is None or not committed.index_digest:
+    committed = CommitRecord.read(folder)
+    name = None if committed is None else formats.index_of(committed.run.format)
+    if committed is None or name is None or not committed.index_digest:
         return
-    if not has_committed_index(folder, format_name, committed):
+    if not has_committed_index(folder, committed.run.format, committed):
         yield DamageError(
             "the index of a checkpoint is not what was committed",
             expected=f"the SHA-256 {committed.index_digest}, as {COMMIT_RECORD} says",
@@ -156,7 +202,7 @@ def damage_of_index(folder: Path, format_name: str) -> Iterator[DamageError]:
         )
 
 
-def _ways(path: str) -> Iterator[tuple[Path, str]]:
+def target_folders_of(path: str) -> Iterator[tuple[Path, str]]:
     """Yield the folders of runs that a file lies in, and its path there: by its name first, then by its real path."""
     for whole in dict.fromkeys((Path(os.path.abspath(path)), real_path(path))):  # noqa: PTH100 - not to follow links
         for folder in whole.parents[:2]:
@@ -169,10 +215,5 @@ def _ranks_by_file(folder: Path) -> dict[str, int]:
     committed = CommitRecord.read(folder)
     if committed is not None:
         return {file: rank for rank, file in committed.files.items()}
-    records = (TargetRecord.read(folder / STATE, rank) for rank in recorded_ranks(folder / STATE))
-    return {record.file: record.rank for record in records if record is not None}
-
-
-def _is_in_place(record: TargetRecord, path: str) -> bool:
-    """Tell whether a record is about the file at `path`, rather than about one that was going to replace it."""
-    return record.announced is None or record.is_about(Path(path).stat())
+    heads = (RecordHead.read(folder / STATE, rank) for rank in recorded_ranks(folder / STATE))
+    return {head.file: head.rank for head in heads if head is not None}

@@ -18,7 +18,7 @@ from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.folders import Folder, close
 from reshard_mpi.filesystem.paths import described
 from reshard_mpi.journal.identity import RunIdentity
-from reshard_mpi.journal.records import COMMIT_RECORD, STATE, TargetRecord, record_path, recorded_ranks
+from reshard_mpi.journal.records import COMMIT_RECORD, STATE, RecordHead, record_path, recorded_ranks
 
 _MOST_NOTE_BYTES = 64
 _ELSEWHERE = "choose another target folder, or remove the file if nobody needs it"
@@ -51,21 +51,39 @@ def require_own_target(state: Folder | None, folder: Path, target_rank: int, pat
         state: the open folder of the records; None if there is none.
         folder: the target folder.
     """
-    record = None if state is None else TargetRecord.read(state.path, target_rank)
+    record = None if state is None else RecordHead.read(state.path, target_rank)
     if state is not None and (
         _is_explained(record, state, folder, target_rank, path) or _is_noted(state, target_rank, path)
     ):
         return
     got = f"{path.stat().st_size} bytes of another origin" if path.is_file() else described(path)
+    remedy = f"{_ELSEWHERE}, and --resume makes the target"
     if record is not None and folder / record.file == path and path.is_file():
-        got = f"{path.stat().st_size} bytes, not the {record.size_bytes} that this run has written"
+        size_bytes = path.stat().st_size
+        got = f"{size_bytes} bytes, not the {record.size_bytes} that this run has written"
+        if size_bytes == record.size_bytes:
+            got = f"{size_bytes} bytes as this run has written, but modified at another time"
+            remedy += "; a copy of a folder is to be made whole, with its records"
     raise TargetError(
         f"a file that this run has not written lies where target rank {target_rank} goes",
         expected="no file of that name, or the one that this run has put there",
         got=got,
         where=str(path),
-        remedy=f"{_ELSEWHERE}, and --resume makes the target",
+        remedy=remedy,
     )
+
+
+def require_no_other_records(state: Path, identity: RunIdentity) -> None:
+    """Raise TargetError if a folder without a record of its run has records of targets that are of another one."""
+    for record in _records(state):
+        if record.digest != identity.digest:
+            raise TargetError(
+                "the target folder holds targets of another run",
+                expected="an empty folder, or targets of this run",
+                got=f"a record of {record.file}, and no run.json that says which run has made it",
+                where=str(state),
+                remedy="use another target, or --overwrite to replace them",
+            )
 
 
 def require_own_index(folder: Path, state: Path, identity: RunIdentity, is_begun: Callable[[], bool]) -> None:
@@ -108,12 +126,12 @@ def _foreign(path: Path, kind: str) -> TargetError:
     )
 
 
-def _is_explained(record: TargetRecord | None, state: Folder, folder: Path, target_rank: int, path: Path) -> bool:
+def _is_explained(record: RecordHead | None, state: Folder, folder: Path, target_rank: int, path: Path) -> bool:
     """Tell whether a target's record explains its file; a record that cannot be read was lost with the power."""
     if record is None:
         return os.path.lexists(record_path(state.path, target_rank))
     with contextlib.suppress(OSError):
-        return folder / record.file == path and path.stat().st_size == record.size_bytes
+        return folder / record.file == path and record.is_about(path.stat())
     return False
 
 
@@ -181,12 +199,13 @@ def _target_files(identity: RunIdentity) -> Iterator[str]:
             yield f"rank_{rank}/{prefix}{rank}{ending}"
 
 
-def _records(state: Path) -> Iterator[TargetRecord]:
-    records = (TargetRecord.read(state, rank) for rank in recorded_ranks(state))
+def _records(state: Path) -> Iterator[RecordHead]:
+    """Yield how the records of targets begin, as far as they can be read."""
+    records = (RecordHead.read(state, rank) for rank in recorded_ranks(state))
     return (record for record in records if record is not None)
 
 
-def _is_unchanged(folder: Path, record: TargetRecord) -> bool:
+def _is_unchanged(folder: Path, record: RecordHead) -> bool:
     try:
         status = os.lstat(folder / record.file)
         recorded = os.lstat(record_path(folder / STATE, record.rank))

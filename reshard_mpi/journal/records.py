@@ -6,6 +6,7 @@ made from. `reshard.json`, in the target folder itself, exists only while all ta
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -16,13 +17,15 @@ import stat
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from reshard_mpi.engine.crc import sum_of_whole
 from reshard_mpi.errors import DamageError, TargetError
+from reshard_mpi.filesystem.folders import Folder
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.journal import fields
 from reshard_mpi.journal.provenance import MAX_NS, Sources
+from reshard_mpi.journal.publication import publish_text
 from reshard_mpi.planning.rank_plan import PrefixDigest, RankPlan, SharedFact, StageDigest
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.text import format_bytes
@@ -42,6 +45,12 @@ TARGET_ROOM = fields.RecordLimits(64 << 20, 384 << 20)
 _RANK_FOLDER = re.compile(r"rank_(\d+)")
 _RECORD = re.compile(r"rank_(0|[1-9][0-9]{0,7})\.json")
 _SUM_DIGITS = 8
+# The head of a record with the longest path, and the bytes that follow it.
+_MAX_HEAD_BYTES = 32 << 10
+_BEHIND_HEAD = b', "read_ranks": '
+_KEPT = ("digest", "rank", "file", "size_bytes", "modified_ns", "announced")
+# In which file systems and archives keep times: nanoseconds to two seconds.
+_STEPS_NS = (1, 100, 1000, 10**6, 10**9, 2 * 10**9)
 # Raised on reading a record that this program has not written.
 DAMAGE = (LookupError, TypeError, ValueError, OverflowError)
 
@@ -98,8 +107,66 @@ class TensorSum(NamedTuple):
         return tensor_sum
 
 
+class RecordHead(NamedTuple):
+    """Which run has made which file: the beginning of a target's record, which is read without the rest."""
+
+    digest: str  # of the run
+    rank: int
+    file: str  # its path in the target folder
+    size_bytes: int
+    modified_ns: int | None  # when the file was last modified; None in records of earlier versions
+    # the inode and time of modification of the file, in a record that is written just before the file takes its name,
+    # and which is true from then on, even if the writer dies; None in a record that is written when the file is in
+    # place
+    announced: tuple[int, int] | None = None
+    # whether the record's own file has that time too, as when it was written: a folder may be copied without times
+    has_its_time: bool = False
+
+    def is_about(self, status: os.stat_result) -> bool:
+        """Tell whether the file with this status, found in the place of the target, is the one that was written.
+
+        It has its time, or is a copy that was made later, together with the record, and without times.
+        """
+        if status.st_size != self.size_bytes:
+            return False
+        if self.announced is not None:
+            return self.announced == (status.st_ino, status.st_mtime_ns)
+        if self.modified_ns is None or _is_same_time(self.modified_ns, status.st_mtime_ns):
+            return True
+        return not self.has_its_time and status.st_mtime_ns > self.modified_ns
+
+    @classmethod
+    def read(cls, state: Path, target_rank: int) -> RecordHead | None:
+        """Return the beginning of the record of a target; None where there is none, or it is damaged."""
+        with contextlib.suppress(OSError, *DAMAGE), opened_record(record_path(state, target_rank)) as stream:
+            status = os.fstat(stream.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                return None
+            begin, end, _ = stream.read(_MAX_HEAD_BYTES).partition(_BEHIND_HEAD)
+            facts = json.loads(begin + b"}") if end else {}
+            if "modified_ns" in facts:
+                head = cls.of(facts)
+                has_its_time = _is_same_time(head.modified_ns or 0, status.st_mtime_ns)
+                return head._replace(has_its_time=has_its_time) if head.rank == target_rank else None
+        record = TargetRecord.read(state, target_rank)
+        return None if record is None else record.head
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> RecordHead:
+        """Return the head with these values. Raises LookupError, TypeError or ValueError if they are not of one."""
+        rank = checked_rank(facts["rank"])
+        return cls(
+            fields.digest(facts["digest"]),
+            rank,
+            checked_file(facts["file"], rank),
+            fields.number(facts["size_bytes"]),
+            fields.number(facts["modified_ns"], -MAX_NS, MAX_NS) if "modified_ns" in facts else None,
+            _announced(facts["announced"]) if "announced" in facts else None,
+        )
+
+
 class TargetRecord(NamedTuple):
-    """Records that a target is complete. digest: of the run that made it. file: its path in the target folder."""
+    """Records that a target is complete. The first fields are as in its `RecordHead`."""
 
     digest: str
     rank: int
@@ -107,27 +174,20 @@ class TargetRecord(NamedTuple):
     size_bytes: int
     evidence: TargetInputs
     sums: tuple[TensorSum, ...] = ()  # of its tensors, in file order; none if it was not verified
-    # the inode and time of modification of the file, in a record that is written just before the file takes its name,
-    # and which is true from then on, even if the writer dies; None in a record that is written when the file is in
-    # place
     announced: tuple[int, int] | None = None
     # a digest of all of its bytes besides tensors (`formats.files.digest_besides`); empty if it was not verified
     besides: str = ""
+    modified_ns: int | None = None
 
-    def is_about(self, status: os.stat_result) -> bool:
-        """Tell whether the file with this status, found in the place of the target, is the one that was written."""
-        if status.st_size != self.size_bytes:
-            return False
-        return self.announced is None or self.announced == (status.st_ino, status.st_mtime_ns)
+    @property
+    def head(self) -> RecordHead:
+        return RecordHead(self.digest, self.rank, self.file, self.size_bytes, self.modified_ns, self.announced)
 
     def as_text(self) -> str:
         """Return what `rank_<r>.json` holds."""
         evidence = self.evidence
         facts = {
-            "digest": self.digest,
-            "rank": self.rank,
-            "file": self.file,
-            "size_bytes": self.size_bytes,
+            **{name: value for name, value in self.head._asdict().items() if value is not None and name in _KEPT},
             "read_ranks": evidence.read_ranks,
             "held": evidence.held._asdict(),
             "moments": [moment._asdict() for moment in evidence.shared_facts],
@@ -138,9 +198,16 @@ class TargetRecord(NamedTuple):
         }
         if self.besides:
             facts["besides"] = self.besides
-        if self.announced is not None:
-            facts["announced"] = self.announced
         return written(json.dumps(facts), TARGET_ROOM, f"target rank {self.rank}")
+
+    def publish(self, state: Folder, *, synced: bool = True) -> None:
+        """Write the record, with the time of its file, into the open folder of a run's state.
+
+        Args:
+            synced: False if it need not survive a loss of power.
+        """
+        name = record_path(state.path, self.rank).name
+        publish_text(state, name, self.as_text(), synced=synced, modified_ns=self.modified_ns)
 
     @classmethod
     def read(cls, state: Path, target_rank: int) -> TargetRecord | None:
@@ -155,7 +222,7 @@ class TargetRecord(NamedTuple):
     @classmethod
     def _of(cls, facts: Mapping[str, Any]) -> TargetRecord:
         """Return the record with these values. Raises LookupError, TypeError or ValueError if they are not of one."""
-        rank, held, announced = checked_rank(facts["rank"]), facts["held"], facts.get("announced")
+        head, held = RecordHead.of(facts), facts["held"]
         evidence = TargetInputs(
             fields.each(facts["read_ranks"], checked_rank),
             StageDigest(checked_rank(held["stage"]), fields.digest(held["digest"]), checked_rank(held["rank"])),
@@ -173,16 +240,8 @@ class TargetRecord(NamedTuple):
         sums = fields.each(facts["sums"], TensorSum.of)
         if len({part.name for part in sums}) < len(sums):
             raise ValueError("two sums of one tensor")
-        return cls(
-            fields.digest(facts["digest"]),
-            rank,
-            checked_file(facts["file"], rank),
-            fields.number(facts["size_bytes"]),
-            evidence,
-            sums,
-            None if announced is None else _announced(announced),
-            fields.sha256(facts["besides"]) if "besides" in facts else "",
-        )
+        besides = fields.sha256(facts["besides"]) if "besides" in facts else ""
+        return cls(*head[:4], evidence, sums, head.announced, besides, head.modified_ns)
 
 
 def digest_of_texts(strings: Mapping[str, str]) -> str:
@@ -213,6 +272,20 @@ def recorded_ranks(state: Path) -> list[int]:
     return sorted(int(match[1]) for match in map(_RECORD.fullmatch, names) if match)
 
 
+def opened_record(path: Path, *, follow_link: bool = False) -> BinaryIO:
+    """Open a record for reading. Raises OSError.
+
+    Args:
+        follow_link: for checkpoints that are folders of links; without it a link is refused.
+    """
+
+    def opened(path: str, flags: int) -> int:
+        # Of a pipe in its place, do not wait for a writer.
+        return os.open(path, flags | os.O_NONBLOCK | (0 if follow_link else os.O_NOFOLLOW))
+
+    return open(path, "rb", opener=opened)
+
+
 def read_json(path: Path, room: fields.RecordLimits = RUN_ROOM, *, follow_link: bool = False) -> dict[str, Any] | None:
     """Return the JSON object in a file: None if there is no such file, an empty one if it holds anything else.
 
@@ -221,12 +294,8 @@ def read_json(path: Path, room: fields.RecordLimits = RUN_ROOM, *, follow_link: 
         follow_link: for checkpoints that are folders of links; without it a link counts as damaged.
     """
 
-    def opened(path: str, flags: int) -> int:
-        # Of a pipe in its place, do not wait for a writer.
-        return os.open(path, flags | os.O_NONBLOCK | (0 if follow_link else os.O_NOFOLLOW))
-
     try:
-        with open(path, "rb", opener=opened) as stream:
+        with opened_record(path, follow_link=follow_link) as stream:
             return fields.parse(stream, room) if stat.S_ISREG(os.fstat(stream.fileno()).st_mode) else {}
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -268,6 +337,11 @@ def checked_file(value: Any, rank: int) -> str:
     if folder not in (f"rank_{rank}", "") or name in ("", ".", COMMIT_RECORD) or is_hidden:
         raise ValueError("the file of another target")
     return str(value)
+
+
+def _is_same_time(recorded_ns: int, found_ns: int) -> bool:
+    """Tell whether two times are the same one: archives and file systems keep times in steps of up to two seconds."""
+    return any(found_ns == recorded_ns - recorded_ns % step_ns for step_ns in _STEPS_NS)
 
 
 def _announced(value: Any) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from reshard_mpi.filesystem.paths import require_replaceable
 from reshard_mpi.journal.commit import NOT_WRITTEN, Committed, commit_locked, complete_record, opened_to_commit, ranges
 from reshard_mpi.journal.identity import CommitRecord, RunIdentity
 from reshard_mpi.journal.publication import is_partial
-from reshard_mpi.journal.records import COMMIT_RECORD, STATE, TargetRecord, recorded_ranks, run_path
+from reshard_mpi.journal.records import COMMIT_RECORD, STATE, RecordHead, TargetRecord, recorded_ranks, run_path
 from reshard_mpi.journal.target_journal import COMMIT_LOCK, uncommit
 from reshard_mpi.text import format_bytes
 
@@ -181,7 +181,9 @@ def as_lines(facts: dict[str, Any]) -> list[str]:
     if "partial" in facts:
         lines.append(f"{facts['partial']}: being written, or left by a writer that died")
     if "run" in facts:
-        lines += _run_lines(facts["run"], committed="targets" in facts.get("commit", {}))
+        committed = facts.get("commit", {}).get("targets", ())
+        is_committed = bool(committed) and not any("problem" in target for target in committed)
+        lines += _run_lines(facts["run"], committed=is_committed)
     commit = facts if facts.get("kind") == "commit" else facts.get("commit")
     return lines + (_commit_lines(commit) if commit is not None else [])
 
@@ -221,6 +223,7 @@ def _commit(folder: Path) -> dict[str, Any]:
             "file": file,
             "size_bytes": record.sizes_bytes.get(rank),
             "got_bytes": _size_bytes(folder / file),
+            **_not_as_committed(folder, record, rank),
         }
         for rank, file in record.files.items()
     ]
@@ -232,6 +235,18 @@ def _commit(folder: Path) -> dict[str, Any]:
         "sources": [{"file": file, "size_bytes": size_bytes} for file, size_bytes in record.sources],
         "sums": dict(record.sums),
     }
+
+
+def _not_as_committed(folder: Path, committed: CommitRecord, rank: int) -> dict[str, str]:
+    """Return the `problem` of a target whose own record says that it is another one than was committed, if it does."""
+    head = RecordHead.read(folder / STATE, rank)
+    if head is None:
+        return {}
+    if head.digest != committed.digest:
+        return {"problem": "is of another run"}
+    if (head.modified_ns or 0) > (folder / COMMIT_RECORD).stat().st_mtime_ns:
+        return {"problem": "was made after the commit"}
+    return {}
 
 
 def _size_bytes(path: Path) -> int | None:
@@ -261,7 +276,7 @@ def _run_lines(run: dict[str, Any], *, committed: bool) -> list[str]:
 def _commit_lines(commit: dict[str, Any]) -> list[str]:
     if "problem" in commit:
         return [f"commit: {commit['problem']}"]
-    bad = [target for target in commit["targets"] if target["got_bytes"] != target["size_bytes"]]
+    bad = [each for each in commit["targets"] if each["got_bytes"] != each["size_bytes"] or "problem" in each]
     sums = f", CRC-32 of {len(commit['sums'])} tensors" if commit["sums"] else ""
     count = len(commit["targets"])
     lines = [f"commit: {count} targets{sums}; {count - len(bad)} of them there as committed"]
@@ -276,6 +291,8 @@ def _state(target: dict[str, Any]) -> str:
     size, got = target["size_bytes"], target["got_bytes"]
     if got is None:
         return " is not there"
+    if "problem" in target:
+        return f" {target['problem']}"
     if got != size:
         return f" has {got} bytes, not the {size} that were committed"
     return f", {format_bytes(got)}"

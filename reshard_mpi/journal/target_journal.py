@@ -44,6 +44,7 @@ from reshard_mpi.journal.ownership import (
     own_index,
     remove_leftovers,
     remove_note,
+    require_no_other_records,
     require_own_index,
     require_own_target,
 )
@@ -58,6 +59,7 @@ from reshard_mpi.journal.publication import (
 from reshard_mpi.journal.records import (
     COMMIT_RECORD,
     STATE,
+    RecordHead,
     TargetInputs,
     TargetRecord,
     TensorSum,
@@ -120,6 +122,8 @@ class Journal:
         if self._overwrite:
             return
         run = read_json(run_path(self._state))
+        if run is None:
+            require_no_other_records(self._state, self.identity)
         if run is None or run.get("digest") == self.identity.digest:
             require_own_index(self.folder, self._state, self.identity, self._is_begun)
             return
@@ -150,7 +154,7 @@ class Journal:
         if self._overwrite or not os.path.lexists(path):
             return False
         record = self._record(target_rank)
-        complete = record is not None and path.exists() and record.is_about(path.stat())
+        complete = record is not None and self._is_in_place(target_rank, path)
         if not complete:
             with _opened_inner(self.folder, STATE) as state:
                 require_own_target(state, self.folder, target_rank, path)
@@ -278,14 +282,20 @@ class Journal:
                 remedy="let the other one finish, or choose another target folder",
             )
         file, announced = path.relative_to(self.folder).as_posix(), (status.st_ino, status.st_mtime_ns)
-        size_bytes, digest = status.st_size, self.identity.digest
-        record = TargetRecord(digest, target_rank, file, size_bytes, evidence, tuple(sums), announced, besides)
-        publish_text(state, record_path(self._state, target_rank).name, record.as_text(), synced=False)  # the next is
+        head = self.identity.digest, target_rank, file, status.st_size
+        record = TargetRecord(*head, evidence, tuple(sums), announced, besides, status.st_mtime_ns)
+        record.publish(state, synced=False)  # the next is
 
     def _confirm(self, state: Folder, target_rank: int) -> None:
         record = self._record(target_rank)
-        if record is not None:
-            publish_text(state, record_path(self._state, target_rank).name, record._replace(announced=None).as_text())
+        if record is not None:  # with the time that the file has now, which some file systems set when it is renamed
+            modified_ns = (self.folder / record.file).stat().st_mtime_ns
+            record._replace(announced=None, modified_ns=modified_ns).publish(state)
+
+    def _is_in_place(self, target_rank: int, path: Path) -> bool:
+        """Tell whether the file at `path` is the one that the record of a target is about."""
+        head = RecordHead.read(self._state, target_rank)
+        return head is not None and path.exists() and head.is_about(path.stat())
 
     def _is_begun(self) -> bool:
         """Tell whether the folder's record belongs to this run."""

@@ -219,7 +219,7 @@ def _check_committed(plans: TargetPlans, comm: Comm, memory: RunMemory, progress
     from reshard_mpi.runs.verify_checksums import committed_tensors, require_as_committed
 
     source, path = plans.run.conversion.source, plans.run.request.source
-    for damage in damage_of_index(Path(source.files.path), source.files.format):
+    for damage in damage_of_index(Path(source.files.path)):
         raise damage
     committed = committed_tensors(source)
     if committed is None:

@@ -294,7 +294,7 @@ def _opened_pair(
     )
     conversion, digests = apply_map(request, conversion)
     otherwise = made_otherwise(request, digests, chosen_files(files), target_files.path)
-    for damage in damage_of_index(Path(target_files.path), target_files.format):
+    for damage in damage_of_index(Path(target_files.path)):
         raise damage
     memory.on_memory_released(conversion.forget, target.forget)
     memory.reserve_for_planning(Workload(conversion, target_files.format, also_read=target), purpose)

@@ -21,7 +21,7 @@ from reshard_mpi.engine.sums import Span, held_tensor, sum_shard, sum_sources, s
 from reshard_mpi.errors import DamageError, DisagreementError, ReshardError, ShardError, as_reshard_error
 from reshard_mpi.formats.manifest import Manifest, TensorSpec
 from reshard_mpi.formats.tensor_table import TensorEntry
-from reshard_mpi.journal.file_records import RecordFinder, damage_besides, damage_of_index, records_of_one_run
+from reshard_mpi.journal.file_records import RecordFinder, damage_besides, damage_of_index, require_one_run
 from reshard_mpi.journal.identity import CommitRecord, RunIdentity
 from reshard_mpi.journal.records import (
     COMMIT_RECORD,
@@ -207,22 +207,29 @@ def check_together(files: ShardFiles, checked: Iterable[Checked], *, sound: bool
         error.where = files.path
         yield error
     folder = Path(files.path)
-    yield from damage_of_index(folder, files.format)
+    yield from damage_of_index(folder)
     record = CommitRecord.read(folder)
     if record is None and os.path.lexists(folder / COMMIT_RECORD):
         remedy = "reshard-mpi commit writes it anew, if the records of the run are there"
         yield DamageError("the commit record is damaged", where=str(folder / COMMIT_RECORD), remedy=remedy)
     paths = [Path(path) for rank_paths in files.by_rank.values() for path in rank_paths]
     committed = set() if record is None else {folder / file for file in record.files.values()}
-    if record is None or not committed.issuperset(paths):
-        if not committed.isdisjoint(paths):
-            yield from _missing_beside_others(committed.difference(paths), files)
-        elif (folder / STATE).is_dir() or all(path.parent.parent == folder for path in paths):
-            # Not a file or the folder of a rank by itself.
-            yield from _not_of_one_run(files)
-            yield from _missing(
-                files.by_rank, max((shard.world_size for shard in shards), default=0), "the others say", files.path
-            )
+    are_committed, are_others = committed.issuperset(paths), committed.isdisjoint(paths)
+    if not are_committed and not are_others:
+        yield from _missing_beside_others(committed.difference(paths), files)
+    try:
+        digest = require_one_run(files.by_target_rank, files.path)
+    except DisagreementError as error:
+        yield DamageError(error.problem, expected=error.expected, got=error.got, where=error.where, remedy=error.remedy)
+        return
+    # Not if it is a file or the folder of a rank by itself.
+    is_whole = (folder / STATE).is_dir() or all(path.parent.parent == folder for path in paths)
+    if are_others and is_whole:
+        if digest is not None:
+            yield from _not_of_begun_run(files, digest)
+        world_size = max((shard.world_size for shard in shards), default=0)
+        yield from _missing(files.by_rank, world_size, "the others say", files.path)
+    if record is None or not are_committed:
         return
     yield from _missing(files.by_rank, len(record.files), f"{COMMIT_RECORD} says", files.path)
     for name, value in record.sums.items():
@@ -236,18 +243,14 @@ def check_together(files: ShardFiles, checked: Iterable[Checked], *, sound: bool
             )
 
 
-def _not_of_one_run(files: ShardFiles) -> Iterator[DamageError]:
-    """Yield what keeps the shards of a run that has not been committed from being one checkpoint."""
-    folder = Path(files.path)
-    try:
-        records = records_of_one_run(folder, files.by_target_rank)
-    except DisagreementError as error:
-        yield DamageError(error.problem, expected=error.expected, got=error.got, where=error.where, remedy=error.remedy)
-        return
-    run = RunIdentity.recorded(folder / STATE)
-    if run is None or not records:
-        return
-    if any(record.digest != run.digest for record in records.values()):
+def _not_of_begun_run(files: ShardFiles, digest: str) -> Iterator[DamageError]:
+    """Yield what keeps the shards of a run that has not been committed from being one checkpoint.
+
+    Args:
+        digest: of the run that has made them.
+    """
+    run = RunIdentity.recorded(Path(files.path) / STATE)
+    if run is not None and digest != run.digest:
         yield DamageError(
             "the shards are of another run than the one that has begun to replace them",
             expected="the targets of one run",
@@ -255,8 +258,8 @@ def _not_of_one_run(files: ShardFiles) -> Iterator[DamageError]:
             where=files.path,
             remedy="let that run finish (transform with --resume), or verify one by --rank",
         )
-        return
-    yield from _missing({record.rank for record in records.values()}, run.target_ranks, "run.json says", files.path)
+    elif run is not None:
+        yield from _missing(files.by_target_rank.keys(), run.target_ranks, "run.json says", files.path)
 
 
 def _missing_beside_others(missing: Collection[Path], files: ShardFiles) -> Iterator[DamageError]:

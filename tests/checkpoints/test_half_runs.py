@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 from support.checkpoints import write_ranks
+from support.examples import few
 
 import reshard_mpi
 from reshard_mpi.errors import ReshardError
-from reshard_mpi.journal.run_status import commit
+from reshard_mpi.journal.run_status import as_lines, commit, state_of
 
 TENSORS = {"w": np.arange(16, dtype=np.float32).reshape(8, 2), "b": np.arange(3, dtype=np.float32)}
 
@@ -72,7 +74,7 @@ def test_one_of_several_files_of_whole_tensors_is_read_by_itself(tmp_path: Path)
 def full(path: Path, factor: float) -> Path:
     shutil.rmtree(path, ignore_errors=True)
     values = factor * np.arange(64, dtype=np.float32).reshape(8, 8)
-    write_ranks({0: dict.fromkeys(("w0", "w1", "w2"), values)}, path, "safetensors")
+    write_ranks({0: dict.fromkeys(("a", "w0", "w1", "w2"), values)}, path, "safetensors")
     return path
 
 
@@ -120,6 +122,121 @@ def test_targets_of_two_states_of_the_source_are_no_checkpoint(tmp_path: Path, f
     strategy = spec(tmp_path) if form == "safetensors" else None
     with pytest.raises(ReshardError, match="source"):
         reshard_mpi.transform(out, tmp_path / "again", strategy)
+
+
+FORMS = ("hf", "hdf5", "dcp", "ckpt", "safetensors", "torch")
+
+
+def of(form: str, folder: Path) -> tuple[dict[str, Any], Path | None]:
+    """Return the options that make three files of a form, and the strategy that reads them."""
+    cut: dict[str, Any] = {"max_shard_size": 260} if form == "hf" else {"dst_strategy": spec(folder)}
+    return {"to": form, **cut}, None if form in ("hf", "hdf5", "dcp") else spec(folder)
+
+
+def copy_over(source: Path, target: Path) -> None:
+    shutil.copytree(source, target, dirs_exist_ok=True)
+
+
+def refuses(out: Path, strategy: Path | None) -> None:
+    """Every way to read the folder is refused, by its own name and by links to its files."""
+    links = out.with_name("links")
+    links.mkdir()
+    for path in out.iterdir():
+        if path.name != ".reshard_mpi":
+            (links / path.name).symlink_to(path)
+    for folder in (out, links):
+        with pytest.raises(ReshardError):
+            reshard_mpi.transform(folder, out.with_name("again"), strategy)
+        with pytest.raises(ReshardError):
+            reshard_mpi.verify(folder)
+        with pytest.raises(ReshardError):
+            reshard_mpi.load_rank(0, folder, strategy)
+        with pytest.raises(ReshardError):
+            reshard_mpi.diff(folder, folder, strategy, strategy)
+    assert not out.with_name("again").exists()
+
+
+@pytest.mark.parametrize("verify", few(1, [(False, False), (True, True), (True, False), (False, True)]))
+@pytest.mark.parametrize("state", ["of another run", "of another state of the source"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_half_finished_run_copied_over_a_committed_one(
+    tmp_path: Path, form: str, state: str, verify: tuple[bool, bool]
+) -> None:
+    """The commit record of the older one stays there."""
+    out, new, options, strategy = tmp_path / "out", tmp_path / "new", *of(form, tmp_path)
+    names = ("one", "two") if state == "of another run" else ("src", "src")
+    reshard_mpi.transform(full(tmp_path / names[0], 1), out, verify=verify[0], **options)
+    reshard_mpi.transform(full(tmp_path / names[1], 2), new, verify=verify[1], rank=[0], **options)
+    copy_over(new, out)
+    facts = state_of(out)
+    assert any("targets complete, not committed" in line for line in as_lines(facts))
+    assert facts["commit"]["targets"][0]["problem"] and "problem" not in facts["commit"]["targets"][1]
+    refuses(out, strategy)
+
+
+@pytest.mark.parametrize("form", ["hdf5", "ckpt", "safetensors", "torch"])
+def test_a_run_of_fewer_ranks_copied_over_one_of_more(tmp_path: Path, form: str) -> None:
+    for folder, ranks in (("out", 4), ("new", 2)):
+        strategy = tmp_path / f"{ranks}.toml"
+        strategy.write_text(f'mesh = {{ a = {ranks} }}\n[[parameter]]\nmatch = "*"\nsplit = {{ 0 = ["a"] }}\n')
+        source = full(tmp_path / f"src{ranks}", ranks)
+        reshard_mpi.transform(source, tmp_path / folder, None, strategy, to=form, verify=True)
+    copy_over(tmp_path / "new", tmp_path / "out")
+    with pytest.raises(ReshardError, match="rank_2"):
+        reshard_mpi.verify(tmp_path / "out")
+
+
+@pytest.mark.parametrize("form", ["hdf5", "ckpt", "safetensors", "torch"])
+def test_half_replaced_targets_by_a_map_of_files(tmp_path: Path, form: str) -> None:
+    out, options, strategy = tmp_path / "out", *of(form, tmp_path)
+    reshard_mpi.transform(full(tmp_path / "one", 1), out, **options)
+    reshard_mpi.transform(full(tmp_path / "two", 2), out, overwrite=True, rank=[0], **options)
+    files = {rank: next(path for path in (out / f"rank_{rank}").iterdir()) for rank in range(3)}
+    with pytest.raises(ReshardError, match="several runs"):
+        reshard_mpi.load_rank(0, files, strategy)
+    with pytest.raises(ReshardError, match="several runs"):
+        reshard_mpi.transform_checkpoint_by_rank(0, files, str(tmp_path / f"one{files[0].suffix}"), strategy, None)
+
+
+@pytest.mark.parametrize("first", ["records", "shards"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_copy_that_stops_half_way_is_not_committed(tmp_path: Path, form: str, first: str) -> None:
+    """It keeps the times of files, as `cp -a` and `rsync -a` do."""
+    out, new, options, _ = tmp_path / "out", tmp_path / "new", *of(form, tmp_path)
+    for folder, source in ((out, full(tmp_path / "one", 1)), (new, full(tmp_path / "two", 2))):
+        reshard_mpi.transform(source, folder, **options)
+    (out / "reshard.json").unlink()
+    if first == "records":
+        copy_over(new / ".reshard_mpi", out / ".reshard_mpi")
+    else:
+        target = json.loads((new / ".reshard_mpi" / "rank_0.json").read_text())["file"]
+        shutil.copy2(new / target, out / target)
+    with pytest.raises(ReshardError):
+        commit(out)
+    with pytest.raises(ReshardError):
+        reshard_mpi.transform(tmp_path / ("two" if first == "records" else "one"), out, resume=True, **options)
+    assert not (out / "reshard.json").exists()
+
+
+def test_targets_of_another_run_without_its_name_are_not_replaced(tmp_path: Path) -> None:
+    out, options = tmp_path / "out", {"to": "safetensors", "dst_strategy": spec(tmp_path)}
+    reshard_mpi.transform(full(tmp_path / "one", 1), out, rank=[0], **options)
+    (out / ".reshard_mpi" / "run.json").unlink()
+    before = (out / "rank_0" / "checkpoint_0.safetensors").read_bytes()
+    with pytest.raises(ReshardError, match="targets of another run"):
+        reshard_mpi.transform(full(tmp_path / "two", 2), out, resume=True, **options)
+    assert (out / "rank_0" / "checkpoint_0.safetensors").read_bytes() == before
+    reshard_mpi.transform(tmp_path / "one", out, resume=True, **options)
+
+
+def test_a_folder_that_has_lost_its_index_is_not_sound(tmp_path: Path) -> None:
+    source, out = full(tmp_path / "one", 1), tmp_path / "out"
+    reshard_mpi.transform(source, out, to="hf", max_shard_size=260, verify=True)
+    (out / "model.safetensors.index.json").unlink()
+    with pytest.raises(ReshardError, match="index"):
+        reshard_mpi.verify(source, out)
+    with pytest.raises(ReshardError, match="index"):
+        reshard_mpi.verify(out)
 
 
 @pytest.mark.parametrize("given", ["folder", "rank folder", "file"])

@@ -291,7 +291,8 @@ def test_a_complete_target_is_recorded_and_skipped_on_resume(tmp_path: Path) -> 
     path = tmp_path / "rank_0" / "net.ckpt"
     write(journal(tmp_path), path)
     record = TargetRecord.read(tmp_path / ".reshard_mpi", 0)
-    assert record == (RunIdentity(FACTS).digest, 0, "rank_0/net.ckpt", 5, EVIDENCE, (), None, "")
+    modified_ns = path.stat().st_mtime_ns
+    assert record == (RunIdentity(FACTS).digest, 0, "rank_0/net.ckpt", 5, EVIDENCE, (), None, "", modified_ns)
     assert journal(tmp_path, resume=True).is_done(0, path)
     assert not journal(tmp_path, resume=True).is_done(1, tmp_path / "rank_1" / "net.ckpt")
     assert not journal(tmp_path, overwrite=True).is_done(0, path)

@@ -710,7 +710,8 @@ def test_alone_while_another_is_about_to_take_its_place(tmp_path: Path, capsys: 
     c = make(tmp_path)
     assert run_here(capsys, *c.arguments("transform", "--verify")).code == 0
     with_sum(c, 5, "00000000")
-    change(record(c), lambda facts: facts.update(announced=[1, 1]))
+    facts = json.loads(record(c).read_text())
+    record(c).write_text(json.dumps({"announced": [1, 1], **facts}))
     (c.dst / "reshard.json").unlink()
     finished = verify(capsys, c, target=False)
     assert finished.code == 4 and f"{c.written(1)}, of which no run has a record" in finished.err
