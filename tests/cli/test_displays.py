@@ -363,7 +363,7 @@ def test_a_signal_while_the_thread_that_shows_is_started(monkeypatch: pytest.Mon
         raise KeyboardInterrupt
 
     monkeypatch.setattr(threading.Thread, "start", interrupted)
-    shown = monitor.Monitor(Display(), lambda: [])
+    shown = monitor.Monitor(Display(), list)
     with pytest.raises(KeyboardInterrupt):
         shown.begin(Stage("writing"))
     shown.abandon(ends_line=False)
