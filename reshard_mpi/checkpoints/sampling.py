@@ -95,6 +95,8 @@ def drifted_tensors(
                     raise unknown_tensor(unknown, strategy, shard.path)
             sampled = sampler.choose(strategy.stage_of(pair.first), first.tensors, second.tensors)
             _require_homes(source, [tensor for tensor in sampled if tensor.home_stage is not None], pair, excerpts)
+            if pair.first == pair.second:
+                continue
             compared = list(_compared(sampled, pair, first, second, excerpts, is_recorded=source.files.is_recorded))
             compared = [tensor for tensor in compared if not _is_damage(tensor, pair, source)]
             if any(tensor.one_part and tensor.differs for tensor in compared):

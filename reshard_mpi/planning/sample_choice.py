@@ -37,7 +37,10 @@ _DIGITS = re.compile(r"\d+")
 
 
 class RankPair(NamedTuple):
-    """Two ranks of one stage whose shards are compared. tensors: in how many tensors at most."""
+    """Two ranks of one stage whose shards are compared. tensors: in how many tensors at most.
+
+    A stage with one rank has a pair of this one twice, for tensors that should be in other stages alone.
+    """
 
     first: int
     second: int
@@ -62,13 +65,14 @@ def rank_pairs(strategy: Strategy, present: Collection[int]) -> tuple[RankPair, 
     Along each axis of each mesh, ranks are paired whose coordinates differ by a divisor of the axis' length or by its
     whole length less 1, in a stage that has tensors on that mesh; for each kind of tensor, so that those of a single
     stage are compared as well. Further pairs are taken from the stages in turn, up to MAX_PAIRS in all. In a checkpoint
-    of at most MAX_SHARDS shards, each is also compared with all its neighbours, in FEW_TENSORS tensors.
+    of at most MAX_SHARDS shards, each is also compared with all its neighbours, in FEW_TENSORS tensors. Of several
+    stages, those with a single rank get a pair of this one with itself.
     """
     steps = _spread(_steps(_meshes(strategy)), MAX_PAIRS)
     by_stage: dict[int, list[int]] = {}
     for rank in sorted(present):
         by_stage.setdefault(strategy.stage_of(rank), []).append(rank)
-    if not steps or not by_stage:
+    if not by_stage:
         return ()
     pairs: dict[RankPair, None] = {}
 
@@ -88,6 +92,9 @@ def rank_pairs(strategy: Strategy, present: Collection[int]) -> tuple[RankPair, 
         neighbours = ((rank, step.partner(rank)) for step in steps for rank in sorted(present))
         further = dict.fromkeys(_pair(*both) for both in neighbours if both[1] in present)
         pairs.update((pair._replace(tensors=FEW_TENSORS), None) for pair in further if pair not in pairs)
+    if len(by_stage) > 1:
+        alone = (ranks[0] for ranks in by_stage.values() if len(ranks) == 1)
+        pairs.update((RankPair(rank, rank), None) for rank in islice(alone, max(0, MAX_PAIRS - len(pairs))))
     return tuple(pairs)
 
 
