@@ -112,7 +112,7 @@ MIB = 1 << 20
 GIB = 1 << 30
 
 _STEPS = ((1 << 40, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
-_SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*(?:([KMGT])(i?B)?|B)?", re.ASCII | re.IGNORECASE)
+_SIZE = r"(\d{1,18}(?:\.\d{1,18})?)\s*(?:([KMGT])(i?B)?|B)?"
 
 
 def format_bytes(size_bytes: int) -> str:
@@ -129,7 +129,7 @@ def parse_bytes(text: str) -> int:
     K, M, G, T, with or without iB, are powers of 1024, as batch systems have them; KB and so on powers of 1000. Raises
     ValueError, which says what is expected.
     """
-    match = _SIZE.fullmatch(text.strip())
+    match = re.fullmatch(_SIZE, text.strip(), re.ASCII | re.IGNORECASE)
     if match is None:
         raise ValueError("a size such as 400M, 1.5G or 64GiB")
     number, unit, ending = match.groups()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import textwrap
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -55,7 +54,7 @@ def parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     """
     top = CommandParser(
         prog=_PROGRAM,
-        description=_filled("Rewrite a checkpoint of M ranks as one of N ranks, bit-exactly and in bounded memory."),
+        description="Rewrite a checkpoint of M ranks as one of N ranks, bit-exactly and in bounded memory.",
         epilog=_EXIT_CODES,
         formatter_class=HelpFormatter,
     )
@@ -69,7 +68,7 @@ def parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
         command = commands.add_parser(
             name,
             help=text,
-            description=_filled(text[0].upper() + text[1:] + "."),
+            description=text[0].upper() + text[1:] + ".",
             epilog=_EXIT_CODES,
             formatter_class=HelpFormatter,
         )
@@ -225,11 +224,6 @@ def _usage(parser: argparse.ArgumentParser) -> str:
     has_options = any(action.option_strings and action.dest != "help" for action in parser._actions)
     words = [f"[{action.metavar}]" if action.nargs == "?" else str(action.metavar) for action in positionals]
     return " ".join([*(["[OPTION]..."] if has_options else []), *words])
-
-
-def _filled(text: str) -> str:
-    """Return a text in lines for the smallest terminal; argparse leaves the width of descriptions to us."""
-    return textwrap.fill(text, 78)
 
 
 def _add_conversion(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:

@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import os
 import sys
-import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn, TextIO
 
@@ -97,7 +96,14 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, width=_HELP_COLUMNS)
 
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """Break a description into lines; a text that has lines already, as the exit codes, stays as it is."""
+        layout = super() if "\n" in text else super(argparse.RawDescriptionHelpFormatter, self)
+        return layout._fill_text(text, width, indent)
+
     def _split_lines(self, text: str, width: int) -> list[str]:
+        import textwrap  # which every command would load, for the few that show help
+
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
 

@@ -19,7 +19,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from reshard_mpi.engine.crc import sum_of_whole
 from reshard_mpi.errors import DamageError, TargetError
 from reshard_mpi.filesystem.folders import Folder
 from reshard_mpi.formats.dtypes import BY_NAME
@@ -355,6 +354,8 @@ def joined_sums(parts: Iterable[Sequence[TensorSum]], names: Iterable[str]) -> t
     Args:
         names: the tensors in file order.
     """
+    from reshard_mpi.engine.crc import sum_of_whole  # which loads a library for sums
+
     values: defaultdict[str, list[int]] = defaultdict(list)
     sums = {}
     for part in parts:
@@ -370,6 +371,8 @@ def sums_of_wholes(shards: Mapping[int, Sequence[TensorSum]]) -> Iterator[tuple[
     Left out are tensors that stages share and cut differently, and loose ones that differ from rank to rank. Raises
     DamageError if shards that should hold the same part have different sums of it.
     """
+    from reshard_mpi.engine.crc import sum_of_whole
+
     parts: defaultdict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], TensorSum]] = defaultdict(dict)
     of_their_own: set[str] = set()
     for rank, shard in shards.items():

@@ -107,9 +107,7 @@ def _one_of(ranks: tuple[int, ...]) -> str:
 
 
 # A part of a name that says so.
-_GENERATOR = re.compile(
-    r"(?:^|[^a-z])(?:[a-z]*rng|[a-z]*random|random[a-z]*|seeds?|generators?)(?:[^a-z]|$)", re.IGNORECASE
-)
+_GENERATOR = r"(?:^|[^a-z])(?:[a-z]*rng|[a-z]*random|random[a-z]*|seeds?|generators?)(?:[^a-z]|$)"
 # Tensors named in one line.
 _MAX_NAMED_TENSORS = 8
 
@@ -123,7 +121,7 @@ class Differences(NamedTuple):
 
 def is_generator_state(name: str) -> bool:
     """Tell whether a name says that a tensor is the state of a random number generator."""
-    return bool(_GENERATOR.search(name))
+    return bool(re.search(_GENERATOR, name, re.IGNORECASE))
 
 
 def between_targets(beginnings: Iterable[PrefixDigest]) -> list[Differing]:

@@ -24,7 +24,7 @@ _MAX_OWN_BYTES = 64 * KIB
 _MAX_OWN_TENSORS = 4
 # Statistics that each data-parallel rank gathers from its own data: batch normalization in MindSpore and torch.
 _STATISTICS = {"moving_mean", "moving_variance", "running_mean", "running_var", "num_batches_tracked"}
-_RANDOM_STATE = re.compile(r"(?:^|[^a-z])(?:rng|random|seeds?)(?:[^a-z]|$)", re.IGNORECASE)
+_RANDOM_STATE = r"(?:^|[^a-z])(?:rng|random|seeds?)(?:[^a-z]|$)"
 # Tensors named in one line that have drifted apart.
 _MAX_NAMED = 8
 
@@ -83,7 +83,7 @@ class PairResult(NamedTuple):
             return False
         if not self.shape or self.name.rpartition(".")[2] in _STATISTICS:
             return True
-        return not self.floating and self.size_bytes <= _MAX_OWN_BYTES and bool(_RANDOM_STATE.search(self.name))
+        return not self.floating and self.size_bytes <= _MAX_OWN_BYTES and bool(re.search(_RANDOM_STATE, self.name, re.IGNORECASE))
 
     @property
     def may_be_own(self) -> bool:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints.source import MAX_KEPT_BYTES, SourceCheckpoint
-from reshard_mpi.engine.crc import has_short_runs
 from reshard_mpi.engine.read import takes_numpy
 from reshard_mpi.engine.shard_transfer import are_many, is_gathered, is_transposed
 from reshard_mpi.engine.tiles import tile_bytes
@@ -226,6 +225,8 @@ def _is_gathered_to_compare(tensor: TensorPlan) -> bool:
 
 
 def _is_in_short_runs(tensor: TensorPlan) -> bool:
+    from reshard_mpi.engine.crc import has_short_runs  # which loads a library for sums
+
     whole, itemsize_bytes = Box.whole(tensor.spec.global_shape), tensor.spec.dtype.itemsize_bytes
     boxes = (tensor.spec.box, *(copy.target_region for copy in tensor.copies))
     return any(has_short_runs(box, whole, itemsize_bytes) for box in boxes)
