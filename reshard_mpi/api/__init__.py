@@ -41,6 +41,7 @@ from reshard_mpi.processes.comm import SerialComm
 from reshard_mpi.runs.conversion import Conversion, apply_map
 from reshard_mpi.runs.open_run import open_run
 from reshard_mpi.runs.outcome import Report, ShardReport, TargetReport
+from reshard_mpi.runs.plan import rules_of_source
 from reshard_mpi.runs.progress import Progress, RunStatus, log
 from reshard_mpi.runs.request import Strategies
 from reshard_mpi.runs.run_memory import RunMemory
@@ -152,7 +153,7 @@ def plan(
         run = open_run(request, allotted)
         plans, outcome = plan_alone(run.conversion, run.targets, allotted.open().notes)
         summaries = tuple(RankSummary.of(rank_plan, allotted.require_possible(rank_plan)) for rank_plan in plans)
-        rules = run.conversion.shown_rules(run.targets[0] if run.targets else None)
+        rules = rules_of_source(run.conversion, run.targets[0] if run.targets else None)
         notes = (*outcome.notes, *told_rules(rules, are_all=True))
         log(notes, outcome.warnings)
         return Plan(summaries, run.conversion.source.summary_text, rules=rules)

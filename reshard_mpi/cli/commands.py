@@ -122,7 +122,7 @@ def _transform(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace) -> int:
     from reshard_mpi.planning.summary import told_rules
     from reshard_mpi.processes.governor.admission import UNLIMITED
-    from reshard_mpi.runs.transform import plan_targets
+    from reshard_mpi.runs.plan import plan_targets
 
     asked = request(options)
     if options.plot is not None or options.tensor:

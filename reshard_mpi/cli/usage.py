@@ -90,7 +90,7 @@ def _give_up(stream: TextIO) -> None:
 _HELP_COLUMNS = 78
 
 
-class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+class HelpFormatter(argparse.HelpFormatter):
     """Lays out help for the smallest terminal, however wide this one is, and breaks no name at its hyphens."""
 
     def __init__(self, prog: str) -> None:
@@ -98,8 +98,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         """Break a description into lines; a text that has lines already, as the exit codes, stays as it is."""
-        layout = super() if "\n" in text else super(argparse.RawDescriptionHelpFormatter, self)
-        return layout._fill_text(text, width, indent)
+        return text if "\n" in text else super()._fill_text(text, width, indent)
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         import textwrap  # which every command would load, for the few that show help

@@ -83,7 +83,11 @@ class PairResult(NamedTuple):
             return False
         if not self.shape or self.name.rpartition(".")[2] in _STATISTICS:
             return True
-        return not self.floating and self.size_bytes <= _MAX_OWN_BYTES and bool(re.search(_RANDOM_STATE, self.name, re.IGNORECASE))
+        return (
+            not self.floating
+            and self.size_bytes <= _MAX_OWN_BYTES
+            and bool(re.search(_RANDOM_STATE, self.name, re.IGNORECASE))
+        )
 
     @property
     def may_be_own(self) -> bool:

@@ -14,6 +14,8 @@ from reshard_mpi.sharding.placement import Shape, Strategy
 from reshard_mpi.text import format_bytes, one_line
 
 _NONE_KNOWN: Mapping[str, Shape] = MappingProxyType({})
+# Origin of a tensor of the source that targets do not have.
+LEFT_OUT = "left out"
 # More lines would hide the notes and warnings beside them.
 _MOST_SHOWN = 5
 

@@ -6,7 +6,7 @@ All modules that read and apply maps are loaded only where there is a map.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -29,7 +29,6 @@ from reshard_mpi.planning.parameters import (
     Unlisted,
     find_or_follow,
     is_dropped,
-    is_partial_sum,
     notes_on,
 )
 from reshard_mpi.planning.rank_plan import Check, Differing, Limits, PrefixDigest, RankPlan, SharedFact, TensorPlan
@@ -51,9 +50,8 @@ from reshard_mpi.planning.strategy_check import (
     require_same_network,
     unconfirmed_rules,
 )
-from reshard_mpi.planning.summary import ShownRule, shown_rules
 from reshard_mpi.runs.request import Request
-from reshard_mpi.sharding.placement import Shape, Strategy
+from reshard_mpi.sharding.placement import Strategy
 from reshard_mpi.sharding.strategy import table
 from reshard_mpi.text import MIB
 
@@ -64,8 +62,6 @@ if TYPE_CHECKING:
 # window is the most that is mapped of sources at once. `run_memory` knows how much memory the process takes besides.
 LIMITS = Limits(buffer_bytes=2 * MIB, window_bytes=16 * MIB)
 
-# Origin of a tensor of the source that targets do not have.
-LEFT_OUT = "left out"
 # Shards opened before a tensor counts as absent, since shards may be saved without what others hold.
 _MAX_LOOKED_INTO = 64
 
@@ -204,32 +200,6 @@ class Conversion:
     def needs(self, name: str) -> bool:
         """Tell whether anything is made of a tensor of the source."""
         return self.view is None or self.view.needs(name)
-
-    def origins(self) -> Iterator[tuple[str, str]]:
-        """Yield names of tensors of the targets with their sources, where these are not the tensors of that name."""
-        if self.view is not None:
-            yield from self.view.origins()
-        elif self.accumulated is not Accumulated.REFUSE:
-            for rank in self.source.stage_ranks().values():
-                for name in filter(is_partial_sum, self.source.manifest(rank).tensors):
-                    yield name, f"the {self.accumulated} of its replicas"
-
-    def shown_rules(self, target_rank: int | None) -> tuple[ShownRule, ...]:
-        """Return, for each rule of the source's spec that cuts, its effect on one tensor.
-
-        Args:
-            target_rank: one that has been planned; None: none has.
-        """
-        shapes, source = {}, self.source
-        for name, ranks in source.rule_names().items():
-            rank = next(iter(ranks.values()))
-            shapes[name] = rank, source.manifest(rank).tensors[name].shape
-        wholes: dict[str, Shape] = {}
-        if any(placement.ceil for _, placement in source.strategy.rules):
-            planned, opened_rank = (self, target_rank) if self.view is None else (self.view.original, 0)
-            both = {} if opened_rank is None else planned.both_layouts(opened_rank, shapes)
-            wholes = {name: layouts.source.shape for name, layouts in both.items()}
-        return tuple(shown_rules(source.strategy, shapes, wholes))
 
     def drifted_tensors(
         self,

@@ -30,8 +30,9 @@ from reshard_mpi.planning.map_routes import MappedTensors
 from reshard_mpi.planning.parameters import Accumulated, is_partial_sum, notes_on, sums_like
 from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.planning.shared_facts import OWN
+from reshard_mpi.planning.summary import LEFT_OUT
 from reshard_mpi.planning.unusable_shards import MissingRanks, UnusableShard
-from reshard_mpi.runs.conversion import LEFT_OUT, Conversion
+from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.map_checks import (
     require_equal,
     require_known_sums,

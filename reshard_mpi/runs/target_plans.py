@@ -1,11 +1,10 @@
-"""Plan the targets of one process of a run (`TargetPlans`), and list their tensors."""
+"""Plan the targets of one process of a run (`TargetPlans`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from pathlib import Path
-from typing import NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints.discovery import strangers
@@ -15,10 +14,8 @@ from reshard_mpi.journal.commit import EarlierTarget
 from reshard_mpi.journal.records import TargetInputs
 from reshard_mpi.journal.target_journal import Journal
 from reshard_mpi.planning.rank_plan import RankPlan
-from reshard_mpi.planning.summary import RankSummary
 from reshard_mpi.planning.unusable_shards import named, warnings_of
 from reshard_mpi.processes.comm import Comm
-from reshard_mpi.runs.conversion import LEFT_OUT
 from reshard_mpi.runs.messages import PlanReport, Totals, record_of
 from reshard_mpi.runs.open_run import Run, open_run
 from reshard_mpi.runs.outcome import Outcome, TargetReport, attempt
@@ -39,8 +36,8 @@ from reshard_mpi.runs.progress import Progress, Stage
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.run_memory import MAX_KEPT_PLANS, MAX_KEPT_PLANS_BYTES, RunMemory
 from reshard_mpi.runs.scheduling import divide, target_weights
-from reshard_mpi.sharding.placement import Shape
 
+OnPlanned = Callable[[Run, RankPlan, int], None]
 _NOT_VERIFIED = (
     "targets that were complete already were not verified when they were made: reshard-mpi verify SRC DST does it now"
 )
@@ -55,12 +52,10 @@ class TargetPlans:
         assignments: the work of each process of the run; own: that of this one.
         inputs: for each target to write, by rank, what its record says of its sources.
         peak_bytes: for each of them, the memory that writing it is projected to take.
-        summaries: of the targets that this process leads.
-        listed: the tensors of these targets by name, if they are to be listed.
         report: what the other processes are told of the plans.
     """
 
-    def __init__(self, run: Run, comm: Comm, memory: RunMemory, *, lists_tensors: bool) -> None:
+    def __init__(self, run: Run, comm: Comm, memory: RunMemory, on_planned: OnPlanned) -> None:
         self.run = run
         self.journal = run.journal()
         for rank in run.targets[-1:]:  # the one with the longest number
@@ -70,8 +65,6 @@ class TargetPlans:
         self.own = self.assignments[comm.rank]
         self.inputs: dict[int, TargetInputs] = {}
         self.peak_bytes: dict[int, int] = {}
-        self.summaries: list[RankSummary] = []
-        self.listed: dict[str, TargetTensor] = {}
         self.report = PlanReport()
         self._comm = comm
         self._memory = memory
@@ -79,8 +72,7 @@ class TargetPlans:
         self._space = SpaceEstimate()
         self._written_bytes: dict[int, int] = {}  # by target
         self._placed: dict[str, tuple[int, int, dict[str, str]]] = {}  # by digest: stage, rank, `RankPlan.placed`
-        self._lists_tensors = lists_tensors
-        self._listed_stages: set[int] = set()
+        self._on_planned = on_planned
         self._kept: dict[int, RankPlan] = {}
         self._kept_bytes = 0
 
@@ -93,20 +85,19 @@ class TargetPlans:
         memory: RunMemory,
         progress: Progress,
         known_damage: Mapping[int, ReshardError],
-        *,
-        lists_tensors: bool = False,
+        on_planned: OnPlanned = lambda run, plan, peak_bytes: None,
     ) -> TargetPlans:
         """Open the run and plan this process's targets. Failures of single targets are in the report.
 
         Args:
             strategies: those of the request, if they have been read already.
             known_damage: what is known to be wrong with source shards, by rank.
-            lists_tensors: whether `listed` is asked for.
+            on_planned: called for each target that this process leads, with the memory that writing it takes.
 
         Raises a ReshardError if the run cannot be opened, or its target folder not be used.
         """
         run = open_run(request, memory, strategies, known_damage)
-        plans = cls(run, comm, memory, lists_tensors=lists_tensors)
+        plans = cls(run, comm, memory, on_planned)
         memory.on_memory_released(run.conversion.forget, plans.forget)
         plans._plan_all(progress)
         return plans
@@ -124,7 +115,8 @@ class TargetPlans:
         notes = (*self._memory.open().notes, *self.run.target_notes, *beside)
         begun = PlanReport(Outcome.begun(self.run.conversion, notes), self._choice)
         joined = begun.joined(record_of(PlanReport, report) for report in planned)
-        due = Totals(self.led_bytes, len(self.summaries), ready=len(joined.outcome.targets))
+        led = sum(rank in self.inputs for rank in self.own.leads)
+        due = Totals(self.led_bytes, led, ready=len(joined.outcome.targets))
         self.report = joined._replace(space_needs=space, due=due)
 
     def _plan_target(self, rank: int, leads: bool) -> PlanReport:
@@ -149,8 +141,7 @@ class TargetPlans:
         self._written_bytes[rank] = plan.written_bytes
         if not leads:
             return PlanReport()
-        self.summaries.append(RankSummary.of(plan, peak_bytes))
-        self._list_tensors(plan)
+        self._on_planned(run, plan, peak_bytes)
         if inputs.held.digest not in self._placed:
             self._placed[inputs.held.digest] = (plan.stage, rank, plan.placed)
         return PlanReport.of(plan)
@@ -245,46 +236,3 @@ class TargetPlans:
         is_unverified = self.run.request.verify and not self.journal.is_verified(rank)
         report = TargetReport(rank, str(path), (), path.stat().st_size, process=self._comm.rank, skipped=True)
         return Outcome((report,), notes=(_NOT_VERIFIED,) if is_unverified else ())
-
-    def _list_tensors(self, plan: RankPlan) -> None:
-        """Keep the listing of a target's tensors; targets of a stage have the same, unless they share them out."""
-        are_shared_out = self.run.conversion.once or formats.info(self.run.format).split_by_size
-        if self._lists_tensors and (are_shared_out or plan.stage not in self._listed_stages):
-            self._listed_stages.add(plan.stage)
-            for name, tensor in listed_tensors(plan).items():
-                self.listed.setdefault(name, tensor)
-
-
-class TargetTensor(NamedTuple):
-    """A tensor of a target. dtype: name of its type. shape: of the whole; piece: of what target `rank` holds of it."""
-
-    dtype: str
-    shape: Shape
-    piece: Shape
-    rank: int
-
-
-def listed_tensors(plan: RankPlan) -> dict[str, TargetTensor]:
-    """Return the tensors of a target by name, in file order."""
-    names, kinds, kind_of = plan.tensors.specs.names, plan.tensors.specs.kinds, plan.tensors.specs.kind_ids
-    rank = plan.target_rank
-    listed = [TargetTensor(kind.dtype.name, kind.whole_shape, kind.shape, rank) for kind in kinds]
-    return {name: listed[number] for name, number in zip(names, kind_of)}
-
-
-def tensor_lines(shares: Iterable[Mapping[str, TargetTensor]], origins: Mapping[str, str]) -> Iterator[str]:
-    """Yield a line for each tensor of the targets; then one for each that is left out.
-
-    Args:
-        shares: the tensors that each process has met.
-        origins: by name, what a map makes of tensors and makes them of.
-    """
-    tensors: dict[str, TargetTensor] = {}
-    for share in shares:
-        for name, tensor in share.items():
-            tensors.setdefault(name, tensor)
-    for name, tensor in tensors.items():
-        piece = "" if tensor.piece == tensor.shape else f", on rank {tensor.rank} {list(tensor.piece)}"
-        origin = f": {origins[name]}" if name in origins else ""
-        yield f"{name} {tensor.dtype} {list(tensor.shape)}{piece}{origin}"
-    yield from (f"{name}: {origin}" for name, origin in origins.items() if name not in tensors and origin == LEFT_OUT)

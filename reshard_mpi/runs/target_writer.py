@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from reshard_mpi import formats
 from reshard_mpi.engine.open_files import OnBytes, sync_and_drop_cache
@@ -23,14 +23,11 @@ from reshard_mpi.journal.target_journal import require_unchanged
 from reshard_mpi.planning.rank_plan import Limits, RankPlan
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.messages import Filled, FillReport, Reserved, Verified, record_of
-from reshard_mpi.runs.outcome import Failure, Outcome, TargetReport, attempt
+from reshard_mpi.runs.outcome import Failure, Outcome, Overflow, TargetReport, attempt, joined
 from reshard_mpi.runs.progress import Progress
 from reshard_mpi.runs.run_memory import RunMemory
 from reshard_mpi.runs.scheduling import TargetSlice
 from reshard_mpi.runs.target_plans import TargetPlans
-
-if TYPE_CHECKING:
-    from reshard_mpi.runs.outcome import Overflow
 
 
 def target_report(
@@ -57,17 +54,8 @@ def target_report(
         leased_bytes=leased_bytes,
         process=process,
         processes=len(filled),
-        overflows=_joined_overflows(filled),
+        overflows=joined(overflow for part in filled for overflow in part.overflows),
     )
-
-
-def _joined_overflows(filled: Sequence[Filled]) -> tuple[Overflow, ...]:
-    overflows = [overflow for part in filled for overflow in part.overflows]
-    if not overflows:
-        return ()
-    from reshard_mpi.runs.outcome import joined
-
-    return joined(overflows)
 
 
 def write_whole(
@@ -112,17 +100,12 @@ def fill_file(
     begin = time.monotonic()
     traffic = write_shard(plan, manifest, descriptor, span=span, limits=limits, on_bytes=on_bytes)
     seconds = time.monotonic() - begin
-    overflows = tuple(_overflows(plan, traffic.overflows)) if traffic.overflows else ()
+    overflows = tuple(
+        Overflow(spec.name, spec.dtype.name, traffic.overflows[spec.name])
+        for spec in (plan.tensors.specs if traffic.overflows else ())
+        if spec.name in traffic.overflows
+    )
     return Filled(plan.target_rank, traffic.requested_bytes, traffic.mapped_bytes, seconds, 0.0, overflows)
-
-
-def _overflows(plan: RankPlan, elements: Mapping[str, int]) -> Iterator[Overflow]:
-    """Yield the overflows of a target's tensors. elements: how many were too large, by name."""
-    from reshard_mpi.runs.outcome import Overflow
-
-    for spec in plan.tensors.specs:
-        if spec.name in elements:
-            yield Overflow(spec.name, spec.dtype.name, elements[spec.name])
 
 
 T = TypeVar("T")

@@ -1,11 +1,11 @@
 """Run the phases of a transform, in each of its processes: plan, check, compare, write, commit (`convert`).
 
 A process is alone, an MPI rank, or a local worker. All do the same steps at the same time; a step that fails in one of
-them raises the same error in all (`_together`). Nothing is written before step 4.
+them raises the same error in all (`together`). Nothing is written before step 4.
 
 1. `_plan`: each process opens the run and plans its targets (`runs/target_plans`); all check that they agree.
 2. `_check_sources`, with --verify: read the source's sums. A damaged shard is lost, and all is planned without it.
-3. `_compare_copies`: compare replicas that must be the same, and a sample of what no strategy tells.
+3. `compare_copies`: compare replicas that must be the same, and a sample of what no strategy tells.
 4. `_begin`: make the target folder ready.
 5. `Writer.write`: write this process's targets (`runs/target_writer`). A target that fails does not stop the others.
 6. `_commit`, in process 0: commit the targets if all are complete.
@@ -34,17 +34,16 @@ from reshard_mpi.planning.shared_facts import (
     require_same_shapes,
 )
 from reshard_mpi.planning.strategy_check import NO_DRIFT, Drift, drift_warning, require_no_drift
-from reshard_mpi.planning.summary import Plan
 from reshard_mpi.planning.unusable_shards import UnusableShard
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.messages import ComparisonReport, PlanReport, record_of
 from reshard_mpi.runs.outcome import Outcome, attempt
 from reshard_mpi.runs.preflight import require_room
-from reshard_mpi.runs.progress import CLOSED, MOVED, PHASES, Progress, SliceCounter, Stage, Words, complain
+from reshard_mpi.runs.progress import CLOSED, MOVED, PHASES, Progress, SliceCounter, Stage
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.run_memory import RunMemory, Workload, checking_bytes
-from reshard_mpi.runs.target_plans import TargetPlans, tensor_lines
+from reshard_mpi.runs.target_plans import TargetPlans
 from reshard_mpi.runs.target_writer import Writer
 
 T = TypeVar("T")
@@ -64,9 +63,9 @@ def convert(
     are in the outcome.
     """
     make = partial(TargetPlans.make, request, comm, strategies, memory, progress)
-    plans, planned = _checked_plans(make, comm, memory, progress)
-    outcome = _compare_copies(plans, planned, comm, memory, progress)
-    _together(comm, partial(_begin, plans, comm, memory, progress))
+    plans, planned = checked_plans(make, comm, memory, progress)
+    outcome = compare_copies(plans, planned, comm, memory, progress)
+    together(comm, partial(_begin, plans, comm, memory, progress))
     if comm.rank == 0:  # not earlier, since a process alone may have started over until now
         progress.display.reading(plans.run.conversion.source.summary_text)
     name, phases = ("writing and verifying", PHASES) if request.verify else ("writing", (MOVED, CLOSED))
@@ -83,32 +82,7 @@ def convert(
     return outcome.joined([committed])
 
 
-def plan_targets(
-    request: Request, comm: Comm, progress: Progress | None = None, *, lists_tensors: bool = False
-) -> tuple[Plan, Outcome]:
-    """Plan the targets of `request` without writing; return the plan, and an outcome with notes and warnings.
-
-    Args:
-        lists_tensors: whether the plan has a line for each tensor.
-
-    Raises, the same on every process, the errors for which `convert` refuses a run.
-    """
-    shown = Progress(Words(complain)) if progress is None else progress
-    with RunMemory(lambda: request.allowance, comm, shown) as memory:
-        make = partial(TargetPlans.make, request, comm, None, memory, shown, lists_tensors=lists_tensors)
-        plans, planned = _checked_plans(make, comm, memory, shown)
-        outcome = _compare_copies(plans, planned, comm, memory, shown)
-        summaries = [summary for share in _together(comm, lambda: plans.summaries) for summary in share]
-        summaries.sort(key=lambda summary: summary.rank)
-        lines: Iterable[str] = ()
-        source = plans.run.conversion.source
-        if lists_tensors:
-            lines = tensor_lines(_together(comm, lambda: plans.listed), dict(plans.run.conversion.origins()))
-        rules = plans.run.conversion.shown_rules(plans.summaries[0].rank if plans.summaries else None)
-        return Plan(tuple(summaries), source.summary_text, tuple(lines), rules), outcome
-
-
-def _checked_plans(
+def checked_plans(
     make: Callable[[Mapping[int, ReshardError]], TargetPlans], comm: Comm, memory: RunMemory, progress: Progress
 ) -> tuple[TargetPlans, PlanReport]:
     """Return this process's plans, and what all processes say about theirs.
@@ -131,11 +105,11 @@ def _checked_plans(
         require_one_checkpoint(chosen)  # in the second round another checkpoint may be the newest
         if not plans.run.request.verify:
             return plans, planned
-        sizes = {rank: size for share in _together(comm, plans.read_bytes) for rank, size in share.items()}
+        sizes = {rank: size for share in together(comm, plans.read_bytes) for rank, size in share.items()}
         to_check = {rank: sizes[rank] for rank in sorted(sizes.keys() - checked)}
-        shares = _together(comm, partial(_check_sources, plans, to_check, comm, memory, progress))
+        shares = together(comm, partial(_check_sources, plans, to_check, comm, memory, progress))
         if not any(shares):
-            _together(comm, partial(_check_committed, plans, comm, memory, progress))
+            together(comm, partial(_check_committed, plans, comm, memory, progress))
             return plans, planned
         checked |= sizes.keys()
         damage = damage | {rank: error for errors in shares for rank, error in errors.items()}
@@ -151,7 +125,7 @@ def _plan(make: Callable[[], TargetPlans], comm: Comm) -> tuple[TargetPlans, Pla
     require_room(report.space_needs for report in reports)
 
     def placed(stage: int) -> dict[int, dict[str, str]]:
-        shares = _together(comm, partial(plans.placed, stage))
+        shares = together(comm, partial(plans.placed, stage))
         return {rank: placed for share in shares for rank, placed in share.items()}
 
     return plans, _agreeing(reports, placed, plans.run.request.source, plans.run.request.accumulated)
@@ -233,7 +207,7 @@ def _check_committed(plans: TargetPlans, comm: Comm, memory: RunMemory, progress
     require_as_committed(record, mine, path, plans.run.conversion.limits, progress.moved)
 
 
-def _compare_copies(
+def compare_copies(
     plans: TargetPlans, planned: PlanReport, comm: Comm, memory: RunMemory, progress: Progress
 ) -> Outcome:
     """Compare copies that must be the same; return the outcome of planning with what that shows (step 3)."""
@@ -244,7 +218,7 @@ def _compare_copies(
         if planned.alike:
             size_bytes, own_bytes = (sum(alike.size_bytes for alike in copies) for copies in (planned.alike, mine))
             progress.begin(Stage("comparing copies", size_bytes), own_bytes)
-        compared = _together(comm, partial(_compare, plans, mine, comm, memory, progress))
+        compared = together(comm, partial(_compare, plans, mine, comm, memory, progress))
     return _judged(planned, compared, request.source, strict=request.strict)
 
 
@@ -323,7 +297,7 @@ def _judged(planned: PlanReport, compared: Sequence[ComparisonReport], source: s
     return planned.outcome.joined([*lost, drifted, Outcome(notes=remarks.notes, other_warnings=remarks.warnings)])
 
 
-def _together(comm: Comm, step: Callable[[], T]) -> list[T]:
+def together(comm: Comm, step: Callable[[], T]) -> list[T]:
     """Do a step in every process; return the results of all. Raises the same error in all if one has failed."""
     results = comm.allgather(attempt(step, comm))
     _raise_first_failure([failed for failed in results if isinstance(failed, Outcome)], comm)

@@ -1,0 +1,141 @@
+"""Plan the targets of a run and list them, without writing (`plan_targets`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from reshard_mpi import formats
+from reshard_mpi.errors import ReshardError
+from reshard_mpi.planning.parameters import Accumulated, is_partial_sum
+from reshard_mpi.planning.rank_plan import RankPlan
+from reshard_mpi.planning.summary import LEFT_OUT, Plan, RankSummary, ShownRule, shown_rules
+from reshard_mpi.processes.comm import Comm
+from reshard_mpi.runs.conversion import Conversion
+from reshard_mpi.runs.open_run import Run
+from reshard_mpi.runs.outcome import Outcome
+from reshard_mpi.runs.progress import Progress, Words, complain
+from reshard_mpi.runs.request import Request
+from reshard_mpi.runs.run_memory import RunMemory
+from reshard_mpi.runs.target_plans import TargetPlans
+from reshard_mpi.runs.transform import checked_plans, compare_copies, together
+from reshard_mpi.sharding.placement import Shape
+
+
+def plan_targets(
+    request: Request, comm: Comm, progress: Progress | None = None, *, lists_tensors: bool = False
+) -> tuple[Plan, Outcome]:
+    """Plan the targets of `request` without writing; return the plan, and an outcome with notes and warnings.
+
+    Args:
+        lists_tensors: whether the plan has a line for each tensor.
+
+    Raises, the same on every process, the errors for which `convert` refuses a run.
+    """
+    shown = Progress(Words(complain)) if progress is None else progress
+    listing = _Listing(lists_tensors=lists_tensors)
+
+    def make(damage: Mapping[int, ReshardError]) -> TargetPlans:
+        nonlocal listing
+        listing = _Listing(lists_tensors=lists_tensors)
+        return TargetPlans.make(request, comm, None, memory, shown, damage, listing.add)
+
+    with RunMemory(lambda: request.allowance, comm, shown) as memory:
+        plans, planned = checked_plans(make, comm, memory, shown)
+        outcome = compare_copies(plans, planned, comm, memory, shown)
+        summaries = [summary for share in together(comm, lambda: listing.summaries) for summary in share]
+        conversion = plans.run.conversion
+        lines: Iterable[str] = ()
+        if lists_tensors:
+            lines = _tensor_lines(together(comm, lambda: listing.tensors), dict(_origins(conversion)))
+        rules = rules_of_source(conversion, listing.summaries[0].rank if listing.summaries else None)
+        summaries.sort(key=lambda summary: summary.rank)
+        return Plan(tuple(summaries), conversion.source.summary_text, tuple(lines), rules), outcome
+
+
+class _TargetTensor(NamedTuple):
+    """A tensor of a target. dtype: name of its type. shape: of the whole; piece: of what target `rank` holds of it."""
+
+    dtype: str
+    shape: Shape
+    piece: Shape
+    rank: int
+
+
+class _Listing:
+    """The targets that one process leads, as they are planned.
+
+    Attributes:
+        summaries: of each target.
+        tensors: of all targets by name, if they are to be listed.
+    """
+
+    def __init__(self, *, lists_tensors: bool) -> None:
+        self.summaries: list[RankSummary] = []
+        self.tensors: dict[str, _TargetTensor] = {}
+        self._lists_tensors = lists_tensors
+        self._listed_stages: set[int] = set()
+
+    def add(self, run: Run, plan: RankPlan, peak_bytes: int) -> None:
+        """Add a target. All targets of a stage have the same tensors, unless they share them out."""
+        self.summaries.append(RankSummary.of(plan, peak_bytes))
+        are_shared_out = run.conversion.once or formats.info(run.format).split_by_size
+        if self._lists_tensors and (are_shared_out or plan.stage not in self._listed_stages):
+            self._listed_stages.add(plan.stage)
+            for name, tensor in _listed_tensors(plan).items():
+                self.tensors.setdefault(name, tensor)
+
+
+def _listed_tensors(plan: RankPlan) -> dict[str, _TargetTensor]:
+    """Return the tensors of a target by name, in file order."""
+    names, kinds, kind_of = plan.tensors.specs.names, plan.tensors.specs.kinds, plan.tensors.specs.kind_ids
+    rank = plan.target_rank
+    listed = [_TargetTensor(kind.dtype.name, kind.whole_shape, kind.shape, rank) for kind in kinds]
+    return {name: listed[number] for name, number in zip(names, kind_of)}
+
+
+def _tensor_lines(shares: Iterable[Mapping[str, _TargetTensor]], origins: Mapping[str, str]) -> Iterator[str]:
+    """Yield a line for each tensor of the targets; then one for each that is left out.
+
+    Args:
+        shares: the tensors that each process has met.
+        origins: by name, what a map makes of tensors and makes them of.
+    """
+    tensors: dict[str, _TargetTensor] = {}
+    for share in shares:
+        for name, tensor in share.items():
+            tensors.setdefault(name, tensor)
+    for name, tensor in tensors.items():
+        piece = "" if tensor.piece == tensor.shape else f", on rank {tensor.rank} {list(tensor.piece)}"
+        origin = f": {origins[name]}" if name in origins else ""
+        yield f"{name} {tensor.dtype} {list(tensor.shape)}{piece}{origin}"
+    yield from (f"{name}: {origin}" for name, origin in origins.items() if name not in tensors and origin == LEFT_OUT)
+
+
+def _origins(conversion: Conversion) -> Iterator[tuple[str, str]]:
+    """Yield names of tensors of the targets with their sources, where these are not the tensors of that name."""
+    source = conversion.source
+    if conversion.view is not None:
+        yield from conversion.view.origins()
+    elif conversion.accumulated is not Accumulated.REFUSE:
+        for rank in source.stage_ranks().values():
+            for name in filter(is_partial_sum, source.manifest(rank).tensors):
+                yield name, f"the {conversion.accumulated} of its replicas"
+
+
+def rules_of_source(conversion: Conversion, target_rank: int | None) -> tuple[ShownRule, ...]:
+    """Return, for each rule of the source's spec that cuts, its effect on one tensor.
+
+    Args:
+        target_rank: one that has been planned; None: none has.
+    """
+    shapes, source = {}, conversion.source
+    for name, ranks in source.rule_names().items():
+        rank = next(iter(ranks.values()))
+        shapes[name] = rank, source.manifest(rank).tensors[name].shape
+    wholes: dict[str, Shape] = {}
+    if any(placement.ceil for _, placement in source.strategy.rules):
+        planned, opened_rank = (conversion, target_rank) if conversion.view is None else (conversion.view.original, 0)
+        both = {} if opened_rank is None else planned.both_layouts(opened_rank, shapes)
+        wholes = {name: layouts.source.shape for name, layouts in both.items()}
+    return tuple(shown_rules(source.strategy, shapes, wholes))
