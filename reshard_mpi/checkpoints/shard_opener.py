@@ -17,9 +17,9 @@ from typing import NamedTuple
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError, ReshardError, StrategyError
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.planning.parameters import Unlisted, find_or_follow, is_dropped, listed_names
+from reshard_mpi.planning.find_placement import Unlisted, find_or_follow, is_dropped, listed_names
 from reshard_mpi.planning.ranks import needed_ranks, wants
-from reshard_mpi.planning.shard_planner import Policy, ShardPlanner
+from reshard_mpi.planning.target_tensors import Policy, TargetTensors
 from reshard_mpi.planning.tensors import SourceTensors
 from reshard_mpi.planning.unusable_shards import UnusableShard, described
 from reshard_mpi.sharding.layout import UnknownLengthError
@@ -111,13 +111,6 @@ _MAX_LOOKED_INTO = 64
 _MAX_ASKED = 16
 
 
-class OpenedShards(NamedTuple):
-    """The shards opened for a target by rank, and the planner that plans the target from them."""
-
-    manifests: dict[int, Manifest]
-    planner: ShardPlanner
-
-
 class _CandidateRanks:
     """The ranks whose shards may be chosen for a target. lost: ranks known to be unusable, by rank.
 
@@ -164,11 +157,11 @@ class ShardOpener:
         self._others_have: set[str] = set()
         self._names_of: dict[int, frozenset[str]] = {}  # the tensors of targets that write what no strategy lists
 
-    def open(self, target_rank: int) -> OpenedShards:
+    def open(self, target_rank: int) -> TargetTensors:
         """Open the shards that a target needs.
 
         Raises a ReshardError if shards contradict each other or a strategy, the source's before the target's. Parts
-        that no shard holds are reported later, by the planner.
+        that no shard holds are reported later, by `plan_target`.
         """
         try:
             return self._opened(target_rank)
@@ -197,7 +190,7 @@ class ShardOpener:
             if other not in self._asked_targets:
                 self._asked_targets.add(other)
                 try:
-                    self._others_have.update(self.open(other).planner.names)
+                    self._others_have.update(self.open(other).names)
                 except ReshardError:
                     return  # it is said of that target, and nothing is committed without it
                 lost -= self._others_have
@@ -206,17 +199,17 @@ class ShardOpener:
         if lost:
             raise left_behind_error(sorted(lost), only_there, self.source)
 
-    def require_written(self, opened: OpenedShards) -> None:
+    def require_written(self, opened: TargetTensors) -> None:
         """Raise StrategyError if another target is to write a tensor that no strategy lists, and does not have it.
 
         Args:
             opened: the shards of one target of a checkpoint whose pieces are written once.
         """
         lost: list[str] = []
-        for name, rank in opened.planner.writers_of_unlisted().items():
+        for name, rank in opened.writers_of_unlisted().items():
             if rank not in self._names_of:
                 try:
-                    self._names_of[rank] = frozenset(self.open(rank).planner.names)
+                    self._names_of[rank] = frozenset(self.open(rank).names)
                 except ReshardError:
                     return  # it is said of that target, and nothing is committed without it
             if name not in self._names_of[rank]:
@@ -232,7 +225,7 @@ class ShardOpener:
         alike = (stage * size + target_rank % size for stage in range(self.target.stages))
         return (rank for rank in dict.fromkeys((*alike, *range(self.target.world_size))) if rank != target_rank)
 
-    def _opened(self, target_rank: int) -> OpenedShards:
+    def _opened(self, target_rank: int) -> TargetTensors:
         self._require_stages_of_rules(target_rank)
         candidates = _CandidateRanks(self.source)
         while True:
@@ -244,7 +237,7 @@ class ShardOpener:
                 raise RuntimeError("shards are chosen again though none has been lost")
             candidates.begin_anew()
 
-    def _try_to_open(self, target_rank: int, candidates: _CandidateRanks) -> OpenedShards | None:
+    def _try_to_open(self, target_rank: int, candidates: _CandidateRanks) -> TargetTensors | None:
         """Open the shards that a target needs; None if one of them turns out to be lost."""
         source, lost = self.source.strategy, candidates.lost
         names = self.source.rule_names()
@@ -266,14 +259,14 @@ class ShardOpener:
             unseen = (rank for rank in self._stage_ranks(candidates) if source.stage_of(rank) not in seen)
             self._add(manifests, unseen, candidates)
         self._add(manifests, self._holders_of_unseen(target_rank, manifests), candidates)
-        planner = self._planner(target_rank, manifests, candidates)
+        tensors = self._tensors(target_rank, manifests, candidates)
         while holders := (
-            planner.joined_ranks() - manifests.keys() - lost.keys()
-            or self._other_holders(planner, manifests, candidates)
+            tensors.joined_ranks() - manifests.keys() - lost.keys()
+            or self._other_holders(tensors, manifests, candidates)
         ):
             self._add(manifests, holders, candidates)
-            planner = self._planner(target_rank, manifests, candidates)
-        return OpenedShards(manifests, planner)
+            tensors = self._tensors(target_rank, manifests, candidates)
+        return tensors
 
     def _require_any_left(self, target_rank: int, ranks: Collection[int], lost: Mapping[int, UnusableShard]) -> None:
         """Raise CoverageError if all shards that are left to choose from are known to be lost."""
@@ -299,12 +292,12 @@ class ShardOpener:
         for rank in sorted(manifests):
             manifests[rank] = manifests.pop(rank)
 
-    def _planner(self, target_rank: int, manifests: dict[int, Manifest], candidates: _CandidateRanks) -> ShardPlanner:
-        """Return the planner. If it must know how long tensors are, shards whose slices tell it are opened as well."""
+    def _tensors(self, target_rank: int, manifests: dict[int, Manifest], candidates: _CandidateRanks) -> TargetTensors:
+        """Return the tensors of the target; open shards as well whose slices tell how long they are, if need be."""
         source, lost = self.source.strategy, candidates.lost
         while True:
             try:
-                return ShardPlanner(source, self.target, target_rank, manifests, lost, self.policy)
+                return TargetTensors(source, self.target, target_rank, manifests, lost, self.policy)
             except (UnknownLengthError, CoverageError):
                 missing = SourceTensors(source, manifests, lost).missing_slices()
                 available = ([rank for rank in holders if rank in candidates] for holders in missing)
@@ -313,7 +306,7 @@ class ShardOpener:
                 self._add(manifests, chosen, candidates)
 
     def _other_holders(
-        self, planner: ShardPlanner, manifests: dict[int, Manifest], candidates: _CandidateRanks
+        self, tensors: TargetTensors, manifests: dict[int, Manifest], candidates: _CandidateRanks
     ) -> Collection[int]:
         """Return ranks that are not opened yet and hold names that the opened shards lack; empty if there are none.
 
@@ -321,14 +314,14 @@ class ShardOpener:
         saved each parameter.
         """
         chosen: set[int] = set()
-        for holders, names in planner.lacking().items():
+        for holders, names in tensors.lacking().items():
             if not chosen.intersection(holders):  # a chosen holder may hold these too; the next call shows it
                 others = [rank for rank in holders if rank in self.source and rank not in manifests]
                 chosen.update(self._first_with(names, holders, others[:_MAX_LOOKED_INTO], candidates))
         if chosen:
             return chosen
         # A name that only ranks with other parts hold must be found too: if the needed part has elements, it is a hole.
-        for origins, names in planner.unseen().items():
+        for origins, names in tensors.unseen().items():
             first = tuple(self._first_of_stages(origins))
             others = [rank for rank in first if rank not in manifests]
             chosen.update(self._first_with(names, first, others, candidates))

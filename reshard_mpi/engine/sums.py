@@ -11,7 +11,7 @@ from reshard_mpi.engine.read import Stream, read_region
 from reshard_mpi.formats.locations import ByteRanges
 from reshard_mpi.formats.manifest import Manifest, TensorSpec
 from reshard_mpi.formats.tensor_table import ChunkedTensors, TensorEntry
-from reshard_mpi.planning.chunks import PiecesOf
+from reshard_mpi.planning.chunk_reads import ChunkReads
 from reshard_mpi.planning.rank_plan import Copy, Limits, RankPlan, TensorPlan, meeting
 from reshard_mpi.sharding.box import Box
 
@@ -92,7 +92,7 @@ def held_tensor(spec: TensorSpec, shard: Manifest) -> TensorPlan:
     """Return a tensor as a shard that holds it gives it."""
     copy = Copy(-1, shard.tensors[spec.name], spec.box, spec.box)
     chunked = shard.tensors if isinstance(shard.tensors, ChunkedTensors) else None
-    return TensorPlan(spec, (copy,) if chunked is None else PiecesOf(0, 1).copies(copy, chunked))
+    return TensorPlan(spec, (copy,) if chunked is None else ChunkReads(0, 1).copies(copy, chunked))
 
 
 def _elements_within(entry: TensorEntry, span: Span) -> tuple[int, int]:

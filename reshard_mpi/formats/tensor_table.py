@@ -131,6 +131,7 @@ class TensorTable(Mapping[str, TensorEntry]):
         offsets: for each, the offset of its elements in the file `path`, if they are one run there (any offset, if
             there are none); else `NOT_CONTIGUOUS`.
         locations: the places of these, by number.
+        in_pieces: whether the tensors are made up of pieces in other tables, and have no places of their own.
 
     Example, two float32 tensors of 16 elements, one behind the other from byte 100 on:
 
@@ -138,6 +139,7 @@ class TensorTable(Mapping[str, TensorEntry]):
         kind_ids = [0, 0]; offsets = [100, 164]; locations = {}
     """
 
+    in_pieces = False
     __slots__ = ("_number_of_kind", "index_by_name", "kind_ids", "kinds", "locations", "offsets", "path")
 
     def __init__(self, path: str, entries: Iterable[TensorEntry] = ()) -> None:
@@ -339,6 +341,7 @@ class ChunkedTensors(TensorTable):
             reason in words; no pieces of them are listed.
     """
 
+    in_pieces = True
     __slots__ = ("_number_of_list", "chunk_list_ids", "chunk_lists", "missing", "numbers", "unreadable")
 
     def __init__(self, path: str) -> None:

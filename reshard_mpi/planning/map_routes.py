@@ -46,6 +46,7 @@ class MappedTensors(TensorTable):
         recipe_of: for each tensor, the number of the way in which it is made.
     """
 
+    in_pieces = True
     __slots__ = (
         *("_converted", "_groups", "_holes", "_number_of_recipe", "_pieces", "_places", "_rank", "_recipes"),
         "recipe_of",

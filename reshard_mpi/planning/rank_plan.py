@@ -11,7 +11,7 @@ from typing import NamedTuple, overload
 from reshard_mpi.errors import ReshardError
 from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, Specs, TensorSpec
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable, TensorType
-from reshard_mpi.planning.parameters import Sums
+from reshard_mpi.planning.accumulated_gradients import Sums
 from reshard_mpi.planning.replicas import ReplicaGroup
 from reshard_mpi.planning.unusable_shards import UnusableShard
 from reshard_mpi.sharding.box import Box

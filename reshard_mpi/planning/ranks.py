@@ -7,13 +7,12 @@ from functools import lru_cache
 from itertools import chain, islice
 
 from reshard_mpi.errors import LayoutError, UsageError
-from reshard_mpi.planning.parameters import (
-    Accumulated,
+from reshard_mpi.planning.accumulated_gradients import Accumulated, is_partial_sum
+from reshard_mpi.planning.find_placement import (
     Unlisted,
     everywhere,
     find_or_follow,
     is_dropped,
-    is_partial_sum,
     require_common_parameters,
 )
 from reshard_mpi.planning.replicas import choose_holders, home_rank

@@ -18,9 +18,6 @@ from reshard_mpi.formats.manifest import (
     nest_without_order,
     shown_string,
 )
-from reshard_mpi.formats.tensor_table import ChunkedTensors
-from reshard_mpi.planning.chunks import PiecesOf
-from reshard_mpi.planning.map_routes import MappedTensors
 from reshard_mpi.planning.rank_plan import (
     CHOSEN_FILES,
     TEXT,
@@ -135,8 +132,10 @@ def moment_counters(
                 spec, copy = TensorSpec(name, entry.dtype, entry.shape, box), Copy(rank, entry, box, box)
                 tensors = manifest.tensors
                 copies: tuple[Copy, ...] = (copy,)
-                if isinstance(tensors, ChunkedTensors | MappedTensors):
-                    copies = PiecesOf(0, 1).copies(copy, tensors)
+                if tensors.in_pieces:
+                    from reshard_mpi.planning.chunk_reads import ChunkReads  # which only such checkpoints need
+
+                    copies = ChunkReads(0, 1).copies(copy, tensors)
                 yield manifest.path, TensorPlan(spec, copies)
 
 

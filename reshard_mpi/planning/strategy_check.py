@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import CoverageError, DisagreementError, StrategyError
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.planning.parameters import Unlisted, find_or_follow
+from reshard_mpi.planning.find_placement import Unlisted, find_or_follow
 from reshard_mpi.planning.rank_plan import Differing
 from reshard_mpi.planning.sample_choice import MAX_TENSORS, RankPair
 from reshard_mpi.sharding.patterns import Pattern

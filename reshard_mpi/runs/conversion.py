@@ -24,17 +24,12 @@ from reshard_mpi.errors import CoverageError, ReshardError
 from reshard_mpi.filesystem.paths import real_path
 from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.manifest import Manifest, shown_string
-from reshard_mpi.planning.parameters import (
-    Accumulated,
-    Unlisted,
-    find_or_follow,
-    is_dropped,
-    notes_on,
-)
+from reshard_mpi.planning.accumulated_gradients import Accumulated, notes_on
+from reshard_mpi.planning.find_placement import Unlisted, find_or_follow, is_dropped
+from reshard_mpi.planning.plan_target import plan_target
 from reshard_mpi.planning.rank_plan import Check, Differing, Limits, PrefixDigest, RankPlan, SharedFact, TensorPlan
 from reshard_mpi.planning.ranks import check_target_rank
 from reshard_mpi.planning.replicas import Replicas
-from reshard_mpi.planning.shard_planner import BothLayouts, Policy
 from reshard_mpi.planning.shared_facts import (
     loose_beginnings,
     moment_counters,
@@ -50,6 +45,7 @@ from reshard_mpi.planning.strategy_check import (
     require_same_network,
     unconfirmed_rules,
 )
+from reshard_mpi.planning.target_tensors import BothLayouts, Policy
 from reshard_mpi.runs.request import Request
 from reshard_mpi.sharding.placement import Strategy
 from reshard_mpi.sharding.strategy import table
@@ -78,7 +74,9 @@ class Conversion:
     limits: Limits = LIMITS
     replicas: Replicas = Replicas.SAMPLE
     accumulated: Accumulated = Accumulated.REFUSE
-    keeps_strings: bool = True  # whether the target format has a place for strings
+    # whether the target format has a place for strings, and for how the whole checkpoint is sharded
+    keeps_strings: bool = True
+    keeps_strategy: bool = True
     # whether the files of all targets make up one checkpoint, so that a piece that several ranks hold is written by one
     # of them
     once: bool = False
@@ -115,7 +113,7 @@ class Conversion:
             if self.strict:
                 require_nothing_left_out(opened.manifests)
                 self._require_all_files_read()
-            plan = opened.planner.plan(self._strategy_table())
+            plan = plan_target(opened, self._strategy_table() if self.keeps_strategy else "")
         except CoverageError as error:
             self._tell_where(error)
             raise
@@ -133,9 +131,9 @@ class Conversion:
             self.require_none_left_behind(plan, ShardShare(target_rank, self.target.world_size))
             plan = self.checked(plan)
         if self.once:
-            opened.planner.require_one_copy()
+            opened.require_one_copy()
             self.shards.require_written(opened)
-        return plan.without(opened.planner.written_elsewhere()) if self.once else plan
+        return plan.without(opened.written_elsewhere()) if self.once else plan
 
     def _require_all_files_read(self) -> None:
         """Raise DisagreementError if files beside the source's own are not read."""
@@ -146,8 +144,8 @@ class Conversion:
 
     def both_layouts(self, target_rank: int, names: Iterable[str]) -> dict[str, BothLayouts]:
         """Return how both sides hold the tensors of a target rank. Raises as `plan` does."""
-        planner = self.shards.open(target_rank).planner
-        layouts_or_none = ((name, planner.both_layouts(name)) for name in names)
+        tensors = self.shards.open(target_rank)
+        layouts_or_none = ((name, tensors.both_layouts(name)) for name in names)
         return {name: layouts for name, layouts in layouts_or_none if layouts is not None}
 
     def require_none_left_behind(

@@ -21,7 +21,7 @@ from reshard_mpi.errors import DifferenceError, SourceError
 from reshard_mpi.formats.manifest import NEST, TensorSpec
 from reshard_mpi.formats.nest import agree
 from reshard_mpi.formats.nest import first_difference as first_nest_difference
-from reshard_mpi.planning.parameters import gradient_texts
+from reshard_mpi.planning.accumulated_gradients import gradient_texts
 from reshard_mpi.planning.rank_plan import TEXT, RankPlan
 from reshard_mpi.planning.replicas import partition_for
 from reshard_mpi.planning.shard_faults import difference_messages

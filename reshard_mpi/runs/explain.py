@@ -10,7 +10,7 @@ from reshard_mpi import formats
 from reshard_mpi.errors import UsageError
 from reshard_mpi.formats.locations import Constant, LibraryRead
 from reshard_mpi.formats.tensor_table import ChunkedTensors
-from reshard_mpi.planning.parameters import Unlisted, find_or_follow, placing_name
+from reshard_mpi.planning.find_placement import Unlisted, find_or_follow, placing_name
 from reshard_mpi.planning.rank_plan import Copy, RankPlan
 from reshard_mpi.planning.tensors import SourceGroup
 from reshard_mpi.processes.comm import Comm

@@ -17,7 +17,7 @@ from reshard_mpi.errors import MapError, StrategyError
 from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.mapping.result import DerivedTensor, Equal, MapResult
 from reshard_mpi.mapping.rules import Rules
-from reshard_mpi.planning.parameters import is_partial_sum
+from reshard_mpi.planning.accumulated_gradients import is_partial_sum
 from reshard_mpi.planning.rank_plan import RankPlan, TensorPlan
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.sharding.box import Box

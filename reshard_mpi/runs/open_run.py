@@ -14,7 +14,7 @@ from reshard_mpi.errors import ReshardError, UsageError
 from reshard_mpi.filesystem.paths import real_path
 from reshard_mpi.journal.identity import CHOSEN, FILES_BY_DIGEST, RunIdentity, joined_maps, joined_words
 from reshard_mpi.journal.target_journal import Journal
-from reshard_mpi.planning.parameters import Accumulated
+from reshard_mpi.planning.accumulated_gradients import Accumulated
 from reshard_mpi.planning.ranks import check_target_rank
 from reshard_mpi.planning.target_layouts import filled_files, strategy_of
 from reshard_mpi.runs.conversion import Conversion, apply_map, map_words
@@ -152,6 +152,7 @@ def open_run(
         replicas=request.replicas,
         accumulated=request.accumulated,
         keeps_strings=traits.keeps_strings,
+        keeps_strategy=traits.describes_itself,
         once=traits.is_folder,
     )
     conversion, map_digests = apply_map(request, conversion)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.errors import ReshardError
-from reshard_mpi.planning.parameters import Accumulated, is_partial_sum
+from reshard_mpi.planning.accumulated_gradients import Accumulated, is_partial_sum
 from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.planning.summary import LEFT_OUT, Plan, RankSummary, ShownRule, shown_rules
 from reshard_mpi.processes.comm import Comm

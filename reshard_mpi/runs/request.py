@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard_mpi.errors import UsageError
-from reshard_mpi.planning.parameters import Accumulated, Unlisted
+from reshard_mpi.planning.accumulated_gradients import Accumulated
+from reshard_mpi.planning.find_placement import Unlisted
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.processes.governor.admission import Allowance
 from reshard_mpi.sharding import strategy

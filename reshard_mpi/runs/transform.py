@@ -23,7 +23,7 @@ from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, S
 from reshard_mpi.errors import told as error_told
 from reshard_mpi.journal.commit import commit_if_complete
 from reshard_mpi.journal.target_journal import Journal
-from reshard_mpi.planning.parameters import Accumulated, note_on_none
+from reshard_mpi.planning.accumulated_gradients import Accumulated, note_on_none
 from reshard_mpi.planning.rank_plan import CHOSEN_FILES, RankPlan, SharedFact
 from reshard_mpi.planning.replicas import ReplicaGroup, Replicas, partition_for
 from reshard_mpi.planning.shard_faults import between_targets, difference_messages

@@ -22,7 +22,7 @@ from reshard_mpi.formats.manifest import Specs
 from reshard_mpi.journal.publication import publish_text
 from reshard_mpi.journal.records import TargetInputs
 from reshard_mpi.journal.target_journal import Unrecorded
-from reshard_mpi.planning.parameters import Unlisted
+from reshard_mpi.planning.find_placement import Unlisted
 from reshard_mpi.planning.rank_plan import PlannedTensors, RankPlan
 from reshard_mpi.planning.shared_facts import require_one_checkpoint
 from reshard_mpi.planning.target_layouts import filled_files, strategy_of

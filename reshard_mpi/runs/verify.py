@@ -25,7 +25,8 @@ from reshard_mpi.formats.nest import agree
 from reshard_mpi.journal.file_records import RecordFinder, damage_besides, damage_of_index
 from reshard_mpi.journal.identity import CHOSEN, CommitRecord, RunIdentity, joined_words
 from reshard_mpi.journal.records import STATE
-from reshard_mpi.planning.parameters import Accumulated, Unlisted, notes_on
+from reshard_mpi.planning.accumulated_gradients import Accumulated, notes_on
+from reshard_mpi.planning.find_placement import Unlisted
 from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.processes.governor.admission import Governor

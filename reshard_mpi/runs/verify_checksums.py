@@ -31,7 +31,7 @@ from reshard_mpi.journal.records import (
     digest_of_texts,
     sums_of_wholes,
 )
-from reshard_mpi.planning.parameters import is_partial_sum
+from reshard_mpi.planning.accumulated_gradients import is_partial_sum
 from reshard_mpi.planning.rank_plan import Limits, RankPlan, TensorPlan
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.runs.conversion import Conversion

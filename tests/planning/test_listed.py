@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.tensor_table import ChunkedTensors, ListedChunk, TensorTable, TensorType
-from reshard_mpi.planning.chunks import PiecesOf
+from reshard_mpi.planning.chunk_reads import ChunkReads
 from reshard_mpi.planning.rank_plan import Group, ReadGroup
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.sharding.box import Box
@@ -24,7 +24,7 @@ def test_overlaps_are_those_of_each_region() -> None:
     for number, region in enumerate((Box((0,), (3,)), Box((3,), (8,)))):
         route = ReadGroup(0, whole, region, listed, (number,))
         groups.append(Group(TensorType.of_box(dtype, region, (8,)), ("ab"[number],), (route,)))
-    checks = list(PiecesOf(0, 1).checks(groups, Replicas.CHECK))
+    checks = list(ChunkReads(0, 1).checks(groups, Replicas.CHECK))
     assert [(check.name, str(check.copies[0].region)) for check in checks] == [
         ("a", "[2:3]"),
         ("b", "[3:4]"),

@@ -14,17 +14,13 @@ from support.in_memory import check_every_element, entry, manifest, manifests_of
 from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError, ReshardError, StrategyError
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import TensorEntry
-from reshard_mpi.planning.parameters import (
-    Accumulated,
-    Unlisted,
-    find_or_follow,
-    is_partial_sum,
-    require_common_parameters,
-)
+from reshard_mpi.planning.accumulated_gradients import Accumulated, is_partial_sum
+from reshard_mpi.planning.find_placement import Unlisted, find_or_follow, require_common_parameters
+from reshard_mpi.planning.plan_target import plan_target
 from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.planning.ranks import needed_ranks
 from reshard_mpi.planning.replicas import ReplicaGroup, Replicas, partition_for
-from reshard_mpi.planning.shard_planner import Policy, ShardPlanner
+from reshard_mpi.planning.target_tensors import Policy, TargetTensors
 from reshard_mpi.planning.unusable_shards import UnusableShard
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
@@ -50,7 +46,7 @@ def shards(*ranks: Mapping[str, tuple[int, ...]]) -> dict[int, Manifest]:
     return {rank: manifest(rank, *(entry(*item) for item in tensors.items())) for rank, tensors in enumerate(ranks)}
 
 
-def planner(
+def tensors_of(
     source: Strategy,
     target: Strategy,
     manifests: Mapping[int, Manifest],
@@ -59,9 +55,9 @@ def planner(
     strict: bool = False,
     lost: Iterable[UnusableShard] = (),
     replicas: Replicas = Replicas.ANY,
-) -> ShardPlanner:
+) -> TargetTensors:
     unusable = {shard.rank: shard for shard in lost}
-    return ShardPlanner(
+    return TargetTensors(
         source,
         target,
         rank,
@@ -72,7 +68,7 @@ def planner(
 
 
 def planned(*arguments: object, **options: object) -> RankPlan:
-    return planner(*arguments, **options).plan("the table")
+    return plan_target(tensors_of(*arguments, **options), "the table")
 
 
 def boxes(plan: RankPlan) -> dict[str, str]:
@@ -376,10 +372,10 @@ def test_what_the_opened_shards_lack_is_told_with_the_ranks_that_should_hold_it(
     target = two_ranks(w=ROWS, v=ROWS, accum=ROWS)
     manifests = shards({"w": (2, 6), "v": (2, 6)}, {}, {"v": (2, 6)}, {})
     # `other`, which the target does not say how to place, is looked for too: it is refused if any shard holds it.
-    assert planner(source, target, {0: manifests[0]}).lacking() == {(0, 2): ["accum", "other"]}
-    assert planner(source, target, {2: manifests[2]}).lacking() == {(0, 2): ["w", "accum", "other"]}
+    assert tensors_of(source, target, {0: manifests[0]}).lacking() == {(0, 2): ["accum", "other"]}
+    assert tensors_of(source, target, {2: manifests[2]}).lacking() == {(0, 2): ["w", "accum", "other"]}
     both = one_rank(w=Placement((1,)), v=Placement((1,)))
-    assert planner(source, both, {0: manifests[0]}).lacking() == {(1, 3): ["w", "v"], (0, 2): ["accum", "other"]}
+    assert tensors_of(source, both, {0: manifests[0]}).lacking() == {(1, 3): ["w", "v"], (0, 2): ["accum", "other"]}
 
 
 # What does not fit

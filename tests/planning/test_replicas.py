@@ -12,7 +12,7 @@ from support.cases import Case, cases
 from support.in_memory import fewest, needed_holders, strategy_of
 
 from reshard_mpi.errors import UsageError
-from reshard_mpi.planning.parameters import Unlisted
+from reshard_mpi.planning.find_placement import Unlisted
 from reshard_mpi.planning.ranks import needed_ranks
 from reshard_mpi.planning.replicas import Demands, choose_holders, home_rank
 from reshard_mpi.sharding.layout import Layout, stand_in_shape

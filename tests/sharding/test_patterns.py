@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard_mpi.planning.parameters import find_or_follow
+from reshard_mpi.planning.find_placement import find_or_follow
 from reshard_mpi.planning.strategy_check import dead_rules
 from reshard_mpi.planning.summary import shown_rules
 from reshard_mpi.sharding.patterns import Pattern, Patterns

@@ -1,4 +1,4 @@
-"""Plan reads from checkpoints whose index lists chunks (`PiecesOf`)."""
+"""Plan reads from checkpoints whose index lists chunks (`ChunkReads`)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from reshard_mpi.text import counted
 _MAX_SAMPLED, _SAMPLED_ELEMENTS = 4, 4096
 
 
-class PiecesOf:
-    """Finds the pieces that one target reads.
+class ChunkReads:
+    """Plans the reads of one target from chunks, or from the tensors that a map makes.
 
     Attributes:
         target_rank, targets: the rank, and how many ranks there are. Of several files that hold the same, the target
@@ -46,12 +46,6 @@ class PiecesOf:
         Those from tensors that a map makes are replaced by routes from what they are made of. Raises CoverageError for
         a part that no piece has, and for a tensor that cannot be read, unless there may be holes.
         """
-        if not any(
-            isinstance(route.tensors, ChunkedTensors | MappedTensors)
-            for group in tensors.groups
-            for route in group.routes
-        ):
-            return tensors
         route_of: dict[tuple[int, ...], int] = {}
         names: list[list[str]] = []
         places: list[list[int]] = []
@@ -81,7 +75,7 @@ class PiecesOf:
             groups.append(Group(group.kind, own_names, tuple(routes)))
         return PlannedTensors(groups, group_of)
 
-    def copies(self, copy: Copy, tensors: ChunkedTensors | MappedTensors) -> tuple[Copy, ...]:
+    def copies(self, copy: Copy, tensors: TensorTable) -> tuple[Copy, ...]:
         """Return the copies from single pieces that replace one copy from a list of pieces."""
         name, number = copy.source.name, tensors.index_by_name[copy.source.name]
         route = ReadGroup(copy.source_rank, copy.source_box, copy.region, tensors, (number,), copy.to, copy.order)

@@ -1,0 +1,197 @@
+"""Join accumulated gradients over their replicas (`GradientJoining`).
+
+The replicas of an accumulated gradient are the ranks that hold the same piece of it by the source strategy. Sums differ
+by nature, so nothing in them shows whether the strategy is right. But the gradient of a parameter has its shape, and
+copies of the parameter are compared.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+
+from reshard_mpi.errors import CoverageError, ReshardError, SourceError, StrategyError
+from reshard_mpi.formats.derived import JoinedTensors, constant
+from reshard_mpi.formats.dtypes import BY_NAME, FLOATS
+from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.tensor_table import TensorTable, TensorType
+from reshard_mpi.planning.accumulated_gradients import Accumulated, GradientShare, Sums, is_partial_sum, sums_like
+from reshard_mpi.planning.rank_plan import ReadGroup
+from reshard_mpi.planning.replicas import ReplicaGroup
+from reshard_mpi.planning.tensors import SourceGroup, SourceTensors, TensorPart
+from reshard_mpi.planning.unusable_shards import UnusableShard, named
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.placement import Placement, Strategy, named_after
+
+_MAX_DESCRIBED = 4
+_TELLING_ELEMENTS = 8
+_NOT_APART = "if they have been added already, or are copies of one sum, each would count once more"
+
+
+class GradientJoining:
+    """Decides what one target rank gets of the accumulated gradients that it holds.
+
+    Attributes:
+        tensors: of the opened shards, by the strategy `source`.
+        manifests, lost: the opened shards, and those that cannot be used, by rank.
+        keeps_errors: a tensor of which it cannot be told what the target gets may be one that nobody wants.
+    """
+
+    def __init__(
+        self,
+        accumulated: Accumulated,
+        source: Strategy,
+        tensors: SourceTensors,
+        target_rank: int,
+        manifests: Mapping[int, Manifest],
+        lost: Mapping[int, UnusableShard],
+        *,
+        keeps_errors: bool = False,
+    ) -> None:
+        self._accumulated = accumulated
+        self._source = source
+        self._tensors = tensors
+        self._target_rank = target_rank
+        self._manifests = manifests
+        self._lost = lost
+        self._keeps_errors = keeps_errors
+
+    def share(self, name: str, group: SourceGroup, target: Placement) -> GradientShare | ReshardError:
+        """Return the part of a tensor for the target rank, or, if asked, the reason why it is unknown.
+
+        Args:
+            target: how the target holds it.
+
+        Raises what `_share` raises.
+        """
+        try:
+            return self._share(name, group, target)
+        except (SourceError, StrategyError) as error:
+            if not self._keeps_errors:
+                raise
+            return error
+
+    def _share(self, name: str, group: SourceGroup, target: Placement) -> GradientShare:
+        """Return the part of a tensor for the target rank.
+
+        Raises StrategyError if it is not known which ranks hold parts of one sum, or what target ranks must hold of it;
+        SourceError if its elements cannot be added.
+        """
+        if not is_partial_sum(name):
+            return GradientShare.TAKEN
+        self._require_known_replicas(name, group, target)
+        has_replicas = replicas(group) > 1
+        is_divided = self._accumulated is Accumulated.SUM and target.copies > 1
+        if (has_replicas or is_divided) and group.dtype not in FLOATS:
+            raise SourceError(
+                f"{name!r} is called like an accumulated gradient, and holds no floating-point numbers",
+                expected=f"such as float32, of which --accumulated {self._accumulated} takes the {self._accumulated}",
+                got=str(group.dtype),
+                remedy="give it another name if it is none; leave out --accumulated if all ranks have the same",
+            )
+        if is_divided and next(target.holders(target.piece(self._target_rank))) != self._target_rank:
+            return GradientShare.ZEROS
+        if not has_replicas:
+            return GradientShare.TAKEN
+        self._require_parameter(name, group)
+        return GradientShare.JOINED
+
+    def _require_known_replicas(self, name: str, group: SourceGroup, target: Placement) -> None:
+        if not group.listed and self._source.world_size > 1:
+            raise StrategyError(
+                f"the source strategy does not place {name!r}, so it is not known which ranks hold parts of one sum",
+                expected="it, or the parameter whose gradient it is, in the source strategy",
+                got="neither",
+                where=self._source.origin,
+                remedy="add it to the source strategy",
+            )
+        if group.is_tied or len(target.stages) > 1:
+            raise StrategyError(
+                f"stages share {name!r}, and nothing says whether their sums are added or averaged",
+                expected="an accumulated gradient of one stage, on both sides",
+                got="several stages of the " + ("source" if group.is_tied else "target"),
+                where=self._source.origin if group.is_tied else "",
+                remedy="save at the end of a step, when there are no sums, and leave out --accumulated",
+            )
+
+    def _require_parameter(self, name: str, group: SourceGroup) -> None:
+        """Raise StrategyError if the parameter is not there whose gradient it is; its copies tell the replicas."""
+        others = [base for base in named_after(name) if base in self._tensors and not is_partial_sum(base)]
+        shapes = [self._tensors.group(base).shape for base in others]
+        if group.shape not in shapes:
+            raise StrategyError(
+                f"it is not certain which ranks hold parts of the same sum in {name!r}",
+                expected=f"the parameter whose gradient it is, of shape {list(group.shape)} as well",
+                got=f"{others[0]!r} of shape {list(shapes[0])}" if others else "no parameter that it is named after",
+                where=self._source.origin,
+                remedy="check the source strategy; the parameter must be in the checkpoint, as its copies are compared",
+            )
+
+    def read_groups(
+        self,
+        names: Sequence[str],
+        kind: TensorType,
+        share: GradientShare,
+        group: SourceGroup,
+        parts: Iterable[TensorPart],
+    ) -> tuple[ReadGroup, ...]:
+        """Return where tensors come from that are joined or zeros. Raises CoverageError if a replica lacks them.
+
+        Args:
+            names, kind: of the tensors, which have the same `share`, `group` and `parts`.
+        """
+        if share is GradientShare.ZEROS:
+            return (_zeros(len(names), kind, min(self._manifests)),)
+        return tuple(self._joined(names, part, group) for part in parts)
+
+    def _joined(self, names: Sequence[str], part: TensorPart, group: SourceGroup) -> ReadGroup:
+        holders = sorted(part.placement.holders(part.piece))
+        lacking = [rank for rank in holders if rank not in group.ranks]
+        if lacking:
+            reasons = [str(self._lost[rank]) for rank in lacking if rank in self._lost]
+            where = (self._manifests[rank].path for rank in lacking[:_MAX_DESCRIBED] if rank in self._manifests)
+            raise CoverageError(
+                f"parts of the sums in {names[0]!r} are missing",
+                expected=f"them in the shards of {named(holders)}",
+                got="; ".join(islice(reasons, _MAX_DESCRIBED)) or f"shards without it: {named(lacking)}",
+                where=", ".join(where),
+                remedy="restore these shards: each has a sum of its own, which no other shard has",
+            )
+        shards = [self._manifests[rank].tensors for rank in holders]
+        tensors = JoinedTensors(names, shards, is_mean=self._accumulated is Accumulated.MEAN)
+        numbers = array("I", range(len(names)))
+        return ReadGroup(holders[0], part.box, part.region, tensors, numbers, joined_ranks=tuple(holders))
+
+    def distinct_copies(
+        self, names: Sequence[str], parts: Iterable[TensorPart], itemsize_bytes: int
+    ) -> Iterator[ReplicaGroup]:
+        """Yield the copies of joined parts, which must not be the same, or their sum would be too large.
+
+        Of few elements they may be the same by chance, so those are left out; so are all that only a mean is taken of.
+
+        Args:
+            itemsize_bytes: of an element.
+        """
+        for part in parts if self._accumulated is Accumulated.SUM else ():
+            if part.region.size >= _TELLING_ELEMENTS:
+                yield ReplicaGroup(tuple(names), (part,), part.region, _NOT_APART, itemsize_bytes, expect_distinct=True)
+
+    def sums(self, groups: Iterable[tuple[Iterable[str], SourceGroup]]) -> tuple[Sums, ...]:
+        """Return what accumulated gradients there are among tensors. groups: the names of each group."""
+        pairs = ((sums_like(name), group) for names, group in groups for name in names if is_partial_sum(name))
+        wide = BY_NAME["float64"]
+        sums = (Sums(names, replicas(group), "float64" if group.dtype == wide else "float32") for names, group in pairs)
+        return tuple(dict.fromkeys(sums))
+
+
+def replicas(group: SourceGroup) -> int:
+    """Return how many ranks hold the same piece of each tensor of a group."""
+    return sum(layout.placement.copies for layout in group.layouts) if group.listed else 1
+
+
+def _zeros(count: int, kind: TensorType, rank: int) -> ReadGroup:
+    """Return where a number of tensors of zeros come from. rank: the rank named as their source."""
+    zeros = TensorTable("", [constant("", kind.dtype, kind.shape, bytes(kind.dtype.itemsize_bytes))])
+    whole = Box.whole(kind.shape)
+    return ReadGroup(rank, whole, whole, zeros, array("I", bytes(array("I").itemsize * count)), kind.own_box)

@@ -1,0 +1,227 @@
+"""Plan one target rank: every byte has exactly one source (`plan_target`)."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+from reshard_mpi.errors import CoverageError, ReshardError, StrategyError
+from reshard_mpi.formats.manifest import ShardIdentity
+from reshard_mpi.planning.accumulated_gradients import GradientShare
+from reshard_mpi.planning.find_placement import Unlisted, everywhere, find_or_follow
+from reshard_mpi.planning.rank_plan import Group, PlannedTensors, RankPlan, ReadGroup, SharedFact
+from reshard_mpi.planning.replicas import Replicas, choose_holders, copies_alike
+from reshard_mpi.planning.shard_faults import missing_part_error, require_never_saved, stage_missing
+from reshard_mpi.planning.shared_facts import agreement_checks, common_strings, is_moment, left_out_of, shared_tensors
+from reshard_mpi.planning.target_tensors import TargetTensors, TensorClass
+from reshard_mpi.planning.tensors import SourceGroup
+from reshard_mpi.planning.unusable_shards import UnusableShard, named
+from reshard_mpi.sharding.placement import Piece, Placement
+
+
+def plan_target(target: TargetTensors, strategy_table: str) -> RankPlan:
+    """Return the plan of one target rank.
+
+    Args:
+        target: its tensors, for which nothing is lacking any more.
+        strategy_table: the description of the target strategy that goes into the shard; empty if it has no place there.
+
+    Raises CoverageError for a part that no source holds, LayoutError or DisagreementError if shards contradict
+    strategies or each other.
+    """
+    policy = target.policy
+    absent = _absent(target)
+    groups: list[Group] = []
+    holes: dict[str, ReshardError] = {}
+    for held, chosen in zip(target.classes, _choose(target)):
+        read_groups = _read_groups(target, held, chosen)
+        if isinstance(read_groups, ReshardError):
+            if not policy.allows_holes:
+                raise read_groups
+            holes |= dict.fromkeys(held.names, read_groups)
+            read_groups = ()
+        groups.append(Group(held.kind, held.names, read_groups))
+    tensors = PlannedTensors(groups, array("I", (held.number for held in target.class_by_name.values())))
+    same_world = target.strategy.world_size == target.source_strategy.world_size
+    checks = list(agreement_checks(target.tensors, target.class_by_name, same_world=same_world))
+    warnings = list(_not_its_own(target)) if same_world and target.rank in target.lost else []
+    if any(manifest.tensors.in_pieces for manifest in target.manifests.values()):
+        from reshard_mpi.planning.chunk_reads import ChunkReads, missing_files
+
+        reads = ChunkReads(target.rank, target.strategy.world_size, allows_holes=policy.allows_holes)
+        tensors = reads.planned(tensors)
+        checks += reads.checks(groups, policy.replicas)
+        holes |= reads.holes
+        for manifest in target.manifests.values():
+            warnings += missing_files(manifest.tensors)
+    strings, notes = common_strings(target.manifests, target.home)
+    taken = ((held.names, held.group, held.layout) for held in target.classes if held.share is GradientShare.TAKEN)
+    alike = list(copies_alike(taken, target.layouts.box, policy.replicas))
+    joining = target.joining
+    if joining is not None and policy.replicas is not Replicas.ANY:
+        for held in target.classes:
+            if held.share is GradientShare.JOINED:
+                alike += joining.distinct_copies(held.names, held.parts, held.group.dtype.itemsize_bytes)
+    loose = frozenset(name for held in target.classes if not held.group.listed for name in held.names)
+    return RankPlan(
+        target_rank=target.rank,
+        stage=target.stage,
+        identity=ShardIdentity(target.rank, target.strategy.world_size, strategy_table),
+        tensors=tensors,
+        strings={} if policy.unlisted is Unlisted.DROP else strings,
+        checks=tuple(checks),
+        absent=absent,
+        notes=tuple(notes),
+        source_ranks=tuple(sorted(target.manifests)),
+        loose=loose,
+        unplaced=frozenset(name for name in loose if not target.layouts.lists(name)),
+        shared_facts=tuple(_shared(target)),
+        alike=tuple(alike),
+        lost=_replaced(target, groups) if target.lost else (),
+        warnings=tuple(warnings),
+        left_out=tuple(left_out_of(target.manifests)),
+        sums=() if joining is None else joining.sums((held.names, held.group) for held in target.classes),
+        holes=holes,
+    )
+
+
+def _choose(target: TargetTensors) -> list[Sequence[int | None]]:
+    """Return the rank to read each part of each `TensorClass` from, None where no opened rank holds it."""
+    demands: dict[Placement, dict[Piece, None]] = {}
+    for held in target.classes:
+        for part in held.parts if held.group.listed and held.share is GradientShare.TAKEN else ():
+            demands.setdefault(part.placement, {})[part.piece] = None
+    choice = choose_holders(demands, target.home, target.manifests)
+    return [
+        [choice.get((part.placement, part.piece)) for part in held.parts]
+        if held.group.listed
+        else [_any_rank(target, held.group)] * len(held.parts)
+        for held in target.classes
+    ]
+
+
+def _read_groups(
+    target: TargetTensors, held: TensorClass, chosen: Sequence[int | None]
+) -> tuple[ReadGroup, ...] | ReshardError:
+    """Return where the tensors of a class come from, or why nobody has them. chosen: a rank for each part.
+
+    If the chosen rank lacks the tensors, another holder is taken.
+    """
+    if isinstance(held.share, ReshardError):
+        return held.share
+    if held.share is not GradientShare.TAKEN:
+        assert target.joining is not None
+        return target.joining.read_groups(held.names, held.kind, held.share, held.group, held.parts)
+    read_groups = []
+    for part, rank in zip(held.parts, chosen):
+        if rank not in held.group.ranks:
+            rank = next((other for other in part.placement.holders(part.piece) if other in held.group.ranks), None)
+        if rank is None:
+            return missing_part_error(held.names[0], part, target.rank, target.manifests, target.lost)
+        tensors = target.manifests[rank].tensors
+        numbers = array("I", map(tensors.index_by_name.__getitem__, held.names))
+        read_groups.append(ReadGroup(rank, part.box, part.region, tensors, numbers))
+    return tuple(read_groups)
+
+
+def _shared(target: TargetTensors) -> Iterator[SharedFact]:
+    """Yield the tensors that this stage of the target shares with others: all ranks of them must have the same."""
+    if target.strategy.stages == 1:
+        return
+    placed = (*target.strategy.parameters.values(), *((rule,) for _, rule in target.strategy.rules))
+    shared = {_stages(placements) for placements in (*placed, (everywhere(target.strategy),))}
+    by_stages: dict[tuple[int, ...], dict[str, SourceGroup]] = {stages: {} for stages in sorted(shared)}
+    for name, held in target.class_by_name.items():
+        if (held.group.listed or target.layouts.lists(name)) and not is_moment(name, held.group.shape):
+            by_stages[_stages(target.layouts.placements(name) or (held.layout.placement,))][name] = held.group
+    for stages, tensors in by_stages.items():
+        if len(stages) > 1 and target.stage in stages:
+            yield from shared_tensors(stages, tensors, target.manifests)
+
+
+def _replaced(target: TargetTensors, groups: Sequence[Group]) -> tuple[UnusableShard, ...]:
+    """Return the shards that cannot be used, with the ranks from which their data is taken instead.
+
+    Those are the ranks that give the parts for which the lost shard is the preferred holder; if there is no such
+    part, all parts that it holds.
+    """
+    nearest: dict[int, set[int]] = {rank: set() for rank in sorted(target.lost)}
+    others: dict[int, set[int]] = {rank: set() for rank in nearest}
+    for held, group in zip(target.classes, groups):
+        for part, route in zip(held.parts, group.routes):
+            first = part.placement.holder(part.piece, target.home)
+            for rank, instead in nearest.items():
+                if rank == first:
+                    instead.add(route.source_rank)
+                elif held.group.listed and rank in part.placement.holders(part.piece):
+                    others[rank].add(route.source_rank)
+    return tuple(
+        target.lost[rank]._replace(taken_from=tuple(sorted(nearest[rank] or others[rank]))) for rank in nearest
+    )
+
+
+def _not_its_own(target: TargetTensors) -> Iterator[str]:
+    """Yield a warning if this rank's own values, which no strategy places, are taken from another rank's shard."""
+    loose = [
+        name
+        for name, held in target.class_by_name.items()
+        if not held.group.listed and not is_moment(name, held.group.shape)
+    ]
+    if loose:
+        names = ", ".join(map(repr, loose[:3])) + (" ..." if len(loose) > 3 else "")
+        taken_from = _any_rank(target, target.class_by_name[loose[0]].group)
+        yield (
+            f"target rank {target.rank} has {names} of {named([taken_from])}, not its own: no strategy"
+            " says who else holds the same, and its own shard cannot be used"
+        )
+
+
+def _any_rank(target: TargetTensors, group: SourceGroup) -> int:
+    return target.home if target.home in group.ranks else group.ranks[0]
+
+
+def _absent(target: TargetTensors) -> tuple[str, ...]:
+    """Return the listed parameters that this shard should have and that were never saved, as opened shards show.
+
+    Raises CoverageError if a shard that may hold one was not opened or is damaged, or if `strict`; StrategyError if
+    the checkpoint has no parameter at all that the target strategy lists.
+    """
+    absent = []
+    for name in target.listed_here:
+        if name in target.tensors or not (
+            name in target.strategy.parameters or name in target.source_strategy.parameters
+        ):
+            continue  # a name that only a rule gives need not be in the checkpoint
+        origins = find_or_follow(target.source_strategy, name, lambda _: True)
+        stages = {stage for origin in origins for stage in origin.stages}
+        if origins and not any(target.source_strategy.stage_of(rank) in stages for rank in target.manifests):
+            raise stage_missing(name, origins, target.source_strategy, target.manifests, target.lost)
+        if target.lost:
+            wanted = [(held.names, held.group) for held in target.classes]
+            require_never_saved(
+                name, origins, target.source_strategy, target.strategy, wanted, target.manifests, target.lost
+            )
+        if name in target.strategy.parameters:
+            absent.append(name)
+    if absent and target.policy.strict:
+        raise CoverageError(
+            "the target strategy lists parameters that no source shard holds",
+            expected="every listed parameter (--strict)",
+            got=f"{len(absent)} absent: {', '.join(absent[:5])}" + (" ..." if len(absent) > 5 else ""),
+            where=target.strategy.origin,
+            remedy="leave out --strict if they were never saved",
+        )
+    if absent and not any(target.strategy.find(name) for name in target.class_by_name):
+        raise StrategyError(
+            "no parameter that the target strategy lists is in the checkpoint",
+            expected=", ".join(absent[:3]),
+            got=", ".join(islice(target.tensors.names, 3)) or "no tensors",
+            where=target.strategy.origin,
+            remedy="check that checkpoint and strategy belong to the same network",
+        )
+    return tuple(absent)
+
+
+def _stages(placements: tuple[Placement, ...]) -> tuple[int, ...]:
+    return tuple(sorted({stage for placement in placements for stage in placement.stages}))

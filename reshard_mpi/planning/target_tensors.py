@@ -1,0 +1,258 @@
+"""Tell which tensors one target rank holds, and what opened shards lack for them (`TargetTensors`)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Container, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from reshard_mpi.errors import ReshardError, UsageError
+from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.tensor_table import TensorType
+from reshard_mpi.planning.accumulated_gradients import Accumulated, GradientShare, is_partial_sum
+from reshard_mpi.planning.find_placement import Unlisted, everywhere, find_or_follow, listed_names, may_be_held
+from reshard_mpi.planning.ranks import wants
+from reshard_mpi.planning.replicas import Replicas, home_rank, pieces_written_by
+from reshard_mpi.planning.shared_facts import require_tensors_or_strings
+from reshard_mpi.planning.target_layouts import TargetLayouts
+from reshard_mpi.planning.tensors import SourceGroup, SourceTensors, TensorPart, needed_parts
+from reshard_mpi.planning.unusable_shards import UnusableShard
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.layout import Layout
+from reshard_mpi.sharding.placement import Piece, Placement, Strategy
+
+if TYPE_CHECKING:
+    from reshard_mpi.planning.gradient_joining import GradientJoining
+
+
+@dataclass(frozen=True, slots=True)
+class TensorClass:
+    """Tensors that are alike in source and target, by name in file order, and the parts that are needed of each."""
+
+    number: int
+    group: SourceGroup
+    layout: Layout
+    share: GradientShare | ReshardError
+    box: Box
+    parts: tuple[TensorPart, ...]
+    names: list[str] = field(default_factory=list)
+
+    @property
+    def kind(self) -> TensorType:
+        """The type of each of them in the target."""
+        return TensorType.of_box(self.group.dtype, self.box, self.group.shape)
+
+
+class BothLayouts(NamedTuple):
+    """How both sides hold a tensor."""
+
+    source: SourceGroup
+    target: Layout
+
+
+class Policy(NamedTuple):
+    """The user's options for targets."""
+
+    unlisted: Unlisted  # what becomes of parameters that the target strategy does not list
+    strict: bool  # whether a listed parameter that was never saved is an error
+    replicas: Replicas  # which copies are compared
+    accumulated: Accumulated  # what becomes of accumulated gradients
+    allows_holes: bool = False  # tensors that cannot be made do not refuse the plan, but are named in it
+
+
+class TargetTensors:
+    """The tensors of one target rank, as the source shards that were opened for it show them.
+
+    Attributes:
+        source_strategy, strategy: of the source and of the targets.
+        stage, home: the target's stage, and the source rank that it prefers to others that hold the same.
+        manifests: the opened shards by rank, those of `needed_ranks` at least.
+        lost: the shards that were needed and cannot be used, by rank.
+        tensors, layouts: the tensors of the opened shards, and how the target holds them.
+        class_by_name: in file order, all tensors that go into the target.
+        listed_here: the listed names that no opened shard holds and that the target needs or must refuse.
+    """
+
+    def __init__(
+        self,
+        source: Strategy,
+        target: Strategy,
+        target_rank: int,
+        manifests: Mapping[int, Manifest],
+        lost: Mapping[int, UnusableShard],
+        policy: Policy,
+    ) -> None:
+        self.source_strategy = source
+        self.strategy = target
+        self.rank = target_rank
+        self.stage = target.stage_of(target_rank)
+        self.home = home_rank(target_rank, target.world_size, source.world_size)
+        self.manifests = manifests
+        self.policy = policy
+        if policy.unlisted is not Unlisted.DROP:
+            require_tensors_or_strings(manifests)
+        leaves_out = target.stages > 1 or policy.unlisted is Unlisted.DROP
+        self.tensors = SourceTensors(source, manifests, lost, self._may_hold if leaves_out else None)
+        self.layouts = TargetLayouts(target, target_rank, self.tensors, policy.unlisted)
+        self.lost = lost
+        # All that goes into this shard: by the held in which it is held, and by name in file order.
+        self._classes: dict[tuple[SourceGroup, Layout, GradientShare | ReshardError], TensorClass] = {}
+        self.class_by_name: dict[str, TensorClass] = {}
+        home_stage = source.stage_of(self.home)
+        self.joining: GradientJoining | None = None
+        if policy.accumulated is not Accumulated.REFUSE:
+            from reshard_mpi.planning.gradient_joining import GradientJoining
+
+            self.joining = GradientJoining(
+                policy.accumulated,
+                source,
+                self.tensors,
+                target_rank,
+                manifests,
+                lost,
+                keeps_errors=policy.allows_holes,
+            )
+        for name in self.tensors.names:
+            group = self.tensors.group(name)
+            layout = self.layouts.layout(name, group)
+            if layout is not None:
+                share: GradientShare | ReshardError = GradientShare.TAKEN
+                if self.joining is not None:
+                    share = self.joining.share(name, group, layout.placement)
+                held = self._classes.get((group, layout, share))
+                if held is None:
+                    box = self.layouts.box(layout)
+                    has_parts = share in (GradientShare.TAKEN, GradientShare.JOINED)
+                    parts = needed_parts(name, group, box, target_rank, home_stage, manifests) if has_parts else ()
+                    held = TensorClass(len(self._classes), group, layout, share, box, parts)
+                    self._classes[group, layout, share] = held
+                held.names.append(name)
+                self.class_by_name[name] = held
+        self.listed_here = tuple(self._find_listed_here())
+
+    def _may_hold(self, name: str, present: Container[str]) -> bool:
+        return may_be_held(self.strategy, self.stage, name, self.policy.unlisted, present)
+
+    @property
+    def classes(self) -> Collection[TensorClass]:
+        """The classes of the tensors of this target, by their numbers."""
+        return self._classes.values()
+
+    @property
+    def names(self) -> Collection[str]:
+        """The tensors of this target."""
+        return self.class_by_name.keys()
+
+    def lacking(self) -> dict[tuple[int, ...], list[str]]:
+        """Return needed names that no opened shard has, by the ranks that should have them.
+
+        If no opened shard holds the name at all, these are the ranks that should hold the same part as an opened one.
+        """
+        lacking: dict[tuple[int, ...], list[str]] = {}
+        for held in self.classes:
+            if held.group.listed:
+                pieces: dict[Placement, set[Piece]] = {}
+                for part in held.parts:
+                    if part.placement not in pieces:  # there may be thousands of holders, and few ranks are opened
+                        stages = part.placement.stages
+                        of_stages = (rank for rank in held.group.ranks if self.source_strategy.stage_of(rank) in stages)
+                        pieces[part.placement] = set(map(part.placement.piece, of_stages))
+                    if part.piece not in pieces[part.placement]:
+                        lacking.setdefault(tuple(part.placement.holders(part.piece)), []).extend(held.names)
+        holders_of: dict[object, list[tuple[int, ...]]] = {}  # many tensors are placed alike
+        for origins, names in self.unseen().items():
+            if origins not in holders_of:
+                holders_of[origins] = [tuple(self._alike(origin)) for origin in origins]
+            for ranks in holders_of[origins]:
+                lacking.setdefault(ranks, []).extend(names)
+        lacking.pop((), None)
+        return lacking
+
+    def joined_ranks(self) -> set[int]:
+        """Return the ranks whose shards are all needed, since their contents are joined."""
+        return {
+            rank
+            for held in self.classes
+            if held.share is GradientShare.JOINED
+            for part in held.parts
+            for rank in part.placement.holders(part.piece)
+        }
+
+    def require_one_copy(self) -> None:
+        """Raise UsageError if target ranks that hold the same piece get different sums, for a target of one copy."""
+        for held in self.classes:
+            name = held.names[0]
+            if self.policy.accumulated is Accumulated.SUM and is_partial_sum(name) and held.layout.placement.copies > 1:
+                raise UsageError(
+                    f"the target has one copy of {name!r} for {held.layout.placement.copies} ranks",
+                    expected="one rank for each piece, as there is one sum",
+                    got="--accumulated sum, which gives the sum to one of these ranks and zeros to the others",
+                    where=self.strategy.origin,
+                    remedy="take --accumulated mean, a format with a file a rank (--to), or a target without replicas",
+                )
+
+    def unseen(self) -> dict[tuple[Placement, ...], list[str]]:
+        """Return the listed names that this shard should have and no opened shard holds, by their source placements.
+
+        A shard of a stage in which the source strategy does not list the name does not count as holding it. A name that
+        the source strategy does not place is taken to be on every rank.
+        """
+        unseen: dict[tuple[Placement, ...], list[str]] = {}
+        for name in self.listed_here:
+            origins = find_or_follow(self.source_strategy, name, lambda _: True) or (everywhere(self.source_strategy),)
+            unseen.setdefault(origins, []).append(name)
+        return unseen
+
+    def _find_listed_here(self) -> Iterator[str]:
+        """Yield the listed names that no opened shard holds and that this target needs or must refuse (see `wants`)."""
+        for name in dict.fromkeys((*listed_names(self.strategy), *listed_names(self.source_strategy))):
+            if name in self.tensors and (not self.source_strategy.find(name) or self.tensors.group(name).listed):
+                continue
+            if self.layouts.lists(name):
+                here = any(self.stage in placement.stages for placement in self.strategy.find(name))
+            else:
+                here = wants(self.source_strategy, self.strategy, self.rank, name, self.policy.unlisted, self.tensors)
+            if here:
+                yield name
+
+    def _alike(self, origin: Placement) -> Iterator[int]:
+        """Yield the ranks that hold the same part by `origin` as the first opened rank in one of its stages."""
+        opened = next((rank for rank in self.manifests if self.source_strategy.stage_of(rank) in origin.stages), None)
+        return iter(()) if opened is None else origin.holders(origin.piece(opened))
+
+    def both_layouts(self, name: str) -> BothLayouts | None:
+        """Return how both sides hold a tensor of this target; None if it is not of this target."""
+        held = self.class_by_name.get(name)
+        return None if held is None else BothLayouts(held.group, held.layout)
+
+    def written_elsewhere(self) -> frozenset[str]:
+        """Return the tensors whose pieces here another target rank writes, if each piece is to be written once.
+
+        Of a tensor that stages cut differently, those of the first placement make it up. One that no strategy lists is
+        written by each stage that has it: whether others have it is not known here.
+        """
+        elsewhere: set[str] = set()
+        for held in self.classes:
+            placement, loose = held.layout.placement, not held.group.listed
+            here = set(pieces_written_by(self.rank, held.names, placement, loose=loose))
+            of_stage = placement.with_stages((self.stage,)) if loose else placement
+            in_stage = set(pieces_written_by(self.rank, held.names, of_stage, loose=loose))
+            for name in held.names:
+                if loose and not self.layouts.lists(name):
+                    is_here = name in in_stage
+                else:
+                    placements = self.layouts.placements(name) or (placement,)
+                    is_here = name in here and self.stage in placements[0].stages
+                if not is_here:
+                    elsewhere.add(name)
+        return frozenset(elsewhere)
+
+    def writers_of_unlisted(self) -> dict[str, int]:
+        """Return the target rank that writes each tensor which no strategy lists, if it is another one."""
+        writers: dict[str, int] = {}
+        for held in self.classes:
+            of_stage = held.layout.placement.with_stages((self.stage,))
+            rank = self.rank if held.group.listed else of_stage.nth_holder(of_stage.piece(self.rank), 0)
+            if rank != self.rank:
+                writers.update((name, rank) for name in held.names if not self.layouts.lists(name))
+        return writers
