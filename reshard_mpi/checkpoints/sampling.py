@@ -127,7 +127,7 @@ class _Excerpts:
     """Reads shards in a few places, and keeps what was read, since a shard may be in many pairs."""
 
     def __init__(self, files: Files) -> None:
-        from reshard_mpi.engine.compare import excerpt
+        from reshard_mpi.engine.read import excerpt
 
         self._excerpt = partial(excerpt, files)
         self._read: dict[tuple[str, str], list[bytes]] = {}

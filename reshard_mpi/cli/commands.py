@@ -8,13 +8,14 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from reshard_mpi.cli.arguments import parser, request
-from reshard_mpi.cli.dispatch import last_words, run, shown, tell, world
-from reshard_mpi.cli.display import in_the_way_of, may_be_report, same, summary, verified, write_report
-from reshard_mpi.cli.start import begin_command, end_if_stopped
+from reshard_mpi.cli.progress_display import display_for, is_verbose
+from reshard_mpi.cli.report import in_the_way_of, may_be_report, same, summary, verified, write_report
+from reshard_mpi.cli.start import begin_command, end_if_stopped, stopped_text
 from reshard_mpi.cli.usage import flush_standard_streams, open_standard_streams, show, tell_done
 from reshard_mpi.errors import DamageError, DifferenceError, ReshardError, UsageError
 from reshard_mpi.processes import comm
@@ -33,6 +34,7 @@ from reshard_mpi.text import counted, format_bytes, lines, one_line
 
 if TYPE_CHECKING:
     from reshard_mpi.runs.outcome import Outcome
+    from reshard_mpi.runs.progress import Progress
     from reshard_mpi.runs.request import Request
     from reshard_mpi.runs.workers import Task
 
@@ -52,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         code = stopped_by(stop) or INTERRUPTED
         ignore_stops()
         if comm.speaks(os.environ):
-            last_words(options)(code)
+            _last_words(options)(code)
     except ReshardError as error:
         code = error.exit_code
         _complain(error)
@@ -82,6 +84,64 @@ def command() -> NoReturn:
         os._exit(code)
 
 
+def _last_words(options: argparse.Namespace) -> Callable[[int], None]:
+    """Return a function that says, given the exit code, that a signal has stopped the command, and how to go on."""
+
+    def say_stopped(code: int) -> None:
+        resumes = getattr(options, "command", "") == "transform" and not options.overwrite
+        # On a terminal the line may hold progress already, or the ^C that it shows; a launcher may write to one.
+        line_break = "\n" if sys.stderr.isatty() or comm.is_launched(os.environ) else ""
+        say(line_break + stopped_text(code, resumes=resumes), sys.stderr)
+
+    return say_stopped
+
+
+def _world(options: argparse.Namespace) -> AbstractContextManager[comm.Comm]:
+    """Return the processes that run this command together."""
+    explicit_share = bool(getattr(options, "rank", None) or getattr(options, "part", None))
+    return comm.world(os.environ, explicit_share=explicit_share, stopped=_last_words(options))
+
+
+def _run(work: Task, options: argparse.Namespace, group: comm.Comm) -> Outcome:
+    """Do work in MPI ranks, in local processes, or in this one alone, and show its progress."""
+    from reshard_mpi.runs.workers import run_with_workers
+
+    jobs: int | None = options.jobs
+    if group.size > 1 and (jobs or 1) > 1:
+        raise UsageError(
+            "--jobs does not go with an MPI run",
+            expected="mpirun -n N alone",
+            got=f"--jobs {jobs}",
+            remedy="start more MPI ranks instead",
+        )
+    may_fork = group.size == 1 and (jobs is not None or not comm.is_launched(os.environ))
+    with _shown(options, group) as progress:
+        if may_fork and (jobs or len(os.sched_getaffinity(0))) > 1:
+            return run_with_workers(request(options), jobs, progress, work)
+        return work.run(request(options), group, progress)
+
+
+def _shown(options: argparse.Namespace, group: comm.Comm) -> AbstractContextManager[Progress]:
+    """Show progress, as the user wants it, within this context. All processes of `group` must enter and leave it."""
+    from reshard_mpi.runs.progress import Progress, Words, complain
+
+    if options.quiet:
+        return nullcontext(Progress(Words(lambda _: None)))
+    if options.progress == "none":
+        return nullcontext(Progress(Words(complain)))
+    from reshard_mpi.runs.monitor import monitored
+
+    return monitored(Words(complain, verbose=is_verbose(options)) if group.rank else display_for(options), group)
+
+
+def _tell(outcome: Outcome, options: argparse.Namespace) -> None:
+    """Print notes, unless the user wants none, and warnings."""
+    for note in () if getattr(options, "quiet", False) else outcome.notes:
+        say(f"note: {one_line(note)}", sys.stderr)
+    for warning in outcome.warnings:
+        say(f"warning: {one_line(warning)}", sys.stderr)
+
+
 def _complain(error: ReshardError | str) -> None:
     if comm.speaks(os.environ):
         say(f"reshard-mpi: error: {error}", sys.stderr)
@@ -91,7 +151,7 @@ def _transform(options: argparse.Namespace) -> int:
     begin = time.monotonic()
     from reshard_mpi.runs.workers import Task
 
-    with world(options) as group:
+    with _world(options) as group:
         refused = group.rank == 0 and options.report and not may_be_report(options.report, options.target)
         if any(group.allgather(refused)):
             raise UsageError(
@@ -101,11 +161,11 @@ def _transform(options: argparse.Namespace) -> int:
                 where=options.report,
                 remedy="choose another name, in a folder that is there",
             )
-        outcome = run(Task.CONVERT, options, group)
+        outcome = _run(Task.CONVERT, options, group)
         seconds = time.monotonic() - begin
         unreported = None
         if group.rank == 0:
-            tell(outcome, options)
+            _tell(outcome, options)
             if options.report:
                 facts = {"source": options.source, "target": options.target, "processes": outcome.processes}
                 unreported = write_report(options.report, facts, outcome, seconds)
@@ -137,10 +197,10 @@ def _plan(options: argparse.Namespace) -> int:
                 got="--rank" if asked.part is None else "--part",
             )
         asked = asked._replace(resume=not asked.overwrite)  # as the tasks will do it
-    with world(options) as group:
+    with _world(options) as group:
         # A batch script is for other hosts than this one.
         allowed = asked._replace(memory=UNLIMITED) if options.sbatch else asked
-        with shown(options, group) as progress:
+        with _shown(options, group) as progress:
             planned, outcome = plan_targets(allowed, group, progress, lists_tensors=options.verbose)
         outcome = outcome._replace(notes=(*outcome.notes, *told_rules(planned.rules, are_all=options.verbose)))
         if group.rank == 0:
@@ -151,10 +211,10 @@ def _plan(options: argparse.Namespace) -> int:
 
                 script = batch_script(asked, planned, len(planned.targets) + len(outcome.targets))
                 show(os.fsencode(script))  # paths in it may be of any bytes
-                tell(outcome, options)
+                _tell(outcome, options)
             else:
                 show(planned.as_table())
-                tell(outcome, options)
+                _tell(outcome, options)
     return 0
 
 
@@ -163,25 +223,25 @@ def _plot(options: argparse.Namespace, asked: Request) -> int:
     from reshard_mpi.runs.plot_data import planned_figures
 
     wanted = asked_pictures(options.plot, options.tensor)
-    with world(options) as group:
-        with shown(options, group) as progress:
+    with _world(options) as group:
+        with _shown(options, group) as progress:
             drawn = planned_figures(asked, group, wanted, progress)
         if drawn is not None:
             figures, outcome = drawn
             tell_done(write_picture(options.plot, figures))
-            tell(outcome, options)
+            _tell(outcome, options)
     return 0
 
 
 def _explain(options: argparse.Namespace, asked: Request) -> int:
     from reshard_mpi.runs.explain import explained
 
-    with world(options) as group:
+    with _world(options) as group:
         said = explained(asked, group, options.explain)
         if said is not None:
             text, outcome = said
             show(lines(text))
-            tell(outcome, options)
+            _tell(outcome, options)
     return 0
 
 
@@ -216,10 +276,10 @@ def _finds(work: Task, what: str, options: argparse.Namespace, sound: Callable[[
         sound: returns the closing line where there is none.
     """
     begin = time.monotonic()
-    with world(options) as comm:
-        outcome = run(work, options, comm)
+    with _world(options) as comm:
+        outcome = _run(work, options, comm)
         if comm.rank == 0:
-            tell(outcome, options)
+            _tell(outcome, options)
             for failure in outcome.failures:
                 say(f"{what}: {failure.named(alone=True)}", sys.stderr)
             if not outcome.failures and not options.quiet:
@@ -294,7 +354,7 @@ def _merge(options: argparse.Namespace) -> int:
 def _demo(options: argparse.Namespace) -> int:
     from reshard_mpi.cli.demo import run_demo
 
-    with world(options) as group:
+    with _world(options) as group:
         account = run_demo(options.folder, group)
         if group.rank == 0:
             tell_done(lines(account))

@@ -135,13 +135,15 @@ def _write_each(
     files: Files, parts: Iterator[_WrittenPart], target: Manifest, buffer: memoryview, limits: Limits
 ) -> None:
     """Write tensors one after another, each in the way that suits its copies, and read the next one ahead."""
-    scatter, tiles = Scatter(files), Tiles(files, limits)
+    scatter = Scatter(files)
+    tiles: Tiles | None = None
     for part, following in pairwise(chain(parts, (None,))):
         assert part is not None
         if following is not None and following.span[0] == 0:
             _read_ahead(files, following.tensor, target.tensors[following.tensor.spec.name])
         tensor, too_large = part.tensor, files.traffic.too_large
         if is_transposed(tensor, limits):
+            tiles = tiles or Tiles(files, limits)
             tiles.write(tensor, part.place, part.span)
         elif _is_copied(tensor):
             _copy_runs(files, tensor, part.place, part.span, buffer)

@@ -26,31 +26,27 @@ class DType(NamedTuple):
         return self.name
 
 
-def _plain(name: str, size: int, mindspore: str) -> DType:
-    return DType(name, size, size, mindspore)
-
-
 # MindSpore's names: `tensor_to_ms_type` in mindspore/train/serialization.py of 2.10. Int4 holds one value a byte.
 _ALL = (
-    _plain("int8", 1, "Int8"),
-    _plain("uint8", 1, "UInt8"),
-    _plain("int16", 2, "Int16"),
-    _plain("uint16", 2, "UInt16"),
-    _plain("int32", 4, "Int32"),
-    _plain("uint32", 4, "UInt32"),
-    _plain("int64", 8, "Int64"),
-    _plain("uint64", 8, "UInt64"),
-    _plain("float16", 2, "Float16"),
-    _plain("float32", 4, "Float32"),
-    _plain("float64", 8, "Float64"),
-    _plain("bfloat16", 2, "BFloat16"),
-    _plain("bool", 1, "Bool"),
-    _plain("int4", 1, "Int4"),
+    DType("int8", 1, 1, "Int8"),
+    DType("uint8", 1, 1, "UInt8"),
+    DType("int16", 2, 2, "Int16"),
+    DType("uint16", 2, 2, "UInt16"),
+    DType("int32", 4, 4, "Int32"),
+    DType("uint32", 4, 4, "UInt32"),
+    DType("int64", 8, 8, "Int64"),
+    DType("uint64", 8, 8, "UInt64"),
+    DType("float16", 2, 2, "Float16"),
+    DType("float32", 4, 4, "Float32"),
+    DType("float64", 8, 8, "Float64"),
+    DType("bfloat16", 2, 2, "BFloat16"),
+    DType("bool", 1, 1, "Bool"),
+    DType("int4", 1, 1, "Int4"),
     DType("complex64", 8, 4, "Complex64"),
     DType("complex128", 16, 8, "Complex128"),
-    _plain("float8_e4m3fn", 1, "Float8E4M3FN"),
-    _plain("float8_e5m2", 1, "Float8E5M2"),
-    _plain("hifloat8", 1, "HiFloat8"),
+    DType("float8_e4m3fn", 1, 1, "Float8E4M3FN"),
+    DType("float8_e5m2", 1, 1, "Float8E5M2"),
+    DType("hifloat8", 1, 1, "HiFloat8"),
 )
 BY_NAME = {dtype.name: dtype for dtype in _ALL}
 BY_MINDSPORE_NAME = {dtype.mindspore: dtype for dtype in _ALL}

@@ -21,7 +21,7 @@ from support.launch import MPI
 from support.oracle import RawLayout
 from support.terminals import run_on_terminal
 
-from reshard_mpi.cli import display
+from reshard_mpi.cli import progress_display
 from reshard_mpi.engine import compare
 from reshard_mpi.runs import diff, monitor
 from reshard_mpi.runs.conversion import Conversion as Conversion_
@@ -193,14 +193,14 @@ def test_the_end_of_a_run_says_where_one_file_is(tmp_path: Path, capsys: Capture
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have a line printed at every look, look all the time, and count the looks."""
-    monkeypatch.setattr(display, "_FIRST_SECONDS", 0.0)
-    monkeypatch.setattr(display, "_LINE_SECONDS", 0.0)
+    monkeypatch.setattr(progress_display, "_FIRST_SECONDS", 0.0)
+    monkeypatch.setattr(progress_display, "_LINE_SECONDS", 0.0)
     monkeypatch.setattr(monitor, "_TICK_SECONDS", 0.01)
-    monkeypatch.setattr(display, "Lines", CountedLines)
+    monkeypatch.setattr(progress_display, "Lines", CountedLines)
     monkeypatch.setattr(CountedLines, "looks", 0)
 
 
-class CountedLines(display.Lines):
+class CountedLines(progress_display.Lines):
     """Counts how often how far a run is has been shown."""
 
     looks = 0
@@ -212,10 +212,10 @@ class CountedLines(display.Lines):
 
 def slow_down(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> None:
     """Have a function begin when the display has been updated twice more, so that what it does is shown."""
-    function, update, updates = getattr(module, name), display.Lines.update, itertools.count()
+    function, update, updates = getattr(module, name), progress_display.Lines.update, itertools.count()
     last = 0
 
-    def counted(lines: display.Lines, status: RunStatus) -> None:
+    def counted(lines: progress_display.Lines, status: RunStatus) -> None:
         nonlocal last
         update(lines, status)
         last = next(updates)
@@ -226,7 +226,7 @@ def slow_down(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> None:
             time.sleep(0.005)
         return function(*arguments, **options)
 
-    monkeypatch.setattr(display.Lines, "update", counted)
+    monkeypatch.setattr(progress_display.Lines, "update", counted)
     monkeypatch.setattr(module, name, slow)
 
 
@@ -301,7 +301,7 @@ def both(c: Conversion) -> list[str]:
 
 def test_a_run_that_is_over_at_once_has_no_lines() -> None:
     status = RunStatus.of(Stage("writing", 10, 1), [Counts(1, units=1)], 0.1, 10, None)
-    lines = display.Lines(io.StringIO())
+    lines = progress_display.Lines(io.StringIO())
     lines.update(status)
     lines.close(status)
     assert lines._stream.getvalue() == ""  # type: ignore[attr-defined]
@@ -318,9 +318,9 @@ class Terminal(io.StringIO):
 def test_a_bar_of_any_width_has_percent_and_time_left_first(
     monkeypatch: pytest.MonkeyPatch, columns: int, waiting: int
 ) -> None:
-    monkeypatch.setattr(display, "_columns", lambda _: columns)
+    monkeypatch.setattr(progress_display, "_columns", lambda _: columns)
     stream = Terminal()
-    bar = display.Bar(stream, with_colour=False)
+    bar = progress_display.Bar(stream, with_colour=False)
     total = 123 << 30
     for done, left in ((1 << 20, 7384.0), (50 << 30, 61.0), (122 << 30, 5.0)):
         counts = [Counts(1, done, total, 3)]
@@ -353,7 +353,10 @@ def test_a_bar_of_any_width_has_percent_and_time_left_first(
 def test_which_streams_get_what(
     stream: io.StringIO, environment: Mapping[str, str], draws: bool, colours: bool
 ) -> None:
-    assert display.may_draw(stream, environment) is draws and display.has_colour(stream, environment) is colours
+    assert (
+        progress_display.may_draw(stream, environment) is draws
+        and progress_display.has_colour(stream, environment) is colours
+    )
 
 
 def test_a_signal_while_the_thread_that_shows_is_started(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,107 @@
+"""Write the report of a run, and say in a line how it ended (`write_report`, `summary`)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reshard_mpi import formats
+from reshard_mpi.errors import TransformError
+from reshard_mpi.text import counted, format_bytes, format_rate, one_line
+
+if TYPE_CHECKING:
+    from reshard_mpi.runs.outcome import Outcome
+
+# Every report file begins so.
+_BEGINNING = b'{\n "version": 1,\n "source": '
+
+
+def _is_report(path: Path) -> bool:
+    """Tell whether the file at `path` is a report, or empty."""
+    with path.open("rb") as stream:
+        head = stream.read(len(_BEGINNING))
+    return head in (_BEGINNING, b"")
+
+
+def may_be_report(path: str, target: str) -> bool:
+    """Tell whether a report may take the name `path`: an existing file may be replaced only if it is a report."""
+    from reshard_mpi.filesystem.paths import is_replaceable
+    from reshard_mpi.journal.records import COMMIT_RECORD, STATE
+
+    real, commit_record = Path(os.path.realpath(path)), Path(os.path.realpath(target), COMMIT_RECORD)
+    if formats.name_of(path) or real == commit_record or STATE in real.parts or not is_replaceable(real):
+        return False
+    if not os.access(real, os.F_OK):
+        return os.access(real.parent, os.W_OK | os.X_OK) and real.parent.is_dir()
+    return os.access(real, os.R_OK | os.W_OK) and _is_report(real)
+
+
+def in_the_way_of(report: Path) -> str:
+    """Say why a report cannot be written: what lies there, or what its folder is."""
+    from reshard_mpi.filesystem.paths import described
+
+    lies_there, folder = described(report), report.parent
+    if lies_there != "nothing":
+        return lies_there
+    return "a folder that takes no file of yours" if folder.is_dir() else f"no folder {folder}"
+
+
+def write_report(path: str, facts: Mapping[str, Any], outcome: Outcome, seconds: float) -> TransformError | None:
+    """Write the report of a run as JSON. Return the error if the file system refuses it; then no file is left."""
+    report = {"version": 1, **facts, "seconds": seconds, **outcome.as_json()}
+    try:
+        Path(path).write_text(json.dumps(report, indent=1) + "\n")
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            Path(path).unlink()
+        complete = "" if outcome.failures else "; all targets of this run are complete"
+        return TransformError(
+            f"the report could not be written{complete}",
+            expected="a folder that takes it",
+            got=error.strerror or str(error),
+            where=path,
+            remedy="make room, or choose another place; --resume --report writes it without making targets again",
+        )
+    return None
+
+
+def summary(outcome: Outcome, seconds: float, *, is_verified: bool) -> str:
+    """Return the closing line of a run; of one file by itself, it says where that is.
+
+    Args:
+        is_verified: whether targets were compared with their sources.
+    """
+    written = [target for target in outcome.targets if not target.skipped]
+    skipped = len(outcome.targets) - len(written)
+    done = "wrote and verified" if is_verified else "wrote"
+    speed = f", {_speed(sum(target.written_bytes for target in written), seconds)}" if written else ""
+    text = f"{done} {counted(len(written), 'shard')}{speed}"
+    text += f"; {skipped} {'was' if skipped == 1 else 'were'} complete already" if skipped else ""
+    paths = [target.path for target in outcome.targets]
+    kind = formats.name_of(paths[0]) if len(paths) == 1 else None
+    # A file of a folder that is one checkpoint is nothing by itself.
+    return f"{text}: {one_line(paths[0])}" if kind is not None and formats.folder_by_name(kind) is None else text
+
+
+def verified(outcome: Outcome, seconds: float) -> str:
+    """Return the closing line of a verification that found no damage."""
+    shards = [checked for checked in outcome.checked if checked.by]
+    tensors = sum(checked.tensors for checked in shards)
+    by = ", ".join(dict.fromkeys(way for checked in shards for way in checked.by))
+    speed = _speed(sum(checked.read_bytes for checked in shards), seconds)
+    return f"verified {counted(len(shards), 'shard')}, {counted(tensors, 'tensor')}, {speed} by {by}: sound"
+
+
+def same(outcome: Outcome, seconds: float) -> str:
+    """Return the closing line of a comparison that found two checkpoints to hold the same."""
+    tensors = sum(checked.tensors for checked in outcome.checked)
+    speed = _speed(sum(checked.read_bytes for checked in outcome.checked), seconds)
+    return f"compared {counted(tensors, 'tensor')}, {speed}: the same"
+
+
+def _speed(size_bytes: int, seconds: float) -> str:
+    return f"{format_bytes(size_bytes)} in {seconds:.2f} s ({format_rate(size_bytes, seconds)})"
