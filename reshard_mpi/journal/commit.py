@@ -34,7 +34,7 @@ from reshard_mpi.journal.records import (
     written,
 )
 from reshard_mpi.journal.target_journal import COMMIT_LOCK, uncommit
-from reshard_mpi.planning.shard_faults import Differences, between_targets, difference_messages, without
+from reshard_mpi.planning.rank_differences import Differences, between_targets, difference_messages, without
 from reshard_mpi.planning.shared_facts import differing_stages, require_one_checkpoint, require_same_names
 from reshard_mpi.text import natural_key
 

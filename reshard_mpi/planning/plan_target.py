@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
 from reshard_mpi.errors import CoverageError, ReshardError, StrategyError
-from reshard_mpi.formats.manifest import ShardIdentity
+from reshard_mpi.formats.manifest import Manifest, ShardIdentity
 from reshard_mpi.planning.accumulated_gradients import GradientShare
 from reshard_mpi.planning.find_placement import Unlisted, everywhere, find_or_follow
+from reshard_mpi.planning.lost_shards import UnusableShard, described, named
 from reshard_mpi.planning.rank_plan import Group, PlannedTensors, RankPlan, ReadGroup, SharedFact
 from reshard_mpi.planning.replicas import Replicas, choose_holders, copies_alike
-from reshard_mpi.planning.shard_faults import missing_part_error, require_never_saved, stage_missing
 from reshard_mpi.planning.shared_facts import agreement_checks, common_strings, is_moment, left_out_of, shared_tensors
+from reshard_mpi.planning.source_tensors import SourceGroup, TensorPart
 from reshard_mpi.planning.target_tensors import TargetTensors, TensorClass
-from reshard_mpi.planning.tensors import SourceGroup
-from reshard_mpi.planning.unusable_shards import UnusableShard, named
-from reshard_mpi.sharding.placement import Piece, Placement
+from reshard_mpi.sharding.placement import Piece, Placement, Strategy, named_after
 
 
 def plan_target(target: TargetTensors, strategy_table: str) -> RankPlan:
@@ -118,7 +117,7 @@ def _read_groups(
         if rank not in held.group.ranks:
             rank = next((other for other in part.placement.holders(part.piece) if other in held.group.ranks), None)
         if rank is None:
-            return missing_part_error(held.names[0], part, target.rank, target.manifests, target.lost)
+            return _missing_part_error(held.names[0], part, target.rank, target.manifests, target.lost)
         tensors = target.manifests[rank].tensors
         numbers = array("I", map(tensors.index_by_name.__getitem__, held.names))
         read_groups.append(ReadGroup(rank, part.box, part.region, tensors, numbers))
@@ -196,10 +195,10 @@ def _absent(target: TargetTensors) -> tuple[str, ...]:
         origins = find_or_follow(target.source_strategy, name, lambda _: True)
         stages = {stage for origin in origins for stage in origin.stages}
         if origins and not any(target.source_strategy.stage_of(rank) in stages for rank in target.manifests):
-            raise stage_missing(name, origins, target.source_strategy, target.manifests, target.lost)
+            raise _stage_missing(name, origins, target.source_strategy, target.manifests, target.lost)
         if target.lost:
             wanted = [(held.names, held.group) for held in target.classes]
-            require_never_saved(
+            _require_never_saved(
                 name, origins, target.source_strategy, target.strategy, wanted, target.manifests, target.lost
             )
         if name in target.strategy.parameters:
@@ -225,3 +224,91 @@ def _absent(target: TargetTensors) -> tuple[str, ...]:
 
 def _stages(placements: tuple[Placement, ...]) -> tuple[int, ...]:
     return tuple(sorted({stage for placement in placements for stage in placement.stages}))
+
+
+def _missing_part_error(
+    name: str, part: TensorPart, target_rank: int, manifests: Mapping[int, Manifest], lost: Mapping[int, UnusableShard]
+) -> CoverageError:
+    """Return the error for a part of a tensor that no shard gives."""
+    holders = tuple(part.placement.holders(part.piece))
+    damaged = [lost[rank] for rank in holders if rank in lost and lost[rank].problem]
+    if damaged:
+        others = len(holders) - len(damaged)
+        got = described(damaged) + (f"; {others} without it, or missing" if others else "")
+    else:
+        opened = any(rank in manifests for rank in holders)
+        got = "shards without the tensor" if opened else "shard missing"
+    return CoverageError(
+        f"no source holds a part of {name!r} that target rank {target_rank} needs",
+        expected=f"box {part.region} on {_one_of(holders)}",
+        got=got,
+        where=", ".join(manifests[rank].path for rank in holders if rank in manifests),
+        remedy="restore one of these ranks' shards, or give the strategy this checkpoint was saved with; where slices"
+        ' have different lengths, a TOML rule needs their sizes (sizes = "ceil": as torch cuts)',
+    )
+
+
+def _stage_missing(
+    name: str,
+    origins: tuple[Placement, ...],
+    source: Strategy,
+    manifests: Mapping[int, Manifest],
+    lost: Mapping[int, UnusableShard],
+) -> CoverageError:
+    """Return the error for a tensor if no shard of the stages that should hold it was opened."""
+    stages = {stage for origin in origins for stage in origin.stages}
+    damaged = [shard for rank, shard in lost.items() if shard.problem and source.stage_of(rank) in stages]
+    return CoverageError(
+        f"no shard that should hold {name!r} is there",
+        expected=f"a shard of stage {origins[0].stages[0]} of the source",
+        got=f"shards of {_one_of(tuple(manifests))}" + (f"; {described(damaged)}" if damaged else ""),
+        remedy="restore the shards of that stage",
+    )
+
+
+def _require_never_saved(
+    name: str,
+    origins: tuple[Placement, ...],
+    source: Strategy,
+    target: Strategy,
+    wanted: Iterable[tuple[Collection[str], SourceGroup]],
+    manifests: Mapping[int, Manifest],
+    lost: Mapping[int, UnusableShard],
+) -> None:
+    """Raise CoverageError if a tensor that all opened shards lack may be in a damaged one.
+
+    Nothing is raised for what was evidently never saved: state named after a parameter (`adam_m.weight`) of a kind
+    (`adam_m.`) that the target gets of no parameter, while every opened shard holds all that it should.
+
+    Args:
+        origins: where the source strategy places the tensor.
+        wanted: the names of all that the target gets, by group.
+    """
+    stages = {stage for origin in origins for stage in origin.stages}
+    suspects = [shard for rank, shard in lost.items() if shard.problem and source.stage_of(rank) in stages]
+    if not suspects:
+        return
+    groups = list(wanted)
+    lacking = (
+        rank
+        for _, group in groups
+        if group.listed
+        for layout in group.layouts
+        for rank in manifests
+        if source.stage_of(rank) in layout.placement.stages and rank not in group.ranks
+    )
+    base = next((base for base in named_after(name) if source.find(base) or target.find(base)), name)
+    kind = name.removesuffix(base)
+    has_kind = any(other.startswith(kind) for names, _ in groups for other in names)
+    if has_kind or not kind or next(lacking, None) is not None:
+        raise CoverageError(
+            f"{name!r} is in no shard that was opened, but may be in one that is damaged",
+            expected=f"a shard with {name!r}",
+            got=described(suspects),
+            remedy="restore these shards, or remove them if it was never saved",
+        )
+
+
+def _one_of(ranks: tuple[int, ...]) -> str:
+    shown = ", ".join(str(rank) for rank in ranks[:8]) + (" ..." if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"one of ranks {shown}"

@@ -29,7 +29,7 @@ from reshard_mpi.planning.rank_plan import (
     StageDigest,
     TensorPlan,
 )
-from reshard_mpi.planning.tensors import SourceGroup, SourceTensors
+from reshard_mpi.planning.source_tensors import SourceGroup, SourceTensors
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import Shape
 from reshard_mpi.text import KIB

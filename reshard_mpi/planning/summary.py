@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from reshard_mpi.planning.lost_shards import warnings_of
 from reshard_mpi.planning.rank_plan import RankPlan
-from reshard_mpi.planning.unusable_shards import warnings_of
 from reshard_mpi.sharding.layout import whole_shape
 from reshard_mpi.sharding.placement import Shape, Strategy
 from reshard_mpi.text import format_bytes, one_line

@@ -8,7 +8,7 @@ from dataclasses import replace
 from reshard_mpi.errors import LayoutError, StrategyError
 from reshard_mpi.formats.manifest import Specs
 from reshard_mpi.planning.find_placement import Unlisted, everywhere, find_or_follow, is_dropped
-from reshard_mpi.planning.tensors import SourceGroup, SourceTensors
+from reshard_mpi.planning.source_tensors import SourceGroup, SourceTensors
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Placement, Strategy, named_after

@@ -11,12 +11,12 @@ from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.planning.accumulated_gradients import Accumulated, GradientShare, is_partial_sum
 from reshard_mpi.planning.find_placement import Unlisted, everywhere, find_or_follow, listed_names, may_be_held
-from reshard_mpi.planning.ranks import wants
+from reshard_mpi.planning.lost_shards import UnusableShard
+from reshard_mpi.planning.needed_ranks import wants
 from reshard_mpi.planning.replicas import Replicas, home_rank, pieces_written_by
 from reshard_mpi.planning.shared_facts import require_tensors_or_strings
+from reshard_mpi.planning.source_tensors import SourceGroup, SourceTensors, TensorPart, needed_parts
 from reshard_mpi.planning.target_layouts import TargetLayouts
-from reshard_mpi.planning.tensors import SourceGroup, SourceTensors, TensorPart, needed_parts
-from reshard_mpi.planning.unusable_shards import UnusableShard
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Piece, Placement, Strategy

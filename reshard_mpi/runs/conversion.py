@@ -26,9 +26,9 @@ from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.manifest import Manifest, shown_string
 from reshard_mpi.planning.accumulated_gradients import Accumulated, notes_on
 from reshard_mpi.planning.find_placement import Unlisted, find_or_follow, is_dropped
+from reshard_mpi.planning.needed_ranks import check_target_rank
 from reshard_mpi.planning.plan_target import plan_target
 from reshard_mpi.planning.rank_plan import Check, Differing, Limits, PrefixDigest, RankPlan, SharedFact, TensorPlan
-from reshard_mpi.planning.ranks import check_target_rank
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.planning.shared_facts import (
     loose_beginnings,

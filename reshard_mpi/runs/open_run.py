@@ -15,7 +15,7 @@ from reshard_mpi.filesystem.paths import real_path
 from reshard_mpi.journal.identity import CHOSEN, FILES_BY_DIGEST, RunIdentity, joined_maps, joined_words
 from reshard_mpi.journal.target_journal import Journal
 from reshard_mpi.planning.accumulated_gradients import Accumulated
-from reshard_mpi.planning.ranks import check_target_rank
+from reshard_mpi.planning.needed_ranks import check_target_rank
 from reshard_mpi.planning.target_layouts import filled_files, strategy_of
 from reshard_mpi.runs.conversion import Conversion, apply_map, map_words
 from reshard_mpi.runs.overlap import refuse_overlap, refuse_posing, refuse_replacing

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import DisagreementError, LayoutError
 from reshard_mpi.planning.find_placement import find_or_follow
-from reshard_mpi.planning.tensors import SourceTensors
+from reshard_mpi.planning.source_tensors import SourceTensors
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Strategy

@@ -1,4 +1,4 @@
-"""Note source shards that cannot be used, and which replace them (`UnusableShard`)."""
+"""Note source shards that are lost, and which replace them (`UnusableShard`)."""
 
 from __future__ import annotations
 
