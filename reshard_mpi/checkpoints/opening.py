@@ -27,7 +27,7 @@ from reshard_mpi.sharding.placement import Strategy, unsharded
 from reshard_mpi.sharding.strategy import table
 
 if TYPE_CHECKING:
-    from reshard_mpi.journal.identity import RunIdentity
+    from reshard_mpi.journal.run_identity import RunIdentity
 
 NO_DAMAGE: Mapping[int, ReshardError] = MappingProxyType({})
 
@@ -179,7 +179,7 @@ def _described(manifest: Manifest) -> Strategy | None:
 
 def _recorded(files: ShardFiles) -> Strategy | None:
     """Return the strategy that the run which wrote the files has recorded; None if it has not, or they are others."""
-    from reshard_mpi.journal.identity import recorded_strategy
+    from reshard_mpi.journal.commit_record import recorded_strategy
 
     try:
         recorded = recorded_strategy(Path(files.path), files.by_rank)
@@ -220,7 +220,7 @@ def _require_whole_run(files: ShardFiles) -> None:
 
 def _may_be_cut(run: RunIdentity, folder: Path) -> bool:
     """Tell whether the targets of a run in `folder` may hold slices of tensors."""
-    from reshard_mpi.journal.identity import strategy_of_run
+    from reshard_mpi.journal.commit_record import strategy_of_run
 
     name = run.facts.get("to")
     if isinstance(name, str) and name in formats.targets() and formats.info(name).split_by_size:

@@ -21,7 +21,7 @@ from reshard_mpi import formats
 from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, TransformError
 from reshard_mpi.filesystem.folders import Folder, closing, open_lock, try_lock
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.journal.identity import COMMIT_ROOM, CommitRecord, RunIdentity
+from reshard_mpi.journal.commit_record import COMMIT_ROOM, CommitRecord
 from reshard_mpi.journal.provenance import Sources, require_one_state, require_same_sources
 from reshard_mpi.journal.publication import publish_bytes, publish_text, remove_stale, remove_stale_records
 from reshard_mpi.journal.records import (
@@ -33,7 +33,9 @@ from reshard_mpi.journal.records import (
     recorded_ranks,
     written,
 )
-from reshard_mpi.journal.target_journal import COMMIT_LOCK, uncommit
+from reshard_mpi.journal.run_identity import RunIdentity
+from reshard_mpi.journal.target_journal import COMMIT_LOCK
+from reshard_mpi.journal.target_places import uncommit
 from reshard_mpi.planning.rank_differences import Differences, between_targets, difference_messages, without
 from reshard_mpi.planning.shared_facts import differing_stages, require_one_checkpoint, require_same_names
 from reshard_mpi.text import natural_key

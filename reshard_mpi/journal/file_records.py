@@ -13,7 +13,7 @@ from reshard_mpi.filesystem.paths import real_path
 from reshard_mpi.formats.files import digest_besides, opened
 from reshard_mpi.formats.tensor_table import TensorTable
 from reshard_mpi.journal.commit import has_committed_index
-from reshard_mpi.journal.identity import CommitRecord, RunIdentity
+from reshard_mpi.journal.commit_record import CommitRecord
 from reshard_mpi.journal.provenance import require_one_state, require_same_sources
 from reshard_mpi.journal.records import (
     COMMIT_RECORD,
@@ -24,6 +24,7 @@ from reshard_mpi.journal.records import (
     record_path,
     recorded_ranks,
 )
+from reshard_mpi.journal.run_identity import RunIdentity
 
 # What to do where a run has replaced some targets only.
 _FINISH = "let the run that replaces them finish (transform with --resume; files of others, with --overwrite)"

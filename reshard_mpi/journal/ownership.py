@@ -17,8 +17,8 @@ from reshard_mpi import formats
 from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.folders import Folder, close
 from reshard_mpi.filesystem.paths import described
-from reshard_mpi.journal.identity import RunIdentity
 from reshard_mpi.journal.records import COMMIT_RECORD, STATE, RecordHead, record_path, recorded_ranks
+from reshard_mpi.journal.run_identity import RunIdentity
 
 _MOST_NOTE_BYTES = 64
 _ELSEWHERE = "choose another target folder, or remove the file if nobody needs it"

@@ -18,11 +18,9 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
-from reshard_mpi import formats
 from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.folders import (
     Folder,
@@ -35,8 +33,8 @@ from reshard_mpi.filesystem.folders import (
     try_lock,
     wait_for_lock,
 )
-from reshard_mpi.filesystem.paths import described, require_replaceable
-from reshard_mpi.journal.identity import STRATEGY_RECORD, RunIdentity, glob_of, keep_strategy, strategy_record
+from reshard_mpi.filesystem.paths import require_replaceable
+from reshard_mpi.journal.commit_record import STRATEGY_RECORD, keep_strategy, strategy_record
 from reshard_mpi.journal.ownership import (
     leftovers,
     lock_name,
@@ -53,8 +51,6 @@ from reshard_mpi.journal.publication import (
     partial_path,
     publish_text,
     remove_stale,
-    require_own_stale,
-    stale_bytes,
 )
 from reshard_mpi.journal.records import (
     COMMIT_RECORD,
@@ -67,7 +63,16 @@ from reshard_mpi.journal.records import (
     record_path,
     run_path,
 )
-from reshard_mpi.processes.host import host_name
+from reshard_mpi.journal.run_identity import RunIdentity, glob_of
+from reshard_mpi.journal.target_places import (
+    opened_inner,
+    require_place,
+    require_unchanged,
+    require_writable,
+    space_of_stale,
+    target_folder,
+    uncommit,
+)
 
 # Between attempts to take a lock that others have for an instant, to see whether it is held.
 _NAP_SECONDS = 0.002
@@ -76,14 +81,6 @@ _BEGIN_SECONDS = 3.0
 _COMMIT_SECONDS = 10.0
 _CHANGED = "restore what was there, or make all targets anew from what is there now (--overwrite)"
 _RUN_LOCK, COMMIT_LOCK = "run.lock", "commit.lock"
-
-
-def uncommit(folder: Folder, format_name: str) -> None:
-    """Remove and sync the commit record of a target folder, and its index if it has one: its targets will change."""
-    index = formats.index_of(format_name)
-    removed = [folder.remove(name) for name in (index, COMMIT_RECORD) if name is not None]
-    if any(removed):
-        folder.sync()
 
 
 class Journal:
@@ -112,7 +109,7 @@ class Journal:
         It is not if it holds another run, or an index or a commit record that this run has not written.
         """
         require_writable(self.folder)
-        with _opened_inner(self.folder, STATE) as state:
+        with opened_inner(self.folder, STATE) as state:
             if state is not None:
                 require_writable(self._state)
                 for lock in (_RUN_LOCK, COMMIT_LOCK):
@@ -156,7 +153,7 @@ class Journal:
         record = self._record(target_rank)
         complete = record is not None and self._is_in_place(target_rank, path)
         if not complete:
-            with _opened_inner(self.folder, STATE) as state:
+            with opened_inner(self.folder, STATE) as state:
                 require_own_target(state, self.folder, target_rank, path)
         if self._resume:
             if complete and record is not None:
@@ -309,7 +306,7 @@ class Journal:
 
     def _refuse_locked(self, target_rank: int) -> None:
         # Without such a file, nobody has ever written it.
-        with _opened_inner(self.folder, STATE) as state, contextlib.suppress(FileNotFoundError):
+        with opened_inner(self.folder, STATE) as state, contextlib.suppress(FileNotFoundError):
             if state is not None:
                 with closing(state.open_file(lock_name(target_rank), os.O_RDONLY, "a lock")) as lock:
                     self._take(lock, fcntl.LOCK_SH, target_rank)
@@ -347,139 +344,9 @@ def _another_choice(ours: str, theirs: str, folder: Path, source: str) -> Target
     )
 
 
-def require_writable(folder: Path) -> None:
-    """Raise TargetError if `folder` is there but cannot be written to, or cannot be made where it is not."""
-    nearest = folder
-    while not os.path.lexists(nearest):
-        nearest = nearest.parent
-    if not nearest.is_dir():
-        raise TargetError(
-            "the target is not a folder" if nearest == folder else f"{described(nearest)} is in the way of the target",
-            expected="a folder",
-            got=described(nearest),
-            where=str(nearest),
-            remedy="choose another target",
-        )
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise TargetError(
-            "the target cannot be written",
-            expected="the right to make files",
-            got="a folder that is read-only to this user",
-            where=str(nearest),
-            remedy="choose another target, or change its permissions",
-        )
-
-
-def require_place(folder: Path, path: Path) -> None:
-    """Raise TargetError if no file can take the name `path` below the target folder, whatever is there."""
-    with _opened_folder_of(folder, path) as inner:
-        if inner is not None:
-            require_own_stale(inner, path.name)
-    require_writable(path.parent)
-    require_replaceable(path, "a target")
-
-
-def space_of_stale(folder: Path, path: Path, host: str = "") -> int:
-    """Return how many bytes the stale partial files of the target `path` take."""
-    with _opened_folder_of(folder, path) as inner:
-        return 0 if inner is None else stale_bytes(inner, path.name, host)
-
-
-def _opened_folder_of(folder: Path, path: Path) -> AbstractContextManager[Folder | None]:
-    """Open the folder of the target `path`; None if it is not there."""
-    return _opened_inner(folder, "" if path.parent == folder else path.parent.name)
-
-
-@contextlib.contextmanager
-def _opened_inner(folder: Path, name: str) -> Iterator[Folder | None]:
-    """Open a folder in a target folder, or with no name that itself; None if it is not there."""
-    with contextlib.ExitStack() as folders:
-        inner = None
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            target = folders.enter_context(Folder.open(folder))
-            inner = folders.enter_context(target.inner(name)) if name else target
-        yield inner
-
-
-def target_folder(folder: Folder, path: Path) -> AbstractContextManager[Folder]:
-    """Return the folder of the target `path`: the target folder, or one in it, which is made if it is not there."""
-    return contextlib.nullcontext(folder) if path.parent == folder.path else folder.made_inner(path.parent.name)
-
-
 @contextlib.contextmanager
 def _commit_lock(state: Folder, say: Say) -> Iterator[None]:
     """Hold the lock that processes share while they write targets, and that one has alone while it commits."""
     with closing(open_lock(state, COMMIT_LOCK)) as lock:
         wait_for_lock(lock, fcntl.LOCK_SH, state.path / COMMIT_LOCK, say, _COMMIT_SECONDS)
         yield
-
-
-def require_unchanged(target_rank: int, evidence: TargetInputs) -> None:
-    """Raise DisagreementError if sources of a target have changed since it was planned."""
-    problem = f"sources of target rank {target_rank} were changed while it was written"
-    evidence.sources.require_unchanged(problem, "make sure that nothing writes to the source, and run again")
-
-
-class Unrecorded:
-    """Keeps no state: targets are published complete, whatever was there, so identical concurrent runs are harmless.
-
-    The record that another run keeps of a target is removed when the target is replaced.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def check(self) -> None:
-        """Raise TargetError if the folder cannot be written to."""
-        require_writable(self._folder)
-
-    def is_done(self, target_rank: int, path: Path) -> bool:
-        """Return False. Raises TargetError if no file can take the name `path`."""
-        require_place(self._folder, path)
-        return False
-
-    def is_verified(self, target_rank: int) -> bool:
-        return False
-
-    def leftovers(self) -> Collection[str]:
-        return ()
-
-    def begin(self, say: Say = lambda _: None) -> None:
-        pass
-
-    @contextlib.contextmanager
-    def writing(
-        self,
-        target_rank: int,
-        path: Path,
-        evidence: TargetInputs,
-        say: Say = lambda _: None,
-    ) -> Iterator[Publication]:
-        """Yield the file to write and publish; if it is not published, it is removed."""
-        make_folders(self._folder)
-        self._withdraw_record(target_rank, path)
-        announce = partial(require_unchanged, target_rank, evidence)
-        with (
-            Folder.open(self._folder) as folder,
-            target_folder(folder, path) as inner,
-        ):
-            host = host_name(os.environ)
-            remove_stale(inner, path.name, host)
-            with Publication(inner, path.name, lambda *_: announce(), host=host) as publication:
-                yield publication
-
-    def left_bytes(self, path: Path) -> int:
-        """Return how much space stale partial files of a target take, which is free again when it is begun."""
-        return space_of_stale(self._folder, path, host_name(os.environ))
-
-    def paths(self, target_rank: int, path: Path) -> tuple[Path, ...]:
-        """Return the longest paths that are made for a target."""
-        return (partial_path(path),)
-
-    def _withdraw_record(self, target_rank: int, path: Path) -> None:
-        folder = path.parent.parent
-        record = TargetRecord.read(folder / STATE, target_rank)
-        if record is not None and folder / record.file == path:
-            with Folder.open(folder) as target, target.inner(STATE) as state:
-                uncommit(target, formats.name_of(path.name) or formats.DEFAULT)
-                state.remove(record_path(state.path, target_rank).name)

@@ -12,7 +12,7 @@ from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.opening import NO_DAMAGE, chosen_files, open_source
 from reshard_mpi.errors import ReshardError, UsageError
 from reshard_mpi.filesystem.paths import real_path
-from reshard_mpi.journal.identity import CHOSEN, FILES_BY_DIGEST, RunIdentity, joined_maps, joined_words
+from reshard_mpi.journal.run_identity import CHOSEN, FILES_BY_DIGEST, RunIdentity, joined_maps, joined_words
 from reshard_mpi.journal.target_journal import Journal
 from reshard_mpi.planning.accumulated_gradients import Accumulated
 from reshard_mpi.planning.needed_ranks import check_target_rank
@@ -26,7 +26,7 @@ from reshard_mpi.sharding.placement import Strategy
 from reshard_mpi.sharding.strategy import table
 
 if TYPE_CHECKING:
-    from reshard_mpi.journal.target_journal import Unrecorded
+    from reshard_mpi.journal.target_places import Unrecorded
 
 # Planning takes a millisecond and a KiB for each, and no cluster has as many ranks.
 MAX_TARGETS = 1 << 16
@@ -60,7 +60,7 @@ class Run(NamedTuple):
         """Return the journal, which keeps the state of this run in the target folder."""
         request = self.request
         if not request.recorded:
-            from reshard_mpi.journal.target_journal import Unrecorded
+            from reshard_mpi.journal.target_places import Unrecorded
 
             return Unrecorded(Path(request.target))
         identity, resume, overwrite = self._identity(), request.resume, request.overwrite

@@ -19,7 +19,7 @@ from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.protocol import Format
 from reshard_mpi.journal.publication import Publication, opened_partial
 from reshard_mpi.journal.records import TensorSum
-from reshard_mpi.journal.target_journal import require_unchanged
+from reshard_mpi.journal.target_places import require_unchanged
 from reshard_mpi.planning.rank_plan import Limits, RankPlan
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.messages import Filled, FillReport, Reserved, Verified, record_of

@@ -21,7 +21,7 @@ from reshard_mpi.filesystem.folders import Folder, make_folders
 from reshard_mpi.formats.manifest import Specs
 from reshard_mpi.journal.publication import publish_text
 from reshard_mpi.journal.records import TargetInputs
-from reshard_mpi.journal.target_journal import Unrecorded
+from reshard_mpi.journal.target_places import Unrecorded
 from reshard_mpi.planning.find_placement import Unlisted
 from reshard_mpi.planning.rank_plan import PlannedTensors, RankPlan
 from reshard_mpi.planning.shared_facts import require_one_checkpoint

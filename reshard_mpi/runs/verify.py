@@ -22,9 +22,10 @@ from reshard_mpi.errors import DamageError, ReshardError, SourceError, UsageErro
 from reshard_mpi.filesystem.paths import require_reachable
 from reshard_mpi.formats.manifest import NEST, Manifest
 from reshard_mpi.formats.nest import agree
+from reshard_mpi.journal.commit_record import CommitRecord
 from reshard_mpi.journal.file_records import RecordFinder, damage_besides, damage_of_index
-from reshard_mpi.journal.identity import CHOSEN, CommitRecord, RunIdentity, joined_words
 from reshard_mpi.journal.records import STATE
+from reshard_mpi.journal.run_identity import CHOSEN, RunIdentity, joined_words
 from reshard_mpi.planning.accumulated_gradients import Accumulated, notes_on
 from reshard_mpi.planning.find_placement import Unlisted
 from reshard_mpi.planning.rank_plan import RankPlan

@@ -21,8 +21,8 @@ from reshard_mpi.engine.sums import Span, held_tensor, sum_shard, sum_sources, s
 from reshard_mpi.errors import DamageError, DisagreementError, ReshardError, ShardError, as_reshard_error
 from reshard_mpi.formats.manifest import Manifest, TensorSpec
 from reshard_mpi.formats.tensor_table import TensorEntry
+from reshard_mpi.journal.commit_record import CommitRecord
 from reshard_mpi.journal.file_records import RecordFinder, damage_besides, damage_of_index, require_one_run
-from reshard_mpi.journal.identity import CommitRecord, RunIdentity
 from reshard_mpi.journal.records import (
     COMMIT_RECORD,
     STATE,
@@ -31,6 +31,7 @@ from reshard_mpi.journal.records import (
     digest_of_texts,
     sums_of_wholes,
 )
+from reshard_mpi.journal.run_identity import RunIdentity
 from reshard_mpi.planning.accumulated_gradients import is_partial_sum
 from reshard_mpi.planning.rank_plan import Limits, RankPlan, TensorPlan
 from reshard_mpi.planning.replicas import Replicas

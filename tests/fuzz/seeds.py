@@ -24,9 +24,9 @@ from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import ShardIdentity
 from reshard_mpi.formats.protocol import seal_file
 from reshard_mpi.formats.safetensors import huggingface as safetensors_index
-from reshard_mpi.journal.identity import RunIdentity
 from reshard_mpi.journal.provenance import SourceFile, Sources
 from reshard_mpi.journal.records import TargetInputs, TargetRecord, TensorSum, digest_of_texts
+from reshard_mpi.journal.run_identity import RunIdentity
 from reshard_mpi.planning.rank_plan import PrefixDigest, SharedFact, StageDigest
 from reshard_mpi.sharding.strategy import mindspore_json, mindspore_layouts, table, toml
 from reshard_mpi.sharding.strategy.mindspore_json import RawLayout, StageFile, StrategyItem

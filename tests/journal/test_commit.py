@@ -43,8 +43,8 @@ from reshard_mpi.errors import ReshardError, TargetError
 from reshard_mpi.journal import commit as journal_commit
 from reshard_mpi.journal import run_status as committing
 from reshard_mpi.journal.commit import commit_if_complete
-from reshard_mpi.journal.identity import RunIdentity
 from reshard_mpi.journal.records import TargetInputs, TargetRecord
+from reshard_mpi.journal.run_identity import RunIdentity
 from reshard_mpi.journal.run_status import commit
 from reshard_mpi.journal.target_journal import Journal
 from reshard_mpi.planning.rank_differences import Differences

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.command_line import Capture, run_here
 from support.conversions import make
 
-from reshard_mpi.journal.identity import RunIdentity, joined_words
+from reshard_mpi.journal.run_identity import RunIdentity, joined_words
 
 words = st.lists(st.text(st.characters(codec="utf-8"), max_size=6), max_size=4)
 

@@ -13,7 +13,7 @@ from support.conversions import TENSORS, Conversion, four_targets, listing, tran
 from support.launch import MPI, mpirun_command
 from support.processes import run_command
 
-from reshard_mpi.journal.identity import RunIdentity
+from reshard_mpi.journal.run_identity import RunIdentity
 
 OLD, NEW = "net-1_100.ckpt", "net-1_200.ckpt"
 

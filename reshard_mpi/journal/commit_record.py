@@ -1,0 +1,156 @@
+"""Read the record of a committed run, and the strategy that it keeps (`CommitRecord`, `recorded_strategy`).
+
+Shards of most formats do not say how they are cut. The run that wrote them knew, so the placement table of all targets
+(`sharding.strategy.table`) lies beside its records. It is believed of a committed run alone, and only for the very
+files that the commit record names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from reshard_mpi.filesystem.folders import Folder
+from reshard_mpi.journal import fields
+from reshard_mpi.journal.publication import publish_text, remove_stale
+from reshard_mpi.journal.records import (
+    COMMIT_RECORD,
+    DAMAGE,
+    STATE,
+    checked_file,
+    checked_rank,
+    checked_sum,
+    read_json,
+    record_path,
+    run_path,
+)
+from reshard_mpi.journal.run_identity import SETTINGS, RunIdentity
+from reshard_mpi.sharding.strategy.json_checks import MAX_FILE_BYTES
+
+# It has 60 bytes for each tensor of the checkpoint, 110 for each target, and 6 for each source rank that a target was
+# made from: 100 MiB where each of 4,000 was made from all of 4,000.
+COMMIT_ROOM = fields.RecordLimits(128 << 20, 512 << 20)
+# Its names besides the settings of the run.
+_COMMITTED = {"targets", "sources", "sums", "index", "digest", "format", "version"}
+
+
+class CommitRecord(NamedTuple):
+    """The contents of `reshard.json`."""
+
+    digest: str  # of the run that made the targets
+    files: Mapping[int, str]  # of the targets, by rank
+    sums: Mapping[str, str]  # CRC-32 of whole tensors by name, in hexadecimal; none if unknown
+    sizes_bytes: Mapping[int, int]  # of the files, by rank, as far as recorded
+    sources: tuple[tuple[str, int], ...]  # the files that the targets were made from, with their sizes
+    run: RunIdentity  # what the run was asked to do
+    index_digest: str = ""  # SHA-256 of the index; empty if the targets have none
+
+    @classmethod
+    def read(cls, folder: Path) -> CommitRecord | None:
+        """Return the commit record of a folder; None where there is none, or it is damaged."""
+        try:
+            return cls._of(read_json(folder / COMMIT_RECORD, COMMIT_ROOM, follow_link=True) or {})
+        except DAMAGE:
+            return None
+
+    @classmethod
+    def _of(cls, facts: Mapping[str, Any]) -> CommitRecord:
+        """Return the record with these values. Raises LookupError, TypeError or ValueError if they are not of one."""
+        targets = fields.each(facts["targets"], fields.table)
+        files = {checked_rank(target["rank"]): checked_file(target["file"], target["rank"]) for target in targets}
+        sizes = {target["rank"]: fields.number(target["size_bytes"]) for target in targets if "size_bytes" in target}
+        settings = fields.settings({name: facts[name] for name in facts if name not in _COMMITTED}, SETTINGS)
+        sources = fields.each(facts.get("sources", []), fields.table)
+        sums = fields.table(facts.get("sums", {}))
+        # Every rank has its line, from 0 on.
+        if not targets or len(files) < len(targets) or max(files) >= len(files):
+            raise ValueError("targets that are not those of all ranks")
+        if settings.get("target_ranks", len(files)) != len(files):
+            raise ValueError("another number of targets than the run has")
+        return cls(
+            fields.digest(facts["digest"]),
+            files,
+            {fields.text(name): f"{checked_sum(value):08x}" for name, value in sums.items()},
+            sizes,
+            tuple((fields.path_below(source["file"]), fields.number(source["size_bytes"])) for source in sources),
+            RunIdentity.of(settings),
+            fields.sha256(facts["index"]) if "index" in facts else "",
+        )
+
+
+STRATEGY_RECORD = "strategy.json"
+# The table is one text, which is bounded again when it is read as a strategy.
+_ROOM = fields.RecordLimits(MAX_FILE_BYTES, 2 * MAX_FILE_BYTES)
+
+
+def strategy_record(digest: str, strategy: str) -> str:
+    """Return the text of the record. digest: of the run. strategy: the placement table of all its targets."""
+    facts = {"format": "reshard_mpi strategy", "version": 2, "digest": digest, "sha256": _sha256(strategy)}
+    return json.dumps({**facts, "strategy": strategy}) + "\n"
+
+
+def _sha256(strategy: str) -> str:
+    return hashlib.sha256(strategy.encode()).hexdigest()
+
+
+def keep_strategy(state: Folder, text: str) -> None:
+    """Publish the record `text` in the folder of a run's state; one that is too large to be read again is left out."""
+    remove_stale(state, STRATEGY_RECORD)
+    if len(text) <= _ROOM.file_bytes:
+        publish_text(state, STRATEGY_RECORD, text)
+
+
+def recorded_strategy(folder: Path, files: Mapping[int, Sequence[str]]) -> tuple[str, str] | None:
+    """Return the placement table of a committed run's targets and the path of the record; None if nothing says it.
+
+    Args:
+        files: paths of the shards by rank, which must be those that the commit record of `folder` names, of the same
+            sizes.
+
+    Raises OSError if a record or a file cannot be looked at.
+    """
+    committed = CommitRecord.read(folder)
+    if committed is None or not all(_is_recorded(folder, committed, rank, paths) for rank, paths in files.items()):
+        return None
+    return strategy_of_run(folder, committed.digest)
+
+
+def strategy_of_run(folder: Path, digest: str) -> tuple[str, str] | None:
+    """Return the placement table of the run with this digest, and the path of its record.
+
+    None if there is none, or it is damaged: a table with a flipped bit may be that of another sharding.
+    """
+    path = folder / STATE / STRATEGY_RECORD
+    facts = read_json(path, _ROOM) or {}
+    try:
+        if fields.digest(facts["digest"]) != digest:
+            return None
+        strategy = fields.text(facts["strategy"], MAX_FILE_BYTES)
+        return (strategy, str(path)) if fields.digest(facts["sha256"]) == _sha256(strategy) else None
+    except (LookupError, ValueError):
+        return None
+
+
+# The hosts of one run may have clocks that differ.
+_MAX_SKEW_NS = 60 * 10**9
+
+
+def _is_recorded(folder: Path, committed: CommitRecord, rank: int, paths: Sequence[str]) -> bool:
+    """Tell whether the shard of a rank is the file that the run has written for it.
+
+    Another file in its place may have the same size; but it was not saved between the beginning of the run and the
+    record of the target.
+    """
+    file = committed.files.get(rank)
+    if file is None or [Path(path) for path in paths] != [folder / file]:
+        return False
+    record = record_path(folder / STATE, rank)
+    if not record.exists():
+        return False
+    shard, begun = (folder / file).stat(), run_path(folder / STATE)
+    if not begun.exists() or shard.st_mtime_ns < begun.stat().st_mtime_ns - _MAX_SKEW_NS:
+        return False
+    return shard.st_size == committed.sizes_bytes.get(rank) and shard.st_mtime_ns <= record.stat().st_mtime_ns
