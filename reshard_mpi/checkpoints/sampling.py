@@ -6,12 +6,12 @@ import cmath
 import contextlib
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from functools import partial
 from itertools import islice
 from operator import eq
-from typing import TYPE_CHECKING
 
 from reshard_mpi.checkpoints.source import SourceCheckpoint
+from reshard_mpi.engine.open_files import Files
+from reshard_mpi.engine.read import excerpt
 from reshard_mpi.errors import LayoutError, ShardError
 from reshard_mpi.formats.dtypes import DType, numbers
 from reshard_mpi.formats.locations import LibraryRead
@@ -34,9 +34,6 @@ from reshard_mpi.planning.strategy_check import (
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import Shape, Strategy
 from reshard_mpi.text import MIB
-
-if TYPE_CHECKING:
-    from reshard_mpi.engine.open_files import Files
 
 # Parts with fewer different elements, or fewer bytes, may be equal by chance, or be all zeros or ones.
 _TELLING_ELEMENTS = 4
@@ -76,8 +73,6 @@ def drifted_tensors(
     not known, ShardError if a shard that differs from another does not fit its own checksum. Shards that cannot be read
     are passed over.
     """
-    from reshard_mpi.engine.open_files import Files
-
     strategy = source.strategy
     if strategy.world_size == 1:
         return NO_DRIFT
@@ -127,9 +122,7 @@ class _Excerpts:
     """Reads shards in a few places, and keeps what was read, since a shard may be in many pairs."""
 
     def __init__(self, files: Files) -> None:
-        from reshard_mpi.engine.read import excerpt
-
-        self._excerpt = partial(excerpt, files)
+        self._files = files
         self._read: dict[tuple[str, str], list[bytes]] = {}
 
     def of(self, shard: Manifest, name: str, boxes: Sequence[Box]) -> Iterator[bytes]:
@@ -140,7 +133,7 @@ class _Excerpts:
         read = self._read.setdefault((shard.path, name), [])
         for number, box in enumerate(boxes):
             if number == len(read):
-                read.append(self._excerpt(shard.tensors[name], box))
+                read.append(excerpt(self._files, shard.tensors[name], box))
             yield read[number]
 
 

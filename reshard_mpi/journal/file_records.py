@@ -11,7 +11,8 @@ from reshard_mpi import formats
 from reshard_mpi.errors import DamageError, DisagreementError
 from reshard_mpi.filesystem.paths import real_path
 from reshard_mpi.formats.files import digest_besides, opened
-from reshard_mpi.formats.tensor_table import TensorTable
+from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
 from reshard_mpi.journal.commit import has_committed_index
 from reshard_mpi.journal.commit_record import CommitRecord
 from reshard_mpi.journal.provenance import require_one_state, require_same_sources
@@ -20,11 +21,14 @@ from reshard_mpi.journal.records import (
     STATE,
     RecordHead,
     TargetRecord,
+    TensorSum,
+    digest_of_texts,
     rank_of_folder,
     record_path,
     recorded_ranks,
 )
 from reshard_mpi.journal.run_identity import RunIdentity
+from reshard_mpi.sharding.placement import Shape
 
 # What to do where a run has replaced some targets only.
 _FINISH = "let the run that replaces them finish (transform with --resume; files of others, with --overwrite)"
@@ -218,3 +222,35 @@ def _ranks_by_file(folder: Path) -> dict[str, int]:
         return {file: rank for rank, file in committed.files.items()}
     heads = (RecordHead.read(folder / STATE, rank) for rank in recorded_ranks(folder / STATE))
     return {head.file: head.rank for head in heads if head is not None}
+
+
+def damage_by_record(shard: Manifest, record: TargetRecord, recorded: Mapping[str, TensorSum]) -> Iterator[DamageError]:
+    """Yield what differs between a shard and its record, besides the bytes of its tensors."""
+    size_bytes = Path(shard.path).stat().st_size
+    if size_bytes != record.size_bytes:
+        expected, got = f"{record.size_bytes} bytes, as it was written", f"{size_bytes}"
+        yield DamageError(
+            "a shard has another size", expected=expected, got=got, where=shard.path, remedy="restore the file"
+        )
+    if digest_of_texts(shard.strings) != record.evidence.texts:
+        yield DamageError("the texts of a shard are not what was written", where=shard.path, remedy="restore the file")
+    for name in dict.fromkeys((*recorded, *shard.tensors)) if recorded else ():
+        tensor, entry = recorded.get(name), shard.tensors.get(name)
+        if tensor is None or entry is None or not fits_record(tensor, entry):
+            yield DamageError(
+                f"{name!r} is not what was written",
+                expected=type_and_shape(None if tensor is None else (tensor.dtype, tensor.shape)),
+                got=type_and_shape(None if entry is None else (entry.dtype.name, entry.shape)),
+                where=shard.path,
+                remedy="restore the file",
+            )
+
+
+def type_and_shape(tensor: tuple[object, Shape] | None) -> str:
+    """Return the type and the shape of a tensor in words. None: there is no tensor."""
+    return "no such tensor" if tensor is None else f"{tensor[0]} of shape {list(tensor[1])}"
+
+
+def fits_record(tensor: TensorSum, entry: TensorEntry) -> bool:
+    """Tell whether a tensor of a shard has the type and shape that its record says."""
+    return (tensor.dtype, tensor.shape) == (entry.dtype.name, entry.shape)

@@ -5,12 +5,11 @@ Each process checks a share of the shards. Damage is reported for each tensor; a
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery
@@ -18,16 +17,12 @@ from reshard_mpi.checkpoints.opening import chosen_files, open_source
 from reshard_mpi.checkpoints.shard_opener import ShardShare
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.engine.open_files import Files, OnBytes
-from reshard_mpi.errors import DamageError, ReshardError, SourceError, UsageError
+from reshard_mpi.errors import DamageError, ReshardError, SourceError
 from reshard_mpi.filesystem.paths import require_reachable
 from reshard_mpi.formats.manifest import NEST, Manifest
 from reshard_mpi.formats.nest import agree
-from reshard_mpi.journal.commit_record import CommitRecord
-from reshard_mpi.journal.file_records import RecordFinder, damage_besides, damage_of_index
-from reshard_mpi.journal.records import STATE
-from reshard_mpi.journal.run_identity import CHOSEN, RunIdentity, joined_words
-from reshard_mpi.planning.accumulated_gradients import Accumulated, notes_on
-from reshard_mpi.planning.find_placement import Unlisted
+from reshard_mpi.journal.file_records import RecordFinder, damage_besides, damage_of_index, type_and_shape
+from reshard_mpi.planning.accumulated_gradients import notes_on
 from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.processes.governor.admission import Governor
@@ -36,6 +31,7 @@ from reshard_mpi.runs.open_run import chosen_targets
 from reshard_mpi.runs.outcome import Checked, Failure, Outcome, agreed, attempt
 from reshard_mpi.runs.preflight import require_same_choice
 from reshard_mpi.runs.progress import Progress, SliceCounter, Stage, Words, complain
+from reshard_mpi.runs.recorded_options import accumulated_as_made, as_made, made_otherwise
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.run_memory import RunMemory, Workload, checking_bytes
 from reshard_mpi.runs.scheduling import assign, target_weights
@@ -46,130 +42,8 @@ from reshard_mpi.runs.verify_checksums import (
     damage_of,
     damaged_record,
     difference_from_source,
-    type_and_shape,
 )
 from reshard_mpi.text import counted
-
-_FILES = ("map", "config", "like")
-_REPEATED = ("dtype", "include", "exclude")
-_OPTIONS = "the options that it was made with, or none of --map, --dtype, --include and --exclude: then they are taken"
-
-
-def recorded_run(path: str) -> RunIdentity | None:
-    """Return the run that made the checkpoint at `path`, as it is recorded there; None if it is not."""
-    run = RunIdentity.recorded(Path(path) / STATE)
-    if run is None:
-        committed = CommitRecord.read(Path(path))
-        run = None if committed is None else committed.run
-    return run
-
-
-def as_made(request: Request, path: str) -> tuple[Request, tuple[str, ...]]:
-    """Return a request with the options that made the checkpoint at `path`, and notes on them.
-
-    What becomes of names, shapes and types is taken from the record if the request says nothing of it, and so is
-    `--unlisted drop`. Raises UsageError if a recorded file is not there.
-    """
-    run = recorded_run(path)
-    if run is None:
-        return request, ()
-    facts = run.facts
-    notes: tuple[str, ...] = ()
-    if request.unlisted is Unlisted.FOLLOW and facts.get("unlisted") == Unlisted.DROP:
-        request, notes = request._replace(unlisted=Unlisted.DROP), ("compared with --unlisted drop",)
-    options = {name: facts[name] for name in (*_FILES, "direction", *_REPEATED) if facts.get(name)}
-    if request.is_mapped or not options:
-        return request, _said(notes, path)
-    for name in (name for name in _FILES if name in options):
-        if not _is_there(run, name):
-            raise _not_given(f"--{name}, whose file is not there any more", _shown(run, options), path)
-    as_run = request._replace(
-        map=run.maps,
-        config=run.files.get("config"),
-        like=run.files.get("like"),
-        forward=options.get("direction") == "forward",
-        reverse=options.get("direction") == "reverse",
-        dtype=_words(options, "dtype"),
-        include=_words(options, "include"),
-        exclude=_words(options, "exclude"),
-    )
-    return as_run, _said((*notes, f"compared with {_shown(run, options)}"), path)
-
-
-def _is_there(run: RunIdentity, name: str) -> bool:
-    """Return whether the recorded files of an option can still be read; an equation needs none."""
-    if name == "map":
-        from reshard_mpi.options import ARROW
-
-        return bool(run.maps) and all(ARROW in word or Path(word).is_file() for word in run.maps)
-    path = run.files.get(name, "")
-    return bool(path) and (name == "like" or Path(path).is_file())
-
-
-def made_otherwise(request: Request, digests: Mapping[str, str], chosen: str, path: str) -> UsageError | None:
-    """Return the error for a checkpoint at `path` made with other options than the request's, or of other files.
-
-    Others may come to the same, so it is an error only if the checkpoint is not what the request makes.
-
-    Args:
-        digests: of the map, its configuration, and the checkpoint that it is like, as `apply_map` returns them.
-        chosen: the files of the source, as `chosen_files` calls them.
-    """
-    run = recorded_run(path)
-    if run is None:
-        return None
-    made_of = run.facts.get(CHOSEN, chosen)
-    if made_of != chosen:
-        return UsageError(
-            "the target was made of other files of the source than these",
-            expected=f"{made_of}, as its record says",
-            got=chosen,
-            where=path,
-            remedy="give --select with the names of the files it was made of",
-        )
-    given = {
-        **digests,
-        **{name: words for name in _REPEATED if (words := joined_words(getattr(request, name)))},
-    }
-    of_run = {name: run.facts[name] for name in (*_FILES, *_REPEATED) if run.facts.get(name)}
-    differing = [name for name in (*_FILES, *_REPEATED) if given.get(name) != of_run.get(name)]
-    if not differing:
-        return None
-    return _not_given(f"{' and '.join(f'--{name}' for name in differing)} of other values", _shown(run, of_run), path)
-
-
-def _not_given(got: str, made_with: str, path: str) -> UsageError:
-    return UsageError(
-        "the target was made with other options than these",
-        expected=made_with or "no map, types or choice, as its record says",
-        got=got,
-        where=path,
-        remedy=f"give {_OPTIONS}",
-    )
-
-
-def _shown(run: RunIdentity, options: Mapping[str, Any]) -> str:
-    """Return settings as on the command line."""
-    words = []
-    for name in options:
-        if name == "map":
-            words += [word for text in run.maps or ("FILE",) for word in ("--map", text)]
-        elif name in _FILES:
-            words += [f"--{name}", run.files.get(name, "FILE")]
-        elif name == "direction":
-            words.append(f"--{options[name]}")
-        else:
-            words += [word for text in _words(options, name) for word in (f"--{name}", text)]
-    return shlex.join(words)
-
-
-def _words(options: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    return tuple(shlex.split(str(options.get(name, ""))))
-
-
-def _said(notes: tuple[str, ...], path: str) -> tuple[str, ...]:
-    return tuple(f"{note}, as {path} says" for note in notes)
-
 
 # Damaged tensors located in one shard; if there are more, one line says so.
 _MAX_LOCATED = 20
@@ -285,7 +159,7 @@ def _opened_pair(
     source = open_source(files, read.source)
     target = open_source(target_files, None if request.dst_strategy is None else read.target)
     request, made_so = as_made(request, target_files.path)
-    accumulated = _accumulated(request, target_files.path)
+    accumulated = accumulated_as_made(request, target_files.path)
     conversion = Conversion(
         source,
         target.strategy,
@@ -354,14 +228,6 @@ def verify_alone(
         note = f"{len(unknown)} of {len(ranks)} shards keep no sums, that of rank {unknown[0]} the first"
         outcome = outcome._replace(notes=(*outcome.notes, note))
     return outcome
-
-
-def _accumulated(request: Request, path: str) -> Accumulated:
-    """Return the target's handling of accumulated gradients: as requested, else from its record."""
-    if request.accumulated is not Accumulated.REFUSE:
-        return request.accumulated
-    run = recorded_run(path)
-    return Accumulated(run.facts.get("accumulated", Accumulated.REFUSE)) if run else Accumulated.REFUSE
 
 
 def _each(

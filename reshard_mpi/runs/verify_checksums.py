@@ -20,17 +20,16 @@ from reshard_mpi.engine.open_files import Files, OnBytes
 from reshard_mpi.engine.sums import Span, held_tensor, sum_shard, sum_sources, sum_tensors, takes_numpy
 from reshard_mpi.errors import DamageError, DisagreementError, ReshardError, ShardError, as_reshard_error
 from reshard_mpi.formats.manifest import Manifest, TensorSpec
-from reshard_mpi.formats.tensor_table import TensorEntry
 from reshard_mpi.journal.commit_record import CommitRecord
-from reshard_mpi.journal.file_records import RecordFinder, damage_besides, damage_of_index, require_one_run
-from reshard_mpi.journal.records import (
-    COMMIT_RECORD,
-    STATE,
-    TargetRecord,
-    TensorSum,
-    digest_of_texts,
-    sums_of_wholes,
+from reshard_mpi.journal.file_records import (
+    RecordFinder,
+    damage_besides,
+    damage_by_record,
+    damage_of_index,
+    fits_record,
+    require_one_run,
 )
+from reshard_mpi.journal.records import COMMIT_RECORD, STATE, TensorSum, sums_of_wholes
 from reshard_mpi.journal.run_identity import RunIdentity
 from reshard_mpi.planning.accumulated_gradients import is_partial_sum
 from reshard_mpi.planning.rank_plan import Limits, RankPlan, TensorPlan
@@ -39,7 +38,7 @@ from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.outcome import Checked
 from reshard_mpi.runs.progress import Progress, SliceCounter
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.sharding.placement import Shape, unsharded
+from reshard_mpi.sharding.placement import unsharded
 from reshard_mpi.sharding.strategy import table
 from reshard_mpi.text import counted
 
@@ -141,7 +140,8 @@ def check_shard(
         before_sums(Summing(len(shard.tensors), shard.identity is not None, shard.decoding_bytes, with_numpy))
         if shard.identity is not None:
             world_size = shard.identity.world_size
-            damage += _elsewhere(shard.identity.rank, rank, path)
+            if shard.identity.rank != rank:
+                damage.append(_elsewhere(shard.identity.rank, rank, path))
         stored, placed = module.stored_sums(path), dict(_placed(shard, recorded, listed))
         specs = [spec for spec in placed if spec.name in stored or spec.name in recorded]
         size_bytes, summed_bytes = Path(path).stat().st_size, sum(spec.size_bytes for spec in specs)
@@ -152,7 +152,7 @@ def check_shard(
         if stored:
             by["its own sums"] = None
         if record is not None:
-            damage += _against_record(shard, record, recorded)
+            damage += damage_by_record(shard, record, recorded)
         if recorded:
             by["the record of its run"] = None
         # A checksum is of all of the file; what is summed besides is not counted again.
@@ -289,44 +289,14 @@ def _missing(ranks: Collection[int], world_size: int, who_says: str, where: str)
         )
 
 
-def _elsewhere(own: int, rank: int, path: str) -> Iterator[DamageError]:
-    if own != rank:
-        remedy = "put every shard into the folder of its own rank"
-        where = path
-        yield DamageError(
-            "a shard says it belongs elsewhere", expected=f"rank {rank}", got=f"rank {own}", where=where, remedy=remedy
-        )
-
-
-def _against_record(shard: Manifest, record: TargetRecord, recorded: Mapping[str, TensorSum]) -> Iterator[DamageError]:
-    """Yield what differs between a shard and its record, besides the bytes of its tensors."""
-    size_bytes = Path(shard.path).stat().st_size
-    if size_bytes != record.size_bytes:
-        expected, got = f"{record.size_bytes} bytes, as it was written", f"{size_bytes}"
-        yield DamageError(
-            "a shard has another size", expected=expected, got=got, where=shard.path, remedy="restore the file"
-        )
-    if digest_of_texts(shard.strings) != record.evidence.texts:
-        yield DamageError("the texts of a shard are not what was written", where=shard.path, remedy="restore the file")
-    for name in dict.fromkeys((*recorded, *shard.tensors)) if recorded else ():
-        tensor, entry = recorded.get(name), shard.tensors.get(name)
-        if tensor is None or entry is None or not _fits(tensor, entry):
-            yield DamageError(
-                f"{name!r} is not what was written",
-                expected=type_and_shape(None if tensor is None else (tensor.dtype, tensor.shape)),
-                got=type_and_shape(None if entry is None else (entry.dtype.name, entry.shape)),
-                where=shard.path,
-                remedy="restore the file",
-            )
-
-
-def type_and_shape(tensor: tuple[object, Shape] | None) -> str:
-    """Return the type and the shape of a tensor in words. None: there is no tensor."""
-    return "no such tensor" if tensor is None else f"{tensor[0]} of shape {list(tensor[1])}"
-
-
-def _fits(tensor: TensorSum, entry: TensorEntry) -> bool:
-    return (tensor.dtype, tensor.shape) == (entry.dtype.name, entry.shape)
+def _elsewhere(own: int, rank: int, path: str) -> DamageError:
+    return DamageError(
+        "a shard says it belongs elsewhere",
+        expected=f"rank {rank}",
+        got=f"rank {own}",
+        where=path,
+        remedy="put every shard into the folder of its own rank",
+    )
 
 
 def _placed(
@@ -345,7 +315,7 @@ def _placed(
         loose = name not in listed if tensor is None else tensor.loose
         if entry.box is not None and entry.global_shape is not None:
             yield TensorSpec(name, entry.dtype, entry.global_shape, entry.box), loose
-        elif tensor is not None and _fits(tensor, entry):
+        elif tensor is not None and fits_record(tensor, entry):
             stop = tuple(low + length for low, length in zip(tensor.start, entry.shape))
             yield TensorSpec(name, entry.dtype, tensor.global_shape, Box(tensor.start, stop)), loose
 

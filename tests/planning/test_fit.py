@@ -18,11 +18,11 @@ from support.launch import MPI
 from support.wrong_specs import Rule, Slip, Spec, contradictions, outcome, slips
 
 import reshard_mpi
+from reshard_mpi.checkpoints import sampling
 from reshard_mpi.checkpoints.discovery import find_shards
 from reshard_mpi.checkpoints.opening import open_source
-from reshard_mpi.engine import compare
-from reshard_mpi.engine.compare import excerpt
 from reshard_mpi.engine.open_files import Files
+from reshard_mpi.engine.read import excerpt
 from reshard_mpi.errors import DisagreementError, StrategyError
 from reshard_mpi.formats.locations import ByteRange, LibraryRead
 from reshard_mpi.formats.tensor_table import TensorEntry
@@ -807,7 +807,7 @@ def test_little_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         decoded.append((entry.source.path, entry.name))
         return excerpt(files, entry, box)
 
-    monkeypatch.setattr(compare, "excerpt", counting)
+    monkeypatch.setattr(sampling, "excerpt", counting)
     source = open_source(find_shards(str(tmp_path / "src")), strategy.load(str(tmp_path / "src.toml")))
     assert Conversion(source, unsharded()).drifted_tensors() == Drift()
     assert {name[0] for _, name in decoded} == {"w", "x"}
