@@ -36,12 +36,11 @@ from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.errors import UsageError
 from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.options import check_count, check_number
-from reshard_mpi.planning.summary import Plan, RankSummary, told_rules
 from reshard_mpi.processes.comm import SerialComm
 from reshard_mpi.runs.conversion import Conversion, apply_map
 from reshard_mpi.runs.open_run import open_run
 from reshard_mpi.runs.outcome import Report, ShardReport, TargetReport
-from reshard_mpi.runs.plan import rules_of_source
+from reshard_mpi.runs.plan import Plan, RankSummary, rules_of_source, told_rules
 from reshard_mpi.runs.progress import Progress, RunStatus, log
 from reshard_mpi.runs.request import Strategies
 from reshard_mpi.runs.run_memory import RunMemory

@@ -180,9 +180,8 @@ def _transform(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from reshard_mpi.planning.summary import told_rules
     from reshard_mpi.processes.governor.admission import UNLIMITED
-    from reshard_mpi.runs.plan import plan_targets
+    from reshard_mpi.runs.plan import plan_targets, told_rules
 
     asked = request(options)
     if options.plot is not None or options.tensor:

@@ -1,11 +1,18 @@
-"""Compute sums (CRC-32) of tensors, from their sources or read back (`sum_shard`)."""
+"""Sum tensors by CRC-32: of a whole from the sums of its parts, in any order; of shards and sources (`sum_shard`).
+
+A part's sum is the CRC-32 of the whole tensor's row-major bytes, with zeros in place of what the part does not hold.
+CRC-32 is affine over bits, so the sums of disjoint parts, each less the sum of all zeros, add up (by exclusive or) to
+that of the whole, `zlib.crc32(whole.tobytes())`. So neither layout nor format matters.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reshard_mpi.engine.crc import PartSum, has_short_runs
+from zlib_ng.zlib_ng import crc32, crc32_combine
+
 from reshard_mpi.engine.open_files import Files, OnBytes
 from reshard_mpi.engine.read import Stream, read_region
 from reshard_mpi.formats.locations import ByteRanges
@@ -14,6 +21,169 @@ from reshard_mpi.formats.tensor_table import ChunkedTensors, TensorEntry
 from reshard_mpi.planning.chunk_reads import ChunkReads
 from reshard_mpi.planning.rank_plan import Copy, Limits, RankPlan, TensorPlan, meeting
 from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.strides import Runs, common_runs, run_length
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Sums = np.ndarray[Any, np.dtype[np.uint32]]
+
+_ONES = 0xFFFFFFFF
+# Up to this number, runs are put together one by one: it takes less time than to begin any of the ways for more of
+# them.
+_FEW_RUNS = 64
+# Of more, those shorter than this are summed all at once, byte after byte, by numpy; others one by one with tables.
+_SHORT_BYTES = 48
+# Runs are only a few different distances apart; the tables of one distance take 40 KiB.
+_KEPT_STEPS = 64
+
+
+class PartSum:
+    """The sum of one part of a tensor, to which blocks are added as they are read.
+
+    Attributes:
+        whole: the box of the whole tensor. The blocks must be disjoint.
+    """
+
+    def __init__(self, whole: Box, itemsize_bytes: int) -> None:
+        self._whole = whole
+        self._itemsize = itemsize_bytes
+        self._size_bytes = whole.size * itemsize_bytes
+        self._state = 0
+
+    @property
+    def value(self) -> int:
+        """The sum of what has been added so far."""
+        return self._state ^ sum_of_zeros(self._size_bytes)
+
+    def add(self, block: Box, data: memoryview) -> None:
+        """Add the elements of `block`, whose row-major bytes are `data`."""
+        for runs in common_runs(block, block, self._whole):
+            state = _sum_of_runs(data, runs, self._itemsize)
+            end = runs.target_offset + (runs.repeats - 1) * runs.target_step + runs.length
+            self._state ^= _shifted(state, self._size_bytes - end * self._itemsize)
+
+
+def sum_of_whole(parts: Iterable[int], size_bytes: int) -> int:
+    """Return the CRC-32 of a tensor of the given size from the sums of the disjoint parts that make it up."""
+    zeros = sum_of_zeros(size_bytes)
+    state = zeros
+    for part in parts:
+        state ^= part ^ zeros
+    return state
+
+
+def has_short_runs(box: Box, whole: Box, itemsize_bytes: int) -> bool:
+    """Tell whether a part's runs in its whole tensor are short and numerous enough to load numpy for them."""
+    length = run_length(box, box, whole)
+    return length * _FEW_RUNS < box.size and length * itemsize_bytes < _SHORT_BYTES
+
+
+def sum_of_zeros(size_bytes: int) -> int:
+    """Return the CRC-32 of a number of zero bytes."""
+    return _shifted(_ONES, size_bytes) ^ _ONES
+
+
+def _shifted(state: int, count_bytes: int) -> int:
+    """Return the remainder `state` after `count_bytes` more zero bytes."""
+    return crc32_combine(state, 0, count_bytes)
+
+
+def _remainder(data: memoryview) -> int:
+    """Return the remainder of `data` from state 0: CRC-32 without its inversions, and therefore linear."""
+    return crc32(data, _ONES) ^ _ONES
+
+
+def _sum_of_runs(data: memoryview, runs: Runs, itemsize: int) -> int:
+    """Return the remainder of all runs, with as many zero bytes between them as lie there in the whole tensor."""
+    first, length, step = runs.source_offset * itemsize, runs.length * itemsize, runs.source_step * itemsize
+    apart = runs.target_step * itemsize
+    if runs.repeats == 1:
+        return _remainder(data[first : first + length])
+    if length == step == apart:
+        return _remainder(data[first : first + length * runs.repeats])
+    ends = range(first + length, first + length + runs.repeats * step, step)
+    if runs.repeats <= _FEW_RUNS:
+        state = 0
+        for end in ends:
+            state = _shifted(state, apart) ^ _remainder(data[end - length : end])
+        return state
+    if length < _SHORT_BYTES:
+        import numpy as np
+
+        rows = np.frombuffer(data, np.uint8, (runs.repeats - 1) * step + length, first)
+        return _joined(
+            _short_remainders(np.lib.stride_tricks.as_strided(rows, (runs.repeats, length), (step, 1))), apart
+        )
+    low, second, third, high = _gap(apart - length)
+    crc = _ONES
+    for end in ends:
+        crc = low[crc & 0xFF] ^ second[crc >> 8 & 0xFF] ^ third[crc >> 16 & 0xFF] ^ high[crc >> 24]
+        crc = crc32(data[end - length : end], crc)
+    return crc ^ _ONES
+
+
+@lru_cache(_KEPT_STEPS)
+def _gap(count_bytes: int) -> tuple[list[int], ...]:
+    """Return four tables, for the low to the high byte of a CRC-32: its part after `count_bytes` zero bytes."""
+    tables = _after_zeros(count_bytes)
+    inversions = _shifted(_ONES, count_bytes) ^ _ONES
+    return (*tables[:3], [value ^ inversions for value in tables[3]])
+
+
+def _after_zeros(count_bytes: int) -> list[list[int]]:
+    """Return four tables, for the low to the high byte of a remainder: its part after `count_bytes` zero bytes."""
+    return [_combined([_shifted(1 << bit, count_bytes) for bit in range(low, low + 8)]) for low in range(0, 32, 8)]
+
+
+def _combined(bits: list[int]) -> list[int]:
+    """Return a table of 256 values: entry n is the exclusive or of the values (of eight) whose bits are set in n."""
+    table = [0]
+    for value in bits:
+        table += [value ^ other for other in table]
+    return table
+
+
+def _short_remainders(rows: np.ndarray[Any, np.dtype[np.uint8]]) -> Sums:
+    import numpy as np
+
+    table = _byte_table()
+    states = np.zeros(len(rows), np.uint32)
+    for column in np.ascontiguousarray(rows.T):
+        states = table[(states ^ column) & 0xFF] ^ (states >> np.uint32(8))
+    return states
+
+
+def _joined(remainders: Sums, apart_bytes: int) -> int:
+    """Combine the remainders of equally long pieces that begin `apart_bytes` apart."""
+    import numpy as np
+
+    while len(remainders) > 1:
+        if len(remainders) % 2:
+            remainders = np.concatenate((np.zeros(1, np.uint32), remainders))  # nothing before the first
+        low, second, third, high = _tables(apart_bytes)
+        left = remainders[0::2]
+        remainders = (
+            low[left & 0xFF] ^ second[left >> 8 & 0xFF] ^ third[left >> 16 & 0xFF] ^ high[left >> 24]
+        ) ^ remainders[1::2]
+        apart_bytes *= 2
+    return int(remainders[0])
+
+
+@lru_cache(_KEPT_STEPS)
+def _tables(count_bytes: int) -> list[Sums]:
+    import numpy as np
+
+    return [np.array(table, np.uint32) for table in _after_zeros(count_bytes)]
+
+
+@lru_cache(1)
+def _byte_table() -> Sums:
+    """Return the remainder of each single byte."""
+    import numpy as np
+
+    return np.array(_combined([_shifted(1 << bit, 1) for bit in range(8)]), np.uint32)
+
 
 # The first byte of a range of a file, and the one after its last.
 Span = tuple[int, int]

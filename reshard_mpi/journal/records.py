@@ -354,7 +354,7 @@ def joined_sums(parts: Iterable[Sequence[TensorSum]], names: Iterable[str]) -> t
     Args:
         names: the tensors in file order.
     """
-    from reshard_mpi.engine.crc import sum_of_whole  # which loads a library for sums
+    from reshard_mpi.engine.sums import sum_of_whole  # which loads a library for sums
 
     values: defaultdict[str, list[int]] = defaultdict(list)
     sums = {}
@@ -371,7 +371,7 @@ def sums_of_wholes(shards: Mapping[int, Sequence[TensorSum]]) -> Iterator[tuple[
     Left out are tensors that stages share and cut differently, and loose ones that differ from rank to rank. Raises
     DamageError if shards that should hold the same part have different sums of it.
     """
-    from reshard_mpi.engine.crc import sum_of_whole
+    from reshard_mpi.engine.sums import sum_of_whole
 
     parts: defaultdict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], TensorSum]] = defaultdict(dict)
     of_their_own: set[str] = set()

@@ -35,17 +35,6 @@ from reshard_mpi.filesystem.folders import (
 )
 from reshard_mpi.filesystem.paths import require_replaceable
 from reshard_mpi.journal.commit_record import STRATEGY_RECORD, keep_strategy, strategy_record
-from reshard_mpi.journal.ownership import (
-    leftovers,
-    lock_name,
-    note_replaceable,
-    own_index,
-    remove_leftovers,
-    remove_note,
-    require_no_other_records,
-    require_own_index,
-    require_own_target,
-)
 from reshard_mpi.journal.publication import (
     Publication,
     partial_path,
@@ -65,7 +54,16 @@ from reshard_mpi.journal.records import (
 )
 from reshard_mpi.journal.run_identity import RunIdentity, glob_of
 from reshard_mpi.journal.target_places import (
+    leftovers,
+    lock_name,
+    note_replaceable,
     opened_inner,
+    own_index,
+    remove_leftovers,
+    remove_note,
+    require_no_other_records,
+    require_own_index,
+    require_own_target,
     require_place,
     require_unchanged,
     require_writable,

@@ -1,20 +1,35 @@
-"""Check and open the places of targets (`require_place`), and write targets there without records (`Unrecorded`)."""
+"""Check the places of targets, and whose files lie there (`require_place`, `require_own_target`).
+
+Others may have saved a checkpoint there, or copied one. A file is explained by the record of its target, which is
+written before the file takes its name, or by the note in the target's lock. The note says which file was there when a
+writer began: one that the user has given up with `--overwrite`, whose record is gone while its target is made again.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Iterator
+import stat
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
 from reshard_mpi import formats
 from reshard_mpi.errors import TargetError
-from reshard_mpi.filesystem.folders import Folder, Say, make_folders
+from reshard_mpi.filesystem.folders import Folder, Say, close, make_folders
 from reshard_mpi.filesystem.paths import described, require_replaceable
 from reshard_mpi.journal.publication import Publication, partial_path, remove_stale, require_own_stale, stale_bytes
-from reshard_mpi.journal.records import COMMIT_RECORD, STATE, TargetInputs, TargetRecord, record_path
+from reshard_mpi.journal.records import (
+    COMMIT_RECORD,
+    STATE,
+    RecordHead,
+    TargetInputs,
+    TargetRecord,
+    record_path,
+    recorded_ranks,
+)
+from reshard_mpi.journal.run_identity import RunIdentity
 from reshard_mpi.processes.host import host_name
 
 
@@ -154,3 +169,197 @@ class Unrecorded:
             with Folder.open(folder) as target, target.inner(STATE) as state:
                 uncommit(target, formats.name_of(path.name) or formats.DEFAULT)
                 state.remove(record_path(state.path, target_rank).name)
+
+
+_MOST_NOTE_BYTES = 64
+_ELSEWHERE = "choose another target folder, or remove the file if nobody needs it"
+
+
+def lock_name(target_rank: int) -> str:
+    return f"rank_{target_rank}.lock"
+
+
+def remove_note(lock: int) -> None:
+    """Remove the note of `note_replaceable`, since that file has been replaced."""
+    with contextlib.suppress(OSError):  # no other file is taken for that one
+        if os.fstat(lock).st_size:
+            os.ftruncate(lock, 0)
+
+
+def note_replaceable(lock: int, path: Path) -> None:
+    """Note in the open lock of a target which file lies at `path` now; its writer replaces that one."""
+    note = _noted(path)
+    if os.pread(lock, _MOST_NOTE_BYTES, 0) != note:
+        os.ftruncate(lock, 0)
+        if note:
+            os.pwrite(lock, note, 0)
+
+
+def require_own_target(state: Folder | None, folder: Path, target_rank: int, path: Path) -> None:
+    """Raise TargetError if the file at `path`, where a target goes, is nobody's that this folder's records know.
+
+    Args:
+        state: the open folder of the records; None if there is none.
+        folder: the target folder.
+    """
+    record = None if state is None else RecordHead.read(state.path, target_rank)
+    if state is not None and (
+        _is_explained(record, state, folder, target_rank, path) or _is_noted(state, target_rank, path)
+    ):
+        return
+    got = f"{path.stat().st_size} bytes of another origin" if path.is_file() else described(path)
+    remedy = f"{_ELSEWHERE}, and --resume makes the target"
+    if record is not None and folder / record.file == path and path.is_file():
+        size_bytes = path.stat().st_size
+        got = f"{size_bytes} bytes, not the {record.size_bytes} that this run has written"
+        if size_bytes == record.size_bytes:
+            got = f"{size_bytes} bytes as this run has written, but modified at another time"
+            remedy += "; a copy of a folder is to be made whole, with its records"
+    raise TargetError(
+        f"a file that this run has not written lies where target rank {target_rank} goes",
+        expected="no file of that name, or the one that this run has put there",
+        got=got,
+        where=str(path),
+        remedy=remedy,
+    )
+
+
+def require_no_other_records(state: Path, identity: RunIdentity) -> None:
+    """Raise TargetError if a folder without a record of its run has records of targets that are of another one."""
+    for record in _records(state):
+        if record.digest != identity.digest:
+            raise TargetError(
+                "the target folder holds targets of another run",
+                expected="an empty folder, or targets of this run",
+                got=f"a record of {record.file}, and no run.json that says which run has made it",
+                where=str(state),
+                remedy="use another target, or --overwrite to replace them",
+            )
+
+
+def require_own_index(folder: Path, state: Path, identity: RunIdentity, is_begun: Callable[[], bool]) -> None:
+    """Raise TargetError if the folder has an index, or a commit record, that the run `identity` has not written.
+
+    Args:
+        is_begun: tells whether the folder's records are those of this run. It is asked after a file has been seen,
+            since another process may begin the run, and end it, meanwhile.
+    """
+    index = formats.index_of(identity.format)
+    if index is not None and os.path.lexists(folder / index):
+        is_own = is_begun() and own_index(folder, state, identity) is not None
+        # It is looked for again: another process may have begun to make a target anew, and removed it.
+        if not is_own and os.path.lexists(folder / index):
+            raise _foreign(folder / index, "index")
+    if os.path.lexists(folder / COMMIT_RECORD) and not is_begun():
+        raise _foreign(folder / COMMIT_RECORD, "commit record")
+
+
+def own_index(folder: Path, state: Path, identity: RunIdentity) -> str | None:
+    """Return the name of the index that the recorded run `identity` has written; None if there is none.
+
+    It is written when all targets are recorded, and removed before the record of one is.
+    """
+    index = formats.index_of(identity.format)
+    if index is None or not os.path.lexists(folder / index):
+        return None
+    target_ranks = identity.facts.get("target_ranks")  # which records of earlier versions may lack
+    recorded = [rank for rank in recorded_ranks(state) if target_ranks is not None and rank < target_ranks]
+    return index if len(recorded) == target_ranks else None
+
+
+def _foreign(path: Path, kind: str) -> TargetError:
+    return TargetError(
+        f"the target folder has the {kind} of a checkpoint that this run has not written",
+        expected="an empty folder, or what this run has put there",
+        got=described(path),
+        where=str(path),
+        remedy=_ELSEWHERE,
+    )
+
+
+def _is_explained(record: RecordHead | None, state: Folder, folder: Path, target_rank: int, path: Path) -> bool:
+    """Tell whether a target's record explains its file; a record that cannot be read was lost with the power."""
+    if record is None:
+        return os.path.lexists(record_path(state.path, target_rank))
+    with contextlib.suppress(OSError):
+        return folder / record.file == path and record.is_about(path.stat())
+    return False
+
+
+def _is_noted(state: Folder, target_rank: int, path: Path) -> bool:
+    """Tell whether the file at `path` is the one that a writer of the target has found there, and was to replace."""
+    try:
+        lock = state.open_file(lock_name(target_rank), os.O_RDONLY, "a lock")
+    except FileNotFoundError:
+        return False
+    try:
+        note = os.pread(lock, _MOST_NOTE_BYTES, 0)
+    finally:
+        close(lock)
+    return bool(note) and note == _noted(path)
+
+
+def _noted(path: Path) -> bytes:
+    """Return the note on the file at `path`, which no other file has; an empty one if there is none."""
+    try:
+        status = path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return b""
+    return f"replaces {status.st_size} bytes of {status.st_mtime_ns}\n".encode()
+
+
+def leftovers(folder: Path, identity: RunIdentity) -> dict[str, int]:
+    """Return the files in a target folder that another run than `identity` has made, by path, with their target ranks.
+
+    Only files that the run does not make itself, and that are as their records say: of the same size, and not modified
+    after these were written. Paths are relative to the folder.
+    """
+    own = set(_target_files(identity))
+    records = (record for record in _records(folder / STATE) if record.digest != identity.digest)
+    return {record.file: record.rank for record in records if record.file not in own and _is_unchanged(folder, record)}
+
+
+def remove_leftovers(folder: Folder, state: Folder, identity: RunIdentity) -> None:
+    """Remove what `leftovers` finds, its records, and rank folders that become empty.
+
+    Raises TargetError if a file is of another user.
+    """
+    rank_of = leftovers(folder.path, identity)
+    for path, rank in rank_of.items():
+        rank_folder, _, name = path.rpartition("/")
+        with folder.inner(rank_folder or ".") as inner:
+            inner.require_own_file(name)
+            inner.remove(name)
+            inner.sync()
+        state.remove(record_path(state.path, rank).name)
+        if rank_folder:
+            folder.remove_empty(rank_folder)
+    if rank_of:
+        folder.sync()
+
+
+def _target_files(identity: RunIdentity) -> Iterator[str]:
+    """Yield the paths of all targets of a run, relative to the target folder."""
+    folder_format = formats.folder_by_name(identity.format)
+    targets, prefix = identity.target_ranks, str(identity.facts.get("prefix", ""))
+    ending = formats.info(identity.format).suffixes[0]
+    for rank in range(targets):
+        if folder_format is not None:
+            yield folder_format.file_name(rank, targets, prefix)
+        else:
+            yield f"rank_{rank}/{prefix}{rank}{ending}"
+
+
+def _records(state: Path) -> Iterator[RecordHead]:
+    """Yield how the records of targets begin, as far as they can be read."""
+    records = (RecordHead.read(state, rank) for rank in recorded_ranks(state))
+    return (record for record in records if record is not None)
+
+
+def _is_unchanged(folder: Path, record: RecordHead) -> bool:
+    try:
+        status = os.lstat(folder / record.file)
+        recorded = os.lstat(record_path(folder / STATE, record.rank))
+    except OSError:
+        return False
+    return stat.S_ISREG(status.st_mode) and record.is_about(status) and status.st_mtime_ns <= recorded.st_mtime_ns

@@ -262,6 +262,8 @@ class SharedFact(NamedTuple):
 
 # What the name of a string begins with among names of tensors.
 TEXT = "the string "
+# Origin of a tensor of the source that targets do not have.
+LEFT_OUT = "left out"
 
 
 class PrefixDigest(NamedTuple):

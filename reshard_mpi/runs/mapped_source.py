@@ -29,19 +29,19 @@ from reshard_mpi.mapping.training_file import SourceTree, applied_to_file
 from reshard_mpi.planning.accumulated_gradients import Accumulated, is_partial_sum, notes_on, sums_like
 from reshard_mpi.planning.lost_shards import MissingRanks, UnusableShard
 from reshard_mpi.planning.map_routes import MappedTensors
-from reshard_mpi.planning.rank_plan import RankPlan
+from reshard_mpi.planning.rank_plan import LEFT_OUT, RankPlan
 from reshard_mpi.planning.shared_facts import OWN
-from reshard_mpi.planning.summary import LEFT_OUT
 from reshard_mpi.runs.conversion import Conversion
-from reshard_mpi.runs.map_checks import (
+from reshard_mpi.runs.maps import (
+    TensorMap,
     require_equal,
     require_known_sums,
     require_padding,
     source_warnings,
     target_warnings,
     tensor_at,
+    tied_tensors,
 )
-from reshard_mpi.runs.maps import TensorMap, tied_tensors
 from reshard_mpi.sharding.placement import unsharded
 from reshard_mpi.text import counted, shortened
 

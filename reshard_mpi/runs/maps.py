@@ -1,25 +1,39 @@
-"""Read the maps and selections of a request (`TensorMap`)."""
+"""Read the maps of a request and check them against values and cuts (`TensorMap`, `target_warnings`).
+
+Halves of `[(f + f) h]` are all of the first tensor and all of the second. FSDP cuts so. Under tensor parallelism each
+rank has a part of both, which is another tensor as a whole; no byte tells which of the two a file is.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
 from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.checkpoints.source import SourceCheckpoint
-from reshard_mpi.errors import UsageError
-from reshard_mpi.formats.dtypes import DType
+from reshard_mpi.engine.compare import first_difference_of_tensors, first_nonzero
+from reshard_mpi.engine.open_files import Files
+from reshard_mpi.engine.read import element_of
+from reshard_mpi.errors import MapError, StrategyError, UsageError
+from reshard_mpi.formats.dtypes import DType, numbers
 from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.tensor_table import ChunkedTensors
 from reshard_mpi.mapping.map_file import read_rules
 from reshard_mpi.mapping.numbered_state import named_tensors, training_in
+from reshard_mpi.mapping.result import DerivedTensor, Equal, MapResult
 from reshard_mpi.mapping.rules import TYPES, Rules
 from reshard_mpi.mapping.selection import Selection, TargetTemplate
+from reshard_mpi.planning.accumulated_gradients import is_partial_sum
+from reshard_mpi.planning.rank_plan import RankPlan, TensorPlan
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.request import Request
-from reshard_mpi.sharding.placement import unsharded
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.placement import Shape, unsharded
+from reshard_mpi.text import counted, shortened
 
 _MAX_MAPS_LENGTH = 1 << 15
 
@@ -120,3 +134,213 @@ def tied_tensors(source: SourceCheckpoint, names: Iterable[str]) -> Mapping[str,
         if other != name:
             tied[name] = other
     return tied
+
+
+# The boxes of one tensor, each with the name, without its numbers, of the tensor on the map's other side: layers or
+# experts that are stacked are one kind, and a rank may well have only some of these.
+Parts = list[tuple[str, Box]]
+_NUMBER = re.compile(r"[0-9]+")
+
+
+def target_warnings(derived: Iterable[DerivedTensor], plan: RankPlan, rules: Sequence[Rules]) -> Iterator[str]:
+    """Yield warnings on how the target's strategy cuts tensors that the map fuses. plan: of one target.
+
+    Raises StrategyError if the configuration of the model contradicts that cut.
+    """
+    by_name = {tensor.name: tensor for tensor in derived if len(tensor.sources) > 1}
+    is_one_sided: dict[tuple[int, Box], bool] = {}
+    names = []
+    for group in plan.tensors.groups:
+        box, whole = group.kind.own_box, group.kind.whole_shape
+        if not by_name or box.shape == whole:
+            continue
+        for name in group.names:
+            tensor = by_name.get(name)
+            if tensor is None:
+                continue
+            key = (id(tensor.shape), box)
+            if key not in is_one_sided:
+                parts = [(_kind(tensor.sources[pair.source]), pair.to) for pair in tensor.shape.pairs]
+                _require_cut_by_ranks(name, parts, box, whole, rules, "target")
+                is_one_sided[key] = _is_one_sided(parts, box)
+            if is_one_sided[key]:
+                names.append(name)
+    if names:
+        yield _warning(names, "the target")
+
+
+def source_warnings(derived: Iterable[DerivedTensor], plan: RankPlan, rules: Sequence[Rules]) -> Iterator[str]:
+    """Yield warnings on how the source's strategy cuts fused tensors. plan: of the whole source.
+
+    Raises StrategyError if the configuration of the model contradicts that cut.
+    """
+    parts_of = _parted(derived)
+    names = []
+    for group in plan.tensors.groups if parts_of else ():
+        boxes = {route.source_box for route in group.routes if route.source_box != group.kind.box}
+        for name in group.names if boxes else ():
+            parts = parts_of.get(name, [])
+            for box in boxes if parts else ():
+                _require_cut_by_ranks(name, parts, box, group.kind.whole_shape, rules, "source")
+            if any(_is_one_sided(parts, box) for box in boxes):
+                names.append(name)
+    if names:
+        yield _warning(names, "the source")
+
+
+def _require_cut_by_ranks(name: str, parts: Parts, box: Box, whole: Shape, rules: Sequence[Rules], side: str) -> None:
+    """Raise StrategyError if a rank's box of several fused tensors certainly differs from a tensor-parallel rank's.
+
+    Args:
+        parts: of the tensors behind each other in `name`. A map that has a part of each tensor for every
+            tensor-parallel rank in turn needs a strategy of as many ranks. By any map, a rank among several has some of
+            each tensor.
+        rules: of the maps that are applied one after another.
+    """
+    ranks = rules[0].tensor_parallel if rules else None  # all maps have one configuration
+    parts = [(kind, part) for kind, part in parts if part.ndim == box.ndim]
+    if ranks is None or not parts:
+        return
+    cut = [dim for dim in range(box.ndim) if any(box.shape[dim] < whole[dim] > part.shape[dim] for _, part in parts)]
+    turns = min(Counter(kind for kind, _ in parts).values())
+    is_of_other_ranks = (
+        any(each.cuts_by_rank for each in rules)
+        and turns == ranks
+        and any(box.shape[dim] * ranks != whole[dim] for dim in cut)
+    )
+    if is_of_other_ranks or (ranks > 1 and _is_one_sided(parts, box)):
+        count = max((-(-whole[dim] // max(1, box.shape[dim])) for dim in cut), default=1)
+        raise StrategyError(
+            f"the strategy of the {side} contradicts the configuration of the model: several tensors lie behind each"
+            f" other in {name!r}, in parts for other ranks",
+            expected=f"{name!r} whole, or cut so that each of {counted(ranks, 'rank')} has a part of each of these"
+            " tensors, as tensor_model_parallel_size says",
+            got=f"it is cut in {count}, and a rank has {list(box.shape)} of {list(whole)}",
+            where=", ".join(each.where for each in rules),
+            remedy="correct tensor_model_parallel_size in the file of --config, or the strategy; for tensor parallelism"
+            " take the map that has parts for ranks (hf-llama-megatron-tp), for FSDP alone the one that has not"
+            " (hf-llama-megatron) and a configuration without this key",
+        )
+
+
+def _parted(derived: Iterable[DerivedTensor]) -> Mapping[str, Parts]:
+    """Return the source tensors from which tensors of several kinds are made."""
+    kinds: dict[str, set[str]] = {}
+    users: dict[str, list[DerivedTensor]] = {}
+    for tensor in derived:
+        for name in tensor.sources.values():
+            kinds.setdefault(name, set()).add(_kind(tensor.name))
+            users.setdefault(name, []).append(tensor)
+    return {
+        name: [
+            (_kind(tensor.name), pair.region)
+            for tensor in users[name]
+            for pair in tensor.shape.pairs
+            if tensor.sources[pair.source] == name
+        ]
+        for name, of_name in kinds.items()
+        if len(of_name) > 1
+    }
+
+
+def _is_one_sided(parts: Parts, box: Box) -> bool:
+    met: Set[str] = {kind for kind, part in parts if part.ndim == box.ndim and part.intersect(box) is not None}
+    return bool(met) and met != {kind for kind, _ in parts}
+
+
+def _kind(name: str) -> str:
+    return _NUMBER.sub("#", name)
+
+
+def _warning(names: list[str], side: str) -> str:
+    return (
+        f"the map has several tensors behind each other in {shortened(names)}, and the strategy of {side} gives a rank"
+        " only some of these: FSDP cuts so, but under tensor parallelism each rank has a part of each (see reshard-mpi"
+        " help maps)"
+    )
+
+
+def require_equal(conversion: Conversion, plan: RankPlan, mapped: MapResult) -> None:
+    """Raise MapError if tensors differ that the map takes for equal. plan: of the source as one full checkpoint."""
+    places = plan.tensors.places if mapped.equal else {}
+    for equal in mapped.equal:
+        tensors = [tensor_at(plan, places[name]) for name in equal.names]
+        for other in tensors[1:]:
+            _require_same(conversion, tensors[0], other, equal)
+
+
+def _require_same(conversion: Conversion, first: TensorPlan, other: TensorPlan, equal: Equal) -> None:
+    if (first.spec.dtype, first.spec.global_shape) != (other.spec.dtype, other.spec.global_shape):
+        element = None
+    else:
+        conversion.before_gathering()
+        with Files() as files:
+            element = first_difference_of_tensors(files, first, other, conversion.limits)
+        if element is None:
+            return
+    where = f"a difference at element {list(element)}" if element is not None else "other types or shapes"
+    raise MapError(
+        "one tensor is taken for several, and they differ",
+        expected=f"the same in {first.spec.name} and {other.spec.name}",
+        got=where,
+        where=f"{conversion.source.files.path}, by {equal.where}",
+        remedy="save them as one and the same, or give each an equation of its own",
+    )
+
+
+def require_padding(conversion: Conversion, plan: RankPlan, mapped: MapResult) -> None:
+    """Raise MapError if padding that must be zero is not. plan: as for `require_equal`."""
+    places = plan.tensors.places if mapped.pads else {}
+    for pads in mapped.pads:
+        if pads.are_dropped:
+            continue
+        conversion.before_gathering()
+        tensor = tensor_at(plan, places[pads.name])
+        with Files() as files:
+            for box in pads.boxes:
+                element = first_nonzero(files, tensor, box, conversion.limits)
+                if element is None:
+                    continue
+                value = numbers(element_of(files, tensor, element, conversion.limits), tensor.spec.dtype)[0]
+                if box == tensor.spec.box:
+                    problem = f"{pads.name} is left out, and is not zero"
+                    remedy = "leave zeros = true out of the entry of the map if it may be lost"
+                else:
+                    problem = f"the padding of {pads.name} is not zero"
+                    remedy = 'say pads = "drop" in the entry of the map if it may be thrown away, though it may'
+                    remedy += " have been trained"
+                raise MapError(
+                    problem,
+                    expected=f"zeros in {box}, of all bits 0",
+                    got=f"{value} at element {list(element)}",
+                    where=f"{conversion.source.files.path}, by {pads.where}",
+                    remedy=remedy,
+                )
+
+
+def tensor_at(plan: RankPlan, group_and_place: tuple[int, int]) -> TensorPlan:
+    """Return the tensor at a place in a plan. Raises the error for which it cannot be made."""
+    group, place = group_and_place
+    name = plan.tensors.groups[group].names[place]
+    if name in plan.holes:
+        raise plan.holes[name].with_traceback(None)
+    return plan.tensors.groups[group].tensor(place)
+
+
+def require_known_sums(mapped: MapResult, path: str) -> None:
+    """Raise MapError if a name is an accumulated gradient's before the map and another tensor's after it, or the
+    reverse.
+
+    One of several target ranks gets a sum, and the others zeros; which tensors are sums is known by their names.
+    """
+    for tensor in mapped.made:
+        sources = {tensor.sources[pair.source] for pair in tensor.shape.pairs}
+        if sources and {is_partial_sum(tensor.name)} != set(map(is_partial_sum, sources)):
+            raise MapError(
+                f"the map makes {tensor.name!r} of {shortened(sorted(sources))}, and only one side is known as sums",
+                expected="accumulated gradients with names such as accu_grads.<parameter> on both sides"
+                " (--accumulated sum)",
+                got=f"{tensor.name!r} in the target",
+                where=f"{path}, by {tensor.where}" if tensor.where else path,
+                remedy="call them so on both sides, and rename them afterwards by another run",
+            )

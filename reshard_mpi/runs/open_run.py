@@ -16,12 +16,11 @@ from reshard_mpi.journal.run_identity import CHOSEN, FILES_BY_DIGEST, RunIdentit
 from reshard_mpi.journal.target_journal import Journal
 from reshard_mpi.planning.accumulated_gradients import Accumulated
 from reshard_mpi.planning.needed_ranks import check_target_rank
-from reshard_mpi.planning.target_layouts import filled_files, strategy_of
 from reshard_mpi.runs.conversion import Conversion, apply_map, map_words
 from reshard_mpi.runs.overlap import refuse_overlap, refuse_posing, refuse_replacing
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.run_memory import RunMemory, Workload
-from reshard_mpi.runs.scheduling import are_even, assign, target_weights
+from reshard_mpi.runs.scheduling import are_even, assign, filled_files, strategy_of, target_weights
 from reshard_mpi.sharding.placement import Strategy
 from reshard_mpi.sharding.strategy import table
 

@@ -25,7 +25,6 @@ from reshard_mpi.journal.target_places import Unrecorded
 from reshard_mpi.planning.find_placement import Unlisted
 from reshard_mpi.planning.rank_plan import PlannedTensors, RankPlan
 from reshard_mpi.planning.shared_facts import require_one_checkpoint
-from reshard_mpi.planning.target_layouts import filled_files, strategy_of
 from reshard_mpi.processes.comm import Comm, SerialComm
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.outcome import Outcome, agreed, attempt
@@ -44,6 +43,7 @@ from reshard_mpi.runs.preflight import (
 from reshard_mpi.runs.progress import CLOSED, MOVED, Progress, Stage
 from reshard_mpi.runs.request import Request, Strategies, TargetFile
 from reshard_mpi.runs.run_memory import RunMemory, Workload
+from reshard_mpi.runs.scheduling import filled_files, strategy_of
 from reshard_mpi.runs.target_writer import target_report, write_whole
 from reshard_mpi.runs.transform import plan_alone
 from reshard_mpi.text import GIB

@@ -15,9 +15,8 @@ from reshard_mpi import formats
 from reshard_mpi.checkpoints.discovery import ShardFiles
 from reshard_mpi.checkpoints.source import DAMAGE, SourceCheckpoint
 from reshard_mpi.engine.compare import first_difference_of_tensors, value_at
-from reshard_mpi.engine.crc import sum_of_whole
 from reshard_mpi.engine.open_files import Files, OnBytes
-from reshard_mpi.engine.sums import Span, held_tensor, sum_shard, sum_sources, sum_tensors, takes_numpy
+from reshard_mpi.engine.sums import Span, held_tensor, sum_of_whole, sum_shard, sum_sources, sum_tensors, takes_numpy
 from reshard_mpi.errors import DamageError, DisagreementError, ReshardError, ShardError, as_reshard_error
 from reshard_mpi.formats.manifest import Manifest, TensorSpec
 from reshard_mpi.journal.commit_record import CommitRecord

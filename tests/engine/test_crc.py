@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard_mpi.engine import crc
-from reshard_mpi.engine.crc import PartSum, sum_of_whole, sum_of_zeros
+from reshard_mpi.engine import sums as engine_sums
+from reshard_mpi.engine.sums import PartSum, sum_of_whole, sum_of_zeros
 from reshard_mpi.sharding.box import Box
 
 
@@ -79,13 +79,13 @@ def test_few_runs_are_summed_without_tables_and_without_numpy(
     alone[:, 7 : 7 + columns] = whole[:, 7 : 7 + columns]
     made: list[str] = []
     for name in ("_short_remainders", "_gap"):
-        function = getattr(crc, name)
+        function = getattr(engine_sums, name)
         monkeypatch.setattr(
-            crc, name, lambda *given, name=name, function=function: made.append(name) or function(*given)
+            engine_sums, name, lambda *given, name=name, function=function: made.append(name) or function(*given)
         )
     assert sum_of_part(whole, part) == zlib.crc32(alone.tobytes())
     assert bool(made) is (rows > 64)
-    assert crc.has_short_runs(part, Box.whole(whole.shape), 1) is ("_short_remainders" in made)
+    assert engine_sums.has_short_runs(part, Box.whole(whole.shape), 1) is ("_short_remainders" in made)
 
 
 def test_zeros_and_nothing() -> None:

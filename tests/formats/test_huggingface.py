@@ -24,7 +24,7 @@ from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import Specs
 from reshard_mpi.formats.safetensors import huggingface
 from reshard_mpi.formats.tensor_table import TensorType
-from reshard_mpi.planning.target_layouts import filled_files, strategy_of
+from reshard_mpi.runs.scheduling import filled_files, strategy_of
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
 
