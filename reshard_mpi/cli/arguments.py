@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from reshard_mpi.cli.options import (
+from reshard_mpi.cli.option_arguments import (
     add,
     add_accumulated,
     add_comparison,

@@ -19,7 +19,7 @@ from reshard_mpi.cli.start import begin_command, end_if_stopped, stopped_text
 from reshard_mpi.cli.usage import flush_standard_streams, open_standard_streams, show, tell_done
 from reshard_mpi.errors import DamageError, DifferenceError, ReshardError, UsageError
 from reshard_mpi.processes import comm
-from reshard_mpi.processes.governor.process_memory import finish
+from reshard_mpi.processes.governor.process_lease import finish
 from reshard_mpi.processes.host import ONE_THREAD
 from reshard_mpi.processes.signals import (
     INTERRUPTED,
@@ -180,7 +180,7 @@ def _transform(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from reshard_mpi.processes.governor.admission import UNLIMITED
+    from reshard_mpi.processes.governor.governor import UNLIMITED
     from reshard_mpi.runs.plan import plan_targets, told_rules
 
     asked = request(options)
@@ -287,7 +287,7 @@ def _finds(work: Task, what: str, options: argparse.Namespace, sound: Callable[[
 
 
 def _governor(options: argparse.Namespace) -> int:
-    from reshard_mpi.processes.governor.admission import Allowance
+    from reshard_mpi.processes.governor.governor import Allowance
     from reshard_mpi.processes.governor.status import host_state
 
     state = host_state(Allowance.of(None, None, os.environ), os.environ)

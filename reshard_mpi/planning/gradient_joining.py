@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
 from reshard_mpi.errors import CoverageError, ReshardError, SourceError, StrategyError
-from reshard_mpi.formats.derived import JoinedTensors, constant
+from reshard_mpi.formats.computed_tensors import JoinedTensors, constant
 from reshard_mpi.formats.dtypes import BY_NAME, FLOATS
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import TensorTable, TensorType

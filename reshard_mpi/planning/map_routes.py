@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard_mpi.errors import ReshardError
-from reshard_mpi.formats.derived import constant, converted
+from reshard_mpi.formats.computed_tensors import constant, converted
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.locations import ByteRanges
 from reshard_mpi.formats.tensor_table import NOT_CONTIGUOUS, TensorTable, TensorType

@@ -20,8 +20,8 @@ from reshard_mpi.formats.locations import Constant, LibraryRead, Reduced
 from reshard_mpi.formats.tensor_table import KEPT_OFFSET_BYTES, KEPT_TENSOR_BYTES
 from reshard_mpi.planning.rank_plan import Group, RankPlan, TensorPlan
 from reshard_mpi.processes.comm import Comm
-from reshard_mpi.processes.governor.admission import Allowance, Governor
-from reshard_mpi.processes.governor.process_memory import WORKER_BYTES, ProcessMemory
+from reshard_mpi.processes.governor.governor import Allowance, Governor
+from reshard_mpi.processes.governor.process_lease import WORKER_BYTES, ProcessLease
 from reshard_mpi.runs.conversion import LIMITS, Conversion
 from reshard_mpi.runs.progress import Progress
 from reshard_mpi.sharding.box import Box
@@ -267,7 +267,7 @@ class RunMemory:
         self._comm = comm
         self._progress = progress
         self._no_longer_meanwhile: Callable[[], None] = lambda: None
-        self._process_memory: ProcessMemory | None = None
+        self._lease: ProcessLease | None = None
         self._projection: Projection | None = None
         self._on_memory_released: list[Callable[[], None]] = []
 
@@ -278,17 +278,17 @@ class RunMemory:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._no_longer_meanwhile()
-        if self._process_memory is not None:
-            self._process_memory.close()
+        if self._lease is not None:
+            self._lease.close()
 
     def open(self) -> Governor:
         """Return the governor of this host's memory; the first call opens it. Raises a ReshardError."""
-        if self._process_memory is None:
+        if self._lease is None:
             say, alone = self._progress.waiting, self._comm.size == 1
-            self._process_memory = ProcessMemory.open(self._allowance(), os.environ, say, alone=alone)
-            self._process_memory.on_memory_released.append(self._free)
-            self._no_longer_meanwhile = self._comm.meanwhile(self._process_memory.release_if_contended)
-        return self._process_memory.governor
+            self._lease = ProcessLease.open(self._allowance(), os.environ, say, alone=alone)
+            self._lease.on_memory_released.append(self._free)
+            self._no_longer_meanwhile = self._comm.meanwhile(self._lease.release_if_contended)
+        return self._lease.governor
 
     def on_memory_released(self, *free: Callable[[], None]) -> None:
         """Set the functions that free what was read and planned, for when other processes need memory."""
@@ -328,20 +328,20 @@ class RunMemory:
     def reserve_for_copying(self, peak_bytes: int, purpose: str) -> bool:
         """Wait for `peak_bytes` of memory in all, to move or compare bytes; tell whether plans have not been freed."""
         self.open()
-        assert self._process_memory is not None
-        is_kept = self._process_memory.need(peak_bytes + self._progress.display.memory_bytes, purpose)
+        assert self._lease is not None
+        is_kept = self._lease.need(peak_bytes + self._progress.display.memory_bytes, purpose)
         self._progress.admitted()
         return is_kept
 
     def yield_if_contended(self) -> None:
         """Give way to other processes between two targets, if this process keeps enough memory to go on."""
-        if self._process_memory is not None:
-            self._process_memory.release_if_contended()
+        if self._lease is not None:
+            self._lease.release_if_contended()
 
     def forbid_starting_over(self) -> None:
         """From now on, do not start this process over: it has something to lose."""
-        if self._process_memory is not None:
-            self._process_memory.stay()
+        if self._lease is not None:
+            self._lease.stay()
 
     def share_out(self, jobs: int, parameters: int) -> int:
         """Wait for the memory to fork workers; return how many: `jobs`, or as many as fit, but one at least.
@@ -352,21 +352,21 @@ class RunMemory:
             parameters: how many the strategies list, which is how many tensors each worker plans.
         """
         governor = self.open()
-        assert self._process_memory is not None
+        assert self._lease is not None
         room_bytes = governor.ceiling_bytes - INTERPRETER_BYTES - _WORK_BYTES
         size = max(1, min(jobs, room_bytes // (WORKER_BYTES + parameters * _PLANNED_BYTES)))
         self.reserve_for_copying(INTERPRETER_BYTES + size * WORKER_BYTES, "starting workers")
-        self._process_memory.be_floor()
+        self._lease.be_floor()
         return size
 
     def worker_is_there(self) -> None:
         """Give up the memory that was held for one worker, which asks for its own."""
-        assert self._process_memory is not None
-        self._process_memory.hand_over(WORKER_BYTES)
+        assert self._lease is not None
+        self._lease.hand_over(WORKER_BYTES)
 
     def take_waited_seconds(self) -> float:
         """Return for how long this process has waited for memory since the last call."""
-        return self._process_memory.take_waited_seconds() if self._process_memory is not None else 0.0
+        return self._lease.take_waited_seconds() if self._lease is not None else 0.0
 
     def _free(self) -> None:
         for free in self._on_memory_released:

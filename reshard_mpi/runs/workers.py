@@ -25,7 +25,7 @@ from typing import Any
 from reshard_mpi.errors import ReshardError, TransformError, as_reshard_error
 from reshard_mpi.processes.comm import Comm, SerialComm
 from reshard_mpi.processes.forks import Channel, Fork, wait_for_any
-from reshard_mpi.processes.governor.process_memory import finish, register_worker
+from reshard_mpi.processes.governor.process_lease import finish, register_worker
 from reshard_mpi.processes.host import ONE_THREAD, host_name, processes_by_default, processes_of_use
 from reshard_mpi.processes.imports import fresh_interpreter, import_environment
 from reshard_mpi.processes.signals import exit_when_terminated

@@ -16,7 +16,7 @@ from support.float_oracle import became
 
 from reshard_mpi.engine import batches, shard_transfer
 from reshard_mpi.engine.shard_transfer import write_shard
-from reshard_mpi.formats.derived import converted
+from reshard_mpi.formats.computed_tensors import converted
 from reshard_mpi.formats.dtypes import BY_NAME, DType
 from reshard_mpi.formats.locations import ByteRange, ByteRanges
 from reshard_mpi.formats.manifest import Manifest, ShardIdentity

@@ -20,7 +20,7 @@ from reshard_mpi.engine.elements import raw_dtype
 from reshard_mpi.engine.gather import Reduction, gather
 from reshard_mpi.engine.open_files import Files
 from reshard_mpi.engine.read import fill
-from reshard_mpi.formats.derived import JoinedTensors, converted
+from reshard_mpi.formats.computed_tensors import JoinedTensors, converted
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.locations import ByteRange, ByteRanges, Converted, LibraryRead, Reduced, StridedView
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.plans import planned_singly
 
-from reshard_mpi.formats.derived import constant, converted
+from reshard_mpi.formats.computed_tensors import constant, converted
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.locations import ByteRange, ByteRanges, Constant, Converted, StridedView
 from reshard_mpi.formats.manifest import ShardIdentity, TensorSpec

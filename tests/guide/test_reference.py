@@ -15,7 +15,7 @@ from reshard_mpi.cli import arguments
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.processes import host
-from reshard_mpi.processes.governor import admission, ledger_folder, process_memory
+from reshard_mpi.processes.governor import governor, ledger_folder, process_lease
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import unsharded
 from reshard_mpi.sharding.strategy import table, toml
@@ -159,11 +159,11 @@ def test_the_ten_likeliest_messages_are_there() -> None:
 
 def test_variables_of_the_environment() -> None:
     told = set(re.findall(r"RESHARD_MPI_[A-Z_]+", "\n".join(path.read_text() for path in PAGES)))
-    assert told == {host.HOST_VARIABLE, admission.MEMORY_VARIABLE, ledger_folder.STATE_VARIABLE}
+    assert told == {host.HOST_VARIABLE, governor.MEMORY_VARIABLE, ledger_folder.STATE_VARIABLE}
 
 
 def test_what_the_page_on_memory_says_of_the_first_lease() -> None:
-    assert f"{process_memory.BASE_BYTES // MIB} MiB at first" in (GUIDE / "memory.md").read_text()
+    assert f"{process_lease.BASE_BYTES // MIB} MiB at first" in (GUIDE / "memory.md").read_text()
 
 
 def test_every_test_that_holds_a_promise_exists() -> None:

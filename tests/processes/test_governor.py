@@ -28,7 +28,7 @@ from support.stand_ins import doing
 
 import reshard_mpi
 from reshard_mpi.errors import BudgetError, ReshardError, UsageError
-from reshard_mpi.processes.governor.admission import Allowance, Governor, open_governor
+from reshard_mpi.processes.governor.governor import Allowance, Governor, open_governor
 from reshard_mpi.processes.governor.ledger import Ledger, _LedgerFile
 from reshard_mpi.processes.governor.ledger_folder import LedgerFolder
 from reshard_mpi.processes.governor.scopes import anonymous_bytes

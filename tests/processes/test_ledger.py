@@ -18,7 +18,7 @@ from support.holders import TIMEOUT_SECONDS, Holder, ended, leased, until
 from support.ledgers import LEASE, Changing, entries, in_line, ledger, pids
 from support.processes import run_command
 
-from reshard_mpi.processes.governor.admission import Allowance, Governor, open_governor
+from reshard_mpi.processes.governor.governor import Allowance, Governor, open_governor
 from reshard_mpi.processes.governor.ledger import Ledger, _LedgerFile
 from reshard_mpi.processes.governor.ledger_folder import LedgerFolder
 from reshard_mpi.text import MIB

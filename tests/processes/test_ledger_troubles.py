@@ -20,7 +20,7 @@ from support.holders import TIMEOUT_SECONDS, Holder, ended, until
 from support.ledgers import LEASE, Changing, entries, in_line, ledger, pids
 
 from reshard_mpi.errors import ReshardError
-from reshard_mpi.processes.governor.admission import Governor
+from reshard_mpi.processes.governor.governor import Governor
 from reshard_mpi.processes.governor.ledger import Ledger
 from reshard_mpi.processes.governor.ledger_folder import LedgerFolder
 from reshard_mpi.processes.host import state_of

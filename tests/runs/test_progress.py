@@ -19,7 +19,7 @@ from support.rank_calls import logged_while_transforming
 
 import reshard_mpi
 from reshard_mpi.formats import ckpt
-from reshard_mpi.processes.governor import admission
+from reshard_mpi.processes.governor import governor
 from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
 
 Told = list[tuple[str, str]]
@@ -143,8 +143,8 @@ def spoiled(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.
     c = make(tmp_path)
     c = spoil(c) or c
     if spoil is a_place_that_others_do_not_see:
-        find = admission.find_place
-        monkeypatch.setattr(admission, "find_place", lambda env: find(env)._replace(private="a mount of its own"))
+        find = governor.find_place
+        monkeypatch.setattr(governor, "find_place", lambda env: find(env)._replace(private="a mount of its own"))
     return c
 
 

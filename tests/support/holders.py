@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
-from reshard_mpi.processes.governor import admission
-from reshard_mpi.processes.governor.admission import Allowance, Governor, Say, open_governor
+from reshard_mpi.processes.governor import governor as governing
+from reshard_mpi.processes.governor.governor import Allowance, Governor, Say, open_governor
 
 TIMEOUT_SECONDS = 300.0
 
@@ -108,7 +108,7 @@ def leased(governor: Governor, size_bytes: int, purpose: str, say: Say) -> Itera
 
 def main(memory: str, max_active: str, size_bytes: str, used_bytes: str) -> None:
     """Take a lease, say so, and hold it until standard input is closed."""
-    admission._FIRST_NOTICE_SECONDS = 0.0
+    governing._FIRST_NOTICE_SECONDS = 0.0
     governor = open_governor(Allowance.of(memory, int(max_active) or None, {}), os.environ)
     with leased(governor, int(size_bytes), f"process {os.getpid()}", lambda text: say(f"waits: {text}")):
         memory_in_use = b"\1" * int(used_bytes)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from reshard_mpi.processes.governor.admission import Allowance, leased_bytes
+from reshard_mpi.processes.governor.governor import Allowance, leased_bytes
 from reshard_mpi.processes.governor.ledger import Ledger, LedgerEntry
 from reshard_mpi.processes.governor.ledger_folder import LEDGER_SUFFIX, LedgerFolder, find_place
 from reshard_mpi.processes.governor.scopes import find_scopes

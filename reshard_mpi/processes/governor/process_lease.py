@@ -1,4 +1,4 @@
-"""Hold the memory lease of one process, from start to end (`ProcessMemory`).
+"""Hold the memory lease of one process, from start to end (`ProcessLease`).
 
 A process that was started for a run takes a lease while it has loaded next to nothing, and never holds memory while it
 waits: its lease grows in its place, or the process starts over (`Start`), as small as at first, and waits for all that
@@ -19,7 +19,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from reshard_mpi.errors import ReshardError
-from reshard_mpi.processes.governor.admission import Allowance, Governor, Lease, Say, open_governor
+from reshard_mpi.processes.governor.governor import Allowance, Governor, Lease, Say, open_governor
 from reshard_mpi.processes.governor.scopes import resident_bytes
 from reshard_mpi.text import MIB
 
@@ -72,7 +72,7 @@ def finish() -> None:
         start.lease.give_back()
 
 
-class ProcessMemory:
+class ProcessLease:
     """What memory this process may use, until it is closed.
 
     Attributes:
@@ -93,7 +93,7 @@ class ProcessMemory:
         self._may_start_over = start is not None and start.over is not None
 
     @classmethod
-    def open(cls, allowance: Allowance, environment: Mapping[str, str], say: Say, *, alone: bool) -> ProcessMemory:
+    def open(cls, allowance: Allowance, environment: Mapping[str, str], say: Say, *, alone: bool) -> ProcessLease:
         """Return the memory of this process, with the lease that it has started with, if any.
 
         Args:
