@@ -15,8 +15,8 @@ from reshard_mpi.errors import MapError
 from reshard_mpi.filesystem.paths import described
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.mapping.axis_sizes import ConfigurationNeeded, ExpressionProblem, evaluated, names_in
-from reshard_mpi.mapping.box_pairs import EquationProblem, check
 from reshard_mpi.mapping.equations import SyntaxProblem, parse
+from reshard_mpi.mapping.one_to_one import EquationProblem, check
 from reshard_mpi.mapping.rules import (
     TYPES,
     Drop,

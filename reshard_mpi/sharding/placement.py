@@ -1,4 +1,4 @@
-"""Define which rank holds which piece of a tensor, without its shape (`Placement`, `Strategy`).
+"""Define which rank holds which piece of a tensor, without its shape (`Placement`, `Strategy`, `ceil_lengths`).
 
 - local rank r of a stage has the coordinates of a row-major walk over `mesh`, last axis fastest;
 - every tensor dimension is cut evenly (or at given sizes, or by ceiling division) over the mesh axes that `split`
@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from reshard_mpi.errors import LayoutError
@@ -386,3 +386,15 @@ def ravel(coordinates: tuple[int, ...], lengths: tuple[int, ...]) -> int:
     for coordinate, length in zip(coordinates, lengths):
         number = number * length + coordinate
     return number
+
+
+def ceil_lengths(length: int, cuts: Iterable[int]) -> tuple[int, ...]:
+    """Return the lengths of a dimension's slices under ceiling division, and again for each of these."""
+    lengths = [length]
+    for count in cuts:
+        lengths = [
+            max(0, min(step, whole - index * step))
+            for whole, step in ((whole, -(-whole // count)) for whole in lengths)
+            for index in range(count)
+        ]
+    return tuple(lengths)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate, chain, product
 
 from reshard_mpi.errors import LayoutError
-from reshard_mpi.sharding.placement import Placement, Shape
+from reshard_mpi.sharding.placement import Placement, Shape, ceil_lengths
 
 Grouping = tuple[tuple[int, int], ...]
 
@@ -196,18 +196,6 @@ def _with_sizes(placement: Placement, shape: Shape) -> Placement:
         if shape[dim] % placement.slices(dim)
     )
     return replace(placement, sizes=tuple(sizes), ceil=False)
-
-
-def ceil_lengths(length: int, cuts: Iterable[int]) -> tuple[int, ...]:
-    """Return the lengths of a dimension's slices under ceiling division, and again for each of these."""
-    lengths = [length]
-    for count in cuts:
-        lengths = [
-            max(0, min(step, whole - index * step))
-            for whole, step in ((whole, -(-whole // count)) for whole in lengths)
-            for index in range(count)
-        ]
-    return tuple(lengths)
 
 
 def _groupings(factors: int, groups: int) -> Iterator[Grouping]:

@@ -24,8 +24,7 @@ from reshard_mpi.formats.torch import pickler
 from reshard_mpi.formats.torch.dtensors import MeshFactor, TensorMesh, part_of, placement_of
 from reshard_mpi.formats.torch.pickler import WrittenTensor, row_major_strides
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.sharding.placement import Placement
-from reshard_mpi.sharding.regroup_dimensions import ceil_lengths
+from reshard_mpi.sharding.placement import Placement, ceil_lengths
 from reshard_mpi.sharding.strategy import table
 
 GOLDEN = Path(__file__).parent / "golden" / "torch" / "dtensor_ranks"

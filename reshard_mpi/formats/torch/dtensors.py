@@ -11,8 +11,7 @@ from reshard_mpi.formats.manifest import ShardIdentity
 from reshard_mpi.formats.nest.nodes import Call, Dict, Value
 from reshard_mpi.formats.torch.tensors import DistributedTensor, StoredTensor, numbers
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.sharding.placement import Placement, Strategy
-from reshard_mpi.sharding.regroup_dimensions import ceil_lengths
+from reshard_mpi.sharding.placement import Placement, Strategy, ceil_lengths
 from reshard_mpi.sharding.strategy import table
 from reshard_mpi.sharding.strategy.json_checks import MAX_AXES
 
