@@ -12,7 +12,7 @@ from reshard_mpi.formats.dtypes import FLOATS, DType
 from reshard_mpi.mapping.box_pairs import TargetShape, TermTensor
 from reshard_mpi.mapping.direction import Direction, Inventory, shown, told_direction
 from reshard_mpi.mapping.matching import Match, matches, whole_pair
-from reshard_mpi.mapping.optimizer_names import settings_of_all
+from reshard_mpi.mapping.optimizer_forms import settings_of_all
 from reshard_mpi.mapping.optimizer_state import (
     followed,
     is_named_as_state,

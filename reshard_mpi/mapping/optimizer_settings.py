@@ -1,422 +1,302 @@
 """Carry an optimizer's settings along with its parameters: groups, and numbers in their state (`carried_into`).
 
-Tensors follow equations. What lies beside them in the nest does so here: with numbers (`with_names`), with names of
-parameters (`with_other_names`), and into the nest of another checkpoint (`carried_into`).
+Tensors follow equations. What lies beside them in the nest does so here: under the new names of parameters
+(`renamed`), and into the nest of another checkpoint (`carried_into`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.nest.nodes import decoded, parsed, written
-from reshard_mpi.mapping.numbered_state import Training, entries_of, optimizers_in, parts_of, value_of
-from reshard_mpi.mapping.optimizer_names import (
+from reshard_mpi.mapping.numbered_state import Training, entries_of, parts_of
+from reshard_mpi.mapping.optimizer_forms import (
     GROUPS,
-    NAMES_IN_GROUPS,
+    NOTHING,
+    STATE,
+    Form,
     Key,
-    MadeParameter,
-    by_both_names,
-    flat_key,
-    flat_optimizers,
-    flat_settings,
-    group_flat,
-    key_of_state,
-    made_in,
-    named_optimizers,
-    optimizer_at,
-    set_value,
-    states_of,
+    Optimizer,
+    optimizers_of,
+    put,
+    settings_in,
 )
+from reshard_mpi.mapping.optimizer_names import MadeParameter, by_both_names, made_in
 
-# What numbers and names parameters, which belongs to a file and is not carried to another.
-_OF_PARAMETERS = (*NAMES_IN_GROUPS, "state")
 # Lists in the state of torch's schedulers with a value for each group (torch.optim.lr_scheduler, 2.13).
 _BY_GROUP = frozenset(("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"))
-_VALUES = {"tuple", "bytes", "float", "global", "call"}
 
 
-def with_names(
-    nest: str, training: Training, parameters: Sequence[MadeParameter], tensors: Sequence[str], where: str
-) -> str:
-    """Return a nest in which the optimizer's state goes by the names of the parameters that are made, not by numbers.
+class NewNest(NamedTuple):
+    """The text of a nest, and the paths of optimizers in it."""
 
-    Args:
-        tensors: the names of all that is made, in order.
-
-    Raises MapError if parameters of several groups are put together.
-    """
-    root, order = parsed(nest)
-    names_in_order = None if order is None else tensors
-    optimizer = training.optimizer
-    if optimizer is None:
-        return written(root, names_in_order)
-    number_of = {name: number for number, name in training.parameters.items()}
-    group_of = {number: index for index, group in enumerate(optimizer.groups) for number in group.numbers}
-    members: list[list[str]] = [[] for _ in optimizer.groups]
-    states = []
-    node = optimizer_at(root, optimizer.path)
-    values = states_of(value_of(node, "state"))
-    for parameter in parameters:
-        numbers = sorted(number_of[name] for name in parameter.sources if name in number_of)
-        groups = {group_of[number] for number in numbers}
-        if not numbers:
-            continue
-        state = values.get(numbers[0], {"dict": []})
-        if len(groups) > 1 or any(values.get(number, {"dict": []}) != state for number in numbers):
-            raise _treated_differently(", ".join(sorted(parameter.sources)), where)
-        members[groups.pop()].append(parameter.name)
-        states.append([parameter.name, state])
-    set_value(node, "state", {"dict": states})
-    for group, names in zip(value_of(node, "param_groups"), members):
-        set_value(group, "params", names)
-        if value_of(group, "param_names") is not None:
-            set_value(group, "param_names", names)
-    return written(root, names_in_order)
+    text: str
+    unknown: Sequence[str]  # nothing tells which parameters their groups have
+    by_names: Sequence[str] = ()  # they go by names of parameters
 
 
-def with_other_names(
-    nest: str, inventory: Container[str], parameters: Sequence[MadeParameter], tensors: Sequence[str], where: str
-) -> str:
-    """Return a nest in which optimizers whose state goes by names have their parameters' new names.
+def renamed(
+    nest: str,
+    training: Training,
+    inventory: Container[str],
+    parameters: Sequence[MadeParameter],
+    tensors: Sequence[str],
+    where: str,
+) -> NewNest:
+    """Return a nest in which optimizers have the new names of their parameters: names instead of numbers, too.
 
     Args:
         inventory: the names of the source's tensors; parameters that are called otherwise keep their names.
         parameters: all that is made.
-        tensors: as in `with_names`, which see for the errors.
+        tensors: the names of all that is made, in order.
+
+    Raises MapError if parameters are put together that an optimizer treats differently.
     """
     root, order = parsed(nest)
     sources = frozenset(source for parameter in parameters for source in parameter.sources)
-    for path, node in named_optimizers(root):
-        groups = value_of(node, GROUPS)
-        group_of = {name: index for index, group in enumerate(groups) for name in value_of(group, "params")}
-        states = {entry[0]: entry for entry in entries_of(value_of(node, "state")) or () if isinstance(entry[0], str)}
-        treated = {name: (index, states.get(name, [name, {"dict": []}])[1:]) for name, index in group_of.items()}
-        becomes = _Becoming(inventory, made_in(path, path, group_of, sources, parameters, where))
-        becomes.require_treated_alike(treated, where)
-        entries: dict[Any, list[Any]] = {}
-        for name, entry in states.items():
-            for new in becomes.names(name) if name in group_of else [name]:
-                entries.setdefault(new, [new, *entry[1:]])
-        set_value(node, "state", {"dict": list(entries.values())})
-        for group in groups:
-            for key in NAMES_IN_GROUPS:
-                names = value_of(group, key)
-                if isinstance(names, list):
-                    set_value(group, key, list(dict.fromkeys(new for name in names for new in becomes.names(name))))
-    for path, node in flat_optimizers(root):
-        settings = flat_settings(node)
-        becomes = _Becoming(inventory, made_in(path, path, settings, sources, parameters, where))
-        becomes.require_treated_alike(settings, where)
-        entries = {}
-        for entry in node["dict"]:
-            flat = flat_key(entry)
-            names = [entry[0]] if flat is None else [flat.called(name) for name in becomes.names(flat.parameter)]
-            for new in names:
-                entries.setdefault(new, [new, *entry[1:]])
-        node["dict"] = list(entries.values())
-    return written(root, None if order is None else tensors)
+    unknown, by_names = [], []
+    for node, optimizer in optimizers_of(root, training):
+        path = optimizer.path
+        if optimizer.form is Form.UNKNOWN:
+            unknown += [path] * (len(optimizer.groups) > 1)  # a lone group has all parameters in any case
+            continue
+        if optimizer.form is Form.NUMBERS:
+            of_it = (parameter for parameter in parameters if not parameter.sources.isdisjoint(optimizer.parameters))
+            made = [MadeParameter(name.removeprefix(training.prefix), own) for name, own in of_it]
+        else:
+            made = made_in(path, path, optimizer.parameters, sources, parameters, where)
+        put(node, _renamed(optimizer, made, inventory, where))
+        by_names += [path] * (optimizer.form is not Form.FLAT)
+    return NewNest(written(root, None if order is None else tensors), unknown, by_names)
 
 
-class _Becoming(NamedTuple):
-    """The new names of an optimizer's parameters."""
-
-    inventory: Container[str]  # the names of the source's tensors
-    made: Sequence[MadeParameter]
-
-    def names(self, name: Any) -> list[Any]:
-        """Return the new names of a parameter; its own if no tensor is called by it, and none is made of it."""
-        of_it = [parameter.name for parameter in self.made if name in parameter.sources]
-        return of_it if of_it or (isinstance(name, str) and name in self.inventory) else [name]
-
-    def require_treated_alike(self, treated: Mapping[str, Any], where: str) -> None:
-        """Raise MapError if parameters are put together that an optimizer treats differently, as `treated` says."""
-        for parameter in self.made:
-            treatments = [treated[name] for name in parameter.sources if name in treated]
-            if any(other != treatments[0] for other in treatments):
-                raise _treated_differently(", ".join(sorted(parameter.sources)), where)
+def _renamed(optimizer: Optimizer, made: Sequence[MadeParameter], inventory: Container[str], where: str) -> Optimizer:
+    new_names: dict[Key, list[str]] = {}
+    for parameter in made:
+        treated = [
+            (optimizer.parameters[name], optimizer.states.get(name, NOTHING))
+            for name in parameter.sources
+            if name in optimizer.parameters
+        ]
+        if any(other != treated[0] for other in treated):
+            raise _treated_differently(parameter.sources, where)
+        for name in parameter.sources:
+            new_names.setdefault(name, []).append(parameter.name)
+    for name in optimizer.parameters:
+        new_names.setdefault(name, [] if name in inventory else [name])
+    parameters = {new: place for name, place in optimizer.parameters.items() for new in new_names[name]}
+    states: dict[Key, Any] = {}
+    for key, state in optimizer.states.items():
+        for new in new_names[key] if key in optimizer.parameters else [key]:
+            states.setdefault(new, state)
+    if optimizer.form is Form.NUMBERS:  # in the order of the model
+        parameters = {parameter.name: parameters[parameter.name] for parameter in made if parameter.name in parameters}
+        states = dict[Key, Any](dict.fromkeys(parameters, NOTHING)) | states
+        optimizer = optimizer._replace(form=Form.NAMES, keys={})
+    return optimizer._replace(parameters=parameters, states=states)
 
 
 def carried_into(
-    nest: str, source: str | None, training: Training, theirs: Training, parameters: Sequence[MadeParameter], where: str
-) -> str:
+    nest: str, source: str, training: Training, theirs: Training, parameters: Sequence[MadeParameter], where: str
+) -> NewNest:
     """Return a nest with those values of the source's that both have, numbers and names of parameters apart.
 
     Args:
         training: of the source.
         theirs: of the nest.
         parameters: of the nest, by their names there. What an optimizer says of a parameter goes where the parameter
-            goes: numbers and groups may be others in the nest. Groups that nothing tells apart stay as they are in the
-            nest (`groups_left_alone`).
+            goes: numbers and groups may be others in the nest. Several groups whose parameters are not known in both
+            stay as they are in the nest.
 
     Raises MapError if parameters of different numbers in their state are put together, or if a setting that is a tensor
     belongs to other parameters in the nest.
     """
-    if source is None:
-        return nest
     root, order = parsed(nest)
     source_root = parsed(source).root
-    carried = _carried(root, source_root)
-    flat, flat_of_source = dict(flat_optimizers(root)), dict(flat_optimizers(source_root))
-    settings = {path: flat_settings(node) for path, node in flat_of_source.items()}
-    if flat_of_source and not flat:
-        group_flat(source_root)
-    elif flat and not flat_of_source:
-        settings = {held.path: _settings_of(held, source_root) for held in _held(source_root, training)}
-    for held, of_source in _pairs_of(list(_held(root, theirs)), list(_held(source_root, training))):
-        sources = _sources_of(held, of_source, parameters, where)
-        _require_no_lists_by_group(source_root, held, of_source, sources, where)
-        into, own, node = (
-            optimizer_at(carried, held.path),
-            optimizer_at(root, held.path),
-            optimizer_at(source_root, of_source.path),
-        )
-        set_value(into, "state", _carried_states(value_of(own, "state"), value_of(node, "state"), sources, where))
-        set_value(
-            into, "param_groups", _carried_groups(held, of_source, value_of(own, "param_groups"), node, sources, where)
-        )
-    for path, node in flat_optimizers(carried):
-        other = next(iter(settings)) if len(flat) == len(settings) == 1 else path
-        if other in settings:
-            _carry_flat(node, flat[path], path, settings[other], other, parameters, where)
-    for path in groups_left_alone(nest, source, training, theirs):
-        set_value(optimizer_at(carried, path), "param_groups", value_of(optimizer_at(root, path), "param_groups"))
-    return written(carried, None if order is None else decoded(order))
+    counts, unknown = [], []
+    done: set[int] = set()
+    for (node, own), (source_node, of_source) in _pairs(
+        optimizers_of(root, theirs), optimizers_of(source_root, training)
+    ):
+        if own.form is Form.FLAT:
+            own = own.each_for_itself()
+        are_known = Form.UNKNOWN not in (own.form, of_source.form)
+        sources = _sources_of(own, of_source, parameters, where) if are_known else {}
+        node["dict"] = _carried_entries(node, source_node, done)
+        states = {
+            key: _carried_state(state, of_source, sources.get(str(key), ()), where) for key, state in own.states.items()
+        }
+        put(node, own._replace(states=states, groups=_carried_groups(own, of_source, sources, where)))
+        done.add(id(node))
+        if are_known and own.form is not Form.FLAT and not _are_same_groups(own, of_source, sources):
+            counts.append((len(own.groups), len(of_source.groups)))
+        elif not are_known and (len(own.groups) > 1 or len(of_source.groups) > 1):
+            unknown.append(own.path)
+    _require_no_lists_by_group(root, source_root, done, counts, where)
+    text = written(_carried(root, source_root, done), None if order is None else decoded(order))
+    return NewNest(text, unknown)
 
 
-def groups_left_alone(nest: str, source: str, training: Training, theirs: Training) -> list[str]:
-    """Return the paths of optimizers of a nest whose groups have parameters that are not known: they have no state.
-
-    A lone group has all parameters in any case.
-    """
-    roots = parsed(nest).root, parsed(source).root
-    pairs = _pairs_of(list(_held(roots[0], theirs)), list(_held(roots[1], training)))
-    known = {held.path for held, _ in pairs}
-    own, others = (
-        {path: len(value_of(optimizer_at(root, path), GROUPS)) for path in _paths_of_grouped(root)} for root in roots
+def _pairs(
+    optimizers: Sequence[tuple[Any, Optimizer]], of_source: Sequence[tuple[Any, Optimizer]]
+) -> Iterable[tuple[tuple[Any, Optimizer], tuple[Any, Optimizer]]]:
+    """Pair the optimizers of both nests: those with equal paths, and the only ones whose parameters are known."""
+    by_path = {other[1].path: other for other in of_source}
+    pairs = {own[1].path: (own, by_path[own[1].path]) for own in optimizers if own[1].path in by_path}
+    known, known_of_source = (
+        [each for each in side if each[1].form is not Form.UNKNOWN] for side in (optimizers, of_source)
     )
-    return [path for path in own if path in others and path not in known and max(own[path], others[path]) > 1]
+    if len(known) == len(known_of_source) == 1:
+        pairs[known[0][1].path] = known[0], known_of_source[0]
+    return pairs.values()
 
 
-def _paths_of_grouped(root: Any) -> list[str]:
-    """Return the paths of all optimizers of a nest that have groups."""
-    named = (path for path, _ in named_optimizers(root))
-    return list(dict.fromkeys((*(optimizer.path for optimizer in optimizers_in(root, "")), *named)))
+def _sources_of(
+    own: Optimizer, of_source: Optimizer, parameters: Sequence[MadeParameter], where: str
+) -> dict[str, list[str]]:
+    """Return, for each parameter of a nest, the parameters of the source's optimizer that are in it, in order."""
+    place = {name: number for number, name in enumerate(of_source.parameters)}
+    sources = by_both_names(own.path, own.parameters, of_source.path, of_source.parameters, parameters, where)
+    sources_of: dict[str, list[str]] = {}
+    for name in own.parameters:
+        key = str(own.keys.get(name, name))  # state may go by numbers in the file
+        themselves = () if own.form is Form.NUMBERS else (name,)  # no tensor may have the name
+        of_it = sources.get(name, sources.get(key, themselves))
+        sources_of[name] = sorted((source for source in of_it if source in place), key=place.__getitem__)
+    return sources_of
 
 
-class _Held(NamedTuple):
-    """An optimizer of a nest that has state."""
-
-    path: str  # what names of its tensors begin with
-    groups: tuple[Mapping[Key, str], ...]  # the names of parameters by their keys, which are numbers or names
-
-
-def _held(root: Any, training: Training) -> Iterator[_Held]:
-    """Yield the optimizer of a training, or else optimizers whose state goes by names."""
-    if training.optimizer is not None:
-        name_of = training.parameters
-        groups = training.optimizer.groups
-        yield _Held(training.optimizer.path, tuple({key: name_of[key] for key in group.numbers} for group in groups))
-        return
-    for path, node in named_optimizers(root):
-        names = [value_of(group, "params") for group in value_of(node, GROUPS)]
-        yield _Held(path, tuple({_named(name): name for name in of_group} for of_group in names))
+def _carried_state(own: Any, of_source: Optimizer, sources: Sequence[str], where: str) -> Any:
+    """Return what an optimizer keeps of a parameter with the numbers and other values of its sources in it."""
+    states = [of_source.states.get(name, NOTHING) for name in sources]
+    if any(state != states[0] for state in states):
+        raise _treated_differently(sources, where)
+    return _carried(own, states[0]) if states else own
 
 
-def _settings_of(held: _Held, root: Any) -> dict[str, dict[tuple[str, str], Any]]:
-    """Return what an optimizer says of each parameter, as a flat one says it."""
-    node = optimizer_at(root, held.path)
-    states = states_of(value_of(node, "state"))
-    settings: dict[str, dict[tuple[str, str], Any]] = {}
-    for group, of_group in zip(held.groups, value_of(node, GROUPS)):
-        in_group = {(GROUPS, key): value for key, value in parts_of(of_group) if key not in NAMES_IN_GROUPS}
-        for key, name in group.items():
-            in_state = {("state", setting): value for setting, value in parts_of(states.get(key))}
-            settings[name] = {**in_group, **in_state}
-    return settings
+def _origins(own: Optimizer, of_source: Optimizer, sources: Mapping[str, Sequence[str]]) -> list[set[int]]:
+    """Return, for each group, the places of the groups that its parameters have in the source."""
+    origins: list[set[int]] = [set() for _ in own.groups]
+    for name, place in own.parameters.items():
+        origins[place].update(of_source.parameters[source] for source in sources[name])
+    return origins
 
 
-def _pairs_of(held: Sequence[_Held], of_source: Sequence[_Held]) -> list[tuple[_Held, _Held]]:
-    """Pair the optimizers of both sides: the only ones, or the ones with equal paths."""
-    if len(held) == len(of_source) == 1:
-        return [(held[0], of_source[0])]
-    return [(own, other) for own in held for other in of_source if own.path == other.path]
-
-
-def _sources_of(held: _Held, of_source: _Held, parameters: Sequence[MadeParameter], where: str) -> dict[Key, list[Key]]:
-    """Return, for the key of each parameter of a nest, the keys of the source parameters in it."""
-    key_of = {name: key for group in of_source.groups for key, name in group.items()}
-    place = {key: number for number, key in enumerate(key_of.values())}
-    sources = by_both_names(
-        held.path, [name for group in held.groups for name in group.values()], of_source.path, key_of, parameters, where
-    )
-    keys_of: dict[Key, list[Key]] = {}
-    for key, name in ((key, name) for group in held.groups for key, name in group.items()):
-        themselves = frozenset((name,)) if key == name else frozenset()  # no tensor may have the name
-        of_it = sources.get(name, sources.get(str(key), themselves))  # state may go by numbers in the file
-        keys_of[key] = sorted((key_of[source] for source in of_it if source in key_of), key=place.__getitem__)
-    return keys_of
-
-
-def _require_no_lists_by_group(
-    source: Any, held: _Held, of_source: _Held, sources: Mapping[Key, Sequence[Key]], where: str
-) -> None:
-    """Raise MapError if a scheduler has a value for each group, and the groups of a nest are in another order.
-
-    Args:
-        source: the source's nest.
-        sources: for the key of each parameter of the nest, the keys of the source's.
-    """
-    group_of = {key: number for number, group in enumerate(of_source.groups) for key in group}
-    origins = [{group_of[key] for own in group for key in sources.get(own, ())} for group in held.groups]
-    if all(origin <= {number} for number, origin in enumerate(origins)) and len(origins) == len(of_source.groups):
-        return
-    for path, values in _lists_by_group(source):
-        if any(value != values[0] for value in values[1:]):
-            raise MapError(
-                "a scheduler has values for groups of parameters, which the other checkpoint has in another order",
-                expected="the same groups in the same order",
-                got=path,
-                where=where,
-                remedy="give --like a checkpoint with the groups in this order, or convert without --like",
-            )
-
-
-def _lists_by_group(node: Any, path: str = "") -> Iterator[tuple[str, list[Any]]]:
-    """Yield the paths and values of lists that torch's schedulers have by group."""
-    for key, value in parts_of(node):
-        if key in _BY_GROUP and isinstance(value, list) and value:
-            yield f"{path}{key}", value
-        yield from _lists_by_group(value, f"{path}{key}.")
-
-
-def _carry_flat(
-    carried: Any,
-    own: Any,
-    path: str,
-    settings: Mapping[str, Mapping[tuple[str, str], Any]],
-    source_path: str,
-    parameters: Sequence[MadeParameter],
-    where: str,
-) -> None:
-    """Give each parameter of a flat optimizer the settings of its sources.
-
-    Args:
-        own: the optimizer as it is in the nest, for what the source does not say.
-        settings: of the source.
-    """
-    sources = by_both_names(path, flat_settings(own), source_path, settings, parameters, where)
-    own_values = {entry[0]: entry[1:] for entry in entries_of(own) or ()}
-    for entry in entries_of(carried) or ():
-        flat = flat_key(entry)
-        if flat is None:
-            continue
-        of_it = [settings[name] for name in sources.get(flat.parameter, {flat.parameter}) if name in settings]
-        if any(other != of_it[0] for other in of_it):
-            raise _treated_differently(", ".join(sorted(sources[flat.parameter])), where)
-        is_said = of_it and (flat.kind, flat.setting) in of_it[0]
-        entry[1:] = [of_it[0][flat.kind, flat.setting]] if is_said else own_values[entry[0]]
-
-
-def _carried_states(own: Any, source: Any, sources: Mapping[Key, Sequence[Key]], where: str) -> Any:
-    """Return the states of parameters with the numbers and other values of the source's parameters in them."""
-    states = states_of(source)
-    entries = []
-    for entry in entries_of(own) or ():
-        key = key_of_state(entry[0])
-        of_source = () if key is None else sources.get(key, ())
-        if len(entry) == 2 and of_source:
-            of_sources = [states.get(other, {"dict": []}) for other in of_source]
-            if any(state != of_sources[0] for state in of_sources):
-                got = ", ".join(map(str, of_source))
-                raise _treated_differently(f"the parameters {got}", where)
-            entry = [entry[0], _carried(entry[1], of_sources[0])]
-        entries.append(entry)
-    return {"dict": entries}
-
-
-def _named(name: str) -> Key:
-    key = key_of_state(name)
-    return name if key is None else key
+def _are_same_groups(own: Optimizer, of_source: Optimizer, sources: Mapping[str, Sequence[str]]) -> bool:
+    """Tell whether each group has parameters of the group at its place in the source alone."""
+    origins = _origins(own, of_source, sources)
+    return len(origins) == len(of_source.groups) and all(own <= {place} for place, own in enumerate(origins))
 
 
 def _carried_groups(
-    held: _Held, of_source: _Held, own: Any, source: Any, sources: Mapping[Key, Sequence[Key]], where: str
-) -> list[Any]:
+    own: Optimizer, of_source: Optimizer, sources: Mapping[str, Sequence[str]], where: str
+) -> Sequence[Any]:
     """Return groups of parameters with those settings that all groups of their parameters in the source say alike.
 
-    Raises MapError for a setting that is a tensor, which stays at its place, if the parameters there are others.
+    Raises MapError for a setting that is a tensor, which stays at its place, if the parameters there are others; and if
+    a flat optimizer has one parameter of several groups.
     """
-    nodes = value_of(source, GROUPS)
-    node_of = {key: node for group, node in zip(of_source.groups, nodes) for key in group}
-    carried: list[Any] = []
-    for node, group in zip(own, held.groups):
-        theirs = [node_of[key] for ours in group for key in sources.get(ours, ())]
-        first, *others = list({id(other): other for other in theirs}.values()) or [{"dict": []}]
-        alike = [
-            entry for entry in entries_of(first) or () if all(entry in (entries_of(other) or ()) for other in others)
-        ]
-        if any(len(entry) == 1 for entry in (*(entries_of(first) or ()), *(entries_of(node) or ()))) and not (
-            len(carried) < len(nodes) and first is nodes[len(carried)] and not others
-        ):
+    if Form.UNKNOWN not in (own.form, of_source.form):
+        all_origins = _origins(own, of_source, sources)
+    elif len(own.groups) == len(of_source.groups) == 1:
+        all_origins = [{0}]  # a lone group has all parameters
+    else:
+        return own.groups
+    carried = []
+    for place, (group, origins) in enumerate(zip(own.groups, all_origins)):
+        if own.form is Form.FLAT and len(origins) > 1:
+            raise _treated_differently([*sources.values()][place], where)
+        first, *others = [settings_in(of_source.groups[origin]) for origin in sorted(origins)] or [[]]
+        if any(len(entry) == 1 for entry in (*first, *settings_in(group))) and origins != {place}:
             raise MapError(
                 "a setting of the optimizer is a tensor, and its group has other parameters in the other checkpoint",
                 expected="groups of the same parameters in the same order, or settings that are plain numbers",
-                got=f"group {len(carried)} of {held.path}param_groups",
+                got=f"group {place} of {own.path}{GROUPS}",
                 where=where,
                 remedy="give --like a checkpoint with the groups in this order, or leave the optimizer out (--exclude)",
             )
-        carried.append(_carried(node, {"dict": alike}))
+        alike = [entry for entry in first if all(entry in other for other in others)]
+        carried.append(_carried(group, {"dict": alike}))
     return carried
 
 
-def _treated_differently(got: str, where: str) -> MapError:
+def _treated_differently(parameters: Iterable[str], where: str) -> MapError:
     return MapError(
         "parameters that the optimizer treats differently are put together",
         expected="one group of parameters, and the same numbers in their state",
-        got=got,
+        got=", ".join(sorted(parameters)),
         where=where,
         remedy="leave the optimizer's state out (--exclude)",
     )
 
 
-def _carried(node: Any, source: Any) -> Any:
+def _carried(node: Any, source: Any, done: Container[int] = ()) -> Any:
+    """Return a part of a nest with those values of the source's that both have.
+
+    Args:
+        done: the identities of dictionaries that have them already.
+    """
+    if id(node) in done:
+        return node
     if entries_of(node) is not None and entries_of(source) is not None:
-        return {**node, "dict": [_carried_entry(entry, source) for entry in node["dict"]]}
-    if isinstance(node, list) and isinstance(source, list):
-        if len(node) == len(source):
-            return [_carried(own, other) for own, other in zip(node, source)]
-        return source if all(map(_is_value, (*node, *source))) else node
-    return source if _is_value(node) and _is_value(source) else node
+        return {**node, "dict": _carried_entries(node, source, done)}
+    items, of_source = _items(node), _items(source)
+    if _is_value(node) and _is_value(source):
+        return source if items is None or of_source is None else _like(node, of_source)
+    if items is not None and of_source is not None and len(items) == len(of_source):
+        return _like(node, [_carried(own, other, done) for own, other in zip(items, of_source)])
+    return node
 
 
-def _is_value(node: Any) -> bool:
-    """Tell whether a part of a nest is a value in which there is no tensor."""
-    if not isinstance(node, dict):
-        return not isinstance(node, list)
-    return node.keys() & _VALUES != set() and not _has_tensor(node)
+def _items(node: Any) -> list[Any] | None:
+    """Return the items of a list or tuple; None if a part of a nest is none."""
+    items = node.get("tuple") if isinstance(node, dict) else node
+    return items if isinstance(items, list) else None
 
 
-def _has_tensor(node: Any) -> bool:
-    """Tell whether a part of a nest has a tensor in it: an item of an array, or an entry without a value."""
+def _like(node: Any, items: list[Any]) -> Any:
+    """Return items as a tuple or list, whichever a part of a nest is."""
+    return items if isinstance(node, list) else {"tuple": items}
+
+
+def _is_value(node: Any, *, has_attributes: bool = False) -> bool:
+    """Tell whether a part of a nest is a value: no tensor is in it, nor is a dictionary that has keys of text.
+
+    Tensors with such keys need no entry.
+
+    Args:
+        has_attributes: it has those of an object, all of whose tensors have entries.
+    """
     if isinstance(node, list):
-        return any(map(_has_tensor, node))
+        return all(map(_is_value, node))
     if not isinstance(node, dict):
-        return False
-    is_entry = any(len(entry) == 1 for entry in entries_of(node) or ())
-    return "tensor" in node or is_entry or any(map(_has_tensor, node.values()))
+        return True
+    entries = entries_of(node)
+    if entries is not None:
+        has_text = any(isinstance(entry[0], str) for entry in entries) and not has_attributes
+        return bool(entries) and not has_text and all(len(entry) == 2 and _is_value(entry[1]) for entry in entries)
+    return "tensor" not in node and all(_is_value(value, has_attributes=key == "state") for key, value in node.items())
 
 
-def _carried_entry(entry: list[Any], source: Any) -> list[Any]:
-    key = entry[0]
-    if len(entry) == 2 and type(key) in (str, int) and key not in _OF_PARAMETERS:
-        for other in entries_of(source) or ():
-            if len(other) == 2 and other[0] == key and type(other[0]) is type(key):
-                if key in _BY_GROUP and isinstance(entry[1], list) and isinstance(other[1], list):
-                    return [entry[0], _for_groups(entry[1], other[1])]
-                return [entry[0], _carried(entry[1], other[1])]
-    return entry
+def _carried_entries(node: Any, source: Any, done: Container[int]) -> list[list[Any]]:
+    """Return the entries of a dictionary with the source's values. Otherwise as `_carried`."""
+    values = {(type(entry[0]), entry[0]): entry[1] for entry in entries_of(source) or () if _has_plain_key(entry)}
+    entries = []
+    for entry in node["dict"]:
+        if _has_plain_key(entry) and (type(entry[0]), entry[0]) in values:
+            key, value, other = entry[0], entry[1], values[type(entry[0]), entry[0]]
+            if key in _BY_GROUP and isinstance(value, list) and isinstance(other, list):
+                entry = [key, _for_groups(value, other)]
+            else:
+                entry = [key, _carried(value, other, done)]
+        entries.append(entry)
+    return entries
+
+
+def _has_plain_key(entry: list[Any]) -> bool:
+    return len(entry) == 2 and type(entry[0]) in (str, int)
 
 
 def _for_groups(own: list[Any], source: list[Any]) -> list[Any]:
@@ -424,3 +304,40 @@ def _for_groups(own: list[Any], source: list[Any]) -> list[Any]:
     if len(own) == len(source):
         return _carried(own, source)  # type: ignore[no-any-return]
     return [source[0]] * len(own) if source and all(value == source[0] for value in source) else own
+
+
+def _require_no_lists_by_group(
+    root: Any, source: Any, optimizers: Container[int], counts: Sequence[tuple[int, int]], where: str
+) -> None:
+    """Raise MapError for values that a scheduler may have for each group, where the groups of a nest are others.
+
+    Args:
+        optimizers: the identities of their dictionaries in the nest.
+        counts: for the optimizers whose groups are others, how many there are in the nest, and in the source.
+    """
+    for path, own, items in _lists_in_both(root, source, "", optimizers) if counts else ():
+        are_known = path.rpartition(".")[2] in _BY_GROUP
+        are_unlike = any(item != items[0] for item in items)
+        are_as_many = any((len(own), len(items)) == each and (are_unlike or len(own) != len(items)) for each in counts)
+        if are_unlike if are_known else (are_as_many and own != items and all(map(_is_value, (*own, *items)))):
+            raise MapError(
+                f"a scheduler {'has' if are_known else 'may have'} values for groups of parameters, which the other"
+                " checkpoint has in another order",
+                expected="the same groups in the same order",
+                got=path,
+                where=where,
+                remedy="give --like a checkpoint with the groups in this order, or convert without --like",
+            )
+
+
+def _lists_in_both(
+    node: Any, source: Any, path: str, optimizers: Container[int]
+) -> Iterator[tuple[str, list[Any], list[Any]]]:
+    """Yield the paths and items of lists that both nests have beside state and groups of optimizers."""
+    of_source = dict(parts_of(source))
+    for key, value in parts_of(node):
+        if key in of_source and not (id(node) in optimizers and key in (STATE, GROUPS)):
+            own, items = _items(value), _items(of_source[key])
+            if own is not None and items is not None:
+                yield f"{path}{key}", own, items
+            yield from _lists_in_both(value, of_source[key], f"{path}{key}.", optimizers)

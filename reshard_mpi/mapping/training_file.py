@@ -21,8 +21,9 @@ from reshard_mpi.mapping.numbered_state import (
     named_tensors,
     training_in,
 )
-from reshard_mpi.mapping.optimizer_names import MadeParameter, paths_of_optimizers, settings_of_all
-from reshard_mpi.mapping.optimizer_settings import carried_into, groups_left_alone, with_names, with_other_names
+from reshard_mpi.mapping.optimizer_forms import settings_of_all
+from reshard_mpi.mapping.optimizer_names import MadeParameter
+from reshard_mpi.mapping.optimizer_settings import carried_into, renamed
 from reshard_mpi.mapping.result import DerivedTensor, MapResult, taken_of
 from reshard_mpi.mapping.rules import Rules
 from reshard_mpi.mapping.selection import Selection, TargetTemplate, is_chosen
@@ -79,49 +80,35 @@ def applied_to_file(
     _require_different(in_files[-1], chain[-1], source.path)
     all_made = composed(in_files)
     notes = tuple(_told_of_order(training, source.path))
+    all_parameters = [MadeParameter(derived.name, _sources(derived)) for derived in all_made]
     if like is not None:
+        notes += tuple(_told_of_order(like.training, like.path))
+        if like.nest is None or source.nest is None:
+            return MappedFile(in_files, all_made, like.nest, notes)
         # By their names in the target's file.
-        at_source = [MadeParameter(derived.name, _sources(derived)) for derived in all_made]
-        nest = (
-            None
-            if like.nest is None
-            else carried_into(like.nest, source.nest, training, like.training, at_source, source.path)
+        new = carried_into(like.nest, source.nest, training, like.training, all_parameters, source.path)
+        unknown = (
+            f"the settings of {path}param_groups are those of {like.path}: without the optimizer's state in both"
+            " checkpoints nothing tells which group is which"
+            for path in new.unknown
         )
-        if like.nest is not None and source.nest is not None:
-            left_alone = groups_left_alone(like.nest, source.nest, training, like.training)
-            notes += tuple(
-                f"the settings of {path}param_groups are those of {like.path}: without the optimizer's state in both"
-                " checkpoints nothing tells which group is which"
-                for path in left_alone
-            )
-        return MappedFile(in_files, all_made, nest, (*notes, *_told_of_order(like.training, like.path)))
+        return MappedFile(in_files, all_made, new.text, (*notes, *unknown))
     if source.nest is None:
         return MappedFile(in_files, all_made, None)
-    names = set(training.parameters.values())
-    parameters = [
-        MadeParameter(derived.name.removeprefix(training.prefix), _sources(derived))
-        for derived in all_made
-        if not names.isdisjoint(_sources(derived))
-    ]
-    begins = [f"{path}state." for path in paths_of_optimizers(training, source.nest)]
-    if training.optimizer is not None or any(derived.name.startswith(each) for each in begins for derived in all_made):
-        # Its own load_state_dict takes the states of a group by their places, whatever their names.
-        by_names = "the optimizer's state goes by names of parameters, as torch's set_optimizer_state_dict takes it"
-        notes = (by_names, *notes)
     last = in_files[-1]
     made_up = (*(constant.name for constant in last.constants), *(number.name for number in last.computed))
     tensors = [*(tensor.name for tensor in all_made), *made_up]
-    alone = groups_left_alone(source.nest, source.nest, training, training)
+    new = renamed(source.nest, training, inventory, all_parameters, tensors, source.path)
+    begins = tuple(f"{path}state." for path in new.by_names)
+    if training.optimizer is not None or any(derived.name.startswith(begins) for derived in all_made):
+        # Its own load_state_dict takes the states of a group by their places, whatever their names.
+        by_names = "the optimizer's state goes by names of parameters, as torch's set_optimizer_state_dict takes it"
+        notes = (by_names, *notes)
     notes += tuple(
         f"the groups of {path}param_groups stay as they are: without the optimizer's state nothing tells whose they are"
-        for path in alone
+        for path in new.unknown
     )
-    if training.optimizer is None:
-        all_parameters = [MadeParameter(derived.name, _sources(derived)) for derived in all_made]
-        nest = with_other_names(source.nest, inventory, all_parameters, tensors, source.path)
-    else:
-        nest = with_names(source.nest, training, parameters, tensors, source.path)
-    return MappedFile(in_files, all_made, nest, notes)
+    return MappedFile(in_files, all_made, new.text, notes)
 
 
 def _told_of_order(training: Training, path: str) -> Iterator[str]:

@@ -182,7 +182,7 @@ def spoiled(change: str) -> dict[str, Any]:
 
 def test_a_forged_nest_with_two_optimizers_under_one_key_is_no_traceback() -> None:
     from reshard_mpi.mapping.numbered_state import training_in
-    from reshard_mpi.mapping.training_file import MadeParameter, carried_into, with_names
+    from reshard_mpi.mapping.training_file import MadeParameter, carried_into, renamed
 
     optimizer = (
         '["optimizer",{"dict":[["state",{"dict":[[0,{"dict":[]}]]}],["param_groups",[{"dict":[["params",[0]]]}]]]}]'
@@ -190,8 +190,8 @@ def test_a_forged_nest_with_two_optimizers_under_one_key_is_no_traceback() -> No
     nest = '{"nest":{"dict":[["optimizer",3],' + optimizer + ']},"order":[0,"w"]}'
     training = training_in(nest, {"w": (2,), "optimizer.state.0.exp_avg": (2,)}, {}, "file")
     made = [MadeParameter("w", frozenset("w"))]
-    assert '"w"' in with_names(nest, training, made, ["w"], "file")
-    assert "params" in carried_into(nest, nest, training, training, made, "file")
+    assert '"w"' in renamed(nest, training, {"w"}, made, ["w"], "file").text
+    assert "params" in carried_into(nest, nest, training, training, made, "file").text
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,185 @@
+"""Read optimizers of a nest, whichever of torch's forms they have, and write them back (`optimizers_of`, `put`).
+
+torch saves an optimizer in three forms: by numbers, by names of parameters, and flat, with a key for each setting of
+each parameter. All become one record. Their tensors are not in it: these go by their names.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
+from typing import Any, NamedTuple
+
+from reshard_mpi.formats.nest.nodes import parsed
+from reshard_mpi.mapping.numbered_state import Training, entries_of, parts_of, value_of
+
+STATE, GROUPS = "state", "param_groups"
+# What groups call their parameters by: numbers or names, and names beside numbers.
+_PARAMETERS, _PARAMETER_NAMES = "params", "param_names"
+# What state is kept under: a number, or the name of a parameter.
+Key = int | str
+NOTHING: Any = {"dict": []}
+
+
+class Form(Enum):
+    """What an optimizer of a nest calls its parameters by."""
+
+    NUMBERS = "numbers"
+    NAMES = "names"
+    FLAT = "flat"
+    UNKNOWN = "numbers that may be any parameters'"
+
+
+class Optimizer(NamedTuple):
+    """An optimizer of a nest."""
+
+    path: str  # what names of its tensors begin with
+    form: Form
+    groups: Sequence[Any]  # the dictionaries of groups: settings, and in a form that is not flat the parameters
+    parameters: Mapping[str, int]  # the names of its parameters, in order, with the places of their groups
+    states: Mapping[Key, Any]  # the values kept of each parameter; what is kept besides has its own key
+    keys: Mapping[Key, Key]  # numbers of parameters, by name
+
+    def each_for_itself(self) -> Optimizer:
+        """Return the optimizer with a group for each parameter, as a flat one has."""
+        places = {name: number for number, name in enumerate(self.parameters)}
+        return self._replace(groups=[self.groups[place] for place in self.parameters.values()], parameters=places)
+
+
+def _nodes(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dictionaries of optimizers in a part of a nest, behind what names in them begin with."""
+    if _is_grouped(node):
+        yield path, node
+        return
+    if any(flat is not None and flat.kind == GROUPS for flat in map(_flat_key, entries_of(node) or ())):
+        yield path, node
+        return
+    for key, value in parts_of(node):
+        yield from _nodes(value, f"{path}{key}.")
+
+
+def _is_grouped(node: Any) -> bool:
+    """Tell whether a dictionary is an optimizer with groups of parameters, which have numbers or names."""
+    groups = value_of(node, GROUPS)
+    if entries_of(value_of(node, STATE)) is None or not isinstance(groups, list) or not groups:
+        return False
+    members = [value_of(group, _PARAMETERS) for group in groups]
+    return all(isinstance(keys, list) and all(type(key) in (int, str) for key in keys) for keys in members)
+
+
+def optimizers_of(root: Any, training: Training) -> list[tuple[Any, Optimizer]]:
+    """Return the optimizers of a nest, each behind its dictionary."""
+    read: dict[str, tuple[Any, Optimizer]] = {}
+    for path, node in _nodes(root):  # a forged nest may have two of one path
+        read.setdefault(path, (node, _grouped(path, node, training) if _is_grouped(node) else _flat(path, node)))
+    return list(read.values())
+
+
+def _grouped(path: str, node: Any, training: Training) -> Optimizer:
+    groups = value_of(node, GROUPS)
+    members = [value_of(group, _PARAMETERS) for group in groups]
+    name_of: Mapping[Key, str] = {key: key for keys in members for key in keys if isinstance(key, str)}
+    form = Form.NAMES
+    if training.optimizer is not None and training.optimizer.path == path:
+        # torch's distributed checkpoints have numbers as text.
+        name_of = {key: name for number, name in training.parameters.items() for key in (number, str(number))}
+        form = Form.NUMBERS
+    if any(key not in name_of for keys in members for key in keys):
+        form, name_of, members = Form.UNKNOWN, {}, []
+    parameters = {name_of[key]: place for place, keys in enumerate(members) for key in keys}
+    keys: dict[Key, Key] = {name_of[key]: key for of_group in members for key in of_group}
+    states = {}
+    for entry in entries_of(value_of(node, STATE)) or ():
+        if _is_read(entry):
+            name = name_of.get(entry[0], entry[0])
+            states[name], keys[name] = entry[1], entry[0]
+    return Optimizer(path, form, groups, parameters, states, {} if form is Form.NAMES else keys)
+
+
+def _is_read(entry: list[Any]) -> bool:
+    """Tell whether an entry of an optimizer's state is no tensor, and has a key that a parameter may have."""
+    return len(entry) == 2 and type(entry[0]) in (int, str)
+
+
+def _flat(path: str, node: Any) -> Optimizer:
+    """Return a flat optimizer: parameters of equal settings are a group."""
+    settings: dict[str, list[list[Any]]] = {}
+    states: dict[Key, Any] = {}
+    for flat, value in ((_flat_key(entry), entry[-1]) for entry in entries_of(node) or ()):
+        if flat is not None:
+            of_group = settings.setdefault(flat.parameter, [])
+            entries = of_group if flat.kind == GROUPS else states.setdefault(flat.parameter, {"dict": []})["dict"]
+            entries.append([flat.setting, value])
+    texts = {name: json.dumps(of_group) for name, of_group in settings.items()}
+    groups = {text: settings[name] for name, text in texts.items()}
+    place = {text: number for number, text in enumerate(groups)}
+    parameters = {name: place[text] for name, text in texts.items()}
+    return Optimizer(path, Form.FLAT, [{"dict": group} for group in groups.values()], parameters, states, {})
+
+
+class _FlatKey(NamedTuple):
+    """A key of a flat optimizer: `param_groups.fc.weight.lr` has the parameter `fc.weight`."""
+
+    kind: str
+    parameter: str
+    setting: str
+
+
+def _flat_key(entry: list[Any]) -> _FlatKey | None:
+    """Return the key of an entry that says something of a parameter; None if it does not, or is a tensor."""
+    if len(entry) != 2 or not isinstance(entry[0], str):
+        return None
+    kind, dot, rest = entry[0].partition(".")
+    parameter, second_dot, setting = rest.rpartition(".")
+    return _FlatKey(kind, parameter, setting) if kind in (STATE, GROUPS) and dot and second_dot else None
+
+
+def put(node: Any, optimizer: Optimizer) -> None:
+    """Write an optimizer into its dictionary of a nest, in its form."""
+    if optimizer.form is Form.FLAT:
+        values = {
+            f"{STATE}.{name}.{key}": value for name, state in optimizer.states.items() for key, value in state["dict"]
+        }
+        for name, place in optimizer.parameters.items():
+            values |= {f"{GROUPS}.{name}.{key}": value for key, value in optimizer.groups[place]["dict"]}
+        if values.keys() == {entry[0] for entry in node["dict"] if _flat_key(entry) is not None}:
+            node["dict"] = [[entry[0], values.get(entry[0], entry[-1])][: len(entry)] for entry in node["dict"]]
+        else:
+            kept = [entry for entry in node["dict"] if _flat_key(entry) is None]
+            node["dict"] = [*kept, *map(list, values.items())]
+        return
+    members: list[list[str]] = [[] for _ in optimizer.groups]
+    for name, place in optimizer.parameters.items():
+        members[place].append(name)
+    groups = optimizer.groups
+    if optimizer.form is Form.NAMES:
+        groups = [_named(group, names) for group, names in zip(optimizer.groups, members)]
+    for entry in node["dict"]:
+        if entry[0] == STATE:
+            unread = [each for each in entry[1]["dict"] if not _is_read(each)]
+            states = [[optimizer.keys.get(key, key), state] for key, state in optimizer.states.items()]
+            entry[1:] = [{**entry[1], "dict": [*unread, *states]}]
+        elif entry[0] == GROUPS:
+            entry[1:] = [groups]
+
+
+def _named(group: Any, names: list[str]) -> Any:
+    """Return a group with these parameters."""
+    is_of_them = [
+        entry[0] in (_PARAMETERS, _PARAMETER_NAMES) and isinstance(entry[-1], list) for entry in group["dict"]
+    ]
+    return {**group, "dict": [[entry[0], names] if own else entry for entry, own in zip(group["dict"], is_of_them)]}
+
+
+def settings_in(group: Any) -> list[list[Any]]:
+    """Return the entries of a group that are not about which parameters it has; a tensor's has no value."""
+    return [entry for entry in entries_of(group) or () if entry[0] not in (_PARAMETERS, _PARAMETER_NAMES)]
+
+
+def settings_of_all(training: Training, nest: str | None) -> dict[str, Any]:
+    """Return those settings, by name, that the optimizers of a file have alike for all their parameters."""
+    optimizers = [] if nest is None else optimizers_of(parsed(nest).root, training)
+    said = [dict(parts_of({"dict": settings_in(group)})) for _, optimizer in optimizers for group in optimizer.groups]
+    first, *others = said or [{}]
+    return {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
