@@ -250,7 +250,7 @@ def parts_of(node: Any) -> Iterator[tuple[Any, Any]]:
     if isinstance(node, list):
         yield from enumerate(node)
     for entry in entries_of(node) or ():
-        if len(entry) == 2 and isinstance(entry[0], str):
+        if len(entry) == 2 and type(entry[0]) in (str, int):
             yield entry[0], entry[1]
 
 

@@ -6,12 +6,14 @@ Tensors follow equations. What lies beside them in the nest does so here: under 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.nest.nodes import decoded, parsed, written
-from reshard_mpi.mapping.numbered_state import Training, entries_of, parts_of
+from reshard_mpi.mapping.nest_values import NestValues
+from reshard_mpi.mapping.numbered_state import Training
 from reshard_mpi.mapping.optimizer_forms import (
     GROUPS,
     NOTHING,
@@ -24,9 +26,6 @@ from reshard_mpi.mapping.optimizer_forms import (
     settings_in,
 )
 from reshard_mpi.mapping.optimizer_names import MadeParameter, by_both_names, made_in
-
-# Lists in the state of torch's schedulers with a value for each group (torch.optim.lr_scheduler, 2.13).
-_BY_GROUP = frozenset(("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"))
 
 
 class NewNest(NamedTuple):
@@ -113,30 +112,27 @@ def carried_into(
     Raises MapError if parameters of different numbers in their state are put together, or if a setting that is a tensor
     belongs to other parameters in the nest.
     """
-    root, order = parsed(nest)
-    source_root = parsed(source).root
-    counts, unknown = [], []
-    done: set[int] = set()
-    for (node, own), (source_node, of_source) in _pairs(
-        optimizers_of(root, theirs), optimizers_of(source_root, training)
-    ):
+    (root, order), (source_root, source_order) = parsed(nest), parsed(source)
+    names = [name for each in (order, source_order) for name in decoded(each or ())]
+    values = NestValues([*names, *(parameter.name for parameter in parameters)])
+    optimizers, of_source_nest = optimizers_of(root, theirs), optimizers_of(source_root, training)
+    values.leave_alone(node for node, _ in (*optimizers, *of_source_nest))
+    regrouped, unknown = [], []
+    for (node, own), (source_node, of_source) in _pairs(optimizers, of_source_nest):
         if own.form is Form.FLAT:
             own = own.each_for_itself()
         are_known = Form.UNKNOWN not in (own.form, of_source.form)
         sources = _sources_of(own, of_source, parameters, where) if are_known else {}
-        node["dict"] = _carried_entries(node, source_node, done)
-        states = {
-            key: _carried_state(state, of_source, sources.get(str(key), ()), where) for key, state in own.states.items()
-        }
-        put(node, own._replace(states=states, groups=_carried_groups(own, of_source, sources, where)))
-        done.add(id(node))
-        if are_known and own.form is not Form.FLAT and not _are_same_groups(own, of_source, sources):
-            counts.append((len(own.groups), len(of_source.groups)))
+        carrying = _Carrying(values, own, of_source, sources, where)
+        node["dict"] = values.entries(node, source_node, own.path)
+        put(node, own._replace(states=carrying.states(), groups=carrying.groups()))
+        if are_known and not carrying.are_groups_alike():
+            count = len(of_source.groups)
+            regrouped.append((count if own.form is Form.FLAT else len(own.groups), count))
         elif not are_known and (len(own.groups) > 1 or len(of_source.groups) > 1):
             unknown.append(own.path)
-    _require_no_lists_by_group(root, source_root, done, counts, where)
-    text = written(_carried(root, source_root, done), None if order is None else decoded(order))
-    return NewNest(text, unknown)
+    values.require_none_by_group(root, source_root, regrouped, where)
+    return NewNest(written(values.of(root, source_root, ""), None if order is None else decoded(order)), unknown)
 
 
 def _pairs(
@@ -168,176 +164,90 @@ def _sources_of(
     return sources_of
 
 
-def _carried_state(own: Any, of_source: Optimizer, sources: Sequence[str], where: str) -> Any:
-    """Return what an optimizer keeps of a parameter with the numbers and other values of its sources in it."""
-    states = [of_source.states.get(name, NOTHING) for name in sources]
-    if any(state != states[0] for state in states):
-        raise _treated_differently(sources, where)
-    return _carried(own, states[0]) if states else own
+class _Carrying(NamedTuple):
+    """What an optimizer says of its parameters, which goes from the source's nest into another."""
+
+    values: NestValues
+    own: Optimizer  # of the other nest
+    of_source: Optimizer
+    sources: Mapping[str, Sequence[str]]  # for each parameter of the other nest, the parameters of the source in it
+    where: str
+
+    @property
+    def origins(self) -> list[set[int]]:
+        """For each group, the places of the groups that its parameters have in the source."""
+        if Form.UNKNOWN in (self.own.form, self.of_source.form):
+            return [{0}]  # a lone group has all parameters
+        origins: list[set[int]] = [set() for _ in self.own.groups]
+        for name, place in self.own.parameters.items():
+            origins[place].update(self.of_source.parameters[source] for source in self.sources[name])
+        return origins
+
+    def are_groups_alike(self) -> bool:
+        """Tell whether each group has parameters of the group at its place in the source alone."""
+        if Form.FLAT in (self.own.form, self.of_source.form):  # groups come one after another
+            in_order = [place for name in self.own.parameters for place in self._places(name)]
+            return _runs(in_order) == _runs(self.of_source.parameters.values())
+        origins = self.origins
+        return len(origins) == len(self.of_source.groups) and all(own <= {place} for place, own in enumerate(origins))
+
+    def _places(self, name: str) -> list[int]:
+        return [self.of_source.parameters[source] for source in self.sources[name]]
+
+    def states(self) -> dict[Key, Any]:
+        """Return the state of parameters, and of nothing that is one, with the source's values in it.
+
+        Raises MapError if parameters with different values are put together.
+        """
+        carried = {}
+        for key, state in self.own.states.items():
+            sources = self.sources[str(key)] if key in self.own.parameters else [key]
+            states = [self.of_source.states.get(source, NOTHING) for source in sources]
+            if any(other != states[0] for other in states):
+                raise _treated_differently(sources, self.where)
+            path = f"{self.own.path}{STATE}.{self.own.keys.get(key, key)}."
+            carried[key] = self.values.of(state, states[0], path) if states else state
+        return carried
+
+    def groups(self) -> Sequence[Any]:
+        """Return groups of parameters with those settings that all groups of their parameters in the source say alike.
+
+        Raises MapError for a setting that is a tensor, which stays at its place, if the parameters there are others;
+        and if a flat optimizer has one parameter of several groups.
+        """
+        own, of_source = self.own, self.of_source
+        if Form.UNKNOWN in (own.form, of_source.form) and not len(own.groups) == len(of_source.groups) == 1:
+            return own.groups
+        carried = []
+        for place, (group, origins) in enumerate(zip(own.groups, self.origins)):
+            if own.form is Form.FLAT and len(origins) > 1:
+                raise _treated_differently([*self.sources.values()][place], self.where)
+            first, *others = [settings_in(of_source.groups[origin]) for origin in sorted(origins)] or [[]]
+            if any(len(entry) == 1 for entry in (*first, *settings_in(group))) and origins != {place}:
+                raise MapError(
+                    "a setting of the optimizer is a tensor, and its group has other parameters in the other"
+                    " checkpoint",
+                    expected="groups of the same parameters in the same order, or settings that are plain numbers",
+                    got=f"group {place} of {own.path}{GROUPS}",
+                    where=self.where,
+                    remedy="give --like a checkpoint with the groups in this order, or leave the optimizer out"
+                    " (--exclude)",
+                )
+            alike = [entry for entry in first if all(entry in other for other in others)]
+            carried.append(self.values.of(group, {"dict": alike}, f"{own.path}{GROUPS}.{place}."))
+        return carried
 
 
-def _origins(own: Optimizer, of_source: Optimizer, sources: Mapping[str, Sequence[str]]) -> list[set[int]]:
-    """Return, for each group, the places of the groups that its parameters have in the source."""
-    origins: list[set[int]] = [set() for _ in own.groups]
-    for name, place in own.parameters.items():
-        origins[place].update(of_source.parameters[source] for source in sources[name])
-    return origins
+def _runs(places: Iterable[int]) -> list[int]:
+    """Return places, each once for its run of equal ones."""
+    return [place for place, _ in groupby(places)]
 
 
-def _are_same_groups(own: Optimizer, of_source: Optimizer, sources: Mapping[str, Sequence[str]]) -> bool:
-    """Tell whether each group has parameters of the group at its place in the source alone."""
-    origins = _origins(own, of_source, sources)
-    return len(origins) == len(of_source.groups) and all(own <= {place} for place, own in enumerate(origins))
-
-
-def _carried_groups(
-    own: Optimizer, of_source: Optimizer, sources: Mapping[str, Sequence[str]], where: str
-) -> Sequence[Any]:
-    """Return groups of parameters with those settings that all groups of their parameters in the source say alike.
-
-    Raises MapError for a setting that is a tensor, which stays at its place, if the parameters there are others; and if
-    a flat optimizer has one parameter of several groups.
-    """
-    if Form.UNKNOWN not in (own.form, of_source.form):
-        all_origins = _origins(own, of_source, sources)
-    elif len(own.groups) == len(of_source.groups) == 1:
-        all_origins = [{0}]  # a lone group has all parameters
-    else:
-        return own.groups
-    carried = []
-    for place, (group, origins) in enumerate(zip(own.groups, all_origins)):
-        if own.form is Form.FLAT and len(origins) > 1:
-            raise _treated_differently([*sources.values()][place], where)
-        first, *others = [settings_in(of_source.groups[origin]) for origin in sorted(origins)] or [[]]
-        if any(len(entry) == 1 for entry in (*first, *settings_in(group))) and origins != {place}:
-            raise MapError(
-                "a setting of the optimizer is a tensor, and its group has other parameters in the other checkpoint",
-                expected="groups of the same parameters in the same order, or settings that are plain numbers",
-                got=f"group {place} of {own.path}{GROUPS}",
-                where=where,
-                remedy="give --like a checkpoint with the groups in this order, or leave the optimizer out (--exclude)",
-            )
-        alike = [entry for entry in first if all(entry in other for other in others)]
-        carried.append(_carried(group, {"dict": alike}))
-    return carried
-
-
-def _treated_differently(parameters: Iterable[str], where: str) -> MapError:
+def _treated_differently(parameters: Iterable[Key], where: str) -> MapError:
     return MapError(
         "parameters that the optimizer treats differently are put together",
         expected="one group of parameters, and the same numbers in their state",
-        got=", ".join(sorted(parameters)),
+        got=", ".join(sorted(map(str, parameters))),
         where=where,
         remedy="leave the optimizer's state out (--exclude)",
     )
-
-
-def _carried(node: Any, source: Any, done: Container[int] = ()) -> Any:
-    """Return a part of a nest with those values of the source's that both have.
-
-    Args:
-        done: the identities of dictionaries that have them already.
-    """
-    if id(node) in done:
-        return node
-    if entries_of(node) is not None and entries_of(source) is not None:
-        return {**node, "dict": _carried_entries(node, source, done)}
-    items, of_source = _items(node), _items(source)
-    if _is_value(node) and _is_value(source):
-        return source if items is None or of_source is None else _like(node, of_source)
-    if items is not None and of_source is not None and len(items) == len(of_source):
-        return _like(node, [_carried(own, other, done) for own, other in zip(items, of_source)])
-    return node
-
-
-def _items(node: Any) -> list[Any] | None:
-    """Return the items of a list or tuple; None if a part of a nest is none."""
-    items = node.get("tuple") if isinstance(node, dict) else node
-    return items if isinstance(items, list) else None
-
-
-def _like(node: Any, items: list[Any]) -> Any:
-    """Return items as a tuple or list, whichever a part of a nest is."""
-    return items if isinstance(node, list) else {"tuple": items}
-
-
-def _is_value(node: Any, *, has_attributes: bool = False) -> bool:
-    """Tell whether a part of a nest is a value: no tensor is in it, nor is a dictionary that has keys of text.
-
-    Tensors with such keys need no entry.
-
-    Args:
-        has_attributes: it has those of an object, all of whose tensors have entries.
-    """
-    if isinstance(node, list):
-        return all(map(_is_value, node))
-    if not isinstance(node, dict):
-        return True
-    entries = entries_of(node)
-    if entries is not None:
-        has_text = any(isinstance(entry[0], str) for entry in entries) and not has_attributes
-        return bool(entries) and not has_text and all(len(entry) == 2 and _is_value(entry[1]) for entry in entries)
-    return "tensor" not in node and all(_is_value(value, has_attributes=key == "state") for key, value in node.items())
-
-
-def _carried_entries(node: Any, source: Any, done: Container[int]) -> list[list[Any]]:
-    """Return the entries of a dictionary with the source's values. Otherwise as `_carried`."""
-    values = {(type(entry[0]), entry[0]): entry[1] for entry in entries_of(source) or () if _has_plain_key(entry)}
-    entries = []
-    for entry in node["dict"]:
-        if _has_plain_key(entry) and (type(entry[0]), entry[0]) in values:
-            key, value, other = entry[0], entry[1], values[type(entry[0]), entry[0]]
-            if key in _BY_GROUP and isinstance(value, list) and isinstance(other, list):
-                entry = [key, _for_groups(value, other)]
-            else:
-                entry = [key, _carried(value, other, done)]
-        entries.append(entry)
-    return entries
-
-
-def _has_plain_key(entry: list[Any]) -> bool:
-    return len(entry) == 2 and type(entry[0]) in (str, int)
-
-
-def _for_groups(own: list[Any], source: list[Any]) -> list[Any]:
-    """Return a scheduler's values by group as the source has them; its own if more or fewer groups have unlike ones."""
-    if len(own) == len(source):
-        return _carried(own, source)  # type: ignore[no-any-return]
-    return [source[0]] * len(own) if source and all(value == source[0] for value in source) else own
-
-
-def _require_no_lists_by_group(
-    root: Any, source: Any, optimizers: Container[int], counts: Sequence[tuple[int, int]], where: str
-) -> None:
-    """Raise MapError for values that a scheduler may have for each group, where the groups of a nest are others.
-
-    Args:
-        optimizers: the identities of their dictionaries in the nest.
-        counts: for the optimizers whose groups are others, how many there are in the nest, and in the source.
-    """
-    for path, own, items in _lists_in_both(root, source, "", optimizers) if counts else ():
-        are_known = path.rpartition(".")[2] in _BY_GROUP
-        are_unlike = any(item != items[0] for item in items)
-        are_as_many = any((len(own), len(items)) == each and (are_unlike or len(own) != len(items)) for each in counts)
-        if are_unlike if are_known else (are_as_many and own != items and all(map(_is_value, (*own, *items)))):
-            raise MapError(
-                f"a scheduler {'has' if are_known else 'may have'} values for groups of parameters, which the other"
-                " checkpoint has in another order",
-                expected="the same groups in the same order",
-                got=path,
-                where=where,
-                remedy="give --like a checkpoint with the groups in this order, or convert without --like",
-            )
-
-
-def _lists_in_both(
-    node: Any, source: Any, path: str, optimizers: Container[int]
-) -> Iterator[tuple[str, list[Any], list[Any]]]:
-    """Yield the paths and items of lists that both nests have beside state and groups of optimizers."""
-    of_source = dict(parts_of(source))
-    for key, value in parts_of(node):
-        if key in of_source and not (id(node) in optimizers and key in (STATE, GROUPS)):
-            own, items = _items(value), _items(of_source[key])
-            if own is not None and items is not None:
-                yield f"{path}{key}", own, items
-            yield from _lists_in_both(value, of_source[key], f"{path}{key}.", optimizers)

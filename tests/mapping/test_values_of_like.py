@@ -1,0 +1,149 @@
+"""Values besides tensors are the source's with `--like`, wherever they lie, or the run is refused."""
+
+from __future__ import annotations
+
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import torch_peer
+from support.checkpoints import sample
+
+import reshard_mpi
+from reshard_mpi.errors import MapError
+
+_keys = count()
+
+
+def tensor(value: float = 0.0) -> Any:
+    return torch_peer.tensor(sample("", np.full((2, 2), value, np.float32)), str(next(_keys)))
+
+
+def grouped(rates: dict[str, float], *, form: str = "numbers") -> dict[str, Any]:
+    """Return an optimizer with a group for each parameter. rates: of these, in order."""
+    names = [*rates]
+    keys = [*range(len(names))] if form == "numbers" else names
+    state = {key: {"exp_avg": tensor()} for key in keys}
+    groups = [
+        {"lr": rate, "params": [key], **({"param_names": [name]} if form == "numbers" else {})}
+        for key, (name, rate) in zip(keys, rates.items())
+    ]
+    if form != "flat":
+        return {"state": state, "param_groups": groups}
+    flat = {f"state.{name}.exp_avg": own["exp_avg"] for name, own in state.items()}
+    return {**flat, **{f"param_groups.{name}.lr": rate for name, rate in rates.items()}}
+
+
+def carried(
+    folder: Path, source: dict[str, Any], like: dict[str, Any], equations: str = "model.{p*} <=> model.{p*}"
+) -> Any:
+    """Return what a training becomes with another one for `--like`, and the notes on that."""
+    for name, values in (("x.pt", source), ("like.pt", like)):
+        torch_peer.save(folder / name, values)
+    asked: dict[str, Any] = {"to": "torch", "map": equations, "forward": True}
+    report = reshard_mpi.transform(folder / "x.pt", folder / "dst", like=folder / "like.pt", **asked)
+    return torch_peer.load(folder / "dst/rank_0/checkpoint_0.pt"), report.notes
+
+
+def training(rates: dict[str, float] | None = None, form: str = "numbers", **values: Any) -> dict[str, Any]:
+    rates = {"a.w": 0.5} if rates is None else rates
+    return {"model": {name: tensor() for name in rates}, "optim": grouped(rates, form=form), **values}
+
+
+def taken(folder: Path, own: Any, like: Any) -> Any:
+    """Return what a value of a training becomes. like: what the checkpoint that it is to be like has in its place."""
+    return carried(folder, training(value=own), training(value=like), "{p*} <=> {p*}")[0]["value"]
+
+
+@pytest.mark.parametrize(
+    ("own", "like"),
+    [
+        ({"state": {"epoch": 7}}, {"state": {"epoch": 1}}),
+        ({"params": {"lr": 7}, "param_names": ["a"]}, {"params": {"lr": 1}, "param_names": ["b"]}),
+        ((3, 7), [50, 60]),
+        ([{"epoch": 0}, {"epoch": 1}], [{"epoch": 9}]),
+        ([[1], [2, 3]], [[9]]),
+        ({None: 1, 0.5: 2, (1, "a"): 3}, {None: 7, 0.5: 8, (1, "a"): 9}),
+        (None, {"decay": 0.5}),
+        ({"decay": 0.5}, None),
+    ],
+)
+def test_values_are_the_sources(tmp_path: Path, own: Any, like: Any) -> None:
+    assert taken(tmp_path, own, like) == own
+
+
+UNLIKE, TURNED = {"a.w": 0.1, "b.w": 0.2}, {"b.w": 9.0, "a.w": 8.0}
+
+
+@pytest.mark.parametrize(
+    ("form", "like"), [("numbers", "names"), ("numbers", "flat"), ("flat", "names"), ("flat",) * 2]
+)
+@pytest.mark.parametrize("key", ["base_lrs", "base_values"])
+def test_values_by_group_are_refused_where_groups_are_in_another_order(
+    tmp_path: Path, key: str, form: str, like: str
+) -> None:
+    def saved(rates: dict[str, float], form: str, values: list[float]) -> dict[str, Any]:
+        tensors = {name: tensor() for name in rates}
+        return {**tensors, "optimizer": grouped(rates, form=form), "scheduler": {key: values}}
+
+    source, names = saved(UNLIKE, form, [0.1, 0.2]), "{p*}.w <=> {p*}.w"
+    same = saved(UNLIKE, like, [7.0, 8.0])
+    assert carried(tmp_path, source, same, names)[0]["scheduler"] == {key: [0.1, 0.2]}
+    with pytest.raises(MapError, match=f"values for groups of parameters(.|\n)*scheduler.{key}"):
+        carried(tmp_path, source, saved(TURNED, like, [8.0, 7.0]), names)
+
+
+def test_a_list_that_both_have_alike_is_none_by_group(tmp_path: Path) -> None:
+    """As betas are among hyperparameters, where there are two groups."""
+    source, like = (training(rates, hyper={"betas": [0.9, 0.95]}) for rates in (UNLIKE, TURNED))
+    loaded, _ = carried(tmp_path, source, like, "{p*}.w <=> {p*}.w")
+    assert loaded["hyper"] == {"betas": [0.9, 0.95]}
+    assert [group["lr"] for group in loaded["optim"]["param_groups"]] == [0.2, 0.1]
+
+
+@pytest.mark.parametrize("is_like", [False, True])
+def test_what_state_has_of_no_parameter_is_the_sources(tmp_path: Path, is_like: bool) -> None:
+    source, like = training(), training()
+    source["optim"]["state"]["global"], like["optim"]["state"]["global"] = {"calls": 7}, {"calls": 1}
+    torch_peer.save(tmp_path / "x.pt", source)
+    torch_peer.save(tmp_path / "like.pt", like)
+    asked: dict[str, Any] = {"like": tmp_path / "like.pt"} if is_like else {}
+    begin = "" if is_like else "model."
+    reshard_mpi.transform(
+        tmp_path / "x.pt", tmp_path / "dst", to="torch", map=f"{begin}a.w <=> {begin}a.w", forward=True, **asked
+    )
+    assert torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["optim"]["state"]["global"] == {"calls": 7}
+
+
+@pytest.mark.parametrize("form", ["names", "flat"])
+def test_every_optimizer_of_a_file_gets_new_names(tmp_path: Path, form: str) -> None:
+    source = training(second={} if form == "flat" else {"note": 1})
+    source["second"] |= grouped({"a.w": 0.25}, form=form)
+    torch_peer.save(tmp_path / "x.pt", source)
+    (tmp_path / "map.toml").write_text(
+        "".join(
+            f'[[map]]\neq = "{begin}a.w{end} <=> {begin}new.w{end}"\n'
+            for begin, end in (("model.", ""), ("second.state.", ".exp_avg"))
+        )
+    )
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", to="torch", map=tmp_path / "map.toml", forward=True)
+    loaded = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")
+    assert [*loaded["optim"]["state"]] == ["new.w"]
+    if form == "flat":
+        assert {*loaded["second"]} == {"state.new.w.exp_avg", "param_groups.new.w.lr"}
+    else:
+        assert [*loaded["second"]["state"]] == ["new.w"] and "exp_avg" in loaded["second"]["state"]["new.w"]
+        assert loaded["second"]["param_groups"][0]["params"] == ["new.w"]
+
+
+@pytest.mark.parametrize("key", [0, "0"])
+def test_an_optimizer_below_a_number_has_state_that_follows(tmp_path: Path, key: Any) -> None:
+    source = {"model": {"a.w": tensor(1)}, "optimizers": {key: grouped({"a.w": 0.5})}}
+    torch_peer.save(tmp_path / "x.pt", source)
+    reshard_mpi.transform(
+        tmp_path / "x.pt", tmp_path / "dst", to="torch", map="model.a.w <=> model.new.w", forward=True
+    )
+    loaded = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["optimizers"][key]
+    assert [*loaded["state"]] == ["new.w"] and [*loaded["state"]["new.w"]] == ["exp_avg"]
