@@ -23,7 +23,7 @@ from reshard_mpi.engine.read import fill, takes_numpy
 from reshard_mpi.errors import CoverageError, ReshardError
 from reshard_mpi.filesystem.paths import real_path
 from reshard_mpi.formats.dtypes import numbers
-from reshard_mpi.formats.manifest import Manifest, shown_string
+from reshard_mpi.formats.manifest import NEST, Manifest, shown_string
 from reshard_mpi.planning.accumulated_gradients import Accumulated, notes_on
 from reshard_mpi.planning.find_placement import Unlisted, find_or_follow, is_dropped
 from reshard_mpi.planning.needed_ranks import check_target_rank
@@ -126,6 +126,11 @@ class Conversion:
             plan = self.view.completed(plan, checked=checked)
             if not self.once:  # else cuts say only who writes what
                 plan = plan._replace(warnings=(*plan.warnings, *self.view.cut_warnings(plan)))
+        nest = plan.strings.get(NEST)
+        if nest is not None and self.target.world_size > 1 and not self.once and self.unlisted is Unlisted.FOLLOW:
+            from reshard_mpi.runs.state_cuts import require_state_cut
+
+            require_state_cut(plan, self.target, nest, self.source.files.path)
         plan = plan._replace(notes=(*plan.notes, *notes_on(self.accumulated, plan.sums)))
         if checked:
             self.require_none_left_behind(plan, ShardShare(target_rank, self.target.world_size))

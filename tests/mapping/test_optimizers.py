@@ -12,7 +12,7 @@ from support.checkpoints import sample, write_shard
 from support.command_line import Capture, run_here
 
 import reshard_mpi
-from reshard_mpi.errors import MapError
+from reshard_mpi.errors import MapError, StrategyError
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -708,3 +708,24 @@ def test_without_a_map_numbered_state_of_what_is_excluded_is_refused(tmp_path: P
     assert "--exclude 'optimizer.state.2.*'" in str(raised.value) and not (tmp_path / "dst").exists()
     reshard_mpi.transform(tmp_path / "source.pt", tmp_path / "dst", exclude=["model.bias", "optimizer.state.2.*"])
     reshard_mpi.transform(tmp_path / "source.pt", tmp_path / "model", exclude="optimizer.*")
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("rule", ["", "q", "*"])
+def test_state_that_does_not_follow_its_parameter_is_not_put_whole_beside_slices(
+    tmp_path: Path, named: bool, rule: str
+) -> None:
+    """Numbers, and names without what the model's begin with, name no parameter for the target strategy."""
+    torch_peer.save(tmp_path / "x.pt", training())
+    cut = 'mesh = { tp = 2 }\n[[parameter]]\nmatch = "model.q"\nsplit = { 0 = ["tp"] }\n'
+    cut += '[[parameter]]\nmatch = "model.*"\n'
+    of_state = 'match = "*"\n' if rule == "*" else 'match = "optimizer.state.*.exp_avg"\n'
+    (tmp_path / "tp.toml").write_text(cut + (f"[[parameter]]\n{of_state}" if rule else ""))
+    options: dict[str, Any] = {"map": "model.{p*} <=> model.{p*}", "forward": True} if named else {}
+    how = (tmp_path / "x.pt", tmp_path / "out", None, tmp_path / "tp.toml")
+    if rule == "q":  # the strategy says it by name
+        reshard_mpi.transform(*how, **options)
+        return
+    with pytest.raises(StrategyError, match=r"optimizer\.state\.(0|q)\.exp_avg"):
+        reshard_mpi.transform(*how, **options)
+    reshard_mpi.transform(*how, exclude=["optimizer.*"])
