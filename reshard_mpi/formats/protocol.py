@@ -24,6 +24,11 @@ def no_sums(path: str) -> Mapping[str, int]:
     return NO_SUMS
 
 
+def no_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
+    """Say no, as `Format.check_crc` of a format that has no checksum of a whole file."""
+    return False
+
+
 class Format(Protocol):
     """Tells where the bytes of a shard are; never plans or moves payload bytes.
 

@@ -18,7 +18,7 @@ from reshard_mpi.filesystem.paths import START_BYTES
 from reshard_mpi.formats import files
 from reshard_mpi.formats.hdf5 import index
 from reshard_mpi.formats.manifest import Manifest, ShardSpec
-from reshard_mpi.formats.protocol import NO_SUMS, OnBytes, uncounted
+from reshard_mpi.formats.protocol import NO_SUMS
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _HEAD_BYTES = 128
@@ -141,11 +141,6 @@ def read_back(meant: Manifest) -> None:
     with files.opened(meant.path) as (fd, size_bytes):
         if index.locate(fd, meant.path, end_of_file(fd, meant.path, size_bytes)) != meant:
             raise files.not_as_written(meant.path)
-
-
-def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
-    """Return False: HDF5 has no checksum of a whole file."""
-    return False
 
 
 def seal(fd: int, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = False) -> None:

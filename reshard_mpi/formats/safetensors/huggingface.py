@@ -25,7 +25,8 @@ from typing import NamedTuple
 from reshard_mpi.errors import ShardError, TargetError, UsageError
 from reshard_mpi.formats import files
 from reshard_mpi.formats.manifest import Manifest, ShardSpec, Specs
-from reshard_mpi.formats.protocol import NO_SUMS, OnBytes, uncounted
+from reshard_mpi.formats.protocol import NO_SUMS
+from reshard_mpi.formats.protocol import no_crc as check_crc  # MindSpore's may be of another file
 from reshard_mpi.formats.protocol import no_sums as stored_sums
 from reshard_mpi.formats.safetensors import reader, writer
 from reshard_mpi.formats.safetensors.header import FORMAT, TORCH
@@ -167,11 +168,6 @@ def seal(fd: int, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = F
     """Do nothing: the file is as it should be. Raises UsageError if a checksum is asked for."""
     if crc:
         raise UsageError("files of Hugging Face's form have no checksum", expected="no --crc", got="--crc", where=path)
-
-
-def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
-    """Say no: the form has no checksum, and one of MindSpore's may have come with metadata of another file."""
-    return False
 
 
 class _FolderFiles(NamedTuple):

@@ -20,7 +20,7 @@ from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import files
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.formats.protocol import OnBytes, uncounted
+from reshard_mpi.formats.protocol import no_crc as check_crc
 from reshard_mpi.formats.protocol import no_sums as stored_sums
 from reshard_mpi.formats.safetensors import reader
 from reshard_mpi.formats.safetensors.header import SHARDING
@@ -73,11 +73,6 @@ _REMEDY = "copy the folder again, all files of it"
 def locate(path: str, like: Manifest | None = None) -> Manifest:
     """Find the pieces of tensors in one of the files, as of any safetensors file."""
     return reader.locate(path)._replace(format=NAME)
-
-
-def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
-    """Say no: torch writes no checksum."""
-    return False
 
 
 def files_of(folder: str) -> tuple[str, ...]:
