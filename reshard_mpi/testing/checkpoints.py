@@ -7,18 +7,21 @@ that form. The shards planned from it are compared with those that numpy cuts ou
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.engine.gather import load_shard
 from reshard_mpi.errors import ReshardError
+from reshard_mpi.formats.registry import FormatInfo
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.sharding.box import Box
@@ -48,7 +51,22 @@ def tensors(draw: st.DrawFn) -> dict[str, np.ndarray[Any, Any]]:
 
 
 class CheckpointConformance:
-    """The tests of a form of checkpoint. Subclasses define `write`, and `found` if its files are not simply found."""
+    """The tests of a form of checkpoint. Subclasses define `info` and `write`, and `found` if its files are not simply
+    found.
+    """
+
+    info: FormatInfo
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def _registered(cls) -> Iterator[None]:
+        """Register the format while its tests run, unless an entry point has."""
+        is_known = cls.info.name in formats.names()
+        if not is_known:
+            formats.register(cls.info)
+        yield
+        if not is_known:
+            formats.unregister(cls.info.name)
 
     def write(self, folder: Path, arrays: ArraysByName, data: st.DataObject) -> Strategy | None:
         """Write the tensors, cut in a way that is drawn from `data`; return the strategy, if the form needs one."""

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import toy_folder
 from support.checkpoints import write_shard, write_strategy
 from support.conversions import make
 from support.toys import registered_toys
+from toy_package import toy_folder
 
 import reshard_mpi
 from reshard_mpi import formats
@@ -395,7 +395,7 @@ def test_one_file_of_another_ending(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("registered_toys")
 def test_an_index_beside_rank_folders(tmp_path: Path) -> None:
-    (tmp_path / toy_folder.INDEX).write_text('{"tensors": {}, "strings": {}}')
+    (tmp_path / toy_folder.INDEX).write_text("[{}, {}]")
     (tmp_path / "rank_0").mkdir()
     write_shard({"w": np.zeros(3)}, tmp_path / "rank_0" / "a.ckpt")
     both = r"two checkpoints lie together(.|\n)*1 rank folders and toys.index.json \(toys\)"

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from support import dcp_peer, torch_peer
 from support.dcp_peer import MetadataIndex, Size, arrays_of, listed
 
-from reshard_mpi import transform
+from reshard_mpi import formats, transform
 from reshard_mpi.errors import CoverageError
 from reshard_mpi.formats import dcp
 from reshard_mpi.formats.dcp import metadata
@@ -87,6 +87,8 @@ def test_its_files() -> None:
 @pytest.mark.slow
 class TestPieces(CheckpointConformance):
     """Random chunks in random files, some of which overlap."""
+
+    info = formats.info("dcp")
 
     def write(self, folder: Path, arrays: ArraysByName, data: st.DataObject) -> None:
         files = data.draw(st.integers(1, 3))

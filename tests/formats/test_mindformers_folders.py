@@ -121,6 +121,8 @@ def test_every_file_is_verified_by_itself(tmp_path: Path) -> None:
 class TestSlices(CheckpointConformance):
     """Random cuts, each slice in one file or more, with or without redundancy."""
 
+    info = formats.info("mindformers")
+
     def write(self, folder: Path, arrays: ArraysByName, data: st.DataObject) -> None:
         total = data.draw(st.integers(2, 4))
         tensors = {}

@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
-from support import toy_format
 from support.command_line import run_apart
 from support.conversions import make
+from toy_package import toy_format
 
 from reshard_mpi import formats
 from reshard_mpi.errors import UsageError
@@ -28,7 +28,7 @@ def installed(folder: Path, entry_points: str) -> dict[str, str]:
 def test_a_format_of_an_installed_package(tmp_path: Path) -> None:
     c, toys, back = make(tmp_path), tmp_path / "toys", tmp_path / "back"
     assert c.src_strategy is not None and c.dst_strategy is not None
-    entry_points = "[console_scripts]\nx = y:z\n\n[reshard_mpi.formats]\ntoy = support.toy_format:INFO\n"
+    entry_points = "[console_scripts]\nx = y:z\n\n[reshard_mpi.formats]\ntoy = toy_package.toy_format:INFO\n"
     environment = installed(tmp_path / "site", entry_points)
 
     def run(command: str, source: Path, target: Path, strategy: Path, *options: str) -> None:
@@ -45,9 +45,9 @@ def test_a_format_of_an_installed_package(tmp_path: Path) -> None:
     ("entry_points", "message"),
     [
         ("toy = no_such_package:INFO", "No module named 'no_such_package'"),
-        ("toy = support.toy_format:locate", "a FormatInfo called toy"),
-        ("other = support.toy_format:INFO", "a FormatInfo called other"),
-        ("toy = support.toy_format:INFO\ntoys = support.toy_format:INFO", "a FormatInfo called toys"),
+        ("toy = toy_package.toy_format:locate", "a FormatInfo called toy"),
+        ("other = toy_package.toy_format:INFO", "a FormatInfo called other"),
+        ("toy = toy_package.toy_format:INFO\ntoys = toy_package.toy_format:INFO", "a FormatInfo called toys"),
     ],
 )
 def test_an_entry_point_that_leads_to_no_format(tmp_path: Path, entry_points: str, message: str) -> None:

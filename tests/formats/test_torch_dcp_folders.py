@@ -197,6 +197,7 @@ def dealt(draw: Callable[[st.SearchStrategy[Any]], Any], arrays: ArraysByName) -
 class TestPieces(CheckpointConformance):
     """Boxes of any sizes on any ranks, with one of two numbers of files."""
 
+    info = formats.info("dcp-safetensors")
     count = 0
 
     def write(self, folder: Path, arrays: ArraysByName, data: st.DataObject) -> None:

@@ -2,49 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import struct
 import zlib
 from pathlib import Path
 
 import pytest
-from support import toy_folder, toy_format
 from support.checkpoints import as_read, read_shard
 from support.command_line import run_captured
 from support.conversions import make
 from support.toys import registered_toys
+from toy_package import toy_folder, toy_format
 
 from reshard_mpi.errors import ShardError
-from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.testing.conformance import FormatConformance
-from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
 
 __all__ = ["registered_toys"]
-
-
-class TestToy(FormatConformance):
-    info = toy_format.INFO
-
-    def write_independently(self, path: Path, contents: ShardContents) -> None:
-        tensors = [(tensor.name, tensor.dtype.name, tensor.shape) for tensor in contents.tensors.values()]
-        head = json.dumps({"tensors": tensors, "strings": dict(contents.strings)}).encode("utf-8", "surrogatepass")
-        payloads = b"".join(tensor.content for tensor in contents.tensors.values())
-        path.write_bytes(b"TOY1" + struct.pack("<QI", len(head), zlib.crc32(head)) + head + payloads)
-
-    def read_independently(self, path: Path) -> ShardContents:
-        data = path.read_bytes()
-        (head_bytes,) = struct.unpack_from("<Q", data, 4)
-        facts, offset_bytes, tensors = json.loads(data[16 : 16 + head_bytes]), 16 + head_bytes, []
-        for name, dtype, shape in facts["tensors"]:
-            tensor = SampleTensor(name, BY_NAME[dtype], tuple(shape), b"")
-            size_bytes = tensor.dtype.itemsize_bytes
-            for length in shape:
-                size_bytes *= length
-            tensors.append(
-                SampleTensor(name, tensor.dtype, tensor.shape, data[offset_bytes : offset_bytes + size_bytes])
-            )
-            offset_bytes += size_bytes
-        return ShardContents.of(tensors, facts["strings"])
 
 
 def run(arguments: list[str], code: int = 0) -> str:
@@ -52,6 +23,68 @@ def run(arguments: list[str], code: int = 0) -> str:
     finished = run_captured(*arguments)
     assert finished.code == code, finished
     return finished.err
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        *("", "1", "[]", "{}", "[[], [], []]", '[[["w"]], {}]', '[[[1, "int8", []]], {}]', '[[["w", "int3", []]], {}]'),
+        *('[[["w", "int8", [-1]]], {}]', '[[["w", "int8", [1.0]]], {}]', '[[["w", "int8", [true]]], {}]'),
+        *(
+            '[[["", "int8", [0]]], {}]',
+            '[[["w", "int8", [0]], ["w", "int8", [0]]], {}]',
+            '[[], {"note": 1}]',
+            "[" * 5000,
+        ),
+        *(
+            '[[["w", "int8", [0]]], {"w": ""}]',
+            '[[["\\ud800", "int8", [0]]], {}]',
+            '[[["w", [], [0]]], {}]',
+            "[[], []]",
+        ),
+        *(
+            f'[[["w", "int8", {[0] * 33}]], {{}}]',
+            f'[[["{"n" * 4097}", "int8", [0]]], {{}}]',
+            f"[[], {{}}]{' ' * (1 << 20)}",
+        ),
+    ],
+)
+def test_heads_that_say_what_cannot_be(tmp_path: Path, head: str) -> None:
+    """Their checksum is right, as whoever means harm would have it."""
+    content = head.encode()
+    path = tmp_path / "a.toy"
+    path.write_bytes(b"TOY1" + struct.pack("<QI", len(content), zlib.crc32(content)) + content)
+    with pytest.raises(ShardError):
+        toy_format.locate(str(path))
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        *(
+            "",
+            "[]",
+            "[{}, {}, {}]",
+            '[{"w": 1}, {}]',
+            '[{"w": ["int8", [1], [["../a", "w", [0], [1]]]]}, {}]',
+            "[{}, []]",
+        ),
+        *(
+            '[{"w": ["int8", [1], [["/a", "w", [0], [1]]]]}, {}]',
+            '[{}, {"note": 1}]',
+            '[{"w": ["int8", [1], [[7, 7, 7, 7]]]}, {}]',
+        ),
+        *(
+            '[{"w": ["int3", [1], []]}, {}]',
+            '[{"w": ["int8", "x", []]}, {}]',
+            '[{"w": ["int8", [1], [["a", "w"]]]}, {}]',
+        ),
+    ],
+)
+def test_indices_that_say_what_cannot_be(tmp_path: Path, index: str) -> None:
+    (tmp_path / toy_folder.INDEX).write_text(index)
+    with pytest.raises(ShardError):
+        toy_folder.open_folder(str(tmp_path))
 
 
 @pytest.mark.usefixtures("registered_toys")

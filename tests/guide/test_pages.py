@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from support.pages import GUIDE, README, ROOT, Block, Step, agrees, blocks, run_
 from reshard_mpi.cli import guide
 
 PAGES = [README, *sorted(GUIDE.glob("*.md"))]
+TOYS = ROOT / "tests" / "toy_package"
 # Commands that are marked in other words: continuous integration reads them so, and the test of the first story.
 _MARKED = {"ci:setup": ".ci/run", "ci:test": ".ci/run", "guide": "tests/cli/test_stories.py"}
 
@@ -22,11 +24,14 @@ def is_run_here(step: Step) -> bool:
     return step.commands.elsewhere is None and step.commands.mark not in _MARKED
 
 
-def runnable() -> list[Path]:
-    return [page for page in PAGES if any(map(is_run_here, steps(page.read_text())))]
+def runnable() -> Iterator[object]:
+    for page in PAGES:
+        if any(map(is_run_here, steps(page.read_text()))):
+            # Two pages run conformance suites, which are a part of this suite too.
+            yield pytest.param(page, marks=pytest.mark.slow) if page.stem.startswith("example_") else page
 
 
-@pytest.mark.parametrize("page", runnable(), ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [*runnable()], ids=lambda page: page.stem)
 def test_commands_do_what_the_page_says(page: Path, tmp_path: Path) -> None:
     run = [step for step in steps(page.read_text()) if is_run_here(step)]
     if any("mpirun" in step.commands.text for step in run) and find_mpi("mpich") is None:
@@ -53,6 +58,13 @@ def test_commands_that_are_run_elsewhere_have_their_test(page: Path) -> None:
         )
 
 
+@pytest.mark.parametrize("path", sorted(TOYS.glob("*.py")), ids=lambda path: path.stem)
+def test_the_toys_of_the_tests_are_those_of_the_pages(path: Path) -> None:
+    """A page writes each file of the package; the tests, and those who check types and style, have the same."""
+    written = f"{path.name} <<'END'\n{path.read_text()}END\n"
+    assert any(written in page.read_text() for page in PAGES)
+
+
 def without_blocks(page: str, *languages: str) -> str:
     """Return a page without its blocks in these languages; without languages, without any."""
     for block in blocks(page):
@@ -75,7 +87,8 @@ def test_pages_are_short_and_plain(page: Path) -> None:
     text = page.read_text()
     lines = text.splitlines()
     assert text.isascii() and text.startswith("# ") and text.endswith("\n")
-    assert len(lines) <= (120 if page == README else 149)
+    whole_files = (file for path in TOYS.glob("*.py") if (file := path.read_text()) in text)
+    assert len(lines) <= (120 if page == README else 149) + sum(file.count("\n") for file in whole_files)
     assert max(map(len, lines)) <= 125 or page == README  # whose links may not be broken
     assert [line for line in without_blocks(text).splitlines() if line.count("`") % 2] == []
 

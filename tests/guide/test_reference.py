@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -164,6 +165,17 @@ def test_variables_of_the_environment() -> None:
 
 def test_what_the_page_on_memory_says_of_the_first_lease() -> None:
     assert f"{process_lease.BASE_BYTES // MIB} MiB at first" in (GUIDE / "memory.md").read_text()
+
+
+def test_the_names_for_authors_of_formats_are_where_the_page_says() -> None:
+    page = (GUIDE / "adding_a_format.md").read_text()
+    rows = [(row[0].strip("`"), row[1]) for row in table_of(page, "Where the names are")]
+    of_files = " ".join(
+        re.findall(r"^\| (`.*?) \|", page.partition("| of `files`")[2].partition("\n\n")[0], re.MULTILINE)
+    )
+    for module, names in rows:
+        told = re.findall(r"`(\w+)", of_files if module.endswith(".files") else names)
+        assert told and [name for name in told if not hasattr(import_module(module), name)] == []
 
 
 def test_every_test_that_holds_a_promise_exists() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from toy_package import toy_folder, toy_format
 
 from reshard_mpi import formats
-from support import toy_folder, toy_format
 
 
 @pytest.fixture

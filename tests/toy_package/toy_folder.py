@@ -1,7 +1,6 @@
-"""A format whose checkpoints are folders: files of `toy_format`, and an index of the pieces that lie in them.
+"""Read and write folders of toys: files of pieces of tensors, and an index in JSON that lists the pieces.
 
-The index is JSON: for each tensor its type and shape, and for each of its pieces the file, what it is called there, and
-the first element and the one after the last of its box. A piece by itself is called `<first element>@<name>`.
+A piece is called `[<shape of the whole>, <first element>]@<name>` in its file, so that it says itself where it lies.
 """
 
 from __future__ import annotations
@@ -11,33 +10,40 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from toy_package import toy_format
+from toy_package.toy_format import check_crc, seal, stored_sums
+
 from reshard_mpi.errors import ShardError, told
+from reshard_mpi.formats import files
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import Manifest, ShardSpec, Specs
 from reshard_mpi.formats.tensor_table import ChunkedTensors, ListedChunk, TensorTable, TensorType
 from reshard_mpi.sharding.box import Box
-from support import toy_format
-from support.toy_format import check_crc, seal, stored_sums
 
 __all__ = ["check_crc", "seal", "stored_sums"]
 
 NAME, INDEX = "toys", "toys.index.json"
 INFO = toy_format.INFO._replace(name=NAME, module=__name__, suffixes=(".toypart",), marks=(INDEX,), is_folder=True)
+_MAX_INDEX_BYTES = 1 << 20
+_WRONG = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 
 
 def locate(path: str, like: Manifest | None = None) -> Manifest:
-    file = toy_format.locate(path)
-    tensors = TensorTable(path)
-    for (name, start), entry in zip(map(_parted, file.tensors), file.tensors.values()):
-        whole, low = start
-        box = Box(low, tuple(map(sum, zip(low, entry.shape))))
-        tensors.add_entry(entry._replace(name=name, box=box, global_shape=whole))
+    file, tensors = toy_format.locate(path), TensorTable(path)
+    for called, entry in file.tensors.items():
+        place, _, name = called.partition("@")
+        try:
+            whole, start = map(tuple, json.loads(place))
+            box = Box(start, tuple(low + length for low, length in zip(start, entry.shape, strict=True)))
+            tensors.add_entry(entry._replace(name=name, box=box, global_shape=whole))
+        except _WRONG as error:
+            raise ShardError(f"{called!r} does not say where it lies", got=repr(error), where=path) from None
     return file._replace(format=NAME, tensors=tensors)
 
 
 def read_back(meant: Manifest) -> None:
     if locate(meant.path) != meant:
-        raise ShardError("a shard is not what was written", where=meant.path)
+        raise files.not_as_written(meant.path)
 
 
 def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
@@ -45,80 +51,77 @@ def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
 
 
 def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
-    toy_format.files.check_names(path, [*spec.specs.names, *spec.strings])
+    files.check_names(path, [*spec.specs.names, *spec.strings])
     toy_format.reserve(fd, path, _with_places(spec))
     return locate(path)
 
 
 def files_of(folder: str) -> tuple[str, ...]:
-    files = {piece[0] for tensor in _index(folder)["tensors"].values() for piece in tensor["pieces"]}
-    return (str(Path(folder, INDEX)), *(str(Path(folder, name)) for name in sorted(files)))
+    tensors, _ = _read_index(folder)
+    named = {file for _, _, pieces in tensors.values() for file, *_ in pieces}
+    return (str(Path(folder, INDEX)), *(str(Path(folder, name)) for name in sorted(named)))
 
 
 def open_folder(folder: str) -> Manifest:
-    facts, files, missing = _index(folder), dict[str, TensorTable](), []
+    tensors, strings = _read_index(folder)
+    listed, held, missing = ChunkedTensors(folder), dict[str, TensorTable](), []
     for path in files_of(folder)[1:]:
         try:
-            files[Path(path).name] = toy_format.locate(path).tensors
+            held[Path(path).name] = toy_format.locate(path).tensors
         except ShardError as error:
             missing.append(f"{path}: {told(error)}")
-    listed = ChunkedTensors(folder)
     listed.missing = tuple(missing)
-    for name, tensor in facts["tensors"].items():
-        pieces = [
-            ListedChunk(Box(tuple(start), tuple(stop)), files[file], files[file].index_by_name[entry])
-            for file, entry, start, stop in tensor["pieces"]
-            if file in files
-        ]
-        try:
-            listed.add_listed(name, BY_NAME[tensor["dtype"]], tuple(tensor["shape"]), pieces)
-        except ValueError as error:
-            raise ShardError("the index does not fit the files", got=str(error), where=folder) from None
-    return Manifest(folder, NAME, listed, facts["strings"])
+    try:
+        for name, (dtype, shape, pieces) in tensors.items():
+            chunks = [
+                ListedChunk(Box(tuple(start), tuple(stop)), held[file], held[file].index_by_name[called])
+                for file, called, start, stop in pieces
+                if file in held
+            ]
+            listed.add_listed(name, BY_NAME[dtype], tuple(shape), chunks)
+    except _WRONG as error:
+        raise ShardError("the index does not fit the files", got=repr(error), where=folder) from None
+    return Manifest(folder, NAME, listed, strings)
 
 
 def file_name(target_rank: int, targets: int, prefix: str) -> str:
     return f"{prefix}part-{target_rank + 1}-of-{targets}.toypart"
 
 
-def index(files: Sequence[Manifest]) -> bytes:
-    tensors: dict[str, dict[str, Any]] = {}
+def index(held: Sequence[Manifest]) -> bytes:
+    tensors: dict[str, Any] = {}
     strings: dict[str, str] = {}
-    for file in files:
+    for file in held:
         strings.update(file.strings)
-        for name, entry in file.tensors.items():
-            assert entry.box is not None and entry.global_shape is not None
-            tensor = {"dtype": entry.dtype.name, "shape": entry.global_shape, "pieces": []}
-            own = _called(name, entry.global_shape, entry.box.start)
-            piece = [Path(file.path).name, own, entry.box.start, entry.box.stop]
-            tensors.setdefault(name, tensor)["pieces"].append(piece)
-    return json.dumps({"tensors": tensors, "strings": strings}).encode()
+        for name, (_, dtype, _, _, box, whole) in file.tensors.items():
+            assert box is not None and whole is not None  # as `locate` has found them
+            piece = [Path(file.path).name, _called(name, whole, box), box.start, box.stop]
+            tensors.setdefault(name, [dtype.name, whole, []])[2].append(piece)
+    return json.dumps([tensors, strings]).encode()
 
 
-def _index(folder: str) -> dict[str, Any]:
-    try:
-        facts: dict[str, Any] = json.loads(Path(folder, INDEX).read_text())
-    except (OSError, ValueError) as error:
-        raise ShardError("the index cannot be read", got=str(error), where=str(Path(folder, INDEX))) from None
-    return facts
+def _called(name: str, whole: Sequence[int], box: Box) -> str:
+    return f"{json.dumps([whole, box.start])}@{name}"
 
 
 def _with_places(spec: ShardSpec) -> ShardSpec:
-    """Return a shard whose tensors are called by their places too."""
+    """Return the spec of a file whose tensors are called by their places too."""
     specs = spec.specs
-    names = [_called(name, whole, box.start) for name, _, whole, box in specs]
+    names = [_called(name, whole, box) for name, _, whole, box in specs]
     kinds = [TensorType.of_box(kind.dtype, Box.whole(kind.shape), kind.shape) for kind in specs.kinds]
     return spec._replace(tensors=Specs(names, kinds, specs.kind_ids))
 
 
-def _called(name: str, whole: Sequence[int], start: Sequence[int]) -> str:
-    return f"{json.dumps([list(whole), list(start)])}@{name}"
-
-
-def _parted(called: str) -> tuple[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    place, _, name = called.partition("@")
+def _read_index(folder: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return what the index says: tensors and strings. What leads out of the folder is refused."""
+    path = str(Path(folder, INDEX))
+    with files.opened(path) as (fd, _):
+        content = files.read_at(fd, path, 0, _MAX_INDEX_BYTES)
     try:
-        whole, start = json.loads(place)
-    except ValueError:
-        raise ShardError("a file of a toy folder has a tensor without a place", got=repr(called)) from None
-    return name, (tuple(whole), tuple(start))
+        tensors, strings = json.loads(content)
+        named = {file for _, _, pieces in tensors.values() for file, _, _, _ in pieces}
+        if not all(map(files.is_file_name, named)) or not all(type(text) is str for text in strings.values()):
+            raise ValueError("a file that is not beside the index, or a string that is none")
+    except _WRONG as error:
+        raise ShardError("the index cannot be read", got=repr(error), where=path) from None
+    return tensors, strings
