@@ -174,7 +174,7 @@ def manifests_of(
             raise discovery.no_such_rank(files, rank)
     folder_format = formats.folder_by_name(files.format)
     if files.is_folder and folder_format is not None:
-        yield 0, iter((folder_format.open_folder(files.path),))
+        yield from ((rank, iter((manifest,))) for rank, manifest in folder_format.open_folder(files.path).items())
         return
     for rank, paths in files.by_rank.items():
         if ranks is None or rank in ranks:

@@ -239,7 +239,7 @@ def locate(files: ShardFiles, rank: int, like: Manifest | None = None) -> Manife
     folder_format = formats.folder_by_name(files.format)
     if files.is_folder and folder_format is not None:
         files.look(*files.by_rank[rank])
-        return folder_format.open_folder(files.path)
+        return folder_format.open_folder(files.path)[rank]
     manifests = [files.locate(path, like) for path in files.by_rank[rank]]
     if len(manifests) == 1:
         return manifests[0]

@@ -98,10 +98,11 @@ class FolderFormat(Format, Protocol):
     def files_of(self, folder: str) -> tuple[str, ...]:
         """Return the paths of all files of the checkpoint, an index first. Raises ShardError if it is damaged."""
 
-    def open_folder(self, folder: str) -> Manifest:
-        """Return the whole tensors of the checkpoint as `ChunkedTensors`. Raises ShardError if it is damaged.
+    def open_folder(self, folder: str) -> Mapping[int, Manifest]:
+        """Return what the ranks of the checkpoint hold: as a rule rank 0 all, whole tensors as `ChunkedTensors`.
 
-        Files that are missing or damaged are named in `ChunkedTensors.missing`, and none of their pieces are listed.
+        Raises ShardError if it is damaged. Files that are missing or damaged are named in `ChunkedTensors.missing`,
+        and none of their pieces are listed.
         """
 
     def file_name(self, target_rank: int, targets: int, prefix: str) -> str:

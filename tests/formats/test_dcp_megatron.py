@@ -62,7 +62,7 @@ def test_buckets_are_left_out_and_named(tmp_path: Path, prefix: str, root: str) 
     source.mkdir()
     write(source, prefix, root)
     assert {name: array.tolist() for name, array in arrays_of(source).items()} == {"decoder.w": W.tolist()}
-    (said,) = dcp.open_folder(str(source)).left_out
+    (said,) = dcp.open_folder(str(source))[0].left_out
     assert said.startswith(f"{prefix}{BUCKET.format(0, 'exp_avg')}, ") and "and 3 more: " in said
     told = run_captured("transform", str(source), str(out), "--to", "torch")
     assert told.code == 0 and said in told.err and "common.pt (Megatron's settings" in told.err

@@ -165,7 +165,7 @@ def test_real_ones_to_a_file_of_torch_and_back(tmp_path: Path) -> None:
     run(["transform", source, file, "--to", "torch", "--jobs", "1", "--strict"])
     run(["transform", file, again, "--to", "dcp", "--jobs", "1", "--strict"])
     assert "the same" in run(["diff", source, again])
-    assert dcp.open_folder(again).strings == dcp.open_folder(source).strings
+    assert dcp.open_folder(again)[0].strings == dcp.open_folder(source)[0].strings
     before, after = dcp_peer.read(tmp_path / "again"), dcp.metadata.read(source)
     assert before.paths == dict(after.paths)
     assert before.objects["optim.param_groups.0.betas"] == (0.9, 0.95)
@@ -226,7 +226,7 @@ def test_nests_come_back(tmp_path: Path, what: str) -> None:
     strings = {NEST: NESTS[what]}
     names = [] if what == "a list as root" else ["w"] if "w" in NESTS[what] else ["e.w"] if '"e"' in NESTS[what] else []
     written(tmp_path, [spec_of(names, strings)])
-    assert dcp.open_folder(str(tmp_path)).strings == strings
+    assert dcp.open_folder(str(tmp_path))[0].strings == strings
 
 
 def test_objects_that_others_read(tmp_path: Path) -> None:
@@ -291,7 +291,7 @@ def test_any_contents_come_back(tmp_path_factory: pytest.TempPathFactory, conten
     manifest = dcp.locate(str(path))
     assert sample_tensors.contents_of(manifest) == contents
     (folder / ".metadata").write_bytes(dcp.index([manifest]))
-    opened = dcp.open_folder(str(folder))
+    opened = dcp.open_folder(str(folder))[0]
     assert opened.strings == texts and set(opened.tensors) == set(contents.tensors)
     found = dcp_peer.read(folder)
     assert found.tensors == contents.tensors

@@ -59,7 +59,7 @@ def test_what_mindformers_has_written(folder: Path) -> None:
         "adam_m.row.weight": (8, 4),
     }
     assert all(array.tobytes() == counted(*array.shape).tobytes() for array in found.values())
-    nest = json.loads(mindformers.open_folder(str(GOLDEN / ITERATION)).strings[NEST])
+    nest = json.loads(mindformers.open_folder(str(GOLDEN / ITERATION))[0].strings[NEST])
     common = json.loads((GOLDEN / ITERATION / "common.json").read_text())
     assert nest == {"dict": [["common", {"dict": [list(item) for item in common.items()]}]]}
 

@@ -74,7 +74,7 @@ def dcp_metadata(data: bytes) -> None:
         (folder / "__0_0.distcp").write_bytes(DCP_FILE.read_bytes())
         with suppress(ReshardError):
             dcp.files_of(name)
-            manifest = dcp.open_folder(name)
+            manifest = dcp.open_folder(name)[0]
             assert isinstance(manifest.tensors, ChunkedTensors)
             for tensors in manifest.tensors.files:
                 for number, kind in enumerate(tensors.kind_ids):

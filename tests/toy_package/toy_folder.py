@@ -62,7 +62,7 @@ def files_of(folder: str) -> tuple[str, ...]:
     return (str(Path(folder, INDEX)), *(str(Path(folder, name)) for name in sorted(named)))
 
 
-def open_folder(folder: str) -> Manifest:
+def open_folder(folder: str) -> dict[int, Manifest]:
     tensors, strings = _read_index(folder)
     listed, held, missing = ChunkedTensors(folder), dict[str, TensorTable](), []
     for path in files_of(folder)[1:]:
@@ -81,7 +81,7 @@ def open_folder(folder: str) -> Manifest:
             listed.add_listed(name, BY_NAME[dtype], tuple(shape), chunks)
     except _WRONG as error:
         raise ShardError("the index does not fit the files", got=repr(error), where=folder) from None
-    return Manifest(folder, NAME, listed, strings)
+    return {0: Manifest(folder, NAME, listed, strings)}
 
 
 def file_name(target_rank: int, targets: int, prefix: str) -> str:

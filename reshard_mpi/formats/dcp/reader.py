@@ -60,7 +60,7 @@ def _holds_nothing(path: str, strings: Mapping[str, str]) -> bool:
     return not held.tensors and held.strings.items() <= strings.items()
 
 
-def open_folder(folder: str) -> Manifest:
+def open_folder(folder: str) -> dict[int, Manifest]:
     """Return the tensors of the checkpoint in `folder`, and its objects as the text of a nest.
 
     Raises ShardError if metadata and files contradict each other, or an object is lost with its file.
@@ -101,7 +101,7 @@ def open_folder(folder: str) -> Manifest:
         piece = ListedChunk(Box.whole(stored.shape), file.tensors, file.add(stored))
         listed.add_listed(name, stored.dtype, stored.shape, [piece])
     besides = tuple(f"{name}: {stored.besides}" for name, stored in inner if stored.besides)
-    return Manifest(folder, NAME, listed, strings, left_out=(*metadata.left_out, *left_out, *besides))
+    return {0: Manifest(folder, NAME, listed, strings, left_out=(*metadata.left_out, *left_out, *besides))}
 
 
 def wanted_in(path: str) -> list[WantedItem]:

@@ -195,7 +195,7 @@ def files_of(folder: str) -> tuple[str, ...]:
     return tuple(str(Path(folder, name)) for name in names)
 
 
-def open_folder(folder: str) -> Manifest:
+def open_folder(folder: str) -> dict[int, Manifest]:
     """Return the tensors of the checkpoint, file by file.
 
     Raises ShardError if files and index do not fit each other, or a file is missing or damaged: no other has the same.
@@ -219,7 +219,7 @@ def open_folder(folder: str) -> Manifest:
     require_all(listing.weight_map, listed, folder)
     same = {name: next(iter(texts)) for name, texts in strings.items() if len(texts) == 1 and name not in listed}
     differing = (f"of the metadata {name!r}, of which there are several" for name in strings.keys() - same.keys())
-    return Manifest(folder, NAME, listed, same, left_out=(*left_out, *sorted(differing)))
+    return {0: Manifest(folder, NAME, listed, same, left_out=(*left_out, *sorted(differing)))}
 
 
 def file_name(target_rank: int, targets: int, prefix: str) -> str:

@@ -74,7 +74,7 @@ def files_of(folder: str) -> tuple[str, ...]:
     return tuple(str(Path(folder, name)) for name in (*beside, *listing.files))
 
 
-def open_folder(folder: str) -> Manifest:
+def open_folder(folder: str) -> dict[int, Manifest]:
     """Return the tensors of the checkpoint as lists of slices, and what `COMMON` says as a nest.
 
     Raises ShardError if index and files do not fit each other, or a tensor that is not listed may be a slice.
@@ -108,7 +108,7 @@ def open_folder(folder: str) -> Manifest:
                 f"files of a checkpoint contradict each other on {name!r}", got=str(error), where=folder
             ) from None
     strings = _strings(folder, listed) if listing.has_common else {}
-    return Manifest(folder, NAME, listed, strings)
+    return {0: Manifest(folder, NAME, listed, strings)}
 
 
 def _listing(folder: str) -> _FolderContents:

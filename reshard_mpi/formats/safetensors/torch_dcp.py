@@ -129,7 +129,7 @@ def _require_all(what: str, numbers: set[int], total: int | None, folder: str) -
         )
 
 
-def open_folder(folder: str) -> Manifest:
+def open_folder(folder: str) -> dict[int, Manifest]:
     """Return the tensors of the checkpoint as lists of pieces.
 
     Raises ShardError if a file is damaged, since nothing else tells what it held; if one does not say where its tensors
@@ -160,7 +160,7 @@ def open_folder(folder: str) -> Manifest:
     listed = ChunkedTensors(folder)
     for name, own in pieces.items():
         listed.add_listed(name, *_whole(name, own), own)
-    return Manifest(folder, NAME, listed)
+    return {0: Manifest(folder, NAME, listed)}
 
 
 def _read(path: str) -> tuple[TensorTable, Mapping[str, tuple[int, ...]]]:
