@@ -108,8 +108,12 @@ class FolderFormat(Format, Protocol):
     def file_name(self, target_rank: int, targets: int, prefix: str) -> str:
         """Return the name of the file of a target in the folder."""
 
-    def index(self, files: Sequence[Manifest]) -> bytes | None:
-        """Return the index over these files, which lie in its folder, by target rank; None: it has none."""
+    def index_files(self, files: Sequence[Manifest]) -> Mapping[str, bytes]:
+        """Return the contents of `FormatInfo.index_files`, by name, as far as the checkpoint has them.
+
+        Args:
+            files: all files of the checkpoint, which lie in the folder, by target rank.
+        """
 
 
 def reserve_file(module: Format, path: str, spec: ShardSpec) -> Manifest:

@@ -50,6 +50,7 @@ class FormatInfo(NamedTuple):
     # these bytes near its beginning, since others use its name too
     marks: tuple[str, ...] = ()
     index_says: bytes = b""
+    before_index: tuple[str, ...] = ()  # names of files that belong to the index, and are written before it
     # the pattern of the names of a checkpoint's files, which mark their folder as well
     parts: re.Pattern[str] | None = None
     is_folder: bool = False  # a checkpoint is a folder whose files an index lists (see `protocol.FolderFormat`)
@@ -70,6 +71,11 @@ class FormatInfo(NamedTuple):
     # format alone
     types_own_loader_refuses: tuple[str, ...] = ()
     own_loader_refuses_empty: bool = False  # whether that framework refuses a shard of nothing
+
+    @property
+    def index_files(self) -> tuple[str, ...]:
+        """The names of the files that are written when all others are complete, in order: the index is last."""
+        return (*self.before_index, *self.marks[:1])
 
     def load(self) -> Format:
         """Import and return the module with the functions of the format."""

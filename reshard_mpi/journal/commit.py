@@ -99,11 +99,7 @@ def commit_if_complete(
     `commit` does.
     """
     committed = None if any_written else CommitRecord.read(folder)
-    if (
-        committed is not None
-        and committed.digest == identity.digest
-        and has_committed_index(folder, identity.format, committed)
-    ):
+    if committed is not None and committed.digest == identity.digest and not changed_index_files(folder, committed):
         return Differences()
     are_all_made = len(made_here) == identity.target_ranks
     if not are_all_made and not _are_all_recorded(folder / STATE, identity.target_ranks, made_here):
@@ -166,35 +162,43 @@ def commit_locked(
     return Committed(folder / COMMIT_RECORD, len(records), sum(record.size_bytes for record in records), remarks)
 
 
-def has_committed_index(folder: Path, format_name: str, committed: CommitRecord) -> bool:
-    """Tell whether the index in a folder is the one that was committed, or none is needed.
+def changed_index_files(folder: Path, committed: CommitRecord) -> dict[str, str]:
+    """Return the names of the index files in a folder that are not as they were committed, and the SHA-256 of each.
 
-    Of commits of earlier versions it is not known what their index was.
+    Commits of earlier versions do not say what their index was, only that there is one: the SHA-256 is then empty.
     """
-    name = formats.index_of(format_name)
-    if name is None or not committed.index_digest:
-        return name is None or (folder / name).exists()
+    index = formats.index_of(committed.run.format)
+    if index is None or (not committed.index_digest and (folder / index).exists()):
+        return {}
+    digests = {**committed.before_index, index: committed.index_digest}
+    names = (name for name in formats.info(committed.run.format).index_files if name in digests)
+    return {name: digests[name] for name in names if _digest(folder / name) != digests[name]}
+
+
+def _digest(path: Path) -> str | None:
+    """Return the SHA-256 of a file; None if it cannot be read."""
     try:
-        with (folder / name).open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest() == committed.index_digest
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError:
-        return False
+        return None
 
 
-def _publish_index(folder: Folder, format_name: str, records: Sequence[TargetRecord]) -> str:
-    """Write the index that makes the folder a checkpoint, if its format has one; return its digest, else nothing."""
-    folder_format, index = formats.folder_by_name(format_name), formats.index_of(format_name)
-    if folder_format is not None and index is not None:
-        files: list[Manifest] = []
-        for record in records:
-            files.append(folder_format.locate(str(folder.path / record.file)))
-            files[-1].tensors.share_names(files[0].tensors)
-        content = folder_format.index(files)
-        if content is not None:
-            remove_stale(folder, index)
-            publish_bytes(folder, index, content)
-            return hashlib.sha256(content).hexdigest()
-    return ""
+def _publish_index(folder: Folder, format_name: str, records: Sequence[TargetRecord]) -> dict[str, str]:
+    """Write the index that makes the folder a checkpoint, and what belongs to it; return their digests by name."""
+    folder_format = formats.folder_by_name(format_name)
+    if folder_format is None:
+        return {}
+    files: list[Manifest] = []
+    for record in records:
+        files.append(folder_format.locate(str(folder.path / record.file)))
+        files[-1].tensors.share_names(files[0].tensors)
+    contents = folder_format.index_files(files)
+    for name in formats.info(format_name).index_files:
+        if name in contents:
+            remove_stale(folder, name)
+            publish_bytes(folder, name, contents[name])
+    return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
 
 
 def _sums(records: Sequence[TargetRecord]) -> dict[str, int]:
@@ -302,19 +306,23 @@ def _is_file_of(identity: RunIdentity, record: TargetRecord) -> bool:
     return is_named and formats.name_of(record.file) == format_name
 
 
-def _as_text(identity: RunIdentity, records: Sequence[TargetRecord], sums: Mapping[str, int], index: str) -> str:
+def _as_text(
+    identity: RunIdentity, records: Sequence[TargetRecord], sums: Mapping[str, int], index_digests: dict[str, str]
+) -> str:
     """Return the text of the commit record. Nothing in it depends on which process made a target, or when.
 
     It has one line for each target, and one for each source file that they were made from.
 
     Args:
-        index: digest of the index, or an empty text.
+        index_digests: by name, of the index and the files that belong to it; empty if there is none.
     """
     head = {"format": "reshard_mpi commit", "version": 1, "digest": identity.digest, **identity.as_json()}
     if sums:
         head["sums"] = {name: f"{sums[name]:08x}" for name in sorted(sums)}
-    if index:
-        head["index"] = index
+    if index_digests:
+        head["index"] = index_digests.pop(str(formats.index_of(identity.format)))
+    if index_digests:
+        head["before_index"] = index_digests
     files = {file.path: file.size_bytes for record in records for file in record.evidence.sources.files}
     sources = ({"file": path, "size_bytes": files[path]} for path in sorted(files, key=natural_key))
     targets = (

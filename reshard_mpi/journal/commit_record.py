@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from reshard_mpi.filesystem.folders import Folder
@@ -34,7 +35,7 @@ from reshard_mpi.sharding.strategy.json_checks import MAX_FILE_BYTES
 # made from: 100 MiB where each of 4,000 was made from all of 4,000.
 COMMIT_ROOM = fields.RecordLimits(128 << 20, 512 << 20)
 # Its names besides the settings of the run.
-_COMMITTED = {"targets", "sources", "sums", "index", "digest", "format", "version"}
+_COMMITTED = {"targets", "sources", "sums", "index", "before_index", "digest", "format", "version"}
 
 
 class CommitRecord(NamedTuple):
@@ -47,6 +48,7 @@ class CommitRecord(NamedTuple):
     sources: tuple[tuple[str, int], ...]  # the files that the targets were made from, with their sizes
     run: RunIdentity  # what the run was asked to do
     index_digest: str = ""  # SHA-256 of the index; empty if the targets have none
+    before_index: Mapping[str, str] = MappingProxyType({})  # SHA-256 of files that belong to the index, by name
 
     @classmethod
     def read(cls, folder: Path) -> CommitRecord | None:
@@ -78,6 +80,10 @@ class CommitRecord(NamedTuple):
             tuple((fields.path_below(source["file"]), fields.number(source["size_bytes"])) for source in sources),
             RunIdentity.of(settings),
             fields.sha256(facts["index"]) if "index" in facts else "",
+            {
+                fields.text(name): fields.sha256(value)
+                for name, value in fields.table(facts.get("before_index", {})).items()
+            },
         )
 
 

@@ -7,13 +7,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from reshard_mpi import formats
 from reshard_mpi.errors import DamageError, DisagreementError
 from reshard_mpi.filesystem.paths import real_path
 from reshard_mpi.formats.files import digest_besides, opened
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
-from reshard_mpi.journal.commit import has_committed_index
+from reshard_mpi.journal.commit import changed_index_files
 from reshard_mpi.journal.commit_record import CommitRecord
 from reshard_mpi.journal.provenance import require_one_state, require_same_sources
 from reshard_mpi.journal.records import (
@@ -192,15 +191,14 @@ def damage_besides(path: str, tensors: TensorTable, record: TargetRecord | None)
 
 
 def damage_of_index(folder: Path) -> Iterator[DamageError]:
-    """Yield the damage of a folder's index, if the commit record of the folder has a digest of it."""
+    """Yield the damage of a folder's index, if the commit record of the folder has digests of it."""
     committed = CommitRecord.read(folder)
-    name = None if committed is None else formats.index_of(committed.run.format)
-    if committed is None or name is None or not committed.index_digest:
+    if committed is None or not committed.index_digest:
         return
-    if not has_committed_index(folder, committed.run.format, committed):
+    for name, digest in changed_index_files(folder, committed).items():
         yield DamageError(
             "the index of a checkpoint is not what was committed",
-            expected=f"the SHA-256 {committed.index_digest}, as {COMMIT_RECORD} says",
+            expected=f"the SHA-256 {digest}, as {COMMIT_RECORD} says",
             got="another" if (folder / name).exists() else "no index",
             where=str(folder / name),
             remedy="reshard-mpi commit makes it anew of the targets",

@@ -58,7 +58,7 @@ from reshard_mpi.journal.target_places import (
     lock_name,
     note_replaceable,
     opened_inner,
-    own_index,
+    own_index_files,
     remove_leftovers,
     remove_note,
     require_no_other_records,
@@ -180,8 +180,8 @@ class Journal:
         if not self._overwrite or self._is_begun():
             return ()
         earlier = RunIdentity.recorded(self._state)
-        own = own_index(self.folder, self._state, earlier) if earlier is not None else None
-        return {*leftovers(self.folder, self.identity), *([own] if own is not None else [])}
+        own = own_index_files(self.folder, self._state, earlier) if earlier is not None else ()
+        return {*leftovers(self.folder, self.identity), *own}
 
     def begin(self, say: Say = lambda _: None) -> None:
         """Create the folder and record the run in it; join the run if another process has begun it.
@@ -206,7 +206,7 @@ class Journal:
                 if self._overwrite and not self._is_begun():
                     is_new = True
                     earlier = RunIdentity.recorded(self._state)
-                    if earlier is not None and own_index(self.folder, self._state, earlier) is not None:
+                    if earlier is not None and own_index_files(self.folder, self._state, earlier):
                         uncommit(folder, earlier.format)
                     uncommit(folder, self.identity.format)
                     remove_leftovers(folder, state, self.identity)

@@ -94,8 +94,8 @@ def target_folder(folder: Folder, path: Path) -> AbstractContextManager[Folder]:
 
 def uncommit(folder: Folder, format_name: str) -> None:
     """Remove and sync the commit record of a target folder, and its index if it has one: its targets will change."""
-    index = formats.index_of(format_name)
-    removed = [folder.remove(name) for name in (index, COMMIT_RECORD) if name is not None]
+    index_files = reversed(formats.info(format_name).index_files)  # what makes it a checkpoint goes first
+    removed = [folder.remove(name) for name in (*index_files, COMMIT_RECORD)]
     if any(removed):
         folder.sync()
 
@@ -244,27 +244,27 @@ def require_own_index(folder: Path, state: Path, identity: RunIdentity, is_begun
         is_begun: tells whether the folder's records are those of this run. It is asked after a file has been seen,
             since another process may begin the run, and end it, meanwhile.
     """
-    index = formats.index_of(identity.format)
-    if index is not None and os.path.lexists(folder / index):
-        is_own = is_begun() and own_index(folder, state, identity) is not None
-        # It is looked for again: another process may have begun to make a target anew, and removed it.
-        if not is_own and os.path.lexists(folder / index):
-            raise _foreign(folder / index, "index")
+    for name in formats.info(identity.format).index_files:
+        if os.path.lexists(folder / name):
+            is_own = is_begun() and own_index_files(folder, state, identity)
+            # It is looked for again: another process may have begun to make a target anew, and removed it.
+            if not is_own and os.path.lexists(folder / name):
+                raise _foreign(folder / name, "index")
     if os.path.lexists(folder / COMMIT_RECORD) and not is_begun():
         raise _foreign(folder / COMMIT_RECORD, "commit record")
 
 
-def own_index(folder: Path, state: Path, identity: RunIdentity) -> str | None:
-    """Return the name of the index that the recorded run `identity` has written; None if there is none.
+def own_index_files(folder: Path, state: Path, identity: RunIdentity) -> tuple[str, ...]:
+    """Return the names of the index files that the recorded run `identity` has written.
 
-    It is written when all targets are recorded, and removed before the record of one is.
+    They are written when all targets are recorded, and removed before the record of one is.
     """
-    index = formats.index_of(identity.format)
-    if index is None or not os.path.lexists(folder / index):
-        return None
+    lying = tuple(name for name in formats.info(identity.format).index_files if os.path.lexists(folder / name))
+    if not lying:
+        return ()
     target_ranks = identity.facts.get("target_ranks")  # which records of earlier versions may lack
     recorded = [rank for rank in recorded_ranks(state) if target_ranks is not None and rank < target_ranks]
-    return index if len(recorded) == target_ranks else None
+    return lying if len(recorded) == target_ranks else ()
 
 
 def _foreign(path: Path, kind: str) -> TargetError:

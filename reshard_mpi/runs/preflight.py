@@ -122,7 +122,7 @@ def require_no_strangers(
         removed: the paths, relative to the folder, of files that are going to be removed.
     """
     expected = {folder / name for name in removed}
-    lying = lying_beside(folder, format_name, formats.index_of(format_name), every_path, own_paths)
+    lying = lying_beside(folder, format_name, formats.info(format_name).index_files, every_path, own_paths)
     strangers = [path.relative_to(folder) for path in lying if path not in expected]
     if strangers:
         raise TargetError(
@@ -135,19 +135,19 @@ def require_no_strangers(
 
 
 def lying_beside(
-    folder: Path, format_name: str, index: str | None, every_path: Iterable[Path], own_paths: Iterable[Path]
+    folder: Path, format_name: str, index_files: Collection[str], every_path: Iterable[Path], own_paths: Iterable[Path]
 ) -> list[Path]:
     """Return files in a target folder that may be taken for a part of the checkpoint written there, or for another one.
 
     Args:
-        index: the name of the file that is to make the folder a checkpoint, if there is to be one.
+        index_files: the names of the files that are to make the folder a checkpoint.
         every_path: of the targets of all processes.
         own_paths: of those whose folders this process looks into.
     """
     if not folder.is_dir():
         return []
     targets = set(every_path)
-    marks = (folder / name for name in formats.marks_in(str(folder)) if name != index)
+    marks = (folder / name for name in formats.marks_in(str(folder)) if name not in index_files)
     lying = (*marks, *_shards_beside(folder, format_name, targets, own_paths))
     return [path for path in dict.fromkeys(lying) if path not in targets]
 

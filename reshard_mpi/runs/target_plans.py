@@ -224,8 +224,8 @@ class TargetPlans:
         own_paths = [run.path(rank) for rank in self.own.leads]
         folder, every_path = Path(run.request.target), map(run.path, range(run.conversion.target.world_size))
         if not run.request.recorded:
-            index = formats.index_of(run.format)
-            return stranger_notes(lying_beside(folder, run.format, index, every_path, own_paths))
+            index_files = formats.info(run.format).index_files
+            return stranger_notes(lying_beside(folder, run.format, index_files, every_path, own_paths))
         removed = self.journal.leftovers()
         refuse_removing(run.conversion.source.files, folder, removed)
         require_no_strangers(folder, run.format, every_path, own_paths, removed)

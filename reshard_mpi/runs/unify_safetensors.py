@@ -193,7 +193,7 @@ def _opened(request: Request, comm: Comm, memory: RunMemory, strategies: Strateg
         journal.is_done(number, path)
     if comm.rank == 0:
         every_path = [Path(request.target, file.name) for file in request.files]
-        notes = (*notes, *stranger_notes(lying_beside(Path(request.target), "hf", MAP, every_path, ())))
+        notes = (*notes, *stranger_notes(lying_beside(Path(request.target), "hf", (MAP,), every_path, ())))
     plans, outcome = plan_alone(conversion, mine, notes)
     renamed = {plan.target_rank: _renamed(plan, request.files[plan.target_rank]) for plan in plans}
     space = SpaceEstimate()

@@ -22,7 +22,7 @@ from reshard_mpi.errors import DisagreementError, ShardError, TargetError
 from reshard_mpi.formats import dcp
 from reshard_mpi.formats.dcp.item_layout import of_tensor
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, TensorSpec
+from reshard_mpi.formats.manifest import Manifest, ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.formats.nest import NEST
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.testing import hypothesis_strategies, sample_tensors
@@ -213,7 +213,12 @@ def written(folder: Path, shards: list[ShardSpec]) -> None:
         os.close(fd)
         assert Path(path).stat().st_size <= dcp.size_at_most_bytes(spec)
         made.append(dcp.locate(path))
-    (folder / ".metadata").write_bytes(dcp.index(made))
+    write_index(folder, made)
+
+
+def write_index(folder: Path, made: list[Manifest]) -> None:
+    for name, content in dcp.index_files(made).items():
+        (folder / name).write_bytes(content)
 
 
 def spec_of(names: list[str], strings: dict[str, str], rank: int = 0, of: int = 1) -> ShardSpec:
@@ -290,7 +295,7 @@ def test_any_contents_come_back(tmp_path_factory: pytest.TempPathFactory, conten
     sample_tensors.write(dcp, str(path), contents)
     manifest = dcp.locate(str(path))
     assert sample_tensors.contents_of(manifest) == contents
-    (folder / ".metadata").write_bytes(dcp.index([manifest]))
+    write_index(folder, [manifest])
     opened = dcp.open_folder(str(folder))[0]
     assert opened.strings == texts and set(opened.tensors) == set(contents.tensors)
     found = dcp_peer.read(folder)

@@ -81,6 +81,6 @@ def test_facts_and_functions_agree(name: str) -> None:
     if form.is_target:
         wanted |= {"read_back", "size_at_most_bytes", "reserve", "seal"}
     if form.is_folder:
-        wanted |= {"files_of", "open_folder"} | ({"file_name", "index"} if form.is_target else set())
+        wanted |= {"files_of", "open_folder"} | ({"file_name", "index_files"} if form.is_target else set())
     assert [function for function in sorted(wanted) if not callable(getattr(module, function, None))] == []
     assert form.sharded_variant in (None, *formats.targets()) and form.default_target in (None, *formats.targets())

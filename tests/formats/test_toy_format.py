@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from support.conversions import make
 from support.toys import registered_toys
 from toy_package import toy_folder, toy_format
 
+from reshard_mpi import formats
 from reshard_mpi.errors import ShardError
+from reshard_mpi.journal import commit
 
 __all__ = ["registered_toys"]
 
@@ -147,6 +150,48 @@ def test_a_folder_with_an_index(tmp_path: Path) -> None:
     (toys.dst / "part-1-of-2.toypart").unlink()
     run(toys.arguments("transform", "--to", "toys", "--rank", "1", "--overwrite"))
     assert not index.exists() and not (toys.dst / "reshard.json").exists()
+
+
+BEFORE = "toys.names.json"
+
+
+@pytest.fixture
+def registered_with_two_index_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Register folders of toys whose index is two files, which the format returns in another order than its facts."""
+    write = toy_folder.index_files
+    monkeypatch.setattr(toy_folder, "index_files", lambda held: {**write(held), BEFORE: b"[]"})
+    formats.register(toy_folder.INFO._replace(before_index=(BEFORE,)))
+    yield
+    formats.unregister("toys")
+
+
+@pytest.mark.usefixtures("registered_with_two_index_files")
+def test_an_index_of_two_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    c = make(tmp_path)
+    toys = c.but(dst=tmp_path / "toys", options=("--prefix", ""))
+    published = []
+    publish = commit.publish_bytes
+    monkeypatch.setattr(commit, "publish_bytes", lambda *args: published.append(args[1]) or publish(*args))
+    run(toys.arguments("transform", "--to", "toys", "--verify"))
+    assert published == [BEFORE, toy_folder.INDEX]
+    both = [toys.dst / name for name in published]
+    contents = [path.read_bytes() for path in both]
+    for path, content in zip(both, contents):
+        path.write_bytes(content + b" ")
+        assert "index of a checkpoint is not what was committed" in run(["verify", str(toys.dst), "--jobs", "1"], 4)
+        run(toys.arguments("transform", "--to", "toys", "--resume"))
+        assert [path.read_bytes() for path in both] == contents
+        path.unlink()
+        run(toys.arguments("transform", "--to", "toys", "--resume"))
+        assert [path.read_bytes() for path in both] == contents
+    (toys.dst / "part-1-of-2.toypart").unlink()
+    run(toys.arguments("transform", "--to", "toys", "--rank", "1", "--overwrite"))
+    assert not any(path.exists() for path in both)
+    other = toys.but(dst=tmp_path / "others")
+    other.dst.mkdir()
+    (other.dst / BEFORE).write_bytes(b"of somebody")
+    assert BEFORE in run(other.arguments("transform", "--to", "toys"), 3)
+    assert (other.dst / BEFORE).read_bytes() == b"of somebody"
 
 
 @pytest.mark.usefixtures("registered_toys")

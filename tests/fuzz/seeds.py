@@ -258,7 +258,9 @@ def dcp_metadata(path: Path) -> Iterator[None]:
     yield
     with TemporaryDirectory() as folder:
         file = str(Path(folder, "__0_0.distcp"))
-        path.write_bytes(dcp.index([sample_tensors.write(dcp, file, ShardContents.of(TENSORS, {"note": "a text"}))]))
+        path.write_bytes(
+            dcp.index_files([sample_tensors.write(dcp, file, ShardContents.of(TENSORS, {"note": "a text"}))])[path.name]
+        )
         yield
         sample = SampleTensor.random("w", BY_NAME["float32"], (2,))
         tensors = {"w": dcp_peer.Listed("float32", (4,), [("__0_0.distcp", (at,), sample) for at in (0, 2)])}

@@ -88,7 +88,7 @@ def file_name(target_rank: int, targets: int, prefix: str) -> str:
     return f"{prefix}part-{target_rank + 1}-of-{targets}.toypart"
 
 
-def index(held: Sequence[Manifest]) -> bytes:
+def index_files(held: Sequence[Manifest]) -> dict[str, bytes]:
     tensors: dict[str, Any] = {}
     strings: dict[str, str] = {}
     for file in held:
@@ -97,7 +97,7 @@ def index(held: Sequence[Manifest]) -> bytes:
             assert box is not None and whole is not None  # as `locate` has found them
             piece = [Path(file.path).name, _called(name, whole, box), box.start, box.stop]
             tensors.setdefault(name, [dtype.name, whole, []])[2].append(piece)
-    return json.dumps([tensors, strings]).encode()
+    return {INDEX: json.dumps([tensors, strings]).encode()}
 
 
 def _called(name: str, whole: Sequence[int], box: Box) -> str:

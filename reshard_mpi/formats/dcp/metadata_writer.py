@@ -1,4 +1,4 @@
-"""Write `.metadata` as torch reads it (`index`).
+"""Write `.metadata` as torch reads it (`index_files`).
 
 The pickle ends where it says that it does, and torch reads no further; the items of objects lie there, since files of
 ranks cannot know what others have.
@@ -38,7 +38,7 @@ class _CollectedTensor:
         self.pieces: dict[tuple[int, ...], ChunkPlace] = {}
 
 
-def index(shards: Sequence[Manifest]) -> bytes:
+def index_files(shards: Sequence[Manifest]) -> dict[str, bytes]:
     """Return the metadata of the checkpoint that these files make up, which lie in its folder, by target rank.
 
     A part that several files hold is taken from the first of them; an object, too. Raises DisagreementError if files
@@ -53,7 +53,7 @@ def index(shards: Sequence[Manifest]) -> bytes:
         offset += len(item)
     write = _listed(wholes, paths, strings)
     end = len(_with_objects(write.copy(), places, 0))
-    return _with_objects(write, places, end) + b"".join(items.values())
+    return {INDEX: _with_objects(write, places, end) + b"".join(items.values())}
 
 
 def _wholes(shards: Sequence[Manifest]) -> dict[str, _CollectedTensor]:

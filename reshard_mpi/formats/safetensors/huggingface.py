@@ -1,9 +1,9 @@
-"""Read and write Hugging Face folders: whole tensors in files, and an index (`open_folder`, `index`).
+"""Read and write Hugging Face folders: whole tensors in files, and an index (`open_folder`, `index_files`).
 
 A checkpoint is `model.safetensors`, or files such as `model-00001-of-00003.safetensors` and the index
-`model.safetensors.index.json` (see `index`). Loaders disagree on folders whose files and index do not fit each other;
-such a folder is refused. A file says in its metadata that it is of torch (`format`: `pt`), since some loaders refuse
-anything else; there is no place for strings.
+`model.safetensors.index.json` (see `index_files`). Loaders disagree on folders whose files and index do not fit each
+other; such a folder is refused. A file says in its metadata that it is of torch (`format`: `pt`), since some loaders
+refuse anything else; there is no place for strings.
 
 What MindSpore's `unified_safetensors` makes is read as well: files that `param_name_map.json` names in place of an
 index, and beside them `hyper_param.safetensors`. There MindSpore puts what its strategy does not list, as rank 0 has
@@ -227,13 +227,13 @@ def file_name(target_rank: int, targets: int, prefix: str) -> str:
     return SINGLE if targets == 1 else f"model-{target_rank + 1:05}-of-{targets:05}.safetensors"
 
 
-def index(held: Sequence[Manifest]) -> bytes | None:
-    """Return the index over these files; None if there is one, which needs none."""
+def index_files(held: Sequence[Manifest]) -> dict[str, bytes]:
+    """Return the index over these files; none if there is one, which needs none."""
     if len(held) == 1:
-        return None
+        return {}
     weight_map = {name: Path(file.path).name for file in held for name in file.tensors}
     total_bytes = sum(entry.size_bytes for file in held for entry in file.tensors.values())
-    return write(weight_map, total_bytes).encode()
+    return {INDEX: write(weight_map, total_bytes).encode()}
 
 
 def _listing(folder: str) -> _FolderFiles:
