@@ -1,8 +1,4 @@
-"""Choose one file of each rank folder by the names of the files (`choose`).
-
-MindFormers and Megatron write `latest_checkpointed_iteration.txt`: the number of an iteration, whose folder is called
-by it.
-"""
+"""Choose one file of each rank folder by the names of the files (`choose`), and the latest of several folders."""
 
 from __future__ import annotations
 
@@ -12,7 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from reshard_mpi import formats
 from reshard_mpi.errors import DisagreementError, SourceError
+from reshard_mpi.formats.files import is_file_name
 from reshard_mpi.text import natural_key
 
 # Epoch and step, as MindSpore ends names.
@@ -294,11 +292,9 @@ def _glob_of(name: str) -> str:
     return "*".join(map(glob.escape, _NUMBER.split(stem))) + f".{ending}"
 
 
-TRACKER = "latest_checkpointed_iteration.txt"
 # As releases of MindFormers and Megatron call the folder of an iteration.
 _FOLDERS = ("iteration_{:08d}", "iter_{:08d}", "iter_{:07d}")
-_RELEASE = "release"
-_ITERATION = re.compile(rb"\s*(\d{1,12})\s*")
+_ITERATION = re.compile(r"\d{1,12}", re.ASCII)
 _MAX_BYTES = 64
 
 
@@ -314,29 +310,31 @@ def latest_in(path: str) -> Latest | None:
 
     Raises SourceError if what the file names is no folder there.
     """
-    tracker = Path(path, TRACKER)
-    if not tracker.is_file():
+    pointer = next((Path(path, name) for name in formats.pointer_files() if Path(path, name).is_file()), None)
+    if pointer is None:
         return None
     try:
-        with tracker.open("rb") as stream:
-            content = stream.read(_MAX_BYTES)
-    except OSError as error:
-        raise _unsound(tracker, "the number of an iteration", str(error)) from None
-    number = _ITERATION.fullmatch(content)
-    if number is None and content.strip() != _RELEASE.encode():
-        raise _unsound(tracker, "the number of an iteration", repr(content)[1:])
-    names = [_RELEASE] if number is None else [name.format(int(number[1])) for name in _FOLDERS]
+        with pointer.open("rb") as stream:
+            named = stream.read(_MAX_BYTES).decode().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unsound(pointer, _EXPECTED, str(error)) from None
+    names = [name.format(int(named)) for name in _FOLDERS] if _ITERATION.fullmatch(named) else [named]
+    if not all(map(is_file_name, names)):
+        raise _unsound(pointer, _EXPECTED, repr(named))
     folders = [name for name in dict.fromkeys(names) if Path(path, name).is_dir()]
     if len(folders) != 1:
-        raise _unsound(tracker, f"one folder called {' or '.join(names)}", " and ".join(folders) or "no such folder")
-    return Latest(str(Path(path, folders[0])), f"{folders[0]} of {path} is read, the latest as {TRACKER} says")
+        raise _unsound(pointer, f"one folder called {' or '.join(names)}", " and ".join(folders) or "no such folder")
+    return Latest(str(Path(path, folders[0])), f"{folders[0]} of {path} is read, the latest as {pointer.name} says")
 
 
-def _unsound(tracker: Path, expected: str, got: str) -> SourceError:
+_EXPECTED = "the number of an iteration, or the name of a folder beside it"
+
+
+def _unsound(pointer: Path, expected: str, got: str) -> SourceError:
     return SourceError(
         "the file that names the latest checkpoint does not lead to one",
         expected=expected,
         got=got,
-        where=str(tracker),
+        where=str(pointer),
         remedy="give the folder of the iteration that is meant, or copy what is missing",
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from reshard_mpi import formats
-from reshard_mpi.checkpoints import discovery, file_selection
+from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.foreign_files import ForeignCheckpointError
 from reshard_mpi.checkpoints.single_shard import in_its_rank
 from reshard_mpi.errors import ReshardError, SourceError, StrategyError
@@ -121,7 +121,7 @@ def _facts(name: str, wanted: _TensorFilter) -> dict[str, Any]:
             return {"kind": "run", "path": name, **state}
         if (
             any(Path(name).glob("rank_*"))
-            or Path(name, file_selection.TRACKER).exists()
+            or any(Path(name, pointer).exists() for pointer in formats.pointer_files())
             or formats.is_mark(Path(name).name)
         ):
             raise

@@ -31,6 +31,7 @@ __all__ = [
     "name_of",
     "names",
     "names_of_folder",
+    "pointer_files",
     "register",
     "require_target",
     "suffixes",
@@ -82,6 +83,11 @@ def index_of(name: str) -> str | None:
 def is_mark(name: str) -> bool:
     """Tell whether a file of this name lists what lies beside it, and is no shard itself."""
     return name_of(name) is None and any(name in form.marks for form in all_formats())
+
+
+def pointer_files() -> tuple[str, ...]:
+    """Return the names of files that name the latest of the checkpoints beside them, of all formats."""
+    return tuple(dict.fromkeys(name for form in all_formats() for name in form.pointer_files))
 
 
 def names_of_folder(path: str) -> tuple[str, ...]:

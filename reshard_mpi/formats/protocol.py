@@ -99,7 +99,7 @@ class FolderFormat(Format, Protocol):
         """Return the paths of all files of the checkpoint, an index first. Raises ShardError if it is damaged."""
 
     def open_folder(self, folder: str) -> Mapping[int, Manifest]:
-        """Return what the ranks of the checkpoint hold: as a rule rank 0 all, whole tensors as `ChunkedTensors`.
+        """Return the tensors of the checkpoint by rank: as a rule rank 0 has all, whole, as `ChunkedTensors`.
 
         Raises ShardError if it is damaged. Files that are missing or damaged are named in `ChunkedTensors.missing`,
         and none of their pieces are listed.

@@ -53,6 +53,9 @@ class FormatInfo(NamedTuple):
     before_index: tuple[str, ...] = ()  # names of files that belong to the index, and are written before it
     # the pattern of the names of a checkpoint's files, which mark their folder as well
     parts: re.Pattern[str] | None = None
+    # names of files that name one of the folders beside them, the latest checkpoint: by its name, or the number of an
+    # iteration
+    pointer_files: tuple[str, ...] = ()
     is_folder: bool = False  # a checkpoint is a folder whose files an index lists (see `protocol.FolderFormat`)
     # whether a folder tells which files it should have; if not, the user must say how many
     knows_file_count: bool = True
@@ -86,6 +89,7 @@ class FormatInfo(NamedTuple):
         return cast("FolderFormat", self.load()) if self.is_folder else None
 
 
+_LATEST_ITERATION = "latest_checkpointed_iteration.txt"
 _BUILT_IN = (
     FormatInfo(
         "ckpt",
@@ -147,6 +151,7 @@ _BUILT_IN = (
         library_bytes=2 * MIB,
         title="torch distributed checkpoint",
         marks=(".metadata",),
+        pointer_files=(_LATEST_ITERATION,),  # Megatron's
         is_folder=True,
         shares_blocks=True,
     ),
@@ -171,6 +176,7 @@ _BUILT_IN = (
         marks=("metadata.json",),
         index_says=b'"state_dict_metadata"',
         parts=re.compile(r".*-(model|opt)-\d{7}-\d{7}\.safetensors"),
+        pointer_files=(_LATEST_ITERATION,),
         is_folder=True,
         default_target="safetensors",
     ),

@@ -511,6 +511,12 @@ def test_a_latest_moment_that_is_not_there(folder: Path, content: bytes) -> None
     assert "does not lead to one" in run("inspect", folder.parent, code=3)
 
 
+def test_a_folder_that_is_named_as_it_is_called(folder: Path) -> None:
+    (folder.parent / LATEST).write_text("release\n")
+    folder.rename(folder.parent / "release")
+    assert arrays_of(folder.parent)["norm"].tolist() == [0, 1, 2]
+
+
 def test_a_moment_that_is_there_twice(folder: Path) -> None:
     (folder.parent / LATEST).write_text("2")
     write_mindformers(folder.parent / "iter_00000002", small(), 2)
@@ -543,7 +549,7 @@ def latest_in(path):
     try:
         first.touch(exist_ok=False)
     except FileExistsError:
-        (source / moments.TRACKER).write_text("3")
+        (source / {latest!r}).write_text("3")
         return found(path)
     return latest
 
@@ -558,7 +564,7 @@ def test_processes_that_begin_while_the_next_moment_is_saved(folder: Path, tmp_p
     write_mindformers(source / "iteration_00000003", small(), 2)
     (source / LATEST).write_text("2")
     strategy.write_text('mesh = { tp = 2 }\n[[parameter]]\nmatch = "*"\n')
-    script = _AS_THE_NEXT_IS_SAVED.format(source=str(source), first=str(tmp_path / "first"))
+    script = _AS_THE_NEXT_IS_SAVED.format(source=str(source), latest=LATEST, first=str(tmp_path / "first"))
     arguments = ["transform", source, out, "--dst-strategy", strategy, "--jobs", "2"]
     finished = run_command([sys.executable, "-c", script, *arguments])
     assert finished.code == 3 and "'latest checkpoint' = iteration_0000000" in finished.err, finished

@@ -152,6 +152,24 @@ def test_a_folder_with_an_index(tmp_path: Path) -> None:
     assert not index.exists() and not (toys.dst / "reshard.json").exists()
 
 
+def test_the_latest_folder_by_a_pointer_of_the_format(tmp_path: Path) -> None:
+    c = make(tmp_path)
+    formats.register(toy_format.INFO)
+    formats.register(toy_folder.INFO._replace(pointer_files=("newest",)))
+    try:
+        toys = c.but(dst=tmp_path / "saves" / "step 5", options=())
+        run(toys.arguments("transform", "--to", "toys"))
+        (tmp_path / "saves" / "newest").write_text("step 5\n")
+        said = run(["transform", str(tmp_path / "saves"), str(tmp_path / "out"), "--to", "ckpt", "--jobs", "1"])
+        assert "step 5 of" in said and "the latest as newest says" in said
+        (tmp_path / "saves" / "newest").write_text("../saves/step 5")
+        said = run(["transform", str(tmp_path / "saves"), str(tmp_path / "out"), "--to", "ckpt", "--jobs", "1"], 3)
+        assert "does not lead to one" in said
+    finally:
+        formats.unregister("toy")
+        formats.unregister("toys")
+
+
 BEFORE = "toys.names.json"
 
 
