@@ -50,23 +50,26 @@ def tensors(draw: st.DrawFn) -> dict[str, np.ndarray[Any, Any]]:
     return arrays
 
 
-class CheckpointConformance:
-    """The tests of a form of checkpoint. Subclasses define `info` and `write`, and `found` if its files are not simply
-    found.
-    """
+class FormatUnderTest:
+    """A format whose tests run, registered meanwhile unless an entry point has registered it."""
 
     info: FormatInfo
 
     @pytest.fixture(autouse=True, scope="class")
     @classmethod
     def _registered(cls) -> Iterator[None]:
-        """Register the format while its tests run, unless an entry point has."""
         is_known = cls.info.name in formats.names()
         if not is_known:
             formats.register(cls.info)
         yield
         if not is_known:
             formats.unregister(cls.info.name)
+
+
+class CheckpointConformance(FormatUnderTest):
+    """The tests of a form of checkpoint. Subclasses define `info` and `write`, and `found` if its files are not simply
+    found.
+    """
 
     def write(self, folder: Path, arrays: ArraysByName, data: st.DataObject) -> Strategy | None:
         """Write the tensors, cut in a way that is drawn from `data`; return the strategy, if the form needs one."""

@@ -6,24 +6,28 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 from support import dcp_peer
 from support.command_line import run_captured
 from support.dcp_peer import ChunkStorageMetadata, Metadata, MetadataIndex, Size, arrays_of, listed
-from support.examples import few
 
-from reshard_mpi.errors import DisagreementError, ReshardError, ShardError, SourceError
+from reshard_mpi import formats
+from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, ShardError, SourceError
 from reshard_mpi.formats import dcp
 from reshard_mpi.sharding.box import Box
+from reshard_mpi.testing.checkpoints import ArraysByName
+from reshard_mpi.testing.folders import FolderConformance, Spoil, cut_short, lost, written
 
 GOLDEN = Path(__file__).parent / "golden" / "dcp"
 ARRAY = np.arange(24, dtype=np.float32).reshape(6, 4)
 UPPER, LOWER = Box((0, 0), (3, 4)), Box((3, 0), (6, 4))
-PIECES = [("__0_0.distcp", UPPER), ("__1_0.distcp", LOWER)]
+SECOND = "__1_0.distcp"
+PIECES = [("__0_0.distcp", UPPER), (SECOND, LOWER)]
 
 
 def write(folder: Path, spoil: Callable[[Metadata], object] = lambda _: None, **options: Any) -> None:
@@ -117,10 +121,6 @@ SPOILED: dict[str, tuple[Callable[[Metadata], object], str]] = {
     "an item at a negative byte": (lambda m: setattr(places(m)[2], "offset", -1), "has no place in its file"),
     "an item where no file is": (lambda m: setattr(places(m)[2], "offset", 1 << 62), "where no file can have it"),
     "an item of no length": (lambda m: setattr(places(m)[2], "length", None), "has no place in its file"),
-    "a file above the folder": (lambda m: setattr(places(m)[2], "relative_path", "../x.distcp"), "not beside"),
-    "a file by its absolute path": (lambda m: setattr(places(m)[2], "relative_path", "/etc/passwd"), "not beside"),
-    "the folder above": (lambda m: setattr(places(m)[2], "relative_path", ".."), "not beside"),
-    "a file without a name": (lambda m: setattr(places(m)[2], "relative_path", ""), "not beside"),
     "a file whose name is no text": (lambda m: setattr(places(m)[2], "relative_path", 7), "not beside"),
     "an item in the metadata": (
         lambda m: setattr(places(m)[2], "relative_path", ".metadata"),
@@ -144,38 +144,6 @@ def swapped(metadata: Metadata) -> dict[Any, Any]:
     return {of_object: places(metadata)[1], of_piece: places(metadata)[0]}
 
 
-@pytest.mark.parametrize("what", SPOILED)
-def test_metadata_that_is_wrong(tmp_path: Path, what: str) -> None:
-    spoil, problem = SPOILED[what]
-    write(tmp_path)
-    assert arrays_of(tmp_path)["w"].tolist() == ARRAY.tolist()
-    write(tmp_path, spoil)
-    said = refused(tmp_path, problem)
-    assert str(tmp_path) in said
-
-
-def test_metadata_of_another_save(tmp_path: Path) -> None:
-    """Torch overwrites files first, and the metadata last; so a crash leaves the metadata of the save before."""
-    write(tmp_path)
-    old = (tmp_path / ".metadata").read_bytes()
-    pieces = [("__0_0.distcp", Box((0, 0), (4, 3))), ("__1_0.distcp", Box((4, 0), (8, 3)))]
-    write(tmp_path, tensors={"w": listed(ARRAY.reshape(8, 3), pieces)})
-    (tmp_path / ".metadata").write_bytes(old)
-    refused(tmp_path, "is not what the metadata says")
-
-
-def test_a_missing_file(tmp_path: Path) -> None:
-    write(tmp_path)
-    (tmp_path / "__1_0.distcp").unlink()
-    assert "__1_0.distcp" in refused(tmp_path, "no piece of 'w'")
-
-
-def test_a_missing_file_with_an_object(tmp_path: Path) -> None:
-    write(tmp_path)
-    (tmp_path / "__0_0.distcp").unlink()
-    assert "__0_0.distcp" in refused(tmp_path, "'lr' cannot be read")
-
-
 def test_a_missing_file_of_copies(tmp_path: Path) -> None:
     """Pieces that others have too are taken from those."""
     write(tmp_path, tensors={"w": listed(ARRAY, [*PIECES, ("__2_0.distcp", Box((1, 0), (6, 4)))])})
@@ -185,63 +153,14 @@ def test_a_missing_file_of_copies(tmp_path: Path) -> None:
     assert said.code == 0 and "__1_0.distcp" in said.err and "was taken from others" in said.err
 
 
-def test_a_file_cut_short(tmp_path: Path) -> None:
-    write(tmp_path)
-    path = tmp_path / "__1_0.distcp"
-    path.write_bytes(path.read_bytes()[:-1])
-    assert "ends before" in refused(tmp_path, "no piece of 'w'")
-
-
-def test_a_file_of_zeros(tmp_path: Path) -> None:
-    write(tmp_path)
-    path = tmp_path / "__1_0.distcp"
-    path.write_bytes(bytes(path.stat().st_size))
-    assert "no archive of torch" in refused(tmp_path, "no piece of 'w'")
-
-
-def test_pieces_that_overlap_with_other_bytes(tmp_path: Path) -> None:
-    other = ARRAY.copy()
-    other[3] += 1
-    tensor = listed(ARRAY, PIECES)
-    extra = listed(other, [("__2_0.distcp", Box((1, 0), (5, 4)))]).pieces
-    write(tmp_path, tensors={"w": tensor._replace(pieces=[*tensor.pieces, *extra])})
-    with pytest.raises(DisagreementError, match="'w'"):
-        arrays_of(tmp_path)
-
-
-def test_a_link_out_of_the_folder(tmp_path: Path) -> None:
-    inside = tmp_path / "checkpoint"
-    inside.mkdir()
-    write(inside)
-    shutil.move(inside / "__1_0.distcp", tmp_path / "elsewhere")
-    (inside / "__1_0.distcp").symlink_to(tmp_path / "elsewhere")
-    refused(inside, "a link that leads out of its folder")
-
-
-@pytest.mark.parametrize("what", ["fifo", "folder"])
-def test_what_is_no_file(tmp_path: Path, what: str) -> None:
-    write(tmp_path)
-    path = tmp_path / "__1_0.distcp"
-    path.unlink()
-    os.mkfifo(path) if what == "fifo" else path.mkdir()
-    refused(tmp_path, "no piece of 'w'")
-
-
-def test_files_without_metadata(tmp_path: Path) -> None:
-    write(tmp_path)
-    (tmp_path / ".metadata").unlink()
-    with pytest.raises(SourceError, match="no index of them"):
-        arrays_of(tmp_path)
-    with pytest.raises(SourceError, match="no index of them"):
-        arrays_of(tmp_path / "__0_0.distcp")
-
-
 def test_a_file_by_itself(tmp_path: Path) -> None:
     write(tmp_path)
     assert len(dcp.locate(str(tmp_path / "__0_0.distcp")).tensors) == 1
     (tmp_path / ".metadata").unlink()
     with pytest.raises(ShardError, match="does not say what it holds"):
         dcp.locate(str(tmp_path / "__0_0.distcp"))
+    with pytest.raises(SourceError, match="no index of them"):
+        arrays_of(tmp_path / "__0_0.distcp")
 
 
 def test_flattened_ranges_of_megatron() -> None:
@@ -253,24 +172,10 @@ class Shell:
         return os.system, ("touch pwned",)
 
 
-PICKLES = {
-    "nothing": (b"", "empty"),
-    "no pickle": (b"metadata", "cannot be read"),
-    "a shell command": (pickle.dumps(Shell()), "would run code"),
-    "another object": (pickle.dumps({"a": 1}), "no Metadata"),
-    "a far memo": (b"\x80\x04Nr\xff\xff\xff\xff.", "no Metadata"),
-    "nested tuples": (b"\x80\x04)" + b"\x85" * 3_000_000 + b".", "take too much memory"),
-    "many lists": (b"\x80\x04" + b"]" * 4_000_000 + b".", "take too much memory"),
-}
-
-
-# The last two are of millions of bytes.
-@pytest.mark.parametrize("what", few(len(PICKLES) - 2, PICKLES))
-def test_metadata_that_is_none(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    content, problem = PICKLES[what]
+def test_metadata_that_would_run_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / ".metadata").write_bytes(content)
-    with pytest.raises(ShardError, match=problem):
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Shell()))
+    with pytest.raises(ShardError, match="would run code"):
         dcp.open_folder(str(tmp_path))
     assert not (tmp_path / "pwned").exists()
 
@@ -284,18 +189,6 @@ def test_metadata_that_ends_early(tmp_path: Path) -> None:
             dcp.open_folder(str(tmp_path))
 
 
-def test_an_item_whose_archive_leads_elsewhere(tmp_path: Path) -> None:
-    """The structure of each item is looked at, also of those that look like one that was met before."""
-    tensors = {name: listed(ARRAY, [("a", Box.whole(ARRAY.shape))]) for name in ("v", "w", "x")}
-    dcp_peer.write(tmp_path, tensors)
-    path = tmp_path / "a"
-    content = bytearray(path.read_bytes())
-    at = content.rindex(b"PK\x01\x02")
-    content[at + 42 : at + 46] = (1).to_bytes(4, "little")
-    path.write_bytes(content)
-    refused(tmp_path, "no piece of")
-
-
 PATHS: dict[str, tuple[dict[str, tuple[str | int, ...]], str]] = {
     "a list with a gap of a billion": ({"w": ("w",), "a.1000000000": ("a", 1_000_000_000)}, "lack most of their items"),
     "lists with gaps": ({f"a{at}.60000": (f"a{at}", 60_000) for at in range(3)}, "lack most of their items"),
@@ -305,12 +198,97 @@ PATHS: dict[str, tuple[dict[str, tuple[str | int, ...]], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", PATHS)
-def test_paths_that_cannot_be(tmp_path: Path, what: str) -> None:
-    paths, problem = PATHS[what]
+def of_another_save(folder: Path) -> None:
+    """Torch overwrites files first, and the metadata last; so a crash leaves the metadata of the save before."""
+    old = (folder / ".metadata").read_bytes()
+    pieces = [("__0_0.distcp", Box((0, 0), (4, 3))), ("__1_0.distcp", Box((4, 0), (8, 3)))]
+    write(folder, tensors={"w": listed(ARRAY.reshape(8, 3), pieces)})
+    (folder / ".metadata").write_bytes(old)
+
+
+def overlapping(folder: Path) -> None:
+    """Write a third piece that overlaps with both, with other bytes."""
+    other = ARRAY.copy()
+    other[3] += 1
+    tensor = listed(ARRAY, PIECES)
+    extra = listed(other, [("__2_0.distcp", Box((1, 0), (5, 4)))]).pieces
+    write(folder, tensors={"w": tensor._replace(pieces=[*tensor.pieces, *extra])})
+
+
+def link_outside(folder: Path) -> None:
+    shutil.move(folder / SECOND, folder.parent / "elsewhere")
+    (folder / SECOND).symlink_to(folder.parent / "elsewhere")
+
+
+def replaced(make: Callable[[Path], object]) -> Spoil:
+    """Return a function that removes the second file, and makes something else in its place."""
+    return lambda folder: ((folder / SECOND).unlink(), make(folder / SECOND))
+
+
+def item_elsewhere(folder: Path) -> None:
+    """The structure of each item is looked at, also where one looks like an item that was met before."""
+    tensors = {name: listed(ARRAY, [("a", Box.whole(ARRAY.shape))]) for name in ("v", "w", "x")}
+    dcp_peer.write(folder, tensors)
+    content = bytearray((folder / "a").read_bytes())
+    at = content.rindex(b"PK\x01\x02")
+    content[at + 42 : at + 46] = (1).to_bytes(4, "little")
+    (folder / "a").write_bytes(content)
+
+
+def with_paths(folder: Path, paths: dict[str, tuple[str | int, ...]]) -> None:
     objects = {name: ("a", None) for name in paths if name != "w"}
-    dcp_peer.write(tmp_path, {"w": listed(ARRAY, PIECES)}, objects, paths=paths)
-    refused(tmp_path, problem)
+    dcp_peer.write(folder, {"w": listed(ARRAY, PIECES)}, objects, paths=paths)
+
+
+PICKLES = {
+    "nothing": (b"", "empty"),
+    "no pickle": (b"metadata", "cannot be read"),
+    "another object": (pickle.dumps({"a": 1}), "no Metadata"),
+    "a far memo": (b"\x80\x04Nr\xff\xff\xff\xff.", "no Metadata"),
+    "nested tuples": (b"\x80\x04)" + b"\x85" * 3_000_000 + b".", "take too much memory"),
+    "many lists": (b"\x80\x04" + b"]" * 4_000_000 + b".", "take too much memory"),
+}
+
+
+class TestTwoFiles(FolderConformance):
+    """A tensor in two pieces, and an object; and everything that may be wrong with them."""
+
+    info = formats.info("dcp")
+    wrong: ClassVar = {
+        **{
+            f"says: {what}": (partial(write, spoil=spoil), says, ReshardError)
+            for what, (spoil, says) in SPOILED.items()
+        },
+        **{
+            f"paths: {what}": (partial(with_paths, paths=paths), says, ReshardError)
+            for what, (paths, says) in PATHS.items()
+        },
+        **{
+            f"metadata: {what}": pytest.param(
+                (written(".metadata", content), says), marks=pytest.mark.slow if len(content) > 1 << 20 else ()
+            )
+            for what, (content, says) in PICKLES.items()
+        },
+        "metadata of another save": (of_another_save, "is not what the metadata says", ReshardError),
+        "a missing file": (lost(SECOND), ("no piece of 'w'", SECOND), CoverageError),
+        "a missing file with an object": (lost("__0_0.distcp"), ("'lr' cannot be read", "__0_0.distcp")),
+        "a file cut short": (cut_short(SECOND), ("no piece of 'w'", "ends before"), CoverageError),
+        "a file of zeros": (written(SECOND, bytes(5000)), ("no piece of 'w'", "no archive of torch"), CoverageError),
+        "a pipe": (replaced(os.mkfifo), "no piece of 'w'", CoverageError),
+        "a folder": (replaced(Path.mkdir), "no piece of 'w'", CoverageError),
+        "a link out of the folder": (link_outside, "a link that leads out of its folder"),
+        "pieces that overlap with other bytes": (overlapping, "'w'", DisagreementError),
+        "an item whose archive leads elsewhere": (item_elsewhere, "no piece of", CoverageError),
+        "no metadata": (lost(".metadata"), "no index of them", SourceError),
+    }
+
+    def save(self, folder: Path) -> ArraysByName:
+        write(folder)
+        return {"w": ARRAY}
+
+    def lead_outside(self, folder: Path, file: str) -> str:
+        write(folder, lambda metadata: setattr(places(metadata)[2], "relative_path", file))
+        return "not beside"
 
 
 def test_objects_that_take_too_much_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

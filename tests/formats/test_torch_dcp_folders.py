@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -23,8 +24,10 @@ import reshard_mpi
 from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery
 from reshard_mpi.errors import ReshardError, ShardError, SourceError
+from reshard_mpi.formats.dtypes import BY_NAME, to_numpy
 from reshard_mpi.formats.safetensors import torch_dcp
 from reshard_mpi.testing.checkpoints import ArraysByName, CheckpointConformance
+from reshard_mpi.testing.folders import FolderConformance, cut_short, lost, written
 
 GOLDEN = Path(__file__).parent / "golden" / "torch_dcp"
 SHARDED, CONSOLIDATED = GOLDEN / "sharded", GOLDEN / "consolidated"
@@ -44,24 +47,16 @@ def counted(*shape: int) -> np.ndarray[Any, Any]:
 # What torch has written
 
 
-def test_what_torch_has_written() -> None:
-    found = reshard_mpi.load_rank(0, SHARDED, src_files=2)
-    assert {name: array.shape for name, array in found.items() if not isinstance(array, str)} == {
-        "row.weight": (8, 4),
-        "col.weight": (4, 8),
-        "norm": (4,),
-    }
-    assert found["row.weight"].tobytes() == counted(8, 4).tobytes()
-    assert found["col.weight"].tobytes() == counted(4, 8).tobytes()
-    assert found["norm"].astype(np.float32).tolist() == [1, 1, 1, 1]
+class TestSaved(FolderConformance):
+    """Of two ranks."""
 
+    info, src_files = formats.info("dcp-safetensors"), 2
+    alone = "one part of a distributed checkpoint of torch"
 
-@pytest.mark.parametrize("to", formats.targets())
-def test_it_becomes_every_other_form(tmp_path: Path, to: str) -> None:
-    said = run("transform", SHARDED, tmp_path / "out", "--to", to, "--src-files", 2, "--verify", "--jobs", "1")
-    assert said.startswith("source: torch distributed checkpoint in safetensors, 2 files, 3 tensors\n")
-    run("verify", SHARDED, tmp_path / "out", "--src-files", 2, "--jobs", "1")
-    run("diff", tmp_path / "out", CONSOLIDATED, "--jobs", "1")
+    def save(self, folder: Path) -> ArraysByName:
+        shutil.copytree(SHARDED, folder, dirs_exist_ok=True)
+        norm = np.ones(4, to_numpy(BY_NAME["bfloat16"]))
+        return {"row.weight": counted(8, 4), "col.weight": counted(4, 8), "norm": norm}
 
 
 def test_it_is_told_and_shown(tmp_path: Path) -> None:
@@ -77,18 +72,8 @@ def test_it_is_told_and_shown(tmp_path: Path) -> None:
     found = reshard_mpi.load_rank(0, tmp_path / "cut", strategy)
     assert found["row.weight"].tolist() == counted(8, 4).tolist()
     assert (tmp_path / "cut" / "rank_1" / "checkpoint_1.safetensors").is_file()
-    shown = json.loads(run("inspect", SHARDED, "--json"))
-    assert shown["format"] == "dcp-safetensors" and "last files are missing" in shown["notes"][0]
+    assert "last files are missing" in json.loads(run("inspect", SHARDED, "--json"))["notes"][0]
     assert "keeps no sums" in run("verify", SHARDED, code=3)
-    assert "--to" in run("transform", SHARDED, tmp_path / "no", "--to", "dcp-safetensors", "--src-files", 2, code=2)
-
-
-def test_a_run_is_resumed(tmp_path: Path) -> None:
-    arguments = ["transform", SHARDED, tmp_path / "out", "--to", "dcp", "--src-files", 2, "--jobs", "1"]
-    run(*arguments)
-    (tmp_path / "out" / "__0_0.distcp").unlink()
-    run(*arguments, "--resume")
-    run("diff", tmp_path / "out", CONSOLIDATED, "--jobs", "1")
 
 
 # Which files there should be
@@ -118,42 +103,11 @@ def test_functions_ask_for_it_too(tmp_path: Path) -> None:
     assert len(reshard_mpi.transform(SHARDED, tmp_path / "out", src_files=2).targets) == 1
 
 
-def test_the_last_file_is_lost(tmp_path: Path) -> None:
-    """What is left is a sound checkpoint of fewer ranks, with a smaller model: nothing but the user can tell."""
-    files = {torch_file(rank): {"w": At((2 * rank - 2, 0), counted(2, 3))} for rank in (1, 2, 3, 4)}
-    write_torch(tmp_path, files)
-    assert reshard_mpi.load_rank(0, tmp_path, src_files=4)["w"].shape == (8, 3)
-    (tmp_path / torch_file(4)).unlink()
-    said = refused(tmp_path, 4)
-    assert "not as many files as you say" in said and torch_file(3) in said
-    (tmp_path / torch_file(2)).unlink()
-    assert "lacks the files of rank 2" in refused(tmp_path, 2)
-
-
 def test_other_checkpoints_may_be_counted_too(tmp_path: Path) -> None:
     run("transform", CONSOLIDATED, tmp_path / "out", "--src-files", 2, "--jobs", "1")
     assert "other files too" in run("transform", CONSOLIDATED, tmp_path / "no", "--src-files", 1, "--jobs", "1", code=3)
     assert "not as many" in run("transform", CONSOLIDATED, tmp_path / "no", "--src-files", 3, "--jobs", "1", code=3)
     assert "--src-files" in run("transform", CONSOLIDATED, tmp_path / "no", "--src-files", 0, code=2)
-
-
-NAMES: dict[str, tuple[list[str], str]] = {
-    "no first": ([torch_file(2)], "lacks the files of rank 1"),
-    "a rank in between": ([torch_file(1), torch_file(3)], "lacks the files of rank 2"),
-    "a file of all ranks": ([torch_file(1, 1, 2), torch_file(2, 1, 2)], "lacks file 2"),
-    "two saves": ([torch_file(1, 1, 1), torch_file(2, 1, 2), torch_file(2, 2, 2)], "several distributed checkpoints"),
-    "more than there can be": ([torch_file(1, 1, 1), torch_file(1, 2, 1)], "impossible numbers"),
-    "rank 0": ([torch_file(0), torch_file(1)], "impossible numbers"),
-    "another file": ([torch_file(1), "model.safetensors"], "two checkpoints lie together"),
-    "a file of anything": ([torch_file(1), "other.safetensors"], "other files lie beside"),
-}
-
-
-@pytest.mark.parametrize("case", NAMES)
-def test_names_that_do_not_go_together(tmp_path: Path, case: str) -> None:
-    names, says = NAMES[case]
-    write_torch(tmp_path, {name: {f"w{at}": At((0,), counted(2))} for at, name in enumerate(names)})
-    assert says in refused(tmp_path, len(names))
 
 
 def test_names_may_be_dealt_out_to_several_files(tmp_path: Path) -> None:
@@ -227,31 +181,7 @@ def test_no_file_can_be_lost_unseen(data: st.DataObject, lost: int, tmp_path_fac
 
 # What files say
 
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    shutil.copytree(SHARDED, tmp_path / "sharded")
-    return tmp_path / "sharded"
-
-
-def refused(folder: Path, count: int = 2) -> str:
-    """Return what a folder is refused with, in the function and on the command line, where nothing is written."""
-    with pytest.raises(ReshardError) as caught:
-        reshard_mpi.load_rank(0, folder, src_files=count)
-    arguments = ["transform", folder, folder / "out", "--to", "ckpt", "--src-files", count, "--jobs", "1"]
-    assert caught.value.problem in run(*arguments, code=3)
-    assert not (folder / "out").exists()
-    return str(caught.value)
-
-
-TWO = {"w": At((0, 0), counted(2, 3))}, {"w": At((2, 0), counted(2, 3))}
-
-
-def write_two(folder: Path, info: Callable[[dict[str, Any]], object], *, second: dict[str, At] = TWO[1]) -> None:
-    write_torch(folder, {torch_file(1): TWO[0]})
-    write_torch(folder, {torch_file(2): second}, info=info)
-
-
+UPPER_LOWER = At((0, 0), counted(2, 3)), At((2, 0), counted(2, 3))
 SAYINGS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "nothing of a tensor": (lambda says: {"v": says["w"]}, "'"),
     "another tensor too": (lambda says: {**says, "v": says["w"]}, "lacks 'v'"),
@@ -271,34 +201,66 @@ SAYINGS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", SAYINGS)
-def test_what_a_file_says_does_not_fit_it(tmp_path: Path, case: str) -> None:
-    info, says = SAYINGS[case]
-    write_two(tmp_path, info)
-    assert says in refused(tmp_path)
+# What two files of one tensor are called.
+NAMES: dict[str, tuple[list[str], str]] = {
+    "no first": ([torch_file(2)], "lacks the files of rank 1"),
+    "a rank in between": ([torch_file(1), torch_file(3)], "lacks the files of rank 2"),
+    "a file of all ranks": ([torch_file(1, 1, 2), torch_file(2, 1, 2)], "lacks file 2"),
+    "two saves": ([torch_file(1, 1, 1), torch_file(2, 1, 2), torch_file(2, 2, 2)], "several distributed checkpoints"),
+    "more than there can be": ([torch_file(1, 1, 1), torch_file(1, 2, 1)], "impossible numbers"),
+    "rank 0": ([torch_file(0), torch_file(1)], "impossible numbers"),
+    "another file": ([torch_file(1), "model.safetensors"], "two checkpoints lie together"),
+    "a file of anything": ([torch_file(1), "other.safetensors"], "other files lie beside"),
+}
 
 
-def test_pieces_that_contradict_each_other(tmp_path: Path) -> None:
-    write_two(tmp_path, dict, second={"w": At((2, 0), counted(2, 3).astype(np.int16))})
-    assert "contradict each other on 'w'" in refused(tmp_path)
-    write_two(tmp_path, dict, second={"w": At((2,), counted(2))})
-    assert "contradict each other on 'w'" in refused(tmp_path)
-    write_two(tmp_path, dict, second={"w": At((1, 0), counted(3, 3))})
-    assert "'w'" in refused(tmp_path)
+def of_names(folder: Path, names: list[str]) -> None:
+    """Write files that are called so in place of what is there."""
+    shutil.rmtree(folder)
+    write_torch(folder, {name: {f"w{at}": At((0,), counted(2))} for at, name in enumerate(names)})
 
 
-def test_a_file_that_says_nothing(folder: Path) -> None:
-    (folder / torch_file(2)).write_bytes(file_of({"row.weight": counted(4, 4)}, {"format": "pt"}))
-    assert "does not say where its tensors lie" in refused(folder)
+def second_says(folder: Path, info: Callable[[dict[str, Any]], object] = dict, piece: At = UPPER_LOWER[1]) -> None:
+    """Write the second file anew. info: what it says, made of what it should say."""
+    write_torch(folder, {torch_file(2): {"w": piece}}, info=info)
 
 
-def test_a_damaged_file(folder: Path) -> None:
+OTHER_TYPE, OTHER_DIMENSIONS = At((2, 0), counted(2, 3).astype(np.int16)), At((2,), counted(2))
+OVERLAPPING = At((1, 0), counted(3, 3))
+SAYS_NOTHING = file_of({"w": counted(2, 3)}, {"format": "pt"})
+
+
+def object_before(folder: Path) -> None:
     path = folder / torch_file(2)
-    content = path.read_bytes()
-    path.write_bytes(content[:-1])
-    assert "truncated" in refused(folder)
-    path.write_bytes(b"80004 raw bytes of an object" + content)
-    assert "not a safetensors file" in refused(folder)
+    path.write_bytes(b"80004 raw bytes of an object" + path.read_bytes())
+
+
+class TestTwoFiles(FolderConformance):
+    """The halves of a tensor; and everything that may be wrong with them."""
+
+    info, src_files, alone = TestSaved.info, 2, TestSaved.alone
+    wrong: ClassVar = {
+        **{
+            f"says: {case}": (partial(second_says, info=info), says, ReshardError)
+            for case, (info, says) in SAYINGS.items()
+        },
+        **{
+            f"names: {case}": (partial(of_names, names=names), says, ReshardError)
+            for case, (names, says) in NAMES.items()
+        },
+        "a piece of another type": (partial(second_says, piece=OTHER_TYPE), "contradict each other on 'w'"),
+        "a piece of other dimensions": (partial(second_says, piece=OTHER_DIMENSIONS), "contradict each other on 'w'"),
+        "a piece that overlaps and differs": (partial(second_says, piece=OVERLAPPING), "'w'", ReshardError),
+        "a file that says nothing": (written(torch_file(2), SAYS_NOTHING), "does not say where its tensors lie"),
+        "a file that is cut short": (cut_short(torch_file(2)), "truncated"),
+        "a file with an object before it": (object_before, "not a safetensors file"),
+        "the last file is lost": (lost(torch_file(2)), ("not as many files as you say", torch_file(1)), SourceError),
+        "the first file is lost": (lost(torch_file(1)), "lacks the files of rank 1"),
+    }
+
+    def save(self, folder: Path) -> ArraysByName:
+        write_torch(folder, {torch_file(rank): {"w": piece} for rank, piece in enumerate(UPPER_LOWER, 1)})
+        return {"w": np.concatenate([piece.part for piece in UPPER_LOWER])}
 
 
 TEXTS = {
@@ -344,25 +306,12 @@ def test_a_text_is_read_as_it_is_written(
 # Files by themselves
 
 
-def test_a_part_by_itself(folder: Path, tmp_path: Path) -> None:
-    """Whatever it is called: it says itself that it is a part."""
-    renamed = tmp_path / "model.safetensors"
-    shutil.copy(folder / torch_file(2), renamed)
-    lone = tmp_path / "lone"
-    lone.mkdir()
-    shutil.copy(folder / torch_file(1), lone / "model-00001-of-00001.safetensors")
-    shutil.copy(folder / torch_file(2), lone / "model-00002-of-00002.safetensors")
-    for source, options in (
-        (folder / torch_file(1), []),
-        (renamed, []),
-        (lone / "model-00002-of-00002.safetensors", []),
-        (folder, ["--select", torch_file(1)]),
-        (folder, ["--from", "safetensors", "--select", torch_file(2)]),
-    ):
-        said = run("transform", source, tmp_path / "out", *options, "--jobs", "1", code=3)
-        assert "one part of a distributed checkpoint of torch" in said
-    with pytest.raises(SourceError, match="one part of"):
-        reshard_mpi.load_rank(0, {0: folder / torch_file(1)})
+def test_a_part_by_itself_whatever_it_is_called(tmp_path: Path) -> None:
+    """It says itself that it is a part."""
+    for name in ("model.safetensors", "model-00002-of-00002.safetensors"):
+        shutil.copy(SHARDED / torch_file(2), tmp_path / name)
+        with pytest.raises(SourceError, match=TestSaved.alone):
+            reshard_mpi.transform(tmp_path / name, tmp_path / "out")
     json_index = {"metadata": {}, "weight_map": {"row.weight": "x.safetensors"}}
     index = tmp_path / "indexed"
     write_torch(index, {"x.safetensors": {"row.weight": At((4, 0), counted(4, 4))}})

@@ -1,19 +1,22 @@
-"""Test folders of toys: random pieces of random tensors, which files and an index written by hand hold."""
+"""Test folders of toys: random pieces of random tensors, and spoiled folders, all written by hand."""
 
 from __future__ import annotations
 
 import itertools
 import json
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import test_toy
 from hypothesis import strategies as st
 from toy_package import toy_folder
 
+from reshard_mpi.errors import CoverageError, SourceError
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.testing.checkpoints import ArraysByName, CheckpointConformance
+from reshard_mpi.testing.folders import FolderConformance, cut_short, lost
 from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
 
 
@@ -36,6 +39,40 @@ class TestToys(CheckpointConformance):
         for number, held in enumerate(files):
             test_toy.TestToy().write_independently(folder / f"{number}.toypart", ShardContents.of(held))
         (folder / toy_folder.INDEX).write_text(json.dumps([listed, {}]))
+
+
+def leads_to(folder: Path, file: str) -> str:
+    """Have the index say that a piece lies in `file`; return what that is refused with."""
+    (folder / toy_folder.INDEX).write_text(json.dumps([{"w": ["int8", [1], [[file, "w", [0], [1]]]]}, {}]))
+    return "the index cannot be read"
+
+
+class TestFolder(FolderConformance):
+    """Two halves of a tensor, and everything that may be wrong with them."""
+
+    info, index = toy_folder.INFO, toy_folder.INDEX
+    damaged_indices: ClassVar = {
+        text: text.encode()
+        for text in ("", "[]", "[{}, []]", '[{"w": 1}, {}]', '[{}, {"note": 1}]', '[{"w": ["int8", [1], [["a"]]]}, {}]')
+    }
+    wrong: ClassVar = {
+        "a file is missing": (lost("1.toypart"), ("no piece of 'w'", "1.toypart"), CoverageError),
+        "a file is cut short": (cut_short("1.toypart"), ("no piece of 'w'", "1.toypart"), CoverageError),
+        "no index": (lost(toy_folder.INDEX), "no index of them", SourceError),
+        "a piece that no file has": (lambda folder: leads_to(folder, "0.toypart"), "does not fit the files"),
+    }
+
+    def save(self, folder: Path) -> ArraysByName:
+        whole = np.arange(6, dtype=np.int8)
+        for number, half in enumerate(np.split(whole, 2)):
+            held = [SampleTensor("w", BY_NAME["int8"], (3,), half.tobytes())]
+            test_toy.TestToy().write_independently(folder / f"{number}.toypart", ShardContents.of(held))
+        entries = [["0.toypart", "w", [0], [3]], ["1.toypart", "w", [3], [6]]]
+        (folder / toy_folder.INDEX).write_text(json.dumps([{"w": ["int8", [6], entries]}, {}]))
+        return {"w": whole}
+
+    def lead_outside(self, folder: Path, file: str) -> str:
+        return leads_to(folder, file)
 
 
 def pieces(shape: tuple[int, ...], data: st.DataObject) -> list[Box]:
