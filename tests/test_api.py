@@ -10,7 +10,6 @@ from types import MappingProxyType, ModuleType
 
 import numpy as np
 import pytest
-from support.command_line import Capture, run_here
 from support.conversions import TENSORS, Conversion, assert_right, listing, make, transform_by_function
 
 import reshard_mpi
@@ -202,11 +201,11 @@ def test_errors_of_the_file_system(tmp_path: Path) -> None:
     assert raised.value.where == str(tmp_path / "a--to")
 
 
-def test_messages_name_options_as_the_command_line_does(tmp_path: Path, capsys: Capture) -> None:
+def test_messages_name_options_as_the_command_line_does(tmp_path: Path) -> None:
     c = make(tmp_path)
     strategies = (c.src_strategy, c.dst_strategy)
     reshard_mpi.transform(c.src, c.dst, *strategies)
     with pytest.raises(ReshardError) as raised:
         reshard_mpi.transform(c.src, c.dst, *strategies)
     assert "--resume skips what is complete, --overwrite replaces it" in str(raised.value)
-    assert str(raised.value) in run_here(capsys, *c.arguments()).err
+    assert str(raised.value) in c.run().err

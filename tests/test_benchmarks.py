@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.command_line import Capture
 from support.processes import clean_environment, run_command
 
 sys.path.append(str(Path(__file__).parent.parent))  # benchmarks are part of the checkout, not of what is installed
@@ -143,7 +142,7 @@ class TestCommands:
     @pytest.mark.parametrize(
         "name", ["conversion", "planning", "startup", "scaling", "verification", "tensors", "forms", "maps"]
     )
-    def test_help_names_every_option(self, name: str, capsys: Capture) -> None:
+    def test_help_names_every_option(self, name: str, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit, match="0"):
             parser().parse_args([name, "--help"])
         text = capsys.readouterr().out
@@ -166,7 +165,7 @@ class TestCommands:
         ],
     )
     def test_wrong_usage_is_told_at_once(
-        self, tmp_path: Path, arguments: list[str], message: str, capsys: Capture
+        self, tmp_path: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         absent = str(tmp_path / "absent")
         with pytest.raises(SystemExit) as raised:

@@ -7,10 +7,11 @@ import inspect
 import pickle
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support import messages
 from support.conversions import Conversion, make
 from support.processes import run_command
 
@@ -128,18 +129,16 @@ OF_FILES = {"SourceError", "CoverageError", "DisagreementError", "TargetError", 
 WITHOUT_REMEDY = {"more tensors of this shard differ"}
 
 
-def raised_in(module: Path) -> Iterator[tuple[str, ast.Call]]:
-    """Yield the errors that a module makes, each by the name of its class."""
-    for node in ast.walk(ast.parse(module.read_text())):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            yield node.func.id, node
+def test_messages_are_those_of_the_listing() -> None:
+    """It shows all words of a change at once; other tests look for the facts: names, ranks, paths, numbers."""
+    assert messages.LISTING.read_text() == messages.listing(), "python tests/support/messages.py writes it"
 
 
 def test_every_error_of_files_says_what_to_do() -> None:
     silent = [
         f"{module}:{call.lineno}: {ast.unparse(call.args[0])}"
         for module in sorted(Path(reshard_mpi.__file__).parent.rglob("*.py"))
-        for name, call in raised_in(module)
+        for name, call in messages.made_in(module)
         if name in OF_FILES and not any(keyword.arg == "remedy" for keyword in call.keywords)
         if ast.unparse(call.args[0]).strip("'") not in WITHOUT_REMEDY
     ]

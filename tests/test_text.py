@@ -14,7 +14,7 @@ from typing import TextIO
 import pytest
 from support.cases import Side
 from support.checkpoints import write_shards, write_strategy
-from support.command_line import Capture, run_apart, run_here
+from support.command_line import run_apart, run_here
 from support.conversions import TENSORS, Conversion, make, of_every_kind
 from support.examples import few
 from support.forging import as_text
@@ -63,7 +63,7 @@ def test_errors() -> None:
 
 
 @pytest.mark.parametrize("display", [Lines, partial(Bar, with_colour=False)])
-def test_what_a_run_says(capsys: Capture, display: Callable[[TextIO], Display]) -> None:
+def test_what_a_run_says(capsys: pytest.CaptureFixture[str], display: Callable[[TextIO], Display]) -> None:
     display(sys.stderr).say(f"waiting for {EVIL}")
     assert_clean(capsys.readouterr().err)
 
@@ -87,52 +87,52 @@ def evil(folder: Path, kind: str) -> Conversion:
     return c.but(src=src, dst=folder / f"dst{SHORT}", src_strategy=strategies[0], dst_strategy=strategies[1])
 
 
-def tell(capsys: Capture, *arguments: str, code: int | None = None) -> Finished:
-    finished = run_here(capsys, *arguments)
+def tell(*arguments: str, code: int | None = None) -> Finished:
+    finished = run_here(*arguments)
     assert_clean(finished.out, finished.err)
     assert code is None or finished.code == code, finished
     return finished
 
 
 @pytest.mark.parametrize("kind", ["ckpt", pytest.param("hdf5", marks=pytest.mark.slow)])
-def test_every_command(tmp_path: Path, capsys: Capture, kind: str) -> None:
+def test_every_command(tmp_path: Path, kind: str) -> None:
     c = evil(tmp_path, kind)
     strategies = c.arguments("x")[3:]
     for command in (["plan"], ["plan", "--json"], ["plan", "--sbatch"]):
-        tell(capsys, *c.arguments(*command), code=0)
-    tell(capsys, *c.arguments("plan", "--explain", SHORT), code=0)
-    tell(capsys, *c.arguments("plan", "--explain", EVIL), code=2)
+        tell(*c.arguments(*command), code=0)
+    tell(*c.arguments("plan", "--explain", SHORT), code=0)
+    tell(*c.arguments("plan", "--explain", EVIL), code=2)
     for ending in ("html", "svg"):
         picture = c.folder / f"{SHORT}.{ending}"
-        tell(capsys, *c.arguments("plan", "--plot", str(picture), "--tensor", SHORT), code=0)
+        tell(*c.arguments("plan", "--plot", str(picture), "--tensor", SHORT), code=0)
         assert_clean(picture.read_text(encoding="utf-8"))
-    tell(capsys, *c.arguments("transform", "--prefix", f"p{SHORT}", "--verify", "--progress", "plain"), code=0)
-    tell(capsys, *c.arguments("transform", "--verify"), code=3)
+    tell(*c.arguments("transform", "--prefix", f"p{SHORT}", "--verify", "--progress", "plain"), code=0)
+    tell(*c.arguments("transform", "--verify"), code=3)
     for path in (c.src, c.dst, *c.dst.rglob("*"), c.src_strategy, c.folder):
-        tell(capsys, "inspect", str(path))
-        finished = tell(capsys, "inspect", "--json", str(path))
+        tell("inspect", str(path))
+        finished = tell("inspect", "--json", str(path))
         assert finished.code or json.loads(finished.out)
-    tell(capsys, "commit", str(c.dst), code=0)
-    tell(capsys, "verify", str(c.dst), code=0)
-    tell(capsys, "verify", str(c.src), str(c.dst), *strategies, code=0)
-    tell(capsys, "ranks", "0", *strategies, code=0)
-    tell(capsys, "governor", code=0)
-    tell(capsys, "merge-strategies", str(c.folder / EVIL[:40]), str(c.folder / "out"), code=3)
-    tell(capsys, "plan", EVIL, EVIL, EVIL, code=2)
-    tell(capsys, f"plan{EVIL}", code=2)
-    tell(capsys, *c.arguments("transform", "--select", EVIL), code=3)
-    tell(capsys, *c.arguments("transform", "--jobs", EVIL), code=2)
+    tell("commit", str(c.dst), code=0)
+    tell("verify", str(c.dst), code=0)
+    tell("verify", str(c.src), str(c.dst), *strategies, code=0)
+    tell("ranks", "0", *strategies, code=0)
+    tell("governor", code=0)
+    tell("merge-strategies", str(c.folder / EVIL[:40]), str(c.folder / "out"), code=3)
+    tell("plan", EVIL, EVIL, EVIL, code=2)
+    tell(f"plan{EVIL}", code=2)
+    tell(*c.arguments("transform", "--select", EVIL), code=3)
+    tell(*c.arguments("transform", "--jobs", EVIL), code=2)
     shard = next(c.src.rglob(f"checkpoint_0.{'ckpt' if kind == 'ckpt' else 'h5'}"))
     content = bytearray(shard.read_bytes())
     shard.write_bytes(content[: len(content) // 2])
-    lost = tell(capsys, *c.arguments("transform", "--overwrite"), code=0)
+    lost = tell(*c.arguments("transform", "--overwrite"), code=0)
     assert "warning: " in lost.err and "\\x1b[31m" in lost.err
     for shard in c.src.rglob("checkpoint_*"):
         shard.write_bytes(b"")
-    tell(capsys, *c.arguments("transform", "--overwrite"), code=3)
+    tell(*c.arguments("transform", "--overwrite"), code=3)
     for shard in c.dst.rglob("p*"):
         shard.write_bytes(b"\x1b" * 100)
-    assert tell(capsys, "verify", str(c.dst)).code in (3, 4)
+    assert tell("verify", str(c.dst)).code in (3, 4)
 
 
 SPECS = {
@@ -145,27 +145,27 @@ SPECS = {
 
 
 @pytest.mark.parametrize("case", SPECS)
-def test_specs(tmp_path: Path, capsys: Capture, case: str) -> None:
+def test_specs(tmp_path: Path, case: str) -> None:
     c = make(tmp_path)
     spec = tmp_path / "spec.toml"
     text = "".join(f"\\u{ord(char):04x}" if char < " " or char == "\x7f" else char for char in SHORT)
     spec.write_text(SPECS[case].format(evil=text))
     for command in ("plan", "transform"):
-        tell(capsys, *c.but(src_strategy=spec).arguments(command))
-        tell(capsys, *c.but(dst_strategy=spec).arguments(command))
-    tell(capsys, "inspect", str(spec))
+        tell(*c.but(src_strategy=spec).arguments(command))
+        tell(*c.but(dst_strategy=spec).arguments(command))
+    tell("inspect", str(spec))
 
 
 @pytest.mark.parametrize("name", few(1, ["rank_0.json", "run.json", "reshard.json"]))
-def test_records(tmp_path: Path, capsys: Capture, name: str) -> None:
+def test_records(tmp_path: Path, name: str) -> None:
     c = make(tmp_path)
-    assert run_here(capsys, *c.arguments("transform")).code == 0
+    c.done("transform")
     path = c.dst / name if name == "reshard.json" else c.dst / ".reshard_mpi" / name
     facts = json.loads(path.read_text())
     for key, value in facts.items():
         path.write_text(as_text(name, {**facts, key: EVIL if isinstance(value, str | None) else {EVIL: EVIL}}))
         for command in (c.arguments("transform", "--resume"), ["commit", str(c.dst)], ["inspect", str(c.dst)]):
-            tell(capsys, *command)
+            tell(*command)
 
 
 @of_every_kind

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.checkpoints import read_shard
-from support.command_line import Capture, run_here
 from support.conversions import Conversion, listing, make, of_every_kind, shards, side, transform_apart
 from support.launch import MPI
 from support.oracle import RawLayout
@@ -49,30 +48,30 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, int, Box]]:
 
 @of_every_kind
 @pytest.mark.parametrize("way", ["plan", "alone", "jobs"])
-def test_a_difference_is_refused_by_name(tmp_path: Path, capsys: Capture, kind: str, way: str) -> None:
+def test_a_difference_is_refused_by_name(tmp_path: Path, kind: str, way: str) -> None:
     c = make(tmp_path, kind)
     differing(c)
     before = listing(tmp_path)
     options = {"plan": ["plan"], "alone": ["transform"], "jobs": ["transform", "--jobs", "3"]}[way]
-    finished = run_here(capsys, *c.arguments(*options, *CHECK))
+    finished = c.run(*options, *CHECK)
     assert finished.code == 3 and finished.out == "", finished
     assert "copies of 'w' differ\n  expected: the same bytes on ranks 1 and 3\n" in finished.err
     assert "got: a difference at element [5, 3]: these ranks should hold the same\n" in finished.err
     assert f"where: {c.shard(1)} and {c.shard(3)}\n  what to do: " in finished.err
     assert listing(tmp_path) == before
-    assert run_here(capsys, *c.arguments("transform", "--replicas", "any")).code == 0
+    c.done("transform", "--replicas", "any")
 
 
 @of_every_kind
-def test_copies_that_agree(tmp_path: Path, capsys: Capture, kind: str) -> None:
+def test_copies_that_agree(tmp_path: Path, kind: str) -> None:
     c = make(tmp_path, kind)
-    assert run_here(capsys, *c.arguments()).code == 0
+    c.done()
     checked = c.but(dst=tmp_path / "checked")
-    assert run_here(capsys, *checked.arguments("transform", *CHECK)).code == 0
+    checked.done("transform", *CHECK)
     assert shards(checked.dst) == shards(c.dst)
     # It is no other run, since the same bytes are written.
-    finished = run_here(capsys, *c.arguments("transform", "--resume", *CHECK))
-    assert finished.code == 0 and "2 were complete already" in finished.out
+    finished = c.done("transform", "--resume", *CHECK)
+    assert "2 were complete already" in finished.out
 
 
 def test_functions(tmp_path: Path) -> None:
@@ -102,22 +101,22 @@ def test_functions(tmp_path: Path) -> None:
         call()
 
 
-def test_only_what_is_needed_is_compared(tmp_path: Path, capsys: Capture) -> None:
+def test_only_what_is_needed_is_compared(tmp_path: Path) -> None:
     """A difference in what only target 1 needs: rows 4 to 7."""
     c = make(tmp_path)
     differing(c)
-    assert run_here(capsys, *c.arguments("transform", *CHECK, "--rank", "0")).code == 0
-    assert run_here(capsys, *c.arguments("transform", *CHECK, "--rank", "1")).code == 3
+    c.done("transform", *CHECK, "--rank", "0")
+    assert c.run("transform", *CHECK, "--rank", "1").code == 3
 
 
 @pytest.mark.parametrize("name", ["accu_grads.w", "grad_sum.w"])
-def test_partial_sums_are_compared_whatever_is_asked(tmp_path: Path, capsys: Capture, name: str) -> None:
+def test_partial_sums_are_compared_whatever_is_asked(tmp_path: Path, name: str) -> None:
     c = make(tmp_path)
     for rank in range(4):
         c.rewrite(rank, {name: c.arrays(rank)["w"] + (rank == 2)})
     for options in ((), CHECK):
-        finished = run_here(capsys, *c.arguments("transform", *options))
-        assert finished.code == 3 and f"copies of '{name}' differ" in finished.err and "partial sums" in finished.err
+        said = c.refused("transform", *options)
+        assert f"copies of '{name}' differ" in said and "partial sums" in said
 
 
 @of_every_kind
@@ -129,24 +128,22 @@ def test_partial_sums_are_compared_whatever_is_asked(tmp_path: Path, capsys: Cap
     ],
     ids=["type", "shape"],
 )
-def test_a_copy_of_another_kind_is_refused(
-    tmp_path: Path, capsys: Capture, kind: str, array: np.ndarray, says: str
-) -> None:
+def test_a_copy_of_another_kind_is_refused(tmp_path: Path, kind: str, array: np.ndarray, says: str) -> None:
     """Rank 2 is read by nobody here, so only comparing can see it."""
     c = make(tmp_path, kind)
     c.rewrite(2, {"w": array})
-    assert run_here(capsys, *c.arguments("plan", "--rank", "0")).code == 0
-    finished = run_here(capsys, *c.arguments("plan", *CHECK, "--rank", "0"))
-    assert finished.code == 3 and "copies of 'w' differ in shape or type" in finished.err and says in finished.err
-    assert f"where: {c.shard(2)}\n" in finished.err
+    c.done("plan", "--rank", "0")
+    said = c.refused("plan", *CHECK, "--rank", "0")
+    assert "copies of 'w' differ in shape or type" in said and says in said
+    assert f"where: {c.shard(2)}\n" in said
 
 
-def test_shards_that_cannot_be_compared_are_told(tmp_path: Path, capsys: Capture) -> None:
+def test_shards_that_cannot_be_compared_are_told(tmp_path: Path) -> None:
     c = make(tmp_path)
     c.shard(2).write_bytes(b"")
     c.rewrite(3, {"w": None})  # saved without redundancy: nothing to be told
-    finished = run_here(capsys, *c.arguments("transform", *CHECK, "--rank", "0"))
-    assert finished.code == 0 and finished.err.count("warning: ") == 1
+    finished = c.done("transform", *CHECK, "--rank", "0")
+    assert finished.err.count("warning: ") == 1
     assert f"warning: the shard of rank 2 cannot be used, {c.shard(2)}: a shard is empty" in finished.err
     assert read_shard(c.written(0)) == c.expected(0)
 
@@ -162,11 +159,9 @@ def copies_of(c: Conversion) -> set[tuple[str, int]]:
 EIGHT = side(8, {"w": RawLayout((4, 2), (-1, 0)), "b": RawLayout((4, 2), (-1,))})
 
 
-def test_targets_that_share_pieces_have_them_compared_once(
-    tmp_path: Path, capsys: Capture, read: Counter[tuple[str, int, Box]]
-) -> None:
+def test_targets_that_share_pieces_have_them_compared_once(tmp_path: Path, read: Counter[tuple[str, int, Box]]) -> None:
     c = make(tmp_path).to(EIGHT)
-    assert run_here(capsys, *c.arguments("plan", *CHECK)).code == 0
+    c.done("plan", *CHECK)
     compared = {key: count for key, count in read.items() if key[0] != "global_step"}
     assert {(name, rank) for name, rank, _ in compared} == copies_of(c)
     assert set(compared.values()) == {1}

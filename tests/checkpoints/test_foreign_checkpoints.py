@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from support import torch_peer
-from support.command_line import run_captured
+from support.command_line import done, run_here
 
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
@@ -99,7 +99,7 @@ def test_a_folder_of_a_form_that_is_not_read(tmp_path: Path, what: str, place: s
     if place == "named by Megatron's":
         (save / "latest_checkpointed_iteration.txt").write_text("3")
     for command in (["inspect"], ["plan", str(tmp_path / "out")], ["transform", str(tmp_path / "out"), "--to", "hf"]):
-        said = run_captured(command[0], str(save), *command[1:])
+        said = run_here(command[0], str(save), *command[1:])
         assert said.code == 3 and not (tmp_path / "out").exists()
         assert f"is {kind}" in said.err and remedy in said.err and f"where: {folder}\n" in said.err, said.err
         assert "which is not read" in said.err and said.err.count("error:") == 1
@@ -108,7 +108,7 @@ def test_a_folder_of_a_form_that_is_not_read(tmp_path: Path, what: str, place: s
 def test_zarr(tmp_path: Path) -> None:
     made(tmp_path, "embedding.word_embeddings.weight/.zarray", "common.pt")
     (tmp_path / "metadata.json").write_text('{"sharded_backend": "zarr", "sharded_backend_version": 1}')
-    said = run_captured("plan", str(tmp_path), str(tmp_path / "out"))
+    said = run_here("plan", tmp_path, tmp_path / "out")
     assert said.code == 3 and "a Megatron checkpoint in zarr, which is not read" in said.err
 
 
@@ -117,7 +117,7 @@ def test_a_file_that_is_chosen(tmp_path: Path) -> None:
     made(tmp_path, "mp_rank_00_model_states.pt", *ZERO[2:])
     for source in (["--select", "mp_rank*"], []):
         path = tmp_path if source else tmp_path / "mp_rank_00_model_states.pt"
-        assert run_captured("plan", str(path), str(tmp_path / "out"), *source).code == 0
+        done("plan", path, tmp_path / "out", *source)
 
 
 @pytest.mark.parametrize("tag", ["", "..", "a/b", "gone", "\0", "x" * 300, "é"])
@@ -125,4 +125,4 @@ def test_trackers_that_lead_nowhere(tmp_path: Path, tag: str) -> None:
     made(tmp_path, "net.pt")
     made(tmp_path.parent, "mp_rank_00_model_states.pt", *ZERO[:1])
     (tmp_path / "latest").write_text(tag)
-    assert run_captured("plan", str(tmp_path), str(tmp_path / "out")).code == 0
+    done("plan", tmp_path, tmp_path / "out")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import safetensors_peer
-from support.command_line import run_captured
+from support.command_line import done, run_here
 
 from reshard_mpi.testing.sample_tensors import ShardContents
 
@@ -66,8 +66,8 @@ def unpacked(name: str, folder: Path) -> Path:
 
 def refused(source: Path, out: Path) -> str:
     """Return what all commands say of a source, which they refuse."""
-    said = [run_captured("plan", str(source), str(out))]
-    said += [run_captured("transform", str(source), str(out), "--to", to) for to in ("torch", "hf", "safetensors")]
+    said = [run_here("plan", source, out)]
+    said += [run_here("transform", source, out, "--to", to) for to in ("torch", "hf", "safetensors")]
     assert {one.code for one in said} == {3} and not out.exists()
     problems = {one.err.partition("error: ")[2].partition("\n")[0].removeprefix("target rank 0: ") for one in said}
     assert len(problems) == 1, problems
@@ -78,7 +78,7 @@ def refused(source: Path, out: Path) -> str:
 def test_what_is_refused(tmp_path: Path, name: str) -> None:
     save = unpacked(name, tmp_path)
     for source in (save.parent, save):
-        for said in (refused(source, tmp_path / "out"), run_captured("inspect", str(source)).err):
+        for said in (refused(source, tmp_path / "out"), run_here("inspect", source).err):
             assert f"is {REFUSED[name]}, which is not read" in said and f"where: {save}" in said
 
 
@@ -88,8 +88,7 @@ def test_each_file(tmp_path: Path, name: str) -> None:
     for path in sorted(path for path in save.rglob("*.pt") if path.parent.parent.name != "zero"):
         if path.name == "mp_rank_00_model_states.pt" and name in WHOLE:
             whole = tmp_path / "whole"
-            said = run_captured("transform", str(path), str(whole), "--to", "hf", "--include", "module.*")
-            assert said.code == 0, said.err
+            done("transform", path, str(whole), "--to", "hf", "--include", "module.*")
             require_equal(safetensors_peer.read(whole / "model.safetensors"), WHOLE[name])
         elif not path.name.startswith(("layer_", "optimizer_state")):
             said_of_it = refused(path, tmp_path / "out")
@@ -123,13 +122,12 @@ def test_torch_dist(tmp_path: Path, name: str) -> None:
         said_of_it = refused(save, out)
         assert "as the optimizer of Megatron-Core up to 0.15 has them" in said_of_it
         assert "(--exclude 'optimizer.state.*')" in said_of_it
-    said = run_captured("transform", str(save), str(out), "--to", "hf", *options)
-    assert said.code == 0, said.err
+    said = done("transform", str(save), out, "--to", "hf", *options)
     for what in left_out:
         assert what in said.err
-        assert what in run_captured("inspect", str(save)).out
+        assert what in run_here("inspect", str(save)).out
     if left_out:
-        assert run_captured("plan", str(save), str(tmp_path / "strict"), "--strict", *options).code == 3
+        assert run_here("plan", str(save), tmp_path / "strict", "--strict", *options).code == 3
     expected: dict[str, Any] = dict(np.load(MEGATRON / "expected" / f"{expected_name}.npz"))
     made = safetensors_peer.read(out / "model.safetensors").tensors
     weights = [weight for weight in expected if "|" not in weight]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.command_line import Capture, run_here
+from support.command_line import done, refused, run_here
 from support.conversions import Conversion, four_targets, make
 
 SPEC = """
@@ -53,21 +53,20 @@ def c(tmp_path: Path) -> Conversion:
     return four_targets(tmp_path)
 
 
-def text(capsys: Capture, path: Path) -> list[str]:
-    finished = run_here(capsys, "inspect", str(path))
-    assert finished.code == 0, finished
+def text(path: Path) -> list[str]:
+    finished = done("inspect", path)
     return finished.out.splitlines()
 
 
-def as_json(capsys: Capture, path: Path) -> dict[str, Any]:
-    facts: dict[str, Any] = json.loads(run_here(capsys, "inspect", "--json", str(path)).out)
+def as_json(path: Path) -> dict[str, Any]:
+    facts: dict[str, Any] = json.loads(run_here("inspect", "--json", path).out)
     return facts
 
 
-def test_a_spec_is_shown_in_its_own_words(tmp_path: Path, capsys: Capture) -> None:
+def test_a_spec_is_shown_in_its_own_words(tmp_path: Path) -> None:
     path = tmp_path / "spec.toml"
     path.write_text(SPEC)
-    assert text(capsys, path) == [
+    assert text(path) == [
         "strategy: 16 ranks in 2 stages, 5 rules",
         "  mesh dp=2 tp=4",
         "  embedding  split 0=dp+tp stage 0",
@@ -76,7 +75,7 @@ def test_a_spec_is_shown_in_its_own_words(tmp_path: Path, capsys: Capture) -> No
         "  *.ceil  split 0=dp sizes ceil",
         "  *  whole",
     ]
-    facts = as_json(capsys, path)
+    facts = as_json(path)
     assert facts["mesh"] == {"dp": 2, "tp": 4}
     assert [rule["axes"] for rule in facts["rules"]] == [
         {"split": {"0": ["dp", "tp"]}, "optimizer": []},
@@ -97,14 +96,14 @@ def test_the_names_of_axes_make_no_other_strategy(tmp_path: Path) -> None:
     assert (a.axes, b.axes) == (("dp", "tp"), ("x", "y")) and a == b
 
 
-def test_a_target_folder_that_is_not_complete(c: Conversion, capsys: Capture) -> None:
-    assert run_here(capsys, *c.arguments("transform", "--rank", "0", "--rank", "2", "--prefix", "net_")).code == 0
+def test_a_target_folder_that_is_not_complete(c: Conversion) -> None:
+    c.done("transform", "--rank", "0", "--rank", "2", "--prefix", "net_")
     (c.dst / "rank_1").mkdir()
     partial = c.dst / "rank_1" / ".net_1.ckpt.0123456789ab.partial"
     partial.write_bytes(b"half")
     (c.dst / "rank_2" / "net_2.ckpt").unlink()
     for path in (c.dst, c.dst / ".reshard_mpi"):
-        lines = text(capsys, path)
+        lines = text(path)
         assert lines[0].startswith("checkpoint: 1 rank, ckpt")
         assert lines[-7:] == [
             "run: 1 of 4 targets complete, not committed",
@@ -116,66 +115,66 @@ def test_a_target_folder_that_is_not_complete(c: Conversion, capsys: Capture) ->
             "  target rank 3 has not been written",
             "  rank_1/.net_1.ckpt.0123456789ab.partial: being written, or left by a writer that died",
         ]
-    run = as_json(capsys, c.dst)["run"]
+    run = as_json(c.dst)["run"]
     assert run["complete"] == [0] and set(run["incomplete"]) == {"1", "2", "3"}
     assert run["partial"] == [str(partial.relative_to(c.dst))] and run["settings"]["source"] == str(c.src)
-    assert text(capsys, partial) == [f"{partial}: being written, or left by a writer that died", *lines[-7:]]
+    assert text(partial) == [f"{partial}: being written, or left by a writer that died", *lines[-7:]]
     lone = c.dst.parent / "rank_0" / partial.name
     lone.parent.mkdir()
     partial.rename(lone)
-    finished = run_here(capsys, "inspect", str(lone))
-    assert finished.code == 3 and "the file is not complete" in finished.err
+    said = refused("inspect", str(lone))
+    assert "the file is not complete" in said
 
 
-def test_the_command_that_is_shown_makes_the_others(c: Conversion, capsys: Capture) -> None:
+def test_the_command_that_is_shown_makes_the_others(c: Conversion) -> None:
     (c.dst.parent / "my map.toml").write_text(MAP)
     options = ["--map", str(c.dst.parent / "my map.toml"), "--dtype", "fp64", "--dtype", "w=fp32", "--exclude", "b"]
     options += ["--verify", "--to", "hdf5", "--unlisted", "replicate", "--reverse"]
-    assert run_here(capsys, *c.arguments("transform", "--rank", "0", *options)).code == 0
-    command = as_json(capsys, c.dst)["run"]["command"]
-    assert f"  made by: {command}" in text(capsys, c.dst)
+    c.done("transform", "--rank", "0", *options)
+    command = as_json(c.dst)["run"]["command"]
+    assert f"  made by: {command}" in text(c.dst)
     program, *words = shlex.split(command)
     assert program == "reshard-mpi"
-    assert run_here(capsys, *words, "--resume").code == 0
-    lines = text(capsys, c.dst)
+    done(*words, "--resume")
+    lines = text(c.dst)
     assert "run: 4 of 4 targets complete, committed" in lines and f"  made by: {command}" in lines
     assert not any("--resume" in line for line in lines)
     (c.dst / "reshard.json").unlink()
-    assert f"  what is left: reshard-mpi commit {c.dst}" in text(capsys, c.dst)
+    assert f"  what is left: reshard-mpi commit {c.dst}" in text(c.dst)
 
 
 @pytest.mark.parametrize("options", [["--to", "hf", "--max-shard-size", "64"], ["--to", "dcp", "--select", "*.ckpt"]])
-def test_the_command_of_a_folder_with_an_index(c: Conversion, capsys: Capture, options: list[str]) -> None:
+def test_the_command_of_a_folder_with_an_index(c: Conversion, options: list[str]) -> None:
     command = ["transform", str(c.src), str(c.dst), "--src-strategy", str(c.src_strategy), "--from", "ckpt", *options]
-    assert run_here(capsys, *command).code == 0
-    shown = shlex.split(as_json(capsys, c.dst)["run"]["command"])
-    assert run_here(capsys, *shown[1:], "--resume").code == 0
+    done(*command)
+    shown = shlex.split(as_json(c.dst)["run"]["command"])
+    done(*shown[1:], "--resume")
     assert shown[:4] == ["reshard-mpi", *command[:3]] and set(options) <= set(shown)
 
 
-def test_a_target_folder_without_any_complete_target(c: Conversion, capsys: Capture) -> None:
-    assert run_here(capsys, *c.arguments("transform", "--rank", "3")).code == 0
+def test_a_target_folder_without_any_complete_target(c: Conversion) -> None:
+    c.done("transform", "--rank", "3")
     c.written(3).unlink()
-    assert text(capsys, c.dst)[0] == "run: 0 of 4 targets complete, not committed"
-    assert as_json(capsys, c.dst)["kind"] == "run"
+    assert text(c.dst)[0] == "run: 0 of 4 targets complete, not committed"
+    assert as_json(c.dst)["kind"] == "run"
 
 
-def test_a_target_folder_that_is_complete(c: Conversion, capsys: Capture) -> None:
-    assert run_here(capsys, *c.arguments("transform", "--verify")).code == 0
-    lines = text(capsys, c.dst)
+def test_a_target_folder_that_is_complete(c: Conversion) -> None:
+    c.done("transform", "--verify")
+    lines = text(c.dst)
     assert "run: 4 of 4 targets complete, committed" in lines
     assert lines[-1] == "commit: 4 targets, CRC-32 of 4 tensors; 4 of them there as committed"
-    facts = as_json(capsys, c.dst)
+    facts = as_json(c.dst)
     assert facts["kind"] == "checkpoint" and facts["run"]["complete"] == [0, 1, 2, 3]
     assert set(facts["commit"]["sums"]) == {"w", "b", "moments.w", "global_step"}
 
 
-def test_a_commit_record(c: Conversion, capsys: Capture) -> None:
-    assert run_here(capsys, *c.arguments()).code == 0
+def test_a_commit_record(c: Conversion) -> None:
+    c.done()
     c.written(1).unlink()
     c.written(2).write_bytes(b"short")
     size = c.written(0).stat().st_size
-    lines = text(capsys, c.dst / "reshard.json")
+    lines = text(c.dst / "reshard.json")
     assert lines[0] == "commit: 4 targets; 2 of them there as committed"
     assert lines[1].startswith(f"  made by: reshard-mpi transform {c.src} {c.dst} --src-strategy {c.src_strategy} ")
     assert lines[2:] == [
@@ -184,46 +183,46 @@ def test_a_commit_record(c: Conversion, capsys: Capture) -> None:
         f"  rank 2: rank_2/checkpoint_2.ckpt has 5 bytes, not the {size} that were committed",
         f"  rank 3: rank_3/checkpoint_3.ckpt, {size} B",
     ]
-    facts = as_json(capsys, c.dst / "reshard.json")
+    facts = as_json(c.dst / "reshard.json")
     assert facts["kind"] == "commit" and facts["settings"]["prefix"] == "checkpoint_"
     assert [target["got_bytes"] for target in facts["targets"]] == [size, None, 5, size]
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"digest": "0", "targets": [{}]}'])
-def test_a_commit_record_that_is_damaged(c: Conversion, capsys: Capture, content: str) -> None:
-    assert run_here(capsys, *c.arguments()).code == 0
+def test_a_commit_record_that_is_damaged(c: Conversion, content: str) -> None:
+    c.done()
     (c.dst / "reshard.json").write_text(content)
-    finished = run_here(capsys, "inspect", str(c.dst / "reshard.json"))
-    assert finished.code == 3 and "the commit record is damaged" in finished.err
-    assert text(capsys, c.dst)[-1] == "commit: the commit record is damaged"
-    assert "run: 4 of 4 targets complete, not committed" in text(capsys, c.dst)
+    said = refused("inspect", c.dst / "reshard.json")
+    assert "the commit record is damaged" in said
+    assert text(c.dst)[-1] == "commit: the commit record is damaged"
+    assert "run: 4 of 4 targets complete, not committed" in text(c.dst)
 
 
-def test_a_run_record_that_is_damaged(c: Conversion, capsys: Capture) -> None:
-    assert run_here(capsys, *c.arguments()).code == 0
+def test_a_run_record_that_is_damaged(c: Conversion) -> None:
+    c.done()
     (c.dst / ".reshard_mpi" / "run.json").write_text("{}")
-    assert "run: a record of a run that is damaged, or of another version" in text(capsys, c.dst)
+    assert "run: a record of a run that is damaged, or of another version" in text(c.dst)
 
 
 @pytest.mark.parametrize("name", ["run.json", "rank_0.json", "rank_0.lock"])
-def test_a_file_of_the_state_of_a_run(c: Conversion, capsys: Capture, name: str) -> None:
-    assert run_here(capsys, *c.arguments()).code == 0
-    finished = run_here(capsys, "inspect", str(c.dst / ".reshard_mpi" / name))
-    assert finished.code == 3 and f"what to do: inspect {c.dst}, the target folder" in finished.err
+def test_a_file_of_the_state_of_a_run(c: Conversion, name: str) -> None:
+    c.done()
+    said = refused("inspect", c.dst / ".reshard_mpi" / name)
+    assert f"what to do: inspect {c.dst}, the target folder" in said
 
 
-def test_a_checkpoint_of_no_run_says_nothing_of_one(tmp_path: Path, capsys: Capture) -> None:
-    assert not {"run", "commit"} & set(as_json(capsys, make(tmp_path).src))
+def test_a_checkpoint_of_no_run_says_nothing_of_one(tmp_path: Path) -> None:
+    assert not {"run", "commit"} & set(as_json(make(tmp_path).src))
 
 
 @pytest.mark.parametrize("to", ["dcp", "hf"])
-def test_a_folder_with_an_index_has_files_and_no_ranks(c: Conversion, capsys: Capture, to: str) -> None:
+def test_a_folder_with_an_index_has_files_and_no_ranks(c: Conversion, to: str) -> None:
     cut = ["--dst-strategy", str(c.dst_strategy)] if to == "dcp" else []
     target = c.folder / to
     made = ["transform", str(c.src), str(target), "--src-strategy", str(c.src_strategy), *cut, "--to", to]
-    assert run_here(capsys, *made).code == 0
+    done(*made)
     files = sorted(target.glob("*.distcp" if to == "dcp" else "*.safetensors"))
-    lines = text(capsys, target)
+    lines = text(target)
     assert lines[0].startswith(f"checkpoint: {len(files)} file{'s' * (len(files) > 1)}, {to}, ")
     assert lines[1 : 1 + len(files)] == [f"  {path}" for path in files] and lines[1 + len(files)].startswith(
         "  total: "

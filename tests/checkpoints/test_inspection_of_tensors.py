@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.checkpoints import sample
-from support.command_line import Capture, run_here
+from support.command_line import done, refused, run_here
 from support.conversions import Conversion, four_targets
 from support.safetensors_peer import write
 
@@ -24,9 +24,8 @@ def c(tmp_path: Path) -> Conversion:
     return four_targets(tmp_path)
 
 
-def lines(capsys: Capture, *arguments: str) -> list[str]:
-    finished = run_here(capsys, "inspect", *arguments)
-    assert finished.code == 0, finished
+def lines(*arguments: str) -> list[str]:
+    finished = done("inspect", *arguments)
     return finished.out.splitlines()
 
 
@@ -39,16 +38,16 @@ def file_of(folder: Path, name: str, **tensors: np.ndarray) -> Path:
 LAYERS = {f"layers__{layer}__{kind}": np.zeros((layer + 1, 4), "f4") for layer in (0, 1, 10) for kind in ("w", "b")}
 
 
-def test_tensors_by_a_pattern_in_a_shard(tmp_path: Path, capsys: Capture) -> None:
+def test_tensors_by_a_pattern_in_a_shard(tmp_path: Path) -> None:
     path = str(file_of(tmp_path, "a", **LAYERS, head=np.zeros(3, "i4")))
-    assert lines(capsys, path)[-1] == "  total: 7 tensors, 460 B: 6 float32 (448 B), 1 int32 (12 B)"
-    assert lines(capsys, path, "layers.1*.w") == [
+    assert lines(path)[-1] == "  total: 7 tensors, 460 B: 6 float32 (448 B), 1 int32 (12 B)"
+    assert lines(path, "layers.1*.w") == [
         "safetensors shard: 2 tensors, 208 B",
         "  layers.1.w  float32 [2, 4]  32 B",
         "  layers.10.w  float32 [11, 4]  176 B",
         "  total: 2 tensors, 208 B: 2 float32 (208 B)",
     ]
-    facts = json.loads(run_here(capsys, "inspect", path, "head", "--json").out)
+    facts = json.loads(run_here("inspect", path, "head", "--json").out)
     assert list(facts["tensors"]) == ["head"] and facts["names"] == "head"
     assert facts["totals"] == {
         "tensors": 1,
@@ -59,26 +58,26 @@ def test_tensors_by_a_pattern_in_a_shard(tmp_path: Path, capsys: Capture) -> Non
     assert reshard_mpi.inspect(path, "head") == facts
 
 
-def test_tensors_by_a_pattern_in_rank_folders(c: Conversion, capsys: Capture) -> None:
-    assert run_here(capsys, *c.arguments("transform", "--to", "hdf5")).code == 0
-    shown = lines(capsys, str(c.dst), "*w")
+def test_tensors_by_a_pattern_in_rank_folders(c: Conversion) -> None:
+    c.done("transform", "--to", "hdf5")
+    shown = lines(str(c.dst), "*w")
     assert shown[1:4] == [
         "  w  float32 [2, 4] of [8, 4]  32 B  ranks 0-3",
         "  moments.w  float32 [2, 4] of [8, 4]  32 B  ranks 0-3",
         "  total: 2 tensors in 8 parts, 256 B: 8 float32 (256 B)",
     ]
-    shown = lines(capsys, str(c.dst), "w", "--rank", "0,2-3")
+    shown = lines(str(c.dst), "w", "--rank", "0,2-3")
     assert shown[1] == "  w  float32 [2, 4] of [8, 4]  32 B  ranks 0,2-3"
-    assert lines(capsys, str(c.dst), "--rank", "3")[:2] == [
+    assert lines(str(c.dst), "--rank", "3")[:2] == [
         "checkpoint: 1 rank, hdf5, 100 B of tensors",
         f"  rank 3: 4 tensors, 100 B  {c.dst}/rank_3/checkpoint_3.h5",
     ]
 
 
 @pytest.mark.parametrize("names", ["nothing*", "layers.[0", ""])
-def test_a_pattern_that_nothing_matches(c: Conversion, capsys: Capture, names: str) -> None:
+def test_a_pattern_that_nothing_matches(c: Conversion, names: str) -> None:
     for path in (c.src, c.src_strategy):
-        finished = run_here(capsys, "inspect", str(path), names)
+        finished = run_here("inspect", path, names)
         if not names:
             assert finished.code == 2 and "expected a path" in finished.err
             continue
@@ -86,41 +85,41 @@ def test_a_pattern_that_nothing_matches(c: Conversion, capsys: Capture, names: s
         assert f"what to do: reshard-mpi inspect {path} '*' lists all" in finished.err
 
 
-def test_the_name_that_was_meant(tmp_path: Path, capsys: Capture) -> None:
+def test_the_name_that_was_meant(tmp_path: Path) -> None:
     path = str(file_of(tmp_path, "a", **LAYERS))
-    assert "like this; did you mean 'layers.10.w'?" in run_here(capsys, "inspect", path, "layer.10.w").err
+    assert "like this; did you mean 'layers.10.w'?" in run_here("inspect", path, "layer.10.w").err
     with pytest.raises(reshard_mpi.SourceError, match="like this\n"):
         reshard_mpi.inspect(path, "x")
 
 
-def test_patterns_and_ranks_of_what_has_none(c: Conversion, capsys: Capture) -> None:
-    assert run_here(capsys, *c.arguments()).code == 0
+def test_patterns_and_ranks_of_what_has_none(c: Conversion) -> None:
+    c.done()
     for arguments in (["reshard.json", "w"], ["reshard.json", "--rank", "0"], ["rank_0/checkpoint_0.ckpt", "--rank=0"]):
-        finished = run_here(capsys, "inspect", str(c.dst / arguments[0]), *arguments[1:])
-        assert finished.code == 3 and "expected: a checkpoint" in finished.err, finished
-    assert "has no shard of this rank" in run_here(capsys, "inspect", str(c.dst), "--rank", "0-4").err
-    finished = run_here(capsys, "inspect", str(c.src), str(c.dst), "--rank", "0")
-    assert finished.code == 2 and "--rank goes with one checkpoint" in finished.err
+        said = refused("inspect", c.dst / arguments[0], *arguments[1:])
+        assert "expected: a checkpoint" in said
+    assert "has no shard of this rank" in run_here("inspect", c.dst, "--rank", "0-4").err
+    said = refused("inspect", c.src, c.dst, "--rank", "0", code=2)
+    assert "--rank goes with one checkpoint" in said
 
 
-def test_a_strategy_by_a_pattern(c: Conversion, capsys: Capture) -> None:
-    shown = lines(capsys, str(c.src_strategy), "?")
+def test_a_strategy_by_a_pattern(c: Conversion) -> None:
+    shown = lines(str(c.src_strategy), "?")
     assert [line.split("  mesh ")[0] for line in shown[1:]] == ["  w", "  b  whole"]
-    assert len(lines(capsys, str(c.src_strategy), "b")) == 2
+    assert len(lines(str(c.src_strategy), "b")) == 2
 
 
-def test_the_rule_that_places_a_name(tmp_path: Path, capsys: Capture) -> None:
+def test_the_rule_that_places_a_name(tmp_path: Path) -> None:
     spec = tmp_path / "spec.toml"
     rules = "".join(f'[[parameter]]\nmatch = "{glob}"\n' for glob in ("a.*", "*.w", "*"))
     spec.write_text(f"mesh = {{ dp = 2 }}\n{rules}")
     for name, shown in (("a.w", ["a.*"]), ("b.w", ["*.w"]), ("b", ["*"]), ("*.w", ["*.w"]), ("?.?", ["a.*", "*.w"])):
-        assert [line.split()[0] for line in lines(capsys, str(spec), name)[2:]] == shown
+        assert [line.split()[0] for line in lines(str(spec), name)[2:]] == shown
 
 
-def test_what_is_not_alike_in_two_files(tmp_path: Path, capsys: Capture) -> None:
+def test_what_is_not_alike_in_two_files(tmp_path: Path) -> None:
     first = file_of(tmp_path, "a", **LAYERS, only=np.zeros(2, "f4"), cast=np.zeros(3, "f4"))
     second = file_of(tmp_path, "b", **{**LAYERS, "layers__1__w": np.zeros((4, 2), "f4")}, cast=np.zeros(3, "f2"))
-    assert lines(capsys, str(first), str(second)) == [
+    assert lines(str(first), str(second)) == [
         f"--- {first}  safetensors, 1 rank, 8 tensors",
         f"+++ {second}  safetensors, 1 rank, 7 tensors",
         "- cast  float32 [3]",
@@ -130,35 +129,33 @@ def test_what_is_not_alike_in_two_files(tmp_path: Path, capsys: Capture) -> None
         "- only  float32 [2]",
         "8 tensors: 3 not alike, 5 alike in type and shape",
     ]
-    facts = json.loads(run_here(capsys, "inspect", "--json", str(second), str(first)).out)
+    facts = json.loads(run_here("inspect", "--json", str(second), str(first)).out)
     assert facts["kind"] == "comparison" and facts["alike"] == 5 and facts["untold"] == 0
     assert [difference["name"] for difference in facts["differences"]] == ["cast", "layers.1.w", "only"]
     assert facts["differences"][2]["first"] is None
 
 
-def test_shapes_that_no_file_tells_are_not_said_to_be_alike(c: Conversion, capsys: Capture) -> None:
-    assert run_here(capsys, *c.arguments()).code == 0
+def test_shapes_that_no_file_tells_are_not_said_to_be_alike(c: Conversion) -> None:
+    c.done()
     hdf5 = c.dst.parent / "hdf5"
     arguments = c.arguments("transform", "--to", "hdf5")
     arguments[2] = str(hdf5)
-    assert run_here(capsys, *arguments).code == 0
-    assert lines(capsys, str(c.src), str(c.dst))[2:] == [
+    done(*arguments)
+    assert lines(str(c.src), str(c.dst))[2:] == [
         "4 tensors: 1 alike in type and shape, 3 alike in type, as far as shards tell",
         "  not all files tell the shapes of whole tensors; reshard-mpi diff compares them, by --src-strategy and"
         " --dst-strategy",
     ]
-    assert lines(capsys, str(c.dst), str(c.dst))[2:] == ["4 tensors: 4 alike in type and shape"]
-    assert lines(capsys, str(hdf5), str(c.dst))[2].startswith("4 tensors: 4 alike in type, as far")
-    assert lines(capsys, str(hdf5), str(hdf5 / "rank_0" / "checkpoint_0.h5"))[2:] == [
-        "4 tensors: 4 alike in type and shape"
-    ]
+    assert lines(str(c.dst), str(c.dst))[2:] == ["4 tensors: 4 alike in type and shape"]
+    assert lines(str(hdf5), str(c.dst))[2].startswith("4 tensors: 4 alike in type, as far")
+    assert lines(str(hdf5), str(hdf5 / "rank_0" / "checkpoint_0.h5"))[2:] == ["4 tensors: 4 alike in type and shape"]
     # One rank of several is not taken for all of them.
-    assert lines(capsys, str(hdf5), str(c.dst / "rank_0"))[2].startswith("4 tensors: 4 alike in type, as far")
+    assert lines(str(hdf5), str(c.dst / "rank_0"))[2].startswith("4 tensors: 4 alike in type, as far")
 
 
-def test_only_checkpoints_are_compared(c: Conversion, capsys: Capture) -> None:
-    finished = run_here(capsys, "inspect", str(c.src), str(c.src_strategy))
-    assert finished.code == 3 and "a strategy file" in finished.err, finished
+def test_only_checkpoints_are_compared(c: Conversion) -> None:
+    said = refused("inspect", c.src, c.src_strategy)
+    assert "a strategy file" in said
 
 
 @given(st.sets(st.integers(0, 40)))

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from support.cases import Side
 from support.checkpoints import as_read, expected_rank, read_shard
-from support.command_line import Capture, run_here
 from support.conversions import (
     DST_LAYOUTS,
     SRC_LAYOUTS,
@@ -69,12 +68,11 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 @of_every_kind
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_shard_is_replaced_and_told(tmp_path: Path, capsys: Capture, kind: str, damage: str) -> None:
+def test_a_damaged_shard_is_replaced_and_told(tmp_path: Path, kind: str, damage: str) -> None:
     c = make(tmp_path, kind)
     DAMAGE[damage](c.shard(0))
     report = tmp_path / "report.json"
-    finished = run_here(capsys, *c.arguments("transform", "--report", str(report)))
-    assert finished.code == 0, finished
+    finished = c.done("transform", "--report", str(report))
     assert_right(c)
     (told,) = finished.warnings  # what is the same on all ranks comes from rank 1 then, which is read anyway
     assert told.startswith(f"the shard of rank 0 cannot be used, {c.shard(0)}")
@@ -83,35 +81,33 @@ def test_a_damaged_shard_is_replaced_and_told(tmp_path: Path, capsys: Capture, k
     assert facts["warnings"] == [told]
     assert [target["read_ranks"] for target in facts["targets"]] == [[1, 2], [2, 3]]
     again = c.but(dst=tmp_path / "again")
-    planned = run_here(capsys, *again.arguments("plan"))
-    assert planned.code == 0 and planned.warnings == [told]
-    planned = run_here(capsys, *again.arguments("plan", "--json"))
+    planned = again.done("plan")
+    assert planned.warnings == [told]
+    planned = again.run("plan", "--json")
     assert [target["warnings"] for target in json.loads(planned.out)["targets"]] == [[told], []]
 
 
 @of_every_kind
-def test_missing_shards_are_told_in_one_line(tmp_path: Path, capsys: Capture, kind: str) -> None:
+def test_missing_shards_are_told_in_one_line(tmp_path: Path, kind: str) -> None:
     c = make(tmp_path, kind)
     c.remove(0)
     c.shard(3).unlink()
-    finished = run_here(capsys, *c.arguments())
-    assert finished.code == 0
+    finished = c.done()
     assert_right(c)
     there = f"2 of 4 ranks are there: no shard of ranks 0, 3 in {c.src}"
     assert finished.warnings == [f"{there}; what should be there was taken from ranks 1, 2 instead"]
 
 
-def test_missing_shards_of_which_nothing_is_needed_are_told(tmp_path: Path, capsys: Capture) -> None:
+def test_missing_shards_of_which_nothing_is_needed_are_told(tmp_path: Path) -> None:
     c = make(tmp_path)
     c.remove(2, 3)
     c.shard(1).write_bytes(c.shard(1).read_bytes())
-    finished = run_here(capsys, *c.arguments("transform", "--rank", "0"))
-    assert finished.code == 0
+    finished = c.done("transform", "--rank", "0")
     assert finished.warnings == [f"2 of 4 ranks are there: no shard of ranks 2, 3 in {c.src}"]
 
 
 @pytest.mark.parametrize("way", ["alone", "jobs", "tasks", "backwards", "ranks"])
-def test_every_division_of_a_run_takes_the_same_and_tells_it_once(tmp_path: Path, capsys: Capture, way: str) -> None:
+def test_every_division_of_a_run_takes_the_same_and_tells_it_once(tmp_path: Path, way: str) -> None:
     """Rank 0 is damaged and 3 is missing; 1 then serves for 3, and 2 for 0, for targets of several processes."""
     c = make(tmp_path).to(side(8, EIGHT_LAYOUTS))
     DAMAGE["half"](c.shard(0))
@@ -197,25 +193,24 @@ def test_a_map_that_names_only_some_ranks_misses_none(tmp_path: Path, caplog: py
     ids=["shape", "type", "dimensions", "replicated", "follower"],
 )
 def test_a_shard_that_another_one_contradicts_is_refused_with_both_and_replaced_once_it_is_gone(
-    tmp_path: Path, capsys: Capture, kind: str, name: str, array: np.ndarray, expected: str, got: str
+    tmp_path: Path, kind: str, name: str, array: np.ndarray, expected: str, got: str
 ) -> None:
     c = make(tmp_path, kind)
     c.rewrite(1, {name: array})
-    refused = run_here(capsys, *c.arguments())
-    assert refused.code == 3 and not c.dst.exists()
-    assert repr(name) in refused.err and str(c.shard(0)) in refused.err and f"where: {c.shard(1)}" in refused.err
-    assert f"got: {got}" in refused.err
-    assert expected in next(line for line in refused.err.splitlines() if line.startswith("  expected: "))
-    assert "if one of the two shards is of another checkpoint, take it away" in refused.err
+    said = c.refused()
+    assert not c.dst.exists()
+    assert repr(name) in said and str(c.shard(0)) in said and f"where: {c.shard(1)}" in said
+    assert f"got: {got}" in said
+    assert expected in next(line for line in said.splitlines() if line.startswith("  expected: "))
+    assert "if one of the two shards is of another checkpoint, take it away" in said
     c.shard(1).unlink()
-    finished = run_here(capsys, *c.arguments())
-    assert finished.code == 0, finished
+    finished = c.done()
     assert_right(c)
     (told,) = finished.warnings
     assert "no shard of rank 1 in" in told and told.endswith("was taken from rank 3 instead")
 
 
-def test_a_contradiction_between_the_shards_of_different_targets_is_refused(tmp_path: Path, capsys: Capture) -> None:
+def test_a_contradiction_between_the_shards_of_different_targets_is_refused(tmp_path: Path) -> None:
     """Each target reads its own rank's shard only, and so sees no contradiction."""
     c = make(tmp_path)
     layouts = {"w": RawLayout((4,), (-1, -1)), "b": RawLayout((4,), (-1,))}
@@ -226,10 +221,10 @@ def test_a_contradiction_between_the_shards_of_different_targets_is_refused(tmp_
     c = c.but(source=whole, target=whole, src_strategy=strategy, dst_strategy=strategy)
     before = listing(tmp_path)
     for command in (["plan"], ["transform"], ["transform", "--jobs", "2"]):
-        finished = run_here(capsys, *c.arguments(*command))
-        assert finished.code == 3 and "disagree in the type or shape of 'b'" in finished.err, finished
-        assert "expected: int64 [8], as by the shards opened for target rank" in finished.err
-        assert "got: int64 [9] by those for target rank 2" in finished.err and "what to do" in finished.err
+        said = c.refused(*command)
+        assert "disagree in the type or shape of 'b'" in said
+        assert "expected: int64 [8], as by the shards opened for target rank" in said
+        assert "got: int64 [9] by those for target rank 2" in said and "what to do" in said
     with pytest.raises(DisagreementError, match="type or shape of 'b'"):
         reshard_mpi.plan(c.src, c.src_strategy, c.dst_strategy)
     assert listing(tmp_path) == before
@@ -240,16 +235,13 @@ def test_a_contradiction_between_the_shards_of_different_targets_is_refused(tmp_
 
 @of_every_kind
 @pytest.mark.parametrize("missing", [False, True])
-def test_values_of_the_own_rank_that_are_lost_are_told(
-    tmp_path: Path, capsys: Capture, kind: str, missing: bool
-) -> None:
+def test_values_of_the_own_rank_that_are_lost_are_told(tmp_path: Path, kind: str, missing: bool) -> None:
     c = make(tmp_path, kind)
     c = c.but(dst_strategy=c.strategy("d", {"w": RawLayout((4,), (0, -1)), "b": RawLayout((4,), (-1,))}))
     for rank in range(4):
         c.rewrite(rank, {"random_state": np.full(4, rank, np.uint32)})
     c.remove(3) if missing else DAMAGE["empty"](c.shard(3))
-    finished = run_here(capsys, *c.arguments())
-    assert finished.code == 0
+    finished = c.done()
     assert len(finished.warnings) == 2
     (own,) = (text for text in finished.warnings if text.startswith("target rank 3 "))
     told = re.fullmatch(r"target rank 3 has 'random_state' of rank (\d), not its own: .*", own)
@@ -259,7 +251,7 @@ def test_values_of_the_own_rank_that_are_lost_are_told(
 
 @of_every_kind
 def test_a_stage_whose_shards_are_all_lost_is_refused_though_the_target_lists_nothing(
-    tmp_path: Path, capsys: Capture, kind: str
+    tmp_path: Path, kind: str
 ) -> None:
     tensors = {"w": np.arange(8, dtype=np.float32), "v": np.arange(4, dtype=np.float32)}
     source = Side(4, 2, {"w": RawLayout((2,), (0,)), "v": RawLayout((2,), (-1,), stages=(1,))})
@@ -268,35 +260,32 @@ def test_a_stage_whose_shards_are_all_lost_is_refused_though_the_target_lists_no
     for rank in (2, 3):
         DAMAGE["empty"](c.shard(rank))
     before = listing(tmp_path)
-    finished = run_here(capsys, *c.arguments())
-    assert finished.code == 3 and "no shard that should hold 'v' is there" in finished.err, finished
-    assert f"rank 2: a shard is empty, expected a checkpoint, got 0 bytes, in {c.shard(2)}" in finished.err
+    said = c.refused()
+    assert "no shard that should hold 'v' is there" in said
+    assert f"rank 2: a shard is empty, expected a checkpoint, got 0 bytes, in {c.shard(2)}" in said
     for rank in (2, 3):
         before = {k: v for k, v in before.items() if f"rank_{rank}/" not in k and not k.endswith(f"rank_{rank}")}
         shutil.rmtree(c.shard(rank).parent)
-    finished = run_here(capsys, *c.arguments())
-    assert finished.code == 3 and "no shard that should hold 'v' is there" in finished.err, finished
+    said = c.refused()
+    assert "no shard that should hold 'v' is there" in said
     assert listing(tmp_path) == before
 
 
 @of_every_kind
-def test_what_only_a_damaged_shard_may_hold_is_not_taken_for_never_saved(
-    tmp_path: Path, capsys: Capture, kind: str
-) -> None:
+def test_what_only_a_damaged_shard_may_hold_is_not_taken_for_never_saved(tmp_path: Path, kind: str) -> None:
     """Saved without redundancy: of two ranks that should hold the same, each holds some."""
     c = make(tmp_path, kind)
     for rank in (0, 1):
         c.rewrite(rank, {"b": None})
     for rank in (2, 3):
         c.rewrite(rank, {"w": None, "moments.w": None})
-    assert run_here(capsys, *c.arguments()).code == 0
+    c.done()
     assert_right(c)
     for rank in (2, 3):
         DAMAGE["empty"](c.shard(rank))
-    finished = run_here(capsys, *c.but(dst=tmp_path / "other").arguments())
-    assert finished.code == 3, finished
-    assert "'b' is in no shard that was opened, but may be in one that is damaged" in finished.err, finished
-    assert "rank 2: a shard is empty" in finished.err and "what to do: restore these shards" in finished.err
+    said = c.but(dst=tmp_path / "other").refused()
+    assert "'b' is in no shard that was opened, but may be in one that is damaged" in said, said
+    assert "rank 2: a shard is empty" in said and "what to do: restore these shards" in said
     assert not (tmp_path / "other").exists()
 
 
@@ -309,53 +298,51 @@ def with_accumulator(c: Conversion) -> Conversion:
 
 
 @of_every_kind
-def test_nor_is_a_whole_kind_of_state_where_shards_are_saved_without_redundancy(
-    tmp_path: Path, capsys: Capture, kind: str
-) -> None:
+def test_nor_is_a_whole_kind_of_state_where_shards_are_saved_without_redundancy(tmp_path: Path, kind: str) -> None:
     c = with_accumulator(make(tmp_path, kind))
     c.rewrite(0, {"b": None})
     DAMAGE["empty"](c.shard(2))
-    finished = run_here(capsys, *c.arguments())
-    assert finished.code == 3 and "'accu.w' is in no shard that was opened" in finished.err, finished
+    said = c.refused()
+    assert "'accu.w' is in no shard that was opened" in said
 
 
 @of_every_kind
-def test_state_that_was_never_saved_is_still_told_from_what_is_lost(tmp_path: Path, capsys: Capture, kind: str) -> None:
+def test_state_that_was_never_saved_is_still_told_from_what_is_lost(tmp_path: Path, kind: str) -> None:
     c = with_accumulator(make(tmp_path, kind))
     DAMAGE["empty"](c.shard(0))
-    finished = run_here(capsys, *c.arguments())
-    assert finished.code == 0 and len(finished.warnings) == 2, finished
+    finished = c.done()
+    assert len(finished.warnings) == 2, finished
     assert "1 listed parameters are in no source shard: accu.w" in finished.err
     assert_right(c)
 
 
-def test_the_first_of_shards_that_describe_themselves(tmp_path: Path, capsys: Capture) -> None:
+def test_the_first_of_shards_that_describe_themselves(tmp_path: Path) -> None:
     c = make(tmp_path)
     native = c.but(dst=tmp_path / "native", kind="hdf5", dst_strategy=c.src_strategy, target=c.source)
-    assert run_here(capsys, *native.arguments("transform", "--to", "hdf5")).code == 0
+    native.done("transform", "--to", "hdf5")
     back = native.but(src=native.dst, dst=c.dst, src_strategy=None, dst_strategy=c.dst_strategy, target=c.target)
     DAMAGE["half"](back.shard(0))
-    finished = run_here(capsys, *back.arguments())
-    assert finished.code == 0 and len(finished.warnings) == 1 and "taken from ranks 1, 2 instead" in finished.err
+    finished = back.done()
+    assert len(finished.warnings) == 1 and "taken from ranks 1, 2 instead" in finished.err
     assert_right(back)
     loose = tmp_path / "loose"
     loose.mkdir()
     for rank in range(4):
         shutil.copy(back.shard(rank), loose)
-    finished = run_here(capsys, *back.but(src=loose, dst=tmp_path / "more").arguments())
-    assert finished.code == 0 and len(finished.warnings) == 2, finished
+    finished = back.but(src=loose, dst=tmp_path / "more").done()
+    assert len(finished.warnings) == 2, finished
     assert f"whose shard {loose}/checkpoint_0.h5 is cannot be told" in finished.err
     assert shards(tmp_path / "more") == shards(back.dst)
 
 
-def test_a_shard_in_the_folder_of_another_rank_is_replaced(tmp_path: Path, capsys: Capture) -> None:
+def test_a_shard_in_the_folder_of_another_rank_is_replaced(tmp_path: Path) -> None:
     c = make(tmp_path)
     native = c.but(dst=tmp_path / "native", kind="hdf5", dst_strategy=c.src_strategy, target=c.source)
-    assert run_here(capsys, *native.arguments("transform", "--to", "hdf5")).code == 0
+    native.done("transform", "--to", "hdf5")
     back = native.but(src=native.dst, dst=c.dst, src_strategy=None, dst_strategy=c.dst_strategy, target=c.target)
     shutil.copy(back.shard(1), back.shard(2))
-    finished = run_here(capsys, *back.arguments())
-    assert finished.code == 0 and "a shard says it belongs elsewhere" in finished.err
+    finished = back.done()
+    assert "a shard says it belongs elsewhere" in finished.err
     assert "rank 0 instead" in finished.err
     assert_right(back)
 
@@ -379,22 +366,18 @@ def failing_reads(monkeypatch: pytest.MonkeyPatch, path: Path, names: Sequence[s
         monkeypatch.setattr(os, name, failing)
 
 
-def assert_failed(c: Conversion, capsys: Capture, says: str, where: Path) -> None:
+def assert_failed(c: Conversion, says: str, where: Path) -> None:
     """Check that target 1 alone fails, and what is said of it."""
-    finished = run_here(capsys, *c.arguments())
-    assert finished.code == 4, finished
-    assert says in finished.err and f"where: {where}\n" in finished.err
-    assert "restore the " in finished.err and "remove " in finished.err and "--resume" in finished.err
+    said = c.refused(code=4)
+    assert says in said and f"where: {where}\n" in said
+    assert "restore the " in said and "remove " in said and "--resume" in said
     assert c.written(0).exists() and not c.written(1).exists()
 
 
-def test_a_shard_whose_structure_cannot_be_read_is_replaced(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shard_whose_structure_cannot_be_read_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     c = make(tmp_path)
     failing_reads(monkeypatch, c.shard(0), ["pread"])
-    finished = run_here(capsys, *c.arguments())
-    assert finished.code == 0, finished
+    finished = c.done()
     (told,) = finished.warnings
     assert f"{c.shard(0)}, byte 0: a shard cannot be read, got [Errno 5] Input/output error" in told
     assert_right(c)
@@ -402,17 +385,17 @@ def test_a_shard_whose_structure_cannot_be_read_is_replaced(
 
 @of_every_kind
 def test_a_file_that_cannot_be_read_while_a_target_is_written(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, kind: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     c = make(tmp_path, kind)
     for rank in range(4):  # otherwise what is the same for all ranks is read before
         c.rewrite(rank, {"global_step": None})
     with monkeypatch.context() as patch:
         failing_reads(patch, c.shard(2), ENGINE)
-        assert_failed(c, capsys, "a source file cannot be read\n", c.shard(2))
+        assert_failed(c, "a source file cannot be read\n", c.shard(2))
     c.remove(2)
-    finished = run_here(capsys, *c.arguments("transform", "--resume"))
-    assert finished.code == 0 and "no shard of rank 2" in finished.err
+    finished = c.done("transform", "--resume")
+    assert "no shard of rank 2" in finished.err
     for rank in range(2):
         kept = {n: a for n, a in expected_rank(c.target, TENSORS, rank).items() if n != "global_step"}
         assert read_shard(c.written(rank)) == as_read(kept)
@@ -421,7 +404,7 @@ def test_a_file_that_cannot_be_read_while_a_target_is_written(
 @of_every_kind
 @pytest.mark.parametrize("kept", [True, False], ids=["plans are kept", "plans are made again"])
 def test_a_file_that_is_truncated_after_it_was_planned_with(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, kind: str, kept: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, kept: bool
 ) -> None:
     c = make(tmp_path, kind)
     write = Writer.write
@@ -436,11 +419,11 @@ def test_a_file_that_is_truncated_after_it_was_planned_with(
             patch.setattr(target_plans, "MAX_KEPT_PLANS", 0)
             patch.setattr(source, "MAX_KEPT_BYTES", 1)
         if kept:
-            assert_failed(c, capsys, "a source file became shorter while it was read\n", c.shard(2))
+            assert_failed(c, "a source file became shorter while it was read\n", c.shard(2))
         else:
-            assert_failed(c, capsys, "source shards have changed since the run began\n", c.src)
-    finished = run_here(capsys, *c.arguments("transform", "--resume"))
-    assert finished.code == 0 and "the shard of rank 2 cannot be used" in finished.err
+            assert_failed(c, "source shards have changed since the run began\n", c.src)
+    finished = c.done("transform", "--resume")
+    assert "the shard of rank 2 cannot be used" in finished.err
     assert_right(c)
 
 

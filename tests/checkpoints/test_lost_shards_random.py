@@ -49,7 +49,7 @@ def planned(conversion: Conversion, rank: int) -> RankPlan | str:
         return str(error)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(cases(empty=False), st.data())
 def test_every_target_is_planned_if_and_only_if_all_it_needs_is_left(case: Case, data: st.DataObject) -> None:
     fates = data.draw(st.lists(FATES, min_size=case.src.world_size, max_size=case.src.world_size))

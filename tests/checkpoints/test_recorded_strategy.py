@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.checkpoints import write_shard
-from support.command_line import Capture, run_here
+from support.command_line import done, run_here
 
 import reshard_mpi
 from reshard_mpi import SourceError, StrategyError
@@ -42,17 +42,17 @@ def tensors() -> dict[str, np.ndarray]:
     return {"w": np.arange(64, dtype=np.float32).reshape(8, 8), "w_alike": rows, "b": np.ones(3, np.float32)}
 
 
-def test_by_every_function(made: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_by_every_function(made: Path, tmp_path: Path) -> None:
     reshard_mpi.transform(made, tmp_path / "one", to="safetensors", strict=True)
-    assert run_here(capsys, "diff", str(tmp_path / "model.safetensors"), str(tmp_path / "one")).code == 0
-    assert run_here(capsys, "diff", str(tmp_path / "model.safetensors"), str(made)).code == 0
-    assert run_here(capsys, "verify", str(tmp_path / "model.safetensors"), str(made)).code in (0, 2)
+    done("diff", tmp_path / "model.safetensors", tmp_path / "one")
+    done("diff", tmp_path / "model.safetensors", made)
+    assert run_here("verify", tmp_path / "model.safetensors", made).code in (0, 2)
     for rank in range(4):
         half = reshard_mpi.load_rank(rank, made, dst_strategy=spec(tmp_path))
         assert (half["w"] == tensors()["w"][2 * rank : 2 * rank + 2]).all()
     reshard_mpi.transform(made, tmp_path / "again", dst_strategy=spec(tmp_path), to="hdf5")
     reshard_mpi.transform(tmp_path / "again", tmp_path / "whole", to="safetensors")
-    assert run_here(capsys, "diff", str(tmp_path / "model.safetensors"), str(tmp_path / "whole")).code == 0
+    done("diff", tmp_path / "model.safetensors", tmp_path / "whole")
 
 
 def spec(folder: Path) -> Path:

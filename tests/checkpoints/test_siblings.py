@@ -10,7 +10,7 @@ import h5py
 import numpy as np
 import pytest
 from support.checkpoints import as_read, read_shard, write_shard
-from support.command_line import Capture, run_here
+from support.command_line import done
 from support.conversions import TENSORS, Conversion, listing, make
 
 import reshard_mpi
@@ -35,12 +35,12 @@ def alike(c: Conversion) -> Conversion:
     return c
 
 
-def refused(capsys: Capture, c: Conversion, got: str = "") -> None:
+def refused(c: Conversion, got: str = "") -> None:
     """Check that every way to use the source is refused, with the folder named that is to be given."""
     before = listing(c.folder)
-    finished = run_here(capsys, *c.arguments())
-    assert finished.code == 3 and REFUSED in finished.err and got in finished.err, finished
-    assert f"what to do: give {c.folder / 'src'}, and the strategy" in finished.err, finished
+    said = c.refused()
+    assert REFUSED in said and got in said
+    assert f"what to do: give {c.folder / 'src'}, and the strategy" in said, said
     calls = (
         lambda: reshard_mpi.plan(c.src, None, c.dst_strategy),
         lambda: reshard_mpi.load_rank(0, c.src, None, c.dst_strategy),
@@ -54,23 +54,23 @@ def refused(capsys: Capture, c: Conversion, got: str = "") -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 3])
-def test_a_slice_is_refused(c: Conversion, capsys: Capture, rank: int) -> None:
+def test_a_slice_is_refused(c: Conversion, rank: int) -> None:
     for source in (c.shard(rank), c.shard(rank).parent):
-        refused(capsys, c.but(src=source), f"the shard of rank {rank} alone; that of rank")
+        refused(c.but(src=source), f"the shard of rank {rank} alone; that of rank")
 
 
-def test_a_slice_is_refused_through_links(c: Conversion, capsys: Capture) -> None:
+def test_a_slice_is_refused_through_links(c: Conversion) -> None:
     file, folder = c.folder / f"file{c.shard(1).suffix}", c.folder / "folder"
     file.symlink_to(c.shard(1))
     folder.symlink_to(c.shard(1).parent)
     for source in (file, folder):
-        refused(capsys, c.but(src=source))
+        refused(c.but(src=source))
 
 
-def test_a_slice_is_refused_where_one_stands(c: Conversion, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slice_is_refused_where_one_stands(c: Conversion, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(c.shard(1).parent)
     for source in (Path(), Path(c.shard(1).name)):
-        refused(capsys, c.but(src=source))
+        refused(c.but(src=source))
 
 
 def test_a_slice_in_a_map_is_refused(c: Conversion) -> None:
@@ -80,30 +80,30 @@ def test_a_slice_in_a_map_is_refused(c: Conversion) -> None:
     assert not out.exists()
 
 
-def test_a_selected_shard_is_refused(c: Conversion, capsys: Capture) -> None:
-    finished = run_here(capsys, *c.arguments("transform", "--select", "checkpoint_0.*"))
-    assert finished.code == 3 and REFUSED in finished.err
+def test_a_selected_shard_is_refused(c: Conversion) -> None:
+    said = c.refused("transform", "--select", "checkpoint_0.*")
+    assert REFUSED in said
 
 
-def test_a_rank_of_none_is_refused_without_the_others(c: Conversion, capsys: Capture) -> None:
+def test_a_rank_of_none_is_refused_without_the_others(c: Conversion) -> None:
     c.remove(0, 1, 2)
-    finished = run_here(capsys, *c.but(src=c.shard(3)).arguments())
-    assert finished.code == 3 and REFUSED in finished.err and "none of other ranks to compare it with" in finished.err
+    said = c.but(src=c.shard(3)).refused()
+    assert REFUSED in said and "none of other ranks to compare it with" in said
 
 
-def test_a_shard_of_rank_0_by_itself_is_a_checkpoint(alike: Conversion, capsys: Capture) -> None:
+def test_a_shard_of_rank_0_by_itself_is_a_checkpoint(alike: Conversion) -> None:
     alike.remove(1, 2, 3)
-    finished = run_here(capsys, *alike.but(src=alike.shard(0), dst_strategy=None).arguments())
-    assert finished.code == 0 and "note" not in finished.err
+    finished = alike.but(src=alike.shard(0), dst_strategy=None).done()
+    assert "note" not in finished.err
     assert read_shard(alike.written(0)) == as_read(TENSORS)
 
 
 @pytest.mark.parametrize("rank", [0, 3])
-def test_what_all_ranks_have_alike_is_a_checkpoint(alike: Conversion, capsys: Capture, rank: int) -> None:
+def test_what_all_ranks_have_alike_is_a_checkpoint(alike: Conversion, rank: int) -> None:
     for number, source in enumerate((alike.shard(rank), alike.shard(rank).parent)):
         c = alike.but(src=source, dst=alike.folder / f"dst_{number}", dst_strategy=None)
-        finished = run_here(capsys, *c.arguments())
-        assert finished.code == 0 and f"note: {source} is taken for a full checkpoint" in finished.err, finished
+        finished = c.done()
+        assert f"note: {source} is taken for a full checkpoint" in finished.err, finished
         assert read_shard(c.written(0)) == as_read(TENSORS)
 
 
@@ -138,12 +138,12 @@ DIFFERENCES = {
 
 
 @pytest.mark.parametrize("change", DIFFERENCES)
-def test_a_sibling_that_differs(alike: Conversion, capsys: Capture, change: object) -> None:
+def test_a_sibling_that_differs(alike: Conversion, change: object) -> None:
     arrays = dict(TENSORS)
     change(arrays)  # type: ignore[operator]
     alike.shard(2).unlink()
     write_shard(arrays, alike.shard(2))
-    refused(capsys, alike.but(src=alike.shard(1)), DIFFERENCES[change])  # type: ignore[index]
+    refused(alike.but(src=alike.shard(1)), DIFFERENCES[change])  # type: ignore[index]
 
 
 @pytest.mark.parametrize("shapes", [[(8, 4), (6, 6), (2, 2)], [(6, 6), (6, 6), (6, 6)]], ids=["shapes", "one shape"])
@@ -162,45 +162,45 @@ def test_one_cut_tensor_is_found_among_others_that_differ_in_numbers(
     assert caught.value.problem == REFUSED
 
 
-def test_a_sibling_that_cannot_be_read_proves_nothing(alike: Conversion, capsys: Capture) -> None:
+def test_a_sibling_that_cannot_be_read_proves_nothing(alike: Conversion) -> None:
     for rank in (0, 2):
         alike.shard(rank).write_bytes(b"")
     c = alike.but(src=alike.shard(1), dst_strategy=None)
-    finished = run_here(capsys, *c.arguments())
-    assert finished.code == 0 and "(compared with rank 3)" in finished.err
+    finished = c.done()
+    assert "(compared with rank 3)" in finished.err
     alike.shard(3).write_bytes(b"")
-    refused(capsys, alike.but(src=alike.shard(1)), "that of rank 0 cannot be compared (a shard is empty")
+    refused(alike.but(src=alike.shard(1)), "that of rank 0 cannot be compared (a shard is empty")
 
 
-def test_folders_of_ranks_without_shards_say_nothing(alike: Conversion, capsys: Capture) -> None:
+def test_folders_of_ranks_without_shards_say_nothing(alike: Conversion) -> None:
     for rank in (1, 2, 3):
         alike.shard(rank).unlink()
-    finished = run_here(capsys, *alike.but(dst_strategy=None).arguments())
-    assert finished.code == 0 and "note" not in finished.err
+    finished = alike.but(dst_strategy=None).done()
+    assert "note" not in finished.err
 
 
-def test_only_the_shard_of_the_same_name_is_compared(alike: Conversion, capsys: Capture) -> None:
+def test_only_the_shard_of_the_same_name_is_compared(alike: Conversion) -> None:
     for rank in range(4):
         write_shard({"w": np.zeros(rank + 1)}, alike.shard(rank).with_stem("checkpoint_10"))
     c = alike.but(src=alike.shard(1), dst_strategy=None)
-    assert run_here(capsys, *c.arguments()).code == 0
-    refused(capsys, alike.but(src=alike.shard(1).with_stem("checkpoint_10")), "holds 'w' as")
+    c.done()
+    refused(alike.but(src=alike.shard(1).with_stem("checkpoint_10")), "holds 'w' as")
     for rank in (0, 2, 3):
         alike.shard(rank).rename(alike.shard(rank).with_stem("checkpoint_20"))
-    refused(capsys, alike.but(src=alike.shard(1)), "cannot be compared (no shard of the same name")
+    refused(alike.but(src=alike.shard(1)), "cannot be compared (no shard of the same name")
 
 
-def test_loose_files_of_a_rank(alike: Conversion, capsys: Capture) -> None:
+def test_loose_files_of_a_rank(alike: Conversion) -> None:
     halves = [{"w": TENSORS["w"]}, {"b": TENSORS["b"]}]
     for rank in range(4):
         alike.shard(rank).unlink()
         for number, half in enumerate(halves):
             write_shard(half, alike.shard(rank).with_stem(f"part_{number}"))
     c = alike.but(src=alike.shard(2).parent, dst_strategy=None)
-    assert run_here(capsys, *c.arguments()).code == 0
+    c.done()
     assert read_shard(c.written(0)) == as_read(halves[0] | halves[1])
     write_shard({"b": TENSORS["b"] + 1}, alike.shard(3).with_stem("part_1"))
-    refused(capsys, alike.but(src=alike.shard(2).parent), "holds other values of 'b'")
+    refused(alike.but(src=alike.shard(2).parent), "holds other values of 'b'")
 
 
 def test_a_handful_of_siblings_is_looked_at() -> None:
@@ -234,34 +234,34 @@ def test_little_of_a_shard_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 # A source strategy of several ranks, and shards that describe themselves.
 
 
-def test_with_a_strategy_the_folder_tells_the_rank(c: Conversion, capsys: Capture) -> None:
+def test_with_a_strategy_the_folder_tells_the_rank(c: Conversion) -> None:
     strategy = make(c.folder / "other", c.kind).src_strategy
-    finished = run_here(capsys, *c.but(src=c.shard(3).parent, src_strategy=strategy).arguments())
-    assert finished.code == 3 and "expected: box [0:4, 0:2] on one of ranks 0, 2" in finished.err, finished
-    assert f"what to do: give {c.src}, where the shards of the other ranks are" in finished.err
+    said = c.but(src=c.shard(3).parent, src_strategy=strategy).refused()
+    assert "expected: box [0:4, 0:2] on one of ranks 0, 2" in said
+    assert f"what to do: give {c.src}, where the shards of the other ranks are" in said
     assert not c.dst.exists()
 
 
-def test_a_shard_that_describes_itself(c: Conversion, capsys: Capture) -> None:
+def test_a_shard_that_describes_itself(c: Conversion) -> None:
     strategy = make(c.folder / "other", c.kind).src_strategy
     native = c.but(dst=c.folder / "native", src_strategy=strategy, dst_strategy=strategy)
-    assert run_here(capsys, *native.arguments("transform", "--to", "hdf5")).code == 0
+    native.done("transform", "--to", "hdf5")
     shard = native.but(kind="hdf5").written(3)
     for source in (shard, shard.parent):
-        finished = run_here(capsys, *c.but(src=source).arguments())
-        assert finished.code == 3 and f"what to do: give {native.dst}, where the shards" in finished.err, finished
+        said = c.but(src=source).refused()
+        assert f"what to do: give {native.dst}, where the shards" in said
     assert not c.dst.exists()
     with h5py.File(shard) as file:
         assert (file.attrs["rank"], file.attrs["world_size"]) == (3, 4)
 
 
-def test_one_shard_can_still_be_inspected(c: Conversion, capsys: Capture) -> None:
+def test_one_shard_can_still_be_inspected(c: Conversion) -> None:
     for source in (c.shard(3), c.shard(3).parent):
-        assert run_here(capsys, "inspect", os.fspath(source)).code == 0
+        done("inspect", os.fspath(source))
     assert list(reshard_mpi.inspect(c.shard(3).parent)["shards"]) == [3]
 
 
-def test_the_checkpoint_moved_elsewhere_is_what_the_user_says(c: Conversion, capsys: Capture) -> None:
+def test_the_checkpoint_moved_elsewhere_is_what_the_user_says(c: Conversion) -> None:
     shutil.copytree(c.shard(3).parent, c.folder / "mine")
-    assert run_here(capsys, *c.but(src=c.folder / "mine", dst_strategy=None).arguments()).code == 0
+    c.but(src=c.folder / "mine", dst_strategy=None).done()
     assert read_shard(c.written(0)) == as_read(c.arrays(3))

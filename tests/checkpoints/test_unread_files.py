@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support import dcp_peer, safetensors_peer, torch_peer
-from support.command_line import run_captured
+from support.command_line import done, run_here
 from support.dcp_peer import listed
 
 import reshard_mpi
@@ -85,19 +85,19 @@ def test_where_it_is_said(tmp_path: Path, form: Callable[[Path], None]) -> None:
     for name in ("optimizer.npz", "README.md", "config.json", ".cache"):
         (source / name).write_bytes(b"content")
     said = f"left out, though it lies in {source} beside what is read: optimizer.npz\n"
-    assert "left out: optimizer.npz\n" in run_captured("inspect", str(source)).out
+    assert "left out: optimizer.npz\n" in run_here("inspect", source).out
     for command in ("plan", "transform"):
-        told = run_captured(command, str(source), str(out), "--to", "safetensors")
-        assert told.code == 0 and f"warning: {said}" in told.err + told.out and "README" not in told.err, told.err
-        strict = run_captured(command, str(source), str(tmp_path / "strict"), "--strict")
+        told = done(command, source, out, "--to", "safetensors")
+        assert f"warning: {said}" in told.err + told.out and "README" not in told.err, told.err
+        strict = run_here(command, source, tmp_path / "strict", "--strict")
         assert strict.code == 3 and "got: optimizer.npz\n" in strict.err and not (tmp_path / "strict").exists()
     report = tmp_path / "report.json"
     options = ("--to", "safetensors", "--overwrite", "--report", str(report))
-    assert run_captured("transform", str(source), str(out), *options).code == 0
+    done("transform", source, out, *options)
     assert said.strip() in json.loads(report.read_text())["warnings"]
-    assert said in run_captured("verify", str(source), str(out)).err
+    assert said in run_here("verify", source, out).err
     (source / "optimizer.npz").unlink()
-    assert "left out" not in run_captured("plan", str(source), str(tmp_path / "other")).err
+    assert "left out" not in run_here("plan", source, tmp_path / "other").err
 
 
 def test_files_of_a_format_that_no_index_lists(tmp_path: Path) -> None:
@@ -178,8 +178,8 @@ def test_a_rank_folder_without_shards(tmp_path: Path) -> None:
 
 def test_the_targets_of_a_run_in_the_source(tmp_path: Path) -> None:
     a_dcp(tmp_path)
-    assert run_captured("transform", str(tmp_path), str(tmp_path / "out"), "--to", "torch").code == 0
-    assert "left out" not in run_captured("verify", str(tmp_path), str(tmp_path / "out")).err
+    done("transform", tmp_path, tmp_path / "out", "--to", "torch")
+    assert "left out" not in run_here("verify", tmp_path, tmp_path / "out").err
 
 
 def test_own_files_of_ranks_that_hold_nothing(tmp_path: Path) -> None:
@@ -214,6 +214,6 @@ def test_names_that_act_on_a_terminal_and_links(tmp_path: Path) -> None:
     (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "empty.npz").touch()
-    said = run_captured("plan", str(tmp_path), str(tmp_path.parent / "out"))
-    assert said.code == 0 and "\x1b" not in said.err and r"\x1b[2Jb.npz" in said.err
+    said = done("plan", tmp_path, tmp_path.parent / "out")
+    assert "\x1b" not in said.err and r"\x1b[2Jb.npz" in said.err
     assert "pipe" not in said.err and "nowhere" not in said.err and "empty" not in said.err

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from support.cases import Side
 from support.checkpoints import ENDINGS, as_read, expected_rank, read_shard, write_strategy
-from support.command_line import COMMAND, Capture, run_apart, run_here
+from support.command_line import COMMAND, done, run_apart, run_here
 from support.conversions import DST_LAYOUTS, TENSORS, Conversion, assert_right, listing, make, of_every_kind, shards
 from support.oracle import RawLayout
 from support.processes import run_command
@@ -33,11 +33,10 @@ def conversion(tmp_path: Path) -> Conversion:
 
 
 @pytest.mark.parametrize("kind", ENDINGS)
-def test_transform(tmp_path: Path, capsys: Capture, kind: str) -> None:
+def test_transform(tmp_path: Path, kind: str) -> None:
     conversion = make(tmp_path, kind)
     before = listing(conversion.src)
-    finished = run_here(capsys, *conversion.arguments("transform", "-v"))
-    assert finished.code == 0
+    finished = done(*conversion.arguments("transform", "-v"))
     assert re.fullmatch(r"wrote 2 shards, \d+ B in \d+\.\d\d s \(.*/s\)\n", finished.out)
     title = {"ckpt": "MindSpore checkpoint", "hdf5": "HDF5", "safetensors": "safetensors"}[kind]
     source, *targets = [line for line in finished.err.splitlines() if not line.startswith(("planning", "writing"))]
@@ -49,111 +48,106 @@ def test_transform(tmp_path: Path, capsys: Capture, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kinds", [("ckpt", "hdf5"), ("hdf5", "safetensors"), ("safetensors", "ckpt")])
-def test_to(tmp_path: Path, capsys: Capture, kinds: tuple[str, str]) -> None:
+def test_to(tmp_path: Path, kinds: tuple[str, str]) -> None:
     conversion = make(tmp_path, kinds[0])
-    assert run_here(capsys, *conversion.arguments("transform", "--to", kinds[1])).code == 0
+    conversion.done("transform", "--to", kinds[1])
     assert_right(conversion.but(kind=kinds[1]))
 
 
-def test_no_target_strategy_makes_one_full_checkpoint(conversion: Conversion, capsys: Capture) -> None:
-    assert run_here(capsys, *conversion.but(dst_strategy=None).arguments()).code == 0
+def test_no_target_strategy_makes_one_full_checkpoint(conversion: Conversion) -> None:
+    conversion.but(dst_strategy=None).done()
     assert read_shard(conversion.written(0)) == as_read(TENSORS)
     assert len(list(conversion.dst.glob("rank_*"))) == 1
 
 
-def test_native_shards_need_no_source_strategy(conversion: Conversion, capsys: Capture) -> None:
-    assert run_here(capsys, *conversion.arguments("transform", "--to", "hdf5")).code == 0
+def test_native_shards_need_no_source_strategy(conversion: Conversion) -> None:
+    conversion.done("transform", "--to", "hdf5")
     back = conversion.but(
         src=conversion.dst, dst=conversion.folder / "back", src_strategy=None, dst_strategy=conversion.src_strategy
     )
-    assert run_here(capsys, *back.arguments("transform", "--to", "ckpt")).code == 0
+    back.done("transform", "--to", "ckpt")
     for rank in range(4):
         assert read_shard(back.written(rank)) == as_read(conversion.arrays(rank))
 
 
-def test_source_of_one_file_and_of_loose_files(conversion: Conversion, capsys: Capture) -> None:
+def test_source_of_one_file_and_of_loose_files(conversion: Conversion) -> None:
     whole = conversion.folder / "whole"
-    assert run_here(capsys, *conversion.but(dst_strategy=None, dst=whole).arguments()).code == 0
+    conversion.but(dst_strategy=None, dst=whole).done()
     file = whole / "rank_0" / "checkpoint_0.ckpt"
     for number, source in enumerate((file, file.parent)):
         again = conversion.but(src=source, src_strategy=None, dst=conversion.folder / f"dst_{number}")
-        assert run_here(capsys, *again.arguments()).code == 0
+        again.done()
         assert_right(again)
 
 
-def test_prefix(conversion: Conversion, capsys: Capture) -> None:
-    assert run_here(capsys, *conversion.arguments("transform", "--prefix", "net")).code == 0
+def test_prefix(conversion: Conversion) -> None:
+    conversion.done("transform", "--prefix", "net")
     assert {path.name for path in conversion.dst.glob("rank_*/*")} == {"net0.ckpt", "net1.ckpt"}
 
 
-def test_rank(conversion: Conversion, capsys: Capture) -> None:
-    assert run_here(capsys, *conversion.arguments("transform", "--rank", "1")).code == 0
+def test_rank(conversion: Conversion) -> None:
+    conversion.done("transform", "--rank", "1")
     assert_right(conversion, (1,))
-    assert run_here(capsys, *conversion.arguments("transform", "--rank", "0", "--rank", "0")).code == 0
+    conversion.done("transform", "--rank", "0", "--rank", "0")
     assert_right(conversion)
 
 
-def test_ranks_together(conversion: Conversion, capsys: Capture) -> None:
-    assert run_here(capsys, *conversion.arguments("transform", "--rank", "1", "--rank", "0")).code == 0
+def test_ranks_together(conversion: Conversion) -> None:
+    conversion.done("transform", "--rank", "1", "--rank", "0")
     assert_right(conversion)
 
 
-def test_part(conversion: Conversion, capsys: Capture) -> None:
-    assert run_here(capsys, *conversion.arguments("transform", "--part", "1/2")).code == 0
+def test_part(conversion: Conversion) -> None:
+    conversion.done("transform", "--part", "1/2")
     assert_right(conversion, (1,))
-    assert run_here(capsys, *conversion.arguments("transform", "--part", "0/2")).code == 0
+    conversion.done("transform", "--part", "0/2")
     assert_right(conversion)
-    finished = run_here(capsys, *conversion.arguments("transform", "--part", "5/6"))  # more parts than targets
-    assert finished.code == 0 and finished.out.splitlines()[-1] == "wrote 0 shards"
+    finished = conversion.done("transform", "--part", "5/6")  # more parts than targets
+    assert finished.out.splitlines()[-1] == "wrote 0 shards"
 
 
-def test_resume_makes_what_is_missing(conversion: Conversion, capsys: Capture) -> None:
-    assert run_here(capsys, *conversion.arguments("transform", "--rank", "0")).code == 0
+def test_resume_makes_what_is_missing(conversion: Conversion) -> None:
+    conversion.done("transform", "--rank", "0")
     kept = conversion.written(0).stat()
-    finished = run_here(capsys, *conversion.arguments("transform", "--resume"))
-    assert finished.code == 0 and "wrote 1 shard," in finished.out and "1 was complete already" in finished.out
+    finished = conversion.done("transform", "--resume")
+    assert "wrote 1 shard," in finished.out and "1 was complete already" in finished.out
     assert_right(conversion)
     assert conversion.written(0).stat().st_mtime_ns == kept.st_mtime_ns
 
 
-def test_resume_redoes_what_is_not_complete(conversion: Conversion, capsys: Capture) -> None:
-    assert run_here(capsys, *conversion.arguments()).code == 0
+def test_resume_redoes_what_is_not_complete(conversion: Conversion) -> None:
+    conversion.done()
     whole = conversion.written(0).read_bytes()
     conversion.written(0).unlink()
     conversion.written(0).write_bytes(whole[:-1])
-    finished = run_here(capsys, *conversion.arguments("transform", "--resume"))
-    assert (
-        finished.code == 3 and f"{len(whole) - 1} bytes, not the {len(whole)} that this run has written" in finished.err
-    )
+    said = conversion.refused("transform", "--resume")
+    assert f"{len(whole) - 1} bytes, not the {len(whole)} that this run has written" in said
     conversion.written(0).unlink()
     left = conversion.written(1).with_name(".checkpoint_1.ckpt.0123.partial")
     left.write_bytes(b"left by a run that died")
     conversion.written(1).unlink()
-    assert run_here(capsys, *conversion.arguments("transform", "--resume")).code == 0
+    conversion.done("transform", "--resume")
     assert_right(conversion)
     assert not left.exists()
 
 
-def test_overwrite_replaces_targets_not_folders(conversion: Conversion, capsys: Capture) -> None:
-    assert run_here(capsys, *conversion.arguments("transform", "--unlisted", "drop")).code == 0
+def test_overwrite_replaces_targets_not_folders(conversion: Conversion) -> None:
+    conversion.done("transform", "--unlisted", "drop")
     (conversion.dst / "rank_0" / "notes.txt").write_text("mine")
-    assert run_here(capsys, *conversion.arguments("transform", "--overwrite")).code == 0
+    conversion.done("transform", "--overwrite")
     assert (conversion.dst / "rank_0" / "notes.txt").read_text() == "mine"
     (conversion.dst / "rank_0" / "notes.txt").unlink()
     assert_right(conversion)
 
 
-def test_rank_folders_may_be_there(conversion: Conversion, capsys: Capture) -> None:
+def test_rank_folders_may_be_there(conversion: Conversion) -> None:
     (conversion.dst / "rank_0").mkdir(parents=True)
-    assert run_here(capsys, *conversion.arguments()).code == 0
+    conversion.done()
     assert_right(conversion)
 
 
-def test_jobs(conversion: Conversion, capsys: Capture) -> None:
-    finished = run_here(
-        capsys, *conversion.arguments("transform", "--jobs", "5", "--report", str(conversion.folder / "r"))
-    )
-    assert finished.code == 0
+def test_jobs(conversion: Conversion) -> None:
+    conversion.done("transform", "--jobs", "5", "--report", str(conversion.folder / "r"))
     assert_right(conversion)
     report = json.loads((conversion.folder / "r").read_text())
     assert report["processes"] == 5
@@ -162,12 +156,12 @@ def test_jobs(conversion: Conversion, capsys: Capture) -> None:
     assert [target["process"] for target in report["targets"]] == [0, 2]
 
 
-def test_report(conversion: Conversion, capsys: Capture) -> None:
+def test_report(conversion: Conversion) -> None:
     path = conversion.folder / "report.json"
     layouts = {**DST_LAYOUTS, "never.saved": RawLayout((2,), (0,))}
     conversion = conversion.but(dst_strategy=conversion.strategy("more", layouts))
-    assert run_here(capsys, *conversion.arguments("transform", "--rank", "1")).code == 0
-    assert run_here(capsys, *conversion.arguments("transform", "--resume", "--report", str(path))).code == 0
+    conversion.done("transform", "--rank", "1")
+    conversion.done("transform", "--resume", "--report", str(path))
     report = json.loads(path.read_text())
     assert set(report) == {
         *("version", "source", "target", "processes", "seconds", "targets", "failures", "absent", "notes", "warnings"),
@@ -176,7 +170,7 @@ def test_report(conversion: Conversion, capsys: Capture) -> None:
     assert (report["source"], report["target"]) == (str(conversion.src), str(conversion.dst))
     assert report["absent"] == ["never.saved"]
     again = conversion.arguments("transform", "--overwrite", "--report", str(path))
-    assert run_here(capsys, *again).code == 0  # an earlier report is replaced
+    done(*again)  # an earlier report is replaced
     assert not any(target["skipped"] for target in json.loads(path.read_text())["targets"])
     first, second = report["targets"]
     assert (first["rank"], first["skipped"], second["rank"], second["skipped"]) == (0, False, 1, True)
@@ -186,22 +180,16 @@ def test_report(conversion: Conversion, capsys: Capture) -> None:
     assert first["path"] == str(conversion.written(0))
 
 
-def test_progress_none(conversion: Conversion, capsys: Capture) -> None:
-    finished = run_here(capsys, *conversion.arguments("transform", "--progress", "none"))
-    assert finished.code == 0 and finished.err == "" and finished.out.startswith("wrote 2 shards")
-
-
-def test_progress_on_a_terminal(conversion: Conversion, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    finished = run_here(capsys, *conversion.arguments())
-    assert finished.code == 0 and finished.err.startswith("source: ") and finished.err.endswith("\n")
+def test_progress_none(conversion: Conversion) -> None:
+    finished = conversion.done("transform")
+    assert finished.err == "" and finished.out.startswith("wrote 2 shards")
 
 
 # Which checkpoint of a folder
 
 
 @of_every_kind
-def test_newest_checkpoint_by_natural_order(tmp_path: Path, capsys: Capture, kind: str) -> None:
+def test_newest_checkpoint_by_natural_order(tmp_path: Path, kind: str) -> None:
     conversion = make(tmp_path, kind)
     for rank in range(4):
         new = conversion.shard(rank).with_name(f"net-10_5.{ENDINGS[kind]}")
@@ -211,48 +199,48 @@ def test_newest_checkpoint_by_natural_order(tmp_path: Path, capsys: Capture, kin
             conversion.shard(rank).rename(new.with_name(f"{older}.{ENDINGS[kind]}"))
         (new.parent / "checkpoint-graph.meta").write_bytes(b"not a shard")
         (new.parent / "strategy.ckpt").write_bytes(b"\x08\x01 not one either")
-    finished = run_here(capsys, *conversion.arguments())
-    assert finished.code == 0 and f"net-10_5.{ENDINGS[kind]} chosen" in finished.err
+    finished = conversion.done()
+    assert f"net-10_5.{ENDINGS[kind]} chosen" in finished.err
     assert_right(conversion)
 
 
-def test_newest_checkpoint_that_all_ranks_have(conversion: Conversion, capsys: Capture) -> None:
+def test_newest_checkpoint_that_all_ranks_have(conversion: Conversion) -> None:
     for rank in range(4):
         conversion.shard(rank).rename(conversion.shard(rank).with_name("net-9_5.ckpt"))
     conversion.rewrite(0, {"w": np.zeros((8, 2), np.float32)})
     conversion.shard(0).rename(conversion.shard(0).with_name("net-10_5.ckpt"))
-    finished = run_here(capsys, *conversion.arguments())
-    assert finished.code == 0 and "net-9_5.ckpt chosen" in finished.err
+    finished = conversion.done()
+    assert "net-9_5.ckpt chosen" in finished.err
     assert_right(conversion)
 
 
-def test_newest_checkpoint_of_names_with_ranks(conversion: Conversion, capsys: Capture) -> None:
+def test_newest_checkpoint_of_names_with_ranks(conversion: Conversion) -> None:
     for rank in range(4):
         conversion.shard(rank).rename(conversion.shard(rank).with_name(f"rank_{rank}_net-10_5.ckpt"))
         conversion.rewrite(rank, {"w": np.zeros((8, 2), np.float32)})
         conversion.shard(rank).rename(conversion.shard(rank).with_name(f"rank_{rank}_net-9_5.ckpt"))
-    assert run_here(capsys, *conversion.arguments()).code == 0
+    conversion.done()
     assert_right(conversion)
 
 
-def test_select(conversion: Conversion, capsys: Capture) -> None:
+def test_select(conversion: Conversion) -> None:
     for rank in range(4):
         conversion.shard(rank).rename(conversion.shard(rank).with_name("net-9_5.ckpt"))
         conversion.rewrite(rank, {"w": np.zeros((8, 2), np.float32)})
         conversion.shard(rank).rename(conversion.shard(rank).with_name("net-10_5.ckpt"))
-    assert run_here(capsys, *conversion.arguments("transform", "--select", "*-9_*")).code == 0
+    conversion.done("transform", "--select", "*-9_*")
     assert_right(conversion)
-    finished = run_here(capsys, *conversion.but(dst=conversion.folder / "x").arguments("transform", "--select", "*.pt"))
-    assert finished.code == 3 and "--select" in finished.err
+    said = conversion.but(dst=conversion.folder / "x").refused("transform", "--select", "*.pt")
+    assert "--select" in said
 
 
 # plan
 
 
-def test_plan(conversion: Conversion, capsys: Capture) -> None:
+def test_plan(conversion: Conversion) -> None:
     before = listing(conversion.folder)
-    finished = run_here(capsys, *conversion.arguments("plan"))
-    assert finished.code == 0 and finished.err == ""
+    finished = conversion.done("plan")
+    assert finished.err == ""
     source, head, first, second, total = finished.out.splitlines()
     assert source.startswith("source: ") and source.endswith(", 4 files, 4 ranks, 4 tensors a rank")
     assert re.split(r"  +", head.strip()) == ["target", "tensors", "writes", "reads", "peak memory", "source ranks"]
@@ -261,8 +249,8 @@ def test_plan(conversion: Conversion, capsys: Capture) -> None:
     assert listing(conversion.folder) == before
 
 
-def test_plan_json(conversion: Conversion, capsys: Capture) -> None:
-    finished = run_here(capsys, *conversion.arguments("plan", "--json", "--rank", "1"))
+def test_plan_json(conversion: Conversion) -> None:
+    finished = conversion.run("plan", "--json", "--rank", "1")
     planned = json.loads(finished.out)
     assert finished.code == 0 and planned["version"] == 1 and planned["source"].endswith(", 4 tensors a rank")
     (target,) = planned["targets"]
@@ -272,13 +260,13 @@ def test_plan_json(conversion: Conversion, capsys: Capture) -> None:
     assert (target["absent"], target["notes"]) == ([], [])
 
 
-def test_plan_says_what_transform_says(conversion: Conversion, capsys: Capture) -> None:
+def test_plan_says_what_transform_says(conversion: Conversion) -> None:
     conversion.rewrite(1, {"seed": np.array(3)})
     conversion.rewrite(0, {"seed": np.array(4)})
     layouts = {**DST_LAYOUTS, "never.saved": RawLayout((2,), (0,))}
     conversion = conversion.but(dst_strategy=conversion.strategy("more", layouts))
-    planned = run_here(capsys, *conversion.arguments("plan"))
-    finished = run_here(capsys, *conversion.arguments("transform", "--progress", "none"))
+    planned = conversion.run("plan")
+    finished = conversion.run("transform")
     assert planned.code == finished.code == 0
     assert planned.err == finished.err and "never.saved" in finished.err and "'seed' differs" in finished.err
 
@@ -286,63 +274,61 @@ def test_plan_says_what_transform_says(conversion: Conversion, capsys: Capture) 
 # ranks
 
 
-def test_ranks(conversion: Conversion, capsys: Capture) -> None:
+def test_ranks(conversion: Conversion) -> None:
     strategies = ["--src-strategy", str(conversion.src_strategy), "--dst-strategy", str(conversion.dst_strategy)]
-    assert run_here(capsys, "ranks", "0", *strategies).out == "0\n1\n"
-    assert run_here(capsys, "ranks", "1", *strategies).out == "2\n3\n"
-    assert run_here(capsys, "ranks", "0", *strategies[:2]).out == "0\n1\n"  # one full checkpoint
-    assert run_here(capsys, "ranks", "3", "--dst-strategy", str(conversion.src_strategy)).out == "0\n"
+    assert run_here("ranks", "0", *strategies).out == "0\n1\n"
+    assert run_here("ranks", "1", *strategies).out == "2\n3\n"
+    assert run_here("ranks", "0", *strategies[:2]).out == "0\n1\n"  # one full checkpoint
+    assert run_here("ranks", "3", "--dst-strategy", conversion.src_strategy).out == "0\n"
 
 
 # merge-strategies
 
 
 @pytest.mark.parametrize("name", ["merged.ckpt", "merged.json", "new/merged.ckpt"])
-def test_merge_strategies(tmp_path: Path, capsys: Capture, name: str) -> None:
+def test_merge_strategies(tmp_path: Path, name: str) -> None:
     stages = {"w": RawLayout((2,), (0, -1), stages=(0,)), "v": RawLayout((2,), (-1, 0), stages=(1,))}
     folder = write_strategy(Side(4, 2, stages), tmp_path / "stages", shapes=dict.fromkeys(stages, (4, 4)))
     out = tmp_path / name
-    finished = run_here(capsys, "merge-strategies", str(folder), str(out))
-    assert finished.code == 0
-    shown = json.loads(run_here(capsys, "inspect", "--json", str(out)).out)
+    done("merge-strategies", folder, out)
+    shown = json.loads(run_here("inspect", "--json", out).out)
     assert (shown["kind"], shown["ranks"], shown["stages"]) == ("strategy", 4, 2)
-    assert shown["parameters"] == json.loads(run_here(capsys, "inspect", "--json", str(folder)).out)["parameters"]
+    assert shown["parameters"] == json.loads(run_here("inspect", "--json", folder).out)["parameters"]
 
 
 # inspect
 
 
-def test_inspect_a_shard(conversion: Conversion, capsys: Capture) -> None:
-    finished = run_here(capsys, "inspect", str(conversion.shard(1)))
-    assert finished.code == 0
+def test_inspect_a_shard(conversion: Conversion) -> None:
+    finished = done("inspect", conversion.shard(1))
     assert finished.out.splitlines()[0] == "ckpt shard: 4 tensors, 196 B"
     assert "  w  float32 [8, 2]  64 B" in finished.out.splitlines()
-    shown = json.loads(run_here(capsys, "inspect", "--json", str(conversion.shard(1))).out)
+    shown = json.loads(run_here("inspect", "--json", conversion.shard(1)).out)
     assert (shown["kind"], shown["format"], shown["path"]) == ("shard", "ckpt", str(conversion.shard(1)))
     offset, length = shown["tensors"]["b"]["ranges"][0]
     assert conversion.shard(1).read_bytes()[offset : offset + length] == TENSORS["b"].tobytes()
 
 
-def test_inspect_a_native_shard(conversion: Conversion, capsys: Capture) -> None:
-    assert run_here(capsys, *conversion.arguments("transform", "--to", "hdf5")).code == 0
-    finished = run_here(capsys, "inspect", str(conversion.but(kind="hdf5").written(1)))
+def test_inspect_a_native_shard(conversion: Conversion) -> None:
+    conversion.done("transform", "--to", "hdf5")
+    finished = run_here("inspect", conversion.but(kind="hdf5").written(1))
     assert finished.out.splitlines()[0] == "hdf5 shard, rank 1 of 2: 4 tensors, 196 B"
     assert "  w  float32 [4, 4]  64 B  at [4, 0] of [8, 4]" in finished.out.splitlines()
 
 
-def test_inspect_a_checkpoint(conversion: Conversion, capsys: Capture) -> None:
-    finished = run_here(capsys, "inspect", str(conversion.src))
+def test_inspect_a_checkpoint(conversion: Conversion) -> None:
+    finished = run_here("inspect", conversion.src)
     assert finished.out.splitlines()[0] == "checkpoint: 4 ranks, ckpt, 784 B of tensors"
     assert f"  rank 3: 4 tensors, 196 B  {conversion.shard(3)}" in finished.out.splitlines()
-    shown = json.loads(run_here(capsys, "inspect", "--json", str(conversion.src)).out)
+    shown = json.loads(run_here("inspect", "--json", conversion.src).out)
     assert (shown["kind"], shown["ranks"], set(shown["shards"])) == ("checkpoint", 4, {"0", "1", "2", "3"})
 
 
-def test_inspect_a_strategy(conversion: Conversion, capsys: Capture) -> None:
-    finished = run_here(capsys, "inspect", str(conversion.src_strategy))
+def test_inspect_a_strategy(conversion: Conversion) -> None:
+    finished = run_here("inspect", conversion.src_strategy)
     assert finished.out.splitlines()[0] == "strategy: 4 ranks in 1 stage, 2 parameters"
     assert "  w  mesh 2x2 split 1=axis1" in finished.out.splitlines()
-    shown = json.loads(run_here(capsys, "inspect", "--json", str(conversion.src_strategy)).out)
+    shown = json.loads(run_here("inspect", "--json", conversion.src_strategy).out)
     expected = {"mesh": [2, 2], "split": [[], [1]], "optimizer": 1, "stages": [0]}
     assert shown["kind"] == "strategy" and shown["parameters"]["w"] == [expected]
 
@@ -350,23 +336,22 @@ def test_inspect_a_strategy(conversion: Conversion, capsys: Capture) -> None:
 # demo
 
 
-def test_demo(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
-    finished = run_here(capsys, "demo")
-    assert finished.code == 0 and "all 48 slices are bit-exact" in finished.out and "MiB/s" in finished.out
+    finished = done("demo")
+    assert "all 48 slices are bit-exact" in finished.out and "MiB/s" in finished.out
     assert not listing(tmp_path)
 
 
-def test_demo_in_a_folder(tmp_path: Path, capsys: Capture) -> None:
+def test_demo_in_a_folder(tmp_path: Path) -> None:
     base = tmp_path / "new"
-    finished = run_here(capsys, "demo", str(base))
-    assert finished.code == 0
+    finished = done("demo", str(base))
     for path in ("src", "dst", "src_strategy.ckpt", "dst_strategy.ckpt"):
         assert f"{base}/{path}" in finished.out and (base / path).exists()
     again = ["transform", str(base / "src"), str(base / "again"), "--src-strategy", str(base / "src_strategy.ckpt")]
     again += ["--dst-strategy", str(base / "dst_strategy.ckpt"), "--jobs", "1"]
-    assert run_here(capsys, *again).code == 0
+    done(*again)
     assert shards(base / "again") == shards(base / "dst")
     compiled = Path(__file__).parents[2] / "launch" / "tutorial" / "1_eight_to_four" / "strategies"
     for name in ("src_strategy.ckpt", "dst_strategy.ckpt"):  # as MindSpore's compiler has written them
@@ -376,12 +361,12 @@ def test_demo_in_a_folder(tmp_path: Path, capsys: Capture) -> None:
 # help and what it costs
 
 
-def test_version(capsys: Capture) -> None:
-    assert run_here(capsys, "--version").out == f"reshard-mpi {version('reshard-mpi')}\n"
+def test_version() -> None:
+    assert run_here("--version").out == f"reshard-mpi {version('reshard-mpi')}\n"
 
 
-def test_help_names_every_command_and_option(capsys: Capture) -> None:
-    text = run_here(capsys, "--help").out
+def test_help_names_every_command_and_option() -> None:
+    text = run_here("--help").out
     commands = re.findall(r"^    ([a-z-]+)(?: {2,}|\n)", text, re.MULTILINE)
     assert commands == [
         "transform",
@@ -398,7 +383,7 @@ def test_help_names_every_command_and_option(capsys: Capture) -> None:
         "demo",
     ]
     for command in commands:
-        text = run_here(capsys, command, "--help").out
+        text = run_here(command, "--help").out
         assert text.startswith(f"usage: reshard-mpi {command} ")
         assert all(f"{code} " in text for code in (0, 1, 2, 3, 4, 5, 130, 143))
         options = {option for action in parser_of(command)._actions for option in action.option_strings}
@@ -415,7 +400,7 @@ def parser_of(command: str) -> argparse.ArgumentParser:
     return found
 
 
-def test_help_begins_with_what_must_be_given(capsys: Capture) -> None:
+def test_help_begins_with_what_must_be_given() -> None:
     for command, usage in {
         "transform": "[OPTION]... SRC DST",
         "verify": "[OPTION]... SRC [DST]",
@@ -423,14 +408,14 @@ def test_help_begins_with_what_must_be_given(capsys: Capture) -> None:
         "help": "[TOPIC]",
         "inspect": "[OPTION]... PATH [GLOB|OTHER]",
     }.items():
-        first, second = run_here(capsys, command, "--help").out.splitlines()[:2]
+        first, second = run_here(command, "--help").out.splitlines()[:2]
         assert (first, second) == (f"usage: reshard-mpi {command} {usage}", "")
 
 
-def test_options_stand_by_what_they_are_about(capsys: Capture) -> None:
+def test_options_stand_by_what_they_are_about() -> None:
     """No more than ten together, each group with a title of its own; no name is broken at its hyphens."""
     for command in ("transform", "plan", "verify", "diff"):
-        text = run_here(capsys, command, "--help").out
+        text = run_here(command, "--help").out
         groups = [group for group in parser_of(command)._action_groups if group._group_actions]
         assert all(len(group._group_actions) <= 10 for group in groups)
         assert len({group.title for group in groups}) == len(groups) > 4
@@ -438,15 +423,15 @@ def test_options_stand_by_what_they_are_about(capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize("columns", ["", "80", "200"])
-def test_help_fits_the_smallest_terminal(capsys: Capture, monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
+def test_help_fits_the_smallest_terminal(monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     pages = [
         [],
-        *([command] for command in re.findall(r"^    ([a-z-]+)", run_here(capsys, "--help").out, re.MULTILINE)),
+        *([command] for command in re.findall(r"^    ([a-z-]+)", run_here("--help").out, re.MULTILINE)),
     ]
     assert len(pages) > 10
     for page in pages:
-        text = run_here(capsys, *page, "--help").out
+        text = run_here(*page, "--help").out
         assert [line for line in text.splitlines() if len(line) > 80] == []
 
 

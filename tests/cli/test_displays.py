@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.cases import Side
-from support.command_line import COMMAND, Capture, run_apart, run_here
+from support.command_line import COMMAND, done, run_apart, run_here
 from support.conversions import Conversion, make, write_conversion
 from support.harm import fault
 from support.launch import MPI
@@ -127,17 +127,17 @@ def assert_quiet(c: Conversion, quiet: str, mpi: MPI | None = None) -> None:
         assert (finished.code, finished.out, finished.err) == (0, "", ""), finished
 
 
-def test_errors_are_told_to_the_quiet_too(tmp_path: Path, capsys: Capture) -> None:
+def test_errors_are_told_to_the_quiet_too(tmp_path: Path) -> None:
     c = make(tmp_path)
-    assert run_here(capsys, *c.arguments("transform", "-q")).code == 0
+    c.done("transform", "-q")
     c.written(0).write_bytes(b"")
-    finished = run_here(capsys, "verify", str(c.src), str(c.dst), *c.arguments()[3:7], "-q", "--jobs", "1")
+    finished = run_here("verify", c.src, c.dst, *c.arguments()[3:7], "-q", "--jobs", "1")
     assert finished.code in (3, 4) and re.match("(damage|reshard-mpi: error): ", finished.err), finished
-    finished = run_here(capsys, *c.arguments("transform", "-q"))
-    assert finished.code == 3 and finished.err.startswith("reshard-mpi: error: "), finished
+    said = c.refused("transform", "-q")
+    assert said.startswith("reshard-mpi: error: ")
 
 
-def test_warnings_are_told_to_the_quiet_too(tmp_path: Path, capsys: Capture) -> None:
+def test_warnings_are_told_to_the_quiet_too(tmp_path: Path) -> None:
     """A job's log has what somebody should know of a run that went through; notes and progress it has not."""
     c = make(tmp_path)
     c.remove(0)
@@ -148,22 +148,22 @@ def test_warnings_are_told_to_the_quiet_too(tmp_path: Path, capsys: Capture) -> 
         ["verify", *compared, *c.arguments()[3:7], "--jobs", "1"],
         ["diff", *compared, *c.arguments()[3:7], "--jobs", "1"],
     ):
-        finished = run_here(capsys, *command, "-q")
-        assert finished.code == 0 and "warning: " in finished.err, finished
+        finished = done(*command, "-q")
+        assert "warning: " in finished.err, finished
         assert all(line.startswith("warning: ") for line in finished.err.splitlines()), finished
         assert (finished.out == "") == (command[0] != "plan"), finished
         assert warning in finished.err or command[0] in ("verify", "diff"), finished
 
 
-def test_quiet_and_verbose_exclude_each_other(tmp_path: Path, capsys: Capture) -> None:
-    finished = run_here(capsys, *make(tmp_path).arguments("transform", "-q", "-v"))
-    assert finished.code == 2 and "not allowed with" in finished.err
+def test_quiet_and_verbose_exclude_each_other(tmp_path: Path) -> None:
+    said = make(tmp_path).refused("transform", "-q", "-v", code=2)
+    assert "not allowed with" in said
 
 
-def test_what_a_run_says_at_its_end(tmp_path: Path, capsys: Capture) -> None:
+def test_what_a_run_says_at_its_end(tmp_path: Path) -> None:
     c = make(tmp_path)
-    finished = run_here(capsys, *c.arguments("transform", "--verify"))
-    assert finished.code == 0 and finished.out.startswith("wrote and verified 2 shards, "), finished
+    finished = c.done("transform", "--verify")
+    assert finished.out.startswith("wrote and verified 2 shards, "), finished
     assert finished.out.endswith("/s)\n")
 
 
@@ -176,15 +176,15 @@ def test_what_a_run_says_at_its_end(tmp_path: Path, capsys: Capture) -> None:
         ("dcp", "/s)\n"),
     ],
 )
-def test_the_end_of_a_run_says_where_one_file_is(tmp_path: Path, capsys: Capture, to: str, says: str) -> None:
+def test_the_end_of_a_run_says_where_one_file_is(tmp_path: Path, to: str, says: str) -> None:
     """The target is a folder whatever it is called; of DCP the folder is the checkpoint."""
     c = make(tmp_path)
     target = f"{tmp_path}/model.pt"
     arguments = [f"{c.src}", target, "--src-strategy", f"{c.src_strategy}", "--to", to]
-    finished = run_here(capsys, "transform", *arguments)
-    assert finished.code == 0 and finished.out.endswith(says.format(target)), finished
-    again = run_here(capsys, "transform", *arguments, "--resume")
-    assert again.code == 0 and again.out.endswith(says.format(target).replace("/s)", "already")), again
+    finished = done("transform", *arguments)
+    assert finished.out.endswith(says.format(target)), finished
+    again = done("transform", *arguments, "--resume")
+    assert again.out.endswith(says.format(target).replace("/s)", "already")), again
 
 
 # Stages that are over in no time are made to last.
@@ -231,57 +231,53 @@ def slow_down(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> None:
 
 
 @pytest.mark.usefixtures("at_once")
-def test_copies_that_are_compared(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_that_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow_down(monkeypatch, compare, "first_difference")
-    finished = run_here(capsys, *make(tmp_path).arguments("transform", "--replicas", "check"))
-    assert finished.code == 0 and re.search(r"^comparing copies .* of 768 B, [1-9]\d? %", finished.err, re.M), finished
+    finished = make(tmp_path).done("transform", "--replicas", "check")
+    assert re.search(r"^comparing copies .* of 768 B, [1-9]\d? %", finished.err, re.M), finished
 
 
 @pytest.mark.usefixtures("at_once")
-def test_shards_that_are_verified(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_that_are_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from reshard_mpi.runs import verify
 
     c = make(tmp_path)
-    assert run_here(capsys, *c.arguments()).code == 0
+    c.done()
     slow_down(monkeypatch, verify, "_require_same_tensors")
     pair = ["verify", str(c.src), str(c.dst), *c.arguments()[3:7], "--jobs", "1"]
-    finished = run_here(capsys, *pair, "-v")
+    finished = run_here(*pair, "-v")
     assert re.search(r"^verifying (.*) of \1, 100 %, in \S+ s, 2 of 2 shards$", finished.err, re.M), finished
     assert re.search(r"^verifying .*, 1 of 2 shards$", finished.err, re.M), finished
     assert "shard of rank 0: 4 tensors sound by the source\n" in finished.err
 
 
 @pytest.mark.usefixtures("at_once")
-def test_tensors_that_are_compared(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_that_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow_down(monkeypatch, diff, "first_difference_of_tensors")
     c = make(tmp_path)
-    finished = run_here(capsys, "diff", str(c.src), str(c.src), *c.arguments()[3:5], *both(c), "--jobs", "1")
-    assert finished.code == 0 and re.search(r"^comparing .* of 324 B, .*, 3 of 4 tensors$", finished.err, re.M), (
-        finished
-    )
+    finished = done("diff", c.src, c.src, *c.arguments()[3:5], *both(c), "--jobs", "1")
+    assert re.search(r"^comparing .* of 324 B, .*, 3 of 4 tensors$", finished.err, re.M), finished
 
 
-def test_each_tensor_that_is_the_same(tmp_path: Path, capsys: Capture) -> None:
+def test_each_tensor_that_is_the_same(tmp_path: Path) -> None:
     c = make(tmp_path)
-    finished = run_here(capsys, "diff", str(c.src), str(c.src), *c.arguments()[3:5], *both(c), "--jobs", "1", "-v")
-    assert finished.code == 0 and "'w' is the same: float32 of shape [8, 4], 128 B\n" in finished.err, finished
+    finished = done("diff", c.src, c.src, *c.arguments()[3:5], *both(c), "--jobs", "1", "-v")
+    assert "'w' is the same: float32 of shape [8, 4], 128 B\n" in finished.err, finished
     assert len(re.findall("is the same", finished.err)) == 4
 
 
 @pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("option", [[], ["--plot", "plan.svg"]], ids=["plan", "plot"])
-def test_ranks_that_are_planned(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, option: list[str]
-) -> None:
+def test_ranks_that_are_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: list[str]) -> None:
     monkeypatch.chdir(tmp_path)
     plan = Conversion_.plan
     slow_down(monkeypatch, Conversion_, "plan")
-    finished = run_here(capsys, *make(tmp_path / "c").arguments("plan", *option))
-    assert finished.code == 0 and re.search(r"^planning: rank 1 of 2, \S+ s so far$", finished.err, re.M), finished
+    finished = make(tmp_path / "c").done("plan", *option)
+    assert re.search(r"^planning: rank 1 of 2, \S+ s so far$", finished.err, re.M), finished
     assert "planning" not in finished.out
     monkeypatch.setattr(Conversion_, "plan", plan)  # it would wait for a display
-    quiet = run_here(capsys, *make(tmp_path / "q").arguments("plan", *option, "-q"))
-    assert quiet.code == 0 and quiet.err == ""
+    quiet = make(tmp_path / "q").done("plan", *option, "-q")
+    assert quiet.err == ""
 
 
 @pytest.mark.slow
@@ -322,12 +318,12 @@ def test_a_bar_of_any_width_has_percent_and_time_left_first(
     stream = Terminal()
     bar = progress_display.Bar(stream, with_colour=False)
     total = 123 << 30
-    for done, left in ((1 << 20, 7384.0), (50 << 30, 61.0), (122 << 30, 5.0)):
-        counts = [Counts(1, done, total, 3)]
-        status = RunStatus.of(Stage("comparing copies", total, 128, ready=5), counts, 9.0, done, left)
+    for done_bytes, left in ((1 << 20, 7384.0), (50 << 30, 61.0), (122 << 30, 5.0)):
+        counts = [Counts(1, done_bytes, total, 3)]
+        status = RunStatus.of(Stage("comparing copies", total, 128, ready=5), counts, 9.0, done_bytes, left)
         bar.update(status._replace(waiting=waiting))
         frame = stream.getvalue().rpartition("\r")[2]
-        first = f"{done * 100 // total:3} %, {format_seconds(left)} left"
+        first = f"{done_bytes * 100 // total:3} %, {format_seconds(left)} left"
         assert frame.startswith(first[:columns]) and len(frame) <= columns
         if columns == 200:
             assert "comparing copies" in frame and "3 of 128 targets (5 complete before)" in frame and "/s" in frame

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from support.conversions import Conversion, make, shards
 from support.launch import MPI
-from support.launch_scripts import LAUNCH, operands
 from support.processes import Finished, run_command
+from support.slurm_jobs import LAUNCH, operands
 from support.stand_ins import refusing
 
 SCRIPTS = sorted([*LAUNCH.glob("*.sh"), *LAUNCH.glob("*.sbatch")])

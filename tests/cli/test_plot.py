@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.checkpoints import write_shard
-from support.command_line import Capture, run_apart, run_here
+from support.command_line import done, run_apart, run_here
 from support.conversions import Conversion as Files
 from support.conversions import make, of_every_kind
 from support.examples import few
@@ -22,34 +22,34 @@ from reshard_mpi.runs.conversion import Conversion
 SPEC = 'mesh = {{ x = {ranks} }}\n[[parameter]]\nmatch = "w*"\nsplit = {{ 0 = ["x"] }}\n[[parameter]]\nmatch = "*"\n'
 
 
-def plot(capsys: Capture, conversion: Files, path: Path, *options: str) -> Finished:
-    return run_here(capsys, *conversion.arguments("plan"), "--plot", str(path), *options)
+def plot(conversion: Files, path: Path, *options: str) -> Finished:
+    return run_here(*conversion.arguments("plan"), "--plot", path, *options)
 
 
 @of_every_kind
 @pytest.mark.parametrize(
     ("ending", "begin"), few(2, [("html", b"<!DOCTYPE html>"), ("svg", b"<svg "), ("png", b"\x89PNG")])
 )
-def test_every_form(capsys: Capture, tmp_path: Path, kind: str, ending: str, begin: bytes) -> None:
+def test_every_form(tmp_path: Path, kind: str, ending: str, begin: bytes) -> None:
     conversion, path = make(tmp_path, kind), tmp_path / f"plan.{ending}"
-    finished = plot(capsys, conversion, path)
+    finished = plot(conversion, path)
     assert finished.ended == (0, "") and finished.out.startswith("drew 2 targets") and str(path) in finished.out
     assert path.read_bytes().startswith(begin)
-    again = plot(capsys, conversion, path, "--tensor", "w")
+    again = plot(conversion, path, "--tensor", "w")
     assert again.ended == (0, "") and path.read_bytes().startswith(begin)
     assert not conversion.dst.exists()
 
 
-def test_a_tensor_alone(capsys: Capture, tmp_path: Path) -> None:
+def test_a_tensor_alone(tmp_path: Path) -> None:
     conversion = make(tmp_path)
-    assert plot(capsys, conversion, tmp_path / "w.svg", "--tensor", "moments.w").code == 0
+    assert plot(conversion, tmp_path / "w.svg", "--tensor", "moments.w").code == 0
     drawn = (tmp_path / "w.svg").read_text()
     assert "How both sides cut moments.w" in drawn and "Who feeds whom" not in drawn
     assert "ranks 0, 2" in drawn and "rank 0 &lt; 0, 1" in drawn and "rank 1 &lt; 2, 3" in drawn
 
 
 @pytest.mark.parametrize("kind", ["ckpt", "hdf5", "safetensors", "torch", "dcp", "hf"])
-def test_every_form_of_source_and_target(capsys: Capture, tmp_path: Path, kind: str) -> None:
+def test_every_form_of_source_and_target(tmp_path: Path, kind: str) -> None:
     tensors = {"w": np.arange(24, dtype=np.float32).reshape(6, 4), "b": np.array(3, np.int64)}
     write_shard(tensors, tmp_path / "full.safetensors")
     for ranks in (2, 3):
@@ -59,17 +59,17 @@ def test_every_form_of_source_and_target(capsys: Capture, tmp_path: Path, kind: 
     said = ["--src-strategy", str(cut)] if kind in ("ckpt", "safetensors", "torch") else []
     arguments = ["plan", str(tmp_path / "src"), str(tmp_path / "dst"), *said, "--plot", str(tmp_path / "plan.html")]
     for target in ([], ["--dst-strategy", str(tmp_path / "3.toml")], ["--to", "hf"]):
-        finished = run_here(capsys, *arguments, *target)
-        assert finished.code == 0 and not finished.warnings, finished
+        finished = done(*arguments, *target)
+        assert not finished.warnings, finished
         assert str(tmp_path / "src") in (tmp_path / "plan.html").read_text()
 
 
-def test_through_a_map(capsys: Capture, tmp_path: Path) -> None:
+def test_through_a_map(tmp_path: Path) -> None:
     conversion = make(tmp_path)
     (tmp_path / "map.toml").write_text('[[map]]\neq = "w [a b], moments.w [a b] <=> both [(a + a) b]"\n')
     options = ["--map", str(tmp_path / "map.toml"), "--tensor", "both"]
     target = conversion.strategy("other", {"both": conversion.target.layouts["w"]})
-    finished = plot(capsys, conversion.but(dst_strategy=target), tmp_path / "plan.svg", *options)
+    finished = plot(conversion.but(dst_strategy=target), tmp_path / "plan.svg", *options)
     assert finished.code == 0, finished
     drawn = (tmp_path / "plan.svg").read_text()
     assert "How both sides cut both" in drawn and f"Made of w, moments.w by {tmp_path}/map.toml, line 1" in drawn
@@ -88,43 +88,43 @@ def test_through_a_map(capsys: Capture, tmp_path: Path) -> None:
         ("plan.svg", ["--rank", "2"], "target rank out of range"),
     ],
 )
-def test_what_cannot_be_drawn(capsys: Capture, tmp_path: Path, name: str, options: list[str], problem: str) -> None:
-    finished = plot(capsys, make(tmp_path), tmp_path / name, *options)
+def test_what_cannot_be_drawn(tmp_path: Path, name: str, options: list[str], problem: str) -> None:
+    finished = plot(make(tmp_path), tmp_path / name, *options)
     assert finished.code == 2 and problem in finished.err
     assert not (tmp_path / name).exists()
 
 
-def test_a_folder_is_not_replaced(capsys: Capture, tmp_path: Path) -> None:
+def test_a_folder_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "plan.html").mkdir()
-    finished = plot(capsys, make(tmp_path), tmp_path / "plan.html")
+    finished = plot(make(tmp_path), tmp_path / "plan.html")
     assert finished.code == 2 and "a folder" in finished.err
 
 
-def test_a_tensor_without_a_picture(capsys: Capture, tmp_path: Path) -> None:
-    finished = run_here(capsys, *make(tmp_path).arguments("plan", "--tensor", "w"))
-    assert finished.code == 2 and "--plot FILE" in finished.err
+def test_a_tensor_without_a_picture(tmp_path: Path) -> None:
+    said = make(tmp_path).refused("plan", "--tensor", "w", code=2)
+    assert "--plot FILE" in said
 
 
-def test_without_matplotlib(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     conversion = make(tmp_path)
-    finished = plot(capsys, conversion, tmp_path / "plan.png")
+    finished = plot(conversion, tmp_path / "plan.png")
     assert finished.code == 2 and "pip install 'reshard-mpi[plot]'" in finished.err
     assert not (tmp_path / "plan.png").exists()
-    assert plot(capsys, conversion, tmp_path / "plan.html").code == 0
+    assert plot(conversion, tmp_path / "plan.html").code == 0
 
 
-def test_a_target_that_is_there_is_drawn_as_well(capsys: Capture, tmp_path: Path) -> None:
+def test_a_target_that_is_there_is_drawn_as_well(tmp_path: Path) -> None:
     conversion = make(tmp_path)
-    assert run_here(capsys, *conversion.arguments()).code == 0
-    assert plot(capsys, conversion, tmp_path / "plan.svg").code == 0
+    conversion.done()
+    assert plot(conversion, tmp_path / "plan.svg").code == 0
 
 
 @pytest.mark.parametrize("ending", few(1, ["html", "svg", "png"]))
 def test_of_sixteen_thousand_targets_few_are_planned(
-    capsys: Capture, tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned: list[int] = []
     plan = Conversion.plan
@@ -138,17 +138,17 @@ def test_of_sixteen_thousand_targets_few_are_planned(
     write_shard({"w": np.zeros((16384, 2), np.float16), "b": np.zeros(3)}, tmp_path / "src" / "net.safetensors")
     (tmp_path / "dst.toml").write_text(SPEC.format(ranks=16384))
     arguments = [str(tmp_path / "src"), str(tmp_path / "dst"), "--dst-strategy", str(tmp_path / "dst.toml")]
-    finished = run_here(capsys, "plan", *arguments, "--plot", str(tmp_path / f"plan.{ending}"))
-    assert finished.code == 0 and "drew 128 of 16384 targets" in finished.out
+    finished = done("plan", *arguments, "--plot", tmp_path / f"plan.{ending}")
+    assert "drew 128 of 16384 targets" in finished.out
     assert len(planned) == len(set(planned)) <= 256
 
 
-def test_what_is_lost_is_told(capsys: Capture, tmp_path: Path) -> None:
+def test_what_is_lost_is_told(tmp_path: Path) -> None:
     conversion = make(tmp_path)
     conversion.remove(2)
     for options in (["--plot", str(tmp_path / "plan.svg")], ["--explain", "w", "--rank", "1"]):
-        finished = run_here(capsys, *conversion.arguments("plan", *options))
-        assert finished.code == 0 and any("rank 2" in warning for warning in finished.warnings), finished
+        finished = conversion.done("plan", *options)
+        assert any("rank 2" in warning for warning in finished.warnings), finished
 
 
 def test_under_mpi_one_picture_is_drawn(tmp_path: Path, mpi: MPI) -> None:

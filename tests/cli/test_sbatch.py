@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from support.cases import Side
 from support.checkpoints import read_shard
-from support.command_line import COMMAND, Capture, run_here
+from support.command_line import COMMAND
 from support.conversions import DST_LAYOUTS, Conversion, listing, make, of_every_kind, shards, write_conversion
 from support.oracle import RawLayout
 from support.processes import Finished, run_command
@@ -40,9 +40,8 @@ def staged(folder: Path, kind: str = "ckpt") -> Conversion:
     return write_conversion(folder, kind, source, target, tensors)
 
 
-def script_of(capsys: Capture, c: Conversion, *options: str) -> str:
-    finished = run_here(capsys, *c.arguments("plan", "--sbatch", *options))
-    assert finished.code == 0, finished
+def script_of(c: Conversion, *options: str) -> str:
+    finished = c.done("plan", "--sbatch", *options)
     return finished.out
 
 
@@ -86,10 +85,10 @@ def options_of(words: list[str]) -> dict[str, object]:
 # As text
 
 
-def test_settings(tmp_path: Path, capsys: Capture) -> None:
+def test_settings(tmp_path: Path) -> None:
     c = make(tmp_path)
-    script = script_of(capsys, c)
-    planned = json.loads(run_here(capsys, *c.arguments("plan", "--json")).out)
+    script = script_of(c)
+    planned = json.loads(c.run("plan", "--json").out)
     assert script.startswith("#!/bin/bash\n")
     assert settings(script) == {
         "job-name": "reshard",
@@ -108,12 +107,12 @@ def test_settings(tmp_path: Path, capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize("options", [[], ["--overwrite"]])
-def test_it_is_clean_for_bash_and_shellcheck(tmp_path: Path, capsys: Capture, options: list[str]) -> None:
+def test_it_is_clean_for_bash_and_shellcheck(tmp_path: Path, options: list[str]) -> None:
     c = make(tmp_path)
     odd = tmp_path / 'it\'s a "checkpoint" # 1'
     c.src.rename(odd)
     path = tmp_path / "job.sbatch"
-    path.write_text(script_of(capsys, c.but(src=odd, dst=odd / "dst"), *options))
+    path.write_text(script_of(c.but(src=odd, dst=odd / "dst"), *options))
     assert run_command(["bash", "-n", str(path)]).code == 0
     if shutil.which("shellcheck") is None:
         pytest.skip("shellcheck is not installed")
@@ -173,7 +172,7 @@ MAPPED = ("--map", "--config", "--like", "--forward", "--reverse", "--dtype", "-
 
 
 @pytest.mark.parametrize("direction", ["--forward", "--reverse"])
-def test_what_becomes_of_tensors_is_passed_on(tmp_path: Path, capsys: Capture, direction: str) -> None:
+def test_what_becomes_of_tensors_is_passed_on(tmp_path: Path, direction: str) -> None:
     c = make(tmp_path)
     (tmp_path / "map.toml").write_text('[[map]]\neq = "{p*} <=> {p*}"\n')
     (tmp_path / "config.json").write_text("{}")
@@ -181,7 +180,7 @@ def test_what_becomes_of_tensors_is_passed_on(tmp_path: Path, capsys: Capture, d
         *(f"--map={tmp_path / 'map.toml'}", f"--config={tmp_path / 'config.json'}", direction, "--dtype=fp64"),
         *("--dtype=*=fp32", "--include=*", "--include=w*", "--exclude=global*"),
     )
-    options = options_of(words_of(tmp_path, script_of(capsys, c, *given)))
+    options = options_of(words_of(tmp_path, script_of(c, *given)))
     assert options == options_of(c.arguments("transform", *given, "--resume", "--part", "0/2"))
 
 
@@ -191,17 +190,17 @@ def test_the_checkpoint_that_the_target_is_to_be_like_is_passed_on(tmp_path: Pat
 
 
 @pytest.mark.parametrize("given", GIVEN)
-def test_an_option_is_passed_on(tmp_path: Path, capsys: Capture, given: str) -> None:
+def test_an_option_is_passed_on(tmp_path: Path, given: str) -> None:
     c = make(tmp_path)
     again = [] if given == "--overwrite" else ["--resume"]
-    options = options_of(words_of(tmp_path, script_of(capsys, c, given)))
+    options = options_of(words_of(tmp_path, script_of(c, given)))
     assert options == options_of(c.arguments("transform", given, *again, "--part", "0/2"))
 
 
-def test_the_size_of_files_is_passed_on(tmp_path: Path, capsys: Capture) -> None:
+def test_the_size_of_files_is_passed_on(tmp_path: Path) -> None:
     c = make(tmp_path).but(dst_strategy=None)
     given = ("--to=hf", "--max-shard-size=140")
-    found = options_of(words_of(tmp_path, script_of(capsys, c, *given)))
+    found = options_of(words_of(tmp_path, script_of(c, *given)))
     assert found == options_of(c.arguments("transform", *given, "--resume", "--part", "0/3"))
 
 
@@ -216,36 +215,36 @@ def test_every_option_that_is_passed_on_is_tried() -> None:
 
 
 @pytest.mark.parametrize("options", [["--rank", "0"], ["--part", "0/2"], ["--json"], ["--resume", "--overwrite"]])
-def test_wrong_usage(tmp_path: Path, capsys: Capture, options: list[str]) -> None:
+def test_wrong_usage(tmp_path: Path, options: list[str]) -> None:
     c = make(tmp_path)
-    finished = run_here(capsys, *c.arguments("plan", "--sbatch", *options))
+    finished = c.run("plan", "--sbatch", *options)
     assert finished.code == 2 and finished.out == "" and options[0] in finished.err
 
 
-def test_notes_do_not_get_into_the_script(tmp_path: Path, capsys: Capture) -> None:
+def test_notes_do_not_get_into_the_script(tmp_path: Path) -> None:
     c = make(tmp_path)
     c = c.but(dst_strategy=c.strategy("more", {**DST_LAYOUTS, "never.saved": RawLayout((2,), (0,))}))
-    finished = run_here(capsys, *c.arguments("plan", "--sbatch"))
-    assert finished.code == 0 and "never.saved" in finished.err and "never.saved" not in finished.out
+    finished = c.done("plan", "--sbatch")
+    assert "never.saved" in finished.err and "never.saved" not in finished.out
     c.shard(3).write_bytes(b"")
-    finished = run_here(capsys, *c.arguments("plan", "--sbatch"))
-    assert finished.code == 0 and "rank 3 cannot be used" in finished.err and "rank 3" not in finished.out
+    finished = c.done("plan", "--sbatch")
+    assert "rank 3 cannot be used" in finished.err and "rank 3" not in finished.out
     c.shard(1).write_bytes(b"")
-    finished = run_here(capsys, *c.arguments("plan", "--sbatch"))
+    finished = c.run("plan", "--sbatch")
     assert finished.code == 3 and finished.out == ""
 
 
-def test_what_is_complete_is_not_counted(tmp_path: Path, capsys: Capture) -> None:
+def test_what_is_complete_is_not_counted(tmp_path: Path) -> None:
     c = make(tmp_path)
     for made, left in ((["--rank", "1"], 1), (["--resume"], 0)):
-        assert run_here(capsys, *c.arguments("transform", *made)).code == 0
-        script = script_of(capsys, c)
+        c.done("transform", *made)
+        script = script_of(c)
         assert f"2 targets, of which {left} with {196 * left} B were still to be made." in script
         assert settings(script)["array"] == "0-1"
     assert settings(script)["mem"] == "128M"
-    script = script_of(capsys, c, "--overwrite")
+    script = script_of(c, "--overwrite")
     assert "of which 2 with" in script and "--resume" not in script and "is skipped" not in script
-    assert run_here(capsys, *c.arguments("plan", "--sbatch", "--unlisted", "drop")).code == 3  # another run
+    assert c.run("plan", "--sbatch", "--unlisted", "drop").code == 3  # another run
 
 
 def plan_of(sizes: list[int], peak_bytes: int) -> Plan:
@@ -284,14 +283,13 @@ def test_time(sizes: list[int], time: str) -> None:
 # As it runs
 
 
-def test_part_i_of_as_many_parts_as_targets_is_target_rank_i(tmp_path: Path, capsys: Capture) -> None:
+def test_part_i_of_as_many_parts_as_targets_is_target_rank_i(tmp_path: Path) -> None:
     """However much each of them holds: the last stage's targets are the largest."""
     c = staged(tmp_path)
     for parts, order in ((6, (3, 0, 5, 1, 4, 2)), (9, (8, 2, 7, 5))):
         dst = c.but(dst=tmp_path / f"dst_{parts}")
         for part in order:
-            finished = run_here(capsys, *dst.arguments("transform", "--part", f"{part}/{parts}"))
-            assert finished.code == 0
+            finished = dst.done("transform", "--part", f"{part}/{parts}")
             assert finished.out.startswith(f"wrote {int(part < 6)} shard")
             if part < 6:
                 assert read_shard(dst.written(part)) == c.expected(part)
@@ -299,12 +297,12 @@ def test_part_i_of_as_many_parts_as_targets_is_target_rank_i(tmp_path: Path, cap
 
 
 @of_every_kind
-def test_its_tasks_do_what_a_serial_run_does(tmp_path: Path, capsys: Capture, kind: str) -> None:
+def test_its_tasks_do_what_a_serial_run_does(tmp_path: Path, kind: str) -> None:
     c = staged(tmp_path, kind)
     c = c.but(dst=tmp_path / 'it\'s "out"')
     whole = c.but(dst=tmp_path / "whole")
-    assert run_here(capsys, *whole.arguments()).code == 0
-    script = script_of(capsys, c)
+    whole.done()
+    script = script_of(c)
     assert settings(script)["array"] == "0-5"
     for task in (5, 0, 3, 1, 2):
         assert run_script(tmp_path, script, task).code == 0

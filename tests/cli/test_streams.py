@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from support.command_line import COMMAND, Capture, run_here
+from support.command_line import COMMAND
 from support.conversions import Conversion, assert_right, make
 from support.launch import MPI, mpirun_command
 from support.processes import Finished, run_command
@@ -143,10 +143,10 @@ def failing(monkeypatch: pytest.MonkeyPatch, conversion: Conversion, what: str) 
 
 @pytest.mark.parametrize(("what", "got"), [("gone", "No such file or directory"), ("full", NO_SPACE)])
 def test_a_report_that_cannot_be_written(
-    conversion: Conversion, capsys: Capture, monkeypatch: pytest.MonkeyPatch, what: str, got: str
+    conversion: Conversion, monkeypatch: pytest.MonkeyPatch, what: str, got: str
 ) -> None:
     path = failing(monkeypatch, conversion, what)
-    finished = run_here(capsys, *conversion.arguments("transform", "--report", str(path)))
+    finished = conversion.run("transform", "--report", str(path))
     assert finished.code == 4 and finished.out.startswith("wrote 2 shards, "), finished
     error = finished.err[finished.err.index("reshard-mpi: error: ") :]
     problem = "the report could not be written; all targets of this run are complete"
@@ -156,17 +156,17 @@ def test_a_report_that_cannot_be_written(
     assert_complete(conversion)
     monkeypatch.undo()
     path.parent.mkdir(exist_ok=True)
-    assert run_here(capsys, *conversion.arguments("transform", "--resume", "--report", str(path))).code == 0
+    conversion.done("transform", "--resume", "--report", str(path))
     assert [target["skipped"] for target in json.loads(path.read_text())["targets"]] == [True, True]
 
 
-def test_neither_targets_nor_a_report(conversion: Conversion, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neither_targets_nor_a_report(conversion: Conversion, monkeypatch: pytest.MonkeyPatch) -> None:
     """What failed is told first of all, and the report is no longer said to be the only thing missing."""
     path = failing(monkeypatch, conversion, "full")
     monkeypatch.setattr("reshard_mpi.runs.target_writer.Writer._seal", _refuse)
-    finished = run_here(capsys, *conversion.arguments("transform", "--report", str(path)))
-    assert finished.code == 4 and "2 of 2 targets failed" in finished.err, finished
-    assert "the report could not be written\n" in finished.err
+    said = conversion.refused("transform", "--report", str(path), code=4)
+    assert "2 of 2 targets failed" in said
+    assert "the report could not be written\n" in said
 
 
 def _refuse(*_: object) -> None:

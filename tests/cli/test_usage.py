@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from support.command_line import Capture, run_apart, run_here
+from support.command_line import done, refused, run_apart, run_here
 from support.conversions import assert_right, make
 from support.full_checkpoints import floats, source_of
 
@@ -59,8 +59,8 @@ from reshard_mpi.cli.arguments import parser
         (["verify", "a", "--replicas", "check"], "argument --replicas: expected any or sample, got 'check'"),
     ],
 )
-def test_what_was_meant(capsys: Capture, arguments: list[str], says: str) -> None:
-    finished = run_here(capsys, *arguments)
+def test_what_was_meant(arguments: list[str], says: str) -> None:
+    finished = run_here(*arguments)
     first, second = finished.err.splitlines()
     assert finished.code == 2 and finished.out == "" and says in first, finished
     command = " ".join(["reshard-mpi", *arguments[:1]]) if "argument" in first or "transform:" in first else ""
@@ -74,40 +74,40 @@ def test_the_same_twice_and_what_only_says_how_it_goes_may_be_given_again() -> N
     assert (options.to, options.like, options.jobs, options.memory) == ("hf", "c", 2, "2G")
 
 
-def test_a_folder_whose_name_is_like_a_url_is_named_from_here(tmp_path: Path, capsys: Capture) -> None:
+def test_a_folder_whose_name_is_like_a_url_is_named_from_here(tmp_path: Path) -> None:
     with pytest.raises(reshard_mpi.ReshardError, match="target is a URL"):
         reshard_mpi.transform("src", "s3://bucket/x")
     with pytest.raises(reshard_mpi.ReshardError, match="source is a URL"):
         reshard_mpi.load_rank(0, "gs://bucket/x")
     source = source_of(tmp_path, {"w": floats(2)})
-    assert run_here(capsys, "transform", str(source), f"{tmp_path}/s3://bucket").code == 0
+    done("transform", source, f"{tmp_path}/s3://bucket")
 
 
 @pytest.mark.parametrize(("word", "page"), [("hf", "formats"), ("FSDP", "strategies"), ("safetensors", "formats")])
-def test_a_page_that_tells_of_a_word(capsys: Capture, word: str, page: str) -> None:
-    finished = run_here(capsys, "help", word)
-    assert finished.code == 2 and f"no such page; {page!r} tells of it" in finished.err
-    assert "tells of it" not in run_here(capsys, "help", "qwertyuiop").err
+def test_a_page_that_tells_of_a_word(word: str, page: str) -> None:
+    said = refused("help", word, code=2)
+    assert f"no such page; {page!r} tells of it" in said
+    assert "tells of it" not in run_here("help", "qwertyuiop").err
 
 
-def test_a_target_that_is_called_like_a_file_is_said_to_be_a_folder(tmp_path: Path, capsys: Capture) -> None:
+def test_a_target_that_is_called_like_a_file_is_said_to_be_a_folder(tmp_path: Path) -> None:
     source, path = source_of(tmp_path, {"w": floats(2)}), tmp_path / "one.pt"
-    finished = run_here(capsys, "transform", str(source), f"{path}/", "--to", "torch")
+    finished = run_here("transform", source, f"{path}/", "--to", "torch")
     assert f"{path} is a folder, in which the targets are written: {path}/rank_0/checkpoint_0.pt" in finished.err
     assert (path / "rank_0" / "checkpoint_0.pt").is_file()
-    assert "is a folder" not in run_here(capsys, "plan", str(source), str(tmp_path / "dst"), "--to", "torch").err
+    assert "is a folder" not in run_here("plan", source, tmp_path / "dst", "--to", "torch").err
 
 
-def test_a_topic_and_a_map_that_were_meant(tmp_path: Path, capsys: Capture) -> None:
-    finished = run_here(capsys, "help", "map")
-    assert finished.code == 2 and "no such page; did you mean 'maps'?" in finished.err, finished
-    finished = run_here(capsys, *make(tmp_path).arguments("plan", "--map", "hf-lama-megatron"))
-    assert finished.code == 3 and "did you mean 'hf-llama-megatron'?" in finished.err, finished
+def test_a_topic_and_a_map_that_were_meant(tmp_path: Path) -> None:
+    said = refused("help", "map", code=2)
+    assert "no such page; did you mean 'maps'?" in said
+    said = make(tmp_path).refused("plan", "--map", "hf-lama-megatron")
+    assert "did you mean 'hf-llama-megatron'?" in said
 
 
-def test_names_that_nobody_should_see_raw(capsys: Capture) -> None:
-    finished = run_here(capsys, "trans\x1b[31mform\n")
-    assert finished.code == 2 and "\x1b" not in finished.err and finished.err.count("\n") == 2
+def test_names_that_nobody_should_see_raw() -> None:
+    said = refused("trans\x1b[31mform\n", code=2)
+    assert "\x1b" not in said and said.count("\n") == 2
 
 
 def test_a_rank_that_the_launcher_does_not_end_speaks_too() -> None:
@@ -127,9 +127,9 @@ def test_lists_of_ranks(command: str, text: str, ranks: list[int]) -> None:
     assert parser().parse_args([command, "a", "b", f"--rank={text}", "--rank", "9"]).rank == [*ranks, 9]
 
 
-def test_some_ranks_are_made_and_verified(tmp_path: Path, capsys: Capture) -> None:
+def test_some_ranks_are_made_and_verified(tmp_path: Path) -> None:
     c = make(tmp_path, "hdf5")
-    assert run_here(capsys, *c.arguments("transform", "--rank", "0-1,1", "--verify", "--jobs", "1")).code == 0
+    c.done("transform", "--rank", "0-1,1", "--verify", "--jobs", "1")
     assert_right(c, (0, 1))
     strategies = ["--src-strategy", str(c.src_strategy), "--dst-strategy", str(c.dst_strategy)]
     pair = ["verify", str(c.src), str(c.dst), *strategies, "--jobs", "1"]
@@ -138,11 +138,11 @@ def test_some_ranks_are_made_and_verified(tmp_path: Path, capsys: Capture) -> No
     content[next(iter(reshard_mpi.inspect(damaged)["tensors"].values()))["ranges"][0][0]] ^= 1
     damaged.write_bytes(content)
     for arguments in (pair, ["verify", str(c.dst), "--jobs", "1"]):
-        assert run_here(capsys, *arguments).code == 4
-        finished = run_here(capsys, *arguments, "--rank", "0")
-        assert finished.code == 0 and "verified 1 shard," in finished.out, finished
-        assert run_here(capsys, *arguments, "--rank", "0-1").code == 4
-        finished = run_here(capsys, *arguments, "--rank", "1-2")
+        assert run_here(*arguments).code == 4
+        finished = done(*arguments, "--rank", "0")
+        assert "verified 1 shard," in finished.out, finished
+        assert run_here(*arguments, "--rank", "0-1").code == 4
+        finished = run_here(*arguments, "--rank", "1-2")
         assert finished.code in (2, 3) and "rank" in finished.err, finished
     reshard_mpi.verify(c.dst, rank=[0])
     reshard_mpi.verify(c.src, c.dst, c.src_strategy, c.dst_strategy, rank=range(1))

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.cases import Side
-from support.command_line import COMMAND, Capture, run_here
+from support.command_line import COMMAND
 from support.conversions import Conversion, listing, shards, transform_apart, write_conversion
 from support.harm import assert_nothing_half_done, assert_resumed, fault
 from support.launch import MPI, mpirun_command
@@ -92,7 +92,7 @@ ERRORS = {
 
 @JOBS
 @pytest.mark.parametrize("call", ERRORS)
-def test_an_error_of_writing(c: Conversion, whole: Conversion, capsys: Capture, call: str, jobs: str) -> None:
+def test_an_error_of_writing(c: Conversion, whole: Conversion, call: str, jobs: str) -> None:
     path, named = ERRORS[call]
     env = fault(c, c.folder / "counter", "raise OSError(5, 'Input/output error')", on=call, path=path)
     finished = transform_apart(c, "--jobs", jobs, env=env)
@@ -100,7 +100,7 @@ def test_an_error_of_writing(c: Conversion, whole: Conversion, capsys: Capture, 
     where = re.search("where: (.*)", finished.err)
     assert where and re.match(named.format(src=c.src, dst=c.dst), where[1]), finished
     assert "Input/output error" in finished.err
-    assert_resumed(c, capsys, whole)
+    assert_resumed(c, whole)
 
 
 @JOBS
@@ -114,17 +114,15 @@ def test_an_error_of_the_kernels_copying(c: Conversion, whole: Conversion, jobs:
 
 
 @JOBS
-def test_an_error_of_reading(c: Conversion, whole: Conversion, capsys: Capture, jobs: str) -> None:
+def test_an_error_of_reading(c: Conversion, whole: Conversion, jobs: str) -> None:
     env = fault(c, c.folder / "counter", "raise OSError(5, 'Input/output error')", on="preadv", path="src/rank_1/")
     finished = transform_apart(c, "--jobs", jobs, env=env)
     assert_failed(finished, c, whole, 0, 1, 2, 3)
     assert f"where: {c.shard(1)}\n" in finished.err, finished
-    assert_resumed(c, capsys, whole)
+    assert_resumed(c, whole)
 
 
-def test_a_disk_that_is_full_in_the_middle(
-    whole: Conversion, small_disk: Path, tmp_path: Path, capsys: Capture
-) -> None:
+def test_a_disk_that_is_full_in_the_middle(whole: Conversion, small_disk: Path, tmp_path: Path) -> None:
     c = whole.but(folder=tmp_path, dst=small_disk / "dst")
     fill = f"os.close(os.posix_fallocate(d := os.open({str(small_disk / 'fill')!r}, 66), 0, 1724 << 10) or d)"
     fill = ONCE.format(mark=str(tmp_path / "filled"), do=fill)
@@ -134,21 +132,21 @@ def test_a_disk_that_is_full_in_the_middle(
     assert_nothing_half_done(c, whole)
     assert not list(c.dst.rglob("*.partial")) and c.written(0).exists()
     (small_disk / "fill").unlink()
-    assert_resumed(c, capsys, whole)
+    assert_resumed(c, whole)
 
 
-def test_a_disk_that_is_too_small(whole: Conversion, small_disk: Path, capsys: Capture) -> None:
+def test_a_disk_that_is_too_small(whole: Conversion, small_disk: Path) -> None:
     (small_disk / "fill").write_bytes(bytes(700 << 10))
-    finished = run_here(capsys, *whole.but(dst=small_disk / "dst").arguments())
-    assert finished.code == 3 and "there is no room" in finished.err
-    assert f"the file system at {small_disk}\n" in finished.err
+    said = whole.but(dst=small_disk / "dst").refused()
+    assert "there is no room" in said
+    assert f"the file system at {small_disk}\n" in said
     assert set(listing(small_disk)) == {"fill"}
 
 
-def test_a_disk_that_is_read_only(whole: Conversion, small_disk: Path, capsys: Capture) -> None:
+def test_a_disk_that_is_read_only(whole: Conversion, small_disk: Path) -> None:
     run_command(["mount", "-o", "remount,ro", small_disk], check=True)
-    finished = run_here(capsys, *whole.but(dst=small_disk / "dst").arguments())
-    assert finished.code == 3 and "the target cannot be written" in finished.err and str(small_disk) in finished.err
+    said = whole.but(dst=small_disk / "dst").refused()
+    assert "the target cannot be written" in said and str(small_disk) in said
 
 
 @pytest.fixture
@@ -171,19 +169,17 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     ("do", "says"),
     [("os.remove({path!r})", "No such file"), ("os.truncate({path!r}, 100)", "a source file became shorter")],
 )
-def test_a_source_that_goes_in_the_middle(
-    own: Conversion, whole: Conversion, capsys: Capture, do: str, says: str
-) -> None:
+def test_a_source_that_goes_in_the_middle(own: Conversion, whole: Conversion, do: str, says: str) -> None:
     spoil = ONCE.format(mark=str(own.folder / "mark"), do=do.format(path=str(own.shard(1))))
     env = fault(own, own.folder / "counter", spoil, on="os.rename", path="dst/rank_0/checkpoint_0.ckpt")
     finished = transform_apart(own, "--jobs", "1", env=env)
     assert_failed(finished, own, whole, 1, 2, 3)
     assert says in finished.err and str(own.shard(1)) in finished.err, finished
     restore(own)
-    assert_resumed(own, capsys, whole)
+    assert_resumed(own, whole)
 
 
-def test_a_source_that_shrinks_while_it_is_mapped(own: Conversion, whole: Conversion, capsys: Capture) -> None:
+def test_a_source_that_shrinks_while_it_is_mapped(own: Conversion, whole: Conversion) -> None:
     """The kernel kills the worker that looks there; the parent says which target that was, and why."""
     env = fault(own, own.folder / "counter", "os.truncate(path, 0)", on="mapped", path="src/rank_1/")
     whole_targets = {"FAULT_CUT": str(1 << 20)}  # so one worker alone is at this one
@@ -193,32 +189,30 @@ def test_a_source_that_shrinks_while_it_is_mapped(own: Conversion, whole: Conver
     assert "a worker process died" in finished.err and "signal SIGBUS while it wrote target rank 0" in finished.err
     assert "a source file became shorter" in finished.err and "Traceback" not in finished.err
     restore(own)
-    assert_resumed(own, capsys, whole)
+    assert_resumed(own, whole)
 
 
-def test_a_source_that_shrinks_while_it_is_mapped_alone(own: Conversion, whole: Conversion, capsys: Capture) -> None:
+def test_a_source_that_shrinks_while_it_is_mapped_alone(own: Conversion, whole: Conversion) -> None:
     env = fault(own, own.folder / "counter", "os.truncate(path, 0)", on="mapped", path="src/rank_1/")
     assert transform_apart(own, "--jobs", "1", env=env).code == -signal.SIGBUS
     assert_nothing_half_done(own, whole)
     restore(own)
-    assert_resumed(own, capsys, whole)
+    assert_resumed(own, whole)
 
 
-def test_a_source_that_shrinks_while_ranks_have_it_mapped(
-    own: Conversion, whole: Conversion, capsys: Capture, mpi: MPI
-) -> None:
+def test_a_source_that_shrinks_while_ranks_have_it_mapped(own: Conversion, whole: Conversion, mpi: MPI) -> None:
     env = fault(own, own.folder / "counter", "os.truncate(path, 0)", on="mapped", path="src/rank_1/")
     finished = transform_apart(own, env=env, mpi=mpi, ranks=2)
     assert finished.code != 0 and re.search("Bus error|signal 7", finished.out + finished.err), finished
     assert_nothing_half_done(own, whole)
     restore(own)
-    assert_resumed(own, capsys, whole)
+    assert_resumed(own, whole)
 
 
 # Processes
 
 
-def test_two_runs_at_once(c: Conversion, whole: Conversion, capsys: Capture) -> None:
+def test_two_runs_at_once(c: Conversion, whole: Conversion) -> None:
     """The second is refused by name while the first is at its second target, and joins it when that is done."""
     there, go = c.folder / "there", c.folder / "go"
     os.mkfifo(go)
@@ -231,31 +225,27 @@ def test_two_runs_at_once(c: Conversion, whole: Conversion, capsys: Capture) -> 
                 time.sleep(0.01)
             before = listing(c.dst)
             for again in ("--resume", "--overwrite"):
-                finished = run_here(capsys, *c.arguments("transform", again))
-                assert finished.code == 3 and "target rank 1 is being written by another process" in finished.err, (
-                    finished
-                )
+                said = c.refused("transform", again)
+                assert "target rank 1 is being written by another process" in said
                 assert listing(c.dst) == before
             go.read_bytes()
             assert first.wait(HANG_SECONDS) == 0
         finally:
             first.kill()
-    assert_resumed(c, capsys, whole)
+    assert_resumed(c, whole)
 
 
-def test_one_rank_without_memory(c: Conversion, whole: Conversion, capsys: Capture, mpi: MPI) -> None:
+def test_one_rank_without_memory(c: Conversion, whole: Conversion, mpi: MPI) -> None:
     env = fault(c, c.folder / "counter", "raise MemoryError", on="pwrite", path="dst/rank_1/.")
     finished = transform_apart(c, env=env, mpi=mpi, ranks=3)
     assert_failed(finished, c, whole, 1)
     assert finished.err.count("out of memory") == 1 and "fewer processes" in finished.err
-    assert_resumed(c, capsys, whole)
+    assert_resumed(c, whole)
 
 
 @pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("whom", ["a rank", "the launcher"])
-def test_a_job_that_is_stopped(
-    c: Conversion, whole: Conversion, capsys: Capture, mpi: MPI, kind: signal.Signals, whom: str
-) -> None:
+def test_a_job_that_is_stopped(c: Conversion, whole: Conversion, mpi: MPI, kind: signal.Signals, whom: str) -> None:
     launcher = c.folder / "launcher"
     whose = "os.getpid()" if whom == "a rank" else f"int(open({str(launcher)!r}).read())"
     stop = f"os.kill({whose}, {int(kind)}); import time; time.sleep(600)"
@@ -276,4 +266,4 @@ def test_a_job_that_is_stopped(
         assert "abort(" not in finished.err.lower() and "MPI_ABORT" not in finished.err, finished
     assert not c.written(1).exists()
     assert_nothing_half_done(c, whole)
-    assert_resumed(c, capsys, whole)
+    assert_resumed(c, whole)

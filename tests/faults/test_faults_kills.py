@@ -14,7 +14,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from support.command_line import Capture, run_in_fork
+from support.command_line import run_in_fork
 from support.conversions import Conversion, four_targets, transform_apart
 from support.harm import KILL, KILL_ALL, assert_nothing_half_done, assert_resumed, fault
 from support.launch import MPI
@@ -31,9 +31,7 @@ def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return c
 
 
-def recovered(
-    whole: Conversion, folder: Path, capsys: Capture, kills: int, *options: str, mpi: MPI | None = None
-) -> int:
+def recovered(whole: Conversion, folder: Path, kills: int, *options: str, mpi: MPI | None = None) -> int:
     """Kill runs at `kills` instants and resume them; return how many were hit."""
     undisturbed = whole.but(dst=folder / "undisturbed")
     assert (
@@ -47,7 +45,7 @@ def recovered(
         finished = transform_apart(c, *options, env=env, mpi=mpi, ranks=3)
         hit += finished.code != 0
         assert_nothing_half_done(c, whole)
-        assert_resumed(c, capsys, whole)
+        assert_resumed(c, whole)
     return hit
 
 
@@ -61,7 +59,7 @@ def forked(c: Conversion, env: dict[str, str]) -> Finished:
     return run_in_fork(*c.arguments("transform", "--progress", "none"), prepare=prepare)
 
 
-def test_alone(whole: Conversion, tmp_path: Path, capsys: Capture) -> None:
+def test_alone(whole: Conversion, tmp_path: Path) -> None:
     """In forks of this process: no time is spent on starting an interpreter."""
     undisturbed = whole.but(dst=tmp_path / "undisturbed")
     assert forked(undisturbed, fault(undisturbed, tmp_path / "counter")).code == 0
@@ -70,13 +68,13 @@ def test_alone(whole: Conversion, tmp_path: Path, capsys: Capture) -> None:
         c = whole.but(dst=tmp_path / f"killed_{number}")
         assert forked(c, fault(c, tmp_path / f"counter_{number}", KILL, call=number)).code == -signal.SIGKILL
         assert_nothing_half_done(c, whole)
-        assert_resumed(c, capsys, whole)
+        assert_resumed(c, whole)
 
 
 @pytest.mark.parametrize("jobs", ["2", "3"])
-def test_jobs(whole: Conversion, tmp_path: Path, capsys: Capture, jobs: str) -> None:
-    assert recovered(whole, tmp_path, capsys, 3, "--jobs", jobs) > 0  # how often they look differs a little
+def test_jobs(whole: Conversion, tmp_path: Path, jobs: str) -> None:
+    assert recovered(whole, tmp_path, 3, "--jobs", jobs) > 0  # how often they look differs a little
 
 
-def test_ranks(whole: Conversion, tmp_path: Path, capsys: Capture, mpi: MPI) -> None:
-    assert recovered(whole, tmp_path, capsys, 2, mpi=mpi) > 0
+def test_ranks(whole: Conversion, tmp_path: Path, mpi: MPI) -> None:
+    assert recovered(whole, tmp_path, 2, mpi=mpi) > 0

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support.command_line import Capture, run_apart, run_here
+from support.command_line import run_apart, run_here
 from support.conversions import assert_right, listing, make, of_every_kind, transform_apart
 from support.examples import few
 
@@ -57,15 +57,15 @@ LINKED = {
 
 
 @pytest.mark.parametrize("where", few(3, LINKED))
-def test_a_link_in_the_place_of_what_is_made_is_refused_by_name(tmp_path: Path, capsys: Capture, where: str) -> None:
+def test_a_link_in_the_place_of_what_is_made_is_refused_by_name(tmp_path: Path, where: str) -> None:
     c, private = make(tmp_path), elsewhere(tmp_path)
     name, to = LINKED[where]
     link(c.dst / name, private / to)
     before = listing(private)
     for options in ((), ("--overwrite",), ("--resume",), ("--overwrite", "--jobs", "2")):
-        finished = run_here(capsys, *c.arguments("transform", *options))
-        assert finished.code == 3 and "a symbolic link is in the place of" in finished.err, finished
-        assert str(c.dst / name) in finished.err and "Traceback" not in finished.err
+        said = c.refused("transform", *options)
+        assert "a symbolic link is in the place of" in said
+        assert str(c.dst / name) in said and "Traceback" not in said
     assert listing(private) == before
 
 
@@ -85,21 +85,21 @@ def test_the_functions_follow_no_link_either(tmp_path: Path, name: str) -> None:
     assert listing(private) == before
 
 
-def test_a_record_that_is_a_link_is_none(tmp_path: Path, capsys: Capture) -> None:
+def test_a_record_that_is_a_link_is_none(tmp_path: Path) -> None:
     """Neither believed nor written through."""
     c = make(tmp_path)
-    assert run_here(capsys, *c.arguments()).code == 0
+    c.done()
     record = c.dst / ".reshard_mpi" / "rank_1.json"
     kept = shutil.move(record, tmp_path / "kept.json")
     record.symlink_to(kept)
     before = Path(kept).read_bytes()
-    assert "target rank 1 has not been written" in run_here(capsys, "inspect", str(c.dst)).out
-    finished = run_here(capsys, *c.arguments("transform", "--resume"))
-    assert finished.code == 0 and not record.is_symlink() and Path(kept).read_bytes() == before
+    assert "target rank 1 has not been written" in run_here("inspect", c.dst).out
+    c.done("transform", "--resume")
+    assert not record.is_symlink() and Path(kept).read_bytes() == before
     assert_right(c)
 
 
-def test_what_the_user_names_may_be_links(tmp_path: Path, capsys: Capture) -> None:
+def test_what_the_user_names_may_be_links(tmp_path: Path) -> None:
     """The target folder, as one on a scratch file system, and sources, as a folder of links to a hub's cache."""
     c = make(tmp_path)
     (tmp_path / "scratch").mkdir()
@@ -108,11 +108,11 @@ def test_what_the_user_names_may_be_links(tmp_path: Path, capsys: Capture) -> No
     for folder in c.src.iterdir():
         (tmp_path / "linked" / folder.name).symlink_to(folder)
     c = c.but(src=tmp_path / "linked")
-    assert run_here(capsys, *c.arguments("transform", "--verify", "--jobs", "7")).code == 0
+    c.done("transform", "--verify", "--jobs", "7")
     assert_right(c)
     farm = tmp_path / "farm"
     subprocess.run(["cp", "-rs", tmp_path / "scratch", farm], check=True)
-    assert run_here(capsys, *c.but(dst=farm).arguments("verify")).code == 0
+    c.but(dst=farm).done("verify")
 
 
 # Swapped while they are written
@@ -143,7 +143,7 @@ FOLDER = (
 @pytest.mark.parametrize("what", ["partial", "folder"])
 @pytest.mark.slow
 def test_nothing_is_written_where_a_swapped_link_leads(
-    tmp_path: Path, capsys: Capture, jobs: str, moment: str, kind: str, what: str
+    tmp_path: Path, jobs: str, moment: str, kind: str, what: str
 ) -> None:
     c, private = make(tmp_path, kind), elsewhere(tmp_path)
     do = {"partial": PARTIAL, "folder": FOLDER}[what].format(private=str(private / "private"), elsewhere=str(private))
@@ -164,7 +164,7 @@ def test_nothing_is_written_where_a_swapped_link_leads(
     for name in ("rank_0", "rank_0.away"):
         if (c.dst / name).is_symlink():
             (c.dst / name).unlink()
-    assert run_here(capsys, *c.arguments("transform", "--resume")).code == 0
+    c.done("transform", "--resume")
     assert_right(c)
 
 
@@ -173,13 +173,13 @@ def test_nothing_is_written_where_a_swapped_link_leads(
 
 @as_root
 @pytest.mark.parametrize("name", [".reshard_mpi", "rank_0", ".reshard_mpi/run.lock", ".reshard_mpi/rank_0.lock"])
-def test_what_another_user_has_made_is_refused_by_name(tmp_path: Path, capsys: Capture, name: str) -> None:
+def test_what_another_user_has_made_is_refused_by_name(tmp_path: Path, name: str) -> None:
     c = make(tmp_path)
     path = c.dst / name
     path.parent.mkdir(parents=True)
     path.touch() if path.suffix == ".lock" else path.mkdir(mode=0o777)
     os.chown(path, SOMEBODY, SOMEBODY)
-    finished = run_here(capsys, *c.arguments())
+    finished = c.run()
     kind = "a file" if path.suffix == ".lock" else "a folder"
     assert finished.code == 3 and f"{kind} of another user is in the way" in finished.err, finished
     assert f"user {SOMEBODY}" in finished.err and str(path) in finished.err
@@ -187,24 +187,24 @@ def test_what_another_user_has_made_is_refused_by_name(tmp_path: Path, capsys: C
 
 
 @as_root
-def test_a_partial_file_of_another_user_stays(tmp_path: Path, capsys: Capture) -> None:
+def test_a_partial_file_of_another_user_stays(tmp_path: Path) -> None:
     c = make(tmp_path)
     partial = c.written(1).with_name(f".{c.written(1).name}.0123456789ab.partial")
     partial.parent.mkdir(parents=True)
     partial.write_bytes(PRECIOUS)
     os.chown(partial, SOMEBODY, SOMEBODY)
-    finished = run_here(capsys, *c.arguments())
-    assert finished.code == 3 and "a file of another user is in the way" in finished.err
-    assert str(partial) in finished.err
+    said = c.refused()
+    assert "a file of another user is in the way" in said
+    assert str(partial) in said
     assert partial.read_bytes() == PRECIOUS and not c.written(0).exists()
 
 
 @as_root
-def test_the_target_folder_may_be_of_another_user(tmp_path: Path, capsys: Capture) -> None:
+def test_the_target_folder_may_be_of_another_user(tmp_path: Path) -> None:
     c = make(tmp_path)
     c.dst.mkdir(mode=0o2775)
     os.chown(c.dst, SOMEBODY, SOMEBODY)
-    assert run_here(capsys, *c.arguments()).code == 0
+    c.done()
     assert_right(c)
 
 
@@ -236,25 +236,23 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("name", ["run.lock", "commit.lock", "rank_0.lock"])
-def test_a_lock_that_others_hold_is_named_and_not_waited_for_without_end(
-    tmp_path: Path, capsys: Capture, name: str
-) -> None:
+def test_a_lock_that_others_hold_is_named_and_not_waited_for_without_end(tmp_path: Path, name: str) -> None:
     c = make(tmp_path)
     path = c.dst / ".reshard_mpi" / name
     with lock_held(path) as pid:
-        finished = run_here(capsys, *c.arguments())
+        finished = c.run()
     assert finished.code in (3, 4) and f"held by process {pid}" in finished.err and str(path) in finished.err, finished
     assert not list(c.dst.glob("rank_*/*"))
-    assert run_here(capsys, *c.arguments("transform", "--resume")).code == 0
+    c.done("transform", "--resume")
     assert_right(c)
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_stopped_holder_is_said_to_be_stopped(tmp_path: Path, capsys: Capture) -> None:
+def test_a_stopped_holder_is_said_to_be_stopped(tmp_path: Path) -> None:
     c = make(tmp_path)
     with lock_held(c.dst / ".reshard_mpi" / "run.lock") as pid:
         os.kill(pid, signal.SIGSTOP)
-        finished = run_here(capsys, *c.arguments())
+        finished = c.run()
     assert finished.code == 3 and f"process {pid} (stopped)" in finished.err, finished
 
 

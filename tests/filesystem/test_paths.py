@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.command_line import Capture, run_here
+from support.command_line import done, refused, run_here
 from support.conversions import Conversion, listing, make
 from support.examples import few
 from support.processes import Finished
@@ -53,39 +53,39 @@ def refused_by(error: type[ReshardError], call: Callable[[], object]) -> Finishe
     return Finished((), error.exit_code, "", str(caught.value))
 
 
-def a_target(c: Conversion, capsys: Capture) -> tuple[Path, Callable[[], Finished]]:
-    return c.written(1), lambda: run_here(capsys, *c.arguments("transform", "--overwrite"))
+def a_target(c: Conversion) -> tuple[Path, Callable[[], Finished]]:
+    return c.written(1), lambda: c.run("transform", "--overwrite")
 
 
-def a_target_of_the_function(c: Conversion, capsys: Capture) -> tuple[Path, Callable[[], Finished]]:
+def a_target_of_the_function(c: Conversion) -> tuple[Path, Callable[[], Finished]]:
     paths = (c.src, c.dst, "checkpoint_", c.src_strategy, c.dst_strategy)
     return c.written(1), lambda: refused_by(TargetError, lambda: reshard_mpi.transform_checkpoints(*paths))
 
 
-def a_target_by_rank(c: Conversion, capsys: Capture) -> tuple[Path, Callable[[], Finished]]:
+def a_target_by_rank(c: Conversion) -> tuple[Path, Callable[[], Finished]]:
     files = {rank: c.shard(rank) for rank in range(4)}
     path = c.dst / "out.ckpt"
     call = reshard_mpi.transform_checkpoint_by_rank
     return path, lambda: refused_by(TargetError, lambda: call(0, files, path, c.src_strategy, c.dst_strategy))
 
 
-def a_report(c: Conversion, capsys: Capture) -> tuple[Path, Callable[[], Finished]]:
+def a_report(c: Conversion) -> tuple[Path, Callable[[], Finished]]:
     path = c.dst / "report.json"
-    return path, lambda: run_here(capsys, *c.arguments("transform", "--report", str(path)))
+    return path, lambda: c.run("transform", "--report", str(path))
 
 
-def a_commit_record(c: Conversion, capsys: Capture) -> tuple[Path, Callable[[], Finished]]:
-    return c.dst / "reshard.json", lambda: run_here(capsys, *c.arguments("transform", "--jobs", "2"))
+def a_commit_record(c: Conversion) -> tuple[Path, Callable[[], Finished]]:
+    return c.dst / "reshard.json", lambda: c.run("transform", "--jobs", "2")
 
 
-def a_lock(c: Conversion, capsys: Capture) -> tuple[Path, Callable[[], Finished]]:
-    return c.dst / ".reshard_mpi" / "rank_0.lock", lambda: run_here(capsys, *c.arguments())
+def a_lock(c: Conversion) -> tuple[Path, Callable[[], Finished]]:
+    return c.dst / ".reshard_mpi" / "rank_0.lock", c.run
 
 
-def a_merged_strategy(c: Conversion, capsys: Capture) -> tuple[Path, Callable[[], Finished]]:
+def a_merged_strategy(c: Conversion) -> tuple[Path, Callable[[], Finished]]:
     assert c.src_strategy is not None
     path = c.dst / "merged"
-    return path, lambda: run_here(capsys, "merge-strategies", str(c.src_strategy), str(path))
+    return path, lambda: run_here("merge-strategies", c.src_strategy, path)
 
 
 OUTPUTS = [
@@ -102,13 +102,10 @@ OUTPUTS = [
 @pytest.mark.parametrize("obstacle", few(3, OBSTACLES))
 @pytest.mark.parametrize("output", OUTPUTS)
 def test_only_files_are_replaced(
-    tmp_path: Path,
-    capsys: Capture,
-    output: Callable[[Conversion, Capture], tuple[Path, Callable[[], Finished]]],
-    obstacle: str,
+    tmp_path: Path, output: Callable[[Conversion], tuple[Path, Callable[[], Finished]]], obstacle: str
 ) -> None:
     c = make(tmp_path)
-    path, run = output(c, capsys)
+    path, run = output(c)
     path.parent.mkdir(parents=True)
     put, name = OBSTACLES[obstacle]
     put(path)
@@ -122,33 +119,33 @@ def test_only_files_are_replaced(
     assert (path.lstat().st_mode, path.lstat().st_ino) == (put_there.st_mode, put_there.st_ino)
 
 
-def test_a_commit_record_is_written_over_a_file_only(tmp_path: Path, capsys: Capture) -> None:
+def test_a_commit_record_is_written_over_a_file_only(tmp_path: Path) -> None:
     """Also by the command that does nothing else."""
     c = make(tmp_path)
-    assert run_here(capsys, *c.arguments()).code == 0
+    c.done()
     (c.dst / "reshard.json").unlink()
     os.mkfifo(c.dst / "reshard.json")
-    finished = run_here(capsys, "commit", str(c.dst))
-    assert finished.code == 3 and "a pipe is in the place of the commit record" in finished.err
+    said = refused("commit", c.dst)
+    assert "a pipe is in the place of the commit record" in said
     assert stat.S_ISFIFO((c.dst / "reshard.json").stat().st_mode)
 
 
-def test_a_link_in_the_place_of_a_merged_strategy_stays(tmp_path: Path, capsys: Capture) -> None:
+def test_a_link_in_the_place_of_a_merged_strategy_stays(tmp_path: Path) -> None:
     c = make(tmp_path)
     (tmp_path / "link").symlink_to("merged")
     for _ in range(2):
-        assert run_here(capsys, "merge-strategies", str(c.src_strategy), str(tmp_path / "link")).code == 0
+        done("merge-strategies", c.src_strategy, tmp_path / "link")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "merged").is_file()
     assert list(tmp_path.glob(".*")) == []
 
 
 @pytest.mark.parametrize("name", ["reshard.json", ".reshard_mpi/report.json"])
-def test_a_report_in_the_place_of_what_the_run_keeps(tmp_path: Path, capsys: Capture, name: str) -> None:
+def test_a_report_in_the_place_of_what_the_run_keeps(tmp_path: Path, name: str) -> None:
     c = make(tmp_path)
     (c.dst / ".reshard_mpi").mkdir(parents=True)
     before = listing(tmp_path)
-    finished = run_here(capsys, *c.arguments("transform", "--report", str(c.dst / name)))
-    assert finished.code == 2 and "the report cannot be written" in finished.err and name in finished.err
+    said = c.refused("transform", "--report", str(c.dst / name), code=2)
+    assert "the report cannot be written" in said and name in said
     assert listing(tmp_path) == before
 
 
@@ -156,7 +153,7 @@ LONG = "n" * 300
 
 
 @pytest.mark.parametrize("name", ["loop", "loop/more", LONG, "file/more"])
-def test_paths_that_lead_nowhere(tmp_path: Path, capsys: Capture, name: str) -> None:
+def test_paths_that_lead_nowhere(tmp_path: Path, name: str) -> None:
     c = make(tmp_path)
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "file").touch()
@@ -177,7 +174,7 @@ def test_paths_that_lead_nowhere(tmp_path: Path, capsys: Capture, name: str) -> 
         "inspected": ["inspect", str(path)],
     }
     for what, given in arguments.items():
-        finished = run_here(capsys, *given)
+        finished = run_here(*given)
         assert finished.code == (2 if what == "report" else 3) and finished.out == "", (what, finished)
         assert (
             finished.err.startswith("reshard-mpi: error: ") and name.split("/", maxsplit=1)[0][:80] in finished.err
@@ -205,7 +202,7 @@ def test_paths_that_lead_nowhere(tmp_path: Path, capsys: Capture, name: str) -> 
 
 
 @pytest.mark.parametrize("option", ["--src-strategy", "--dst-strategy", "--report", "DST", "SRC"])
-def test_an_empty_path_is_none(tmp_path: Path, capsys: Capture, option: str) -> None:
+def test_an_empty_path_is_none(tmp_path: Path, option: str) -> None:
     """As of a variable of the shell that is not set: without a target strategy one full checkpoint would be made."""
     c = make(tmp_path)
     given = c.arguments("transform")
@@ -213,26 +210,26 @@ def test_an_empty_path_is_none(tmp_path: Path, capsys: Capture, option: str) -> 
         given[1 + (option == "DST")] = ""
     else:
         given += [option, ""]
-    finished = run_here(capsys, *given)
-    assert finished.code == 2 and f"{option}: expected a path, got ''" in finished.err and not c.dst.exists()
+    said = refused(*given, code=2)
+    assert f"{option}: expected a path, got ''" in said and not c.dst.exists()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_report_that_may_not_be_written(tmp_path: Path, capsys: Capture) -> None:
+def test_a_report_that_may_not_be_written(tmp_path: Path) -> None:
     c = make(tmp_path)
     (tmp_path / "closed").mkdir(mode=0o500)
-    finished = run_here(capsys, *c.arguments("transform", "--report", str(tmp_path / "closed" / "report.json")))
-    assert finished.code == 2 and "the report cannot be written" in finished.err and not c.dst.exists()
+    said = c.refused("transform", "--report", str(tmp_path / "closed" / "report.json"), code=2)
+    assert "the report cannot be written" in said and not c.dst.exists()
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077])
 @pytest.mark.parametrize("form", ["ckpt", "hdf5", "safetensors", "torch", "dcp"])
-def test_modes_follow_the_umask(tmp_path: Path, capsys: Capture, form: str, umask: int) -> None:
+def test_modes_follow_the_umask(tmp_path: Path, form: str, umask: int) -> None:
     """Of targets, indexes and records alike, whatever the format."""
     c = make(tmp_path)
     before = os.umask(umask)
     try:
-        finished = run_here(capsys, *c.arguments("transform", "--to", form))
+        finished = c.run("transform", "--to", form)
     finally:
         os.umask(before)
     assert finished.code == 0, finished
@@ -242,7 +239,7 @@ def test_modes_follow_the_umask(tmp_path: Path, capsys: Capture, form: str, umas
 
 @pytest.mark.parametrize("call", range(1, 5))
 def test_a_source_that_the_file_system_cannot_tell_of(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, call: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
 ) -> None:
     """Whichever look at it fails, it is said in the same form, and in words that the ranks of a run exchange."""
     c, calls, real = make(tmp_path), [], Path.stat
@@ -255,7 +252,7 @@ def test_a_source_that_the_file_system_cannot_tell_of(
         return real(path, **options)
 
     monkeypatch.setattr(Path, "stat", stat_of)
-    finished = run_here(capsys, *c.arguments())
+    finished = c.run()
     assert len(calls) >= call and finished.code == 3, finished
     assert f"got: {os.strerror(errno.ENOSYS)}\n  where: {c.src}" in finished.err, finished
     assert not list(c.dst.glob("rank_*/*"))

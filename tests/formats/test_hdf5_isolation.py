@@ -80,7 +80,7 @@ def make(path: Path, **options: object) -> Path:
 @pytest.mark.parametrize(
     "what, got",
     few(
-        3,
+        1,
         [
             ("leave", "exit code 7"),
             ("outside", "an answer that cannot be: a place outside the file"),

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support import safetensors_peer
-from support.command_line import Capture, run_captured, run_here
+from support.command_line import done
 
 from reshard_mpi.errors import ShardError, TargetError
 from reshard_mpi.formats import safetensors
@@ -212,7 +212,7 @@ def test_strings_across_the_ends_of_windows(path: Path, text: str, cut: int) -> 
         assert safetensors.locate(str(path)).strings == {"k": "x" * cut + text, "s": text}
 
 
-def test_metadata_of_other_programs_is_carried(tmp_path: Path, capsys: Capture) -> None:
+def test_metadata_of_other_programs_is_carried(tmp_path: Path) -> None:
     """Under its own name where it can be, and what is about the file it stands in is not."""
     entries = {"mykey": "my value", "format": "pt", "w": "F32", "DCP_VERSION": "1.0", "": "x", "v": "Int4"}
     tensor = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
@@ -224,12 +224,12 @@ def test_metadata_of_other_programs_is_carried(tmp_path: Path, capsys: Capture) 
         *("'DCP_VERSION'", "''", "'w', of which there are two")
     ]
     out = [str(tmp_path / "out"), "--jobs", "1"]
-    finished = run_here(capsys, "transform", str(path), *out, "--verify")
-    assert finished.code == 0 and "left out of" in finished.err and "DCP_VERSION" in finished.err
+    finished = done("transform", path, *out, "--verify")
+    assert "left out of" in finished.err and "DCP_VERSION" in finished.err
     made = tmp_path / "out" / "rank_0" / "checkpoint_0.safetensors"
     assert header(made)["__metadata__"] == {"format": "ms", "mykey": "my value"}
-    finished = run_here(capsys, "transform", str(made), str(tmp_path / "hf"), "--to", "hf", "--jobs", "1")
-    assert finished.code == 0 and "no place for texts or settings: 'mykey'" in finished.err
+    finished = done("transform", made, tmp_path / "hf", "--to", "hf", "--jobs", "1")
+    assert "no place for texts or settings: 'mykey'" in finished.err
 
 
 def test_strings_are_written_so_that_they_are_read_back(tmp_path: Path) -> None:
@@ -254,8 +254,8 @@ def test_one_file_of_several_that_share_tensors_is_told(tmp_path: Path) -> None:
     """Shards saved without redundancy together are a checkpoint; one of them, wherever it was put, may lack some."""
     shards = MINDSPORE / "ranks_without_redundancy"
     strategy = ["--src-strategy", str(MINDSPORE / "strategy_2x2.ckpt"), "--jobs", "1"]
-    together = run_captured("transform", str(shards), str(tmp_path / "all"), *strategy)
-    assert together.code == 0 and "without what other ranks hold" not in together.err
+    together = done("transform", str(shards), tmp_path / "all", *strategy)
+    assert "without what other ranks hold" not in together.err
     shutil.copy(shards / "rank_0" / "net_0.safetensors", tmp_path)
-    alone = run_captured("transform", str(tmp_path / "net_0.safetensors"), str(tmp_path / "one"), "--jobs", "1")
-    assert alone.code == 0 and "was saved without what other ranks hold" in alone.err
+    alone = done("transform", tmp_path / "net_0.safetensors", tmp_path / "one", "--jobs", "1")
+    assert "was saved without what other ranks hold" in alone.err

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.checkpoints import as_read, read_shard
-from support.command_line import run_captured
+from support.command_line import run_here
 from support.conversions import make
 from support.toys import registered_toys
 from toy_package import toy_folder, toy_format
@@ -23,7 +23,7 @@ __all__ = ["registered_toys"]
 
 def run(arguments: list[str], code: int = 0) -> str:
     """Run a command, which must end with `code`, in this process, which knows the toys; return what it complains of."""
-    finished = run_captured(*arguments)
+    finished = run_here(*arguments)
     assert finished.code == code, finished
     return finished.err
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.command_line import Capture, run_here
+from support.command_line import done, refused, run_here
 from support.launch import find_mpi
 from support.pages import GUIDE, README, ROOT, Block, Step, agrees, blocks, run_steps, steps
 
@@ -104,16 +104,15 @@ def test_the_table_of_contents_has_every_page() -> None:
     assert sorted(guide.topics()) == sorted(page.stem for page in GUIDE.glob("*.md") if page.name != "README.md")
 
 
-def test_the_program_lists_its_pages_in_the_order_of_reading(capsys: Capture) -> None:
-    shown = run_here(capsys, "help")
-    assert shown.code == 0
+def test_the_program_lists_its_pages_in_the_order_of_reading() -> None:
+    shown = done("help")
     assert [line.split()[2] for line in shown.out.splitlines()] == list(guide.topics())
     assert next(iter(guide.topics())) == "overview"
 
 
 @pytest.mark.parametrize("topic", guide.topics())
-def test_the_program_shows_a_page_without_what_only_a_browser_can_use(topic: str, capsys: Capture) -> None:
-    shown = run_here(capsys, "help", topic)
+def test_the_program_shows_a_page_without_what_only_a_browser_can_use(topic: str) -> None:
+    shown = run_here("help", topic)
     assert shown.code == 0 and shown.out.startswith("# ")
     assert "<!--" not in shown.out and ".md)" not in shown.out
 
@@ -138,9 +137,9 @@ def test_comments_and_links_are_for_the_repositorys_page() -> None:
     assert guide.as_shown("A [map](maps.md).\n") == "A map (`reshard-mpi help maps`)."
 
 
-def test_a_page_that_is_not_there_is_wrong_usage(capsys: Capture) -> None:
-    wrong = run_here(capsys, "help", "nothing")
-    assert wrong.code == 2 and "no such page" in wrong.err and "overview" in wrong.err
+def test_a_page_that_is_not_there_is_wrong_usage() -> None:
+    said = refused("help", "nothing", code=2)
+    assert "no such page" in said and "overview" in said
 
 
 PAGE = """# A page

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.command_line import COMMAND, Capture, run_here
+from support.command_line import COMMAND, done, refused, run_here
 from support.conversions import (
     DST_LAYOUTS,
     TENSORS,
@@ -31,8 +31,8 @@ from support.conversions import (
     side,
     transform_apart,
     transform_by_function,
-    transform_here,
 )
+from support.examples import few
 from support.launch import MPI
 from support.oracle import RawLayout
 from support.processes import HANG_SECONDS, clean_environment
@@ -64,9 +64,9 @@ def record(c: Conversion) -> Path:
 
 
 @of_every_kind
-def test_it_says_what_was_made_of_what(tmp_path: Path, capsys: Capture, kind: str) -> None:
+def test_it_says_what_was_made_of_what(tmp_path: Path, kind: str) -> None:
     c = make(tmp_path, kind)
-    assert transform_here(capsys, c).code == 0
+    c.done()
     facts = json.loads(record(c).read_text())
     run_facts = json.loads((c.dst / ".reshard_mpi" / "run.json").read_text())
     assert (facts["format"], facts["version"]) == ("reshard_mpi commit", 1)
@@ -104,33 +104,31 @@ DIVISIONS: dict[str, list[list[str]]] = {
 @pytest.mark.slow
 @of_every_kind
 @pytest.mark.parametrize("division", DIVISIONS)
-def test_it_is_the_same_however_the_run_is_divided(tmp_path: Path, capsys: Capture, kind: str, division: str) -> None:
+def test_it_is_the_same_however_the_run_is_divided(tmp_path: Path, kind: str, division: str) -> None:
     c = four_targets(tmp_path, kind)
     whole = c.but(dst=tmp_path / "whole")
-    assert transform_here(capsys, whole).code == 0
+    whole.done()
     for options in DIVISIONS[division]:
-        assert transform_here(capsys, c, *options).ended == (0, "")
+        assert c.run("transform", *options).ended == (0, "")
     assert shards(c.dst) == shards(whole.dst)
     assert record(c).read_bytes() == record(whole).read_bytes()
 
 
-def test_an_array_makes_it_with_its_last_task_only(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_array_makes_it_with_its_last_task_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And reads no more than one record of others before all of them have made theirs."""
     c = four_targets(tmp_path)
     read: list[int] = []
     original = TargetRecord.read
     monkeypatch.setattr(TargetRecord, "read", lambda state, rank: (read.append(rank), original(state, rank))[1])
     for part in (3, 1, 0):
-        assert transform_here(capsys, c, "--part", f"{part}/4", "--resume").code == 0
+        c.done("transform", "--part", f"{part}/4", "--resume")
         assert not record(c).exists()
         assert len({*read} - {part}) <= 1
         read.clear()
-    assert transform_here(capsys, c, "--part", "2/4", "--resume").code == 0
+    c.done("transform", "--part", "2/4", "--resume")
     assert record(c).exists() and set(read) == {0, 1, 2, 3}
     read.clear()
-    assert transform_here(capsys, c, "--part", "2/4", "--resume").code == 0
+    c.done("transform", "--part", "2/4", "--resume")
     assert set(read) <= {2}  # the record is there: nothing to do
 
 
@@ -140,42 +138,42 @@ def test_the_functions_make_none(tmp_path: Path) -> None:
     assert sorted(path.name for path in c.dst.iterdir()) == ["rank_0", "rank_1"]
 
 
-def test_resume_with_nothing_left(tmp_path: Path, capsys: Capture) -> None:
+def test_resume_with_nothing_left(tmp_path: Path) -> None:
     c = make(tmp_path)
-    assert transform_here(capsys, c).code == 0
+    c.done()
     before = record(c).stat()
-    assert transform_here(capsys, c, "--resume").code == 0
+    c.done("transform", "--resume")
     assert record(c).stat().st_ino == before.st_ino
     for spoil in (record(c).unlink, lambda: record(c).write_text('{"digest": "of another run"}')):
         text = record(c).read_text()
         spoil()
-        assert transform_here(capsys, c, "--resume").code == 0
+        c.done("transform", "--resume")
         assert record(c).read_text() == text
 
 
-def test_it_cannot_be_written(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     c = make(tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(journal_commit, "publish_text", full)
-        finished = transform_here(capsys, c)
+        finished = c.run()
     assert finished.code == 4 and "are complete, but the commit record could not be written" in finished.err
     assert "No space" in finished.err
-    assert transform_here(capsys, c, "--resume").ended == (0, "")
+    assert c.run("transform", "--resume").ended == (0, "")
     assert record(c).exists()
 
 
-@pytest.mark.parametrize("call", ["stat", "open", "listdir"])
-@pytest.mark.parametrize("options", [("--to", "ckpt"), ("--to", "hf"), ("--to", "dcp"), ("--part", "1/2")])
+@pytest.mark.parametrize("call", few(1, ["stat", "open", "listdir"]))
+@pytest.mark.parametrize("options", few(2, [["--part", "1/2"], ["--to", "dcp"], ["--to", "hf"], ["--to", "ckpt"]]))
 def test_what_has_just_been_written_is_not_found_for_once(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], call: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], call: str
 ) -> None:
     """A run, or the last task of an array, commits what it has made, or says what it has not found."""
     c, number = make(tmp_path), 0
     c = c.but(dst_strategy=None) if "hf" in options else c
-    tasks = [("--part", "0/2"), options] if "--part" in options else [options]
+    tasks = [["--part", "0/2"], options] if "--part" in options else [options]
     look, commit_it = getattr(os, call), transforming.commit_if_complete
     ends = set()
     while number < 200:
@@ -195,10 +193,10 @@ def test_what_has_just_been_written_is_not_found_for_once(
                 return commit_it(*arguments, **named)
 
         for task in tasks[:-1]:
-            assert transform_here(capsys, c, *task).code == 0
+            c.done("transform", *task)
         with monkeypatch.context() as patched:
             patched.setattr(transforming, "commit_if_complete", commit_blindly)
-            finished = transform_here(capsys, c, *tasks[-1])
+            finished = c.run("transform", *tasks[-1])
         ends.add(finished.code)
         if finished.code == 0 and "note: " not in finished.err:
             assert find_shards(str(c.dst)) and record(c).exists(), (finished, number)
@@ -206,7 +204,7 @@ def test_what_has_just_been_written_is_not_found_for_once(
             assert f"note: {c.dst} is not committed: target rank 0 " in finished.err and "--part" in options
         else:
             assert finished.code == 4 and "targets" in finished.err and str(c.dst) in finished.err, (finished, number)
-            assert run_here(capsys, "commit", str(c.dst)).code == 0 and record(c).exists()
+            assert run_here("commit", c.dst).code == 0 and record(c).exists()
         if left >= 0:
             break
     assert number < 200 and ends <= {0, 4}
@@ -215,14 +213,14 @@ def test_what_has_just_been_written_is_not_found_for_once(
 # commit
 
 
-def test_commit(tmp_path: Path, capsys: Capture) -> None:
+def test_commit(tmp_path: Path) -> None:
     c = make(tmp_path)
-    assert transform_here(capsys, c).code == 0
+    c.done()
     text = record(c).read_text()
     size = sum(c.written(rank).stat().st_size for rank in range(2))
     for _ in range(2):
         (c.dst / ".reshard.json.0123.partial").write_text("left by one that died")
-        finished = run_here(capsys, "commit", str(c.dst))
+        finished = run_here("commit", c.dst)
         assert finished.ended == (0, "")
         assert finished.out == f"committed 2 targets, {size} B: {record(c)}\n"
         assert record(c).read_text() == text
@@ -264,29 +262,29 @@ def state(c: Conversion, name: str) -> Path:
 
 
 @pytest.mark.parametrize("spoiled", SPOILS)
-def test_commit_says_what_is_missing(tmp_path: Path, capsys: Capture, spoiled: str) -> None:
+def test_commit_says_what_is_missing(tmp_path: Path, spoiled: str) -> None:
     c = four_targets(tmp_path)
-    assert transform_here(capsys, c).code == 0
+    c.done()
     text = record(c).read_text()
     spoil, got = SPOILS[spoiled]
     spoil(c)
-    finished = run_here(capsys, "commit", str(c.dst))
+    finished = run_here("commit", c.dst)
     assert finished.code == 4 and "1 of 4 targets are not complete: 1\n" in finished.err and finished.out == ""
     assert f"target rank 1 {got}" in finished.err and "--resume" in finished.err and "sbatch --array=1," in finished.err
     assert not record(c).exists()  # it was not true any more
     if spoiled in ("no record", "another size"):  # the file may be somebody else's
-        finished = transform_here(capsys, c, "--resume")
-        assert finished.code == 3 and f"where: {c.written(1)}" in finished.err
+        said = c.refused("transform", "--resume")
+        assert f"where: {c.written(1)}" in said
         c.written(1).unlink()
-    assert transform_here(capsys, c, "--resume").code == 0
+    c.done("transform", "--resume")
     assert record(c).read_text() == text
 
 
 def test_a_target_that_was_about_to_be_replaced_is_not_committed(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     c = make(tmp_path)
-    assert transform_here(capsys, c).code == 0
+    c.done()
     rename = os.rename
 
     def refuse(file: str, name: str, **folders: int) -> None:
@@ -296,20 +294,20 @@ def test_a_target_that_was_about_to_be_replaced_is_not_committed(
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "rename", refuse)
-        assert transform_here(capsys, c, "--overwrite").code == 4
-    finished = run_here(capsys, "commit", str(c.dst))
-    assert finished.code == 4 and "target rank 1 was about to be put in the place of rank_1/" in finished.err, finished
+        assert c.run("transform", "--overwrite").code == 4
+    said = refused("commit", c.dst, code=4)
+    assert "target rank 1 was about to be put in the place of rank_1/" in said
     assert not record(c).exists()
-    assert transform_here(capsys, c, "--resume").code == 0 and record(c).exists()
+    assert c.run("transform", "--resume").code == 0 and record(c).exists()
 
 
-def test_missing_ranks_are_said_as_sbatch_takes_them(tmp_path: Path, capsys: Capture) -> None:
+def test_missing_ranks_are_said_as_sbatch_takes_them(tmp_path: Path) -> None:
     c = make(tmp_path)
     target = side(8, {"w": RawLayout((8,), (0, -1)), "b": RawLayout((8,), (0,))})
     c = c.to(target)
-    assert transform_here(capsys, c, "--rank", "1", "--rank", "6").code == 0
-    finished = run_here(capsys, "commit", str(c.dst))
-    assert finished.code == 4 and "6 of 8 targets are not complete: 0,2-5,7\n" in finished.err
+    c.done("transform", "--rank", "1", "--rank", "6")
+    said = refused("commit", c.dst, code=4)
+    assert "6 of 8 targets are not complete: 0,2-5,7\n" in said
 
 
 @pytest.mark.parametrize(
@@ -327,12 +325,10 @@ def test_missing_ranks_are_said_as_sbatch_takes_them(tmp_path: Path, capsys: Cap
     ],
     ids=["nothing", "empty folder", "file", "empty record", "edited record", "record of an earlier version"],
 )
-def test_commit_of_what_holds_no_run(
-    tmp_path: Path, capsys: Capture, make_folder: Callable[[Path], object], got: str
-) -> None:
+def test_commit_of_what_holds_no_run(tmp_path: Path, make_folder: Callable[[Path], object], got: str) -> None:
     make_folder(tmp_path / "dst")
-    finished = run_here(capsys, "commit", str(tmp_path / "dst"))
-    assert finished.code == 3 and "holds no run to commit" in finished.err and got in finished.err
+    said = refused("commit", tmp_path / "dst")
+    assert "holds no run to commit" in said and got in said
     assert not (tmp_path / "dst").is_dir() or not list(tmp_path.rglob("*.lock"))
 
 
@@ -344,75 +340,74 @@ def run_file(folder: Path) -> Path:
 # Shards that do not belong together
 
 
-@of_every_kind
-@pytest.mark.parametrize("last", [["--part", "1/2"], ["--rank", "1"], ["--resume"], ["--resume", "--jobs", "3"]])
-def test_targets_of_different_moments(tmp_path: Path, capsys: Capture, kind: str, last: list[str]) -> None:
-    c = make(tmp_path, kind)
+@pytest.mark.parametrize(
+    "last", few(2, [["--part", "1/2"], ["--resume"], ["--rank", "1"], ["--resume", "--jobs", "3"]])
+)
+def test_targets_of_different_moments(tmp_path: Path, last: list[str]) -> None:
+    c = make(tmp_path)
     for rank in (2, 3):  # target 0 reads 0 and 1, target 1 reads these
         c.rewrite(rank, {"global_step": np.array(8, np.int32)})
-    assert transform_here(capsys, c, "--part", "0/2").ended == (0, "")
-    finished = transform_here(capsys, c, *last)
-    assert finished.code == 3 and "different moments" in finished.err, finished.err
-    assert "'global_step' = 7" in finished.err and "'global_step' = 8" in finished.err and "--overwrite" in finished.err
+    assert c.run("transform", "--part", "0/2").ended == (0, "")
+    said = c.refused("transform", *last)
+    assert "different moments" in said
+    assert "'global_step' = 7" in said and "'global_step' = 8" in said and "--overwrite" in said
     assert c.written(0).exists() and c.written(1).exists() and not record(c).exists()
-    finished = run_here(capsys, "commit", str(c.dst))
-    assert "different moments" in finished.err and run_here(capsys, "commit", str(c.dst)).code == 3
+    finished = run_here("commit", c.dst)
+    assert "different moments" in finished.err and run_here("commit", c.dst).code == 3
     assert not record(c).exists()
 
 
-def test_targets_made_anew_one_by_one_from_later_shards(tmp_path: Path, capsys: Capture) -> None:
+def test_targets_made_anew_one_by_one_from_later_shards(tmp_path: Path) -> None:
     """Until the last one is replaced they do not belong together, which is nobody's failure."""
     c = make(tmp_path)
-    assert transform_here(capsys, c).code == 0
+    c.done()
     text = record(c).read_text()
     for rank in range(4):
         c.rewrite(rank, {"global_step": np.array(8, np.int32)})
-    finished = transform_here(capsys, c, "--part", "0/2", "--overwrite")
-    assert finished.code == 0 and "note: not committed yet" in finished.err and "different moments" in finished.err
+    finished = c.done("transform", "--part", "0/2", "--overwrite")
+    assert "note: not committed yet" in finished.err and "different moments" in finished.err
     assert not record(c).exists()
-    assert transform_here(capsys, c, "--part", "1/2", "--overwrite").ended == (0, "")
+    assert c.run("transform", "--part", "1/2", "--overwrite").ended == (0, "")
     assert record(c).read_text() == text
 
 
-def test_targets_of_an_earlier_run_with_more_of_them(tmp_path: Path, capsys: Capture) -> None:
+def test_targets_of_an_earlier_run_with_more_of_them(tmp_path: Path) -> None:
     c = four_targets(tmp_path)
-    assert transform_here(capsys, c).code == 0
+    c.done()
     fewer = c.but(dst_strategy=tmp_path / "dst_strategy" / "strategy_0.ckpt")
-    finished = transform_here(capsys, fewer, "--overwrite", "--rank", "0")
+    finished = fewer.run("transform", "--overwrite", "--rank", "0")
     assert finished.ended == (0, "") and not record(c).exists()
     assert not c.written(2).parent.exists() and not c.written(3).parent.exists()
-    assert transform_here(capsys, fewer, "--overwrite", "--rank", "1").ended == (0, "")
+    assert fewer.run("transform", "--overwrite", "--rank", "1").ended == (0, "")
     assert_right(fewer.but(target=side(2, DST_LAYOUTS)))
     assert [target["rank"] for target in json.loads(record(c).read_text())["targets"]] == [0, 1]
 
 
 @of_every_kind
-def test_targets_that_do_not_hold_the_same_parameters(tmp_path: Path, capsys: Capture, kind: str) -> None:
+def test_targets_that_do_not_hold_the_same_parameters(tmp_path: Path, kind: str) -> None:
     c = make(tmp_path, kind)
     for rank in (0, 1):
         c.rewrite(rank, {"moments.w": None})
-    assert transform_here(capsys, c, "--part", "1/2").code == 0
-    finished = transform_here(capsys, c, "--part", "0/2")
-    assert finished.code == 3 and "target rank 0 holds 'moments.w', but those for rank 1 do" in finished.err, (
-        finished.err
-    )
-    assert "restore the shards" in finished.err and not record(c).exists()
-    assert run_here(capsys, "commit", str(c.dst)).code == 3
+    c.done("transform", "--part", "1/2")
+    said = c.refused("transform", "--part", "0/2")
+    assert "target rank 0 holds 'moments.w', but those for rank 1 do" in said
+    assert "restore the shards" in said and not record(c).exists()
+    assert run_here("commit", c.dst).code == 3
 
 
-def test_loose_tensors_that_differ(tmp_path: Path, capsys: Capture) -> None:
+def test_loose_tensors_that_differ(tmp_path: Path) -> None:
     c = make(tmp_path)
     for rank in range(4):
         c.rewrite(rank, {"seed": np.array(rank // 2)})
     unsampled = ("--replicas", "any")
-    assert transform_here(capsys, c, "--part", "0/2", *unsampled).ended == (0, "")
-    finished = transform_here(capsys, c, "--part", "1/2", *unsampled)
-    assert finished.code == 0 and finished.err.count("note: 'seed' differs between ranks 0, 2") == 1
+    assert c.run("transform", "--part", "0/2", *unsampled).ended == (0, "")
+    finished = c.done("transform", "--part", "1/2", *unsampled)
+    assert finished.err.count("note: 'seed' differs between ranks 0, 2") == 1
     assert record(c).exists()
-    finished = run_here(capsys, "commit", str(c.dst))
+    finished = run_here("commit", c.dst)
     assert finished.err.count("note: 'seed' differs between ranks 0, 2") == 1
     whole = c.but(dst=tmp_path / "whole")
-    finished = transform_here(capsys, whole, *unsampled)
+    finished = whole.run("transform", *unsampled)
     assert finished.err.count("'seed' differs") == 1
     assert record(whole).read_bytes() == record(c).read_bytes()
 
@@ -448,20 +443,20 @@ def test_a_target_that_is_written_withdraws_it(tmp_path: Path) -> None:
     assert not (tmp_path / "reshard.json").exists()
 
 
-def test_one_that_replaces_a_target_without_a_journal_withdraws_it(tmp_path: Path, capsys: Capture) -> None:
+def test_one_that_replaces_a_target_without_a_journal_withdraws_it(tmp_path: Path) -> None:
     c = make(tmp_path)
     arguments = (c.src, c.dst, "checkpoint_", c.src_strategy, c.dst_strategy)
-    assert transform_here(capsys, c).code == 0
+    c.done()
     reshard_mpi.transform_checkpoints(*arguments, output_format="hdf5")  # files of other names
     assert record(c).exists()
     reshard_mpi.transform_checkpoints(*arguments, unlisted="drop")
     assert not record(c).exists()
-    assert run_here(capsys, "commit", str(c.dst)).code == 4
+    assert run_here("commit", c.dst).code == 4
     for path in c.dst.glob("rank_*/*.h5"):
         path.unlink()
-    finished = transform_here(capsys, c, "--resume")
-    assert finished.code == 3 and "that this run has not written" in finished.err
-    assert transform_here(capsys, c, "--overwrite").code == 0
+    said = c.refused("transform", "--resume")
+    assert "that this run has not written" in said
+    c.done("transform", "--overwrite")
     assert record(c).exists()
 
 
@@ -525,7 +520,7 @@ def in_fork(do: Callable[[], object]) -> int:
     return process
 
 
-def test_commit_while_a_target_is_written(tmp_path: Path, capsys: Capture) -> None:
+def test_commit_while_a_target_is_written(tmp_path: Path) -> None:
     commit_two(tmp_path)
     begun, begin = os.pipe()
 
@@ -538,7 +533,7 @@ def test_commit_while_a_target_is_written(tmp_path: Path, capsys: Capture) -> No
     process = in_fork(hold)
     try:
         os.read(begun, 1)
-        finished = run_here(capsys, "commit", str(tmp_path))
+        finished = run_here("commit", tmp_path)
     finally:
         os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
@@ -569,9 +564,7 @@ def test_of_tasks_that_end_at_one_moment_one_commits(tmp_path: Path, turn: int) 
 EVENTS = ("open", "os.remove", "os.rename", "os.link", "os.mkdir", "fcntl.flock")
 
 
-def test_a_run_that_has_failed_at_what_another_has_made(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_has_failed_at_what_another_has_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever comes last commits, whatever it has made itself: the other could not, since targets were missing."""
     c = make(tmp_path)
     write_target = Writer._write_target
@@ -584,16 +577,16 @@ def test_a_run_that_has_failed_at_what_another_has_made(
         return write_target(self, rank)
 
     monkeypatch.setattr(Writer, "_write_target", write)
-    finished = run_here(capsys, *c.arguments())
-    assert finished.code == 4 and "target rank 0 is being written" in finished.err
+    said = c.refused(code=4)
+    assert "target rank 0 is being written" in said
     assert json.loads((c.dst / "reshard.json").read_text())["target_ranks"] == 2
 
 
 @pytest.mark.slow
-def test_a_kill_at_any_instant(tmp_path: Path, capsys: Capture) -> None:
+def test_a_kill_at_any_instant(tmp_path: Path) -> None:
     """A committed checkpoint is made anew, killed before the n-th thing that it does to the folder, and resumed."""
     c = make(tmp_path)
-    assert transform_here(capsys, c).code == 0
+    c.done()
     text, content = record(c).read_bytes(), shards(c.dst)
     arguments = [str(argument) for argument in c.arguments("transform", "--progress", "none", "--overwrite")]
 
@@ -612,7 +605,7 @@ def test_a_kill_at_any_instant(tmp_path: Path, capsys: Capture) -> None:
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, 1)
             os.dup2(null, 2)
-            assert run_here(capsys, *arguments).code == 0
+            done(*arguments)
 
         return os.waitpid(in_fork(transform), 0)[1]
 
@@ -628,8 +621,7 @@ def test_a_kill_at_any_instant(tmp_path: Path, capsys: Capture) -> None:
         if ended == 0:
             break
         assert ended == signal.SIGKILL
-        finished = transform_here(capsys, c, "--resume")
-        assert finished.code == 0, finished.err
+        c.done("transform", "--resume")
         assert shards(c.dst) == content and record(c).read_bytes() == text
         assert {path.name for path in c.dst.iterdir()} == {".reshard_mpi", "rank_0", "rank_1", "reshard.json"}
     assert count > 30 and withdrawn > 15
@@ -639,20 +631,18 @@ def test_a_kill_at_any_instant(tmp_path: Path, capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 5])
-def test_ranks_of_one_job(tmp_path: Path, capsys: Capture, mpi: MPI, ranks: int) -> None:
+def test_ranks_of_one_job(tmp_path: Path, mpi: MPI, ranks: int) -> None:
     c = four_targets(tmp_path)
     whole = c.but(dst=tmp_path / "whole")
-    assert transform_here(capsys, whole).code == 0
+    whole.done()
     finished = transform_apart(c, mpi=mpi, ranks=ranks)
     assert finished.code == 0, finished
     assert record(c).read_bytes() == record(whole).read_bytes()
 
 
-def test_ranks_of_one_job_that_complete_what_does_not_belong_together(
-    tmp_path: Path, capsys: Capture, mpi: MPI
-) -> None:
+def test_ranks_of_one_job_that_complete_what_does_not_belong_together(tmp_path: Path, mpi: MPI) -> None:
     c = four_targets(tmp_path)
-    assert transform_here(capsys, c, "--rank", "0", "--rank", "1").code == 0
+    c.done("transform", "--rank", "0", "--rank", "1")
     for rank in (2, 3):  # which only the other targets are made from
         c.rewrite(rank, {"global_step": np.array(8, np.int32)})
     finished = transform_apart(c, "--resume", mpi=mpi)
@@ -672,15 +662,15 @@ def test_array_tasks_at_once(tmp_path: Path, kind: str) -> None:
     assert [target["rank"] for target in json.loads(record(c).read_text())["targets"]] == [0, 1, 2, 3]
 
 
-def test_nothing_is_made_of_a_part_of_nothing(tmp_path: Path, capsys: Capture) -> None:
+def test_nothing_is_made_of_a_part_of_nothing(tmp_path: Path) -> None:
     c = make(tmp_path)
-    assert transform_here(capsys, c, "--part", "2/3").ended == (0, "")
+    assert c.run("transform", "--part", "2/3").ended == (0, "")
     assert not c.dst.exists()
 
 
-def test_a_committed_checkpoint_is_a_source_like_any_other(tmp_path: Path, capsys: Capture) -> None:
+def test_a_committed_checkpoint_is_a_source_like_any_other(tmp_path: Path) -> None:
     c = make(tmp_path)
-    assert transform_here(capsys, c).code == 0
+    c.done()
     back = c.but(src=c.dst, dst=tmp_path / "back", src_strategy=c.dst_strategy, dst_strategy=None)
-    assert transform_here(capsys, back).ended == (0, "")
+    assert back.run().ended == (0, "")
     assert reshard_mpi.load_rank(0, back.dst)["w"].tobytes() == TENSORS["w"].tobytes()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.command_line import Capture, measure_apart, run_captured, run_here
+from support.command_line import measure_apart, refused, run_here
 from support.conversions import Conversion, make, shards
 from support.forging import MISSING, TEXTS, VALUES, Keys, as_text, forged, path_of, places
 
@@ -35,7 +35,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Conversion:
     """A conversion that is complete, verified and committed."""
     c = make(tmp_path_factory.mktemp("whole"))
     assert c.src_strategy is not None and c.dst_strategy is not None
-    assert run_captured(*c.arguments("transform", "--verify", "--progress", "none")).code == 0
+    c.done("transform", "--verify")
     return c
 
 
@@ -133,7 +133,7 @@ IMPOSSIBLE: dict[str, tuple[str, Keys, Any]] = {
 
 
 @pytest.mark.parametrize("case", IMPOSSIBLE)
-def test_a_record_that_cannot_be(c: Conversion, capsys: Capture, case: str) -> None:
+def test_a_record_that_cannot_be(c: Conversion, case: str) -> None:
     """Whoever commits names it or calls its target not written; --resume makes that anew."""
     name, place, value = IMPOSSIBLE[case]
     before = shards(c.dst)
@@ -141,11 +141,11 @@ def test_a_record_that_cannot_be(c: Conversion, capsys: Capture, case: str) -> N
     if case == "two sums of one tensor":
         facts["sums"][1][0] = "b"
     path_of(c.dst, name).write_text(as_text(name, forged(facts, place, value)))
-    finished = run_here(capsys, "commit", str(c.dst))
+    finished = run_here("commit", c.dst)
     expected = "a record of a run that is damaged" if name == "run.json" else "1 of 2 targets are not complete: 0\n"
     assert finished.code == (3 if name == "run.json" else 4) and expected in finished.err, finished
     assert finished.err.count("error:") == 1
-    finished = run_here(capsys, *c.arguments("transform", "--resume", "--verify", "--progress", "none"))
+    finished = c.run("transform", "--resume", "--verify")
     if name == "run.json":
         assert finished.code == 3 and "holds another run" in finished.err
     elif case == "another file of its rank":  # nobody but who commits compares it with the run
@@ -155,13 +155,13 @@ def test_a_record_that_cannot_be(c: Conversion, capsys: Capture, case: str) -> N
     assert shards(c.dst) == before
 
 
-def test_many_targets_of_which_none_is_there(c: Conversion, capsys: Capture) -> None:
+def test_many_targets_of_which_none_is_there(c: Conversion) -> None:
     """As many as a strategy can have: told in no time, and not one by one."""
     path = path_of(c.dst, "run.json")
     path.write_text(as_text("run.json", forged(facts_of(c, "run.json"), ("target_ranks",), 1 << 24)))
-    finished = run_here(capsys, "commit", str(c.dst))
-    assert finished.code == 4 and "16777216 of 16777216 targets are not complete: 0-16777215\n" in finished.err
-    lines = run_here(capsys, "inspect", str(c.dst)).out.splitlines()
+    said = refused("commit", c.dst, code=4)
+    assert "16777216 of 16777216 targets are not complete: 0-16777215\n" in said
+    lines = run_here("inspect", c.dst).out.splitlines()
     assert "run: 0 of 16777216 targets complete, not committed" in lines and "  and 16777196 more" in lines
     run = inspect(c.dst)["run"]
     assert run["target_ranks"] == 1 << 24 and len(run["incomplete"]) == 1 << 16
@@ -180,12 +180,12 @@ COMMANDS = (
 )
 
 
-def assert_harmless(c: Conversion, capsys: Capture) -> None:
+def assert_harmless(c: Conversion) -> None:
     """Run every command that reads records: one clear message, or the same shards."""
     before = shards(c.dst)
     for command, *options in COMMANDS:
         alone = [command, str(c.dst), *options]
-        finished = run_here(capsys, *(c.arguments(command, *options) if command in ("transform", "plan") else alone))
+        finished = run_here(*(c.arguments(command, *options) if command in ("transform", "plan") else alone))
         assert finished.code in (0, 3, 4), finished
         assert finished.err.count("error:") == (finished.code != 0 and command != "verify"), finished
         assert shards(c.dst) == before
@@ -210,15 +210,15 @@ QUICK = [
 
 
 @pytest.mark.parametrize(("name", "place", "kind"), QUICK, ids=str)
-def test_every_command(c: Conversion, capsys: Capture, name: str, place: Keys, kind: str) -> None:
+def test_every_command(c: Conversion, name: str, place: Keys, kind: str) -> None:
     path_of(c.dst, name).write_text(as_text(name, forged(facts_of(c, name), place, VALUES[kind])))
-    assert_harmless(c, capsys)
+    assert_harmless(c)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECORDS)
 @pytest.mark.parametrize("kind", [*VALUES, *TEXTS])
-def test_every_command_with_every_value(c: Conversion, capsys: Capture, name: str, kind: str) -> None:
+def test_every_command_with_every_value(c: Conversion, name: str, kind: str) -> None:
     facts, path = facts_of(c, name), path_of(c.dst, name)
     if kind in TEXTS:
         text = TEXTS[kind](path.read_text())
@@ -226,7 +226,7 @@ def test_every_command_with_every_value(c: Conversion, capsys: Capture, name: st
         place = random.Random(f"{name} {kind}").choice(list(places(facts)))
         text = as_text(name, forged(facts, place, VALUES[kind])).encode()
     path.write_bytes(text)
-    assert_harmless(c, capsys)
+    assert_harmless(c)
 
 
 # How large
@@ -238,7 +238,7 @@ def test_a_record_without_end_is_not_read(c: Conversion) -> None:
         os.truncate(path_of(c.dst, name), 4 << 30)
         assert read_json(path_of(c.dst, name)) == {}
     assert inspect(c.dst)["commit"] == {"problem": "the commit record is damaged"}
-    finished = measure_apart("inspect", str(c.dst))
+    finished = measure_apart("inspect", c.dst)
     assert finished.code == 0 and finished.peak_rss_bytes < 100 * MIB
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from support.command_line import Capture, run_here
 from support.conversions import make
 
 from reshard_mpi.journal.run_identity import RunIdentity, joined_words
@@ -31,7 +30,7 @@ def test_the_command_has_each_value_again() -> None:
     assert RunIdentity(facts).command("dst") == "reshard-mpi transform src dst --include 'a b' --include 'c*'"
 
 
-def test_names_in_records_stay(tmp_path: Path, capsys: Capture) -> None:
+def test_names_in_records_stay(tmp_path: Path) -> None:
     """A run of an earlier version goes on only if its settings have the same names and values as now."""
     c = make(tmp_path)
     given = ("--from", "ckpt", "--src-files", "4", "--select", "*", "--map", "{p*} <=> {p*}", "--forward")
@@ -47,8 +46,7 @@ def test_names_in_records_stay(tmp_path: Path, capsys: Capture) -> None:
         "--verify",
         "--crc",
     )
-    finished = run_here(capsys, *c.arguments("transform", "--rank", "0", *given))
-    assert finished.code == 0, finished
+    c.done("transform", "--rank", "0", *given)
     record = json.loads((c.dst / ".reshard_mpi" / "run.json").read_text())
     files = {"src_strategy", "dst_strategy", "map"}
     values = {"prefix": "checkpoint_", "to": "ckpt", "unlisted": "follow", "strict": False, "crc": True}
@@ -59,12 +57,12 @@ def test_names_in_records_stay(tmp_path: Path, capsys: Capture) -> None:
     assert others <= record.keys()
 
 
-def test_two_names_are_not_one_with_a_space(tmp_path: Path, capsys: Capture) -> None:
+def test_two_names_are_not_one_with_a_space(tmp_path: Path) -> None:
     c = make(tmp_path)
     for rank in range(4):
         c.rewrite(rank, {"a": np.array(1), "b c": np.array(2), "a b": np.array(3), "c": np.array(4)})
     first, second = ([f"--include={name}" for name in ("w", *names)] for names in (("a", "b c"), ("a b", "c")))
-    assert run_here(capsys, *c.arguments("transform", *first)).code == 0
-    assert run_here(capsys, *c.arguments("transform", *first, "--resume")).code == 0
-    finished = run_here(capsys, *c.arguments("transform", *second, "--resume"))
-    assert finished.code == 3 and "another run" in finished.err, finished
+    c.done("transform", *first)
+    c.done("transform", *first, "--resume")
+    said = c.refused("transform", *second, "--resume")
+    assert "another run" in said

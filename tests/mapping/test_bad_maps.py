@@ -383,11 +383,9 @@ def test_a_configuration_that_is_none(tmp_path: Path, content: bytes) -> None:
         )
 
 
-def test_the_command_line_refuses_in_a_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_refuses_in_a_message(tmp_path: Path) -> None:
     (tmp_path / "map.toml").write_text("[[map]]\neq = 'a.0.q [x y] <=> b [y z]'")
-    finished = run_here(
-        capsys, "transform", f"{checkpoint(tmp_path)}", f"{tmp_path}/dst", "--map", f"{tmp_path}/map.toml"
-    )
+    finished = run_here("transform", f"{checkpoint(tmp_path)}", f"{tmp_path}/dst", "--map", f"{tmp_path}/map.toml")
     assert finished.code == 3 and "not one-to-one" in finished.err and "Traceback" not in finished.err
 
 

@@ -23,7 +23,7 @@ Draw = Any
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(case=cases(), data=st.data())
 def test_there_and_back_over_ranks_and_formats(case: Case, data: st.DataObject) -> None:
     left, right = in_floats(case.left), in_floats(case.right)
@@ -58,7 +58,7 @@ ABOUT = (256 << 10, 2 << 20, 4 << 20, 8 << 20)
 
 
 @pytest.mark.slow
-@settings(max_examples=16)
+@settings(max_examples=8)
 @given(
     about=st.sampled_from(ABOUT),
     more=st.integers(-2, 2),

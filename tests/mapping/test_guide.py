@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from support.command_line import Capture, run_here
+from support.command_line import refused, run_here
 
 import reshard_mpi
 from reshard_mpi.mapping.map_file import described_maps, parse_rules, read_rules, shipped_maps
@@ -56,15 +56,15 @@ def test_the_example_of_the_readme_is_a_map() -> None:
     assert rules.axes == {"g": 2, "r": 4}
 
 
-def test_the_program_shows_the_guide_and_its_maps(capsys: Capture) -> None:
-    assert "help maps" in run_here(capsys, "help").out
-    shown = run_here(capsys, "help", "maps")
+def test_the_program_shows_the_guide_and_its_maps() -> None:
+    assert "help maps" in run_here("help").out
+    shown = run_here("help", "maps")
     assert shown.code == 0 and shown.out.startswith("# Maps")
     for name, description in described_maps().items():
         assert description and f"{name} " in shown.out and description in shown.out
-        assert run_here(capsys, "help", name).out == shipped_maps()[name].read_text()
-    wrong = run_here(capsys, "help", "nothing")
-    assert wrong.code == 2 and "no such page" in wrong.err
+        assert run_here("help", name).out == shipped_maps()[name].read_text()
+    said = refused("help", "nothing", code=2)
+    assert "no such page" in said
 
 
 @pytest.mark.parametrize("name", described_maps())

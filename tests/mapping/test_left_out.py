@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.checkpoints import write_ranks
-from support.command_line import Capture, run_here
+from support.command_line import done, run_here
 from support.full_checkpoints import Tensors, assert_held, floats, held, map_of, source_of
 
 import reshard_mpi
@@ -17,12 +17,12 @@ DROPPED = "[[map]]\neq = 'a [x] <=> b [x]'\n[[map]]\ndrop = '{}'\noptional = tru
 
 
 @pytest.mark.parametrize("state", ["m.exp_avg.{}", "adam_m.{}", "optimizer.state.{}.exp_avg", "moments.adam_v.{}"])
-def test_state_of_what_is_dropped_goes_with_it(tmp_path: Path, capsys: Capture, state: str) -> None:
+def test_state_of_what_is_dropped_goes_with_it(tmp_path: Path, state: str) -> None:
     tensors: Tensors = {"a": floats(2), "junk": floats(3), "other": floats(4)}
     states = {state.format(name): array + 10 for name, array in tensors.items()}
     steps = {f"optimizer.state.{name}.step": np.array(7, np.float32) for name in tensors}
     source, map_path = source_of(tmp_path, tensors | states | steps), map_of(tmp_path, DROPPED.format("junk"))
-    said = run_here(capsys, "transform", f"{source}", f"{tmp_path}/dst", "--map", f"{map_path}")
+    said = run_here("transform", f"{source}", f"{tmp_path}/dst", "--map", f"{map_path}")
     assert "left out: junk\n" in said.err
     assert "left out with the parameters whose state they are: " in said.err and state.format("junk") in said.err
     kept = {"b": tensors["a"], "other": tensors["other"]}
@@ -60,15 +60,15 @@ def test_what_must_be_zero_to_be_dropped_has_a_state_of_zeros(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("is_mapped", [False, True])
-def test_state_of_what_is_excluded_goes_with_it(tmp_path: Path, capsys: Capture, is_mapped: bool) -> None:
+def test_state_of_what_is_excluded_goes_with_it(tmp_path: Path, is_mapped: bool) -> None:
     name = "b" if is_mapped else "a"
     tensors: Tensors = {"a": floats(2), "moments.a": floats(2), "optimizer.a.step": np.array(3, np.int64)}
     tensors |= {"c": floats(3), "moments.c": floats(3)}
     map_path = map_of(tmp_path, "[[map]]\neq = 'a <=> b'")
     options = ["--map", f"{map_path}"] if is_mapped else []
     source = source_of(tmp_path, tensors)
-    said = run_here(capsys, "transform", f"{source}", f"{tmp_path}/dst", *options, "--exclude", name)
-    assert said.code == 0 and f"left out: {name}\n" in said.err
+    said = done("transform", f"{source}", f"{tmp_path}/dst", *options, "--exclude", name)
+    assert f"left out: {name}\n" in said.err
     assert f"whose state they are: moments.{name}, optimizer.{name}.step\n" in said.err
     assert_held(tmp_path / "dst", {"c": tensors["c"], "moments.c": tensors["moments.c"]})
 
@@ -154,29 +154,29 @@ def ranks_of(folder: Path) -> tuple[Path, list[str]]:
     return folder / "src", [*strategies, "--map", f"{map_path}"]
 
 
-def test_what_the_target_strategy_drops_is_not_said_to_stay(tmp_path: Path, capsys: Capture) -> None:
+def test_what_the_target_strategy_drops_is_not_said_to_stay(tmp_path: Path) -> None:
     source, options = ranks_of(tmp_path)
-    said = run_here(capsys, "plan", f"{source}", f"{tmp_path}/dst", *options)
+    said = run_here("plan", f"{source}", f"{tmp_path}/dst", *options)
     assert "makes 1 tensor\n" in said.out + said.err
     assert "no equation takes rng" in said.out + said.err and "one of them was taken" in said.out + said.err
-    said = run_here(capsys, "transform", f"{source}", f"{tmp_path}/dst", *options, "--unlisted", "drop")
-    assert said.code == 0 and "rng" not in said.err
+    said = done("transform", f"{source}", f"{tmp_path}/dst", *options, "--unlisted", "drop")
+    assert "rng" not in said.err
 
 
-def test_what_is_excluded_is_not_said_to_stay_and_not_compared(tmp_path: Path, capsys: Capture) -> None:
+def test_what_is_excluded_is_not_said_to_stay_and_not_compared(tmp_path: Path) -> None:
     source, options = ranks_of(tmp_path)
-    said = run_here(capsys, "transform", f"{source}", f"{tmp_path}/dst", *options, "--exclude", "rng")
-    assert said.code == 0 and "left out: rng" in said.err and "no equation" not in said.err
+    said = done("transform", f"{source}", f"{tmp_path}/dst", *options, "--exclude", "rng")
+    assert "left out: rng" in said.err and "no equation" not in said.err
     assert "each rank has its own" not in said.err
 
 
-def test_verify_and_diff_say_what_they_do_not_look_at(tmp_path: Path, capsys: Capture) -> None:
+def test_verify_and_diff_say_what_they_do_not_look_at(tmp_path: Path) -> None:
     source = source_of(tmp_path, {"a": floats(2), "junk": floats(3)})
     map_path = map_of(tmp_path, DROPPED.format("junk"))
     reshard_mpi.transform(source, tmp_path / "dst", map=map_path)
     for command in ("verify", "diff"):
-        said = run_here(capsys, command, f"{source}", f"{tmp_path}/dst", "--map", f"{map_path}")
-        assert said.code == 0 and "left out: junk" in said.err, command
+        said = done(command, f"{source}", f"{tmp_path}/dst", "--map", f"{map_path}")
+        assert "left out: junk" in said.err, command
 
 
 CUT = "mesh = {{ t = 2 }}\n[[parameter]]\nmatch = '{}'\nsplit = {{ 0 = ['t'] }}\n[[parameter]]\nmatch = '*'\n"
@@ -193,18 +193,15 @@ def half_lost(folder: Path) -> tuple[Path, list[str]]:
 
 @pytest.mark.parametrize("choice", [["--exclude", "e"], ["--include", "a", "--include", "f"]])
 @pytest.mark.parametrize("is_mapped", [False, True])
-def test_a_lost_shard_of_what_is_left_out_refuses_nothing(
-    tmp_path: Path, capsys: Capture, choice: list[str], is_mapped: bool
-) -> None:
+def test_a_lost_shard_of_what_is_left_out_refuses_nothing(tmp_path: Path, choice: list[str], is_mapped: bool) -> None:
     source, options = half_lost(tmp_path)
     if is_mapped:
         map_path = map_of(tmp_path, "[[map]]\neq = 'f [x y] <=> f [y x]'")
         options += ["--map", f"{map_path}", "--forward"]
-    said = run_here(capsys, "transform", f"{source}", f"{tmp_path}/dst", *options, *choice)
-    assert said.code == 0 and "left out: e" in said.err
+    said = done("transform", f"{source}", f"{tmp_path}/dst", *options, *choice)
+    assert "left out: e" in said.err
     assert_held(tmp_path / "dst", {"a": floats(3), "f": floats(2, 2).T if is_mapped else floats(2, 2)})
-    said = run_here(capsys, "verify", f"{source}", f"{tmp_path}/dst", *options, *choice)
-    assert said.code == 0, said
+    done("verify", f"{source}", f"{tmp_path}/dst", *options, *choice)
 
 
 @pytest.mark.parametrize(
@@ -217,26 +214,25 @@ def test_a_lost_shard_of_what_is_left_out_refuses_nothing(
         "eq = 'a <=> b'",
     ],
 )
-def test_a_lost_shard_of_what_is_needed_refuses_the_run(tmp_path: Path, capsys: Capture, text: str) -> None:
+def test_a_lost_shard_of_what_is_needed_refuses_the_run(tmp_path: Path, text: str) -> None:
     source, options = half_lost(tmp_path)
     options += ["--map", f"{map_of(tmp_path, '[[map]]' + chr(10) + text)}"]
     options += ["--reverse" if "copy" in text else "--forward"]
     for command in ("transform", "plan"):
-        said = run_here(capsys, command, f"{source}", f"{tmp_path}/dst", *options)
+        said = run_here(command, f"{source}", f"{tmp_path}/dst", *options)
         assert said.code == 3 and "no source holds a part of 'e'" in said.err, said
     assert "shards of 1 of 2 ranks" in said.err and not (tmp_path / "dst").exists()
 
 
-def test_what_is_excluded_need_not_be_alike(tmp_path: Path, capsys: Capture) -> None:
+def test_what_is_excluded_need_not_be_alike(tmp_path: Path) -> None:
     """Two ranks differ in a tensor that no strategy lists, and that is too large to be a rank's own."""
     shards = {rank: {"e": floats(2, 2, first=4 * rank), "u": floats(40, 40, first=rank)} for rank in range(2)}
     write_ranks(shards, tmp_path / "src", "safetensors")
     (tmp_path / "src.toml").write_text(CUT.format("e").rpartition("[[parameter]]")[0])
     options = ["--src-strategy", f"{tmp_path}/src.toml"]
-    said = run_here(capsys, "transform", f"{tmp_path}/src", f"{tmp_path}/dst", *options)
+    said = run_here("transform", f"{tmp_path}/src", f"{tmp_path}/dst", *options)
     assert said.code == 3 and "no copies of each other" in said.err
-    said = run_here(capsys, "transform", f"{tmp_path}/src", f"{tmp_path}/dst", *options, "--exclude", "u")
-    assert said.code == 0, said
+    done("transform", f"{tmp_path}/src", f"{tmp_path}/dst", *options, "--exclude", "u")
     assert_held(tmp_path / "dst", {"e": floats(4, 2)})
 
 

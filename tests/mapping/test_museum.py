@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from ml_dtypes import float8_e4m3fn
 from support.checkpoints import write_shard
-from support.command_line import Capture, run_here
+from support.command_line import done
 
 import reshard_mpi
 from reshard_mpi.errors import DifferenceError, MapError, ReshardError
@@ -207,7 +207,7 @@ eq = "embed [v h] <=> words [(v | m) h]"
 """
 
 
-def test_vocabulary_pads_that_had_been_trained(tmp_path: Path, capsys: Capture) -> None:
+def test_vocabulary_pads_that_had_been_trained(tmp_path: Path) -> None:
     embedding = numbered(10, HIDDEN)
     padded = np.concatenate([embedding, np.zeros((2, HIDDEN), np.float32)])
     assert np.array_equal(loaded(tmp_path, {"embed": embedding}, VOCABULARY)["words"], padded)
@@ -218,12 +218,5 @@ def test_vocabulary_pads_that_had_been_trained(tmp_path: Path, capsys: Capture) 
     raised.match(r"element \[11, 3\]")
     dropping = f'{VOCABULARY}pads = "drop"\n'
     assert np.array_equal(loaded(tmp_path, {"words": padded}, dropping)["embed"], embedding)
-    said = run_here(
-        capsys,
-        "plan",
-        str(tmp_path / "source.safetensors"),
-        str(tmp_path / "dst"),
-        "--map",
-        str(tmp_path / "map.toml"),
-    )
-    assert said.code == 0 and "12 elements of padding are dropped, whatever they hold: words" in said.out + said.err
+    said = done("plan", tmp_path / "source.safetensors", tmp_path / "dst", "--map", tmp_path / "map.toml")
+    assert "12 elements of padding are dropped, whatever they hold: words" in said.out + said.err

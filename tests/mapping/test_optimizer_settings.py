@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support import torch_peer
 from support.checkpoints import sample
+from support.examples import few, one_at_a_time
 
 import reshard_mpi
 from reshard_mpi.errors import MapError
@@ -80,9 +81,9 @@ def swapping(folder: Path, model: str, *, has_state: bool) -> Path:
     return folder / "map.toml"
 
 
-@pytest.mark.parametrize("between", ["", "dcp", "safetensors"])
+@pytest.mark.parametrize("between", few(1, ["dcp", "safetensors", ""]))
 @pytest.mark.parametrize("like", [False, True])
-@pytest.mark.parametrize("model", ["model", ""])
+@pytest.mark.parametrize("model", few(1, ["model", ""]))
 @pytest.mark.parametrize("has_state", [True, False])
 @pytest.mark.parametrize("is_flat", [True, False])
 def test_settings_go_with_their_parameter(
@@ -169,9 +170,10 @@ def test_state_of_a_parameter_beside_one_that_is_called_like_it(
         assert value_of(loaded["optim"]["state"][key_of[name]]["exp_avg"]) == 10 + number
 
 
-@pytest.mark.parametrize("between", ["torch", "dcp", "safetensors"])
-@pytest.mark.parametrize("rates", [(0.1, 0.1), (0.1, 0.2)])
-@pytest.mark.parametrize("epochs", [(3, 3), (3, 4)])
+@pytest.mark.parametrize(
+    ("between", "rates", "epochs"),
+    one_at_a_time(["torch", "dcp", "safetensors"], [(0.1, 0.1), (0.1, 0.2)], [(3, 3), (3, 4)]),
+)
 @pytest.mark.parametrize("is_flat", [True, False])
 def test_optimizers_of_stages_are_joined(
     tmp_path: Path, is_flat: bool, epochs: tuple[int, int], rates: tuple[float, float], between: str

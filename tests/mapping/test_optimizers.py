@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support import torch_peer
 from support.checkpoints import sample, write_shard
-from support.command_line import Capture, run_here
+from support.command_line import done, run_here
 
 import reshard_mpi
 from reshard_mpi.errors import MapError, StrategyError
@@ -562,20 +562,18 @@ def test_many_dictionaries_take_no_long_time() -> None:
 
 
 @pytest.mark.parametrize("is_like", [False, True])
-def test_verify_and_diff_see_the_same(tmp_path: Path, capsys: Capture, is_like: bool) -> None:
+def test_verify_and_diff_see_the_same(tmp_path: Path, is_like: bool) -> None:
     torch_peer.save(tmp_path / "source.pt", training())
     torch_peer.save(tmp_path / "like.pt", training(LIKE_MODEL, LIKE_PARAMETERS, 1))
     (tmp_path / "map.toml").write_text(MAP if is_like else MAP_OF_FILES)
     options = ["--map", str(tmp_path / "map.toml"), *(["--like", str(tmp_path / "like.pt")] if is_like else [])]
     both = str(tmp_path / "source.pt"), str(tmp_path / "made")
     for command in ("plan", "transform", "verify", "diff"):
-        said = run_here(capsys, command, *both, *options)
-        assert said.code == 0, said
-    said = run_here(capsys, "plan", *both, *options, "-v", "--overwrite")
+        done(command, *both, *options)
+    said = run_here("plan", *both, *options, "-v", "--overwrite")
     name = "optimizer.state.2.exp_avg" if is_like else "optimizer.state.qk.exp_avg"
     assert f"{name} float32 [6, 3]: optimizer.state.0.exp_avg, optimizer.state.1.exp_avg, by" in said.out, said
-    said = run_here(capsys, "plan", *both, *options, "--exclude", "optimizer.*", "--overwrite")
-    assert said.code == 0, said
+    done("plan", *both, *options, "--exclude", "optimizer.*", "--overwrite")
 
 
 def test_state_is_no_parameter_of_an_equation(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from support import torch_peer
 from support.checkpoints import sample
-from support.command_line import Capture, run_here
+from support.command_line import done
+from support.examples import one_at_a_time
 
 import reshard_mpi
 from reshard_mpi import formats
@@ -108,15 +109,13 @@ def assert_as_it_was(path: Path) -> None:
         assert np.array_equal(array_of(loaded["optimizer"]["state"][number]["exp_avg"]), moment(name))
 
 
-@pytest.mark.parametrize("ways", SPECS)
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(("form", "ways"), one_at_a_time(FORMATS, SPECS))
 def test_keys_keep_their_order(tmp_path: Path, form: str, ways: str) -> None:
     between = made(source(tmp_path), tmp_path / "between", form, tmp_path, ways=ways)
     assert_as_it_was(made(between, tmp_path / "back", "torch", tmp_path, before=ways))
 
 
-@pytest.mark.parametrize("ways", SPECS)
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(("form", "ways"), one_at_a_time(FORMATS, SPECS))
 def test_state_goes_with_its_parameter(tmp_path: Path, form: str, ways: str) -> None:
     between = made(source(tmp_path), tmp_path / "between", form, tmp_path, ways=ways)
     (tmp_path / "map.toml").write_text(MAP)
@@ -192,8 +191,7 @@ def test_it_is_told_whenever_state_goes_by_names(tmp_path: Path) -> None:
         assert any("as torch's set_optimizer_state_dict takes it" in note for note in report.notes)
 
 
-@pytest.mark.parametrize("ways", SPECS)
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(("form", "ways"), one_at_a_time(FORMATS, SPECS))
 def test_like_a_checkpoint_that_was_converted(tmp_path: Path, form: str, ways: str) -> None:
     """The target is numbered by the order of that model, whatever has become of its file; so is the source."""
     order = {0: "c", 1: "a", 2: "b", 3: "d"}
@@ -220,18 +218,17 @@ def test_like_a_checkpoint_without_the_order_is_refused(tmp_path: Path) -> None:
     assert str(like) in str(raised.value)
 
 
-def test_an_earlier_checkpoint_is_verified_and_compared_as_before(tmp_path: Path, capsys: Capture) -> None:
+def test_an_earlier_checkpoint_is_verified_and_compared_as_before(tmp_path: Path) -> None:
     path = made(source(tmp_path), tmp_path / "there", "safetensors", tmp_path)
     without_order(path)
-    said = run_here(capsys, "verify", str(tmp_path / "x.pt"), str(tmp_path / "there"))
-    assert said.code == 0, said
-    said = run_here(capsys, "diff", str(tmp_path / "x.pt"), str(path))
-    assert said.code == 0 and "differ" not in said.out + said.err, said
+    done("verify", tmp_path / "x.pt", tmp_path / "there")
+    said = done("diff", tmp_path / "x.pt", path)
+    assert "differ" not in said.out + said.err, said
     saved = training()
     saved["model"] = dict(reversed(saved["model"].items()))
     torch_peer.save(tmp_path / "other.pt", saved)
-    said = run_here(capsys, "diff", str(tmp_path / "x.pt"), str(tmp_path / "other.pt"))
-    assert said.code == 0 and "the order of their keys" in said.out + said.err, said
+    said = done("diff", tmp_path / "x.pt", tmp_path / "other.pt")
+    assert "the order of their keys" in said.out + said.err, said
 
 
 WRONG_ORDERS = ["3", "{}", "[0]", '[1,"a"]', '[0,"a",2,"b"]', '["a",0]', '[true,"a"]', '[0,"a",-1,"b"]', "[null,null]"]

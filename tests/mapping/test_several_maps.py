@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import torch_peer
 from support.checkpoints import sample, write_ranks
-from support.command_line import Capture, run_here
+from support.command_line import done, refused, run_here
 from support.cut_checkpoints import DESCRIBED, KINDS, TYPES, assert_ranks, cut, in_floats, map_text
 from support.equations import Case, assert_same, cases, following, kinds, made_of
 from support.full_checkpoints import assert_held, floats, held, map_of, source_of
@@ -34,7 +34,7 @@ def in_float(case: Case) -> Case:
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(first=cases(), data=st.data())
 def test_there_and_back_over_ranks_and_formats(first: Case, data: st.DataObject) -> None:
     chain = [first, data.draw(following(first.right, "m"))]
@@ -109,43 +109,31 @@ def assert_like_one_run_each(source: Path, folder: Path, maps: list[Any], **opti
     return folder / "together"
 
 
-def test_each_takes_what_the_one_before_it_has_made(tmp_path: Path, capsys: Capture) -> None:
+def test_each_takes_what_the_one_before_it_has_made(tmp_path: Path) -> None:
     source = source_of(tmp_path, TENSORS)
     both = ("--map", RENAMED, "--map", JOINED)
-    finished = run_here(capsys, "transform", str(source), str(tmp_path / "dst"), *both)
-    assert finished.code == 0, finished.err
+    done("transform", source, tmp_path / "dst", *both)
     assert_held(tmp_path / "dst", MADE)
     for command in ("verify", "diff"):
-        assert run_here(capsys, command, str(source), str(tmp_path / "dst"), *both).code == 0
-    assert run_here(capsys, "diff", str(source), str(tmp_path / "dst"), "--map", RENAMED).code == 4
-    back = run_here(
-        capsys,
-        "transform",
-        str(tmp_path / "dst"),
-        str(tmp_path / "back"),
-        "--map",
-        JOINED,
-        "--map",
-        RENAMED,
-        "--reverse",
-    )
-    assert back.code == 0, back.err
+        done(command, source, tmp_path / "dst", *both)
+    assert run_here("diff", source, tmp_path / "dst", "--map", RENAMED).code == 4
+    done("transform", tmp_path / "dst", tmp_path / "back", "--map", JOINED, "--map", RENAMED, "--reverse")
     assert_held(tmp_path / "back", TENSORS)
 
 
-def test_the_notes_and_the_plan_speak_of_all(tmp_path: Path, capsys: Capture) -> None:
+def test_the_notes_and_the_plan_speak_of_all(tmp_path: Path) -> None:
     source = source_of(tmp_path, TENSORS)
     asked = ("plan", str(source), str(tmp_path / "dst"), "--map", RENAMED, "--map", JOINED)
-    shown = run_here(capsys, *asked, "-v")
+    shown = run_here(*asked, "-v")
     assert "app.l.0.gate, app.l.0.up, by" in shown.out and "then" in shown.out
     assert f"the map '{RENAMED}', read forward, makes 5 tensors" in shown.err
     assert f"the map '{JOINED}', read forward, makes 2 tensors" in shown.err
     assert "no equation takes" not in shown.err
-    explained = run_here(capsys, *asked, "--explain", "l.1.both").out
+    explained = run_here(*asked, "--explain", "l.1.both").out
     assert f"made of app.l.1.gate, app.l.1.up, by '{RENAMED}', then '{JOINED}'" in explained
     assert "of app.l.1.up, its dimensions in the order [1, 0]" in explained
-    missing = run_here(capsys, *asked, "--explain", "app.bias")
-    assert missing.code == 2 and "which goes into bias" in missing.err
+    said = refused(*asked, "--explain", "app.bias", code=2)
+    assert "which goes into bias" in said
 
 
 def test_every_map_must_do_something(tmp_path: Path) -> None:
@@ -338,7 +326,7 @@ eq = "m.model.{p*} <=> moment.{p*}"
 """
 
 
-def test_numbers_that_are_computed_and_what_is_made_up_in_between_go_on(tmp_path: Path, capsys: Capture) -> None:
+def test_numbers_that_are_computed_and_what_is_made_up_in_between_go_on(tmp_path: Path) -> None:
     torch_peer.save(tmp_path / "source.pt", training(TRAINED))
     maps = [map_of(tmp_path, COUNTED).rename(tmp_path / "counted.toml"), map_of(tmp_path, RENAMED_AGAIN)]
     asked: dict[str, Any] = {"to": "safetensors", "forward": True}
@@ -351,9 +339,9 @@ def test_numbers_that_are_computed_and_what_is_made_up_in_between_go_on(tmp_path
     assert_held(tmp_path / "second", made)
     both = ("--map", str(maps[0]), "--map", str(maps[1]), "--forward")
     asked_for = ("plan", str(tmp_path / "source.pt"), str(tmp_path / "none"), *both)
-    assert "more float32 [3]: made up, by" in run_here(capsys, *asked_for, "-v").out
-    explained = run_here(capsys, *asked_for, "--explain", "learning_rate")
-    assert explained.code == 0 and "made up, by" in explained.out and "it is in no file" in explained.out
+    assert "more float32 [3]: made up, by" in run_here(*asked_for, "-v").out
+    explained = done(*asked_for, "--explain", "learning_rate")
+    assert "made up, by" in explained.out and "it is in no file" in explained.out
 
 
 def test_a_hole_refuses_only_what_needs_it(tmp_path: Path) -> None:
@@ -379,7 +367,7 @@ def test_a_rank_that_gets_one_of_two_halves_is_warned_of(tmp_path: Path) -> None
     assert any("behind each other in l.fused" in warning for warning in report.warnings)
 
 
-def test_it_goes_on_only_with_the_same_maps_in_the_same_order(tmp_path: Path, capsys: Capture) -> None:
+def test_it_goes_on_only_with_the_same_maps_in_the_same_order(tmp_path: Path) -> None:
     source = source_of(tmp_path, {"a": floats(2), "b": floats(2, first=9)})
     maps = ["a <=> c", "b <=> d"]
     reshard_mpi.transform(source, tmp_path / "dst", map=maps)
@@ -387,7 +375,7 @@ def test_it_goes_on_only_with_the_same_maps_in_the_same_order(tmp_path: Path, ca
     for others in (maps[::-1], maps[:1], [*maps, "d <=> e"]):
         with pytest.raises(TargetError):
             reshard_mpi.transform(source, tmp_path / "dst", map=others, resume=True)
-    told = run_here(capsys, "inspect", str(tmp_path / "dst"), "--json").out
+    told = run_here("inspect", tmp_path / "dst", "--json").out
     assert "--map 'a <=> c' --map 'b <=> d'" in told
 
 
@@ -408,10 +396,10 @@ def test_an_equation_that_fits_both_ways_is_read_as_it_is_written(tmp_path: Path
 @pytest.mark.parametrize(
     ("equation", "told"), [("a <=> b <=> c", "the end of the equation"), ("a <=>", ""), ("a [x] <=> b [y]", "'")]
 )
-def test_an_equation_that_is_none_is_quoted(tmp_path: Path, capsys: Capture, equation: str, told: str) -> None:
+def test_an_equation_that_is_none_is_quoted(tmp_path: Path, equation: str, told: str) -> None:
     source = source_of(tmp_path, {"a": floats(2)})
-    refused = run_here(capsys, "transform", str(source), str(tmp_path / "dst"), "--map", equation)
-    assert refused.code == 3 and told in refused.err and equation in refused.err
+    said = refused("transform", source, tmp_path / "dst", "--map", equation)
+    assert told in said and equation in said
 
 
 def test_a_file_may_have_the_name_of_an_equation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -441,6 +429,7 @@ def test_arrays_of_a_rank_go_through_all(tmp_path: Path) -> None:
     assert all(np.array_equal(loaded[name], array) for name, array in MADE.items()) and loaded.keys() == MADE.keys()
 
 
+@pytest.mark.slow
 def test_cuts_that_cross_each_other_too_often_are_refused(tmp_path: Path) -> None:
     """Each map alone makes 300 boxes; together they would make 90,000, each of one element."""
     source = source_of(tmp_path, {f"r.{n}": floats(300, first=n) for n in range(300)})

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.browser import Page, browser
 from support.checkpoints import write_shard
-from support.command_line import Capture, run_here
+from support.command_line import done
 from support.conversions import make
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.xdist_group("a browser")]
@@ -47,15 +47,14 @@ def page() -> Iterator[Page]:
         yield page
 
 
-def plot(capsys: Capture, path: Path, *arguments: str | Path) -> Path:
-    finished = run_here(capsys, "plan", *map(str, arguments), "--plot", str(path))
-    assert finished.code == 0, finished
+def plot(path: Path, *arguments: str | Path) -> Path:
+    done("plan", *map(str, arguments), "--plot", path)
     return path
 
 
-def test_a_rank_and_a_tensor_are_clicked(capsys: Capture, tmp_path: Path, page: Page) -> None:
+def test_a_rank_and_a_tensor_are_clicked(tmp_path: Path, page: Page) -> None:
     conversion = make(tmp_path)
-    page.open(plot(capsys, tmp_path / "plan.html", *conversion.arguments("plan")[1:]))
+    page.open(plot(tmp_path / "plan.html", *conversion.arguments("plan")[1:]))
     assert page.text("h1") == "A plan of reshard-mpi"
 
     page.click("#matrix text[data-key='column 1']")
@@ -83,10 +82,10 @@ def test_a_rank_and_a_tensor_are_clicked(capsys: Capture, tmp_path: Path, page: 
     assert page.complaints() == []
 
 
-def test_a_hostile_name_is_shown_and_not_run(capsys: Capture, tmp_path: Path, page: Page) -> None:
+def test_a_hostile_name_is_shown_and_not_run(tmp_path: Path, page: Page) -> None:
     (tmp_path / "src").mkdir()
     write_shard({HOSTILE: np.zeros((4, 4), np.float32)}, tmp_path / "src" / "net.safetensors")
-    page.open(plot(capsys, tmp_path / "plan.html", tmp_path / "src", tmp_path / "dst"))
+    page.open(plot(tmp_path / "plan.html", tmp_path / "src", tmp_path / "dst"))
     assert page.text("#names") == HOSTILE
     page.click("#names button")
     assert page.text("#tensor") == f"What {HOSTILE} is made of"
@@ -95,21 +94,21 @@ def test_a_hostile_name_is_shown_and_not_run(capsys: Capture, tmp_path: Path, pa
     assert page.complaints() == []
 
 
-def test_a_script_of_others_would_not_run(capsys: Capture, tmp_path: Path, page: Page) -> None:
+def test_a_script_of_others_would_not_run(tmp_path: Path, page: Page) -> None:
     conversion = make(tmp_path)
-    path = plot(capsys, tmp_path / "plan.html", *conversion.arguments("plan")[1:])
+    path = plot(tmp_path / "plan.html", *conversion.arguments("plan")[1:])
     path.write_text(path.read_text().replace("</main>", "</main><script>window.hacked = 1</script>"))
     page.open(path)
     assert page.run("return window.hacked;") is None
     assert any("Content Security Policy" in complaint for complaint in page.complaints())
 
 
-def test_many_targets_in_groups(capsys: Capture, tmp_path: Path, page: Page) -> None:
+def test_many_targets_in_groups(tmp_path: Path, page: Page) -> None:
     (tmp_path / "src").mkdir()
     write_shard({"w": np.zeros((4096, 2), np.float32)}, tmp_path / "src" / "net.safetensors")
     (tmp_path / "dst.toml").write_text('mesh = { x = 4096 }\n[[parameter]]\nmatch = "w"\nsplit = { 0 = ["x"] }\n')
     arguments = (tmp_path / "src", tmp_path / "dst", "--dst-strategy", tmp_path / "dst.toml")
-    page.open(plot(capsys, tmp_path / "plan.html", *arguments))
+    page.open(plot(tmp_path / "plan.html", *arguments))
     assert "128 of 4096 targets planned" in page.text("header")
     page.click("#matrix rect[data-key='column 5']")
     assert page.text("#chosen") == "target ranks 320-383"
@@ -119,7 +118,7 @@ def test_many_targets_in_groups(capsys: Capture, tmp_path: Path, page: Page) -> 
 
 
 @pytest.mark.parametrize("width", [700, 900, 1099, 1100, 1500])
-def test_nothing_is_cut_off(capsys: Capture, tmp_path: Path, page: Page, width: int) -> None:
+def test_nothing_is_cut_off(tmp_path: Path, page: Page, width: int) -> None:
     folder = tmp_path / ("a_long_name_of_a_folder_" * 4)
     folder.mkdir()
     for number in range(3):
@@ -129,7 +128,7 @@ def test_nothing_is_cut_off(capsys: Capture, tmp_path: Path, page: Page, width: 
     (tmp_path / "map.toml").write_text(FUSED)
     (tmp_path / "dst.toml").write_text(THREE)
     options = ("--map", tmp_path / "map.toml", "--dst-strategy", tmp_path / "dst.toml")
-    path = plot(capsys, tmp_path / "plan.html", folder, tmp_path / "dst", *options)
+    path = plot(tmp_path / "plan.html", folder, tmp_path / "dst", *options)
     page.resize(width, 1000)
     try:
         page.open(path)

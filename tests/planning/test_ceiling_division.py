@@ -12,9 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.checkpoints import Arrays, as_read, read_shard, write_shard
+from support.examples import many
 
 import reshard_mpi
 from reshard_mpi.errors import CoverageError, LayoutError, ReshardError, StrategyError
@@ -66,7 +67,7 @@ def test_a_part_alone_does_not_tell_the_whole() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=25)
+@many(25)
 @given(
     st.tuples(st.integers(1, 23), st.integers(1, 23)),
     st.integers(1, 5),
@@ -288,7 +289,7 @@ Stages = st.integers(0, 2)
 Cuts = st.permutations(["", "a", "b", "a b", "b a"])
 
 
-@settings(max_examples=20)
+@many(20)
 @given(
     st.lists(st.tuples(st.integers(0, 11), st.integers(1, 11)), min_size=3, max_size=3),
     st.tuples(st.integers(1, 3), st.integers(1, 3)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,8 +13,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from support.checkpoints import as_read, read_shard, write_ranks, write_shard
-from support.command_line import Capture, run_apart, run_here
+from support.command_line import CommandLine, done, run_apart, run_here
 from support.conversions import listing
+from support.examples import few, one_at_a_time
 from support.launch import MPI
 from support.wrong_specs import Rule, Slip, Spec, contradictions, outcome, slips
 
@@ -55,7 +57,7 @@ def tensors(layers: int = 3) -> dict[str, np.ndarray]:
     return {name: noise.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
 
 
-class Checkpoint:
+class Checkpoint(CommandLine):
     """Shards by a right spec, in a folder, and runs by another one."""
 
     def __init__(self, folder: Path, spec: Spec = RIGHT, whole: Mapping[str, np.ndarray] | None = None) -> None:
@@ -105,13 +107,14 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
-@pytest.mark.parametrize("way", ["transform", "jobs", "plan", "part", "function", "verify"])
-def test_a_wrong_strategy_is_refused_and_named(tmp_path: Path, capsys: Capture, what: str, way: str) -> None:
+@pytest.mark.parametrize(
+    ("way", "what"), one_at_a_time(["transform", "plan", "part", "function", "verify", "jobs"], WRONG)
+)
+def test_a_wrong_strategy_is_refused_and_named(tmp_path: Path, what: str, way: str) -> None:
     c = Checkpoint(tmp_path)
     spec, *patterns = WRONG[what]
     if way == "verify":
-        assert run_here(capsys, *c.arguments()).code == 0
+        c.done()
     before = listing(c.dst)
     if way == "function":
         _, source, target, _, src, _, dst, *_ = c.arguments(spec)
@@ -121,36 +124,34 @@ def test_a_wrong_strategy_is_refused_and_named(tmp_path: Path, capsys: Capture, 
     else:
         options = {"jobs": ["--jobs", "3"], "part": ["--part", "1/2"]}.get(way, [])
         command = way if way in ("plan", "verify") else "transform"
-        finished = run_here(capsys, *c.arguments(spec, *options, command=command))
+        finished = c.run(spec, *options, command=command)
         assert finished.code == 3 and finished.out == "", finished
         text = finished.err
     for pattern in (*patterns, r"src\.toml"):
-        assert pytest.importorskip("re").search(pattern, text), text
+        assert re.search(pattern, text), text
     assert listing(c.dst) == before
 
 
-def test_a_layer_that_is_not_cut_as_the_others_are(tmp_path: Path, capsys: Capture) -> None:
+def test_a_layer_that_is_not_cut_as_the_others_are(tmp_path: Path) -> None:
     """Other layers of the same parameter fit the rule: the one that every rank has whole would come out twice."""
     whole = {name: array for name, array in tensors().items() if name.endswith("qkv") or name == "norm"}
     truth = Spec(MESH, (Rule("layers.1.qkv", WHOLE), *RIGHT.rules[:1], RIGHT.rules[-1]))
     c = Checkpoint(tmp_path, truth, whole)
-    finished = run_here(capsys, *c.arguments(Spec(MESH, truth.rules[1:])))
-    assert finished.code == 3 and "different parts of 'layers.1.qkv' on ranks" in finished.err, finished
+    said = c.refused(Spec(MESH, truth.rules[1:]))
+    assert "different parts of 'layers.1.qkv' on ranks" in said
     assert not c.dst.exists()
-    assert run_here(capsys, *c.arguments(truth)).code == 0
+    c.done(truth)
     c.assert_right()
 
 
-def test_partial_sums_that_are_not_cut(tmp_path: Path, capsys: Capture) -> None:
+def test_partial_sums_that_are_not_cut(tmp_path: Path) -> None:
     """Copies of them may differ from rank to rank, but parts of them are not the same."""
     sums = {f"accu_grads.{name}": array + 1 for name, array in tensors(1).items() if name.startswith("layers")}
     truth = Spec(MESH, (Rule("accu_grads.*", WHOLE), *RIGHT.rules))
     c = Checkpoint(tmp_path, truth, {**tensors(1), **sums})
-    finished = run_here(capsys, *c.arguments(Spec(MESH, (Rule("accu_grads.*", ROWS), *RIGHT.rules))))
-    assert finished.code == 3 and "different parts of 2 compared tensors ('accu_grads.layers.0." in finished.err, (
-        finished
-    )
-    assert run_here(capsys, *c.arguments(truth)).code == 0
+    said = c.refused(Spec(MESH, (Rule("accu_grads.*", ROWS), *RIGHT.rules)))
+    assert "different parts of 2 compared tensors ('accu_grads.layers.0." in said
+    c.done(truth)
     c.assert_right(
         Spec({"n": 2}, (Rule("layers.*", {0: ("n",)}), Rule("accu_grads.layers.*", {0: ("n",)}), Rule("*", {})))
     )
@@ -163,44 +164,44 @@ def test_by_all_ranks(tmp_path: Path, mpi: MPI) -> None:
     assert not c.dst.exists()
 
 
-def test_the_right_one(tmp_path: Path, capsys: Capture) -> None:
+def test_the_right_one(tmp_path: Path) -> None:
     c = Checkpoint(tmp_path)
-    finished = run_here(capsys, *c.arguments(RIGHT, "--strict"))
-    assert finished.code == 0 and finished.warnings == []
+    finished = c.done(RIGHT, "--strict")
+    assert finished.warnings == []
     c.assert_right()
 
 
-def test_any_trusts_a_strategy(tmp_path: Path, capsys: Capture) -> None:
+def test_any_trusts_a_strategy(tmp_path: Path) -> None:
     c = Checkpoint(tmp_path)
-    assert run_here(capsys, *c.arguments(WRONG["replicated, but cut"][0], "--replicas", "any")).code == 0
+    c.done(WRONG["replicated, but cut"][0], "--replicas", "any")
     taken = read_shard(c.dst / "rank_0" / "checkpoint_0.ckpt")["layers.0.qkv"]
     assert taken[1] == (2, 8)  # half of what one rank has, as the strategy says
 
 
-def test_what_the_checkpoint_cannot_show_is_told(tmp_path: Path, capsys: Capture) -> None:
+def test_what_the_checkpoint_cannot_show_is_told(tmp_path: Path) -> None:
     """Where every rank holds another part, two orders of axes are as good as each other."""
     cut = Rule("layers.*", {0: ("dp",), 1: ("tp",)})
     c = Checkpoint(tmp_path, Spec(MESH, (cut, Rule("*", WHOLE))))
     for command in ("plan", "transform"):
-        finished = run_here(capsys, *c.arguments(Spec(MESH, (cut, Rule("*", WHOLE))), command=command))
-        assert finished.code == 0 and finished.err.count("cannot show whether") == 1
+        finished = c.done(Spec(MESH, (cut, Rule("*", WHOLE))), command=command)
+        assert finished.err.count("cannot show whether") == 1
         assert "note: no two ranks hold the same of what 'layers.*' matches" in finished.err
     spec = Spec(MESH, (*RIGHT.rules[:2], RIGHT.rules[3]))
-    finished = run_here(capsys, *Checkpoint(tmp_path / "right", spec).arguments(spec, command="plan"))
-    assert finished.code == 0 and "cannot show" not in finished.err
+    finished = Checkpoint(tmp_path / "right", spec).done(spec, command="plan")
+    assert "cannot show" not in finished.err
 
 
-def test_a_rule_for_all_is_told_as_any_other(tmp_path: Path, capsys: Capture) -> None:
+def test_a_rule_for_all_is_told_as_any_other(tmp_path: Path) -> None:
     """Who shards everything alike writes no more than this, and may take the wrong dimension."""
     spec = Spec(MESH, (Rule("*", {0: ("dp", "tp")}),))
     c = Checkpoint(tmp_path, spec)
     for command in ("plan", "transform"):
-        finished = run_here(capsys, *c.arguments(spec, command=command))
-        assert finished.code == 0 and "note: no two ranks hold the same of what '*' matches" in finished.err, finished
+        finished = c.done(spec, command=command)
+        assert "note: no two ranks hold the same of what '*' matches" in finished.err, finished
         assert ("note: by rule '*', " in finished.err) == (command == "plan")
 
 
-def test_what_copies_cannot_show_is_told(tmp_path: Path, capsys: Capture) -> None:
+def test_what_copies_cannot_show_is_told(tmp_path: Path) -> None:
     """Two axes that cut a tensor may be exchanged: the same ranks hold the same."""
     mesh = {"dp": 2, "ep": 2, "tp": 2}
     truth, exchanged = (
@@ -209,29 +210,29 @@ def test_what_copies_cannot_show_is_told(tmp_path: Path, capsys: Capture) -> Non
     )
     c = Checkpoint(tmp_path, truth)
     for spec in (truth, exchanged):
-        finished = run_here(capsys, *c.arguments(spec, command="plan"))
-        assert finished.code == 0 and finished.err.replace("note: by rule", "").count("note: ") == 1, finished
+        finished = c.done(spec, command="plan")
+        assert finished.err.replace("note: by rule", "").count("note: ") == 1, finished
         assert "'layers.*' is cut over several axes, and the checkpoint cannot show which of them cuts" in finished.err
 
 
 # Rules
 
 
-def test_a_rule_that_may_match_nothing(tmp_path: Path, capsys: Capture) -> None:
+def test_a_rule_that_may_match_nothing(tmp_path: Path) -> None:
     c = Checkpoint(tmp_path)
     extra = Rule("adam_m.*", ROWS)
     spec = Spec(MESH, (extra, *RIGHT.rules))
-    finished = run_here(capsys, *c.arguments(spec))
-    assert finished.code == 3 and "a rule of the source strategy places no tensor" in finished.err
-    assert "'adam_m.*', beside 9 tensors: " in finished.err and not c.dst.exists()
+    said = c.refused(spec)
+    assert "a rule of the source strategy places no tensor" in said
+    assert "'adam_m.*', beside 9 tensors: " in said and not c.dst.exists()
     arguments = c.arguments(spec)
     text = (tmp_path / "src.toml").read_text()
     (tmp_path / "src.toml").write_text(text.replace('match = "adam_m.*"', 'match = "adam_m.*"\noptional = true'))
-    assert run_here(capsys, *arguments).code == 0
+    done(*arguments)
     c.assert_right()
 
 
-def test_a_rule_for_what_one_of_many_ranks_has_saved(tmp_path: Path, capsys: Capture) -> None:
+def test_a_rule_for_what_one_of_many_ranks_has_saved(tmp_path: Path) -> None:
     """Shards without redundancy: the names are known from all of them, so no rule is refused for what most lack."""
     ranks = 70
     spec = Spec({"dp": ranks}, (Rule("late", {}), Rule("*", {})))
@@ -241,33 +242,30 @@ def test_a_rule_for_what_one_of_many_ranks_has_saved(tmp_path: Path, capsys: Cap
         c.shards[rank] = {name: array for name, array in c.shards[rank].items() if name in kept}
         c.rewrite(rank, {})
     target = Spec({"n": 1}, (Rule("*", {}),))
-    finished = run_here(capsys, *c.arguments(spec, target=target))
-    assert finished.code == 0, finished
+    c.done(spec, target=target)
     c.assert_right(target)
 
 
-def test_a_rule_of_the_target(tmp_path: Path, capsys: Capture) -> None:
+def test_a_rule_of_the_target(tmp_path: Path) -> None:
     c = Checkpoint(tmp_path)
     target = Spec({"n": 2}, (Rule("layer.*", {0: ("n",)}), Rule("*", {})))
-    finished = run_here(capsys, *c.arguments(target=target))
-    assert finished.code == 3 and "a rule of the target strategy places no tensor" in finished.err
-    assert "dst.toml" in finished.err and "'layer.*', beside 9 tensors: 'layers." in finished.err
+    said = c.refused(target=target)
+    assert "a rule of the target strategy places no tensor" in said
+    assert "dst.toml" in said and "'layer.*', beside 9 tensors: 'layers." in said
 
 
-def test_a_rule_behind_another(tmp_path: Path, capsys: Capture) -> None:
+def test_a_rule_behind_another(tmp_path: Path) -> None:
     c = Checkpoint(tmp_path)
-    finished = run_here(capsys, *c.arguments(Spec(MESH, (RIGHT.rules[-1], *RIGHT.rules[:-1]))))
-    assert finished.code == 3 and "'layers.*.qkv' (and 2 more), whose tensors '*' before it takes" in finished.err, (
-        finished
-    )
-    assert "what to do: put it before '*'" in finished.err
+    said = c.refused(Spec(MESH, (RIGHT.rules[-1], *RIGHT.rules[:-1])))
+    assert "'layers.*.qkv' (and 2 more), whose tensors '*' before it takes" in said
+    assert "what to do: put it before '*'" in said
 
 
-def test_a_rule_that_is_there_twice(tmp_path: Path, capsys: Capture) -> None:
+def test_a_rule_that_is_there_twice(tmp_path: Path) -> None:
     c = Checkpoint(tmp_path)
-    finished = run_here(capsys, *c.arguments(Spec(MESH, (RIGHT.rules[0], *RIGHT.rules))))
-    assert finished.code == 3 and "got: 'layers.*.qkv' twice" in finished.err, finished
-    assert "what to do: remove one of the two rules" in finished.err
+    said = c.refused(Spec(MESH, (RIGHT.rules[0], *RIGHT.rules)))
+    assert "got: 'layers.*.qkv' twice" in said
+    assert "what to do: remove one of the two rules" in said
 
 
 def test_optional_is_true_or_false(tmp_path: Path) -> None:
@@ -278,7 +276,7 @@ def test_optional_is_true_or_false(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rule", ["head", "h*", "*"])
 @pytest.mark.parametrize("holder", [0, 3])
-def test_shards_that_each_hold_what_others_lack(tmp_path: Path, capsys: Capture, rule: str, holder: int) -> None:
+def test_shards_that_each_hold_what_others_lack(tmp_path: Path, rule: str, holder: int) -> None:
     """Saved without redundancy: `head` is on one of the ranks that should have it, `norm` on another."""
     spec = Spec({"dp": 4}, (Rule("*", {}),) if rule == "*" else (Rule(rule, {}), Rule("*", {})))
     c = Checkpoint(tmp_path, spec)
@@ -288,30 +286,30 @@ def test_shards_that_each_hold_what_others_lack(tmp_path: Path, capsys: Capture,
                 c.shards[rank].pop(name)
         c.rewrite(rank, {})
     for options in ([], ["--rank", "0"], ["--rank", "1", "--resume"]):
-        assert run_here(capsys, *c.arguments(spec, *options)).code == 0
+        c.done(spec, *options)
         if options != ["--rank", "0"]:
             c.assert_right()
         if options != ["--rank", "1", "--resume"]:
             shutil.rmtree(c.dst)
             if options:
-                assert run_here(capsys, *c.arguments(spec, *options)).code == 0
+                c.done(spec, *options)
     loaded = reshard_mpi.load_rank(1, c.src, tmp_path / "src.toml", tmp_path / "dst.toml")
     assert set(loaded) == set(c.tensors)
 
 
-def test_a_tensor_that_neither_the_first_nor_the_last_shard_holds(tmp_path: Path, capsys: Capture) -> None:
+def test_a_tensor_that_neither_the_first_nor_the_last_shard_holds(tmp_path: Path) -> None:
     spec = Spec({"dp": 4}, (Rule("*", {}),))
     c = Checkpoint(tmp_path, spec)
     for rank in (0, 1, 3):
         c.shards[rank].pop("head")
         c.rewrite(rank, {})
     for options in ([], ["--rank", "0"], ["--rank", "1"]):
-        finished = run_here(capsys, *c.arguments(spec, *options))
-        assert finished.code == 3 and "head" in finished.err, finished
+        said = c.refused(spec, *options)
+        assert "head" in said
     arguments = c.arguments(spec, "--rank", "0")
-    assert "add a rule for this name alone to the source strategy: match = 'head'" in run_here(capsys, *arguments).err
+    assert "add a rule for this name alone to the source strategy: match = 'head'" in run_here(*arguments).err
     named = Spec({"dp": 4}, (Rule("head", {}), Rule("*", {})))
-    assert run_here(capsys, *c.arguments(named)).code == 0
+    c.done(named)
     c.assert_right()
 
 
@@ -329,23 +327,23 @@ def test_a_task_that_sees_one_stage_only(tmp_path: Path) -> None:
     assert read_shard(out) == as_read({"a": whole["a"]})
 
 
-def test_another_network(tmp_path: Path, capsys: Capture) -> None:
+def test_another_network(tmp_path: Path) -> None:
     c = Checkpoint(tmp_path)
     net = Spec(MESH, tuple(Rule(f"net.{rule.match}", rule.split) for rule in RIGHT.rules))
-    finished = run_here(capsys, *c.arguments(net))
-    assert finished.code == 3 and "places no tensor of the checkpoint" in finished.err
+    said = c.refused(net)
+    assert "places no tensor of the checkpoint" in said
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("same", [True, False])
-def test_a_tensor_that_other_stages_have_too(tmp_path: Path, capsys: Capture, same: bool, ranks: int) -> None:
+def test_a_tensor_that_other_stages_have_too(tmp_path: Path, same: bool, ranks: int) -> None:
     spec = Spec({"dp": ranks}, (Rule("a", {}, stages=(0,)), Rule("b", {}, stages=(1,))), stages=2)
     whole = {name: np.arange(8, dtype=np.float32) + ord(name) for name in "ab"}
     c = Checkpoint(tmp_path, spec, whole)
     for rank in range(ranks, 2 * ranks):
         c.rewrite(rank, {"a": whole["a"] + (not same)})
     target = Spec({"n": 2}, (Rule("*", {}),))
-    finished = run_here(capsys, *c.arguments(spec, target=target))
+    finished = c.run(spec, target=target)
     assert finished.code == (0 if same else 3), finished
     if same:
         c.assert_right(target)
@@ -373,7 +371,7 @@ def staged(stages: int, layers: int) -> tuple[Spec, Spec, dict[str, np.ndarray]]
 
 
 @pytest.mark.parametrize(("stages", "layers"), [(2, 4), (32, 32)])
-def test_rules_that_say_nothing_of_stages(tmp_path: Path, capsys: Capture, stages: int, layers: int) -> None:
+def test_rules_that_say_nothing_of_stages(tmp_path: Path, stages: int, layers: int) -> None:
     """Each tensor lies in one stage, which the spec leaves open; batch statistics have drifted there."""
     unstaged, right, whole = staged(stages, layers)
     c = Checkpoint(tmp_path, right, whole)
@@ -381,8 +379,7 @@ def test_rules_that_say_nothing_of_stages(tmp_path: Path, capsys: Capture, stage
         c.rewrite(rank, {name: array + rank for name, array in arrays.items() if name.endswith("moving_mean")})
     target = Spec({"n": 2}, (Rule("layers.*.w", {0: ("n",)}), Rule("*", {})))
     arguments = c.arguments(unstaged, target=target)
-    finished = run_here(capsys, *arguments)
-    assert finished.code == 0, finished
+    done(*arguments)
     for name in [name for name in whole if name.endswith("moving_mean")]:
         c.tensors[name] = c.tensors[name] + next(rank for rank, arrays in c.shards.items() if name in arrays)
     held = read_shard(c.dst / "rank_0" / "checkpoint_0.ckpt")
@@ -402,7 +399,7 @@ def test_rules_that_say_nothing_of_stages(tmp_path: Path, capsys: Capture, stage
 
 
 @pytest.mark.parametrize("gone", [0, 1])
-def test_a_stage_without_any_shard_under_rules(tmp_path: Path, capsys: Capture, gone: int) -> None:
+def test_a_stage_without_any_shard_under_rules(tmp_path: Path, gone: int) -> None:
     """What it held is unknown, as the rules do not name it."""
     unstaged, right, whole = staged(2, 4)
     c = Checkpoint(tmp_path, right, whole)
@@ -410,8 +407,8 @@ def test_a_stage_without_any_shard_under_rules(tmp_path: Path, capsys: Capture, 
         shutil.rmtree(c.shard(rank).parent)
     target = Spec({"n": 1}, (Rule("*", {}),))
     for command in ("plan", "transform"):
-        finished = run_here(capsys, *c.arguments(unstaged, target=target, command=command))
-        assert finished.code == 3 and f"a shard of stage {gone} of the source" in finished.err, finished
+        said = c.refused(unstaged, target=target, command=command)
+        assert f"a shard of stage {gone} of the source" in said
     files = {rank: c.shard(rank) for rank in range(8) if rank // 4 != gone}
     with pytest.raises(reshard_mpi.CoverageError, match=f"a shard of stage {gone}"):
         reshard_mpi.load_rank(0, files, tmp_path / "src.toml", tmp_path / "dst.toml")
@@ -430,21 +427,20 @@ def drifting(c: Checkpoint, name: str, change: float) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "change"), [("head", 1e-3), ("bn.moving_mean", 5.0), ("bn.running_var", 5.0)])
-def test_a_few_copies_that_have_drifted(tmp_path: Path, capsys: Capture, name: str, change: float) -> None:
+def test_a_few_copies_that_have_drifted(tmp_path: Path, name: str, change: float) -> None:
     c = Checkpoint(
         tmp_path, whole={**tensors(), "bn.moving_mean": np.ones(8, "f4"), "bn.running_var": np.ones(8, "f4")}
     )
     drifting(c, name, change)
     for options in ([], ["--jobs", "3"]):
-        finished = run_here(capsys, *c.arguments(RIGHT, "--overwrite", *options))
-        assert finished.code == 0, finished
+        finished = c.done(RIGHT, "--overwrite", *options)
         (told,) = finished.warnings
         assert told.startswith(f"copies of '{name}' differ from rank to rank")
     before = listing(c.dst)
-    finished = run_here(capsys, *c.arguments(RIGHT, "--overwrite", "--strict"))
-    assert finished.code == 3 and f"'{name}'" in finished.err and "have drifted apart" in finished.err
+    said = c.refused(RIGHT, "--overwrite", "--strict")
+    assert f"'{name}'" in said and "have drifted apart" in said
     assert listing(c.dst) == before
-    assert run_here(capsys, *c.arguments(RIGHT, "--overwrite", "--replicas", "any")).warnings == []
+    assert c.run(RIGHT, "--overwrite", "--replicas", "any").warnings == []
 
 
 def test_drift_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -458,25 +454,25 @@ def test_drift_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
         reshard_mpi.plan(c.src, tmp_path / "src.toml", tmp_path / "dst.toml", strict=True)
 
 
-def test_a_few_copies_that_have_nothing_in_common(tmp_path: Path, capsys: Capture) -> None:
+def test_a_few_copies_that_have_nothing_in_common(tmp_path: Path) -> None:
     """One tensor of a rule's many that is cut in truth: it is no drift, though most of the others agree."""
     c = Checkpoint(tmp_path, whole={**tensors(), **{f"norms.{layer}": np.ones(4, "f4") for layer in range(20)}})
     noise = np.random.default_rng(1)
     for rank in range(8):
         c.rewrite(rank, {"head": noise.standard_normal((8, 8), dtype=np.float32)})
-    finished = run_here(capsys, *c.arguments())
-    assert finished.code == 3 and "other values in 'head'" in finished.err
+    said = c.refused()
+    assert "other values in 'head'" in said
 
 
-def test_copies_most_of_which_have_drifted(tmp_path: Path, capsys: Capture) -> None:
+def test_copies_most_of_which_have_drifted(tmp_path: Path) -> None:
     c = Checkpoint(tmp_path)
     for name in ("head", "norm"):
         drifting(c, name, 1e-3)
-    finished = run_here(capsys, *c.arguments())
-    assert finished.code == 3 and "does not fit the checkpoint" in finished.err and "--replicas any" in finished.err
+    said = c.refused()
+    assert "does not fit the checkpoint" in said and "--replicas any" in said
 
 
-def test_parts_that_are_the_same_by_nature(tmp_path: Path, capsys: Capture) -> None:
+def test_parts_that_are_the_same_by_nature(tmp_path: Path) -> None:
     """Zeros and ones tell nothing of how they are cut."""
     whole = tensors()
     moments = {f"moments.{name}": np.zeros_like(array) for name, array in whole.items() if name.startswith("layers")}
@@ -487,42 +483,39 @@ def test_parts_that_are_the_same_by_nature(tmp_path: Path, capsys: Capture) -> N
         )
     c.tensors |= moments
     spec = Spec(MESH, RIGHT.rules)
-    assert run_here(capsys, *c.arguments(spec)).code == 0
+    c.done(spec)
 
 
 EQUAL_ROWS = np.tile(np.linspace(-2, 3, 8, dtype=np.float32), (32, 1))
 CUT_IN_TWO = Spec({"rank": 2}, (Rule("*", {0: ("rank",)}),))
 
 
-def test_files_that_say_how_they_are_cut_are_believed(tmp_path: Path, capsys: Capture) -> None:
+def test_files_that_say_how_they_are_cut_are_believed(tmp_path: Path) -> None:
     """Mamba's decay rates are the same in each row, so ranks hold equal parts; its strategy is no less right."""
     whole = {"A_log": EQUAL_ROWS, "mixer": np.arange(64, dtype=np.float32).reshape(8, 8)}
     write_shard(whole, tmp_path / "model.ckpt")
     (tmp_path / "two.toml").write_text(CUT_IN_TWO.text())
     reshard_mpi.transform(tmp_path / "model.ckpt", tmp_path / "two", None, tmp_path / "two.toml", to="hdf5")
-    assert (
-        run_here(capsys, "transform", str(tmp_path / "two"), str(tmp_path / "one"), "--to", "ckpt", "--strict").code
-        == 0
-    )
+    done("transform", tmp_path / "two", tmp_path / "one", "--to", "ckpt", "--strict")
     assert read_shard(tmp_path / "one" / "rank_0" / "checkpoint_0.ckpt") == as_read(whole)
 
 
-def test_a_spec_for_equal_rows_needs_to_be_taken_at_its_word(tmp_path: Path, capsys: Capture) -> None:
+def test_a_spec_for_equal_rows_needs_to_be_taken_at_its_word(tmp_path: Path) -> None:
     c = Checkpoint(tmp_path, CUT_IN_TWO, {"A_log": EQUAL_ROWS})
-    finished = run_here(capsys, *c.arguments(CUT_IN_TWO, target=Spec({"n": 1}, (Rule("*", {}),))))
-    assert finished.code == 3 and "parts that should be different are the same" in finished.err
+    said = c.refused(CUT_IN_TWO, target=Spec({"n": 1}, (Rule("*", {}),)))
+    assert "parts that should be different are the same" in said
 
 
-def test_a_shard_of_another_shape_is_no_proof_against_the_strategy(tmp_path: Path, capsys: Capture) -> None:
+def test_a_shard_of_another_shape_is_no_proof_against_the_strategy(tmp_path: Path) -> None:
     spec = but(RIGHT, 2, optimizer=())  # or nobody else had what rank 5 has of the embedding
     c = Checkpoint(tmp_path, spec)
     c.rewrite(5, {"layers.0.qkv": np.zeros((3, 8), "f4")})
-    finished = run_here(capsys, *c.arguments(spec))
-    assert finished.code == 3 and "[3, 8]" in finished.err and "rank_5" in finished.err
-    assert "does not fit" in finished.err and "rank_5" in finished.err.split("where: ")[1]
+    said = c.refused(spec)
+    assert "[3, 8]" in said and "rank_5" in said
+    assert "does not fit" in said and "rank_5" in said.split("where: ")[1]
 
 
-def test_one_of_many_that_has_drifted_on_one_rank(tmp_path: Path, capsys: Capture) -> None:
+def test_one_of_many_that_has_drifted_on_one_rank(tmp_path: Path) -> None:
     """Whichever rank it is: what only tells of a shard looks at few tensors, and of many ways at one of each."""
     mesh = {"a": 2, "b": 2, "c": 2}
     ways = [{}, *({dim: (axis,)} for dim in (0, 1) for axis in mesh), *({0: (a,), 1: (b,)} for a, b in ("ab", "bc"))]
@@ -537,36 +530,34 @@ def test_one_of_many_that_has_drifted_on_one_rank(tmp_path: Path, capsys: Captur
     drifted = whole["k0.u"] * np.float32(1.0001)
     for rank in (3, 6):
         c.rewrite(rank, {"k0.u": drifted})
-        finished = run_here(capsys, *c.arguments(spec, command="plan", target=Spec({"n": 1}, (Rule("*", {}),))))
-        assert finished.code == 0, finished
+        finished = c.done(spec, command="plan", target=Spec({"n": 1}, (Rule("*", {}),)))
         (told,) = finished.warnings
         assert told.startswith("copies of 'k0.u' differ from rank to rank")
         c.rewrite(rank, {"k0.u": whole["k0.u"]})
 
 
 @pytest.mark.parametrize("name", ["rng_state", "cuda.rng.3", "np_random", "seed", "Seeds1"])
-def test_random_state_that_a_rule_for_all_catches(tmp_path: Path, capsys: Capture, name: str) -> None:
+def test_random_state_that_a_rule_for_all_catches(tmp_path: Path, name: str) -> None:
     c = Checkpoint(tmp_path)
     for rank in range(8):
         c.rewrite(rank, {name: np.random.default_rng(rank).integers(0, 256, 600, np.uint8)})
-    finished = run_here(capsys, *c.arguments())
-    assert finished.code == 0, finished
+    finished = c.done()
     (told,) = finished.warnings
     assert told.startswith(f"copies of '{name}' differ from rank to rank")
-    assert run_here(capsys, *c.arguments(RIGHT, "--overwrite", "--strict")).code == 3
+    assert c.run(RIGHT, "--overwrite", "--strict").code == 3
 
 
 @pytest.mark.parametrize("name", ["strange.weight", "grng", "randomize_weight"])
-def test_whole_numbers_of_another_name_are_no_random_state(tmp_path: Path, capsys: Capture, name: str) -> None:
+def test_whole_numbers_of_another_name_are_no_random_state(tmp_path: Path, name: str) -> None:
     c = Checkpoint(tmp_path)
     for rank in range(8):
         c.rewrite(rank, {name: np.random.default_rng(rank).integers(0, 256, 600, np.uint8)})
-    finished = run_here(capsys, *c.arguments())
-    assert finished.code == 3 and f"other values in '{name}'" in finished.err
+    said = c.refused()
+    assert f"other values in '{name}'" in said
 
 
 @pytest.mark.parametrize("heights", [(3, 1), (3, 1, 3, 1), (5, 4, 3)])
-def test_replicated_but_cut_unevenly(tmp_path: Path, capsys: Capture, heights: tuple[int, ...]) -> None:
+def test_replicated_but_cut_unevenly(tmp_path: Path, heights: tuple[int, ...]) -> None:
     """Shapes alone tell it; no shard is the odd one out, so none can be called damaged."""
     spec = Spec({"n": len(heights)}, (Rule("*", {}),))
     c = Checkpoint(tmp_path, spec, {"norm": np.arange(16, dtype=np.float32)})
@@ -574,12 +565,12 @@ def test_replicated_but_cut_unevenly(tmp_path: Path, capsys: Capture, heights: t
     for rank, height in enumerate(heights):
         c.rewrite(rank, {"head": head[:height] if height != 1 else head[3:4]})
     for command in ("plan", "transform"):
-        finished = run_here(capsys, *c.arguments(spec, command=command, target=Spec({"n": 1}, (Rule("*", {}),))))
-        assert finished.code == 3 and "other shapes in 'head'" in finished.err and "src.toml" in finished.err, finished
+        said = c.refused(spec, command=command, target=Spec({"n": 1}, (Rule("*", {}),)))
+        assert "other shapes in 'head'" in said and "src.toml" in said
     assert not c.dst.exists()
 
 
-def test_a_shard_of_another_rank(tmp_path: Path, capsys: Capture) -> None:
+def test_a_shard_of_another_rank(tmp_path: Path) -> None:
     """Two of eight swapped: what tells it is compared even if more ways of cutting are cut over all ranks."""
     ways = [{0: ("dp", "tp")}, {1: ("dp", "tp")}, {0: ("tp", "dp")}, {1: ("tp", "dp")}]
     ways += [{0: ("dp",), 1: ("tp",)}, {0: ("tp",), 1: ("dp",)}]
@@ -595,8 +586,8 @@ def test_a_shard_of_another_rank(tmp_path: Path, capsys: Capture) -> None:
         mine, theirs = dict(c.shards[first]), dict(c.shards[second])
         c.rewrite(first, theirs)
         c.rewrite(second, mine)
-        finished = run_here(capsys, *c.arguments(spec, target=Spec({"n": 1}, (Rule("*", {}),))))
-        assert finished.code == 3 and "'norm'" in finished.err, finished
+        said = c.refused(spec, target=Spec({"n": 1}, (Rule("*", {}),)))
+        assert "'norm'" in said
 
 
 @pytest.mark.parametrize("stages", [8, 16])
@@ -621,36 +612,34 @@ def test_what_one_of_many_stages_has(stages: int, name: str, axis: int) -> None:
 # What no strategy lists
 
 
-def test_random_state_is_each_ranks_own(tmp_path: Path, capsys: Capture) -> None:
+def test_random_state_is_each_ranks_own(tmp_path: Path) -> None:
     spec = Spec(MESH, (Rule("layers.*.qkv", ROWS), Rule("layers.*.out", COLUMNS), Rule("[enh]*", WHOLE)))
     whole = {name: array for name, array in tensors().items() if name != "embedding"}
     c = Checkpoint(tmp_path, spec, whole)
     for rank in range(8):
         c.rewrite(rank, {"rng": np.full(600, rank, np.uint8), "scale": np.array(rank, "f4")})
-    finished = run_here(capsys, *c.arguments(spec))
-    assert finished.code == 0 and "note: 'rng' differs between ranks" in finished.err, finished
+    finished = c.done(spec)
+    assert "note: 'rng' differs between ranks" in finished.err, finished
 
 
-def test_a_rank_has_few_values_of_its_own(tmp_path: Path, capsys: Capture) -> None:
+def test_a_rank_has_few_values_of_its_own(tmp_path: Path) -> None:
     """Whole numbers, small and of one dimension; but 16 of them are parts of tensors that the strategy forgot."""
     spec = Spec(MESH, (Rule("layers.*.qkv", ROWS), Rule("layers.*.out", COLUMNS), Rule("[enh]*", WHOLE)))
     whole = {name: array for name, array in tensors().items() if name != "embedding"}
     c = Checkpoint(tmp_path, spec, whole)
     for rank in range(8):
         c.rewrite(rank, {f"x.{number}": np.arange(8, dtype=np.int32) + rank for number in range(16)})
-    finished = run_here(capsys, *c.arguments(spec))
-    assert finished.code == 3 and "16 compared tensors ('x." in finished.err, finished
-    assert run_here(capsys, *c.arguments(spec, "--unlisted", "replicate")).code == 0
+    said = c.refused(spec)
+    assert "16 compared tensors ('x." in said
+    c.done(spec, "--unlisted", "replicate")
 
 
-def test_plan_shows_what_rules_make_of_tensors(
-    tmp_path: Path, capsys: Capture, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_plan_shows_what_rules_make_of_tensors(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Which dimension is cut, no copies can show; but people see a shape that is not theirs."""
     c = Checkpoint(tmp_path)
     wrong = but(RIGHT, 0, split=COLUMNS)
     for spec, shape in ((RIGHT, [16, 8]), (wrong, [4, 32])):
-        finished = run_here(capsys, *c.arguments(spec, command="plan"))
+        finished = c.run(spec, command="plan")
         line = f"by rule 'layers.*.qkv', 'layers.0.qkv' of shape [4, 8] on a rank is {shape} as a whole"
         assert finished.code == 0 and finished.err.count(f"note: {line}\n") == 1
         with caplog.at_level(logging.INFO, "reshard_mpi"):
@@ -660,7 +649,7 @@ def test_plan_shows_what_rules_make_of_tensors(
 
 
 @pytest.mark.parametrize("size", [1, 40_000])
-def test_parts_of_tensors_are_no_ranks_own(tmp_path: Path, capsys: Capture, size: int) -> None:
+def test_parts_of_tensors_are_no_ranks_own(tmp_path: Path, size: int) -> None:
     """16 sharded tensors that the strategy forgot; large state of whole numbers as well."""
     spec = Spec(MESH, (Rule("layers.*.qkv", ROWS), Rule("layers.*.out", COLUMNS), Rule("[enh]*", WHOLE)))
     whole = {name: array for name, array in tensors().items() if name != "embedding"}
@@ -669,14 +658,14 @@ def test_parts_of_tensors_are_no_ranks_own(tmp_path: Path, capsys: Capture, size
     for rank in range(8):
         forgotten = {f"x.{number}": noise.standard_normal((2, 2), dtype=np.float32) for number in range(16)}
         c.rewrite(rank, forgotten if size == 1 else {"x.0": noise.integers(0, 9, size)})
-    finished = run_here(capsys, *c.arguments(spec))
-    assert finished.code == 3 and "no copies of each other" in finished.err and "'x.0'" in finished.err
-    assert "--unlisted replicate takes one rank's" in finished.err and not c.dst.exists()
-    finished = run_here(capsys, *c.arguments(spec, "--unlisted", "replicate"))
-    assert finished.code == 0 and "x.0" in read_shard(c.dst / "rank_1" / "checkpoint_1.ckpt")
+    said = c.refused(spec)
+    assert "no copies of each other" in said and "'x.0'" in said
+    assert "--unlisted replicate takes one rank's" in said and not c.dst.exists()
+    c.done(spec, "--unlisted", "replicate")
+    assert "x.0" in read_shard(c.dst / "rank_1" / "checkpoint_1.ckpt")
 
 
-def test_a_forgotten_tensor_is_named_before_its_moments(tmp_path: Path, capsys: Capture) -> None:
+def test_a_forgotten_tensor_is_named_before_its_moments(tmp_path: Path) -> None:
     """Which lie before it in the files of some programs, and are cut as it is."""
     spec = Spec(MESH, (Rule("layers.*.qkv", ROWS), Rule("layers.*.out", COLUMNS), Rule("[enh]*", WHOLE)))
     c = Checkpoint(tmp_path, spec, {name: array for name, array in tensors().items() if name != "embedding"})
@@ -684,43 +673,42 @@ def test_a_forgotten_tensor_is_named_before_its_moments(tmp_path: Path, capsys: 
     for rank in range(8):
         names = [f"adam_{kind}.x.{number}" for kind in "mv" for number in range(2)] + ["x.0", "x.1"]
         c.rewrite(rank, {name: noise.standard_normal((2, 2), dtype=np.float32) for name in names})
-    finished = run_here(capsys, *c.arguments(spec))
-    assert finished.code == 3 and "in 6 compared tensors ('x.0', 'x.1', 'adam_" in finished.err, finished.err
+    said = c.refused(spec)
+    assert "in 6 compared tensors ('x.0', 'x.1', 'adam_" in said
 
 
 @pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int64, np.float32])
-def test_forgotten_tensors_of_two_dimensions(tmp_path: Path, capsys: Capture, kind: type) -> None:
+def test_forgotten_tensors_of_two_dimensions(tmp_path: Path, kind: type) -> None:
     """Quantized weights, however small, and columns of one element are parts of a tensor."""
     spec = Spec(MESH, (Rule("layers.*.qkv", ROWS), Rule("layers.*.out", COLUMNS), Rule("[enh]*", WHOLE)))
     c = Checkpoint(tmp_path, spec, {name: array for name, array in tensors().items() if name != "embedding"})
     for rank in range(8):
         shape = (1, 1) if kind is np.float32 else (4, 8)
         c.rewrite(rank, {"quantized": np.random.default_rng(rank).integers(0, 100, shape).astype(kind)})
-    finished = run_here(capsys, *c.arguments(spec))
-    assert finished.code == 3 and "no copies of each other" in finished.err and "'quantized'" in finished.err
+    said = c.refused(spec)
+    assert "no copies of each other" in said and "'quantized'" in said
 
 
 # Ranks that are not there
 
 
-def test_more_ranks_than_there_are(tmp_path: Path, capsys: Capture) -> None:
+def test_more_ranks_than_there_are(tmp_path: Path) -> None:
     c = Checkpoint(tmp_path)
     more = Spec({"dp": 4, "tp": 4}, (*RIGHT.rules[:2], *RIGHT.rules[3:]))
     c = Checkpoint(tmp_path / "more", Spec(MESH, more.rules))
-    finished = run_here(capsys, *c.arguments(more))
-    assert finished.code == 0
+    finished = c.done(more)
     (told,) = finished.warnings
     assert told.startswith("8 of 16 ranks are there: no shard of ranks 8, 9, 10, 11, 12, 13, 14, 15 in ")
     c.assert_right()
     fewer = Spec({"tp": 14}, (Rule("layers.*", {0: ("tp",)}), Rule("*", {})))
-    finished = run_here(capsys, *c.arguments(fewer, "--overwrite"))
-    assert finished.code == 3 and "no source holds a part of" in finished.err
+    said = c.refused(fewer, "--overwrite")
+    assert "no source holds a part of" in said
 
 
 # --unlisted drop
 
 
-def test_state_that_only_the_rule_for_all_catches_is_dropped(tmp_path: Path, capsys: Capture) -> None:
+def test_state_that_only_the_rule_for_all_catches_is_dropped(tmp_path: Path) -> None:
     """Weights alone, by a spec that ends in a rule for all."""
     whole = tensors()
     state = {f"{kind}.{name}": -array for name, array in whole.items() for kind in ("adam_m", "adam_v")}
@@ -729,13 +717,12 @@ def test_state_that_only_the_rule_for_all_catches_is_dropped(tmp_path: Path, cap
     for rank, arrays in c.shards.items():
         c.rewrite(rank, {f"{kind}.{name}": -array for name, array in arrays.items() for kind in ("adam_m", "adam_v")})
     for command in ("plan", "transform"):
-        finished = run_here(capsys, *c.arguments(spec, "--unlisted", "drop", command=command))
-        assert finished.code == 0, finished
+        c.done(spec, "--unlisted", "drop", command=command)
     c.assert_right()
     loaded = reshard_mpi.load_rank(0, c.src, tmp_path / "src.toml", tmp_path / "dst.toml", unlisted="drop")
     assert set(loaded) == set(whole)
     listed = Spec({"n": 2}, (Rule("layers.*", {0: ("n",)}), Rule("adam_m.*", {}), Rule("*", {})))
-    assert run_here(capsys, *c.arguments(spec, "--unlisted", "drop", "--overwrite", target=listed)).code == 0
+    c.done(spec, "--unlisted", "drop", "--overwrite", target=listed)
     c.tensors |= {name: array for name, array in state.items() if name.startswith("adam_m")}
     c.assert_right(listed)
 
@@ -744,7 +731,7 @@ def test_state_that_only_the_rule_for_all_catches_is_dropped(tmp_path: Path, cap
 
 
 @pytest.mark.parametrize("mesh", [(16384,), (2048, 8), (64, 32, 8), (3, 5, 7), (16383,)])
-@pytest.mark.parametrize("stages", [1, 4, 64])
+@pytest.mark.parametrize("stages", few(1, [64, 4, 1]))
 def test_few_of_many_shards_are_opened(mesh: tuple[int, ...], stages: int) -> None:
     size = int(np.prod(mesh)) * stages
     strategy = Strategy(size, stages, {"w": (Placement(mesh, stages=tuple(range(stages))),)})
@@ -834,7 +821,7 @@ def test_places_are_runs_of_the_tensor(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(slip=slips())
 def test_a_slip_is_refused_or_makes_no_difference(slip: Slip) -> None:
     """Wrong bytes are met with exit code 0 only where no two shards contradict the spec, whatever is compared."""

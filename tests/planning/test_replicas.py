@@ -116,7 +116,7 @@ def test_as_few_ranks_as_possible(missing: bool) -> None:
     read = least = 0
 
     @seed(2)
-    @settings(max_examples=120, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=60, database=None, suppress_health_check=list(HealthCheck))
     @given(LISTED, st.randoms(use_true_random=False))
     def measure(case: Case, random: object) -> None:
         nonlocal read, least

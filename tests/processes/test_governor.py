@@ -18,11 +18,10 @@ from types import ModuleType
 
 import pytest
 from support.checkpoints import read_shard
-from support.command_line import COMMAND, Capture, run_apart, run_here
+from support.command_line import COMMAND, done, run_apart, run_here
 from support.conversions import assert_right, listing, make, side, transform_apart
-from support.holders import TIMEOUT_SECONDS, Holder, ended, leased, until
+from support.holders import TIMEOUT_SECONDS, Changing, Holder, ended, leased, ledger, until
 from support.launch import MPI
-from support.ledgers import Changing, ledger
 from support.oracle import RawLayout
 from support.stand_ins import doing
 
@@ -174,29 +173,29 @@ def test_the_same_without_the_governor_takes_more(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [("--jobs", "1"), ("--jobs", "2"), ("--rank", "1")])
-def test_what_can_never_fit_is_refused(tmp_path: Path, capsys: Capture, options: tuple[str, ...]) -> None:
+def test_what_can_never_fit_is_refused(tmp_path: Path, options: tuple[str, ...]) -> None:
     c = make(tmp_path)
-    finished = run_here(capsys, *c.arguments("transform", "--memory", "25M", *options))
+    finished = c.run("transform", "--memory", "25M", *options)
     assert finished.code == 5 and finished.out == ""
     assert "can never fit" in finished.err and "25.00 MiB or less" in finished.err
     assert "projected 28." in finished.err and "28.00 MiB are reserved" in finished.err and "--memory" in finished.err
     assert not c.dst.exists()
 
 
-def test_plan_says_so_too(tmp_path: Path, capsys: Capture) -> None:
+def test_plan_says_so_too(tmp_path: Path) -> None:
     c = make(tmp_path)
-    assert run_here(capsys, *c.arguments("plan", "--memory", "25M")).code == 5
-    assert run_here(capsys, *c.arguments("plan", "--memory", "1G")).code == 0
+    assert c.run("plan", "--memory", "25M").code == 5
+    c.done("plan", "--memory", "1G")
 
 
 def test_a_plan_leaves_no_lease_and_a_batch_script_is_for_other_hosts(
-    tmp_path: Path, capsys: Capture, state: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     c = make(tmp_path)
-    assert run_here(capsys, *c.arguments("plan")).code == 0
+    c.done("plan")
     assert list(state.glob("*/*")) == []
     monkeypatch.setenv("RESHARD_MPI_MEMORY", "25M")
-    assert run_here(capsys, *c.arguments("plan", "--sbatch")).code == 0
+    c.done("plan", "--sbatch")
     assert run_apart(*c.arguments("plan", "--sbatch")).code == 0
     assert run_apart(*c.arguments("plan")).code == 5
 
@@ -223,21 +222,21 @@ def test_the_functions_refuse_it_too(tmp_path: Path) -> None:
     assert not c.dst.exists()
 
 
-def test_wrong_amounts(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_amounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     c = make(tmp_path)
     for amount in ("much", "-1", "0", "1.5.5G", ""):
-        finished = run_here(capsys, *c.arguments("transform", f"--memory={amount}"))
-        assert finished.code == 2 and "no amount of memory" in finished.err and "--memory" in finished.err, amount
-    assert run_here(capsys, *c.arguments("transform", "--max-active", "0")).code == 2
+        said = c.refused("transform", f"--memory={amount}", code=2)
+        assert "no amount of memory" in said and "--memory" in said
+    assert c.run("transform", "--max-active", "0").code == 2
     with pytest.raises(UsageError):
         reshard_mpi.transform_checkpoints(c.src, c.dst, "p", c.src_strategy, c.dst_strategy, max_active=0)
     monkeypatch.setenv("RESHARD_MPI_MEMORY", "lots")
-    finished = run_here(capsys, *c.arguments())
-    assert finished.code == 2 and "RESHARD_MPI_MEMORY" in finished.err
+    said = c.refused(code=2)
+    assert "RESHARD_MPI_MEMORY" in said
     assert not c.dst.exists()
     monkeypatch.setenv("RESHARD_MPI_MEMORY", "10M")
-    assert run_here(capsys, *c.arguments()).code == 5
-    assert run_here(capsys, *c.arguments("transform", "--memory", "1G")).code == 0
+    assert c.run().code == 5
+    c.done("transform", "--memory", "1G")
 
 
 def test_sizes() -> None:
@@ -353,7 +352,7 @@ def test_a_process_that_cannot_grow_starts_over_and_keeps_its_place(tmp_path: Pa
 def test_a_process_that_waits_at_its_start_can_be_stopped(tmp_path: Path, state: Path) -> None:
     c = make(tmp_path)
     with ended(Holder(state, 190 * MIB, memory="200M").expect("holds")):
-        command = [*COMMAND, *c.arguments("transform", "--memory", "200M")]
+        command = [*COMMAND, *c.arguments("transform", "--memory", "200M", "--progress", "none")]
         for number, code, word in ((signal.SIGTERM, 143, "terminated"), (signal.SIGINT, 130, "interrupted")):
             process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
             assert process.stderr is not None and "waiting for memory" in process.stderr.readline()
@@ -510,7 +509,7 @@ def test_callers_of_the_functions_hear_of_waiting(
 # What a person sees
 
 
-def test_governor_shows_leases_and_the_line(state: Path, capsys: Capture) -> None:
+def test_governor_shows_leases_and_the_line(state: Path) -> None:
     a = Holder(state, 64 * MIB, memory="100M").expect("holds")
     b = Holder(state, 32 * MIB, memory="100M").expect("holds")
     with ended(a, b, c := Holder(state, 70 * MIB, memory="100M")):
@@ -518,14 +517,14 @@ def test_governor_shows_leases_and_the_line(state: Path, capsys: Capture) -> Non
         d = Holder(state, MIB, memory="100M")
         with ended(d):
             assert d.read().startswith("waits")
-            text = run_here(capsys, "governor").out
+            text = run_here("governor").out
             lines = text.splitlines()
             assert lines[0].startswith("this host: 2 leases hold 96.00 MiB of ") and lines[0].endswith(", 2 waiting")
             assert f"pid {a.pid}" in lines[1] and "holds 64.00 MiB" in lines[1] and f"process {a.pid}" in lines[1]
             assert "1." in lines[3] and f"pid {c.pid}" in lines[3] and "waits for 70.00 MiB" in lines[3]
             assert "2." in lines[4] and f"pid {d.pid}" in lines[4]
             assert "waits for 1.00 MiB within 100.00 MiB" in lines[4]
-            facts = json.loads(run_here(capsys, "governor", "--json").out)
+            facts = json.loads(run_here("governor", "--json").out)
             (host,) = [scope for scope in facts["scopes"] if scope["name"] == "this host"]
             assert [lease["pid"] for lease in host["leases"]] == [a.pid, b.pid]
             assert [waiting["size_bytes"] for waiting in host["waiting"]] == [70 * MIB, MIB]
@@ -533,13 +532,13 @@ def test_governor_shows_leases_and_the_line(state: Path, capsys: Capture) -> Non
             assert host["held_bytes"] == 96 * MIB < host["allowed_bytes"] <= host["ceiling_bytes"]
 
 
-def test_governor_where_nobody_is(state: Path, capsys: Capture) -> None:
-    finished = run_here(capsys, "governor")
-    assert finished.code == 0 and "this host: 0 leases hold 0 B of " in finished.out
+def test_governor_where_nobody_is(state: Path) -> None:
+    finished = done("governor")
+    assert "this host: 0 leases hold 0 B of " in finished.out
 
 
-def test_governor_shows_jobs_it_is_not_in(state: Path, capsys: Capture) -> None:
+def test_governor_shows_jobs_it_is_not_in(state: Path) -> None:
     job = {"SLURM_JOB_ID": "17", "SLURM_MEM_PER_NODE": "300"}
     with ended(Holder(state, 64 * MIB, memory="100M", env=job).expect("holds")):
-        text = run_here(capsys, "governor").out
+        text = run_here("governor").out
         assert "SLURM job 17: 1 lease holds 64.00 MiB of 300.00 MiB" in text

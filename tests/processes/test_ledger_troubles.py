@@ -13,11 +13,23 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from support.command_line import Capture, run_here
+from support.command_line import done, run_here
 from support.conversions import make
-from support.crowd import NoNotices, entered, wanted
-from support.holders import TIMEOUT_SECONDS, Holder, ended, until
-from support.ledgers import LEASE, Changing, entries, in_line, ledger, pids
+from support.holders import (
+    LEASE,
+    TIMEOUT_SECONDS,
+    Changing,
+    Holder,
+    NoNotices,
+    ended,
+    entered,
+    entries,
+    in_line,
+    ledger,
+    pids,
+    until,
+    wanted,
+)
 
 from reshard_mpi.errors import ReshardError
 from reshard_mpi.processes.governor.governor import Governor
@@ -157,14 +169,14 @@ def test_a_lock_that_a_stopped_process_holds_is_named(state: Path) -> None:
             second.expect("holds").let_go()
 
 
-def test_who_leaves_does_not_wait_for_a_stopped_one(state: Path, capsys: Capture) -> None:
+def test_who_leaves_does_not_wait_for_a_stopped_one(state: Path) -> None:
     first = Holder(state, MIB, memory="64M").expect("holds")
     with ended(first), stopped_with_the_lock(ledger(state).path) as pid:
         first.let_go()
         assert entries(state) == []
-        finished = run_here(capsys, "governor")
-        assert finished.code == 0 and f"pid {pid} (stopped) keeps its line locked" in finished.out
-        facts = json.loads(run_here(capsys, "governor", "--json").out)
+        finished = done("governor")
+        assert f"pid {pid} (stopped) keeps its line locked" in finished.out
+        facts = json.loads(run_here("governor", "--json").out)
         (host,) = [scope for scope in facts["scopes"] if scope["name"] == "this host"]
         assert host["locked_by"] == [{"pid": pid, "state": "stopped"}]
         os.kill(pid, signal.SIGCONT)
@@ -172,12 +184,12 @@ def test_who_leaves_does_not_wait_for_a_stopped_one(state: Path, capsys: Capture
         assert not ledger(state).path.exists()
 
 
-def test_governor_says_who_is_stopped(state: Path, capsys: Capture) -> None:
+def test_governor_says_who_is_stopped(state: Path) -> None:
     with ended(first := Holder(state, LEASE, memory="100M").expect("holds")), continued(first):
         stop(first)
-        text = run_here(capsys, "governor").out
+        text = run_here("governor").out
         assert f"pid {first.pid}" in text and "stopped" in text
-        facts = json.loads(run_here(capsys, "governor", "--json").out)
+        facts = json.loads(run_here("governor", "--json").out)
         (host,) = [scope for scope in facts["scopes"] if scope["name"] == "this host"]
         assert [lease["state"] for lease in host["leases"]] == ["stopped"]
 
@@ -216,7 +228,7 @@ def test_something_in_the_place_of_a_ledger_is_named(tmp_path: Path, kind: str) 
 
 
 @pytest.mark.parametrize("content", [b"{}", b"[" * 100_000, b"\xff" * 10_000, b"waiting1" * 5_000, b"lease..1" * 5_000])
-def test_what_a_file_says_counts_only_where_a_process_lives(state: Path, content: bytes, capsys: Capture) -> None:
+def test_what_a_file_says_counts_only_where_a_process_lives(state: Path, content: bytes) -> None:
     path = ledger(state).path
     for folder in (path.parent.parent, path.parent):
         folder.mkdir(mode=0o700)
@@ -224,7 +236,7 @@ def test_what_a_file_says_counts_only_where_a_process_lives(state: Path, content
     first = Holder(state, LEASE, memory="64M").expect("holds")
     with ended(first, second := Holder(state, LEASE, memory="64M")):
         assert second.read().startswith("waits: ")
-        text = run_here(capsys, "governor").out
+        text = run_here("governor").out
         assert f"pid {first.pid}" in text and "1 lease holds" in text and "1 waiting" in text
         first.let_go()
         second.expect("holds").let_go()
@@ -239,7 +251,7 @@ def test_a_file_of_any_size_is_read_as_far_as_a_ledger_can_be_long(tmp_path: Pat
     assert not line.path.exists()
 
 
-def test_a_run_beside_strays(tmp_path: Path, state: Path, capsys: Capture) -> None:
+def test_a_run_beside_strays(tmp_path: Path, state: Path) -> None:
     c = make(tmp_path)
     folder = ledger(state).path.parent
     for part in (folder.parent, folder):
@@ -248,8 +260,8 @@ def test_a_run_beside_strays(tmp_path: Path, state: Path, capsys: Capture) -> No
     (folder / "a link").symlink_to("/proc/1")
     for kind in KINDS:
         put(folder / f"{kind}.ledger", kind)
-    assert run_here(capsys, *c.arguments("transform", "--memory", "1G")).code == 0
-    assert run_here(capsys, "governor").code == 0
+    c.done("transform", "--memory", "1G")
+    done("governor")
 
 
 # A lease that grows

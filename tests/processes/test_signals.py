@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.command_line import COMMAND, Capture, run_here
+from support.command_line import COMMAND
 from support.conversions import Conversion, four_targets
 from support.examples import few
 from support.harm import assert_resumed, fault
@@ -79,9 +79,7 @@ def paused(c: Conversion) -> tuple[dict[str, str], Path]:
     ("again", "says"),
     [("--resume", "interrupted; the same command with --resume goes on"), ("--overwrite", "interrupted")],
 )
-def test_an_interrupt_is_told_on_a_line_of_its_own(
-    tmp_path: Path, capsys: Capture, jobs: str, again: str, says: str
-) -> None:
+def test_an_interrupt_is_told_on_a_line_of_its_own(tmp_path: Path, jobs: str, again: str, says: str) -> None:
     c = four_targets(tmp_path)
     env, ready = paused(c)
     # Pressed at once, before there is a bar, and while there is one.
@@ -92,14 +90,14 @@ def test_an_interrupt_is_told_on_a_line_of_its_own(
     assert not any("Traceback" in line for line in lines), lines
     if again == "--resume":
         whole = c.but(dst=tmp_path / "whole")
-        assert run_here(capsys, *whole.arguments()).code == 0
-        assert_resumed(c, capsys, whole)
+        whole.done()
+        assert_resumed(c, whole)
 
 
 @pytest.mark.parametrize("command", ["verify", "plan"])
-def test_what_cannot_be_resumed_does_not_promise_it(tmp_path: Path, capsys: Capture, command: str) -> None:
+def test_what_cannot_be_resumed_does_not_promise_it(tmp_path: Path, command: str) -> None:
     c = four_targets(tmp_path)
-    assert run_here(capsys, *c.arguments("transform", "--verify")).code == 0
+    c.done("transform", "--verify")
     ready = tmp_path / "ready"
     (tmp_path / "stand_in").mkdir()
     (tmp_path / "stand_in" / "sitecustomize.py").write_text(

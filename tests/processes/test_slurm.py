@@ -10,9 +10,8 @@ import pytest
 from support.command_line import run_apart
 from support.conversions import Conversion, make, shards, side, transform_apart
 from support.launch import MPI, find_mpi
-from support.launch_scripts import LAUNCH, operands
 from support.slurm import Cluster, Task
-from support.slurm_jobs import COMPLETED, TARGETS, rank_environment
+from support.slurm_jobs import COMPLETED, LAUNCH, TARGETS, operands, rank_environment
 from support.stand_ins import doing, refusing
 
 ARRAY = LAUNCH / "slurm_array.sbatch"

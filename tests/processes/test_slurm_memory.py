@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from support.large_checkpoints import write_large
 from support.launch import find_mpi
-from support.launch_scripts import LAUNCH
 from support.slurm import Cluster, Task
-from support.slurm_jobs import rank_environment
+from support.slurm_jobs import LAUNCH, rank_environment
 
 from reshard_mpi.processes.host import ONE_THREAD
 from reshard_mpi.sharding.placement import Placement, Strategy

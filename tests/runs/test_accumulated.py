@@ -38,7 +38,7 @@ def accumulating(draw: st.DrawFn) -> tuple[Case, dict[str, dict[int, np.ndarray]
 
 
 @pytest.mark.slow
-@many(100)
+@many(50)
 @given(drawn=accumulating(), how=HOW, kinds=st.tuples(*[st.sampled_from(KINDS)] * 2))
 def test_targets_hold_what_is_joined(
     drawn: tuple[Case, dict[str, dict[int, np.ndarray]]], how: str, kinds: tuple[str, str]
@@ -69,7 +69,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize("how", ["mean", "sum"])
-@pytest.mark.parametrize(("source", "target"), few(6, PAIRS))
+@pytest.mark.parametrize(("source", "target"), few(2, PAIRS))
 def test_meshes_that_people_have(tmp_path: Path, source: str, target: str, how: str) -> None:
     names = [name for name in ("w", "v") if "p" in source + target or name == "w"]
     sides = [replace(MESHES[key], layouts=with_v(MESHES[key], names)) for key in (source, target)]

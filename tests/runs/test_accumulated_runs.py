@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from support.cases import Side
 from support.checkpoints import as_read, read_shard, write_ranks, write_shard
-from support.command_line import Capture, run_apart, run_here
+from support.command_line import done, run_apart, run_here
 from support.conversions import (
     DST_LAYOUTS,
     SRC_LAYOUTS,
@@ -69,36 +69,35 @@ def written(c: Conversion, rank: int, name: str = NAME) -> np.ndarray:
 @of_every_kind
 @pytest.mark.parametrize(("option", "whole"), [(MEAN, TOTAL / np.float32(2)), (SUM, TOTAL)], ids=["mean", "sum"])
 def test_targets_that_cut_them_get_rows_of_what_is_joined(
-    tmp_path: Path, capsys: Capture, kind: str, option: tuple[str, str], whole: np.ndarray
+    tmp_path: Path, kind: str, option: tuple[str, str], whole: np.ndarray
 ) -> None:
     c = accumulating(tmp_path, kind)
-    finished = run_here(capsys, *c.arguments("transform", *option, "--verify"))
-    assert finished.code == 0, finished
+    finished = c.done("transform", *option, "--verify")
     says = f"note: accumulated gradients accu_grads.*: the {option[1]} of 2 replicas, added in float32 in the order of"
     assert f"{says} their ranks; " in finished.err
     for rank in range(2):
         assert written(c, rank).tobytes() == whole[rank * 4 : rank * 4 + 4].tobytes()
         others = {name: held for name, held in read_shard(c.written(rank)).items() if name != NAME}
         assert others == c.expected(rank)
-    assert run_here(capsys, *c.arguments("verify", *option)).code == 0
-    assert run_here(capsys, "verify", str(c.dst), "--jobs", "1").code == 0
+    c.done("verify", *option)
+    done("verify", c.dst, "--jobs", "1")
 
 
-def test_replicas_of_the_target_get_the_mean_each_or_one_the_sum(tmp_path: Path, capsys: Capture) -> None:
+def test_replicas_of_the_target_get_the_mean_each_or_one_the_sum(tmp_path: Path) -> None:
     c = accumulating(tmp_path).but(dst_strategy=replicated(tmp_path, 3))
-    assert run_here(capsys, *c.arguments("transform", *MEAN)).code == 0
+    c.done("transform", *MEAN)
     assert all(written(c, rank).tobytes() == (TOTAL / np.float32(2)).tobytes() for rank in range(3))
     c = c.but(dst=tmp_path / "sum")
-    finished = run_here(capsys, *c.arguments("transform", *SUM, "--verify"))
-    assert finished.code == 0 and "that hold a piece the lowest gets it, the others zeros" in finished.err
+    finished = c.done("transform", *SUM, "--verify")
+    assert "that hold a piece the lowest gets it, the others zeros" in finished.err
     assert [written(c, rank).tobytes() for rank in range(3)] == [TOTAL.tobytes(), *[bytes(TOTAL.nbytes)] * 2]
     assert (c.dst / "reshard.json").is_file()
-    assert run_here(capsys, "verify", str(c.dst), "--jobs", "1").code == 0  # its copies differ, as they must
-    assert run_here(capsys, *c.arguments("diff", *SUM)).code == 0
-    assert run_here(capsys, *c.arguments("verify", *SUM)).code == 0
+    done("verify", c.dst, "--jobs", "1")  # its copies differ, as they must
+    c.done("diff", *SUM)
+    c.done("verify", *SUM)
 
 
-def test_a_sum_that_one_rank_has_goes_to_one_rank(tmp_path: Path, capsys: Capture) -> None:
+def test_a_sum_that_one_rank_has_goes_to_one_rank(tmp_path: Path) -> None:
     """From one rank to three that add theirs: copies would count three times."""
     write_shard({"w": TENSORS["w"], NAME: TOTAL}, tmp_path / "one.ckpt")
     spec, zeros = replicated(tmp_path, 3), np.zeros_like(TOTAL)
@@ -108,32 +107,32 @@ def test_a_sum_that_one_rank_has_goes_to_one_rank(tmp_path: Path, capsys: Captur
             shard = read_shard(tmp_path / how / f"rank_{rank}" / f"checkpoint_{rank}.ckpt")
             assert shard == as_read({"w": TENSORS["w"], NAME: array})
     arguments = ("plan", str(tmp_path / "one.ckpt"), "x", "--dst-strategy", str(spec), *MEAN)
-    assert "accu_grads.*: each piece is on one rank, nothing to join" in run_here(capsys, *arguments).err
+    assert "accu_grads.*: each piece is on one rank, nothing to join" in run_here(*arguments).err
 
 
-def test_what_a_plan_says(tmp_path: Path, capsys: Capture) -> None:
+def test_what_a_plan_says(tmp_path: Path) -> None:
     c = accumulating(tmp_path)
-    finished = run_here(capsys, *c.arguments("plan", *MEAN, "--verbose"))
+    finished = c.run("plan", *MEAN, "--verbose")
     assert f"{NAME} float32 [8, 4], on rank 0 [4, 4]: the mean of its replicas" in finished.out
     assert "the mean of 2 replicas" in finished.err
-    targets = json.loads(run_here(capsys, *c.arguments("plan", *SUM, "--json")).out)["targets"]
+    targets = json.loads(c.run("plan", *SUM, "--json").out)["targets"]
     assert all("the sum of 2 replicas" in " ".join(target["notes"]) for target in targets)
     assert [target["read_ranks"] for target in targets] == [[0, 1, 2, 3]] * 2
 
 
-def test_a_checkpoint_without_accumulated_gradients(tmp_path: Path, capsys: Capture) -> None:
-    finished = run_here(capsys, *make(tmp_path).arguments("transform", *SUM))
+def test_a_checkpoint_without_accumulated_gradients(tmp_path: Path) -> None:
+    finished = make(tmp_path).run("transform", *SUM)
     says = "note: no target has a tensor called accu_grads.* or grad_sum.*, as accumulated gradients are: --accumulated"
     assert finished.code == 0 and f"{says} sum is no use" in finished.err
 
 
-def test_refused_as_ever_unless_it_is_asked_for(tmp_path: Path, capsys: Capture) -> None:
+def test_refused_as_ever_unless_it_is_asked_for(tmp_path: Path) -> None:
     c = accumulating(tmp_path)
     for options in ((), ("--accumulated", "refuse")):
-        finished = run_here(capsys, *c.arguments("transform", *options))
-        assert finished.code == 3 and f"copies of '{NAME}' differ" in finished.err
-        assert "--accumulated mean or sum" in finished.err
-    assert run_here(capsys, *c.arguments("transform", "--accumulated", "all")).code == 2
+        said = c.refused("transform", *options)
+        assert f"copies of '{NAME}' differ" in said
+        assert "--accumulated mean or sum" in said
+    assert c.run("transform", "--accumulated", "all").code == 2
     with pytest.raises(UsageError, match="unknown value of accumulated"):
         reshard_mpi.transform(c.src, c.dst, accumulated="all")
 
@@ -154,51 +153,49 @@ def test_any_processes_write_the_same(tmp_path: Path, mpi: MPI) -> None:
         ]
 
 
-def test_a_target_folder_remembers_it(tmp_path: Path, capsys: Capture) -> None:
+def test_a_target_folder_remembers_it(tmp_path: Path) -> None:
     c = accumulating(tmp_path)
-    assert run_here(capsys, *c.arguments("transform", *MEAN, "--rank", "0")).code == 0
+    c.done("transform", *MEAN, "--rank", "0")
     for other in (SUM, ()):
-        finished = run_here(capsys, *c.arguments("transform", *other, "--resume"))
-        assert finished.code == 3 and "the target folder holds another run" in finished.err
-        assert "got: a run with --accumulated 'mean'" in finished.err
-    finished = run_here(capsys, *c.arguments("transform", *MEAN, "--resume"))
-    assert finished.code == 0 and "1 was complete already" in finished.out
+        said = c.refused("transform", *other, "--resume")
+        assert "the target folder holds another run" in said
+        assert "got: a run with --accumulated 'mean'" in said
+    finished = c.done("transform", *MEAN, "--resume")
+    assert "1 was complete already" in finished.out
     assert json.loads((c.dst / "reshard.json").read_text())["accumulated"] == "mean"
 
 
 @pytest.mark.parametrize("option", [MEAN, SUM], ids=["mean", "sum"])
 @pytest.mark.parametrize("removed", ["", ".reshard_mpi", "reshard.json"])
-def test_verify_takes_it_from_the_target(
-    tmp_path: Path, capsys: Capture, option: tuple[str, str], removed: str
-) -> None:
+def test_verify_takes_it_from_the_target(tmp_path: Path, option: tuple[str, str], removed: str) -> None:
     c = accumulating(tmp_path)
-    assert run_here(capsys, *c.arguments("transform", *option)).code == 0
+    c.done("transform", *option)
     if removed == ".reshard_mpi":
         shutil.rmtree(c.dst / removed)
     elif removed:
         (c.dst / removed).unlink()
-    finished = run_here(capsys, *c.arguments("verify"))
+    finished = c.run("verify")
     says = f"note: accumulated gradients are compared with the {option[1]} of the replicas, as {c.dst} says"
     assert finished.code == 0 and says in finished.err, finished
-    assert says not in run_here(capsys, *c.arguments("verify", *option)).err
-    with_map = run_here(capsys, *c.arguments("verify", "--dtype", "*.w=fp32"))
-    assert with_map.code == 0 and says in with_map.err, with_map
+    assert says not in c.run("verify", *option).err
+    with_map = c.done("verify", "--dtype", "*.w=fp32")
+    assert says in with_map.err, with_map
     reshard_mpi.verify(c.src, c.dst, c.src_strategy, c.dst_strategy)
 
 
-def test_verify_tells_who_forgot_it(tmp_path: Path, capsys: Capture) -> None:
+def test_verify_tells_who_forgot_it(tmp_path: Path) -> None:
     c = accumulating(tmp_path)
     transform_by_function(c, accumulated="mean")  # which keeps no record
     for option in ((), SUM):
-        finished = run_here(capsys, *c.arguments("verify", *option))
-        assert finished.code == 4 and "give the --accumulated that it was made with" in finished.err
+        said = c.refused("verify", *option, code=4)
+        assert "give the --accumulated that it was made with" in said
     shard = read_shard(c.written(0))
     arrays = {name: np.frombuffer(held, dtype).reshape(shape).copy() for name, (dtype, shape, held) in shard.items()}
     arrays[NAME][1, 2] += 1
     write_shard(arrays, c.written(0))
-    finished = run_here(capsys, *c.arguments("verify", *MEAN))
-    assert finished.code == 4 and f"'{NAME}' differs from its source at element [1, 2]" in finished.err
-    assert f"({(TOTAL / np.float32(2))[1, 2].tobytes().hex()}) joined of several ranks" in finished.err
+    said = c.refused("verify", *MEAN, code=4)
+    assert f"'{NAME}' differs from its source at element [1, 2]" in said
+    assert f"({(TOTAL / np.float32(2))[1, 2].tobytes().hex()}) joined of several ranks" in said
 
 
 def test_functions_have_it(tmp_path: Path) -> None:
@@ -243,28 +240,27 @@ def test_different_sums_in_many_batches_are_added(
     assert whole["accu_grads.w"].tobytes() == (PARTS[0] + PARTS[1]).tobytes()
 
 
-def test_what_is_excluded_need_not_be_a_sum(tmp_path: Path, capsys: Capture) -> None:
+def test_what_is_excluded_need_not_be_a_sum(tmp_path: Path) -> None:
     """A counter may be called like an accumulated gradient; who leaves it out is not asked for its type."""
     c = accumulating(tmp_path)
     for rank in range(4):
         c.rewrite(rank, {NAME: PARTS[rank], "accu_grads.b": np.full(c.arrays(rank)["b"].shape, 7, np.int32)})
-    finished = run_here(capsys, *c.arguments("transform", *MEAN, "--include", "*"))
-    assert finished.code == 3 and "'accu_grads.b' is called like an accumulated gradient" in finished.err
-    finished = run_here(capsys, *c.arguments("transform", *MEAN, "--exclude", "accu_grads.b"))
-    assert finished.code == 0, finished
+    said = c.refused("transform", *MEAN, "--include", "*")
+    assert "'accu_grads.b' is called like an accumulated gradient" in said
+    c.done("transform", *MEAN, "--exclude", "accu_grads.b")
     assert written(c, 1).tobytes() == (TOTAL[4:] / np.float32(2)).tobytes()
     assert "accu_grads.b" not in read_shard(c.written(0))
 
 
 @pytest.mark.parametrize("option", [("--exclude", NAME), ("--unlisted", "drop")], ids=" ".join)
-def test_what_a_plan_says_of_those_that_are_left_out(tmp_path: Path, capsys: Capture, option: tuple[str, str]) -> None:
-    finished = run_here(capsys, *accumulating(tmp_path).arguments("plan", "-v", *MEAN, *option))
+def test_what_a_plan_says_of_those_that_are_left_out(tmp_path: Path, option: tuple[str, str]) -> None:
+    finished = accumulating(tmp_path).run("plan", "-v", *MEAN, *option)
     lines = [line for line in finished.out.splitlines() if NAME in line]
     assert finished.code == 0 and lines in ([], [f"{NAME}: left out"]), lines
 
 
 @pytest.mark.parametrize("spoiled", ["first", "second"])
-def test_a_comparison_takes_none_of_several_sums_for_all(tmp_path: Path, capsys: Capture, spoiled: str) -> None:
+def test_a_comparison_takes_none_of_several_sums_for_all(tmp_path: Path, spoiled: str) -> None:
     c, other = accumulating(tmp_path / "sums"), accumulating(tmp_path / "same", parts=[PARTS[n % 2] for n in range(4)])
     first, second = (c, other) if spoiled == "first" else (other, c)
     pair = (first.src, second.src, first.src_strategy, second.src_strategy)
@@ -294,7 +290,7 @@ def test_what_a_caller_is_told_of_one_target(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("how", "whole"), [("mean", TOTAL / np.float32(2)), ("sum", TOTAL)])
-def test_shards_that_a_target_needs_are_listed(tmp_path: Path, capsys: Capture, how: str, whole: np.ndarray) -> None:
+def test_shards_that_a_target_needs_are_listed(tmp_path: Path, how: str, whole: np.ndarray) -> None:
     c = accumulating(tmp_path)
     strategies = (c.src_strategy, c.dst_strategy)
     assert len(reshard_mpi.rank_list_for_transform(1, *strategies)) == 2
@@ -303,7 +299,7 @@ def test_shards_that_a_target_needs_are_listed(tmp_path: Path, capsys: Capture, 
     assert by_rank(c, 1, listed, accumulated=how).targets[0].read_ranks == (0, 1, 2, 3)
     assert written(c, 1).tobytes() == whole[4:].tobytes()
     named = ("--src-strategy", str(strategies[0]), "--dst-strategy", str(strategies[1]))
-    assert run_here(capsys, "ranks", "1", *named, "--accumulated", how).out.split() == ["0", "1", "2", "3"]
+    assert run_here("ranks", "1", *named, "--accumulated", how).out.split() == ["0", "1", "2", "3"]
 
 
 def test_a_rank_that_gets_zeros_needs_no_more_shards(tmp_path: Path) -> None:
@@ -345,7 +341,7 @@ def test_other_types_are_added_in_float32_and_rounded_once(tmp_path: Path, dtype
     assert shard == as_read({"w": w, "grad_sum.w": np.full(2, np.float32(sum(values))).astype(dtype)})
 
 
-def test_what_is_too_large_for_its_type_is_told(tmp_path: Path, capsys: Capture) -> None:
+def test_what_is_too_large_for_its_type_is_told(tmp_path: Path) -> None:
     sums = ([40000, 1, 2], [40001, 3, 4])
     ranks = {
         rank: {"w": np.ones(3, np.float32), "grad_sum.w": np.array(values, np.float16)}
@@ -353,74 +349,72 @@ def test_what_is_too_large_for_its_type_is_told(tmp_path: Path, capsys: Capture)
     }
     write_ranks(ranks, tmp_path / "src")
     paths = (str(tmp_path / "src"), str(tmp_path / "dst"), "--src-strategy", str(replicated(tmp_path, 2)))
-    finished = run_here(capsys, "transform", *paths, *SUM, "--jobs", "1")
-    assert finished.code == 0
+    finished = done("transform", *paths, *SUM, "--jobs", "1")
     assert "warning: 1 element of 'grad_sum.w' is too large for float16 and became infinite" in finished.err
 
 
 @of_every_kind
-def test_a_type_and_a_choice_beside_it(tmp_path: Path, capsys: Capture, kind: str) -> None:
+def test_a_type_and_a_choice_beside_it(tmp_path: Path, kind: str) -> None:
     c = accumulating(tmp_path, kind)
-    assert run_here(capsys, *c.arguments("transform", *SUM, "--dtype", "*=fp64", "--include", "*w")).code == 0
+    c.done("transform", *SUM, "--dtype", "*=fp64", "--include", "*w")
     for rank in range(2):
         dtype, _, content = read_shard(c.written(rank))[NAME]
         assert (dtype, content) == ("float64", TOTAL[rank * 4 : rank * 4 + 4].astype(np.float64).tobytes())
     left_out = c.but(dst=tmp_path / "without")
-    finished = run_here(capsys, *left_out.arguments("transform", *SUM, "--exclude", "accu_grads.*"))
-    assert finished.code == 0 and "replicas" not in finished.err, finished
-    finished = run_here(capsys, *left_out.arguments("transform", "--overwrite", "--exclude", "accu_grads.*"))
-    assert finished.code == 0 and NAME not in read_shard(left_out.written(0)), finished
+    finished = left_out.done("transform", *SUM, "--exclude", "accu_grads.*")
+    assert "replicas" not in finished.err, finished
+    left_out.done("transform", "--overwrite", "--exclude", "accu_grads.*")
+    assert NAME not in read_shard(left_out.written(0))
 
 
-def test_one_of_several_ranks_gets_what_a_map_makes_of_a_sum(tmp_path: Path, capsys: Capture) -> None:
+def test_one_of_several_ranks_gets_what_a_map_makes_of_a_sum(tmp_path: Path) -> None:
     c = accumulating(tmp_path).but(dst_strategy=replicated(tmp_path, 3))
-    assert run_here(capsys, *c.arguments("transform", *SUM, "--dtype", "fp64", "--verify")).code == 0
+    c.done("transform", *SUM, "--dtype", "fp64", "--verify")
     shards = [read_shard(c.written(rank))[NAME] for rank in range(3)]
     assert shards == [("float64", (8, 4), TOTAL.astype(np.float64).tobytes()), *[("float64", (8, 4), bytes(256))] * 2]
-    finished = run_here(capsys, *c.arguments("plan", *SUM, "--dtype", "fp64", "--verbose", "--overwrite"))
+    finished = c.run("plan", *SUM, "--dtype", "fp64", "--verbose", "--overwrite")
     assert f"{NAME} float64 [8, 4]: as it is, converted from float32, the sum of replicas" in finished.out
 
 
 @pytest.mark.parametrize("option", [MEAN, SUM], ids=["mean", "sum"])
-def test_files_that_are_filled_hold_what_is_joined(tmp_path: Path, capsys: Capture, option: tuple[str, str]) -> None:
+def test_files_that_are_filled_hold_what_is_joined(tmp_path: Path, option: tuple[str, str]) -> None:
     c = accumulating(tmp_path).but(dst_strategy=None)
-    assert run_here(capsys, *c.arguments("transform", *option, "--to", "hf", "--max-shard-size", "200")).code == 0
+    c.done("transform", *option, "--to", "hf", "--max-shard-size", "200")
     assert len(list(c.dst.glob("*.safetensors"))) > 1
     again = c.but(src=c.dst, src_strategy=None, dst=tmp_path / "again")
-    finished = run_here(capsys, *again.arguments("transform", *option, "--to", "ckpt"))
-    assert finished.code == 0 and "each piece is on one rank, nothing to join" in finished.err
+    finished = again.done("transform", *option, "--to", "ckpt")
+    assert "each piece is on one rank, nothing to join" in finished.err
     assert written(again, 0).tobytes() == (TOTAL / np.float32(2 if option == MEAN else 1)).tobytes()
 
 
-def test_an_equation_beside_it(tmp_path: Path, capsys: Capture) -> None:
+def test_an_equation_beside_it(tmp_path: Path) -> None:
     c = accumulating(tmp_path)
     turned, renamed = tmp_path / "turned.toml", tmp_path / "renamed.toml"
     turned.write_text('[[map]]\neq = "w [r c] <=> kernel [c r]"\n')
     whole = c.but(dst_strategy=None)
-    finished = run_here(capsys, *whole.arguments("transform", *MEAN, "--map", str(turned), "--forward"))
-    assert finished.code == 0, finished
+    whole.done("transform", *MEAN, "--map", str(turned), "--forward")
     assert written(whole, 0, "accu_grads.kernel").tobytes() == np.ascontiguousarray(TOTAL.T / np.float32(2)).tobytes()
     renamed.write_text(f'[[map]]\neq = "{NAME} <=> main_grad.w"\n')
     other = whole.but(dst=tmp_path / "renamed")
-    assert run_here(capsys, *other.arguments("transform", *MEAN, "--map", str(renamed), "--forward")).code == 0
+    other.done("transform", *MEAN, "--map", str(renamed), "--forward")
     other = other.but(dst=tmp_path / "sum")
-    finished = run_here(capsys, *other.arguments("transform", *SUM, "--map", str(renamed), "--forward"))
-    assert finished.code == 3 and "only one side is known as sums" in finished.err
+    said = other.refused("transform", *SUM, "--map", str(renamed), "--forward")
+    assert "only one side is known as sums" in said
 
 
-def test_a_format_of_one_copy_takes_a_mean_and_no_sum_of_one_holder(tmp_path: Path, capsys: Capture) -> None:
+def test_a_format_of_one_copy_takes_a_mean_and_no_sum_of_one_holder(tmp_path: Path) -> None:
     c = accumulating(tmp_path).but(dst_strategy=replicated(tmp_path, 2))
     for target in ("0", "1"):
-        finished = run_here(capsys, *c.arguments("transform", *SUM, "--to", "dcp", "--rank", target))
-        assert finished.code == 2 and f"the target has one copy of '{NAME}' for 2 ranks" in finished.err
-        assert "what to do: take --accumulated mean, " in finished.err
-    assert run_here(capsys, *c.arguments("transform", *MEAN, "--to", "dcp")).code == 0
+        said = c.refused("transform", *SUM, "--to", "dcp", "--rank", target, code=2)
+        assert f"the target has one copy of '{NAME}' for 2 ranks" in said
+        assert "what to do: take --accumulated mean, " in said
+    c.done("transform", *MEAN, "--to", "dcp")
     one = tmp_path / "one"
-    assert run_here(capsys, "transform", str(c.dst), str(one), "--to", "ckpt", "--jobs", "1").code == 0
+    done("transform", c.dst, str(one), "--to", "ckpt", "--jobs", "1")
     shard = read_shard(one / "rank_0" / "checkpoint_0.ckpt")
     assert shard[NAME][2] == (TOTAL / np.float32(2)).tobytes()
     cut = make(tmp_path / "cut").but(src=c.src)
-    assert run_here(capsys, *cut.arguments("transform", *SUM, "--to", "dcp")).code == 0  # without replicas
+    cut.done("transform", *SUM, "--to", "dcp")  # without replicas
 
 
 # What it is not right for
@@ -482,46 +476,46 @@ def test_a_rank_whose_part_is_missing(tmp_path: Path, lost: str) -> None:
     assert "rank 3" in str(refused.value) or "ranks 3" in str(refused.value)
 
 
-def test_a_damaged_shard_cannot_be_replaced(tmp_path: Path, capsys: Capture) -> None:
+def test_a_damaged_shard_cannot_be_replaced(tmp_path: Path) -> None:
     c = accumulating(tmp_path)
     c.shard(2).write_bytes(c.shard(2).read_bytes()[:100])
-    finished = run_here(capsys, *c.arguments("transform", *MEAN))
-    assert finished.code == 3 and "each has a sum of its own, which no other shard has" in finished.err
-    assert "rank_2" in finished.err
+    said = c.refused("transform", *MEAN)
+    assert "each has a sum of its own, which no other shard has" in said
+    assert "rank_2" in said
 
 
 @pytest.mark.parametrize("same", [[0, 1, 0, 1], [0, 1, 2, 1]], ids=["all", "some"])
-def test_copies_of_one_sum_are_not_added(tmp_path: Path, capsys: Capture, same: list[int]) -> None:
+def test_copies_of_one_sum_are_not_added(tmp_path: Path, same: list[int]) -> None:
     """Ranks that have added their sums already, or hold copies, would have them counted twice."""
     c = accumulating(tmp_path, parts=[PARTS[number] for number in same])
-    finished = run_here(capsys, *c.arguments("transform", *SUM))
-    assert finished.code == 3 and f"copies of '{NAME}' are the same, and would be added" in finished.err
-    assert "ranks 1, 3" in finished.err or "ranks 0, 2" in finished.err
+    said = c.refused("transform", *SUM)
+    assert f"copies of '{NAME}' are the same, and would be added" in said
+    assert "ranks 1, 3" in said or "ranks 0, 2" in said
     assert not c.dst.exists()
-    assert run_here(capsys, *c.arguments("transform", *SUM, "--replicas", "any")).code == 0
+    c.done("transform", *SUM, "--replicas", "any")
     again = c.but(dst=tmp_path / "mean")
-    assert run_here(capsys, *again.arguments("transform", *MEAN)).code == 0
+    again.done("transform", *MEAN)
     if same == [0, 1, 0, 1]:
         assert written(again, 0).tobytes() == np.concatenate(PARTS[:2], axis=1)[:4].tobytes()
 
 
-def test_sums_of_zeros_may_be_the_same(tmp_path: Path, capsys: Capture) -> None:
+def test_sums_of_zeros_may_be_the_same(tmp_path: Path) -> None:
     """At the end of a step there are none; and gradients of what was not used are zeros on some ranks."""
     zeros = np.zeros((8, 2), np.float32)
     for parts in ([zeros] * 4, [PARTS[0], zeros, zeros, zeros]):
         c = accumulating(tmp_path / str(len(list(tmp_path.iterdir()))), parts=parts)
-        assert run_here(capsys, *c.arguments("transform", *SUM)).code == 0
+        c.done("transform", *SUM)
         assert written(c, 0).tobytes() == np.concatenate([parts[0] + zeros, zeros], axis=1)[:4].tobytes()
 
 
-def test_other_copies_are_still_held_against_each_other(tmp_path: Path, capsys: Capture) -> None:
+def test_other_copies_are_still_held_against_each_other(tmp_path: Path) -> None:
     c = accumulating(tmp_path)
     c.rewrite(3, {NAME: PARTS[3], "w": c.arrays(3)["w"] + 100})
-    finished = run_here(capsys, *c.arguments("transform", *MEAN, "--replicas", "check"))
-    assert finished.code == 3 and "'w'" in finished.err
+    said = c.refused("transform", *MEAN, "--replicas", "check")
+    assert "'w'" in said
 
 
-def test_mean_twice_is_mean_once(tmp_path: Path, capsys: Capture) -> None:
+def test_mean_twice_is_mean_once(tmp_path: Path) -> None:
     """Of seven equal numbers, added and divided, some would be others: (7 x) / 7 is not always x in float32."""
     random = np.random.default_rng(5)
     w = np.ones(999, np.float32)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.checkpoints import expected_rank, read_shard, write_shard
-from support.command_line import Capture, run_here
+from support.command_line import done, refused, run_here
 from support.conversions import (
     TENSORS,
     Conversion,
@@ -19,7 +19,6 @@ from support.conversions import (
     make,
     transform_apart,
     transform_by_function,
-    transform_here,
 )
 from support.processes import Finished
 
@@ -37,9 +36,9 @@ def later(c: Conversion, rank: int) -> None:
     os.utime(c.shard(rank), ns=(status.st_atime_ns, status.st_mtime_ns + 1))
 
 
-def test_a_record_says_which_files_a_target_was_made_from(tmp_path: Path, capsys: Capture) -> None:
+def test_a_record_says_which_files_a_target_was_made_from(tmp_path: Path) -> None:
     c = make(tmp_path)
-    assert transform_here(capsys, c).code == 0
+    c.done()
     for rank in range(2):
         record = json.loads((c.dst / ".reshard_mpi" / f"rank_{rank}.json").read_text())
         assert record["sources"]["folder"] == str(c.src)
@@ -52,97 +51,95 @@ def test_a_record_says_which_files_a_target_was_made_from(tmp_path: Path, capsys
 
 @pytest.mark.parametrize("how", ["size", "time"])
 @pytest.mark.parametrize("command", ["transform", "plan"])
-def test_a_finished_target_whose_source_is_another_now(tmp_path: Path, capsys: Capture, how: str, command: str) -> None:
+def test_a_finished_target_whose_source_is_another_now(tmp_path: Path, how: str, command: str) -> None:
     c = make(tmp_path)
-    assert transform_here(capsys, c, "--rank", "0").code == 0
+    c.done("transform", "--rank", "0")
     before = listing(c.dst)
     if how == "size":
         c.rewrite(1, {"more": np.array(1)})
     else:
         later(c, 1)
-    finished = run_here(capsys, *c.arguments(command, "--resume"))
-    assert finished.code == 3 and "target rank 0 was made from sources that have changed since" in finished.err, (
-        finished
-    )
-    assert "expected: rank_1/checkpoint_1.ckpt of " in finished.err and f"where: {c.src}" in finished.err
-    assert "--overwrite" in finished.err and listing(c.dst) == before
-    assert transform_here(capsys, c, "--overwrite").code == 0
-    assert transform_here(capsys, c, "--resume").code == 0
+    said = c.refused(command, "--resume")
+    assert "target rank 0 was made from sources that have changed since" in said
+    assert "expected: rank_1/checkpoint_1.ckpt of " in said and f"where: {c.src}" in said
+    assert "--overwrite" in said and listing(c.dst) == before
+    c.done("transform", "--overwrite")
+    c.done("transform", "--resume")
 
 
-def test_several_sources_that_are_others_now(tmp_path: Path, capsys: Capture) -> None:
+def test_several_sources_that_are_others_now(tmp_path: Path) -> None:
     c = make(tmp_path).but(dst_strategy=None)  # one target of all
-    assert transform_here(capsys, c).code == 0
+    c.done()
     for rank in range(2):
         later(c, rank)
-    finished = transform_here(capsys, c, "--resume")
-    assert finished.code == 3 and "and 1 more: rank_1/checkpoint_1.ckpt\n" in finished.err
+    said = c.refused("transform", "--resume")
+    assert "and 1 more: rank_1/checkpoint_1.ckpt\n" in said
 
 
-def test_a_finished_target_whose_source_is_gone(tmp_path: Path, capsys: Capture) -> None:
+def test_a_finished_target_whose_source_is_gone(tmp_path: Path) -> None:
     c = make(tmp_path)
-    assert transform_here(capsys, c, "--rank", "0").code == 0
+    c.done("transform", "--rank", "0")
     c.remove(0)
     warning = f"warning: 3 of 4 ranks are there: no shard of rank 0 in {c.src}\n"
-    assert transform_here(capsys, c, "--resume").ended == (0, warning)
+    assert c.run("transform", "--resume").ended == (0, warning)
     assert (c.dst / "reshard.json").exists()
 
 
-def test_one_file_as_source(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_file_as_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     c = make(tmp_path).but(dst_strategy=None)
-    assert transform_here(capsys, c).code == 0
+    c.done()
     monkeypatch.chdir(c.written(0).parent)
     from_one_file = c.but(
         src=Path(c.written(0).name), dst=tmp_path / "two", src_strategy=None, dst_strategy=c.dst_strategy
     )
-    assert transform_here(capsys, from_one_file).code == 0
+    from_one_file.done()
     facts = json.loads((from_one_file.dst / "reshard.json").read_text())
     assert facts["sources"] == [{"file": "checkpoint_0.ckpt", "size_bytes": c.written(0).stat().st_size}]
     monkeypatch.chdir(tmp_path)
-    assert transform_here(capsys, from_one_file.but(src=c.written(0)), "--resume").code == 0
+    from_one_file.but(src=c.written(0)).done("transform", "--resume")
     os.utime(c.written(0), ns=(1, 1))
-    assert "have changed since" in transform_here(capsys, from_one_file.but(src=c.written(0)), "--resume").err
+    assert "have changed since" in from_one_file.but(src=c.written(0)).run("transform", "--resume").err
 
 
-def test_targets_that_were_made_from_two_states_of_a_file_are_not_committed(tmp_path: Path, capsys: Capture) -> None:
+def test_targets_that_were_made_from_two_states_of_a_file_are_not_committed(tmp_path: Path) -> None:
     c = make(tmp_path)
     c.remove(0, 1)  # so both targets are made from the others
-    assert transform_here(capsys, c, "--part", "0/2").code == 0
+    c.done("transform", "--part", "0/2")
     later(c, 3)
-    finished = transform_here(capsys, c, "--part", "1/2")
-    assert finished.code == 3 and "a source was changed between the targets of ranks 0 and 1" in finished.err
-    assert "rank_3/checkpoint_3.ckpt of " in finished.err and "--overwrite" in finished.err
+    said = c.refused("transform", "--part", "1/2")
+    assert "a source was changed between the targets of ranks 0 and 1" in said
+    assert "rank_3/checkpoint_3.ckpt of " in said and "--overwrite" in said
     assert not c.written(1).exists()  # refused before it is written
-    assert transform_here(capsys, c, "--overwrite", "--part", "1/2").code == 0  # as other tasks will do for theirs
-    finished = run_here(capsys, "commit", str(c.dst))
-    assert finished.code == 3 and "a source was changed between the targets of ranks 0 and 1" in finished.err
+    c.done("transform", "--overwrite", "--part", "1/2")  # as other tasks will do for theirs
+    said = refused("commit", c.dst)
+    assert "a source was changed between the targets of ranks 0 and 1" in said
     assert not (c.dst / "reshard.json").exists()
-    assert transform_here(capsys, c, "--overwrite").code == 0
+    c.done("transform", "--overwrite")
 
 
-def test_a_large_record_is_left_to_the_commit(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_record_is_left_to_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     c = make(tmp_path)
     c.remove(0, 1)
     monkeypatch.setattr(commit, "_MOST_READ_EARLY_BYTES", 10)
-    assert transform_here(capsys, c, "--part", "0/2").code == 0
+    c.done("transform", "--part", "0/2")
     later(c, 3)
-    finished = transform_here(capsys, c, "--part", "1/2")
-    assert finished.code == 3 and "a source was changed between the targets of ranks 0 and 1" in finished.err
+    said = c.refused("transform", "--part", "1/2")
+    assert "a source was changed between the targets of ranks 0 and 1" in said
     assert c.written(1).exists() and not (c.dst / "reshard.json").exists()
 
 
-def test_a_target_whose_file_is_gone_says_nothing(tmp_path: Path, capsys: Capture) -> None:
+def test_a_target_whose_file_is_gone_says_nothing(tmp_path: Path) -> None:
     c = make(tmp_path)
-    assert transform_here(capsys, c, "--rank", "0").code == 0
+    c.done("transform", "--rank", "0")
     saved_again(c)
     c.written(0).unlink()
-    assert transform_here(capsys, c, "--rank", "1").code == 0
-    assert transform_here(capsys, c, "--rank", "0").code == 0 and (c.dst / "reshard.json").exists()
+    c.done("transform", "--rank", "1")
+    assert c.run("transform", "--rank", "0").code == 0 and (c.dst / "reshard.json").exists()
 
 
 @pytest.mark.parametrize("journal", [True, False])
 def test_a_source_that_is_saved_over_while_it_is_read(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, journal: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, journal: bool
 ) -> None:
     c = make(tmp_path)
     fill = target_writer.fill_file
@@ -156,16 +153,16 @@ def test_a_source_that_is_saved_over_while_it_is_read(
     with monkeypatch.context() as patched:
         patched.setattr(target_writer, "fill_file", save_over)
         if journal:
-            finished = transform_here(capsys, c)
-            assert finished.code == 4 and "1 of 2 targets failed" in finished.err
-            message = finished.err
+            said = c.refused(code=4)
+            assert "1 of 2 targets failed" in said
+            message = said
         else:
             with pytest.raises(reshard_mpi.errors.TransformError) as error:
                 transform_by_function(c)
             message = str(error.value)
     assert "sources of target rank 1 were changed while it was written" in message and "rank_3/checkpoint_3" in message
     assert list(c.dst.glob("rank_*/*")) == [c.written(0)]
-    assert transform_here(capsys, c, "--resume" if journal else "--overwrite").code == 0
+    c.done("transform", "--resume" if journal else "--overwrite")
     assert read_shard(c.written(1)) == c.expected(1)
 
 
@@ -188,11 +185,7 @@ def other_link(c: Conversion) -> None:
 @pytest.mark.parametrize("change", [in_place, other_link])
 @pytest.mark.parametrize("journal", [True, False])
 def test_what_only_a_look_at_the_same_way_and_time_shows(
-    tmp_path: Path,
-    capsys: Capture,
-    monkeypatch: pytest.MonkeyPatch,
-    change: Callable[[Conversion], None],
-    journal: bool,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Conversion], None], journal: bool
 ) -> None:
     original = make(tmp_path)
     shutil.copytree(original.src, tmp_path / "other")
@@ -208,7 +201,7 @@ def test_what_only_a_look_at_the_same_way_and_time_shows(
 
     monkeypatch.setattr(target_writer, "fill_file", change_then_fill)
     if journal:
-        message = transform_here(capsys, c).err
+        message = c.run().err
     else:
         with pytest.raises(reshard_mpi.errors.TransformError) as error:
             transform_by_function(c)
@@ -227,28 +220,27 @@ def saved_again(c: Conversion) -> None:
         c.rewrite(rank, {"w": expected_rank(c.source, {"w": TENSORS["w"] + 1}, rank)["w"]})
 
 
-def test_targets_of_two_states_are_not_committed(tmp_path: Path, capsys: Capture) -> None:
+def test_targets_of_two_states_are_not_committed(tmp_path: Path) -> None:
     c = make(tmp_path)
-    assert transform_here(capsys, c, "--rank", "0").code == 0
+    c.done("transform", "--rank", "0")
     saved_again(c)
-    finished = transform_here(capsys, c, "--rank", "1", "--resume")
-    assert finished.code == 3
-    assert "other targets were made from what was saved after target rank 0 was made" in finished.err
-    assert "expected: rank_0/checkpoint_0.ckpt of " in finished.err and "--overwrite" in finished.err
+    said = c.refused("transform", "--rank", "1", "--resume")
+    assert "other targets were made from what was saved after target rank 0 was made" in said
+    assert "expected: rank_0/checkpoint_0.ckpt of " in said and "--overwrite" in said
     assert not c.written(1).exists()  # refused before it is written
-    assert transform_here(capsys, c, "--rank", "1", "--overwrite").code == 0
-    finished = run_here(capsys, "commit", str(c.dst))
+    c.done("transform", "--rank", "1", "--overwrite")
+    finished = run_here("commit", c.dst)
     assert "saved after target rank 0" in finished.err and not (c.dst / "reshard.json").exists()
-    assert transform_here(capsys, c, "--overwrite").code == 0 and (c.dst / "reshard.json").exists()
+    assert c.run("transform", "--overwrite").code == 0 and (c.dst / "reshard.json").exists()
 
 
-def test_what_is_saved_when_all_targets_are_made_is_no_concern(tmp_path: Path, capsys: Capture) -> None:
+def test_what_is_saved_when_all_targets_are_made_is_no_concern(tmp_path: Path) -> None:
     c = make(tmp_path)
     for rank in ("0", "1"):
-        assert transform_here(capsys, c, "--rank", rank).code == 0
+        c.done("transform", "--rank", rank)
     (c.dst / "reshard.json").unlink()
     saved_again(c)
-    assert run_here(capsys, "commit", str(c.dst)).code == 0
+    done("commit", c.dst)
 
 
 def copy_of_source(c: Conversion, name: str) -> Path:
@@ -263,36 +255,36 @@ def copy_of_source(c: Conversion, name: str) -> Path:
 
 @pytest.mark.parametrize("verify", [(), ("--verify",)])
 def test_a_source_that_is_exchanged_for_an_older_one_between_two_targets(
-    tmp_path: Path, capsys: Capture, verify: tuple[str, ...]
+    tmp_path: Path, verify: tuple[str, ...]
 ) -> None:
     c = make(tmp_path)
     other = copy_of_source(c, "other")
-    assert transform_here(capsys, c, "--rank", "0").code == 0
+    c.done("transform", "--rank", "0")
     c.src.rename(tmp_path / "was")
     other.rename(c.src)
-    finished = transform_here(capsys, c, "--rank", "1", *verify)
-    assert finished.code == 3 and not c.written(1).exists(), finished
-    assert "the source of target rank 0 is another one now, that of target rank 1 is not" in finished.err
-    assert transform_here(capsys, c, "--rank", "1", "--overwrite").code == 0
-    finished = run_here(capsys, "commit", str(c.dst))
-    assert finished.code == 3 and "the source of target rank 0 is another one now" in finished.err
+    said = c.refused("transform", "--rank", "1", *verify)
+    assert not c.written(1).exists()
+    assert "the source of target rank 0 is another one now, that of target rank 1 is not" in said
+    c.done("transform", "--rank", "1", "--overwrite")
+    said = refused("commit", c.dst)
+    assert "the source of target rank 0 is another one now" in said
     assert not (c.dst / "reshard.json").exists()
 
 
-def test_the_source_of_all_targets_may_be_exchanged_for_an_older_one(tmp_path: Path, capsys: Capture) -> None:
+def test_the_source_of_all_targets_may_be_exchanged_for_an_older_one(tmp_path: Path) -> None:
     c = make(tmp_path)
     other = copy_of_source(c, "other")
-    assert transform_here(capsys, c).code == 0
+    c.done()
     (c.dst / "reshard.json").unlink()
     c.src.rename(tmp_path / "was")
     other.rename(c.src)
-    assert run_here(capsys, "commit", str(c.dst)).code == 0
+    done("commit", c.dst)
 
 
 @pytest.mark.parametrize("way", ["transform", "function", "by_rank", "unified"])
 @pytest.mark.parametrize("read", [1, 2, 3])
 def test_a_source_that_is_replaced_when_its_structure_has_been_read(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, way: str, read: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, read: int
 ) -> None:
     c = make(tmp_path).but(dst_strategy=None)
     other = copy_of_source(c, "other")
@@ -312,7 +304,7 @@ def test_a_source_that_is_replaced_when_its_structure_has_been_read(
 
     monkeypatch.setattr(ckpt, "locate", locate_then_replace)
     if way == "transform":
-        message = transform_here(capsys, c).err
+        message = c.run().err
     else:
         with pytest.raises(reshard_mpi.errors.ReshardError) as error:
             if way == "function":
@@ -376,7 +368,7 @@ def transform_by_a_late_leader(c: Conversion, other: Path) -> Finished:
     return transform_apart(c, "--jobs", "2", env={"PYTHONPATH": str(late), **ONE_THREAD})
 
 
-def test_a_process_that_fills_a_part_has_looked_at_another_source(tmp_path: Path, capsys: Capture) -> None:
+def test_a_process_that_fills_a_part_has_looked_at_another_source(tmp_path: Path) -> None:
     c = make(tmp_path).but(dst_strategy=None)
     other = copy_of_source(c, "other")
     finished = transform_by_a_late_leader(c, other)
@@ -384,7 +376,7 @@ def test_a_process_that_fills_a_part_has_looked_at_another_source(tmp_path: Path
     assert not c.written(0).exists()
 
 
-def test_a_process_that_fills_a_part_has_planned_other_tensors(tmp_path: Path, capsys: Capture) -> None:
+def test_a_process_that_fills_a_part_has_planned_other_tensors(tmp_path: Path) -> None:
     c = make(tmp_path).but(dst_strategy=None)
     other = copy_of_source(c, "other")
     for rank in range(4):
@@ -394,19 +386,19 @@ def test_a_process_that_fills_a_part_has_planned_other_tensors(tmp_path: Path, c
     assert not c.written(0).exists()
 
 
-def test_sources_that_are_gone_when_others_are_newer(tmp_path: Path, capsys: Capture) -> None:
+def test_sources_that_are_gone_when_others_are_newer(tmp_path: Path) -> None:
     c = make(tmp_path)
-    assert transform_here(capsys, c, "--rank", "0").code == 0
+    c.done("transform", "--rank", "0")
     saved_again(c)
     c.remove(0, 1)  # what target 0 was made of
-    finished = transform_here(capsys, c, "--rank", "1")
-    assert finished.code == 3 and "saved after target rank 0 was made" in finished.err, finished
-    assert "rank_0/checkpoint_0.ckpt is not there any more" in finished.err and not c.written(1).exists()
+    said = c.refused("transform", "--rank", "1")
+    assert "saved after target rank 0 was made" in said
+    assert "rank_0/checkpoint_0.ckpt is not there any more" in said and not c.written(1).exists()
 
 
 @pytest.mark.parametrize("journal", [True, False])
 def test_a_source_that_is_written_to_and_then_taken_away_while_it_is_read(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, journal: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, journal: bool
 ) -> None:
     c = make(tmp_path)
     fill = target_writer.fill_file
@@ -421,7 +413,7 @@ def test_a_source_that_is_written_to_and_then_taken_away_while_it_is_read(
 
     monkeypatch.setattr(target_writer, "fill_file", change_fill_and_take_away)
     if journal:
-        message = transform_here(capsys, c).err
+        message = c.run().err
     else:
         with pytest.raises(reshard_mpi.errors.TransformError) as error:
             transform_by_function(c)

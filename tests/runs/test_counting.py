@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from support.cases import Side
 from support.checkpoints import expected_rank
-from support.command_line import Capture, run_here
 from support.conversions import TENSORS, Conversion, four_targets, make, write_conversion
-from support.examples import few
+from support.examples import few, one_at_a_time
 from support.launch import MPI, run_ranks
 from support.oracle import RawLayout
 from support.rank_calls import told_while_transforming
@@ -87,8 +86,9 @@ def counted(c: Conversion, task: Task = Task.CONVERT, **options: Any) -> Countin
     return counting
 
 
-@pytest.mark.parametrize("to", ["ckpt", "hdf5", "safetensors", "torch", "hf", "dcp"])
-@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize(
+    ("to", "verify"), one_at_a_time(["ckpt", "hdf5", "safetensors", "torch", "hf", "dcp"], [False, True])
+)
 def test_a_transform(tmp_path: Path, to: str, verify: bool) -> None:
     c = make(tmp_path)
     whole = to == "hf"
@@ -123,9 +123,9 @@ def test_copies_that_are_compared(tmp_path: Path) -> None:
     assert stage.size_bytes == sum(count * TENSORS[name].nbytes for name, count in copies.items())
 
 
-def test_what_was_complete_before(tmp_path: Path, capsys: Capture) -> None:
+def test_what_was_complete_before(tmp_path: Path) -> None:
     c = four_targets(tmp_path)
-    assert run_here(capsys, *c.arguments("transform", "--rank", "1")).code == 0
+    c.done("transform", "--rank", "1")
     stage = counted(c, resume=True).named("writing")
     assert (stage.units, stage.ready) == (3, 1)
     again = counted(c, resume=True).named("writing")
@@ -135,9 +135,9 @@ def test_what_was_complete_before(tmp_path: Path, capsys: Capture) -> None:
 @pytest.mark.parametrize(
     ("kind", "crc"), [("ckpt", False), ("ckpt", True), ("hdf5", False), ("safetensors", False), ("safetensors", True)]
 )
-def test_a_verification(tmp_path: Path, capsys: Capture, kind: str, crc: bool) -> None:
+def test_a_verification(tmp_path: Path, kind: str, crc: bool) -> None:
     c = make(tmp_path, kind)
-    assert run_here(capsys, *c.arguments("transform", "--verify", *(["--crc"] if crc else []))).code == 0
+    c.done("transform", "--verify", *(["--crc"] if crc else []))
     files_bytes = sum(c.written(rank).stat().st_size for rank in range(2))
     assert counted(c, Task.VERIFY_PAIR, recorded=False).named("verifying").size_bytes == files_bytes
     alone = Request(str(c.dst), str(c.dst), recorded=False)
@@ -147,9 +147,9 @@ def test_a_verification(tmp_path: Path, capsys: Capture, kind: str, crc: bool) -
     assert counting.named("verifying") == Stage("verifying", files_bytes, 2, "shard")
 
 
-def test_a_comparison(tmp_path: Path, capsys: Capture) -> None:
+def test_a_comparison(tmp_path: Path) -> None:
     c = make(tmp_path)
-    assert run_here(capsys, *c.arguments("transform")).code == 0
+    c.done("transform")
     stage = counted(c, Task.DIFF, recorded=False).named("comparing")
     assert stage == Stage("comparing", WHOLE_BYTES, 4, "tensor")
 
@@ -244,7 +244,7 @@ def test_nothing_more_is_told_of_a_call_that_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("asking", [(0,), (0, 1, 2)], ids=["the first", "all ranks"])
 def test_rank_0_is_told_of_all_ranks(tmp_path: Path, mpi: MPI, asking: tuple[int, ...]) -> None:
     c = four_targets(tmp_path)
-    results = run_ranks(mpi, 3, told_while_transforming, c.run, asking).results
+    results = run_ranks(mpi, 3, told_while_transforming, c.paths, asking).results
     last = results[0][0][-1]
     assert last.is_complete and last.targets_done == 4 and last.bytes_total == target_bytes(c)
     assert all(results[rank] == ([], 0) for rank in (1, 2)) and results[0][1] == 0

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import ckpt_peer, torch_peer
 from support.checkpoints import sample, write_shard
-from support.command_line import Capture, run_apart, run_here
+from support.command_line import done, refused, run_apart, run_here
 from support.conversions import TENSORS, Conversion, make
 from support.examples import many
 from support.launch import MPI
@@ -29,33 +29,31 @@ def full(folder: Path, kind: str = "ckpt", **changes: np.ndarray) -> Path:
     return path
 
 
-def diff(capsys: Capture, c: Conversion, other: Path, *options: str) -> Finished:
-    return run_here(
-        capsys, "diff", str(c.src), str(other), "--src-strategy", str(c.src_strategy), "--jobs", "1", *options
-    )
+def diff(c: Conversion, other: Path, *options: str) -> Finished:
+    return run_here("diff", c.src, str(other), "--src-strategy", c.src_strategy, "--jobs", "1", *options)
 
 
 @pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
-def test_the_same_in_another_layout_and_format(tmp_path: Path, capsys: Capture, kind: str) -> None:
+def test_the_same_in_another_layout_and_format(tmp_path: Path, kind: str) -> None:
     c = make(tmp_path)
-    said = diff(capsys, c, full(tmp_path, "h5" if kind == "hdf5" else kind))
+    said = diff(c, full(tmp_path, "h5" if kind == "hdf5" else kind))
     assert said.code == 0 and said.out.startswith("compared 4 tensors, ") and said.out.endswith(": the same\n"), said
 
 
-def test_two_layouts(tmp_path: Path, capsys: Capture) -> None:
+def test_two_layouts(tmp_path: Path) -> None:
     c = make(tmp_path)
-    assert run_here(capsys, *c.arguments("transform")).code == 0
-    said = diff(capsys, c, c.dst, "--dst-strategy", str(c.dst_strategy))
+    c.done("transform")
+    said = diff(c, c.dst, "--dst-strategy", str(c.dst_strategy))
     assert said.code == 0 and "compared 4 tensors" in said.out, said
 
 
-def test_one_element(tmp_path: Path, capsys: Capture) -> None:
+def test_one_element(tmp_path: Path) -> None:
     c = make(tmp_path)
     changed = TENSORS["w"].copy()
     changed[5, 2] = 0.5
     changed[6, 0] = 0.25
     other = full(tmp_path, w=changed)
-    said = diff(capsys, c, other)
+    said = diff(c, other)
     assert said.code == 4 and said.out == "", said
     assert "difference: 'w' differs at element [5, 2]\n" in said.err
     assert "expected: 22.0 (0000b041) at byte " in said.err and "rank_1/checkpoint_1.ckpt" in said.err
@@ -63,12 +61,12 @@ def test_one_element(tmp_path: Path, capsys: Capture) -> None:
     assert said.err.count("difference: ") == 1
 
 
-def test_names_types_and_shapes(tmp_path: Path, capsys: Capture) -> None:
+def test_names_types_and_shapes(tmp_path: Path) -> None:
     c = make(tmp_path)
     other = tmp_path / "other.ckpt"
     arrays = {"w": TENSORS["w"].astype(np.float64), "moments.w": np.zeros((4, 8), np.float32), "extra": np.zeros(3)}
     write_shard({**arrays, "global_step": TENSORS["global_step"]}, other)
-    said = diff(capsys, c, other)
+    said = diff(c, other)
     assert said.code == 4, said
     assert "1 tensor is in one of them only" in said.err
     assert "not there: 'b'" in said.err and "not there: 'extra'" in said.err
@@ -76,21 +74,21 @@ def test_names_types_and_shapes(tmp_path: Path, capsys: Capture) -> None:
     assert "got: float64 of shape [8, 4]" in said.err and "got: float32 of shape [4, 8]" in said.err
 
 
-def test_many_differences_are_counted(tmp_path: Path, capsys: Capture) -> None:
+def test_many_differences_are_counted(tmp_path: Path) -> None:
     first, second = tmp_path / "a.ckpt", tmp_path / "b.ckpt"
     write_shard({f"w{number}": np.full(3, number, np.int32) for number in range(30)}, first)
     write_shard({f"w{number}": np.full(3, -1, np.int32) for number in range(30)}, second)
-    said = run_here(capsys, "diff", str(first), str(second), "--jobs", "1")
+    said = run_here("diff", str(first), str(second), "--jobs", "1")
     assert said.code == 4 and said.err.count("differs at element [0]") == 20, said
     assert "difference: 10 more tensors differ" in said.err
 
 
-def test_texts_that_differ_are_noted(tmp_path: Path, capsys: Capture) -> None:
+def test_texts_that_differ_are_noted(tmp_path: Path) -> None:
     first, second = tmp_path / "a.ckpt", tmp_path / "b.ckpt"
     for path, epoch in ((first, "3"), (second, "4")):
         ckpt_peer.write(path, ShardContents.of([], {"epoch": epoch}))
-    said = run_here(capsys, "diff", str(first), str(second), "--jobs", "1")
-    assert said.code == 0 and "note: texts beside the tensors differ: 'epoch'" in said.err, said
+    said = done("diff", str(first), str(second), "--jobs", "1")
+    assert "note: texts beside the tensors differ: 'epoch'" in said.err, said
 
 
 # What is chosen is chosen on both sides
@@ -104,57 +102,57 @@ def with_extras(folder: Path, name: str, **extras: np.ndarray) -> Path:
 
 
 @pytest.mark.parametrize("options", [("--exclude", "*.head"), ("--include", "w", "--include", "b")])
-def test_what_either_has_besides_does_not_count(tmp_path: Path, capsys: Capture, options: tuple[str, ...]) -> None:
+def test_what_either_has_besides_does_not_count(tmp_path: Path, options: tuple[str, ...]) -> None:
     extra = np.ones(2, np.float32)
     plain, other = with_extras(tmp_path, "a"), with_extras(tmp_path, "b", **{"x.head": extra})
     third = with_extras(tmp_path, "c", **{"x.head": extra * 2})
     for first, second in ((plain, other), (other, plain), (other, third)):
-        said = run_here(capsys, "diff", str(first), str(second), "--jobs", "1", *options)
-        assert said.code == 0 and "compared 2 tensors" in said.out, said
-        assert run_here(capsys, "diff", str(first), str(second), "--jobs", "1").code == 4
+        said = done("diff", str(first), str(second), "--jobs", "1", *options)
+        assert "compared 2 tensors" in said.out, said
+        assert run_here("diff", str(first), str(second), "--jobs", "1").code == 4
 
 
-def test_a_difference_in_what_is_chosen_is_found(tmp_path: Path, capsys: Capture) -> None:
+def test_a_difference_in_what_is_chosen_is_found(tmp_path: Path) -> None:
     first, second = with_extras(tmp_path, "a"), with_extras(tmp_path, "b", w=np.ones(4, np.float32), c=np.ones(1))
-    said = run_here(capsys, "diff", str(first), str(second), "--jobs", "1", "--include", "[wc]")
+    said = run_here("diff", str(first), str(second), "--jobs", "1", "--include", "[wc]")
     assert said.code == 4 and said.err.count("difference: ") == 2, said
     assert "'w' differs at element [0]" in said.err and "not there: 'c'" in said.err
-    said = run_here(capsys, "diff", str(first), str(second), "--jobs", "1", "--include", "c")
+    said = run_here("diff", str(first), str(second), "--jobs", "1", "--include", "c")
     assert said.code == 4 and said.err.count("difference: ") == 1 and "not there: 'c'" in said.err, said
 
 
-def test_a_glob_that_matches_in_neither_is_refused(tmp_path: Path, capsys: Capture) -> None:
+def test_a_glob_that_matches_in_neither_is_refused(tmp_path: Path) -> None:
     first, second = with_extras(tmp_path, "a"), with_extras(tmp_path, "b", c=np.ones(1))
     for option in ("--include", "--exclude"):
-        said = run_here(capsys, "diff", str(first), str(second), "--jobs", "1", option, "d*")
+        said = run_here("diff", str(first), str(second), "--jobs", "1", option, "d*")
         assert said.code == 3 and f"{option} d* matches no tensor\n  got: w, b, c\n" in said.err, said
         with pytest.raises(MapError, match="d\\* matches no tensor"):
             reshard_mpi.diff(first, second, **{option.strip("-"): "d*"})
 
 
-def test_nothing_to_compare_is_refused(tmp_path: Path, capsys: Capture) -> None:
+def test_nothing_to_compare_is_refused(tmp_path: Path) -> None:
     first = with_extras(tmp_path, "a")
-    said = run_here(capsys, "diff", str(first), str(first), "--jobs", "1", "--exclude", "*")
+    said = run_here("diff", str(first), str(first), "--jobs", "1", "--exclude", "*")
     assert said.code == 3 and "leave no tensor" in said.err, said
 
 
-def test_a_full_checkpoint_and_what_a_map_makes_of_a_part(tmp_path: Path, capsys: Capture) -> None:
+def test_a_full_checkpoint_and_what_a_map_makes_of_a_part(tmp_path: Path) -> None:
     """The names are those of the target: the second has them as they are."""
     rules = tmp_path / "map.toml"
     rules.write_text('[[map]]\neq = "w [a] <=> v.w [a]"\n[[map]]\neq = "b [a] <=> v.b [a]"\n')
     second = tmp_path / "c.ckpt"
     write_shard({"v.w": np.arange(4, dtype=np.float32), "v.b": np.arange(3) + 1, "z": np.ones(1)}, second)
     arguments = ["diff", str(with_extras(tmp_path, "a")), str(second), "--jobs", "1", "--map", str(rules)]
-    said = run_here(capsys, *arguments, "--exclude", "v.b", "--exclude", "z")
-    assert said.code == 0 and "compared 1 tensor," in said.out, said
-    assert "difference: 'v.b' differs at element [0]" in run_here(capsys, *arguments, "--exclude", "z").err
+    said = done(*arguments, "--exclude", "v.b", "--exclude", "z")
+    assert "compared 1 tensor," in said.out, said
+    assert "difference: 'v.b' differs at element [0]" in run_here(*arguments, "--exclude", "z").err
 
 
-def test_a_hole_is_no_difference_but_refused(tmp_path: Path, capsys: Capture) -> None:
+def test_a_hole_is_no_difference_but_refused(tmp_path: Path) -> None:
     c = make(tmp_path)
     other = full(tmp_path)
     c.remove(1, 3)
-    said = diff(capsys, c, other)
+    said = diff(c, other)
     assert said.code == 3 and "reshard-mpi: error: " in said.err, said
 
 
@@ -219,34 +217,33 @@ def saved(path: Path, **values: object) -> Path:
     return path
 
 
-def test_values_that_differ_are_named(tmp_path: Path, capsys: Capture) -> None:
+def test_values_that_differ_are_named(tmp_path: Path) -> None:
     first = saved(tmp_path / "a.pt", optimizer={"groups": [{"lr": 0.1, "name": "all"}]}, epoch=3)
     second = saved(tmp_path / "b.pt", optimizer={"groups": [{"lr": 0.2, "name": "all"}]}, epoch=3)
-    finished = run_here(capsys, "diff", str(first), str(second), "--jobs", "1")
-    assert finished.code == 0, finished
+    finished = done("diff", str(first), str(second), "--jobs", "1")
     assert "note: values beside the tensors differ: optimizer.groups.0.lr (0.1 and 0.2)\n" in finished.err
 
 
-def test_what_cannot_be_compared_is_not_called_the_same(tmp_path: Path, capsys: Capture) -> None:
+def test_what_cannot_be_compared_is_not_called_the_same(tmp_path: Path) -> None:
     first = saved(tmp_path / "a.pt", odd=torch_peer.Tensor(UTILS._rebuild_meta_tensor_no_storage))
-    finished = run_here(capsys, "diff", str(first), str(first), "--jobs", "1")
+    finished = run_here("diff", str(first), str(first), "--jobs", "1")
     assert finished.code == 4 and "difference: not all that is in" in finished.err, finished
     assert "odd" in finished.err and finished.out == ""
 
 
-def test_attributes_of_a_tensor_are_left_out_by_name(tmp_path: Path, capsys: Capture) -> None:
+def test_attributes_of_a_tensor_are_left_out_by_name(tmp_path: Path) -> None:
     weights = torch_peer.tensor(sample("w", np.arange(4, dtype=np.float32)), "0")
     marked = torch_peer.Tensor(UTILS._rebuild_parameter_with_state, weights, True, {}, {"tag": "x"})
     torch_peer.save(tmp_path / "a.pt", {"w": marked})
     source, target = str(tmp_path / "a.pt"), str(tmp_path / "out")
-    finished = run_here(capsys, "transform", source, target, "--jobs", "1")
-    assert finished.code == 0 and "w: its attributes tag" in finished.err, finished
-    assert run_here(capsys, "transform", source, f"{target}2", "--jobs", "1", "--strict").code == 3
+    finished = done("transform", source, target, "--jobs", "1")
+    assert "w: its attributes tag" in finished.err, finished
+    assert run_here("transform", source, f"{target}2", "--jobs", "1", "--strict").code == 3
 
 
-def test_a_tensor_that_cannot_be_read_is_refused(tmp_path: Path, capsys: Capture) -> None:
+def test_a_tensor_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     first = saved(tmp_path / "a.pt", optimizer={"odd": torch_peer.Tensor(UTILS._rebuild_sparse_tensor)})
     for arguments in (["diff", str(first), str(first)], ["transform", str(first), str(tmp_path / "out")]):
-        finished = run_here(capsys, *arguments, "--jobs", "1")
-        assert finished.code == 3 and "got: optimizer.odd: a sparse tensor" in finished.err, finished
+        said = refused(*arguments, "--jobs", "1")
+        assert "got: optimizer.odd: a sparse tensor" in said
     assert not (tmp_path / "out").exists()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support.cases import Side
 from support.checkpoints import write_shard, write_shards, write_strategy
-from support.command_line import Capture, run_here
+from support.command_line import run_here
 from support.conversions import make, of_every_kind, side
 from support.oracle import RawLayout
 
@@ -64,8 +64,8 @@ class Said(NamedTuple):
     run_bytes: int
 
 
-def explain(capsys: Capture, *arguments: str | Path, code: int = 0) -> str:
-    finished = run_here(capsys, "plan", *map(str, arguments))
+def explain(*arguments: str | Path, code: int = 0) -> str:
+    finished = run_here("plan", *map(str, arguments))
     assert finished.code == code, finished
     return finished.out if code == 0 else finished.err
 
@@ -118,11 +118,11 @@ def made(tmp_path: Path, kind: str, strategy: Path | None) -> list[str | Path]:
 
 
 @pytest.mark.parametrize("kind", ["ckpt", "hdf5", "safetensors", "torch", "dcp", "hf"])
-def test_bytes_are_those_of_the_elements(capsys: Capture, tmp_path: Path, specs: tuple[Path, Path], kind: str) -> None:
+def test_bytes_are_those_of_the_elements(tmp_path: Path, specs: tuple[Path, Path], kind: str) -> None:
     source, target = specs
     arguments = [*made(tmp_path, kind, source), "--dst-strategy", target]
     for name, whole in TENSORS.items():
-        text = explain(capsys, *arguments, "--explain", name, "--rank", "0", "--rank", "2")
+        text = explain(*arguments, "--explain", name, "--rank", "0", "--rank", "2")
         assert text.startswith(f"{name}: {whole.dtype} {list(whole.shape)}, ")
         assert text.count("\ntarget rank ") == 2
         said = parts(text)
@@ -136,10 +136,10 @@ def test_bytes_are_those_of_the_elements(capsys: Capture, tmp_path: Path, specs:
             assert elements == expected, text
 
 
-def test_rules_are_told_with_their_lines(capsys: Capture, tmp_path: Path, specs: tuple[Path, Path]) -> None:
+def test_rules_are_told_with_their_lines(tmp_path: Path, specs: tuple[Path, Path]) -> None:
     source, target = specs
     arguments = [*made(tmp_path, "safetensors", source), "--dst-strategy", target]
-    text = explain(capsys, *arguments, "--explain", "layers.1.w")
+    text = explain(*arguments, "--explain", "layers.1.w")
     assert f"placed by {source}, line 10, [[parameter]] 2, match 'layers.*.w'" in text
     assert "dimension 0 is cut into 2 over tp" in text
     assert "each of these is cut along dimension 0 into 2 by the optimizer (mesh dp=2, tp=2)" in text
@@ -150,28 +150,28 @@ def test_rules_are_told_with_their_lines(capsys: Capture, tmp_path: Path, specs:
     assert "--rank R explains the other target ranks, 0 to 2" in text
 
 
-def test_a_header_within_a_text_is_no_rule(capsys: Capture, tmp_path: Path, specs: tuple[Path, Path]) -> None:
+def test_a_header_within_a_text_is_no_rule(tmp_path: Path, specs: tuple[Path, Path]) -> None:
     source, target = specs
     header = "[[parameter]]\n"
     source.write_text(f'mesh = {{ x = 2 }}\n{header}match = """\n{header}*"""\noptional = true\n{header}match = "*"\n')
     arguments = [*made(tmp_path, "ckpt", source), "--dst-strategy", target]
-    assert f"{source}, line 7, [[parameter]] 2, match '*'" in explain(capsys, *arguments, "--explain", "embed")
+    assert f"{source}, line 7, [[parameter]] 2, match '*'" in explain(*arguments, "--explain", "embed")
 
 
 @of_every_kind
-def test_layouts_of_mindspore_and_what_follows(capsys: Capture, tmp_path: Path, kind: str) -> None:
+def test_layouts_of_mindspore_and_what_follows(tmp_path: Path, kind: str) -> None:
     conversion = make(tmp_path, kind)
-    text = explain(capsys, *conversion.arguments("plan")[1:], "--explain", "moments.w")
+    text = explain(*conversion.arguments("plan")[1:], "--explain", "moments.w")
     assert f"placed by that of 'w', which it is named after: {conversion.src_strategy}, layout 1 of 2, 'w'" in text
     assert f"which it is named after: {conversion.dst_strategy}, layout 1 of 2, 'w'" in text
-    unlisted = explain(capsys, *conversion.arguments("plan")[1:], "--explain", "global_step")
+    unlisted = explain(*conversion.arguments("plan")[1:], "--explain", "global_step")
     assert "whole on every rank, since the source's strategy does not place it" in unlisted
     assert "whole on every rank, since the target's strategy does not list it (--unlisted follow)" in unlisted
-    replicated = explain(capsys, *conversion.arguments("plan")[1:], "--unlisted", "replicate", "--explain", "moments.w")
+    replicated = explain(*conversion.arguments("plan")[1:], "--unlisted", "replicate", "--explain", "moments.w")
     assert "does not list it (--unlisted replicate)" in replicated
 
 
-def test_json_of_stages(capsys: Capture, tmp_path: Path) -> None:
+def test_json_of_stages(tmp_path: Path) -> None:
     layouts = {
         "first": RawLayout((2,), (0, -1), stages=(0,)),
         'last "one"': RawLayout((2,), (-1, 0), stages=(1,)),
@@ -182,7 +182,7 @@ def test_json_of_stages(capsys: Capture, tmp_path: Path) -> None:
     strategy = write_strategy(whole, tmp_path / "strategies", shapes=shapes)
     write_shards(whole, arrays, tmp_path / "src", "ckpt")
     arguments = [tmp_path / "src", tmp_path / "dst", "--src-strategy", strategy]
-    text = explain(capsys, *arguments, "--explain", 'last "one"')
+    text = explain(*arguments, "--explain", 'last "one"')
     (file, line) = re.findall(r"placed by (\S+), line (\d+), ", text)[0]
     lines = Path(file).read_text().splitlines()
     assert file.endswith("strategy_1.json") and json.dumps('last "one"') in lines[int(line) - 1]
@@ -191,21 +191,19 @@ def test_json_of_stages(capsys: Capture, tmp_path: Path) -> None:
     for part in parts(text):
         assert_bytes(part, arrays['last "one"'])
     # Each stage is a target of its own.
-    text = explain(
-        capsys, *arguments, "--dst-strategy", strategy, "--explain", 'last "one"', "--rank", "0", "--rank", "3"
-    )
+    text = explain(*arguments, "--dst-strategy", strategy, "--explain", 'last "one"', "--rank", "0", "--rank", "3")
     assert "target rank 0 (stage 0): does not hold it" in text
     assert "target rank 3 (stage 1): holds [0:4, 2:4]" in text
 
 
-def test_a_map_is_told_with_its_equation(capsys: Capture, tmp_path: Path) -> None:
+def test_a_map_is_told_with_its_equation(tmp_path: Path) -> None:
     arrays = {name: np.arange(12, dtype=np.float32).reshape(3, 4) + place for place, name in enumerate("qkv")}
     layouts = {name: RawLayout((2,), (-1, 0)) for name in "qkv"}
     write_shards(Side(2, 1, layouts), arrays, tmp_path / "src", "ckpt")
     strategy = write_strategy(Side(2, 1, layouts), tmp_path / "strategy")
     (tmp_path / "map.toml").write_text('\n[[map]]\neq = "q [a h], k [a h], v [a h] <=> qkv [(a + a + a) h]"\n')
     given = [tmp_path / "src", tmp_path / "dst", "--src-strategy", strategy, "--map", tmp_path / "map.toml"]
-    text = explain(capsys, *given, "--explain", "qkv")
+    text = explain(*given, "--explain", "qkv")
     assert f"made of q, k, v, by {tmp_path}/map.toml, line 2, [[map]] 1" in text
     for name in "qkv":
         assert f"{name}: float32 [3, 4], placed by {strategy}, layout" in text
@@ -217,31 +215,31 @@ def test_a_map_is_told_with_its_equation(capsys: Capture, tmp_path: Path) -> Non
     assert len(parts(text)) == 6
     for part in parts(text):
         assert_bytes(part, made_of)
-    err = explain(capsys, *given, "--explain", "k", code=2)
+    err = explain(*given, "--explain", "k", code=2)
     assert "'k' is a tensor of the source" in err and "which goes into qkv" in err
 
 
-def test_an_unknown_name(capsys: Capture, tmp_path: Path) -> None:
+def test_an_unknown_name(tmp_path: Path) -> None:
     conversion = make(tmp_path)
-    err = explain(capsys, *conversion.arguments("plan")[1:], "--explain", "moment.w", code=2)
+    err = explain(*conversion.arguments("plan")[1:], "--explain", "moment.w", code=2)
     assert "'moment.w'; did you mean 'moments.w'?" in err
-    err = explain(capsys, *conversion.arguments("plan")[1:], "--explain", "\x1b[2J", code=2)
+    err = explain(*conversion.arguments("plan")[1:], "--explain", "\x1b[2J", code=2)
     assert "\x1b" not in err
 
 
-def test_what_is_converted_and_what_is_turned(capsys: Capture, tmp_path: Path) -> None:
+def test_what_is_converted_and_what_is_turned(tmp_path: Path) -> None:
     conversion = make(tmp_path)
-    text = explain(capsys, *conversion.arguments("plan")[1:], "--dtype", "bf16", "--explain", "w")
+    text = explain(*conversion.arguments("plan")[1:], "--dtype", "bf16", "--explain", "w")
     assert text.startswith("w: bfloat16 [8, 4], 64 B") and "converted from float32 to bfloat16" in text
     (tmp_path / "map.toml").write_text('[[map]]\neq = "w [a b] <=> v [b a]"\n')
     other = conversion.but(dst_strategy=conversion.strategy("other", {"v": RawLayout((2,), (0, -1))}))
-    text = explain(capsys, *other.arguments("plan")[1:], "--map", str(tmp_path / "map.toml"), "--explain", "v")
+    text = explain(*other.arguments("plan")[1:], "--map", str(tmp_path / "map.toml"), "--explain", "v")
     assert "its dimensions in the order [1, 0]" in text
 
 
-def test_every_rank_of_a_pipeline_is_asked_for(capsys: Capture, tmp_path: Path) -> None:
+def test_every_rank_of_a_pipeline_is_asked_for(tmp_path: Path) -> None:
     conversion = make(tmp_path).to(side(4, {"w": RawLayout((4,), (0, -1)), "b": RawLayout((2, 2), (1,))}))
     ranks = [word for rank in range(4) for word in ("--rank", str(rank))]
-    text = explain(capsys, *conversion.arguments("plan")[1:], "--explain", "w", *ranks)
+    text = explain(*conversion.arguments("plan")[1:], "--explain", "w", *ranks)
     boxes = re.findall(r"target rank (\d): holds (\S+ \S+), 32 B", text)
     assert boxes == [(str(rank), f"[{2 * rank}:{2 * rank + 2}, 0:4]") for rank in range(4)]

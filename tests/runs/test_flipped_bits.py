@@ -17,7 +17,6 @@ import reshard_mpi
 from reshard_mpi.errors import ReshardError
 
 FORMS = ("ckpt", "hdf5", "safetensors", "torch", "dcp", "hf")
-STEP = 61  # one byte in so many is flipped, another one in every run of the parametrized test
 Check = Callable[[Path, Path], Any]
 
 
@@ -52,8 +51,9 @@ def read_verified(_: Path, out: Path) -> object:
 
 @pytest.mark.parametrize("check", [verify_alone, verify_pair, read_verified])
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("first", few(1, [3, 29]))
-def test_a_flipped_bit_is_found(tmp_path: Path, form: str, check: Check, first: int) -> None:
+# The first byte of which a bit is flipped, and how many there are from one to the next.
+@pytest.mark.parametrize(("first", "step"), few(1, [(3, 499), (29, 97)]))
+def test_a_flipped_bit_is_found(tmp_path: Path, form: str, check: Check, first: int, step: int) -> None:
     src, out = training(tmp_path), tmp_path / "out"
     reshard_mpi.transform(src, out, to=form, verify=True, max_shard_size=64 if form == "hf" else None)
     check(src, out)
@@ -61,7 +61,7 @@ def test_a_flipped_bit_is_found(tmp_path: Path, form: str, check: Check, first: 
     passed = []
     for path in (path for path in files if path.name != "reshard.json"):
         content = path.read_bytes()
-        for place in range(first % len(content), len(content), STEP):
+        for place in range(first % len(content), len(content), step):
             flipped = bytearray(content)
             flipped[place] ^= 1 << place % 8
             path.write_bytes(flipped)

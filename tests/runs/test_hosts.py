@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from support.command_line import COMMAND, Capture
+from support.command_line import COMMAND
 from support.conversions import Conversion, assert_right, four_targets, make, resume, shards, side
 from support.hosts import Hosts, make_hosts
 from support.launch import MPI, PYTEST, RANKS
@@ -100,7 +100,7 @@ def test_the_same_files_as_alone(tmp_path: Path, hosts: Hosts, kind: str, target
 
 
 @pytest.mark.parametrize(("target", "process"), [(1, 2), (2, 1)], ids=["on the other host", "on the first host"])
-def test_a_rank_that_fails(tmp_path: Path, capsys: Capture, hosts: Hosts, target: int, process: int) -> None:
+def test_a_rank_that_fails(tmp_path: Path, hosts: Hosts, target: int, process: int) -> None:
     c = four_targets(tmp_path)
     when = f"plan.target_rank == {target}"
     finished = run(hosts, c, *reporting(c), env=doing(tmp_path, "raise OSError(5, 'the disk is gone')", when))
@@ -114,7 +114,7 @@ def test_a_rank_that_fails(tmp_path: Path, capsys: Capture, hosts: Hosts, target
     others = [rank for rank in range(4) if rank != target]
     assert [reported["rank"] for reported in report_of(c)["targets"]] == others
     assert_right(c, others)
-    assert "3 were complete" in resume(c, capsys)
+    assert "3 were complete" in resume(c)
     assert_right(c)
 
 
@@ -158,13 +158,13 @@ def test_what_is_wrong_on_one_host_only_is_refused_with_its_name(tmp_path: Path,
 
 @pytest.mark.parametrize("names", [("node-a",), ("node-a", "node-b")], ids=["one host", "two hosts"])
 @pytest.mark.parametrize("count", [2, 4], ids=["together", "alone"])
-def test_a_rank_that_is_killed(tmp_path: Path, capsys: Capture, mpi: MPI, names: tuple[str, ...], count: int) -> None:
+def test_a_rank_that_is_killed(tmp_path: Path, mpi: MPI, names: tuple[str, ...], count: int) -> None:
     c = some_targets(tmp_path, "ckpt", count)
     hosts = make_hosts(mpi, tmp_path, *names)
     finished = run(hosts, c, env=doing(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)"))
     assert finished.code != 0, finished
     assert not c.written(1).exists()
-    resume(c, capsys)
+    resume(c)
     assert_right(c)
     assert not list(c.dst.rglob("*.partial")), "nothing of the dead ones is left"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.checkpoints import write_ranks
-from support.command_line import Capture, run_apart, run_here
+from support.command_line import done, run_apart, run_here
 from support.launch import find_mpi
 
 WHOLE = {"a.w": (10, 4), "b.w": (6, 3), "bias": (10,), "step": ()}
@@ -45,30 +45,29 @@ def listed(out: str) -> list[str]:
 
 
 @pytest.mark.parametrize("form", ["ckpt", "safetensors", "hdf5"])
-def test_whole_shapes_and_the_pieces_of_the_rank_that_is_asked_for(tmp_path: Path, capsys: Capture, form: str) -> None:
+def test_whole_shapes_and_the_pieces_of_the_rank_that_is_asked_for(tmp_path: Path, form: str) -> None:
     arguments = write(tmp_path, form)
     target = ["--dst-strategy", f"{tmp_path}/dst.toml"]
-    finished = run_here(capsys, *arguments, *target, "--rank", "1", "-v")
-    assert finished.code == 0 and listed(finished.out) == RANK_1, finished
-    finished = run_here(capsys, *arguments, *target, "--rank", "2,1", "-v", "--to", "dcp")
-    assert finished.code == 0 and [line.partition(", on")[0] for line in listed(finished.out)] == WHOLES, finished
-    assert listed(run_here(capsys, *arguments, "-v").out) == WHOLES
-    assert listed(run_here(capsys, *arguments, *target).out) == []
+    finished = done(*arguments, *target, "--rank", "1", "-v")
+    assert listed(finished.out) == RANK_1, finished
+    finished = done(*arguments, *target, "--rank", "2,1", "-v", "--to", "dcp")
+    assert [line.partition(", on")[0] for line in listed(finished.out)] == WHOLES, finished
+    assert listed(run_here(*arguments, "-v").out) == WHOLES
+    assert listed(run_here(*arguments, *target).out) == []
 
 
 @pytest.mark.parametrize("to", ["hdf5", "dcp", "hf", "torch"])
-def test_every_form_of_source(tmp_path: Path, capsys: Capture, to: str) -> None:
+def test_every_form_of_source(tmp_path: Path, to: str) -> None:
     """Those that say themselves how they are cut, and those that are whole; a Hugging Face folder in several files."""
     arguments = write(tmp_path, "ckpt")
     cut = ["--dst-strategy", f"{tmp_path}/dst.toml"] if to in ("hdf5", "dcp") else []
     filled = ["--max-shard-size", "100"] if to == "hf" else []
-    made = run_here(capsys, "transform", *arguments[1:2], f"{tmp_path}/made", *arguments[3:], *cut, *filled, "--to", to)
-    assert made.code == 0, made
+    done("transform", *arguments[1:2], f"{tmp_path}/made", *arguments[3:], *cut, *filled, "--to", to)
     for options, expected in (([], WHOLES), (["--dst-strategy", f"{tmp_path}/dst.toml", "--rank", "1"], RANK_1)):
-        finished = run_here(capsys, "plan", f"{tmp_path}/made", f"{tmp_path}/dst", *options, "-v", "--to", "ckpt")
-        assert finished.code == 0 and listed(finished.out) == expected, finished
-    filled = run_here(capsys, *arguments, "--to", "hf", "--max-shard-size", "100", "-v")
-    assert filled.code == 0 and listed(filled.out) == WHOLES
+        finished = done("plan", f"{tmp_path}/made", f"{tmp_path}/dst", *options, "-v", "--to", "ckpt")
+        assert listed(finished.out) == expected, finished
+    filled = done(*arguments, "--to", "hf", "--max-shard-size", "100", "-v")
+    assert listed(filled.out) == WHOLES
 
 
 @pytest.mark.slow
@@ -82,14 +81,14 @@ def test_processes_list_every_tensor_once(tmp_path: Path) -> None:
     assert [line.partition(", on")[0] for line in listed(finished.out)] == WHOLES
 
 
-def test_whole_shapes_by_ceiling_division_are_shown_before_anything_is_written(tmp_path: Path, capsys: Capture) -> None:
+def test_whole_shapes_by_ceiling_division_are_shown_before_anything_is_written(tmp_path: Path) -> None:
     arguments = write(tmp_path, "ckpt")
     (tmp_path / "src.toml").write_text(spec(4, '[[parameter]]\nmatch = "a.*"\nsplit = { 0 = ["x"] }\nsizes = "ceil"\n'))
-    finished = run_here(capsys, *arguments)
-    assert finished.code == 0 and "by rule 'a.*', 'a.w' of shape [3, 4] on a rank is [10, 4] as a whole" in finished.err
+    finished = done(*arguments)
+    assert "by rule 'a.*', 'a.w' of shape [3, 4] on a rank is [10, 4] as a whole" in finished.err
 
 
-def test_of_many_rules_a_few_are_shown(tmp_path: Path, capsys: Capture) -> None:
+def test_of_many_rules_a_few_are_shown(tmp_path: Path) -> None:
     """Those of the largest tensors, in the order of the rules; the others are counted, and listed by -v."""
     tensors = {f"t{number}": np.full((2, 8 - number), number, np.float32) for number in range(8)}
     write_ranks(dict.fromkeys(range(2), tensors), tmp_path / "src", "ckpt")
@@ -97,9 +96,7 @@ def test_of_many_rules_a_few_are_shown(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "src.toml").write_text("mesh = { x = 2 }\n" + rules)
     arguments = ["plan", f"{tmp_path}/src", f"{tmp_path}/dst", "--src-strategy", f"{tmp_path}/src.toml"]
     arguments += ["--replicas", "any"]
-    brief = [
-        line for line in run_here(capsys, *arguments).err.splitlines() if "rule" in line and "two ranks" not in line
-    ]
+    brief = [line for line in run_here(*arguments).err.splitlines() if "rule" in line and "two ranks" not in line]
     assert [line.split("'")[1] for line in brief[:-1]] == ["t4", "t3", "t2", "t1", "t0"]
     assert brief[-1] == "note: and 3 more rules that cut (plan -v lists all)"
-    assert run_here(capsys, *arguments, "-v").err.count("note: by rule") == 8
+    assert run_here(*arguments, "-v").err.count("note: by rule") == 8

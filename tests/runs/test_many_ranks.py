@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.checkpoints import write_shard
-from support.command_line import Capture, measure_apart, run_here
+from support.command_line import done, measure_apart, refused
 
 from reshard_mpi.runs.open_run import MAX_TARGETS
 from reshard_mpi.text import MIB
@@ -39,14 +39,14 @@ def conversion(tmp_path: Path) -> list[str]:
     ],
 )
 def test_some_of_a_million_targets(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture, conversion: list[str], some: list[str], ranks: list[int]
+    monkeypatch: pytest.MonkeyPatch, conversion: list[str], some: list[str], ranks: list[int]
 ) -> None:
     from reshard_mpi.runs import open_run
 
     looked_at: list[Path] = []
     monkeypatch.setattr(open_run, "refuse_overlap", lambda files, target, paths: looked_at.extend(paths))
-    finished = run_here(capsys, "plan", *conversion, *some, "--json")
-    assert finished.code == 0 and [target["rank"] for target in json.loads(finished.out)["targets"]] == ranks
+    finished = done("plan", *conversion, *some, "--json")
+    assert [target["rank"] for target in json.loads(finished.out)["targets"]] == ranks
     assert len(looked_at) == len(ranks)
 
 
@@ -56,8 +56,8 @@ def test_in_little_memory(conversion: list[str]) -> None:
 
 
 @pytest.mark.parametrize("part", [[], ["--part", "1/3"]])
-def test_too_many_targets_for_one_run(capsys: Capture, conversion: list[str], part: list[str]) -> None:
+def test_too_many_targets_for_one_run(conversion: list[str], part: list[str]) -> None:
     for command in ("plan", "transform"):
-        finished = run_here(capsys, command, *conversion, *part)
-        assert finished.code == 2 and "there are too many targets for one run" in finished.err, finished
-        assert f"at most {MAX_TARGETS}" in finished.err and "16 parts or more (--part I/N)" in finished.err
+        said = refused(command, *conversion, *part, code=2)
+        assert "there are too many targets for one run" in said
+        assert f"at most {MAX_TARGETS}" in said and "16 parts or more (--part I/N)" in said

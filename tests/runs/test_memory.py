@@ -31,7 +31,7 @@ from reshard_mpi.sharding.placement import Placement, Strategy
 from reshard_mpi.text import GIB, MIB
 
 BOUND_BYTES = 200 * MIB
-SHAPE = (10923, 49152)  # 2 GiB of float32; rows so that neither cut falls on a page
+SHAPE = (5461, 49152)  # 1 GiB of float32; rows so that neither cut falls on a page
 SOURCE = Strategy(8, 1, {"w": (Placement((8,), ((), (0,))),)})
 TARGET = Strategy(6, 1, {"w": (Placement((6,), ((), (0,))),)})
 
@@ -62,12 +62,12 @@ with Folder.open(Path(target).parent) as folder, Publication(folder, Path(target
 def fast_folder() -> Iterator[Path]:
     """A folder in memory where there is room for it: twice the tensor."""
     shared = Path("/dev/shm")
-    roomy = shared.is_dir() and shutil.disk_usage(shared).free > 6 * GIB
+    roomy = shared.is_dir() and shutil.disk_usage(shared).free > 3 * GIB
     with tempfile.TemporaryDirectory(dir=shared if roomy else None) as name:
         yield Path(name)
 
 
-def test_one_tensor_of_2_gib_column_wise(fast_folder: Path) -> None:
+def test_one_tensor_of_1_gib_column_wise(fast_folder: Path) -> None:
     for kind in ("ckpt", "hdf5"):
         made = write_large(
             fast_folder / kind, kind, SOURCE, TARGET, SHAPE, lambda _, box: _elements(0, 64, box).tobytes()
@@ -90,7 +90,7 @@ def test_one_tensor_of_2_gib_column_wise(fast_folder: Path) -> None:
         targets = json.loads(report.read_text())["targets"]
         assert len(targets) == 6
         for facts in targets:
-            assert facts["needed_bytes"] == facts["written_bytes"] > 340 * MIB
+            assert facts["needed_bytes"] == facts["written_bytes"] > 170 * MIB
             assert facts["requested_bytes"] <= 1.01 * facts["needed_bytes"]
         _check_some_rows(target, kind)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from support.checkpoints import as_read, expected_rank, read_shard, write_shard
-from support.command_line import COMMAND, Capture, run_here
-from support.conversions import TENSORS, Conversion, four_targets, listing, transform_here
+from support.command_line import COMMAND, done, refused, run_here
+from support.conversions import TENSORS, Conversion, four_targets, listing
 from support.launch import MPI, mpirun_command
 from support.processes import run_command
 
@@ -53,59 +53,59 @@ FIRST_AND_LAST = [
 
 @pytest.mark.parametrize(("first", "last"), FIRST_AND_LAST, ids=" ".join)
 def test_a_run_goes_on_with_what_it_has_begun_with_or_not_at_all(
-    c: Conversion, capsys: Capture, first: list[str], last: list[str]
+    c: Conversion, first: list[str], last: list[str]
 ) -> None:
-    assert transform_here(capsys, c, *first).ended == (0, "")
+    assert c.run("transform", *first).ended == (0, "")
     save_newer(c)
     before = listing(c.dst)
-    finished = transform_here(capsys, c, *last)
-    assert finished.code == 3 and listing(c.dst) == before, finished
-    assert "error: the target folder holds a run from another checkpoint of the same source" in finished.err
-    assert f"expected: {OLD}, which the run that began this folder has chosen" in finished.err
-    assert f"got: {NEW}, chosen now in {c.src}" in finished.err
-    assert f"--select {OLD}; " in finished.err and "--overwrite" in finished.err
-    assert run_here(capsys, "commit", str(c.dst)).code == 4
+    said = c.refused("transform", *last)
+    assert listing(c.dst) == before
+    assert "error: the target folder holds a run from another checkpoint of the same source" in said
+    assert f"expected: {OLD}, which the run that began this folder has chosen" in said
+    assert f"got: {NEW}, chosen now in {c.src}" in said
+    assert f"--select {OLD}; " in said and "--overwrite" in said
+    assert run_here("commit", c.dst).code == 4
     others = [option for option in last if option not in ("--select", "net*")]
-    assert transform_here(capsys, c, *others, "--select", OLD).code == 0  # the remedy
-    assert transform_here(capsys, c, "--resume", "--select", OLD).code == 0
+    c.done("transform", *others, "--select", OLD)  # the remedy
+    c.done("transform", "--resume", "--select", OLD)
     assert_old(c)
 
 
-def test_the_run_may_begin_again_with_the_newer_one(c: Conversion, capsys: Capture) -> None:
-    assert transform_here(capsys, c, "--rank", "0-1").code == 0
+def test_the_run_may_begin_again_with_the_newer_one(c: Conversion) -> None:
+    c.done("transform", "--rank", "0-1")
     save_newer(c)
-    assert transform_here(capsys, c, "--overwrite", "--rank", "2-3").code == 0
-    finished = run_here(capsys, "commit", str(c.dst))
-    assert finished.code == 4 and "target rank 0 is of another run" in finished.err
-    assert transform_here(capsys, c, "--overwrite").code == 0
+    c.done("transform", "--overwrite", "--rank", "2-3")
+    said = refused("commit", c.dst, code=4)
+    assert "target rank 0 is of another run" in said
+    c.done("transform", "--overwrite")
     sources = json.loads((c.dst / "reshard.json").read_text())["sources"]
     assert {Path(source["file"]).name for source in sources} == {NEW}
 
 
-def test_what_chooses_the_same_is_the_same_run(c: Conversion, capsys: Capture) -> None:
+def test_what_chooses_the_same_is_the_same_run(c: Conversion) -> None:
     for number, options in enumerate(([], ["--select", "*_100.ckpt"], ["--select", OLD], ["--select", "*"])):
-        assert transform_here(capsys, c, "--rank", str(number), *options).code == 0
+        c.done("transform", "--rank", str(number), *options)
     assert_old(c)
     recorded = json.loads((c.dst / ".reshard_mpi" / "run.json").read_text())
     assert recorded["chosen"] == OLD and "select" not in recorded
-    assert "--select" not in run_here(capsys, "inspect", str(c.dst)).out
+    assert "--select" not in run_here("inspect", c.dst).out
     other = c.but(dst=c.folder / "other")
-    assert transform_here(capsys, other, "--select", "*_1*").code == 0
-    assert "--select '*_1*'" in run_here(capsys, "inspect", str(other.dst)).out
+    other.done("transform", "--select", "*_1*")
+    assert "--select '*_1*'" in run_here("inspect", other.dst).out
 
 
-def test_a_folder_of_an_earlier_version_is_committed_but_not_added_to(c: Conversion, capsys: Capture) -> None:
+def test_a_folder_of_an_earlier_version_is_committed_but_not_added_to(c: Conversion) -> None:
     """It has not recorded which files were chosen."""
-    assert transform_here(capsys, c).code == 0
+    c.done()
     as_earlier_version(c, None)
     (c.dst / "reshard.json").unlink()
-    finished = transform_here(capsys, c, "--resume")
-    assert finished.code == 3 and "the target folder holds another run" in finished.err, finished
-    assert "no record of which files were chosen (an earlier version)" in finished.err and "--overwrite" in finished.err
-    assert run_here(capsys, "commit", str(c.dst)).code == 0
-    assert "4 of 4 targets complete" in run_here(capsys, "inspect", str(c.dst)).out
+    said = c.refused("transform", "--resume")
+    assert "the target folder holds another run" in said
+    assert "no record of which files were chosen (an earlier version)" in said and "--overwrite" in said
+    done("commit", c.dst)
+    assert "4 of 4 targets complete" in run_here("inspect", c.dst).out
     as_earlier_version(c, "net*")
-    assert "--select 'net*'" in run_here(capsys, "inspect", str(c.dst)).out
+    assert "--select 'net*'" in run_here("inspect", c.dst).out
 
 
 def as_earlier_version(c: Conversion, select: str | None) -> None:
@@ -122,35 +122,35 @@ def as_earlier_version(c: Conversion, select: str | None) -> None:
         path.write_text(json.dumps({**record, "digest": identity.digest, "moments": moments}))
 
 
-def test_records_of_two_choices_are_not_committed(c: Conversion, capsys: Capture) -> None:
+def test_records_of_two_choices_are_not_committed(c: Conversion) -> None:
     """Even if they say that they are of one run."""
-    assert transform_here(capsys, c).code == 0
+    c.done()
     path = c.dst / ".reshard_mpi" / "rank_3.json"
     record = path.read_text()
     assert record.count(f'"value": "{OLD}"') == 1
     path.write_text(record.replace(f'"value": "{OLD}"', f'"value": "{NEW}"'))
-    finished = run_here(capsys, "commit", str(c.dst))
-    assert finished.code == 3 and "not all have chosen the same checkpoint in the source" in finished.err
-    assert f"expected: {OLD}" in finished.err and f"got: {NEW}" in finished.err and "--overwrite" in finished.err
+    said = refused("commit", c.dst)
+    assert "not all have chosen the same checkpoint in the source" in said
+    assert f"expected: {OLD}" in said and f"got: {NEW}" in said and "--overwrite" in said
     assert not (c.dst / "reshard.json").exists()
 
 
 @pytest.mark.parametrize("form", ["hf", "dcp"])
-def test_a_folder_with_an_index_that_is_replaced(c: Conversion, capsys: Capture, form: str) -> None:
+def test_a_folder_with_an_index_that_is_replaced(c: Conversion, form: str) -> None:
     folder = c.folder / form
     whole = c.but(dst=folder, dst_strategy=None)
-    assert transform_here(capsys, whole, "--to", form).code == 0
+    whole.done("transform", "--to", form)
     from_folder = c.but(src=folder, src_strategy=None)
-    assert transform_here(capsys, from_folder, "--rank", "0-1", "--to", "ckpt").code == 0
+    from_folder.done("transform", "--rank", "0-1", "--to", "ckpt")
     save_newer(c)
-    assert transform_here(capsys, whole, "--to", form, "--overwrite").code == 0
+    whole.done("transform", "--to", form, "--overwrite")
     before = listing(c.dst)
     for rank in ("2", "3"):
-        finished = transform_here(capsys, from_folder, "--rank", rank, "--to", "ckpt", "--resume")
+        finished = from_folder.run("transform", "--rank", rank, "--to", "ckpt", "--resume")
         problem = f"a source was changed between the targets of ranks 0 and {rank}"
         assert finished.code == 3 and problem in finished.err and "--overwrite" in finished.err, finished
         assert listing(c.dst) == before
-    assert transform_here(capsys, from_folder, "--overwrite", "--to", "ckpt").code == 0
+    from_folder.done("transform", "--overwrite", "--to", "ckpt")
 
 
 # In the middle of one run
@@ -189,9 +189,9 @@ def looking(c: Conversion, is_late: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("command", ["transform", "plan", "verify", "verify alone", "diff"])
-def test_ranks_that_have_chosen_differently(c: Conversion, capsys: Capture, mpi: MPI, command: str) -> None:
+def test_ranks_that_have_chosen_differently(c: Conversion, mpi: MPI, command: str) -> None:
     if command in ("verify", "diff"):
-        assert transform_here(capsys, c).code == 0
+        c.done()
     save_newer(c)
     if command == "verify alone":
         arguments = ["verify", str(c.src)]

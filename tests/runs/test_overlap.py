@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.checkpoints import read_shard
-from support.command_line import Capture, run_here
+from support.command_line import run_here
 from support.conversions import Conversion, listing, make, shards
 
 import reshard_mpi
@@ -112,11 +112,9 @@ def around_one_shard(c: Conversion) -> Conversion:
         around_one_shard,
     ],
 )
-def test_a_target_in_a_rank_folder_of_the_source(
-    c: Conversion, capsys: Capture, lay: Callable[[Conversion], Conversion]
-) -> None:
+def test_a_target_in_a_rank_folder_of_the_source(c: Conversion, lay: Callable[[Conversion], Conversion]) -> None:
     c = lay(c)
-    refused(c, capsys, IN_SOURCE)
+    refused(c, IN_SOURCE)
 
 
 def source_in_a_rank_folder(c: Conversion) -> Conversion:
@@ -150,20 +148,18 @@ def target_through_a_link(c: Conversion) -> Conversion:
         target_through_a_link,
     ],
 )
-def test_a_source_in_a_rank_folder_of_the_target(
-    c: Conversion, capsys: Capture, lay: Callable[[Conversion], Conversion]
-) -> None:
+def test_a_source_in_a_rank_folder_of_the_target(c: Conversion, lay: Callable[[Conversion], Conversion]) -> None:
     (c.folder / "dst" / "rank_0").mkdir(parents=True)
     c = lay(c)
-    refused(c, capsys, IN_TARGET)
+    refused(c, IN_TARGET)
 
 
-def refused(c: Conversion, capsys: Capture, problem: str) -> None:
+def refused(c: Conversion, problem: str) -> None:
     before = listing(c.folder)
     for command in ("transform", "plan"):
-        finished = run_here(capsys, *c.arguments(command))
-        assert finished.code == 3 and problem in finished.err and f"got: {c.dst}" in finished.err, finished
-        assert f"where: {c.src}" in finished.err and "what to do: choose a target" in finished.err
+        said = c.refused(command)
+        assert problem in said and f"got: {c.dst}" in said
+        assert f"where: {c.src}" in said and "what to do: choose a target" in said
     with pytest.raises(TargetError, match=problem):
         reshard_mpi.transform_checkpoints(c.src, c.dst, "net", c.src_strategy, c.dst_strategy)
     assert listing(c.folder) == before
@@ -172,17 +168,17 @@ def refused(c: Conversion, capsys: Capture, problem: str) -> None:
 @pytest.mark.parametrize("source", [".", "../src"])
 @pytest.mark.parametrize("target", ["out", "./rank_0/../out", "out/rank_0", "../rank_0"])
 def test_a_target_in_the_source_that_nobody_takes_for_a_shard(
-    c: Conversion, capsys: Capture, monkeypatch: pytest.MonkeyPatch, source: str, target: str
+    c: Conversion, monkeypatch: pytest.MonkeyPatch, source: str, target: str
 ) -> None:
     before = shards(c.src)
     monkeypatch.chdir(c.src)
     nested = c.but(src=Path(source), dst=Path(target))
-    assert run_here(capsys, *nested.arguments()).code == 0
+    nested.done()
     for rank in range(2):
         assert read_shard(nested.written(rank)) == c.expected(rank)
     assert shards(c.src) == before
     again = c.but(dst=c.folder / "again")
-    assert run_here(capsys, *again.arguments()).code == 0  # the source is read as before
+    again.done()  # the source is read as before
 
 
 def test_one_target_by_rank_in_place_of_a_source_that_is_not_listed(c: Conversion) -> None:
@@ -224,20 +220,20 @@ def a_link_to_it(c: Conversion, file: str) -> Path:
 @pytest.mark.parametrize("place", [a_file_there, a_link_to_it])
 @pytest.mark.parametrize("to", ["hdf5", "torch"])
 def test_a_target_of_an_earlier_run_is_no_source_of_the_run_that_removes_it(
-    c: Conversion, capsys: Capture, place: Callable[[Conversion, str], Path], to: str
+    c: Conversion, place: Callable[[Conversion, str], Path], to: str
 ) -> None:
     full = c.but(dst_strategy=None)
-    assert run_here(capsys, *full.arguments("transform", "--to", "hf")).code == 0
+    full.done("transform", "--to", "hf")
     before = listing(c.dst)
     source = place(c, "model.safetensors")
-    refused = run_here(capsys, "transform", str(source), str(c.dst), "--to", to, "--overwrite", "--jobs", "1")
+    refused = run_here("transform", source, c.dst, "--to", to, "--overwrite", "--jobs", "1")
     assert refused.code == 3 and "a target of an earlier run in this folder, which --overwrite removes" in refused.err
     assert listing(c.dst) == before
 
 
-def test_a_copy_by_hard_links_of_what_an_earlier_run_has_made_is_a_source(c: Conversion, capsys: Capture) -> None:
+def test_a_copy_by_hard_links_of_what_an_earlier_run_has_made_is_a_source(c: Conversion) -> None:
     """Targets take the place of names of its files, or these are removed: the files themselves stay as they are."""
-    assert run_here(capsys, *c.arguments()).code == 0
+    c.done()
     copy = c.folder / "copy"
     shutil.copytree(c.dst, copy, copy_function=os.link)
     before = shards(copy)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from support import torch_peer
 from support.checkpoints import sample
-from support.command_line import Capture, run_here
+from support.command_line import done
+from support.examples import few
 
 import reshard_mpi
 from reshard_mpi.errors import DisagreementError
@@ -46,15 +47,12 @@ def test_targets_of_ranks_that_agree_among_themselves_alone(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_tasks_that_know_nothing_of_each_other(tmp_path: Path, capsys: Capture, parts: int) -> None:
+def test_tasks_that_know_nothing_of_each_other(tmp_path: Path, parts: int) -> None:
     src = source(tmp_path, [0.1, 0.1, 0.2, 0.2], [5, 5, 5, 5])
     said = []
     for part in range(parts):
         strategies = ("--src-strategy", str(cut(tmp_path, 4)), "--dst-strategy", str(cut(tmp_path, 2)))
-        finished = run_here(
-            capsys, "transform", str(src), str(tmp_path / "dst"), *strategies, "--part", f"{part}/{parts}"
-        )
-        assert finished.code == 0
+        finished = done("transform", src, tmp_path / "dst", *strategies, "--part", f"{part}/{parts}")
         said += [line for line in finished.err.splitlines() if NOTE in line]
     assert len(said) == parts
 
@@ -100,7 +98,7 @@ def stages(folder: Path, way: str) -> Path:
     return folder / "src"
 
 
-@pytest.mark.parametrize("to", ["dcp", "torch", "full"])
+@pytest.mark.parametrize("to", few(1, ["dcp", "torch", "full"]))
 @pytest.mark.parametrize(
     "way", ["alike", "own value", "own list", "one has more", "its optimizer has more", "another order"]
 )
@@ -120,30 +118,21 @@ def test_stages_with_settings_of_their_own_keep_their_parameters(tmp_path: Path,
     assert way != "its optimizer has more" or read["optim"]["own"] == 3.5
 
 
-def test_diff_says_which_settings_it_has_compared(tmp_path: Path, capsys: Capture) -> None:
+def test_diff_says_which_settings_it_has_compared(tmp_path: Path) -> None:
     src = source(tmp_path, [0.1, 0.2], [5, 5])
-    finished = run_here(
-        capsys,
-        "diff",
-        str(src),
-        str(src),
-        "--src-strategy",
-        str(cut(tmp_path, 2)),
-        "--dst-strategy",
-        str(cut(tmp_path, 2)),
-    )
-    assert finished.code == 0 and "rank_1/x.pt differs from the one taken" in finished.err
+    finished = done("diff", src, src, "--src-strategy", cut(tmp_path, 2), "--dst-strategy", cut(tmp_path, 2))
+    assert "rank_1/x.pt differs from the one taken" in finished.err
 
 
-def test_diff_says_which_tensors_it_has_compared_by_one_rank_alone(tmp_path: Path, capsys: Capture) -> None:
+def test_diff_says_which_tensors_it_has_compared_by_one_rank_alone(tmp_path: Path) -> None:
     src = source(tmp_path, [0.1, 0.1], [5, 6])
     strategy = str(cut(tmp_path, 2))
-    finished = run_here(capsys, "diff", str(src), str(src), "--src-strategy", strategy, "--dst-strategy", strategy)
-    assert finished.code == 0 and "'own' differs between ranks 0, 1" in finished.err
+    finished = done("diff", src, src, "--src-strategy", strategy, "--dst-strategy", strategy)
+    assert "'own' differs between ranks 0, 1" in finished.err
 
 
 @pytest.mark.parametrize("command", ["transform", "diff"])
-def test_settings_of_copies_that_no_target_reads(tmp_path: Path, capsys: Capture, command: str) -> None:
+def test_settings_of_copies_that_no_target_reads(tmp_path: Path, command: str) -> None:
     """Ranks that hold the same: one is read, and that another has settings of its own is seen by the sample."""
     for rank in range(2):
         (tmp_path / "src" / f"rank_{rank}").mkdir(parents=True)
@@ -153,5 +142,5 @@ def test_settings_of_copies_that_no_target_reads(tmp_path: Path, capsys: Capture
     strategy = str(tmp_path / "dp.toml")
     target = str(tmp_path / ("dst" if command == "transform" else "src"))
     more = () if command == "transform" else ("--dst-strategy", strategy)
-    finished = run_here(capsys, command, str(tmp_path / "src"), target, "--src-strategy", strategy, *more)
-    assert finished.code == 0 and f"{NOTE} 0, 1" in finished.err
+    finished = done(command, tmp_path / "src", target, "--src-strategy", strategy, *more)
+    assert f"{NOTE} 0, 1" in finished.err

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.checkpoints import write_shard
-from support.command_line import COMMAND, Capture, run_here
+from support.command_line import COMMAND
 from support.conversions import (
     Conversion,
     four_targets,
@@ -19,7 +19,6 @@ from support.conversions import (
     make,
     transform_apart,
     transform_by_function,
-    transform_here,
 )
 from support.launch import MPI
 from support.processes import run_command
@@ -78,19 +77,19 @@ def needed_of(refusal: str) -> int:
 
 
 @pytest.mark.parametrize("command", ["transform", "plan"])
-def test_no_room(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     c = make(tmp_path)
     say_free(monkeypatch, sum(planned(c)))  # the payloads alone
-    needed = needed_of(run_here(capsys, *c.arguments(command)).err)
+    needed = needed_of(c.run(command).err)
     say_free(monkeypatch, needed - 1)
     before = listing(tmp_path)
-    finished = run_here(capsys, *c.arguments(command))
-    assert finished.code == 3 and "there is no room for the targets" in finished.err, finished
-    assert f"({needed} bytes)" in finished.err and f"({needed - 1} bytes)" in finished.err
-    assert "where: the file system at /" in finished.err
+    said = c.refused(command)
+    assert "there is no room for the targets" in said
+    assert f"({needed} bytes)" in said and f"({needed - 1} bytes)" in said
+    assert "where: the file system at /" in said
     assert listing(tmp_path) == before
     say_free(monkeypatch, needed)
-    assert run_here(capsys, *c.arguments(command)).code == 0
+    c.done(command)
 
 
 def test_no_room_for_the_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,24 +122,22 @@ def test_no_room_for_one_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     transform("net.ckpt")
 
 
-def test_only_what_is_still_to_be_made_needs_room(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_what_is_still_to_be_made_needs_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     c = make(tmp_path)
     say_free(monkeypatch, 0)
-    both = needed_of(run_here(capsys, *c.arguments()).err)
-    first = needed_of(run_here(capsys, *c.arguments("transform", "--rank", "0")).err)
+    both = needed_of(c.run().err)
+    first = needed_of(c.run("transform", "--rank", "0").err)
     say_free(monkeypatch, first)
-    assert run_here(capsys, *c.arguments("transform", "--rank", "0")).code == 0
+    c.done("transform", "--rank", "0")
     say_free(monkeypatch, 0)
-    second = needed_of(run_here(capsys, *c.arguments("transform", "--resume")).err)
+    second = needed_of(c.run("transform", "--resume").err)
     assert sum(planned(c)) < both < first + second  # each of them counts the commit record, and what is written twice
     say_free(monkeypatch, second - 1)
-    assert run_here(capsys, *c.arguments("transform", "--resume")).code == 3
+    assert c.run("transform", "--resume").code == 3
     say_free(monkeypatch, second)
-    assert run_here(capsys, *c.arguments("transform", "--resume")).code == 0
+    c.done("transform", "--resume")
     say_free(monkeypatch, 0)
-    assert run_here(capsys, *c.arguments("transform", "--resume")).code == 0
+    c.done("transform", "--resume")
 
 
 @pytest.mark.parametrize("jobs", ["2", "3"])
@@ -194,19 +191,19 @@ def test_file_systems_are_looked_at_one_by_one() -> None:
         require_room([(SpaceNeed("/a", 3, spare + 5), SpaceNeed("/b", 5, spare + 5)), (SpaceNeed("/a", 2, spare + 4),)])
 
 
-def test_a_file_system_that_does_not_count(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_that_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((1, 1, 0, 0, 0, 0, 0, 0, 0, 255)))
-    assert run_here(capsys, *make(tmp_path).arguments()).code == 0
+    make(tmp_path).done()
 
 
 @pytest.mark.parametrize(("kind", "shares", "code"), [("hdf5", True, 0), ("hdf5", False, 3), ("ckpt", True, 3)])
 def test_blocks_that_may_be_shared_need_no_room(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, kind: str, shares: bool, code: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, shares: bool, code: int
 ) -> None:
     c = make(tmp_path, kind)
     say_free(monkeypatch, 0)
     monkeypatch.setattr(preflight, "_can_share", lambda source, target: shares)
-    assert run_here(capsys, *c.arguments()).code == code
+    assert c.run().code == code
     one = partial(
         reshard_mpi.transform_checkpoint_by_rank,
         0,
@@ -254,35 +251,35 @@ def test_whether_blocks_may_be_shared(sharing: Path, tmp_path: Path) -> None:
 # Names
 
 
-def test_a_prefix_that_is_too_long(tmp_path: Path, capsys: Capture) -> None:
+def test_a_prefix_that_is_too_long(tmp_path: Path) -> None:
     """The partial file has the longest name: that it does not fit must not come out in the middle."""
     c = make(tmp_path)
     most = os.pathconf(tmp_path, "PC_NAME_MAX") - len(".1.ckpt.0123456789ab.partial")
     for command in ("transform", "plan"):
         before = listing(tmp_path)
-        finished = run_here(capsys, *c.arguments(command, "--prefix", "p" * (most + 1)))
-        assert finished.code == 3 and "a file name of the target would be too long" in finished.err, finished
-        assert "at most 255 bytes" in finished.err and "256 bytes: .ppp" in finished.err and "--prefix" in finished.err
+        said = c.refused(command, "--prefix", "p" * (most + 1))
+        assert "a file name of the target would be too long" in said
+        assert "at most 255 bytes" in said and "256 bytes: .ppp" in said and "--prefix" in said
         assert listing(tmp_path) == before
-    assert run_here(capsys, *c.arguments("transform", "--prefix", "p" * most)).code == 0
-    assert run_here(capsys, *c.arguments("transform", "--prefix", "\u00e4" * most, "--overwrite")).code == 3
+    c.done("transform", "--prefix", "p" * most)
+    assert c.run("transform", "--prefix", "\u00e4" * most, "--overwrite").code == 3
 
 
-def test_a_target_folder_with_a_name_that_is_too_long(tmp_path: Path, capsys: Capture) -> None:
+def test_a_target_folder_with_a_name_that_is_too_long(tmp_path: Path) -> None:
     c = make(tmp_path)
-    finished = run_here(capsys, *c.but(dst=tmp_path / ("d" * 256)).arguments())
-    assert finished.code == 3 and "a file name of the target would be too long" in finished.err
-    assert "shorter name" in finished.err
+    said = c.but(dst=tmp_path / ("d" * 256)).refused()
+    assert "a file name of the target would be too long" in said
+    assert "shorter name" in said
 
 
-def test_a_path_that_is_too_long(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the files of a target, the partial one of its record may have the longest path."""
     c = make(tmp_path)
     monkeypatch.chdir(tmp_path)
     longest = len("/.reshard_mpi/.rank_1.json.0123456789ab.partial")
     for spare, code in ((0, 3), (1, 0)):
         folder = folder_of(os.pathconf(tmp_path, "PC_PATH_MAX") - longest - spare)
-        finished = run_here(capsys, *c.but(dst=folder).arguments("transform", "--prefix", "p"))
+        finished = c.but(dst=folder).run("transform", "--prefix", "p")
         assert finished.code == code, finished
         if code:
             assert "a path in the target would be too long" in finished.err and "4096 bytes" in finished.err
@@ -299,16 +296,16 @@ def folder_of(length: int) -> Path:
 # Left-overs
 
 
-def test_shards_of_another_name_are_removed_or_refuse_the_run(tmp_path: Path, capsys: Capture) -> None:
+def test_shards_of_another_name_are_removed_or_refuse_the_run(tmp_path: Path) -> None:
     c = make(tmp_path)
-    assert run_here(capsys, *c.arguments()).err.count("note:") == 0
-    finished = transform_here(capsys, c, "--overwrite", "--prefix", "net_")
+    assert c.run().err.count("note:") == 0
+    finished = c.run("transform", "--overwrite", "--prefix", "net_")
     assert finished.ended == (0, "") and not c.written(0).exists(), finished  # they were this program's own
     strange = c.dst / "rank_1" / "other.ckpt"
     strange.write_bytes(b"precious")
     for options in (["--overwrite"], ["--overwrite", "--prefix", "more_"]):
-        finished = run_here(capsys, *c.arguments("transform", *options))
-        assert finished.code == 3 and "got: rank_1/other.ckpt\n" in finished.err and "another folder" in finished.err
+        said = c.refused("transform", *options)
+        assert "got: rank_1/other.ckpt\n" in said and "another folder" in said
     assert strange.read_bytes() == b"precious"
 
 

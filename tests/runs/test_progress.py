@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.ckpt_peer import write as write_ckpt
-from support.command_line import Capture, run_here
+from support.command_line import done
 from support.conversions import DST_LAYOUTS, Conversion, make, side, transform_by_function
 from support.launch import MPI, run_ranks
 from support.oracle import RawLayout
@@ -157,25 +157,24 @@ def transform(c: Conversion, process_num: int = 1) -> Callable[[], None]:
     return lambda: transform_by_function(c, process_num)
 
 
-def test_transform(spoiled: Conversion, capsys: Capture, logged: Logged, request: pytest.FixtureRequest) -> None:
+def test_transform(spoiled: Conversion, logged: Logged, request: pytest.FixtureRequest) -> None:
     c = spoiled
-    finished = run_here(capsys, *c.arguments())
-    assert finished.code == 0 and expected(printed(finished), request), finished
+    finished = c.done()
+    assert expected(printed(finished), request), finished
     assert logged.by(transform(c)) == printed(finished)
 
 
-def test_plan(spoiled: Conversion, capsys: Capture, logged: Logged, request: pytest.FixtureRequest) -> None:
+def test_plan(spoiled: Conversion, logged: Logged, request: pytest.FixtureRequest) -> None:
     c = spoiled
-    finished = run_here(capsys, *c.arguments("plan"))
-    assert finished.code == 0 and expected(printed(finished), request), finished
+    finished = c.done("plan")
+    assert expected(printed(finished), request), finished
     told = logged.by(lambda: reshard_mpi.plan(c.src, c.src_strategy, c.dst_strategy))
     assert told == printed(finished)
 
 
-def test_one_target(spoiled: Conversion, capsys: Capture, logged: Logged) -> None:
+def test_one_target(spoiled: Conversion, logged: Logged) -> None:
     c = spoiled
-    finished = run_here(capsys, *c.arguments("transform", "--rank", "0"))
-    assert finished.code == 0
+    finished = c.done("transform", "--rank", "0")
     names = ("rank_{}/net-10_5.ckpt", "rank_{}/checkpoint_{}.ckpt", "n{}.h5")
     paths = {rank: [c.src / name.format(rank, rank) for name in names] for rank in range(4)}
     files = {rank: path for rank, of_rank in paths.items() for path in of_rank if path.exists()}
@@ -193,70 +192,67 @@ def test_one_target(spoiled: Conversion, capsys: Capture, logged: Logged) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("spoil", [a_damaged_shard, values_of_two_targets_that_differ])
 def test_worker_processes_leave_it_to_their_parent(
-    tmp_path: Path, capfd: Capture, logged: Logged, spoil: Callable[[Conversion], None]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], logged: Logged, spoil: Callable[[Conversion], None]
 ) -> None:
     c = make(tmp_path)
     spoil(c)
-    finished = run_here(capfd, *c.arguments("transform", "--jobs", "2"))
-    assert finished.code == 0 and len(printed(finished)) == 1
+    finished = done(capfd, *c.arguments("transform", "--jobs", "2"))
+    assert len(printed(finished)) == 1
     assert logged.by(transform(c, 2)) == printed(finished)
     assert capfd.readouterr().err.count("rank 0") <= 1  # what pytest itself may show of the log
 
 
 @pytest.mark.slow
-def test_more_processes_than_there_is_work_for(
-    tmp_path: Path, capsys: Capture, logged: Logged, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_processes_than_there_is_work_for(tmp_path: Path, logged: Logged, monkeypatch: pytest.MonkeyPatch) -> None:
     c = make(tmp_path)
     monkeypatch.setenv("RESHARD_MPI_MEMORY", "unlimited")  # so many may have to wait for memory, and say so
-    finished = run_here(capsys, *c.arguments("transform", "--jobs", str(MANY)))
-    assert finished.code == 0
+    finished = c.done("transform", "--jobs", str(MANY))
     ((level, text),) = printed(finished)
     assert level == "INFO" and text.startswith(f"{MANY} processes were asked for, 16 started: there are 2 targets")
     assert logged.by(transform(c, MANY)) == printed(finished)
-    finished = run_here(capsys, "verify", str(c.src), str(c.dst), *c.arguments()[3:7], "--jobs", str(MANY))
-    assert finished.code == 0 and "2 started: there are 2 shards" in printed(finished)[0][1]
+    finished = done("verify", c.src, c.dst, *c.arguments()[3:7], "--jobs", str(MANY))
+    assert "2 started: there are 2 shards" in printed(finished)[0][1]
     pair = (c.src, c.dst, c.src_strategy, c.dst_strategy)
     assert logged.by(lambda: reshard_mpi.verify(*pair, jobs=MANY)) == printed(finished)
 
 
-def test_verify(tmp_path: Path, capsys: Capture, logged: Logged) -> None:
+def test_verify(tmp_path: Path, logged: Logged) -> None:
     c = make(tmp_path)
-    assert run_here(capsys, *c.arguments("transform", "--verify", "--rank", "0")).code == 0
-    assert run_here(capsys, *c.arguments("transform", "--resume")).code == 0
-    finished = run_here(capsys, "verify", str(c.dst), "--jobs", "1")
-    assert finished.code == 0 and "keep no sums" in printed(finished)[0][1]
+    c.done("transform", "--verify", "--rank", "0")
+    c.done("transform", "--resume")
+    finished = done("verify", c.dst, "--jobs", "1")
+    assert "keep no sums" in printed(finished)[0][1]
     assert logged.by(lambda: reshard_mpi.verify(c.dst)) == printed(finished)
     a_damaged_shard(c)
-    finished = run_here(capsys, "verify", str(c.src), str(c.dst), *c.arguments()[3:7], "--jobs", "1")
-    assert finished.code == 0 and "rank 0 cannot be used" in printed(finished)[0][1]
+    finished = done("verify", c.src, c.dst, *c.arguments()[3:7], "--jobs", "1")
+    assert "rank 0 cannot be used" in printed(finished)[0][1]
     assert logged.by(lambda: reshard_mpi.verify(c.src, c.dst, c.src_strategy, c.dst_strategy)) == printed(finished)
 
 
-def test_verify_says_which_checkpoint_it_has_chosen(tmp_path: Path, capsys: Capture, logged: Logged) -> None:
+def test_verify_says_which_checkpoint_it_has_chosen(tmp_path: Path, logged: Logged) -> None:
     c = make(tmp_path)
     several_checkpoints(c)
     transform(c)()
-    finished = run_here(capsys, "verify", str(c.src), str(c.dst), *c.arguments()[3:7], "--jobs", "1")
-    assert finished.code == 0 and "net-10_5.ckpt chosen" in printed(finished)[0][1]
+    finished = done("verify", c.src, c.dst, *c.arguments()[3:7], "--jobs", "1")
+    assert "net-10_5.ckpt chosen" in printed(finished)[0][1]
     assert logged.by(lambda: reshard_mpi.verify(c.src, c.dst, c.src_strategy, c.dst_strategy)) == printed(finished)
 
 
-def test_one_of_the_ranks_of_an_mpi_run_logs(tmp_path: Path, capsys: Capture, mpi: MPI) -> None:
+def test_one_of_the_ranks_of_an_mpi_run_logs(tmp_path: Path, mpi: MPI) -> None:
     c = make(tmp_path)
     values_of_two_targets_that_differ(c)
     a_damaged_shard(c)
-    finished = run_here(capsys, *c.arguments())
-    assert finished.code == 0 and len(printed(finished)) == 2
-    results = run_ranks(mpi, 3, logged_while_transforming, c.run).results
+    finished = c.done()
+    assert len(printed(finished)) == 2
+    results = run_ranks(mpi, 3, logged_while_transforming, c.paths).results
     assert [sorted(results[rank]) for rank in range(3)] == [printed(finished), [], []]
 
 
-def test_nothing_is_logged_of_a_call_that_is_refused(tmp_path: Path, capsys: Capture, logged: Logged) -> None:
+def test_nothing_is_logged_of_a_call_that_is_refused(tmp_path: Path, logged: Logged) -> None:
     c = make(tmp_path)
     a_damaged_shard(c)
     c.dst.write_text("mine")
-    finished = run_here(capsys, *c.arguments())
+    finished = c.run()
     assert finished.code == 3 and not printed(finished)
 
     def refused() -> None:

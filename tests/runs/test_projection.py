@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.command_line import measure_apart, run_captured
+from support.command_line import done, measure_apart
 from support.large_checkpoints import LARGE, SMALL, TARGETS, WIDE, LargeCheckpoint, Storage, write_large, write_many
-from support.processes import Finished, Measured, run_command
+from support.processes import Measured, run_command
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery
@@ -34,13 +34,6 @@ def command(*arguments: str | Path) -> Measured:
     return finished
 
 
-def here(*arguments: str | Path) -> Finished:
-    """Run a command that succeeds, and whose memory nobody asks for, in this process."""
-    finished = run_captured(*map(str, arguments))
-    assert finished.code == 0, finished
-    return finished
-
-
 def judge(what: str, projected_bytes: int, measured_bytes: int, most: float = MOST) -> None:
     share = projected_bytes / measured_bytes
     print(f"{what}: projected {projected_bytes / MIB:.1f} MiB, measured {measured_bytes / MIB:.1f} MiB: {share:.2f}")
@@ -53,15 +46,12 @@ CASES = [
     ("hdf5", "hdf5", 17, SMALL),
     ("ckpt", "ckpt", 3, LARGE),
     ("ckpt", "ckpt", 2, WIDE),
-    ("hdf5", "hdf5", 2, WIDE),
-    ("ckpt", "hdf5", 2_000, SMALL),
     ("ckpt", "ckpt", 2_000, SMALL),
     ("hdf5", "hdf5", 2_000, SMALL),
     ("torch", "torch", 17, SMALL),
     ("torch", "torch", 2_000, SMALL),
     ("safetensors", "safetensors", 17, SMALL),
     ("safetensors", "safetensors", 2_000, SMALL),
-    ("ckpt", "dcp", 2_000, SMALL),
     ("dcp", "dcp", 17, SMALL),
     ("dcp", "dcp", 2_000, SMALL),
     ("hf", "safetensors", 2_000, SMALL),
@@ -78,7 +68,7 @@ def written(folder: Path, kind: str, tensors: int, shape: tuple[int, int], piece
         return write_many(folder, kind, tensors, shape)
     made = write_many(folder, "ckpt", tensors, shape, targets=pieces)
     target = () if traits.split_by_size else ("--dst-strategy", made.dst_strategy)
-    here("transform", made.src, folder / "listed", "--src-strategy", made.src_strategy, *target, "--to", kind)
+    done("transform", made.src, folder / "listed", "--src-strategy", made.src_strategy, *target, "--to", kind)
     return made._replace(src=folder / "listed", src_strategy=None)
 
 
@@ -125,7 +115,7 @@ def judge_run(what: str, made: LargeCheckpoint, to: str, tmp_path: Path, *furthe
     assert json.loads(report.read_text())["targets"][0]["leased_bytes"] == projected_bytes
 
     options.append("--verify")
-    projected_bytes = json.loads(here("plan", made.src, tmp_path / "out_2", *options, "--json").out)["peak_bytes"]
+    projected_bytes = json.loads(done("plan", made.src, tmp_path / "out_2", *options, "--json").out)["peak_bytes"]
     verified = command("transform", made.src, tmp_path / "out_2", *options, "--jobs", "1")
     judge(f"{what}, written and verified", projected_bytes, verified.peak_rss_bytes)
 
@@ -135,8 +125,6 @@ def judge_run(what: str, made: LargeCheckpoint, to: str, tmp_path: Path, *furthe
     ("kind", "tensors", "shape"),
     [
         ("ckpt", 17, NARROW),
-        ("hdf5", 17, NARROW),
-        ("safetensors", 17, NARROW),
         ("safetensors", 2_000, NARROW),
         ("ckpt", 3, LARGE),
         ("ckpt", 2, WIDE),
@@ -144,12 +132,11 @@ def judge_run(what: str, made: LargeCheckpoint, to: str, tmp_path: Path, *furthe
         ("safetensors", 17, HIGH),
         ("ckpt", 17, LOW),
         ("safetensors", 2_000, LOW),
-        ("hdf5", 200, LOW),
     ],
 )
 def test_verify(tmp_path: Path, kind: str, tensors: int, shape: tuple[int, int]) -> None:
     made = write_many(tmp_path / "made", kind, tensors, shape, targets=2)
-    here("transform", made.src, tmp_path / "out", *made.options(), "--jobs", "1", "--verify")
+    done("transform", made.src, tmp_path / "out", *made.options(), "--jobs", "1", "--verify")
     conversion = made.conversion()
     held = open_source(discovery.find_shards(str(tmp_path / "out")), conversion.target)
     projection = Projection.of(Workload(conversion, kind, also_read=held))

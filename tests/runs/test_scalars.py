@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.checkpoints import Arrays, as_read, read_shard, write_shard
+from support.examples import few
 
 import reshard_mpi
 from reshard_mpi.errors import ReshardError, TargetError
@@ -40,7 +41,7 @@ def shard(folder: Path, rank: int, kind: str) -> Path:
 
 
 @pytest.mark.parametrize("length", [1, 2, 5])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", few(1, KINDS))
 def test_a_counter_of_which_most_ranks_have_an_empty_slice(tmp_path: Path, kind: str, length: int) -> None:
     """FSDP's slices of a counter with a dimension: what a rank has none of says nothing of the step."""
     rule = '[[parameter]]\nmatch = "*"\nsplit = { 0 = ["dp"] }\nsizes = "ceil"\n'
@@ -62,7 +63,7 @@ def test_a_counter_of_which_most_ranks_have_an_empty_slice(tmp_path: Path, kind:
             assert b"".join(own[name][2] for own in read) == array.tobytes()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", few(1, KINDS))
 @pytest.mark.parametrize(("first", "second"), [(2, 4), (4, 3), (3, 2), (6, 1)])
 def test_rows_are_cut_and_scalars_are_not(tmp_path: Path, kind: str, first: int, second: int) -> None:
     write_shard(TENSORS, tmp_path / "one.ckpt")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support import torch_peer
-from support.command_line import Capture, run_here
+from support.command_line import done
 
 import reshard_mpi
 from reshard_mpi import formats
@@ -81,7 +81,7 @@ def test_the_default_is_the_format_of_the_source(tmp_path: Path) -> None:
     "command",
     ["transform SRC DST --to hdf5 --jobs 1", "plan SRC DST --to hdf5", "inspect SRC", "verify SRC --jobs 1"],
 )
-def test_a_file_is_parsed_once(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+def test_a_file_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     """It is asked whose rank it is before it is known to be all of the checkpoint."""
     parsed: list[str] = []
 
@@ -91,8 +91,7 @@ def test_a_file_is_parsed_once(tmp_path: Path, capsys: Capture, monkeypatch: pyt
 
     monkeypatch.setattr(reader, "of_archive", of_archive)
     paths = {"SRC": str(GOLDEN / "train.pth"), "DST": str(tmp_path / "out")}
-    finished = run_here(capsys, *(paths.get(word, word) for word in command.split()))
-    assert finished.code == 0, finished
+    done(*(paths.get(word, word) for word in command.split()))
     assert parsed == [str(GOLDEN / "train.pth")]
 
 
@@ -138,10 +137,10 @@ def test_what_is_left_out_is_said(tmp_path: Path) -> None:
     assert inspect(GOLDEN / "plain.pt")["left_out"][1] == "function: random.Random"
 
 
-def test_verify_says_what_it_could_not_compare(tmp_path: Path, capsys: Capture) -> None:
+def test_verify_says_what_it_could_not_compare(tmp_path: Path) -> None:
     reshard_mpi.transform(GOLDEN / "plain.pt", tmp_path / "out", to="hdf5")
-    finished = run_here(capsys, "verify", str(GOLDEN / "plain.pt"), str(tmp_path / "out"), "--jobs", "1")
-    assert finished.code == 0 and "warning: left out of" in finished.err, finished
+    finished = done("verify", str(GOLDEN / "plain.pt"), tmp_path / "out", "--jobs", "1")
+    assert "warning: left out of" in finished.err, finished
 
 
 def test_what_is_left_out_is_refused_if_all_is_wanted(tmp_path: Path) -> None:

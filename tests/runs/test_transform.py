@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.cases import Side
-from support.command_line import COMMAND, Capture, run_apart, run_here
+from support.command_line import COMMAND, done, run_apart, run_here
 from support.conversions import (
     Conversion,
     assert_right,
@@ -67,14 +67,14 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return c
 
 
-def test_command_line_alone(reference: Conversion, tmp_path: Path, capsys: Capture) -> None:
-    assert run_here(capsys, *reference.but(dst=tmp_path).arguments()).code == 0
+def test_command_line_alone(reference: Conversion, tmp_path: Path) -> None:
+    reference.but(dst=tmp_path).done()
     assert shards(tmp_path) == shards(reference.dst)
 
 
 @pytest.mark.parametrize("cores", [1, 2])
 def test_workers_are_started_unless_there_is_one_core(
-    reference: Conversion, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, cores: int
+    reference: Conversion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int
 ) -> None:
     def refuse(_: object, jobs: int | None, *__: object) -> None:
         raise ReshardError(f"workers: {jobs}")
@@ -82,19 +82,19 @@ def test_workers_are_started_unless_there_is_one_core(
     monkeypatch.setattr(workers, "run_with_workers", refuse)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     c = reference.but(dst=tmp_path / "dst")
-    finished = run_here(capsys, "transform", str(c.src), str(c.dst), "--src-strategy", str(c.src_strategy))
+    finished = run_here("transform", c.src, c.dst, "--src-strategy", c.src_strategy)
     assert ("workers: None" in finished.err) == (cores > 1), finished
 
 
-def test_jobs(reference: Conversion, tmp_path: Path, capsys: Capture) -> None:
-    finished = run_here(capsys, *reference.but(dst=tmp_path).arguments("transform", "--jobs", "2", "-v"))
-    assert finished.code == 0 and len(re.findall("^target ", finished.err, re.M)) == 4
+def test_jobs(reference: Conversion, tmp_path: Path) -> None:
+    finished = done(*reference.but(dst=tmp_path).arguments("transform", "--jobs", "2", "-v"))
+    assert len(re.findall("^target ", finished.err, re.M)) == 4
     assert shards(tmp_path) == shards(reference.dst)
 
 
-def test_parts(reference: Conversion, tmp_path: Path, capsys: Capture) -> None:
+def test_parts(reference: Conversion, tmp_path: Path) -> None:
     for part in ("0/3", "1/3", "2/3"):
-        assert run_here(capsys, *reference.but(dst=tmp_path).arguments("transform", "--part", part)).code == 0
+        reference.but(dst=tmp_path).done("transform", "--part", part)
     assert shards(tmp_path) == shards(reference.dst)
 
 
@@ -118,7 +118,7 @@ def test_process_num(reference: Conversion, tmp_path: Path) -> None:
 
 
 def test_functions_on_every_rank(reference: Conversion, tmp_path: Path, mpirun: functools.partial[RankRun]) -> None:
-    run = reference.but(dst=tmp_path / "together").run
+    run = reference.but(dst=tmp_path / "together").paths
     mpirun(3, transform_alone_then_together, run, tmp_path / "alone", reference.kind)
     for folder in ("alone", "together"):
         assert listing(tmp_path / folder) == shards(reference.dst)
@@ -135,7 +135,7 @@ def assert_others_complete(c: Conversion, finished: Finished) -> None:
 
 
 @pytest.mark.parametrize("jobs", ["1", "2"])
-def test_a_target_that_cannot_be_written(tmp_path: Path, capsys: Capture, jobs: str) -> None:
+def test_a_target_that_cannot_be_written(tmp_path: Path, jobs: str) -> None:
     c = four_targets(tmp_path)
     finished = transform_apart(c, "--jobs", jobs, "--report", str(tmp_path / "report.json"), env=refusing(tmp_path))
     assert_others_complete(c, finished)
@@ -145,21 +145,21 @@ def test_a_target_that_cannot_be_written(tmp_path: Path, capsys: Capture, jobs: 
     assert failure["process"] == {"1": 0, "2": 1}[jobs]
     assert f"target rank 1{place(1) if jobs == '2' else ''}: the file system refused" in finished.err
     assert_right(c, (0, 2, 3))
-    output = resume(c, capsys)
+    output = resume(c)
     assert "wrote 1 shard," in output and "3 were complete" in output
     assert_right(c)
 
 
-def test_a_target_that_cannot_be_written_under_mpirun(tmp_path: Path, capsys: Capture, mpi: MPI) -> None:
+def test_a_target_that_cannot_be_written_under_mpirun(tmp_path: Path, mpi: MPI) -> None:
     c = four_targets(tmp_path)
     assert_others_complete(c, transform_apart(c, mpi=mpi, ranks=3, env=refusing(tmp_path)))
-    resume(c, capsys)
+    resume(c)
     assert_right(c)
 
 
 @of_every_kind
 @pytest.mark.parametrize("jobs", ["1", "2"])
-def test_a_file_system_without_room(tmp_path: Path, capsys: Capture, kind: str, jobs: str) -> None:
+def test_a_file_system_without_room(tmp_path: Path, kind: str, jobs: str) -> None:
     tensors = {"w": np.arange(1 << 18, dtype=np.float32).reshape(1024, 256)}
     source = Side(1, 1, {"w": RawLayout((1,), (-1, -1))})
     target = Side(2, 1, {"w": RawLayout((2,), (0, -1), split_sizes=(24, 1000))})
@@ -171,7 +171,7 @@ def test_a_file_system_without_room(tmp_path: Path, capsys: Capture, kind: str, 
     assert f"1 of 2 targets failed; the first: {named}: the file system refused" in finished.err, finished
     assert "File too large" in finished.err and "rank_1/" in finished.err
     assert set(c.dst.glob("rank_*/*")) == {c.written(0)}
-    resume(c, capsys)
+    resume(c)
     assert_right(c)
 
 
@@ -204,7 +204,7 @@ HAS_HELPED = "plan.target_rank == 3 and span[0] > 0"
 
 
 @pytest.mark.slow
-def test_a_helper_that_is_killed(tmp_path: Path, capsys: Capture) -> None:
+def test_a_helper_that_is_killed(tmp_path: Path) -> None:
     c = four_targets(tmp_path)
     finished = transform_apart(
         c, "--jobs", "3", env=doing(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)", HAS_HELPED)
@@ -213,12 +213,12 @@ def test_a_helper_that_is_killed(tmp_path: Path, capsys: Capture) -> None:
     assert re.search(r"target rank 3 \(process [12] on host .*\): a worker process died", finished.err), finished
     assert "SIGKILL" in finished.err
     assert not list(c.dst.rglob("*.partial")) and not c.written(3).exists()
-    resume(c, capsys)
+    resume(c)
     assert_right(c)
 
 
 @pytest.mark.slow
-def test_a_helper_that_cannot_read(tmp_path: Path, capsys: Capture) -> None:
+def test_a_helper_that_cannot_read(tmp_path: Path) -> None:
     c = four_targets(tmp_path)
     finished = transform_apart(
         c, "--jobs", "3", env=doing(tmp_path, "raise OSError(5, 'the disk is gone')", HAS_HELPED)
@@ -228,29 +228,29 @@ def test_a_helper_that_cannot_read(tmp_path: Path, capsys: Capture) -> None:
     assert re.search(r"1 of 4 targets failed; the first: target rank 3 \(process [12] on host", finished.err)
     assert "the disk is gone" in finished.err and "3 others are complete" in finished.err
     assert_right(c, (0, 1, 2))
-    resume(c, capsys)
+    resume(c)
     assert_right(c)
 
 
 @pytest.mark.slow
-def test_one_that_leads_is_killed(tmp_path: Path, capsys: Capture) -> None:
+def test_one_that_leads_is_killed(tmp_path: Path) -> None:
     c = four_targets(tmp_path)
     leading = "plan.target_rank == 3 and span[0] == 0"
     finished = transform_apart(c, "--jobs", "3", env=doing(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)", leading))
     assert finished.code == 4, finished
     assert f"1 of 4 targets failed; the first: target rank 3{place(0)}: a worker process died" in finished.err
-    resume(c, capsys)
+    resume(c)
     assert_right(c)
 
 
-def test_a_target_that_cannot_be_reserved(tmp_path: Path, capsys: Capture) -> None:
+def test_a_target_that_cannot_be_reserved(tmp_path: Path) -> None:
     c = four_targets(tmp_path)
     env = doing(tmp_path, "pass")
     with (tmp_path / "stand_in" / "sitecustomize.py").open("a") as stream:
         stream.write(NO_ROOM_FOR_RANK_3)
     finished = transform_apart(c, "--jobs", "3", env=env)
     assert finished.code == 4 and "got: target rank 3 failed; 3 others are complete" in finished.err, finished
-    resume(c, capsys)
+    resume(c)
     assert_right(c)
 
 
@@ -266,7 +266,7 @@ def test_a_helper_under_mpi_that_cannot_read(tmp_path: Path, mpi: MPI) -> None:
 # A process that dies or is stopped
 
 
-def test_a_worker_that_is_killed(tmp_path: Path, capsys: Capture) -> None:
+def test_a_worker_that_is_killed(tmp_path: Path) -> None:
     c = four_targets(tmp_path)
     finished = transform_apart(c, "--jobs", "2", env=doing(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)"))
     assert finished.code == 4, finished
@@ -275,7 +275,7 @@ def test_a_worker_that_is_killed(tmp_path: Path, capsys: Capture) -> None:
     assert f"2 of 4 targets failed; {named}" in finished.err, finished
     assert "signal SIGKILL while it wrote target rank 1" in finished.err and "fewer --jobs" in finished.err
     assert "got: target ranks 1, 3 failed; 2 others are complete" in finished.err
-    output = resume(c, capsys)
+    output = resume(c)
     assert "wrote 2 shards" in output and "2 were complete" in output
     assert_right(c)  # nor is the dead one's partial file left
 
@@ -366,7 +366,7 @@ STOPS = {
 
 
 @pytest.mark.parametrize("name", STOPS)
-def test_a_run_that_is_stopped(tmp_path: Path, capsys: Capture, name: str) -> None:
+def test_a_run_that_is_stopped(tmp_path: Path, name: str) -> None:
     jobs, do, code = STOPS[name]
     c = four_targets(tmp_path)
     finished = transform_apart(c, "--jobs", jobs, env=doing(tmp_path, f"{do}; time.sleep(600)"))
@@ -376,7 +376,7 @@ def test_a_run_that_is_stopped(tmp_path: Path, capsys: Capture, name: str) -> No
     assert finished.err.splitlines()[-1] == f"reshard-mpi: {word}; the same command with --resume goes on"
     assert finished.err.count("--resume goes on") == 1
     assert not c.written(1).exists() and not list(c.dst.rglob("*.partial"))
-    resume(c, capsys)
+    resume(c)
     assert_right(c)
 
 

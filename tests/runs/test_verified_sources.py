@@ -6,8 +6,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.command_line import Capture, run_here
+from support.command_line import done, refused, run_here
 from support.conversions import FOUR_LAYOUTS, Conversion, make, side
+from support.examples import few, one_at_a_time
 from support.oracle import RawLayout
 from support.processes import Finished
 
@@ -17,13 +18,12 @@ from reshard_mpi.checkpoints.discovery import find_shards
 FORMS = ("ckpt", "hdf5", "safetensors", "torch", "dcp", "hf")
 
 
-def verified(capsys: Capture, folder: Path, form: str) -> Conversion:
+def verified(folder: Path, form: str) -> Conversion:
     """Make a checkpoint of two shards with --verify, and return the conversion of it to four."""
     c = make(folder)
     options = ["--to", form, "--verify", *(["--max-shard-size", "140"] if form == "hf" else [])]
     made = c.but(dst=folder / "made", dst_strategy=None if form == "hf" else c.dst_strategy)
-    finished = run_here(capsys, *made.arguments("transform", *options))
-    assert finished.code == 0, finished
+    made.done("transform", *options)
     states_itself = form in ("hf", "dcp", "hdf5")
     strategy = None if states_itself else c.dst_strategy
     return c.to(side(4, FOUR_LAYOUTS)).but(src=made.dst, src_strategy=strategy, dst=folder / "dst")
@@ -44,39 +44,36 @@ def spoil(folder: Path, name: str = "w", rank: int = -1) -> Path:
     return path
 
 
-def again(capsys: Capture, c: Conversion, form: str, *options: str) -> Finished:
+def again(c: Conversion, form: str, *options: str) -> Finished:
     c = c.but(dst_strategy=None) if form == "hf" else c
-    return run_here(capsys, *c.arguments("transform", "--verify", "--to", form, "--progress", "none", *options))
+    return c.run("transform", "--verify", "--to", form, *options)
 
 
-@pytest.mark.parametrize("lost", [".reshard_mpi", "reshard.json", None])
+@pytest.mark.parametrize("lost", few(1, [".reshard_mpi", "reshard.json", None]))
 @pytest.mark.parametrize("form", FORMS)
-def test_a_damaged_one_is_refused_before_anything_is_written(
-    tmp_path: Path, capsys: Capture, form: str, lost: str | None
-) -> None:
+def test_a_damaged_one_is_refused_before_anything_is_written(tmp_path: Path, form: str, lost: str | None) -> None:
     """By the sums that are left, where the records or the commit record are lost. Without --verify it is as it is."""
-    c = verified(capsys, tmp_path, form)
+    c = verified(tmp_path, form)
     spoil(c.src)
     if lost == ".reshard_mpi":
         shutil.rmtree(c.src / lost)
     elif lost is not None:
         (c.src / lost).unlink()
-    for to in ("ckpt", "hf", "dcp"):
-        for options in ([], ["--dtype", "fp32"], ["--exclude", "b"]):
-            finished = again(capsys, c, to, *options)
-            assert finished.code == 3 and "'w'" in finished.err, finished
-            assert not c.dst.exists()
+    for to, options in one_at_a_time(("ckpt", "hf", "dcp"), ([], ["--dtype", "fp32"], ["--exclude", "b"])):
+        finished = again(c, to, *options)
+        assert finished.code == 3 and "'w'" in finished.err, finished
+        assert not c.dst.exists()
     if lost == ".reshard_mpi" and form not in ("hdf5", "torch"):  # files have no sums: other tensors are sound
-        assert again(capsys, c, "ckpt", "--exclude", "*w").code == 0
+        assert again(c, "ckpt", "--exclude", "*w").code == 0
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_tasks_of_an_array(tmp_path: Path, capsys: Capture, form: str) -> None:
-    c = verified(capsys, tmp_path, form)
+@pytest.mark.parametrize("form", few(2, FORMS))
+def test_tasks_of_an_array(tmp_path: Path, form: str) -> None:
+    c = verified(tmp_path, form)
     shutil.rmtree(c.src / ".reshard_mpi")
     spoil(c.src)
     for task in range(4):
-        finished = again(capsys, c, "torch", "--rank", str(task), "--resume")
+        finished = again(c, "torch", "--rank", str(task), "--resume")
         if form == "hdf5" and task < 2:  # its files have sums of their own, and that of the first rank is sound
             assert finished.code == 0, finished
         else:
@@ -85,17 +82,17 @@ def test_tasks_of_an_array(tmp_path: Path, capsys: Capture, form: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["ckpt", "hdf5", "safetensors", "torch"])
-def test_a_damaged_one_is_replaced_by_another_that_holds_the_same(tmp_path: Path, capsys: Capture, form: str) -> None:
+def test_a_damaged_one_is_replaced_by_another_that_holds_the_same(tmp_path: Path, form: str) -> None:
     """Ranks 0 and 1, and ranks 2 and 3, hold the same."""
     made = make(tmp_path).to(side(4, {"w": RawLayout((2, 2), (1, -1)), "b": RawLayout((2, 2), (1,))}))
     made = made.but(dst=tmp_path / "replicated")
-    assert run_here(capsys, *made.arguments("transform", "--to", form, "--verify")).code == 0
+    made.done("transform", "--to", form, "--verify")
     path = spoil(made.dst, rank=2)
     back = made.but(src=made.dst, src_strategy=None if form == "hdf5" else made.dst_strategy, dst_strategy=None)
     back = back.but(dst=tmp_path / "whole")
-    finished = again(capsys, back, form)
+    finished = again(back, form)
     assert finished.code == 0 and f"{path.parent.name}" in finished.err and "cannot be used" in finished.err, finished
-    assert run_here(capsys, "verify", str(back.dst)).code == 0
+    done("verify", back.dst)
 
 
 # What is made of one is converted
@@ -117,102 +114,102 @@ def options_of(folder: Path, way: str) -> list[str]:
     return [str(folder / "map.toml") if "[[map]]" in text else text for text in WAYS[way]]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("form", FORMS)
-def test_what_is_converted_is_no_change_of_the_source(tmp_path: Path, capsys: Capture, form: str, way: str) -> None:
-    c = verified(capsys, tmp_path, form)
-    finished = again(capsys, c, form, *options_of(tmp_path, way))
+@pytest.mark.parametrize(("form", "way"), few(5, one_at_a_time(FORMS, WAYS)))
+def test_what_is_converted_is_no_change_of_the_source(tmp_path: Path, form: str, way: str) -> None:
+    c = verified(tmp_path, form)
+    finished = again(c, form, *options_of(tmp_path, way))
     assert finished.code == 0 and (c.dst / "reshard.json").exists(), finished
-    assert again(capsys, c, form, "--resume", *options_of(tmp_path, way)).code == 0
-    assert run_here(capsys, "verify", str(c.dst)).code == 0
+    assert again(c, form, "--resume", *options_of(tmp_path, way)).code == 0
+    done("verify", c.dst)
 
 
-def verify(capsys: Capture, c: Conversion, *options: str) -> Finished:
-    return run_here(capsys, *c.arguments("verify", "--progress", "none", *options))
+def verify(c: Conversion, *options: str) -> Finished:
+    return c.run("verify", *options)
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kept", [".reshard_mpi", "reshard.json"])
-def test_verify_takes_what_is_recorded(tmp_path: Path, capsys: Capture, way: str, kept: str) -> None:
-    c, options = verified(capsys, tmp_path, "ckpt"), options_of(tmp_path, way)
-    assert again(capsys, c, "safetensors", *options).code == 0
+@pytest.mark.parametrize("kept", few(1, [".reshard_mpi", "reshard.json"]))
+def test_verify_takes_what_is_recorded(tmp_path: Path, way: str, kept: str) -> None:
+    c, options = verified(tmp_path, "ckpt"), options_of(tmp_path, way)
+    assert again(c, "safetensors", *options).code == 0
     lost = c.dst / ("reshard.json" if kept == ".reshard_mpi" else ".reshard_mpi")
     shutil.rmtree(lost) if lost.is_dir() else lost.unlink()
-    finished = verify(capsys, c)
+    finished = verify(c)
     assert finished.code == 0 and "note: compared with " in finished.err and options[1] in finished.err, finished
-    assert verify(capsys, c, *options).ended == (0, finished.err.partition("\n")[2])
+    assert verify(c, *options).ended == (0, finished.err.partition("\n")[2])
     for wrong in (["--dtype", "fp16"], ["--exclude", "b"]):
-        finished = verify(capsys, c, *wrong)
+        finished = verify(c, *wrong)
         assert finished.code == 2 and "was made with other options" in finished.err, finished
         assert options[1] in finished.err and "damage" not in finished.err
     if "--map" in options:
         (tmp_path / "map.toml").rename(tmp_path / "moved.toml")
-        finished = verify(capsys, c)
+        finished = verify(c)
         assert finished.code == 2 and "whose file is not there" in finished.err, finished
         moved = [text.replace("map.toml", "moved.toml") for text in options]
-        assert verify(capsys, c, *moved).code == 0
+        assert verify(c, *moved).code == 0
         (tmp_path / "map.toml").write_text(RENAMED.replace("kernel", "other"))
-        finished = verify(capsys, c)
+        finished = verify(c)
         assert finished.code == 2 and "was made with other options" in finished.err, finished
 
 
-def test_verify_takes_that_parameters_were_dropped(tmp_path: Path, capsys: Capture) -> None:
+def test_verify_takes_that_parameters_were_dropped(tmp_path: Path) -> None:
     c = make(tmp_path)
-    assert run_here(capsys, *c.arguments("transform", "--unlisted", "drop")).code == 0
-    finished = verify(capsys, c)
+    c.done("transform", "--unlisted", "drop")
+    finished = verify(c)
     assert finished.code == 0 and "note: compared with --unlisted drop" in finished.err, finished
 
 
-def test_damage_of_a_source_is_not_that_of_its_target(tmp_path: Path, capsys: Capture) -> None:
-    c = verified(capsys, tmp_path, "ckpt")
-    assert again(capsys, c, "safetensors").code == 0
+def test_damage_of_a_source_is_not_that_of_its_target(tmp_path: Path) -> None:
+    c = verified(tmp_path, "ckpt")
+    assert again(c, "safetensors").code == 0
     path = spoil(c.src)
-    finished = verify(capsys, c)
+    finished = verify(c)
     assert finished.code == 4 and f"in {path}" in finished.err and "no source holds" in finished.err, finished
     assert "differs from its source" not in finished.err
 
 
-@pytest.mark.parametrize("named", ["folder", "rank folder", "file"])
-@pytest.mark.parametrize("form", ["ckpt", "hdf5", "safetensors", "torch"])
+@pytest.mark.parametrize(
+    ("form", "named"),
+    few(3, one_at_a_time(["ckpt", "hdf5", "safetensors", "torch"], ["folder", "rank folder", "file"])),
+)
 def test_sums_are_found_whatever_part_of_the_target_is_named(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, form: str, named: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, named: str
 ) -> None:
     c = make(tmp_path).but(dst=tmp_path / "made", dst_strategy=None)
-    assert run_here(capsys, *c.arguments("transform", "--to", form, "--verify")).code == 0
+    c.done("transform", "--to", form, "--verify")
     path = {"folder": c.dst, "rank folder": c.dst / "rank_0", "file": next((c.dst / "rank_0").iterdir())}[named]
     whole = c.but(src=path, src_strategy=None, dst=tmp_path / "dst")
-    assert run_here(capsys, "verify", str(path)).code == 0
-    assert again(capsys, whole, "ckpt").code == 0
+    done("verify", path)
+    assert again(whole, "ckpt").code == 0
     shutil.rmtree(whole.dst)
     spoil(c.dst)
     what = "does not fit its own checksum" if form == "torch" else "'w'"
-    verdict = run_here(capsys, "verify", str(path))
-    assert verdict.code == 4 and what in verdict.err, verdict
-    refused = again(capsys, whole, "ckpt")
-    assert refused.code == 3 and what in refused.err and not whole.dst.exists(), refused
+    assert what in refused("verify", path, code=4)
+    finished = again(whole, "ckpt")
+    assert finished.code == 3 and what in finished.err and not whole.dst.exists(), finished
     if named == "rank folder":
         monkeypatch.chdir(path)
-        assert run_here(capsys, "verify", ".").code == 4
+        assert run_here("verify", ".").code == 4
 
 
 @pytest.mark.parametrize("form", ["ckpt", "safetensors", "torch"])
-def test_a_run_that_is_not_complete_is_not_sound(tmp_path: Path, capsys: Capture, form: str) -> None:
+def test_a_run_that_is_not_complete_is_not_sound(tmp_path: Path, form: str) -> None:
     c = make(tmp_path).but(dst=tmp_path / "made")
-    assert run_here(capsys, *c.arguments("transform", "--to", form, "--verify", "--rank", "0")).code == 0
-    verdict = run_here(capsys, "verify", str(c.dst))
-    assert verdict.code == 4 and "a shard is missing" in verdict.err and "run.json says" in verdict.err, verdict
-    assert run_here(capsys, "verify", str(c.dst), "--rank", "0").code == 0
-    assert run_here(capsys, *c.arguments("transform", "--to", form, "--verify", "--rank", "1", "--resume")).code == 0
-    assert run_here(capsys, "verify", str(c.dst)).code == 0
+    c.done("transform", "--to", form, "--verify", "--rank", "0")
+    said = refused("verify", c.dst, code=4)
+    assert "a shard is missing" in said and "run.json says" in said
+    done("verify", c.dst, "--rank", "0")
+    c.done("transform", "--to", form, "--verify", "--rank", "1", "--resume")
+    done("verify", c.dst)
 
 
 @pytest.mark.parametrize("form", ["ckpt", "hdf5", "safetensors", "torch"])
-def test_shards_of_two_runs_are_not_sound(tmp_path: Path, capsys: Capture, form: str) -> None:
+def test_shards_of_two_runs_are_not_sound(tmp_path: Path, form: str) -> None:
     c = make(tmp_path).but(dst=tmp_path / "made")
     options = ("--to", form, "--verify")
-    assert run_here(capsys, *c.arguments("transform", *options)).code == 0
+    c.done("transform", *options)
     copy = shutil.copytree(c.src, tmp_path / "copy")
     other = c.but(src=copy)
-    assert run_here(capsys, *other.arguments("transform", *options, "--overwrite", "--rank", "0")).code == 0
-    verdict = run_here(capsys, "verify", str(c.dst))
-    assert verdict.code == 4 and "rank_1" in verdict.err and "of another run" in verdict.err, verdict
+    other.done("transform", *options, "--overwrite", "--rank", "0")
+    said = refused("verify", c.dst, code=4)
+    assert "rank_1" in said and "of another run" in said

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from support import ckpt_peer
 from support.checkpoints import KINDS, Arrays, expected_rank, write_shard, write_shards, write_strategy
-from support.command_line import Capture, run_apart, run_here
+from support.command_line import done, refused, run_apart, run_here
 from support.conversions import (
     TENSORS,
     Conversion,
@@ -45,11 +45,11 @@ from reshard_mpi.text import format_bytes
 WHOLE = {name: zlib.crc32(array.tobytes()) for name, array in TENSORS.items()}
 
 
-def verify(capsys: Capture, c: Conversion, *options: str, target: bool = True) -> Finished:
+def verify(c: Conversion, *options: str, target: bool = True) -> Finished:
     arguments = c.arguments("verify", *options)
     if not target:
         arguments = ["verify", str(c.dst), "--jobs", "1", *options]
-    return run_here(capsys, *arguments)
+    return run_here(*arguments)
 
 
 def flip(path: Path, name: str, element: int = 0) -> int:
@@ -81,23 +81,23 @@ def sums(c: Conversion) -> dict[str, int]:
 # While targets are written
 
 
-def test_the_record_has_the_sums_of_whole_tensors(c: Conversion, capsys: Capture) -> None:
-    assert run_here(capsys, *c.arguments("transform", "--verify")).code == 0
+def test_the_record_has_the_sums_of_whole_tensors(c: Conversion) -> None:
+    c.done("transform", "--verify")
     assert sums(c) == WHOLE
 
 
 @pytest.mark.slow
-def test_local_processes_give_the_same(c: Conversion, tmp_path: Path, capsys: Capture) -> None:
-    divided(c, tmp_path, capsys, "--jobs", "3")
+def test_local_processes_give_the_same(c: Conversion, tmp_path: Path) -> None:
+    divided(c, tmp_path, "--jobs", "3")
 
 
-def test_ranks_give_the_same(c: Conversion, tmp_path: Path, mpi: MPI, capsys: Capture) -> None:
-    divided(c, tmp_path, capsys, mpi=mpi)
+def test_ranks_give_the_same(c: Conversion, tmp_path: Path, mpi: MPI) -> None:
+    divided(c, tmp_path, mpi=mpi)
 
 
-def divided(c: Conversion, tmp_path: Path, capsys: Capture, *options: str, mpi: MPI | None = None) -> None:
+def divided(c: Conversion, tmp_path: Path, *options: str, mpi: MPI | None = None) -> None:
     """Transform and verify with three processes, and compare what they make with what one does."""
-    assert run_here(capsys, *c.arguments("transform", "--verify")).code == 0
+    c.done("transform", "--verify")
     env = doing(tmp_path, "pass")  # which cuts targets at every 16 bytes
     several = c.but(dst=tmp_path / "several")
     transform_apart(several, "--verify", *options, mpi=mpi, ranks=3, env=env, check=True)
@@ -107,24 +107,24 @@ def divided(c: Conversion, tmp_path: Path, capsys: Capture, *options: str, mpi: 
 
 
 @of_every_kind
-def test_tensors_without_elements(tmp_path: Path, capsys: Capture, kind: str) -> None:
+def test_tensors_without_elements(tmp_path: Path, kind: str) -> None:
     """They begin at no byte of a target that several processes fill, and have a sum all the same."""
     c = four_targets(tmp_path, kind)
     for rank in range(4):
         c.rewrite(rank, {"a_none": np.zeros((0, 4), np.float32), "x_none": np.zeros((3, 0), np.int64)})
-    assert run_here(capsys, *c.arguments("transform", "--verify")).code == 0
+    c.done("transform", "--verify")
     assert sums(c) == WHOLE | {"a_none": 0, "x_none": 0}
     several = c.but(dst=tmp_path / "several")
     options = ["--verify", "--jobs", "3"]
     transform_apart(several, *options, env=doing(tmp_path, "pass"), check=True)
     assert shards(several.dst) == shards(c.dst) and sums(several) == sums(c)
     for written in (c, several):
-        assert verify(capsys, written).code == verify(capsys, written, target=False).code == 0
+        assert verify(written).code == verify(written, target=False).code == 0
 
 
-def test_sums_are_in_native_shards(tmp_path: Path, capsys: Capture) -> None:
+def test_sums_are_in_native_shards(tmp_path: Path) -> None:
     c = four_targets(tmp_path, "hdf5")
-    assert run_here(capsys, *c.arguments("transform", "--verify")).code == 0
+    c.done("transform", "--verify")
     total = {name: zlib.crc32(bytes(TENSORS[name].nbytes)) for name in TENSORS}
     for name in ("w", "moments.w"):
         zeros = total[name]
@@ -175,104 +175,103 @@ def test_one_of_several_that_fill_a_target_finds_the_damage(c: Conversion, tmp_p
     assert not c.written(3).exists() and c.written(0).exists()
 
 
-def test_a_source_that_was_committed_with_other_sums(tmp_path: Path, capsys: Capture) -> None:
+def test_a_source_that_was_committed_with_other_sums(tmp_path: Path) -> None:
     c = four_targets(tmp_path, "hdf5")
-    assert run_here(capsys, *c.arguments("transform", "--verify")).code == 0
+    c.done("transform", "--verify")
     flip(c.written(2), "w")
     again = ["transform", str(c.dst), str(tmp_path / "again"), "--verify", "--jobs", "1"]
-    finished = run_here(capsys, *again)
-    assert finished.code == 3 and "'w' is damaged, expected the sum" in finished.err, finished
+    said = refused(*again)
+    assert "'w' is damaged, expected the sum" in said
     assert not (tmp_path / "again").exists()
 
 
-def test_a_source_that_was_saved_beside_what_was_committed(tmp_path: Path, capsys: Capture) -> None:
+def test_a_source_that_was_saved_beside_what_was_committed(tmp_path: Path) -> None:
     """Training goes on in the folder of a checkpoint that was resharded for it."""
     c = make(tmp_path)
-    assert run_here(capsys, *c.arguments("transform", "--verify")).code == 0
+    c.done("transform", "--verify")
     trained = {name: array + 1 for name, array in TENSORS.items()}
     for rank in range(2):
         write_shard(expected_rank(c.target, trained, rank), c.written(rank).with_name("net-10_5.ckpt"))
     again = ["transform", str(c.dst), str(tmp_path / "again"), "--verify", "--jobs", "1"]
-    finished = run_here(capsys, *again, "--src-strategy", str(c.dst_strategy))
-    assert finished.code == 3 and "--select 'net-*_*.ckpt'" in finished.err
-    finished = run_here(capsys, *again, "--src-strategy", str(c.dst_strategy), "--select", "net-*_*.ckpt")
-    assert finished.code == 0, finished
+    said = refused(*again, "--src-strategy", c.dst_strategy)
+    assert "--select 'net-*_*.ckpt'" in said
+    done(*again, "--src-strategy", c.dst_strategy, "--select", "net-*_*.ckpt")
     assert sums(c.but(dst=tmp_path / "again")) == {name: zlib.crc32(array.tobytes()) for name, array in trained.items()}
-    assert verify(capsys, c, "--select", "net-10*", target=False).code == 3  # of which there are no sums
-    assert verify(capsys, c, "--select", "checkpoint*", target=False).code == 0
+    assert verify(c, "--select", "net-10*", target=False).code == 3  # of which there are no sums
+    assert verify(c, "--select", "checkpoint*", target=False).code == 0
 
 
 @of_every_kind
-def test_values_that_each_rank_has_for_itself(tmp_path: Path, capsys: Capture, kind: str) -> None:
+def test_values_that_each_rank_has_for_itself(tmp_path: Path, kind: str) -> None:
     c = make(tmp_path, kind)
     c = c.but(target=c.source, dst_strategy=c.src_strategy)
     for rank in range(4):
         c.rewrite(rank, {"rng": np.array([rank, 7], np.uint32)})
-    assert run_here(capsys, *c.arguments("transform", "--verify")).code == 0
+    c.done("transform", "--verify")
     assert sums(c) == WHOLE
-    assert verify(capsys, c, target=False).code == 0
+    assert verify(c, target=False).code == 0
     if kind == "hdf5":  # which knows of itself what it is, without the records
         (c.dst / "reshard.json").unlink()
         shutil.rmtree(c.dst / ".reshard_mpi")
-        assert verify(capsys, c, target=False).code == 0
+        assert verify(c, target=False).code == 0
     flip(c.written(2), "rng")
-    finished = verify(capsys, c, target=False)
+    finished = verify(c, target=False)
     assert finished.code == 4 and "rank 2: 'rng' is damaged" in finished.err
 
 
 @of_every_kind
-def test_values_that_only_some_ranks_have(tmp_path: Path, capsys: Capture, kind: str) -> None:
+def test_values_that_only_some_ranks_have(tmp_path: Path, kind: str) -> None:
     """They are no parts of one tensor, though their elements are together as many as those of the first."""
     c = make(tmp_path, kind)
     c = c.but(target=c.source, dst_strategy=c.src_strategy)
     for rank in range(4):
         c.rewrite(rank, {"rng": np.arange(0 if rank else 3, dtype=np.uint32)})
-    assert run_here(capsys, *c.arguments("transform", "--verify")).code == 0
+    c.done("transform", "--verify")
     assert sums(c) == WHOLE
-    assert verify(capsys, c, target=False).code == 0
+    assert verify(c, target=False).code == 0
 
 
 @of_every_kind
-def test_copies_of_a_parameter_that_differ(tmp_path: Path, capsys: Capture, kind: str) -> None:
+def test_copies_of_a_parameter_that_differ(tmp_path: Path, kind: str) -> None:
     """Each target was made right, from sources that contradict each other."""
     c = make(tmp_path, kind)
     c = c.but(target=c.source, dst_strategy=c.src_strategy)
     for rank in range(4):
         c.rewrite(rank, {"b": TENSORS["b"] + rank})
-    finished = run_here(capsys, *c.arguments("transform", "--verify", "--replicas", "any"))
-    assert finished.code == 4 and "copies of 'b' differ" in finished.err
+    said = c.refused("transform", "--verify", "--replicas", "any", code=4)
+    assert "copies of 'b' differ" in said
     assert not (c.dst / "reshard.json").exists()
-    finished = verify(capsys, c, target=False)
+    finished = verify(c, target=False)
     assert finished.code == 4 and "copies of 'b' differ" in finished.err
 
 
-def test_targets_that_were_made_without_are_pointed_out(tmp_path: Path, capsys: Capture) -> None:
+def test_targets_that_were_made_without_are_pointed_out(tmp_path: Path) -> None:
     c = four_targets(tmp_path)
-    assert run_here(capsys, *c.arguments("transform", "--rank", "1", "--rank", "2")).code == 0
-    finished = run_here(capsys, *c.arguments("transform", "--verify", "--resume"))
-    assert finished.code == 0 and finished.err.count("note: targets that were complete already were not verified") == 1
+    c.done("transform", "--rank", "1", "--rank", "2")
+    finished = c.done("transform", "--verify", "--resume")
+    assert finished.err.count("note: targets that were complete already were not verified") == 1
     assert "sums" not in json.loads((c.dst / "reshard.json").read_text())
     c = c.but(dst=tmp_path / "verified")
     for _ in range(2):
-        finished = run_here(capsys, *c.arguments("transform", "--verify", "--resume"))
-        assert finished.code == 0 and "not verified" not in finished.err
+        finished = c.done("transform", "--verify", "--resume")
+        assert "not verified" not in finished.err
 
 
 # MindSpore's checksum
 
 
-def test_crc_is_written_and_checked(tmp_path: Path, capsys: Capture) -> None:
+def test_crc_is_written_and_checked(tmp_path: Path) -> None:
     c = make(tmp_path)
-    assert run_here(capsys, *c.arguments("transform", "--crc")).code == 0
+    c.done("transform", "--crc")
     for rank in range(2):
         data = c.written(rank).read_bytes()
         assert data[-17:] == b"crc_num" + zlib.crc32(data[:-17]).to_bytes(10, "big")
     again = ["transform", str(c.dst), str(tmp_path / "again"), "--jobs", "1", "--src-strategy", str(c.dst_strategy)]
-    assert run_here(capsys, *again, "--verify").code == 0
+    done(*again, "--verify")
     flip(c.written(1), "w")
-    assert run_here(capsys, *again, "--overwrite").code == 0  # which is why there is --verify
-    finished = run_here(capsys, *again, "--overwrite", "--verify")
-    assert finished.code == 3 and "does not fit its own checksum" in finished.err and str(c.written(1)) in finished.err
+    done(*again, "--overwrite")  # which is why there is --verify
+    said = refused(*again, "--overwrite", "--verify")
+    assert "does not fit its own checksum" in said and str(c.written(1)) in said
 
 
 def of_four_alike(folder: Path) -> Conversion:
@@ -294,7 +293,7 @@ def with_checksum(path: Path) -> None:
     path.write_bytes(data + b"crc_num" + zlib.crc32(data).to_bytes(10, "big"))
 
 
-def assert_replaced(c: Conversion, runs: Sequence[Finished], capsys: Capture) -> None:
+def assert_replaced(c: Conversion, runs: Sequence[Finished]) -> None:
     """Check that `runs` took rank 2's shard instead of the damaged ones of ranks 0 and 1, said so, and are right."""
     warned: dict[str, None] = {}
     for finished in runs:
@@ -305,12 +304,12 @@ def assert_replaced(c: Conversion, runs: Sequence[Finished], capsys: Capture) ->
         assert line.startswith(f"warning: the shard of rank {rank} cannot be used, {c.shard(rank)}: a checkpoint does")
         assert line.endswith("; taken from rank 2 instead")
     assert_right(c)
-    planned = run_here(capsys, *c.but(dst=c.folder / "other").arguments("plan", "--verify"))
-    assert planned.code == 0 and [line for line in planned.err.splitlines() if line in warned] == list(warned)
+    planned = c.but(dst=c.folder / "other").done("plan", "--verify")
+    assert [line for line in planned.err.splitlines() if line in warned] == list(warned)
 
 
 @pytest.mark.parametrize("way", ["alone", "jobs", "tasks"])
-def test_a_source_that_does_not_fit_its_checksum_is_replaced(tmp_path: Path, capsys: Capture, way: str) -> None:
+def test_a_source_that_does_not_fit_its_checksum_is_replaced(tmp_path: Path, way: str) -> None:
     """Those that stand in are checked as well."""
     c = of_four_alike(tmp_path)
     for rank in (0, 1):
@@ -318,37 +317,36 @@ def test_a_source_that_does_not_fit_its_checksum_is_replaced(tmp_path: Path, cap
     divided = {"alone": [[]], "jobs": [["--jobs", "3"]], "tasks": [["--part", f"{number}/4"] for number in range(4)]}[
         way
     ]
-    assert_replaced(c, [transform_apart(c, "--verify", *options) for options in divided], capsys)
+    assert_replaced(c, [transform_apart(c, "--verify", *options) for options in divided])
 
 
-def test_and_by_all_ranks(tmp_path: Path, capsys: Capture, mpi: MPI) -> None:
+def test_and_by_all_ranks(tmp_path: Path, mpi: MPI) -> None:
     c = of_four_alike(tmp_path)
     for rank in (0, 1):
         flip(c.shard(rank), "w")
-    assert_replaced(c, [transform_apart(c, "--verify", mpi=mpi, ranks=3)], capsys)
+    assert_replaced(c, [transform_apart(c, "--verify", mpi=mpi, ranks=3)])
 
 
 @pytest.mark.parametrize(("kind", "crc"), [("torch", False), ("ckpt", True), ("safetensors", True)])
-def test_what_is_checked_by_checksums_alone_is_counted(tmp_path: Path, capsys: Capture, kind: str, crc: bool) -> None:
+def test_what_is_checked_by_checksums_alone_is_counted(tmp_path: Path, kind: str, crc: bool) -> None:
     c = make(tmp_path, "ckpt")
-    finished = run_here(capsys, *c.arguments("transform", "--to", kind, *(["--crc"] if crc else [])))
-    assert finished.code == 0, finished
+    c.done("transform", "--to", kind, *(["--crc"] if crc else []))
     shards = list(c.dst.glob("rank_*/*"))
     tensors = sum(len(formats.by_name(kind).locate(str(shard)).tensors) for shard in shards)
     size = format_bytes(sum(shard.stat().st_size for shard in shards))
-    out = verify(capsys, c, target=False).out
+    out = verify(c, target=False).out
     assert out.startswith(f"verified {len(shards)} shards, {tensors} tensors, {size} in ") and tensors
     assert out.endswith("by its checksum: sound\n")
 
 
-def test_sources_none_of_which_fits_its_checksum(tmp_path: Path, capsys: Capture) -> None:
+def test_sources_none_of_which_fits_its_checksum(tmp_path: Path) -> None:
     c = of_four_alike(tmp_path)
     for rank in range(4):
         flip(c.shard(rank), "w")
     for command in ("transform", "plan"):
-        finished = run_here(capsys, *c.arguments(command, "--verify"))
-        assert finished.code == 3 and "does not fit its own checksum" in finished.err
-        assert str(c.shard(0)) in finished.err
+        said = c.refused(command, "--verify")
+        assert "does not fit its own checksum" in said
+        assert str(c.shard(0)) in said
     assert not c.dst.exists()
 
 
@@ -356,13 +354,11 @@ def test_sources_none_of_which_fits_its_checksum(tmp_path: Path, capsys: Capture
     ("kind", "option", "says"),
     [("ckpt", "--crc", "got: a run with no --crc\n"), ("hdf5", "--verify", "got: a run with no --verify\n")],
 )
-def test_what_changes_the_bytes_makes_another_run(
-    tmp_path: Path, capsys: Capture, kind: str, option: str, says: str
-) -> None:
+def test_what_changes_the_bytes_makes_another_run(tmp_path: Path, kind: str, option: str, says: str) -> None:
     c = make(tmp_path, kind)
-    assert run_here(capsys, *c.arguments("transform", "--rank", "0")).code == 0
-    finished = run_here(capsys, *c.arguments("transform", "--resume", option))
-    assert finished.code == 3 and "holds another run" in finished.err and says in finished.err
+    c.done("transform", "--rank", "0")
+    said = c.refused("transform", "--resume", option)
+    assert "holds another run" in said and says in said
 
 
 def test_a_file_that_shrinks_while_its_checksum_is_made(tmp_path: Path) -> None:
@@ -372,7 +368,7 @@ def test_a_file_that_shrinks_while_its_checksum_is_made(tmp_path: Path) -> None:
         files.crc32_of(stream.fileno(), str(path), (0, 11))
 
 
-def test_targets_are_read_back_from_the_disk(c: Conversion, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_targets_are_read_back_from_the_disk(c: Conversion, monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as that can be had: what the memory has of them is given up before."""
     forgotten: list[str] = []
 
@@ -380,13 +376,13 @@ def test_targets_are_read_back_from_the_disk(c: Conversion, capsys: Capture, mon
         forgotten.append(Path(f"/proc/self/fd/{descriptor}").readlink().parent.name)
 
     monkeypatch.setattr(target_writer, "sync_and_drop_cache", forget)
-    assert run_here(capsys, *c.arguments("transform", "--verify")).code == 0
+    c.done("transform", "--verify")
     assert sorted(forgotten) == [f"rank_{rank}" for rank in range(4) for _ in ("payload", "structure")]
 
 
-def test_crc_is_for_ckpt(tmp_path: Path, capsys: Capture) -> None:
+def test_crc_is_for_ckpt(tmp_path: Path) -> None:
     c = make(tmp_path, "hdf5")
-    assert run_here(capsys, *c.arguments("transform", "--crc")).code == 2
+    assert c.run("transform", "--crc").code == 2
     assert not c.dst.exists()
 
 
@@ -394,14 +390,14 @@ def test_crc_is_for_ckpt(tmp_path: Path, capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize("kinds", [("ckpt", "ckpt"), ("ckpt", "safetensors"), ("hdf5", "ckpt")])
-def test_pair(tmp_path: Path, capsys: Capture, kinds: tuple[str, str]) -> None:
+def test_pair(tmp_path: Path, kinds: tuple[str, str]) -> None:
     c = four_targets(tmp_path, kinds[0])
-    assert run_here(capsys, *c.arguments("transform", "--to", kinds[1])).code == 0
-    finished = verify(capsys, c)
+    c.done("transform", "--to", kinds[1])
+    finished = verify(c)
     assert finished.code == 0 and "verified 4 shards" in finished.out and "by the source: sound" in finished.out
     (path,) = (c.dst / "rank_2").iterdir()
     offset = flip(path, "w", 3)
-    finished = verify(capsys, c)
+    finished = verify(c)
     assert finished.code == 4 and finished.out == ""
     assert "damage: target rank 2: 'w' differs from its source at element [4, 3]" in finished.err
     assert f"at byte {offset} of {path}" in finished.err
@@ -409,89 +405,89 @@ def test_pair(tmp_path: Path, capsys: Capture, kinds: tuple[str, str]) -> None:
 
 
 @of_every_kind
-def test_pair_with_texts(tmp_path: Path, capsys: Capture, kind: str) -> None:
+def test_pair_with_texts(tmp_path: Path, kind: str) -> None:
     c = make(tmp_path)
     for rank in range(4):
         with c.shard(rank).open("ab") as stream:
             stream.write(ckpt_peer.value("note", (0,), "str", "kept".encode("utf-32-le")))
     c = c.but(kind=kind)
-    assert run_here(capsys, *c.arguments("transform", "--verify", "--to", kind)).code == 0
-    assert verify(capsys, c).code == 0
+    c.done("transform", "--verify", "--to", kind)
+    assert verify(c).code == 0
     data = c.written(1).read_bytes()
     before, after = (text.encode("utf-32-le" if kind == "ckpt" else "utf-8") for text in ("kept", "lept"))
     assert data.count(before) == 1
     c.written(1).unlink()
     c.written(1).write_bytes(data.replace(before, after))
-    finished = verify(capsys, c)
+    finished = verify(c)
     assert finished.code == 4 and "rank 1: 'note' is not the text that the source holds" in finished.err
     assert "expected: 'kept'" in finished.err and "got: 'lept'" in finished.err
-    finished = verify(capsys, c, target=False)
+    finished = verify(c, target=False)
     assert finished.code == 4 and "rank 1: the texts of a shard are not what was written" in finished.err
 
 
-def test_pair_whose_source_does_not_fit_its_checksum(tmp_path: Path, capsys: Capture) -> None:
+def test_pair_whose_source_does_not_fit_its_checksum(tmp_path: Path) -> None:
     """The target was made from what others hold, or before the damage: it is the source that is told of."""
     c = of_four_alike(tmp_path)
-    assert run_here(capsys, *c.arguments()).code == 0
+    c.done()
     flip(c.written(1), "b")
     for rank in range(2):
         flip(c.shard(rank), "w")
-    finished = verify(capsys, c)
+    finished = verify(c)
     assert finished.code == 4 and finished.err.count("damage: ") == 1
     assert "rank 1: 'b' differs from its source" in finished.err
     assert finished.err.count("warning: ") == 2
     assert f"{c.shard(1)}: a checkpoint does not fit its own checksum" in finished.err
     for rank in range(2, 4):
         flip(c.shard(rank), "w")
-    finished = verify(capsys, c)
+    finished = verify(c)
     assert finished.code == 4 and "does not fit its own checksum" in finished.err and "differs" not in finished.err
 
 
-def test_pair_of_all_kinds_of_damage(c: Conversion, capsys: Capture) -> None:
-    assert run_here(capsys, *c.arguments()).code == 0
+def test_pair_of_all_kinds_of_damage(c: Conversion) -> None:
+    c.done()
     held = {name: np.zeros((2, 4), np.float32) for name in ("w", "moments.w")}
     c.written(0).unlink()
     write_shard({**held, "b": np.zeros(4, np.int64)}, c.written(0))  # lacks one, another has another shape
     c.written(1).chmod(0o600)
     c.written(1).write_bytes(b"")
     c.written(2).unlink()
-    finished = verify(capsys, c)
+    finished = verify(c)
     assert finished.code == 4 and finished.err.count("damage: ") == 3, finished.err
     assert "a shard is missing" in finished.err and "a shard is empty" in finished.err
     assert "is not what the source holds" in finished.err
 
 
-def test_pair_of_much_damage(c: Conversion, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pair_of_much_damage(c: Conversion, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some is located, and that there is more is said."""
     monkeypatch.setattr(verifying, "_MAX_LOCATED", 1)
-    assert run_here(capsys, *c.arguments()).code == 0
+    c.done()
     for name in ("w", "b", "moments.w"):
         flip(c.written(2), name)
-    finished = verify(capsys, c)
+    finished = verify(c)
     assert finished.code == 4 and finished.err.count("damage: ") == 2
     assert finished.err.count("differs from its source") == finished.err.count("more tensors of this shard differ") == 1
 
 
-def test_pair_whose_source_has_lost_a_shard(c: Conversion, capsys: Capture) -> None:
-    assert run_here(capsys, *c.arguments()).code == 0
+def test_pair_whose_source_has_lost_a_shard(c: Conversion) -> None:
+    c.done()
     c.remove(0)
-    finished = verify(capsys, c)
+    finished = verify(c)
     assert finished.code == 0 and "sound" in finished.out
     assert f"warning: no shard of rank 0 in {c.src}; what should be there was taken from" in finished.err
 
 
 @pytest.mark.slow
-def test_pair_by_local_processes(c: Conversion, capsys: Capture) -> None:
-    pair_is_told_once(c, capsys, "--jobs", "3")
+def test_pair_by_local_processes(c: Conversion) -> None:
+    pair_is_told_once(c, "--jobs", "3")
 
 
-def test_pair_by_ranks(c: Conversion, mpi: MPI, capsys: Capture) -> None:
-    pair_is_told_once(c, capsys, mpi=mpi)
+def test_pair_by_ranks(c: Conversion, mpi: MPI) -> None:
+    pair_is_told_once(c, mpi=mpi)
 
 
-def pair_is_told_once(c: Conversion, capsys: Capture, *options: str, mpi: MPI | None = None) -> None:
+def pair_is_told_once(c: Conversion, *options: str, mpi: MPI | None = None) -> None:
     """Verify a damaged target beside its source with three processes."""
-    assert run_here(capsys, *c.arguments()).code == 0
+    c.done()
     flip(c.written(3), "moments.w", 2)
     finished = run_apart(*c.arguments("verify", *options), mpi=mpi, ranks=3)
     assert finished.code == 4, finished
@@ -499,53 +495,53 @@ def pair_is_told_once(c: Conversion, capsys: Capture, *options: str, mpi: MPI | 
     assert "target rank 3: 'moments.w' differs from its source at element [6, 2]" in finished.err
 
 
-def test_pair_whose_target_describes_itself(tmp_path: Path, capsys: Capture) -> None:
+def test_pair_whose_target_describes_itself(tmp_path: Path) -> None:
     c = make(tmp_path).but(kind="hdf5")
-    assert run_here(capsys, *c.arguments("transform", "--to", "hdf5")).code == 0
-    assert verify(capsys, c.but(dst_strategy=None)).code == 0
-    finished = verify(capsys, c.but(dst_strategy=c.src_strategy))
+    c.done("transform", "--to", "hdf5")
+    assert verify(c.but(dst_strategy=None)).code == 0
+    finished = verify(c.but(dst_strategy=c.src_strategy))
     assert finished.code == 3 and "contradicts what the shards say" in finished.err
     assert str(c.written(0)) in finished.err
     flip(c.written(1), "w")
-    assert verify(capsys, c.but(dst_strategy=None)).code == 4
+    assert verify(c.but(dst_strategy=None)).code == 4
     c = c.but(kind="ckpt", dst=tmp_path / "silent")
-    assert run_here(capsys, *c.arguments()).code == 0
-    assert verify(capsys, c.but(dst_strategy=None)).code == 0  # by the run's record
+    c.done()
+    assert verify(c.but(dst_strategy=None)).code == 0  # by the run's record
     (c.dst / ".reshard_mpi" / "strategy.json").unlink()
-    finished = verify(capsys, c.but(dst_strategy=None))
+    finished = verify(c.but(dst_strategy=None))
     assert finished.code == 3 and str(c.dst) in finished.err and "--dst-strategy" in finished.err
 
 
-def test_pair_that_cannot_be_compared(c: Conversion, capsys: Capture) -> None:
-    assert verify(capsys, c).code == 3  # nothing there
-    assert run_here(capsys, "verify", str(c.src), "--memory", "none").code == 2
+def test_pair_that_cannot_be_compared(c: Conversion) -> None:
+    assert verify(c).code == 3  # nothing there
+    assert run_here("verify", c.src, "--memory", "none").code == 2
 
 
 # Against its own sums
 
 
-def test_alone(tmp_path: Path, capsys: Capture) -> None:
+def test_alone(tmp_path: Path) -> None:
     c = four_targets(tmp_path, "hdf5")
-    assert run_here(capsys, *c.arguments("transform", "--verify")).code == 0
-    assert "by its own sums, the record of its run: sound" in verify(capsys, c, target=False).out
+    c.done("transform", "--verify")
+    assert "by its own sums, the record of its run: sound" in verify(c, target=False).out
     (copied := tmp_path / "copied").mkdir()
     for rank in range(4):
         (copied / f"rank_{rank}").mkdir()
         (copied / f"rank_{rank}" / "shard.h5").write_bytes(c.written(rank).read_bytes())
     alone = ["verify", str(copied), "--jobs", "1"]
-    assert "by its own sums: sound" in run_here(capsys, *alone).out
+    assert "by its own sums: sound" in run_here(*alone).out
     flip(copied / "rank_1" / "shard.h5", "b")
-    finished = run_here(capsys, *alone)
-    assert finished.code == 4 and "rank 1: 'b' is damaged" in finished.err and "shard.h5, bytes " in finished.err
-    assert finished.err.count("damage: ") == 1  # and not that it differs from its copies as well
+    said = refused(*alone, code=4)
+    assert "rank 1: 'b' is damaged" in said and "shard.h5, bytes " in said
+    assert said.count("damage: ") == 1  # and not that it differs from its copies as well
 
 
-def test_alone_ckpt_by_its_record(tmp_path: Path, capsys: Capture) -> None:
+def test_alone_ckpt_by_its_record(tmp_path: Path) -> None:
     c = four_targets(tmp_path)
-    assert run_here(capsys, *c.arguments("transform", "--verify", "--crc")).code == 0
-    assert "by its checksum, the record of its run: sound" in verify(capsys, c, target=False).out
+    c.done("transform", "--verify", "--crc")
+    assert "by its checksum, the record of its run: sound" in verify(c, target=False).out
     flip(c.written(0), "w")
-    finished = verify(capsys, c, target=False)
+    finished = verify(c, target=False)
     assert finished.code == 4 and "rank 0" in finished.err and "does not fit its own checksum" in finished.err
 
 
@@ -553,41 +549,41 @@ def test_alone_ckpt_by_its_record(tmp_path: Path, capsys: Capture) -> None:
     ("changes", "says"),
     [({"b": None}, "'b' is not what was written"), ({"b": TENSORS["b"][:1]}, "'b'"), ({"x": TENSORS["b"]}, "'x'")],
 )
-def test_alone_a_shard_of_other_tensors(tmp_path: Path, capsys: Capture, changes: Arrays, says: str) -> None:
+def test_alone_a_shard_of_other_tensors(tmp_path: Path, changes: Arrays, says: str) -> None:
     c = four_targets(tmp_path)
-    assert run_here(capsys, *c.arguments("transform", "--verify")).code == 0
+    c.done("transform", "--verify")
     arrays = {**expected_rank(c.target, TENSORS, 1), **changes}
     c.written(1).unlink()
     write_shard({name: array for name, array in arrays.items() if array is not None}, c.written(1))
-    finished = verify(capsys, c, target=False)
+    finished = verify(c, target=False)
     assert finished.code == 4 and finished.err.count("is not what was written") == 1
     assert f"rank 1: {says}" in finished.err
     assert finished.err.count("damage: ") == 2 and "another size" in finished.err
 
 
-def test_alone_without_sums(c: Conversion, capsys: Capture) -> None:
-    assert run_here(capsys, *c.arguments()).code == 0
-    finished = verify(capsys, c, target=False)
+def test_alone_without_sums(c: Conversion) -> None:
+    c.done()
+    finished = verify(c, target=False)
     assert finished.code == 3 and "keeps no sums" in finished.err and "verify SRC DST" in finished.err
 
 
-def test_alone_where_some_shards_keep_no_sums(tmp_path: Path, capsys: Capture) -> None:
+def test_alone_where_some_shards_keep_no_sums(tmp_path: Path) -> None:
     c = four_targets(tmp_path)
-    assert run_here(capsys, *c.arguments("transform", "--verify", "--rank", "2")).code == 0
-    assert run_here(capsys, *c.arguments("transform", "--resume")).code == 0
-    finished = verify(capsys, c, target=False)
+    c.done("transform", "--verify", "--rank", "2")
+    c.done("transform", "--resume")
+    finished = verify(c, target=False)
     assert finished.code == 0 and "verified 1 shard," in finished.out
     assert "note: 3 of 4 shards keep no sums, that of rank 0 the first" in finished.err
 
 
-def test_a_checkpoint_that_does_not_fit_its_commit_record(tmp_path: Path, capsys: Capture) -> None:
+def test_a_checkpoint_that_does_not_fit_its_commit_record(tmp_path: Path) -> None:
     """Sums in the shards that fit, but are those of other bytes."""
     c = four_targets(tmp_path, "hdf5")
-    assert run_here(capsys, *c.arguments("transform", "--verify")).code == 0
+    c.done("transform", "--verify")
     record = json.loads((c.dst / "reshard.json").read_text())
     record["sums"]["w"] = "00000000"
     (c.dst / "reshard.json").write_text(json.dumps(record))
-    finished = verify(capsys, c, target=False)
+    finished = verify(c, target=False)
     assert finished.code == 4 and "'w' is not what was committed" in finished.err
 
 
@@ -648,72 +644,72 @@ SPOILS: dict[str, tuple[Callable[[Conversion], object], str]] = {
 
 
 @pytest.mark.parametrize("what", few(7, SPOILS))
-def test_alone_finds_what_is_not_as_it_was_written(tmp_path: Path, capsys: Capture, what: str) -> None:
+def test_alone_finds_what_is_not_as_it_was_written(tmp_path: Path, what: str) -> None:
     c = make(tmp_path)
-    assert run_here(capsys, *c.arguments("transform", "--verify")).code == 0
+    c.done("transform", "--verify")
     spoil, expected = SPOILS[what]
     spoil(c)
-    finished = verify(capsys, c, target=False)
+    finished = verify(c, target=False)
     assert finished.code == 4 and expected in finished.err
     if what == "commit record is a pipe":  # only a file is ever replaced
-        refused = run_here(capsys, *c.arguments("transform", "--verify", "--resume"))
-        assert refused.code == 3 and "a pipe is in the place of the commit record" in refused.err
+        said = c.refused("transform", "--verify", "--resume")
+        assert "a pipe is in the place of the commit record" in said
         (c.dst / "reshard.json").unlink()
     if "record" in expected:  # which keeps nobody from going on
-        assert run_here(capsys, *c.arguments("transform", "--verify", "--resume")).code == 0
-        assert verify(capsys, c, target=False).code == 0 and sums(c) == WHOLE
+        c.done("transform", "--verify", "--resume")
+        assert verify(c, target=False).code == 0 and sums(c) == WHOLE
 
 
-def test_alone_in_the_place_of_another_rank(tmp_path: Path, capsys: Capture) -> None:
+def test_alone_in_the_place_of_another_rank(tmp_path: Path) -> None:
     """What a native shard says of itself is known without any record."""
     c = make(tmp_path, "hdf5")
-    assert run_here(capsys, *c.arguments("transform", "--verify")).code == 0
+    c.done("transform", "--verify")
     shutil.rmtree(c.dst / ".reshard_mpi")
     (c.dst / "reshard.json").unlink()
-    assert verify(capsys, c, target=False).code == 0
+    assert verify(c, target=False).code == 0
     swap(c)
-    finished = verify(capsys, c, target=False)
+    finished = verify(c, target=False)
     assert finished.code == 4 and "rank 1: a shard says it belongs elsewhere" in finished.err
 
 
-def test_alone_one_of_native_shards_is_missing(tmp_path: Path, capsys: Capture) -> None:
+def test_alone_one_of_native_shards_is_missing(tmp_path: Path) -> None:
     """They say how many there are; a file, or the folder of a rank, is asked for by itself."""
     c = four_targets(tmp_path, "hdf5")
-    assert run_here(capsys, *c.arguments("transform", "--verify")).code == 0
+    c.done("transform", "--verify")
     shutil.rmtree(c.dst / ".reshard_mpi")
     (c.dst / "reshard.json").unlink()
     for rank in (3, 1):
         shutil.rmtree(c.written(rank).parent)
-    finished = verify(capsys, c, target=False)
+    finished = verify(c, target=False)
     assert finished.code == 4 and "2 shards are missing, that of rank 1 the first" in finished.err
     for place in (c.written(2), c.written(2).parent):
-        assert verify(capsys, c.but(dst=place), target=False).code == 0
+        assert verify(c.but(dst=place), target=False).code == 0
 
 
-def test_alone_whose_own_sums_are_damaged(tmp_path: Path, capsys: Capture) -> None:
+def test_alone_whose_own_sums_are_damaged(tmp_path: Path) -> None:
     """The record of the run would do, but who has the shard alone would take it for damaged."""
     c = make(tmp_path, "hdf5")
-    assert run_here(capsys, *c.arguments("transform", "--verify")).code == 0
+    c.done("transform", "--verify")
     c.written(1).chmod(0o600)
     with h5py.File(c.written(1)) as file:
         at = file["__reshard_mpi__/sums"].id.get_offset()
     content = bytearray(c.written(1).read_bytes())
     content[at] ^= 1
     c.written(1).write_bytes(content)
-    finished = verify(capsys, c, target=False)
+    finished = verify(c, target=False)
     assert finished.code == 4 and "rank 1: " in finished.err and "is damaged" in finished.err
     assert finished.err.count("damage: ") == 1
 
 
-def test_alone_while_another_is_about_to_take_its_place(tmp_path: Path, capsys: Capture) -> None:
+def test_alone_while_another_is_about_to_take_its_place(tmp_path: Path) -> None:
     """A run that is killed before its target has its name has already said what that will hold."""
     c = make(tmp_path)
-    assert run_here(capsys, *c.arguments("transform", "--verify")).code == 0
+    c.done("transform", "--verify")
     with_sum(c, 5, "00000000")
     facts = json.loads(record(c).read_text())
     record(c).write_text(json.dumps({"announced": [1, 1], **facts}))
     (c.dst / "reshard.json").unlink()
-    finished = verify(capsys, c, target=False)
+    finished = verify(c, target=False)
     assert finished.code == 4 and f"{c.written(1)}, of which no run has a record" in finished.err
 
 
@@ -742,11 +738,11 @@ def test_functions(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "says"), [("nosuch", "the target is not there"), ("empty", "no checkpoint found in the target")]
 )
-def test_a_target_that_is_not_there_is_called_one(tmp_path: Path, capsys: Capture, name: str, says: str) -> None:
+def test_a_target_that_is_not_there_is_called_one(tmp_path: Path, name: str, says: str) -> None:
     c = make(tmp_path)
     (tmp_path / "empty").mkdir()
     for strategies in (["--src-strategy", str(c.src_strategy)], []):
-        finished = run_here(capsys, "verify", str(c.src), str(tmp_path / name), *strategies)
-        assert finished.code == 3 and says in finished.err and f"where: {tmp_path / name}" in finished.err, finished
-    finished = run_here(capsys, "verify", str(tmp_path / "nosuch"), str(c.dst))
-    assert finished.code == 3 and "the source is not there" in finished.err
+        said = refused("verify", c.src, tmp_path / name, *strategies)
+        assert says in said and f"where: {tmp_path / name}" in said
+    said = refused("verify", tmp_path / "nosuch", c.dst)
+    assert "the source is not there" in said

@@ -20,7 +20,7 @@ import pytest
 
 from support.cases import Side
 from support.checkpoints import read_shard
-from support.command_line import COMMAND, run_captured
+from support.command_line import COMMAND, run_here
 from support.conversions import Conversion, listing, write_conversion
 from support.injector import NO_FAULT, Call, Fault, Injector
 from support.launch import MPI, mpirun_command
@@ -226,7 +226,7 @@ class Bench:
     def _when_resumed(self, c: Conversion) -> list[str]:
         """Go on without a fault, and say what is wrong then."""
         if self.launch.is_recorded:
-            finished = run_captured(*c.arguments("transform", "--progress", "none", "--resume", *self.options))
+            finished = c.run("transform", "--resume", *self.options)
         else:
             (finished,), _ = self._run(c, NO_FAULT)
         if finished.ended != (0, ""):
@@ -236,7 +236,7 @@ class Bench:
             files = {name: content for name, content in files.items() if not name.endswith(".partial")}
         problems = [f"resumed, but {text}" for text in _differences(files, self._whole)]
         if self._verify and self.launch.is_recorded:
-            verified = run_captured("verify", str(c.dst), "--jobs", "1")
+            verified = run_here("verify", c.dst, "--jobs", "1")
             if verified.code:
                 problems.append(f"verify of what was resumed: exit {verified.code}: {_end_of(verified.err)}")
         return problems

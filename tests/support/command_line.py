@@ -9,30 +9,65 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, redirect_stdout
-
-import pytest
+from typing import Any
 
 from reshard_mpi.cli import commands
+from reshard_mpi.errors import ReshardError
 from support.launch import MPI, mpirun_command
 from support.processes import HANG_SECONDS, Finished, Measured, measure_peak, run_command
 
 COMMAND = [sys.executable, "-m", "reshard_mpi"]
-Capture = pytest.CaptureFixture[str]
+Argument = str | os.PathLike[str]
 
 
-def run_here(capsys: Capture, *arguments: str) -> Finished:
+def run_here(*arguments: Argument) -> Finished:
     """Run the command line in this process: the quickest way, and the only one that sees what a test has patched."""
-    code = _exit_code(arguments)
-    return Finished(("reshard-mpi", *arguments), code, *capsys.readouterr())
-
-
-def run_captured(*arguments: str) -> Finished:
-    """Do the same where there is no `capsys`, as in a fixture of a whole module."""
     out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", newline="", write_through=True) for _ in range(2))
     with redirect_stdout(out), redirect_stderr(err):
-        code = _exit_code(arguments)
+        code = _exit_code(given := tuple(map(os.fspath, arguments)))
     texts = [stream.buffer.getvalue().decode() for stream in (out, err)]
-    return Finished(("reshard-mpi", *arguments), code, *texts)
+    return Finished(("reshard-mpi", *given), code, *texts)
+
+
+run_captured = run_here
+
+
+def done(*arguments: Argument) -> Finished:
+    """Run the command line in this process, which must succeed."""
+    return _succeeded(run_here(*arguments))
+
+
+def refused(*arguments: Argument, code: int = ReshardError.exit_code) -> str:
+    """Run the command line in this process, which must end with this exit code; return what it says of that."""
+    return _complaint(run_here(*arguments), code)
+
+
+def _succeeded(finished: Finished) -> Finished:
+    assert finished.code == 0, finished
+    return finished
+
+
+def _complaint(finished: Finished, code: int) -> str:
+    assert finished.code == code and "Traceback" not in finished.err, finished
+    return finished.err
+
+
+class CommandLine:
+    """What has a command line, which is run in this process."""
+
+    __slots__ = ()
+
+    def arguments(self, *given: Any, **named: Any) -> list[str]:
+        raise NotImplementedError
+
+    def run(self, *given: Any, **named: Any) -> Finished:
+        return run_here(*self.arguments(*given, **named))
+
+    def done(self, *given: Any, **named: Any) -> Finished:
+        return _succeeded(self.run(*given, **named))
+
+    def refused(self, *given: Any, code: int = ReshardError.exit_code, **named: Any) -> str:
+        return _complaint(self.run(*given, **named), code)
 
 
 def _exit_code(arguments: tuple[str, ...]) -> int:
@@ -51,7 +86,7 @@ def _exit_code(arguments: tuple[str, ...]) -> int:
 
 
 def run_apart(
-    *arguments: str | os.PathLike[str],
+    *arguments: Argument,
     mpi: MPI | None = None,
     ranks: int = 2,
     env: Mapping[str, str] | None = None,
@@ -65,7 +100,7 @@ def run_apart(
     return run_command(command, env=env, timeout_seconds=timeout_seconds, check=check)
 
 
-def measure_apart(*arguments: str | os.PathLike[str], timeout_seconds: float = 300) -> Measured:
+def measure_apart(*arguments: Argument, timeout_seconds: float = 300) -> Measured:
     """Run the command line in a process of its own, and measure its peak memory."""
     return measure_peak([*COMMAND, *arguments], timeout_seconds=timeout_seconds)
 

@@ -25,12 +25,13 @@ from support.checkpoints import (
     write_shards,
     write_strategy,
 )
-from support.command_line import Capture, run_apart, run_here
+from support.command_line import CommandLine, run_apart, run_here
+from support.examples import few
 from support.launch import MPI
 from support.oracle import RawLayout
 from support.processes import Finished
 
-of_every_kind = pytest.mark.parametrize("kind", KINDS)
+of_every_kind = pytest.mark.parametrize("kind", few(1, KINDS))
 
 # Source: 2 data parallel x 2 model parallel ranks; columns cut, so ranks 0 and 2 hold the same, as 1 and 3 do.
 SRC_LAYOUTS = {"w": RawLayout((2, 2), (-1, 0)), "b": RawLayout((2, 2), (-1,))}
@@ -47,7 +48,7 @@ TENSORS: Arrays = {
 
 
 @dataclass(frozen=True, slots=True)
-class Conversion:
+class Conversion(CommandLine):
     """Paths of a conversion, and what it is about: the whole tensors, and how both sides hold them.
 
     kind: the format of shards. A strategy that is None is not given.
@@ -65,7 +66,7 @@ class Conversion:
     tensors: Arrays = field(default_factory=lambda: TENSORS)
 
     @property
-    def run(self) -> tuple[Path, Path, Path, Path]:
+    def paths(self) -> tuple[Path, Path, Path, Path]:
         """What `rank_calls` is told of it."""
         assert self.src_strategy is not None and self.dst_strategy is not None
         return self.src, self.dst, self.src_strategy, self.dst_strategy
@@ -114,12 +115,13 @@ class Conversion:
         given = [command, str(self.src), str(self.dst)]
         for name, path in (("--src-strategy", self.src_strategy), ("--dst-strategy", self.dst_strategy)):
             given += [name, str(path)] if path is not None else []
-        return [
-            *given,
-            *self.options,
-            *options,
-            *(["--jobs", "1"] if command in ("transform", "verify") and "--jobs" not in options else []),
-        ]
+        has_jobs = command not in ("transform", "verify") or "--jobs" in options
+        return [*given, *self.options, *options, *([] if has_jobs else ["--jobs", "1"])]
+
+    def run(self, command: str = "transform", *options: str) -> Finished:
+        """Run it without progress: on standard error are only notes, warnings and errors."""
+        shows_none = ("--progress", "none") if command in ("transform", "verify") else ()
+        return run_here(*self.arguments(command, *options), *shows_none)
 
 
 def write_conversion(
@@ -195,13 +197,6 @@ def transform_by_function(c: Conversion, process_num: int = 1, **options: Any) -
     reshard_mpi.transform_checkpoints(*paths, process_num, **{"output_format": c.kind, **options})
 
 
-def transform_here(capsys: Capture, c: Conversion, *options: str) -> Finished:
-    """Run `transform` in this process, without progress: on standard error are only notes, warnings and errors."""
-    return run_here(capsys, *c.arguments("transform", "--progress", "none", *options))
-
-
-def resume(c: Conversion, capsys: Capture) -> str:
+def resume(c: Conversion) -> str:
     """Finish a run in this process; return what it says."""
-    finished = run_here(capsys, *c.arguments("transform", "--resume"))
-    assert finished.code == 0, finished
-    return finished.out
+    return c.done("transform", "--resume").out

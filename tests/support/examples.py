@@ -17,6 +17,16 @@ def many(count: int) -> settings:
     return settings(max_examples=QUICK if settings().max_examples == QUICK else count)
 
 
+def one_at_a_time(*choices: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Return cases that vary one thing at a time: all others have their first value.
+
+    For things that do not depend on each other: n + m runs show what n x m do.
+    """
+    first = [next(iter(values)) for values in choices]
+    others = [(*first[:at], value, *first[at + 1 :]) for at, values in enumerate(choices) for value in [*values][1:]]
+    return [tuple(first), *others]
+
+
 def few(count: int, cases: Iterable[Any]) -> list[Any]:
     """Return the cases of a parametrized test; the quick part runs the first `count` of them."""
     return [

@@ -7,8 +7,7 @@ import os
 from pathlib import Path
 
 from reshard_mpi.processes.host import ONE_THREAD
-from support.command_line import Capture
-from support.conversions import Conversion, listing, transform_here
+from support.conversions import Conversion, listing
 
 # Kills the process, or all of the run, at the instant it is at.
 KILL, KILL_ALL = "os.kill(os.getpid(), signal.SIGKILL)", "kill_all()"
@@ -39,10 +38,10 @@ def wait_for_the_killed(c: Conversion) -> None:
             fcntl.flock(lock, fcntl.LOCK_SH)
 
 
-def assert_resumed(c: Conversion, capsys: Capture, whole: Conversion) -> None:
+def assert_resumed(c: Conversion, whole: Conversion) -> None:
     """Resume a run, and check that nothing tells its target from that of `whole`, a run that was left in peace."""
     wait_for_the_killed(c)
-    finished = transform_here(capsys, c, "--resume")
+    finished = c.run("transform", "--resume")
     assert finished.ended == (0, ""), finished
     files, expected = listing(c.dst), listing(whole.dst)
     assert set(files) == set(expected), set(files) ^ set(expected)

@@ -11,9 +11,6 @@ from typing import Any
 import reshard_mpi
 from support.processes import run_command
 
-# What reading a hostile file may take, in steps of a plain loop (`hostile_child.py`). The dearest takes a third.
-MOST_STEPS = 500_000_000
-
 CHILD = Path(__file__).with_name("hostile_child.py")
 # The most processor time that a hostile file may take, in units of the reference that the child measures beside it. The
 # costliest takes a quarter of it; work that grew with the square of a size would take a hundred times as much.

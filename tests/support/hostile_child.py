@@ -23,7 +23,6 @@ from reshard_mpi.sharding.strategy import table
 
 # Beyond what is measured: more than this is a failure of another kind, before it is one of the machine.
 _ROOM_BYTES = 256 << 20
-_LOOP_STEPS = 1_000_000
 
 
 def locate(path: str) -> None:

@@ -1,7 +1,10 @@
-"""Jobs of the tests' SLURM cluster."""
+"""Jobs of the tests' SLURM cluster, and the batch scripts that the project ships."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from support.conversions import Conversion
 from support.launch import MPI
 from support.oracle import RawLayout
 from support.slurm import Task
@@ -20,3 +23,11 @@ LOOPBACK = {
 def rank_environment(mpi: MPI) -> dict[str, str]:
     """Return what srun needs in the environment to start ranks of `mpi`."""
     return {**mpi.environment, **LOOPBACK, "SLURM_MPI_TYPE": PLUGINS[mpi.name]}
+
+
+LAUNCH = Path(__file__).parents[2] / "launch"
+
+
+def operands(c: Conversion) -> list[str]:
+    """Return source, target and strategies of a conversion, as the scripts take them."""
+    return c.arguments("plan")[1:]

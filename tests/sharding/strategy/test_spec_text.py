@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sharding.strategy.strategy_examples import NAMES, placements, whole_strategies
 from support.cases import Case, cases
 from support.checkpoints import write_strategy
-from support.command_line import Capture, run_here
+from support.command_line import done, refused, run_here
 from support.conversions import assert_right, make
 from support.examples import many
 from support.oracle import rank_holds, slice_for_rank
@@ -231,22 +231,21 @@ def test_ways_that_differ_in_nothing_but_their_meshes_are_one() -> None:
     assert text.count("match = ") == 2 and text.count("stage = ") == 1
 
 
-def test_the_spec_converts_as_the_files_do(tmp_path: Path, capsys: Capture) -> None:
+def test_the_spec_converts_as_the_files_do(tmp_path: Path) -> None:
     c = make(tmp_path)
     for option, path in (("src", c.src_strategy), ("dst", c.dst_strategy)):
-        finished = run_here(capsys, "inspect", "--toml", str(path))
-        assert finished.code == 0, finished
+        finished = done("inspect", "--toml", path)
         (tmp_path / f"{option}.toml").write_text(finished.out)
     specs = [f"--{option}-strategy={tmp_path / option}.toml" for option in ("src", "dst")]
-    assert run_here(capsys, "transform", str(c.src), str(c.dst), *specs).code == 0
+    done("transform", c.src, c.dst, *specs)
     assert_right(c)
     hdf5 = str(tmp_path / "hdf5")
-    assert run_here(capsys, "transform", str(c.src), hdf5, *specs, "--to", "hdf5").code == 0
-    finished = run_here(capsys, "inspect", "--toml", hdf5)
-    assert finished.code == 0 and 'match = "w"' in finished.out
-    finished = run_here(capsys, "inspect", "--toml", str(c.src))
-    assert finished.code == 3 and "the shards do not say how they are sharded" in finished.err
+    done("transform", c.src, hdf5, *specs, "--to", "hdf5")
+    finished = done("inspect", "--toml", hdf5)
+    assert 'match = "w"' in finished.out
+    said = refused("inspect", "--toml", c.src)
+    assert "the shards do not say how they are sharded" in said
     for arguments in (["--json"], ["--rank", "0"], ["w"]):
-        assert run_here(capsys, "inspect", "--toml", str(c.src_strategy), *arguments).code == 2
-    finished = run_here(capsys, "inspect", "--toml", str(tmp_path / "nothing"))
-    assert finished.code == 3 and "is not there" in finished.err
+        assert run_here("inspect", "--toml", c.src_strategy, *arguments).code == 2
+    said = refused("inspect", "--toml", tmp_path / "nothing")
+    assert "is not there" in said

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-
 from support.oracle import RawLayout, rank_holds, slice_for_rank
 
 

@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
-
-from reshard_mpi.text import MIB
 from support import processes
 from support.launch import mpirun_command
 from support.processes import measure_peak, run_command
+
+from reshard_mpi.text import MIB
 
 
 def rank_and_size(label):
