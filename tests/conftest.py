@@ -18,6 +18,7 @@ from types import CodeType, ModuleType
 import pytest
 from hypothesis import HealthCheck, settings
 from support import browser
+from support.conversions import Conversion, make
 from support.examples import QUICK
 from support.launch import MPI, MPI_NAMES, RankRun, find_mpi, run_ranks
 from support.slurm import Cluster, running_cluster
@@ -80,19 +81,6 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 _PEERS = ("mindspore", "torch")
 # What takes a cluster, an MPI, or MindSpore itself.
 _SLOW_FIXTURES = {"mpi", "mpirun", "slurm", "mindspore"}
-# Modules of which every test makes many conversions, in one process or in many.
-_SLOW_MODULES = {
-    *("test_benchmarks", "test_faults_kills", "test_hosts", "test_launch", "test_launch_scripts", "test_mindformers"),
-    *(
-        "test_inside_ranks",
-        "test_lost_shards_random",
-        "test_memory",
-        "test_random_pairs",
-        "test_clusters",
-        "test_slurm",
-    ),
-    *("test_all_stories", "test_slurm_memory", "test_spoiled_random", "test_tutorial"),
-}
 # Modules of single tests that take longest.
 _LONG_MODULES = {"test_wheel", "test_memory", "test_control_groups", "test_pages"}
 # What starts a process, or has one started, by the names of the functions.
@@ -129,8 +117,6 @@ def _is_slow(item: pytest.Item) -> bool:
     with the others.
     """
     if _SLOW_FIXTURES & set(getattr(item, "fixturenames", ())) or any(map(item.get_closest_marker, _PEERS)):
-        return True
-    if item.path.stem in _SLOW_MODULES:
         return True
     callspec = getattr(item, "callspec", None)
     if callspec is None:
@@ -183,6 +169,12 @@ def _one_core() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "sched_getaffinity", lambda _: {0})
         yield
+
+
+@pytest.fixture
+def c(tmp_path: Path) -> Conversion:
+    """The small conversion of 4 ranks to 2, in .ckpt."""
+    return make(tmp_path)
 
 
 @pytest.fixture(params=MPI_NAMES)

@@ -10,7 +10,7 @@ from types import MappingProxyType, ModuleType
 
 import numpy as np
 import pytest
-from support.conversions import TENSORS, Conversion, assert_right, listing, make, transform_by_function
+from support.conversions import TENSORS, Conversion, assert_right, listing, transform_by_function
 
 import reshard_mpi
 from reshard_mpi import UsageError, WrongTypeError, api
@@ -44,8 +44,7 @@ def test_signatures_are_those_of_mindspore(name: str) -> None:
     assert all(one.default is not one.empty for one in every if one not in by_position)
 
 
-def test_other_names_do_the_same(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_other_names_do_the_same(c: Conversion, tmp_path: Path) -> None:
     strategies = (c.src_strategy, c.dst_strategy)
     assert reshard_mpi.rank_list_for_convert(0, *strategies) == [0, 1]
     reshard_mpi.convert_checkpoints(c.src, c.dst, "checkpoint_", *strategies)
@@ -54,15 +53,13 @@ def test_other_names_do_the_same(tmp_path: Path) -> None:
     assert (tmp_path / "one.ckpt").read_bytes() == c.written(1).read_bytes()
 
 
-def test_no_processes_are_one(tmp_path: Path) -> None:
+def test_no_processes_are_one(c: Conversion) -> None:
     """MindSpore does not look at `process_num` where it transforms .ckpt files."""
-    c = make(tmp_path)
     transform_by_function(c, 0)
     assert_right(c)
 
 
-def test_numbers_of_any_type(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_numbers_of_any_type(c: Conversion, tmp_path: Path) -> None:
     strategies = (c.src_strategy, c.dst_strategy)
     for rank in (1, np.int64(1), np.uint8(1), True):  # MindSpore takes True for 1
         ranks = reshard_mpi.rank_list_for_transform(rank, *strategies)
@@ -156,8 +153,7 @@ CALLS: dict[str, tuple[Callable[[Conversion], object], type[UsageError], str]] =
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_arguments_that_cannot_be(tmp_path: Path, name: str) -> None:
-    c = make(tmp_path)
+def test_arguments_that_cannot_be(c: Conversion, tmp_path: Path, name: str) -> None:
     before = listing(tmp_path)
     call, kind, says = CALLS[name]
     with pytest.raises(kind, match=says) as caught:
@@ -201,8 +197,7 @@ def test_errors_of_the_file_system(tmp_path: Path) -> None:
     assert raised.value.where == str(tmp_path / "a--to")
 
 
-def test_messages_name_options_as_the_command_line_does(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_messages_name_options_as_the_command_line_does(c: Conversion) -> None:
     strategies = (c.src_strategy, c.dst_strategy)
     reshard_mpi.transform(c.src, c.dst, *strategies)
     with pytest.raises(ReshardError) as raised:

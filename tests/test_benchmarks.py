@@ -22,20 +22,21 @@ from support.processes import clean_environment, run_command
 sys.path.append(str(Path(__file__).parent.parent))  # benchmarks are part of the checkout, not of what is installed
 
 from benchmarks import checkpoint, network, xfs
-from benchmarks.__main__ import main, parser
-from benchmarks.interleave import Comparison, interleave, take_turns
+from benchmarks.__main__ import main
+from benchmarks.interleave import Comparison, interleave
 from benchmarks.interpreters import lacks
-from benchmarks.machine import as_line, describe, file_system
 from benchmarks.measure import CommandFailedError, Run, measure
 from benchmarks.peers.cp import Cp
 from benchmarks.peers.ours import engine_seconds, with_report
 from benchmarks.peers.torch_dcp import side_of
-from benchmarks.plot import draw, lacks_matplotlib
-from benchmarks.results import Curve, Results, size_text, table
+from benchmarks.plot import draw
+from benchmarks.results import Curve, Results, size_text
 from benchmarks.rows import Clock, Question, Row, alone, answer, largest_process
 from benchmarks.spread import Spread, ratios
-from benchmarks.targets import MIB, TARGETS, Figure, Target
+from benchmarks.targets import MIB, TARGETS, Figure
 from benchmarks.workplace import NoRoomError, workplace
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
 # The smallest interpreter there is, so that little stands beside what a test makes it do.
@@ -79,13 +80,6 @@ class TestCommands:
                 assert row["ours"]["written_bytes"]["median"] >= 0.99e6
                 assert row["ours"]["read_bytes"]["median"] >= 0.99e6
                 assert row["peer"]["written_bytes"]["median"] >= row["ours"]["written_bytes"]["median"]
-
-    def test_conversion_beside_the_peers_that_are_installed(self, tmp_path: Path) -> None:
-        against = ["--against", "cp", "--against", "mindspore", "--against", "torch", "--format", "ckpt"]
-        rows = run_benchmark(tmp_path, "conversion", "--megabytes", "1", "--pairs", "1", *against)
-        for key, row in rows.items():
-            if key.startswith(("mindspore.", "torch.")):
-                assert (row["skipped"] is None) == bool(find_spec(key.partition(".")[0])), row["skipped"]
 
     def test_planning(self, tmp_path: Path) -> None:
         rows = run_benchmark(tmp_path, "planning", "--pairs", "1")
@@ -138,40 +132,6 @@ class TestCommands:
         rows = run_benchmark(tmp_path, "verification", "--megabytes", "1", "--pairs", "1")
         assert set(rows) == keys("verify.")
         assert all(row["skipped"] is None for row in rows.values())
-
-    @pytest.mark.parametrize(
-        "name", ["conversion", "planning", "startup", "scaling", "verification", "tensors", "forms", "maps"]
-    )
-    def test_help_names_every_option(self, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-        with pytest.raises(SystemExit, match="0"):
-            parser().parse_args([name, "--help"])
-        text = capsys.readouterr().out
-        for option in ("--pairs", "--folder", "--json"):
-            assert option in text
-
-    def test_no_room(self, tmp_path: Path) -> None:
-        command = [sys.executable, "-m", "benchmarks", "scaling", "--megabytes", "9" * 12, "--folder", tmp_path]
-        finished = run_command(command, cwd=ROOT)
-        assert finished.code == 1
-        assert "no room" in finished.err and "Traceback" not in finished.err
-
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            (["--pairs", "0"], "expected 1 or more, got '0'"),
-            (["--folder", "ABSENT"], "there is no folder ABSENT"),
-            (["--json", "ABSENT/result.json"], "there is no folder for ABSENT/result.json"),
-            (["--processes", "2"], "--processes needs two counts"),
-        ],
-    )
-    def test_wrong_usage_is_told_at_once(
-        self, tmp_path: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        absent = str(tmp_path / "absent")
-        with pytest.raises(SystemExit) as raised:
-            options = parser().parse_args(["scaling", *(word.replace("ABSENT", absent) for word in arguments)])
-            options.run(options)
-        assert message.replace("ABSENT", absent) in capsys.readouterr().err + str(raised.value)
 
     @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
     def test_an_interrupted_benchmark_leaves_nothing(self, tmp_path: Path, number: int, code: int) -> None:
@@ -264,19 +224,11 @@ class TestMeasuring:
         first, second = str(tmp_path / "first"), str(tmp_path / "second")
         assert measure([[*PYTHON, meet, first, second], [*PYTHON, meet, second, first]]).run.seconds > 0
 
-    def test_output_and_environment(self) -> None:
-        say = [*PYTHON, "import os; print(os.environ['WORD'])"]
-        assert measure([say], {"WORD": "here"}).stdout == "here\n"
-
     def test_a_failure_is_told_in_the_words_of_the_command(self) -> None:
         fail = [*PYTHON, "import sys; print('first'); sys.exit('no such luck')"]
         with pytest.raises(CommandFailedError, match=r"^exit code 1: no such luck$") as raised:
             measure([[*PYTHON, "pass"], fail])
         assert "first" in raised.value.details
-
-    def test_a_command_that_does_not_exist(self, tmp_path: Path) -> None:
-        with pytest.raises(CommandFailedError):
-            measure([[str(tmp_path / "absent")]])
 
     def test_cp_shares_the_folders_out(self, tmp_path: Path) -> None:
         for rank in range(3):
@@ -360,14 +312,6 @@ class TestTurns:
         assert rows[1].skipped is None
         assert Results("conversion", {}, 1, rows).failed
 
-    def test_turns_without_pairs(self) -> None:
-        log: list[str] = []
-        sides = [Counted("a", log, iter([9, 1, 2])), Counted("b", log, iter([9, -1]))]
-        sound, broken = take_turns(sides, 2)
-        assert log == ["a", "b", "a", "b", "a"]
-        assert [run.seconds for run in sound.runs] == [1, 2]
-        assert broken.failed == "failed: broken"
-
 
 class TestRows:
     """Ratios, targets and how they are shown."""
@@ -383,16 +327,10 @@ class TestRows:
         assert row.reached is True
         assert self.compare("mindspore.jobs", 736).reached is None
 
-    def test_faster_by_another_clock(self) -> None:
-        assert self.compare("torch.api", 735, Clock.INNER).ratio == Spread(60, 20, 80)
-
     def test_time(self) -> None:
         row = self.compare("cp.ckpt", 4295)
         assert row.ratio == Spread(2 / 60, 1 / 40, 0.1)
         assert row.reached is True
-
-    def test_memory(self) -> None:
-        assert self.compare("mindspore.memory").ratio == Spread(30, 10, 40)
 
     def test_seconds_beside_a_peer(self) -> None:
         row = self.compare("startup.help")
@@ -417,16 +355,6 @@ class TestRows:
         assert Spread(0.012345, 0.0001234, 1234.5).as_text() == "0.0123 (1.2e-04-1234)"
         assert [size_text(value) for value in (735_432_100, 1_500, 12)] == ["735 MB", "1.50 kB", "12 B"]
 
-    def test_targets_in_words(self) -> None:
-        assert Target(Figure.FASTER, 20, 735).as_text() == "at least 20x faster at 735 MB"
-        assert Target(Figure.TIME, 1.4).as_text() == "at most 1.4x its time"
-        assert Target(Figure.SECONDS, 0.05).as_text() == "at most 0.05 s"
-        assert Target(Figure.PEAK, 200 * MIB).as_text() == "at most 200 MiB"
-        assert Target(Figure.SECONDS).as_text() == "-"
-
-    def test_table(self) -> None:
-        assert table(("a", "long"), [("wide", "b")]) == "| a    | long |\n| ---- | ---- |\n| wide | b    |"
-
     def test_markdown_names_what_is_missing(self) -> None:
         rows = [self.compare("cp.ckpt", 4295), Row("sharing", "on XFS", skipped="only root can mount an image")]
         text = Results("conversion", {"cores": "2"}, 5, rows).as_markdown()
@@ -443,11 +371,6 @@ class TestSurroundings:
         assert lacks(str(bare_interpreter), "torch", "--torch") == expected
         assert lacks(sys.executable, "numpy", "--torch") is None
 
-    def test_an_interpreter_that_is_none(self, tmp_path: Path) -> None:
-        assert (
-            lacks(str(tmp_path / "absent"), "torch", "--torch") == "the interpreter given by --torch cannot be started"
-        )
-
     def test_workplace(self, tmp_path: Path) -> None:
         with pytest.raises(ZeroDivisionError), workplace(tmp_path, 1000) as folder:
             (folder / "file").write_text("")
@@ -456,39 +379,10 @@ class TestSurroundings:
             pass
         assert not list(tmp_path.iterdir())
 
-    def test_machine(self, tmp_path: Path) -> None:
-        machine = describe(tmp_path, [(sys.executable, "no-such-package")])
-        assert {"cpu", "cores", "memory", "kernel", "file system", "Python", "numpy"} <= machine.keys()
-        assert f"numpy {machine['numpy']}" in as_line(machine)
-        assert file_system(Path("/proc")) == "proc"
-
     def test_xfs_without_root(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "geteuid", lambda: 1000)
         with pytest.raises(xfs.CannotMountError, match="only root"), xfs.mounted(tmp_path, 1):
             pass
-
-    def test_xfs_without_its_tools(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(os, "geteuid", lambda: 0)
-        monkeypatch.setenv("PATH", str(tmp_path / "absent"))
-        with pytest.raises(xfs.CannotMountError, match=r"mkfs\.xfs is not installed"), xfs.mounted(tmp_path, 1):
-            pass
-        assert not list(tmp_path.iterdir())
-
-    def test_xfs_that_may_not_be_mounted(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(os, "geteuid", lambda: 0)
-        tools = tmp_path / "tools"
-        tools.mkdir()
-        for name, script in (("mkfs.xfs", "exit 0"), ("mount", "echo permission denied >&2; exit 32")):
-            (tools / name).write_text(f"#!/bin/sh\n{script}\n")
-            (tools / name).chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
-        with pytest.raises(xfs.CannotMountError, match="mount: permission denied"), xfs.mounted(tmp_path, 1):
-            pass
-        assert list(tmp_path.iterdir()) == [tools]
-
-    def test_without_matplotlib(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-        assert "pip install" in (lacks_matplotlib() or "")
 
     def test_plot(self, tmp_path: Path) -> None:
         pytest.importorskip("matplotlib")

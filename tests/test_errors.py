@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from support import messages
-from support.conversions import Conversion, make
+from support.conversions import Conversion
 from support.processes import run_command
 
 import reshard_mpi
@@ -106,8 +106,7 @@ TYPE_ERRORS: dict[str, Callable[[Conversion], Callable[[], object]]] = {
 
 
 @pytest.mark.parametrize("name", [*VALUE_ERRORS, *TYPE_ERRORS])
-def test_errors_are_of_the_kinds_that_mindspore_raises(tmp_path: Path, name: str) -> None:
-    c = make(tmp_path)
+def test_errors_are_of_the_kinds_that_mindspore_raises(c: Conversion, tmp_path: Path, name: str) -> None:
     call = {**VALUE_ERRORS, **TYPE_ERRORS}[name](c)
     with pytest.raises(TypeError if name in TYPE_ERRORS else ValueError) as caught:
         call()

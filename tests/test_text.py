@@ -145,8 +145,7 @@ SPECS = {
 
 
 @pytest.mark.parametrize("case", SPECS)
-def test_specs(tmp_path: Path, case: str) -> None:
-    c = make(tmp_path)
+def test_specs(c: Conversion, tmp_path: Path, case: str) -> None:
     spec = tmp_path / "spec.toml"
     text = "".join(f"\\u{ord(char):04x}" if char < " " or char == "\x7f" else char for char in SHORT)
     spec.write_text(SPECS[case].format(evil=text))
@@ -157,8 +156,7 @@ def test_specs(tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize("name", few(1, ["rank_0.json", "run.json", "reshard.json"]))
-def test_records(tmp_path: Path, name: str) -> None:
-    c = make(tmp_path)
+def test_records(c: Conversion, name: str) -> None:
     c.done("transform")
     path = c.dst / name if name == "reshard.json" else c.dst / ".reshard_mpi" / name
     facts = json.loads(path.read_text())
@@ -180,9 +178,8 @@ def test_what_the_functions_log(tmp_path: Path, caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.slow
-def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+def test_bytes_that_are_no_text(c: Conversion, tmp_path: Path) -> None:
     """Of a terminal that knows nothing but ASCII too: what it cannot show is escaped, and no traceback."""
-    c = make(tmp_path)
     folder = os.fsdecode(os.fsencode(tmp_path) + b"/s\xff\x9b\xc3\xa9")
     c.src.rename(folder)
     plan = [folder if word == str(c.src) else word for word in c.arguments("plan")]

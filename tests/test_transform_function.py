@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from pathlib import Path
 
 import pytest
-from support.conversions import assert_right, make
+from support.conversions import Conversion, assert_right
 
 import reshard_mpi
 from reshard_mpi.cli.arguments import commands_of, parser
@@ -50,8 +49,7 @@ def test_a_request_has_a_field_for_every_option() -> None:
     assert OPTIONS.keys() - {"jobs"} | {"source", "target", "recorded", "report", *_OF_FUNCTIONS} == {*fields}
 
 
-def test_it_transforms_keeps_a_record_and_reports(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_it_transforms_keeps_a_record_and_reports(c: Conversion) -> None:
     report = reshard_mpi.transform(c.src, c.dst, c.src_strategy, c.dst_strategy)
     assert_right(c, (0, 1))
     assert [target.rank for target in report.targets] == [0, 1] and (c.dst / "reshard.json").exists()
@@ -64,8 +62,7 @@ def test_it_transforms_keeps_a_record_and_reports(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_shares_and_processes(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_shares_and_processes(c: Conversion) -> None:
     report = reshard_mpi.transform(c.src, c.dst, c.src_strategy, c.dst_strategy, part=(1, 2))
     assert [target.rank for target in report.targets] == [1]
     report = reshard_mpi.transform(c.src, c.dst, c.src_strategy, c.dst_strategy, rank=[0], resume=True)
@@ -88,8 +85,7 @@ def test_shares_and_processes(tmp_path: Path) -> None:
         ({"unlisted": "all"}, "unknown value of unlisted"),
     ],
 )
-def test_wrong_calls(tmp_path: Path, arguments: dict[str, object], says: str) -> None:
-    c = make(tmp_path)
+def test_wrong_calls(c: Conversion, arguments: dict[str, object], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         reshard_mpi.transform(c.src, c.dst, c.src_strategy, c.dst_strategy, **arguments)  # type: ignore[arg-type]
     assert not c.dst.exists()

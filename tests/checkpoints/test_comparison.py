@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.checkpoints import read_shard
-from support.conversions import Conversion, listing, make, of_every_kind, shards, side, transform_apart
+from support.conversions import Conversion, listing, make, shards, side, transform_apart
 from support.launch import MPI
 from support.oracle import RawLayout
 from support.processes import run_command
@@ -46,10 +46,8 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, int, Box]]:
     return regions_read
 
 
-@of_every_kind
 @pytest.mark.parametrize("way", ["plan", "alone", "jobs"])
-def test_a_difference_is_refused_by_name(tmp_path: Path, kind: str, way: str) -> None:
-    c = make(tmp_path, kind)
+def test_a_difference_is_refused_by_name(c: Conversion, tmp_path: Path, way: str) -> None:
     differing(c)
     before = listing(tmp_path)
     options = {"plan": ["plan"], "alone": ["transform"], "jobs": ["transform", "--jobs", "3"]}[way]
@@ -62,20 +60,16 @@ def test_a_difference_is_refused_by_name(tmp_path: Path, kind: str, way: str) ->
     c.done("transform", "--replicas", "any")
 
 
-@of_every_kind
-def test_copies_that_agree(tmp_path: Path, kind: str) -> None:
-    c = make(tmp_path, kind)
+def test_copies_that_agree(c: Conversion, tmp_path: Path) -> None:
     c.done()
     checked = c.but(dst=tmp_path / "checked")
     checked.done("transform", *CHECK)
     assert shards(checked.dst) == shards(c.dst)
     # It is no other run, since the same bytes are written.
-    finished = c.done("transform", "--resume", *CHECK)
-    assert "2 were complete already" in finished.out
+    assert "2 were complete already" in c.done("transform", "--resume", *CHECK).out
 
 
-def test_functions(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_functions(c: Conversion, tmp_path: Path) -> None:
     differing(c)
     paths = (c.src, c.dst, "checkpoint_", c.src_strategy, c.dst_strategy)
     files = {rank: c.shard(rank) for rank in range(4)}
@@ -101,17 +95,15 @@ def test_functions(tmp_path: Path) -> None:
         call()
 
 
-def test_only_what_is_needed_is_compared(tmp_path: Path) -> None:
+def test_only_what_is_needed_is_compared(c: Conversion) -> None:
     """A difference in what only target 1 needs: rows 4 to 7."""
-    c = make(tmp_path)
     differing(c)
     c.done("transform", *CHECK, "--rank", "0")
     assert c.run("transform", *CHECK, "--rank", "1").code == 3
 
 
 @pytest.mark.parametrize("name", ["accu_grads.w", "grad_sum.w"])
-def test_partial_sums_are_compared_whatever_is_asked(tmp_path: Path, name: str) -> None:
-    c = make(tmp_path)
+def test_partial_sums_are_compared_whatever_is_asked(c: Conversion, name: str) -> None:
     for rank in range(4):
         c.rewrite(rank, {name: c.arrays(rank)["w"] + (rank == 2)})
     for options in ((), CHECK):
@@ -119,7 +111,6 @@ def test_partial_sums_are_compared_whatever_is_asked(tmp_path: Path, name: str) 
         assert f"copies of '{name}' differ" in said and "partial sums" in said
 
 
-@of_every_kind
 @pytest.mark.parametrize(
     ("array", "says"),
     [
@@ -128,9 +119,8 @@ def test_partial_sums_are_compared_whatever_is_asked(tmp_path: Path, name: str) 
     ],
     ids=["type", "shape"],
 )
-def test_a_copy_of_another_kind_is_refused(tmp_path: Path, kind: str, array: np.ndarray, says: str) -> None:
+def test_a_copy_of_another_kind_is_refused(c: Conversion, array: np.ndarray, says: str) -> None:
     """Rank 2 is read by nobody here, so only comparing can see it."""
-    c = make(tmp_path, kind)
     c.rewrite(2, {"w": array})
     c.done("plan", "--rank", "0")
     said = c.refused("plan", *CHECK, "--rank", "0")
@@ -138,8 +128,7 @@ def test_a_copy_of_another_kind_is_refused(tmp_path: Path, kind: str, array: np.
     assert f"where: {c.shard(2)}\n" in said
 
 
-def test_shards_that_cannot_be_compared_are_told(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_shards_that_cannot_be_compared_are_told(c: Conversion) -> None:
     c.shard(2).write_bytes(b"")
     c.rewrite(3, {"w": None})  # saved without redundancy: nothing to be told
     finished = c.done("transform", *CHECK, "--rank", "0")

@@ -9,7 +9,7 @@ import pytest
 from support import ckpt_peer
 from support.cases import Side
 from support.checkpoints import as_read, expected_rank, read_shard, write_shard, write_strategy
-from support.conversions import TENSORS, Conversion, assert_right, listing, make, of_every_kind, write_conversion
+from support.conversions import TENSORS, Conversion, assert_right, listing, make, write_conversion
 from support.examples import few
 from support.oracle import RawLayout
 from support.strategy_files import write_stage_file
@@ -31,7 +31,6 @@ def refused(c: Conversion, *options: str) -> str:
 ROWS = {"w": np.arange(144, dtype=np.float32).reshape(12, 12)}
 
 
-@of_every_kind
 @pytest.mark.parametrize(
     ("spoiled", "got"),
     [
@@ -42,27 +41,23 @@ ROWS = {"w": np.arange(144, dtype=np.float32).reshape(12, 12)}
     ],
     ids=["columns", "type", "rows", "dimensions"],
 )
-def test_the_only_holder_of_a_part_that_the_others_contradict(
-    tmp_path: Path, kind: str, spoiled: np.ndarray, got: str
-) -> None:
+def test_the_only_holder_of_a_part_that_the_others_contradict(tmp_path: Path, spoiled: np.ndarray, got: str) -> None:
     sides = (Side(ranks, 1, {"w": RawLayout((ranks,), (0, -1))}) for ranks in (4, 3))
-    c = write_conversion(tmp_path, kind, *sides, ROWS)
+    c = write_conversion(tmp_path, "ckpt", *sides, ROWS)
     write_shard({"w": spoiled}, c.shard(2))
-    message = refused(c)
-    assert f"got: {got}\n  where: {c.shard(2)}" in message
+    assert f"got: {got}\n  where: {c.shard(2)}" in refused(c)
     c.shard(2).unlink()  # as the message says; but nobody else has it
     assert "no source holds a part of 'w' that target rank" in refused(c)
 
 
-@of_every_kind
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_one_of_two_holders_is_of_another_shape(tmp_path: Path, kind: str, ranks: int) -> None:
+def test_one_of_two_holders_is_of_another_shape(tmp_path: Path, ranks: int) -> None:
     """Of 2 x 3 ranks that cut the rows in 3, rank 0 is contradicted, and rank 3 holds the same.
 
     A target of its own that reads nothing else has nothing to doubt it by; then the others refuse the run.
     """
     source = Side(6, 1, {"w": RawLayout((2, 3), (0, -1))})
-    c = write_conversion(tmp_path, kind, source, Side(ranks, 1, {"w": RawLayout((ranks,), (0, -1))}), ROWS)
+    c = write_conversion(tmp_path, "ckpt", source, Side(ranks, 1, {"w": RawLayout((ranks,), (0, -1))}), ROWS)
     write_shard({"w": np.zeros((4, 11), np.float32)}, c.shard(0))
     message = refused(c)
     if ranks == 3:
@@ -179,8 +174,7 @@ def test_what_the_target_does_not_place_is_refused_whatever_the_stages(
     source = {"w": RawLayout((2,), (0,)), "v": RawLayout((2,), (0,), stages=last)}
     target = Side(2, 1, {"w": RawLayout((2,), (0,)), "v": RawLayout((2,), (-1,))}, frozenset({"w"}))
     c = write_conversion(tmp_path, "ckpt", Side(2 * stages, stages, source), target, tensors)
-    message = refused(c, *strict)
-    assert "'w' is sharded in the source and the target strategy does not say how to place it" in message
+    assert "'w' is sharded in the source and the target strategy does not say how to place it" in refused(c, *strict)
     for rank in range(2):
         with pytest.raises(StrategyError, match="'w' is sharded"):
             reshard_mpi.load_rank(rank, c.src, c.src_strategy, c.dst_strategy)
@@ -199,8 +193,7 @@ def test_what_was_never_saved_need_not_be_placed_and_a_stage_that_is_gone_may_ho
     c = write_conversion(tmp_path, "ckpt", source, target, tensors)
     for rank in (0, 1):
         write_shard({}, c.shard(rank))
-    finished = c.done("transform", "--strict")
-    assert finished.warnings == [], finished
+    assert c.done("transform", "--strict").warnings == []
     c = c.but(dst=tmp_path / "other")
     c.remove(0, 1)
     assert "no shard that should hold 'w' is there" in refused(c)
@@ -222,8 +215,7 @@ def test_what_one_rank_alone_has_saved(
     ]
     c = write_conversion(tmp_path, "ckpt", *sides, tensors)
     write_shard({"w": c.arrays(1 - holder)["w"]}, c.shard(1 - holder))
-    finished = c.done("transform", "--strict")
-    assert finished.warnings == [], finished
+    assert c.done("transform", "--strict").warnings == []
     for rank in range(2):
         expected = expected_rank(c.target, tensors, rank)
         assert read_shard(c.written(rank)) == as_read(expected)
@@ -266,8 +258,7 @@ def with_string(c: Conversion, rank: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("odd", [0, 1])
-def test_a_name_that_is_a_tensor_in_one_shard_and_a_string_in_another(tmp_path: Path, odd: int) -> None:
-    c = make(tmp_path)
+def test_a_name_that_is_a_tensor_in_one_shard_and_a_string_in_another(c: Conversion, odd: int) -> None:
     for rank in range(4):
         c.rewrite(rank, {"note": np.arange(3)})
     with_string(c, odd, "note")
@@ -279,8 +270,7 @@ def test_a_name_that_is_a_tensor_in_one_shard_and_a_string_in_another(tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["w", "b", "moments.w"])
-def test_a_string_in_place_of_a_tensor_that_others_hold(tmp_path: Path, name: str) -> None:
-    c = make(tmp_path)
+def test_a_string_in_place_of_a_tensor_that_others_hold(c: Conversion, name: str) -> None:
     with_string(c, 1, name)
     message = refused(c)
     assert f"{name!r} is a tensor in one source shard and a string in another" in message
@@ -311,8 +301,7 @@ def test_what_only_the_target_cuts_is_not_made_of_copies_that_differ(
     with pytest.raises(StrategyError, match="does not list 'x', whose copies differ"):
         reshard_mpi.load_rank(ranks - 1, c.src, c.src_strategy, c.dst_strategy)
     # A task that makes another target cannot know; the one that needs the element refuses.
-    said = c.refused("transform", *options, "--rank", str(ranks - 1))
-    assert "does not list 'x', whose copies differ" in said
+    assert "does not list 'x', whose copies differ" in c.refused("transform", *options, "--rank", str(ranks - 1))
     for rank in range(4):
         write_shard({"w": c.arrays(rank)["w"], "x": np.arange(4, dtype=np.float32)}, c.shard(rank))
     c.done("transform", *options)

@@ -122,8 +122,7 @@ def test_a_target_folder_that_is_not_complete(c: Conversion) -> None:
     lone = c.dst.parent / "rank_0" / partial.name
     lone.parent.mkdir()
     partial.rename(lone)
-    said = refused("inspect", str(lone))
-    assert "the file is not complete" in said
+    assert "the file is not complete" in refused("inspect", str(lone))
 
 
 def test_the_command_that_is_shown_makes_the_others(c: Conversion) -> None:
@@ -192,8 +191,7 @@ def test_a_commit_record(c: Conversion) -> None:
 def test_a_commit_record_that_is_damaged(c: Conversion, content: str) -> None:
     c.done()
     (c.dst / "reshard.json").write_text(content)
-    said = refused("inspect", c.dst / "reshard.json")
-    assert "the commit record is damaged" in said
+    assert "the commit record is damaged" in refused("inspect", c.dst / "reshard.json")
     assert text(c.dst)[-1] == "commit: the commit record is damaged"
     assert "run: 4 of 4 targets complete, not committed" in text(c.dst)
 
@@ -207,8 +205,7 @@ def test_a_run_record_that_is_damaged(c: Conversion) -> None:
 @pytest.mark.parametrize("name", ["run.json", "rank_0.json", "rank_0.lock"])
 def test_a_file_of_the_state_of_a_run(c: Conversion, name: str) -> None:
     c.done()
-    said = refused("inspect", c.dst / ".reshard_mpi" / name)
-    assert f"what to do: inspect {c.dst}, the target folder" in said
+    assert f"what to do: inspect {c.dst}, the target folder" in refused("inspect", c.dst / ".reshard_mpi" / name)
 
 
 def test_a_checkpoint_of_no_run_says_nothing_of_one(tmp_path: Path) -> None:

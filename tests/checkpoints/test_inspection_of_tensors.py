@@ -95,11 +95,9 @@ def test_the_name_that_was_meant(tmp_path: Path) -> None:
 def test_patterns_and_ranks_of_what_has_none(c: Conversion) -> None:
     c.done()
     for arguments in (["reshard.json", "w"], ["reshard.json", "--rank", "0"], ["rank_0/checkpoint_0.ckpt", "--rank=0"]):
-        said = refused("inspect", c.dst / arguments[0], *arguments[1:])
-        assert "expected: a checkpoint" in said
+        assert "expected: a checkpoint" in refused("inspect", c.dst / arguments[0], *arguments[1:])
     assert "has no shard of this rank" in run_here("inspect", c.dst, "--rank", "0-4").err
-    said = refused("inspect", c.src, c.dst, "--rank", "0", code=2)
-    assert "--rank goes with one checkpoint" in said
+    assert "--rank goes with one checkpoint" in refused("inspect", c.src, c.dst, "--rank", "0", code=2)
 
 
 def test_a_strategy_by_a_pattern(c: Conversion) -> None:
@@ -154,8 +152,7 @@ def test_shapes_that_no_file_tells_are_not_said_to_be_alike(c: Conversion) -> No
 
 
 def test_only_checkpoints_are_compared(c: Conversion) -> None:
-    said = refused("inspect", c.src, c.src_strategy)
-    assert "a strategy file" in said
+    assert "a strategy file" in refused("inspect", c.src, c.src_strategy)
 
 
 @given(st.sets(st.integers(0, 40)))

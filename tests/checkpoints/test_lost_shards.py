@@ -81,8 +81,7 @@ def test_a_damaged_shard_is_replaced_and_told(tmp_path: Path, kind: str, damage:
     assert facts["warnings"] == [told]
     assert [target["read_ranks"] for target in facts["targets"]] == [[1, 2], [2, 3]]
     again = c.but(dst=tmp_path / "again")
-    planned = again.done("plan")
-    assert planned.warnings == [told]
+    assert again.done("plan").warnings == [told]
     planned = again.run("plan", "--json")
     assert [target["warnings"] for target in json.loads(planned.out)["targets"]] == [[told], []]
 
@@ -98,8 +97,7 @@ def test_missing_shards_are_told_in_one_line(tmp_path: Path, kind: str) -> None:
     assert finished.warnings == [f"{there}; what should be there was taken from ranks 1, 2 instead"]
 
 
-def test_missing_shards_of_which_nothing_is_needed_are_told(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_missing_shards_of_which_nothing_is_needed_are_told(c: Conversion) -> None:
     c.remove(2, 3)
     c.shard(1).write_bytes(c.shard(1).read_bytes())
     finished = c.done("transform", "--rank", "0")
@@ -167,8 +165,9 @@ def test_functions_warn_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture
     assert_right(c)
 
 
-def test_a_map_that_names_only_some_ranks_misses_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    c = make(tmp_path)
+def test_a_map_that_names_only_some_ranks_misses_none(
+    c: Conversion, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, "reshard_mpi"):
         files = {rank: c.shard(rank) for rank in (2, 3)}
         reshard_mpi.transform_checkpoint_by_rank(0, files, tmp_path / "o.ckpt", c.src_strategy, c.dst_strategy)
@@ -210,9 +209,8 @@ def test_a_shard_that_another_one_contradicts_is_refused_with_both_and_replaced_
     assert "no shard of rank 1 in" in told and told.endswith("was taken from rank 3 instead")
 
 
-def test_a_contradiction_between_the_shards_of_different_targets_is_refused(tmp_path: Path) -> None:
+def test_a_contradiction_between_the_shards_of_different_targets_is_refused(c: Conversion, tmp_path: Path) -> None:
     """Each target reads its own rank's shard only, and so sees no contradiction."""
-    c = make(tmp_path)
     layouts = {"w": RawLayout((4,), (-1, -1)), "b": RawLayout((4,), (-1,))}
     whole = Side(4, 1, {name: layouts.get(name, RawLayout((4,), ())) for name in TENSORS})
     for rank in range(4):
@@ -266,8 +264,7 @@ def test_a_stage_whose_shards_are_all_lost_is_refused_though_the_target_lists_no
     for rank in (2, 3):
         before = {k: v for k, v in before.items() if f"rank_{rank}/" not in k and not k.endswith(f"rank_{rank}")}
         shutil.rmtree(c.shard(rank).parent)
-    said = c.refused()
-    assert "no shard that should hold 'v' is there" in said
+    assert "no shard that should hold 'v' is there" in c.refused()
     assert listing(tmp_path) == before
 
 
@@ -302,8 +299,7 @@ def test_nor_is_a_whole_kind_of_state_where_shards_are_saved_without_redundancy(
     c = with_accumulator(make(tmp_path, kind))
     c.rewrite(0, {"b": None})
     DAMAGE["empty"](c.shard(2))
-    said = c.refused()
-    assert "'accu.w' is in no shard that was opened" in said
+    assert "'accu.w' is in no shard that was opened" in c.refused()
 
 
 @of_every_kind
@@ -316,8 +312,7 @@ def test_state_that_was_never_saved_is_still_told_from_what_is_lost(tmp_path: Pa
     assert_right(c)
 
 
-def test_the_first_of_shards_that_describe_themselves(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_the_first_of_shards_that_describe_themselves(c: Conversion, tmp_path: Path) -> None:
     native = c.but(dst=tmp_path / "native", kind="hdf5", dst_strategy=c.src_strategy, target=c.source)
     native.done("transform", "--to", "hdf5")
     back = native.but(src=native.dst, dst=c.dst, src_strategy=None, dst_strategy=c.dst_strategy, target=c.target)
@@ -335,8 +330,7 @@ def test_the_first_of_shards_that_describe_themselves(tmp_path: Path) -> None:
     assert shards(tmp_path / "more") == shards(back.dst)
 
 
-def test_a_shard_in_the_folder_of_another_rank_is_replaced(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_a_shard_in_the_folder_of_another_rank_is_replaced(c: Conversion, tmp_path: Path) -> None:
     native = c.but(dst=tmp_path / "native", kind="hdf5", dst_strategy=c.src_strategy, target=c.source)
     native.done("transform", "--to", "hdf5")
     back = native.but(src=native.dst, dst=c.dst, src_strategy=None, dst_strategy=c.dst_strategy, target=c.target)
@@ -374,8 +368,7 @@ def assert_failed(c: Conversion, says: str, where: Path) -> None:
     assert c.written(0).exists() and not c.written(1).exists()
 
 
-def test_a_shard_whose_structure_cannot_be_read_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    c = make(tmp_path)
+def test_a_shard_whose_structure_cannot_be_read_is_replaced(c: Conversion, monkeypatch: pytest.MonkeyPatch) -> None:
     failing_reads(monkeypatch, c.shard(0), ["pread"])
     finished = c.done()
     (told,) = finished.warnings
@@ -394,8 +387,7 @@ def test_a_file_that_cannot_be_read_while_a_target_is_written(
         failing_reads(patch, c.shard(2), ENGINE)
         assert_failed(c, "a source file cannot be read\n", c.shard(2))
     c.remove(2)
-    finished = c.done("transform", "--resume")
-    assert "no shard of rank 2" in finished.err
+    assert "no shard of rank 2" in c.done("transform", "--resume").err
     for rank in range(2):
         kept = {n: a for n, a in expected_rank(c.target, TENSORS, rank).items() if n != "global_step"}
         assert read_shard(c.written(rank)) == as_read(kept)
@@ -422,13 +414,13 @@ def test_a_file_that_is_truncated_after_it_was_planned_with(
             assert_failed(c, "a source file became shorter while it was read\n", c.shard(2))
         else:
             assert_failed(c, "source shards have changed since the run began\n", c.src)
-    finished = c.done("transform", "--resume")
-    assert "the shard of rank 2 cannot be used" in finished.err
+    assert "the shard of rank 2 cannot be used" in c.done("transform", "--resume").err
     assert_right(c)
 
 
-def test_the_function_names_the_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    c = make(tmp_path)
+def test_the_function_names_the_file_that_cannot_be_read(
+    c: Conversion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for rank in range(4):
         c.rewrite(rank, {"global_step": None})
     failing_reads(monkeypatch, c.shard(2), ENGINE)

@@ -24,6 +24,8 @@ from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.sharding.placement import Placement, Strategy
 
+pytestmark = pytest.mark.slow
+
 # What of each shard becomes: mostly nothing, since a piece has few holders.
 FATES = st.sampled_from(["sound", "sound", "missing", "damaged"])
 

@@ -81,8 +81,7 @@ def test_a_slice_in_a_map_is_refused(c: Conversion) -> None:
 
 
 def test_a_selected_shard_is_refused(c: Conversion) -> None:
-    said = c.refused("transform", "--select", "checkpoint_0.*")
-    assert REFUSED in said
+    assert REFUSED in c.refused("transform", "--select", "checkpoint_0.*")
 
 
 def test_a_rank_of_none_is_refused_without_the_others(c: Conversion) -> None:
@@ -93,8 +92,7 @@ def test_a_rank_of_none_is_refused_without_the_others(c: Conversion) -> None:
 
 def test_a_shard_of_rank_0_by_itself_is_a_checkpoint(alike: Conversion) -> None:
     alike.remove(1, 2, 3)
-    finished = alike.but(src=alike.shard(0), dst_strategy=None).done()
-    assert "note" not in finished.err
+    assert "note" not in alike.but(src=alike.shard(0), dst_strategy=None).done().err
     assert read_shard(alike.written(0)) == as_read(TENSORS)
 
 
@@ -102,8 +100,7 @@ def test_a_shard_of_rank_0_by_itself_is_a_checkpoint(alike: Conversion) -> None:
 def test_what_all_ranks_have_alike_is_a_checkpoint(alike: Conversion, rank: int) -> None:
     for number, source in enumerate((alike.shard(rank), alike.shard(rank).parent)):
         c = alike.but(src=source, dst=alike.folder / f"dst_{number}", dst_strategy=None)
-        finished = c.done()
-        assert f"note: {source} is taken for a full checkpoint" in finished.err, finished
+        assert f"note: {source} is taken for a full checkpoint" in c.done().err
         assert read_shard(c.written(0)) == as_read(TENSORS)
 
 
@@ -166,8 +163,7 @@ def test_a_sibling_that_cannot_be_read_proves_nothing(alike: Conversion) -> None
     for rank in (0, 2):
         alike.shard(rank).write_bytes(b"")
     c = alike.but(src=alike.shard(1), dst_strategy=None)
-    finished = c.done()
-    assert "(compared with rank 3)" in finished.err
+    assert "(compared with rank 3)" in c.done().err
     alike.shard(3).write_bytes(b"")
     refused(alike.but(src=alike.shard(1)), "that of rank 0 cannot be compared (a shard is empty")
 
@@ -175,8 +171,7 @@ def test_a_sibling_that_cannot_be_read_proves_nothing(alike: Conversion) -> None
 def test_folders_of_ranks_without_shards_say_nothing(alike: Conversion) -> None:
     for rank in (1, 2, 3):
         alike.shard(rank).unlink()
-    finished = alike.but(dst_strategy=None).done()
-    assert "note" not in finished.err
+    assert "note" not in alike.but(dst_strategy=None).done().err
 
 
 def test_only_the_shard_of_the_same_name_is_compared(alike: Conversion) -> None:
@@ -248,8 +243,7 @@ def test_a_shard_that_describes_itself(c: Conversion) -> None:
     native.done("transform", "--to", "hdf5")
     shard = native.but(kind="hdf5").written(3)
     for source in (shard, shard.parent):
-        said = c.but(src=source).refused()
-        assert f"what to do: give {native.dst}, where the shards" in said
+        assert f"what to do: give {native.dst}, where the shards" in c.but(src=source).refused()
     assert not c.dst.exists()
     with h5py.File(shard) as file:
         assert (file.attrs["rank"], file.attrs["world_size"]) == (3, 4)

@@ -29,6 +29,8 @@ from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.transform import plan_alone
 from reshard_mpi.sharding.box import Box
 
+pytestmark = pytest.mark.slow
+
 # What changes the structure of a shard, so that what others say of the tensor contradicts it.
 STRUCTURE = ("shape", "longer", "type", "rank", "dropped", "renamed", "added", "string")
 # What changes values only: another copy contradicts them, if copies are compared.
@@ -238,20 +240,5 @@ def test_another_structure(spoiled: Spoiled, replicas: Replicas) -> None:
 @settings(max_examples=100)
 @given(spoiled_checkpoints(VALUES))
 def test_other_values(spoiled: Spoiled) -> None:
-    assume(spoiled.names)
-    check_values(spoiled)
-
-
-@pytest.mark.slow
-@settings(max_examples=250)
-@given(spoiled_checkpoints(STRUCTURE), st.sampled_from(list(Replicas)))
-def test_another_structure_many_times(spoiled: Spoiled, replicas: Replicas) -> None:
-    check_structure(spoiled, replicas)
-
-
-@pytest.mark.slow
-@settings(max_examples=250)
-@given(spoiled_checkpoints(VALUES))
-def test_other_values_many_times(spoiled: Spoiled) -> None:
     assume(spoiled.names)
     check_values(spoiled)

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from support.processes import run_command
 
+pytestmark = pytest.mark.slow
+
 TUTORIAL = Path(__file__).parents[2] / "launch" / "tutorial"
 STORIES = sorted(path.parent for path in TUTORIAL.glob("[0-9]*_*/run.sh"))
 # What is told of the first without MindSpore, test_stories.py runs under every MPI.

@@ -569,8 +569,7 @@ def test_wrong_commands(tmp_path: Path, arguments: list[str]) -> None:
     assert finished.code == 2 and re.fullmatch(_TOLD, finished.err), finished
 
 
-def test_wrong_usage_of_the_functions(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_wrong_usage_of_the_functions(c: Conversion, tmp_path: Path) -> None:
     paths = (c.src, c.dst, "checkpoint_", c.src_strategy, c.dst_strategy)
     before = listing(tmp_path)
     for call in (
@@ -590,8 +589,7 @@ def test_wrong_usage_of_the_functions(tmp_path: Path) -> None:
     assert listing(tmp_path) == before
 
 
-def test_a_target_by_rank_that_is_a_source(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_a_target_by_rank_that_is_a_source(c: Conversion, tmp_path: Path) -> None:
     files = {rank: c.shard(rank) for rank in range(4)}
     (tmp_path / "link.ckpt").symlink_to(c.shard(2))
     (tmp_path / "folder").symlink_to(c.src / "rank_1", target_is_directory=True)
@@ -602,8 +600,7 @@ def test_a_target_by_rank_that_is_a_source(tmp_path: Path) -> None:
     assert listing(tmp_path) == before
 
 
-def test_a_target_by_rank_that_is_a_strategy(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_a_target_by_rank_that_is_a_strategy(c: Conversion, tmp_path: Path) -> None:
     files = {rank: c.shard(rank) for rank in range(4)}
     before = listing(tmp_path)
     for strategy in (c.src_strategy, c.dst_strategy):
@@ -615,8 +612,7 @@ def test_a_target_by_rank_that_is_a_strategy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["src/rank_0/checkpoint_0.ckpt", "notes.json", "dst/rank_1/checkpoint_1.ckpt"])
-def test_a_report_in_the_place_of_something_else(tmp_path: Path, name: str) -> None:
-    c = make(tmp_path)
+def test_a_report_in_the_place_of_something_else(c: Conversion, tmp_path: Path, name: str) -> None:
     (tmp_path / "notes.json").write_text('{"current_stage": 1}')
     (tmp_path / "dst" / "rank_1").mkdir(parents=True)
     before = listing(tmp_path)
@@ -626,8 +622,7 @@ def test_a_report_in_the_place_of_something_else(tmp_path: Path, name: str) -> N
     assert listing(tmp_path) == before
 
 
-def test_files_by_rank_that_are_not_there(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_files_by_rank_that_are_not_there(c: Conversion) -> None:
     strategies = (c.src_strategy, c.dst_strategy)
     with pytest.raises(SourceError, match=r"shard of rank 1(.|\n)*got: nothing(.|\n)*where: .*gone"):
         reshard_mpi.transform_checkpoint_by_rank(
@@ -642,8 +637,7 @@ def test_files_by_rank_that_are_not_there(tmp_path: Path) -> None:
     assert not list(c.folder.glob("**/*o.ckpt*")) and not (c.folder / "no").exists()
 
 
-def test_the_folder_of_a_target_by_rank_is_made(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_the_folder_of_a_target_by_rank_is_made(c: Conversion) -> None:
     files = {rank: c.shard(rank) for rank in range(4)}
     target = c.folder / "new" / "rank_0" / "o.ckpt"
     reshard_mpi.transform_checkpoint_by_rank(0, files, target, c.src_strategy, c.dst_strategy)
@@ -656,8 +650,7 @@ def test_the_folder_of_a_target_by_rank_is_made(tmp_path: Path) -> None:
 # A target folder with something in it.
 
 
-def test_a_finished_target(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_a_finished_target(c: Conversion, tmp_path: Path) -> None:
     c.done()
     before = listing(tmp_path)
     for command in ("transform", "plan"):
@@ -666,8 +659,7 @@ def test_a_finished_target(tmp_path: Path) -> None:
         assert "complete by the record of this run" in said and "--resume" in said
         assert "--overwrite" in said
     assert listing(tmp_path) == before
-    finished = c.done("transform", "--resume")
-    assert "2 were complete already" in finished.out
+    assert "2 were complete already" in c.done("transform", "--resume").out
     assert listing(tmp_path) == before
     c.done("transform", "--overwrite")
     again = listing(tmp_path)
@@ -677,8 +669,7 @@ def test_a_finished_target(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [(), ("--resume",)])
-def test_a_target_that_another_program_wrote(tmp_path: Path, options: tuple[str, ...]) -> None:
-    c = make(tmp_path)
+def test_a_target_that_another_program_wrote(c: Conversion, tmp_path: Path, options: tuple[str, ...]) -> None:
     c.written(1).parent.mkdir(parents=True)
     c.written(1).write_text("mine")
     before = listing(tmp_path)
@@ -689,8 +680,7 @@ def test_a_target_that_another_program_wrote(tmp_path: Path, options: tuple[str,
 
 
 @pytest.mark.parametrize("options", [(), ("--resume",), ("--overwrite",)])
-def test_a_place_that_no_target_can_take(tmp_path: Path, options: tuple[str, ...]) -> None:
-    c = make(tmp_path)
+def test_a_place_that_no_target_can_take(c: Conversion, options: tuple[str, ...]) -> None:
     c.written(1).mkdir(parents=True)
     said = c.refused("transform", *options)
     assert "a folder is in the place of a target" in said
@@ -701,12 +691,10 @@ def test_a_place_that_no_target_can_take(tmp_path: Path, options: tuple[str, ...
         )
     shutil.rmtree(c.written(1).parent)
     c.written(1).parent.write_text("a file")
-    said = c.refused("transform", *options)
-    assert "rank_1" in said and listing(c.dst) == {"rank_1": b"a file"}
+    assert "rank_1" in c.refused("transform", *options) and listing(c.dst) == {"rank_1": b"a file"}
 
 
-def test_a_target_that_holds_another_run(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_a_target_that_holds_another_run(c: Conversion, tmp_path: Path) -> None:
     c.done("transform", "--rank", "0")
     before = listing(tmp_path)
     another_strategy = f"--dst-strategy {c.src_strategy}, target ranks: 4"
@@ -746,8 +734,7 @@ def test_two_live_runs_on_one_target(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_without_write_permission(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_a_folder_without_write_permission(c: Conversion) -> None:
     c.dst.mkdir(mode=0o500)
     said = c.refused()
     assert "cannot be written" in said and str(c.dst) in said
@@ -755,8 +742,7 @@ def test_a_folder_without_write_permission(tmp_path: Path) -> None:
 
 
 def test_a_read_only_file_system(tmp_path: Path) -> None:
-    said = make(tmp_path).but(dst=Path("/proc/dst")).refused()
-    assert "Traceback" not in said
+    assert "Traceback" not in make(tmp_path).but(dst=Path("/proc/dst")).refused()
 
 
 def test_a_shard_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -775,14 +761,12 @@ def test_a_shard_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.Monkey
 # Other commands.
 
 
-def test_ranks_out_of_range(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_ranks_out_of_range(c: Conversion) -> None:
     finished = run_here("ranks", "2", "--src-strategy", c.src_strategy, "--dst-strategy", c.dst_strategy)
     assert finished.code == 2 and "expected: 0 to 1" in finished.err and "got: 2" in finished.err and not finished.out
 
 
-def test_nothing_to_inspect(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_nothing_to_inspect(c: Conversion, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "notes.txt").write_text("notes")
     shutil.copy(make(tmp_path / "other", "hdf5").shard(2), c.shard(2).parent)

@@ -151,5 +151,4 @@ def test_the_script_is_sound(name: str, tmp_path: Path) -> None:
 
 
 def test_a_shell_that_nobody_knows() -> None:
-    said = refused("completion", "bsh", code=2)
-    assert "expected bash or zsh, got 'bsh'; did you mean 'bash'?" in said
+    assert "expected bash or zsh, got 'bsh'; did you mean 'bash'?" in refused("completion", "bsh", code=2)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.cases import Side
-from support.command_line import COMMAND, done, run_apart, run_here
+from support.command_line import COMMAND, done, refused, run_apart, run_here
 from support.conversions import Conversion, make, write_conversion
 from support.harm import fault
 from support.launch import MPI
@@ -129,12 +129,11 @@ def assert_quiet(c: Conversion, quiet: str, mpi: MPI | None = None) -> None:
 
 def test_errors_are_told_to_the_quiet_too(tmp_path: Path) -> None:
     c = make(tmp_path)
-    c.done("transform", "-q")
+    done(*c.arguments("transform", "-q"))
     c.written(0).write_bytes(b"")
     finished = run_here("verify", c.src, c.dst, *c.arguments()[3:7], "-q", "--jobs", "1")
     assert finished.code in (3, 4) and re.match("(damage|reshard-mpi: error): ", finished.err), finished
-    said = c.refused("transform", "-q")
-    assert said.startswith("reshard-mpi: error: ")
+    assert refused(*c.arguments("transform", "-q")).startswith("reshard-mpi: error: ")
 
 
 def test_warnings_are_told_to_the_quiet_too(tmp_path: Path) -> None:
@@ -156,13 +155,12 @@ def test_warnings_are_told_to_the_quiet_too(tmp_path: Path) -> None:
 
 
 def test_quiet_and_verbose_exclude_each_other(tmp_path: Path) -> None:
-    said = make(tmp_path).refused("transform", "-q", "-v", code=2)
-    assert "not allowed with" in said
+    assert "not allowed with" in refused(*make(tmp_path).arguments("transform", "-q", "-v"), code=2)
 
 
 def test_what_a_run_says_at_its_end(tmp_path: Path) -> None:
     c = make(tmp_path)
-    finished = c.done("transform", "--verify")
+    finished = done(*c.arguments("transform", "--verify"))
     assert finished.out.startswith("wrote and verified 2 shards, "), finished
     assert finished.out.endswith("/s)\n")
 
@@ -181,10 +179,8 @@ def test_the_end_of_a_run_says_where_one_file_is(tmp_path: Path, to: str, says: 
     c = make(tmp_path)
     target = f"{tmp_path}/model.pt"
     arguments = [f"{c.src}", target, "--src-strategy", f"{c.src_strategy}", "--to", to]
-    finished = done("transform", *arguments)
-    assert finished.out.endswith(says.format(target)), finished
-    again = done("transform", *arguments, "--resume")
-    assert again.out.endswith(says.format(target).replace("/s)", "already")), again
+    assert done("transform", *arguments).out.endswith(says.format(target))
+    assert done("transform", *arguments, "--resume").out.endswith(says.format(target).replace("/s)", "already"))
 
 
 # Stages that are over in no time are made to last.
@@ -233,7 +229,7 @@ def slow_down(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> None:
 @pytest.mark.usefixtures("at_once")
 def test_copies_that_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow_down(monkeypatch, compare, "first_difference")
-    finished = make(tmp_path).done("transform", "--replicas", "check")
+    finished = done(*make(tmp_path).arguments("transform", "--replicas", "check"))
     assert re.search(r"^comparing copies .* of 768 B, [1-9]\d? %", finished.err, re.M), finished
 
 
@@ -276,8 +272,7 @@ def test_ranks_that_are_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert re.search(r"^planning: rank 1 of 2, \S+ s so far$", finished.err, re.M), finished
     assert "planning" not in finished.out
     monkeypatch.setattr(Conversion_, "plan", plan)  # it would wait for a display
-    quiet = make(tmp_path / "q").done("plan", *option, "-q")
-    assert quiet.err == ""
+    assert make(tmp_path / "q").done("plan", *option, "-q").err == ""
 
 
 @pytest.mark.slow

@@ -15,6 +15,8 @@ from support.processes import Finished, run_command
 from support.slurm_jobs import LAUNCH, operands
 from support.stand_ins import refusing
 
+pytestmark = pytest.mark.slow
+
 SCRIPTS = sorted([*LAUNCH.glob("*.sh"), *LAUNCH.glob("*.sbatch")])
 NAMES = [script.name for script in SCRIPTS]
 

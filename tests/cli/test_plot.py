@@ -59,8 +59,7 @@ def test_every_form_of_source_and_target(tmp_path: Path, kind: str) -> None:
     said = ["--src-strategy", str(cut)] if kind in ("ckpt", "safetensors", "torch") else []
     arguments = ["plan", str(tmp_path / "src"), str(tmp_path / "dst"), *said, "--plot", str(tmp_path / "plan.html")]
     for target in ([], ["--dst-strategy", str(tmp_path / "3.toml")], ["--to", "hf"]):
-        finished = done(*arguments, *target)
-        assert not finished.warnings, finished
+        assert not done(*arguments, *target).warnings
         assert str(tmp_path / "src") in (tmp_path / "plan.html").read_text()
 
 
@@ -101,8 +100,7 @@ def test_a_folder_is_not_replaced(tmp_path: Path) -> None:
 
 
 def test_a_tensor_without_a_picture(tmp_path: Path) -> None:
-    said = make(tmp_path).refused("plan", "--tensor", "w", code=2)
-    assert "--plot FILE" in said
+    assert "--plot FILE" in make(tmp_path).refused("plan", "--tensor", "w", code=2)
 
 
 def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,8 +136,7 @@ def test_of_sixteen_thousand_targets_few_are_planned(
     write_shard({"w": np.zeros((16384, 2), np.float16), "b": np.zeros(3)}, tmp_path / "src" / "net.safetensors")
     (tmp_path / "dst.toml").write_text(SPEC.format(ranks=16384))
     arguments = [str(tmp_path / "src"), str(tmp_path / "dst"), "--dst-strategy", str(tmp_path / "dst.toml")]
-    finished = done("plan", *arguments, "--plot", tmp_path / f"plan.{ending}")
-    assert "drew 128 of 16384 targets" in finished.out
+    assert "drew 128 of 16384 targets" in done("plan", *arguments, "--plot", tmp_path / f"plan.{ending}").out
     assert len(planned) == len(set(planned)) <= 256
 
 

@@ -85,8 +85,7 @@ def options_of(words: list[str]) -> dict[str, object]:
 # As text
 
 
-def test_settings(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_settings(c: Conversion, tmp_path: Path) -> None:
     script = script_of(c)
     planned = json.loads(c.run("plan", "--json").out)
     assert script.startswith("#!/bin/bash\n")
@@ -107,8 +106,7 @@ def test_settings(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [[], ["--overwrite"]])
-def test_it_is_clean_for_bash_and_shellcheck(tmp_path: Path, options: list[str]) -> None:
-    c = make(tmp_path)
+def test_it_is_clean_for_bash_and_shellcheck(c: Conversion, tmp_path: Path, options: list[str]) -> None:
     odd = tmp_path / 'it\'s a "checkpoint" # 1'
     c.src.rename(odd)
     path = tmp_path / "job.sbatch"
@@ -120,8 +118,7 @@ def test_it_is_clean_for_bash_and_shellcheck(tmp_path: Path, options: list[str])
     assert finished.code == 0, finished
 
 
-def test_odd_paths_arrive_as_they_are(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_odd_paths_arrive_as_they_are(c: Conversion, tmp_path: Path) -> None:
     odd = os.fsdecode(b'it\'s "$HOME" `touch hacked` \\ a\ntouch hacked\n#\xff')
     c.src.rename(tmp_path / odd)
     words = ["plan", odd, f"../{tmp_path.name}/-{odd}", "--sbatch", f"--prefix=-{odd[-3:]} ", "--select", "*"]
@@ -172,8 +169,7 @@ MAPPED = ("--map", "--config", "--like", "--forward", "--reverse", "--dtype", "-
 
 
 @pytest.mark.parametrize("direction", ["--forward", "--reverse"])
-def test_what_becomes_of_tensors_is_passed_on(tmp_path: Path, direction: str) -> None:
-    c = make(tmp_path)
+def test_what_becomes_of_tensors_is_passed_on(c: Conversion, tmp_path: Path, direction: str) -> None:
     (tmp_path / "map.toml").write_text('[[map]]\neq = "{p*} <=> {p*}"\n')
     (tmp_path / "config.json").write_text("{}")
     given = (
@@ -215,14 +211,12 @@ def test_every_option_that_is_passed_on_is_tried() -> None:
 
 
 @pytest.mark.parametrize("options", [["--rank", "0"], ["--part", "0/2"], ["--json"], ["--resume", "--overwrite"]])
-def test_wrong_usage(tmp_path: Path, options: list[str]) -> None:
-    c = make(tmp_path)
+def test_wrong_usage(c: Conversion, options: list[str]) -> None:
     finished = c.run("plan", "--sbatch", *options)
     assert finished.code == 2 and finished.out == "" and options[0] in finished.err
 
 
-def test_notes_do_not_get_into_the_script(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_notes_do_not_get_into_the_script(c: Conversion) -> None:
     c = c.but(dst_strategy=c.strategy("more", {**DST_LAYOUTS, "never.saved": RawLayout((2,), (0,))}))
     finished = c.done("plan", "--sbatch")
     assert "never.saved" in finished.err and "never.saved" not in finished.out
@@ -234,8 +228,7 @@ def test_notes_do_not_get_into_the_script(tmp_path: Path) -> None:
     assert finished.code == 3 and finished.out == ""
 
 
-def test_what_is_complete_is_not_counted(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_what_is_complete_is_not_counted(c: Conversion) -> None:
     for made, left in ((["--rank", "1"], 1), (["--resume"], 0)):
         c.done("transform", *made)
         script = script_of(c)
@@ -289,8 +282,7 @@ def test_part_i_of_as_many_parts_as_targets_is_target_rank_i(tmp_path: Path) -> 
     for parts, order in ((6, (3, 0, 5, 1, 4, 2)), (9, (8, 2, 7, 5))):
         dst = c.but(dst=tmp_path / f"dst_{parts}")
         for part in order:
-            finished = dst.done("transform", "--part", f"{part}/{parts}")
-            assert finished.out.startswith(f"wrote {int(part < 6)} shard")
+            assert dst.done("transform", "--part", f"{part}/{parts}").out.startswith(f"wrote {int(part < 6)} shard")
             if part < 6:
                 assert read_shard(dst.written(part)) == c.expected(part)
         assert len(list(dst.dst.glob("rank_*/*"))) == sum(part < 6 for part in order)

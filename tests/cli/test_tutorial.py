@@ -7,11 +7,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+import pytest
 from support.cases import Side
 from support.checkpoints import Arrays, as_read, expected_rank, read_shard, write_shard, write_shards, write_strategy
 from support.launch import MPI, mpirun_command
 from support.oracle import RawLayout
 from support.processes import Finished, run_command
+
+pytestmark = pytest.mark.slow
 
 SCRIPTS = Path(__file__).parents[2] / "launch" / "tutorial" / "1_eight_to_four"
 

@@ -85,8 +85,7 @@ def test_a_folder_whose_name_is_like_a_url_is_named_from_here(tmp_path: Path) ->
 
 @pytest.mark.parametrize(("word", "page"), [("hf", "formats"), ("FSDP", "strategies"), ("safetensors", "formats")])
 def test_a_page_that_tells_of_a_word(word: str, page: str) -> None:
-    said = refused("help", word, code=2)
-    assert f"no such page; {page!r} tells of it" in said
+    assert f"no such page; {page!r} tells of it" in refused("help", word, code=2)
     assert "tells of it" not in run_here("help", "qwertyuiop").err
 
 
@@ -99,10 +98,8 @@ def test_a_target_that_is_called_like_a_file_is_said_to_be_a_folder(tmp_path: Pa
 
 
 def test_a_topic_and_a_map_that_were_meant(tmp_path: Path) -> None:
-    said = refused("help", "map", code=2)
-    assert "no such page; did you mean 'maps'?" in said
-    said = make(tmp_path).refused("plan", "--map", "hf-lama-megatron")
-    assert "did you mean 'hf-llama-megatron'?" in said
+    assert "no such page; did you mean 'maps'?" in refused("help", "map", code=2)
+    assert "did you mean 'hf-llama-megatron'?" in make(tmp_path).refused("plan", "--map", "hf-lama-megatron")
 
 
 def test_names_that_nobody_should_see_raw() -> None:
@@ -139,8 +136,7 @@ def test_some_ranks_are_made_and_verified(tmp_path: Path) -> None:
     damaged.write_bytes(content)
     for arguments in (pair, ["verify", str(c.dst), "--jobs", "1"]):
         assert run_here(*arguments).code == 4
-        finished = done(*arguments, "--rank", "0")
-        assert "verified 1 shard," in finished.out, finished
+        assert "verified 1 shard," in done(*arguments, "--rank", "0").out
         assert run_here(*arguments, "--rank", "0-1").code == 4
         finished = run_here(*arguments, "--rank", "1-2")
         assert finished.code in (2, 3) and "rank" in finished.err, finished

@@ -225,8 +225,7 @@ def test_two_runs_at_once(c: Conversion, whole: Conversion) -> None:
                 time.sleep(0.01)
             before = listing(c.dst)
             for again in ("--resume", "--overwrite"):
-                said = c.refused("transform", again)
-                assert "target rank 1 is being written by another process" in said
+                assert "target rank 1 is being written by another process" in c.refused("transform", again)
                 assert listing(c.dst) == before
             go.read_bytes()
             assert first.wait(HANG_SECONDS) == 0

@@ -20,6 +20,8 @@ from support.harm import KILL, KILL_ALL, assert_nothing_half_done, assert_resume
 from support.launch import MPI
 from support.processes import Finished
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", params=["ckpt", "hdf5"])
 def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Conversion:

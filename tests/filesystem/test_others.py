@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from support.command_line import run_apart, run_here
-from support.conversions import assert_right, listing, make, of_every_kind, transform_apart
+from support.conversions import Conversion, assert_right, listing, make, of_every_kind, transform_apart
 from support.examples import few
 
 import reshard_mpi
@@ -85,9 +85,8 @@ def test_the_functions_follow_no_link_either(tmp_path: Path, name: str) -> None:
     assert listing(private) == before
 
 
-def test_a_record_that_is_a_link_is_none(tmp_path: Path) -> None:
+def test_a_record_that_is_a_link_is_none(c: Conversion, tmp_path: Path) -> None:
     """Neither believed nor written through."""
-    c = make(tmp_path)
     c.done()
     record = c.dst / ".reshard_mpi" / "rank_1.json"
     kept = shutil.move(record, tmp_path / "kept.json")
@@ -99,9 +98,8 @@ def test_a_record_that_is_a_link_is_none(tmp_path: Path) -> None:
     assert_right(c)
 
 
-def test_what_the_user_names_may_be_links(tmp_path: Path) -> None:
+def test_what_the_user_names_may_be_links(c: Conversion, tmp_path: Path) -> None:
     """The target folder, as one on a scratch file system, and sources, as a folder of links to a hub's cache."""
-    c = make(tmp_path)
     (tmp_path / "scratch").mkdir()
     c.dst.symlink_to(tmp_path / "scratch", target_is_directory=True)
     (tmp_path / "linked").mkdir()
@@ -173,8 +171,7 @@ def test_nothing_is_written_where_a_swapped_link_leads(
 
 @as_root
 @pytest.mark.parametrize("name", [".reshard_mpi", "rank_0", ".reshard_mpi/run.lock", ".reshard_mpi/rank_0.lock"])
-def test_what_another_user_has_made_is_refused_by_name(tmp_path: Path, name: str) -> None:
-    c = make(tmp_path)
+def test_what_another_user_has_made_is_refused_by_name(c: Conversion, name: str) -> None:
     path = c.dst / name
     path.parent.mkdir(parents=True)
     path.touch() if path.suffix == ".lock" else path.mkdir(mode=0o777)
@@ -187,8 +184,7 @@ def test_what_another_user_has_made_is_refused_by_name(tmp_path: Path, name: str
 
 
 @as_root
-def test_a_partial_file_of_another_user_stays(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_a_partial_file_of_another_user_stays(c: Conversion) -> None:
     partial = c.written(1).with_name(f".{c.written(1).name}.0123456789ab.partial")
     partial.parent.mkdir(parents=True)
     partial.write_bytes(PRECIOUS)
@@ -200,8 +196,7 @@ def test_a_partial_file_of_another_user_stays(tmp_path: Path) -> None:
 
 
 @as_root
-def test_the_target_folder_may_be_of_another_user(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_the_target_folder_may_be_of_another_user(c: Conversion) -> None:
     c.dst.mkdir(mode=0o2775)
     os.chown(c.dst, SOMEBODY, SOMEBODY)
     c.done()
@@ -236,8 +231,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("name", ["run.lock", "commit.lock", "rank_0.lock"])
-def test_a_lock_that_others_hold_is_named_and_not_waited_for_without_end(tmp_path: Path, name: str) -> None:
-    c = make(tmp_path)
+def test_a_lock_that_others_hold_is_named_and_not_waited_for_without_end(c: Conversion, name: str) -> None:
     path = c.dst / ".reshard_mpi" / name
     with lock_held(path) as pid:
         finished = c.run()
@@ -248,8 +242,7 @@ def test_a_lock_that_others_hold_is_named_and_not_waited_for_without_end(tmp_pat
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_stopped_holder_is_said_to_be_stopped(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_a_stopped_holder_is_said_to_be_stopped(c: Conversion) -> None:
     with lock_held(c.dst / ".reshard_mpi" / "run.lock") as pid:
         os.kill(pid, signal.SIGSTOP)
         finished = c.run()
@@ -257,8 +250,7 @@ def test_a_stopped_holder_is_said_to_be_stopped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["run.lock", "commit.lock", "rank_0.lock", "rank_0.json", "run.json"])
-def test_a_pipe_is_never_waited_for(tmp_path: Path, name: str) -> None:
-    c = make(tmp_path)
+def test_a_pipe_is_never_waited_for(c: Conversion, name: str) -> None:
     (c.dst / ".reshard_mpi").mkdir(parents=True)
     os.mkfifo(c.dst / ".reshard_mpi" / name)
     finished = run_apart(*c.arguments())

@@ -102,9 +102,8 @@ OUTPUTS = [
 @pytest.mark.parametrize("obstacle", few(3, OBSTACLES))
 @pytest.mark.parametrize("output", OUTPUTS)
 def test_only_files_are_replaced(
-    tmp_path: Path, output: Callable[[Conversion], tuple[Path, Callable[[], Finished]]], obstacle: str
+    c: Conversion, tmp_path: Path, output: Callable[[Conversion], tuple[Path, Callable[[], Finished]]], obstacle: str
 ) -> None:
-    c = make(tmp_path)
     path, run = output(c)
     path.parent.mkdir(parents=True)
     put, name = OBSTACLES[obstacle]
@@ -119,19 +118,16 @@ def test_only_files_are_replaced(
     assert (path.lstat().st_mode, path.lstat().st_ino) == (put_there.st_mode, put_there.st_ino)
 
 
-def test_a_commit_record_is_written_over_a_file_only(tmp_path: Path) -> None:
+def test_a_commit_record_is_written_over_a_file_only(c: Conversion) -> None:
     """Also by the command that does nothing else."""
-    c = make(tmp_path)
     c.done()
     (c.dst / "reshard.json").unlink()
     os.mkfifo(c.dst / "reshard.json")
-    said = refused("commit", c.dst)
-    assert "a pipe is in the place of the commit record" in said
+    assert "a pipe is in the place of the commit record" in refused("commit", c.dst)
     assert stat.S_ISFIFO((c.dst / "reshard.json").stat().st_mode)
 
 
-def test_a_link_in_the_place_of_a_merged_strategy_stays(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_a_link_in_the_place_of_a_merged_strategy_stays(c: Conversion, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("merged")
     for _ in range(2):
         done("merge-strategies", c.src_strategy, tmp_path / "link")
@@ -140,8 +136,7 @@ def test_a_link_in_the_place_of_a_merged_strategy_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["reshard.json", ".reshard_mpi/report.json"])
-def test_a_report_in_the_place_of_what_the_run_keeps(tmp_path: Path, name: str) -> None:
-    c = make(tmp_path)
+def test_a_report_in_the_place_of_what_the_run_keeps(c: Conversion, tmp_path: Path, name: str) -> None:
     (c.dst / ".reshard_mpi").mkdir(parents=True)
     before = listing(tmp_path)
     said = c.refused("transform", "--report", str(c.dst / name), code=2)
@@ -153,8 +148,7 @@ LONG = "n" * 300
 
 
 @pytest.mark.parametrize("name", ["loop", "loop/more", LONG, "file/more"])
-def test_paths_that_lead_nowhere(tmp_path: Path, name: str) -> None:
-    c = make(tmp_path)
+def test_paths_that_lead_nowhere(c: Conversion, tmp_path: Path, name: str) -> None:
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "file").touch()
     before = sorted(tmp_path.rglob("*"))
@@ -202,21 +196,18 @@ def test_paths_that_lead_nowhere(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("option", ["--src-strategy", "--dst-strategy", "--report", "DST", "SRC"])
-def test_an_empty_path_is_none(tmp_path: Path, option: str) -> None:
+def test_an_empty_path_is_none(c: Conversion, option: str) -> None:
     """As of a variable of the shell that is not set: without a target strategy one full checkpoint would be made."""
-    c = make(tmp_path)
     given = c.arguments("transform")
     if option in ("SRC", "DST"):
         given[1 + (option == "DST")] = ""
     else:
         given += [option, ""]
-    said = refused(*given, code=2)
-    assert f"{option}: expected a path, got ''" in said and not c.dst.exists()
+    assert f"{option}: expected a path, got ''" in refused(*given, code=2) and not c.dst.exists()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_report_that_may_not_be_written(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_a_report_that_may_not_be_written(c: Conversion, tmp_path: Path) -> None:
     (tmp_path / "closed").mkdir(mode=0o500)
     said = c.refused("transform", "--report", str(tmp_path / "closed" / "report.json"), code=2)
     assert "the report cannot be written" in said and not c.dst.exists()
@@ -224,9 +215,8 @@ def test_a_report_that_may_not_be_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("umask", [0o022, 0o077])
 @pytest.mark.parametrize("form", ["ckpt", "hdf5", "safetensors", "torch", "dcp"])
-def test_modes_follow_the_umask(tmp_path: Path, form: str, umask: int) -> None:
+def test_modes_follow_the_umask(c: Conversion, form: str, umask: int) -> None:
     """Of targets, indexes and records alike, whatever the format."""
-    c = make(tmp_path)
     before = os.umask(umask)
     try:
         finished = c.run("transform", "--to", form)

@@ -12,6 +12,8 @@ from support.pages import GUIDE, ROOT, block_run_by
 from support.slurm import Cluster
 from support.slurm_jobs import COMPLETED, TARGETS, rank_environment
 
+pytestmark = pytest.mark.slow
+
 PAGE = (GUIDE / "clusters.md").read_text()
 
 

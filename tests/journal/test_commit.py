@@ -102,10 +102,9 @@ DIVISIONS: dict[str, list[list[str]]] = {
 
 
 @pytest.mark.slow
-@of_every_kind
 @pytest.mark.parametrize("division", DIVISIONS)
-def test_it_is_the_same_however_the_run_is_divided(tmp_path: Path, kind: str, division: str) -> None:
-    c = four_targets(tmp_path, kind)
+def test_it_is_the_same_however_the_run_is_divided(tmp_path: Path, division: str) -> None:
+    c = four_targets(tmp_path)
     whole = c.but(dst=tmp_path / "whole")
     whole.done()
     for options in DIVISIONS[division]:
@@ -132,14 +131,12 @@ def test_an_array_makes_it_with_its_last_task_only(tmp_path: Path, monkeypatch: 
     assert set(read) <= {2}  # the record is there: nothing to do
 
 
-def test_the_functions_make_none(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_the_functions_make_none(c: Conversion) -> None:
     transform_by_function(c)
     assert sorted(path.name for path in c.dst.iterdir()) == ["rank_0", "rank_1"]
 
 
-def test_resume_with_nothing_left(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_resume_with_nothing_left(c: Conversion) -> None:
     c.done()
     before = record(c).stat()
     c.done("transform", "--resume")
@@ -213,8 +210,7 @@ def test_what_has_just_been_written_is_not_found_for_once(
 # commit
 
 
-def test_commit(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_commit(c: Conversion) -> None:
     c.done()
     text = record(c).read_text()
     size = sum(c.written(rank).stat().st_size for rank in range(2))
@@ -273,17 +269,15 @@ def test_commit_says_what_is_missing(tmp_path: Path, spoiled: str) -> None:
     assert f"target rank 1 {got}" in finished.err and "--resume" in finished.err and "sbatch --array=1," in finished.err
     assert not record(c).exists()  # it was not true any more
     if spoiled in ("no record", "another size"):  # the file may be somebody else's
-        said = c.refused("transform", "--resume")
-        assert f"where: {c.written(1)}" in said
+        assert f"where: {c.written(1)}" in c.refused("transform", "--resume")
         c.written(1).unlink()
     c.done("transform", "--resume")
     assert record(c).read_text() == text
 
 
 def test_a_target_that_was_about_to_be_replaced_is_not_committed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    c: Conversion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    c = make(tmp_path)
     c.done()
     rename = os.rename
 
@@ -295,19 +289,16 @@ def test_a_target_that_was_about_to_be_replaced_is_not_committed(
     with monkeypatch.context() as patched:
         patched.setattr(os, "rename", refuse)
         assert c.run("transform", "--overwrite").code == 4
-    said = refused("commit", c.dst, code=4)
-    assert "target rank 1 was about to be put in the place of rank_1/" in said
+    assert "target rank 1 was about to be put in the place of rank_1/" in refused("commit", c.dst, code=4)
     assert not record(c).exists()
     assert c.run("transform", "--resume").code == 0 and record(c).exists()
 
 
-def test_missing_ranks_are_said_as_sbatch_takes_them(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_missing_ranks_are_said_as_sbatch_takes_them(c: Conversion) -> None:
     target = side(8, {"w": RawLayout((8,), (0, -1)), "b": RawLayout((8,), (0,))})
     c = c.to(target)
     c.done("transform", "--rank", "1", "--rank", "6")
-    said = refused("commit", c.dst, code=4)
-    assert "6 of 8 targets are not complete: 0,2-5,7\n" in said
+    assert "6 of 8 targets are not complete: 0,2-5,7\n" in refused("commit", c.dst, code=4)
 
 
 @pytest.mark.parametrize(
@@ -343,8 +334,7 @@ def run_file(folder: Path) -> Path:
 @pytest.mark.parametrize(
     "last", few(2, [["--part", "1/2"], ["--resume"], ["--rank", "1"], ["--resume", "--jobs", "3"]])
 )
-def test_targets_of_different_moments(tmp_path: Path, last: list[str]) -> None:
-    c = make(tmp_path)
+def test_targets_of_different_moments(c: Conversion, last: list[str]) -> None:
     for rank in (2, 3):  # target 0 reads 0 and 1, target 1 reads these
         c.rewrite(rank, {"global_step": np.array(8, np.int32)})
     assert c.run("transform", "--part", "0/2").ended == (0, "")
@@ -352,14 +342,12 @@ def test_targets_of_different_moments(tmp_path: Path, last: list[str]) -> None:
     assert "different moments" in said
     assert "'global_step' = 7" in said and "'global_step' = 8" in said and "--overwrite" in said
     assert c.written(0).exists() and c.written(1).exists() and not record(c).exists()
-    finished = run_here("commit", c.dst)
-    assert "different moments" in finished.err and run_here("commit", c.dst).code == 3
+    assert "different moments" in run_here("commit", c.dst).err and run_here("commit", c.dst).code == 3
     assert not record(c).exists()
 
 
-def test_targets_made_anew_one_by_one_from_later_shards(tmp_path: Path) -> None:
+def test_targets_made_anew_one_by_one_from_later_shards(c: Conversion) -> None:
     """Until the last one is replaced they do not belong together, which is nobody's failure."""
-    c = make(tmp_path)
     c.done()
     text = record(c).read_text()
     for rank in range(4):
@@ -375,17 +363,14 @@ def test_targets_of_an_earlier_run_with_more_of_them(tmp_path: Path) -> None:
     c = four_targets(tmp_path)
     c.done()
     fewer = c.but(dst_strategy=tmp_path / "dst_strategy" / "strategy_0.ckpt")
-    finished = fewer.run("transform", "--overwrite", "--rank", "0")
-    assert finished.ended == (0, "") and not record(c).exists()
+    assert fewer.run("transform", "--overwrite", "--rank", "0").ended == (0, "") and not record(c).exists()
     assert not c.written(2).parent.exists() and not c.written(3).parent.exists()
     assert fewer.run("transform", "--overwrite", "--rank", "1").ended == (0, "")
     assert_right(fewer.but(target=side(2, DST_LAYOUTS)))
     assert [target["rank"] for target in json.loads(record(c).read_text())["targets"]] == [0, 1]
 
 
-@of_every_kind
-def test_targets_that_do_not_hold_the_same_parameters(tmp_path: Path, kind: str) -> None:
-    c = make(tmp_path, kind)
+def test_targets_that_do_not_hold_the_same_parameters(c: Conversion) -> None:
     for rank in (0, 1):
         c.rewrite(rank, {"moments.w": None})
     c.done("transform", "--part", "1/2")
@@ -395,20 +380,16 @@ def test_targets_that_do_not_hold_the_same_parameters(tmp_path: Path, kind: str)
     assert run_here("commit", c.dst).code == 3
 
 
-def test_loose_tensors_that_differ(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_loose_tensors_that_differ(c: Conversion, tmp_path: Path) -> None:
     for rank in range(4):
         c.rewrite(rank, {"seed": np.array(rank // 2)})
     unsampled = ("--replicas", "any")
     assert c.run("transform", "--part", "0/2", *unsampled).ended == (0, "")
-    finished = c.done("transform", "--part", "1/2", *unsampled)
-    assert finished.err.count("note: 'seed' differs between ranks 0, 2") == 1
+    assert c.done("transform", "--part", "1/2", *unsampled).err.count("note: 'seed' differs between ranks 0, 2") == 1
     assert record(c).exists()
-    finished = run_here("commit", c.dst)
-    assert finished.err.count("note: 'seed' differs between ranks 0, 2") == 1
+    assert run_here("commit", c.dst).err.count("note: 'seed' differs between ranks 0, 2") == 1
     whole = c.but(dst=tmp_path / "whole")
-    finished = whole.run("transform", *unsampled)
-    assert finished.err.count("'seed' differs") == 1
+    assert whole.run("transform", *unsampled).err.count("'seed' differs") == 1
     assert record(whole).read_bytes() == record(c).read_bytes()
 
 
@@ -443,8 +424,7 @@ def test_a_target_that_is_written_withdraws_it(tmp_path: Path) -> None:
     assert not (tmp_path / "reshard.json").exists()
 
 
-def test_one_that_replaces_a_target_without_a_journal_withdraws_it(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_one_that_replaces_a_target_without_a_journal_withdraws_it(c: Conversion) -> None:
     arguments = (c.src, c.dst, "checkpoint_", c.src_strategy, c.dst_strategy)
     c.done()
     reshard_mpi.transform_checkpoints(*arguments, output_format="hdf5")  # files of other names
@@ -454,8 +434,7 @@ def test_one_that_replaces_a_target_without_a_journal_withdraws_it(tmp_path: Pat
     assert run_here("commit", c.dst).code == 4
     for path in c.dst.glob("rank_*/*.h5"):
         path.unlink()
-    said = c.refused("transform", "--resume")
-    assert "that this run has not written" in said
+    assert "that this run has not written" in c.refused("transform", "--resume")
     c.done("transform", "--overwrite")
     assert record(c).exists()
 
@@ -564,9 +543,8 @@ def test_of_tasks_that_end_at_one_moment_one_commits(tmp_path: Path, turn: int) 
 EVENTS = ("open", "os.remove", "os.rename", "os.link", "os.mkdir", "fcntl.flock")
 
 
-def test_a_run_that_has_failed_at_what_another_has_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_has_failed_at_what_another_has_made(c: Conversion, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever comes last commits, whatever it has made itself: the other could not, since targets were missing."""
-    c = make(tmp_path)
     write_target = Writer._write_target
 
     def write(self: Writer, rank: int) -> Outcome:
@@ -577,15 +555,13 @@ def test_a_run_that_has_failed_at_what_another_has_made(tmp_path: Path, monkeypa
         return write_target(self, rank)
 
     monkeypatch.setattr(Writer, "_write_target", write)
-    said = c.refused(code=4)
-    assert "target rank 0 is being written" in said
+    assert "target rank 0 is being written" in c.refused(code=4)
     assert json.loads((c.dst / "reshard.json").read_text())["target_ranks"] == 2
 
 
 @pytest.mark.slow
-def test_a_kill_at_any_instant(tmp_path: Path) -> None:
+def test_a_kill_at_any_instant(c: Conversion) -> None:
     """A committed checkpoint is made anew, killed before the n-th thing that it does to the folder, and resumed."""
-    c = make(tmp_path)
     c.done()
     text, content = record(c).read_bytes(), shards(c.dst)
     arguments = [str(argument) for argument in c.arguments("transform", "--progress", "none", "--overwrite")]
@@ -651,9 +627,8 @@ def test_ranks_of_one_job_that_complete_what_does_not_belong_together(tmp_path: 
 
 
 @pytest.mark.slow
-@of_every_kind
-def test_array_tasks_at_once(tmp_path: Path, kind: str) -> None:
-    c = four_targets(tmp_path, kind)
+def test_array_tasks_at_once(tmp_path: Path) -> None:
+    c = four_targets(tmp_path)
     tasks = [
         subprocess.Popen([*COMMAND, *c.arguments("transform", "--part", f"{part}/4")], env=clean_environment())
         for part in range(4)
@@ -662,14 +637,12 @@ def test_array_tasks_at_once(tmp_path: Path, kind: str) -> None:
     assert [target["rank"] for target in json.loads(record(c).read_text())["targets"]] == [0, 1, 2, 3]
 
 
-def test_nothing_is_made_of_a_part_of_nothing(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_nothing_is_made_of_a_part_of_nothing(c: Conversion) -> None:
     assert c.run("transform", "--part", "2/3").ended == (0, "")
     assert not c.dst.exists()
 
 
-def test_a_committed_checkpoint_is_a_source_like_any_other(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_a_committed_checkpoint_is_a_source_like_any_other(c: Conversion, tmp_path: Path) -> None:
     c.done()
     back = c.but(src=c.dst, dst=tmp_path / "back", src_strategy=c.dst_strategy, dst_strategy=None)
     assert back.run().ended == (0, "")

@@ -159,8 +159,7 @@ def test_many_targets_of_which_none_is_there(c: Conversion) -> None:
     """As many as a strategy can have: told in no time, and not one by one."""
     path = path_of(c.dst, "run.json")
     path.write_text(as_text("run.json", forged(facts_of(c, "run.json"), ("target_ranks",), 1 << 24)))
-    said = refused("commit", c.dst, code=4)
-    assert "16777216 of 16777216 targets are not complete: 0-16777215\n" in said
+    assert "16777216 of 16777216 targets are not complete: 0-16777215\n" in refused("commit", c.dst, code=4)
     lines = run_here("inspect", c.dst).out.splitlines()
     assert "run: 0 of 16777216 targets complete, not committed" in lines and "  and 16777196 more" in lines
     run = inspect(c.dst)["run"]

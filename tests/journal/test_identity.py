@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import shlex
-from pathlib import Path
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from support.conversions import make
+from support.conversions import Conversion
 
 from reshard_mpi.journal.run_identity import RunIdentity, joined_words
 
@@ -30,9 +29,8 @@ def test_the_command_has_each_value_again() -> None:
     assert RunIdentity(facts).command("dst") == "reshard-mpi transform src dst --include 'a b' --include 'c*'"
 
 
-def test_names_in_records_stay(tmp_path: Path) -> None:
+def test_names_in_records_stay(c: Conversion) -> None:
     """A run of an earlier version goes on only if its settings have the same names and values as now."""
-    c = make(tmp_path)
     given = ("--from", "ckpt", "--src-files", "4", "--select", "*", "--map", "{p*} <=> {p*}", "--forward")
     given += (
         "--accumulated",
@@ -57,12 +55,10 @@ def test_names_in_records_stay(tmp_path: Path) -> None:
     assert others <= record.keys()
 
 
-def test_two_names_are_not_one_with_a_space(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_two_names_are_not_one_with_a_space(c: Conversion) -> None:
     for rank in range(4):
         c.rewrite(rank, {"a": np.array(1), "b c": np.array(2), "a b": np.array(3), "c": np.array(4)})
     first, second = ([f"--include={name}" for name in ("w", *names)] for names in (("a", "b c"), ("a b", "c")))
     c.done("transform", *first)
     c.done("transform", *first, "--resume")
-    said = c.refused("transform", *second, "--resume")
-    assert "another run" in said
+    assert "another run" in c.refused("transform", *second, "--resume")

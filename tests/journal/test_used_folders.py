@@ -113,7 +113,7 @@ def drawn_folder(c: Conversion, form: str, path: Path, draw: random.Random) -> t
     return folder, is_own, state.exists() and not is_own
 
 
-@pytest.mark.parametrize("number", few(1, range(120)))
+@pytest.mark.parametrize("number", few(1, range(40)))
 @pytest.mark.parametrize("form", FORMS)
 def test_drawn_folders(conversion: Conversion, tmp_path: Path, form: str, number: int) -> None:
     c, draw = conversion, random.Random(f"{form}/{number}")

@@ -18,11 +18,12 @@ from support.equations import Case, cases
 import reshard_mpi
 from reshard_mpi import formats
 
+pytestmark = pytest.mark.slow
+
 Array = np.ndarray[Any, np.dtype[Any]]
 Draw = Any
 
 
-@pytest.mark.slow
 @settings(max_examples=25)
 @given(case=cases(), data=st.data())
 def test_there_and_back_over_ranks_and_formats(case: Case, data: st.DataObject) -> None:
@@ -57,7 +58,6 @@ def test_there_and_back_over_ranks_and_formats(case: Case, data: st.DataObject) 
 ABOUT = (256 << 10, 2 << 20, 4 << 20, 8 << 20)
 
 
-@pytest.mark.slow
 @settings(max_examples=8)
 @given(
     about=st.sampled_from(ABOUT),

@@ -63,8 +63,7 @@ def test_the_program_shows_the_guide_and_its_maps() -> None:
     for name, description in described_maps().items():
         assert description and f"{name} " in shown.out and description in shown.out
         assert run_here("help", name).out == shipped_maps()[name].read_text()
-    said = refused("help", "nothing", code=2)
-    assert "no such page" in said
+    assert "no such page" in refused("help", "nothing", code=2)
 
 
 @pytest.mark.parametrize("name", described_maps())

@@ -132,8 +132,7 @@ def test_the_notes_and_the_plan_speak_of_all(tmp_path: Path) -> None:
     explained = run_here(*asked, "--explain", "l.1.both").out
     assert f"made of app.l.1.gate, app.l.1.up, by '{RENAMED}', then '{JOINED}'" in explained
     assert "of app.l.1.up, its dimensions in the order [1, 0]" in explained
-    said = refused(*asked, "--explain", "app.bias", code=2)
-    assert "which goes into bias" in said
+    assert "which goes into bias" in refused(*asked, "--explain", "app.bias", code=2)
 
 
 def test_every_map_must_do_something(tmp_path: Path) -> None:

@@ -16,10 +16,10 @@ from support.conversions import (
     DST_LAYOUTS,
     SRC_LAYOUTS,
     TENSORS,
+    Conversion,
     assert_right,
     listing,
     make,
-    of_every_kind,
     transform_by_function,
     write_conversion,
 )
@@ -131,10 +131,8 @@ def test_whole_sums_that_differ_are_refused(tmp_path: Path) -> None:
 # Unlisted
 
 
-@of_every_kind
 @pytest.mark.parametrize("state", ["moments", "accum", "stat", "moment1", "adam_m", "adam_v", "exp_avg", "opt.lamb_m"])
-def test_unlisted_state_follows_its_parameter(tmp_path: Path, kind: str, state: str) -> None:
-    c = make(tmp_path, kind)
+def test_unlisted_state_follows_its_parameter(c: Conversion, state: str) -> None:
     name = f"{state}.w"
     held = {rank: {**c.arrays(rank), name: c.arrays(rank)["moments.w"]} for rank in range(4)}
     for rank, arrays in held.items():
@@ -144,8 +142,7 @@ def test_unlisted_state_follows_its_parameter(tmp_path: Path, kind: str, state: 
         assert read_shard(c.written(rank))[name] == read_shard(c.written(rank))["moments.w"]
 
 
-def test_unlisted_state_of_another_shape_does_not_follow(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_unlisted_state_of_another_shape_does_not_follow(c: Conversion) -> None:
     for rank in range(4):
         c.rewrite(rank, {"stat.w": np.array([3.0, 4.0])})
     transform_by_function(c)
@@ -153,16 +150,14 @@ def test_unlisted_state_of_another_shape_does_not_follow(tmp_path: Path) -> None
         assert read_shard(c.written(rank))["stat.w"] == as_read({"s": np.array([3.0, 4.0])})["s"]
 
 
-def test_replicate(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_replicate(c: Conversion) -> None:
     transform_by_function(c, unlisted="replicate")
     for rank in range(2):
         whole = {"moments.w": TENSORS["moments.w"]}
         assert read_shard(c.written(rank)) == as_read({**expected_rank(c.target, TENSORS, rank), **whole})
 
 
-def test_drop(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_drop(c: Conversion) -> None:
     for rank in range(4):
         with c.shard(rank).open("ab") as file:
             file.write(ckpt_peer.value("note", (0,), "str", "text".encode("utf-32-le")))
@@ -173,8 +168,7 @@ def test_drop(tmp_path: Path) -> None:
         assert not ckpt_peer.read(c.written(rank)).strings
 
 
-def test_sharded_and_following_nothing(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_sharded_and_following_nothing(c: Conversion, tmp_path: Path) -> None:
     c = c.but(
         src_strategy=c.strategy("more", {**SRC_LAYOUTS, "head": SRC_CUT}),
     )
@@ -183,8 +177,7 @@ def test_sharded_and_following_nothing(tmp_path: Path) -> None:
     before = listing(tmp_path)
     with pytest.raises(StrategyError, match=r"'head' is sharded in the source(.|\n)*--unlisted replicate"):
         transform_by_function(c)
-    said = c.refused()
-    assert "'head'" in said
+    assert "'head'" in c.refused()
     assert listing(tmp_path) == before
     transform_by_function(c, unlisted="replicate")
     assert read_shard(c.written(1))["head"] == as_read({"w": TENSORS["w"]})["w"]
@@ -195,9 +188,7 @@ def test_sharded_and_following_nothing(tmp_path: Path) -> None:
 # Listed, and not there
 
 
-@of_every_kind
-def test_listed_but_never_saved(tmp_path: Path, kind: str) -> None:
-    c = make(tmp_path, kind)
+def test_listed_but_never_saved(c: Conversion, tmp_path: Path) -> None:
     c = c.but(
         src_strategy=c.strategy("s", {**SRC_LAYOUTS, "adam_v.w": SRC_CUT}),
         dst_strategy=c.strategy("d", {**DST_LAYOUTS, "adam_v.w": DST_LAYOUTS["w"], "x": DST_LAYOUTS["b"]}),
@@ -209,21 +200,17 @@ def test_listed_but_never_saved(tmp_path: Path, kind: str) -> None:
     before = listing(tmp_path)
     strict = c.but(dst=tmp_path / "strict")
     for command in ("transform", "plan"):
-        said = strict.refused(command, "--strict")
-        assert "got: 2 absent: adam_v.w, x" in said
+        assert "got: 2 absent: adam_v.w, x" in strict.refused(command, "--strict")
     with pytest.raises(CoverageError, match="2 absent"):
         reshard_mpi.plan(c.src, c.src_strategy, c.dst_strategy, strict=True)
     assert listing(tmp_path) == before
 
 
-@of_every_kind
-def test_strict_where_all_is_there(tmp_path: Path, kind: str) -> None:
-    make(tmp_path, kind).done("transform", "--strict")
+def test_strict_where_all_is_there(tmp_path: Path) -> None:
+    make(tmp_path).done("transform", "--strict")
 
 
-@of_every_kind
-def test_present_in_some_holders_and_absent_in_others(tmp_path: Path, kind: str) -> None:
-    c = make(tmp_path, kind)
+def test_present_in_some_holders_and_absent_in_others(c: Conversion, tmp_path: Path) -> None:
     for rank in (1, 3):  # the only holders of the second half
         c.rewrite(rank, {"w": None})
     before = listing(tmp_path)
@@ -233,10 +220,8 @@ def test_present_in_some_holders_and_absent_in_others(tmp_path: Path, kind: str)
     assert listing(tmp_path) == before
 
 
-@of_every_kind
-def test_followers_that_only_some_replicas_hold(tmp_path: Path, kind: str) -> None:
+def test_followers_that_only_some_replicas_hold(c: Conversion, tmp_path: Path) -> None:
     """Target 0 opens ranks 0 and 1, target 1 ranks 2 and 3: neither alone can see that something is missing."""
-    c = make(tmp_path, kind)
     for rank in (0, 1):
         c.rewrite(rank, {"moments.w": None})
     before = listing(tmp_path)
@@ -250,9 +235,7 @@ def test_followers_that_only_some_replicas_hold(tmp_path: Path, kind: str) -> No
     assert listing(tmp_path) == before
 
 
-@of_every_kind
-def test_saved_without_redundancy(tmp_path: Path, kind: str) -> None:
-    c = make(tmp_path, kind)
+def test_saved_without_redundancy(c: Conversion) -> None:
     c.rewrite(0, {"w": None})
     c.rewrite(1, {"moments.w": None, "b": None})
     c.rewrite(2, {"moments.w": None, "b": None})
@@ -264,10 +247,8 @@ def test_saved_without_redundancy(tmp_path: Path, kind: str) -> None:
 # Copies that are not alike
 
 
-@of_every_kind
 @pytest.mark.parametrize("name", ["accu_grads.w", "grad_sum.w", "net.accu_grads.w"])
-def test_partial_sums_that_differ(tmp_path: Path, kind: str, name: str) -> None:
-    c = make(tmp_path, kind)
+def test_partial_sums_that_differ(c: Conversion, tmp_path: Path, name: str) -> None:
     for rank in range(4):
         grads = c.arrays(rank)["w"].copy()
         if rank == 3:
@@ -277,14 +258,11 @@ def test_partial_sums_that_differ(tmp_path: Path, kind: str, name: str) -> None:
     says = rf"copies of '{name}' differ(.|\n)*element \[5, 3\](.|\n)*partial sums(.|\n)*/rank_1/.* and .*/rank_3/"
     with pytest.raises(DisagreementError, match=says):
         transform_by_function(c)
-    said = c.refused()
-    assert re.search(says, said)
+    assert re.search(says, c.refused())
     assert listing(tmp_path) == before
 
 
-@of_every_kind
-def test_partial_sums_that_agree(tmp_path: Path, kind: str) -> None:
-    c = make(tmp_path, kind)
+def test_partial_sums_that_agree(c: Conversion) -> None:
     for rank in range(4):
         c.rewrite(rank, {"accu_grads.w": c.arrays(rank)["w"]})
     transform_by_function(c)
@@ -292,8 +270,7 @@ def test_partial_sums_that_agree(tmp_path: Path, kind: str) -> None:
         assert read_shard(c.written(rank))["accu_grads.w"] == read_shard(c.written(rank))["w"]
 
 
-def test_other_copies_are_not_compared(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_other_copies_are_not_compared(c: Conversion) -> None:
     c.rewrite(2, {"w": c.arrays(2)["w"] + 1})  # opening every copy to compare would cost more than the conversion
     transform_by_function(c)
     assert read_shard(c.written(0)) == c.expected(0)
@@ -306,9 +283,8 @@ TIED_SOURCE = Side(
 TIED_TARGET = Side(2, 1, {"embedding": RawLayout((2,), (-1, 0)), "v": RawLayout((2,), (-1,))})
 
 
-@of_every_kind
-def test_tied_copies_of_stages(tmp_path: Path, kind: str) -> None:
-    c = write_conversion(tmp_path, kind, TIED_SOURCE, TIED_TARGET, TIED)
+def test_tied_copies_of_stages(tmp_path: Path) -> None:
+    c = write_conversion(tmp_path, "ckpt", TIED_SOURCE, TIED_TARGET, TIED)
     before = listing(tmp_path)
     drifted = c.arrays(3)["embedding"].copy()
     drifted[0, 3] = 99
@@ -326,8 +302,7 @@ def test_tied_copies_of_stages(tmp_path: Path, kind: str) -> None:
 # Values that no strategy lists
 
 
-def test_unlisted_values_that_differ_are_told(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_unlisted_values_that_differ_are_told(c: Conversion, tmp_path: Path) -> None:
     for rank in range(4):
         c.rewrite(rank, {"random_state": np.full(4, rank, np.uint32)})
     finished = c.done("transform", "--report", str(tmp_path / "report.json"))
@@ -342,22 +317,20 @@ def test_unlisted_values_that_differ_are_told(tmp_path: Path) -> None:
 # What is cut in truth, and in no strategy: each rank has another part of it, and a target gets one of them.
 
 
-def test_whole_numbers_that_no_strategy_lists_and_that_differ_are_warned_of(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_whole_numbers_that_no_strategy_lists_and_that_differ_are_warned_of(c: Conversion, tmp_path: Path) -> None:
     for rank in range(4):
         c.rewrite(rank, {"g_idx": np.arange(8 * rank, 8 * rank + 8, dtype=np.int64)})
     warning = "warning: 'g_idx' differs between ranks 0, 1, 2, 3: no strategy says how it is cut"
-    finished = c.done("plan")
-    assert finished.err.count(warning) == 1, finished
+    assert c.done("plan").err.count(warning) == 1
     for options in ((), ("--jobs", "2"), ("--replicas", "check")):
         one = c.but(dst=tmp_path / f"dst{len(options)}{options[:1]}")
-        finished = one.done("transform", *options)
-        assert finished.err.count(warning) == 1, finished
+        assert one.done("transform", *options).err.count(warning) == 1
 
 
 @pytest.mark.parametrize("options", [(), ("--replicas", "any"), ("--replicas", "check"), ("--jobs", "2")])
-def test_strict_refuses_what_no_strategy_lists_and_differs(tmp_path: Path, options: tuple[str, ...]) -> None:
-    c = make(tmp_path)
+def test_strict_refuses_what_no_strategy_lists_and_differs(
+    c: Conversion, tmp_path: Path, options: tuple[str, ...]
+) -> None:
     for rank in range(4):
         c.rewrite(rank, {"g_idx": np.arange(8 * rank, 8 * rank + 8, dtype=np.int64)})
     before = listing(tmp_path)
@@ -368,8 +341,7 @@ def test_strict_refuses_what_no_strategy_lists_and_differs(tmp_path: Path, optio
     assert listing(tmp_path) == before
 
 
-def test_strict_takes_what_says_it_is_the_state_of_a_generator(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_strict_takes_what_says_it_is_the_state_of_a_generator(c: Conversion) -> None:
     names = ("rng", "cuda_rng_state", "random_state", "net.seed", "generator", "prng", "np.random.state")
     for rank in range(4):
         c.rewrite(rank, {name: np.full(4, rank, np.uint32) for name in names[:4]})
@@ -380,20 +352,17 @@ def test_strict_takes_what_says_it_is_the_state_of_a_generator(tmp_path: Path) -
     assert not any(map(is_generator_state, ("range", "strange", "wrong", "g_idx", "seedling", "regenerator_w")))
 
 
-def test_ranks_that_no_target_opens_are_looked_into(tmp_path: Path) -> None:
+def test_ranks_that_no_target_opens_are_looked_into(c: Conversion) -> None:
     """All ranks have the same parameters, so that a target needs one shard alone."""
-    c = make(tmp_path)
     c = c.but(src_strategy=c.strategy("s", {"w": RawLayout((4,), (-1, -1)), "b": RawLayout((4,), (-1,))}))
     for rank in range(4):
         c.shard(rank).unlink()
         write_shard({**TENSORS, "g_idx": np.arange(8 * rank, 8 * rank + 8, dtype=np.int64)}, c.shard(rank))
-    finished = c.but(dst_strategy=None).done()
-    assert "warning: 'g_idx' differs between ranks 0, 1" in finished.err, finished
+    assert "warning: 'g_idx' differs between ranks 0, 1" in c.but(dst_strategy=None).done().err
 
 
-def test_a_commit_of_parts_warns_and_strict_refuses(tmp_path: Path) -> None:
+def test_a_commit_of_parts_warns_and_strict_refuses(c: Conversion, tmp_path: Path) -> None:
     """Neither part sees that the other has another value, and no sample is taken."""
-    c = make(tmp_path)
     for rank in range(4):
         c.rewrite(rank, {"g_idx": np.full(8, rank // 2, np.int64)})
     for options in ((), ("--strict",)):
@@ -406,10 +375,8 @@ def test_a_commit_of_parts_warns_and_strict_refuses(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@of_every_kind
-def test_values_that_differ_between_targets_are_told(tmp_path: Path, kind: str) -> None:
+def test_values_that_differ_between_targets_are_told(c: Conversion) -> None:
     """Each target opens two shards that agree, but not with those of the other: a row statistic cut by data rank."""
-    c = make(tmp_path, kind)
     for rank in range(4):
         c.rewrite(rank, {"vr.w": np.full(4, rank // 2, np.float32)})
     said = c.refused("plan")
@@ -419,14 +386,11 @@ def test_values_that_differ_between_targets_are_told(tmp_path: Path, kind: str) 
         assert finished.err.count("'vr.w' differs between ranks 0, 1, 2, 3: no strategy says how it is cut") == 1
 
 
-@of_every_kind
-def test_every_rank_keeps_its_own_values_when_their_number_stays(tmp_path: Path, kind: str) -> None:
-    c = make(tmp_path, kind)
+def test_every_rank_keeps_its_own_values_when_their_number_stays(c: Conversion) -> None:
     c = c.but(dst_strategy=c.strategy("d", {"w": RawLayout((4,), (0, -1)), "b": RawLayout((4,), (-1,))}))
     for rank in range(4):
         c.rewrite(rank, {"random_state": np.full(4, rank, np.uint32)})
-    finished = c.done("transform")
-    assert finished.err == ""
+    assert c.done("transform").err == ""
     for rank in range(4):
         assert read_shard(c.written(rank))["random_state"][2] == np.full(4, rank, np.uint32).tobytes()
 
@@ -436,8 +400,7 @@ def test_every_rank_keeps_its_own_values_when_their_number_stays(tmp_path: Path,
 
 @pytest.mark.parametrize("unlisted", ["follow", "drop"])
 @pytest.mark.parametrize("name", ["global_step", "step_num", "epoch_num", "step", "state.w.step", "args.iteration"])
-def test_shards_of_different_moments_in_one_target(tmp_path: Path, name: str, unlisted: str) -> None:
-    c = make(tmp_path)
+def test_shards_of_different_moments_in_one_target(c: Conversion, name: str, unlisted: str) -> None:
     for rank in range(4):
         c.rewrite(rank, {name: np.array(5 + (rank == 1), np.int64)})
     with pytest.raises(DisagreementError, match=rf"different moments|'{name}'"):
@@ -446,10 +409,8 @@ def test_shards_of_different_moments_in_one_target(tmp_path: Path, name: str, un
 
 
 @pytest.mark.slow
-@of_every_kind
 @pytest.mark.parametrize("jobs", [1, 2])
-def test_shards_of_different_moments_in_different_targets(tmp_path: Path, kind: str, jobs: int) -> None:
-    c = make(tmp_path, kind)
+def test_shards_of_different_moments_in_different_targets(c: Conversion, jobs: int) -> None:
     for rank in (2, 3):  # target 0 reads 0 and 1, target 1 reads these
         c.rewrite(rank, {"global_step": np.array(8, np.int32)})
     said = c.refused("transform", "--jobs", str(jobs))
@@ -464,9 +425,8 @@ def test_shards_of_different_moments_in_different_targets(tmp_path: Path, kind: 
         reshard_mpi.plan(c.src, c.src_strategy, c.dst_strategy)
 
 
-def test_counters_of_torch_in_different_targets(tmp_path: Path) -> None:
+def test_counters_of_torch_in_different_targets(c: Conversion) -> None:
     """Each counter is compared with that of the same name: a parameter added later has counted fewer steps."""
-    c = make(tmp_path)
     for rank in range(4):
         steps = {"state.w.step": np.array(7, "f4"), "state.b.step": np.array(3, "f4"), "iteration": np.array([7])}
         c.rewrite(rank, steps)
@@ -482,8 +442,7 @@ def test_counters_of_torch_in_different_targets(tmp_path: Path) -> None:
 # Strings and types
 
 
-def test_strings_are_carried(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_strings_are_carried(c: Conversion, tmp_path: Path) -> None:
     for rank in range(4):
         with c.shard(rank).open("ab") as file:
             file.write(ckpt_peer.value("note", (0,), "str", "Grüße".encode("utf-32-le")))

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from support.command_line import COMMAND
 from support.conversions import Conversion, make
+from support.examples import one_at_a_time
 from support.launch import MPI, mpirun_command
 from support.processes import Finished, run_command
 
@@ -52,8 +53,7 @@ STOP = "os.kill(os.getpid(), signal.{})"
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 @pytest.mark.parametrize("module", [EARLY, LATE], ids=["early", "late"])
 @pytest.mark.parametrize("ranks", ["1", "012"], ids=["one", "all"])
-def test_a_signal_ends_all(tmp_path: Path, mpi: MPI, name: str, module: str, ranks: str) -> None:
-    c = make(tmp_path)
+def test_a_signal_ends_all(c: Conversion, tmp_path: Path, mpi: MPI, name: str, module: str, ranks: str) -> None:
     env = at_import(tmp_path, module, STOP.format(name), ranks)
     finished = run_command(mpirun_command(mpi, 3, [*COMMAND, *c.arguments()]), env=env)
     assert finished.code != 0 and "Traceback" not in finished.err and "wrote" not in finished.out, finished
@@ -80,8 +80,7 @@ LIMITS = {
 }
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-@pytest.mark.parametrize("what", LIMITS)
+@pytest.mark.parametrize(("what", "rank"), one_at_a_time(LIMITS, [2, 0]))
 def test_what_one_rank_is_refused_ends_all(tmp_path: Path, mpi: MPI, what: str, rank: int) -> None:
     before, after, message = LIMITS[what]
     finished = refused(make(tmp_path), mpi, rank, before=before, after=after)
@@ -95,8 +94,7 @@ def test_what_all_are_refused(tmp_path: Path, mpi: MPI) -> None:
 
 
 @pytest.mark.parametrize("rank", ["0", "2"])
-def test_a_rank_that_cannot_be_loaded_ends_all(tmp_path: Path, mpi: MPI, rank: str) -> None:
-    c = make(tmp_path)
+def test_a_rank_that_cannot_be_loaded_ends_all(c: Conversion, tmp_path: Path, mpi: MPI, rank: str) -> None:
     env = at_import(tmp_path, LATE, "raise OSError('no module today')", rank)
     finished = run_command(mpirun_command(mpi, 3, [*COMMAND, *c.arguments()]), env=env)
     assert finished.code == 1 and finished.err.count("OSError: no module today") == 1, finished
@@ -137,8 +135,7 @@ def test_a_name_that_is_too_long(tmp_path: Path, variable: str, jobs: str) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["transform", "verify"])
-def test_a_parent_that_ignores_the_end_of_children(tmp_path: Path, command: str) -> None:
-    c = make(tmp_path)
+def test_a_parent_that_ignores_the_end_of_children(c: Conversion, command: str) -> None:
     if command == "verify":
         run_command([*COMMAND, *c.arguments("transform", "--verify")], check=True)
     arguments = c.arguments() if command == "transform" else ["verify", str(c.dst)]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.command_line import COMMAND
-from support.conversions import Conversion, listing, make, transform_apart
+from support.conversions import Conversion, listing, transform_apart
 from support.launch import MPI, MPI_NAMES, find_mpi, mpirun_command
 from support.processes import Finished, run_command
 
@@ -49,8 +49,7 @@ def test_one_process_is_launched_too() -> None:
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_launcher_that_the_library_does_not_find(tmp_path: Path, mpi: MPI, launcher: str) -> None:
-    c = make(tmp_path)
+def test_a_launcher_that_the_library_does_not_find(c: Conversion, mpi: MPI, launcher: str) -> None:
     told = {name: "0" for name in LAUNCHERS[launcher] if name.endswith("RANK") and launcher != "PMIx"}
     env = {**mpi.environment, **LAUNCHERS[launcher], **told}  # rank 0 tells it for all
     finished = transform_apart(c, env=env)
@@ -65,8 +64,7 @@ def test_a_launcher_that_the_library_does_not_find(tmp_path: Path, mpi: MPI, lau
     assert again.code == 3 and "target rank 1 is there already" in again.err
 
 
-def test_a_batch_shell(tmp_path: Path, mpi: MPI) -> None:
-    c = make(tmp_path)
+def test_a_batch_shell(c: Conversion, mpi: MPI) -> None:
     assert transform_apart(c, env={**mpi.environment, **NO_LAUNCHER}).code == 0
     assert len(list(c.dst.glob("rank_*/*"))) == 2
 
@@ -84,8 +82,7 @@ def with_library_of(other: MPI) -> list[str]:
     return ["env", *(f"{name}={value}" for name, value in other.environment.items())]
 
 
-def test_ranks_of_a_launcher_that_does_not_match(tmp_path: Path, mpi: MPI, other: MPI) -> None:
-    c = make(tmp_path)
+def test_ranks_of_a_launcher_that_does_not_match(c: Conversion, tmp_path: Path, mpi: MPI, other: MPI) -> None:
     before = listing(tmp_path)
     command = [*with_library_of(other), *COMMAND, *c.arguments()]
     # The launcher ends the others when one has failed, so that one has to be heard, whichever it is.
@@ -93,8 +90,7 @@ def test_ranks_of_a_launcher_that_does_not_match(tmp_path: Path, mpi: MPI, other
     assert listing(tmp_path) == before
 
 
-def test_parts_under_a_launcher_that_does_not_match(tmp_path: Path, mpi: MPI, other: MPI) -> None:
-    c = make(tmp_path)
+def test_parts_under_a_launcher_that_does_not_match(c: Conversion, mpi: MPI, other: MPI) -> None:
     rank = {"mpich": "PMI_RANK", "openmpi": "OMPI_COMM_WORLD_RANK"}[mpi.name]
     parts = ["sh", "-c", f'exec "$@" --part ${rank}/2', "-"]
     command = mpirun_command(mpi, 2, [*parts, *with_library_of(other), *COMMAND, *c.arguments()])
@@ -102,8 +98,7 @@ def test_parts_under_a_launcher_that_does_not_match(tmp_path: Path, mpi: MPI, ot
     assert len(list(c.dst.glob("rank_*/*"))) == 2
 
 
-def test_a_launcher_without_mpi4py(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_a_launcher_without_mpi4py(c: Conversion, tmp_path: Path) -> None:
     (tmp_path / "without").mkdir()
     (tmp_path / "without" / "mpi4py.py").write_text("raise ImportError('No module named mpi4py')")
     path = os.pathsep.join([str(tmp_path / "without"), os.environ.get("PYTHONPATH", "")]).rstrip(":")

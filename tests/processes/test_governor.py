@@ -19,7 +19,7 @@ from types import ModuleType
 import pytest
 from support.checkpoints import read_shard
 from support.command_line import COMMAND, done, run_apart, run_here
-from support.conversions import assert_right, listing, make, side, transform_apart
+from support.conversions import Conversion, assert_right, listing, make, side, transform_apart
 from support.holders import TIMEOUT_SECONDS, Changing, Holder, ended, leased, ledger, until
 from support.launch import MPI
 from support.oracle import RawLayout
@@ -173,8 +173,7 @@ def test_the_same_without_the_governor_takes_more(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [("--jobs", "1"), ("--jobs", "2"), ("--rank", "1")])
-def test_what_can_never_fit_is_refused(tmp_path: Path, options: tuple[str, ...]) -> None:
-    c = make(tmp_path)
+def test_what_can_never_fit_is_refused(c: Conversion, options: tuple[str, ...]) -> None:
     finished = c.run("transform", "--memory", "25M", *options)
     assert finished.code == 5 and finished.out == ""
     assert "can never fit" in finished.err and "25.00 MiB or less" in finished.err
@@ -182,16 +181,14 @@ def test_what_can_never_fit_is_refused(tmp_path: Path, options: tuple[str, ...])
     assert not c.dst.exists()
 
 
-def test_plan_says_so_too(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_plan_says_so_too(c: Conversion) -> None:
     assert c.run("plan", "--memory", "25M").code == 5
     c.done("plan", "--memory", "1G")
 
 
 def test_a_plan_leaves_no_lease_and_a_batch_script_is_for_other_hosts(
-    tmp_path: Path, state: Path, monkeypatch: pytest.MonkeyPatch
+    c: Conversion, state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    c = make(tmp_path)
     c.done("plan")
     assert list(state.glob("*/*")) == []
     monkeypatch.setenv("RESHARD_MPI_MEMORY", "25M")
@@ -200,8 +197,7 @@ def test_a_plan_leaves_no_lease_and_a_batch_script_is_for_other_hosts(
     assert run_apart(*c.arguments("plan")).code == 5
 
 
-def test_what_can_never_fit_is_refused_on_all_ranks(mpi: MPI, tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_what_can_never_fit_is_refused_on_all_ranks(mpi: MPI, c: Conversion) -> None:
     arguments = c.arguments("transform", "--memory", "25M")
     finished = run_apart(*arguments, mpi=mpi)
     assert finished.code == 5, finished
@@ -209,8 +205,7 @@ def test_what_can_never_fit_is_refused_on_all_ranks(mpi: MPI, tmp_path: Path) ->
     assert not c.dst.exists()
 
 
-def test_the_functions_refuse_it_too(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_the_functions_refuse_it_too(c: Conversion) -> None:
     assert c.src_strategy is not None and c.dst_strategy is not None
     with pytest.raises(BudgetError):
         reshard_mpi.transform_checkpoints(c.src, c.dst, "p", c.src_strategy, c.dst_strategy, memory="25M")
@@ -222,8 +217,7 @@ def test_the_functions_refuse_it_too(tmp_path: Path) -> None:
     assert not c.dst.exists()
 
 
-def test_wrong_amounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    c = make(tmp_path)
+def test_wrong_amounts(c: Conversion, monkeypatch: pytest.MonkeyPatch) -> None:
     for amount in ("much", "-1", "0", "1.5.5G", ""):
         said = c.refused("transform", f"--memory={amount}", code=2)
         assert "no amount of memory" in said and "--memory" in said
@@ -231,8 +225,7 @@ def test_wrong_amounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError):
         reshard_mpi.transform_checkpoints(c.src, c.dst, "p", c.src_strategy, c.dst_strategy, max_active=0)
     monkeypatch.setenv("RESHARD_MPI_MEMORY", "lots")
-    said = c.refused(code=2)
-    assert "RESHARD_MPI_MEMORY" in said
+    assert "RESHARD_MPI_MEMORY" in c.refused(code=2)
     assert not c.dst.exists()
     monkeypatch.setenv("RESHARD_MPI_MEMORY", "10M")
     assert c.run().code == 5
@@ -251,8 +244,7 @@ def test_sizes() -> None:
 # Waiting
 
 
-def test_who_waits_says_so_and_the_report_too(tmp_path: Path, state: Path) -> None:
-    c = make(tmp_path)
+def test_who_waits_says_so_and_the_report_too(c: Conversion, tmp_path: Path, state: Path) -> None:
     with ended(first := Holder(state, 120 * MIB, memory="150M").expect("holds")):
         command = [*COMMAND, *c.arguments("transform", "--memory", "150M", "-v", "--report", str(tmp_path / "r.json"))]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
@@ -349,8 +341,7 @@ def test_a_process_that_cannot_grow_starts_over_and_keeps_its_place(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_process_that_waits_at_its_start_can_be_stopped(tmp_path: Path, state: Path) -> None:
-    c = make(tmp_path)
+def test_a_process_that_waits_at_its_start_can_be_stopped(c: Conversion, state: Path) -> None:
     with ended(Holder(state, 190 * MIB, memory="200M").expect("holds")):
         command = [*COMMAND, *c.arguments("transform", "--memory", "200M", "--progress", "none")]
         for number, code, word in ((signal.SIGTERM, 143, "terminated"), (signal.SIGINT, 130, "interrupted")):
@@ -489,10 +480,7 @@ def test_a_private_place_is_said(tmp_path: Path) -> None:
     assert str(tmp_path) in note and "job 5 has its own" in note
 
 
-def test_callers_of_the_functions_hear_of_waiting(
-    tmp_path: Path, state: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    c = make(tmp_path)
+def test_callers_of_the_functions_hear_of_waiting(c: Conversion, state: Path, caplog: pytest.LogCaptureFixture) -> None:
     with ended(first := Holder(state, 145 * MIB, memory="150M").expect("holds")):
 
         def work() -> None:
@@ -533,8 +521,7 @@ def test_governor_shows_leases_and_the_line(state: Path) -> None:
 
 
 def test_governor_where_nobody_is(state: Path) -> None:
-    finished = done("governor")
-    assert "this host: 0 leases hold 0 B of " in finished.out
+    assert "this host: 0 leases hold 0 B of " in done("governor").out
 
 
 def test_governor_shows_jobs_it_is_not_in(state: Path) -> None:

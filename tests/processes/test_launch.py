@@ -13,6 +13,8 @@ from support.processes import measure_peak, run_command
 
 from reshard_mpi.text import MIB
 
+pytestmark = pytest.mark.slow
+
 
 def rank_and_size(label):
     from mpi4py import MPI

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from support.command_line import done, run_here
-from support.conversions import make
+from support.conversions import Conversion
 from support.holders import (
     LEASE,
     TIMEOUT_SECONDS,
@@ -174,8 +174,7 @@ def test_who_leaves_does_not_wait_for_a_stopped_one(state: Path) -> None:
     with ended(first), stopped_with_the_lock(ledger(state).path) as pid:
         first.let_go()
         assert entries(state) == []
-        finished = done("governor")
-        assert f"pid {pid} (stopped) keeps its line locked" in finished.out
+        assert f"pid {pid} (stopped) keeps its line locked" in done("governor").out
         facts = json.loads(run_here("governor", "--json").out)
         (host,) = [scope for scope in facts["scopes"] if scope["name"] == "this host"]
         assert host["locked_by"] == [{"pid": pid, "state": "stopped"}]
@@ -251,8 +250,7 @@ def test_a_file_of_any_size_is_read_as_far_as_a_ledger_can_be_long(tmp_path: Pat
     assert not line.path.exists()
 
 
-def test_a_run_beside_strays(tmp_path: Path, state: Path) -> None:
-    c = make(tmp_path)
+def test_a_run_beside_strays(c: Conversion, state: Path) -> None:
     folder = ledger(state).path.parent
     for part in (folder.parent, folder):
         part.mkdir(mode=0o700)

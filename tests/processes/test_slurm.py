@@ -14,6 +14,8 @@ from support.slurm import Cluster, Task
 from support.slurm_jobs import COMPLETED, LAUNCH, TARGETS, operands, rank_environment
 from support.stand_ins import doing, refusing
 
+pytestmark = pytest.mark.slow
+
 ARRAY = LAUNCH / "slurm_array.sbatch"
 RANKS = LAUNCH / "slurm_mpi.sbatch"
 ALL_TASKS = "--array=0-7"
@@ -223,7 +225,6 @@ def test_a_job_that_is_stopped(
     assert_right(c, reference)
 
 
-@pytest.mark.slow
 def test_a_job_whose_time_is_near(slurm: Cluster, reference: Conversion, c: Conversion, tmp_path: Path) -> None:
     # SLURM looks every 30 seconds whose time is near.
     waiting = start_waiting(slurm, c, tmp_path, "task", "--time=1", "--signal=B:TERM@60")

@@ -15,6 +15,8 @@ from reshard_mpi.processes.host import ONE_THREAD
 from reshard_mpi.sharding.placement import Placement, Strategy
 from reshard_mpi.text import GIB, MIB
 
+pytestmark = pytest.mark.slow
+
 RANKS = 4
 SHAPE = (260112, 1032)  # 1 GiB of float32
 # Rows become columns so narrow that every page of a source is used, and no cut falls on one: windows are at their most.

@@ -20,7 +20,6 @@ from support.conversions import (
     Conversion,
     listing,
     make,
-    of_every_kind,
     transform_by_function,
     write_conversion,
 )
@@ -66,12 +65,11 @@ def written(c: Conversion, rank: int, name: str = NAME) -> np.ndarray:
 # What comes of it, and what is said
 
 
-@of_every_kind
 @pytest.mark.parametrize(("option", "whole"), [(MEAN, TOTAL / np.float32(2)), (SUM, TOTAL)], ids=["mean", "sum"])
 def test_targets_that_cut_them_get_rows_of_what_is_joined(
-    tmp_path: Path, kind: str, option: tuple[str, str], whole: np.ndarray
+    tmp_path: Path, option: tuple[str, str], whole: np.ndarray
 ) -> None:
-    c = accumulating(tmp_path, kind)
+    c = accumulating(tmp_path)
     finished = c.done("transform", *option, "--verify")
     says = f"note: accumulated gradients accu_grads.*: the {option[1]} of 2 replicas, added in float32 in the order of"
     assert f"{says} their ranks; " in finished.err
@@ -88,8 +86,7 @@ def test_replicas_of_the_target_get_the_mean_each_or_one_the_sum(tmp_path: Path)
     c.done("transform", *MEAN)
     assert all(written(c, rank).tobytes() == (TOTAL / np.float32(2)).tobytes() for rank in range(3))
     c = c.but(dst=tmp_path / "sum")
-    finished = c.done("transform", *SUM, "--verify")
-    assert "that hold a piece the lowest gets it, the others zeros" in finished.err
+    assert "that hold a piece the lowest gets it, the others zeros" in c.done("transform", *SUM, "--verify").err
     assert [written(c, rank).tobytes() for rank in range(3)] == [TOTAL.tobytes(), *[bytes(TOTAL.nbytes)] * 2]
     assert (c.dst / "reshard.json").is_file()
     done("verify", c.dst, "--jobs", "1")  # its copies differ, as they must
@@ -160,8 +157,7 @@ def test_a_target_folder_remembers_it(tmp_path: Path) -> None:
         said = c.refused("transform", *other, "--resume")
         assert "the target folder holds another run" in said
         assert "got: a run with --accumulated 'mean'" in said
-    finished = c.done("transform", *MEAN, "--resume")
-    assert "1 was complete already" in finished.out
+    assert "1 was complete already" in c.done("transform", *MEAN, "--resume").out
     assert json.loads((c.dst / "reshard.json").read_text())["accumulated"] == "mean"
 
 
@@ -178,8 +174,7 @@ def test_verify_takes_it_from_the_target(tmp_path: Path, option: tuple[str, str]
     says = f"note: accumulated gradients are compared with the {option[1]} of the replicas, as {c.dst} says"
     assert finished.code == 0 and says in finished.err, finished
     assert says not in c.run("verify", *option).err
-    with_map = c.done("verify", "--dtype", "*.w=fp32")
-    assert says in with_map.err, with_map
+    assert says in c.done("verify", "--dtype", "*.w=fp32").err
     reshard_mpi.verify(c.src, c.dst, c.src_strategy, c.dst_strategy)
 
 
@@ -187,8 +182,7 @@ def test_verify_tells_who_forgot_it(tmp_path: Path) -> None:
     c = accumulating(tmp_path)
     transform_by_function(c, accumulated="mean")  # which keeps no record
     for option in ((), SUM):
-        said = c.refused("verify", *option, code=4)
-        assert "give the --accumulated that it was made with" in said
+        assert "give the --accumulated that it was made with" in c.refused("verify", *option, code=4)
     shard = read_shard(c.written(0))
     arrays = {name: np.frombuffer(held, dtype).reshape(shape).copy() for name, (dtype, shape, held) in shard.items()}
     arrays[NAME][1, 2] += 1
@@ -245,8 +239,7 @@ def test_what_is_excluded_need_not_be_a_sum(tmp_path: Path) -> None:
     c = accumulating(tmp_path)
     for rank in range(4):
         c.rewrite(rank, {NAME: PARTS[rank], "accu_grads.b": np.full(c.arrays(rank)["b"].shape, 7, np.int32)})
-    said = c.refused("transform", *MEAN, "--include", "*")
-    assert "'accu_grads.b' is called like an accumulated gradient" in said
+    assert "'accu_grads.b' is called like an accumulated gradient" in c.refused("transform", *MEAN, "--include", "*")
     c.done("transform", *MEAN, "--exclude", "accu_grads.b")
     assert written(c, 1).tobytes() == (TOTAL[4:] / np.float32(2)).tobytes()
     assert "accu_grads.b" not in read_shard(c.written(0))
@@ -353,16 +346,14 @@ def test_what_is_too_large_for_its_type_is_told(tmp_path: Path) -> None:
     assert "warning: 1 element of 'grad_sum.w' is too large for float16 and became infinite" in finished.err
 
 
-@of_every_kind
-def test_a_type_and_a_choice_beside_it(tmp_path: Path, kind: str) -> None:
-    c = accumulating(tmp_path, kind)
+def test_a_type_and_a_choice_beside_it(tmp_path: Path) -> None:
+    c = accumulating(tmp_path)
     c.done("transform", *SUM, "--dtype", "*=fp64", "--include", "*w")
     for rank in range(2):
         dtype, _, content = read_shard(c.written(rank))[NAME]
         assert (dtype, content) == ("float64", TOTAL[rank * 4 : rank * 4 + 4].astype(np.float64).tobytes())
     left_out = c.but(dst=tmp_path / "without")
-    finished = left_out.done("transform", *SUM, "--exclude", "accu_grads.*")
-    assert "replicas" not in finished.err, finished
+    assert "replicas" not in left_out.done("transform", *SUM, "--exclude", "accu_grads.*").err
     left_out.done("transform", "--overwrite", "--exclude", "accu_grads.*")
     assert NAME not in read_shard(left_out.written(0))
 
@@ -382,8 +373,7 @@ def test_files_that_are_filled_hold_what_is_joined(tmp_path: Path, option: tuple
     c.done("transform", *option, "--to", "hf", "--max-shard-size", "200")
     assert len(list(c.dst.glob("*.safetensors"))) > 1
     again = c.but(src=c.dst, src_strategy=None, dst=tmp_path / "again")
-    finished = again.done("transform", *option, "--to", "ckpt")
-    assert "each piece is on one rank, nothing to join" in finished.err
+    assert "each piece is on one rank, nothing to join" in again.done("transform", *option, "--to", "ckpt").err
     assert written(again, 0).tobytes() == (TOTAL / np.float32(2 if option == MEAN else 1)).tobytes()
 
 
@@ -398,8 +388,7 @@ def test_an_equation_beside_it(tmp_path: Path) -> None:
     other = whole.but(dst=tmp_path / "renamed")
     other.done("transform", *MEAN, "--map", str(renamed), "--forward")
     other = other.but(dst=tmp_path / "sum")
-    said = other.refused("transform", *SUM, "--map", str(renamed), "--forward")
-    assert "only one side is known as sums" in said
+    assert "only one side is known as sums" in other.refused("transform", *SUM, "--map", str(renamed), "--forward")
 
 
 def test_a_format_of_one_copy_takes_a_mean_and_no_sum_of_one_holder(tmp_path: Path) -> None:
@@ -437,9 +426,8 @@ def test_whose_place_no_strategy_tells_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("w", "got"), [(None, "no parameter"), (np.ones((8, 1), np.float32), "'w' of shape [8, 2]")], ids=["none", "shape"]
 )
-def test_without_its_parameter_replicas_are_not_known(tmp_path: Path, w: np.ndarray | None, got: str) -> None:
+def test_without_its_parameter_replicas_are_not_known(c: Conversion, w: np.ndarray | None, got: str) -> None:
     """Sums differ whatever the strategy; the copies of the parameter are what tells a wrong one."""
-    c = make(tmp_path)
     for rank in range(4):
         c.rewrite(rank, {"moments.w": None, "w": w, NAME: PARTS[rank]})
     layouts = {**SRC_LAYOUTS, NAME: SRC_LAYOUTS["w"]}
@@ -511,8 +499,7 @@ def test_sums_of_zeros_may_be_the_same(tmp_path: Path) -> None:
 def test_other_copies_are_still_held_against_each_other(tmp_path: Path) -> None:
     c = accumulating(tmp_path)
     c.rewrite(3, {NAME: PARTS[3], "w": c.arrays(3)["w"] + 100})
-    said = c.refused("transform", *MEAN, "--replicas", "check")
-    assert "'w'" in said
+    assert "'w'" in c.refused("transform", *MEAN, "--replicas", "check")
 
 
 def test_mean_twice_is_mean_once(tmp_path: Path) -> None:

@@ -36,8 +36,7 @@ def later(c: Conversion, rank: int) -> None:
     os.utime(c.shard(rank), ns=(status.st_atime_ns, status.st_mtime_ns + 1))
 
 
-def test_a_record_says_which_files_a_target_was_made_from(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_a_record_says_which_files_a_target_was_made_from(c: Conversion) -> None:
     c.done()
     for rank in range(2):
         record = json.loads((c.dst / ".reshard_mpi" / f"rank_{rank}.json").read_text())
@@ -51,8 +50,7 @@ def test_a_record_says_which_files_a_target_was_made_from(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("how", ["size", "time"])
 @pytest.mark.parametrize("command", ["transform", "plan"])
-def test_a_finished_target_whose_source_is_another_now(tmp_path: Path, how: str, command: str) -> None:
-    c = make(tmp_path)
+def test_a_finished_target_whose_source_is_another_now(c: Conversion, how: str, command: str) -> None:
     c.done("transform", "--rank", "0")
     before = listing(c.dst)
     if how == "size":
@@ -72,12 +70,10 @@ def test_several_sources_that_are_others_now(tmp_path: Path) -> None:
     c.done()
     for rank in range(2):
         later(c, rank)
-    said = c.refused("transform", "--resume")
-    assert "and 1 more: rank_1/checkpoint_1.ckpt\n" in said
+    assert "and 1 more: rank_1/checkpoint_1.ckpt\n" in c.refused("transform", "--resume")
 
 
-def test_a_finished_target_whose_source_is_gone(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_a_finished_target_whose_source_is_gone(c: Conversion) -> None:
     c.done("transform", "--rank", "0")
     c.remove(0)
     warning = f"warning: 3 of 4 ranks are there: no shard of rank 0 in {c.src}\n"
@@ -101,8 +97,7 @@ def test_one_file_as_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert "have changed since" in from_one_file.but(src=c.written(0)).run("transform", "--resume").err
 
 
-def test_targets_that_were_made_from_two_states_of_a_file_are_not_committed(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_targets_that_were_made_from_two_states_of_a_file_are_not_committed(c: Conversion) -> None:
     c.remove(0, 1)  # so both targets are made from the others
     c.done("transform", "--part", "0/2")
     later(c, 3)
@@ -111,25 +106,21 @@ def test_targets_that_were_made_from_two_states_of_a_file_are_not_committed(tmp_
     assert "rank_3/checkpoint_3.ckpt of " in said and "--overwrite" in said
     assert not c.written(1).exists()  # refused before it is written
     c.done("transform", "--overwrite", "--part", "1/2")  # as other tasks will do for theirs
-    said = refused("commit", c.dst)
-    assert "a source was changed between the targets of ranks 0 and 1" in said
+    assert "a source was changed between the targets of ranks 0 and 1" in refused("commit", c.dst)
     assert not (c.dst / "reshard.json").exists()
     c.done("transform", "--overwrite")
 
 
-def test_a_large_record_is_left_to_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    c = make(tmp_path)
+def test_a_large_record_is_left_to_the_commit(c: Conversion, monkeypatch: pytest.MonkeyPatch) -> None:
     c.remove(0, 1)
     monkeypatch.setattr(commit, "_MOST_READ_EARLY_BYTES", 10)
     c.done("transform", "--part", "0/2")
     later(c, 3)
-    said = c.refused("transform", "--part", "1/2")
-    assert "a source was changed between the targets of ranks 0 and 1" in said
+    assert "a source was changed between the targets of ranks 0 and 1" in c.refused("transform", "--part", "1/2")
     assert c.written(1).exists() and not (c.dst / "reshard.json").exists()
 
 
-def test_a_target_whose_file_is_gone_says_nothing(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_a_target_whose_file_is_gone_says_nothing(c: Conversion) -> None:
     c.done("transform", "--rank", "0")
     saved_again(c)
     c.written(0).unlink()
@@ -139,9 +130,8 @@ def test_a_target_whose_file_is_gone_says_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("journal", [True, False])
 def test_a_source_that_is_saved_over_while_it_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, journal: bool
+    c: Conversion, monkeypatch: pytest.MonkeyPatch, journal: bool
 ) -> None:
-    c = make(tmp_path)
     fill = target_writer.fill_file
 
     def save_over(plan, *arguments):
@@ -220,8 +210,7 @@ def saved_again(c: Conversion) -> None:
         c.rewrite(rank, {"w": expected_rank(c.source, {"w": TENSORS["w"] + 1}, rank)["w"]})
 
 
-def test_targets_of_two_states_are_not_committed(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_targets_of_two_states_are_not_committed(c: Conversion) -> None:
     c.done("transform", "--rank", "0")
     saved_again(c)
     said = c.refused("transform", "--rank", "1", "--resume")
@@ -229,13 +218,11 @@ def test_targets_of_two_states_are_not_committed(tmp_path: Path) -> None:
     assert "expected: rank_0/checkpoint_0.ckpt of " in said and "--overwrite" in said
     assert not c.written(1).exists()  # refused before it is written
     c.done("transform", "--rank", "1", "--overwrite")
-    finished = run_here("commit", c.dst)
-    assert "saved after target rank 0" in finished.err and not (c.dst / "reshard.json").exists()
+    assert "saved after target rank 0" in run_here("commit", c.dst).err and not (c.dst / "reshard.json").exists()
     assert c.run("transform", "--overwrite").code == 0 and (c.dst / "reshard.json").exists()
 
 
-def test_what_is_saved_when_all_targets_are_made_is_no_concern(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_what_is_saved_when_all_targets_are_made_is_no_concern(c: Conversion) -> None:
     for rank in ("0", "1"):
         c.done("transform", "--rank", rank)
     (c.dst / "reshard.json").unlink()
@@ -255,9 +242,8 @@ def copy_of_source(c: Conversion, name: str) -> Path:
 
 @pytest.mark.parametrize("verify", [(), ("--verify",)])
 def test_a_source_that_is_exchanged_for_an_older_one_between_two_targets(
-    tmp_path: Path, verify: tuple[str, ...]
+    c: Conversion, tmp_path: Path, verify: tuple[str, ...]
 ) -> None:
-    c = make(tmp_path)
     other = copy_of_source(c, "other")
     c.done("transform", "--rank", "0")
     c.src.rename(tmp_path / "was")
@@ -266,13 +252,11 @@ def test_a_source_that_is_exchanged_for_an_older_one_between_two_targets(
     assert not c.written(1).exists()
     assert "the source of target rank 0 is another one now, that of target rank 1 is not" in said
     c.done("transform", "--rank", "1", "--overwrite")
-    said = refused("commit", c.dst)
-    assert "the source of target rank 0 is another one now" in said
+    assert "the source of target rank 0 is another one now" in refused("commit", c.dst)
     assert not (c.dst / "reshard.json").exists()
 
 
-def test_the_source_of_all_targets_may_be_exchanged_for_an_older_one(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_the_source_of_all_targets_may_be_exchanged_for_an_older_one(c: Conversion, tmp_path: Path) -> None:
     other = copy_of_source(c, "other")
     c.done()
     (c.dst / "reshard.json").unlink()
@@ -320,8 +304,7 @@ def test_a_source_that_is_replaced_when_its_structure_has_been_read(
     assert not [*c.dst.rglob("*.ckpt"), *c.dst.rglob("part*"), *c.dst.rglob("param_name_map.json")]
 
 
-def test_a_source_that_is_written_to_while_its_arrays_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    c = make(tmp_path)
+def test_a_source_that_is_written_to_while_its_arrays_are_read(c: Conversion, monkeypatch: pytest.MonkeyPatch) -> None:
     load = gather.load_shard
 
     def load_then_change(*arguments: object, **options: object) -> object:
@@ -386,8 +369,7 @@ def test_a_process_that_fills_a_part_has_planned_other_tensors(tmp_path: Path) -
     assert not c.written(0).exists()
 
 
-def test_sources_that_are_gone_when_others_are_newer(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_sources_that_are_gone_when_others_are_newer(c: Conversion) -> None:
     c.done("transform", "--rank", "0")
     saved_again(c)
     c.remove(0, 1)  # what target 0 was made of
@@ -398,9 +380,8 @@ def test_sources_that_are_gone_when_others_are_newer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("journal", [True, False])
 def test_a_source_that_is_written_to_and_then_taken_away_while_it_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, journal: bool
+    c: Conversion, monkeypatch: pytest.MonkeyPatch, journal: bool
 ) -> None:
-    c = make(tmp_path)
     fill = target_writer.fill_file
 
     def change_fill_and_take_away(plan, *arguments):

@@ -20,6 +20,8 @@ from support.processes import HANG_SECONDS
 from reshard_mpi.processes.governor import scopes
 from reshard_mpi.text import MIB
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT_SECONDS = 900
 
 
@@ -65,7 +67,6 @@ if os.environ.get("RESHARD_MPI_TEST_FULL_SIZE"):
     LARGE = [("ckpt", 20_001, 8, 512), ("hdf5", 20_001, 8, 512)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize(
     ("kind", "tensors", "count", "limit_mib"), [("ckpt", 17, 16, 320), ("hdf5", 17, 12, 320), *LARGE]
@@ -80,7 +81,6 @@ def test_no_task_is_killed(tmp_path: Path, kind: str, tensors: int, count: int, 
         print(f"{count} tasks of {tensors} tensors: peak {group.peak_bytes / MIB:.0f} of {limit_mib} MiB")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("version", [1, 2])
 def test_the_same_without_the_governor_is_killed(tmp_path: Path, version: int) -> None:
     with group_of(version, 128 * MIB) as group:
@@ -89,7 +89,6 @@ def test_the_same_without_the_governor_is_killed(tmp_path: Path, version: int) -
         assert -9 in {code for code, _ in ended} and group.kills > 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("version", "jobs"), [(1, 8), (2, 2)])
 def test_workers_of_one_run(tmp_path: Path, version: int, jobs: int) -> None:
     """They wait for each other, so none may keep memory that another one waits for."""

@@ -80,8 +80,7 @@ def request(c: Conversion, **options: Any) -> Request:
 
 def counted(c: Conversion, task: Task = Task.CONVERT, **options: Any) -> Counting:
     counting = Counting()
-    outcome = task.run(request(c, **options), SerialComm(), counting)
-    assert not outcome.failures
+    assert not task.run(request(c, **options), SerialComm(), counting).failures
     counting.assert_exact()
     return counting
 
@@ -89,8 +88,7 @@ def counted(c: Conversion, task: Task = Task.CONVERT, **options: Any) -> Countin
 @pytest.mark.parametrize(
     ("to", "verify"), one_at_a_time(["ckpt", "hdf5", "safetensors", "torch", "hf", "dcp"], [False, True])
 )
-def test_a_transform(tmp_path: Path, to: str, verify: bool) -> None:
-    c = make(tmp_path)
+def test_a_transform(c: Conversion, to: str, verify: bool) -> None:
     whole = to == "hf"
     options: dict[str, Any] = {"to": to, "verify": verify}
     counting = counted(c.but(dst_strategy=None) if whole else c, **options)
@@ -102,8 +100,7 @@ def test_a_transform(tmp_path: Path, to: str, verify: bool) -> None:
     assert verify == any(stage.name == "checking sources" for stage in counting.stages)
 
 
-def test_tensors_that_are_converted(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_tensors_that_are_converted(c: Conversion) -> None:
     halved = (TENSORS["w"].nbytes + TENSORS["moments.w"].nbytes) // 2  # those of floating point
     assert counted(c, dtype=("fp16",)).named("writing").size_bytes == target_bytes(c) - halved
 
@@ -147,15 +144,13 @@ def test_a_verification(tmp_path: Path, kind: str, crc: bool) -> None:
     assert counting.named("verifying") == Stage("verifying", files_bytes, 2, "shard")
 
 
-def test_a_comparison(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_a_comparison(c: Conversion) -> None:
     c.done("transform")
     stage = counted(c, Task.DIFF, recorded=False).named("comparing")
     assert stage == Stage("comparing", WHOLE_BYTES, 4, "tensor")
 
 
-def test_a_target_that_fails_is_not_counted_as_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    c = make(tmp_path)
+def test_a_target_that_fails_is_not_counted_as_complete(c: Conversion, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def fail(plan: Any, *_: Any) -> Any:
         raise OSError(5, "a disk", str(plan.target_rank))
@@ -189,16 +184,14 @@ def transformed(c: Conversion, **options: Any) -> list[RunStatus]:
 
 
 @pytest.mark.parametrize("options", few(3, [{}, {"verify": True}, {"jobs": 2}, {"jobs": 8, "verify": True}]))
-def test_the_last_that_is_told_is_that_all_is_done(tmp_path: Path, options: Mapping[str, Any]) -> None:
-    c = make(tmp_path)
+def test_the_last_that_is_told_is_that_all_is_done(c: Conversion, options: Mapping[str, Any]) -> None:
     last = transformed(c, **options)[-1]
     assert last.bytes_total == target_bytes(c)
     assert last.is_complete and last.percent == 100
     assert (last.targets_done, last.targets_total, last.unit, last.waiting) == (2, 2, "target", 0)
 
 
-def test_of_verifications_and_comparisons_too(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_of_verifications_and_comparisons_too(c: Conversion, tmp_path: Path) -> None:
     pair = (c.src, c.dst, c.src_strategy, c.dst_strategy)
     told: list[RunStatus] = []
     report = reshard_mpi.transform(*pair, verify=True)
@@ -218,9 +211,8 @@ def test_of_verifications_and_comparisons_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_a_function_that_fails_is_logged_and_left_alone(
-    tmp_path: Path, jobs: int, caplog: pytest.LogCaptureFixture
+    c: Conversion, jobs: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    c = make(tmp_path)
     calls: list[RunStatus] = []
 
     def fail(status: RunStatus) -> None:
@@ -232,8 +224,7 @@ def test_a_function_that_fails_is_logged_and_left_alone(
     assert sum(record.exc_info is not None for record in caplog.records if record.name == "reshard_mpi") == 1
 
 
-def test_nothing_more_is_told_of_a_call_that_is_refused(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_nothing_more_is_told_of_a_call_that_is_refused(c: Conversion) -> None:
     c.dst.write_text("mine")
     told: list[RunStatus] = []
     with pytest.raises(reshard_mpi.TargetError):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support import ckpt_peer, torch_peer
 from support.checkpoints import sample, write_shard
 from support.command_line import done, refused, run_apart, run_here
-from support.conversions import TENSORS, Conversion, make
+from support.conversions import TENSORS, Conversion
 from support.examples import many
 from support.launch import MPI
 from support.processes import Finished
@@ -34,21 +34,18 @@ def diff(c: Conversion, other: Path, *options: str) -> Finished:
 
 
 @pytest.mark.parametrize("kind", ["ckpt", "hdf5"])
-def test_the_same_in_another_layout_and_format(tmp_path: Path, kind: str) -> None:
-    c = make(tmp_path)
+def test_the_same_in_another_layout_and_format(c: Conversion, tmp_path: Path, kind: str) -> None:
     said = diff(c, full(tmp_path, "h5" if kind == "hdf5" else kind))
     assert said.code == 0 and said.out.startswith("compared 4 tensors, ") and said.out.endswith(": the same\n"), said
 
 
-def test_two_layouts(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_two_layouts(c: Conversion) -> None:
     c.done("transform")
     said = diff(c, c.dst, "--dst-strategy", str(c.dst_strategy))
     assert said.code == 0 and "compared 4 tensors" in said.out, said
 
 
-def test_one_element(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_one_element(c: Conversion, tmp_path: Path) -> None:
     changed = TENSORS["w"].copy()
     changed[5, 2] = 0.5
     changed[6, 0] = 0.25
@@ -61,8 +58,7 @@ def test_one_element(tmp_path: Path) -> None:
     assert said.err.count("difference: ") == 1
 
 
-def test_names_types_and_shapes(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_names_types_and_shapes(c: Conversion, tmp_path: Path) -> None:
     other = tmp_path / "other.ckpt"
     arrays = {"w": TENSORS["w"].astype(np.float64), "moments.w": np.zeros((4, 8), np.float32), "extra": np.zeros(3)}
     write_shard({**arrays, "global_step": TENSORS["global_step"]}, other)
@@ -107,8 +103,7 @@ def test_what_either_has_besides_does_not_count(tmp_path: Path, options: tuple[s
     plain, other = with_extras(tmp_path, "a"), with_extras(tmp_path, "b", **{"x.head": extra})
     third = with_extras(tmp_path, "c", **{"x.head": extra * 2})
     for first, second in ((plain, other), (other, plain), (other, third)):
-        said = done("diff", str(first), str(second), "--jobs", "1", *options)
-        assert "compared 2 tensors" in said.out, said
+        assert "compared 2 tensors" in done("diff", str(first), str(second), "--jobs", "1", *options).out
         assert run_here("diff", str(first), str(second), "--jobs", "1").code == 4
 
 
@@ -143,21 +138,18 @@ def test_a_full_checkpoint_and_what_a_map_makes_of_a_part(tmp_path: Path) -> Non
     second = tmp_path / "c.ckpt"
     write_shard({"v.w": np.arange(4, dtype=np.float32), "v.b": np.arange(3) + 1, "z": np.ones(1)}, second)
     arguments = ["diff", str(with_extras(tmp_path, "a")), str(second), "--jobs", "1", "--map", str(rules)]
-    said = done(*arguments, "--exclude", "v.b", "--exclude", "z")
-    assert "compared 1 tensor," in said.out, said
+    assert "compared 1 tensor," in done(*arguments, "--exclude", "v.b", "--exclude", "z").out
     assert "difference: 'v.b' differs at element [0]" in run_here(*arguments, "--exclude", "z").err
 
 
-def test_a_hole_is_no_difference_but_refused(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_a_hole_is_no_difference_but_refused(c: Conversion, tmp_path: Path) -> None:
     other = full(tmp_path)
     c.remove(1, 3)
     said = diff(c, other)
     assert said.code == 3 and "reshard-mpi: error: " in said.err, said
 
 
-def test_several_processes_find_the_same(tmp_path: Path, mpi: MPI) -> None:
-    c = make(tmp_path)
+def test_several_processes_find_the_same(c: Conversion, tmp_path: Path, mpi: MPI) -> None:
     changed = {name: TENSORS[name].copy() for name in ("w", "b")}
     changed["w"][7, 3] += 1
     changed["b"][1] = 9
@@ -176,8 +168,7 @@ def test_processes_that_compare_as_much_as_each_other_are_added_up() -> None:
     assert (report.notes, report.tensors, report.read_bytes, len(report.checked)) == (("a note",), 6, 128, 1)
 
 
-def test_as_a_function(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_as_a_function(c: Conversion, tmp_path: Path) -> None:
     assert reshard_mpi.diff(c.src, full(tmp_path), c.src_strategy).tensors == 4
     changed = {name: TENSORS[name] + 1 for name in ("w", "b")}
     with pytest.raises(DifferenceError, match=r"differs at element \[0.*\(and 1 more found\)") as raised:
@@ -236,14 +227,12 @@ def test_attributes_of_a_tensor_are_left_out_by_name(tmp_path: Path) -> None:
     marked = torch_peer.Tensor(UTILS._rebuild_parameter_with_state, weights, True, {}, {"tag": "x"})
     torch_peer.save(tmp_path / "a.pt", {"w": marked})
     source, target = str(tmp_path / "a.pt"), str(tmp_path / "out")
-    finished = done("transform", source, target, "--jobs", "1")
-    assert "w: its attributes tag" in finished.err, finished
+    assert "w: its attributes tag" in done("transform", source, target, "--jobs", "1").err
     assert run_here("transform", source, f"{target}2", "--jobs", "1", "--strict").code == 3
 
 
 def test_a_tensor_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     first = saved(tmp_path / "a.pt", optimizer={"odd": torch_peer.Tensor(UTILS._rebuild_sparse_tensor)})
     for arguments in (["diff", str(first), str(first)], ["transform", str(first), str(tmp_path / "out")]):
-        said = refused(*arguments, "--jobs", "1")
-        assert "got: optimizer.odd: a sparse tensor" in said
+        assert "got: optimizer.odd: a sparse tensor" in refused(*arguments, "--jobs", "1")
     assert not (tmp_path / "out").exists()

@@ -21,6 +21,8 @@ from reshard_mpi.processes import host as host_names
 from reshard_mpi.processes.comm import SerialComm
 from reshard_mpi.processes.host import HOST_VARIABLE, Identity, distinct_names
 
+pytestmark = pytest.mark.slow
+
 # The hosts of the ranks, by rank.
 NAMES = ["node-a", "node-a", "node-b", "node-b"]
 
@@ -161,8 +163,7 @@ def test_what_is_wrong_on_one_host_only_is_refused_with_its_name(tmp_path: Path,
 def test_a_rank_that_is_killed(tmp_path: Path, mpi: MPI, names: tuple[str, ...], count: int) -> None:
     c = some_targets(tmp_path, "ckpt", count)
     hosts = make_hosts(mpi, tmp_path, *names)
-    finished = run(hosts, c, env=doing(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)"))
-    assert finished.code != 0, finished
+    assert run(hosts, c, env=doing(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")).code != 0
     assert not c.written(1).exists()
     resume(c)
     assert_right(c)

@@ -48,8 +48,7 @@ def listed(out: str) -> list[str]:
 def test_whole_shapes_and_the_pieces_of_the_rank_that_is_asked_for(tmp_path: Path, form: str) -> None:
     arguments = write(tmp_path, form)
     target = ["--dst-strategy", f"{tmp_path}/dst.toml"]
-    finished = done(*arguments, *target, "--rank", "1", "-v")
-    assert listed(finished.out) == RANK_1, finished
+    assert listed(done(*arguments, *target, "--rank", "1", "-v").out) == RANK_1
     finished = done(*arguments, *target, "--rank", "2,1", "-v", "--to", "dcp")
     assert [line.partition(", on")[0] for line in listed(finished.out)] == WHOLES, finished
     assert listed(run_here(*arguments, "-v").out) == WHOLES
@@ -66,8 +65,7 @@ def test_every_form_of_source(tmp_path: Path, to: str) -> None:
     for options, expected in (([], WHOLES), (["--dst-strategy", f"{tmp_path}/dst.toml", "--rank", "1"], RANK_1)):
         finished = done("plan", f"{tmp_path}/made", f"{tmp_path}/dst", *options, "-v", "--to", "ckpt")
         assert listed(finished.out) == expected, finished
-    filled = done(*arguments, "--to", "hf", "--max-shard-size", "100", "-v")
-    assert listed(filled.out) == WHOLES
+    assert listed(done(*arguments, "--to", "hf", "--max-shard-size", "100", "-v").out) == WHOLES
 
 
 @pytest.mark.slow
@@ -84,8 +82,7 @@ def test_processes_list_every_tensor_once(tmp_path: Path) -> None:
 def test_whole_shapes_by_ceiling_division_are_shown_before_anything_is_written(tmp_path: Path) -> None:
     arguments = write(tmp_path, "ckpt")
     (tmp_path / "src.toml").write_text(spec(4, '[[parameter]]\nmatch = "a.*"\nsplit = { 0 = ["x"] }\nsizes = "ceil"\n'))
-    finished = done(*arguments)
-    assert "by rule 'a.*', 'a.w' of shape [3, 4] on a rank is [10, 4] as a whole" in finished.err
+    assert "by rule 'a.*', 'a.w' of shape [3, 4] on a rank is [10, 4] as a whole" in done(*arguments).err
 
 
 def test_of_many_rules_a_few_are_shown(tmp_path: Path) -> None:

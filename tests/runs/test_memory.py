@@ -30,6 +30,8 @@ from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Placement, Strategy
 from reshard_mpi.text import GIB, MIB
 
+pytestmark = pytest.mark.slow
+
 BOUND_BYTES = 200 * MIB
 SHAPE = (5461, 49152)  # 1 GiB of float32; rows so that neither cut falls on a page
 SOURCE = Strategy(8, 1, {"w": (Placement((8,), ((), (0,))),)})

@@ -25,6 +25,8 @@ from support.processes import run_command
 import reshard_mpi
 from reshard_mpi.sharding import strategy
 
+pytestmark = pytest.mark.slow
+
 DATA = Path(os.environ.get("RESHARD_MPI_SHARED_DATA", Path(__file__).parents[3] / "shared" / "data"))
 REAL = DATA / "mindformers_gpt2"
 

@@ -75,8 +75,7 @@ def test_the_run_may_begin_again_with_the_newer_one(c: Conversion) -> None:
     c.done("transform", "--rank", "0-1")
     save_newer(c)
     c.done("transform", "--overwrite", "--rank", "2-3")
-    said = refused("commit", c.dst, code=4)
-    assert "target rank 0 is of another run" in said
+    assert "target rank 0 is of another run" in refused("commit", c.dst, code=4)
     c.done("transform", "--overwrite")
     sources = json.loads((c.dst / "reshard.json").read_text())["sources"]
     assert {Path(source["file"]).name for source in sources} == {NEW}

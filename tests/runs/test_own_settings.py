@@ -142,5 +142,4 @@ def test_settings_of_copies_that_no_target_reads(tmp_path: Path, command: str) -
     strategy = str(tmp_path / "dp.toml")
     target = str(tmp_path / ("dst" if command == "transform" else "src"))
     more = () if command == "transform" else ("--dst-strategy", strategy)
-    finished = done(command, tmp_path / "src", target, "--src-strategy", strategy, *more)
-    assert f"{NOTE} 0, 1" in finished.err
+    assert f"{NOTE} 0, 1" in done(command, tmp_path / "src", target, "--src-strategy", strategy, *more).err

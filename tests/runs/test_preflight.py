@@ -77,8 +77,7 @@ def needed_of(refusal: str) -> int:
 
 
 @pytest.mark.parametrize("command", ["transform", "plan"])
-def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
-    c = make(tmp_path)
+def test_no_room(c: Conversion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     say_free(monkeypatch, sum(planned(c)))  # the payloads alone
     needed = needed_of(c.run(command).err)
     say_free(monkeypatch, needed - 1)
@@ -92,16 +91,14 @@ def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str) 
     c.done(command)
 
 
-def test_no_room_for_the_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    c = make(tmp_path)
+def test_no_room_for_the_function(c: Conversion, monkeypatch: pytest.MonkeyPatch) -> None:
     say_free(monkeypatch, sum(planned(c)) - 1)
     with pytest.raises(reshard_mpi.errors.TargetError, match="no room"):
         transform_by_function(c)
     assert not c.dst.exists()
 
 
-def test_no_room_for_one_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    c = make(tmp_path)
+def test_no_room_for_one_target(c: Conversion, monkeypatch: pytest.MonkeyPatch) -> None:
     shards, (needed, _) = {rank: c.shard(rank) for rank in range(4)}, planned(c)
 
     def transform(name: str) -> None:
@@ -122,8 +119,7 @@ def test_no_room_for_one_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     transform("net.ckpt")
 
 
-def test_only_what_is_still_to_be_made_needs_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    c = make(tmp_path)
+def test_only_what_is_still_to_be_made_needs_room(c: Conversion, monkeypatch: pytest.MonkeyPatch) -> None:
     say_free(monkeypatch, 0)
     both = needed_of(c.run().err)
     first = needed_of(c.run("transform", "--rank", "0").err)
@@ -251,9 +247,8 @@ def test_whether_blocks_may_be_shared(sharing: Path, tmp_path: Path) -> None:
 # Names
 
 
-def test_a_prefix_that_is_too_long(tmp_path: Path) -> None:
+def test_a_prefix_that_is_too_long(c: Conversion, tmp_path: Path) -> None:
     """The partial file has the longest name: that it does not fit must not come out in the middle."""
-    c = make(tmp_path)
     most = os.pathconf(tmp_path, "PC_NAME_MAX") - len(".1.ckpt.0123456789ab.partial")
     for command in ("transform", "plan"):
         before = listing(tmp_path)
@@ -265,16 +260,14 @@ def test_a_prefix_that_is_too_long(tmp_path: Path) -> None:
     assert c.run("transform", "--prefix", "\u00e4" * most, "--overwrite").code == 3
 
 
-def test_a_target_folder_with_a_name_that_is_too_long(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_a_target_folder_with_a_name_that_is_too_long(c: Conversion, tmp_path: Path) -> None:
     said = c.but(dst=tmp_path / ("d" * 256)).refused()
     assert "a file name of the target would be too long" in said
     assert "shorter name" in said
 
 
-def test_a_path_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_that_is_too_long(c: Conversion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the files of a target, the partial one of its record may have the longest path."""
-    c = make(tmp_path)
     monkeypatch.chdir(tmp_path)
     longest = len("/.reshard_mpi/.rank_1.json.0123456789ab.partial")
     for spare, code in ((0, 3), (1, 0)):
@@ -296,11 +289,10 @@ def folder_of(length: int) -> Path:
 # Left-overs
 
 
-def test_shards_of_another_name_are_removed_or_refuse_the_run(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_shards_of_another_name_are_removed_or_refuse_the_run(c: Conversion) -> None:
     assert c.run().err.count("note:") == 0
-    finished = c.run("transform", "--overwrite", "--prefix", "net_")
-    assert finished.ended == (0, "") and not c.written(0).exists(), finished  # they were this program's own
+    assert c.run("transform", "--overwrite", "--prefix", "net_").ended == (0, "")
+    assert not c.written(0).exists()  # they were this program's own
     strange = c.dst / "rank_1" / "other.ckpt"
     strange.write_bytes(b"precious")
     for options in (["--overwrite"], ["--overwrite", "--prefix", "more_"]):
@@ -309,8 +301,7 @@ def test_shards_of_another_name_are_removed_or_refuse_the_run(tmp_path: Path) ->
     assert strange.read_bytes() == b"precious"
 
 
-def test_functions_point_out_shards_of_another_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    c = make(tmp_path)
+def test_functions_point_out_shards_of_another_name(c: Conversion, caplog: pytest.LogCaptureFixture) -> None:
     strange = c.dst / "rank_1" / "other.ckpt"
     strange.parent.mkdir(parents=True)
     strange.write_bytes(b"precious")
@@ -348,9 +339,8 @@ def test_texts_count_as_what_a_shard_is_read_with(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("lying", ["rank_9/checkpoint_9.ckpt", "model.safetensors"])
-def test_functions_point_out_other_checkpoints(tmp_path: Path, caplog: pytest.LogCaptureFixture, lying: str) -> None:
+def test_functions_point_out_other_checkpoints(c: Conversion, caplog: pytest.LogCaptureFixture, lying: str) -> None:
     """Such as the last ranks of an earlier one of more ranks, beside which the new one is not read any more."""
-    c = make(tmp_path)
     strange = c.dst / lying
     strange.parent.mkdir(parents=True)
     strange.write_bytes(b"precious")

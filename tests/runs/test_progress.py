@@ -192,9 +192,8 @@ def test_one_target(spoiled: Conversion, logged: Logged) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("spoil", [a_damaged_shard, values_of_two_targets_that_differ])
 def test_worker_processes_leave_it_to_their_parent(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], logged: Logged, spoil: Callable[[Conversion], None]
+    c: Conversion, capfd: pytest.CaptureFixture[str], logged: Logged, spoil: Callable[[Conversion], None]
 ) -> None:
-    c = make(tmp_path)
     spoil(c)
     finished = done(capfd, *c.arguments("transform", "--jobs", "2"))
     assert len(printed(finished)) == 1
@@ -203,8 +202,7 @@ def test_worker_processes_leave_it_to_their_parent(
 
 
 @pytest.mark.slow
-def test_more_processes_than_there_is_work_for(tmp_path: Path, logged: Logged, monkeypatch: pytest.MonkeyPatch) -> None:
-    c = make(tmp_path)
+def test_more_processes_than_there_is_work_for(c: Conversion, logged: Logged, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RESHARD_MPI_MEMORY", "unlimited")  # so many may have to wait for memory, and say so
     finished = c.done("transform", "--jobs", str(MANY))
     ((level, text),) = printed(finished)
@@ -216,8 +214,7 @@ def test_more_processes_than_there_is_work_for(tmp_path: Path, logged: Logged, m
     assert logged.by(lambda: reshard_mpi.verify(*pair, jobs=MANY)) == printed(finished)
 
 
-def test_verify(tmp_path: Path, logged: Logged) -> None:
-    c = make(tmp_path)
+def test_verify(c: Conversion, logged: Logged) -> None:
     c.done("transform", "--verify", "--rank", "0")
     c.done("transform", "--resume")
     finished = done("verify", c.dst, "--jobs", "1")
@@ -229,8 +226,7 @@ def test_verify(tmp_path: Path, logged: Logged) -> None:
     assert logged.by(lambda: reshard_mpi.verify(c.src, c.dst, c.src_strategy, c.dst_strategy)) == printed(finished)
 
 
-def test_verify_says_which_checkpoint_it_has_chosen(tmp_path: Path, logged: Logged) -> None:
-    c = make(tmp_path)
+def test_verify_says_which_checkpoint_it_has_chosen(c: Conversion, logged: Logged) -> None:
     several_checkpoints(c)
     transform(c)()
     finished = done("verify", c.src, c.dst, *c.arguments()[3:7], "--jobs", "1")
@@ -238,8 +234,7 @@ def test_verify_says_which_checkpoint_it_has_chosen(tmp_path: Path, logged: Logg
     assert logged.by(lambda: reshard_mpi.verify(c.src, c.dst, c.src_strategy, c.dst_strategy)) == printed(finished)
 
 
-def test_one_of_the_ranks_of_an_mpi_run_logs(tmp_path: Path, mpi: MPI) -> None:
-    c = make(tmp_path)
+def test_one_of_the_ranks_of_an_mpi_run_logs(c: Conversion, mpi: MPI) -> None:
     values_of_two_targets_that_differ(c)
     a_damaged_shard(c)
     finished = c.done()
@@ -248,8 +243,7 @@ def test_one_of_the_ranks_of_an_mpi_run_logs(tmp_path: Path, mpi: MPI) -> None:
     assert [sorted(results[rank]) for rank in range(3)] == [printed(finished), [], []]
 
 
-def test_nothing_is_logged_of_a_call_that_is_refused(tmp_path: Path, logged: Logged) -> None:
-    c = make(tmp_path)
+def test_nothing_is_logged_of_a_call_that_is_refused(c: Conversion, logged: Logged) -> None:
     a_damaged_shard(c)
     c.dst.write_text("mine")
     finished = c.run()

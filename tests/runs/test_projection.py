@@ -19,6 +19,8 @@ from reshard_mpi.runs.verify_checksums import Summing
 from reshard_mpi.sharding.placement import Placement, Strategy
 from reshard_mpi.text import MIB
 
+pytestmark = pytest.mark.slow
+
 # What is projected is at most so much more than what is measured.
 MOST = 1.5
 # Halves of their rows are summed as runs of 8 bytes: of the first so many that numpy does it.
@@ -72,19 +74,16 @@ def written(folder: Path, kind: str, tensors: int, shape: tuple[int, int], piece
     return made._replace(src=folder / "listed", src_strategy=None)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "to", "tensors", "shape"), CASES)
 def test_projected_and_measured(tmp_path: Path, kind: str, to: str, tensors: int, shape: tuple[int, int]) -> None:
     judge_run(f"{kind} to {to}, {tensors} tensors", written(tmp_path / "made", kind, tensors, shape), to, tmp_path)
 
 
-@pytest.mark.slow
 def test_a_folder_that_lists_many_pieces(tmp_path: Path) -> None:
     made = written(tmp_path / "made", "dcp", 500, (48, 48), pieces=48)
     judge_run("24,000 pieces", made, "dcp", tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "tensors", "shape"), [("ckpt", 17, SMALL), ("hdf5", 2, LARGE), ("ckpt", 1_000, SMALL)]
 )
@@ -120,7 +119,6 @@ def judge_run(what: str, made: LargeCheckpoint, to: str, tmp_path: Path, *furthe
     judge(f"{what}, written and verified", projected_bytes, verified.peak_rss_bytes)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "tensors", "shape"),
     [
@@ -165,7 +163,6 @@ finally:
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tensors", "shape", "storage"),
     [

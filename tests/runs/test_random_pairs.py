@@ -14,6 +14,8 @@ from support.checkpoints import ENDINGS, as_read, expected_rank, read_shard, wri
 import reshard_mpi
 from reshard_mpi.errors import LayoutError
 
+pytestmark = pytest.mark.slow
+
 KINDS = st.sampled_from(["ckpt", "hdf5", "safetensors"])
 
 

@@ -15,6 +15,7 @@ from support.cases import Side
 from support.checkpoints import ENDINGS
 from support.command_line import done, run_here
 from support.conversions import Conversion, of_every_kind, write_conversion
+from support.examples import one_at_a_time
 from support.oracle import RawLayout
 
 import reshard_mpi
@@ -89,8 +90,7 @@ def test_shards_of_many_tensors(kind: str, seed: int, count: int, pattern: str) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("length", [10, 200, 1000, 4000])
-@pytest.mark.parametrize("dimensions", [0, 4, 8])
+@pytest.mark.parametrize(("length", "dimensions"), one_at_a_time([10, 200, 1000, 4000], [4, 0, 8]))
 def test_shards_of_a_large_model(length: int, dimensions: int) -> None:
     for kind in ("ckpt", "hdf5"):
         names = [f"{i:0{length}}" for i in range(4000 if length < 1000 else 400)]

@@ -152,8 +152,7 @@ def test_verify_takes_what_is_recorded(tmp_path: Path, way: str, kept: str) -> N
         assert finished.code == 2 and "was made with other options" in finished.err, finished
 
 
-def test_verify_takes_that_parameters_were_dropped(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_verify_takes_that_parameters_were_dropped(c: Conversion) -> None:
     c.done("transform", "--unlisted", "drop")
     finished = verify(c)
     assert finished.code == 0 and "note: compared with --unlisted drop" in finished.err, finished

@@ -180,8 +180,7 @@ def test_a_source_that_was_committed_with_other_sums(tmp_path: Path) -> None:
     c.done("transform", "--verify")
     flip(c.written(2), "w")
     again = ["transform", str(c.dst), str(tmp_path / "again"), "--verify", "--jobs", "1"]
-    said = refused(*again)
-    assert "'w' is damaged, expected the sum" in said
+    assert "'w' is damaged, expected the sum" in refused(*again)
     assert not (tmp_path / "again").exists()
 
 
@@ -193,8 +192,7 @@ def test_a_source_that_was_saved_beside_what_was_committed(tmp_path: Path) -> No
     for rank in range(2):
         write_shard(expected_rank(c.target, trained, rank), c.written(rank).with_name("net-10_5.ckpt"))
     again = ["transform", str(c.dst), str(tmp_path / "again"), "--verify", "--jobs", "1"]
-    said = refused(*again, "--src-strategy", c.dst_strategy)
-    assert "--select 'net-*_*.ckpt'" in said
+    assert "--select 'net-*_*.ckpt'" in refused(*again, "--src-strategy", c.dst_strategy)
     done(*again, "--src-strategy", c.dst_strategy, "--select", "net-*_*.ckpt")
     assert sums(c.but(dst=tmp_path / "again")) == {name: zlib.crc32(array.tobytes()) for name, array in trained.items()}
     assert verify(c, "--select", "net-10*", target=False).code == 3  # of which there are no sums
@@ -238,8 +236,7 @@ def test_copies_of_a_parameter_that_differ(tmp_path: Path, kind: str) -> None:
     c = c.but(target=c.source, dst_strategy=c.src_strategy)
     for rank in range(4):
         c.rewrite(rank, {"b": TENSORS["b"] + rank})
-    said = c.refused("transform", "--verify", "--replicas", "any", code=4)
-    assert "copies of 'b' differ" in said
+    assert "copies of 'b' differ" in c.refused("transform", "--verify", "--replicas", "any", code=4)
     assert not (c.dst / "reshard.json").exists()
     finished = verify(c, target=False)
     assert finished.code == 4 and "copies of 'b' differ" in finished.err
@@ -253,8 +250,7 @@ def test_targets_that_were_made_without_are_pointed_out(tmp_path: Path) -> None:
     assert "sums" not in json.loads((c.dst / "reshard.json").read_text())
     c = c.but(dst=tmp_path / "verified")
     for _ in range(2):
-        finished = c.done("transform", "--verify", "--resume")
-        assert "not verified" not in finished.err
+        assert "not verified" not in c.done("transform", "--verify", "--resume").err
 
 
 # MindSpore's checksum
@@ -652,8 +648,7 @@ def test_alone_finds_what_is_not_as_it_was_written(tmp_path: Path, what: str) ->
     finished = verify(c, target=False)
     assert finished.code == 4 and expected in finished.err
     if what == "commit record is a pipe":  # only a file is ever replaced
-        said = c.refused("transform", "--verify", "--resume")
-        assert "a pipe is in the place of the commit record" in said
+        assert "a pipe is in the place of the commit record" in c.refused("transform", "--verify", "--resume")
         (c.dst / "reshard.json").unlink()
     if "record" in expected:  # which keeps nobody from going on
         c.done("transform", "--verify", "--resume")
@@ -744,5 +739,4 @@ def test_a_target_that_is_not_there_is_called_one(tmp_path: Path, name: str, say
     for strategies in (["--src-strategy", str(c.src_strategy)], []):
         said = refused("verify", c.src, tmp_path / name, *strategies)
         assert says in said and f"where: {tmp_path / name}" in said
-    said = refused("verify", tmp_path / "nosuch", c.dst)
-    assert "the source is not there" in said
+    assert "the source is not there" in refused("verify", tmp_path / "nosuch", c.dst)

@@ -15,7 +15,7 @@ from sharding.strategy.strategy_examples import NAMES, placements, whole_strateg
 from support.cases import Case, cases
 from support.checkpoints import write_strategy
 from support.command_line import done, refused, run_here
-from support.conversions import assert_right, make
+from support.conversions import Conversion, assert_right
 from support.examples import many
 from support.oracle import rank_holds, slice_for_rank
 
@@ -231,8 +231,7 @@ def test_ways_that_differ_in_nothing_but_their_meshes_are_one() -> None:
     assert text.count("match = ") == 2 and text.count("stage = ") == 1
 
 
-def test_the_spec_converts_as_the_files_do(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_the_spec_converts_as_the_files_do(c: Conversion, tmp_path: Path) -> None:
     for option, path in (("src", c.src_strategy), ("dst", c.dst_strategy)):
         finished = done("inspect", "--toml", path)
         (tmp_path / f"{option}.toml").write_text(finished.out)
@@ -241,11 +240,8 @@ def test_the_spec_converts_as_the_files_do(tmp_path: Path) -> None:
     assert_right(c)
     hdf5 = str(tmp_path / "hdf5")
     done("transform", c.src, hdf5, *specs, "--to", "hdf5")
-    finished = done("inspect", "--toml", hdf5)
-    assert 'match = "w"' in finished.out
-    said = refused("inspect", "--toml", c.src)
-    assert "the shards do not say how they are sharded" in said
+    assert 'match = "w"' in done("inspect", "--toml", hdf5).out
+    assert "the shards do not say how they are sharded" in refused("inspect", "--toml", c.src)
     for arguments in (["--json"], ["--rank", "0"], ["w"]):
         assert run_here("inspect", "--toml", c.src_strategy, *arguments).code == 2
-    said = refused("inspect", "--toml", tmp_path / "nothing")
-    assert "is not there" in said
+    assert "is not there" in refused("inspect", "--toml", tmp_path / "nothing")
