@@ -42,10 +42,9 @@ from reshard_mpi.runs.open_run import open_run
 from reshard_mpi.runs.outcome import Report, ShardReport, TargetReport
 from reshard_mpi.runs.plan import Plan, RankSummary, rules_of_source, told_rules
 from reshard_mpi.runs.progress import Progress, RunStatus, log
-from reshard_mpi.runs.request import Strategies
+from reshard_mpi.runs.request import Strategies, Task
 from reshard_mpi.runs.run_memory import RunMemory
 from reshard_mpi.runs.transform import plan_alone
-from reshard_mpi.runs.workers import Task
 
 if TYPE_CHECKING:
     import numpy as np

@@ -16,8 +16,8 @@ from reshard_mpi.processes.governor import scopes
 from reshard_mpi.runs.monitor import monitored
 from reshard_mpi.runs.outcome import Report
 from reshard_mpi.runs.progress import Display, Progress, RunStatus, Words, log, log_warning
-from reshard_mpi.runs.request import Request
-from reshard_mpi.runs.workers import Task, run_with_workers
+from reshard_mpi.runs.request import Request, Task
+from reshard_mpi.runs.workers import run_with_workers
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -21,9 +21,8 @@ from reshard_mpi.errors import UsageError
 from reshard_mpi.options import check_count, check_number, check_numbers, check_part, check_path, check_text
 from reshard_mpi.planning.needed_ranks import joined_ranks, needed_ranks
 from reshard_mpi.runs.outcome import Report
-from reshard_mpi.runs.request import Strategies
+from reshard_mpi.runs.request import Strategies, Task
 from reshard_mpi.runs.unify_safetensors import numbers_of, request_of_files
-from reshard_mpi.runs.workers import Task
 from reshard_mpi.sharding.placement import unsharded
 from reshard_mpi.sharding.strategy.merge import merge
 

@@ -20,19 +20,19 @@ from reshard_mpi.journal.records import STATE
 # Files that name the folder of the latest save, as DeepSpeed and its converter write them.
 _TRACKERS = ("latest", "latest_universal")
 _MAX_TAG_BYTES = 255
-_STATES = re.compile(
+_STATES = (
     r"(?:bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+_?optim_states\.pt|(?:zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt"
     r"|layer_\d+(?:-model_\d+)?-model_states\.pt|(?:layer_\d+_)?expert_\d+_mp_rank_\d+_(?:model|optim)_states\.pt"
     r"|expp_rank_\d+_mp_rank_\d+_optim_states\.pt"
 )
-_STAGE_3 = re.compile(r"zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt")
-_OPTIMIZER = re.compile(r".*_?optim_states\.pt")
-_LAYERS = re.compile(r"layer_\d+(?:-model_\d+)?-model_states\.pt")
-_EXPERTS = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt")
+_STAGE_3 = r"zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt"
+_OPTIMIZER = r".*_?optim_states\.pt"
+_LAYERS = r"layer_\d+(?:-model_\d+)?-model_states\.pt"
+_EXPERTS = r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt"
 _WEIGHTS = "mp_rank_00_model_states.pt"
 # The folder of parameters in what ds_to_universal.py makes.
 _UNIVERSAL, _OF_PARAMETER = "zero", "fp32.pt"
-_MEGATRON_FOLDER = re.compile(r"mp_rank_\d{2}(?:_\d{3}){0,2}")
+_MEGATRON_FOLDER = r"mp_rank_\d{2}(?:_\d{3}){0,2}"
 _MEGATRON_FILE, _MEGATRON_OPTIMIZER = "model_optim_rng.pt", "distrib_optim.pt"
 _MAX_LOOKED_INTO = 64
 _SETTINGS, _SETTINGS_BYTES, _ZARR = "metadata.json", 4096, b'"sharded_backend": "zarr"'
@@ -94,7 +94,7 @@ def _names(folder: str) -> list[str]:
 def _deepspeed(folder: str) -> _ForeignFolder | None:
     """Return the kind of a DeepSpeed folder; None if the folder is not DeepSpeed's."""
     names = _names(folder)
-    states = [name for name in names if _STATES.fullmatch(name)]
+    states = [name for name in names if re.fullmatch(_STATES, name)]
     weights = f"; its 16-bit weights alone: give {_WEIGHTS}" if _WEIGHTS in states else ""
     is_parameters = _has_parameters(folder, names)
     if is_parameters or (_UNIVERSAL in names and _has_parameters(str(Path(folder, _UNIVERSAL)))):
@@ -105,16 +105,16 @@ def _deepspeed(folder: str) -> _ForeignFolder | None:
         )
     if not states or (len(states) == 1 and _WEIGHTS in states):
         return None  # 16-bit weights alone: a file of one full checkpoint, or one that says that it is none
-    parts = sum(1 for name in states if _OPTIMIZER.fullmatch(name))
+    parts = sum(1 for name in states if re.fullmatch(_OPTIMIZER, name))
     of_optimizer = f"the optimizer's state in flat pieces in {parts} files *_optim_states.pt"
-    if any(map(_LAYERS.fullmatch, states)) or any(map(_EXPERTS.fullmatch, states)):
-        kind = "pipeline" if any(map(_LAYERS.fullmatch, states)) else "mixture of experts"
+    if any(re.fullmatch(_LAYERS, name) for name in states) or any(re.fullmatch(_EXPERTS, name) for name in states):
+        kind = "pipeline" if any(re.fullmatch(_LAYERS, name) for name in states) else "mixture of experts"
         return _ForeignFolder(
             f"a DeepSpeed checkpoint of a {kind}",
             f"weights in {len(states) - parts} files *_model_states.pt, {of_optimizer}",
             "load it with DeepSpeed, and save the state_dict() of the model",
         )
-    if any(map(_STAGE_3.fullmatch, states)):
+    if any(re.fullmatch(_STAGE_3, name) for name in states):
         return _ForeignFolder(
             "a DeepSpeed ZeRO stage 3 checkpoint",
             f"its weights and {of_optimizer}",
@@ -137,7 +137,7 @@ def _megatron(folder: str) -> _ForeignFolder | None:
     """Return the kind of a folder in Megatron's old form; None if it is not one. torch_dist counts as torch's."""
     names = _names(folder)
     ranks = [
-        name for name in names if _MEGATRON_FOLDER.fullmatch(name) and Path(folder, name, _MEGATRON_FILE).is_file()
+        name for name in names if re.fullmatch(_MEGATRON_FOLDER, name) and Path(folder, name, _MEGATRON_FILE).is_file()
     ]
     if _is_zarr(folder, names):
         return _ForeignFolder(
@@ -169,20 +169,19 @@ def _is_zarr(folder: str, names: list[str]) -> bool:
 
 
 # What people and programs put beside checkpoints: descriptions, tokenizers, settings of programs, logs, locks.
-_NO_STATE = re.compile(
-    r".*\.(?:json|jsonl|txt|md|rst|html|pdf|py|sh|ya?ml|toml|cfg|conf|ini|log|out|err|csv|tsv|jinja|model|tiktoken|vocab"
+_NO_STATE = (
+    r"(?i).*\.(?:json|jsonl|txt|md|rst|html|pdf|py|sh|ya?ml|toml|cfg|conf|ini|log|out|err|csv|tsv|jinja|model|tiktoken|vocab"
     r"|bpe|spm|png|jpe?g|gif|svg|webp|mp4|lock|pid|sha256|md5|sbatch|ipynb"
     r"|meta|mindir|ir|dot|pb|prototxt)"
     r"|(?:README|LICEN[CS]E|NOTICE|COPYING|AUTHORS|Makefile|Dockerfile|latest|latest_universal|done|_?SUCCESS)"
-    r"|events\.out\.tfevents\..*|training_args\.bin",
-    re.IGNORECASE,
+    r"|events\.out\.tfevents\..*|training_args\.bin"
 )
 # The same weights once more, as Hugging Face's repositories have them for other programs.
-_SAME_WEIGHTS = re.compile(
+_SAME_WEIGHTS = (
     r"(?:pytorch_model|tf_model|flax_model|rust_model)(?:-\d+-of-\d+)?\.(?:bin|h5|msgpack|ot)|.*\.(?:onnx|gguf|tflite)"
 )
 # Folders that are other saves of the same run, or none at all.
-_OTHER_SAVES = re.compile(r"checkpoint-\d+|__pycache__|wandb|mlruns|tensorboard|runs|logs?")
+_OTHER_SAVES = r"checkpoint-\d+|__pycache__|wandb|mlruns|tensorboard|runs|logs?"
 _SAID = {
     "common.pt": "Megatron's settings: arguments, iteration, scheduler, the optimizer's groups",
     "train_state.pt": "Megatron Bridge's step and consumed samples",
@@ -217,14 +216,14 @@ def _may_hold_state(entry: os.DirEntry[str]) -> bool:
         return False
     try:
         if entry.is_dir():
-            return not _OTHER_SAVES.fullmatch(entry.name) and _folder_may_hold_state(entry.path)
+            return not re.fullmatch(_OTHER_SAVES, entry.name) and _folder_may_hold_state(entry.path)
         return entry.is_file() and _is_state(entry.name) and not _is_empty(entry)
     except OSError:
         return True
 
 
 def _is_state(name: str) -> bool:
-    return not (name.startswith(".") or _NO_STATE.fullmatch(name) or _SAME_WEIGHTS.fullmatch(name))
+    return not (name.startswith(".") or re.fullmatch(_NO_STATE, name) or re.fullmatch(_SAME_WEIGHTS, name))
 
 
 def _is_empty(entry: os.DirEntry[str]) -> bool:

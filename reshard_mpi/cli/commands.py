@@ -35,8 +35,7 @@ from reshard_mpi.text import counted, format_bytes, lines, one_line
 if TYPE_CHECKING:
     from reshard_mpi.runs.outcome import Outcome
     from reshard_mpi.runs.progress import Progress
-    from reshard_mpi.runs.request import Request
-    from reshard_mpi.runs.workers import Task
+    from reshard_mpi.runs.request import Request, Task
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -104,8 +103,6 @@ def _world(options: argparse.Namespace) -> AbstractContextManager[comm.Comm]:
 
 def _run(work: Task, options: argparse.Namespace, group: comm.Comm) -> Outcome:
     """Do work in MPI ranks, in local processes, or in this one alone, and show its progress."""
-    from reshard_mpi.runs.workers import run_with_workers
-
     jobs: int | None = options.jobs
     if group.size > 1 and (jobs or 1) > 1:
         raise UsageError(
@@ -117,6 +114,8 @@ def _run(work: Task, options: argparse.Namespace, group: comm.Comm) -> Outcome:
     may_fork = group.size == 1 and (jobs is not None or not comm.is_launched(os.environ))
     with _shown(options, group) as progress:
         if may_fork and (jobs or len(os.sched_getaffinity(0))) > 1:
+            from reshard_mpi.runs.workers import run_with_workers
+
             return run_with_workers(request(options), jobs, progress, work)
         return work.run(request(options), group, progress)
 
@@ -149,7 +148,7 @@ def _complain(error: ReshardError | str) -> None:
 
 def _transform(options: argparse.Namespace) -> int:
     begin = time.monotonic()
-    from reshard_mpi.runs.workers import Task
+    from reshard_mpi.runs.request import Task
 
     with _world(options) as group:
         refused = group.rank == 0 and options.report and not may_be_report(options.report, options.target)
@@ -255,14 +254,14 @@ def _ranks(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from reshard_mpi.runs.workers import Task
+    from reshard_mpi.runs.request import Task
 
     work = Task.VERIFY_ALONE if options.target is None else Task.VERIFY_PAIR
     return DamageError.exit_code if _finds(work, "damage", options, verified) else 0
 
 
 def _diff(options: argparse.Namespace) -> int:
-    from reshard_mpi.runs.workers import Task
+    from reshard_mpi.runs.request import Task
 
     return DifferenceError.exit_code if _finds(Task.DIFF, "difference", options, same) else 0
 

@@ -18,8 +18,7 @@ from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.outcome import Outcome, agreed
 from reshard_mpi.runs.progress import Progress
-from reshard_mpi.runs.request import Request
-from reshard_mpi.runs.workers import Task
+from reshard_mpi.runs.request import Request, Task
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Placement, Strategy

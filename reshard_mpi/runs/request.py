@@ -1,9 +1,11 @@
-"""Hold the user's request (`Request`), and the strategies that it names. Loads little, since it comes first."""
+"""Hold the user's request, and name the tasks of a run (`Request`, `Task`). Loads little, since it comes first."""
 
 from __future__ import annotations
 
+import importlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard_mpi.errors import UsageError
@@ -16,6 +18,12 @@ from reshard_mpi.sharding.placement import Strategy, unsharded
 
 if TYPE_CHECKING:
     from reshard_mpi.checkpoints.discovery import ShardFiles
+    from reshard_mpi.processes.comm import Comm
+    from reshard_mpi.runs.outcome import Outcome
+    from reshard_mpi.runs.progress import Progress
+    from reshard_mpi.runs.run_memory import RunMemory
+
+    TaskFunction = Callable[["Request", Comm, Progress, RunMemory, "Strategies | None"], Outcome]
 
 # 5 GB, the size up to which huggingface_hub fills files.
 _USUAL_FILE_BYTES = 5 * 10**9
@@ -139,3 +147,33 @@ class Strategies(NamedTuple):
             strategy.digest(source) if source else None,
             strategy.digest(target) if target else None,
         )
+
+
+class Task(StrEnum):
+    """What processes do together: MODULE:FUNCTION, called with request, communicator, progress, memory, strategies."""
+
+    CONVERT = "runs.transform:convert"
+    VERIFY_PAIR = "runs.verify:verify_pair"
+    VERIFY_ALONE = "runs.verify:verify_alone"
+    DIFF = "runs.diff:diff"
+    UNIFY = "runs.unify_safetensors:unify"
+
+    def load(self) -> TaskFunction:
+        """Import the function's module, and return the function."""
+        module, _, name = self.partition(":")
+        function: TaskFunction = getattr(importlib.import_module(f"reshard_mpi.{module}"), name)
+        return function
+
+    def run(self, request: Request, comm: Comm, progress: Progress, strategies: Strategies | None = None) -> Outcome:
+        """Do this process's part; return the outcome of all processes of `comm`, which must do the same.
+
+        Args:
+            strategies: those of the request, if they have been read already.
+
+        Raises the same error on every process if the run is refused.
+        """
+        from reshard_mpi.runs.run_memory import RunMemory
+
+        function = self.load()
+        with RunMemory(lambda: request.allowance, comm, progress) as memory:
+            return function(request, comm, progress, memory, strategies)

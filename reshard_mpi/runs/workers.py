@@ -9,7 +9,6 @@ that it was writing.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import pickle
 import signal
@@ -17,13 +16,12 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from reshard_mpi.errors import ReshardError, TransformError, as_reshard_error
-from reshard_mpi.processes.comm import Comm, SerialComm
+from reshard_mpi.processes.comm import SerialComm
 from reshard_mpi.processes.forks import Channel, Fork, wait_for_any
 from reshard_mpi.processes.governor.process_lease import finish, register_worker
 from reshard_mpi.processes.host import ONE_THREAD, host_name, processes_by_default, processes_of_use
@@ -32,7 +30,7 @@ from reshard_mpi.processes.signals import exit_when_terminated
 from reshard_mpi.runs.monitor import monitored
 from reshard_mpi.runs.outcome import Failure, Outcome, TargetReport
 from reshard_mpi.runs.progress import Progress
-from reshard_mpi.runs.request import Request, Strategies
+from reshard_mpi.runs.request import Request, Strategies, Task
 from reshard_mpi.runs.run_memory import RunMemory
 from reshard_mpi.runs.worker_pipes import PipeComm, PipeDisplay, SharedCounts, ends_quietly, tell
 
@@ -60,35 +58,6 @@ class _Worker:
     gathering: bool = False
     value: Any = None
     lost: Outcome = field(default_factory=Outcome)  # the outcome for a worker that has died
-
-
-class Task(StrEnum):
-    """What processes do together: MODULE:FUNCTION, called with request, communicator, progress, memory, strategies."""
-
-    CONVERT = "runs.transform:convert"
-    VERIFY_PAIR = "runs.verify:verify_pair"
-    VERIFY_ALONE = "runs.verify:verify_alone"
-    DIFF = "runs.diff:diff"
-    UNIFY = "runs.unify_safetensors:unify"
-
-    def load(self) -> Callable[[Request, Comm, Progress, RunMemory, Strategies | None], Outcome]:
-        """Import the function's module, and return the function."""
-        module, _, name = self.partition(":")
-        function: Callable[[Request, Comm, Progress, RunMemory, Strategies | None], Outcome]
-        function = getattr(importlib.import_module(f"reshard_mpi.{module}"), name)
-        return function
-
-    def run(self, request: Request, comm: Comm, progress: Progress, strategies: Strategies | None = None) -> Outcome:
-        """Do this process's part; return the outcome of all processes of `comm`, which must do the same.
-
-        Args:
-            strategies: those of the request, if they have been read already.
-
-        Raises the same error on every process if the run is refused.
-        """
-        function = self.load()
-        with RunMemory(lambda: request.allowance, comm, progress) as memory:
-            return function(request, comm, progress, memory, strategies)
 
 
 # What is divided by targets, and not by the shards that are there.

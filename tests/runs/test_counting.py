@@ -24,9 +24,8 @@ from reshard_mpi.processes.forks import Channel
 from reshard_mpi.runs import target_writer
 from reshard_mpi.runs.outcome import TargetReport
 from reshard_mpi.runs.progress import CLOSED, MOVED, PHASES, Progress, RunStatus, Stage
-from reshard_mpi.runs.request import Request
+from reshard_mpi.runs.request import Request, Task
 from reshard_mpi.runs.worker_pipes import PipeDisplay, SharedCounts
-from reshard_mpi.runs.workers import Task
 
 WHOLE_BYTES = sum(array.nbytes for array in TENSORS.values())
 
