@@ -8,7 +8,6 @@ import string
 from pathlib import Path
 
 from reshard_mpi.options import OPTIONS, PATH
-from reshard_mpi.runs.conversion import map_words
 from reshard_mpi.runs.plan import Plan
 from reshard_mpi.runs.request import Request
 from reshard_mpi.text import MIB, counted, format_bytes
@@ -85,7 +84,7 @@ def _sharing(target_ranks: int, tasks: int) -> str:
 
 def _command(request: Request, tasks: int) -> str:
     """Return the one command of the script. exec: signals reach the program itself."""
-    request = request._replace(map=map_words(request))
+    request = request._replace(map=request.map_words)
     lines = [f"exec reshard-mpi transform {_path(request.source)} {_path(request.target)}"]
     for option in OPTIONS.values():
         given = () if option.is_of_task else getattr(request, option.name)

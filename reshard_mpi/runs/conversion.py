@@ -6,7 +6,7 @@ All modules that read and apply maps are loaded only where there is a map.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -21,7 +21,6 @@ from reshard_mpi.engine.compare import first_difference
 from reshard_mpi.engine.open_files import Files
 from reshard_mpi.engine.read import fill, takes_numpy
 from reshard_mpi.errors import CoverageError, ReshardError
-from reshard_mpi.filesystem.paths import real_path
 from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.manifest import NEST, Manifest, shown_string
 from reshard_mpi.planning.accumulated_gradients import Accumulated, notes_on
@@ -390,38 +389,3 @@ def apply_map(request: Request, conversion: Conversion) -> tuple[Conversion, Map
 
     tensor_map = TensorMap.read(request)
     return conversion_through(tensor_map, conversion), tensor_map.digests
-
-
-def map_words(request: Request) -> tuple[str, ...]:
-    """Return the request's maps as they may be given from any folder: absolute paths, and equations as they are."""
-    if not request.map:
-        return ()
-    from reshard_mpi.mapping.map_file import map_path
-
-    paths = ((name, map_path(name)) for name in request.map)
-    return tuple(name if path is None else str(real_path(path)) for name, path in paths)
-
-
-def both_through_map(
-    request: Request, first: Conversion, second: Conversion
-) -> tuple[tuple[Conversion, Conversion], Callable[[Collection[str]], None]]:
-    """Return the conversions of two checkpoints to compare: the first through the map, both with the selection.
-
-    Also returns a function that takes the names of both and raises MapError if a glob matches none, or nothing is left.
-    """
-    if not request.is_mapped:
-        return (first, second), lambda _: None
-    from reshard_mpi.mapping.selection import require_any
-    from reshard_mpi.runs.mapped_source import conversion_through
-    from reshard_mpi.runs.maps import TensorMap
-
-    tensor_map = TensorMap.read(request)
-    of_both = tensor_map.of_two_checkpoints()
-    first = conversion_through(of_both, first)
-    if request.include or request.exclude:
-        second = conversion_through(of_both.choice_alone(), second)
-
-    def require_some(names: Collection[str]) -> None:
-        require_any(tensor_map.choice, names)
-
-    return (first, second), require_some

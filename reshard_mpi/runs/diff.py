@@ -6,7 +6,7 @@ transform. Then the tensors are compared byte by byte, in blocks; they are dealt
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from reshard_mpi import formats
@@ -28,7 +28,7 @@ from reshard_mpi.planning.rank_plan import TEXT, RankPlan
 from reshard_mpi.planning.replicas import partition_for
 from reshard_mpi.planning.strategy_check import drift_warning
 from reshard_mpi.processes.comm import Comm
-from reshard_mpi.runs.conversion import LIMITS, Conversion, both_through_map
+from reshard_mpi.runs.conversion import LIMITS, Conversion
 from reshard_mpi.runs.outcome import Checked, Failure, Outcome, agreed, attempt
 from reshard_mpi.runs.preflight import require_same_choice
 from reshard_mpi.runs.progress import Progress, SliceCounter, Stage
@@ -126,7 +126,7 @@ def _planned(
         Conversion(source, unsharded(), replicas=request.replicas, accumulated=request.accumulated)
         for source in sources
     )
-    conversions, require_some = both_through_map(request, *as_they_are)
+    conversions, require_some = _both_through_map(request, *as_they_are)
     memory.on_memory_released(*(conversion.forget for conversion in conversions))
     peak_bytes, plans = 0, list[RankPlan]()
     warnings, notes_on_ranks = list[str](), list[str]()
@@ -256,3 +256,28 @@ def _differences(
 
 def _described(spec: TensorSpec) -> str:
     return f"{spec.dtype.name} of shape {list(spec.global_shape)}"
+
+
+def _both_through_map(
+    request: Request, first: Conversion, second: Conversion
+) -> tuple[tuple[Conversion, Conversion], Callable[[Collection[str]], None]]:
+    """Return the conversions of two checkpoints to compare: the first through the map, both with the selection.
+
+    Also returns a function that takes the names of both and raises MapError if a glob matches none, or nothing is left.
+    """
+    if not request.is_mapped:
+        return (first, second), lambda _: None
+    from reshard_mpi.mapping.selection import require_any
+    from reshard_mpi.runs.mapped_source import conversion_through
+    from reshard_mpi.runs.maps import TensorMap
+
+    tensor_map = TensorMap.read(request)
+    of_both = tensor_map.of_two_checkpoints()
+    first = conversion_through(of_both, first)
+    if request.include or request.exclude:
+        second = conversion_through(of_both.choice_alone(), second)
+
+    def require_some(names: Collection[str]) -> None:
+        require_any(tensor_map.choice, names)
+
+    return (first, second), require_some

@@ -16,7 +16,7 @@ from reshard_mpi.journal.run_identity import CHOSEN, FILES_BY_DIGEST, RunIdentit
 from reshard_mpi.journal.target_journal import Journal
 from reshard_mpi.planning.accumulated_gradients import Accumulated
 from reshard_mpi.planning.needed_ranks import check_target_rank
-from reshard_mpi.runs.conversion import Conversion, apply_map, map_words
+from reshard_mpi.runs.conversion import Conversion, apply_map
 from reshard_mpi.runs.overlap import refuse_overlap, refuse_posing, refuse_replacing
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.run_memory import RunMemory, Workload
@@ -77,7 +77,7 @@ class Run(NamedTuple):
         named = {name: getattr(request, name) for name in FILES_BY_DIGEST}
         files = {name: str(real_path(path)) for name, path in named.items() if path is not None}
         if request.map:
-            files["map"] = joined_maps(map_words(request))
+            files["map"] = joined_maps(request.map_words)
         if request.select is not None:
             files[CHOSEN] = request.select
         traits = formats.info(self.format)

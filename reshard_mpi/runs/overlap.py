@@ -22,8 +22,9 @@ def refuse_overlap(files: ShardFiles, target: str, target_files: Iterable[Path])
         target_files: their final paths.
     """
     targets = list(target_files)
-    folders = set(_followed({path.parent for path in targets}).values())
-    sources = set(_real_shards(files)) | set(_followed(_folders(files)).values())
+    shards = _shards(files)
+    folders = {real_path(folder) for folder in {path.parent for path in targets}}
+    sources = {*_real_files(shards), *map(real_path, {shard.parent for shard in shards})}
     if real_path(target) == real_path(files.path) or sources & {*folders, *_real_files(targets)}:
         raise TargetError(
             "the target is the source", expected="another folder", got=target, where=files.path, remedy=_OUTSIDE
@@ -74,7 +75,7 @@ def refuse_posing(files: ShardFiles, target_file: Path) -> None:
     Args:
         files: the listed shards of the source.
     """
-    if real_path(target_file) in _real_shards(files):
+    if real_path(target_file) in _real_files(_shards(files)):
         raise TargetError(
             "the target is one of the sources",
             expected="another file",
@@ -123,29 +124,17 @@ def _shards(files: ShardFiles) -> list[Path]:
     return [Path(path) for paths in files.by_rank.values() for path in paths]
 
 
-def _folders(files: ShardFiles) -> set[Path]:
-    return {shard.parent for shard in _shards(files)}
-
-
-def _real_shards(files: ShardFiles) -> list[Path]:
-    return _real_files(_shards(files))
-
-
 def _rank_folders(files: ShardFiles) -> list[Path]:
     """Return the rank folders that shards lie in, both as they were named and as links lead to them."""
-    folders = [path for folder in _folders(files) for path in both_ways(folder)]
-    folders += [shard.parent for shard in _real_shards(files)]
+    shards = _shards(files)
+    folders = [path for folder in {shard.parent for shard in shards} for path in both_ways(folder)]
+    folders += [shard.parent for shard in _real_files(shards)]
     return [folder for folder in dict.fromkeys(folders) if rank_of_folder(folder.name) is not None]
-
-
-def _followed(folders: Iterable[Path]) -> dict[Path, Path]:
-    """Return the real path of each folder."""
-    return {folder: real_path(folder) for folder in folders}
 
 
 def _real_files(paths: Sequence[Path]) -> list[Path]:
     """Return the real paths of files; quick for many files in few folders."""
-    folders = _followed({path.parent for path in paths})
+    folders = {folder: real_path(folder) for folder in {path.parent for path in paths}}
     places = (folders[path.parent] / path.name for path in paths)
     return [real_path(place) if _is_link(place) else place for place in places]
 

@@ -116,6 +116,17 @@ class Request(NamedTuple):
         return any(said)
 
     @property
+    def map_words(self) -> tuple[str, ...]:
+        """The maps as they may be given from any folder: absolute paths, and equations as they are."""
+        if not self.map:
+            return ()
+        from reshard_mpi.filesystem.paths import real_path
+        from reshard_mpi.mapping.map_file import map_path
+
+        paths = ((name, map_path(name)) for name in self.map)
+        return tuple(name if path is None else str(real_path(path)) for name, path in paths)
+
+    @property
     def most_file_bytes(self) -> int:
         """The most bytes of a file that is filled up to a size."""
         return _USUAL_FILE_BYTES if self.max_shard_size is None else min(self.max_shard_size, _MOST_FILE_BYTES)
