@@ -13,7 +13,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from support import dcp_peer, torch_peer
-from support.command_line import run_captured
+from support.command_line import run_here
 from support.dcp_peer import Metadata, arrays_of, listed
 
 from reshard_mpi.checkpoints import discovery
@@ -64,11 +64,11 @@ def test_buckets_are_left_out_and_named(tmp_path: Path, prefix: str, root: str) 
     assert {name: array.tolist() for name, array in arrays_of(source).items()} == {"decoder.w": W.tolist()}
     (said,) = dcp.open_folder(str(source))[0].left_out
     assert said.startswith(f"{prefix}{BUCKET.format(0, 'exp_avg')}, ") and "and 3 more: " in said
-    told = run_captured("transform", str(source), str(out), "--to", "torch")
+    told = run_here("transform", str(source), str(out), "--to", "torch")
     assert told.code == 0 and said in told.err and "common.pt (Megatron's settings" in told.err
     assert "distcp" not in told.err  # files with buckets alone are of the checkpoint too
-    assert said in run_captured("inspect", str(source)).out
-    strict = run_captured("plan", str(source), str(tmp_path / "strict"), "--strict")
+    assert said in run_here("inspect", str(source)).out
+    strict = run_here("plan", str(source), str(tmp_path / "strict"), "--strict")
     assert strict.code == 3 and "flat buckets" in strict.err
     assert len(discovery.find_shards(str(source)).shards) == 3
     assert b"lr" in (out / "rank_0" / "checkpoint_0.pt").read_bytes()  # the optimizer's groups are plain data
@@ -76,7 +76,7 @@ def test_buckets_are_left_out_and_named(tmp_path: Path, prefix: str, root: str) 
 
 def test_a_class_of_another_module(tmp_path: Path) -> None:
     write(tmp_path, root="megatron.core.other")
-    said = run_captured("plan", str(tmp_path), str(tmp_path.parent / "out"))
+    said = run_here("plan", str(tmp_path), str(tmp_path.parent / "out"))
     assert said.code == 3 and "no Metadata where one should be" in said.err
 
 
@@ -99,4 +99,4 @@ def test_buckets_alone(tmp_path: Path) -> None:
     array: Any = W.reshape(24)
     dcp_peer.write(tmp_path, {BUCKET.format(0, "param"): listed(array, [("__0_0.distcp", FLAT)])})
     assert dict(arrays_of(tmp_path)) == {}
-    assert "flat buckets" in run_captured("plan", str(tmp_path), str(tmp_path.parent / "out")).err
+    assert "flat buckets" in run_here("plan", str(tmp_path), str(tmp_path.parent / "out")).err

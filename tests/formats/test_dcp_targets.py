@@ -12,7 +12,7 @@ from hypothesis import given
 from support import dcp_peer, torch_peer
 from support.cases import Side
 from support.checkpoints import sample
-from support.command_line import run_apart, run_captured
+from support.command_line import done, refused, run_apart
 from support.conversions import TENSORS, Conversion, make, write_conversion
 from support.examples import many
 from support.launch import MPI
@@ -32,13 +32,6 @@ GOLDEN = Path(__file__).parent / "golden" / "dcp"
 FLOAT = BY_NAME["float32"]
 
 
-def run(arguments: list[str], code: int = 0) -> str:
-    """Run a command, which must end with `code`; return what it says."""
-    finished = run_captured(*arguments)
-    assert finished.code == code, finished
-    return finished.out + finished.err
-
-
 def conversion(folder: Path) -> Conversion:
     """Write the small conversion from 4 ranks to 2, with targets in this form."""
     return make(folder).but(options=("--to", "dcp"))
@@ -54,18 +47,18 @@ def assert_whole(folder: Path) -> None:
 
 def test_what_is_written_is_read_by_others(tmp_path: Path) -> None:
     c = conversion(tmp_path)
-    run(c.arguments("transform", "--verify"))
+    c.done("transform", "--verify")
     assert sorted(path.name for path in c.dst.glob("__*")) == ["__0_0.distcp", "__1_0.distcp"]
     assert_whole(c.dst)
     (first, second) = dcp_peer.read(c.dst).metadata.state_dict_metadata["w"].chunks
     assert (first.offsets, first.sizes) == ((0, 0), (4, 4)) and (second.offsets, second.sizes) == ((4, 0), (4, 4))
-    run(c.but(options=(), dst_strategy=None).arguments("verify"))
-    run(["verify", str(c.dst)])
-    assert "torch distributed checkpoint, 2 files, 4 tensors" in run(["plan", str(c.dst), str(tmp_path / "x")])
-    run(["inspect", str(c.dst), "--json"])
+    c.but(options=(), dst_strategy=None).done("verify")
+    done("verify", c.dst)
+    assert "torch distributed checkpoint, 2 files, 4 tensors" in done("plan", c.dst, tmp_path / "x").out
+    done("inspect", c.dst, "--json")
     back = c.but(src=c.dst, src_strategy=None, dst=tmp_path / "back", options=("--to", "ckpt"))
-    run(back.arguments("transform", "--verify"))
-    assert "the same" in run(["diff", str(c.dst), str(back.dst), "--dst-strategy", str(c.dst_strategy)])
+    back.done("transform", "--verify")
+    assert "the same" in done("diff", c.dst, back.dst, "--dst-strategy", c.dst_strategy).out
 
 
 def test_what_several_ranks_hold_is_written_once(tmp_path: Path) -> None:
@@ -82,7 +75,7 @@ def test_what_several_ranks_hold_is_written_once(tmp_path: Path) -> None:
     target = Side(4, 1, {**replicated, **half, "step": RawLayout((4,), ())}, frozenset({"step"}))
     c = write_conversion(tmp_path, "ckpt", source, target, tensors, to="dcp")
     for part in (2, 0, 3, 1):
-        run(c.arguments("transform", "--part", f"{part}/4", "--verify"))
+        c.done("transform", "--part", f"{part}/4", "--verify")
     held = [dcp.locate(str(c.dst / f"__{rank}_0.distcp")).tensors for rank in range(4)]
     names = [name for tensors in held for name in tensors]
     assert sorted(names) == sorted((*replicated, *half, *half, "step"))
@@ -91,8 +84,8 @@ def test_what_several_ranks_hold_is_written_once(tmp_path: Path) -> None:
     assert {name: tensor.content for name, tensor in found.items()} == {
         name: array.tobytes() for name, array in tensors.items()
     }
-    run(c.but(options=(), dst_strategy=None).arguments("verify"))
-    run(["verify", str(c.dst)])
+    c.but(options=(), dst_strategy=None).done("verify")
+    done("verify", c.dst)
 
 
 def test_lists_of_a_nest_need_not_lie_in_every_file(tmp_path: Path) -> None:
@@ -101,9 +94,7 @@ def test_lists_of_a_nest_need_not_lie_in_every_file(tmp_path: Path) -> None:
     torch_peer.save(source, {"list": [torch_peer.tensor(own, str(at)) for at, own in enumerate(samples_of.values())]})
     (tmp_path / "two.toml").write_text('mesh = { dp = 2 }\n[[parameter]]\nmatch = "*"\n')
     out = tmp_path / "out"
-    run(
-        ["transform", str(source), str(out), "--to", "dcp", "--dst-strategy", str(tmp_path / "two.toml"), "--jobs", "1"]
-    )
+    done("transform", source, out, "--to", "dcp", "--dst-strategy", tmp_path / "two.toml", "--jobs", "1")
     assert all(0 < len(dcp.locate(str(out / f"__{rank}_0.distcp")).tensors) < 8 for rank in range(2))
     assert [tensor.content for tensor in dcp_peer.read(out).tensors.values()] == [
         own.content for own in samples_of.values()
@@ -112,22 +103,22 @@ def test_lists_of_a_nest_need_not_lie_in_every_file(tmp_path: Path) -> None:
 
 def test_without_a_strategy_it_is_one_full_checkpoint(tmp_path: Path) -> None:
     c = conversion(tmp_path).but(dst_strategy=None)
-    run(c.arguments("transform"))
+    c.done("transform")
     assert [path.name for path in c.dst.glob("__*")] == ["__0_0.distcp"]
     assert_whole(c.dst)
 
 
 def test_damage_is_found(tmp_path: Path) -> None:
     c = conversion(tmp_path)
-    run(c.arguments("transform", "--verify"))
+    c.done("transform", "--verify")
     path = c.dst / "__0_0.distcp"
     content = bytearray(path.read_bytes())
     at = content.index(TENSORS["w"][1].tobytes())
     content[at] ^= 1
     path.write_bytes(content)
     alone = c.but(options=(), dst_strategy=None)
-    assert "'w'" in run(alone.arguments("verify"), 4)
-    assert "'w'" in run(["verify", str(c.dst)], 4)
+    assert "'w'" in alone.refused("verify", code=4)
+    assert "'w'" in refused("verify", c.dst, code=4)
     content[at] ^= 1
     content[content.index(b"PK\x03\x04")] ^= 1
     path.write_bytes(content)
@@ -137,9 +128,9 @@ def test_damage_is_found(tmp_path: Path) -> None:
 
 def test_files_without_metadata(tmp_path: Path) -> None:
     c = conversion(tmp_path)
-    run(c.arguments("transform", "--part", "0/2"))
-    assert "no index of them" in run(["plan", str(c.dst), str(tmp_path / "x")], 3)
-    run(c.arguments("transform", "--part", "1/2"))
+    c.done("transform", "--part", "0/2")
+    assert "no index of them" in refused("plan", c.dst, tmp_path / "x")
+    c.done("transform", "--part", "1/2")
     assert_whole(c.dst)
 
 
@@ -151,9 +142,9 @@ def test_ranks_of_mpi(tmp_path: Path, mpi: MPI) -> None:
 
 def test_real_ones_to_a_file_of_torch_and_back(tmp_path: Path) -> None:
     source, file, again = str(GOLDEN / "four_ranks"), str(tmp_path / "file"), str(tmp_path / "again")
-    run(["transform", source, file, "--to", "torch", "--jobs", "1", "--strict"])
-    run(["transform", file, again, "--to", "dcp", "--jobs", "1", "--strict"])
-    assert "the same" in run(["diff", source, again])
+    done("transform", source, file, "--to", "torch", "--jobs", "1", "--strict")
+    done("transform", file, again, "--to", "dcp", "--jobs", "1", "--strict")
+    assert "the same" in done("diff", source, again).out
     assert dcp.open_folder(again)[0].strings == dcp.open_folder(source)[0].strings
     before, after = dcp_peer.read(tmp_path / "again"), dcp.metadata.read(source)
     assert before.paths == dict(after.paths)
@@ -163,15 +154,15 @@ def test_real_ones_to_a_file_of_torch_and_back(tmp_path: Path) -> None:
 def test_real_ones_are_verified_by_their_checksums(tmp_path: Path) -> None:
     source = tmp_path / "source"
     shutil.copytree(GOLDEN / "four_ranks", source)
-    assert "verified 4 shards" in run(["verify", str(source)])
+    assert "verified 4 shards" in done("verify", source).out
     path = source / "__1_0.distcp"
     entry = dcp.locate(str(path)).tensors["model.col [0, 4]"]
     assert entry.stored is not None
     content = bytearray(path.read_bytes())
     content[entry.stored.ranges[0].offset_bytes] ^= 1
     path.write_bytes(content)
-    assert "does not fit its own checksum" in run(["verify", str(source)], 4)
-    said = run(["transform", str(source), str(tmp_path / "x"), "--to", "ckpt", "--verify"], 3)
+    assert "does not fit its own checksum" in refused("verify", source, code=4)
+    said = refused("transform", source, tmp_path / "x", "--to", "ckpt", "--verify")
     assert str(path) in said and not (tmp_path / "x").exists()
 
 
@@ -302,6 +293,6 @@ def test_a_file_that_ends_early(tmp_path: Path) -> None:
 def test_a_value_under_an_empty_key_comes_back(tmp_path: Path, value: object) -> None:
     weights = torch_peer.tensor(sample("w", np.arange(4, dtype=np.float32)), "0")
     torch_peer.save(tmp_path / "a.pt", {"": value, "w": weights})
-    run(["transform", str(tmp_path / "a.pt"), str(tmp_path / "dcp"), "--to", "dcp", "--jobs", "1"])
-    run(["transform", str(tmp_path / "dcp"), str(tmp_path / "back"), "--to", "torch", "--jobs", "1"])
-    assert run(["diff", str(tmp_path / "a.pt"), str(tmp_path / "back"), "--jobs", "1"]).count("note: ") == 0
+    done("transform", tmp_path / "a.pt", tmp_path / "dcp", "--to", "dcp", "--jobs", "1")
+    done("transform", tmp_path / "dcp", tmp_path / "back", "--to", "torch", "--jobs", "1")
+    assert done("diff", tmp_path / "a.pt", tmp_path / "back", "--jobs", "1").out.count("note: ") == 0

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support import dcp_peer, torch_peer
-from support.command_line import run_captured
+from support.command_line import run_here
 from support.dcp_peer import Metadata, listed
 from support.torch_peer import Tensor
 
@@ -70,20 +70,20 @@ def test_a_tensor_that_cannot_be_read(tmp_path: Path, what: str) -> None:
     source.mkdir()
     write(source, name, **options)
     for command in ("plan", "transform"):
-        said = run_captured(command, str(source), str(tmp_path / "out"))
+        said = run_here(command, str(source), str(tmp_path / "out"))
         assert said.code == 3 and not (tmp_path / "out").exists()
         assert f"the tensor {name!r} of the checkpoint cannot be read\n" in said.err and why in said.err
         assert "--exclude" in said.err and "'w'" not in said.err
     pattern = said.err.partition("--exclude ")[2].partition(")")[0].strip("'")
     for to in ("torch", "safetensors", "dcp"):
         out = tmp_path / to
-        said = run_captured("transform", str(source), str(out), "--to", to, "--exclude", pattern, "--verify")
+        said = run_here("transform", str(source), str(out), "--to", to, "--exclude", pattern, "--verify")
         assert said.code == 0, said.err
         shard = out if to == "dcp" else next(out.glob("rank_0/checkpoint_0.*"))
         assert list(facts_of(shard)["tensors"]) == ["w"]
     path = str(next((tmp_path / "torch").glob("rank_0/*.pt")))
     assert sample_tensors.payload(torch.locate(path).tensors["w"]) == W.tobytes()
-    assert run_captured("verify", str(source), str(tmp_path / "torch"), "--exclude", pattern).code == 0
+    assert run_here("verify", str(source), str(tmp_path / "torch"), "--exclude", pattern).code == 0
 
 
 def facts_of(path: Path) -> Any:
@@ -93,9 +93,9 @@ def facts_of(path: Path) -> Any:
 
 def test_other_tensors_are_asked_for(tmp_path: Path) -> None:
     write(tmp_path, "c", made=conjugated)
-    said = run_captured("transform", str(tmp_path), str(tmp_path / "out"), "--include", "w", "--to", "safetensors")
+    said = run_here("transform", str(tmp_path), str(tmp_path / "out"), "--include", "w", "--to", "safetensors")
     assert said.code == 0, said.err
-    said = run_captured("plan", str(tmp_path), str(tmp_path / "other"), "--include", "c")
+    said = run_here("plan", str(tmp_path), str(tmp_path / "other"), "--include", "c")
     assert said.code == 3 and "the tensor 'c' of the checkpoint cannot be read" in said.err
 
 
@@ -104,7 +104,7 @@ def test_inspect_says_which(tmp_path: Path) -> None:
     assert facts_of(tmp_path)["unreadable"] == {
         "c": "a conjugated or negated view: save tensor.resolve_conj().resolve_neg()"
     }
-    assert "cannot be read: c: a conjugated or negated view" in run_captured("inspect", str(tmp_path)).out
+    assert "cannot be read: c: a conjugated or negated view" in run_here("inspect", str(tmp_path)).out
 
 
 def test_a_missing_file_of_a_tensor_that_is_left_out(tmp_path: Path) -> None:
@@ -113,15 +113,15 @@ def test_a_missing_file_of_a_tensor_that_is_left_out(tmp_path: Path) -> None:
     dcp_peer.write(tmp_path, tensors)
     (tmp_path / "__1_0.distcp").unlink()
     out = str(tmp_path / "out")
-    assert "no piece of 'b'" in run_captured("plan", str(tmp_path), out).err
-    said = run_captured("transform", str(tmp_path), out, "--exclude", "b", "--to", "safetensors")
+    assert "no piece of 'b'" in run_here("plan", str(tmp_path), out).err
+    said = run_here("transform", str(tmp_path), out, "--exclude", "b", "--to", "safetensors")
     assert said.code == 0 and "__1_0.distcp" in said.err
 
 
 def test_metadata_that_is_a_program(tmp_path: Path) -> None:
     write(tmp_path, "c")
     (tmp_path / ".metadata").write_bytes(b"cposix\nsystem\n(S'true'\ntR.")
-    said = run_captured("plan", str(tmp_path), str(tmp_path / "out"))
+    said = run_here("plan", str(tmp_path), str(tmp_path / "out"))
     assert said.code == 3 and "would run code" in said.err and "copy it again" not in said.err
 
 
@@ -153,7 +153,7 @@ def test_any_of_them(tmp_path_factory: pytest.TempPathFactory, kinds: list[str],
     sound = [name for name in arrays if name not in bad]
     assert list(facts_of(folder).get("unreadable", {})) == bad
     excluded = [word for name in bad for word in ("--exclude", name)]
-    said = run_captured("transform", str(folder), str(folder / "out"), "--to", "torch", *excluded)
+    said = run_here("transform", str(folder), str(folder / "out"), "--to", "torch", *excluded)
     assert said.code == (0 if sound else 3), said.err
     if sound:
         located = torch.locate(str(folder / "out" / "rank_0" / "checkpoint_0.pt")).tensors

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support import safetensors_peer
-from support.command_line import run_captured
+from support.command_line import done, refused
 from support.conversions import TENSORS, Conversion, listing, make
 
 import reshard_mpi
@@ -33,18 +33,6 @@ from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
 
 GOLDEN = Path(__file__).parent / "golden" / "hugging_face"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-
-
-def done(arguments: list[str]) -> str:
-    """Run a command that succeeds; return what it says on standard error."""
-    return refused(arguments, 0)
-
-
-def refused(arguments: list[str], code: int = 3) -> str:
-    """Run a command, which must end with `code`; return what it complains of."""
-    finished = run_captured(*arguments)
-    assert finished.code == code, finished
-    return finished.err
 
 
 def loaded(folder: Path) -> dict[str, np.ndarray]:
@@ -108,7 +96,7 @@ def written(tmp_path: Path, *options: str) -> tuple[Conversion, Conversion]:
     """Write the small conversion as a folder; return it, and that conversion."""
     c = make(tmp_path)
     there = c.but(dst=tmp_path / "hf", dst_strategy=None)
-    done(there.arguments("transform", "--to", "hf", *options))
+    there.done("transform", "--to", "hf", *options)
     return there, c
 
 
@@ -126,15 +114,15 @@ def test_there_and_back(tmp_path: Path) -> None:
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
         assert header["__metadata__"] == {"format": "pt"}
         assert (there.dst / file).stat().st_mode & 0o777 == 0o666 & ~_umask()
-    done(there.arguments("verify", "--jobs", "1"))
-    done(["verify", str(there.dst), "--jobs", "1"])
-    done(["inspect", str(there.dst), "--json"])
+    there.done("verify", "--jobs", "1")
+    done("verify", there.dst, "--jobs", "1")
+    done("inspect", there.dst, "--json")
     back = c.but(src=there.dst, src_strategy=None, dst=tmp_path / "back")
-    done(back.arguments("transform", "--verify"))
+    back.done("transform", "--verify")
     for rank in range(2):
         found_shard = safetensors_peer.read(back.dst / f"rank_{rank}" / f"checkpoint_{rank}.safetensors")
         assert found_shard.tensors.keys() == TENSORS.keys()
-    done(["diff", str(c.src), str(back.dst), *_strategies(c)])
+    done("diff", c.src, back.dst, *_strategies(c))
 
 
 def _strategies(c: Conversion) -> list[str]:
@@ -149,15 +137,15 @@ def _umask() -> int:
 def test_one_file_has_no_index(tmp_path: Path) -> None:
     there, _ = written(tmp_path)
     assert sorted(path.name for path in there.dst.glob("model*")) == [SINGLE]
-    said = done(["transform", str(there.dst), str(tmp_path / "out"), "--jobs", "1"])
+    said = done("transform", there.dst, tmp_path / "out", "--jobs", "1").err
     assert "Hugging Face folder, 1 file, 4 tensors" in said
     assert loaded(there.dst).keys() == TENSORS.keys()
-    done(["inspect", str(there.dst)])
+    done("inspect", there.dst)
 
 
 def test_another_size_makes_another_run(tmp_path: Path) -> None:
     there, _ = written(tmp_path, "--max-shard-size", "140")
-    said = refused(there.arguments("transform", "--to", "hf", "--max-shard-size", "141", "--resume"))
+    said = there.refused("transform", "--to", "hf", "--max-shard-size", "141", "--resume")
     assert "another run" in said and "--max-shard-size 141" in said
     assert "no --max-shard-size" not in said and "None" not in said
 
@@ -165,19 +153,19 @@ def test_another_size_makes_another_run(tmp_path: Path) -> None:
 def test_files_of_an_earlier_run_are_removed(tmp_path: Path) -> None:
     """With another size files have other names, and some loaders would take the old ones for a part."""
     there, _ = written(tmp_path, "--max-shard-size", "140")
-    done(there.arguments("transform", "--to", "hf", "--overwrite"))
+    there.done("transform", "--to", "hf", "--overwrite")
     assert sorted(path.name for path in there.dst.glob("model*")) == [SINGLE]
     assert loaded(there.dst).keys() == TENSORS.keys()
-    done(there.arguments("transform", "--to", "hf", "--max-shard-size", "140", "--overwrite", "--jobs", "2"))
+    there.done("transform", "--to", "hf", "--max-shard-size", "140", "--overwrite", "--jobs", "2")
     assert len(list(there.dst.glob("model*"))) == 4
     assert loaded(there.dst).keys() == TENSORS.keys()
 
 
 def test_files_of_an_earlier_run_of_another_format_are_removed(tmp_path: Path) -> None:
     there, _ = written(tmp_path, "--max-shard-size", "140")
-    done(there.arguments("transform", "--to", "dcp", "--overwrite"))
+    there.done("transform", "--to", "dcp", "--overwrite")
     assert not list(there.dst.glob("model*"))
-    done(["inspect", str(there.dst)])
+    done("inspect", there.dst)
 
 
 @pytest.mark.parametrize("change", ["another size", "modified", "a link", "no record"])
@@ -195,7 +183,7 @@ def test_files_that_somebody_has_changed_are_not_removed(tmp_path: Path, change:
     else:
         record.unlink()
     before = listing(there.dst)
-    said = refused(there.arguments("transform", "--to", "hf", "--overwrite"))
+    said = there.refused("transform", "--to", "hf", "--overwrite")
     assert "no part of the checkpoint" in said and f"got: {path.name}\n" in said and "remove them" in said
     assert listing(there.dst) == before
 
@@ -214,12 +202,12 @@ def test_strings_are_left_out_and_that_is_said(tmp_path: Path) -> None:
     path = tmp_path / "full.safetensors"
     tensor = SampleTensor.random("w", BY_NAME["float32"], (2, 3))
     safetensors_peer.write(path, ShardContents.of([tensor], {"note": "text"}))
-    said = done(["transform", str(path), str(tmp_path / "hf"), "--to", "hf", "--jobs", "1", "--verify"])
+    said = done("transform", path, tmp_path / "hf", "--to", "hf", "--jobs", "1", "--verify").err
     assert "has no place for texts or settings: 'note'" in said
     strict = ["transform", str(path), str(tmp_path / "strict"), "--to", "hf", "--strict", "--jobs", "1"]
-    assert "cannot be carried" in refused(strict) and not (tmp_path / "strict").exists()
-    done(["verify", str(path), str(tmp_path / "hf"), "--jobs", "1"])
-    done(["verify", str(tmp_path / "hf"), "--jobs", "1"])
+    assert "cannot be carried" in refused(*strict) and not (tmp_path / "strict").exists()
+    done("verify", path, tmp_path / "hf", "--jobs", "1")
+    done("verify", tmp_path / "hf", "--jobs", "1")
 
 
 # What Hugging Face's libraries have saved
@@ -236,12 +224,12 @@ def test_saved_folders() -> None:
 
 def test_a_saved_folder_is_cut_anew(tmp_path: Path) -> None:
     """The order in which tensors were saved is not in the files, so others may come together than before."""
-    done(["transform", str(GOLDEN / "sharded"), str(tmp_path / "hf"), "--max-shard-size", "1KB", "--jobs", "1"])
+    done("transform", GOLDEN / "sharded", tmp_path / "hf", "--max-shard-size", "1KB", "--jobs", "1")
     ours, theirs = (json.loads((folder / INDEX).read_text()) for folder in (tmp_path / "hf", GOLDEN / "sharded"))
     assert list(ours["weight_map"]) == list(theirs["weight_map"])
     assert set(ours["weight_map"].values()) == set(theirs["weight_map"].values())
     assert ours["metadata"]["total_size"] == theirs["metadata"]["total_size"]
-    done(["diff", str(GOLDEN / "sharded"), str(tmp_path / "hf"), "--jobs", "1"])
+    done("diff", GOLDEN / "sharded", tmp_path / "hf", "--jobs", "1")
 
 
 # Wrong usage
@@ -258,13 +246,13 @@ def test_a_saved_folder_is_cut_anew(tmp_path: Path) -> None:
 def test_options_that_do_not_go_together(tmp_path: Path, options: list[str], says: str) -> None:
     (tmp_path / "x.toml").write_text('mesh = { dp = 2 }\n[[parameter]]\nmatch = "*"\n')
     options = [str(tmp_path / option) if option.endswith(".toml") else option for option in options]
-    said = refused(["transform", str(GOLDEN / "sharded"), str(tmp_path / "out"), *options, "--jobs", "1"], 2)
+    said = refused("transform", GOLDEN / "sharded", tmp_path / "out", *options, "--jobs", "1", code=2)
     assert says in said and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("size", ["0", "-1", "many", "5XB"])
 def test_a_size_that_is_none(tmp_path: Path, size: str) -> None:
-    said = refused(["transform", str(GOLDEN / "sharded"), str(tmp_path), "--to", "hf", f"--max-shard-size={size}"], 2)
+    said = refused("transform", GOLDEN / "sharded", tmp_path, "--to", "hf", f"--max-shard-size={size}", code=2)
     assert "--max-shard-size" in said
     with pytest.raises(UsageError, match="max_shard_size"):
         reshard_mpi.transform(GOLDEN / "sharded", tmp_path, to="hf", max_shard_size=size)
@@ -278,7 +266,7 @@ def test_functions_that_keep_no_record_write_no_folder(tmp_path: Path) -> None:
 def test_a_type_that_torch_has_not_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     path = tmp_path / "full.safetensors"
     safetensors_peer.write(path, ShardContents.of([SampleTensor.random("four", BY_NAME["int4"], (3,))]))
-    said = refused(["transform", str(path), str(tmp_path / "hf"), "--to", "hf", "--jobs", "1"])
+    said = refused("transform", path, tmp_path / "hf", "--to", "hf", "--jobs", "1")
     assert "'four'" in said and "int4" in said and "--to" in said
     assert not (tmp_path / "hf").exists()
 
@@ -373,29 +361,29 @@ def folder(tmp_path: Path) -> Path:
 def test_an_old_single_file_beside_an_index_is_chosen(folder: Path) -> None:
     single(folder)
     out = folder.parent / "chosen"
-    done(["transform", str(folder), str(out), "--select", SINGLE, "--to", "ckpt", "--jobs", "1"])
-    done(["diff", str(GOLDEN / "tied"), str(out), "--jobs", "1"])
+    done("transform", folder, out, "--select", SINGLE, "--to", "ckpt", "--jobs", "1")
+    done("diff", GOLDEN / "tied", out, "--jobs", "1")
 
 
 def test_files_without_an_index(folder: Path, tmp_path: Path) -> None:
     """They are taken together, unless they say themselves that there are more of them."""
     (folder / INDEX).unlink()
-    done(["diff", str(GOLDEN / "sharded"), str(folder), "--jobs", "1"])
+    done("diff", GOLDEN / "sharded", folder, "--jobs", "1")
     (folder / "model-00003-of-00003.safetensors").rename(tmp_path / "lost")
     arguments = ["transform", str(folder), str(tmp_path / "out"), "--to", "ckpt", "--jobs", "1"]
-    said = refused(arguments)
+    said = refused(*arguments)
     assert "lacks some of its files" in said and "number 3 is not there" in said
-    assert "number 3" in refused([*arguments, "--select", "model-00001*"])
+    assert "number 3" in refused(*arguments, "--select", "model-00001*")
     one = folder / "model-00001-of-00003.safetensors"
-    done(["transform", str(one), str(tmp_path / "out"), "--to", "ckpt", "--jobs", "1"])
+    done("transform", one, tmp_path / "out", "--to", "ckpt", "--jobs", "1")
 
 
 def test_a_cache_whose_files_are_links(folder: Path, tmp_path: Path) -> None:
     for number, path in enumerate(sorted(folder.glob("model*"))):
         path.rename(tmp_path / f"blob{number}")
         path.symlink_to(f"../blob{number}")
-    done(["transform", str(folder), str(tmp_path / "out"), "--max-shard-size", "1KB", "--jobs", "1", "--verify"])
-    done(["diff", str(GOLDEN / "sharded"), str(tmp_path / "out"), "--jobs", "1"])
+    done("transform", folder, tmp_path / "out", "--max-shard-size", "1KB", "--jobs", "1", "--verify")
+    done("diff", GOLDEN / "sharded", tmp_path / "out", "--jobs", "1")
 
 
 def test_what_an_index_may_say_besides(tmp_path: Path) -> None:
@@ -434,9 +422,9 @@ def test_files_that_mindspore_has_unified(unified: Path, tmp_path: Path, is_flat
     if is_flat:
         path = unified / "param_name_map.json"
         path.write_text(json.dumps(json.loads(path.read_text())["weight_map"]))
-    done(["diff", str(MINDSPORE / "ranks"), str(unified), "--src-strategy", str(MINDSPORE / "strategy_2x2.ckpt")])
+    done("diff", MINDSPORE / "ranks", unified, "--src-strategy", MINDSPORE / "strategy_2x2.ckpt")
     strategy = ["--dst-strategy", str(MINDSPORE / "strategy_1x2.ckpt")]
-    done(["transform", str(unified), str(tmp_path / "out"), *strategy, "--prefix", "net_", "--jobs", "1"])
+    done("transform", unified, tmp_path / "out", *strategy, "--prefix", "net_", "--jobs", "1")
     for rank in (0, 1):
         theirs = safetensors_peer.read(MINDSPORE / "transformed_1x2" / f"rank_{rank}" / f"net_{rank}.safetensors")
         assert safetensors_peer.read(tmp_path / "out" / f"rank_{rank}" / f"net_{rank}.safetensors") == theirs
@@ -463,7 +451,7 @@ class TestUnified(FolderConformance):
 
 def test_what_may_be_a_slice_is_left_out(unified: Path) -> None:
     put_in_too(unified, HYPER, "moments.w", (2, 4))
-    done(["transform", str(unified), str(unified / "out"), "--select", "part*", "--jobs", "1"])
+    done("transform", unified, unified / "out", "--select", "part*", "--jobs", "1")
 
 
 def test_targets_are_not_written_beside_other_files(tmp_path: Path) -> None:
@@ -472,7 +460,7 @@ def test_targets_are_not_written_beside_other_files(tmp_path: Path) -> None:
     stale.parent.mkdir()
     stale.write_bytes(b"precious")
     there = c.but(dst=stale.parent, dst_strategy=None)
-    said = refused(there.arguments("transform", "--to", "hf", "--max-shard-size", "140", "--overwrite"))
+    said = there.refused("transform", "--to", "hf", "--max-shard-size", "140", "--overwrite")
     assert SINGLE in said and TargetError.__name__ not in said
     assert stale.read_bytes() == b"precious" and len(listing(stale.parent)) == 1
 
@@ -480,15 +468,15 @@ def test_targets_are_not_written_beside_other_files(tmp_path: Path) -> None:
 def test_a_prefix_is_no_part_of_their_names(tmp_path: Path) -> None:
     c = make(tmp_path, "safetensors").but(dst_strategy=None)
     for form in ("hf", "dcp"):
-        said = refused(c.arguments("transform", "--to", form, "--prefix", "net"), 2)
+        said = c.refused("transform", "--to", form, "--prefix", "net", code=2)
         assert "have names of their own" in said and not c.dst.exists()
 
 
 @pytest.mark.parametrize("limit", [[], ["--max-shard-size", "40"]], ids=["one file", "several"])
 def test_files_are_counted_without_the_index(tmp_path: Path, limit: list[str]) -> None:
     c = make(tmp_path, "safetensors").but(dst_strategy=None)
-    done(c.arguments("transform", "--to", "hf", *limit))
+    c.done("transform", "--to", "hf", *limit)
     files = len(list(c.dst.glob("*.safetensors")))
-    said = done(["transform", str(c.dst), str(tmp_path / "again"), "--to", "ckpt", "--jobs", "1"])
+    said = done("transform", c.dst, tmp_path / "again", "--to", "ckpt", "--jobs", "1").err
     counted = "1 file," if files == 1 else f"{files} files,"
     assert (files > 1) == bool(limit) and said.startswith(f"source: Hugging Face folder, {counted}"), said

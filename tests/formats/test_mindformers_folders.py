@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from support import ckpt_peer, safetensors_peer
-from support.command_line import run_captured
+from support.command_line import done, refused
 from support.dcp_peer import arrays_of
 from support.processes import run_command
 from support.sliced_peer import COMMON, Sliced, change_index, file_of, mindformers_file, write_mindformers
@@ -33,13 +33,6 @@ from reshard_mpi.testing.folders import FolderConformance, lost, written
 GOLDEN = Path(__file__).parent / "golden" / "mindformers"
 LATEST, ITERATION = "latest_checkpointed_iteration.txt", "iteration_00000002"
 FIRST = mindformers_file("model", 0, 2)
-
-
-def run(*arguments: object, code: int = 0) -> str:
-    """Run a command, which must end with `code`; return all that it says."""
-    finished = run_captured(*map(str, arguments))
-    assert finished.code == code, finished
-    return finished.err + finished.out
 
 
 def counted(*shape: int) -> np.ndarray[Any, Any]:
@@ -82,36 +75,36 @@ def test_it_is_cut_over_ranks(tmp_path: Path) -> None:
     strategy.write_text(
         'mesh = { tp = 2 }\n[[parameter]]\nmatch = "*.weight"\nsplit = { 1 = ["tp"] }\n[[parameter]]\nmatch = "*"\n'
     )
-    run("transform", GOLDEN, tmp_path / "out", "--dst-strategy", strategy, "--jobs", "2")
+    done("transform", GOLDEN, tmp_path / "out", "--dst-strategy", strategy, "--jobs", "2")
     for rank in (0, 1):
         path = tmp_path / "out" / f"rank_{rank}" / f"checkpoint_{rank}.safetensors"
         held = {name: tensor.content for name, tensor in safetensors_peer.read(path).tensors.items()}
         half = slice(4 * rank, 4 * rank + 4)
         assert held["both.weight"] == counted(4, 8)[:, half].tobytes()
         assert held["adam_m.row.weight"] == counted(8, 4)[:, 2 * rank : 2 * rank + 2].tobytes()
-    run("diff", GOLDEN, tmp_path / "out", "--dst-strategy", strategy, "--jobs", "1")
+    done("diff", GOLDEN, tmp_path / "out", "--dst-strategy", strategy, "--jobs", "1")
 
 
 def test_it_is_told_and_shown(tmp_path: Path) -> None:
-    said = run("transform", GOLDEN, tmp_path / "out", "--from", "mindformers", "--jobs", "1")
+    said = done("transform", GOLDEN, tmp_path / "out", "--from", "mindformers", "--jobs", "1").err
     assert f"note: {ITERATION} of {GOLDEN} is read, the latest as {LATEST} says" in said
-    assert "note:" not in run("plan", GOLDEN / ITERATION, tmp_path / "other")
-    assert "6 tensors, 656 B" in run("inspect", GOLDEN / ITERATION)
+    assert "note:" not in done("plan", GOLDEN / ITERATION, tmp_path / "other").out
+    assert "6 tensors, 656 B" in done("inspect", GOLDEN / ITERATION).out
     assert arrays_of(GOLDEN)["both.weight"].tobytes() == counted(4, 8).tobytes()
 
 
 def test_every_file_is_verified_by_itself(tmp_path: Path) -> None:
     """They have no sums, but for MindSpore's checksum where it was asked for."""
-    assert "keeps no sums" in run("verify", GOLDEN, code=3)
+    assert "keeps no sums" in refused("verify", GOLDEN)
     path = tmp_path / mindformers_file("model", 0, 1)
     shutil.copy(GOLDEN.parent / "mindspore" / "with_crc.safetensors", path)
-    run("verify", tmp_path)
-    run("transform", tmp_path, tmp_path / "out", "--verify", "--jobs", "1")
+    done("verify", tmp_path)
+    done("transform", tmp_path, tmp_path / "out", "--verify", "--jobs", "1")
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    run("verify", tmp_path, code=4)
-    assert "checksum" in run("transform", tmp_path, tmp_path / "again", "--verify", "--jobs", "1", code=3)
+    refused("verify", tmp_path, code=4)
+    assert "checksum" in refused("transform", tmp_path, tmp_path / "again", "--verify", "--jobs", "1")
 
 
 # Random checkpoints
@@ -166,13 +159,13 @@ def test_a_lost_file_is_replaced_where_another_has_the_same(tmp_path: Path) -> N
     tensors = {"w": Sliced(counted(4, 2), (2, 1), [[0, 2], [1, 3]]), "n": Sliced(counted(2), (1,), [[0, 1, 2, 3]])}
     write_mindformers(tmp_path, tensors, 4)
     (tmp_path / mindformers_file("model", 0, 4)).unlink()
-    run("transform", tmp_path, tmp_path / "verified", "--jobs", "1", "--verify")
+    done("transform", tmp_path, tmp_path / "verified", "--jobs", "1", "--verify")
     (tmp_path / mindformers_file("model", 1, 4)).write_bytes(b"cut short")
-    said = run("transform", tmp_path, tmp_path / "out", "--jobs", "1")
+    said = done("transform", tmp_path, tmp_path / "out", "--jobs", "1").err
     assert said.count("cannot be used, what it holds was taken from others") == 2
     assert arrays_of(tmp_path)["w"].tobytes() == counted(4, 2).tobytes()
     (tmp_path / mindformers_file("model", 2, 4)).unlink()
-    assert "no piece of 'w'" in run("transform", tmp_path, tmp_path / "again", "--jobs", "1", code=3)
+    assert "no piece of 'w'" in refused("transform", tmp_path, tmp_path / "again", "--jobs", "1")
     with pytest.raises(CoverageError, match="no piece of 'w'"):
         arrays_of(tmp_path)
 
@@ -185,8 +178,8 @@ def test_copies_that_differ_are_refused(folder: Path) -> None:
         folder,
         lambda index: index["storage_data"]["('norm', (0,))"].append({"file_name": mindformers_file("model", 1, 2)}),
     )
-    assert "'norm'" in run("transform", folder, folder / "out", "--jobs", "1", code=3)
-    run("transform", folder, folder / "out", "--jobs", "1", "--replicas", "any")
+    assert "'norm'" in refused("transform", folder, folder / "out", "--jobs", "1")
+    done("transform", folder, folder / "out", "--jobs", "1", "--replicas", "any")
 
 
 def test_one_device_saves_no_index(tmp_path: Path) -> None:
@@ -194,7 +187,9 @@ def test_one_device_saves_no_index(tmp_path: Path) -> None:
     (tmp_path / model).write_bytes(file_of({"w": counted(2, 3)}, {}))
     (tmp_path / optimizer).write_bytes(file_of({"adam_m.w": counted(2, 3)}, {}))
     (tmp_path / "common.json").write_text(json.dumps(COMMON))
-    assert "MindFormers checkpoint, 2 files, 2 tensors" in run("transform", tmp_path, tmp_path / "out", "--jobs", "1")
+    assert (
+        "MindFormers checkpoint, 2 files, 2 tensors" in done("transform", tmp_path, tmp_path / "out", "--jobs", "1").err
+    )
     found = arrays_of(tmp_path)
     assert found.keys() == {"w", "adam_m.w"} and found["w"].tobytes() == counted(2, 3).tobytes()
     (tmp_path / optimizer).write_bytes(b"no safetensors")
@@ -210,7 +205,7 @@ def test_numbers_that_the_index_does_not_list(folder: Path) -> None:
     (folder / mindformers_file("opt", 1, 2)).write_bytes(
         file_of({"adam_m.w": counted(4, 2)[2:], "global_step": np.array([21], np.int64)}, {})
     )
-    assert "'global_step'" in run("transform", folder, folder / "out", "--jobs", "1", code=3)
+    assert "'global_step'" in refused("transform", folder, folder / "out", "--jobs", "1")
 
 
 def test_a_tensor_called_as_what_is_said_of_the_training(tmp_path: Path) -> None:
@@ -406,11 +401,11 @@ def test_what_is_said_of_the_training_comes_back(folder: Path, tmp_path: Path) -
     """Through a file of torch as plain data, and through MindSpore's files as one text."""
     said: dict[str, Any] = {**COMMON, "loss_scale": 65536.0, "more": {"list": [1, "two", {"three": None}], "": True}}
     (folder / "common.json").write_text(json.dumps(said))
-    run("transform", folder, tmp_path / "ckpt", "--to", "ckpt", "--jobs", "1")
+    done("transform", folder, tmp_path / "ckpt", "--to", "ckpt", "--jobs", "1")
     held = ckpt_peer.read(tmp_path / "ckpt" / "rank_0" / "checkpoint_0.ckpt")
     assert held.strings.keys() == {NEST}
-    run("transform", tmp_path / "ckpt", tmp_path / "torch", "--to", "torch", "--jobs", "1")
-    run("diff", folder, tmp_path / "torch", "--jobs", "1")
+    done("transform", tmp_path / "ckpt", tmp_path / "torch", "--to", "torch", "--jobs", "1")
+    done("diff", folder, tmp_path / "torch", "--jobs", "1")
     torch = pytest.importorskip("torch")
     loaded = torch.load(tmp_path / "torch" / "rank_0" / "checkpoint_0.pt", weights_only=True)
     assert loaded["common"] == said
@@ -437,7 +432,7 @@ def test_a_latest_moment_that_is_not_there(folder: Path, content: bytes) -> None
     write_mindformers(folder.parent.parent / "other", small(), 2)
     with pytest.raises(SourceError, match="does not lead to one"):
         arrays_of(folder.parent)
-    assert "does not lead to one" in run("inspect", folder.parent, code=3)
+    assert "does not lead to one" in refused("inspect", folder.parent)
 
 
 def test_a_folder_that_is_named_as_it_is_called(folder: Path) -> None:
@@ -456,13 +451,13 @@ def test_a_moment_that_is_there_twice(folder: Path) -> None:
 def test_a_run_does_not_go_on_with_another_moment(folder: Path, tmp_path: Path) -> None:
     source, out = folder.parent, tmp_path / "out"
     (source / LATEST).write_text("2")
-    run("transform", source, out, "--jobs", "1")
-    run("transform", folder, out, "--resume", "--jobs", "1")
+    done("transform", source, out, "--jobs", "1")
+    done("transform", folder, out, "--resume", "--jobs", "1")
     write_mindformers(source / "iteration_00000003", small(), 2)
     (source / LATEST).write_text("3")
-    refusal = run("transform", source, out, "--resume", "--jobs", "1", code=3)
+    refusal = refused("transform", source, out, "--resume", "--jobs", "1")
     assert "another run" in refusal and f"to go on with what was begun, give {folder} as the source" in refusal
-    run("transform", folder, out, "--resume", "--jobs", "1")
+    done("transform", folder, out, "--resume", "--jobs", "1")
 
 
 # The command line, in which the next moment becomes the latest as soon as one process has looked.
@@ -505,5 +500,5 @@ def test_targets_are_not_written_into_the_source(folder: Path) -> None:
     (source / LATEST).write_text("2")
     before = sorted(source.rglob("*"))
     for target in (source, folder):
-        assert "the target is the source" in run("transform", source, target, "--to", "ckpt", "--jobs", "1", code=3)
+        assert "the target is the source" in refused("transform", source, target, "--to", "ckpt", "--jobs", "1")
     assert sorted(source.rglob("*")) == before

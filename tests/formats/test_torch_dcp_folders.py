@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.command_line import run_captured
+from support.command_line import done, refused
 from support.sliced_peer import At, file_of, torch_file, write_torch
 
 import reshard_mpi
@@ -31,13 +31,6 @@ from reshard_mpi.testing.folders import FolderConformance, cut_short, lost, writ
 
 GOLDEN = Path(__file__).parent / "golden" / "torch_dcp"
 SHARDED, CONSOLIDATED = GOLDEN / "sharded", GOLDEN / "consolidated"
-
-
-def run(*arguments: object, code: int = 0) -> str:
-    """Run a command, which must end with `code`; return all that it says."""
-    finished = run_captured(*map(str, arguments))
-    assert finished.code == code, finished
-    return finished.err + finished.out
 
 
 def counted(*shape: int) -> np.ndarray[Any, Any]:
@@ -61,19 +54,19 @@ class TestSaved(FolderConformance):
 
 def test_it_is_told_and_shown(tmp_path: Path) -> None:
     """Without --to it becomes a folder of Hugging Face's, as torch makes it, or cut safetensors shards of ranks."""
-    run("transform", SHARDED, tmp_path / "out", "--from", "dcp-safetensors", "--src-files", 2, "--jobs", "1")
+    done("transform", SHARDED, tmp_path / "out", "--from", "dcp-safetensors", "--src-files", "2", "--jobs", "1")
     assert (tmp_path / "out" / "model.safetensors").is_file()
-    run("diff", SHARDED, CONSOLIDATED, "--src-files", 2, "--jobs", "1")
+    done("diff", SHARDED, CONSOLIDATED, "--src-files", "2", "--jobs", "1")
     strategy = tmp_path / "two.toml"
     strategy.write_text(
         'mesh = { tp = 2 }\n[[parameter]]\nmatch = "row.*"\nsplit = { 1 = ["tp"] }\n[[parameter]]\nmatch = "*"\n'
     )
-    run("transform", SHARDED, tmp_path / "cut", "--dst-strategy", strategy, "--src-files", 2, "--jobs", "2")
+    done("transform", SHARDED, tmp_path / "cut", "--dst-strategy", strategy, "--src-files", "2", "--jobs", "2")
     found = reshard_mpi.load_rank(0, tmp_path / "cut", strategy)
     assert found["row.weight"].tolist() == counted(8, 4).tolist()
     assert (tmp_path / "cut" / "rank_1" / "checkpoint_1.safetensors").is_file()
-    assert "last files are missing" in json.loads(run("inspect", SHARDED, "--json"))["notes"][0]
-    assert "keeps no sums" in run("verify", SHARDED, code=3)
+    assert "last files are missing" in json.loads(done("inspect", SHARDED, "--json").out)["notes"][0]
+    assert "keeps no sums" in refused("verify", SHARDED)
 
 
 # Which files there should be
@@ -82,7 +75,7 @@ def test_it_is_told_and_shown(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", ["transform", "plan", "verify", "diff"])
 def test_the_user_must_say_how_many_files_there_were(tmp_path: Path, command: str) -> None:
     other = tmp_path / "out" if command in ("transform", "plan") else CONSOLIDATED
-    said = run(command, SHARDED, other, code=3)
+    said = refused(command, SHARDED, other)
     assert "tells whether its last files are missing" in said and "--src-files" in said
     assert not (tmp_path / "out").exists()
 
@@ -104,10 +97,10 @@ def test_functions_ask_for_it_too(tmp_path: Path) -> None:
 
 
 def test_other_checkpoints_may_be_counted_too(tmp_path: Path) -> None:
-    run("transform", CONSOLIDATED, tmp_path / "out", "--src-files", 2, "--jobs", "1")
-    assert "other files too" in run("transform", CONSOLIDATED, tmp_path / "no", "--src-files", 1, "--jobs", "1", code=3)
-    assert "not as many" in run("transform", CONSOLIDATED, tmp_path / "no", "--src-files", 3, "--jobs", "1", code=3)
-    assert "--src-files" in run("transform", CONSOLIDATED, tmp_path / "no", "--src-files", 0, code=2)
+    done("transform", CONSOLIDATED, tmp_path / "out", "--src-files", "2", "--jobs", "1")
+    assert "other files too" in refused("transform", CONSOLIDATED, tmp_path / "no", "--src-files", "1", "--jobs", "1")
+    assert "not as many" in refused("transform", CONSOLIDATED, tmp_path / "no", "--src-files", "3", "--jobs", "1")
+    assert "--src-files" in refused("transform", CONSOLIDATED, tmp_path / "no", "--src-files", "0", code=2)
 
 
 def test_names_may_be_dealt_out_to_several_files(tmp_path: Path) -> None:

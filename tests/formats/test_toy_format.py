@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.checkpoints import as_read, read_shard
-from support.command_line import run_here
+from support.command_line import done, refused
 from support.conversions import make
 from support.toys import registered_toys
 from toy_package import toy_folder, toy_format
@@ -19,13 +19,6 @@ from reshard_mpi.errors import ShardError
 from reshard_mpi.journal import commit
 
 __all__ = ["registered_toys"]
-
-
-def run(arguments: list[str], code: int = 0) -> str:
-    """Run a command, which must end with `code`, in this process, which knows the toys; return what it complains of."""
-    finished = run_here(*arguments)
-    assert finished.code == code, finished
-    return finished.err
 
 
 @pytest.mark.parametrize(
@@ -65,40 +58,40 @@ def test_heads_that_say_what_cannot_be(tmp_path: Path, head: str) -> None:
 def test_there_and_back(tmp_path: Path) -> None:
     c = make(tmp_path)
     toys = c.but(dst=tmp_path / "toys", options=("--prefix", "t"))
-    run(toys.arguments("transform", "--to", "toy", "--verify"))
+    toys.done("transform", "--to", "toy", "--verify")
     assert [path.name for path in sorted(toys.dst.glob("rank_*/*"))] == ["t0.toy", "t1.toy"]
-    run(toys.but(options=()).arguments("verify", "--jobs", "1"))
-    run(["verify", str(toys.dst), "--jobs", "1"])
-    run(["inspect", str(toys.dst), "--json"])
+    toys.but(options=()).done("verify", "--jobs", "1")
+    done("verify", toys.dst, "--jobs", "1")
+    done("inspect", toys.dst, "--json")
     back = c.but(src=toys.dst, src_strategy=c.dst_strategy, dst_strategy=c.src_strategy)
-    run(back.arguments("transform", "--to", "ckpt"))
+    back.done("transform", "--to", "ckpt")
     for rank in range(4):
         (path,) = (c.dst / f"rank_{rank}").iterdir()
         assert read_shard(path) == as_read(c.arrays(rank))
     made = [path.stat().st_ino for path in sorted(toys.dst.glob("rank_*/*"))]
-    run(toys.arguments("transform", "--to", "toy", "--resume", "--verify"))
+    toys.done("transform", "--to", "toy", "--resume", "--verify")
     assert [path.stat().st_ino for path in sorted(toys.dst.glob("rank_*/*"))] == made
 
 
 @pytest.mark.usefixtures("registered_toys")
 def test_what_it_cannot_do_is_refused(tmp_path: Path) -> None:
-    assert "--crc is for targets in ckpt" in run(make(tmp_path).arguments("transform", "--to", "toy", "--crc"), 2)
+    assert "--crc is for targets in ckpt" in make(tmp_path).refused("transform", "--to", "toy", "--crc", code=2)
 
 
 @pytest.mark.usefixtures("registered_toys")
 def test_a_damaged_file_of_a_folder_is_found(tmp_path: Path) -> None:
     c = make(tmp_path)
     toys = c.but(dst=tmp_path / "toys", options=("--prefix", ""))
-    run(toys.arguments("transform", "--to", "toys", "--verify"))
+    toys.done("transform", "--to", "toys", "--verify")
     assert sorted(path.name for path in toys.dst.glob("*.toypart")) == ["part-1-of-2.toypart", "part-2-of-2.toypart"]
     whole = toys.but(options=(), dst_strategy=None)
-    run(whole.arguments("verify", "--jobs", "1"))
+    whole.done("verify", "--jobs", "1")
     part = toys.dst / "part-1-of-2.toypart"
     content = bytearray(part.read_bytes())
     content[-1] ^= 1
     part.write_bytes(content)
-    assert str(part) in run(whole.arguments("verify", "--jobs", "1"), 4)
-    assert str(part) in run(["verify", str(toys.dst), "--jobs", "1"], 4)
+    assert str(part) in whole.refused("verify", "--jobs", "1", code=4)
+    assert str(part) in refused("verify", toys.dst, "--jobs", "1", code=4)
 
 
 def test_the_latest_folder_by_a_pointer_of_the_format(tmp_path: Path) -> None:
@@ -107,12 +100,12 @@ def test_the_latest_folder_by_a_pointer_of_the_format(tmp_path: Path) -> None:
     formats.register(toy_folder.INFO._replace(pointer_files=("newest",)))
     try:
         toys = c.but(dst=tmp_path / "saves" / "step 5", options=())
-        run(toys.arguments("transform", "--to", "toys"))
+        toys.done("transform", "--to", "toys")
         (tmp_path / "saves" / "newest").write_text("step 5\n")
-        said = run(["transform", str(tmp_path / "saves"), str(tmp_path / "out"), "--to", "ckpt", "--jobs", "1"])
+        said = done("transform", tmp_path / "saves", tmp_path / "out", "--to", "ckpt", "--jobs", "1").err
         assert "step 5 of" in said and "the latest as newest says" in said
         (tmp_path / "saves" / "newest").write_text("../saves/step 5")
-        said = run(["transform", str(tmp_path / "saves"), str(tmp_path / "out"), "--to", "ckpt", "--jobs", "1"], 3)
+        said = refused("transform", tmp_path / "saves", tmp_path / "out", "--to", "ckpt", "--jobs", "1")
         assert "does not lead to one" in said
     finally:
         formats.unregister("toy")
@@ -139,25 +132,25 @@ def test_an_index_of_two_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     published = []
     publish = commit.publish_bytes
     monkeypatch.setattr(commit, "publish_bytes", lambda *args: published.append(args[1]) or publish(*args))
-    run(toys.arguments("transform", "--to", "toys", "--verify"))
+    toys.done("transform", "--to", "toys", "--verify")
     assert published == [BEFORE, toy_folder.INDEX]
     both = [toys.dst / name for name in published]
     contents = [path.read_bytes() for path in both]
     for path, content in zip(both, contents):
         path.write_bytes(content + b" ")
-        assert "index of a checkpoint is not what was committed" in run(["verify", str(toys.dst), "--jobs", "1"], 4)
-        run(toys.arguments("transform", "--to", "toys", "--resume"))
+        assert "index of a checkpoint is not what was committed" in refused("verify", toys.dst, "--jobs", "1", code=4)
+        toys.done("transform", "--to", "toys", "--resume")
         assert [path.read_bytes() for path in both] == contents
         path.unlink()
-        run(toys.arguments("transform", "--to", "toys", "--resume"))
+        toys.done("transform", "--to", "toys", "--resume")
         assert [path.read_bytes() for path in both] == contents
     (toys.dst / "part-1-of-2.toypart").unlink()
-    run(toys.arguments("transform", "--to", "toys", "--rank", "1", "--overwrite"))
+    toys.done("transform", "--to", "toys", "--rank", "1", "--overwrite")
     assert not any(path.exists() for path in both)
     other = toys.but(dst=tmp_path / "others")
     other.dst.mkdir()
     (other.dst / BEFORE).write_bytes(b"of somebody")
-    assert BEFORE in run(other.arguments("transform", "--to", "toys"), 3)
+    assert BEFORE in other.refused("transform", "--to", "toys")
     assert (other.dst / BEFORE).read_bytes() == b"of somebody"
 
 
@@ -165,24 +158,24 @@ def test_an_index_of_two_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_folders_that_are_two_checkpoints(tmp_path: Path) -> None:
     c = make(tmp_path)
     toys = c.but(dst=tmp_path / "toys", options=("--prefix", ""))
-    run(toys.arguments("transform", "--to", "toys"))
+    toys.done("transform", "--to", "toys")
     back = c.but(src=toys.dst, src_strategy=None, dst_strategy=c.src_strategy)
     (toys.dst / "rank_0").mkdir()
-    run(back.arguments("transform", "--to", "ckpt"))
+    back.done("transform", "--to", "ckpt")
     (toys.dst / "rank_0" / "net.ckpt").write_bytes(b"")
-    assert "two checkpoints lie together" in run(back.arguments("transform", "--to", "ckpt"), 3)
+    assert "two checkpoints lie together" in back.refused("transform", "--to", "ckpt")
 
 
 @pytest.mark.usefixtures("registered_toys")
 def test_a_folder_whose_file_does_not_fit_its_checksum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     c = make(tmp_path)
     toys = c.but(dst=tmp_path / "toys", options=("--prefix", ""))
-    run(toys.arguments("transform", "--to", "toys"))
+    toys.done("transform", "--to", "toys")
 
     def check_crc(path: str, on_bytes: object = None) -> bool:
         raise ShardError("a file does not fit its checksum", where=path)
 
     monkeypatch.setattr(toy_folder, "check_crc", check_crc)
     back = c.but(src=toys.dst, src_strategy=None, dst_strategy=c.src_strategy)
-    assert "does not fit its checksum" in run(back.arguments("transform", "--to", "ckpt", "--verify"), 3)
-    assert "two of the loose files" in run(back.arguments("plan", "--select", "*.toypart"), 3)
+    assert "does not fit its checksum" in back.refused("transform", "--to", "ckpt", "--verify")
+    assert "two of the loose files" in back.refused("plan", "--select", "*.toypart")

@@ -29,9 +29,6 @@ def run_here(*arguments: Argument) -> Finished:
     return Finished(("reshard-mpi", *given), code, *texts)
 
 
-run_captured = run_here
-
-
 def done(*arguments: Argument) -> Finished:
     """Run the command line in this process, which must succeed."""
     return _succeeded(run_here(*arguments))
