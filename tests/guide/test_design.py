@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
+import sys
 from collections import defaultdict
+from pathlib import Path
+from types import FrameType
 
 from support import module_tree
+from support.command_line import Capture
+from support.conversions import make, transform_here
 from support.module_tree import BEGIN, DESIGN, END, PACKAGE, tree
 
 TEXT = DESIGN.read_text()
@@ -49,3 +55,27 @@ def test_what_the_text_names_is_there() -> None:
 def test_every_decision_has_a_page_and_a_line() -> None:
     links = re.findall(r"^- \[.+\]\(decisions/(.+)\)$", TEXT, re.MULTILINE)
     assert sorted(links) == [path.name for path in DECISIONS]
+
+
+def test_a_process_alone_comes_to_the_modules_to_read_in_their_order(tmp_path: Path, capsys: Capture) -> None:
+    in_order, _, further = TEXT.partition("To read it")[2].partition("\n\n")[0].partition(" Then ")
+    conversion, entered = make(tmp_path), dict[str, None]()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        path = frame.f_code.co_filename
+        is_function = frame.f_code.co_flags & inspect.CO_OPTIMIZED  # and no module or class that is being made
+        if event == "call" and is_function and path.startswith(f"{PACKAGE}/"):
+            module = path.removeprefix(f"{PACKAGE}/").removesuffix(".py")
+            entered.setdefault(f"{module}.{frame.f_code.co_qualname.partition('.')[0]}")
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        finished = transform_here(capsys, conversion, "--jobs", "1")
+    finally:
+        sys.setprofile(before)
+    assert finished.code == 0, finished
+    named = re.findall(r"`(\w+/\w+\.\w+)`", in_order)
+    assert len(named) > 5 and [name for name in entered if name in named] == named
+    publication, workers = re.findall(r"`(\w+/\w+\.\w+)`", further)
+    assert publication in entered and workers not in entered
