@@ -12,13 +12,15 @@ from reshard_mpi.formats.dtypes import FLOATS, DType
 from reshard_mpi.mapping.box_pairs import TargetShape, TermTensor
 from reshard_mpi.mapping.direction import Direction, Inventory, shown, told_direction
 from reshard_mpi.mapping.matching import Match, matches, whole_pair
-from reshard_mpi.mapping.optimizer_forms import settings_of_all
+from reshard_mpi.mapping.numbered_state import STATE
+from reshard_mpi.mapping.optimizer_forms import GROUPS, settings_of_all
 from reshard_mpi.mapping.optimizer_state import (
     followed,
     is_named_as_state,
     is_named_like_state,
     is_state,
     owners,
+    parted_anywhere,
     require_none_stranded,
 )
 from reshard_mpi.mapping.result import (
@@ -192,6 +194,10 @@ def _taken(rules: Rules | None, inventory: Inventory, forward: bool | None, like
     direction = told_direction(rules, inventory, forward, shapes)
     states_apart = {name: kind for name, kind in inventory.items() if not is_state(name, rules, inventory, direction)}
     taken = list(matches(rules, states_apart, direction, shapes))
+    of_optimizers = _of_optimizers(taken, inventory)
+    if of_optimizers:
+        states_apart = {name: kind for name, kind in states_apart.items() if name not in of_optimizers}
+        taken = list(matches(rules, states_apart, direction, shapes))
     left = dict.fromkeys(inventory)
     _remove(left, taken)
     entries = dropped(rules, tuple(left), inventory, direction, shapes or {})
@@ -203,6 +209,22 @@ def _taken(rules: Rules | None, inventory: Inventory, forward: bool | None, like
     states = list(followed(rules, taken, left, inventory, direction, shapes))
     _remove(left, states)
     return _Matched(direction, taken, states, tuple(left), entries, scalars)
+
+
+def _of_optimizers(taken: Iterable[Match], inventory: Inventory) -> frozenset[str]:
+    """Return the tensors of torch's optimizers that equations of parameters take, as `{p*}` stands for any name.
+
+    State follows the parameter, and settings stay with their group: both belong to the optimizer's dictionary.
+    """
+    rule_of = {name: id(match.rule) for match in taken for name in (*match.sources.values(), *match.equal)}
+    settings = {name for name in rule_of if GROUPS in name.split(".")}
+    of_parameters = {rule for name, rule in rule_of.items() if name not in settings}
+    own = {name for name in settings if rule_of[name] in of_parameters}
+    for name, rule in rule_of.items():
+        parted = parted_anywhere(name, inventory) if name.startswith(STATE) else None
+        if parted is not None and rule_of.get(parted[0]) == rule:
+            own.add(name)
+    return frozenset(own)
 
 
 def _tensors(

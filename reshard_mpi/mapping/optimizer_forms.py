@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from reshard_mpi.formats.nest.nodes import parsed
 from reshard_mpi.mapping.numbered_state import Training, entries_of, parts_of, value_of
 
-STATE, GROUPS = "state", "param_groups"
+STATE_KEY, GROUPS = "state", "param_groups"
 # What groups call their parameters by: numbers or names, and names beside numbers.
 _PARAMETERS, _PARAMETER_NAMES = "params", "param_names"
 # What state is kept under: a number, or the name of a parameter.
@@ -62,7 +62,7 @@ def _nodes(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def _is_grouped(node: Any) -> bool:
     """Tell whether a dictionary is an optimizer with groups of parameters, which have numbers or names."""
     groups = value_of(node, GROUPS)
-    if entries_of(value_of(node, STATE)) is None or not isinstance(groups, list) or not groups:
+    if entries_of(value_of(node, STATE_KEY)) is None or not isinstance(groups, list) or not groups:
         return False
     members = [value_of(group, _PARAMETERS) for group in groups]
     return all(isinstance(keys, list) and all(type(key) in (int, str) for key in keys) for keys in members)
@@ -90,7 +90,7 @@ def _grouped(path: str, node: Any, training: Training) -> Optimizer:
     parameters = {name_of[key]: place for place, keys in enumerate(members) for key in keys}
     keys: dict[Key, Key] = {name_of[key]: key for of_group in members for key in of_group}
     states = {}
-    for entry in entries_of(value_of(node, STATE)) or ():
+    for entry in entries_of(value_of(node, STATE_KEY)) or ():
         if _is_read(entry):
             name = name_of.get(entry[0], entry[0])
             states[name], keys[name] = entry[1], entry[0]
@@ -132,14 +132,16 @@ def _flat_key(entry: list[Any]) -> _FlatKey | None:
         return None
     kind, dot, rest = entry[0].partition(".")
     parameter, second_dot, setting = rest.rpartition(".")
-    return _FlatKey(kind, parameter, setting) if kind in (STATE, GROUPS) and dot and second_dot else None
+    return _FlatKey(kind, parameter, setting) if kind in (STATE_KEY, GROUPS) and dot and second_dot else None
 
 
 def put(node: Any, optimizer: Optimizer) -> None:
     """Write an optimizer into its dictionary of a nest, in its form."""
     if optimizer.form is Form.FLAT:
         values = {
-            f"{STATE}.{name}.{key}": value for name, state in optimizer.states.items() for key, value in state["dict"]
+            f"{STATE_KEY}.{name}.{key}": value
+            for name, state in optimizer.states.items()
+            for key, value in state["dict"]
         }
         for name, place in optimizer.parameters.items():
             values |= {f"{GROUPS}.{name}.{key}": value for key, value in optimizer.groups[place]["dict"]}
@@ -156,7 +158,7 @@ def put(node: Any, optimizer: Optimizer) -> None:
     if optimizer.form is Form.NAMES:
         groups = [_named(group, names) for group, names in zip(optimizer.groups, members)]
     for entry in node["dict"]:
-        if entry[0] == STATE:
+        if entry[0] == STATE_KEY:
             unread = [each for each in entry[1]["dict"] if not _is_read(each)]
             states = [[optimizer.keys.get(key, key), state] for key, state in optimizer.states.items()]
             entry[1:] = [{**entry[1], "dict": [*unread, *states]}]

@@ -17,7 +17,7 @@ from reshard_mpi.mapping.numbered_state import Training
 from reshard_mpi.mapping.optimizer_forms import (
     GROUPS,
     NOTHING,
-    STATE,
+    STATE_KEY,
     Form,
     Key,
     Optimizer,
@@ -33,7 +33,7 @@ class NewNest(NamedTuple):
 
     text: str
     unknown: Sequence[str]  # nothing tells which parameters their groups have
-    by_names: Sequence[str] = ()  # they go by names of parameters
+    known: Sequence[Optimizer] = ()  # the others
 
 
 def renamed(
@@ -55,7 +55,7 @@ def renamed(
     """
     root, order = parsed(nest)
     sources = frozenset(source for parameter in parameters for source in parameter.sources)
-    unknown, by_names = [], []
+    unknown, known = [], []
     for node, optimizer in optimizers_of(root, training):
         path = optimizer.path
         if optimizer.form is Form.UNKNOWN:
@@ -66,9 +66,9 @@ def renamed(
             made = [MadeParameter(name.removeprefix(training.prefix), own) for name, own in of_it]
         else:
             made = made_in(path, path, optimizer.parameters, sources, parameters, where)
-        put(node, _renamed(optimizer, made, inventory, where))
-        by_names += [path] * (optimizer.form is not Form.FLAT)
-    return NewNest(written(root, None if order is None else tensors), unknown, by_names)
+        known.append(_renamed(optimizer, made, inventory, where))
+        put(node, known[-1])
+    return NewNest(written(root, None if order is None else tensors), unknown, known)
 
 
 def _renamed(optimizer: Optimizer, made: Sequence[MadeParameter], inventory: Container[str], where: str) -> Optimizer:
@@ -205,7 +205,7 @@ class _Carrying(NamedTuple):
             states = [self.of_source.states.get(source, NOTHING) for source in sources]
             if any(other != states[0] for other in states):
                 raise _treated_differently(sources, self.where)
-            path = f"{self.own.path}{STATE}.{self.own.keys.get(key, key)}."
+            path = f"{self.own.path}{STATE_KEY}.{self.own.keys.get(key, key)}."
             carried[key] = self.values.of(state, states[0], path) if states else state
         return carried
 

@@ -21,7 +21,7 @@ from reshard_mpi.mapping.numbered_state import (
     named_tensors,
     training_in,
 )
-from reshard_mpi.mapping.optimizer_forms import settings_of_all
+from reshard_mpi.mapping.optimizer_forms import GROUPS, STATE_KEY, Form, settings_of_all
 from reshard_mpi.mapping.optimizer_names import MadeParameter
 from reshard_mpi.mapping.optimizer_settings import carried_into, renamed
 from reshard_mpi.mapping.result import DerivedTensor, MapResult, taken_of
@@ -99,7 +99,8 @@ def applied_to_file(
     made_up = (*(constant.name for constant in last.constants), *(number.name for number in last.computed))
     tensors = [*(tensor.name for tensor in all_made), *made_up]
     new = renamed(source.nest, training, inventory, all_parameters, tensors, source.path)
-    begins = tuple(f"{path}state." for path in new.by_names)
+    _require_none_taken_out([each.path for each in new.known], all_made, source.path)
+    begins = tuple(f"{each.path}state." for each in new.known if each.form is not Form.FLAT)
     if training.optimizer is not None or any(derived.name.startswith(begins) for derived in all_made):
         # Its own load_state_dict takes the states of a group by their places, whatever their names.
         by_names = "the optimizer's state goes by names of parameters, as torch's set_optimizer_state_dict takes it"
@@ -109,6 +110,28 @@ def applied_to_file(
         for path in new.unknown
     )
     return MappedFile(in_files, all_made, new.text, notes)
+
+
+def _require_none_taken_out(paths: Sequence[str], made: Sequence[DerivedTensor], where: str) -> None:
+    """Raise MapError if an equation puts an optimizer's tensors, named as in an optimizer, elsewhere: `{p*}` takes any.
+
+    Args:
+        paths: of the optimizers.
+    """
+    for path in paths:
+        key = path[path.rfind(".", 0, -1) + 1 :]  # the last one of the path
+        for tensor in made:
+            is_taken_out = any(f".{key}{kind}." in f".{tensor.name}" for kind in (STATE_KEY, GROUPS))
+            own = sorted(name for name in _sources(tensor) if name.startswith(path))
+            if is_taken_out and own and not tensor.name.startswith(path):
+                raise MapError(
+                    "an equation takes tensors out of an optimizer, which would be without them",
+                    expected=f"names that begin with {path}",
+                    got=f"{own[0]}, which becomes {tensor.name}, by {tensor.where}",
+                    where=where,
+                    remedy="write the equation for names of the model alone, and one for state, or leave the"
+                    " optimizer out (--exclude)",
+                )
 
 
 def _told_of_order(training: Training, path: str) -> Iterator[str]:

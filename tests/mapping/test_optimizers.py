@@ -727,3 +727,27 @@ def test_state_that_does_not_follow_its_parameter_is_not_put_whole_beside_slices
     with pytest.raises(StrategyError, match=r"optimizer\.state\.(0|q)\.exp_avg"):
         reshard_mpi.transform(*how, **options)
     reshard_mpi.transform(*how, exclude=["optimizer.*"])
+@pytest.mark.parametrize("model", ["model", ""])
+def test_an_equation_that_takes_any_name_leaves_the_optimizers_tensors_in_it(tmp_path: Path, model: str) -> None:
+    source = training()
+    source["optimizer"]["param_groups"][0]["lr"] = tensor(np.array(0.5, np.float32))
+    if not model:
+        source |= source.pop("model")
+    loaded = converted(tmp_path, source, '[[map]]\neq = "{p*} <=> module.{p*}"\n', forward=True)
+    begin = f"{model}." if model else ""
+    state, groups = loaded["optimizer"]["state"], loaded["optimizer"]["param_groups"]
+    assert [*state] == groups[0]["params"] and {"exp_avg"} <= state[f"module.{begin}q"].keys() and "lr" in groups[0]
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_an_equation_does_not_take_state_that_goes_by_names_out_of_its_optimizer(tmp_path: Path, is_flat: bool) -> None:
+    optimizer: dict[str, Any] = {"state": {"q": {"exp_avg": tensor(Q)}}, "param_groups": [{"lr": 0.5, "params": ["q"]}]}
+    if is_flat:
+        optimizer = {"state.q.exp_avg": tensor(Q), "param_groups.q.lr": 0.5}
+    with pytest.raises(MapError, match="takes tensors out of an optimizer"):
+        converted(
+            tmp_path,
+            {"model": {"q": tensor(Q)}, "optim": optimizer},
+            '[[map]]\neq = "{p*} <=> module.{p*}"\n',
+            forward=True,
+        )
