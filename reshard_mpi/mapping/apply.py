@@ -45,6 +45,7 @@ from reshard_mpi.mapping.selection import (
     made_up,
     require_alike,
     require_any,
+    settings_among,
     states_among,
     states_left_out,
     type_of,
@@ -101,6 +102,8 @@ def applied(
     does_anything = taken.matches or taken.states or taken.dropped or everything.constants or outcome.numbers
     if rules is not None and not does_anything:
         raise _does_nothing(rules, taken.direction, inventory, like)
+    if choice.types:
+        choice = choice._replace(settings=settings_among({choice.named(name): shape for name, shape in shapes.items()}))
     used = {name for tensor in outcome.tensors for name in tensor.sources.values()}
     scalars = taken.counted
     return MapResult(

@@ -11,7 +11,7 @@ from reshard_mpi.errors import MapError
 from reshard_mpi.mapping.numbered_state import entries_of, parts_of
 
 # Lists in the state of torch's schedulers with a value for each group (torch.optim.lr_scheduler, 2.13).
-_BY_GROUP = frozenset(("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"))
+BY_GROUP = frozenset(("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"))
 
 
 class NestValues:
@@ -53,7 +53,7 @@ class NestValues:
             text = json.dumps(entry[0])
             if len(entry) == 2 and text in values:
                 key, own, other = entry[0], entry[1], values[text]
-                is_by_group = isinstance(key, str) and key in _BY_GROUP
+                is_by_group = isinstance(key, str) and key in BY_GROUP
                 if is_by_group and isinstance(own, list) and isinstance(other, list):
                     entry = [key, self._for_groups(own, other, f"{path}{key}.")]
                 else:
@@ -91,7 +91,7 @@ class NestValues:
         """
         for path, own, items in self._lists_in_both(root, source, "") if regrouped else ():
             are_unlike = any(item != items[0] for item in items)
-            are_known = path.rpartition(".")[2] in _BY_GROUP
+            are_known = path.rpartition(".")[2] in BY_GROUP
             if not are_known:
                 are_unlike = (
                     (len(own), len(items)) in regrouped and own != items and (are_unlike or len(own) != len(items))

@@ -138,11 +138,9 @@ def _flat_key(entry: list[Any]) -> _FlatKey | None:
 def put(node: Any, optimizer: Optimizer) -> None:
     """Write an optimizer into its dictionary of a nest, in its form."""
     if optimizer.form is Form.FLAT:
-        values = {
-            f"{STATE_KEY}.{name}.{key}": value
-            for name, state in optimizer.states.items()
-            for key, value in state["dict"]
-        }
+        values: dict[str, Any] = {}
+        for name, state in optimizer.states.items():
+            values |= {f"{STATE_KEY}.{name}.{key}": value for key, value in state["dict"]}
         for name, place in optimizer.parameters.items():
             values |= {f"{GROUPS}.{name}.{key}": value for key, value in optimizer.groups[place]["dict"]}
         if values.keys() == {entry[0] for entry in node["dict"] if _flat_key(entry) is not None}:

@@ -13,7 +13,9 @@ from reshard_mpi.formats.dtypes import FLOATS, DType, numbers
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.mapping.direction import MAX_NAMED, Direction, Inventory, TemplateShapes
 from reshard_mpi.mapping.equations import NamePattern
+from reshard_mpi.mapping.nest_values import BY_GROUP
 from reshard_mpi.mapping.numbered_state import NO_TRAINING, Training
+from reshard_mpi.mapping.optimizer_forms import GROUPS, STATE_KEY
 from reshard_mpi.mapping.optimizer_state import is_named_as_state, owned_by, owners
 from reshard_mpi.mapping.result import ConstantTensor, DerivedTensor, Pads
 from reshard_mpi.mapping.rules import TYPES, Drop, Fill, Rules, element_of
@@ -34,11 +36,15 @@ class Selection(NamedTuple):
     # what is taken once all maps are applied, if this is not the last of several: nothing is left out here, and state
     # that is left out then may stay without its parameter
     last: Selection | None = None
+    # single numbers of the target that training counts or sets, as their places in it tell, by names in its file
+    settings: Collection[str] = ()
 
 
+Shape = tuple[int, ...]
 # The glob of a type that is given without one.
 ANY = "*"
-# What training counts and sets, in single numbers: their types stay unless they are named.
+# What training counts and sets, in single numbers: their types stay unless they are named. Where the place tells it,
+# names need not (`settings_among`).
 _COUNTERS = frozenset(
     (
         *("step", "global_step", "state_step", "step_num", "epoch_num", "beta1_power", "beta2_power", "learning_rate"),
@@ -57,12 +63,37 @@ def type_of(choice: Selection, name: str, dtype: DType, shape: tuple[int, ...]) 
 def _deciding(choice: Selection, name: str, shape: tuple[int, ...]) -> int | None:
     """Return which of `types` gives a tensor of floating-point numbers its type; None: it stays."""
     in_file = choice.named(name)
-    is_counter = prod(shape) == 1 and in_file.rpartition(".")[2] in _COUNTERS
+    is_counter = in_file in choice.settings or (prod(shape) == 1 and in_file.rpartition(".")[2] in _COUNTERS)
     for number in reversed(range(len(choice.types))):
         glob = choice.types[number][0]
         if Pattern(glob).matches(in_file) and not (glob == ANY and is_counter):
             return number
     return None
+
+
+def settings_among(shapes: Mapping[str, Shape]) -> frozenset[str]:
+    """Return the single numbers that training counts or sets: in groups and state of optimizers, and of schedulers.
+
+    State with the shape of a parameter is no such number, even if the parameter has one element.
+
+    Args:
+        shapes: of all tensors, by names in their file.
+    """
+    parts_of = {name: [part for part in name.split(".") if not part.isdecimal()] for name in shapes}
+    of_parameters = {
+        parts[-1] for name, parts in parts_of.items() if STATE_KEY in parts[:-1] and prod(shapes[name]) != 1
+    }
+    return frozenset(
+        name
+        for name, (*parents, key) in ((name, parts) for name, parts in parts_of.items() if parts)
+        if prod(shapes[name]) == 1
+        and (
+            GROUPS in parents
+            or key in BY_GROUP
+            or (STATE_KEY in parents and key not in of_parameters)
+            or any("sched" in part.lower() for part in parents)
+        )
+    )
 
 
 def is_chosen(choice: Selection, name: str) -> bool:
@@ -159,9 +190,6 @@ def constant_typed(choice: Selection, constant: ConstantTensor) -> ConstantTenso
     value = numbers(constant.element, constant.kind.dtype)[0]
     element = element_of(value, dtype, constant.name, constant.where)
     return constant._replace(kind=constant.kind._replace(dtype=dtype), element=element)
-
-
-Shape = tuple[int, ...]
 
 
 class TargetTemplate(NamedTuple):

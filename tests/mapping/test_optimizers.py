@@ -751,3 +751,28 @@ def test_an_equation_does_not_take_state_that_goes_by_names_out_of_its_optimizer
             '[[map]]\neq = "{p*} <=> module.{p*}"\n',
             forward=True,
         )
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_a_type_for_all_leaves_settings_that_are_tensors(tmp_path: Path, is_flat: bool) -> None:
+    """Betas of 0.999 would be 1.0 in bfloat16, with which Adam no longer moves. One parameter has a single element."""
+
+    def single(value: float = 0.999) -> Any:
+        return tensor(np.array(value, np.float32))
+
+    group = {"lr": single(), "betas": single() if is_flat else (single(), single()), "initial_lr": single()}
+    state = {
+        name: {"exp_avg": tensor(MODEL[name].reshape(-1)[: 1 + 11 * (name == "q")]), "mu_product": single()}
+        for name in "qk"
+    }
+    optimizer: dict[str, Any] = {"state": state, "param_groups": [{**group, "params": ["q", "k"]}]}
+    if is_flat:
+        optimizer = {f"state.{name}.{key}": value for name, own in state.items() for key, value in own.items()}
+        optimizer |= {f"param_groups.{name}.{key}": value for name in "qk" for key, value in group.items()}
+    saved = {"model": {"q": tensor(Q[:12]), "scale_of_all": single()}, "optim": optimizer}
+    saved |= {"scheduler": {"base_lrs": [single()], "max_lr": single()}}
+    torch_peer.save(tmp_path / "x.pt", saved)
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", to="safetensors", dtype="bf16")
+    loaded = reshard_mpi.load_rank(0, tmp_path / "dst")
+    kept = {name for name, value in loaded.items() if value.dtype == np.float32}
+    assert {*loaded} - kept == {"model.q", "model.scale_of_all", "optim.state.q.exp_avg", "optim.state.k.exp_avg"}
