@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from reshard_mpi.formats.nest.nodes import NestError
+
 _STATE, _GROUPS, _PARAMETERS = "state", "param_groups", ("params", "param_names")
 
 
@@ -33,15 +35,16 @@ def settings_of(node: Any) -> Any:
         return [settings_of(each) for each in node]
     if not isinstance(node, dict):
         return node
-    if node.keys() != {"dict"}:
-        return {key: settings_of(value) for key, value in node.items()}
+    others = {key: settings_of(value) for key, value in node.items() if key != "dict"}
+    if "dict" not in node:
+        return others
     is_joined = _is_always_joined(node)
     kept = []
     for key, *value in node["dict"]:
         is_flat = isinstance(key, str) and key.startswith((f"{_STATE}.", f"{_GROUPS}."))
         if value and not is_flat and not (is_joined and key in (_STATE, _GROUPS)):
             kept.append([key, *map(settings_of, value)])
-    return {"dict": [entry for entry in kept if entry[1:] != [{"dict": []}]]}
+    return {**others, "dict": [entry for entry in kept if entry[1:] != [{"dict": []}]]}
 
 
 def _is_always_joined(node: Any) -> bool:
@@ -60,16 +63,17 @@ def _joined(first: Any, second: Any, keeps_first: bool) -> Any:
         return first
     if isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
         return [_joined(own, other, keeps_first) for own, other in zip(first, second)]
-    are_dicts = isinstance(first, dict) and isinstance(second, dict) and first.keys() == second.keys()
-    if are_dicts and first.keys() != {"dict"}:
+    are_alike = isinstance(first, dict) and isinstance(second, dict) and first.keys() == second.keys()
+    if are_alike and "dict" not in first:
         return {key: _joined(first[key], second[key], keeps_first) for key in first}
+    are_dicts = are_alike and all(first[key] == second[key] for key in first if key != "dict")  # of one class
     one, other = (_entries(first), _entries(second)) if are_dicts else ({}, {})
     if _is_named(one) and _is_named(other):
-        return {"dict": _joined_optimizers(one, other, keeps_first)}
+        return {**first, "dict": _joined_optimizers(one, other, keeps_first)}
     if _is_flat(one) and _is_flat(other):
-        return {"dict": _joined_states(one, other)}
+        return {**first, "dict": _joined_states(one, other)}
     if are_dicts and _can_be_joined(one, other):
-        return {"dict": _joined_entries(one, other, keeps_first)}
+        return {**first, "dict": _joined_entries(one, other, keeps_first)}
     if keeps_first:
         return first
     raise ValueError
@@ -115,20 +119,35 @@ def _is_flat(entries: dict[Any, list[Any]]) -> bool:
 
 
 def _joined_optimizers(one: dict[Any, list[Any]], other: dict[Any, list[Any]], keeps_first: bool) -> list[Any]:
-    """Join optimizers: the state of both, and groups that differ in their parameters alone as one."""
+    """Join optimizers: the state of both, and groups that differ in their parameters alone as one.
+
+    A parameter stays in the group that it has. Raises NestError for a setting that is a tensor: it is called by the
+    place of its group, which another one would get.
+    """
     groups = [_entries(group) for group in one[_GROUPS][0]]
     for place, group in enumerate(map(_entries, other[_GROUPS][0])):
-        in_order = (*groups[place : place + 1], *groups)  # of groups treated alike first the one in the same place
-        same = next((own for own in in_order if _settings(own) == _settings(group)), None)
-        if same is None:
-            if any(not value for of_group in (*groups, group) for value in of_group.values()):
-                raise ValueError  # a setting that is a tensor is called by the place of its group
+        own = frozenset(group["params"][0])
+        known = frozenset(name for each in groups for name in each["params"][0])
+        with_own = [number for number, each in enumerate(groups) if not own.isdisjoint(each["params"][0])]
+        alike = [number for number, each in enumerate(groups) if _settings(each) == _settings(group)]
+        if not {*with_own} <= {*alike}:
+            raise ValueError
+        # Of groups treated alike first one that has a parameter already, and then the one in the same place.
+        number = next((each for each in (*with_own, place, *alike) if each in alike), len(groups))
+        if number != place and not all(group.values()):
+            raise NestError(
+                "optimizers of stages have settings that are tensors, and groups in other places",
+                f"group {place}",
+                "save numbers in place of these tensors: group['lr'] = float(group['lr'])",
+            )
+        if number == len(groups):
             groups.append(group)
             continue
         for key in _PARAMETERS:
             if key in group:
-                same[key] = [list(dict.fromkeys((*same[key][0], *group[key][0])))]
-    states = {"dict": _joined_states(_entries(one[_STATE][0]), _entries(other[_STATE][0]))}
+                added = [name for name in group[key][0] if name not in known]
+                groups[number] = {**groups[number], key: [[*groups[number][key][0], *added]]}
+    states = {**one[_STATE][0], "dict": _joined_states(_entries(one[_STATE][0]), _entries(other[_STATE][0]))}
     all_groups = [{"dict": [[key, *value] for key, value in group.items()]} for group in groups]
     of_both: dict[Any, list[Any]] = {_STATE: [states], _GROUPS: [all_groups]}
     return _joined_entries(one | of_both, other | of_both, keeps_first)

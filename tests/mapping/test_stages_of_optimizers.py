@@ -1,0 +1,96 @@
+"""Optimizers that stages of a pipeline have saved are joined, or refused."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import torch_peer
+from support.checkpoints import sample
+
+import reshard_mpi
+from reshard_mpi.errors import DisagreementError
+
+_keys = count()
+Groups = Sequence[Sequence[str]]  # the parameters of each
+
+
+def tensor(value: float = 0.0) -> Any:
+    return torch_peer.tensor(sample("", np.full((2, 2), value, np.float32)), str(next(_keys)))
+
+
+def saved(folder: Path, stages: Sequence[Groups], settings: Callable[[str], dict[str, Any]], kind: type = dict) -> Path:
+    """Save stages whose optimizers name their parameters. settings: of the group with this first parameter."""
+    for stage, groups in enumerate(stages):
+        names = [name for group in groups for name in group]
+        optimizer = kind(
+            state=kind((name, kind(exp_avg=tensor(), note=name)) for name in names),
+            param_groups=[{**settings(group[0]), "params": [*group]} for group in groups],
+        )
+        (folder / f"rank_{stage}").mkdir(parents=True)
+        torch_peer.save(
+            folder / f"rank_{stage}" / "x.pt", {"model": {name: tensor() for name in names}, "optim": optimizer}
+        )
+    (folder / "stages.toml").write_text(f"mesh = {{ data = 1 }}\nstages = {len(stages)}\n[[parameter]]\nmatch = '*'\n")
+    return folder
+
+
+def joined(source: Path, folder: Path) -> Any:
+    reshard_mpi.transform(source, folder, source / "stages.toml", to="torch")
+    return torch_peer.load(folder / "rank_0/checkpoint_0.pt")["optim"]
+
+
+def test_a_parameter_is_in_one_group_by_way_of_other_stages(tmp_path: Path) -> None:
+    """Groups of equal settings; a stage has one of them only."""
+    stages = [[["h"], ["c"]], [["a"], ["d"]], [["b"]]]
+    source = saved(tmp_path / "src", stages, lambda _: {"lr": 0.5})
+    new = {"c": 0, "d": 0, "h": 1, "a": 2, "b": 2}
+    rules = (f"[[parameter]]\nmatch = ['*.{name}', '*.{name}.*']\nstage = {at}\n" for name, at in new.items())
+    (tmp_path / "new.toml").write_text("mesh = { data = 1 }\nstages = 3\n" + "".join(rules))
+    reshard_mpi.transform(
+        source, tmp_path / "new", source / "stages.toml", dst_strategy=tmp_path / "new.toml", to="torch"
+    )
+    reshard_mpi.transform(tmp_path / "new", tmp_path / "one", tmp_path / "new.toml", to="torch")
+    groups = torch_peer.load(tmp_path / "one/rank_0/checkpoint_0.pt")["optim"]["param_groups"]
+    assert sorted(name for group in groups for name in group["params"]) == ["a", "b", "c", "d", "h"]
+
+
+@pytest.mark.parametrize("more_at", ["first stage", "last stage"])
+def test_settings_that_are_tensors_stay_with_their_group(tmp_path: Path, more_at: str) -> None:
+    rate = tensor(0.5)
+
+    def settings(name: str) -> dict[str, Any]:
+        return {"lr": rate, "decay": float(name == "x")}
+
+    stages = [[["a"]], [["b"], ["x"]]]
+    source = saved(tmp_path / "src", stages if more_at == "last stage" else stages[::-1], settings)
+    optimizer = joined(source, tmp_path / "dst")
+    assert {*optimizer["state"]} == {"a", "b", "x"}
+    assert [({*group["params"]}, group["decay"]) for group in optimizer["param_groups"]] == [
+        ({"a", "b"}, 0),
+        ({"x"}, 1),
+    ]
+    assert all("lr" in group for group in optimizer["param_groups"])
+
+
+def test_settings_that_are_tensors_in_another_place_are_refused(tmp_path: Path) -> None:
+    stages = [[["a"]], [["x"], ["b"]]]
+    source = saved(tmp_path / "src", stages, lambda name: {"lr": tensor(0.5), "decay": float(name == "x")})
+    with pytest.raises(DisagreementError, match="settings that are tensors, and groups in other places"):
+        joined(source, tmp_path / "dst")
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict])
+def test_optimizers_that_are_ordered_dictionaries_are_joined(tmp_path: Path, kind: type) -> None:
+    source = saved(tmp_path / "src", [[["a"]], [["b"], ["x"]]], lambda name: {"lr": float(name == "x")}, kind)
+    optimizer = joined(source, tmp_path / "dst")
+    assert {name: (state["note"], "exp_avg" in state) for name, state in optimizer["state"].items()} == {
+        name: (name, True) for name in "abx"
+    }
+    assert [({*group["params"]}, group["lr"]) for group in optimizer["param_groups"]] == [({"a", "b"}, 0), ({"x"}, 1)]
+    assert type(optimizer) is type(optimizer["state"]) is kind
