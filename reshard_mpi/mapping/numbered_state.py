@@ -142,7 +142,7 @@ def training_in(nest: str | None, shapes: TemplateShapes, alias: Mapping[str, st
     ((parameters, prefix),) = by_path.items()
     twin = None if are_named else _twin(parameters, prefix, models, shapes)
     if twin is not None:
-        got = f"{prefix} or {twin}, which has these parameters too, and more"
+        got = f"{prefix} or {twin}, which has tensors of these shapes too, and more"
         raise _doubt("whose optimizer state each number is cannot be told", got, where, _TWIN_REMEDY)
     gone = None if are_named else _gone(nest, prefix, optimizer, shapes)
     if gone is not None:
@@ -154,10 +154,11 @@ def training_in(nest: str | None, shapes: TemplateShapes, alias: Mapping[str, st
 def _twin(
     parameters: Sequence[str], prefix: str, models: Mapping[str, Sequence[str]], shapes: TemplateShapes
 ) -> str | None:
-    """Return the path of another model that has all these parameters by names and shapes; None if there is none.
+    """Return the path of another model that has all these parameters, and maybe more; None if there is none.
 
-    It has more tensors besides, else it would fit the numbers too: buffers of users' own, which only one of a model and
-    its copy (EMA, a teacher) may have, or parameters that are frozen.
+    They are told by names and shapes, or by shapes in their order: copies (EMA, a teacher, master weights) may have
+    names of their own, or none. It has more tensors besides, else it would fit the numbers too: buffers of users' own,
+    which only one of a model and its copy may have, or parameters that are frozen.
 
     Args:
         parameters: of the model at `prefix`.
@@ -168,6 +169,9 @@ def _twin(
     for path, names in models.items():
         if path.startswith(prefix) or prefix.startswith(path):
             continue
+        in_order = iter([shapes[name] for name in names])
+        if all(shapes[parameter] in in_order for parameter in parameters):  # each behind the one before
+            return path
         before = {name.removesuffix(own[0]) for name in names if f".{name}".endswith(f".{own[0]}")}
         if any(
             all(shapes.get(f"{begin}{name}") == shapes[parameter] for name, parameter in zip(own, parameters))

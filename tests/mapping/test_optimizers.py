@@ -776,3 +776,21 @@ def test_a_type_for_all_leaves_settings_that_are_tensors(tmp_path: Path, is_flat
     loaded = reshard_mpi.load_rank(0, tmp_path / "dst")
     kept = {name for name, value in loaded.items() if value.dtype == np.float32}
     assert {*loaded} - kept == {"model.q", "model.scale_of_all", "optim.state.q.exp_avg", "optim.state.k.exp_avg"}
+
+
+@pytest.mark.parametrize("copy", [{"shadow_params": True}, {"amp": {"master": True}}, {"names": True}])
+def test_a_list_of_copies_is_not_taken_for_the_model(tmp_path: Path, copy: dict[str, Any]) -> None:
+    """As of an EMA or of master weights; the model has a buffer of its own, so it has more tensors than numbers."""
+    model = {"position_ids": np.arange(4), **MODEL}
+    copies = [tensor(MODEL[name] + np.float32(1)) for name in PARAMETERS]
+
+    def filled(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: filled(inner) for key, inner in value.items()}
+        return copies
+
+    source = training() | {"model": {name: tensor(array) for name, array in model.items()}, "ema": filled(copy)}
+    if "names" in copy:
+        source["ema"] = {f"copy_of_{name.replace('.', '')}": each for name, each in zip(PARAMETERS, copies)}
+    with pytest.raises(MapError, match="whose optimizer state each number is cannot be told"):
+        converted(tmp_path, source, MAP_OF_FILES)
