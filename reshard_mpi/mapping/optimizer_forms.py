@@ -106,11 +106,12 @@ def _flat(path: str, node: Any) -> Optimizer:
     """Return a flat optimizer: parameters of equal settings are a group."""
     settings: dict[str, list[list[Any]]] = {}
     states: dict[Key, Any] = {}
-    for flat, value in ((_flat_key(entry), entry[-1]) for entry in entries_of(node) or ()):
-        if flat is not None:
-            of_group = settings.setdefault(flat.parameter, [])
-            entries = of_group if flat.kind == GROUPS else states.setdefault(flat.parameter, {"dict": []})["dict"]
-            entries.append([flat.setting, value])
+    keys = ((_flat_key(entry), entry[-1]) for entry in entries_of(node) or ())
+    flats = [(flat, value) for flat, value in keys if flat is not None]
+    for flat, value in sorted(flats, key=lambda each: each[0].kind != GROUPS):  # these are group by group
+        of_group = settings.setdefault(flat.parameter, [])
+        entries = of_group if flat.kind == GROUPS else states.setdefault(flat.parameter, {"dict": []})["dict"]
+        entries.append([flat.setting, value])
     texts = {name: json.dumps(of_group) for name, of_group in settings.items()}
     groups = {text: settings[name] for name, text in texts.items()}
     place = {text: number for number, text in enumerate(groups)}

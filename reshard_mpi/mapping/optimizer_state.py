@@ -29,6 +29,7 @@ _MAX_PARTS = 48
 _PART = re.compile("[^./]+")
 # torch's key for what an optimizer has of each parameter.
 _STATE_KEY = "state"
+_NUMBER = re.compile(rf"(^|\.){_STATE_KEY}\.[0-9]+\.")
 # Words in the names of step counters.
 _COUNTS = frozenset(("step", "state_step"))
 # Words that frameworks have in the names of what optimizers and training keep of a parameter.
@@ -49,7 +50,17 @@ STATE_WORDS = frozenset(
         *("exp_avg_sq", "exp_avg_diff", "exp_inf", "fp32_param", "grad_avg", "grad_sum", "lamb_m", "lamb_v"),
         *("main_param", "master", "master_param", "max_exp_avg_sq", "mean_grad", "mean_square", "moment", "moment1"),
         *("moment2", "moments", "momentum", "momentum_buf", "momentum_buffer", "optim", "optimizer"),
-        *("optimizer_state", "optimizer_states", "optim_state", "prev", "square_avg", "stat", "state", "step"),
+        *(
+            "optimizer_state",
+            "optimizer_states",
+            "optim_state",
+            "param_groups",
+            "prev",
+            "square_avg",
+            "stat",
+            "state",
+            "step",
+        ),
         *("step_size", "sum", "velocity", "vhat"),
     )
 )
@@ -329,7 +340,18 @@ def require_none_stranded(kept: Iterable[str], taken: Iterable[Match], inventory
     matches = list(taken)
     parameters = _by_ends_of_names(matches)
     match_of = {name: match for match in matches for name in (*match.sources.values(), *match.equal)}
+    match_of_shape = {inventory[name].shape: match for name, match in match_of.items()}
     for name in states:
+        numbered = match_of_shape.get(inventory[name].shape)
+        if numbered is not None and _is_numbered(name):
+            raise MapError(
+                "state that torch numbers would stay as it is, while an equation takes parameters of its shape",
+                expected="torch's own file, or a checkpoint that this program has made of it, whose order is known",
+                got=name,
+                where=numbered.rule.where,
+                remedy="convert the checkpoint with its map before it gets a form without that, or leave the state out"
+                " (--exclude)",
+            )
         parted = parted_anywhere(name, match_of)
         if parted is not None:
             whole, _ = parted
@@ -340,8 +362,9 @@ def require_none_stranded(kept: Iterable[str], taken: Iterable[Match], inventory
                 where=match_of[whole].rule.where,
                 remedy="write equations for such state, or leave it out with --exclude",
             )
-        for parameter, match in _named_in_part(name, parameters):
-            if inventory[parameter].shape == inventory[name].shape:
+        for parameter, match, is_renamed in _named_in_part(name, parameters):
+            shape = inventory[name].shape
+            if inventory[parameter].shape == shape or (is_renamed and prod(shape) == 1):
                 raise MapError(
                     f"state of {parameter} would stay as it is, while an equation takes the parameter",
                     expected=f"{parameter}, the whole name, in that of its state, so that it follows",
@@ -349,6 +372,12 @@ def require_none_stranded(kept: Iterable[str], taken: Iterable[Match], inventory
                     where=match.rule.where,
                     remedy="write equations for such state as for the parameters, or leave it out with --exclude",
                 )
+
+
+def _is_numbered(name: str) -> bool:
+    """Tell whether a name is that of state under a number: `optimizer.state.0.exp_avg`."""
+    words = STATE_WORDS.intersection(parts_of(name)) - {_STATE_KEY}
+    return bool(words) and _NUMBER.search(name) is not None
 
 
 def is_named_like_state(name: str) -> bool:
@@ -368,12 +397,18 @@ def _by_ends_of_names(taken: Iterable[Match]) -> Mapping[str, tuple[str, Match] 
     return by_end
 
 
-def _named_in_part(name: str, parameters: Mapping[str, tuple[str, Match] | None]) -> Iterator[tuple[str, Match]]:
-    """Yield the parameters whose names end in some consecutive parts of a name of state."""
+def _named_in_part(name: str, parameters: Mapping[str, tuple[str, Match] | None]) -> Iterator[tuple[str, Match, bool]]:
+    """Yield the parameters whose names end in some consecutive parts of a name of state, and what takes them.
+
+    The last item is whether torch's optimizers have such names (`state.fc.weight.step`), and the parameter's is gone.
+    """
     parts = parts_of(name)
     for length in range(len(parts) - 1, 0, -1):
         for start in range(len(parts) - length + 1):
             rest = (*parts[:start], *parts[start + length :])
-            parameter = parameters.get(".".join(parts[start : start + length]))
+            end = ".".join(parts[start : start + length])
+            parameter = parameters.get(end)
             if parameter is not None and parameter[0] != name and not STATE_WORDS.isdisjoint(rest):
-                yield parameter
+                targets = parameter[1].targets.values()
+                is_kept = any(f".{target}".endswith(f".{end}") for target in targets)
+                yield *parameter, not is_kept and parts[start - 1 : start] in (("state",), ("param_groups",))

@@ -396,3 +396,33 @@ def test_unlike_values_of_a_scheduler_are_not_dealt_to_more_groups(tmp_path: Pat
     assert [group["lr"] for group in loaded["optimizer"]["param_groups"]] == [0.7, 0.8, 0.9]
     assert loaded["scheduler"] == {"base_lrs": [0.7, 0.8, 0.9]}
     assert any("nothing tells which group is which" in note for note in report.notes)
+
+
+def test_settings_of_a_flat_optimizer_that_are_tensors_follow(tmp_path: Path) -> None:
+    optimizer = {"state.a.w.exp_avg": tensor(1), "param_groups.a.w.lr": tensor(2), "param_groups.a.w.eps": 0.5}
+    torch_peer.save(tmp_path / "x.pt", {"a.w": tensor(0), "opt": optimizer})
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", to="torch", map="a.w <=> b.w", forward=True)
+    loaded = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["opt"]
+    assert {*loaded} == {"state.b.w.exp_avg", "param_groups.b.w.lr", "param_groups.b.w.eps"}
+
+
+@pytest.mark.parametrize("left", ["state.a.w.step", "param_groups.a.w.lr"])
+def test_single_numbers_of_a_renamed_parameter_do_not_stay(tmp_path: Path, left: str) -> None:
+    """Its state has equations, since its names lack what the model's begin with; a count or rate has none."""
+    single = torch_peer.tensor(sample("", np.array(3, np.float32)), str(next(_keys)))
+    optimizer = {"state.a.w.exp_avg": tensor(1), left: single, "param_groups.a.w.eps": 0.5}
+    torch_peer.save(tmp_path / "x.pt", {"model": {"a.w": tensor(0)}, "optim": optimizer})
+    asked: dict[str, Any] = {"to": "torch", "map": tmp_path / "map.toml", "forward": True}
+
+    def mapped(*pairs: tuple[str, str]) -> None:
+        (tmp_path / "map.toml").write_text("".join(f'[[map]]\neq = "{old} <=> {new}"\n' for old, new in pairs))
+        reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", overwrite=True, **asked)
+
+    moment = ("optim.state.a.w.exp_avg", "optim.state.b.w.exp_avg")
+    with pytest.raises(MapError, match="would stay as it is"):
+        mapped(("model.a.w", "model.b.w"), moment)
+    mapped(("model.a.w", "net.a.w"), ("optim.state.a.w.exp_avg [a b]", "optim.state.a.w.exp_avg [b a]"))
+    mapped(("model.a.w", "model.b.w"), moment, (f"optim.{left}", f"optim.{left.replace('.a.', '.b.')}"))
+    assert {*torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["optim"]} == {
+        key.replace(".a.", ".b.") for key in optimizer
+    }

@@ -794,3 +794,14 @@ def test_a_list_of_copies_is_not_taken_for_the_model(tmp_path: Path, copy: dict[
         source["ema"] = {f"copy_of_{name.replace('.', '')}": each for name, each in zip(PARAMETERS, copies)}
     with pytest.raises(MapError, match="whose optimizer state each number is cannot be told"):
         converted(tmp_path, source, MAP_OF_FILES)
+
+
+@pytest.mark.parametrize("equation", ["model.q [a h], model.k [b h] <=> model.qk [(a + b) h]", "model.q <=> model.new"])
+def test_numbered_state_whose_order_nothing_tells_is_refused(tmp_path: Path, equation: str) -> None:
+    """As in a folder of Hugging Face's form, which has names alone."""
+    torch_peer.save(tmp_path / "x.pt", training())
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "hf", to="hf")
+    asked: dict[str, Any] = {"map": equation, "to": "torch", "forward": True}
+    with pytest.raises(MapError, match="state that torch numbers would stay"):
+        reshard_mpi.transform(tmp_path / "hf", tmp_path / "dst", **asked)
+    reshard_mpi.transform(tmp_path / "hf", tmp_path / "dst", exclude=["optimizer.*"], **asked)
