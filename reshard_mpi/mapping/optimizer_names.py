@@ -25,8 +25,8 @@ def made_in(
     tensors: Collection[str],
     parameters: Sequence[MadeParameter],
     where: str,
-) -> list[MadeParameter]:
-    """Return the parameters made of an optimizer's, all by the names that optimizers have for them.
+) -> tuple[list[MadeParameter], frozenset[str]]:
+    """Return the parameters made of an optimizer's, all by the names that optimizers have for them, and those left out.
 
     These are names of tensors; or names as their state has them (`optim.state.fc.weight.exp_avg`); or else the names of
     tensors without what all of the model's begin with (`model.fc.weight`).
@@ -34,7 +34,7 @@ def made_in(
     Args:
         path, source_path: what names of tensors in the optimizer begin with, in the target and in the source.
         names: of the optimizer's parameters in the source.
-        tensors: names of the source's tensors.
+        tensors: names of the source's tensors, be anything made of them or not.
         parameters: all that is made.
 
     Raises MapError if names fit several models that become different ones.
@@ -44,7 +44,8 @@ def made_in(
     left = known.difference(*(parameter.sources for parameter in made))
     by_state = _followed_by_state(path, source_path, left, parameters)
     left = left.difference(*(parameter.sources for parameter in by_state))
-    return [*made, *by_state, *_made_below(left, known, source_path, tensors, parameters, where)]
+    below, gone = _made_below(left, known, source_path, tensors, parameters, where)
+    return [*made, *by_state, *below], gone.union(name for name in left if name in tensors)
 
 
 def _made_below(
@@ -54,14 +55,14 @@ def _made_below(
     tensors: Collection[str],
     parameters: Sequence[MadeParameter],
     where: str,
-) -> list[MadeParameter]:
-    """Return the parameters made of others whose names lack the beginning that the model's tensors have.
+) -> tuple[list[MadeParameter], frozenset[str]]:
+    """Return the parameters made of others whose names lack the beginning that the model's tensors have, and the rest.
 
     Args:
         left: the parameters; names: these and others of the optimizer. The others as in `made_in`.
     """
     if not left:
-        return []
+        return [], frozenset()
     one = next(iter(left))
     others = (name for name in tensors if not (source_path and name.startswith(source_path)))
     begins = {name.removesuffix(one) for name in others if name.endswith(f".{one}")}
@@ -70,7 +71,7 @@ def _made_below(
     # `moment.model.` is state of `model.`.
     fitting = [begin for begin in fitting if not any(begin != other and begin.endswith(other) for other in fitting)]
     made_of = (tuple(_below(begin, left, parameters)) for begin in fitting)
-    made_by_model = {frozenset(made): made for made in made_of}  # each in the order of the parameters
+    made_by_model = {frozenset(made): made for made in made_of if made}  # each in the order of the parameters
     if len(made_by_model) > 1:
         raise MapError(
             "which model an optimizer belongs to cannot be told, and its parameters become different ones",
@@ -79,7 +80,8 @@ def _made_below(
             where=where,
             remedy="leave all but one of the models out (--exclude), or the optimizer's state",
         )
-    return [parameter for made in made_by_model.values() for parameter in made]
+    made = [parameter for of_model in made_by_model.values() for parameter in of_model]
+    return made, frozenset(left if fitting else ()).difference(*(parameter.sources for parameter in made))
 
 
 def _below(begin: str, names: Collection[str], parameters: Sequence[MadeParameter]) -> Iterator[MadeParameter]:
@@ -118,6 +120,7 @@ def by_both_names(
     own_names: Collection[str],
     source_path: str,
     source_names: Collection[str],
+    tensors: Collection[str],
     parameters: Sequence[MadeParameter],
     where: str,
 ) -> dict[str, frozenset[str]]:
@@ -125,9 +128,9 @@ def by_both_names(
 
     Args:
         path, source_path: what names of tensors in these optimizers begin with.
+        tensors: names of the source's tensors.
     """
-    tensors = frozenset(source for parameter in parameters for source in parameter.sources)
-    made = made_in(path, source_path, source_names, tensors, parameters, where)
+    made, _ = made_in(path, source_path, source_names, tensors, parameters, where)
     sources = {parameter.name: parameter.sources for parameter in made}
     whole_names = [parameter.name for parameter in made]
     for name in own_names:

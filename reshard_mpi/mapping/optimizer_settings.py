@@ -6,7 +6,7 @@ Tensors follow equations. What lies beside them in the nest does so here: under 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -39,7 +39,7 @@ class NewNest(NamedTuple):
 def renamed(
     nest: str,
     training: Training,
-    inventory: Container[str],
+    inventory: Collection[str],
     parameters: Sequence[MadeParameter],
     tensors: Sequence[str],
     where: str,
@@ -54,7 +54,6 @@ def renamed(
     Raises MapError if parameters are put together that an optimizer treats differently.
     """
     root, order = parsed(nest)
-    sources = frozenset(source for parameter in parameters for source in parameter.sources)
     unknown, known = [], []
     for node, optimizer in optimizers_of(root, training):
         path = optimizer.path
@@ -64,14 +63,20 @@ def renamed(
         if optimizer.form is Form.NUMBERS:
             of_it = (parameter for parameter in parameters if not parameter.sources.isdisjoint(optimizer.parameters))
             made = [MadeParameter(name.removeprefix(training.prefix), own) for name, own in of_it]
+            gone = frozenset(optimizer.parameters)
         else:
-            made = made_in(path, path, optimizer.parameters, sources, parameters, where)
-        known.append(_renamed(optimizer, made, inventory, where))
+            made, gone = made_in(path, path, optimizer.parameters, inventory, parameters, where)
+        known.append(_renamed(optimizer, made, gone, where))
         put(node, known[-1])
     return NewNest(written(root, None if order is None else tensors), unknown, known)
 
 
-def _renamed(optimizer: Optimizer, made: Sequence[MadeParameter], inventory: Container[str], where: str) -> Optimizer:
+def _renamed(optimizer: Optimizer, made: Sequence[MadeParameter], gone: Container[str], where: str) -> Optimizer:
+    """Return an optimizer with the new names of its parameters.
+
+    Args:
+        gone: parameters that are left out, unless anything is made of them; others keep their names.
+    """
     new_names: dict[Key, list[str]] = {}
     for parameter in made:
         treated = [
@@ -84,7 +89,7 @@ def _renamed(optimizer: Optimizer, made: Sequence[MadeParameter], inventory: Con
         for name in parameter.sources:
             new_names.setdefault(name, []).append(parameter.name)
     for name in optimizer.parameters:
-        new_names.setdefault(name, [] if name in inventory else [name])
+        new_names.setdefault(name, [] if name in gone else [name])
     parameters = {new: place for name, place in optimizer.parameters.items() for new in new_names[name]}
     states: dict[Key, Any] = {}
     for key, state in optimizer.states.items():
@@ -98,13 +103,20 @@ def _renamed(optimizer: Optimizer, made: Sequence[MadeParameter], inventory: Con
 
 
 def carried_into(
-    nest: str, source: str, training: Training, theirs: Training, parameters: Sequence[MadeParameter], where: str
+    nest: str,
+    source: str,
+    training: Training,
+    theirs: Training,
+    inventory: Collection[str],
+    parameters: Sequence[MadeParameter],
+    where: str,
 ) -> NewNest:
     """Return a nest with those values of the source's that both have, numbers and names of parameters apart.
 
     Args:
         training: of the source.
         theirs: of the nest.
+        inventory: the names of the source's tensors.
         parameters: of the nest, by their names there. What an optimizer says of a parameter goes where the parameter
             goes: numbers and groups may be others in the nest. Several groups whose parameters are not known in both
             stay as they are in the nest.
@@ -122,7 +134,7 @@ def carried_into(
         if own.form is Form.FLAT:
             own = own.each_for_itself()
         are_known = Form.UNKNOWN not in (own.form, of_source.form)
-        sources = _sources_of(own, of_source, parameters, where) if are_known else {}
+        sources = _sources_of(own, of_source, inventory, parameters, where) if are_known else {}
         carrying = _Carrying(values, own, of_source, sources, where)
         node["dict"] = values.entries(node, source_node, own.path)
         put(node, own._replace(states=carrying.states(), groups=carrying.groups()))
@@ -150,11 +162,16 @@ def _pairs(
 
 
 def _sources_of(
-    own: Optimizer, of_source: Optimizer, parameters: Sequence[MadeParameter], where: str
+    own: Optimizer,
+    of_source: Optimizer,
+    inventory: Collection[str],
+    parameters: Sequence[MadeParameter],
+    where: str,
 ) -> dict[str, list[str]]:
     """Return, for each parameter of a nest, the parameters of the source's optimizer that are in it, in order."""
     place = {name: number for number, name in enumerate(of_source.parameters)}
-    sources = by_both_names(own.path, own.parameters, of_source.path, of_source.parameters, parameters, where)
+    names = own.parameters, of_source.parameters
+    sources = by_both_names(own.path, names[0], of_source.path, names[1], inventory, parameters, where)
     sources_of: dict[str, list[str]] = {}
     for name in own.parameters:
         key = str(own.keys.get(name, name))  # state may go by numbers in the file

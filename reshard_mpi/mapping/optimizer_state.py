@@ -375,7 +375,7 @@ def require_none_stranded(kept: Iterable[str], taken: Iterable[Match], inventory
 
 
 def _is_numbered(name: str) -> bool:
-    """Tell whether a name is that of state under a number: `optimizer.state.0.exp_avg`."""
+    """Tell whether state of this name is kept under a number: `optimizer.state.0.exp_avg`."""
     words = STATE_WORDS.intersection(parts_of(name)) - {_STATE_KEY}
     return bool(words) and _NUMBER.search(name) is not None
 

@@ -80,13 +80,18 @@ def applied_to_file(
     _require_different(in_files[-1], chain[-1], source.path)
     all_made = composed(in_files)
     notes = tuple(_told_of_order(training, source.path))
-    all_parameters = [MadeParameter(derived.name, _sources(derived)) for derived in all_made]
+    # What is equal to another tensor goes into what is made of that.
+    equal = {each.names[0]: frozenset(each.names) for each in in_files[0].equal}
+    all_parameters = [
+        MadeParameter(derived.name, frozenset[str]().union(*(equal.get(name, {name}) for name in _sources(derived))))
+        for derived in all_made
+    ]
     if like is not None:
         notes += tuple(_told_of_order(like.training, like.path))
         if like.nest is None or source.nest is None:
             return MappedFile(in_files, all_made, like.nest, notes)
         # By their names in the target's file.
-        new = carried_into(like.nest, source.nest, training, like.training, all_parameters, source.path)
+        new = carried_into(like.nest, source.nest, training, like.training, inventory, all_parameters, source.path)
         unknown = (
             f"the settings of {path}param_groups are those of {like.path}: without the optimizer's state in both"
             " checkpoints nothing tells which group is which"

@@ -426,3 +426,47 @@ def test_single_numbers_of_a_renamed_parameter_do_not_stay(tmp_path: Path, left:
     assert {*torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["optim"]} == {
         key.replace(".a.", ".b.") for key in optimizer
     }
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("excluded", ["model.b.w", "*b.w*"])
+def test_a_parameter_that_is_left_out_is_in_no_group(tmp_path: Path, form: str, excluded: str) -> None:
+    of_form(tmp_path / "x.pt", ("a.w", "b.w"), "optim", form, own=True)
+    equations = [("model.a.w", "model.new.w")]
+    if form != "numbers":
+        equations += [("optim.state.a.w.exp_avg", "optim.state.new.w.exp_avg")]
+    (tmp_path / "map.toml").write_text("".join(f'[[map]]\neq = "{old} <=> {new}"\n' for old, new in equations))
+    globs = [excluded, "optim.state.b.w.exp_avg"]
+    reshard_mpi.transform(
+        tmp_path / "x.pt", tmp_path / "dst", to="torch", map=tmp_path / "map.toml", forward=True, exclude=globs
+    )
+    optimizer = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["optim"]
+    if form == "flat":
+        assert {*optimizer} == {"state.new.w.exp_avg", "state.new.w.note", "param_groups.new.w.lr"}
+    else:
+        assert [*optimizer["state"]] == ["new.w"]
+        assert [group["params"] for group in optimizer["param_groups"]] == [["new.w"], []]
+
+
+@pytest.mark.parametrize("form", ["numbers", "names"])
+def test_a_copy_of_parameters_that_are_treated_differently_is_refused(tmp_path: Path, form: str) -> None:
+    for rates, at in (((0.1, 0.2), 0), ((0.1, 0.1), 1)):
+        names = ("a.w", "b.w")
+        keys: list[Any] = [0, 1] if form == "numbers" else [*names]
+        groups = [{"lr": rate, "params": [key], "param_names": [n]} for rate, key, n in zip(rates, keys, names)]
+        if at:
+            groups = [{"lr": 0.1, "params": keys, "param_names": [*names]}]
+        state = {key: {"exp_avg": tensor(1)} for key in keys}
+        torch_peer.save(
+            tmp_path / f"{at}.pt",
+            {"model": {n: tensor(0) for n in names}, "optim": {"state": state, "param_groups": groups}},
+        )
+    text = '[[map]]\ncopy = true\neq = "model.a.w [v h], model.b.w [v h] <=> model.tied [v h]"\n'
+    text += text.replace("model.", "optim.state.").replace(" [", ".exp_avg [") if form == "names" else ""
+    (tmp_path / "map.toml").write_text(text)
+    asked: dict[str, Any] = {"to": "torch", "map": tmp_path / "map.toml", "forward": True}
+    with pytest.raises(MapError, match="treats differently"):
+        reshard_mpi.transform(tmp_path / "0.pt", tmp_path / "dst", **asked)
+    reshard_mpi.transform(tmp_path / "1.pt", tmp_path / "dst", **asked)
+    optimizer = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["optim"]
+    assert [*optimizer["state"]] == optimizer["param_groups"][0]["params"] == ["tied"]

@@ -191,7 +191,7 @@ def test_a_forged_nest_with_two_optimizers_under_one_key_is_no_traceback() -> No
     training = training_in(nest, {"w": (2,), "optimizer.state.0.exp_avg": (2,)}, {}, "file")
     made = [MadeParameter("w", frozenset("w"))]
     assert '"w"' in renamed(nest, training, {"w"}, made, ["w"], "file").text
-    assert "params" in carried_into(nest, nest, training, training, made, "file").text
+    assert "params" in carried_into(nest, nest, training, training, {"w"}, made, "file").text
 
 
 @pytest.mark.parametrize(
