@@ -144,6 +144,23 @@ def test_paths_become_a_nest(tmp_path: Path) -> None:
     assert order is not None and [*decoded(order)] == ["a.b.c", "l.1"]
 
 
+@pytest.mark.parametrize("members", [[[0], [1]], [["0"], ["1"]], [[0], [2]]])
+def test_state_by_number_has_numbers_again(tmp_path: Path, members: list[list[Any]]) -> None:
+    """torch's `load_state_dict` passes over state under texts, as its planner makes them, without an error."""
+    one = np.ones(2, np.float32)
+    names = [("optim", "state", key, "exp_avg") for key in ("0", "1")]
+    tensors = {".".join(path): listed(one, [("a", Box((0,), (2,)))]) for path in names}
+    objects = {f"optim.param_groups.{at}.params": ("b", keys) for at, keys in enumerate(members)}
+    paths: dict[str, Any] = {".".join(path): path for path in names}
+    paths |= {f"optim.param_groups.{at}.params": ("optim", "param_groups", at, "params") for at in range(2)}
+    (tmp_path / "src").mkdir()
+    dcp_peer.write(tmp_path / "src", tensors, objects, paths=paths)
+    transform(tmp_path / "src", tmp_path / "dst", to="torch")
+    optimizer = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["optim"]
+    assert [*optimizer["state"]] == ([0, 1] if members == [[0], [1]] else ["0", "1"])
+    assert all([*state] == ["exp_avg"] for state in optimizer["state"].values())
+
+
 def test_tensors_in_objects_are_carried(tmp_path: Path) -> None:
     """torch takes a tuple of tensors, and a tensor in an object, for something to be pickled as it is."""
     first, second = np.arange(6, dtype=np.float32).reshape(2, 3), np.arange(4, dtype=np.int64)

@@ -140,9 +140,20 @@ def _finished_tree(tree: Mapping[str | int, Value]) -> Value:
         key: _finished_tree(value) if type(value) in (_Dictionary, _List) else value for key, value in tree.items()
     }
     if type(tree) is not _List:
+        if type(values.get("state")) is Dict:
+            values["state"] = _numbered(values["state"], values.get("param_groups"))
         return Dict([part for pair in values.items() for part in pair])
     length = max(key for key in values if type(key) is int) + 1
     return [values.get(index) for index in range(length)]
+
+
+def _numbered(state: Dict, groups: Value) -> Dict:
+    """Return state with numbers for keys, if these are numbers as texts, which torch passes over without an error."""
+    members = [group.get("params") for group in groups if type(group) is Dict] if type(groups) is list else []
+    numbers = {str(number): number for keys in members if type(keys) is list for number in keys if type(number) is int}
+    if not state.flat or any(key not in numbers for key in state.flat[::2]):
+        return state
+    return Dict([part for key, value in state.pairs() for part in (numbers[key], value)])
 
 
 def _contradiction(path: Keys, where: str) -> ShardError:
