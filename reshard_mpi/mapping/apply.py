@@ -34,7 +34,7 @@ from reshard_mpi.mapping.result import (
     computed,
     counted,
 )
-from reshard_mpi.mapping.rules import TYPES, Drop, Rules, cautions
+from reshard_mpi.mapping.rules import TYPES, Drop, Rules, Unlike, cautions, setting
 from reshard_mpi.mapping.selection import (
     Selection,
     TargetTemplate,
@@ -87,7 +87,7 @@ def applied(
 
     Raises MapError if the map does not fit.
     """
-    taken = _taken(rules, inventory, forward, like)
+    taken = _taken(rules, inventory, forward, like, settings)
     everything = _everything(taken, rules, inventory, choice, like, settings)
     shapes = everything.shapes
     states_out = states_left_out(choice, {**({} if like is None else like.shapes), **shapes}, rules, taken.direction)
@@ -120,7 +120,7 @@ def applied(
         taken.direction,
         tuple(outcome.numbers),
         scalars,
-        tuple(_cautions(rules, taken.states, everything.settings)) if rules is not None else (),
+        () if rules is None else tuple(_cautions(rules, taken, everything, inventory)),
         everything.settings,
         (*_states_dropped(taken, inventory, rules), *(name for name in shapes if name in states_out)),
         stranded,
@@ -189,7 +189,13 @@ def _stranded_in_between(
     return frozenset()
 
 
-def _taken(rules: Rules | None, inventory: Inventory, forward: bool | None, like: TargetTemplate | None) -> _Matched:
+def _taken(
+    rules: Rules | None,
+    inventory: Inventory,
+    forward: bool | None,
+    like: TargetTemplate | None,
+    settings: Mapping[str, Any],
+) -> _Matched:
     """Return what becomes of the tensors of a checkpoint by a map; without one they stay as they are."""
     if rules is None:
         return _Matched(None, (), (), tuple(inventory), {}, CountedScalars(None, (), ()))
@@ -206,7 +212,7 @@ def _taken(rules: Rules | None, inventory: Inventory, forward: bool | None, like
     entries = dropped(rules, tuple(left), inventory, direction, shapes or {})
     for name in entries:
         del left[name]
-    scalars = counted(rules, left, inventory, direction, shapes)
+    scalars = counted(rules, left, inventory, direction, shapes, settings)
     for name in scalars.names:
         del left[name]
     states = list(followed(rules, taken, left, inventory, direction, shapes))
@@ -311,10 +317,25 @@ def _equal(taken: Iterable[Match], used: set[str], scalars: CountedScalars) -> I
         yield Equal(scalars.steps, scalars.rule.where)
 
 
-def _cautions(rules: Rules, states: Sequence[Match], settings: Mapping[str, Any]) -> Iterator[str]:
-    if states:
-        yield from dict.fromkeys(match.rule.warning for match in states if match.rule.warning)
-        yield from cautions(rules.cautions, settings)
+def _cautions(rules: Rules, taken: _Matched, everything: _Everything, inventory: Inventory) -> Iterator[str]:
+    if not taken.states or taken.direction is None:
+        return
+    yield from dict.fromkeys(match.rule.warning for match in taken.states if match.rule.warning)
+    yield from cautions(rules.cautions, everything.settings)
+    names = everything.shapes
+    of_groups = [name.rpartition(f".{GROUPS}.")[2] for name in inventory if f".{GROUPS}." in f".{name}"]
+    for number in rules.numbers if taken.direction.is_forward else ():
+        is_tensor = any(f".{number.of}." in f"{name}." for name in of_groups)
+        said = setting(everything.settings, number.of)
+        if number.name not in names and (is_tensor or isinstance(said, dict | Unlike)):
+            what = (
+                "a tensor"
+                if is_tensor
+                else "not the same for all parameters"
+                if isinstance(said, Unlike)
+                else "no plain number"
+            )
+            yield f"{number.name} is not made, since {number.of} of the optimizer is {what}"
 
 
 def _is_state(match: Match, names: Container[str], inventory: Inventory) -> bool:

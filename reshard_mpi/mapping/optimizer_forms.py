@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from reshard_mpi.formats.nest.nodes import parsed
 from reshard_mpi.mapping.numbered_state import Training, entries_of, parts_of, value_of
+from reshard_mpi.mapping.rules import Unlike
 
 STATE_KEY, GROUPS = "state", "param_groups"
 # What groups call their parameters by: numbers or names, and names beside numbers.
@@ -179,8 +180,18 @@ def settings_in(group: Any) -> list[list[Any]]:
 
 
 def settings_of_all(training: Training, nest: str | None) -> dict[str, Any]:
-    """Return those settings, by name, that the optimizers of a file have alike for all their parameters."""
-    optimizers = [] if nest is None else optimizers_of(parsed(nest).root, training)
-    said = [dict(parts_of({"dict": settings_in(group)})) for _, optimizer in optimizers for group in optimizer.groups]
-    first, *others = said or [{}]
-    return {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
+    """Return the settings, by name, that the optimizers of a file have for their parameters, in groups or in state."""
+    said: dict[str, list[Any]] = {}
+    for _, optimizer in [] if nest is None else optimizers_of(parsed(nest).root, training):
+        groups = [dict(parts_of({"dict": settings_in(group)})) for group in optimizer.groups]
+        in_groups = dict.fromkeys(key for group in groups for key in group)
+        for key in in_groups:
+            said.setdefault(key, []).extend(group.get(key) for group in groups)
+        for name in optimizer.parameters:
+            for key, value in parts_of(optimizer.states.get(name)):
+                if key not in in_groups:
+                    said.setdefault(key, []).append(value)
+    return {
+        key: values[0] if all(value == values[0] for value in values) else Unlike(tuple(values))
+        for key, values in said.items()
+    }

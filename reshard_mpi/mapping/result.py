@@ -12,7 +12,17 @@ from reshard_mpi.formats.files import MAX_DIMENSIONS, MAX_NAME_BYTES
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.mapping.box_pairs import TargetShape, TermTensor
 from reshard_mpi.mapping.direction import Direction, Inventory, TemplateShapes
-from reshard_mpi.mapping.rules import Count, Number, Rules, count_element, element_of, require_power, worth
+from reshard_mpi.mapping.rules import (
+    Count,
+    Number,
+    Rules,
+    Unlike,
+    count_element,
+    element_of,
+    require_power,
+    setting,
+    worth,
+)
 from reshard_mpi.sharding.box import Box
 
 
@@ -22,6 +32,7 @@ class CountedScalars(NamedTuple):
     rule: Count | None
     steps: tuple[str, ...]  # the tensors with the number of steps taken, all the same, by `rule`
     numbers: tuple[tuple[str, Number], ...]  # the tensors with settings
+    plain: float | None = None  # the number of steps, where it is a plain number beside the tensors
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -39,16 +50,37 @@ class Computed(NamedTuple):
 
 
 def counted(
-    rules: Rules, left: Mapping[str, None], inventory: Inventory, direction: Direction, like: TemplateShapes | None
+    rules: Rules,
+    left: Mapping[str, None],
+    inventory: Inventory,
+    direction: Direction,
+    like: TemplateShapes | None,
+    settings: Mapping[str, Any],
 ) -> CountedScalars:
-    """Return the numbers among the tensors that no equation has taken; the target has none of them as they are."""
+    """Return the numbers among the tensors that no equation has taken; the target has none of them as they are.
+
+    Args:
+        settings: of the source's optimizer, where the number of steps may be as well.
+
+    Raises MapError if parameters have taken different numbers of steps.
+    """
     wanted = like or {}
     for count in rules.counts:
         if direction.is_forward:
             values = ((name, count.each.match(name)) for name in left)
             steps = tuple(name for name, value in values if value is not None and value[0] in inventory)
-            if steps and (like is None or count.total in like):
-                return CountedScalars(count, steps, ())
+            plain = setting(settings, count.each.literals[-1].rpartition(".")[2])
+            if isinstance(plain, Unlike) and not steps and (like is None or count.total in like):
+                raise MapError(
+                    f"{count.total} cannot be made: the optimizer has taken different numbers of steps for parameters",
+                    expected="one number of steps",
+                    got=", ".join(map(str, dict.fromkeys(map(str, plain.values)))),
+                    where=count.where,
+                    remedy="leave the optimizer's state out (--exclude)",
+                )
+            is_count = type(plain) in (int, float)
+            if (steps or is_count) and (like is None or count.total in like):
+                return CountedScalars(count, steps, (), None if steps or not is_count else plain)
         elif count.total in left and count.total not in wanted:
             return CountedScalars(count, (count.total,), tuple(_numbers(rules, left, wanted)))
     return CountedScalars(None, (), () if direction.is_forward else tuple(_numbers(rules, left, wanted)))
@@ -91,7 +123,7 @@ def computed(
         if (
             is_wanted
             and number.name not in made_names
-            and worth(number, settings, None if steps is None else 1) is not None
+            and worth(number, settings, 1 if steps is not None or scalars.plain is not None else None) is not None
         ):
             kind = TensorType(number.dtype, _shape(number.name, (), like))
             yield Computed(number.name, kind, steps if number.is_power else None, number, number.where)
@@ -111,7 +143,7 @@ def values_of(
         if number.is_power and scalars.steps:
             require_power(number, settings, read(scalars.steps[0]), read(name), name)
     for wanted in numbers:
-        steps = None if wanted.steps is None else read(wanted.steps)
+        steps = scalars.plain if wanted.steps is None else read(wanted.steps)
         value = steps if wanted.number is None else worth(wanted.number, settings, steps)
         assert value is not None
         encode = count_element if wanted.number is None else element_of

@@ -81,10 +81,18 @@ class Caution(NamedTuple):
     where: str
 
 
+class Unlike(NamedTuple):
+    """A setting that is not the same for all parameters of an optimizer."""
+
+    values: tuple[Any, ...]
+
+
 def setting(settings: Mapping[str, Any], key: str) -> Any:
     """Return a setting of an optimizer by its dotted key, as `betas.0`; None if there is none."""
     value: Any = settings
     for part in key.split("."):
+        if isinstance(value, Unlike):
+            return value
         if isinstance(value, Mapping) and isinstance(value.get("tuple"), list):
             value = value["tuple"]
         if isinstance(value, Mapping):
@@ -156,7 +164,10 @@ def cautions(rules: Sequence[Caution], settings: Mapping[str, Any]) -> Iterator[
     """Yield what people are told of an optimizer with these settings."""
     for rule in rules:
         value = setting(settings, rule.of)
-        if isinstance(value, bool | int | float) and value:
+        if any(
+            isinstance(each, bool | int | float) and each
+            for each in (value.values if isinstance(value, Unlike) else [value])
+        ):
             yield rule.text
 
 

@@ -470,3 +470,39 @@ def test_a_copy_of_parameters_that_are_treated_differently_is_refused(tmp_path: 
     reshard_mpi.transform(tmp_path / "1.pt", tmp_path / "dst", **asked)
     optimizer = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["optim"]
     assert [*optimizer["state"]] == optimizer["param_groups"][0]["params"] == ["tied"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("steps", [(3, 3), (3, 4)])
+def test_steps_that_are_plain_numbers_are_counted(tmp_path: Path, form: str, steps: tuple[int, int]) -> None:
+    """As torch had them before 1.12, and other optimizers have."""
+    settings = {"lr": 0.25, "betas": (0.5, 0.75)}
+    names = ("fc.bias", "out.bias")
+    keys: list[Any] = [0, 1] if form == "numbers" else [*names]
+    state = {key: {"step": step, "exp_avg": tensor(1), "exp_avg_sq": tensor(2)} for key, step in zip(keys, steps)}
+    optimizer: dict[str, Any] = {"state": state, "param_groups": [{**settings, "params": keys}]}
+    if form == "flat":
+        optimizer = {f"state.{name}.{key}": value for name, own in state.items() for key, value in own.items()}
+        optimizer |= {f"param_groups.{name}.{key}": value for name in names for key, value in settings.items()}
+    torch_peer.save(tmp_path / "x.pt", {**{name: tensor(5) for name in names}, "optimizer": optimizer})
+    asked: dict[str, Any] = {"to": "ckpt", "map": "torch-mindspore", "forward": True}
+    if steps[0] != steps[1]:
+        with pytest.raises(MapError, match="different numbers of steps"):
+            reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", **asked)
+        return
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", **asked)
+    loaded = reshard_mpi.load_rank(0, tmp_path / "dst")
+    assert (loaded["global_step"], loaded["beta1_power"], loaded["beta2_power"]) == (3, 0.125, 0.75**3)
+
+
+@pytest.mark.parametrize("rates", ["tensor", "unlike"])
+def test_a_number_that_a_setting_does_not_give_is_told(tmp_path: Path, rates: str) -> None:
+    single = torch_peer.tensor(sample("", np.array(0.5, np.float32)), str(next(_keys)))
+    state = {at: {"exp_avg": tensor(1), "exp_avg_sq": tensor(2)} for at in (0, 1)}
+    groups: list[dict[str, Any]] = [{"lr": single, "params": [0, 1], "param_names": ["a.bias", "b.bias"]}]
+    if rates == "unlike":
+        groups = [{"lr": at + 0.5, "params": [at], "param_names": [f"{'ab'[at]}.bias"]} for at in (0, 1)]
+    optimizer = {"state": state, "param_groups": groups}
+    torch_peer.save(tmp_path / "x.pt", {"a.bias": tensor(5), "b.bias": tensor(6), "optimizer": optimizer})
+    report = reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", to="ckpt", map="torch-mindspore", forward=True)
+    assert any("learning_rate is not made, since lr" in warning for warning in report.warnings)
