@@ -12,7 +12,7 @@ from reshard_mpi.errors import StrategyError
 from reshard_mpi.formats.nest import NestError
 from reshard_mpi.formats.nest.nodes import parsed
 from reshard_mpi.mapping.numbered_state import NO_TRAINING
-from reshard_mpi.mapping.optimizer_forms import STATE, optimizers_of
+from reshard_mpi.mapping.optimizer_forms import STATE_KEY, optimizers_of
 from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.sharding.placement import Strategy
 
@@ -32,7 +32,7 @@ def require_state_cut(plan: RankPlan, target: Strategy, nest: str, where: str) -
         optimizers = [optimizer for _, optimizer in optimizers_of(parsed(nest).root, NO_TRAINING)] if cut else []
     except (ValueError, RecursionError, NestError):  # a text that is no nest, which whoever nests tensors by it says
         return
-    begins = tuple(f"{optimizer.path}{STATE}." for optimizer in optimizers)
+    begins = tuple(f"{optimizer.path}{STATE_KEY}." for optimizer in optimizers)
     for whole, own, names in kinds:
         if own != whole or whole not in cut or prod(whole) == 1:
             continue

@@ -727,6 +727,8 @@ def test_state_that_does_not_follow_its_parameter_is_not_put_whole_beside_slices
     with pytest.raises(StrategyError, match=r"optimizer\.state\.(0|q)\.exp_avg"):
         reshard_mpi.transform(*how, **options)
     reshard_mpi.transform(*how, exclude=["optimizer.*"])
+
+
 @pytest.mark.parametrize("model", ["model", ""])
 def test_an_equation_that_takes_any_name_leaves_the_optimizers_tensors_in_it(tmp_path: Path, model: str) -> None:
     source = training()
