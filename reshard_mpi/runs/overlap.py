@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from reshard_mpi.checkpoints.discovery import ShardFiles, both_ways
@@ -21,16 +22,16 @@ def refuse_overlap(files: ShardFiles, target: str, target_files: Iterable[Path])
         target: the folder of all targets.
         target_files: their final paths.
     """
-    targets = list(target_files)
-    shards = _shards(files)
-    folders = {real_path(folder) for folder in {path.parent for path in targets}}
-    sources = {*_real_files(shards), *map(real_path, {shard.parent for shard in shards})}
-    if real_path(target) == real_path(files.path) or sources & {*folders, *_real_files(targets)}:
+    (source_ways, target_ways), shards = map(both_ways, (Path(files.path), Path(target))), _shards(files)
+    real_shards, source_folders = _followed(shards)
+    real_targets, target_folders = _followed(list(target_files))
+    sources, folders = {*real_shards, *source_folders.values()}, set(target_folders.values())
+    if source_ways[1] == target_ways[1] or sources & {*folders, *real_targets}:
         raise TargetError(
             "the target is the source", expected="another folder", got=target, where=files.path, remedy=_OUTSIDE
         )
-    roots = {folder.parent for folder in _rank_folders(files)} | set(both_ways(Path(files.path)))
-    if any(_lies_in_rank_folder(place, roots) for place in (*both_ways(Path(target)), *folders)):
+    roots = _above_rank_folders(real_shards, source_folders) | set(source_ways)
+    if any(_lies_in_rank_folder(place, roots) for place in (*target_ways, *folders)):
         raise TargetError(
             "the target lies in a rank folder of the source",
             expected="a folder that is not read with the source",
@@ -38,9 +39,7 @@ def refuse_overlap(files: ShardFiles, target: str, target_files: Iterable[Path])
             where=files.path,
             remedy=_OUTSIDE,
         )
-    if any(
-        _lies_in_rank_folder(place, set(both_ways(Path(target)))) for place in (*both_ways(Path(files.path)), *sources)
-    ):
+    if any(_lies_in_rank_folder(place, set(target_ways)) for place in (*source_ways, *sources)):
         raise TargetError(
             "the source lies in a rank folder of the target",
             expected="a target folder without the source in it",
@@ -75,14 +74,15 @@ def refuse_posing(files: ShardFiles, target_file: Path) -> None:
     Args:
         files: the listed shards of the source.
     """
-    if real_path(target_file) in _real_files(_shards(files)):
+    real_shards, source_folders = _followed(_shards(files))
+    if real_path(target_file) in real_shards:
         raise TargetError(
             "the target is one of the sources",
             expected="another file",
             where=str(target_file),
             remedy="choose another file for the target",
         )
-    roots = {folder.parent for folder in _rank_folders(files)}
+    roots = _above_rank_folders(real_shards, source_folders)
     for path in both_ways(target_file):
         rank = _rank_of(path)
         if rank is not None and path.parent.parent in roots:
@@ -124,19 +124,22 @@ def _shards(files: ShardFiles) -> list[Path]:
     return [Path(path) for paths in files.by_rank.values() for path in paths]
 
 
-def _rank_folders(files: ShardFiles) -> list[Path]:
-    """Return the rank folders that shards lie in, both as they were named and as links lead to them."""
-    shards = _shards(files)
-    folders = [path for folder in {shard.parent for shard in shards} for path in both_ways(folder)]
-    folders += [shard.parent for shard in _real_files(shards)]
-    return [folder for folder in dict.fromkeys(folders) if rank_of_folder(folder.name) is not None]
-
-
-def _real_files(paths: Sequence[Path]) -> list[Path]:
-    """Return the real paths of files; quick for many files in few folders."""
+def _followed(paths: Sequence[Path]) -> tuple[list[Path], dict[Path, Path]]:
+    """Return the real paths of files, and the real paths of their folders by folder: each is followed once."""
     folders = {folder: real_path(folder) for folder in {path.parent for path in paths}}
     places = (folders[path.parent] / path.name for path in paths)
-    return [real_path(place) if _is_link(place) else place for place in places]
+    return [real_path(place) if _is_link(place) else place for place in places], folders
+
+
+def _above_rank_folders(real_files: Iterable[Path], folders: Mapping[Path, Path]) -> set[Path]:
+    """Return where the rank folders lie that files are in, both as these were named and as links lead to them.
+
+    Args:
+        real_files, folders: as `_followed` returns them.
+    """
+    named = (Path(os.path.abspath(folder)) for folder in folders)  # noqa: PTH100 - without following links
+    every = {*named, *folders.values(), *(file.parent for file in real_files)}
+    return {folder.parent for folder in every if rank_of_folder(folder.name) is not None}
 
 
 def _is_link(path: Path) -> bool:

@@ -51,6 +51,7 @@ class SpaceEstimate:
     def __init__(self) -> None:
         self._held_bytes: defaultdict[str, int] = defaultdict(int)
         self._peak_bytes: defaultdict[str, int] = defaultdict(int)
+        self._mounts: dict[Path, str] = {}
 
     def add(self, path: Path, format_name: str, spec: ShardSpec, *, crc: bool = False, left_bytes: int) -> None:
         """Add a target. The file that it replaces is freed after it is written, leftovers of earlier runs before that.
@@ -58,7 +59,8 @@ class SpaceEstimate:
         Args:
             left_bytes: size of the leftovers.
         """
-        mount = _mount_of(path.parent)
+        folder = _nearest(path.parent)
+        mount = self._mounts.get(folder) or self._mounts.setdefault(folder, _mount_of(folder))
         size_bytes = formats.by_name(format_name).size_at_most_bytes(spec, crc=crc) + _KEPT_BYTES_A_TARGET
         size_bytes += _SUM_BYTES * len(spec.specs) if spec.with_sums else 0
         held_bytes = self._held_bytes[mount] - left_bytes + size_bytes
@@ -233,7 +235,7 @@ def _nearest(folder: Path) -> Path:
 
 
 def _mount_of(folder: Path) -> str:
-    folder = _nearest(folder).resolve()
+    folder = folder.resolve()
     device = folder.stat().st_dev
     while folder.parent != folder and folder.parent.stat().st_dev == device:
         folder = folder.parent
