@@ -11,8 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 from support import module_tree
-from support.command_line import Capture
-from support.conversions import make, transform_here
+from support.conversions import make
 from support.module_tree import BEGIN, DESIGN, END, PACKAGE, tree
 
 TEXT = DESIGN.read_text()
@@ -57,7 +56,7 @@ def test_every_decision_has_a_page_and_a_line() -> None:
     assert sorted(links) == [path.name for path in DECISIONS]
 
 
-def test_a_process_alone_comes_to_the_modules_to_read_in_their_order(tmp_path: Path, capsys: Capture) -> None:
+def test_a_process_alone_comes_to_the_modules_to_read_in_their_order(tmp_path: Path) -> None:
     in_order, _, further = TEXT.partition("To read it")[2].partition("\n\n")[0].partition(" Then ")
     conversion, entered = make(tmp_path), dict[str, None]()
 
@@ -71,10 +70,9 @@ def test_a_process_alone_comes_to_the_modules_to_read_in_their_order(tmp_path: P
     before = sys.getprofile()
     sys.setprofile(note)
     try:
-        finished = transform_here(capsys, conversion, "--jobs", "1")
+        conversion.done("transform", "--jobs", "1")
     finally:
         sys.setprofile(before)
-    assert finished.code == 0, finished
     named = re.findall(r"`(\w+/\w+\.\w+)`", in_order)
     assert len(named) > 5 and [name for name in entered if name in named] == named
     publication, workers = re.findall(r"`(\w+/\w+\.\w+)`", further)
