@@ -92,21 +92,22 @@ STRATEGY_RECORD = "strategy.json"
 _ROOM = fields.RecordLimits(MAX_FILE_BYTES, 2 * MAX_FILE_BYTES)
 
 
-def strategy_record(digest: str, strategy: str) -> str:
-    """Return the text of the record. digest: of the run. strategy: the placement table of all its targets."""
+def keep_strategy(state: Folder, digest: str, strategy: str) -> None:
+    """Publish how the targets of a run are cut, in the folder of its state, unless it is too large to be read again.
+
+    Args:
+        digest: of the run.
+        strategy: the placement table of all its targets.
+    """
     facts = {"format": "reshard_mpi strategy", "version": 2, "digest": digest, "sha256": _sha256(strategy)}
-    return json.dumps({**facts, "strategy": strategy}) + "\n"
+    text = json.dumps({**facts, "strategy": strategy}) + "\n"
+    remove_stale(state, STRATEGY_RECORD)
+    if len(text) <= _ROOM.file_bytes:
+        publish_text(state, STRATEGY_RECORD, text)
 
 
 def _sha256(strategy: str) -> str:
     return hashlib.sha256(strategy.encode()).hexdigest()
-
-
-def keep_strategy(state: Folder, text: str) -> None:
-    """Publish the record `text` in the folder of a run's state; one that is too large to be read again is left out."""
-    remove_stale(state, STRATEGY_RECORD)
-    if len(text) <= _ROOM.file_bytes:
-        publish_text(state, STRATEGY_RECORD, text)
 
 
 def recorded_strategy(folder: Path, files: Mapping[int, Sequence[str]]) -> tuple[str, str] | None:

@@ -34,7 +34,7 @@ from reshard_mpi.filesystem.folders import (
     wait_for_lock,
 )
 from reshard_mpi.filesystem.paths import require_replaceable
-from reshard_mpi.journal.commit_record import STRATEGY_RECORD, keep_strategy, strategy_record
+from reshard_mpi.journal.commit_record import STRATEGY_RECORD, keep_strategy
 from reshard_mpi.journal.publication import (
     Publication,
     partial_path,
@@ -211,7 +211,7 @@ class Journal:
                     uncommit(folder, self.identity.format)
                     remove_leftovers(folder, state, self.identity)
                 if self._strategy is not None and (is_new or not (self._state / STRATEGY_RECORD).exists()):
-                    keep_strategy(state, strategy_record(self.identity.digest, self._strategy()))
+                    keep_strategy(state, self.identity.digest, self._strategy())
                 if is_new:
                     publish_text(state, run.name, self.identity.as_text())
         self.check()

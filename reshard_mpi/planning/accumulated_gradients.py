@@ -54,8 +54,8 @@ def sums_like(name: str) -> str:
 
 
 def gradient_texts(accumulated: Accumulated, all_sums: Iterable[Sums]) -> Iterator[str]:
-    """Yield words on the accumulated gradients taken from a checkpoint."""
-    for names, count, added_in in all_sums if accumulated is not Accumulated.REFUSE else ():
+    """Yield words on the accumulated gradients taken from a checkpoint; there are none to tell of with REFUSE."""
+    for names, count, added_in in all_sums:
         joined = f"the {accumulated} of {count} replicas, added in {added_in} in the order of their ranks"
         yield f"accumulated gradients {names}: {joined if count > 1 else 'each piece is on one rank, nothing to join'}"
 

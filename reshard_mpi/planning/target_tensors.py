@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard_mpi.errors import LayoutError, ReshardError, StrategyError, UsageError
@@ -114,8 +114,7 @@ def _not_followed(target: Strategy, name: str) -> str:
     return f"{others[0]!r} listed, but of another shape" if others else "neither listed"
 
 
-@dataclass(frozen=True, slots=True)
-class TensorClass:
+class TensorClass(NamedTuple):
     """Tensors that are alike in source and target, by name in file order, and the parts that are needed of each."""
 
     number: int
@@ -124,7 +123,7 @@ class TensorClass:
     share: GradientShare | ReshardError
     box: Box
     parts: tuple[TensorPart, ...]
-    names: list[str] = field(default_factory=list)
+    names: list[str]
 
     @property
     def kind(self) -> TensorType:
@@ -213,7 +212,7 @@ class TargetTensors:
                     box = self.layouts.box(layout)
                     has_parts = share in (GradientShare.TAKEN, GradientShare.JOINED)
                     parts = needed_parts(name, group, box, target_rank, home_stage, manifests) if has_parts else ()
-                    held = TensorClass(len(self._classes), group, layout, share, box, parts)
+                    held = TensorClass(len(self._classes), group, layout, share, box, parts, [])
                     self._classes[group, layout, share] = held
                 held.names.append(name)
                 self.class_by_name[name] = held

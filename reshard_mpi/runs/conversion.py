@@ -130,7 +130,8 @@ class Conversion:
             from reshard_mpi.runs.state_cuts import require_state_cut
 
             require_state_cut(plan, self.target, nest, self.source.files.path)
-        plan = plan._replace(notes=(*plan.notes, *notes_on(self.accumulated, plan.sums)))
+        if plan.sums:
+            plan = plan._replace(notes=(*plan.notes, *notes_on(self.accumulated, plan.sums)))
         if checked:
             self.require_none_left_behind(plan, ShardShare(target_rank, self.target.world_size))
             plan = self.checked(plan)

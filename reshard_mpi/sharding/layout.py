@@ -70,7 +70,7 @@ class Layout:
         if not self.placement.split:
             low, high = [0] * len(self.shape), list(self.shape)
         else:
-            bounds = [self._slice(dim, index) for dim, index in enumerate(piece.index)]
+            bounds = [self._slice(dim, index) for dim, index in enumerate(piece.slices)]
             low, high = [bound[0] for bound in bounds], [bound[1] for bound in bounds]
         if self.placement.optimizer > 1:
             height = (high[0] - low[0]) // self.placement.optimizer
@@ -171,7 +171,7 @@ def whole_shape_of_parts(placement: Placement, parts: Mapping[int, Shape]) -> Sh
     if not (closed.ceil and closed.is_cut):
         return whole_shape(placement, rank, part_shape)
     _require_dimensions(closed, part_shape)
-    pieces = [(closed.piece(rank).index, shape) for rank, shape in parts.items() if len(shape) == len(part_shape)]
+    pieces = [(closed.piece(rank).slices, shape) for rank, shape in parts.items() if len(shape) == len(part_shape)]
     whole = list(part_shape)
     for dim in range(len(closed.split)):
         lengths = {index[dim]: shape[dim] for index, shape in pieces}

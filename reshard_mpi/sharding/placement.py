@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from reshard_mpi.errors import LayoutError
 from reshard_mpi.sharding.patterns import Patterns, ends_of
@@ -24,11 +25,10 @@ Shape = tuple[int, ...]
 _MAX_KNOWN = 1 << 16
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """One distinct part of a tensor: the slice index in every dimension, and the optimizer piece within that slice."""
 
-    index: tuple[int, ...]
+    slices: tuple[int, ...]
     part: int
 
 
@@ -199,7 +199,7 @@ class Placement:
     def _holders_in_stage(self, piece: Piece) -> Callable[[int], int]:
         """Return what finds the local rank that holds the slice of `piece`, by its position along the free axes."""
         coordinates = [0] * len(self.mesh)
-        for axes, index in zip(self.split, piece.index):
+        for axes, index in zip(self.split, piece.slices):
             for axis in reversed(axes):
                 index, coordinates[axis] = divmod(index, self.mesh[axis])
         free = self.free_axes

@@ -71,9 +71,9 @@ def test_what_the_page_of_the_spec_says_of_ranks() -> None:
     first = toml.parse(examples[0], "")
     assert (first.world_size, first.stages) == (16, 2)
     (down,) = first.find("layers.3.down.weight")
-    assert down.piece(13).index == (0, 1) and down.piece(13).part == 1 and first.stage_of(13) == 1
+    assert down.piece(13).slices == (0, 1) and down.piece(13).part == 1 and first.stage_of(13) == 1
     rows = toml.parse(examples[1], "").find("w")[0]
-    assert [rows.piece(rank).index for rank in range(4)] == [(0,), (1,), (2,), (3,)]
+    assert [rows.piece(rank).slices for rank in range(4)] == [(0,), (1,), (2,), (3,)]
 
 
 def test_the_page_of_the_options_has_those_of_the_commands() -> None:

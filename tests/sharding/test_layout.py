@@ -128,7 +128,7 @@ def test_the_parts_that_meet_a_box_are_found_as_by_asking_every_rank(case: Case,
                 by_rank[parameter.placement.piece(rank)] = tuple(shared)
         meeting = list(parameter.layout.pieces_meeting(box))
         assert {piece: tuple(parameter.elements(region).ravel()) for piece, region in meeting} == by_rank
-        pieces = [(piece.index, piece.part) for piece, _ in meeting]
+        pieces = [(piece.slices, piece.part) for piece, _ in meeting]
         assert pieces == sorted(pieces)
         assert sum(region.size for _, region in meeting) == box.size
 
@@ -159,7 +159,7 @@ def test_the_cost_of_finding_parts_does_not_grow_with_the_ranks(monkeypatch: pyt
 
 def test_a_slice_of_no_elements_meets_nothing() -> None:
     layout = Layout(Placement((3, 2), ((0,),), 2, sizes=((0, (2, 0, 2)),)), (4,))
-    met = [(piece.index[0], piece.part) for piece, _ in layout.pieces_meeting(Box((0,), (4,)))]
+    met = [(piece.slices[0], piece.part) for piece, _ in layout.pieces_meeting(Box((0,), (4,)))]
     assert met == [(0, 0), (0, 1), (2, 0), (2, 1)]
 
 

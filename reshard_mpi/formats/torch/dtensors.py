@@ -298,7 +298,7 @@ def part_of(placement: Placement, rank: int, global_shape: tuple[int, ...]) -> B
     """Return the box that a rank holds."""
     uneven = dict(placement.sizes)
     start, stop = [], []
-    for dimension, index in enumerate(placement.piece(rank).index):
+    for dimension, index in enumerate(placement.piece(rank).slices):
         pieces = uneven.get(dimension)
         if pieces is None:
             length = global_shape[dimension] // placement.slices(dimension)

@@ -141,15 +141,25 @@ def text_of(file: StrategyFile) -> str:
 
 def distinct(files: Iterable[StrategyFile]) -> Iterator[StrategyFile]:
     """Yield the files that differ; of those with the same bytes, as the ranks of a stage write them, the first."""
-    seen = set()
+    first: StrategyFile | None = None
+    seen: set[bytes] = set()
     for file in files:
-        digest = hashlib.sha256()
-        for block in file.blocks():
-            digest.update(block)
-        key = digest.digest()
-        if key not in seen:
-            seen.add(key)
+        if first is None:
+            yield (first := file)
+            continue
+        if not seen:  # a file that is alone is not summed
+            seen.add(_digest(first))
+        digest = _digest(file)
+        if digest not in seen:
+            seen.add(digest)
             yield file
+
+
+def _digest(file: StrategyFile) -> bytes:
+    digest = hashlib.sha256()
+    for block in file.blocks():
+        digest.update(block)
+    return digest.digest()
 
 
 def _check_size(file: Path) -> None:

@@ -41,7 +41,7 @@ def held(strategy: Strategy, name: str) -> list[object]:
 
 
 def piece(placement: Placement, rank: int) -> object:
-    index, part = placement.piece(rank).index, placement.piece(rank).part
+    index, part = placement.piece(rank).slices, placement.piece(rank).part
     cuts = [(slice_, placement.slices(dim)) for dim, slice_ in enumerate(index)]
     while cuts and cuts[-1] == (0, 1):
         cuts.pop()
