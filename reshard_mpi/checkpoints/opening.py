@@ -44,7 +44,7 @@ def open_source(
     none can be read, or none tells who else holds what it should.
     """
     _require_all_files(files)
-    _require_one_run(files)
+    _require_one_run(files, strategy)
     if files.is_folder:
         return _open_folder(files, strategy, known_damage)
     if strategy is not None and strategy.world_size > 1:
@@ -188,15 +188,31 @@ def _recorded(files: ShardFiles) -> Strategy | None:
     return None if recorded is None else table.loads(*recorded)
 
 
-def _require_one_run(files: ShardFiles) -> None:
-    """Raise DisagreementError if files are of several runs, as where one has replaced some of them."""
+def _require_one_run(files: ShardFiles, strategy: Strategy | None) -> None:
+    """Raise DisagreementError if files are of several runs, as where one has replaced some of them.
+
+    Raises SourceError if they are of one run, and it has another number of targets than the strategy has ranks.
+    """
     real = map(os.path.realpath, files.shards)
     folders = {os.path.dirname(path) for path in (*files.shards, *real)}  # noqa: PTH120 - there may be thousands
     folders |= {os.path.dirname(folder) for folder in folders}  # noqa: PTH120
-    if any(Path(folder, STATE).is_dir() for folder in folders):
-        from reshard_mpi.journal.file_records import require_one_run
+    if not any(Path(folder, STATE).is_dir() for folder in folders):
+        return
+    from reshard_mpi.journal.file_records import require_one_run, run_of
 
-        require_one_run(files.by_target_rank, files.path)
+    if require_one_run(files.by_target_rank, files.path) is None or strategy is None or files.is_folder:
+        return
+    rank, paths = next(iter(files.by_rank.items()))
+    written_by = run_of(paths[0], rank)
+    count = strategy.world_size if written_by is None else written_by[0].facts.get("target_ranks", strategy.world_size)
+    if count != strategy.world_size:
+        raise SourceError(
+            "the run that has made these shards has another number of targets than the source strategy has ranks",
+            expected=f"{count} ranks, a strategy file for each of their stages",
+            got=f"{strategy.world_size} ranks",
+            where=f"{files.path} and {strategy.origin or 'the source strategy'}",
+            remedy="give the strategy that was the run's --dst-strategy",
+        )
 
 
 def _require_whole_run(files: ShardFiles) -> None:

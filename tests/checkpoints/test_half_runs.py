@@ -257,3 +257,12 @@ def test_a_slice_that_is_about_to_be_replaced_is_no_checkpoint(tmp_path: Path, r
     with pytest.raises(ReshardError):
         reshard_mpi.transform(path, tmp_path / "again")
     assert not (tmp_path / "again").exists()
+
+
+def test_an_unfinished_run_by_a_strategy_of_fewer_ranks(tmp_path: Path) -> None:
+    """As where the strategy file of the last stage is lost, too."""
+    out, options, _ = tmp_path / "out", *of("safetensors", tmp_path)
+    reshard_mpi.transform(full(tmp_path / "one", 1), out, rank=[0, 1], **options)
+    (tmp_path / "two.toml").write_text('mesh = { a = 2 }\n[[parameter]]\nmatch = "*"\n')
+    with pytest.raises(ReshardError, match="another number of targets"):
+        reshard_mpi.transform(out, tmp_path / "again", tmp_path / "two.toml")
