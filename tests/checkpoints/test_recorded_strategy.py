@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from support.checkpoints import write_shard
 from support.command_line import done, run_here
+from support.examples import few
 
 import reshard_mpi
 from reshard_mpi import SourceError, StrategyError
@@ -26,7 +27,7 @@ split = { 0 = ["tp"] }
 FORMATS = ("safetensors", "torch", "ckpt")
 
 
-@pytest.fixture(params=FORMATS)
+@pytest.fixture(params=few(1, FORMATS))
 def made(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """The target folder of four ranks; the rows of one tensor are alike, as those of many a state are."""
     write_shard(tensors(), tmp_path / "model.safetensors")

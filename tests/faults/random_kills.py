@@ -31,7 +31,7 @@ from support.attempts import ALONE, Launch, array_of, badly_reported, jobs_of, r
 from support.cases import Case, cases  # noqa: E402
 from support.checkpoints import KINDS, read_shard  # noqa: E402
 from support.command_line import run_in_fork  # noqa: E402
-from support.conversions import Conversion, listing, write_conversion  # noqa: E402
+from support.conversions import Conversion, timeless, write_conversion  # noqa: E402
 from support.injector import NO_FAULT, READING, Call, Fault, Injector, compiler  # noqa: E402
 from support.launch import MPI_NAMES, find_mpi  # noqa: E402
 from support.processes import Finished, run_command  # noqa: E402
@@ -116,7 +116,7 @@ class _Run:
             self._figures.refused += 1
             return []
         self._figures.runs += 1
-        whole = listing(c.dst)
+        whole = timeless(c.dst)
         wrong = [f"undisturbed: {text}" for text in self._unlike_the_oracle(c)]
         c = self._conversion.but(dst=self._folder / "dst")
         told = []

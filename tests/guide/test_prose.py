@@ -8,7 +8,7 @@ import re
 import tokenize
 from collections.abc import Iterator
 
-from support.module_tree import PACKAGE, modules
+from support.module_tree import PACKAGE, modules, parsed
 
 # Nowhere: they stand for a noun that the reader must find.
 RIDDLES = ("that of", "those of", "those that", "those which", "of which", "so many", "so much")
@@ -43,7 +43,7 @@ def test_first_paragraphs_of_docstrings_are_plain() -> None:
     riddles = [
         f"{path.relative_to(PACKAGE)}: {getattr(node, 'name', 'module')}: {phrase}"
         for path in modules(PACKAGE)
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
         for phrase in found((ast.get_docstring(node) or "").partition("\n\n")[0], RIDDLES + QUESTIONS)
     ]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from support.command_line import done
 from support.conversions import Conversion, listing, make
+from support.examples import few
 
 from reshard_mpi.journal.provenance import SourceFile, Sources
 
@@ -37,7 +38,7 @@ def dated(path: Path, modified_ns: int) -> None:
         pytest.skip(f"this file system makes {path.stat().st_mtime_ns} of {modified_ns}")
 
 
-@pytest.mark.parametrize("date", DATES)
+@pytest.mark.parametrize("date", few(3, DATES))
 def test_a_source_of_that_date(tmp_path: Path, date: str) -> None:
     c: Conversion = make(tmp_path)
     dated(c.shard(1), DATES[date])

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from support.checkpoints import as_read, read_shard, write_shard
+from support.examples import few
 
 import reshard_mpi
 from reshard_mpi.errors import MapError, StrategyError
@@ -204,7 +205,7 @@ def test_llama_to_ranks_of_megatron_and_back(tmp_path: Path, is_qwen: bool) -> N
 
 
 @pytest.mark.parametrize("name", ["hf-llama-megatron-tp", "hf-llama-megatron"])
-@pytest.mark.parametrize(("tensor_parallel", "ranks"), [(1, 2), (2, 4), (2, 2), (2, 1)])
+@pytest.mark.parametrize(("tensor_parallel", "ranks"), few(1, [(1, 2), (2, 4), (2, 2), (2, 1)]))
 def test_a_configuration_that_contradicts_the_strategy(
     tmp_path: Path, name: str, tensor_parallel: int, ranks: int
 ) -> None:

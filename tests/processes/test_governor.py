@@ -20,8 +20,9 @@ import pytest
 from support.checkpoints import read_shard
 from support.command_line import COMMAND, done, run_apart, run_here
 from support.conversions import Conversion, assert_right, listing, make, side, transform_apart
-from support.holders import TIMEOUT_SECONDS, Changing, Holder, ended, leased, ledger, until
+from support.holders import TIMEOUT_SECONDS, Holder, ended, leased, until
 from support.launch import MPI
+from support.ledgers import Changing, ledger
 from support.oracle import RawLayout
 from support.stand_ins import doing
 

@@ -13,22 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.holders import (
-    LEASE,
-    TIMEOUT_SECONDS,
-    Changing,
-    Holder,
-    NoNotices,
-    ended,
-    entered,
-    entries,
-    in_line,
-    leased,
-    ledger,
-    pids,
-    until,
-    wanted,
-)
+from support.holders import TIMEOUT_SECONDS, Holder, ended, leased, until
+from support.ledgers import LEASE, Changing, NoNotices, entered, entries, in_line, ledger, pids, wanted
 from support.processes import run_command
 
 from reshard_mpi.processes.governor.governor import Allowance, Governor, open_governor

@@ -15,21 +15,8 @@ from pathlib import Path
 import pytest
 from support.command_line import done, run_here
 from support.conversions import Conversion
-from support.holders import (
-    LEASE,
-    TIMEOUT_SECONDS,
-    Changing,
-    Holder,
-    NoNotices,
-    ended,
-    entered,
-    entries,
-    in_line,
-    ledger,
-    pids,
-    until,
-    wanted,
-)
+from support.holders import TIMEOUT_SECONDS, Holder, ended, until
+from support.ledgers import LEASE, Changing, NoNotices, entered, entries, in_line, ledger, pids, wanted
 
 from reshard_mpi.errors import ReshardError
 from reshard_mpi.processes.governor.governor import Governor

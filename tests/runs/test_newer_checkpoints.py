@@ -10,6 +10,7 @@ import pytest
 from support.checkpoints import as_read, expected_rank, read_shard, write_shard
 from support.command_line import COMMAND, done, refused, run_here
 from support.conversions import TENSORS, Conversion, four_targets, listing
+from support.examples import few
 from support.launch import MPI, mpirun_command
 from support.processes import run_command
 
@@ -51,7 +52,7 @@ FIRST_AND_LAST = [
 ]
 
 
-@pytest.mark.parametrize(("first", "last"), FIRST_AND_LAST, ids=" ".join)
+@pytest.mark.parametrize(("first", "last"), few(2, FIRST_AND_LAST), ids=" ".join)
 def test_a_run_goes_on_with_what_it_has_begun_with_or_not_at_all(
     c: Conversion, first: list[str], last: list[str]
 ) -> None:

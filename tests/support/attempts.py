@@ -21,7 +21,7 @@ import pytest
 from support.cases import Side
 from support.checkpoints import read_shard
 from support.command_line import COMMAND, run_here
-from support.conversions import Conversion, listing, write_conversion
+from support.conversions import Conversion, timeless, write_conversion
 from support.injector import NO_FAULT, Call, Fault, Injector
 from support.launch import MPI, mpirun_command
 from support.oracle import RawLayout
@@ -194,7 +194,7 @@ class Bench:
         finished, self.calls = self._run(self.conversion, NO_FAULT)
         if any(each.code for each in finished):
             raise AssertionError("\n".join(map(str, finished)))
-        self._whole = listing(self.conversion.dst)
+        self._whole = timeless(self.conversion.dst)
         for rank in range(self.conversion.target.world_size):
             assert read_shard(self.conversion.written(rank)) == self.conversion.expected(rank)
 
@@ -231,7 +231,7 @@ class Bench:
             (finished,), _ = self._run(c, NO_FAULT)
         if finished.ended != (0, ""):
             return [f"resumed, exit {finished.code}: {_end_of(finished.err)}"]
-        files = listing(c.dst)
+        files = timeless(c.dst)
         if not self.launch.is_recorded:  # nobody knows whose a partial file is
             files = {name: content for name, content in files.items() if not name.endswith(".partial")}
         problems = [f"resumed, but {text}" for text in _differences(files, self._whole)]
@@ -247,7 +247,7 @@ def wrong_in(c: Conversion, whole: Listing, *, succeeded: bool) -> list[str]:
 
     succeeded: all commands of the run said so of all of it.
     """
-    files = listing(c.dst)
+    files = timeless(c.dst)
     shards = [name for name in files if _is_final(name)]
     problems = [f"{name} is not whole" for name in shards if whole.get(name) != files[name]]
     problems += [f"exit 0, but {text}" for text in _differences(files, whole)] if succeeded else []

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from reshard_mpi.processes.host import ONE_THREAD
-from support.conversions import Conversion, listing
+from support.conversions import Conversion, listing, timeless
 
 # Kills the process, or all of the run, at the instant it is at.
 KILL, KILL_ALL = "os.kill(os.getpid(), signal.SIGKILL)", "kill_all()"
@@ -43,7 +43,7 @@ def assert_resumed(c: Conversion, whole: Conversion) -> None:
     wait_for_the_killed(c)
     finished = c.run("transform", "--resume")
     assert finished.ended == (0, ""), finished
-    files, expected = listing(c.dst), listing(whole.dst)
+    files, expected = timeless(c.dst), timeless(whole.dst)
     assert set(files) == set(expected), set(files) ^ set(expected)
     differing = {name: (files[name], expected[name]) for name in files if files[name] != expected[name]}
     assert not differing, differing

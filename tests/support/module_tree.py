@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,9 +15,15 @@ BEGIN, END = "<!-- The tree of modules: tests/support/module_tree.py writes it. 
 _WIDTH = 30  # columns of the names
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    """Return the syntax tree of a module, which is not to be changed."""
+    return ast.parse(path.read_text())
+
+
 def first_line(path: Path) -> str:
     """Return the first line of the docstring of the module at `path`. Raises ValueError if it has none."""
-    text = ast.get_docstring(ast.parse(path.read_text()))
+    text = ast.get_docstring(parsed(path))
     if not text:
         raise ValueError(f"{path} has no docstring")
     return text.splitlines()[0]
