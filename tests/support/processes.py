@@ -39,11 +39,6 @@ class Finished:
     err: str
 
     @property
-    def said(self) -> str:
-        """All that the command has said."""
-        return self.out + self.err
-
-    @property
     def ended(self) -> tuple[int, str]:
         """The exit code, and all that the command complained of."""
         return self.code, self.err
