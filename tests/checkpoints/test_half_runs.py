@@ -198,7 +198,7 @@ def test_half_replaced_targets_by_a_map_of_files(tmp_path: Path, form: str) -> N
 
 
 @pytest.mark.parametrize("first", ["records", "shards"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", few(2, FORMS))
 def test_a_copy_that_stops_half_way_is_not_committed(tmp_path: Path, form: str, first: str) -> None:
     """It keeps the times of files, as `cp -a` and `rsync -a` do."""
     out, new, options, _ = tmp_path / "out", tmp_path / "new", *of(form, tmp_path)

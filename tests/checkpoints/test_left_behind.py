@@ -80,7 +80,7 @@ def test_a_part_of_the_targets_tells_of_its_part_of_the_shards(tmp_path: Path) -
     one, two = (spec(tmp_path / f"{ranks}.toml", ranks) for ranks in (RANKS, 2))
     for target, lost in ((0, 1), (1, 3)):
         strategies = ("--src-strategy", str(one), "--dst-strategy", str(two))
-        said = refused("transform", src, tmp_path / "dst", *strategies, "--rank", target)
+        said = refused("transform", src, tmp_path / "dst", *strategies, "--rank", str(target))
         assert f"got: 'experts.{lost}.w' of rank {lost}\n" in said
 
 

@@ -29,6 +29,7 @@ from support.conversions import (
     transform_apart,
     write_conversion,
 )
+from support.examples import few
 from support.launch import MPI
 from support.oracle import RawLayout
 
@@ -67,7 +68,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 
 @of_every_kind
-@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("damage", few(3, DAMAGE))
 def test_a_damaged_shard_is_replaced_and_told(tmp_path: Path, kind: str, damage: str) -> None:
     c = make(tmp_path, kind)
     DAMAGE[damage](c.shard(0))

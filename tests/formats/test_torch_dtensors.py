@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support import safetensors_peer, torch_peer
+from support.examples import few
 
 import reshard_mpi
 from reshard_mpi.errors import ShardError
@@ -223,7 +224,7 @@ def test_older_meshes_that_are_refused(tmp_path: Path, ranks: list[list[int]], p
         torch.locate(str(path))
 
 
-@pytest.mark.parametrize("attribute", ["_flatten_rank_map", "_rank", "_coordinate_on_dim", "_layout"])
+@pytest.mark.parametrize("attribute", few(1, ["_flatten_rank_map", "_rank", "_coordinate_on_dim", "_layout"]))
 def test_meshes_of_deeply_nested_values(tmp_path: Path, attribute: str) -> None:
     """What is wrong with them is told without being shown."""
     mesh = layout_mesh((2, 2), (2, 1), [0, 0])

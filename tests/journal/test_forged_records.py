@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from support.command_line import measure_apart, refused, run_here
 from support.conversions import Conversion, make, shards
+from support.examples import few
 from support.forging import MISSING, TEXTS, VALUES, Keys, as_text, forged, path_of, places
 
 import reshard_mpi
@@ -208,7 +209,7 @@ QUICK = [
 ]
 
 
-@pytest.mark.parametrize(("name", "place", "kind"), QUICK, ids=str)
+@pytest.mark.parametrize(("name", "place", "kind"), few(2, QUICK), ids=str)
 def test_every_command(c: Conversion, name: str, place: Keys, kind: str) -> None:
     path_of(c.dst, name).write_text(as_text(name, forged(facts_of(c, name), place, VALUES[kind])))
     assert_harmless(c)

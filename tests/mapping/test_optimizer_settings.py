@@ -174,7 +174,7 @@ def test_state_of_a_parameter_beside_one_that_is_called_like_it(
     ("between", "rates", "epochs"),
     one_at_a_time(["torch", "dcp", "safetensors"], [(0.1, 0.1), (0.1, 0.2)], [(3, 3), (3, 4)]),
 )
-@pytest.mark.parametrize("is_flat", [True, False])
+@pytest.mark.parametrize("is_flat", few(1, [True, False]))
 def test_optimizers_of_stages_are_joined(
     tmp_path: Path, is_flat: bool, epochs: tuple[int, int], rates: tuple[float, float], between: str
 ) -> None:

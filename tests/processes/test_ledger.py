@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.examples import few
 from support.holders import TIMEOUT_SECONDS, Holder, ended, leased, until
 from support.ledgers import LEASE, Changing, NoNotices, entered, entries, in_line, ledger, pids, wanted
 from support.processes import run_command
@@ -214,7 +215,7 @@ def test_the_place_may_be_removed_while_it_is_in_use(state: Path, tmp_path: Path
     assert not ledger(state).path.exists()
 
 
-@pytest.mark.parametrize("text", [b"", b"another", b"\xff" * 700, b"\0" * 5000])
+@pytest.mark.parametrize("text", few(2, [b"", b"another", b"\xff" * 700, b"\0" * 5000]))
 def test_a_damaged_record_is_passed_over(state: Path, text: bytes) -> None:
     """As of another version: its lease is not known, but it is left to its process, and others have theirs."""
     with ended(a := Holder(state, LEASE, memory="1G").expect("holds")):

@@ -20,6 +20,7 @@ from support.conversions import (
     transform_apart,
     transform_by_function,
 )
+from support.examples import few
 from support.processes import Finished
 
 import reshard_mpi
@@ -48,7 +49,7 @@ def test_a_record_says_which_files_a_target_was_made_from(c: Conversion) -> None
         ]
 
 
-@pytest.mark.parametrize("how", ["size", "time"])
+@pytest.mark.parametrize("how", few(1, ["size", "time"]))
 @pytest.mark.parametrize("command", ["transform", "plan"])
 def test_a_finished_target_whose_source_is_another_now(c: Conversion, how: str, command: str) -> None:
     c.done("transform", "--rank", "0")
@@ -266,7 +267,7 @@ def test_the_source_of_all_targets_may_be_exchanged_for_an_older_one(c: Conversi
 
 
 @pytest.mark.parametrize("way", ["transform", "function", "by_rank", "unified"])
-@pytest.mark.parametrize("read", [1, 2, 3])
+@pytest.mark.parametrize("read", few(1, [1, 2, 3]))
 def test_a_source_that_is_replaced_when_its_structure_has_been_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, read: int
 ) -> None:

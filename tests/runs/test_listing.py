@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from support.checkpoints import write_ranks
 from support.command_line import done, run_apart, run_here
+from support.examples import few
 from support.launch import find_mpi
 
 WHOLE = {"a.w": (10, 4), "b.w": (6, 3), "bias": (10,), "step": ()}
@@ -55,7 +56,7 @@ def test_whole_shapes_and_the_pieces_of_the_rank_that_is_asked_for(tmp_path: Pat
     assert listed(run_here(*arguments, *target).out) == []
 
 
-@pytest.mark.parametrize("to", ["hdf5", "dcp", "hf", "torch"])
+@pytest.mark.parametrize("to", few(1, ["hdf5", "dcp", "hf", "torch"]))
 def test_every_form_of_source(tmp_path: Path, to: str) -> None:
     """Those that say themselves how they are cut, and those that are whole; a Hugging Face folder in several files."""
     arguments = write(tmp_path, "ckpt")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.ckpt_peer import write as write_ckpt
-from support.command_line import done
+from support.command_line import done, run_in_fork
 from support.conversions import DST_LAYOUTS, Conversion, make, side, transform_by_function
 from support.launch import MPI, run_ranks
 from support.oracle import RawLayout
@@ -195,8 +195,8 @@ def test_worker_processes_leave_it_to_their_parent(
     c: Conversion, capfd: pytest.CaptureFixture[str], logged: Logged, spoil: Callable[[Conversion], None]
 ) -> None:
     spoil(c)
-    finished = done(capfd, *c.arguments("transform", "--jobs", "2"))
-    assert len(printed(finished)) == 1
+    finished = run_in_fork(*c.arguments("transform", "--jobs", "2"))
+    assert finished.code == 0 and len(printed(finished)) == 1
     assert logged.by(transform(c, 2)) == printed(finished)
     assert capfd.readouterr().err.count("rank 0") <= 1  # what pytest itself may show of the log
 

@@ -12,6 +12,7 @@ import pytest
 from support import safetensors_peer
 from support.checkpoints import as_read, read_shard, sample
 from support.conversions import TENSORS, Conversion, make
+from support.examples import few
 
 import reshard_mpi
 from reshard_mpi import unified_safetensors
@@ -71,7 +72,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_parts")
-@pytest.mark.parametrize("processes", [1, 2, 64])
+@pytest.mark.parametrize("processes", few(1, [1, 2, 64]))
 def test_parts_by_several_processes(c: Conversion, monkeypatch: pytest.MonkeyPatch, processes: int) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})  # no more are started than there are cores
     unified_safetensors(c.src, c.src_strategy, c.dst, max_process_num=processes)

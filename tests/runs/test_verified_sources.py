@@ -81,7 +81,7 @@ def test_tasks_of_an_array(tmp_path: Path, form: str) -> None:
             assert not list(c.dst.glob(f"rank_{task}/*")), finished
 
 
-@pytest.mark.parametrize("form", ["ckpt", "hdf5", "safetensors", "torch"])
+@pytest.mark.parametrize("form", few(2, ["ckpt", "hdf5", "safetensors", "torch"]))
 def test_a_damaged_one_is_replaced_by_another_that_holds_the_same(tmp_path: Path, form: str) -> None:
     """Ranks 0 and 1, and ranks 2 and 3, hold the same."""
     made = make(tmp_path).to(side(4, {"w": RawLayout((2, 2), (1, -1)), "b": RawLayout((2, 2), (1,))}))
