@@ -128,11 +128,6 @@ OF_FILES = {"SourceError", "CoverageError", "DisagreementError", "TargetError", 
 WITHOUT_REMEDY = {"more tensors of this shard differ"}
 
 
-def test_messages_are_those_of_the_listing() -> None:
-    """It shows all words of a change at once; other tests look for the facts: names, ranks, paths, numbers."""
-    assert messages.LISTING.read_text() == messages.listing(), "python tests/support/messages.py writes it"
-
-
 def test_every_error_of_files_says_what_to_do() -> None:
     silent = [
         f"{module}:{call.lineno}: {ast.unparse(call.args[0])}"

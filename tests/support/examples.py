@@ -28,7 +28,7 @@ def one_at_a_time(*choices: Iterable[Any]) -> list[tuple[Any, ...]]:
 
 
 def few(count: int, cases: Iterable[Any]) -> list[Any]:
-    """Return the cases of a parametrized test; the quick part runs the first `count`. A plain tuple is several values."""
+    """Return the cases of a test, a plain tuple of values each; the quick part runs the first `count` of them."""
     return [
         case if number < count else pytest.param(*(case if type(case) is tuple else (case,)), marks=pytest.mark.slow)
         for number, case in enumerate(cases)
