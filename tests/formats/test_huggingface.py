@@ -470,13 +470,3 @@ def test_a_prefix_is_no_part_of_their_names(tmp_path: Path) -> None:
     for form in ("hf", "dcp"):
         said = c.refused("transform", "--to", form, "--prefix", "net", code=2)
         assert "have names of their own" in said and not c.dst.exists()
-
-
-@pytest.mark.parametrize("limit", [[], ["--max-shard-size", "40"]], ids=["one file", "several"])
-def test_files_are_counted_without_the_index(tmp_path: Path, limit: list[str]) -> None:
-    c = make(tmp_path, "safetensors").but(dst_strategy=None)
-    c.done("transform", "--to", "hf", *limit)
-    files = len(list(c.dst.glob("*.safetensors")))
-    said = done("transform", c.dst, tmp_path / "again", "--to", "ckpt", "--jobs", "1").err
-    counted = "1 file," if files == 1 else f"{files} files,"
-    assert (files > 1) == bool(limit) and said.startswith(f"source: Hugging Face folder, {counted}"), said
