@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, overload
 
-from reshard_mpi.errors import DisagreementError, TargetError
+from reshard_mpi.errors import TargetError
 from reshard_mpi.formats.dtypes import DType, numbers
 from reshard_mpi.formats.locations import ByteRanges, LibraryRead, Location
 from reshard_mpi.formats.tensor_table import ChunkedTensors, TensorTable, TensorType
@@ -53,18 +53,13 @@ def common_nest(texts: Iterable[str], *, keeps_first: bool = False) -> str | Non
     same = same_nest(different)
     if same is not None or not different:
         return same
-    from reshard_mpi.formats.nest import NestError
     from reshard_mpi.formats.nest.join_stages import joined
 
     try:
         roots = [json.loads(nest_without_order(text)) for text in different]
     except (ValueError, RecursionError):
         return None
-    try:
-        root = joined(roots, keeps_first=keeps_first)
-    except NestError as error:
-        expected = "groups in the same places in all stages, or settings that are plain numbers"
-        raise DisagreementError(error.problem, expected=expected, got=error.got, remedy=error.remedy) from None
+    root = joined(roots, keeps_first=keeps_first)
     return None if root is None else json.dumps(root, separators=(",", ":"))
 
 

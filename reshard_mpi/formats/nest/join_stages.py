@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from reshard_mpi.formats.nest.nodes import NestError
+from reshard_mpi.errors import DisagreementError
 
 _STATE, _GROUPS, _PARAMETERS = "state", "param_groups", ("params", "param_names")
 
@@ -121,8 +121,8 @@ def _is_flat(entries: dict[Any, list[Any]]) -> bool:
 def _joined_optimizers(one: dict[Any, list[Any]], other: dict[Any, list[Any]], keeps_first: bool) -> list[Any]:
     """Join optimizers: the state of both, and groups that differ in their parameters alone as one.
 
-    A parameter stays in the group that it has. Raises NestError for a setting that is a tensor: it is called by the
-    place of its group, which another one would get.
+    A parameter stays in the group that it has. Raises DisagreementError for a setting that is a tensor: it is called by
+    the place of its group, which another one would get.
     """
     groups = [_entries(group) for group in one[_GROUPS][0]]
     for place, group in enumerate(map(_entries, other[_GROUPS][0])):
@@ -135,10 +135,11 @@ def _joined_optimizers(one: dict[Any, list[Any]], other: dict[Any, list[Any]], k
         # Of groups treated alike first one that has a parameter already, and then the one in the same place.
         number = next((each for each in (*with_own, place, *alike) if each in alike), len(groups))
         if number != place and not all(group.values()):
-            raise NestError(
+            raise DisagreementError(
                 "optimizers of stages have settings that are tensors, and groups in other places",
-                f"group {place}",
-                "save numbers in place of these tensors: group['lr'] = float(group['lr'])",
+                expected="groups in the same places in all stages, or settings that are plain numbers",
+                got=f"group {place}",
+                remedy="save numbers in place of these tensors: group['lr'] = float(group['lr'])",
             )
         if number == len(groups):
             groups.append(group)
