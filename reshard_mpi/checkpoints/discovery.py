@@ -15,6 +15,7 @@ from reshard_mpi.checkpoints import file_selection
 from reshard_mpi.checkpoints.file_selection import PART, choose, require_one_step
 from reshard_mpi.checkpoints.foreign_files import left_out_of_folder, require_readable
 from reshard_mpi.errors import ShardError, SourceError, told
+from reshard_mpi.filesystem import stores
 from reshard_mpi.filesystem.paths import described, kind_of_file, real_path
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.journal.provenance import FirstLooks, Sources
@@ -68,7 +69,7 @@ class ShardFiles(NamedTuple):
         """
         assert self.looks is not None
         paths = (path for rank in ranks for path in self.by_rank[rank])
-        return self.looks.sources(path for path in paths if not self.is_folder or Path(path).exists())
+        return self.looks.sources(path for path in paths if not self.is_folder or stores.exists(path))
 
     @property
     def shards(self) -> tuple[str, ...]:
@@ -110,7 +111,7 @@ def find_shards(
     latest = file_selection.latest_in(path)
     folder = path if latest is None else latest.path
     shards = _found(folder, select, role, format_name, FirstLooks(path))
-    if select is None and Path(folder).is_dir():
+    if select is None and stores.is_folder(folder):
         shards = _naming_left_out(shards, folder, format_name)
     if latest is not None:
         shards = shards._replace(notes=(latest.note, *shards.notes), latest=Path(latest.path).name)
@@ -119,7 +120,7 @@ def find_shards(
 
 def _found(path: str, select: str | None, role: str, format_name: str | None, looks: FirstLooks) -> ShardFiles:
     given = Path(path)
-    if given.is_file():
+    if stores.is_file(path):
         name = format_name or formats.name_of(path)
         if name is None:
             raise _of_no_format(given, role)
@@ -127,7 +128,7 @@ def _found(path: str, select: str | None, role: str, format_name: str | None, lo
             raise _nothing(path, "a checkpoint", "a strategy file", role)
         _require_index(formats.name_of(path) or name, given.parent, path, role)
         return _by_own_rank(ShardFiles(path, name, {0: (path,)}, looks=looks))
-    if not given.is_dir():
+    if not stores.is_folder(path):
         raise SourceError(
             f"the {role} is not there",
             expected="a folder or a checkpoint file",
@@ -220,7 +221,7 @@ def _require_index(name: str, folder: Path, path: str, role: str) -> None:
 def _require_all_parts(loose: Iterable[Path], path: str) -> None:
     """Raise SourceError if names of loose files tell their number (`model-00001-of-00003`), and some are missing."""
     parts = [match for entry in loose if (match := PART.fullmatch(entry.name))]
-    lying = [match for entry in Path(path).iterdir() if (match := PART.fullmatch(entry.name))] if parts else []
+    lying = [match for name in stores.names(path) if (match := PART.fullmatch(name))] if parts else []
     present = {(match["stem"], match["rest"], int(match["number"])) for match in lying}
     for stem, total, rest in dict.fromkeys((match["stem"], match["total"], match["rest"]) for match in parts):
         missing = [number for number in range(1, int(total) + 1) if (stem, rest, number) not in present]
@@ -288,7 +289,7 @@ def shards_from_map(files: Mapping[int, str | os.PathLike[str]]) -> ShardFiles:
                 got=str(rank),
                 remedy="number the ranks from 0 on",
             )
-        if not path.is_file():
+        if not stores.is_file(path):
             raise SourceError(
                 "a shard file is not there",
                 expected=f"the shard of rank {rank}",
@@ -316,7 +317,7 @@ def no_such_rank(files: ShardFiles, rank: int) -> SourceError:
 
 def strangers(path: Path) -> list[Path]:
     """Return other shards in the folder of the shard `path`."""
-    if not path.parent.is_dir():
+    if not stores.is_folder(path.parent):
         return []
     return [entry for entry in shards_in(path.parent, None) if entry.name != path.name]
 
@@ -329,11 +330,11 @@ def both_ways(path: Path) -> tuple[Path, Path]:
 def rank_folders(folder: Path) -> dict[int, Path]:
     """Return the `rank_*` folders in `folder` by rank. Raises SourceError if two are of one rank."""
     folders: dict[int, Path] = {}
-    for entry in sorted(folder.iterdir()):
+    for entry in stores.entries(folder):
         rank = rank_of_folder(entry.name)
-        if rank is not None and entry.is_dir():
-            other = folders.setdefault(rank, entry)
-            if other is not entry:
+        if rank is not None and entry.is_folder:
+            other = folders.setdefault(rank, folder / entry.name)
+            if other.name != entry.name:
                 raise SourceError(
                     "two folders are of one rank",
                     expected="one folder a rank",
@@ -366,16 +367,16 @@ def shards_in(folder: Path, select: str | None, format_name: str | None = None) 
         format_name: only those of this format.
     """
     shards = [
-        entry
-        for entry in folder.iterdir()
+        path
+        for entry in stores.entries(folder)
         if (name := formats.name_of(entry.name))
         and format_name in (None, name)
         and not entry.name.startswith(".")
         and (select is None or fnmatchcase(entry.name, select))
-        and entry.is_file()
-        and not _is_strategy(entry)
+        and entry.is_file
+        and not _is_strategy(path := folder / entry.name)
     ]
-    return sorted(shards, key=lambda entry: natural_key(entry.name))
+    return sorted(shards, key=lambda path: natural_key(path.name))
 
 
 def _has_shards(folder: Path) -> bool:
@@ -386,13 +387,8 @@ def _has_shards(folder: Path) -> bool:
 
 
 def _is_strategy(entry: Path) -> bool:
-    if entry.suffix != ".ckpt":
-        return False
-    try:
-        with entry.open("rb") as stream:
-            return stream.read(1) == _STRATEGY_FIRST_BYTE
-    except OSError:
-        return False  # what it is cannot be seen: as a shard it is missed, unless others hold the same
+    # One that cannot be read is missed as a shard, unless others hold the same.
+    return entry.suffix == ".ckpt" and stores.first_bytes(entry, 1, b"") == _STRATEGY_FIRST_BYTE
 
 
 def _one_format(candidates: Mapping[int, Iterable[Path]], path: str) -> str:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.errors import DisagreementError, SourceError
+from reshard_mpi.filesystem import stores
 from reshard_mpi.formats.files import is_file_name
 from reshard_mpi.text import natural_key
 
@@ -310,18 +311,17 @@ def latest_in(path: str) -> Latest | None:
 
     Raises SourceError if what the file names is no folder there.
     """
-    pointer = next((Path(path, name) for name in formats.pointer_files() if Path(path, name).is_file()), None)
+    pointer = next((Path(path, name) for name in formats.pointer_files() if stores.is_file(Path(path, name))), None)
     if pointer is None:
         return None
     try:
-        with pointer.open("rb") as stream:
-            named = stream.read(_MAX_BYTES).decode().strip()
+        named = stores.first_bytes(pointer, _MAX_BYTES).decode().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise _unsound(pointer, _EXPECTED, str(error)) from None
     names = [name.format(int(named)) for name in _FOLDERS] if _ITERATION.fullmatch(named) else [named]
     if not all(map(is_file_name, names)):
         raise _unsound(pointer, _EXPECTED, repr(named))
-    folders = [name for name in dict.fromkeys(names) if Path(path, name).is_dir()]
+    folders = [name for name in dict.fromkeys(names) if stores.is_folder(Path(path, name))]
     if len(folders) != 1:
         raise _unsound(pointer, f"one folder called {' or '.join(names)}", " and ".join(folders) or "no such folder")
     return Latest(str(Path(path, folders[0])), f"{folders[0]} of {path} is read, the latest as {pointer.name} says")

@@ -8,13 +8,15 @@ another form. So every file in it is read, or named, or one of those that are kn
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi.errors import SourceError
+from reshard_mpi.filesystem import stores
+from reshard_mpi.filesystem.stores import FolderEntry
+from reshard_mpi.formats.files import is_file_name
 from reshard_mpi.journal.records import STATE
 
 # Files that name the folder of the latest save, as DeepSpeed and its converter write them.
@@ -74,26 +76,17 @@ def _tagged(folder: str) -> list[str]:
     folders = []
     for tracker in _TRACKERS:
         try:
-            with Path(folder, tracker).open("rb") as stream:
-                tag = stream.read(_MAX_TAG_BYTES + 1).decode().strip()
+            tag = stores.first_bytes(Path(folder, tracker), _MAX_TAG_BYTES + 1).decode().strip()
+            if is_file_name(tag) and stores.is_folder(Path(folder, tag)):
+                folders.append(str(Path(folder, tag)))
         except (OSError, UnicodeDecodeError):
             continue
-        is_name = tag not in ("", ".", "..") and not {"/", "\0"} & set(tag)
-        if is_name and os.path.isdir(Path(folder, tag)):  # noqa: PTH112 - which says no to names that are too long
-            folders.append(str(Path(folder, tag)))
     return folders
-
-
-def _names(folder: str) -> list[str]:
-    try:
-        return os.listdir(folder)  # noqa: PTH208 - of names alone
-    except OSError:
-        return []
 
 
 def _deepspeed(folder: str) -> _ForeignFolder | None:
     """Return the kind of a DeepSpeed folder; None if the folder is not DeepSpeed's."""
-    names = _names(folder)
+    names = stores.names(folder, ())
     states = [name for name in names if re.fullmatch(_STATES, name)]
     weights = f"; its 16-bit weights alone: give {_WEIGHTS}" if _WEIGHTS in states else ""
     is_parameters = _has_parameters(folder, names)
@@ -127,18 +120,17 @@ def _deepspeed(folder: str) -> _ForeignFolder | None:
     )
 
 
-def _has_parameters(folder: str, names: list[str] | None = None) -> bool:
+def _has_parameters(folder: str, names: Sequence[str] | None = None) -> bool:
     """Tell whether folders of parameters lie in a folder, as far as it is looked into."""
-    listed = _names(folder) if names is None else names
-    return any(Path(folder, name, _OF_PARAMETER).is_file() for name in listed[:_MAX_LOOKED_INTO])
+    listed = stores.names(folder, ()) if names is None else names
+    return any(stores.is_file(Path(folder, name, _OF_PARAMETER)) for name in listed[:_MAX_LOOKED_INTO])
 
 
 def _megatron(folder: str) -> _ForeignFolder | None:
     """Return the kind of a folder in Megatron's old form; None if it is not one. torch_dist counts as torch's."""
-    names = _names(folder)
-    ranks = [
-        name for name in names if re.fullmatch(_MEGATRON_FOLDER, name) and Path(folder, name, _MEGATRON_FILE).is_file()
-    ]
+    names = stores.names(folder, ())
+    of_ranks = (name for name in names if re.fullmatch(_MEGATRON_FOLDER, name))
+    ranks = [name for name in of_ranks if stores.is_file(Path(folder, name, _MEGATRON_FILE))]
     if _is_zarr(folder, names):
         return _ForeignFolder(
             "a Megatron checkpoint in zarr", "arrays of zarr", "load it with Megatron, and save it as torch_dist"
@@ -158,14 +150,8 @@ def _megatron(folder: str) -> _ForeignFolder | None:
     return None
 
 
-def _is_zarr(folder: str, names: list[str]) -> bool:
-    if _SETTINGS not in names:
-        return False
-    try:
-        with Path(folder, _SETTINGS).open("rb") as stream:
-            return _ZARR in stream.read(_SETTINGS_BYTES)
-    except OSError:
-        return False
+def _is_zarr(folder: str, names: Sequence[str]) -> bool:
+    return _SETTINGS in names and _ZARR in stores.first_bytes(Path(folder, _SETTINGS), _SETTINGS_BYTES, b"")
 
 
 # What people and programs put beside checkpoints: descriptions, tokenizers, settings of programs, logs, locks.
@@ -198,26 +184,26 @@ def left_out_of_folder(folder: str, read: Collection[str], is_taken: Callable[[s
         is_taken: tells of further names that they were chosen among, so that nothing is to be said of them.
     """
     try:
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+        entries = stores.entries(folder)
     except OSError:
         return ""
     names = [
-        entry.name + "/" * entry.is_dir() + (f" ({_SAID[entry.name]})" if entry.name in _SAID else "")
+        entry.name + "/" * entry.is_folder + (f" ({_SAID[entry.name]})" if entry.name in _SAID else "")
         for entry in entries
-        if entry.name not in read and not is_taken(entry.name) and _may_hold_state(entry)
+        if entry.name not in read and not is_taken(entry.name) and _may_hold_state(folder, entry)
     ]
     more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
     return ", ".join(names[:_MAX_NAMED]) + more
 
 
-def _may_hold_state(entry: os.DirEntry[str]) -> bool:
+def _may_hold_state(folder: str, entry: FolderEntry) -> bool:
     """Tell whether a file or folder may belong to a checkpoint, for all that its name says."""
     if entry.name.startswith("."):
         return False
     try:
-        if entry.is_dir():
-            return not re.fullmatch(_OTHER_SAVES, entry.name) and _folder_may_hold_state(entry.path)
-        return entry.is_file() and _is_state(entry.name) and not _is_empty(entry)
+        if entry.is_folder:
+            return not re.fullmatch(_OTHER_SAVES, entry.name) and _folder_may_hold_state(str(Path(folder, entry.name)))
+        return entry.is_file and _is_state(entry.name) and entry.size_bytes > 0
     except OSError:
         return True
 
@@ -226,19 +212,15 @@ def _is_state(name: str) -> bool:
     return not (name.startswith(".") or re.fullmatch(_NO_STATE, name) or re.fullmatch(_SAME_WEIGHTS, name))
 
 
-def _is_empty(entry: os.DirEntry[str]) -> bool:
-    return entry.stat().st_size == 0
-
-
 def _folder_may_hold_state(folder: str) -> bool:
     """Tell whether any file in a folder may hold state, as far as it is looked into.
 
     One with the records of a run holds the targets of that.
     """
-    if Path(folder, STATE).exists():
+    if stores.exists(Path(folder, STATE)):
         return False
     looked_at = 0
-    for _, folders, files in os.walk(folder):
+    for folders, files in stores.walk(folder):
         looked_at += len(folders) + len(files)
         if any(map(_is_state, files)) or looked_at > _MAX_LOOKED_AT:
             return True

@@ -13,6 +13,7 @@ from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.foreign_files import ForeignCheckpointError
 from reshard_mpi.checkpoints.single_shard import in_its_rank
 from reshard_mpi.errors import ReshardError, SourceError, StrategyError
+from reshard_mpi.filesystem import stores
 from reshard_mpi.filesystem.paths import kind_of_file
 from reshard_mpi.formats.locations import LibraryRead, StridedView
 from reshard_mpi.formats.manifest import Manifest
@@ -98,7 +99,7 @@ def _names(facts: dict[str, Any]) -> Iterator[str]:
 
 
 def _facts(name: str, wanted: _TensorFilter) -> dict[str, Any]:
-    if not Path(name).exists():
+    if not stores.exists(name):
         raise SourceError(
             "there is nothing to inspect",
             expected="a shard, a checkpoint folder or a strategy",
@@ -111,7 +112,7 @@ def _facts(name: str, wanted: _TensorFilter) -> dict[str, Any]:
     record = about_record(Path(name))
     if record is not None:
         return record
-    state = state_of(Path(name)) if Path(name).is_dir() else {}
+    state = state_of(Path(name)) if stores.is_folder(name) else {}
     try:
         files = discovery.find_shards(name)
     except ForeignCheckpointError:
@@ -120,8 +121,8 @@ def _facts(name: str, wanted: _TensorFilter) -> dict[str, Any]:
         if state:
             return {"kind": "run", "path": name, **state}
         if (
-            any(Path(name).glob("rank_*"))
-            or any(Path(name, pointer).exists() for pointer in formats.pointer_files())
+            any(entry.startswith("rank_") for entry in stores.names(name, ()))
+            or any(stores.exists(Path(name, pointer)) for pointer in formats.pointer_files())
             or formats.is_mark(Path(name).name)
         ):
             raise
@@ -131,7 +132,7 @@ def _facts(name: str, wanted: _TensorFilter) -> dict[str, Any]:
             if formats.name_of(name) is not None:
                 raise error from None
             raise
-    if not Path(name).is_file():
+    if not stores.is_file(name):
         return {**_checkpoint(in_its_rank(files), wanted), **state}
     try:
         shard = _shard(files.locate(name), wanted)
@@ -298,7 +299,7 @@ def strategy_as_toml(path: str) -> str:
     try:
         files = discovery.find_shards(path)
     except SourceError:
-        if not Path(path).exists():
+        if not stores.exists(path):
             raise
         return spec_text(strategy.load(path))
     identity = next((shard.identity for _, shards in manifests_of(files) for shard in shards), None)

@@ -20,6 +20,7 @@ from reshard_mpi.checkpoints.file_selection import NAME_WAYS, name_ending_in_ran
 from reshard_mpi.checkpoints.single_shard import in_its_rank, require_full
 from reshard_mpi.checkpoints.source import DAMAGE, SourceCheckpoint, locate
 from reshard_mpi.errors import LayoutError, ReshardError, SourceError, StrategyError, as_reshard_error
+from reshard_mpi.filesystem import stores
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.journal.records import STATE
 from reshard_mpi.planning.rank_plan import CHOSEN_FILES, SharedFact
@@ -196,7 +197,7 @@ def _require_one_run(files: ShardFiles, strategy: Strategy | None) -> None:
     real = map(os.path.realpath, files.shards)
     folders = {os.path.dirname(path) for path in (*files.shards, *real)}  # noqa: PTH120 - there may be thousands
     folders |= {os.path.dirname(folder) for folder in folders}  # noqa: PTH120
-    if not any(Path(folder, STATE).is_dir() for folder in folders):
+    if not any(stores.is_folder(Path(folder, STATE)) for folder in folders):
         return
     from reshard_mpi.journal.file_records import require_one_run, run_of
 

@@ -9,11 +9,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
+from reshard_mpi.filesystem.stores import SourceFile, open_file, version_of
 from reshard_mpi.formats.locations import ByteRange
 from reshard_mpi.text import MIB
 
@@ -70,7 +70,7 @@ class Files:
     """
 
     def __init__(self, on_bytes: OnBytes = lambda _: None, target: int = -1) -> None:
-        self._sources: OrderedDict[str, int] = OrderedDict()
+        self._sources: OrderedDict[str, SourceFile] = OrderedDict()
         self._target = target
         self._kernel_copies = True
         self._on_bytes = on_bytes
@@ -83,19 +83,15 @@ class Files:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for descriptor in self._sources.values():
-            os.close(descriptor)
+        for source in self._sources.values():
+            source.close()
         self._sources.clear()
 
     def read_into(self, part: ByteRange, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes of `part`. Raises ShardError if they cannot be read."""
-        descriptor = self._source(part.path)
-        done = 0
+        source, done = self._source(part.path), 0
         while done < part.length_bytes:
-            try:
-                count = os.preadv(descriptor, [buffer[done:]], part.offset_bytes + done)
-            except OSError as error:
-                raise unreadable(part.path, error) from error
+            count = _read(source, part.offset_bytes + done, [buffer[done:]])
             if count == 0:
                 raise _became_shorter(part)
             done += count
@@ -106,13 +102,10 @@ class Files:
 
         The places must be equally long, and together as long as `part`. Raises ShardError if the bytes cannot be read.
         """
-        descriptor, offset, length = self._source(part.path), part.offset_bytes, len(places[0])
+        source, offset, length = self._source(part.path), part.offset_bytes, len(places[0])
         for first in range(0, len(places), _MAX_VECTOR):
             vector = places[first : first + _MAX_VECTOR]
-            try:
-                count = os.preadv(descriptor, vector, offset)
-            except OSError as error:
-                raise unreadable(part.path, error) from error
+            count = _read(source, offset, vector)
             self.traffic.requested_bytes += count
             if count < length * len(vector):  # interrupted by a signal, or the file ends
                 self._read_rest(part.path, offset, vector, count)
@@ -123,12 +116,9 @@ class Files:
 
         Raises ShardError if the bytes cannot be read.
         """
-        descriptor, read = self._source(path), 0
+        source, read = self._source(path), 0
         for place in places:
-            try:
-                count = os.preadv(descriptor, [place], offset)
-            except OSError as error:
-                raise unreadable(path, error) from error
+            count = _read(source, offset, [place])
             read += count
             if count < len(place):  # interrupted by a signal, or the file ends
                 self.read_into(ByteRange(path, offset + count, len(place) - count), place[count:])
@@ -147,7 +137,7 @@ class Files:
     def advise(self, part: ByteRange) -> None:
         """Advise the kernel to read `part` ahead; does nothing if that is not possible."""
         with suppress(OSError, ShardError):
-            os.posix_fadvise(self._source(part.path), part.offset_bytes, part.length_bytes, os.POSIX_FADV_WILLNEED)
+            self._source(part.path).advise(part.offset_bytes, part.length_bytes)
 
     @contextmanager
     def window(self, part: ByteRange, requested_bytes: int) -> Iterator[memoryview]:
@@ -159,7 +149,7 @@ class Files:
         length = part.offset_bytes + part.length_bytes - start
         source = self._source(part.path)
         try:
-            mapped = mmap.mmap(source, length, access=mmap.ACCESS_READ, offset=start)
+            mapped = source.map(start, length)
         except ValueError:
             raise _became_shorter(part) from None
         except OSError as error:
@@ -240,13 +230,13 @@ class Files:
 
     def _copy_in_kernel(self, runs: ByteRuns) -> int:
         """Copy runs in order; return how many bytes. It stops early if the file systems turn out not to support it."""
-        source, target, length = self._source(runs.source), self._target, runs.length_bytes
+        source, length = self._source(runs.source), runs.length_bytes
         source_offset, target_offset, copied, reported = runs.source_offset, runs.target_offset, 0, 0
         try:
             for _ in range(runs.repeats):
                 left = length
                 while left:
-                    count = os.copy_file_range(source, target, min(left, _MAX_CALL_BYTES), source_offset, target_offset)
+                    count = source.copy_into(self._target, source_offset, target_offset, min(left, _MAX_CALL_BYTES))
                     if count == 0:
                         raise _became_shorter(ByteRange(runs.source, source_offset, left))
                     left -= count
@@ -279,17 +269,24 @@ class Files:
         self.traffic.written_bytes += count_bytes
         self._on_bytes(count_bytes)
 
-    def _source(self, path: str) -> int:
-        descriptor = self._sources.get(path)
-        if descriptor is None:
+    def _source(self, path: str) -> SourceFile:
+        source = self._sources.get(path)
+        if source is None:
             try:
-                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                source = self._sources[path] = open_file(path)
             except OSError as error:
                 raise unreadable(path, error) from error
-            self._sources[path] = descriptor
             if len(self._sources) > _MAX_OPEN_FILES:
-                os.close(self._sources.popitem(last=False)[1])
-        return descriptor
+                self._sources.popitem(last=False)[1].close()
+        return source
+
+
+def _read(source: SourceFile, offset: int, places: Sequence[memoryview]) -> int:
+    """Read as `SourceFile.read_into` does. Raises ShardError."""
+    try:
+        return source.read_into(offset, places)
+    except OSError as error:
+        raise unreadable(source.path, error) from error
 
 
 def large_buffer(length_bytes: int) -> memoryview:
@@ -320,7 +317,7 @@ def _became_shorter(part: ByteRange) -> ShardError:
     return ShardError(
         "a source file became shorter while it was read",
         expected=f"{part.offset_bytes + part.length_bytes} bytes or more",
-        got=f"{Path(part.path).stat().st_size} bytes",
+        got=f"{version_of(part.path).size_bytes} bytes",
         where=part.path,
         remedy=_REMEDY,
     )

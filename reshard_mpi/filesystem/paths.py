@@ -154,11 +154,9 @@ def file_kind_of(start: bytes) -> FileKind | None:
 
 def kind_of_file(path: Path) -> FileKind | None:
     """Return the kind of the file at `path`, as `file_kind_of` does but for text; None also if it cannot be read."""
-    try:
-        with path.open("rb") as stream:
-            start = stream.read(START_BYTES)
-    except OSError:
-        return None
+    from reshard_mpi.filesystem.stores import first_bytes  # not before a file is looked at
+
+    start = first_bytes(path, START_BYTES, b"")
     return marked_kind_of(start) or _checkpoint(start)
 
 

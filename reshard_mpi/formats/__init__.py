@@ -5,8 +5,7 @@ A format's module, and with it a library, is imported only when it is needed.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -92,43 +91,32 @@ def pointer_files() -> tuple[str, ...]:
 
 def names_of_folder(path: str) -> tuple[str, ...]:
     """Return the names of the formats whose files mark the folder `path`."""
-    lying = _names_in(path)
-    return tuple(form.name for form in all_formats() if any(_marks(path, lying, form)))
+    return tuple(dict.fromkeys(name for name, _ in _marks(path)))
 
 
 def marks_in(path: str) -> tuple[str, ...]:
     """Return the names of the files that mark the folder `path` as a checkpoint of any format."""
-    lying = _names_in(path)
-    return tuple(dict.fromkeys(mark for form in all_formats() for mark in _marks(path, lying, form)))
+    return tuple(dict.fromkeys(mark for _, mark in _marks(path)))
 
 
-def _names_in(folder: str) -> Sequence[str]:
-    """Return the names in a folder; if it cannot be listed, the marking names that exist."""
-    try:
-        return os.listdir(folder)  # noqa: PTH208 - of names alone
-    except OSError:  # a folder whose files may be opened, and not listed
-        return [mark for form in all_formats() for mark in form.marks]
+def _marks(folder: str) -> Iterator[tuple[str, str]]:
+    """Yield the names of a format and of a file that marks a folder as a checkpoint of this format."""
+    from reshard_mpi.filesystem import stores  # not before a folder is looked at
 
-
-def _marks(folder: str, lying: Sequence[str], form: FormatInfo) -> Iterator[str]:
-    """Yield the names that mark a folder as a checkpoint of a form. lying: the names in it."""
-    if form.parts is not None:
-        yield from filter(form.parts.fullmatch, lying)
-    for mark in form.marks:
-        path = Path(folder, mark)
-        if mark in lying and path.is_file() and _begins_with(path, form.index_says):
-            yield mark
-
-
-def _begins_with(path: Path, content: bytes) -> bool:
-    """Tell whether a file can be read, and has these bytes near its beginning; any file has no bytes."""
-    if not content:
-        return True
-    try:
-        with path.open("rb") as stream:
-            return content in stream.read(_BEGINNING_BYTES)
-    except OSError:
-        return False
+    forms = tuple(all_formats())
+    # Files of a folder may be opened where it cannot be listed.
+    lying = stores.names(folder, otherwise=[mark for form in forms for mark in form.marks])
+    for form in forms:
+        if form.parts is not None:
+            yield from ((form.name, name) for name in filter(form.parts.fullmatch, lying))
+        for mark in form.marks:
+            path = Path(folder, mark)
+            if (
+                mark in lying
+                and stores.is_file(path)
+                and form.index_says in stores.first_bytes(path, _BEGINNING_BYTES, b"")
+            ):
+                yield form.name, mark
 
 
 def title(name: str) -> str:

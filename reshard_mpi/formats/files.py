@@ -1,16 +1,16 @@
-"""Open untrusted files, write new ones, and bound their structure, for all formats (`opened`)."""
+"""Open untrusted files as shards, write new ones, and bound their structure, for all formats (`opened`)."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from reshard_mpi.errors import ShardError, TargetError
 from reshard_mpi.filesystem.paths import file_kind_of
+from reshard_mpi.filesystem.stores import IrregularFileError, SourceFile, open_file
 from reshard_mpi.formats.manifest import HeaderDigest, Manifest
 
 # Names of all tensors are kept in memory; no framework makes one this long.
@@ -50,42 +50,25 @@ def kept_kind_bytes(dimensions: int) -> int:
 
 
 @contextmanager
-def opened(path: str) -> Iterator[tuple[int, int]]:
-    """Open the regular file `path` for reading, for a `with` block; yields its descriptor and its size in bytes.
+def opened(path: str) -> Iterator[SourceFile]:
+    """Open the regular file `path` for reading, for a `with` block.
 
     Raises ShardError if it cannot be opened, is no regular file, or is empty.
     """
     try:
-        # O_NONBLOCK: a pipe in the place of a shard must not make us wait for a writer.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        file = open_file(path)
+    except IrregularFileError as error:
+        raise ShardError("a shard is not a regular file", where=path) from error
     except (OSError, ValueError) as error:
         remedy = "get the right to read it" if isinstance(error, PermissionError) else ""
         raise ShardError("a shard cannot be opened", got=str(error), where=path, remedy=remedy) from error
-    try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise ShardError("a shard is not a regular file", where=path)
-        if status.st_size == 0:
-            raise ShardError(
-                "a shard is empty",
-                expected="a checkpoint",
-                got="0 bytes",
-                where=path,
-            )
-        yield fd, status.st_size
-    finally:
-        os.close(fd)
+    with file:
+        if file.size_bytes == 0:
+            raise ShardError("a shard is empty", expected="a checkpoint", got="0 bytes", where=path)
+        yield file
 
 
-def read_at(fd: int, path: str, offset: int, length_bytes: int) -> bytes:
-    """Return bytes of a file, less if it ends before. Raises ShardError if it cannot be read."""
-    try:
-        return os.pread(fd, length_bytes, offset)
-    except OSError as error:
-        raise ShardError("a shard cannot be read", got=str(error), where=path) from error
-
-
-def crc32_of(fd: int, path: str, span: Span, crc: int = 0, on_bytes: Callable[[int], None] = lambda _: None) -> int:
+def crc32_of(file: SourceFile, span: Span, crc: int = 0, on_bytes: Callable[[int], None] = lambda _: None) -> int:
     """Return the CRC-32 of bytes of a file, continued from `crc`. Raises ShardError if the file has become shorter.
 
     Args:
@@ -96,26 +79,13 @@ def crc32_of(fd: int, path: str, span: Span, crc: int = 0, on_bytes: Callable[[i
     offset, end = span
     buffer = memoryview(bytearray(min(_SUMMED_BYTES, end - offset)))
     while offset < end:
-        count = os.preadv(fd, [buffer[: end - offset]], offset)
+        count = file.read_into(offset, [buffer[: end - offset]])
         if count == 0:
-            raise became_shorter(path)
+            raise file.became_shorter()
         crc = crc32(buffer[:count], crc)
         offset += count
         on_bytes(count)
     return crc
-
-
-def became_shorter(path: str) -> ShardError:
-    return ShardError("a checkpoint became shorter while it was read", where=path)
-
-
-def version_of(path: str) -> tuple[object, ...]:
-    """Return the identity by which a later change of the file at `path` is noticed. Raises ShardError as `opened`
-    does.
-    """
-    with opened(path) as (fd, _):
-        status = os.fstat(fd)
-    return path, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def other_kind(start: bytes, path: str, expected: str) -> ShardError | None:
@@ -140,10 +110,10 @@ def write_all(fd: int, data: bytes, offset_bytes: int) -> None:
         offset_bytes += written
 
 
-def contents(fd: int, spans: Sequence[Span]) -> Iterator[bytes]:
+def contents(file: SourceFile, spans: Sequence[Span]) -> Iterator[bytes]:
     """Yield the bytes of ascending spans of a file; those close to each other are read by one call.
 
-    Raises ValueError if the file ends before, OSError if it cannot be read.
+    Raises ShardError if it cannot be read, or ends before.
     """
     number = 0
     while number < len(spans):
@@ -152,9 +122,7 @@ def contents(fd: int, spans: Sequence[Span]) -> Iterator[bytes]:
         while last < len(spans) and spans[last][0] - end <= _CLOSE_BYTES and spans[last][1] - base <= _READ_BYTES:
             end = spans[last][1]
             last += 1
-        content = os.pread(fd, end - base, base)
-        if len(content) < end - base:
-            raise ValueError("the file has become shorter")
+        content = file.read_exactly(base, end - base)
         if last == number + 1:
             yield content
         else:
@@ -162,18 +130,18 @@ def contents(fd: int, spans: Sequence[Span]) -> Iterator[bytes]:
         number = last
 
 
-def spans_besides(payloads: Iterable[Span], end: int) -> list[Span]:
+def spans_besides(file: SourceFile, payloads: Iterable[Span], end: int) -> list[Span]:
     """Return the spans of a file besides payloads, up to byte `end`; a long one in parts.
 
     Args:
         payloads: ascending and apart.
 
-    Raises ValueError if they do not lie before `end`.
+    Raises ShardError if they do not lie before `end`.
     """
     spans, last = list[Span](), 0
     for start, stop in (*payloads, (end, end)):
         if not last <= start <= stop <= end:
-            raise ValueError("the file is shorter than its payloads")
+            raise file.became_shorter()
         while start - last > _READ_BYTES:
             spans.append((last, last + _READ_BYTES))
             last += _READ_BYTES
@@ -182,17 +150,16 @@ def spans_besides(payloads: Iterable[Span], end: int) -> list[Span]:
     return spans
 
 
-def digest_besides(fd: int, payloads: Iterable[Span]) -> str:
+def digest_besides(file: SourceFile, payloads: Iterable[Span]) -> str:
     """Return a digest of the length of a file and of all of its bytes but payloads, as hexadecimal digits.
 
     Args:
         payloads: ascending and apart.
 
-    Raises ValueError if the file is shorter than they say, OSError if it cannot be read.
+    Raises ShardError if it cannot be read, FileCutShortError if it is shorter than they say.
     """
-    size_bytes = os.fstat(fd).st_size
-    digest = hashlib.blake2b(b"%d" % size_bytes, digest_size=_DIGEST_BYTES)
-    for part in contents(fd, spans_besides(payloads, size_bytes)):
+    digest = hashlib.blake2b(b"%d" % file.size_bytes, digest_size=_DIGEST_BYTES)
+    for part in contents(file, spans_besides(file, payloads, file.size_bytes)):
         digest.update(part)
     return digest.hexdigest()
 

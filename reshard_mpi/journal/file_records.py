@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import DamageError, DisagreementError
 from reshard_mpi.filesystem.paths import real_path
+from reshard_mpi.filesystem.stores import FileCutShortError
 from reshard_mpi.formats.files import digest_besides, opened
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
@@ -175,10 +176,10 @@ def damage_besides(path: str, tensors: TensorTable, record: TargetRecord | None)
     """Yield the damage of a file's bytes besides its tensors, if its record has a digest of them."""
     if record is None or not record.besides:
         return
-    with opened(path) as (fd, _):
+    with opened(path) as file:
         try:
-            is_same = digest_besides(fd, tensors.payload_spans()) == record.besides
-        except ValueError:
+            is_same = digest_besides(file, tensors.payload_spans()) == record.besides
+        except FileCutShortError:
             is_same = False
     if not is_same:
         yield DamageError(

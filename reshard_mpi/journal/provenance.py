@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import DisagreementError
+from reshard_mpi.filesystem.stores import FileVersion, is_folder, version_of
 from reshard_mpi.journal import fields
 
 _MANY = 3
@@ -24,8 +25,8 @@ _MANY = 3
 MAX_NS = (1 << 63) * 10**9
 
 
-class SourceFile(NamedTuple):
-    """One file of a source. path: relative to its folder. modified_ns: nanoseconds since 1970."""
+class FileState(NamedTuple):
+    """One file of a source as records have it. path: relative to its folder. modified_ns: nanoseconds since 1970."""
 
     path: str
     size_bytes: int
@@ -40,22 +41,6 @@ class SourceFile(NamedTuple):
         return f"{self.size_bytes} bytes of {day}.{rest:09d} UTC"
 
 
-class FileStatus(NamedTuple):
-    """Which file it is, how many names it has, and when its status was last changed."""
-
-    inode: int
-    links: int
-    changed_ns: int
-
-    def is_later_than(self, was: FileStatus) -> bool:
-        """Tell whether the file was written or replaced since `was`.
-
-        That another name was given to it, or taken from it, changes its status and nothing else: a target that replaces
-        one does so if the source is a copy by hard links of what was there.
-        """
-        return self.inode != was.inode or (self.links == was.links and self.changed_ns != was.changed_ns)
-
-
 class Sources(NamedTuple):
     """Files of the source under `folder`, in the order of their ranks.
 
@@ -64,15 +49,15 @@ class Sources(NamedTuple):
     """
 
     folder: str = ""
-    files: tuple[SourceFile, ...] = ()
+    files: tuple[FileState, ...] = ()
     named: str = ""
-    statuses: tuple[FileStatus, ...] = ()  # what else tells that a file has changed, of each
+    versions: tuple[FileVersion, ...] = ()  # of each, which tells more
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Sources:
         """Parse the sources that `as_json` wrote. Raises KeyError, TypeError or ValueError for other facts."""
         files = tuple(
-            SourceFile(fields.path_below(path), fields.number(size), fields.number(modified, -MAX_NS, MAX_NS))
+            FileState(fields.path_below(path), fields.number(size), fields.number(modified, -MAX_NS, MAX_NS))
             for path, size, modified in fields.each(facts["files"], tuple)
         )
         folder = facts["folder"]
@@ -100,7 +85,7 @@ class Sources(NamedTuple):
                 remedy=remedy,
             )
 
-    def is_as_it_was(self, file: SourceFile, states: dict[tuple[str, SourceFile], bool | None]) -> bool | None:
+    def is_as_it_was(self, file: FileState, states: dict[tuple[str, FileState], bool | None]) -> bool | None:
         """Tell whether one of the files is still the same; None if it is gone.
 
         Args:
@@ -114,18 +99,17 @@ class Sources(NamedTuple):
                 states[key] = None
         return states[key]
 
-    def _changed(self) -> Iterator[tuple[SourceFile, SourceFile | None, bool]]:
+    def _changed(self) -> Iterator[tuple[FileState, FileState | None, bool]]:
         """Yield every file that has changed, as it was and is, and whether only the change of its status tells."""
         folder = Path(self.named or self.folder)
-        for was, was_status in zip_longest(self.files, self.statuses):
+        for was, was_version in zip_longest(self.files, self.versions):
             try:
-                now, status = _look(folder, was.path)
+                now, version = _look(folder, was.path)
             except FileNotFoundError:
-                if was_status is not None:
+                if was_version is not None:
                     yield was, None, False
                 continue
-            is_later = was_status is not None and status.is_later_than(was_status)
-            if now != was or is_later:
+            if now != was or (was_version is not None and version.is_later_than(was_version)):
                 yield was, now, now == was
 
 
@@ -138,11 +122,11 @@ class FirstLooks:
 
     def __init__(self, source: str) -> None:
         self._source = Path(source)
-        self._looks: dict[str, tuple[SourceFile, FileStatus]] = {}
+        self._looks: dict[str, tuple[FileState, FileVersion]] = {}
 
     @cached_property
     def _folder(self) -> Path:
-        return self._source if self._source.is_dir() else self._source.parent
+        return self._source if is_folder(self._source) else self._source.parent
 
     def look(self, paths: Iterable[str]) -> None:
         """Look at files that have not been looked at; whoever reads one that cannot be looked at says why."""
@@ -153,10 +137,10 @@ class FirstLooks:
     def sources(self, paths: Iterable[str]) -> Sources:
         """Return these files of the source, as each was at the first look. Raises OSError if one is gone."""
         looks = [self._look(path) for path in paths]
-        files, statuses = tuple(file for file, _ in looks), tuple(status for _, status in looks)
-        return Sources(str(self._folder.resolve()), files, str(self._folder), statuses)
+        files, versions = tuple(file for file, _ in looks), tuple(version for _, version in looks)
+        return Sources(str(self._folder.resolve()), files, str(self._folder), versions)
 
-    def _look(self, path: str) -> tuple[SourceFile, FileStatus]:
+    def _look(self, path: str) -> tuple[FileState, FileVersion]:
         if path not in self._looks:
             self._looks[path] = _look(self._folder, os.path.relpath(path, self._folder))
         return self._looks[path]
@@ -164,7 +148,7 @@ class FirstLooks:
 
 def require_same_sources(sources: Mapping[int, Sources], remedy: str) -> None:
     """Raise DisagreementError, which names a file and two targets, if targets were made from different states of it."""
-    first: dict[str, tuple[int, SourceFile]] = {}
+    first: dict[str, tuple[int, FileState]] = {}
     for target_rank, own_sources in sources.items():
         for file in own_sources.files:
             # A folder that names the latest of others, and that one itself, are two ways to the same file.
@@ -189,7 +173,7 @@ def require_one_state(targets: Mapping[int, tuple[Sources, int]], remedy: str) -
     Args:
         targets: by rank, the sources of a target, and when its file was written (nanoseconds since 1970).
     """
-    states: dict[tuple[str, SourceFile], bool | None] = {}
+    states: dict[tuple[str, FileState], bool | None] = {}
     changed, gone, same = [], [], []
     for target_rank, (sources, _) in targets.items():
         of_files = {sources.is_as_it_was(file, states) for file in sources.files}
@@ -217,8 +201,7 @@ def require_one_state(targets: Mapping[int, tuple[Sources, int]], remedy: str) -
             sources.require_unchanged(problem, remedy)
 
 
-def _look(folder: Path, path: str) -> tuple[SourceFile, FileStatus]:
-    """Return a file as it is now, and its status."""
-    status = (folder / path).stat()
-    now = SourceFile(path, status.st_size, status.st_mtime_ns)
-    return now, FileStatus(status.st_ino, status.st_nlink, status.st_ctime_ns)
+def _look(folder: Path, path: str) -> tuple[FileState, FileVersion]:
+    """Return a file as it is now."""
+    version = version_of(folder / path)
+    return FileState(path, version.size_bytes, version.modified_ns), version

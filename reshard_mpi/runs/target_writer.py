@@ -14,6 +14,7 @@ from reshard_mpi import formats
 from reshard_mpi.engine.open_files import OnBytes, sync_and_drop_cache
 from reshard_mpi.engine.shard_transfer import Span, write_shard
 from reshard_mpi.errors import DisagreementError, ShardError, TransformError, told
+from reshard_mpi.filesystem.stores import SourceFile
 from reshard_mpi.formats.files import digest_besides
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.protocol import Format
@@ -288,7 +289,8 @@ class Writer:
         self._format.seal(publication.descriptor, manifest.path, sums_by_name, crc=self._run.request.crc)
         require_as_meant(self._format, publication, manifest, sums_by_name)
         is_verified = self._run.request.verify
-        besides = digest_besides(publication.descriptor, manifest.tensors.payload_spans()) if is_verified else ""
+        file = SourceFile(manifest.path, publication.descriptor)
+        besides = digest_besides(file, manifest.tensors.payload_spans()) if is_verified else ""
         publication.publish(sums, besides)
 
     def _publish(self, parts: Sequence[FillReport]) -> Outcome:

@@ -217,3 +217,17 @@ def test_names_that_act_on_a_terminal_and_links(tmp_path: Path) -> None:
     said = done("plan", tmp_path, tmp_path.parent / "out")
     assert "\x1b" not in said.err and r"\x1b[2Jb.npz" in said.err
     assert "pipe" not in said.err and "nowhere" not in said.err and "empty" not in said.err
+
+
+def link_to_itself(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, link_to_itself])
+@pytest.mark.parametrize("name", ["latest", "metadata.json", "old.ckpt", "old.pt", "rank_0", ".metadata"])
+def test_what_is_called_like_a_file_and_is_none(tmp_path: Path, name: str, make: Callable[[Path], None]) -> None:
+    """A pipe is not waited for, and a link that leads to itself is as good as none."""
+    a_loose_file(tmp_path)
+    make(tmp_path / name)
+    found = discovery.find_shards(str(tmp_path))
+    assert (found.format, found.shards, found.left_out) == ("torch", (str(tmp_path / "net.pt"),), "")

@@ -17,8 +17,10 @@ import pytest
 from hypothesis import given
 
 from reshard_mpi.errors import ShardError
+from reshard_mpi.filesystem.stores import SourceFile
 from reshard_mpi.formats import hdf5
 from reshard_mpi.formats.dtypes import BY_NAME, DType
+from reshard_mpi.formats.files import opened
 from reshard_mpi.formats.hdf5 import index, reader, shard_file
 from reshard_mpi.formats.locations import ByteRange
 from reshard_mpi.formats.manifest import Manifest, ShardIdentity, ShardSpec, TensorSpec
@@ -39,16 +41,16 @@ def located(path: Path) -> Manifest | str:
 
 def located_by_library(path: Path) -> Manifest | str:
     try:
-        with path.open("rb") as file:
-            shard_file.end_of_file(file.fileno(), str(path), path.stat().st_size)
+        with opened(str(path)) as file:
+            shard_file.end_of_file(file)
         return reader.locate(str(path))
     except ShardError as error:
         return str(error)
 
 
 def read_by_index(path: Path) -> Manifest | None:
-    with path.open("rb") as file:
-        return index.locate(file.fileno(), str(path), end_of(path))
+    with opened(str(path)) as file:
+        return index.locate(file, end_of(path))
 
 
 def end_of(path: Path) -> int:
@@ -94,8 +96,8 @@ def test_sums_are_read_both_ways(tmp_path: Path) -> None:
     before = hdf5.locate(str(path))
     sums = {name: 7 + number for number, name in enumerate(CONTENTS.tensors)}
     seal_file(hdf5, str(path), sums)
-    with path.open("rb") as file:
-        assert index.stored_sums(file.fileno(), str(path), end_of(path)) == sums
+    with opened(str(path)) as file:
+        assert index.stored_sums(file, end_of(path)) == sums
     assert reader.stored_sums(str(path)) == sums
     assert read_by_index(path) == before
 
@@ -119,7 +121,7 @@ def test_any_byte_of_structure_changed(tmp_path: Path) -> None:
     with path.open("r+b") as file:
         for offset, byte in enumerate(sound):
             os.pwrite(file.fileno(), bytes([byte ^ 1 << offset % 8]), offset)
-            by_index = index.locate(file.fileno(), str(path), end)
+            by_index = index.locate(SourceFile(str(path), file.fileno()), end)
             assert by_index == (manifest if offset in payloads or offset in unused else None), offset
             if offset % 97 == 0:
                 assert located(path) == located_by_library(path)
@@ -139,8 +141,8 @@ def test_sums_that_were_changed(tmp_path: Path) -> None:
     at = content.index(struct.pack("<3I", 7, 8, 9))
     content[at] ^= 1
     path.write_bytes(content)
-    with path.open("rb") as file:
-        assert index.stored_sums(file.fileno(), str(path), end_of(path)) is None
+    with opened(str(path)) as file:
+        assert index.stored_sums(file, end_of(path)) is None
     assert hdf5.stored_sums(str(path)) == {**sums, "k": 6}  # what the library reads there, as in any HDF5 file
 
 

@@ -21,6 +21,7 @@ from reshard_mpi.errors import ReshardError
 from reshard_mpi.formats import dcp, nest
 from reshard_mpi.formats.dcp import footer
 from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.formats.files import opened
 from reshard_mpi.formats.hdf5 import index, shard_file
 from reshard_mpi.formats.locations import ByteRanges, LibraryRead, StridedView
 from reshard_mpi.formats.manifest import Manifest
@@ -119,12 +120,11 @@ class _Any:
 
 def native_without_checksums(data: bytes) -> None:
     """Read the index of a native shard as if all checksums were right: who makes a file can make them so."""
-    with _file(data, ".h5") as path, path.open("rb") as opened, suppress(ReshardError):
-        fd = opened.fileno()
-        end = shard_file.end_of_file(fd, str(path), len(data))
+    with _file(data, ".h5") as path, suppress(ReshardError), opened(str(path)) as file:
+        end = shard_file.end_of_file(file)
         with mock.patch.object(index, "crc32", lambda *_: _Any()):
-            manifest = index.locate(fd, str(path), end)
-            index.stored_sums(fd, str(path), end)
+            manifest = index.locate(file, end)
+            index.stored_sums(file, end)
         if manifest is not None:
             _require_sound(manifest, end)
 
@@ -191,8 +191,8 @@ def hugging_face_index(data: bytes) -> None:
 
 def mindformers_index_of(data: bytes) -> None:
     """Read the index of a MindFormers checkpoint; what is read must be what Python's own parser reads."""
-    with _file(data, ".json") as path, suppress(ReshardError):
-        found = mindformers_index.read(str(path))
+    with _file(data, ".json") as path, suppress(ReshardError), opened(str(path)) as file:
+        found = mindformers_index.read(file)
         facts = json.loads(data)
         assert found.keys() == facts["state_dict_metadata"].keys()
         assert sum(len(tensor.holders) for tensor in found.values()) == len(facts["storage_data"])

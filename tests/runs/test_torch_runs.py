@@ -19,6 +19,7 @@ from reshard_mpi.formats import ckpt, nest, torch
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.torch import file_content, reader
+from reshard_mpi.formats.torch.archive import Archive
 from reshard_mpi.testing import sample_tensors
 from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
 
@@ -85,9 +86,9 @@ def test_a_file_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     """It is asked whose rank it is before it is known to be all of the checkpoint."""
     parsed: list[str] = []
 
-    def of_archive(fd: int, path: str, size_bytes: int) -> file_content.FileContent:
-        parsed.append(path)
-        return file_content.of_archive(fd, path, size_bytes)
+    def of_archive(archive: Archive) -> file_content.FileContent:
+        parsed.append(archive.file.path)
+        return file_content.of_archive(archive)
 
     monkeypatch.setattr(reader, "of_archive", of_archive)
     paths = {"SRC": str(GOLDEN / "train.pth"), "DST": str(tmp_path / "out")}

@@ -115,8 +115,8 @@ def _with_places(spec: ShardSpec) -> ShardSpec:
 def _read_index(folder: str) -> tuple[dict[str, Any], dict[str, str]]:
     """Return what the index says: tensors and strings. What leads out of the folder is refused."""
     path = str(Path(folder, INDEX))
-    with files.opened(path) as (fd, _):
-        content = files.read_at(fd, path, 0, _MAX_INDEX_BYTES)
+    with files.opened(path) as file:
+        content = file.read(0, _MAX_INDEX_BYTES)
     try:
         tensors, strings = json.loads(content)
         named = {file for _, _, pieces in tensors.values() for file, _, _, _ in pieces}

@@ -24,18 +24,18 @@ _MAX_HEAD_BYTES = 1 << 20  # JSON takes up to 30 times as much memory once it is
 
 
 def locate(path: str, like: Manifest | None = None) -> Manifest:
-    with files.opened(path) as (fd, size_bytes):
-        start = files.read_at(fd, path, 0, _START.size)
+    with files.opened(path) as file:
+        start = file.read(0, _START.size)
         if len(start) < _START.size or not start.startswith(_MARK):
             raise ShardError("a shard is no toy", expected="its mark", got=repr(start[:4]), where=path)
         _, head_bytes, crc = _START.unpack(start)
-        head = files.read_at(fd, path, _START.size, min(head_bytes, _MAX_HEAD_BYTES))
+        head = file.read(_START.size, min(head_bytes, _MAX_HEAD_BYTES))
     if len(head) != head_bytes or zlib.crc32(head) != crc:
         raise ShardError("the head of a shard is damaged", where=path)
     kinds, strings = _read_head(head, path)
     end = _START.size + head_bytes + sum(kind.size_bytes for kind in kinds.values())
-    if end != size_bytes:
-        raise ShardError("a shard has another length", expected=str(end), got=str(size_bytes), where=path)
+    if end != file.size_bytes:
+        raise ShardError("a shard has another length", expected=str(end), got=str(file.size_bytes), where=path)
     return _placed(path, _START.size + head_bytes, kinds.items(), strings)
 
 

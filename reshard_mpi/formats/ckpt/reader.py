@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 import sys
 
 from reshard_mpi.errors import ShardError
+from reshard_mpi.filesystem.stores import SourceFile
 from reshard_mpi.formats import files
 from reshard_mpi.formats.ckpt.wire import (
     CRC_BYTES,
@@ -27,24 +27,23 @@ from reshard_mpi.formats.manifest import HeaderDigest, Manifest
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
 
 
-def of_file(fd: int, tensors: TensorTable) -> HeaderDigest | None:
+def of_file(file: SourceFile, tensors: TensorTable) -> HeaderDigest | None:
     """Return the structure of a file whose tensors lie where `tensors` says; None if they cannot lie so in it."""
     payloads, digest = tensors.payload_spans(), hashlib.blake2b()
     try:
-        size_bytes = _without_checksum(fd, payloads[-1][1] if payloads else 0)
-        for part in files.contents(fd, files.spans_besides(payloads, size_bytes)):
+        size_bytes = _without_checksum(file, payloads[-1][1] if payloads else 0)
+        for part in files.contents(file, files.spans_besides(file, payloads, size_bytes)):
             digest.update(part)
-    except (ValueError, OSError):  # it is shorter, or cannot be read
+    except ShardError:  # it is shorter, or cannot be read
         return None
     return HeaderDigest(size_bytes, digest.digest())
 
 
-def _without_checksum(fd: int, end: int) -> int:
+def _without_checksum(file: SourceFile, end: int) -> int:
     """Return the length of a file without the checksum that may be at its end. end: of its last payload."""
-    size_bytes = os.fstat(fd).st_size
-    shorter_bytes = size_bytes - CRC_BYTES
-    has_checksum = shorter_bytes >= max(end, 1) and os.pread(fd, len(CRC_MARK), shorter_bytes) == CRC_MARK
-    return shorter_bytes if has_checksum else size_bytes
+    shorter_bytes = file.size_bytes - CRC_BYTES
+    has_checksum = shorter_bytes >= max(end, 1) and file.read(shorter_bytes, len(CRC_MARK)) == CRC_MARK
+    return shorter_bytes if has_checksum else file.size_bytes
 
 
 NAME = "ckpt"
@@ -63,13 +62,13 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
     Raises ShardError if the file is empty, truncated, over-long, encrypted, damaged, or holds map tensors, a tag twice,
     or a tensor whose content is not as long as its dims and type say.
     """
-    with files.opened(path) as (fd, size_bytes):
-        if like is not None and like.header_digest is not None and of_file(fd, like.tensors) == like.header_digest:
+    with files.opened(path) as file:
+        if like is not None and like.header_digest is not None and of_file(file, like.tensors) == like.header_digest:
             return like.at(path)
-        reader = WireReader(fd, path, size_bytes)
+        reader = WireReader(file)
         _refuse_encrypted(reader)
         manifest = _CheckpointReading(reader).manifest()
-        return manifest._replace(header_digest=of_file(fd, manifest.tensors))
+        return manifest._replace(header_digest=of_file(file, manifest.tensors))
 
 
 def read_back(meant: Manifest) -> None:

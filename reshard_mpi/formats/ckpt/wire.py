@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -10,6 +9,7 @@ from typing import NamedTuple
 from reshard_mpi import protobuf_wire
 from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem.paths import START_BYTES
+from reshard_mpi.filesystem.stores import SourceFile
 from reshard_mpi.formats import files
 from reshard_mpi.formats.locations import ByteRange
 from reshard_mpi.protobuf_wire import LENGTH, MAX_VARINT_BYTES, VARINT, encode_length, encode_varint
@@ -40,10 +40,10 @@ class Field(NamedTuple):
 class WireReader:
     """A file read through a small window. `path` and offsets are named in every error."""
 
-    def __init__(self, fd: int, path: str, size_bytes: int) -> None:
-        self.path = path
-        self.size_bytes = size_bytes
-        self._fd = fd
+    def __init__(self, file: SourceFile) -> None:
+        self.path = file.path
+        self.size_bytes = file.size_bytes
+        self._file = file
         self._base = 0
         self._window = b""
         self._fields = 0
@@ -57,7 +57,7 @@ class WireReader:
         window_offset = offset - self._base
         if window_offset >= 0 and window_offset + length_bytes <= len(self._window):
             return self._window[window_offset : window_offset + length_bytes]
-        self._window = self._pread(offset, max(length_bytes, _WINDOW_BYTES))
+        self._window = self._file.read(offset, max(length_bytes, _WINDOW_BYTES))
         self._base = offset
         if len(self._window) < length_bytes:
             raise self.cut_short(offset)
@@ -71,7 +71,8 @@ class WireReader:
         base, size = self._base, len(self._window)
         if not base <= offset <= self._last_in_window:
             near = base <= offset <= base + 2 * size
-            self._window = self._pread(offset, min(2 * size, _LARGE_WINDOW_BYTES) if near and size else _WINDOW_BYTES)
+            length_bytes = min(2 * size, _LARGE_WINDOW_BYTES) if near and size else _WINDOW_BYTES
+            self._window = self._file.read(offset, length_bytes)
             self._base = offset
         return self._window, self._base, self._last_in_window
 
@@ -132,12 +133,6 @@ class WireReader:
             offset,
             expected=f"its end by {end}",
         )
-
-    def _pread(self, offset: int, length_bytes: int) -> bytes:
-        try:
-            return os.pread(self._fd, length_bytes, offset)
-        except OSError as error:
-            raise self.damage("a shard cannot be read", offset, got=str(error)) from error
 
 
 # What `save_checkpoint(crc_check=True)` appends: this mark and a CRC-32 in ten bytes.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 
 from reshard_mpi.errors import ShardError, TargetError
+from reshard_mpi.filesystem.stores import SourceFile
 from reshard_mpi.formats import files
 from reshard_mpi.formats.ckpt.reader import NAME
 from reshard_mpi.formats.ckpt.wire import (
@@ -148,20 +148,20 @@ def seal(fd: int, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = F
     The sums of tensors are dropped, as the format has no place for them.
     """
     if crc:
-        size_bytes = os.fstat(fd).st_size
-        trailer = CRC_MARK + files.crc32_of(fd, path, (0, size_bytes)).to_bytes(_NUMBER_BYTES, "big")
-        files.write_all(fd, trailer, size_bytes)
+        file = SourceFile(path, fd)
+        trailer = CRC_MARK + files.crc32_of(file, (0, file.size_bytes)).to_bytes(_NUMBER_BYTES, "big")
+        files.write_all(fd, trailer, file.size_bytes)
 
 
 def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
     """Tell whether the file at `path` ends in a CRC-32. Raises ShardError if that is not of what comes before it."""
-    with files.opened(path) as (fd, size_bytes):
-        summed_bytes = size_bytes - CRC_BYTES
-        trailer = os.pread(fd, CRC_BYTES, summed_bytes) if summed_bytes >= 0 else b""
+    with files.opened(path) as file:
+        summed_bytes = file.size_bytes - CRC_BYTES
+        trailer = file.read(summed_bytes, CRC_BYTES) if summed_bytes >= 0 else b""
         if not trailer.startswith(CRC_MARK):
             return False
         expected = int.from_bytes(trailer[len(CRC_MARK) :], "big")
-        computed = files.crc32_of(fd, path, (0, summed_bytes), on_bytes=on_bytes)
+        computed = files.crc32_of(file, (0, summed_bytes), on_bytes=on_bytes)
         if computed != expected:
             raise ShardError(
                 "a checkpoint does not fit its own checksum: it is damaged",

@@ -5,7 +5,6 @@ What a file says of itself behind its items: which tensors they are. torch does 
 
 from __future__ import annotations
 
-import os
 import struct
 import sys
 from array import array
@@ -13,6 +12,7 @@ from typing import NamedTuple
 from zlib import crc32
 
 from reshard_mpi.errors import ShardError
+from reshard_mpi.filesystem.stores import SourceFile
 from reshard_mpi.formats import files
 from reshard_mpi.formats.dcp.bulk_metadata import MAX_NUMBER
 from reshard_mpi.formats.nest.nodes import Dict, Value
@@ -70,14 +70,15 @@ def size_at_most_bytes(names: list[str], dimensions: list[int], strings: dict[st
     return of_names + of_kinds + of_strings + 512 + _END.size
 
 
-def is_there(fd: int, size_bytes: int) -> bool:
+def is_there(file: SourceFile) -> bool:
     """Tell whether a file ends as those do that this program has written."""
-    return os.pread(fd, len(_MARK), max(0, size_bytes - _END.size)) == _MARK
+    return file.read(max(0, file.size_bytes - _END.size), len(_MARK)) == _MARK
 
 
-def read(fd: int, path: str, size_bytes: int) -> Footer:
+def read(file: SourceFile) -> Footer:
     """Read the footer of a file. Raises ShardError if there is none, or it is damaged."""
-    end = os.pread(fd, _END.size, max(0, size_bytes - _END.size))
+    path = file.path
+    end = file.read(max(0, file.size_bytes - _END.size), _END.size)
     if len(end) < _END.size or not end.startswith(_MARK):
         raise ShardError(
             "a file of a torch distributed checkpoint does not say what it holds",
@@ -87,8 +88,8 @@ def read(fd: int, path: str, size_bytes: int) -> Footer:
             remedy="give the folder in which .metadata lies",
         )
     _, length_bytes, crc = _END.unpack(end)
-    start = size_bytes - _END.size - length_bytes
-    content = os.pread(fd, length_bytes, start) if start >= 0 and length_bytes <= _MAX_BYTES else b""
+    start = file.size_bytes - _END.size - length_bytes
+    content = file.read(start, length_bytes) if start >= 0 and length_bytes <= _MAX_BYTES else b""
     if len(content) != length_bytes or crc32(content) != crc:
         raise _damaged(path)
     try:

@@ -6,11 +6,11 @@ with those met before, byte by byte, and parsed where it is another one.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
+from reshard_mpi.filesystem.stores import SourceFile
 from reshard_mpi.formats import files
 from reshard_mpi.formats.dcp.bulk_metadata import ItemKey
 from reshard_mpi.formats.nest.nodes import Unreadable, Value, parts
@@ -105,12 +105,9 @@ class Common:
 def locate_items(path: str, wanted: Sequence[WantedItem], common: Common) -> LocatedFile:
     """Locate items of the file at `path`. Raises ShardError for an item that is missing or of another kind."""
     ordered = sorted(wanted, key=lambda item: item.offset_bytes)
-    with files.opened(path) as (fd, size_bytes):
-        _require_apart(ordered, path, size_bytes)
-        try:
-            return _Locating(fd, path, common).located(ordered)
-        except OSError as error:
-            raise ShardError("a file of a checkpoint cannot be read", got=str(error), where=path) from error
+    with files.opened(path) as file:
+        _require_apart(ordered, path, file.size_bytes)
+        return _Locating(file, common).located(ordered)
 
 
 def _require_apart(ordered: Sequence[WantedItem], path: str, size_bytes: int) -> None:
@@ -145,14 +142,13 @@ def named(key: ItemKey) -> str:
 class _Locating:
     """A file while its items are located."""
 
-    def __init__(self, fd: int, path: str, common: Common) -> None:
-        self._fd = fd
-        self._path = path
+    def __init__(self, file: SourceFile, common: Common) -> None:
+        self._file = file
         self._common = common
         self._remembered: dict[bytes, FileContent] = {}
 
     def located(self, ordered: Sequence[WantedItem]) -> LocatedFile:
-        tensors, numbers, objects = TensorTable(self._path), dict[ItemKey, int](), dict[ItemKey, Value]()
+        tensors, numbers, objects = TensorTable(self._file.path), dict[ItemKey, int](), dict[ItemKey, Value]()
         storages: dict[str, StoragePlace] = {}
         unreadable: dict[ItemKey, str] = {}
         kinds: dict[TensorType, int] = {}
@@ -172,14 +168,14 @@ class _Locating:
                     f"{named(item.key)} is not what the metadata says",
                     expected=f"{dtype} {list(shape)}",
                     got=f"{stored.dtype} {list(stored.shape)}",
-                    where=f"{self._path}, byte {item.offset_bytes}",
+                    where=f"{self._file.path}, byte {item.offset_bytes}",
                     remedy="look whether file and metadata are of the same save, and save the checkpoint again",
                 )
             kind = kinds.get(item.kind)
             if kind is None:
                 kind = kinds[item.kind] = tensors.kind(item.kind)
             start = payload_start + stored.offset * dtype.itemsize_bytes
-            place = place_of(self._path, stored, start, swapped)
+            place = place_of(self._file.path, stored, start, swapped)
             numbers[item.key] = tensors.add_unnamed(kind, start if place is None else NOT_CONTIGUOUS, place)
         return LocatedFile(tensors, numbers, objects, storages, unreadable)
 
@@ -189,10 +185,10 @@ class _Locating:
         The place of a tensor that cannot be read is 0.
         """
         sorts = self._common.sorts.setdefault(item.length_bytes, [])
-        head = os.pread(self._fd, min(_HEAD_BYTES, item.length_bytes), item.offset_bytes)
+        head = self._file.read_exactly(item.offset_bytes, min(_HEAD_BYTES, item.length_bytes))
         for sort in sorts:
             if head.startswith(sort.head):
-                tail = os.pread(self._fd, item.length_bytes - sort.tail_start, item.offset_bytes + sort.tail_start)
+                tail = self._file.read_exactly(item.offset_bytes + sort.tail_start, item.length_bytes - sort.tail_start)
                 if int.from_bytes(tail) & sort.mask == sort.tail:
                     return item.offset_bytes + sort.payload_start, sort.tensor, sort.swapped
         content = self._content(item)
@@ -204,7 +200,7 @@ class _Locating:
                 f"{named(item.key)} is no tensor",
                 expected="a chunk, as the metadata says",
                 got="another object",
-                where=f"{self._path}, byte {item.offset_bytes}",
+                where=f"{self._file.path}, byte {item.offset_bytes}",
                 remedy="look whether file and metadata are of the same save",
             )
         payload_start = content.starts[stored.storage.key]
@@ -214,7 +210,7 @@ class _Locating:
 
     def _object(self, item: WantedItem) -> FileContent:
         is_small = item.length_bytes <= _SMALL_BYTES
-        content = os.pread(self._fd, item.length_bytes, item.offset_bytes) if is_small else b""
+        content = self._file.read_exactly(item.offset_bytes, item.length_bytes) if is_small else b""
         if content in self._remembered:
             return self._remembered[content]
         common = self._common
@@ -223,21 +219,23 @@ class _Locating:
                 "the objects of a checkpoint take too much memory",
                 expected=f"{BUDGET_BYTES} bytes at most",
                 got=f"more, without {named(item.key)}",
-                where=self._path,
+                where=self._file.path,
             )
         common.archives += 1
-        place = self._fd, self._path, item.length_bytes, item.offset_bytes
-        read = of_archive(*place, common.left_bytes, prefix=f"{common.archives}/")
+        read = of_archive(self._archive(item), common.left_bytes, prefix=f"{common.archives}/")
         common.spend(read.root)
         if content and not read.starts and len(self._remembered) < _MAX_REMEMBERED:
             self._remembered[content] = read
         return read
 
+    def _archive(self, item: WantedItem) -> archive.Archive:
+        return archive.Archive(self._file, item.offset_bytes, item.length_bytes)
+
     def _content(self, item: WantedItem) -> FileContent:
-        if not archive.is_archive(os.pread(self._fd, 4, item.offset_bytes)):
+        if not archive.is_archive(self._file.read(item.offset_bytes, 4)):
             raise self._unusual(item, "no archive of torch")
         try:
-            return of_archive(self._fd, self._path, item.length_bytes, item.offset_bytes)
+            return of_archive(self._archive(item))
         except ShardError as error:
             error.problem = f"{named(item.key)}: {error.problem}"
             raise
@@ -247,13 +245,13 @@ class _Locating:
             f"{named(item.key)} cannot be read",
             expected="a plain tensor or object as torch.save writes it",
             got=what,
-            where=f"{self._path}, byte {item.offset_bytes}",
+            where=f"{self._file.path}, byte {item.offset_bytes}",
         )
 
     def _sorts_of(self, item: WantedItem, head: bytes, payload_start: int, content: FileContent) -> list[_ItemTemplate]:
         """Return the bytes common to items like this one, if torch laid it out."""
         first, stored = item.offset_bytes, content.root
-        members = archive.read_members(self._fd, self._path, item.length_bytes, first)
+        members = self._archive(item).members()
         payload = f"archive/data/{stored.storage.key}"
         before = {name for name, member in members.items() if member.offset_bytes < payload_start}
         head_bytes = payload_start - first
@@ -263,7 +261,7 @@ class _Locating:
             return []
         if head_bytes > len(head) or tail_bytes > _TAIL_BYTES:
             return []
-        tail = os.pread(self._fd, tail_bytes, first + tail_start)
+        tail = self._file.read_exactly(first + tail_start, tail_bytes)
         mask = bytearray(b"\xff" * tail_bytes)
         for offset, length in self._checksums(item, members, payload):
             if tail_start <= offset <= item.length_bytes - length:
@@ -276,8 +274,7 @@ class _Locating:
         self, item: WantedItem, members: dict[str, archive.Member], payload: str
     ) -> Iterator[tuple[int, int]]:
         """Yield where an item has what depends on its payload, and how many bytes: checksums, and the number of it."""
-        start, length_bytes, _ = archive.directory(self._fd, self._path, item.length_bytes, item.offset_bytes)
-        directory = os.pread(self._fd, length_bytes, item.offset_bytes + start)
+        start, directory, _ = self._archive(item).directory()
         for offset, (name, member) in zip(archive.entries(directory), members.items()):
             end = member.offset_bytes + member.size_bytes - item.offset_bytes
             is_number = name == "archive/.data/serialization_id"

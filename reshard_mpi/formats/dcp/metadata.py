@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
+from reshard_mpi.filesystem.stores import SourceFile
 from reshard_mpi.formats import files
 from reshard_mpi.formats.dcp.bulk_metadata import (
     CHUNK,
@@ -79,20 +78,17 @@ class _Unsound(Exception):
     """An error in the metadata, and the value that was met."""
 
 
-def read(folder: str) -> Metadata:
-    """Read the metadata of the checkpoint in `folder`, without executing it. Raises ShardError if it is not sound."""
-    path = str(Path(folder, INDEX))
-    with files.opened(path) as (fd, size_bytes):
-        if size_bytes > _MAX_BYTES:
-            raise ShardError(
-                "the metadata of a checkpoint is too large",
-                expected=f"{_MAX_BYTES} bytes at most",
-                got=str(size_bytes),
-                where=path,
-            )
-        content = os.pread(fd, size_bytes, 0)
-    if len(content) != size_bytes:
-        raise ShardError("the metadata of a checkpoint cannot be read to its end", where=path)
+def read(file: SourceFile) -> Metadata:
+    """Read the metadata of a checkpoint, without executing it. Raises ShardError if it is not sound."""
+    path, size_bytes = file.path, file.size_bytes
+    if size_bytes > _MAX_BYTES:
+        raise ShardError(
+            "the metadata of a checkpoint is too large",
+            expected=f"{_MAX_BYTES} bytes at most",
+            got=str(size_bytes),
+            where=path,
+        )
+    content = file.read_exactly(0, size_bytes)
     readers = PickleHooks(no_persistent_ids, {**PLAIN_CALLS, SIZE: numbers}, States().readers)
     try:
         root, end = load(content, readers=readers, budget_bytes=_BUDGET_BYTES)

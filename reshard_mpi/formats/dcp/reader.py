@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError, told
+from reshard_mpi.filesystem import stores
+from reshard_mpi.filesystem.paths import real_path
+from reshard_mpi.filesystem.stores import FileVersion
 from reshard_mpi.formats import files, nest
 from reshard_mpi.formats.dcp import footer, metadata
 from reshard_mpi.formats.dcp.bulk_metadata import Chunk, ItemKey
@@ -25,17 +27,18 @@ NAME = "dcp"
 
 
 # Whoever asks for the files of a checkpoint opens it next, or goes through them: its metadata is kept so long and no
-# longer, since it may be large. By the version of its file.
-_kept: dict[tuple[object, ...], Metadata] = {}
+# longer, since it may be large. By the path of its file, and the version.
+_kept: dict[tuple[str, FileVersion], Metadata] = {}
 
 
 def _metadata_of(folder: str) -> Metadata:
     """Return the metadata of a checkpoint, if it has just been read without reading it again."""
-    version = files.version_of(str(Path(folder, INDEX)))
-    if version not in _kept:
-        _kept.clear()
-        _kept[version] = metadata.read(folder)
-    return _kept[version]
+    with files.opened(str(Path(folder, INDEX))) as file:
+        key = file.path, file.version
+        if key not in _kept:
+            _kept.clear()
+            _kept[key] = metadata.read(file)
+    return _kept[key]
 
 
 def files_of(folder: str) -> tuple[str, ...]:
@@ -45,16 +48,16 @@ def files_of(folder: str) -> tuple[str, ...]:
     """
     metadata = _metadata_of(folder)
     names = {place.file for place in metadata.items.values()} - {INDEX}
-    others = (path for path in Path(folder).glob("*.distcp") if path.name not in names)
-    names.update(path.name for path in others if _holds_nothing(str(path), metadata.strings or {}))
+    others = (name for name in stores.names(folder, ()) if name.endswith(".distcp") and name not in names)
+    names.update([name for name in others if _holds_nothing(str(Path(folder, name)), metadata.strings or {})])
     return tuple(str(Path(folder, name)) for name in (INDEX, *sorted(names, key=natural_key)))
 
 
 def _holds_nothing(path: str, strings: Mapping[str, str]) -> bool:
     """Tell whether a file says of itself that it has no tensor, and no string besides `strings`."""
     try:
-        with files.opened(path) as (fd, size_bytes):
-            held = footer.read(fd, path, size_bytes)
+        with files.opened(path) as file:
+            held = footer.read(file)
     except ShardError:
         return False
     return not held.tensors and held.strings.items() <= strings.items()
@@ -110,7 +113,7 @@ def wanted_in(path: str) -> list[WantedItem]:
     Raises ShardError if the metadata is not there, or is damaged.
     """
     file, folder = Path(path).name, str(Path(path).parent)
-    if not Path(folder, INDEX).is_file():
+    if not stores.is_file(Path(folder, INDEX)):
         raise ShardError(
             "a file of a torch distributed checkpoint does not say what it holds",
             expected=f"{INDEX} beside it, which does",
@@ -169,12 +172,12 @@ def _items(metadata: Metadata) -> Iterator[tuple[ItemKey, TensorType | None]]:
 
 def _require_inside(folder: str, path: str) -> None:
     """Raise ShardError if a file is a link to somewhere outside of the checkpoint's folder."""
-    real = os.path.realpath(path)
-    if os.path.dirname(real) != os.path.realpath(folder):  # noqa: PTH120 - of text, as of links
+    real = real_path(path)
+    if real.parent != real_path(folder):
         raise ShardError(
             "a file of a checkpoint is a link that leads out of its folder",
             expected=f"a file in {folder}",
-            got=real,
+            got=str(real),
             where=path,
             remedy="copy the file to where the link is",
         )

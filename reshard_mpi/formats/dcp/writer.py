@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from reshard_mpi.formats.manifest import Manifest, ShardSpec
 from reshard_mpi.formats.nest.nodes import Value
 from reshard_mpi.formats.protocol import NO_SUMS, OnBytes, uncounted
 from reshard_mpi.formats.tensor_table import TensorTable
-from reshard_mpi.formats.torch import archive
+from reshard_mpi.formats.torch.archive import Archive
 from reshard_mpi.formats.torch.pickler import rebuilt, require_types
 from reshard_mpi.formats.torch.writer import check_members
 from reshard_mpi.text import KIB
@@ -72,22 +71,28 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
 
 def locate_own(path: str) -> Manifest:
     """Find the tensors of a file that this program has written. Raises ShardError if it is another one, or damaged."""
-    with files.opened(path) as (fd, size_bytes):
-        own_footer = footer.read(fd, path, size_bytes)
+    with files.opened(path) as file:
+        own_footer = footer.read(file)
         tensors, end = own_footer.tensors, 0
         layouts = [item_layout.of_tensor(kind) for kind in tensors.kinds]
-        for name, start, kind in zip(tensors, tensors.offsets, tensors.kind_ids):
+        spans, parts = list[files.Span](), list[bytes]()
+        for start, kind in zip(tensors.offsets, tensors.kind_ids):
             item = layouts[kind]
             head_start, tail_start = start - len(item.head), start + item.payload_bytes
-            is_inside = end <= head_start and tail_start + len(item.tail) <= own_footer.end
-            if not is_inside or not _has(fd, head_start, item.head) or not _has(fd, tail_start, item.tail):
-                raise ShardError(
-                    f"{name!r} is not where its file says",
-                    expected="an item of its type and shape",
-                    got="something else",
-                    where=f"{path}, byte {head_start}",
-                )
+            if head_start < end or tail_start + len(item.tail) > own_footer.end:
+                break
             end = tail_start + len(item.tail)
+            spans += ((head_start, start), (tail_start, end))
+            parts += (item.head, item.tail)
+        unlike = (number for number, part in enumerate(files.contents(file, spans)) if part != parts[number])
+        misplaced = next(unlike, len(parts)) // 2
+    if misplaced < len(tensors):
+        raise ShardError(
+            f"{list(tensors)[misplaced]!r} is not where its file says",
+            expected="an item of its type and shape",
+            got="something else",
+            where=f"{path}, byte {tensors.offsets[misplaced] - len(layouts[tensors.kind_ids[misplaced]].head)}",
+        )
     return Manifest(path, NAME, tensors, own_footer.strings)
 
 
@@ -124,10 +129,6 @@ def entries_of(names: Sequence[str], strings: Mapping[str, str], where: str) -> 
     return entries
 
 
-def _has(fd: int, start: int, content: bytes) -> bool:
-    return os.pread(fd, len(content), start) == content
-
-
 def locate(path: str, like: Manifest | None = None) -> Manifest:
     """Find the pieces of tensors in a file, by its footer, or by the metadata beside it.
 
@@ -156,14 +157,12 @@ def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
     if Path(path).name == INDEX or _is_own(path):
         return False
     wanted = wanted_in(path)
-    with files.opened(path) as (fd, _):
-        checked = [
-            check_members(fd, path, archive.read_members(fd, path, item.length_bytes, item.offset_bytes), on_bytes)
-            for item in wanted
-        ]
+    with files.opened(path) as file:
+        members = (Archive(file, item.offset_bytes, item.length_bytes).members() for item in wanted)
+        checked = [check_members(file, of_item, on_bytes) for of_item in members]
     return bool(checked) and all(checked)
 
 
 def _is_own(path: str) -> bool:
-    with files.opened(path) as (fd, size_bytes):
-        return footer.is_there(fd, size_bytes)
+    with files.opened(path) as file:
+        return footer.is_there(file)

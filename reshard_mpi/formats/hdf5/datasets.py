@@ -7,13 +7,14 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from h5py import h5d, h5f, h5g, h5o, h5p, h5s, h5t, h5z
 
 from reshard_mpi.errors import ReshardError, ShardError
+from reshard_mpi.filesystem import stores
+from reshard_mpi.filesystem.stores import FileVersion, SourceFile
 from reshard_mpi.formats import files
 from reshard_mpi.formats.dtypes import BY_NAME, DType
 from reshard_mpi.formats.hdf5 import native_names, types
@@ -82,26 +83,6 @@ _FILTERS = {
 }
 
 
-class Stamp(NamedTuple):
-    """Tells whether a file is still the one that was located."""
-
-    inode: int
-    size_bytes: int
-    changed_ns: int
-
-    @classmethod
-    def of(cls, status: os.stat_result) -> Stamp:
-        return cls(status.st_ino, status.st_size, status.st_mtime_ns)
-
-
-class Shard(NamedTuple):
-    """The file whose tensors are located. fd: open besides the library's own descriptor."""
-
-    path: str
-    fd: int
-    stamp: Stamp
-
-
 class DatasetContent(NamedTuple):
     """A dataset that holds a tensor."""
 
@@ -134,7 +115,7 @@ def shape_of(handle: Any, properties: Any, where: str) -> tuple[int, ...]:
     return shape
 
 
-def content(handle: Any, shard: Shard, route: GroupPath, where: str) -> DatasetContent:
+def content(handle: Any, file: SourceFile, route: GroupPath, where: str) -> DatasetContent:
     """Return the type and shape of a dataset and where its elements lie. Raises ShardError if it is not a tensor's."""
     properties = handle.get_create_plist()
     shape = shape_of(handle, properties, where)
@@ -157,28 +138,28 @@ def content(handle: Any, shard: Shard, route: GroupPath, where: str) -> DatasetC
     offset = handle.get_offset()
     if offset is not None and properties.get_layout() == h5d.CONTIGUOUS:
         stored_bytes = handle.get_storage_size()
-        if stored_bytes != size_bytes or offset + size_bytes > shard.stamp.size_bytes:
+        if stored_bytes != size_bytes or offset + size_bytes > file.size_bytes:
             raise ShardError(
                 "the elements of a dataset do not lie in its file",
                 expected=f"{size_bytes} bytes at byte {offset}",
-                got=f"storage of {stored_bytes} bytes in a file of {shard.stamp.size_bytes}",
+                got=f"storage of {stored_bytes} bytes in a file of {file.size_bytes}",
                 where=where,
                 remedy="the shard is damaged: save or copy it again",
             )
-        return DatasetContent(stored, shape, ByteRanges((ByteRange(shard.path, offset, size_bytes),), stored.swapped))
+        return DatasetContent(stored, shape, ByteRanges((ByteRange(file.path, offset, size_bytes),), stored.swapped))
     _check_filters(properties, where)
     chunk = _decoded_shape(properties, shape, dtype, where)
-    decode = partial(read, shard.path, shard.stamp, route, dtype, stored.swapped)
+    decode = partial(read, file.path, file.version, route, dtype, stored.swapped)
     chunk_bytes = _whole_chunk_bytes(properties, dtype, chunk)
     decoding_bytes = int(chunk_bytes * (_FILTERED_SHARE if properties.get_nfilters() else _PLAIN_SHARE))
     kept_bytes = chunk_bytes if math.prod(chunk) < math.prod(shape) else 0
-    return DatasetContent(stored, shape, LibraryRead(shard.path, decode, chunk, decoding_bytes, kept_bytes))
+    return DatasetContent(stored, shape, LibraryRead(file.path, decode, chunk, decoding_bytes, kept_bytes))
 
 
-def read_text(handle: Any, shard: Shard, where: str) -> str:
+def read_text(handle: Any, file: SourceFile, where: str) -> str:
     """Return the string that a dataset holds (see `is_text`). Raises ShardError if it is too long."""
     kind = handle.get_type()
-    length_bytes = _variable_length(handle, shard, where) if kind.is_variable_str() else kind.get_size()
+    length_bytes = _variable_length(handle, file, where) if kind.is_variable_str() else kind.get_size()
     if length_bytes > files.MAX_STRING_BYTES:
         raise ShardError(
             "a string in an HDF5 shard is too long",
@@ -203,7 +184,7 @@ def is_text(handle: Any, where: str) -> bool:
     return shape_of(handle, handle.get_create_plist(), where) == ()
 
 
-def _variable_length(handle: Any, shard: Shard, where: str) -> int:
+def _variable_length(handle: Any, file: SourceFile, where: str) -> int:
     """Return the length of a variable-length string, read from the file before the library allocates memory for it.
 
     HDF5 File Format Specification, "Variable-length" data: a 4-byte length, then a reference into a global heap.
@@ -211,7 +192,7 @@ def _variable_length(handle: Any, shard: Shard, where: str) -> int:
     offset = handle.get_offset()
     if offset is None:
         raise ShardError("a string in an HDF5 shard is stored in a way that is not read", where=where)
-    return int.from_bytes(os.pread(shard.fd, 4, offset), "little")
+    return int.from_bytes(file.read(offset, 4), "little")
 
 
 def _decoded_shape(properties: Any, shape: tuple[int, ...], dtype: DType, where: str) -> tuple[int, ...]:
@@ -251,14 +232,16 @@ def _check_filters(properties: Any, where: str) -> None:
             )
 
 
-def read(path: str, stamp: Stamp, route: GroupPath, dtype: DType, swapped: bool, box: Box) -> np.ndarray[Any, Any]:
+def read(
+    path: str, version: FileVersion, route: GroupPath, dtype: DType, swapped: bool, box: Box
+) -> np.ndarray[Any, Any]:
     """Return the elements of a box. swapped: they are in the other byte order in the file, and are converted here."""
     where = native_names.where(path, route)
     values = np.empty(box.shape, dtype=_RAW[dtype.itemsize_bytes])
     if values.size == 0:
         return values
     with failures_named(where):
-        handle = _open(path, stamp, route)
+        handle = _open(path, version, route)
         space = handle.get_space()
         if not box.shape:
             memory = h5s.create(h5s.SCALAR)
@@ -279,8 +262,8 @@ def forget() -> None:
 
 # A dataset is read box after box, with a chunk cache of its own.
 @lru_cache(maxsize=4)
-def _open(path: str, stamp: Stamp, route: GroupPath) -> Any:
-    handle = follow(_open_file(path, stamp), route)
+def _open(path: str, version: FileVersion, route: GroupPath) -> Any:
+    handle = follow(_open_file(path, version), route)
     properties = handle.get_create_plist()
     shape_of(handle, properties, path)
     if properties.get_layout() != h5d.CHUNKED:
@@ -293,12 +276,12 @@ def _open(path: str, stamp: Stamp, route: GroupPath) -> Any:
         _open.cache_clear()
     access = h5p.create(h5p.DATASET_ACCESS)
     access.set_chunk_cache(521, min(max(chunk_bytes, _CHUNK_CACHE_BYTES), MAX_CHUNK_BYTES), 0.75)
-    return follow(_open_file(path, stamp), route, access)
+    return follow(_open_file(path, version), route, access)
 
 
 @lru_cache(maxsize=1)
-def _open_file(path: str, stamp: Stamp) -> Any:
+def _open_file(path: str, version: FileVersion) -> Any:
     _open.cache_clear()
-    if Stamp.of(Path(path).stat()) != stamp:
+    if stores.version_of(path).is_later_than(version):
         raise ShardError("a shard has changed since it was opened", where=path, remedy="run again")
     return open_file(path)

@@ -13,7 +13,6 @@ of a box, and the whole shape.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from struct import Struct
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 
 from zlib_ng.zlib_ng import crc32
 
+from reshard_mpi.filesystem.stores import SourceFile
 from reshard_mpi.formats import files
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.hdf5 import native_names
@@ -48,11 +48,11 @@ class TextPlaces(NamedTuple):
     sums: FileRange | None
 
 
-def write(fd: int, scratch: int, manifest: Manifest, places: TextPlaces) -> None:
+def write(fd: int, scratch: SourceFile, manifest: Manifest, places: TextPlaces) -> None:
     """Write the index of an HDF5 file behind its end, for a shard without sums. Raises OSError.
 
     Args:
-        scratch: the descriptor of a copy of the HDF5 file without payloads, from which the checksum is made.
+        scratch: a copy of the HDF5 file without payloads, from which the checksum is made.
     """
     assert manifest.identity is not None
     kinds, tensors = manifest.tensors.kinds, manifest.tensors
@@ -65,65 +65,67 @@ def write(fd: int, scratch: int, manifest: Manifest, places: TextPlaces) -> None
         "tensors": [number for tensor in zip(tensors.kind_ids, tensors.offsets) for number in tensor],
     }
     body = json.dumps(facts, separators=(",", ":")).encode()
-    end = os.fstat(scratch).st_size
+    end = scratch.size_bytes
     structure = _checksum(scratch, _structure(_payloads(tensors), places.sums, end))
     files.write_all(fd, _HEAD.pack(MARK, crc32(body), structure, 0, len(body)) + body, end)
 
 
-def write_sums(fd: int, path: str, end: int, sums: Sequence[int]) -> None:
+def write_sums(fd: int, file: SourceFile, end: int, sums: Sequence[int]) -> None:
     """Write the sums of all tensors to the place reserved for them, and their checksum to the index at byte `end`.
+
+    Args:
+        file: the same, to read from.
 
     Raises ShardError if the index is not what was written a moment ago, OSError if they cannot be written.
     """
     try:
-        index = _Index.read(fd, path, end)
+        index = _Index.read(file, end)
         place = index.places.sums
         if place is None or place[1] != _SUM.size * len(sums):
             raise ValueError("no place for the sums")
     except _NOT_OURS as error:
-        raise files.not_as_written(path) from error
+        raise files.not_as_written(file.path) from error
     content = Struct(f"<{len(sums)}I").pack(*sums)
     if sums:
         files.write_all(fd, content, place[0])
     files.write_all(fd, index.head(crc32(content)), end)
 
 
-def locate(fd: int, path: str, end: int) -> Manifest | None:
-    """Return the manifest of the native shard `path`, open as `fd`, by its index at byte `end`.
+def locate(file: SourceFile, end: int) -> Manifest | None:
+    """Return the manifest of a native shard by its index at byte `end`.
 
     None if there is no index or its checksum is wrong: then the library must read the file.
     """
     try:
-        return _Index.read(fd, path, end).manifest()
+        return _Index.read(file, end).manifest()
     except _NOT_OURS:
         return None
 
 
-def stored_sums(fd: int, path: str, end: int) -> Mapping[str, int] | None:
-    """Return the sums that the native shard `path`, open as `fd`, keeps; None if the library must read them."""
+def stored_sums(file: SourceFile, end: int) -> Mapping[str, int] | None:
+    """Return the sums that a native shard keeps; None if the library must read them."""
     try:
-        return _Index.read(fd, path, end).sums()
+        return _Index.read(file, end).sums()
     except _NOT_OURS:
         return None
 
 
-def length_bytes(fd: int, end: int) -> int | None:
+def length_bytes(file: SourceFile, end: int) -> int | None:
     """Return the length of a file with the index that begins at byte `end`; None if none begins there."""
-    head = os.pread(fd, _HEAD.size, end)
+    head = file.read(end, _HEAD.size)
     if not head.startswith(MARK):
         return None
     return end + _HEAD.size + (_HEAD.unpack(head)[4] if len(head) == _HEAD.size else 0)
 
 
 # Raised on reading an index that this program has not written.
-_NOT_OURS = (ValueError, TypeError, KeyError, IndexError, RecursionError, OverflowError, OSError)
+_NOT_OURS = (ValueError, TypeError, KeyError, IndexError, RecursionError, OverflowError)
 
 
 class _Index(NamedTuple):
     """An index as it was read. facts: the values in its body, which are checked when they are used."""
 
-    fd: int
-    path: str
+    file: SourceFile
     end: int
     structure: int
     sums_checksum: int
@@ -131,17 +133,17 @@ class _Index(NamedTuple):
     facts: dict[str, Any]
 
     @classmethod
-    def read(cls, fd: int, path: str, end: int) -> _Index:
-        head = _exactly(fd, end, _HEAD.size)
+    def read(cls, file: SourceFile, end: int) -> _Index:
+        head = file.read_exactly(end, _HEAD.size)
         mark, own, structure, sums_checksum, body_bytes = _HEAD.unpack(head)
-        if mark != MARK or end + _HEAD.size + body_bytes != os.fstat(fd).st_size:
+        if mark != MARK or end + _HEAD.size + body_bytes != file.size_bytes:
             raise ValueError("no index")
-        body = _exactly(fd, end + _HEAD.size, body_bytes)
+        body = file.read_exactly(end + _HEAD.size, body_bytes)
         if crc32(body) != own or body.count(b",") > _MAX_NUMBERS:
             raise ValueError("a damaged index")
         facts = json.loads(body)
         _require(facts["version"] == native_names.VERSION)
-        return cls(fd, path, end, structure, sums_checksum, body, facts)
+        return cls(file, end, structure, sums_checksum, body, facts)
 
     def head(self, sums_checksum: int) -> bytes:
         return _HEAD.pack(MARK, crc32(self.body), self.structure, sums_checksum, len(self.body))
@@ -165,26 +167,26 @@ class _Index(NamedTuple):
         places, names = self.places, self._contents()
         rank, world_size = (_whole(self.facts[name]) for name in ("rank", "world_size"))
         _require(0 <= rank < world_size <= _LONGEST)
-        strategy = _exactly(self.fd, *places.strategy).decode()
+        strategy = self.file.read_exactly(*places.strategy).decode()
         tensors = self._tensors(names[0])
         structure = _structure(_payloads(tensors), places.sums, self.end)
-        _require(_checksum(self.fd, structure) == self.structure)
-        return Manifest(self.path, native_names.NAME, tensors, names[1], ShardIdentity(rank, world_size, strategy))
+        _require(_checksum(self.file, structure) == self.structure)
+        return Manifest(self.file.path, native_names.NAME, tensors, names[1], ShardIdentity(rank, world_size, strategy))
 
     def sums(self) -> dict[str, int]:
         place = self.places.sums
         if place is None:
             return {}
-        content, (names, _) = _exactly(self.fd, *place), self._contents()
+        content, (names, _) = self.file.read_exactly(*place), self._contents()
         _require(crc32(content) == self.sums_checksum and len(content) == _SUM.size * len(names))
         return {name: number for name, (number,) in zip(names, _SUM.iter_unpack(content))}
 
     def _contents(self) -> tuple[list[str], dict[str, str]]:
-        return native_names.contents(_exactly(self.fd, *self.places.contents))
+        return native_names.contents(self.file.read_exactly(*self.places.contents))
 
     def _tensors(self, names: Sequence[str]) -> TensorTable:
         kinds, numbers = [_kind(*way) for way in self.facts["ways"]], self.facts["tensors"]
-        sizes, tensors = [kind.size_bytes for kind in kinds], TensorTable(self.path)
+        sizes, tensors = [kind.size_bytes for kind in kinds], TensorTable(self.file.path)
         _require(isinstance(numbers, list) and len(numbers) == 2 * len(names) and len(names) <= files.MAX_TENSORS)
         own: dict[int, int] = {}
         for name, way, start in zip(names, numbers[::2], numbers[1::2]):
@@ -221,18 +223,12 @@ def _structure(payloads: Iterable[FileRange], sums: FileRange | None, end: int) 
             last = offset_bytes + size_bytes
 
 
-def _checksum(fd: int, spans: Iterable[FileRange]) -> int:
+def _checksum(file: SourceFile, spans: Iterable[FileRange]) -> int:
     checksum = 0
     for start, stop in spans:
         for offset in range(start, stop, _READ_BYTES):
-            checksum = crc32(_exactly(fd, offset, min(_READ_BYTES, stop - offset)), checksum)
+            checksum = crc32(file.read_exactly(offset, min(_READ_BYTES, stop - offset)), checksum)
     return checksum
-
-
-def _exactly(fd: int, offset_bytes: int, size_bytes: int) -> bytes:
-    content = os.pread(fd, size_bytes, offset_bytes)
-    _require(len(content) == size_bytes)
-    return content
 
 
 def _whole(value: object) -> int:

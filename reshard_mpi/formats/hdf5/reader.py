@@ -6,7 +6,6 @@ soft links that lead nowhere, are refused.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -14,10 +13,11 @@ import numpy as np
 from h5py import h5, h5d, h5g, h5l, h5o, h5p, h5s, h5t
 
 from reshard_mpi.errors import ShardError
+from reshard_mpi.filesystem.stores import SourceFile
 from reshard_mpi.formats import files
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.hdf5 import box_table, datasets, native_names, types
-from reshard_mpi.formats.hdf5.datasets import Shard, shape_of
+from reshard_mpi.formats.hdf5.datasets import shape_of
 from reshard_mpi.formats.hdf5.native_names import GroupPath
 from reshard_mpi.formats.locations import ByteRanges
 from reshard_mpi.formats.manifest import Manifest, ShardIdentity
@@ -262,11 +262,10 @@ def locate(path: str, on_progress: Callable[[], None] = lambda: None) -> Manifes
     Raises ShardError if the file is damaged or not HDF5, if it refers to other files, or if a dataset has a type that
     no tensor has.
     """
-    with files.opened(path) as (fd, _), datasets.failures_named(path):
-        shard = Shard(path, fd, datasets.Stamp.of(os.fstat(fd)))
+    with files.opened(path) as file, datasets.failures_named(path):
         root_group = root(datasets.open_file(path))
         walk = Walk(path, root_group, on_progress)
-        return (_native if is_native(root_group, path) else _foreign)(shard, walk, root_group)
+        return (_native if is_native(root_group, path) else _foreign)(file, walk, root_group)
 
 
 def stored_sums(path: str, on_progress: Callable[[], None] = lambda: None) -> dict[str, int]:
@@ -296,8 +295,8 @@ def stored_sums(path: str, on_progress: Callable[[], None] = lambda: None) -> di
         return dict(zip(names, map(int, numbers)))
 
 
-def _native(shard: Shard, walk: Walk, root_group: Node) -> Manifest:
-    path = shard.path
+def _native(file: SourceFile, walk: Walk, root_group: Node) -> Manifest:
+    path = file.path
     description = describe(walk, root_group, path)
     rows = _rows(walk, root_group, path, description.names)
     entries: dict[str, TensorEntry] = {}
@@ -308,7 +307,7 @@ def _native(shard: Shard, walk: Walk, root_group: Node) -> Manifest:
         where = native_names.where(path, node.path)
         if name in entries:
             raise ShardError("two datasets of a native HDF5 shard have the same name", got=repr(name), where=where)
-        stored, shape, source = datasets.content(node.handle, shard, node.route, where)
+        stored, shape, source = datasets.content(node.handle, file, node.route, where)
         dtype, global_shape, box = box_table.located(rows[name], stored, shape, where)
         if not isinstance(source, ByteRanges) and node.handle.get_storage_size() == 0:
             raise ShardError("a tensor of a native HDF5 shard was never written", where=where)
@@ -346,19 +345,19 @@ def _native_datasets(walk: Walk, root_group: Node) -> Iterator[tuple[str, Node]]
         yield native_names.unescape(node.path[-1]), node
 
 
-def _foreign(shard: Shard, walk: Walk, root_group: Node) -> Manifest:
-    tensors = TensorTable(shard.path)
+def _foreign(file: SourceFile, walk: Walk, root_group: Node) -> Manifest:
+    tensors = TensorTable(file.path)
     strings: dict[str, str] = {}
     spans: list[_DatasetRange] = []
     kept_bytes = 0
     for node in walk.datasets(root_group):
         name = "/".join(node.path)
-        where = native_names.where(shard.path, node.path)
+        where = native_names.where(file.path, node.path)
         if datasets.is_text(node.handle, where):
-            strings[name] = datasets.read_text(node.handle, shard, where)
+            strings[name] = datasets.read_text(node.handle, file, where)
             kept_bytes += files.kept_bytes(strings[name])
         else:
-            stored, shape, source = datasets.content(node.handle, shard, node.route, where)
+            stored, shape, source = datasets.content(node.handle, file, node.route, where)
             entry = TensorEntry(name, BY_NAME[stored.name], shape, source)
             tensors.add_entry(entry)
             spans += _spans(entry, node)
@@ -369,8 +368,8 @@ def _foreign(shard: Shard, walk: Walk, root_group: Node) -> Manifest:
                 expected=f"{files.MAX_KEPT_BYTES} bytes at most",
                 where=where,
             )
-    _require_apart(shard.path, spans)
-    return Manifest(shard.path, native_names.NAME, tensors, strings)
+    _require_apart(file.path, spans)
+    return Manifest(file.path, native_names.NAME, tensors, strings)
 
 
 class _DatasetRange(NamedTuple):

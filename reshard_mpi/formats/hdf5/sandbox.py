@@ -61,7 +61,7 @@ def stored_sums(path: str) -> dict[str, int]:
 
 
 def read(
-    path: str, stamp: Any, route: tuple[str, ...], dtype_name: str, swapped: bool, chunk: tuple[int, ...], box: Box
+    path: str, version: Any, route: tuple[str, ...], dtype_name: str, swapped: bool, chunk: tuple[int, ...], box: Box
 ) -> np.ndarray[Any, Any]:
     """Return the elements of a box of a dataset, as `locations.LibraryRead` has it."""
     import numpy as np
@@ -72,7 +72,7 @@ def read(
     values = np.empty(box.shape, dtype=np.dtype(f"u{itemsize}") if itemsize <= 8 else np.dtype((np.void, itemsize)))
     if values.size:
         where = native_names.where(path, route)
-        request = ["read", str(Path(path).absolute()), stamp, route, dtype_name, swapped, chunk, box.start, box.stop]
+        request = ["read", str(Path(path).absolute()), version, route, dtype_name, swapped, chunk, box.start, box.stop]
         _ask(request, where, memoryview(values.reshape(-1).view(np.uint8).data))
     return values
 

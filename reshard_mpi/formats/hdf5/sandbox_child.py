@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from reshard_mpi.errors import ShardError
+from reshard_mpi.filesystem.stores import FileVersion
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.hdf5 import datasets, reader, sandbox_protocol
 from reshard_mpi.sharding.box import Box
@@ -104,7 +105,7 @@ def _sums(limits: _ProcessLimits, path: str) -> tuple[list[Any], None]:
 def _read(
     limits: _ProcessLimits,
     path: str,
-    stamp: list[int],
+    version: list[int],
     route: list[str],
     dtype_name: str,
     swapped: bool,
@@ -121,7 +122,7 @@ def _read(
         _READ_BYTES + _CHUNKS_IN_MEMORY * chunk_bytes + 2 * dtype.itemsize_bytes * box.size,
         _STEP_SECONDS + covered * dtype.itemsize_bytes / _DECODED_BYTES_PER_SECOND,
     )
-    values = datasets.read(path, datasets.Stamp(*stamp), tuple(route), dtype, swapped, box)
+    values = datasets.read(path, FileVersion(*version), tuple(route), dtype, swapped, box)
     return ["elements", values.nbytes], memoryview(values.reshape(-1).view(np.uint8).data)
 
 

@@ -20,7 +20,7 @@ _LENGTH_BYTES = 8
 # The largest number of tensors and strings of a shard, with the longest names, as JSON.
 _MAX_VALUE_BYTES = 512 << 20
 
-# Reads a box of a dataset: path, stamp, route, name of the element type, whether bytes are swapped, chunk, box.
+# Reads a box of a dataset: path, version, route, name of the element type, whether bytes are swapped, chunk, box.
 Read = Callable[..., Any]
 
 
@@ -85,9 +85,9 @@ def _from_entry(entry: TensorEntry) -> list[Any]:
         source = [places, entry.source.swapped]
     else:
         assert isinstance(entry.source, LibraryRead)  # the library gives no views
-        _, stamp, route, _, swapped = entry.source.read.args  # type: ignore[attr-defined]
+        _, version, route, _, swapped = entry.source.read.args  # type: ignore[attr-defined]
         content = entry.source
-        source = [stamp, route, swapped, content.chunk, content.decoding_bytes, content.kept_bytes]
+        source = [version, route, swapped, content.chunk, content.decoding_bytes, content.kept_bytes]
     start = entry.box.start if entry.box is not None else None
     return [entry.name, entry.dtype.name, entry.shape, source, start, entry.global_shape]
 
@@ -121,8 +121,8 @@ def _to_source(path: str, size_bytes: int, dtype_name: str, source: list[Any], r
         if any(offset < 0 or length < 0 or offset + length > size_bytes for offset, length in places):
             raise ValueError("a place outside the file")
         return ByteRanges(tuple(ByteRange(path, offset, length) for offset, length in places), swapped)
-    stamp, route, swapped, chunk, decoding_bytes, kept_bytes = source
-    decode = partial(read, path, tuple(stamp), tuple(route), dtype_name, swapped, tuple(chunk))
+    version, route, swapped, chunk, decoding_bytes, kept_bytes = source
+    decode = partial(read, path, tuple(version), tuple(route), dtype_name, swapped, tuple(chunk))
     return LibraryRead(path, decode, tuple(chunk), int(decoding_bytes), int(kept_bytes))
 
 

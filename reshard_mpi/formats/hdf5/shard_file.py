@@ -10,11 +10,11 @@ with room to spare; `tests/runs/test_room.py` compares them with real files.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 
 from reshard_mpi.errors import ShardError, UsageError
 from reshard_mpi.filesystem.paths import START_BYTES
+from reshard_mpi.filesystem.stores import SourceFile
 from reshard_mpi.formats import files
 from reshard_mpi.formats.hdf5 import index
 from reshard_mpi.formats.manifest import Manifest, ShardSpec
@@ -26,24 +26,25 @@ _HEAD_BYTES = 128
 _LAYOUTS = {0: (13, 24, 2), 1: (13, 28, 2), 2: (9, 12, 2), 3: (9, 12, 2)}
 
 
-def end_of_file(fd: int, path: str, size_bytes: int) -> int:
+def end_of_file(file: SourceFile) -> int:
     """Return where the HDF5 file ends: at the end of the file, or where the index of a native shard begins.
 
     Raises ShardError if it is not HDF5, or not as long as it says.
     """
-    offset = _signature(fd, size_bytes)
+    path, size_bytes, offset = file.path, file.size_bytes, _signature(file)
     if offset is None:
-        raise files.other_kind(os.pread(fd, START_BYTES, 0), path, "an HDF5 file") or ShardError(
+        start = file.read(0, START_BYTES)
+        raise files.other_kind(start, path, "an HDF5 file") or ShardError(
             "a shard is not an HDF5 file",
             expected="the signature of HDF5",
-            got=repr(os.pread(fd, 8, 0)),
+            got=repr(start[:8]),
             where=f"{path}, byte 0",
             remedy="save or copy it again",
         )
-    end = _end_of_file(os.pread(fd, _HEAD_BYTES, offset))
+    end = _end_of_file(file.read(offset, _HEAD_BYTES))
     if end is None:
         return size_bytes
-    expected_bytes = end if size_bytes <= end else index.length_bytes(fd, end) or end
+    expected_bytes = end if size_bytes <= end else index.length_bytes(file, end) or end
     if expected_bytes != size_bytes:
         problem = "is truncated" if size_bytes < expected_bytes else "goes on after its end"
         raise ShardError(
@@ -56,10 +57,10 @@ def end_of_file(fd: int, path: str, size_bytes: int) -> int:
     return end
 
 
-def _signature(fd: int, size_bytes: int) -> int | None:
+def _signature(file: SourceFile) -> int | None:
     offset = 0
-    while offset < size_bytes:
-        if os.pread(fd, len(_SIGNATURE), offset) == _SIGNATURE:
+    while offset < file.size_bytes:
+        if file.read(offset, len(_SIGNATURE)) == _SIGNATURE:
             return offset
         offset = offset * 2 or 512
     return None
@@ -116,19 +117,19 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
     Raises ShardError if the file is empty, truncated, over-long, damaged or not HDF5, if it refers to other files, or
     if a dataset has a type that no tensor has.
     """
-    with files.opened(path) as (fd, size_bytes):
-        manifest = index.locate(fd, path, end_of_file(fd, path, size_bytes))
+    with files.opened(path) as file:
+        manifest = index.locate(file, end_of_file(file))
         if manifest is None:
             from reshard_mpi.formats.hdf5 import sandbox  # for files that this program did not write
 
-            return sandbox.locate(path, size_bytes)
+            return sandbox.locate(path, file.size_bytes)
         return manifest
 
 
 def stored_sums(path: str) -> Mapping[str, int]:
     """Return the sums of its tensors that the shard at `path` keeps; none if it keeps none. Raises ShardError."""
-    with files.opened(path) as (fd, size_bytes):
-        sums = index.stored_sums(fd, path, end_of_file(fd, path, size_bytes))
+    with files.opened(path) as file:
+        sums = index.stored_sums(file, end_of_file(file))
         if sums is None:
             from reshard_mpi.formats.hdf5 import sandbox
 
@@ -138,8 +139,8 @@ def stored_sums(path: str) -> Mapping[str, int]:
 
 def read_back(meant: Manifest) -> None:
     """Read back the structure of a native shard just written. Raises ShardError if it differs from `meant`."""
-    with files.opened(meant.path) as (fd, size_bytes):
-        if index.locate(fd, meant.path, end_of_file(fd, meant.path, size_bytes)) != meant:
+    with files.opened(meant.path) as file:
+        if index.locate(file, end_of_file(file)) != meant:
             raise files.not_as_written(meant.path)
 
 
@@ -153,5 +154,5 @@ def seal(fd: int, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = F
             "an HDF5 shard has no checksum of the whole file", expected="no --crc", got="--crc", where=path
         )
     if sums:
-        end = end_of_file(fd, path, os.fstat(fd).st_size)
-        index.write_sums(fd, path, end, list(sums.values()))
+        file = SourceFile(path, fd)
+        index.write_sums(fd, file, end_of_file(file), list(sums.values()))

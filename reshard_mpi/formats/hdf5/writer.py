@@ -18,6 +18,7 @@ import numpy as np
 from h5py import h5d, h5f, h5g, h5p, h5s, h5t
 
 from reshard_mpi.errors import TargetError
+from reshard_mpi.filesystem.stores import SourceFile
 from reshard_mpi.formats import files
 from reshard_mpi.formats.hdf5 import box_table, index, native_names, shard_file, types
 from reshard_mpi.formats.hdf5.native_names import GroupPath
@@ -89,7 +90,7 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
             raise _refused(error, scratch.path, path) from error
         _copy(scratch.descriptor, fd)
         manifest = Manifest(path, native_names.NAME, tensors, dict(spec.strings), spec.identity)
-        index.write(fd, scratch.descriptor, manifest, places)
+        index.write(fd, SourceFile(scratch.path, scratch.descriptor), manifest, places)
     return manifest
 
 

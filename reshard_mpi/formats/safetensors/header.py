@@ -10,13 +10,12 @@ is no type; so a shard has no entry called as one of its tensors but for that.
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from collections.abc import Container, Iterable, Iterator
-from functools import partial
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem.paths import START_BYTES
+from reshard_mpi.filesystem.stores import SourceFile
 from reshard_mpi.formats import files
 from reshard_mpi.formats.dtypes import BY_NAME, DType
 from reshard_mpi.formats.files import MAX_NAME_BYTES, kept_bytes
@@ -98,10 +97,10 @@ MAX_HEADER_BYTES = 100_000_000
 LENGTH_BYTES = 8
 
 
-def open_header(fd: int, path: str, size_bytes: int) -> JsonReader:
-    """Return the header of a file of a given size. Raises ShardError if it has none, or not all of one."""
-    read = partial(files.read_at, fd, path)
-    start = read(0, START_BYTES)
+def open_header(file: SourceFile) -> JsonReader:
+    """Return the header of a file. Raises ShardError if it has none, or not all of one."""
+    path, size_bytes = file.path, file.size_bytes
+    start = file.read(0, START_BYTES)
     length_bytes = int.from_bytes(start[:LENGTH_BYTES], "little")
     begins = start[LENGTH_BYTES : LENGTH_BYTES + 1]
     if length_bytes < 2 or length_bytes > MAX_HEADER_BYTES or begins != b"{":
@@ -120,7 +119,7 @@ def open_header(fd: int, path: str, size_bytes: int) -> JsonReader:
             got=f"{size_bytes} bytes in all",
             where=path,
         )
-    return JsonReader(read, path, LENGTH_BYTES, end, "the header of a shard")
+    return JsonReader(file.read_exactly, path, LENGTH_BYTES, end, "the header of a shard")
 
 
 # Behind this `writer.seal` adds the checksum of a file to its metadata, and takes as much from the spaces at the end.
@@ -129,15 +128,14 @@ _CRC = re.compile(rb'"%b":"[0-9 ]{0,20}",?' % CRC.encode())
 _READ_BYTES = 1 << 20
 
 
-def of_file(fd: int, size_bytes: int) -> HeaderDigest | None:
-    """Return the header digest of a file of a given size; None if it has no header, or cannot be read."""
+def of_file(file: SourceFile) -> HeaderDigest | None:
+    """Return the header digest of a file; None if it has no header, or cannot be read."""
     try:
-        length = os.pread(fd, LENGTH_BYTES, 0)
-        length_bytes = int.from_bytes(length, "little")
-        if length_bytes > min(size_bytes - LENGTH_BYTES, MAX_HEADER_BYTES):
+        length_bytes = int.from_bytes(file.read(0, LENGTH_BYTES), "little")
+        if length_bytes > min(file.size_bytes - LENGTH_BYTES, MAX_HEADER_BYTES):
             return None
-        return of_header(length_bytes, _chunks(fd, length_bytes), size_bytes)
-    except OSError:
+        return of_header(length_bytes, _chunks(file, length_bytes), file.size_bytes)
+    except ShardError:
         return None
 
 
@@ -163,9 +161,9 @@ def without_crc(header: bytes) -> bytes:
     return header[: match.start()] + header[match.end() :] if match else header
 
 
-def _chunks(fd: int, length_bytes: int) -> Iterator[bytes]:
+def _chunks(file: SourceFile, length_bytes: int) -> Iterator[bytes]:
     for index in range(0, length_bytes, _READ_BYTES):
-        yield os.pread(fd, min(_READ_BYTES, length_bytes - index), LENGTH_BYTES + index)
+        yield file.read_exactly(LENGTH_BYTES + index, min(_READ_BYTES, length_bytes - index))
 
 
 _NAMES = {

@@ -14,15 +14,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError, TargetError, UsageError
+from reshard_mpi.filesystem import stores
 from reshard_mpi.formats import files
 from reshard_mpi.formats.manifest import Manifest, ShardSpec, Specs
 from reshard_mpi.formats.protocol import NO_SUMS
@@ -47,8 +46,8 @@ def read(path: str, *, may_be_flat: bool = False) -> dict[str, str]:
 
     Raises ShardError if it is damaged, names a tensor twice, or a file that does not lie in its folder.
     """
-    with files.opened(path) as (fd, size_bytes):
-        text = JsonReader(partial(files.read_at, fd, path), path, 0, size_bytes, "the index of a checkpoint")
+    with files.opened(path) as file:
+        text = JsonReader(file.read_exactly, path, 0, file.size_bytes, "the index of a checkpoint")
         nested, flat = None, _Map(text)
         for key in text.members():
             if key == _MAP and text.at_object:
@@ -238,9 +237,9 @@ def index_files(held: Sequence[Manifest]) -> dict[str, bytes]:
 
 def _listing(folder: str) -> _FolderFiles:
     """Return the files of a folder. Raises ShardError as `files_of` does."""
-    if Path(folder, INDEX).is_file():
+    if stores.is_file(Path(folder, INDEX)):
         weight_map = read(str(Path(folder, INDEX)))
-        if os.path.lexists(Path(folder, SINGLE)) and SINGLE not in weight_map.values():
+        if stores.is_taken(Path(folder, SINGLE)) and SINGLE not in weight_map.values():
             raise ShardError(
                 f"{SINGLE} lies beside an index that does not name it: one of them is left from another save",
                 expected=f"either {SINGLE} or {INDEX}: some programs load the one, some the other",
@@ -250,11 +249,11 @@ def _listing(folder: str) -> _FolderFiles:
             )
         _require_no_other_parts(folder, weight_map)
         return _FolderFiles(INDEX, weight_map)
-    if Path(folder, MAP).is_file():
+    if stores.is_file(Path(folder, MAP)):
         weight_map = read(str(Path(folder, MAP)), may_be_flat=True)
-        has_hyper = HYPER not in weight_map.values() and os.path.lexists(Path(folder, HYPER))
+        has_hyper = HYPER not in weight_map.values() and stores.is_taken(Path(folder, HYPER))
         return _FolderFiles(MAP, weight_map, has_hyper)
-    others = sorted(entry.name for entry in Path(folder).iterdir() if entry.name.endswith(_SUFFIX))
+    others = sorted(name for name in stores.names(folder) if name.endswith(_SUFFIX))
     others.remove(SINGLE)
     if others:
         raise ShardError(
@@ -270,7 +269,7 @@ def _listing(folder: str) -> _FolderFiles:
 def _require_no_other_parts(folder: str, weight_map: Mapping[str, str]) -> None:
     """Raise ShardError if a part of another save lies beside the files that the index names."""
     named = set(weight_map.values())
-    others = sorted(name for name in os.listdir(folder) if _PART.fullmatch(name) and name not in named)  # noqa: PTH208
+    others = sorted(name for name in stores.names(folder) if _PART.fullmatch(name) and name not in named)
     if others:
         raise ShardError(
             "parts lie beside the index that it does not name: they are left from another save",
@@ -303,8 +302,8 @@ def _require_numbers(held: TensorTable, weight_map: Mapping[str, str]) -> None:
 
 
 def _located(folder: str, file: str) -> Manifest:
-    path = Path(folder, file)
-    if not os.path.lexists(path):
+    path = str(Path(folder, file))
+    if not stores.is_taken(path):
         raise ShardError(
             "a file that the index names is not there",
             expected=file,
@@ -312,12 +311,12 @@ def _located(folder: str, file: str) -> Manifest:
             where=folder,
             remedy="copy or download it again",
         )
-    manifest = reader.locate(str(path))
+    manifest = reader.locate(path)
     if manifest.part_of:
         raise ShardError(
             f"a file that the index names is one part of {manifest.part_of}, and may hold slices",
             expected="whole tensors",
-            where=str(path),
+            where=path,
             remedy="give the folder of that checkpoint",
         )
     return manifest

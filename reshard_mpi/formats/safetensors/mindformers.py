@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import ShardError, told
+from reshard_mpi.filesystem import stores
+from reshard_mpi.filesystem.stores import FileVersion
 from reshard_mpi.formats import files, nest
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.nest.nodes import Dict, Value, no_constant
@@ -60,8 +61,8 @@ class _FolderContents(NamedTuple):
     has_common: bool  # whether `COMMON` lies there
 
 
-# Whoever asks for the files of a checkpoint opens it next: its index is kept so long and no longer. By its version.
-_kept: dict[tuple[object, ...], Mapping[str, SlicedTensor]] = {}
+# Whoever asks for the files of a checkpoint opens it next: its index is kept until then, by path and version.
+_kept: dict[tuple[str, FileVersion], Mapping[str, SlicedTensor]] = {}
 
 
 def files_of(folder: str) -> tuple[str, ...]:
@@ -113,7 +114,7 @@ def open_folder(folder: str) -> dict[int, Manifest]:
 
 def _listing(folder: str) -> _FolderContents:
     """Return the files and index of a folder. Raises ShardError as `files_of` does."""
-    lying = os.listdir(folder)  # noqa: PTH208 - of names alone
+    lying = stores.names(folder)
     counts = {name: count for name in lying if (count := mindformers_count(name)) is not None}
     if INDEX in lying:
         tensors = _indexed(str(Path(folder, INDEX)))
@@ -133,11 +134,12 @@ def _listing(folder: str) -> _FolderContents:
 
 def _indexed(path: str) -> Mapping[str, SlicedTensor]:
     """Return the tensors of an index, if it has just been read without reading it again."""
-    version = files.version_of(path)
-    if version not in _kept:
-        _kept.clear()
-        _kept[version] = mindformers_index.read(path)
-    return _kept[version]
+    with files.opened(path) as file:
+        key = path, file.version
+        if key not in _kept:
+            _kept.clear()
+            _kept[key] = mindformers_index.read(file)
+    return _kept[key]
 
 
 def _pieces(
@@ -217,8 +219,8 @@ class _SlicedLeaf(NamedTuple):
 def _strings(folder: str, tensors: TensorTable) -> Mapping[str, str]:
     """Return the strings of a checkpoint: its nest, if `COMMON` says anything. Raises ShardError if it is damaged."""
     path = str(Path(folder, COMMON))
-    with files.opened(path) as (fd, size_bytes):
-        content = os.pread(fd, min(size_bytes, _MAX_COMMON_BYTES + 1), 0)
+    with files.opened(path) as file:
+        content = file.read(0, min(file.size_bytes, _MAX_COMMON_BYTES + 1))
     try:
         if len(content) > _MAX_COMMON_BYTES:
             raise ValueError(f"more than {_MAX_COMMON_BYTES} bytes")

@@ -16,10 +16,10 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
+from reshard_mpi.filesystem.stores import SourceFile
 from reshard_mpi.formats import files
 from reshard_mpi.formats.dtypes import BY_MINDSPORE_NAME, BY_NAME, DType
 from reshard_mpi.formats.safetensors.json_reader import Json, JsonReader, as_numbers, as_object, shown
@@ -75,15 +75,13 @@ class SlicedTensor(NamedTuple):
     holders: Sequence[tuple[str, ...]]
 
 
-def read(path: str) -> dict[str, SlicedTensor]:
-    """Return the tensors that the index at `path` lists, by name.
+def read(file: SourceFile) -> dict[str, SlicedTensor]:
+    """Return the tensors that an index lists, by name.
 
     Raises ShardError if it is damaged or contradicts itself, does not say where a slice lies, or names a file that is
     not in its folder.
     """
-    with files.opened(path) as (fd, size_bytes):
-        text = JsonReader(partial(files.read_at, fd, path), path, 0, size_bytes, _CALLED)
-        return _IndexReading(text).tensors()
+    return _IndexReading(JsonReader(file.read_exactly, file.path, 0, file.size_bytes, _CALLED)).tensors()
 
 
 class _IndexReading:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
+from reshard_mpi.filesystem.stores import SourceFile
 from reshard_mpi.formats import files
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.safetensors import header
@@ -92,11 +93,11 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
     Raises ShardError if the file is empty, truncated, over-long or damaged, holds a name twice, or a tensor whose range
     is not as long as its shape and type say, or shared with another; or if bytes belong to no tensor.
     """
-    with files.opened(path) as (fd, size_bytes):
-        if like is not None and like.header_digest is not None and header.of_file(fd, size_bytes) == like.header_digest:
+    with files.opened(path) as file:
+        if like is not None and like.header_digest is not None and header.of_file(file) == like.header_digest:
             return like.at(path)._replace(part_of=like.part_of or part_of(path, None))
-        contents = read(fd, path, size_bytes)
-        header_digest = header.of_file(fd, size_bytes)
+        contents = read(file)
+        header_digest = header.of_file(file)
     return Manifest(
         path,
         NAME,
@@ -114,9 +115,9 @@ def read_back(meant: Manifest) -> None:
     files.require_as_written(locate(meant.path), meant)
 
 
-def read(fd: int, path: str, size_bytes: int) -> HeaderContents:
-    """Read the header of a file of a given size. Raises ShardError as `locate` does."""
-    return _HeaderReading(open_header(fd, path, size_bytes), size_bytes).contents()
+def read(file: SourceFile) -> HeaderContents:
+    """Read the header of a file. Raises ShardError as `locate` does."""
+    return _HeaderReading(open_header(file), file.size_bytes).contents()
 
 
 class _HeaderReading:

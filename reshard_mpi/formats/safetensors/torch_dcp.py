@@ -11,12 +11,12 @@ Facts are of torch 2.13. The form is only read.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from reshard_mpi.errors import ShardError
+from reshard_mpi.filesystem import stores
 from reshard_mpi.formats import files
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.manifest import Manifest
@@ -80,7 +80,7 @@ def files_of(folder: str) -> tuple[str, ...]:
 
     Raises ShardError if numbers are missing among them, or other safetensors files lie beside them.
     """
-    lying = sorted(name for name in os.listdir(folder) if name.endswith(_SUFFIX))  # noqa: PTH208 - of names alone
+    lying = sorted(name for name in stores.names(folder) if name.endswith(_SUFFIX))
     numbers = {name: tuple(map(int, match.groups())) for name in lying if (match := _PART.fullmatch(name))}
     others = [name for name in lying if name not in numbers]
     if others:
@@ -165,8 +165,8 @@ def open_folder(folder: str) -> dict[int, Manifest]:
 
 def _read(path: str) -> tuple[TensorTable, Mapping[str, tuple[int, ...]]]:
     """Return the tensors of a file, and where each begins in the whole one."""
-    with files.opened(path) as (fd, size_bytes):
-        contents = reader.read(fd, path, size_bytes)
+    with files.opened(path) as file:
+        contents = reader.read(file)
     if contents.sharding is None:
         raise ShardError(
             "a file of a distributed checkpoint does not say where its tensors lie in the whole ones",

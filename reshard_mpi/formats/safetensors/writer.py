@@ -20,6 +20,7 @@ from json.encoder import encode_basestring
 from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError, TargetError
+from reshard_mpi.filesystem.stores import SourceFile
 from reshard_mpi.formats import files
 from reshard_mpi.formats.manifest import (
     Manifest,
@@ -239,13 +240,13 @@ def seal(fd: int, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = F
 
 def add_crc(fd: int, path: str) -> None:
     """Add the checksum to the metadata, in the place of spaces at the end of the header."""
+    file = SourceFile(path, fd)
     try:
-        contents = read(fd, path, os.fstat(fd).st_size)
-        entry = f'"{CRC}":"{_sum(fd, contents.tensors)}"'.encode()
+        entry = f'"{CRC}":"{_sum(file, read(file).tensors)}"'.encode()
     except NotChecksummableError as error:
         raise error.refusal(path) from None
-    length_bytes = int.from_bytes(os.pread(fd, LENGTH_BYTES, 0), "little")
-    header = os.pread(fd, length_bytes, LENGTH_BYTES)
+    length_bytes = int.from_bytes(file.read_exactly(0, LENGTH_BYTES), "little")
+    header = file.read_exactly(LENGTH_BYTES, length_bytes)
     entry += b"" if header.startswith(b"}", len(START)) else b","
     patched = START + entry + header[len(START) :]
     if len(patched.rstrip(b" ")) > length_bytes:
@@ -255,12 +256,12 @@ def add_crc(fd: int, path: str) -> None:
 
 def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
     """Tell whether the file at `path` has a checksum. Raises ShardError if it does not fit names and contents."""
-    with files.opened(path) as (fd, size_bytes):
-        contents = read(fd, path, size_bytes)
+    with files.opened(path) as file:
+        contents = read(file)
         if contents.crc is None:
             return False
         try:
-            actual = str(_sum(fd, contents.tensors, on_bytes))
+            actual = str(_sum(file, contents.tensors, on_bytes))
         except NotChecksummableError as error:
             actual = f"none that can be: {error.name!r} is {error.value}"
         if actual != contents.crc.strip(" "):
@@ -274,7 +275,7 @@ def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
         return True
 
 
-def _sum(fd: int, tensors: TensorTable, on_bytes: OnBytes = uncounted) -> int:
+def _sum(file: SourceFile, tensors: TensorTable, on_bytes: OnBytes = uncounted) -> int:
     """Return the checksum of all tensors. Raises NotChecksummableError if there is none, ShardError if the file is cut.
 
     Args:
@@ -287,14 +288,11 @@ def _sum(fd: int, tensors: TensorTable, on_bytes: OnBytes = uncounted) -> int:
         crc = crc32(name.encode(), crc)
         kind, start = tensors.kind_named(name), tensors.offsets[tensors.index_by_name[name]]
         if is_in_crc(kind.dtype, kind.shape):
-            content = os.pread(fd, kind.size_bytes, start)
-            if len(content) < kind.size_bytes:
-                raise files.became_shorter(tensors.path)
-            left = counted_bytes(name, content, kind.dtype)
+            left = counted_bytes(name, file.read_exactly(start, kind.size_bytes), kind.dtype)
             while left:
                 part = min(left, len(zeros))
                 crc = crc32(zeros[:part], crc)
                 left -= part
         else:
-            crc = files.crc32_of(fd, tensors.path, (start, start + kind.size_bytes), crc, on_bytes)
+            crc = files.crc32_of(file, (start, start + kind.size_bytes), crc, on_bytes)
     return crc

@@ -1,4 +1,4 @@
-"""Locate the members of the zip archives that torch saves (`read_members`).
+"""Locate the members of the zip archives that torch saves (`Archive`).
 
 All members are stored as they are, in one folder of the archive. What other zip tools make is read too, as long as
 nothing is compressed: sizes and places come from the central directory, and every local header must agree with it.
@@ -6,12 +6,12 @@ nothing is compressed: sizes and places come from the central directory, and eve
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from struct import Struct
 from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
+from reshard_mpi.filesystem.stores import SourceFile
 from reshard_mpi.formats import files
 from reshard_mpi.text import MIB
 
@@ -53,25 +53,6 @@ def is_archive(start: bytes) -> bool:
     return start.startswith((LOCAL_MARK, END_MARK))
 
 
-def read_members(fd: int, path: str, size_bytes: int, first_byte: int = 0) -> dict[str, Member]:
-    """Return the members of an archive by name.
-
-    Args:
-        first_byte: where the archive of `size_bytes` begins in its file.
-
-    Raises ShardError if it is cut short, damaged or compressed, or members overlap or have the same name.
-    """
-    return _Archive(fd, path, size_bytes, first_byte).members()
-
-
-def directory(fd: int, path: str, size_bytes: int, first_byte: int = 0) -> tuple[int, int, int]:
-    """Return where the central directory begins in the archive, how long it is, and how many members it lists.
-
-    Raises as `members` does.
-    """
-    return _Archive(fd, path, size_bytes, first_byte).directory()
-
-
 def entries(directory: bytes | bytearray) -> Iterator[int]:
     """Yield where the entries of a directory begin."""
     return (offset for offset, _, _ in _outlines(directory))
@@ -104,23 +85,27 @@ def program(path: str) -> ShardError:
     )
 
 
-class _Archive:
-    """One archive while its structure is read. Places are counted from its first byte; places of members are
-    absolute.
+class Archive:
+    """An archive, whose structure is read when it is asked for.
+
+    Offsets are counted from its first byte, but members have offsets in the file.
     """
 
-    def __init__(self, fd: int, path: str, size_bytes: int, first_byte: int = 0) -> None:
-        self._fd = fd
-        self._path = path
-        self._size_bytes = size_bytes
+    def __init__(self, file: SourceFile, first_byte: int = 0, size_bytes: int | None = None) -> None:
+        """Look at the archive that begins at `first_byte` of a file. size_bytes: None: it goes on to the file's end."""
+        self.file = file
         self._first_byte = first_byte
+        self._size_bytes = file.size_bytes - first_byte if size_bytes is None else size_bytes
         # The header that was read last, and what has been read from a header on.
         self._last_header_start = 0
         self._headers_start, self._headers = 0, b""
 
     def members(self) -> dict[str, Member]:
-        start, length_bytes, count = self.directory()
-        directory = self._read(start, length_bytes)
+        """Return the members by name.
+
+        Raises ShardError if the archive is cut short, damaged or compressed, or members overlap or have the same name.
+        """
+        start, directory, count = self.directory()
         by_name: dict[str, Member] = {}
         extents: list[tuple[int, int]] = []
         offset = 0
@@ -130,12 +115,16 @@ class _Archive:
                 raise self._damage("two members of a shard have the same name", start + offset, got=repr(name))
             by_name[name] = member
             extents.append((local_start, member.offset_bytes + member.size_bytes - self._first_byte))
-        if offset != length_bytes:
+        if offset != len(directory):
             raise self._damage("the directory of a shard has another length than it says", start + offset)
         self._require_disjoint(extents)
         return by_name
 
-    def directory(self) -> tuple[int, int, int]:
+    def directory(self) -> tuple[int, bytes, int]:
+        """Return where the central directory begins, its bytes, and how many members it lists.
+
+        Raises ShardError if the archive is cut short or damaged.
+        """
         end_start = self._size_bytes - END.size
         end = self._read(end_start, END.size) if end_start >= 0 else b""
         if not end.startswith(END_MARK):
@@ -172,7 +161,7 @@ class _Archive:
             )
         if count > _MAX_MEMBERS or length_bytes > _MAX_DIRECTORY_BYTES:
             raise self._damage("a shard has too many members", end_start, expected=f"{_MAX_MEMBERS} at most")
-        return start, length_bytes, count
+        return start, self._read(start, length_bytes), count
 
     def _member(self, directory: bytes, offset: int, start: int) -> tuple[int, str, int, Member]:
         """Read the entry at byte `offset` of the directory.
@@ -207,7 +196,7 @@ class _Archive:
             raise self._damage("a member of a shard is encrypted", start + offset, got=repr(name))
         if method != STORED or stored_bytes != size_bytes:
             if "/code/" in name:
-                raise program(self._path)
+                raise program(self.file.path)
             raise self._damage(
                 "a member of a shard is compressed",
                 start + offset,
@@ -270,15 +259,11 @@ class _Archive:
     def _read(self, offset: int, length_bytes: int) -> bytes:
         if offset + length_bytes > self._size_bytes:
             raise self._damage("a shard ends in the middle of its structure", offset)
-        try:
-            content = os.pread(self._fd, length_bytes, self._first_byte + offset)
-        except (OSError, OverflowError) as error:
-            raise self._damage("a shard cannot be read", offset, got=str(error)) from error
+        content = self.file.read(self._first_byte + offset, length_bytes)
         if len(content) != length_bytes:
             raise self._damage("a shard ends in the middle of its structure", offset)
         return content
 
     def _damage(self, problem: str, offset: int, *, expected: str = "", got: str = "", remedy: str = "") -> ShardError:
-        return ShardError(
-            problem, expected=expected, got=got, where=f"{self._path}, byte {self._first_byte + offset}", remedy=remedy
-        )
+        where = f"{self.file.path}, byte {self._first_byte + offset}"
+        return ShardError(problem, expected=expected, got=got, where=where, remedy=remedy)

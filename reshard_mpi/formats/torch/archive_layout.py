@@ -15,6 +15,7 @@ import sys
 from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
+from reshard_mpi.filesystem.stores import SourceFile
 from reshard_mpi.formats import files
 from reshard_mpi.formats.manifest import HeaderDigest
 from reshard_mpi.formats.tensor_table import TensorTable
@@ -137,22 +138,23 @@ def _wide(member: Placed) -> bytes:
 _CRC_AT, _CRC_BYTES, _NO_CRC = archive.DESCRIPTOR_CRC_AT, 4, bytes(4)
 
 
-def of_file(fd: int, size_bytes: int, tensors: TensorTable) -> HeaderDigest | None:
+def of_file(file: SourceFile, tensors: TensorTable) -> HeaderDigest | None:
     """Return the structure of an archive if its tensors lie as these do; None if they cannot."""
     digest, payloads = hashlib.blake2b(), tensors.payload_spans()
     behind_payloads = {end for _, end in payloads}
     try:
-        start, length_bytes, _ = archive.directory(fd, tensors.path, size_bytes)
-        spans = files.spans_besides(payloads, start)
-        for (first, _), part in zip(spans, files.contents(fd, spans)):
+        start, directory, _ = archive.Archive(file).directory()
+        spans = files.spans_besides(file, payloads, start)
+        for (first, _), part in zip(spans, files.contents(file, spans)):
             if first in behind_payloads and part.startswith(DESCRIPTOR_MARK):
                 part = part[:_CRC_AT] + _NO_CRC + part[_CRC_AT + _CRC_BYTES :]
             digest.update(part)
-        directory = bytearray(next(files.contents(fd, [(start, start + length_bytes)])))
+        unsummed = bytearray(directory)
         for offset in archive.storage_entries(directory):
-            directory[offset + archive.ENTRY_CRC_AT : offset + archive.ENTRY_CRC_AT + _CRC_BYTES] = _NO_CRC
-        digest.update(bytes(directory))
-        digest.update(next(files.contents(fd, [(start + length_bytes, size_bytes)])))
-    except (ShardError, ValueError, OSError):  # it is no archive, has just become shorter, or cannot be read
+            unsummed[offset + archive.ENTRY_CRC_AT : offset + archive.ENTRY_CRC_AT + _CRC_BYTES] = _NO_CRC
+        digest.update(unsummed)
+        end = start + len(directory)
+        digest.update(file.read_exactly(end, file.size_bytes - end))
+    except ShardError:  # it is no archive, has just become shorter, or cannot be read
         return None
-    return HeaderDigest(size_bytes, digest.digest())
+    return HeaderDigest(file.size_bytes, digest.digest())

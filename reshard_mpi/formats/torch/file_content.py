@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 from zlib import crc32
 
 from reshard_mpi.errors import ShardError
+from reshard_mpi.filesystem.stores import SourceFile
 from reshard_mpi.formats.nest.nodes import LESS, Dict, Value
-from reshard_mpi.formats.torch.archive import Member, program, read_members
+from reshard_mpi.formats.torch.archive import Archive, Member, program
 from reshard_mpi.formats.torch.pickle_hooks import PickleCutShortError, PickleError, PickleHooks
 from reshard_mpi.formats.torch.tensors import CALLS, Storage, named_storage
 from reshard_mpi.formats.torch.unpickler import BUDGET_BYTES, load
@@ -78,15 +78,8 @@ class Storages:
         return read._replace(key=self._prefix + read.key) if self._prefix else read
 
 
-def of_archive(
-    fd: int,
-    path: str,
-    size_bytes: int,
-    first_byte: int = 0,
-    budget_bytes: int = BUDGET_BYTES,
-    prefix: str = "",
-) -> FileContent:
-    """Read the content of an archive, which begins at `first_byte` of its file.
+def of_archive(archive: Archive, budget_bytes: int = BUDGET_BYTES, prefix: str = "") -> FileContent:
+    """Read the content of an archive.
 
     Args:
         budget_bytes: what its objects may take of memory.
@@ -94,7 +87,8 @@ def of_archive(
 
     Raises ShardError if it is not sound, or no checkpoint.
     """
-    members = read_members(fd, path, size_bytes, first_byte)
+    file, members = archive.file, archive.members()
+    path = file.path
     pickles = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(pickles) != 1:
         raise ShardError(
@@ -110,7 +104,7 @@ def of_archive(
 
     def small(name: str, default: bytes) -> bytes:
         member = members.get(top + name)
-        return default if member is None else _member_bytes(fd, path, member, _MAX_SMALL_BYTES, name)
+        return default if member is None else _member_bytes(file, member, _MAX_SMALL_BYTES, name)
 
     version = small("version", b"3").strip()
     if not version.isdigit() or int(version) > _NEWEST_VERSION:
@@ -119,7 +113,7 @@ def of_archive(
     if order not in (b"little", b"big"):
         raise ShardError("a checkpoint of torch has an unknown byte order", got=repr(order), where=path)
     pickle = members[pickles[0]]
-    data = _member_bytes(fd, path, pickle, _MAX_PICKLE_BYTES, "data.pkl")
+    data = _member_bytes(file, pickle, _MAX_PICKLE_BYTES, "data.pkl")
     storages = Storages(prefix)
     root = _unpickled(data, storages, path, budget_bytes)
     starts = {}
@@ -135,25 +129,22 @@ def of_archive(
             )
         starts[prefix + key] = member.offset_bytes
     own = members.get(top + OWN_RECORD)
-    record = None if own is None else _member_bytes(fd, path, own, _MAX_OWN_BYTES, OWN_RECORD)
+    record = None if own is None else _member_bytes(file, own, _MAX_OWN_BYTES, OWN_RECORD)
     if own is not None and record is not None and crc32(record) != own.crc:
         record = None  # it is damaged, and as good as none
     return FileContent(root, starts, order.decode() != sys.byteorder, pickle.crc, crc32(data), record)
 
 
-def _member_bytes(fd: int, path: str, member: Member, most_bytes: int, name: str) -> bytes:
+def _member_bytes(file: SourceFile, member: Member, most_bytes: int, name: str) -> bytes:
     if member.size_bytes > most_bytes:
         raise ShardError(
             f"{name} of a shard is too large",
             expected=f"{most_bytes} bytes at most",
             got=f"{member.size_bytes} bytes",
-            where=path,
+            where=file.path,
             remedy=LESS,
         )
-    content = os.pread(fd, member.size_bytes, member.offset_bytes)
-    if len(content) != member.size_bytes:
-        raise ShardError(f"a shard ends in the middle of its {name}", where=path)
-    return content
+    return file.read_exactly(member.offset_bytes, member.size_bytes)
 
 
 def _unpickled(data: bytes, storages: Storages, path: str, budget_bytes: int) -> Value:
@@ -166,21 +157,21 @@ def _unpickled(data: bytes, storages: Storages, path: str, budget_bytes: int) ->
     return root
 
 
-def of_pickles(fd: int, path: str, size_bytes: int) -> FileContent:
+def of_pickles(file: SourceFile) -> FileContent:
     """Read the content of a file of the older layout. Raises ShardError if it is not sound."""
     length_bytes = _FIRST_BYTES
     while True:
         try:
-            return _legacy_content(os.pread(fd, length_bytes, 0), fd, size_bytes)
+            return _legacy_content(file.read(0, length_bytes), file)
         except PickleCutShortError as error:
-            if length_bytes >= min(size_bytes, _MAX_PICKLE_BYTES):
-                raise error.of_shard(path) from None
+            if length_bytes >= min(file.size_bytes, _MAX_PICKLE_BYTES):
+                raise error.of_shard(file.path) from None
             length_bytes = min(4 * length_bytes, _MAX_PICKLE_BYTES)
         except PickleError as error:
-            raise error.of_shard(path) from None
+            raise error.of_shard(file.path) from None
 
 
-def _legacy_content(data: bytes, fd: int, size_bytes: int) -> FileContent:
+def _legacy_content(data: bytes, file: SourceFile) -> FileContent:
     """Read the pickles at the beginning of a file, and look where its storages lie."""
     _, offset = load(data)
     protocol, offset = load(data, offset)
@@ -194,14 +185,14 @@ def _legacy_content(data: bytes, fd: int, size_bytes: int) -> FileContent:
     keys, offset = load(data, offset)
     starts: dict[str, int] = {}
     for key, (elements, length_bytes) in zip(_checked(keys, storages, offset), _sizes(keys, storages, offset)):
-        counted = os.pread(fd, _COUNT_BYTES, offset)
+        counted = file.read(offset, _COUNT_BYTES)
         starts[key] = offset + _COUNT_BYTES
         offset = starts[key] + length_bytes
-        if len(counted) < _COUNT_BYTES or offset > size_bytes:
+        if len(counted) < _COUNT_BYTES or offset > file.size_bytes:
             raise PickleError("an older checkpoint of torch ends in the middle of a storage", offset)
         if int.from_bytes(counted, "little" if is_little else "big") != elements:
             raise PickleError("a storage of an older checkpoint has another size than its pickle says", starts[key])
-    if offset != size_bytes:
+    if offset != file.size_bytes:
         raise PickleError("something follows the end of an older checkpoint of torch", offset)
     return FileContent(root, starts, order != sys.byteorder)
 

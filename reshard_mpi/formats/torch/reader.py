@@ -7,12 +7,12 @@ the run, which say over how many ranks a model was cut. Facts are of DeepSpeed 0
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem.paths import START_BYTES
+from reshard_mpi.filesystem.stores import SourceFile
 from reshard_mpi.formats import files, nest
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.manifest import Manifest
@@ -141,13 +141,13 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
     Names of nested dictionaries are joined by dots; the nest is kept as a string (`nest.NEST`). What is neither tensor
     nor plain data is left out and named. Raises ShardError if the file is not sound, or would run code.
     """
-    with files.opened(path) as (fd, size_bytes):
+    with files.opened(path) as file:
         digest = None if like is None else like.header_digest
-        if like is not None and digest is not None and archive_layout.of_file(fd, size_bytes, like.tensors) == digest:
+        if like is not None and digest is not None and archive_layout.of_file(file, like.tensors) == digest:
             return like.at(path)
-        manifest = _parsed(path, _content(fd, path, size_bytes))
+        manifest = _parsed(path, _content(file))
         if manifest.identity is None:  # the files of different ranks say different ranks
-            manifest = manifest._replace(header_digest=archive_layout.of_file(fd, size_bytes, manifest.tensors))
+            manifest = manifest._replace(header_digest=archive_layout.of_file(file, manifest.tensors))
     return manifest
 
 
@@ -189,20 +189,17 @@ def read_back(meant: Manifest) -> None:
     files.require_as_written(locate(meant.path), meant)
 
 
-def _content(fd: int, path: str, size_bytes: int) -> FileContent:
-    try:
-        start = os.pread(fd, START_BYTES, 0)
-        if archive.is_archive(start):
-            return of_archive(fd, path, size_bytes)
-        if start.startswith(START):
-            return of_pickles(fd, path, size_bytes)
-    except OSError as error:
-        raise ShardError("a shard cannot be read", got=str(error), where=path) from error
-    raise files.other_kind(start, path, "a file that torch.save writes") or ShardError(
+def _content(file: SourceFile) -> FileContent:
+    start = file.read(0, START_BYTES)
+    if archive.is_archive(start):
+        return of_archive(archive.Archive(file))
+    if start.startswith(START):
+        return of_pickles(file)
+    raise files.other_kind(start, file.path, "a file that torch.save writes") or ShardError(
         "a shard is no file that torch.save writes",
         expected="a zip archive, or the older layout with its number",
         got=f"a file that begins with {start[:8]!r}",
-        where=path,
+        where=file.path,
         remedy="if it is a bare pickle or a tar file, load it with torch, and save its state_dict()",
     )
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Mapping
 from zlib import crc32
 
 from reshard_mpi.errors import ShardError
+from reshard_mpi.filesystem.stores import SourceFile
 from reshard_mpi.formats import files, nest
 from reshard_mpi.formats.manifest import Manifest, ShardSpec
 from reshard_mpi.formats.nest.nodes import Value
@@ -131,11 +131,11 @@ def seal(fd: int, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = F
 
     There is no place in it for the sums of tensors; members always have theirs, so `crc` changes nothing.
     """
-    size_bytes = os.fstat(fd).st_size
-    members = archive.read_members(fd, path, size_bytes)
-    start, length_bytes, _ = archive.directory(fd, path, size_bytes)
-    directory = bytearray(os.pread(fd, length_bytes, start))
-    for offset, member, member_crc in zip(archive.entries(directory), members.values(), _sums(fd, path, members)):
+    file = SourceFile(path, fd)
+    members = archive.Archive(file).members()
+    start, listed, _ = archive.Archive(file).directory()
+    directory = bytearray(listed)
+    for offset, member, member_crc in zip(archive.entries(listed), members.values(), _sums(file, members)):
         directory[offset + archive.ENTRY_CRC_AT : offset + archive.ENTRY_CRC_AT + len(member_crc)] = member_crc
         if member.size_bytes:
             files.write_all(fd, member_crc, member.offset_bytes + member.size_bytes + archive.DESCRIPTOR_CRC_AT)
@@ -147,13 +147,11 @@ def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
 
     torch can be told to leave them out; then they are 0. Files of the older layout have none.
     """
-    with files.opened(path) as (fd, size_bytes):
-        if not archive.is_archive(os.pread(fd, 4, 0)):
-            return False
-        return check_members(fd, path, archive.read_members(fd, path, size_bytes), on_bytes)
+    with files.opened(path) as file:
+        return archive.is_archive(file.read(0, 4)) and check_members(file, archive.Archive(file).members(), on_bytes)
 
 
-def check_members(fd: int, path: str, members: Mapping[str, archive.Member], on_bytes: OnBytes) -> bool:
+def check_members(file: SourceFile, members: Mapping[str, archive.Member], on_bytes: OnBytes) -> bool:
     """Tell whether every member of an archive has a checksum. Raises ShardError if one does not fit.
 
     Args:
@@ -161,20 +159,20 @@ def check_members(fd: int, path: str, members: Mapping[str, archive.Member], on_
     """
     if any(member.size_bytes and not member.crc for member in members.values()):
         return False
-    for (name, member), crc in zip(members.items(), _sums(fd, path, members, on_bytes)):
+    for (name, member), crc in zip(members.items(), _sums(file, members, on_bytes)):
         if int.from_bytes(crc, "little") != member.crc:
             raise ShardError(
                 "a member of a shard does not fit its own checksum: it is damaged",
                 expected=f"CRC-32 {member.crc:08x}, as the directory says",
                 got=f"{int.from_bytes(crc, 'little'):08x}",
-                where=f"{path}, byte {member.offset_bytes}, member {name!r}",
+                where=f"{file.path}, byte {member.offset_bytes}, member {name!r}",
                 remedy="copy it again, or use another replica",
             )
     return True
 
 
-def _sums(fd: int, path: str, members: Mapping[str, archive.Member], on_bytes: OnBytes = uncounted) -> Iterator[bytes]:
+def _sums(file: SourceFile, members: Mapping[str, archive.Member], on_bytes: OnBytes = uncounted) -> Iterator[bytes]:
     """Yield the CRC-32 of each member's payload, as it is written."""
     for member in members.values():
         span = member.offset_bytes, member.offset_bytes + member.size_bytes
-        yield files.crc32_of(fd, path, span, on_bytes=on_bytes).to_bytes(4, "little")
+        yield files.crc32_of(file, span, on_bytes=on_bytes).to_bytes(4, "little")

@@ -1,0 +1,253 @@
+"""Look at files and folders of checkpoints, and open them for reading (`entries`, `open_file`).
+
+Any store can answer this: the names in a folder with kind and size, whether something is there, bytes of a file. A link
+counts as the file or folder that it leads to.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+from reshard_mpi.errors import ShardError
+
+if TYPE_CHECKING:
+    from mmap import mmap
+
+StrPath = str | os.PathLike[str]
+# Nothing lies at a path that leads to one of these errors; after others that is not known.
+_NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+
+
+class FileVersion(NamedTuple):
+    """The version of a file: another one if it is written to, or if another file takes its place.
+
+    The number of the device is no part of it, since hosts number a file system that they share differently.
+    """
+
+    inode: int
+    size_bytes: int
+    modified_ns: int  # since 1970
+    links: int
+    changed_ns: int  # when its status was last changed, which nobody can set back
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> FileVersion:
+        return cls(status.st_ino, status.st_size, status.st_mtime_ns, status.st_nlink, status.st_ctime_ns)
+
+    def is_later_than(self, was: FileVersion) -> bool:
+        """Tell whether the file was written or replaced since `was`.
+
+        That another name was given to it, or taken from it, changes its status and nothing else: a target that replaces
+        one does so if the source is a copy by hard links of what was there.
+        """
+        return self[:3] != was[:3] or (self.links == was.links and self.changed_ns != was.changed_ns)
+
+
+class IrregularFileError(OSError):
+    """A folder, pipe, socket or device is in the place of a file."""
+
+
+class FileCutShortError(ShardError):
+    """A file ends before bytes that it had when it was opened."""
+
+
+class SourceFile:
+    """A file that is open for reading.
+
+    Attributes:
+        version, size_bytes: as it was when it was opened, before anything was read of it.
+    """
+
+    __slots__ = ("_descriptor", "path", "size_bytes", "version")
+
+    def __init__(self, path: str, descriptor: int) -> None:
+        """Read the file that is open as `descriptor`, and is closed by whoever opened it. Raises OSError for others."""
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise IrregularFileError(errno.EINVAL, "not a regular file", path)
+        self.path = path
+        self.version = FileVersion.of(status)
+        self.size_bytes = status.st_size
+        self._descriptor = descriptor
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+    def read(self, offset: int, length_bytes: int) -> bytes:
+        """Return bytes of the file from byte `offset` on, fewer only if it ends before.
+
+        Raises ShardError if they cannot be read.
+        """
+        try:
+            content = os.pread(self._descriptor, length_bytes, offset)
+            # A system may read less than it is asked for.
+            while len(content) < length_bytes and offset + len(content) < self.size_bytes:
+                more = os.pread(self._descriptor, length_bytes - len(content), offset + len(content))
+                if not more:
+                    break
+                content += more
+        except (OSError, OverflowError) as error:
+            where = f"{self.path}, byte {offset}"
+            raise ShardError("a shard cannot be read", got=str(error), where=where) from error
+        return content
+
+    def read_exactly(self, offset: int, length_bytes: int) -> bytes:
+        """Return as many bytes from byte `offset` on. Raises ShardError if they cannot be read or the file ends."""
+        content = self.read(offset, length_bytes)
+        if len(content) < length_bytes:
+            raise self.became_shorter()
+        return content
+
+    def became_shorter(self) -> FileCutShortError:
+        """Return the error for a file that ends before."""
+        return FileCutShortError("a checkpoint became shorter while it was read", where=self.path)
+
+    def read_into(self, offset: int, places: Sequence[memoryview]) -> int:
+        """Read bytes from byte `offset` on into places, one after another; return how many, which may be too few.
+
+        Raises OSError.
+        """
+        return os.preadv(self._descriptor, places, offset)
+
+    def map(self, offset: int, length_bytes: int) -> mmap:
+        """Map bytes from byte `offset` on, a multiple of `mmap.ALLOCATIONGRANULARITY`.
+
+        Raises ValueError if the file ends before, OSError if it cannot be mapped.
+        """
+        import mmap
+
+        return mmap.mmap(self._descriptor, length_bytes, access=mmap.ACCESS_READ, offset=offset)
+
+    def copy_into(self, target: int, offset: int, target_offset: int, length_bytes: int) -> int:
+        """Copy bytes to the file `target` inside the kernel; return how many, which may be too few. Raises OSError."""
+        return os.copy_file_range(self._descriptor, target, length_bytes, offset, target_offset)
+
+    def advise(self, offset: int, length_bytes: int) -> None:
+        """Advise the kernel to read bytes ahead. Raises OSError if it takes no advice."""
+        os.posix_fadvise(self._descriptor, offset, length_bytes, os.POSIX_FADV_WILLNEED)
+
+
+def open_file(path: str) -> SourceFile:
+    """Open the file at `path`, to be closed after use. Raises OSError; ValueError for what can be no path."""
+    # O_NONBLOCK: a pipe in the place of a shard must not make us wait for a writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        return SourceFile(path, descriptor)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def first_bytes(path: StrPath, length_bytes: int, otherwise: bytes | None = None) -> bytes:
+    """Return the first bytes of the file at `path`, or all if it is shorter.
+
+    Args:
+        otherwise: returned if it cannot be read; None: OSError is raised.
+    """
+    buffer = memoryview(bytearray(length_bytes))
+    try:
+        with open_file(os.fspath(path)) as file:
+            return bytes(buffer[: file.read_into(0, [buffer])])
+    except OSError:
+        if otherwise is None:
+            raise
+        return otherwise
+
+
+def version_of(path: StrPath) -> FileVersion:
+    """Return the version of the file at `path` as it is now. Raises OSError."""
+    return FileVersion.of(os.stat(path))
+
+
+def exists(path: StrPath) -> bool:
+    """Tell whether anything lies at `path`. Raises OSError, as all who tell do, where the file system does not say."""
+    return _mode(path) != 0
+
+
+def is_file(path: StrPath) -> bool:
+    """Tell whether a regular file lies at `path`."""
+    return stat.S_ISREG(_mode(path))
+
+
+def is_folder(path: StrPath) -> bool:
+    """Tell whether a folder lies at `path`."""
+    return stat.S_ISDIR(_mode(path))
+
+
+def is_taken(path: StrPath) -> bool:
+    """Tell whether something is called so, be it a link that leads nowhere."""
+    return os.path.lexists(path)
+
+
+def _mode(path: StrPath) -> int:
+    """Return the mode of what lies at `path`; 0 for nothing."""
+    try:
+        return os.stat(path).st_mode
+    except ValueError:  # what can be no path
+        return 0
+    except OSError as error:
+        if error.errno in _NOTHING:
+            return 0
+        raise
+
+
+class FolderEntry:
+    """A name in a folder, with the kind and size of what lies there; both raise OSError where they are not known."""
+
+    __slots__ = ("_entry", "name")
+
+    def __init__(self, entry: os.DirEntry[str]) -> None:
+        self.name = entry.name
+        self._entry = entry
+
+    @property
+    def is_file(self) -> bool:
+        entry = self._entry
+        return is_file(entry.path) if entry.is_symlink() else entry.is_file()
+
+    @property
+    def is_folder(self) -> bool:
+        entry = self._entry
+        return is_folder(entry.path) if entry.is_symlink() else entry.is_dir()
+
+    @property
+    def size_bytes(self) -> int:
+        return self._entry.stat().st_size
+
+
+def entries(folder: StrPath) -> list[FolderEntry]:
+    """Return what lies in a folder, in the order of its names. Raises OSError if it cannot be listed."""
+    with os.scandir(folder) as listed:
+        return sorted(map(FolderEntry, listed), key=lambda entry: entry.name)
+
+
+def names(folder: StrPath, otherwise: Sequence[str] | None = None) -> Sequence[str]:
+    """Return the names in a folder.
+
+    Args:
+        otherwise: returned if it cannot be listed; None: OSError is raised.
+    """
+    try:
+        return os.listdir(folder)
+    except OSError:
+        if otherwise is None:
+            raise
+        return otherwise
+
+
+def walk(folder: str) -> Iterator[tuple[list[str], list[str]]]:
+    """Yield the names of the folders and files in a folder, then in each folder whose name is left in the list.
+
+    A folder that cannot be listed is passed over, as a link is.
+    """
+    return ((folders, files) for _, folders, files in os.walk(folder))
