@@ -97,8 +97,7 @@ class SourceFile:
                     break
                 content += more
         except (OSError, OverflowError) as error:
-            where = f"{self.path}, byte {offset}"
-            raise ShardError("a shard cannot be read", got=str(error), where=where) from error
+            raise ShardError("a shard cannot be read", got=str(error), where=f"{self.path}, byte {offset}") from error
         return content
 
     def read_exactly(self, offset: int, length_bytes: int) -> bytes:
