@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import time
@@ -30,6 +31,8 @@ from reshard_mpi.text import format_bytes, format_rate
 Float32Array = np.ndarray[Any, np.dtype[np.float32]]
 Float32Arrays = Mapping[str, Float32Array]
 
+_SRC_STRATEGY, _DST_STRATEGY = "src_strategy.ckpt", "dst_strategy.ckpt"
+_MADE = ("src", "dst", _SRC_STRATEGY, _DST_STRATEGY)
 _SHAPES = {
     "layer1.weight": (784, 512),
     "layer1.bias": (512,),
@@ -88,14 +91,14 @@ def _shared_folder(folder: str | None, comm: Comm) -> Iterator[Path]:
     if comm.rank == 0:
         base_name = folder or tempfile.mkdtemp(prefix="reshard-mpi-demo-")
     base = Path(comm.allgather(base_name)[0] or "")
-    present = comm.allgather(folder is not None and any((base / name).exists() for name in ("src", "dst")))
+    present = comm.allgather(folder is not None and any(os.path.lexists(base / name) for name in _MADE))
     if any(present):
         raise TargetError(
             "the folder has a demo already",
             expected="a new folder",
-            got="src or dst in it",
+            got=f"one of {', '.join(_MADE)} in it",
             where=str(base),
-            remedy="choose another folder, or remove src and dst from this one",
+            remedy="choose another folder, or remove these from this one",
         )
     try:
         yield base
@@ -133,7 +136,7 @@ def _write_source(base: Path, tensors: Float32Arrays) -> None:
     source, target = _strategies()
     base.mkdir(parents=True, exist_ok=True)
     shapes = {name: array.shape for name, array in tensors.items()}
-    for name, strategy in (("src_strategy.ckpt", source), ("dst_strategy.ckpt", target)):
+    for name, strategy in ((_SRC_STRATEGY, source), (_DST_STRATEGY, target)):
         (base / name).write_bytes(encode_protobuf(to_stage_files(strategy, shapes)[0]))
     for rank in range(source.world_size):
         layouts = {name: Layout(source.find(name)[0], array.shape) for name, array in tensors.items()}
@@ -150,8 +153,8 @@ def _request(base: Path) -> Request:
     return Request(
         source=str(base / "src"),
         target=str(base / "dst"),
-        src_strategy=str(base / "src_strategy.ckpt"),
-        dst_strategy=str(base / "dst_strategy.ckpt"),
+        src_strategy=str(base / _SRC_STRATEGY),
+        dst_strategy=str(base / _DST_STRATEGY),
         prefix=formats.DEFAULT_PREFIX,
         strict=True,
     )
@@ -203,5 +206,5 @@ def _account(base: Path, outcome: Outcome, seconds: float, comm: Comm, *, is_kep
         f" all {slices} slices are bit-exact",
     ]
     if is_kept:
-        lines.append(f"its files: {base}/src, {base}/dst, {base}/src_strategy.ckpt, {base}/dst_strategy.ckpt")
+        lines.append(f"its files: {base}/src, {base}/dst, {base / _SRC_STRATEGY}, {base / _DST_STRATEGY}")
     return "\n".join(lines)

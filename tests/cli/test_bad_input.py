@@ -795,10 +795,12 @@ def test_stages_that_cannot_be_merged(tmp_path: Path) -> None:
         assert finished.code == 3 and "cannot be written" in finished.err, finished
 
 
-def test_a_demo_where_one_is_already(tmp_path: Path) -> None:
-    (tmp_path / "src").mkdir()
+@pytest.mark.parametrize("name", ["src", "dst", "src_strategy.ckpt", "dst_strategy.ckpt"])
+def test_a_demo_where_one_is_already(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("mine")
     (tmp_path / "file").write_text("")
+    before = listing(tmp_path)
     for folder, says in ((tmp_path, "has a demo already"), (tmp_path / "file", "file")):
         finished = run_here("demo", folder)
         assert finished.code == 3 and says in finished.err
-    assert set(listing(tmp_path)) == {"src", "file"}
+    assert listing(tmp_path) == before
