@@ -13,7 +13,7 @@ from reshard_mpi.mapping.box_pairs import TargetShape, TermTensor
 from reshard_mpi.mapping.direction import Direction, Inventory, shown, told_direction
 from reshard_mpi.mapping.matching import Match, matches, whole_pair
 from reshard_mpi.mapping.numbered_state import STATE
-from reshard_mpi.mapping.optimizer_forms import GROUPS, settings_of_all
+from reshard_mpi.mapping.optimizer_forms import GROUPS
 from reshard_mpi.mapping.optimizer_state import (
     followed,
     is_named_as_state,
@@ -75,6 +75,7 @@ def applied(
     forward: bool | None = None,
     like: TargetTemplate | None = None,
     settings: Mapping[str, Any] = MappingProxyType({}),
+    settings_of_target: Mapping[str, Any] = MappingProxyType({}),
 ) -> MapResult:
     """Apply the rules of a map to the tensors of a checkpoint.
 
@@ -84,11 +85,14 @@ def applied(
         like: decides which equations apply, and in which order tensors are; what is made must be alike, of what
             `choice` takes.
         settings: of the source's optimizer.
+        settings_of_target: of that in the checkpoint which the last of several maps is to make one like.
 
     Raises MapError if the map does not fit.
     """
     taken = _taken(rules, inventory, forward, like, settings)
-    everything = _everything(taken, rules, inventory, choice, like, settings)
+    is_backward = taken.direction is not None and not taken.direction.is_forward
+    of_left = settings_of_target if is_backward else settings
+    everything = _everything(taken, rules, inventory, choice, like, of_left)
     shapes = everything.shapes
     states_out = states_left_out(choice, {**({} if like is None else like.shapes), **shapes}, rules, taken.direction)
     chosen = frozenset(require_any(choice, shapes)) - states_out
@@ -158,13 +162,11 @@ def _everything(
     like: TargetTemplate | None,
     settings: Mapping[str, Any],
 ) -> _Everything:
-    """Return all that the tensors of a checkpoint become. settings: of the source's optimizer."""
+    """Return all that the tensors of a checkpoint become. settings: of the optimizer on the map's left side."""
     tensors = _tensors(taken, inventory, choice, like)
     if rules is None or taken.direction is None:
         return _Everything(tensors, (), (), settings)
     constants = made_up(rules, tensors, taken.direction, like)
-    if not taken.direction.is_forward:
-        settings = {} if like is None else settings_of_all(like.training, like.nest)
     numbers = _computed(rules, taken, tensors, settings, like)
     of_numbers = {number.name for number in numbers}
     return _Everything(tensors, [tensor for tensor in constants if tensor.name not in of_numbers], numbers, settings)

@@ -10,6 +10,7 @@ from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.mapping.apply import applied
 from reshard_mpi.mapping.box_pairs import MAX_PAIRS, BoxPair, TargetShape, TermTensor
 from reshard_mpi.mapping.direction import Inventory
+from reshard_mpi.mapping.optimizer_forms import settings_of_all
 from reshard_mpi.mapping.result import Computed, ConstantTensor, DerivedTensor, MapResult, taken_of
 from reshard_mpi.mapping.rules import Rules
 from reshard_mpi.mapping.selection import Selection, TargetTemplate
@@ -138,16 +139,17 @@ def chained(
         settings: of the source's optimizer.
     """
     *first, last = rules
+    of_target = {} if like is None else settings_of_all(like.training, like.nest)
     stranded: frozenset[str] = frozenset()
     for of_one in first:
-        mapped = applied(of_one, Selection(last=choice), inventory, forward, None, settings)
+        mapped = applied(of_one, Selection(last=choice), inventory, forward, None, settings, of_target)
         _require_none_taken(stranded, mapped)
         stranded |= mapped.stranded
         yield mapped
         kinds = {tensor.name: TensorType(tensor.dtype, tensor.shape.shape) for tensor in mapped.made}
         kinds |= {constant.name: constant.kind for constant in mapped.constants}
         inventory = kinds | {number.name: number.kind for number in mapped.computed}
-    mapped = applied(last, choice, inventory, forward, like, settings)
+    mapped = applied(last, choice, inventory, forward, like, settings, of_target)
     _require_none_taken(stranded, mapped)
     yield mapped
 
