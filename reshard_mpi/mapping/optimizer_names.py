@@ -16,6 +16,7 @@ class MadeParameter(NamedTuple):
 
     name: str
     sources: frozenset[str]
+    whole: str = ""  # its name with what the model's begin with, where `name` lacks it
 
 
 def made_in(
@@ -40,15 +41,17 @@ def made_in(
     Raises MapError if names fit several models that become different ones.
     """
     known = frozenset(names)
+    if any(name not in tensors for name in known) and len(_begins(known, source_path, tensors)) == 1:
+        return made_below(known, known, source_path, tensors, parameters, where)  # whatever else has such a name
     made = [parameter for parameter in parameters if not known.isdisjoint(parameter.sources)]
     left = known.difference(*(parameter.sources for parameter in made))
     by_state = _followed_by_state(path, source_path, left, parameters)
     left = left.difference(*(parameter.sources for parameter in by_state))
-    below, gone = _made_below(left, known, source_path, tensors, parameters, where)
+    below, gone = made_below(left, known, source_path, tensors, parameters, where)
     return [*made, *by_state, *below], gone.union(name for name in left if name in tensors)
 
 
-def _made_below(
+def made_below(
     left: Collection[str],
     names: Collection[str],
     source_path: str,
@@ -63,13 +66,7 @@ def _made_below(
     """
     if not left:
         return [], frozenset()
-    one = next(iter(left))
-    others = (name for name in tensors if not (source_path and name.startswith(source_path)))
-    begins = {name.removesuffix(one) for name in others if name.endswith(f".{one}")}
-    models = [begin for begin in begins if all(f"{begin}{name}" in tensors for name in left)]
-    fitting = [begin for begin in models if all(f"{begin}{name}" in tensors for name in names)] or models
-    # `moment.model.` is state of `model.`.
-    fitting = [begin for begin in fitting if not any(begin != other and begin.endswith(other) for other in fitting)]
+    fitting = _begins(names, source_path, tensors) or _begins(left, source_path, tensors)
     made_of = (tuple(_below(begin, left, parameters)) for begin in fitting)
     made_by_model = {frozenset(made): made for made in made_of if made}  # each in the order of the parameters
     if len(made_by_model) > 1:
@@ -84,12 +81,22 @@ def _made_below(
     return made, frozenset(left if fitting else ()).difference(*(parameter.sources for parameter in made))
 
 
+def _begins(names: Collection[str], source_path: str, tensors: Collection[str]) -> list[str]:
+    """Return what names of tensors outside of an optimizer have before all of its names."""
+    one = next(iter(names))
+    others = (name for name in tensors if not (source_path and name.startswith(source_path)))
+    begins = {name.removesuffix(one) for name in others if name.endswith(f".{one}")}
+    fitting = [begin for begin in begins if all(f"{begin}{name}" in tensors for name in names)]
+    # `moment.model.` is state of `model.`.
+    return [begin for begin in fitting if not any(begin != other and begin.endswith(other) for other in fitting)]
+
+
 def _below(begin: str, names: Collection[str], parameters: Sequence[MadeParameter]) -> Iterator[MadeParameter]:
     """Yield the parameters made of a model's, all without the beginning of the model's names."""
     for parameter in parameters:
         of_it = frozenset(name.removeprefix(begin) for name in parameter.sources if name.startswith(begin))
         if not of_it.isdisjoint(names):
-            yield MadeParameter(parameter.name.removeprefix(begin), of_it)
+            yield MadeParameter(parameter.name.removeprefix(begin), of_it, parameter.name)
 
 
 def _followed_by_state(
@@ -123,19 +130,34 @@ def by_both_names(
     tensors: Collection[str],
     parameters: Sequence[MadeParameter],
     where: str,
+    *,
+    are_whole: bool,
 ) -> dict[str, frozenset[str]]:
     """Return, for parameters as an optimizer of a nest calls them, their sources as the source's optimizer does.
 
     Args:
         path, source_path: what names of tensors in these optimizers begin with.
         tensors: names of the source's tensors.
+        are_whole: whether `own_names` are names of tensors.
     """
     made, _ = made_in(path, source_path, source_names, tensors, parameters, where)
-    sources = {parameter.name: parameter.sources for parameter in made}
-    whole_names = [parameter.name for parameter in made]
-    for name in own_names:
-        if name not in sources:
-            fitting = {sources[whole] for whole in whole_names if whole.endswith(f".{name}")}
-            if len(fitting) == 1:
-                (sources[name],) = fitting
+    sources = {(are_whole and each.whole) or each.name: each.sources for each in made}
+    left = [name for name in own_names if name not in sources]
+    ends = {whole: name for name in left[:1] for whole in sources if whole.endswith(f".{name}")}
+    begins = [whole.removesuffix(name) for whole, name in ends.items()]
+    of_all = [begin for begin in begins if all(f"{begin}{name}" in sources for name in own_names)]
+    for name in left:
+        fitting = {sources[f"{begin}{name}"] for begin in of_all}
+        fitting = fitting or {own for whole, own in sources.items() if whole.endswith(f".{name}")}
+        if len(fitting) > 1:
+            raise MapError(
+                "which parameter of the source an optimizer has cannot be told, since several end in its name",
+                expected="names that begin as the model's tensors do, or one model with these parameters",
+                got=f"{name}: {', '.join(sorted(min(own) for own in fitting))}",
+                where=where,
+                remedy="give --like a checkpoint whose optimizer has the names of the model's tensors, or leave the"
+                " optimizer's state out (--exclude)",
+            )
+        if fitting:
+            sources[name] = fitting.pop()
     return sources

@@ -62,7 +62,7 @@ def renamed(
             continue
         if optimizer.form is Form.NUMBERS:
             of_it = (parameter for parameter in parameters if not parameter.sources.isdisjoint(optimizer.parameters))
-            made = [MadeParameter(name.removeprefix(training.prefix), own) for name, own in of_it]
+            made = [MadeParameter(name.removeprefix(training.prefix), own) for name, own, _ in of_it]
             gone = frozenset(optimizer.parameters)
         else:
             made, gone = made_in(path, path, optimizer.parameters, inventory, parameters, where)
@@ -171,7 +171,9 @@ def _sources_of(
     """Return, for each parameter of a nest, the parameters of the source's optimizer that are in it, in order."""
     place = {name: number for number, name in enumerate(of_source.parameters)}
     names = own.parameters, of_source.parameters
-    sources = by_both_names(own.path, names[0], of_source.path, names[1], inventory, parameters, where)
+    sources = by_both_names(
+        own.path, names[0], of_source.path, names[1], inventory, parameters, where, are_whole=own.form is Form.NUMBERS
+    )
     sources_of: dict[str, list[str]] = {}
     for name in own.parameters:
         key = str(own.keys.get(name, name))  # state may go by numbers in the file

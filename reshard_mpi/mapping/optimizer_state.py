@@ -339,7 +339,9 @@ def require_none_stranded(kept: Iterable[str], taken: Iterable[Match], inventory
         return
     matches = list(taken)
     parameters = _by_ends_of_names(matches)
+    others = [name for name in inventory if not is_named_like_state(name)]
     match_of = {name: match for match in matches for name in (*match.sources.values(), *match.equal)}
+    ends = frozenset(end for name in others if name not in match_of for end in _ends_of(name))
     match_of_shape = {inventory[name].shape: match for name, match in match_of.items()}
     for name in states:
         numbered = match_of_shape.get(inventory[name].shape)
@@ -362,9 +364,9 @@ def require_none_stranded(kept: Iterable[str], taken: Iterable[Match], inventory
                 where=match_of[whole].rule.where,
                 remedy="write equations for such state, or leave it out with --exclude",
             )
-        for parameter, match, is_renamed in _named_in_part(name, parameters):
+        for parameter, match, is_of_torch, is_renamed in _named_in_part(name, parameters, ends):
             shape = inventory[name].shape
-            if inventory[parameter].shape == shape or (is_renamed and prod(shape) == 1):
+            if inventory[parameter].shape == shape or (is_of_torch and (is_renamed or prod(shape) != 1)):
                 raise MapError(
                     f"state of {parameter} would stay as it is, while an equation takes the parameter",
                     expected=f"{parameter}, the whole name, in that of its state, so that it follows",
@@ -390,17 +392,28 @@ def _by_ends_of_names(taken: Iterable[Match]) -> Mapping[str, tuple[str, Match] 
     by_end: dict[str, tuple[str, Match] | None] = {}
     for match in taken:
         for name in (*match.sources.values(), *match.equal):
-            end = name
-            while "." in end:
-                end = end.partition(".")[2]
+            for end in _ends_of(name) if _STATE_KEY not in parts_of(name) else ():  # an equation may be of state
                 by_end[end] = None if end in by_end else (name, match)
     return by_end
 
 
-def _named_in_part(name: str, parameters: Mapping[str, tuple[str, Match] | None]) -> Iterator[tuple[str, Match, bool]]:
+def _ends_of(name: str) -> Iterator[str]:
+    """Yield the text behind each dot of a name."""
+    while "." in name:
+        name = name.partition(".")[2]
+        yield name
+
+
+def _named_in_part(
+    name: str, parameters: Mapping[str, tuple[str, Match] | None], ends: Container[str]
+) -> Iterator[tuple[str, Match, bool, bool]]:
     """Yield the parameters whose names end in some consecutive parts of a name of state, and what takes them.
 
-    The last item is whether torch's optimizers have such names (`state.fc.weight.step`), and the parameter's is gone.
+    The last items are whether torch's optimizers have such names (`state.fc.weight.step`), and whether the parameter's
+    is gone.
+
+    Args:
+        ends: of names of tensors that stay; their state may stay as well.
     """
     parts = parts_of(name)
     for length in range(len(parts) - 1, 0, -1):
@@ -411,4 +424,6 @@ def _named_in_part(name: str, parameters: Mapping[str, tuple[str, Match] | None]
             if parameter is not None and parameter[0] != name and not STATE_WORDS.isdisjoint(rest):
                 targets = parameter[1].targets.values()
                 is_kept = any(f".{target}".endswith(f".{end}") for target in targets)
-                yield *parameter, not is_kept and parts[start - 1 : start] in (("state",), ("param_groups",))
+                yield *parameter, parts[start - 1 : start] in (("state",), ("param_groups",)), not is_kept
+            elif end in ends:
+                return

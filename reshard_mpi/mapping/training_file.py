@@ -8,21 +8,24 @@ takes the names that the one before it has made, so the numbers of the files mat
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from reshard_mpi.errors import MapError
+from reshard_mpi.formats.nest.nodes import parsed
 from reshard_mpi.mapping.apply import applied
 from reshard_mpi.mapping.chain import chained, composed
 from reshard_mpi.mapping.direction import Inventory
 from reshard_mpi.mapping.numbered_state import (
+    NO_TRAINING,
     STATE,
     Training,
     in_order,
     named_tensors,
     training_in,
 )
-from reshard_mpi.mapping.optimizer_forms import GROUPS, STATE_KEY, Form, settings_of_all
-from reshard_mpi.mapping.optimizer_names import MadeParameter
+from reshard_mpi.mapping.optimizer_forms import GROUPS, STATE_KEY, Form, optimizers_of, settings_of_all
+from reshard_mpi.mapping.optimizer_names import MadeParameter, made_below
 from reshard_mpi.mapping.optimizer_settings import carried_into, renamed
 from reshard_mpi.mapping.result import DerivedTensor, MapResult, taken_of
 from reshard_mpi.mapping.rules import Rules
@@ -64,7 +67,12 @@ def applied_to_file(
     if not rules:
         mapped = applied(None, choice, inventory, forward)
         if choice.exclude:
-            _require_no_orphans(mapped, inventory, source)
+            training = NO_TRAINING
+            with suppress(MapError):  # nothing tells whose state it is
+                shapes = {name: kind.shape for name, kind in inventory.items()}
+                training = training_in(source.nest, shapes, source.tied, source.path)
+            made = [MadeParameter(tensor.name, _sources(tensor)) for tensor in mapped.made]
+            _require_no_orphans(training, made, inventory, source)
         return MappedFile((mapped,), mapped.made, source.nest)
     if source.nest is not None:
         inventory = {name: inventory[name] for name in in_order(source.nest, inventory, source.path)}
@@ -104,6 +112,7 @@ def applied_to_file(
     made_up = (*(constant.name for constant in last.constants), *(number.name for number in last.computed))
     tensors = [*(tensor.name for tensor in all_made), *made_up]
     new = renamed(source.nest, training, inventory, all_parameters, tensors, source.path)
+    _require_no_orphans(training, all_parameters, inventory, source)
     _require_none_taken_out([each.path for each in new.known], all_made, source.path)
     begins = tuple(f"{each.path}state." for each in new.known if each.form is not Form.FLAT)
     if training.optimizer is not None or any(derived.name.startswith(begins) for derived in all_made):
@@ -149,28 +158,35 @@ def _told_of_order(training: Training, path: str) -> Iterator[str]:
         )
 
 
-def _require_no_orphans(mapped: MapResult, inventory: Inventory, source: SourceTree) -> None:
-    """Raise MapError for numbered state of a parameter that is left out, which only a map takes out of its nest."""
-    try:
-        training = training_in(
-            source.nest, {name: kind.shape for name, kind in inventory.items()}, source.tied, source.path
-        )
-    except MapError:  # nothing tells whose state it is
-        return
-    path = "" if training.optimizer is None else f"{training.optimizer.path}state."
-    left_out, numbered = (
-        frozenset(mapped.left_out),
-        [tensor.name for tensor in mapped.made if tensor.name.startswith(path)],
-    )
-    for number, name in training.parameters.items():
-        orphan = next((state for state in numbered if state.startswith(f"{path}{number}.")), None)
-        if name in left_out and orphan is not None:
-            raise MapError(
-                f"{name} is excluded, and its state is not",
-                got=orphan,
-                where=source.path,
-                remedy=f"exclude the state as well (--exclude '{path}{number}.*'; that of all: --exclude '{path}*')",
-            )
+def _require_no_orphans(
+    training: Training, made: Sequence[MadeParameter], inventory: Inventory, source: SourceTree
+) -> None:
+    """Raise MapError for state of a parameter that is left out, if nothing but the optimizer tells whose it is.
+
+    Args:
+        made: all that is made.
+    """
+    sources = frozenset(name for parameter in made for name in parameter.sources)
+    for _, optimizer in [] if source.nest is None else optimizers_of(parsed(source.nest).root, training):
+        begin = f"{optimizer.path}{STATE_KEY}."
+        gone = frozenset(optimizer.parameters) - sources
+        if optimizer.form is not Form.NUMBERS:
+            left, below = gone - inventory.keys(), frozenset[str]()
+            with suppress(MapError):  # nothing tells which model it is of
+                _, below = made_below(left, optimizer.parameters, optimizer.path, inventory, made, source.path)
+            gone = gone - left | below
+        name_of = {str(optimizer.keys.get(name, name)): name for name in gone}
+        for state in sources if name_of else ():
+            key = state.removeprefix(begin) if state.startswith(begin) else ""
+            while key and key not in name_of:
+                key = key.rpartition(".")[0]
+            if key:
+                raise MapError(
+                    f"{name_of[key]} is excluded, and its state is not",
+                    got=state,
+                    where=source.path,
+                    remedy=f"exclude the state as well (--exclude '{begin}{key}.*'; that of all: --exclude '{begin}*')",
+                )
 
 
 def _training(choice: Selection, inventory: Inventory, source: SourceTree) -> Training:

@@ -506,3 +506,104 @@ def test_a_number_that_a_setting_does_not_give_is_told(tmp_path: Path, rates: st
     torch_peer.save(tmp_path / "x.pt", {"a.bias": tensor(5), "b.bias": tensor(6), "optimizer": optimizer})
     report = reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", to="ckpt", map="torch-mindspore", forward=True)
     assert any("learning_rate is not made, since lr" in warning for warning in report.warnings)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("is_mapped", [False, True])
+def test_state_of_a_parameter_that_is_excluded_does_not_stay(tmp_path: Path, form: str, is_mapped: bool) -> None:
+    of_form(tmp_path / "x.pt", ("a.w", "b.w"), "optim", form, own=True)
+    pairs = ("model.a.w",) if form == "numbers" else ("model.a.w", "optim.state.a.w.exp_avg")
+    (tmp_path / "map.toml").write_text("".join(f'[[map]]\neq = "{name} <=> {name}"\n' for name in pairs))
+    asked: dict[str, Any] = {"to": "torch", **({"map": tmp_path / "map.toml", "forward": True} if is_mapped else {})}
+    own = ["optim.state.1.*"] if form == "numbers" and not is_mapped else ["optim.state.b.w.*"]
+    if form != "numbers" or not is_mapped:  # with a map it goes with its parameter
+        with pytest.raises(MapError, match=r"b\.w is excluded, and its state is not|optim\.state\.b\.w"):
+            reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", exclude=["model.b.w"], **asked)
+        reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", exclude=["model.b.w", *own], **asked)
+    else:
+        reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", exclude=["model.b.w"], **asked)
+    left = [name for name in reshard_mpi.load_rank(0, tmp_path / "dst") if "exp_avg" in name]
+    assert left == ["optim.state.0.exp_avg" if form == "numbers" and not is_mapped else "optim.state.a.w.exp_avg"]
+
+
+def test_powers_are_checked_in_a_chain_too(tmp_path: Path) -> None:
+    """Backwards the betas are those of the checkpoint that the last map is to make one like."""
+
+    def saved(name: str, path: Path, beta: float) -> Path:
+        group = {"lr": 0.25, "betas": (beta, 0.75), "params": [0]}
+        step = torch_peer.tensor(sample("", np.float32(3)), str(next(_keys)))
+        optimizer = {
+            "state": {0: {"step": step, "exp_avg": tensor(1), "exp_avg_sq": tensor(2)}},
+            "param_groups": [group],
+        }
+        torch_peer.save(path, {name: tensor(5), "optimizer": optimizer})
+        return path
+
+    saved("fc.bias", tmp_path / "x.pt", 0.5)
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "ms", to="ckpt", map="torch-mindspore", forward=True)
+    maps = ["torch-mindspore", "new.bias <=> fc.bias"]
+    asked: dict[str, Any] = {"to": "torch", "map": maps, "reverse": True}
+    reshard_mpi.transform(tmp_path / "ms", tmp_path / "dst", like=saved("new.bias", tmp_path / "like.pt", 0.5), **asked)
+    with pytest.raises(MapError, match="beta1_power does not belong"):
+        saved("new.bias", tmp_path / "like.pt", 0.625)
+        reshard_mpi.transform(tmp_path / "ms", tmp_path / "other", like=tmp_path / "like.pt", **asked)
+
+
+@pytest.mark.parametrize("like", ["names", "flat"])
+def test_a_parameter_whose_name_ends_anothers_has_its_own_settings(tmp_path: Path, like: str) -> None:
+    names = ("norm.w", "enc.norm.w")
+    of_form(tmp_path / "x.pt", names, "optim", "numbers", own=True)
+    template = of_form(tmp_path / "like.pt", names, "optimizer", like, own=False)
+    state = '[[map]]\neq = "optimizer.state.{p*}.exp_avg <=> optimizer.state.{p*}.exp_avg"\n'
+    (tmp_path / "map.toml").write_text('[[map]]\neq = "{p*}.w <=> model.{p*}.w"\n' + state)
+    reshard_mpi.transform(
+        tmp_path / "x.pt", tmp_path / "dst", to="torch", map=tmp_path / "map.toml", forward=True, like=template
+    )
+    optimizer = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["optimizer"]
+    for at, name in enumerate(names):
+        if like == "flat":
+            rate, note = (optimizer[key] for key in (f"param_groups.{name}.lr", f"state.{name}.note"))
+        else:
+            rate, note = optimizer["param_groups"][at]["lr"], optimizer["state"][name]["note"]
+        assert (rate, note) == (0.1 + 0.1 * at, at)
+
+
+def test_state_of_another_shape_does_not_stay_under_an_old_name(tmp_path: Path) -> None:
+    """As Adafactor has it, of rows and columns; its names lack what the model's begin with."""
+    row = torch_peer.tensor(sample("", np.zeros(3, np.float32)), str(next(_keys)))
+    optimizer = {"state": {"a.w": {"exp_avg_sq_row": row}}, "param_groups": [{"lr": 0.5, "params": ["a.w"]}]}
+    torch_peer.save(tmp_path / "x.pt", {"model": {"a.w": tensor(0)}, "optim": optimizer})
+    for equation in ("model.a.w <=> model.b.w", "model.a.w [o i] <=> model.a.w [i o]"):
+        with pytest.raises(MapError, match="would stay as it is"):
+            reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", to="torch", map=equation, forward=True)
+
+
+@pytest.mark.parametrize("form", ["names", "flat"])
+def test_names_of_a_part_that_is_called_as_the_model_is(tmp_path: Path, form: str) -> None:
+    """The optimizer's `model.w` is the tensor `model.model.w`, since its other names lack the beginning as well."""
+    of_form(tmp_path / "x.pt", ("w", "model.w", "model.b"), "optim", form, own=True)
+    pairs = [
+        (f"{before}{old}{end}", f"{before}{new}{end}")
+        for before, end in (("model.", ""), ("optim.state.", ".exp_avg"))
+        for old, new in (("w", "head"), ("model.w", "model.w"), ("model.b", "model.b"))
+    ]
+    (tmp_path / "map.toml").write_text("".join(f'[[map]]\neq = "{old} <=> {new}"\n' for old, new in pairs))
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", to="torch", map=tmp_path / "map.toml", forward=True)
+    loaded = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")
+    for at, name in enumerate(("head", "model.w", "model.b")):
+        assert value_of(loaded["model"][name]) == at
+        if form == "flat":
+            rate, note = loaded["optim"][f"param_groups.{name}.lr"], loaded["optim"][f"state.{name}.note"]
+        else:
+            group = next(group for group in loaded["optim"]["param_groups"] if name in group["params"])
+            rate, note = group["lr"], loaded["optim"]["state"][name]["note"]
+        assert (rate, note) == (0.1 + 0.1 * at, at)
+
+
+def test_equations_of_some_state_leave_other_state_alone(tmp_path: Path) -> None:
+    of_form(tmp_path / "x.pt", ("a.w", "b.w"), "optim", "names", own=True)
+    pairs = [(f"{begin}a.w{end}", f"{begin}c.w{end}") for begin, end in (("model.", ""), ("optim.state.", ".exp_avg"))]
+    (tmp_path / "map.toml").write_text("".join(f'[[map]]\neq = "{old} <=> {new}"\n' for old, new in pairs))
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", to="torch", map=tmp_path / "map.toml", forward=True)
+    optimizer = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["optim"]
+    assert {name: state["note"] for name, state in optimizer["state"].items()} == {"c.w": 0, "b.w": 1}
