@@ -79,14 +79,17 @@ def applied_to_file(
     training = _training(choice, inventory, source)
     shapes = {name: kind.shape for name, kind in inventory.items()}
     named = named_tensors(training, shapes, source.path, is_stripped=like is not None)
-    in_target = _names_in_target(training, like)
     plain = {name: inventory[in_file] for name, in_file in named.items()}
-    chain = tuple(
-        chained(rules, choice._replace(named=in_target), plain, forward, like, settings_of_all(training, source.nest))
-    )
-    in_files = _chain_in_files(chain, named, in_target)
+    settings = settings_of_all(training, source.nest)
+    while True:
+        in_target = _names_in_target(training, like)
+        chain = tuple(chained(rules, choice._replace(named=in_target), plain, forward, like, settings))
+        in_files = _chain_in_files(chain, named, in_target)
+        all_made = composed(in_files)
+        if like is not None or not _is_prefix_taken_off(training, all_made):
+            break
+        training = training._replace(prefix="")  # what begins so now is a part of the model with the name of its key
     _require_different(in_files[-1], chain[-1], source.path)
-    all_made = composed(in_files)
     notes = tuple(_told_of_order(training, source.path))
     # What is equal to another tensor goes into what is made of that.
     equal = {each.names[0]: frozenset(each.names) for each in in_files[0].equal}
@@ -199,6 +202,14 @@ def _training(choice: Selection, inventory: Inventory, source: SourceTree) -> Tr
         if training.optimizer is not None:
             raise
         return training
+
+
+def _is_prefix_taken_off(training: Training, made: Sequence[DerivedTensor]) -> bool:
+    """Tell whether maps take off what names of the model begin with, of some parameters, and keep the name of none."""
+    parameters = frozenset(training.parameters.values())
+    sources = {tensor.name: _sources(tensor) for tensor in made if not parameters.isdisjoint(_sources(tensor))}
+    are_renamed = all(name not in of_it for name, of_it in sources.items())
+    return are_renamed and any(not name.startswith(training.prefix) for name in sources)
 
 
 def _names_in_target(training: Training, like: TargetTemplate | None) -> Callable[[str], str]:

@@ -807,3 +807,16 @@ def test_numbered_state_whose_order_nothing_tells_is_refused(tmp_path: Path, equ
     with pytest.raises(MapError, match="state that torch numbers would stay"):
         reshard_mpi.transform(tmp_path / "hf", tmp_path / "dst", **asked)
     reshard_mpi.transform(tmp_path / "hf", tmp_path / "dst", exclude=["optimizer.*"], **asked)
+
+
+def test_a_prefix_that_a_map_takes_off_is_not_taken_off_twice(tmp_path: Path) -> None:
+    """A part of the model is called as the key is that it lies below, as in a CausalLM of Hugging Face."""
+    model = {"model.embed": Q[:12].reshape(4, 3), "head": K[:6].reshape(2, 3)}
+    torch_peer.save(tmp_path / "x.pt", training(model, tuple(model)))
+    asked: dict[str, Any] = {"map": "model.{p*} <=> {p*}", "forward": True}
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "names", to="safetensors", **asked)
+    moments = {name for name in reshard_mpi.load_rank(0, tmp_path / "names") if name.endswith("exp_avg")}
+    assert moments == {f"optimizer.state.{name}.exp_avg" for name in model}
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "torch", to="torch", **asked)
+    optimizer = torch_peer.load(tmp_path / "torch/rank_0/checkpoint_0.pt")["optimizer"]
+    assert [*optimizer["state"]] == optimizer["param_groups"][0]["params"] == [*model]
