@@ -127,9 +127,9 @@ class Conversion:
                 plan = plan._replace(warnings=(*plan.warnings, *self.view.cut_warnings(plan)))
         nest = plan.strings.get(NEST)
         if nest is not None and self.target.world_size > 1 and not self.once and self.unlisted is Unlisted.FOLLOW:
-            from reshard_mpi.runs.state_cuts import require_state_cut
+            from reshard_mpi.runs.state_cuts import with_warning
 
-            require_state_cut(plan, self.target, nest, self.source.files.path)
+            plan = with_warning(plan, self.target, nest, strict=self.strict, where=self.source.files.path)
         if plan.sums:
             plan = plan._replace(notes=(*plan.notes, *notes_on(self.accumulated, plan.sums)))
         if checked:
