@@ -1,4 +1,4 @@
-"""Find the shard files of a folder and their ranks (`find_shards`)."""
+"""Find the shard files of a folder that `--select` takes, and their ranks (`find_shards`)."""
 
 from __future__ import annotations
 

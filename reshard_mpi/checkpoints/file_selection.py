@@ -1,4 +1,4 @@
-"""Choose one file of each rank folder by the names of the files (`choose`), and the latest of several folders."""
+"""Choose the files of one step where rank folders hold several (`choose`), and the latest of several folders."""
 
 from __future__ import annotations
 

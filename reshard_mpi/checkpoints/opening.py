@@ -41,8 +41,8 @@ def open_source(
     Args:
         known_damage: what is known to be wrong with the shards of some ranks, though their structure may be sound.
 
-    Raises SourceError or StrategyError where they do not belong together, and what is wrong with the first shard where
-    none can be read, or none tells who else holds what it should.
+    Raises SourceError or StrategyError where they do not belong together. Raises the first shard's error if no shard
+    can be read, or if no strategy says which other shards hold the same data.
     """
     _require_all_files(files)
     _require_one_run(files, strategy)

@@ -67,7 +67,8 @@ def drifted_tensors(
     Args:
         is_wanted: tells whether targets have a tensor, given its name and the names present.
         is_known: tells whether the tensor of a name is looked for in all shards that may hold it.
-        damaged_are_replaced: whether shards that do not fit their own checksum are not read for the targets anyway.
+        damaged_are_replaced: whether damaged shards have been, or will be, left out of the plans: damage is passed over
+            here then.
 
     Raises StrategyError if the source strategy is not that of the checkpoint, CoverageError for a wanted tensor that is
     not known, ShardError if a shard that differs from another does not fit its own checksum. Shards that cannot be read

@@ -104,7 +104,8 @@ class Journal:
     def check(self) -> None:
         """Raise TargetError if the folder cannot be joined: it cannot be written to, or is not this run's.
 
-        It is not if it holds another run, or an index or a commit record that this run has not written.
+        It is another run's if it holds a record of another run, or an index or a commit record that this run has not
+        written.
         """
         require_writable(self.folder)
         with opened_inner(self.folder, STATE) as state:
@@ -140,9 +141,9 @@ class Journal:
     def is_done(self, target_rank: int, path: Path) -> bool:
         """Tell whether the target is complete and is to be skipped (--resume).
 
-        Raises TargetError if its file exists and neither --resume nor --overwrite is given, or is of another origin and
-        --overwrite is not given, if no file can take its name, or if a live process is writing it; DisagreementError if
-        it is to be skipped, but was made from sources that have changed.
+        Raises TargetError if its file exists and neither --resume nor --overwrite is given; if the file is of another
+        origin, without --overwrite; if no file can take its name; if a live process is writing it. Raises
+        DisagreementError if the target is to be skipped, but was made from sources that have changed.
         """
         require_place(self.folder, path)
         self._refuse_locked(target_rank)

@@ -196,7 +196,7 @@ def missing_files(tensors: TensorTable) -> Iterator[str]:
 
 
 def _list_of(route: ReadGroup, place: int) -> int:
-    """Return a number that tensors have in common whose parts come from elsewhere in the same way."""
+    """Return a key: tensors with equal keys take their parts from the same places in the same way."""
     tensors = route.tensors
     if isinstance(tensors, MappedTensors):
         return tensors.recipe_of[route.numbers[place]]

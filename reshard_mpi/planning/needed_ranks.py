@@ -221,7 +221,8 @@ def _needs(source: Placement, target: Placement, target_rank: int) -> NeededPiec
     needs = []
     for aligned, other in alignments(source, target):
         shape = stand_in_shape(aligned, other)
-        # Which slices of a cut by ceiling division meet is up to the shape; and all of them tell how long it is.
+        # Without the shape it is unknown which slices of a ceiling division overlap, and all of them are needed to
+        # learn the length. So all are asked for.
         is_open = aligned.ceil or other.ceil
         if aligned.ceil:  # in the sizes that the target gives some slices may be empty
             shape = tuple(aligned.cuts(dim) for dim in range(len(shape)))

@@ -62,9 +62,10 @@ class SourceGroup:
 def needed_parts(
     name: str, group: SourceGroup, box: Box, target_rank: int, home_stage: int, opened: Container[int]
 ) -> tuple[TensorPart, ...]:
-    """Return the parts to read for a box, by the first layout all of whose parts should be in opened shards.
+    """Return the parts to read for a box.
 
-    Layouts of the home rank's stage come first.
+    Of several layouts the first is used for which every part should be in an opened shard; those of the home rank's
+    stage come first.
 
     Args:
         name: of a tensor of the group, for errors.

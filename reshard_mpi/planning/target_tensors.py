@@ -183,7 +183,8 @@ class TargetTensors:
         self.tensors = SourceTensors(source, manifests, lost, self._may_hold if leaves_out else None)
         self.layouts = TargetLayouts(target, target_rank, self.tensors, policy.unlisted)
         self.lost = lost
-        # All that goes into this shard: by the held in which it is held, and by name in file order.
+        # All that goes into this shard: the classes of its tensors, and the class of each tensor by its name, in file
+        # order.
         self._classes: dict[tuple[SourceGroup, Layout, GradientShare | ReshardError], TensorClass] = {}
         self.class_by_name: dict[str, TensorClass] = {}
         home_stage = source.stage_of(self.home)

@@ -314,7 +314,7 @@ def _target_panel(kind: _AlikeTensors, other_cuts: tuple[Sequence[int], ...]) ->
 
 
 def _layout_of(layouts: Sequence[Layout], taken: Sequence[Box]) -> Layout:
-    """Return the layout by which boxes have been taken, of those by which stages that share a tensor cut it."""
+    """Return the layout that has the taken boxes as its pieces: stages that share a tensor may cut it differently."""
     for layout in layouts if taken else ():
         if taken[0] in [layout.piece_box(piece) for piece, _ in layout.pieces_meeting(taken[0])]:
             return layout

@@ -1,4 +1,4 @@
-"""Locate the tensors of a safetensors file (`locate`).
+"""Parse the header of a safetensors file, and locate its tensors (`locate`).
 
 Nothing else tells that what they hold may be slices. So no such file is taken for a checkpoint by itself.
 """
@@ -17,8 +17,9 @@ from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem.stores import SourceFile
 from reshard_mpi.formats import files
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.formats.safetensors import header
-from reshard_mpi.formats.safetensors.header import (
+from reshard_mpi.formats.safetensors import metadata
+from reshard_mpi.formats.safetensors.json_reader import Json, JsonReader, as_numbers, as_object, shown
+from reshard_mpi.formats.safetensors.metadata import (
     BY_TAG,
     CRC,
     INT4,
@@ -32,7 +33,6 @@ from reshard_mpi.formats.safetensors.header import (
     is_of_this_file,
     open_header,
 )
-from reshard_mpi.formats.safetensors.json_reader import Json, JsonReader, as_numbers, as_object, shown
 from reshard_mpi.formats.tensor_table import TensorTable, TensorType
 
 # Its number from 0, and the number of all. MindFormers saves the model and the optimizer apart.
@@ -94,10 +94,10 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
     is not as long as its shape and type say, or shared with another; or if bytes belong to no tensor.
     """
     with files.opened(path) as file:
-        if like is not None and like.header_digest is not None and header.of_file(file) == like.header_digest:
+        if like is not None and like.header_digest is not None and metadata.of_file(file) == like.header_digest:
             return like.at(path)._replace(part_of=like.part_of or part_of(path, None))
         contents = read(file)
-        header_digest = header.of_file(file)
+        header_digest = metadata.of_file(file)
     return Manifest(
         path,
         NAME,

@@ -23,8 +23,8 @@ from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.protocol import no_crc as check_crc
 from reshard_mpi.formats.protocol import no_sums as stored_sums
 from reshard_mpi.formats.safetensors import reader
-from reshard_mpi.formats.safetensors.header import SHARDING
 from reshard_mpi.formats.safetensors.json_reader import JsonReader, as_numbers, as_object, shown
+from reshard_mpi.formats.safetensors.metadata import SHARDING
 from reshard_mpi.formats.tensor_table import ChunkedTensors, ListedChunk, TensorTable
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.text import KIB, MIB

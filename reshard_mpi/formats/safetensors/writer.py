@@ -31,8 +31,7 @@ from reshard_mpi.formats.manifest import (
     is_in_crc,
 )
 from reshard_mpi.formats.protocol import NO_SUMS, OnBytes, uncounted
-from reshard_mpi.formats.safetensors import header
-from reshard_mpi.formats.safetensors.header import (
+from reshard_mpi.formats.safetensors.metadata import (
     CRC,
     FORMAT,
     INT4_TAG,
@@ -45,6 +44,7 @@ from reshard_mpi.formats.safetensors.header import (
     STRING_PREFIX,
     TAG_OF,
     is_plain,
+    of_header,
 )
 from reshard_mpi.formats.safetensors.reader import MAX_STRING_BYTES, NAME, read
 from reshard_mpi.formats.tensor_table import TensorTable, TensorType
@@ -87,7 +87,7 @@ def reserve_as(fd: int, path: str, spec: ShardSpec, format_name: str, metadata: 
     for number, start in zip(layout.order, layout.starts):
         tensors.add(specs.names[number], kinds[specs.kind_ids[number]], start)
     text = layout.header[LENGTH_BYTES:]
-    header_digest = header.of_header(len(text), (text,), layout.size_bytes)
+    header_digest = of_header(len(text), (text,), layout.size_bytes)
     return Manifest(path, format_name, tensors, dict(spec.strings), header_digest=header_digest)
 
 
@@ -198,7 +198,7 @@ def _entries(specs: Specs, order: Sequence[int], metadata: dict[str, str], path:
     tags = {names[offset]: INT4_TAG for offset in order if kind_of[offset] in int4} if int4 else {}
     _require_apart(names, metadata, path)
     entries = (f"{encode_basestring(key)}:{encode_basestring(text)}" for key, text in (metadata | tags).items())
-    yield f"{header.START.decode()}{','.join(entries)}}}"
+    yield f"{START.decode()}{','.join(entries)}}}"
     kinds = [(_around(kind), kind.size_bytes) for kind in specs.kinds]
     offset = 0
     for number in order:

@@ -1,10 +1,10 @@
-"""Check the length of the header of a safetensors file, and digest it (`open_header`, `of_file`).
+"""Define the metadata of a safetensors header, check its length and digest it (`open_header`, `of_file`).
 
 Accepted is what the reference parser accepts (safetensors 0.8), with exceptions that are refused: an entry or a field
 given twice, fields that are not known.
 
-Metadata is text by text. MindSpore takes an entry that is called as a tensor for that tensor's type, and fails where it
-is no type; so a shard has no entry called as one of its tensors but for that.
+Metadata is text by text. If an entry has the name of a tensor, MindSpore takes its text for the tensor's type, and
+fails if it is none. So such an entry is written only to give a type.
 """
 
 from __future__ import annotations
