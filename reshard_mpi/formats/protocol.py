@@ -67,12 +67,14 @@ class Format(Protocol):
         """
 
     def seal(self, fd: int, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = False) -> None:
-        """Finish the file after its payloads are in place (permissions; whatever depends on the payload).
+        """Finish the file after its payloads are in place: write whatever depends on them.
 
         Args:
-            sums: of its tensors by name, which are stored if the file was reserved with a place for them; empty if they
-                are not known.
-            crc: add a checksum of the whole file.
+            fd: the file, open for reading and writing; it may become longer by a checksum. Its permissions
+                are not the format's.
+            sums: the CRC-32 of each tensor by name, if the file was reserved `with_sums`; else empty. A format that
+                keeps no sums passes over them.
+            crc: add a checksum of the whole file, which is read for that in pieces.
 
         Raises UsageError if the format has no such checksum, OSError if the file cannot be written.
         """

@@ -12,15 +12,17 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from reshard_mpi.errors import ReshardError, ShardError, TargetError
+from reshard_mpi.errors import ReshardError, ShardError, TargetError, UsageError
+from reshard_mpi.formats import files
 from reshard_mpi.formats.dtypes import BY_NAME, DType
 from reshard_mpi.formats.manifest import Manifest, ShardIdentity, ShardSpec, TensorSpec
-from reshard_mpi.formats.protocol import Format, reserve_file
+from reshard_mpi.formats.protocol import Format, reserve_file, seal_file
 from reshard_mpi.formats.registry import FormatInfo
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.testing import hypothesis_strategies, sample_tensors
@@ -31,6 +33,29 @@ ODD_NAMES = (
     *("a/b/c", "/leading", "trailing/", "double//slash", ".", "..", "./x", "x/./y"),
     *("__reshard_mpi__", "__reshard_mpi__/strategy", "n" * 2000, "/".join("d" * 400)),
 )
+
+# What nobody can hold, as far as the second way to write takes it: lengths, names, and payloads that are too short.
+_IMPOSSIBLE = {
+    "33 dimensions": SampleTensor("w", BY_NAME["int8"], (1,) * 33, b"w"),
+    "a broken length": SampleTensor("w", BY_NAME["int8"], cast("tuple[int, ...]", (2.0, 3)), b"123456"),
+    "a length that is no number": SampleTensor("w", BY_NAME["int8"], (True, 6), b"123456"),
+    "negative lengths": SampleTensor("w", BY_NAME["int8"], (-2, -3), b"123456"),
+    "too many elements for the payload": SampleTensor("w", BY_NAME["int8"], (600,), b"123456"),
+    "as many elements as two payloads": SampleTensor("w", BY_NAME["int8"], (12,), b"123456"),
+    "too many elements to count": SampleTensor("w", BY_NAME["int8"], (1 << 62, 1 << 62), b"123456"),
+    "no name": SampleTensor("", BY_NAME["int8"], (6,), b"123456"),
+    "a name that is too long": SampleTensor("n" * 5000, BY_NAME["int8"], (6,), b"123456"),
+}
+# Slices of tensors, of which a shard says where they lie.
+_SLICES = (
+    TensorSpec("matrix", BY_NAME["float32"], (4, 6), Box((2, 3), (4, 6))),
+    TensorSpec("vector", BY_NAME["int8"], (9,), Box((3,), (6,))),
+    TensorSpec("nothing of it", BY_NAME["int8"], (9,), Box((6,), (6,))),
+    TensorSpec("whole", BY_NAME["bfloat16"], (2, 2), Box.whole((2, 2))),
+    TensorSpec("number", BY_NAME["float64"], (), Box.whole(())),
+)
+# Bytes that damage a structure; those of numbers in text are likelier than others.
+_DAMAGE = st.one_of(st.integers(0, 255), st.sampled_from(b"0123456789.-,"))
 
 # Subclasses run the same tests, which hypothesis calls differing executors; and each example writes files.
 _inherited = settings(deadline=None, suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow])
@@ -49,6 +74,8 @@ class FormatConformance:
     keeps_order: bool = True
     # The names of types that are refused.
     cannot_hold: frozenset[str] = frozenset()
+    # Whether a format that describes itself writes rank and strategy; False if it only reads them.
+    writes_identity: bool = True
 
     @property
     def module(self) -> Format:
@@ -62,6 +89,10 @@ class FormatConformance:
     def read_independently(self, path: Path) -> ShardContents:
         """Read a shard, in the order of its tensors, without the code under test."""
         raise NotImplementedError
+
+    def sound_again(self, content: bytes) -> bytes:
+        """Return a damaged file with checksums of its structure made to fit, so that the damage is not hidden."""
+        return content
 
     # Reading
 
@@ -229,6 +260,81 @@ class FormatConformance:
                 reserve_file(self.module, str(self._path(tmp_path)), twice)
         assert not list(tmp_path.iterdir())
 
+    # What the facts of the format promise
+
+    def test_rank_strategy_and_places_are_kept(self, tmp_path: Path) -> None:
+        if not (self.info.describes_itself and self.writes_identity):
+            return
+        identity = ShardIdentity(2, 3, "any text \n é 层 " * 5000)
+        spec = ShardSpec(identity, _SLICES, {})
+        reserved = reserve_file(self.module, str(self._path(tmp_path)), spec)
+        seal_file(self.module, str(self._path(tmp_path)))
+        for manifest in (reserved, self.module.locate(str(self._path(tmp_path)))):
+            assert manifest.identity == identity
+            places = [(entry.box, entry.global_shape) for entry in manifest.tensors.values()]
+            assert places == [(tensor.box, tensor.global_shape) for tensor in _SLICES]
+
+    @pytest.mark.parametrize("with_sums", [False, True], ids=["none are given", "they are given"])
+    def test_sums_are_kept_where_they_are_given(self, tmp_path: Path, *, with_sums: bool) -> None:
+        contents, path = self._holdable(_some_contents()), self._path(tmp_path)
+        sums = {name: 0xFFFFFFFF - 257 * number for number, name in enumerate(contents.tensors)} if with_sums else {}
+        spec = sample_tensors.spec_of(contents)._replace(with_sums=with_sums)
+        sample_tensors.fill(reserve_file(self.module, str(path), spec), contents)
+        seal_file(self.module, str(path), sums)
+        assert self.module.stored_sums(str(path)) == (sums if self.info.keeps_sums else {})
+        self._assert_same(sample_tensors.contents_of(self.module.locate(str(path))), contents)
+
+    def test_a_checksum_of_the_file_is_made_or_refused(self, tmp_path: Path) -> None:
+        path, contents = self._path(tmp_path), ShardContents.of([_some_contents().tensors["layer/bias"]])
+        spec = sample_tensors.spec_of(contents)
+        manifest = sample_tensors.write(self.module, str(path), contents)
+        if not self.info.has_crc:
+            assert not self.module.check_crc(str(path))
+            with pytest.raises(UsageError):
+                seal_file(self.module, str(path), crc=True)
+            return
+        path.unlink()
+        sample_tensors.fill(reserve_file(self.module, str(path), spec), contents)
+        seal_file(self.module, str(path), crc=True)
+        counts: list[int] = []
+        assert self.module.check_crc(str(path), counts.append)
+        size_bytes = path.stat().st_size
+        assert manifest.tensors["layer/bias"].size_bytes <= sum(counts) <= size_bytes
+        assert size_bytes <= self.module.size_at_most_bytes(spec, crc=True)
+        self._assert_same(sample_tensors.contents_of(self.module.locate(str(path))), contents)
+        self._assert_same(self.read_independently(path), contents)
+        (start, _), *_ = sample_tensors.all_ranges(self.module.locate(str(path)))
+        content = bytearray(path.read_bytes())
+        content[start] ^= 1
+        path.write_bytes(content)
+        with pytest.raises(ShardError, match=self._name):
+            self.module.check_crc(str(path))
+
+    def test_what_is_not_as_written_is_not_read_back(self, tmp_path: Path) -> None:
+        """Every change of the structure is noticed that a reader would notice."""
+        path = self._path(tmp_path)
+        meant = sample_tensors.write(self.module, str(path), self._holdable(_some_contents()))
+        self.module.read_back(meant)
+        content, before = path.read_bytes(), self.module.locate(str(path))
+        structure = _outside(sample_tensors.all_ranges(meant), len(content))
+        assert structure, "nothing but payloads"
+        for offset in structure[:: max(1, len(structure) // 300)]:
+            damaged = bytearray(content)
+            damaged[offset] ^= 1
+            path.write_bytes(self.sound_again(bytes(damaged)))
+            try:
+                after = self.module.locate(str(path))
+                is_noticed = after[:5] != before[:5]
+            except ShardError:
+                is_noticed = True
+            if is_noticed:
+                with pytest.raises(ShardError):
+                    self.module.read_back(meant)
+        path.unlink()
+        sample_tensors.write(self.module, str(path), ShardContents({}))
+        with pytest.raises(ShardError, match=self._name):
+            self.module.read_back(meant)
+
     # Files that are no sound shards
 
     def test_what_is_no_file_is_refused(self, tmp_path: Path) -> None:
@@ -271,15 +377,41 @@ class FormatConformance:
             structure = _outside(sample_tensors.all_ranges(whole), len(content))
             damaged = bytearray(content)
             for offset in data.draw(st.lists(st.sampled_from(structure), min_size=1, max_size=4)):
-                damaged[offset] = data.draw(st.integers(0, 255))
-            path.write_bytes(damaged)
-            try:
-                manifest = self.module.locate(str(path))
-                sample_tensors.contents_of(manifest)
-            except ShardError:
-                return
-            ranges = sample_tensors.all_ranges(manifest)
-            assert all(0 <= first <= last <= len(content) for first, last in ranges)
+                damaged[offset] = data.draw(_DAMAGE)
+            path.write_bytes(self.sound_again(bytes(damaged)))
+            self._require_refused_or_sound(path)
+
+    @pytest.mark.parametrize("name", _IMPOSSIBLE)
+    def test_what_cannot_be_is_refused(self, tmp_path: Path, name: str) -> None:
+        """The second way to write is given it; what that does not write either cannot be tried."""
+        path = self._path(tmp_path)
+        first, last = (SampleTensor(side, BY_NAME["int8"], (6,), b"123456") for side in ("first", "last"))
+        try:
+            self.write_independently(path, ShardContents.of([first, _IMPOSSIBLE[name], last]))
+        except Exception:  # of whatever library it is
+            pytest.skip("it cannot be written")
+        self._require_refused_or_sound(path)
+
+    def _require_refused_or_sound(self, path: Path) -> None:
+        """Require that a file is refused, or that what is read of it can be."""
+        try:
+            manifest = self.module.locate(str(path))
+            sample_tensors.contents_of(manifest)
+        except ShardError:
+            return
+        size_bytes = path.stat().st_size
+        assert all(0 <= first <= last <= size_bytes for first, last in sample_tensors.all_ranges(manifest))
+        for entry in manifest.tensors.values():
+            assert 0 < len(entry.name.encode()) <= files.MAX_NAME_BYTES
+            assert len(entry.shape) <= files.MAX_DIMENSIONS
+            lengths = (*entry.shape, *(entry.global_shape or ()), *(entry.box.start if entry.box else ()))
+            assert all(type(length) is int and length >= 0 for length in lengths), lengths
+            if entry.box is not None and entry.global_shape is not None:
+                assert entry.box.shape == entry.shape and Box.whole(entry.global_shape).contains(entry.box)
+        if manifest.identity is not None:
+            rank, world_size, strategy = manifest.identity
+            assert type(rank) is type(world_size) is int and 0 <= rank < world_size and type(strategy) is str
+        assert all(type(text) is str for text in manifest.strings.values())
 
     def _holdable(self, contents: ShardContents) -> ShardContents:
         """Return the contents without the parts that the format cannot hold."""

@@ -22,8 +22,11 @@ from reshard_mpi import formats
 from reshard_mpi.checkpoints.discovery import find_shards
 from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.errors import ReshardError, ShardError, SourceError, UsageError
+from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.formats.files import is_file_name
 from reshard_mpi.formats.protocol import FolderFormat
 from reshard_mpi.testing.checkpoints import ArraysByName, FormatUnderTest
+from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents, write
 
 # Names of files in an index that lead out of its folder, or to no file.
 OUTSIDE = ("../a{}", "/tmp/a{}", "b/../../a{}", "./a{}", "a//b{}", "", "..", "a\0{}")
@@ -68,6 +71,8 @@ class FolderConformance(FormatUnderTest):
     wrong: Mapping[str, tuple[Any, ...]] = {}
     # What is said of a file that is given by itself; empty if such a file is read.
     alone: str = ""
+    # Whether names of written files begin with the user's `--prefix`; False if the format's own program fixes them.
+    uses_prefix: bool = True
 
     def save(self, folder: Path) -> ArraysByName:
         """Write a small checkpoint as its program does, or copy one, to a new folder; return its arrays."""
@@ -142,6 +147,32 @@ class FolderConformance(FormatUnderTest):
         with pytest.raises(UsageError, match="only read"):
             reshard_mpi.transform(folder, tmp_path / "out", to=self.info.name, src_files=self.src_files)
         assert not (tmp_path / "out").exists()
+
+    def test_texts_are_written(self, tmp_path: Path) -> None:
+        if not (self.info.is_target and self.info.keeps_strings):
+            pytest.skip("none are written")
+        tensors = [SampleTensor.random(name, BY_NAME["float32"], (4, 2)) for name in ("a", "b")]
+        texts = {"note": "line\né 层", "empty": ""}
+        write(formats.by_name("ckpt"), str(tmp_path / "in.ckpt"), ShardContents.of(tensors, texts))
+        (tmp_path / "two.toml").write_text('mesh = { x = 2 }\n[[parameter]]\nmatch = "*"\nsplit = { 0 = ["x"] }\n')
+        for number, strategy in enumerate((None, tmp_path / "two.toml")):
+            out = tmp_path / str(number)
+            reshard_mpi.transform(tmp_path / "in.ckpt", out, to=self.info.name, dst_strategy=strategy, verify=True)
+            held = reshard_mpi.load_rank(0, out)
+            assert {name: text for name, text in held.items() if isinstance(text, str)} == texts
+            assert {name: array.tobytes() for name, array in held.items() if not isinstance(array, str)} == {
+                tensor.name: tensor.content for tensor in tensors
+            }
+
+    def test_names_of_written_files(self) -> None:
+        if not self.info.is_target:
+            pytest.skip("none are written")
+        for targets in (1, 2, 11):
+            for prefix in ("", "my_", "other-"):
+                names = [self.module.file_name(rank, targets, prefix) for rank in range(targets)]
+                assert len({*names}) == targets and all(map(is_file_name, names))
+                assert all(name.endswith(self.info.suffixes) for name in names)
+                assert all(name.startswith(prefix) for name in names) or not self.uses_prefix
 
     def test_the_index_is_there_when_all_files_are(self, saved: tuple[Path, ArraysByName], tmp_path: Path) -> None:
         """Targets are made one by one, as by the tasks of an array; the index goes before one of them is made anew."""

@@ -253,7 +253,7 @@ PICKLES = {
 class TestTwoFiles(FolderConformance):
     """A tensor in two pieces, and an object; and everything that may be wrong with them."""
 
-    info = formats.info("dcp")
+    info, uses_prefix = formats.info("dcp"), False
     wrong: ClassVar = {
         **{
             f"says: {what}": (partial(write, spoil=spoil), says, ReshardError)

@@ -342,6 +342,7 @@ class TestFolder(FolderConformance):
     """Three files that transformers has saved, with their index."""
 
     info, index, damaged_indices, wrong = formats.info("hf"), INDEX, INDICES, WRONG
+    uses_prefix = False
 
     def save(self, folder: Path) -> ArraysByName:
         shutil.copytree(GOLDEN / "sharded", folder, dirs_exist_ok=True)
@@ -442,6 +443,7 @@ class TestUnified(FolderConformance):
     """What MindSpore has made: parts, numbers beside them, and a map of names in place of an index."""
 
     info, index, damaged_indices, wrong = formats.info("hf"), "param_name_map.json", INDICES, WRONG_PARTS
+    uses_prefix = False
 
     def save(self, folder: Path) -> ArraysByName:
         shutil.copytree(MINDSPORE / "unified", folder, dirs_exist_ok=True)

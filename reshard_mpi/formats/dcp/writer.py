@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from reshard_mpi.errors import ShardError, TargetError
+from reshard_mpi.errors import ShardError, TargetError, UsageError
 from reshard_mpi.formats import files
 from reshard_mpi.formats.dcp import footer, item_layout
 from reshard_mpi.formats.dcp.item_layout import Keys, TensorLeaf, flattened
@@ -102,7 +102,12 @@ def read_back(meant: Manifest) -> None:
 
 
 def seal(fd: int, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = False) -> None:
-    """Do nothing: all but payloads is there, and there is no place for what depends on them."""
+    """Do nothing: all but payloads is there, and there is no place for what depends on them.
+
+    Raises UsageError for `crc`.
+    """
+    if crc:
+        raise UsageError("a .distcp file has no checksum of its own", expected="no --crc", got="--crc", where=path)
 
 
 def entries_of(names: Sequence[str], strings: Mapping[str, str], where: str) -> list[tuple[str, Keys, Value]]:

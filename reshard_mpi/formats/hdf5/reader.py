@@ -218,6 +218,8 @@ def describe(walk: Walk, root: Node, path: str) -> Description:
     reserved = walk.child(root, native_names.RESERVED)
     strategy = _read_bytes(walk.child(reserved, native_names.STRATEGY), path).decode()
     names, strings = native_names.contents(_read_bytes(walk.child(reserved, native_names.CONTENTS), path))
+    if not all(0 < len(name.encode()) <= files.MAX_NAME_BYTES for name in names):
+        raise ValueError("a name of an impossible length")
     rank, world_size = (types.read_number(root.handle, name, path) for name in ("rank", "world_size"))
     identity = ShardIdentity(rank, world_size, strategy)
     if identity.rank >= identity.world_size:
