@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
-from reshard_mpi.errors import UsageError, as_reshard_error, wrong_type
+from reshard_mpi import formats
+from reshard_mpi.errors import UsageError, as_reshard_error, told, wrong_type
 from reshard_mpi.options import EXCLUSIVE, OPTIONS, check_number, check_path
 from reshard_mpi.processes.comm import Comm, MPIComm, SerialComm
 from reshard_mpi.processes.governor import scopes
@@ -133,7 +134,7 @@ def run(
         else:
             outcome = work.run(request, comm, shown)
     if communicator is None or communicator.Get_rank() == 0:
-        log(outcome.notes, outcome.warnings)
+        log(outcome.notes, (*outcome.warnings, *map(told, formats.left_out().values())))
     if work is Task.CONVERT and request.target_file is None:
         outcome.raise_failures()
     elif outcome.failures:

@@ -12,12 +12,13 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from reshard_mpi import formats
 from reshard_mpi.cli.arguments import parser, request
 from reshard_mpi.cli.progress_display import display_for, is_verbose
 from reshard_mpi.cli.report import in_the_way_of, may_be_report, same, summary, verified, write_report
 from reshard_mpi.cli.start import begin_command, end_if_stopped, stopped_text
 from reshard_mpi.cli.usage import flush_standard_streams, open_standard_streams, show, tell_done
-from reshard_mpi.errors import DamageError, DifferenceError, ReshardError, UsageError
+from reshard_mpi.errors import DamageError, DifferenceError, ReshardError, UsageError, told
 from reshard_mpi.processes import comm
 from reshard_mpi.processes.governor.process_lease import finish
 from reshard_mpi.processes.host import ONE_THREAD
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         exit_when_terminated()
     for name, value in ONE_THREAD.items():
         os.environ.setdefault(name, value)
-    options = argparse.Namespace()
+    options, complaint = argparse.Namespace(), None
     try:
         require_stack()
         options = parser(sys.argv[1:] if arguments is None else arguments).parse_args(arguments)
@@ -55,11 +56,14 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         if comm.speaks(os.environ):
             _last_words(options)(code)
     except ReshardError as error:
-        code = error.exit_code
+        code, complaint = error.exit_code, error
         _complain(error)
     except OSError as error:
         code = ReshardError.exit_code
         _complain(one_line(f"{error.strerror or error}: {error.filename}" if error.filename else str(error)))
+    for why in formats.left_out().values() if comm.speaks(os.environ) else ():
+        if why is not complaint:
+            say(f"warning: {one_line(told(why))}", sys.stderr)
     sys.exit(code)
 
 

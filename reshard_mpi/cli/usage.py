@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn, TextIO
 
+from reshard_mpi import formats
 from reshard_mpi.errors import ReshardError
 from reshard_mpi.processes import comm
 from reshard_mpi.text import did_you_mean, one_line, shortened
@@ -191,6 +192,8 @@ class CommandParser(argparse.ArgumentParser):
         if action.choices is None or value in action.choices:
             return
         choices = list(map(str, action.choices))
+        if formats.DEFAULT in choices and value in formats.left_out():
+            raise formats.left_out()[value]
         format_name = _FORMATS.get(str(value).casefold().lstrip("."))
         meant = f"; did you mean {format_name!r}?" if format_name in choices else did_you_mean(str(value), choices)
         if action.dest == argparse.SUPPRESS:

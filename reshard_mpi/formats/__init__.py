@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard_mpi.errors import UsageError
-from reshard_mpi.formats.registry import FormatInfo, all_formats, info, names, register, targets, unregister
+from reshard_mpi.formats.registry import FormatInfo, all_formats, info, left_out, names, register, targets, unregister
 
 if TYPE_CHECKING:
     from reshard_mpi.formats.protocol import FolderFormat, Format
@@ -26,6 +26,7 @@ __all__ = [
     "index_of",
     "info",
     "is_mark",
+    "left_out",
     "marks_in",
     "name_of",
     "names",
@@ -60,7 +61,7 @@ def require_target(name: str) -> str:
     """Return the name of a format that can be written. Raises UsageError if it is not one."""
     if name not in targets():
         problem = "checkpoints of this form are only read" if name in names() else "unknown checkpoint format"
-        raise UsageError(problem, expected=" or ".join(targets()), got=repr(name))
+        raise left_out().get(name) or UsageError(problem, expected=" or ".join(targets()), got=repr(name))
     return name
 
 

@@ -12,9 +12,10 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -22,6 +23,8 @@ from reshard_mpi.errors import UsageError
 from reshard_mpi.text import KIB, MIB
 
 if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
     from reshard_mpi.formats.protocol import FolderFormat, Format
 
 _GROUP = "reshard_mpi.formats"
@@ -81,8 +84,31 @@ class FormatInfo(NamedTuple):
         return (*self.before_index, *self.marks[:1])
 
     def load(self) -> Format:
-        """Import and return the module with the functions of the format."""
-        return cast("Format", import_module(self.module))
+        """Import and return the module with the functions of the format.
+
+        Raises UsageError if it is another package's, and cannot be imported or lacks functions.
+        """
+        if self.module.partition(".")[0] == __name__.partition(".")[0]:
+            return cast("Format", import_module(self.module))
+        try:
+            module = import_module(self.module)
+        except Exception as error:
+            raise _not_loaded(self.name, "a module that can be imported", _said(error), self.module) from error
+        lacking = [name for name in self.functions if not callable(getattr(module, name, None))]
+        if lacking:
+            problem = f"functions {', '.join(self.functions)}"
+            raise _not_loaded(self.name, problem, f"no {', no '.join(lacking)}", self.module)
+        return cast("Format", module)
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """The names of the functions that its module must have."""
+        return (
+            *("locate", "stored_sums", "check_crc"),
+            *(("size_at_most_bytes", "reserve", "seal", "read_back") if self.is_target else ()),
+            *(("files_of", "open_folder") if self.is_folder else ()),
+            *(("file_name", "index_files") if self.is_folder and self.is_target else ()),
+        )
 
     def load_folder(self) -> FolderFormat | None:
         """Import and return the module of a format whose checkpoints are folders; None for others."""
@@ -212,15 +238,25 @@ def targets() -> tuple[str, ...]:
 
 
 def info(name: str) -> FormatInfo:
-    """Return the facts of the format called `name`. Raises UsageError if there is none."""
+    """Return the facts of the format called `name`. Raises UsageError if there is none, or if it was left out."""
     form = _registered().get(name)
     if form is None:
-        raise UsageError("unknown checkpoint format", expected=" or ".join(names()), got=repr(name))
+        raise _left_out.get(name) or UsageError(
+            "unknown checkpoint format", expected=" or ".join(names()), got=repr(name)
+        )
     return form
 
 
+def left_out() -> Mapping[str, UsageError]:
+    """Return why formats of installed packages are left out, by their names, once any format has been asked for."""
+    return _left_out
+
+
 def register(form: FormatInfo) -> None:
-    """Add a format. Raises UsageError if there is one of its name."""
+    """Add a format. Raises UsageError if there is one of its name or with its file name endings, or if those are none.
+
+    A format of folders may have the endings of others, since its files are told by their folder.
+    """
     _add(_registered(), form)
 
 
@@ -229,45 +265,73 @@ def unregister(name: str) -> None:
     del _registered()[name]
 
 
+# By the name of their entry point, why formats of installed packages are left out.
+_left_out: dict[str, UsageError] = {}
+
+
 @cache
 def _registered() -> dict[str, FormatInfo]:
     registered = {form.name: form for form in _BUILT_IN}
-    for form in _installed():
-        _add(registered, form)
-    return registered
-
-
-def _add(registered: dict[str, FormatInfo], form: FormatInfo) -> None:
-    if form.name in registered:
-        raise UsageError(
-            f"two checkpoint formats are called {form.name}",
-            got=f"{registered[form.name].module} and {form.module}",
-            remedy="uninstall one of their packages",
-        )
-    registered[form.name] = form
-
-
-def _installed() -> Iterator[FormatInfo]:
-    """Yield the formats of installed packages. Raises UsageError for an entry point that does not lead to one."""
     for folder in _folders_with_formats():
         from importlib.metadata import Distribution  # takes as long as a small conversion, and is hardly ever needed
 
         for point in Distribution.at(folder).entry_points.select(group=_GROUP):
             try:
-                form = point.load()
-            except Exception as error:
-                raise _not_loaded(point.name, f"{type(error).__name__}: {error}", folder) from error
-            if not isinstance(form, FormatInfo) or form.name != point.name:
-                raise _not_loaded(point.name, repr(form)[:200], folder)
-            yield form
+                _add(registered, _loaded(point, str(folder)))
+            except UsageError as error:
+                _left_out[point.name] = error
+    return registered
 
 
-def _not_loaded(name: str, got: str, folder: Path) -> UsageError:
+def _add(registered: dict[str, FormatInfo], form: FormatInfo) -> None:
+    remedy = "uninstall one of their packages"
+    if form.name in registered:
+        modules = f"{registered[form.name].module} and {form.module}"
+        raise UsageError(f"two checkpoint formats are called {form.name}", got=modules, remedy=remedy)
+    suffixes = form.suffixes
+    if type(suffixes) is not tuple or not suffixes or not all(map(_is_suffix, suffixes)):
+        expected = "a tuple of file name endings that begin with a dot"
+        raise UsageError(f"the suffixes of the format {form.name} are none", expected=expected, got=repr(suffixes)[:80])
+    others = [(end, other.name) for other in registered.values() for end in other.suffixes]
+    for suffix, (taken, other_name) in product(suffixes, () if form.is_folder else others):
+        if suffix.endswith(taken) or taken.endswith(suffix):
+            raise UsageError(
+                f"files of the format {form.name} would be taken for those of {other_name}",
+                expected="endings that no other format has, unless its checkpoints are folders",
+                got=f"{suffix}, and {taken} of {other_name}",
+                remedy=remedy,
+            )
+    registered[form.name] = form
+
+
+def _is_suffix(suffix: object) -> bool:
+    return type(suffix) is str and suffix.startswith(".") and len(suffix) > 1 and "/" not in suffix
+
+
+def _loaded(point: EntryPoint, folder: str) -> FormatInfo:
+    """Return the format that an entry point leads to. Raises UsageError if it leads to none."""
+    expected = f"a FormatInfo called {point.name}"
+    try:
+        form = point.load()
+    except Exception as error:
+        raise _not_loaded(point.name, expected, _said(error), folder) from error
+    if not isinstance(form, FormatInfo):
+        raise _not_loaded(point.name, expected, f"a {type(form).__name__}", folder)
+    if form.name != point.name:
+        raise _not_loaded(point.name, expected, f"one called {str(form.name)[:80]}", folder)
+    return form
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:200]
+
+
+def _not_loaded(name: str, expected: str, got: str, where: str) -> UsageError:
     return UsageError(
         f"the format {name} of an installed package cannot be loaded",
-        expected=f"a FormatInfo called {name}",
+        expected=expected,
         got=got,
-        where=str(folder),
+        where=where,
         remedy="uninstall the package, or install a version that fits this program",
     )
 

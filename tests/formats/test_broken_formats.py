@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import test_conformance
-from toy_package import test_toy, test_toy_folder, toy_folder, toy_format
+from toy_package import test_toy, toy_folder, toy_format
 
 from reshard_mpi import formats
 from reshard_mpi.formats import hdf5
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import TensorTable
 from reshard_mpi.sharding.box import Box
+from reshard_mpi.testing.folders import FolderConformance
 
 # How a suite finds something: by what it asserts, or by an error of the module that is none of a checkpoint.
 FOUND = (Exception, pytest.fail.Exception)
@@ -168,7 +169,7 @@ def test_a_fault_of_the_format_of_folders_is_found(
         functions, tests = functions | {name: function}, [test]
     monkeypatch.setitem(sys.modules, "broken_folder", SimpleNamespace(**functions))
     info = toy_folder.INFO._replace(module="broken_folder")
-    suite = type("TestBroken", (test_toy_folder.TestFolder,), {"info": info})()
+    suite = type("TestBroken", (FolderConformance,), {"info": info})()
     formats.register(info)
     try:
         for test in tests:

@@ -41,21 +41,85 @@ def test_a_format_of_an_installed_package(tmp_path: Path) -> None:
     run("verify", c.src, back, c.src_strategy)
 
 
+LACKING = """
+from reshard_mpi.formats.registry import FormatInfo
+INFO = FormatInfo("brk", __name__, (".brk",), read_tensor_bytes=1024)
+def locate(path, like=None): ...
+def reserve(fd, path, spec): ...
+"""
+NO_MODULE = """
+from reshard_mpi.formats.registry import FormatInfo
+INFO = FormatInfo("brk", "no_such_module", (".brk",), read_tensor_bytes=1024)
+"""
+
+
 @pytest.mark.parametrize(
-    ("entry_points", "message"),
+    ("entry_points", "name", "message"),
     [
-        ("toy = no_such_package:INFO", "No module named 'no_such_package'"),
-        ("toy = toy_package.toy_format:locate", "a FormatInfo called toy"),
-        ("other = toy_package.toy_format:INFO", "a FormatInfo called other"),
-        ("toy = toy_package.toy_format:INFO\ntoys = toy_package.toy_format:INFO", "a FormatInfo called toys"),
+        ("toy = no_such_package:INFO", "toy", "No module named 'no_such_package'"),
+        ("toy = toy_package.toy_format:locate", "toy", "expected a FormatInfo called toy, got a function"),
+        ("other = toy_package.toy_format:INFO", "other", "expected a FormatInfo called other, got one called toy"),
+        ("toy = toy_package.toy_format:INFO\ntoys = toy_package.toy_format:INFO", "toys", "got one called toy"),
+        (
+            "brk = text_of_suffixes:INFO",
+            "brk",
+            "expected a tuple of file name endings that begin with a dot, got '.brk'",
+        ),
+        ("brk = of_another:INFO", "brk", "files of the format brk would be taken for those of ckpt"),
+        ("brk = ends_as_another:INFO", "brk", "got .brk.ckpt, and .ckpt of ckpt"),
     ],
 )
-def test_an_entry_point_that_leads_to_no_format(tmp_path: Path, entry_points: str, message: str) -> None:
-    environment = installed(tmp_path / "site", f"[reshard_mpi.formats]\n{entry_points}\n")
-    finished = run_apart("inspect", tmp_path, env=environment)
-    assert finished.code == 2
-    assert "the format" in finished.err and "cannot be loaded" in finished.err and message in finished.err
-    assert "Traceback" not in finished.err
+def test_an_entry_point_that_leads_to_no_format(tmp_path: Path, entry_points: str, name: str, message: str) -> None:
+    """It is warned of, and left out; who asks for it is refused."""
+    c, site = make(tmp_path), tmp_path / "site"
+    environment = installed(site, f"[reshard_mpi.formats]\n{entry_points}\n")
+    said = NO_MODULE.replace('(".brk",)', "SUFFIXES")
+    for module, suffixes in (
+        ("text_of_suffixes", "'.brk'"),
+        ("of_another", "('.ckpt',)"),
+        ("ends_as_another", "('.brk.ckpt',)"),
+    ):
+        (site / f"{module}.py").write_text(said.replace("SUFFIXES", suffixes))
+    finished = run_apart("inspect", c.src, env=environment)
+    assert finished.code == 0 and finished.err.startswith("warning: ") and message in finished.err
+    assert finished.err.count("\n") == 1
+    for option in ("--to", "--from"):
+        refused = run_apart("transform", c.src, tmp_path / "out", option, name, env=environment)
+        assert refused.code == 2 and "Traceback" not in refused.err and "warning" not in refused.err
+        assert "error" in refused.err and all(
+            part.removeprefix("expected ") in refused.err for part in message.removeprefix("got ").split(", got ")
+        )
+    assert run_apart("transform", "--help", env=environment).code == 0
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (LACKING, "no stored_sums, no check_crc, no size_at_most_bytes, no seal, no read_back"),
+        (NO_MODULE, "No module named"),
+    ],
+)
+def test_a_module_that_lacks_functions_is_refused(tmp_path: Path, source: str, message: str) -> None:
+    c, site = make(tmp_path), tmp_path / "site"
+    environment = installed(site, "[reshard_mpi.formats]\nbrk = broken:INFO\n")
+    (site / "broken.py").write_text(source)
+    (tmp_path / "a.brk").write_bytes(b"brk")
+    strategies = ("--src-strategy", c.src_strategy, "--dst-strategy", c.dst_strategy)
+    for arguments in (
+        ("inspect", tmp_path / "a.brk"),
+        ("transform", c.src, tmp_path / "out", *strategies, "--to", "brk"),
+    ):
+        refused = run_apart(*arguments, env=environment)
+        assert refused.code == 2 and "Traceback" not in refused.err
+        assert "the format brk of an installed package cannot be loaded" in refused.err and message in refused.err
+    assert run_apart("inspect", c.src, env=environment).err == ""
+
+
+@pytest.mark.parametrize("suffixes", [".toy", (), ("toy",), (".",), (1,), [".toy"], ("./toy",), (".ckpt",), (".a.pt",)])
+def test_endings_that_cannot_be(suffixes: object) -> None:
+    with pytest.raises(UsageError, match="the format toy"):
+        formats.register(toy_format.INFO._replace(suffixes=suffixes))  # type: ignore[arg-type]
+    assert "toy" not in formats.names()
 
 
 def test_names_are_given_once() -> None:
@@ -77,10 +141,5 @@ def test_facts_and_functions_agree(name: str) -> None:
     """A format has the functions that its facts promise, and calls itself by its name."""
     form = formats.info(name)
     module = form.load()
-    wanted = {"locate", "check_crc", "stored_sums"} - ({"stored_sums"} if not form.is_target else set())
-    if form.is_target:
-        wanted |= {"read_back", "size_at_most_bytes", "reserve", "seal"}
-    if form.is_folder:
-        wanted |= {"files_of", "open_folder"} | ({"file_name", "index_files"} if form.is_target else set())
-    assert [function for function in sorted(wanted) if not callable(getattr(module, function, None))] == []
+    assert [function for function in form.functions if not callable(getattr(module, function, None))] == []
     assert form.sharded_variant in (None, *formats.targets()) and form.default_target in (None, *formats.targets())
