@@ -302,8 +302,8 @@ def strategy_as_toml(path: str) -> str:
         if not stores.exists(path):
             raise
         return spec_text(strategy.load(path))
-    identity = next((shard.identity for _, shards in manifests_of(files) for shard in shards), None)
-    if identity is None:
+    first = next((shard for _, shards in manifests_of(files) for shard in shards), None)
+    if first is None or first.identity is None:
         raise SourceError(
             "the shards do not say how they are sharded",
             expected="strategy files, or shards that carry their strategy, such as native HDF5 ones",
@@ -311,4 +311,4 @@ def strategy_as_toml(path: str) -> str:
             where=path,
             remedy="give the strategy files of the checkpoint",
         )
-    return spec_text(table.loads(identity.strategy, path))
+    return spec_text(table.stated(first.identity.strategy, first.path))

@@ -19,7 +19,7 @@ from reshard_mpi.checkpoints.discovery import ShardFiles
 from reshard_mpi.checkpoints.file_selection import NAME_WAYS, name_ending_in_rank, name_without_rank
 from reshard_mpi.checkpoints.single_shard import in_its_rank, require_full
 from reshard_mpi.checkpoints.source import DAMAGE, SourceCheckpoint, locate
-from reshard_mpi.errors import LayoutError, ReshardError, SourceError, StrategyError, as_reshard_error
+from reshard_mpi.errors import ReshardError, SourceError, StrategyError, as_reshard_error
 from reshard_mpi.filesystem import stores
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.journal.records import STATE
@@ -130,7 +130,7 @@ def _first_sound(
         try:
             manifest = locate(files, rank)
             return rank, manifest, _described(manifest), damage
-        except (*DAMAGE, StrategyError, LayoutError) as error:
+        except (*DAMAGE, StrategyError) as error:
             damage[rank] = as_reshard_error(error, Path(files.by_rank[rank][0]))
     raise damage[min(damage)]
 
@@ -175,7 +175,7 @@ def _require_no_part(manifest: Manifest) -> None:
 def _described(manifest: Manifest) -> Strategy | None:
     if manifest.identity is None:
         return None
-    return table.loads(manifest.identity.strategy, manifest.path)
+    return table.stated(manifest.identity.strategy, manifest.path)
 
 
 def _recorded(files: ShardFiles) -> Strategy | None:

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from reshard_mpi import formats
 from reshard_mpi.cli.option_arguments import (
     add,
     add_accumulated,
@@ -243,7 +244,8 @@ def _add_conversion(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         "max_shard_size",
         "how large a file may become with --to hf (default: 5GB, which is 5 * 10^9 bytes)",
     )
-    add(files, "crc", "add a checksum of the file, for MindSpore to check (ckpt, safetensors, torch)")
+    able = ", ".join(form.name for form in formats.all_formats() if form.is_target and form.has_crc)
+    add(files, "crc", f"add a checksum of the file, for MindSpore to check ({able})")
     share = files.add_mutually_exclusive_group()
     add(share, "rank", "make these targets only, such as 3 or 0-3,8 (repeatable)")
     add(

@@ -134,7 +134,7 @@ def check_shard(
         found = finder.find(path, rank)
         record = None if found is None else found.record
         recorded = {} if record is None else {tensor.name: tensor for tensor in record.sums}
-        listed = table.loads(shard.identity.strategy, shard.path).parameters if shard.identity is not None else ()
+        listed = table.stated(shard.identity.strategy, shard.path).parameters if shard.identity is not None else ()
         with_numpy = any(takes_numpy(spec, shard.tensors[spec.name]) for spec, _ in _placed(shard, recorded, listed))
         before_sums(Summing(len(shard.tensors), shard.identity is not None, shard.decoding_bytes, with_numpy))
         if shard.identity is not None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+from support.command_line import refused
 
 from reshard_mpi.errors import TargetError
 from reshard_mpi.formats import files, hdf5
@@ -111,3 +112,15 @@ def test_what_cannot_be_read_back_is_not_written(tmp_path: Path, monkeypatch: py
     with pytest.raises(TargetError, match="too long"):
         reserve_file(hdf5, str(path), ShardSpec(ShardIdentity(0, 1, "x" * 20), (), {}))
     assert not path.exists()
+
+
+@pytest.mark.parametrize("text", ["nope", "[" * 5000, "{}"], ids=["no JSON", "nested", "no version"])
+def test_a_strategy_that_cannot_be_read_names_its_shard(tmp_path: Path, text: str) -> None:
+    path, contents = tmp_path / "a.h5", ShardContents.of([SampleTensor.random("w", BY_NAME["int8"], (2,))])
+    sample_tensors.write(hdf5, str(path), contents, ShardIdentity(0, 1, text))
+    for said in (
+        refused("transform", tmp_path, tmp_path / "out", "--jobs", "1"),
+        refused("verify", path, "--jobs", "1", code=4),
+        refused("inspect", tmp_path, "--toml"),
+    ):
+        assert "the strategy that a shard states cannot be read" in said and f"where: {path}" in said

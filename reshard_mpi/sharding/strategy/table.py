@@ -7,7 +7,7 @@ from dataclasses import fields
 from itertools import pairwise
 from typing import Any
 
-from reshard_mpi.errors import LayoutError, StrategyError
+from reshard_mpi.errors import LayoutError, StrategyError, told
 from reshard_mpi.sharding.placement import Placement, Strategy
 from reshard_mpi.sharding.strategy import json_checks
 from reshard_mpi.sharding.strategy.json_checks import (
@@ -51,6 +51,20 @@ def dumps(strategy: Strategy) -> str:
         "rules": rules,
     }
     return json.dumps(content, separators=(",", ":"))
+
+
+def stated(data: str, shard: str) -> Strategy:
+    """Return the strategy that the shard file `shard` states as `data`. Raises StrategyError, which names the shard."""
+    try:
+        return loads(data, shard)
+    except (StrategyError, LayoutError) as error:
+        raise StrategyError(
+            "the strategy that a shard states cannot be read",
+            expected="the text that this program writes there",
+            got=told(error),
+            where=error.where or shard,
+            remedy="restore this shard",
+        ) from None
 
 
 def loads(data: str, where: str) -> Strategy:
