@@ -46,7 +46,7 @@ _IMPOSSIBLE = {
     "no name": SampleTensor("", BY_NAME["int8"], (6,), b"123456"),
     "a name that is too long": SampleTensor("n" * 5000, BY_NAME["int8"], (6,), b"123456"),
 }
-# Slices of tensors, of which a shard says where they lie.
+# Slices of tensors; a shard that describes itself says where they lie.
 _SLICES = (
     TensorSpec("matrix", BY_NAME["float32"], (4, 6), Box((2, 3), (4, 6))),
     TensorSpec("vector", BY_NAME["int8"], (9,), Box((3,), (6,))),
@@ -54,7 +54,7 @@ _SLICES = (
     TensorSpec("whole", BY_NAME["bfloat16"], (2, 2), Box.whole((2, 2))),
     TensorSpec("number", BY_NAME["float64"], (), Box.whole(())),
 )
-# Bytes that damage a structure; those of numbers in text are likelier than others.
+# Bytes that damage a structure: digits of numbers in text are likelier than others.
 _DAMAGE = st.one_of(st.integers(0, 255), st.sampled_from(b"0123456789.-,"))
 
 # Subclasses run the same tests, which hypothesis calls differing executors; and each example writes files.
@@ -393,7 +393,7 @@ class FormatConformance:
         self._require_refused_or_sound(path)
 
     def _require_refused_or_sound(self, path: Path) -> None:
-        """Require that a file is refused, or that what is read of it can be."""
+        """Require that a file is refused, or that its tensors, texts and identity are possible ones."""
         try:
             manifest = self.module.locate(str(path))
             sample_tensors.contents_of(manifest)

@@ -15,6 +15,7 @@ from reshard_mpi import errors, formats
 from reshard_mpi.cli import arguments
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, TensorSpec
+from reshard_mpi.formats.registry import FormatInfo
 from reshard_mpi.processes import host
 from reshard_mpi.processes.governor import governor, ledger_folder, process_lease
 from reshard_mpi.sharding.box import Box
@@ -176,6 +177,15 @@ def test_the_names_for_authors_of_formats_are_where_the_page_says() -> None:
     for module, names in rows:
         told = re.findall(r"`(\w+)", of_files if module.endswith(".files") else names)
         assert told and [name for name in told if not hasattr(import_module(module), name)] == []
+
+
+def test_every_fact_of_a_format_is_told() -> None:
+    facts = {
+        name
+        for row in table_of((GUIDE / "format_facts.md").read_text(), "All facts")
+        for name in re.findall(r"`(\w+)`", row[0])
+    }
+    assert facts == set(FormatInfo._fields)
 
 
 def test_every_test_that_holds_a_promise_exists() -> None:
