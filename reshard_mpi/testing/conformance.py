@@ -384,13 +384,22 @@ class FormatConformance:
     @pytest.mark.parametrize("name", _IMPOSSIBLE)
     def test_what_cannot_be_is_refused(self, tmp_path: Path, name: str) -> None:
         """The second way to write is given it; what that does not write either cannot be tried."""
-        path = self._path(tmp_path)
         first, last = (SampleTensor(side, BY_NAME["int8"], (6,), b"123456") for side in ("first", "last"))
+        for tensors in ([first, _IMPOSSIBLE[name], last], [first, last, _IMPOSSIBLE[name]]):
+            self._try_impossible(tmp_path, ShardContents.of(tensors))
+
+    def test_a_name_that_comes_twice_is_refused(self, tmp_path: Path) -> None:
+        tensor = SampleTensor("w", BY_NAME["int8"], (6,), b"123456")
+        self._try_impossible(tmp_path, ShardContents({"one": tensor, "another": tensor}))
+
+    def _try_impossible(self, folder: Path, contents: ShardContents) -> None:
+        """Require that contents that cannot be are refused, if the second way to write takes them."""
+        self._path(folder).unlink(missing_ok=True)
         try:
-            self.write_independently(path, ShardContents.of([first, _IMPOSSIBLE[name], last]))
+            self.write_independently(self._path(folder), contents)
         except Exception:  # of whatever library it is
             pytest.skip("it cannot be written")
-        self._require_refused_or_sound(path)
+        self._require_refused_or_sound(self._path(folder))
 
     def _require_refused_or_sound(self, path: Path) -> None:
         """Require that a file is refused, or that its tensors, texts and identity are possible ones."""
@@ -412,6 +421,7 @@ class FormatConformance:
             rank, world_size, strategy = manifest.identity
             assert type(rank) is type(world_size) is int and 0 <= rank < world_size and type(strategy) is str
         assert all(type(text) is str for text in manifest.strings.values())
+        assert len(manifest.tensors) == len({*manifest.tensors}), "a name twice"
 
     def _holdable(self, contents: ShardContents) -> ShardContents:
         """Return the contents without the parts that the format cannot hold."""
