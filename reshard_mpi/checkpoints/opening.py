@@ -45,7 +45,7 @@ def open_source(
     can be read, or if no strategy says which other shards hold the same data.
     """
     _require_all_files(files)
-    _require_one_run(files, strategy)
+    _require_one_run(files)
     if files.is_folder:
         return _open_folder(files, strategy, known_damage)
     if strategy is not None and strategy.world_size > 1:
@@ -61,6 +61,8 @@ def open_source(
             _require_whole_run(files)
     elif described is not None:
         _require_agreement(strategy, described, manifest.path)
+    else:
+        _require_as_many_ranks(files, strategy)
     if strategy is None:
         if damage:
             raise damage[min(damage)]
@@ -189,20 +191,28 @@ def _recorded(files: ShardFiles) -> Strategy | None:
     return None if recorded is None else table.loads(*recorded)
 
 
-def _require_one_run(files: ShardFiles, strategy: Strategy | None) -> None:
-    """Raise DisagreementError if files are of several runs, as where one has replaced some of them.
+def _require_one_run(files: ShardFiles) -> None:
+    """Raise DisagreementError if files are of several runs, as where one has replaced some of them."""
+    if _has_records(files):
+        from reshard_mpi.journal.file_records import require_one_run
 
-    Raises SourceError if they are of one run, and it has another number of targets than the strategy has ranks.
-    """
+        require_one_run(files.by_target_rank, files.path)
+
+
+def _has_records(files: ShardFiles) -> bool:
+    """Tell whether a run keeps records in a folder that one of the files lies in."""
     real = map(os.path.realpath, files.shards)
     folders = {os.path.dirname(path) for path in (*files.shards, *real)}  # noqa: PTH120 - there may be thousands
     folders |= {os.path.dirname(folder) for folder in folders}  # noqa: PTH120
-    if not any(stores.is_folder(Path(folder, STATE)) for folder in folders):
-        return
-    from reshard_mpi.journal.file_records import require_one_run, run_of
+    return any(stores.is_folder(Path(folder, STATE)) for folder in folders)
 
-    if require_one_run(files.by_target_rank, files.path) is None or strategy is None or files.is_folder:
+
+def _require_as_many_ranks(files: ShardFiles, strategy: Strategy) -> None:
+    """Raise SourceError if the run that has made the files has another number of targets than a strategy has ranks."""
+    if not _has_records(files):
         return
+    from reshard_mpi.journal.file_records import run_of
+
     rank, paths = next(iter(files.by_rank.items()))
     written_by = run_of(paths[0], rank)
     count = strategy.world_size if written_by is None else written_by[0].facts.get("target_ranks", strategy.world_size)

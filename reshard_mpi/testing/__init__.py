@@ -1,9 +1,12 @@
 """Test further formats: conformance suites to subclass, and hypothesis strategies.
 
-Needs the `test` extra (pytest, hypothesis). No other part of the program imports it.
+They need the `test` extra (pytest, hypothesis). The program itself imports no more than `sample_tensors`.
 """
 
-import pytest
+import sys
 
-# So that a failure shows what was compared.
-pytest.register_assert_rewrite(*(f"reshard_mpi.testing.{name}" for name in ("checkpoints", "conformance", "folders")))
+if "pytest" in sys.modules:
+    import pytest
+
+    # So that a failure shows what was compared.
+    pytest.register_assert_rewrite(*(f"{__name__}.{name}" for name in ("checkpoints", "conformance", "folders")))

@@ -57,7 +57,7 @@ def test_every_decision_has_a_page_and_a_line() -> None:
 
 
 def test_a_process_alone_comes_to_the_modules_to_read_in_their_order(tmp_path: Path) -> None:
-    in_order, _, further = TEXT.partition("To read it")[2].partition("\n\n")[0].partition(" Then ")
+    in_order, _, further = TEXT.partition("To read it")[2].partition("\n\n")[0].partition("Further ")
     conversion, entered = make(tmp_path), dict[str, None]()
 
     def note(frame: FrameType, event: str, _: object) -> None:

@@ -62,7 +62,7 @@ def test_every_feature_is_frequent():
     seen: Counter[str] = Counter()
     sizes = (set(), set())
 
-    @settings(max_examples=200, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=500, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(cases())
     def look(case):
         for side, drawn in zip((case.src, case.dst), sizes):

@@ -29,7 +29,8 @@ def crowd(folder: Path, sizes_bytes: list[int], allowed_bytes: int) -> dict[str,
         {"path": str(folder / "crowd.ledger"), "allowed_bytes": allowed_bytes, "sizes_bytes": sizes_bytes}
     )
     (folder / "asked").write_text(asked)
-    program = ["sh", "-c", 'exec "$0" "$1" < "$2"', sys.executable, Path(__file__).parents[1] / "support" / "crowd.py"]
+    tests = Path(__file__).parents[1]
+    program = ["sh", "-c", 'cd "$1" && exec "$0" -m support.ledgers < "$2"', sys.executable, tests]
     facts: dict[str, Any] = json.loads(run_command([*program, folder / "asked"], check=True).out)
     assert set(facts["codes"]) == {0}
     return facts
