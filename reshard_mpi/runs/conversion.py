@@ -125,11 +125,14 @@ class Conversion:
             plan = self.view.completed(plan, checked=checked)
             if not self.once:  # else cuts say only who writes what
                 plan = plan._replace(warnings=(*plan.warnings, *self.view.cut_warnings(plan)))
-        nest = plan.strings.get(NEST)
-        if nest is not None and self.target.world_size > 1 and not self.once and self.unlisted is Unlisted.FOLLOW:
+        strings = (plan.strings, *(manifest.strings for manifest in opened.manifests.values()))
+        nest = next((each[NEST] for each in strings if NEST in each), None)
+        may_cut = self.target.world_size > 1 or self.unlisted is Unlisted.DROP
+        if nest is not None and may_cut and not self.once and self.unlisted is not Unlisted.REPLICATE:
             from reshard_mpi.runs.state_cuts import with_warning
 
-            plan = with_warning(plan, self.target, nest, strict=self.strict, where=self.source.files.path)
+            where = self.source.files.path
+            plan = with_warning(plan, self.target, nest, self.unlisted, strict=self.strict, where=where)
         if plan.sums:
             plan = plan._replace(notes=(*plan.notes, *notes_on(self.accumulated, plan.sums)))
         if checked:

@@ -1,11 +1,13 @@
-"""Find optimizer state that the target's strategy leaves whole though it cuts its parameters (`whole_state`).
+"""Warn of optimizer state that the target's strategy does not treat as its parameters (`with_warning`).
 
 torch's optimizers call their state by numbers, or by names that lack what the model's begin with. Such state does not
-follow its parameter, as state does that is named after it, so it lies whole beside a slice.
+follow its parameter, as state does that is named after it: it lies whole beside a slice, and is not dropped with what
+no rule matches.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import prod
 
 from reshard_mpi.errors import StrategyError
@@ -13,38 +15,52 @@ from reshard_mpi.formats.nest import NestError
 from reshard_mpi.formats.nest.nodes import parsed
 from reshard_mpi.mapping.numbered_state import NO_TRAINING
 from reshard_mpi.mapping.optimizer_forms import STATE_KEY, optimizers_of
+from reshard_mpi.planning.find_placement import Unlisted
 from reshard_mpi.planning.rank_plan import RankPlan
-from reshard_mpi.sharding.placement import Strategy
+from reshard_mpi.sharding.placement import Shape, Strategy
 from reshard_mpi.text import shortened
 
 
-def whole_state(plan: RankPlan, target: Strategy, nest: str) -> list[str]:
-    """Return the names of state that is whole, and has the shape of a tensor that the target's strategy cuts.
-
-    State that a rule or a list of the strategy places by its name is as the user wants it.
+def _unplaced_state(plan: RankPlan, target: Strategy, nest: str) -> Iterator[tuple[str, Shape, Shape]]:
+    """Yield the state that no rule or list of the target's strategy places by its name: name, whole and own shape.
 
     Args:
         nest: the text that says how the plan's tensors are nested.
     """
-    kinds = [(group.kind.whole_shape, group.kind.own_box.shape, group.names) for group in plan.tensors.groups]
-    cut = {whole for whole, own, _ in kinds if own != whole and prod(whole) > 1}
     try:
-        optimizers = [optimizer for _, optimizer in optimizers_of(parsed(nest).root, NO_TRAINING)] if cut else []
+        optimizers = [optimizer for _, optimizer in optimizers_of(parsed(nest).root, NO_TRAINING)]
     except (ValueError, RecursionError, NestError):  # a text that is no nest, which whoever nests tensors by it says
-        return []
+        return
     begins = tuple(f"{optimizer.path}{STATE_KEY}." for optimizer in optimizers)
-    whole_names = (name for whole, own, names in kinds if own == whole and whole in cut for name in names)
-    of_state = (name for name in whole_names if name.startswith(begins))
-    return [name for name in of_state if not target.find(name) or target.is_only_caught(name)]
+    for group in plan.tensors.groups if begins else ():
+        for name in group.names:
+            if name.startswith(begins) and (not target.find(name) or target.is_only_caught(name)):
+                yield name, group.kind.whole_shape, group.kind.own_box.shape
 
 
-def with_warning(plan: RankPlan, target: Strategy, nest: str, *, strict: bool, where: str) -> RankPlan:
-    """Return a plan that warns of the state that `whole_state` finds. Raises StrategyError if it must be `strict`.
+def with_warning(
+    plan: RankPlan, target: Strategy, nest: str, unlisted: Unlisted, *, strict: bool, where: str
+) -> RankPlan:
+    """Return a plan that warns of state which is whole, and has the shape of a tensor that the strategy cuts.
+
+    If what is not listed is dropped, it warns of all state that is kept because only a rule for every name matches it.
+    Raises StrategyError for whole state if the plan must be `strict`.
 
     Args:
-        where: the source, for the error.
+        nest: as for `_unplaced_state`; where: the source, for the error.
     """
-    names = whole_state(plan, target, nest)
+    kinds = ((group.kind.whole_shape, group.kind.own_box.shape) for group in plan.tensors.groups)
+    cut = {whole for whole, own in kinds if own != whole and prod(whole) > 1}
+    if not cut and unlisted is not Unlisted.DROP:
+        return plan
+    state = list(_unplaced_state(plan, target, nest))
+    if unlisted is Unlisted.DROP and state:
+        kept = (
+            f"the optimizer's state is kept ({shortened([name for name, *_ in state])}): it is not named after its"
+            " parameters, so a rule '*' takes it for a tensor of its own; --exclude leaves it out"
+        )
+        return plan._replace(warnings=(*plan.warnings, kept))
+    names = [name for name, whole, own in state if own == whole and whole in cut]
     if not names:
         return plan
     if strict:

@@ -821,3 +821,17 @@ def test_a_prefix_that_a_map_takes_off_is_not_taken_off_twice(tmp_path: Path) ->
     reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "torch", to="torch", **asked)
     optimizer = torch_peer.load(tmp_path / "torch/rank_0/checkpoint_0.pt")["optimizer"]
     assert [*optimizer["state"]] == optimizer["param_groups"][0]["params"] == [*model]
+
+
+def test_state_that_is_not_dropped_with_what_no_rule_matches_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch_peer.save(tmp_path / "x.pt", training())
+    rules = "".join(f"[[parameter]]\nmatch = {name!r}\n" for name in ("model.*", "*"))
+    (tmp_path / "one.toml").write_text(f"mesh = {{ dp = 1 }}\n{rules}")
+    how = (tmp_path / "x.pt", tmp_path / "out", None, tmp_path / "one.toml")
+    reshard_mpi.transform(*how, unlisted="drop")
+    assert "the optimizer's state is kept (optimizer.state.0.exp_avg" in caplog.text
+    caplog.clear()
+    reshard_mpi.transform(*how, unlisted="drop", exclude=["optimizer.*"], overwrite=True)
+    assert "is kept" not in caplog.text
