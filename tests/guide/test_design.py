@@ -10,9 +10,13 @@ from collections import defaultdict
 from pathlib import Path
 from types import FrameType
 
+import pytest
 from support import module_tree
 from support.conversions import make
 from support.module_tree import BEGIN, DESIGN, END, PACKAGE, tree
+
+# The package is parsed once: in one of the processes that run tests.
+pytestmark = pytest.mark.xdist_group("syntax trees")
 
 TEXT = DESIGN.read_text()
 DECISIONS = sorted((PACKAGE / "decisions").glob("*.md"))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from support import messages
+
+# The package is parsed once: in one of the processes that run tests.
+pytestmark = pytest.mark.xdist_group("syntax trees")
 
 
 def test_messages_are_those_of_the_listing() -> None:

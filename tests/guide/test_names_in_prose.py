@@ -6,7 +6,11 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
 from support import module_tree
+
+# The package is parsed once: in one of the processes that run tests.
+pytestmark = pytest.mark.xdist_group("syntax trees")
 
 PACKAGE = module_tree.PACKAGE
 MODULES = {path.stem if path.stem != "__init__" else path.parent.name for path in module_tree.modules(PACKAGE)}

@@ -8,7 +8,11 @@ import re
 import tokenize
 from collections.abc import Iterator
 
+import pytest
 from support.module_tree import PACKAGE, modules, parsed
+
+# The package is parsed once: in one of the processes that run tests.
+pytestmark = pytest.mark.xdist_group("syntax trees")
 
 # Nowhere: they stand for a noun that the reader must find.
 RIDDLES = ("that of", "those of", "those that", "those which", "of which", "so many", "so much")
