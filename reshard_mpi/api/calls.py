@@ -135,7 +135,7 @@ def run(
             outcome = work.run(request, comm, shown)
     if communicator is None or communicator.Get_rank() == 0:
         log(outcome.notes, (*outcome.warnings, *map(told, formats.left_out().values())))
-    if work is Task.CONVERT and request.target_file is None:
+    if work is Task.CONVERT and request.target_file is None and request.files is None:
         outcome.raise_failures()
     elif outcome.failures:
         first = outcome.failures[0].named(alone=True)

@@ -21,8 +21,8 @@ from reshard_mpi.errors import UsageError
 from reshard_mpi.options import check_count, check_number, check_numbers, check_part, check_path, check_text
 from reshard_mpi.planning.needed_ranks import joined_ranks, needed_ranks
 from reshard_mpi.runs.outcome import Report
-from reshard_mpi.runs.request import Strategies, Task
-from reshard_mpi.runs.unify_safetensors import numbers_of, request_of_files
+from reshard_mpi.runs.request import Strategies
+from reshard_mpi.runs.unify_safetensors import request_of_files
 from reshard_mpi.sharding.placement import unsharded
 from reshard_mpi.sharding.strategy.merge import merge
 
@@ -161,7 +161,8 @@ def unified_safetensors(
         max_process_num: how many local processes at most; never more than files or cores.
         choice_func: called with the name of each tensor; False leaves the tensor out, a text is its new name.
         split_dst_file: (i, n), to write only share number i from 1 of n shares of the parts; the first also writes the
-            map and the other files. replicas, memory, max_active and the log: as in `transform_checkpoints`.
+            other files, and the share that is complete last the map.
+        replicas, memory, max_active: as in `transform_checkpoints`, and so is the log.
         progress: as in `transform`. The report's targets are the files, by their numbers.
 
     Raises a ReshardError: before anything is written if it cannot be done exactly.
@@ -174,13 +175,12 @@ def unified_safetensors(
         part = check_part((first - 1, *others), "split_dst_file")
     suffix = None if file_suffix is None else check_text(file_suffix, "file_suffix")
     select = None if suffix is None else f"*{glob.escape(suffix)}.safetensors"
-    request = request._replace(select=select, part=part, recorded=False)
     most = check_count(max_process_num, "max_process_num")
-    request = request_of_files(request, choice_func)
-    if not (numbers := numbers_of(request)):
+    request = request_of_files(request._replace(select=select, part=part), choice_func)
+    if not request.rank:
         raise UsageError("split_dst_file has more shares than there are parts", got=repr(split_dst_file))
-    processes = min(most, len(numbers), len(os.sched_getaffinity(0)))
-    return run(request, processes, None, Task.UNIFY, progress=progress)
+    processes = min(most, len(request.rank), len(os.sched_getaffinity(0)))
+    return run(request, processes, None, progress=progress)
 
 
 @public

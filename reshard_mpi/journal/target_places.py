@@ -19,7 +19,14 @@ from reshard_mpi import formats
 from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.folders import Folder, Say, close, make_folders
 from reshard_mpi.filesystem.paths import described, require_replaceable
-from reshard_mpi.journal.publication import Publication, partial_path, remove_stale, require_own_stale, stale_bytes
+from reshard_mpi.journal.publication import (
+    Publication,
+    partial_path,
+    publish_text,
+    remove_stale,
+    require_own_stale,
+    stale_bytes,
+)
 from reshard_mpi.journal.records import (
     COMMIT_RECORD,
     STATE,
@@ -109,11 +116,13 @@ def require_unchanged(target_rank: int, evidence: TargetInputs) -> None:
 class Unrecorded:
     """Keeps no state: targets are published complete, whatever was there, so identical concurrent runs are harmless.
 
-    The record that another run keeps of a target is removed when the target is replaced.
+    The record that another run keeps of a target is removed when the target is replaced. If the folder has an `index`
+    of that name, it is removed before any is.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, index: str = "") -> None:
         self._folder = folder
+        self._index = index
 
     def check(self) -> None:
         """Raise TargetError if the folder cannot be written to."""
@@ -131,7 +140,10 @@ class Unrecorded:
         return ()
 
     def begin(self, say: Say = lambda _: None) -> None:
-        pass
+        if self._index and os.path.lexists(self._folder / self._index):
+            with Folder.open(self._folder) as folder:
+                folder.remove(self._index)
+                folder.sync()
 
     @contextlib.contextmanager
     def writing(
@@ -153,6 +165,11 @@ class Unrecorded:
             remove_stale(inner, path.name, host)
             with Publication(inner, path.name, lambda *_: announce(), host=host) as publication:
                 yield publication
+
+    def publish_index(self, text: str) -> None:
+        """Write the index, since all targets are complete."""
+        with Folder.open(self._folder) as folder:
+            publish_text(folder, self._index, text)
 
     def left_bytes(self, path: Path) -> int:
         """Return how much space stale partial files of a target take, which is free again when it is begun."""

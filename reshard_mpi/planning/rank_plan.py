@@ -337,6 +337,13 @@ class RankPlan(NamedTuple):
         elsewhere = {name: placed.get(name) for group in self.tensors.groups for name in group.names if name in names}
         return self._replace(tensors=self.tensors.without(names), written_by_others=elsewhere)
 
+    def renamed(self, names: Mapping[str, str]) -> RankPlan:
+        """Return the same plan with other names for the tensors of the target. names: the new one of each tensor."""
+        groups = [group._replace(names=[names[name] for name in group.names]) for group in self.tensors.groups]
+        loose = frozenset(names[name] for name in self.loose & names.keys())
+        unplaced = frozenset(names[name] for name in self.unplaced & names.keys())
+        return self._replace(tensors=PlannedTensors(groups, self.tensors.group_of), loose=loose, unplaced=unplaced)
+
     @property
     def placed(self) -> dict[str, str]:
         """Type and whole shape of each tensor that strategies place here, by name; alike on all ranks of a stage."""

@@ -82,6 +82,7 @@ class Conversion:
     # called before copies are compared with numpy, which takes more memory than planning
     before_gathering: Callable[[], object] = lambda: None
     view: MappedCheckpoint | None = None  # what maps make of the source; None: there is no map
+    new_names: Mapping[str, str] | None = None  # of the tensors of targets, by those in the source; None: the same
     allows_holes: bool = False  # tensors that cannot be made do not refuse a plan; `RankPlan.holes` names them
     _is_fitting: bool = field(default=False)
     _table: str | None = field(default=None)
@@ -141,7 +142,8 @@ class Conversion:
         if self.once:
             opened.require_one_copy()
             self.shards.require_written(opened)
-        return plan.without(opened.written_elsewhere()) if self.once else plan
+            plan = plan.without(opened.written_elsewhere())
+        return plan if self.new_names is None else plan.renamed(self.new_names)
 
     def _require_all_files_read(self) -> None:
         """Raise DisagreementError if files beside the source's own are not read."""

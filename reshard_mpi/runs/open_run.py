@@ -25,6 +25,7 @@ from reshard_mpi.sharding.placement import Strategy
 from reshard_mpi.sharding.strategy import table
 
 if TYPE_CHECKING:
+    from reshard_mpi.journal.shared_index import SharedIndex
     from reshard_mpi.journal.target_places import Unrecorded
 
 # Planning takes a millisecond and a KiB for each, and no cluster has as many ranks.
@@ -66,6 +67,18 @@ class Run(NamedTuple):
         target = self.conversion.target
         table_of_targets = partial(table.dumps, target) if self.records_strategy else None
         return Journal(Path(request.target), identity, resume=resume, overwrite=overwrite, strategy=table_of_targets)
+
+    @property
+    def shared_index(self) -> SharedIndex | None:
+        """The index of the files that the request names; None if it names none."""
+        files, source = self.request.files, self.conversion.source.files
+        if files is None:
+            return None
+        from reshard_mpi.journal.shared_index import SharedIndex
+
+        state = repr((source.sources(source.by_rank), self.strategies.source_digest))
+        own = [files.names[rank] for rank in self.targets]
+        return SharedIndex(Path(self.request.target), files.index_name, files.index_text, files.names, own, state)
 
     @property
     def records_strategy(self) -> bool:
@@ -133,6 +146,8 @@ def open_run(
     memory.open()
     memory.reserve_for_reading(to_read, purpose)
     strategies = strategies or Strategies.read(request)
+    if request.files is not None:
+        strategies = strategies._replace(target=strategy_of(list(request.files.held.values())))
     request.require_list_to_drop_by()
     _check_prefix(request.prefix)
     shards = request.shard_files()
@@ -153,6 +168,7 @@ def open_run(
         keeps_strings=traits.keeps_strings,
         keeps_strategy=traits.describes_itself,
         once=traits.is_folder,
+        new_names=None if request.files is None else request.files.new_names,
     )
     conversion, map_digests = apply_map(request, conversion)
     if traits.split_by_size:
@@ -280,6 +296,8 @@ def _check_prefix(prefix: str) -> None:
 def _target_file(request: Request, format_name: str, target_rank: int, targets: int) -> Path:
     if request.target_file is not None:
         return Path(request.target_file)
+    if request.files is not None:
+        return Path(request.target, request.files.names[target_rank])
     folder_format = formats.folder_by_name(format_name)
     if folder_format is not None:
         return Path(request.target, folder_format.file_name(target_rank, targets, request.prefix))

@@ -31,12 +31,21 @@ _USUAL_FILE_BYTES = 5 * 10**9
 _MOST_FILE_BYTES = 1 << 62
 
 
-class TargetFile(NamedTuple):
-    """A file of the target, for which the caller says which tensors it holds, each whole."""
+class TargetFiles(NamedTuple):
+    """Files of whole tensors that are the targets of a run, in place of ranks, and the index that lists them.
 
-    name: str
-    tensors: tuple[tuple[str, str], ...]  # the name of each in the source, and that in the file
-    size_bytes: int  # of all of them
+    Example: `TargetFiles({"part0.safetensors": ("w",)}, {"w": "model.w"}, "param_name_map.json", "{...}")`.
+    """
+
+    held: Mapping[str, tuple[str, ...]]  # by file name: the tensors in it, by their names in the source
+    new_names: Mapping[str, str]  # of all tensors, by those
+    index_name: str
+    index_text: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the files; targets are numbered in this order."""
+        return tuple(self.held)
 
 
 class Request(NamedTuple):
@@ -71,7 +80,7 @@ class Request(NamedTuple):
     max_shard_size: int | None = None  # most bytes of a file, where files are filled up to a size; None: the usual
     source_by_rank: Mapping[int, str] | None = None  # paths of source shards, if the caller lists them
     target_file: str | None = None  # path of the target, for a run whose caller names the file of a single one
-    files: tuple[TargetFile, ...] = ()  # target files, for a run whose caller assigns the tensors
+    files: TargetFiles | None = None  # the targets, for a run whose caller assigns the tensors to files
     map: tuple[str, ...] = ()  # maps in order, each an equation, a file, or the name of a shipped map
     forward: bool = False  # read all maps from left to right
     reverse: bool = False  # read all maps from right to left; neither: each as the names tell
@@ -102,7 +111,7 @@ class Request(NamedTuple):
 
     def require_list_to_drop_by(self) -> None:
         """Raise UsageError if unlisted tensors are to be dropped, and no target strategy lists any."""
-        if self.unlisted is Unlisted.DROP and self.dst_strategy is None:
+        if self.unlisted is Unlisted.DROP and self.dst_strategy is None and self.files is None:
             raise UsageError(
                 "--unlisted drop needs a list to go by",
                 expected="--dst-strategy with the parameters to keep",
@@ -167,7 +176,6 @@ class Task(StrEnum):
     VERIFY_PAIR = "runs.verify:verify_pair"
     VERIFY_ALONE = "runs.verify:verify_alone"
     DIFF = "runs.diff:diff"
-    UNIFY = "runs.unify_safetensors:unify"
 
     def load(self) -> TaskFunction:
         """Import the function's module, and return the function."""

@@ -31,47 +31,6 @@ from reshard_mpi.runs.scheduling import TargetSlice
 from reshard_mpi.runs.target_plans import TargetPlans
 
 
-def target_report(
-    plan: RankPlan,
-    path: Path,
-    begin: float,
-    waited_seconds: float,
-    leased_bytes: int,
-    process: int,
-    filled: Sequence[Filled],
-) -> TargetReport:
-    """Return the report of a target that is complete now. begin: a monotonic time. filled: its parts."""
-    return TargetReport(
-        rank=plan.target_rank,
-        path=str(path),
-        read_ranks=plan.read_ranks,
-        written_bytes=plan.written_bytes,
-        needed_bytes=plan.needed_bytes,
-        requested_bytes=sum(part.requested_bytes for part in filled),
-        mapped_bytes=sum(part.mapped_bytes for part in filled),
-        seconds=time.monotonic() - begin,
-        engine_seconds=max(part.seconds for part in filled),
-        waited_seconds=waited_seconds + max(part.waited_seconds for part in filled),
-        leased_bytes=leased_bytes,
-        process=process,
-        processes=len(filled),
-        overflows=joined(overflow for part in filled for overflow in part.overflows),
-    )
-
-
-def write_whole(
-    plan: RankPlan, format_name: str, publication: Publication, limits: Limits, on_bytes: OnBytes
-) -> Filled:
-    """Write the shard of `plan`, read its structure back, and put it in place."""
-    module, fd, path = formats.by_name(format_name), publication.descriptor, str(publication.partial)
-    manifest = module.reserve(fd, path, plan.shard)
-    filled = fill_file(plan, manifest, fd, None, limits, on_bytes)
-    module.seal(fd, path)
-    require_as_meant(module, publication, manifest, {})
-    publication.publish()
-    return filled
-
-
 def require_as_meant(module: Format, publication: Publication, manifest: Manifest, sums: Mapping[str, int]) -> None:
     """Raise TransformError if a sealed target, read back from the disk, has not the intended structure and sums."""
     sync_and_drop_cache(publication.descriptor)
@@ -349,8 +308,24 @@ class Writer:
         return attempt(partial(do, rank), self._comm, rank, self._run.path(rank))
 
     def _finished(self, plan: RankPlan, begin: float, waited_seconds: float, filled: Sequence[Filled]) -> Outcome:
-        path, leased_bytes = self._run.path(plan.target_rank), self._plans.peak_bytes[plan.target_rank]
-        report = target_report(plan, path, begin, waited_seconds, leased_bytes, self._comm.rank, filled)
+        """Return the outcome of a target that is complete now. begin: a monotonic time. filled: its parts."""
+        rank = plan.target_rank
+        report = TargetReport(
+            rank=rank,
+            path=str(self._run.path(rank)),
+            read_ranks=plan.read_ranks,
+            written_bytes=plan.written_bytes,
+            needed_bytes=plan.needed_bytes,
+            requested_bytes=sum(part.requested_bytes for part in filled),
+            mapped_bytes=sum(part.mapped_bytes for part in filled),
+            seconds=time.monotonic() - begin,
+            engine_seconds=max(part.seconds for part in filled),
+            waited_seconds=waited_seconds + max(part.waited_seconds for part in filled),
+            leased_bytes=self._plans.peak_bytes[rank],
+            process=self._comm.rank,
+            processes=len(filled),
+            overflows=joined(overflow for part in filled for overflow in part.overflows),
+        )
         self._progress.closed(plan.written_bytes)
         self._progress.finished(report)
         return Outcome((report,))

@@ -74,7 +74,7 @@ def convert(
     progress.begin(stage, plans.own_bytes, plans.led_bytes)
     own = plans.report.outcome.joined([Writer(plans, comm, memory, progress).write()])
     outcome = outcome._replace(processes=comm.size).joined(comm.allgather(own))
-    if not request.recorded:
+    if not request.recorded and request.files is None:
         return outcome
     # Even if targets have failed: another run may have made them meanwhile, and left it to this one to commit.
     commit = partial(_commit, plans, outcome) if comm.rank == 0 else Outcome
@@ -250,6 +250,8 @@ def _begin(plans: TargetPlans, comm: Comm, memory: RunMemory, progress: Progress
         memory.reserve_for_copying(max(plans.peak_bytes.values()), f"targets of {plans.run.request.target}")
     memory.forbid_starting_over()
     plans.journal.begin(progress.display.say)
+    if plans.run.shared_index is not None:
+        plans.run.shared_index.withdraw()
 
 
 def _commit(plans: TargetPlans, outcome: Outcome) -> Outcome:
@@ -260,7 +262,10 @@ def _commit(plans: TargetPlans, outcome: Outcome) -> Outcome:
     """
     run, journal = plans.run, plans.journal
     if not isinstance(journal, Journal):
-        return Outcome()
+        missing = () if run.shared_index is None or outcome.failures else run.shared_index.complete()
+        named = f"{missing[0]} and {len(missing) - 1} others" if len(missing) > 1 else "".join(missing)
+        note = f"{run.request.target} has no index yet, which is written when these are complete as well: {named}"
+        return Outcome(notes=(note,) if missing else ())
     made_ranks = {target.rank for target in outcome.targets}
     try:
         remarks = commit_if_complete(

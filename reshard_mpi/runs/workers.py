@@ -60,10 +60,6 @@ class _Worker:
     lost: Outcome = field(default_factory=Outcome)  # the outcome for a worker that has died
 
 
-# What is divided by targets, and not by the shards that are there.
-_OF_TARGETS = (Task.CONVERT, Task.UNIFY)
-
-
 def run_with_workers(request: Request, jobs: int | None, progress: Progress, work: Task = Task.CONVERT) -> Outcome:
     """Do `work` in `jobs` local processes; return their common outcome.
 
@@ -84,7 +80,7 @@ def _run_here(request: Request, jobs: int | None, progress: Progress, work: Task
     memory.reserve_for_reading(
         (request.src_strategy, request.dst_strategy), f"reading the strategies of {request.source}"
     )
-    strategies, shards = _read(request), 0 if work in _OF_TARGETS else _count_shards(request, work)
+    strategies, shards = _read(request), 0 if work is Task.CONVERT else _count_shards(request, work)
     work.load()  # once, before workers are forked
     targets = len(request.rank) if request.rank else strategies.target.world_size
     notes: tuple[str, ...] = ()
@@ -93,8 +89,7 @@ def _run_here(request: Request, jobs: int | None, progress: Progress, work: Task
     elif work is Task.CONVERT:
         size, notes = processes_of_use(jobs, targets, "target", together=True)
     else:
-        units, unit = (len(request.files), "file") if work is Task.UNIFY else (shards or 1, "shard")
-        size, notes = processes_of_use(jobs, units, unit, together=False)
+        size, notes = processes_of_use(jobs, shards or 1, "shard", together=False)
     parameters = max(len(strategies.target.parameters), len(strategies.source.parameters) if strategies.source else 0)
     useful, size = size, memory.share_out(size, parameters)
     if size < useful and jobs is not None:

@@ -47,7 +47,8 @@ from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.planning.rank_plan import Limits
 from reshard_mpi.filesystem.folders import Folder
 from reshard_mpi.journal.publication import Publication
-from reshard_mpi.runs.target_writer import write_whole
+from reshard_mpi import formats
+from reshard_mpi.engine.shard_transfer import write_shard
 from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 
@@ -56,7 +57,11 @@ checkpoint = open_source(discovery.find_shards(source), strategy.load(src_strate
 limits = Limits(buffer_bytes=1 << 31, window_bytes=1 << 31)
 conversion = Conversion(checkpoint, strategy.load(dst_strategy), limits=limits)
 with Folder.open(Path(target).parent) as folder, Publication(folder, Path(target).name) as publication:
-    write_whole(conversion.plan(1), "ckpt", publication, limits, lambda _: None)
+    plan, module, descriptor = conversion.plan(1), formats.by_name("ckpt"), publication.descriptor
+    manifest = module.reserve(descriptor, str(publication.partial), plan.shard)
+    write_shard(plan, manifest, descriptor, span=None, limits=limits, on_bytes=lambda _: None)
+    module.seal(descriptor, manifest.path)
+    publication.publish()
 """
 
 

@@ -17,18 +17,28 @@ from support.examples import few
 import reshard_mpi
 from reshard_mpi import unified_safetensors
 from reshard_mpi.errors import ReshardError, SourceError, UsageError
-from reshard_mpi.runs import unify_safetensors
+from reshard_mpi.runs import target_writer, unify_safetensors
 from reshard_mpi.runs.progress import RunStatus
 from reshard_mpi.testing.sample_tensors import ShardContents
 
 MINDSPORE = Path(__file__).parents[1] / "formats" / "golden" / "mindspore"
 STRATEGY = MINDSPORE / "strategy_2x2.ckpt"
+HYPER = "hyper_param.safetensors"
+# By the number of a share, of two.
+FILES_OF_SHARE = {1: {"part0.safetensors", HYPER}, 2: {"part1.safetensors"}}
 PLACED = {name: array for name, array in TENSORS.items() if name != "global_step"}
 
 
 @pytest.fixture
 def c(tmp_path: Path) -> Conversion:
     return make(tmp_path, "safetensors")
+
+
+def zeros(c: Conversion) -> None:
+    """Save another state of the source over it, of the same shapes."""
+    for rank in range(4):
+        later = [sample(name, np.zeros_like(array)) for name, array in c.arrays(rank).items()]
+        safetensors_peer.write(c.shard(rank), ShardContents.of(later))
 
 
 def weight_map(folder: Path) -> dict[str, str]:
@@ -100,16 +110,42 @@ def test_what_a_caller_is_told(c: Conversion, processes: int) -> None:
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_shares_of_the_files(c: Conversion) -> None:
-    unified_safetensors(c.src, c.src_strategy, c.dst, split_dst_file=(2, 2))
-    assert sorted(path.name for path in c.dst.iterdir()) == ["part1.safetensors"]
-    unified_safetensors(c.src, c.src_strategy, c.dst, split_dst_file=(1, 2))
-    assert (c.dst / "param_name_map.json").exists() and len(list(c.dst.glob("*.safetensors"))) == 3
+@pytest.mark.parametrize("order", [(1, 2), (2, 1)])
+def test_shares_of_the_files(c: Conversion, order: tuple[int, int]) -> None:
+    """Whichever is complete last writes the map."""
+    first, last = order
+    report = unified_safetensors(c.src, c.src_strategy, c.dst, split_dst_file=(first, 2))
+    assert {path.name for path in c.dst.glob("[!.]*")} == FILES_OF_SHARE[first]
+    assert any("no index yet" in note and min(FILES_OF_SHARE[last] - {HYPER}) in note for note in report.notes)
+    report = unified_safetensors(c.src, c.src_strategy, c.dst, split_dst_file=(last, 2))
+    assert {path.name for path in c.dst.iterdir()} == {*FILES_OF_SHARE[1], *FILES_OF_SHARE[2], "param_name_map.json"}
+    assert not any("index" in note for note in report.notes)
+    reshard_mpi.diff(c.src, c.dst, c.src_strategy)
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_shares_that_cannot_be(c: Conversion) -> None:
     with pytest.raises(UsageError, match="more shares than"):
         unified_safetensors(c.src, c.src_strategy, c.dst, split_dst_file=(4, 4))
     for share in ((0, 2), (3, 2), (1,), (1, 2, 3)):
         with pytest.raises(UsageError, match="split_dst_file"):
             unified_safetensors(c.src, c.src_strategy, c.dst, split_dst_file=share)
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("share", [1, 2])
+def test_a_share_beside_those_of_another_state(c: Conversion, tmp_path: Path, share: int) -> None:
+    """Neither an earlier result nor an abandoned share makes up a checkpoint with it."""
+    unified_safetensors(c.src, c.src_strategy, c.dst)
+    unified_safetensors(c.src, c.src_strategy, c.dst, split_dst_file=(3 - share, 2))
+    zeros(c)
+    unified_safetensors(c.src, c.src_strategy, c.dst, split_dst_file=(share, 2))
+    assert not (c.dst / "param_name_map.json").exists()
+    with pytest.raises(SourceError):
+        reshard_mpi.transform(c.dst, tmp_path / "again")
+    unified_safetensors(c.src, c.src_strategy, c.dst, split_dst_file=(3 - share, 2))
+    reshard_mpi.diff(c.src, c.dst, c.src_strategy)
+    assert not list(c.dst.glob(".*"))
 
 
 def test_what_is_left_out_is_nowhere(c: Conversion) -> None:
@@ -204,7 +240,7 @@ def test_files_that_are_there_are_replaced_and_a_failure_leaves_no_map(
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(unify_safetensors, "write_whole", fail)
+    monkeypatch.setattr(target_writer, "fill_file", fail)
     with pytest.raises(ReshardError, match="No space left"):
         unified_safetensors(c.src, c.src_strategy, c.dst, max_process_num=1)
     assert not (c.dst / "param_name_map.json").exists() and (c.dst / "part0.safetensors").exists()
