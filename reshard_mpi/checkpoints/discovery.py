@@ -20,6 +20,7 @@ from reshard_mpi.filesystem.paths import described, kind_of_file, real_path
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.journal.provenance import FirstLooks, Sources
 from reshard_mpi.journal.records import rank_of_folder
+from reshard_mpi.planning.lost_shards import ModifiedShard
 from reshard_mpi.text import counted, natural_key, ranges
 
 # A strategy file kept beside the shards may end in .ckpt too; it begins with the number field `current_stage`, a
@@ -45,6 +46,7 @@ class ShardFiles(NamedTuple):
     read: Manifest | None = None
     # in words, which files lie beside these and may be of the same checkpoint, but are not read; empty if none
     left_out: str = ""
+    modified: tuple[ModifiedShard, ...] = ()  # may be copies of others, as records tell
     # whether the run that wrote the files has recorded how they are cut, so that they say it as much as files that
     # describe themselves
     is_recorded: bool = False

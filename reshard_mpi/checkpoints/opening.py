@@ -45,7 +45,7 @@ def open_source(
     can be read, or if no strategy says which other shards hold the same data.
     """
     _require_all_files(files)
-    _require_one_run(files)
+    files = _of_one_run(files)
     if files.is_folder:
         return _open_folder(files, strategy, known_damage)
     if strategy is not None and strategy.world_size > 1:
@@ -191,12 +191,17 @@ def _recorded(files: ShardFiles) -> Strategy | None:
     return None if recorded is None else table.loads(*recorded)
 
 
-def _require_one_run(files: ShardFiles) -> None:
-    """Raise DisagreementError if files are of several runs, as where one has replaced some of them."""
-    if _has_records(files):
-        from reshard_mpi.journal.file_records import require_one_run
+def _of_one_run(files: ShardFiles) -> ShardFiles:
+    """Return files, and which of them are not, by their times, as their run has recorded them.
 
-        require_one_run(files.by_target_rank, files.path)
+    Raises DisagreementError if they are of several runs, as where one has replaced some of them.
+    """
+    if not _has_records(files):
+        return files
+    from reshard_mpi.journal.file_records import require_one_run
+
+    run = require_one_run(files.by_target_rank, files.path)
+    return files if run is None else files._replace(modified=run.modified)
 
 
 def _has_records(files: ShardFiles) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ from reshard_mpi.journal.records import (
     recorded_ranks,
 )
 from reshard_mpi.journal.run_identity import RunIdentity
+from reshard_mpi.planning.lost_shards import ModifiedShard
 from reshard_mpi.sharding.placement import Shape
 
 # What to do where a run has replaced some targets only.
@@ -108,8 +110,15 @@ def run_of(path: str, likely_rank: int) -> tuple[RunIdentity, Path] | None:
     return None
 
 
-def require_one_run(files: Mapping[int, Sequence[str]], where: str) -> str | None:
-    """Return the digest of the run that has made files; None if no run has a record of any.
+class RunOfFiles(NamedTuple):
+    """The run that has made files."""
+
+    digest: str
+    modified: tuple[ModifiedShard, ...]  # files that are not, by their times, the ones that it has recorded
+
+
+def require_one_run(files: Mapping[int, Sequence[str]], where: str) -> RunOfFiles | None:
+    """Return the run that has made files; None if no run has a record of any.
 
     Args:
         files: paths, by the ranks that they seem to be of.
@@ -134,7 +143,28 @@ def require_one_run(files: Mapping[int, Sequence[str]], where: str) -> str | Non
     committed = [_is_committed(state.parent, first, heads.values(), where) for state in state_folders]
     if not all(committed):
         _require_one_state(finder, files)
-    return first.digest
+    return RunOfFiles(first.digest, _modified(heads))
+
+
+def modified_shards(files: Mapping[int, Sequence[str]]) -> tuple[ModifiedShard, ...]:
+    """Return the files that are not, by their times, the ones that a run has recorded.
+
+    Args:
+        files: paths, by the ranks that they seem to be of.
+    """
+    finder = RecordFinder()
+    found = ((path, finder.find_head(path, rank)) for rank, paths in files.items() for path in paths)
+    return _modified({path: each.head for path, each in found if each is not None and each.head is not None})
+
+
+def _modified(heads: Mapping[str, RecordHead]) -> tuple[ModifiedShard, ...]:
+    """Return what `modified_shards` returns. heads: how the records of files begin, by path."""
+    modified = []
+    for path, head in heads.items():
+        with contextlib.suppress(OSError):  # which is told where the file is read
+            if not head.is_about(Path(path).stat()):
+                modified.append(ModifiedShard(head.rank, path))
+    return tuple(modified)
 
 
 def _is_committed(folder: Path, first: RecordHead, heads: Collection[RecordHead], where: str) -> bool:

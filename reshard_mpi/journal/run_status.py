@@ -6,6 +6,7 @@ import fcntl
 import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -248,6 +249,10 @@ def _not_as_committed(folder: Path, committed: CommitRecord, rank: int) -> dict[
         return {"problem": "is of another run"}
     if (head.modified_ns or 0) > (folder / COMMIT_RECORD).stat().st_mtime_ns:
         return {"problem": "was made after the commit"}
+    with suppress(OSError):  # what is not there, or has another size, is told by that
+        status = (folder / head.file).stat()
+        if status.st_size == head.size_bytes and not head.is_about(status):
+            return {"problem": "was modified after its record was written"}
     return {}
 
 

@@ -1,4 +1,4 @@
-"""Note source shards that are lost, and which replace them (`UnusableShard`)."""
+"""Note source shards that are lost, and which replace them (`UnusableShard`), or that are others (`ModifiedShard`)."""
 
 from __future__ import annotations
 
@@ -39,6 +39,13 @@ class MissingRanks(NamedTuple):
         return f"{present} of {self.world_size} ranks are there: no shard of {named(self.ranks)} in {self.where}"
 
 
+class ModifiedShard(NamedTuple):
+    """A file whose time is not the one that the run which has written it has recorded. rank: of that run's target."""
+
+    rank: int
+    path: str
+
+
 def merged_losses(losses: Iterable[UnusableShard]) -> tuple[UnusableShard, ...]:
     """Return each lost shard once, by rank, with all the ranks that any target takes its data from instead."""
     sources: dict[UnusableShard, set[int]] = {}
@@ -66,6 +73,17 @@ def warnings_of(losses: Iterable[UnusableShard], missing: MissingRanks | None = 
         if lost.problem:
             instead = f"; taken from {named(lost.taken_from)} instead" if lost.taken_from else ""
             yield f"the shard of rank {lost.rank} cannot be used, {lost.where}: {lost.problem}{instead}"
+
+
+def modified_warning(modified: Collection[ModifiedShard], losses: Iterable[UnusableShard] = ()) -> Iterator[str]:
+    """Yield a warning on shards that may be copies of others, if there are any besides those in `losses`."""
+    lost = [shard.where for shard in losses]  # each a path, or a place in one
+    paths = {rank: path for rank, path in modified if not any(where.startswith(path) for where in lost)}
+    if len(paths) == 1:
+        yield f"{min(paths.values())} was modified after its record was written; a copy of another shard?"
+    elif paths:
+        others = f"{len(paths) - 1} more shards ({named(sorted(paths))})"
+        yield f"{paths[min(paths)]} and {others} were modified after their records were written; copies of others?"
 
 
 def named(ranks: Collection[int]) -> str:

@@ -20,11 +20,12 @@ from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.engine.compare import first_difference
 from reshard_mpi.engine.open_files import Files
 from reshard_mpi.engine.read import fill, takes_numpy
-from reshard_mpi.errors import CoverageError, ReshardError
+from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError
 from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.manifest import NEST, Manifest, shown_string
 from reshard_mpi.planning.accumulated_gradients import Accumulated, notes_on
 from reshard_mpi.planning.find_placement import Unlisted, find_or_follow, is_dropped
+from reshard_mpi.planning.lost_shards import modified_warning
 from reshard_mpi.planning.needed_ranks import check_target_rank
 from reshard_mpi.planning.plan_target import plan_target
 from reshard_mpi.planning.rank_plan import Check, Differing, Limits, PrefixDigest, RankPlan, SharedFact, TensorPlan
@@ -112,7 +113,7 @@ class Conversion:
             require_same_network(self.planned_source.strategy, opened.manifests.values())
             if self.strict:
                 require_nothing_left_out(opened.manifests)
-                self._require_all_files_read()
+                self._require_the_files_meant()
             plan = plan_target(opened, self._strategy_table() if self.keeps_strategy else "")
         except CoverageError as error:
             self._tell_where(error)
@@ -145,9 +146,17 @@ class Conversion:
             plan = plan.without(opened.written_elsewhere())
         return plan if self.new_names is None else plan.renamed(self.new_names)
 
-    def _require_all_files_read(self) -> None:
-        """Raise DisagreementError if files beside the source's own are not read."""
+    def _require_the_files_meant(self) -> None:
+        """Raise DisagreementError if files beside the source's own are not read, or some may be copies of others."""
         files = self.source.files
+        for modified in modified_warning(files.modified):
+            raise DisagreementError(
+                "shards are not the ones that their run has recorded",
+                expected="files that have their times, as --strict demands",
+                got=modified,
+                where=files.path,
+                remedy="leave out --strict, or restore them with their times (cp -p), or with their records",
+            )
         if files.left_out:
             expected, remedy = "all files of the folder to be read", "move them elsewhere"
             raise not_carried(files.left_out, expected=expected, remedy=remedy, where=files.path)

@@ -168,9 +168,18 @@ def _planned(
         *_other_texts(*plans),
     )
     first, second = map(_DiffSide, (request.source, request.target), sources, plans)
-    warnings += [*first_files.warnings, *second_files.warnings, *plans[0].warnings, *plans[1].warnings]
-    lost = (*plans[0].lost, *plans[1].lost)
-    return first, second, Outcome(notes=tuple(dict.fromkeys(notes)), lost=lost, other_warnings=tuple(warnings))
+    warnings += [
+        *(text for source in sources for text in source.files.warnings),
+        *plans[0].warnings,
+        *plans[1].warnings,
+    ]
+    outcome = Outcome(
+        notes=tuple(dict.fromkeys(notes)),
+        lost=(*plans[0].lost, *plans[1].lost),
+        modified=(*sources[0].files.modified, *sources[1].files.modified),
+        other_warnings=tuple(warnings),
+    )
+    return first, second, outcome
 
 
 def _names(conversions: Sequence[Conversion], plans: Sequence[RankPlan]) -> list[str]:

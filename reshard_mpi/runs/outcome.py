@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from reshard_mpi.errors import ReshardError, TransformError, as_reshard_error
-from reshard_mpi.planning.lost_shards import MissingRanks, UnusableShard, merged_losses, warnings_of
+from reshard_mpi.planning.lost_shards import (
+    MissingRanks,
+    ModifiedShard,
+    UnusableShard,
+    merged_losses,
+    modified_warning,
+    warnings_of,
+)
 from reshard_mpi.text import counted
 
 if TYPE_CHECKING:
@@ -93,6 +100,7 @@ class Outcome(NamedTuple):
     # notes, other_warnings: for the user
     notes: tuple[str, ...] = ()
     lost: tuple[UnusableShard, ...] = ()  # source shards that cannot be used
+    modified: tuple[ModifiedShard, ...] = ()  # source shards that may be copies of others
     other_warnings: tuple[str, ...] = ()
     checked: tuple[Checked, ...] = ()  # shards that were verified
     processes: int = 0  # how many the run had
@@ -102,7 +110,12 @@ class Outcome(NamedTuple):
     def begun(cls, conversion: Conversion, notes: tuple[str, ...] = ()) -> Outcome:
         """Return an outcome with the notes and warnings on what has been opened, and these `notes`."""
         source = conversion.source
-        return cls(notes=(*conversion.notes, *notes), other_warnings=source.files.warnings, missing=source.missing)
+        return cls(
+            notes=(*conversion.notes, *notes),
+            modified=source.files.modified,
+            other_warnings=source.files.warnings,
+            missing=source.missing,
+        )
 
     @classmethod
     def of(cls, plan: RankPlan) -> Outcome:
@@ -131,7 +144,12 @@ class Outcome(NamedTuple):
         absent = self.absent
         names = ", ".join(absent[:3]) + (" ..." if len(absent) > 3 else "")
         missed = (f"{len(absent)} listed parameters are in no source shard: {names}",) if absent else ()
-        own_warnings = (*warnings_of(self.lost, self.missing), *self.other_warnings, *missed)
+        own_warnings = (
+            *warnings_of(self.lost, self.missing),
+            *modified_warning(self.modified, self.lost),
+            *self.other_warnings,
+            *missed,
+        )
         if not any(target.overflows for target in self.targets):
             return own_warnings
 

@@ -21,7 +21,13 @@ from reshard_mpi.errors import DamageError, ReshardError, SourceError
 from reshard_mpi.filesystem.paths import require_reachable
 from reshard_mpi.formats.manifest import NEST, Manifest
 from reshard_mpi.formats.nest import agree
-from reshard_mpi.journal.file_records import RecordFinder, damage_besides, damage_of_index, type_and_shape
+from reshard_mpi.journal.file_records import (
+    RecordFinder,
+    damage_besides,
+    damage_of_index,
+    modified_shards,
+    type_and_shape,
+)
 from reshard_mpi.planning.accumulated_gradients import notes_on
 from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.processes.comm import Comm
@@ -36,6 +42,7 @@ from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.run_memory import RunMemory, Workload, checking_bytes
 from reshard_mpi.runs.scheduling import assign, target_weights
 from reshard_mpi.runs.verify_checksums import (
+    BY_RECORD,
     Summing,
     check_shard,
     check_together,
@@ -141,6 +148,8 @@ def verify_pair(
     checked = _each(target.files, weights, comm, progress, check, pair.notes)
     if checked.failures and pair.otherwise is not None:
         raise pair.otherwise
+    # A target that equals what the source gives is the one that was meant.
+    checked = checked._replace(modified=source.files.modified)
     return _with_notes(checked, pair.governor, source.files, target.files)
 
 
@@ -227,7 +236,8 @@ def verify_alone(
     if unknown:
         note = f"{len(unknown)} of {len(ranks)} shards keep no sums, that of rank {unknown[0]} the first"
         outcome = outcome._replace(notes=(*outcome.notes, note))
-    return outcome
+    by_others = [checked.rank for checked in outcome.checked if BY_RECORD not in checked.by]
+    return outcome._replace(modified=modified_shards({rank: files.by_rank[rank] for rank in by_others}))
 
 
 def _each(

@@ -41,6 +41,9 @@ from reshard_mpi.sharding.placement import unsharded
 from reshard_mpi.sharding.strategy import table
 from reshard_mpi.text import counted
 
+# With what a shard was compared whose record has sums.
+BY_RECORD = "the record of its run"
+
 
 def sums_as_planned(
     plan: RankPlan, target: Manifest, span: Span | None, limits: Limits, on_bytes: OnBytes
@@ -153,7 +156,7 @@ def check_shard(
         if record is not None:
             damage += damage_by_record(shard, record, recorded)
         if recorded:
-            by["the record of its run"] = None
+            by[BY_RECORD] = None
         # A checksum is of all of the file; what is summed besides is not counted again.
         tensors += len(shard.tensors if has_crc else specs)
         read_bytes += size_bytes if has_crc else summed_bytes
@@ -218,15 +221,15 @@ def check_together(files: ShardFiles, checked: Iterable[Checked], *, sound: bool
     if not are_committed and not are_others:
         yield from _missing_beside_others(committed.difference(paths), files)
     try:
-        digest = require_one_run(files.by_target_rank, files.path)
+        run = require_one_run(files.by_target_rank, files.path)
     except DisagreementError as error:
         yield DamageError(error.problem, expected=error.expected, got=error.got, where=error.where, remedy=error.remedy)
         return
     # Not if it is a file or the folder of a rank by itself.
     is_whole = (folder / STATE).is_dir() or all(path.parent.parent == folder for path in paths)
     if are_others and is_whole:
-        if digest is not None:
-            yield from _not_of_begun_run(files, digest)
+        if run is not None:
+            yield from _not_of_begun_run(files, run.digest)
         world_size = max((shard.world_size for shard in shards), default=0)
         yield from _missing(files.by_rank, world_size, "the others say", files.path)
     if record is None or not are_committed:

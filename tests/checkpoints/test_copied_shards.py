@@ -1,0 +1,141 @@
+"""Shards that were copied over those of a run without their records: read, with a warning that names them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.checkpoints import write_ranks
+from support.command_line import run_here
+from support.examples import few, one_at_a_time
+
+import reshard_mpi
+from reshard_mpi.errors import ReshardError
+
+FORMS = ["safetensors", "hdf5", "ckpt", "torch", "dcp", "hf"]
+SELF_DESCRIBING = ("hdf5", "dcp", "hf")
+# Seconds by which a file is older, or newer, than the one in whose place it is put.
+TIMES = {"cp": 60, "cp -p of a later run": 5, "cp -p of an earlier run": -3600}
+
+
+def spec(folder: Path) -> Path:
+    (folder / "rows.toml").write_text('mesh = { a = 3 }\n[[parameter]]\nmatch = "*"\nsplit = { 0 = ["a"] }\n')
+    return folder / "rows.toml"
+
+
+def made(folder: Path, name: str, form: str, factor: float, *, verify: bool = False) -> Path:
+    """Make three targets of a form; runs differ in the values of their source alone."""
+    values = factor * np.arange(72, dtype=np.float32).reshape(9, 8)
+    write_ranks({0: dict.fromkeys(("a", "w0", "w1", "w2"), values)}, folder / f"{name}_src", "safetensors")
+    cut: dict[str, Any] = {"max_shard_size": 300} if form == "hf" else {"dst_strategy": spec(folder)}
+    reshard_mpi.transform(folder / f"{name}_src", folder / name, to=form, verify=verify, **cut)
+    return folder / name
+
+
+def shards(folder: Path) -> list[Path]:
+    """Return the shard files of a target folder, in the order of their ranks."""
+    paths = (path for path in folder.rglob("*") if path.is_file() and ".reshard_mpi" not in path.parts)
+    return sorted(path for path in paths if path.name != "reshard.json" and path.suffix not in (".json", ".metadata"))
+
+
+def copied_over(tmp_path: Path, form: str, ranks: list[int], how: str = "cp", *, verify: bool = False) -> Path:
+    """Return a target folder whose shards of some ranks are those of another run."""
+    ours, others = made(tmp_path, "ours", form, 1, verify=verify), made(tmp_path, "others", form, 2, verify=verify)
+    for rank in ranks:
+        own, other = shards(ours)[rank], shards(others)[rank]
+        modified_ns = own.stat().st_mtime_ns + TIMES[how] * 10**9
+        shutil.copyfile(other, own)
+        os.utime(own, ns=(modified_ns, modified_ns))
+    return ours
+
+
+def strategy_of(form: str, folder: Path) -> Path | None:
+    return None if form in SELF_DESCRIBING else spec(folder)
+
+
+def said(warnings: tuple[str, ...] | list[str], *parts: str) -> bool:
+    return any(all(part in warning for part in ("modified after", *parts)) for warning in warnings)
+
+
+@pytest.mark.parametrize(("form", "how"), one_at_a_time(FORMS, [*TIMES]))
+def test_a_copied_shard_is_named_by_a_warning(tmp_path: Path, form: str, how: str) -> None:
+    out = copied_over(tmp_path, form, [1], how)
+    strategy = strategy_of(form, tmp_path)
+    copied = str(shards(out)[1])
+    report = reshard_mpi.transform(out, tmp_path / "again", strategy, to="safetensors")
+    assert said(report.warnings, copied)
+    assert said(reshard_mpi.diff(out, tmp_path / "again", strategy).warnings, copied)
+    with pytest.raises(ReshardError) as refusal:
+        reshard_mpi.transform(out, tmp_path / "strictly", strategy, strict=True)
+    assert copied in str(refusal.value)
+    assert not (tmp_path / "strictly").exists()
+    assert "was modified after" in run_here("inspect", str(out)).out
+
+
+def test_several_copied_shards_are_one_warning(tmp_path: Path) -> None:
+    out = copied_over(tmp_path, "hdf5", [0, 2])
+    (warning,) = reshard_mpi.transform(out, tmp_path / "again").warnings
+    assert said([warning], str(shards(out)[0]), "0, 2")
+
+
+@pytest.mark.parametrize("form", ["safetensors", "hf"])
+def test_against_its_source_a_restored_target_is_sound(tmp_path: Path, form: str) -> None:
+    out, strategy = made(tmp_path, "ours", form, 1), strategy_of(form, tmp_path)
+    shutil.copyfile(shards(made(tmp_path, "same", form, 1))[1], shards(out)[1])
+    assert not reshard_mpi.verify(tmp_path / "ours_src", out, None, strategy).warnings
+    assert said(reshard_mpi.verify(out, out, strategy, strategy).warnings)
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "dcp"])  # which reads no links
+def test_links_lead_to_a_copied_shard(tmp_path: Path, form: str) -> None:
+    out, links = copied_over(tmp_path, form, [1]), tmp_path / "links"
+    links.mkdir()
+    for path in out.iterdir():
+        if path.name != ".reshard_mpi":
+            (links / path.name).symlink_to(path)
+    assert said(reshard_mpi.transform(links, tmp_path / "again", strategy_of(form, tmp_path)).warnings)
+
+
+def test_a_shard_that_is_sound_by_its_own_checksum_is_told_to_be_another_one(tmp_path: Path) -> None:
+    out = copied_over(tmp_path, "torch", [1])
+    for ranks in (None, [1]):
+        assert said(reshard_mpi.verify(out, rank=ranks).warnings, str(shards(out)[1]))
+    assert not reshard_mpi.verify(out, rank=[0]).warnings
+
+
+@pytest.mark.parametrize("form", few(2, FORMS))
+def test_sums_in_the_record_tell_whether_it_is_another_one(tmp_path: Path, form: str) -> None:
+    out = copied_over(tmp_path, form, [1], verify=True)
+    with pytest.raises(ReshardError):
+        reshard_mpi.verify(out)
+    # The same bytes with another time: a file that was damaged, and restored by a copy.
+    shutil.copyfile(shards(made(tmp_path, "same", form, 1, verify=True))[1], shards(out)[1])
+    assert not reshard_mpi.verify(out).warnings
+
+
+def copied_in_order(source: Path, target: Path, first: str) -> None:
+    """Copy a folder as `cp -r` does: all files get times of their own, `.reshard_mpi` first or last."""
+    paths = sorted(path for path in source.rglob("*") if path.is_file())
+    for number, path in enumerate(
+        sorted(paths, key=lambda path: (".reshard_mpi" in path.parts) != (first == "records"))
+    ):
+        copy = target / path.relative_to(source)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy)
+        modified_ns = path.stat().st_mtime_ns + (60 + number) * 10**9
+        os.utime(copy, ns=(modified_ns, modified_ns))
+
+
+@pytest.mark.parametrize(("form", "first"), one_at_a_time(FORMS, ["records", "shards", "with times"]))
+def test_a_copy_of_the_whole_folder_is_no_doubt(tmp_path: Path, form: str, first: str) -> None:
+    out = made(tmp_path, "ours", form, 1)
+    if first == "with times":
+        shutil.copytree(out, tmp_path / "copy")
+    else:
+        copied_in_order(out, tmp_path / "copy", first)
+    report = reshard_mpi.transform(tmp_path / "copy", tmp_path / "again", strategy_of(form, tmp_path), strict=True)
+    assert not report.warnings
