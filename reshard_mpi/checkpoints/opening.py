@@ -23,6 +23,7 @@ from reshard_mpi.errors import ReshardError, SourceError, StrategyError, as_resh
 from reshard_mpi.filesystem import stores
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.journal.records import STATE
+from reshard_mpi.planning.lost_shards import modified_warning
 from reshard_mpi.planning.rank_plan import CHOSEN_FILES, SharedFact
 from reshard_mpi.sharding.placement import Strategy, unsharded
 from reshard_mpi.sharding.strategy import table
@@ -101,7 +102,7 @@ def _require_alone(files: ShardFiles, first: int) -> None:
         raise SourceError(
             "the shards do not say how they are sharded",
             expected="a source strategy for a checkpoint of several ranks",
-            got=f"{len(files.by_rank)} rank folders without one",
+            got="; ".join((f"{len(files.by_rank)} rank folders without one", *modified_warning(files.modified))),
             where=files.path,
             remedy="give --src-strategy, or --dst-strategy if it is the second checkpoint of verify or diff",
         )

@@ -21,12 +21,11 @@ from reshard_mpi.journal.records import (
     COMMIT_RECORD,
     DAMAGE,
     STATE,
+    RecordHead,
     checked_file,
     checked_rank,
     checked_sum,
     read_json,
-    record_path,
-    run_path,
 )
 from reshard_mpi.journal.run_identity import SETTINGS, RunIdentity
 from reshard_mpi.sharding.strategy.json_checks import MAX_FILE_BYTES
@@ -141,23 +140,12 @@ def strategy_of_run(folder: Path, digest: str) -> tuple[str, str] | None:
         return None
 
 
-# The hosts of one run may have clocks that differ.
-_MAX_SKEW_NS = 60 * 10**9
-
-
 def _is_recorded(folder: Path, committed: CommitRecord, rank: int, paths: Sequence[str]) -> bool:
-    """Tell whether the shard of a rank is the file that the run has written for it.
-
-    Another file in its place may have the same size; but it was not saved between the beginning of the run and the
-    record of the target.
-    """
-    file = committed.files.get(rank)
-    if file is None or [Path(path) for path in paths] != [folder / file]:
+    """Tell whether the shard of a rank is the file that the run has written for it. Another may have the same size."""
+    file, head = committed.files.get(rank), RecordHead.read(folder / STATE, rank)
+    if file is None or head is None or [Path(path) for path in paths] != [folder / file]:
         return False
-    record = record_path(folder / STATE, rank)
-    if not record.exists():
+    status = (folder / file).stat()
+    if status.st_size != committed.sizes_bytes.get(rank) or head.modified_ns is None:
         return False
-    shard, begun = (folder / file).stat(), run_path(folder / STATE)
-    if not begun.exists() or shard.st_mtime_ns < begun.stat().st_mtime_ns - _MAX_SKEW_NS:
-        return False
-    return shard.st_size == committed.sizes_bytes.get(rank) and shard.st_mtime_ns <= record.stat().st_mtime_ns
+    return (head.digest, head.file) == (committed.digest, file) and head.is_about(status)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.checkpoints import write_ranks
+from support.checkpoints import copied_in_order, write_ranks
 from support.command_line import run_here
 from support.examples import few, one_at_a_time
 
@@ -115,19 +115,6 @@ def test_sums_in_the_record_tell_whether_it_is_another_one(tmp_path: Path, form:
     # The same bytes with another time: a file that was damaged, and restored by a copy.
     shutil.copyfile(shards(made(tmp_path, "same", form, 1, verify=True))[1], shards(out)[1])
     assert not reshard_mpi.verify(out).warnings
-
-
-def copied_in_order(source: Path, target: Path, first: str) -> None:
-    """Copy a folder as `cp -r` does: all files get times of their own, `.reshard_mpi` first or last."""
-    paths = sorted(path for path in source.rglob("*") if path.is_file())
-    for number, path in enumerate(
-        sorted(paths, key=lambda path: (".reshard_mpi" in path.parts) != (first == "records"))
-    ):
-        copy = target / path.relative_to(source)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, copy)
-        modified_ns = path.stat().st_mtime_ns + (60 + number) * 10**9
-        os.utime(copy, ns=(modified_ns, modified_ns))
 
 
 @pytest.mark.parametrize(("form", "first"), one_at_a_time(FORMS, ["records", "shards", "with times"]))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.checkpoints import write_shard
+from support.checkpoints import copied_in_order, write_shard
 from support.command_line import done, run_here
 from support.examples import few
 
@@ -86,9 +86,10 @@ def test_other_files_need_a_strategy(made: Path, tmp_path: Path, how: str) -> No
     elif how == "saved over":
         (shard,) = (made / "rank_1").iterdir()
         content = shard.read_bytes()
+        later_ns = shard.stat().st_mtime_ns + 60 * 10**9
         shard.unlink()
-        os.utime(made / ".reshard_mpi" / "rank_1.json", ns=(1, 1))  # long before
         shard.write_bytes(content)
+        os.utime(shard, ns=(later_ns, later_ns))
     else:
         facts = json.loads(record.read_text())
         facts |= {"digest": "0" * 64} if how == "another run" else {"strategy": 7}
@@ -107,8 +108,12 @@ def test_a_forged_table_is_refused(made: Path, tmp_path: Path) -> None:
         reshard_mpi.transform(made, tmp_path / "one", to="safetensors")
 
 
-def test_a_copy_needs_none(made: Path, tmp_path: Path) -> None:
-    shutil.copytree(made, tmp_path / "copied")
+@pytest.mark.parametrize("first", ["with times", "records", "shards"])
+def test_a_copy_needs_none(made: Path, tmp_path: Path, first: str) -> None:
+    if first == "with times":
+        shutil.copytree(made, tmp_path / "copied")
+    else:
+        copied_in_order(made, tmp_path / "copied", first)
     reshard_mpi.transform(made, tmp_path / "one", to="safetensors")
     reshard_mpi.transform(tmp_path / "copied", tmp_path / "again", to="safetensors")
     one, again = (tmp_path / name / "rank_0/checkpoint_0.safetensors" for name in ("one", "again"))
