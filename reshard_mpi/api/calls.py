@@ -12,8 +12,8 @@ from typing import Any, ParamSpec, TypeVar
 from reshard_mpi import formats
 from reshard_mpi.errors import UsageError, as_reshard_error, told, wrong_type
 from reshard_mpi.options import EXCLUSIVE, OPTIONS, check_number, check_path
+from reshard_mpi.processes import memory_scopes
 from reshard_mpi.processes.comm import Comm, MPIComm, SerialComm
-from reshard_mpi.processes.governor import scopes
 from reshard_mpi.runs.monitor import monitored
 from reshard_mpi.runs.outcome import Report
 from reshard_mpi.runs.progress import Display, Progress, RunStatus, Words, log, log_warning
@@ -73,7 +73,7 @@ def shown_to(on_progress: OnProgress | None, comm: Comm) -> AbstractContextManag
 PathLike = str | os.PathLike[str]
 
 # What every call needs is loaded with the functions, so that the first call takes no longer than others.
-scopes.prepare()
+memory_scopes.prepare()
 Task.CONVERT.load()
 
 

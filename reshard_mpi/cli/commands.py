@@ -20,8 +20,8 @@ from reshard_mpi.cli.start import begin_command, end_if_stopped, stopped_text
 from reshard_mpi.cli.usage import flush_standard_streams, open_standard_streams, show, tell_done
 from reshard_mpi.errors import DamageError, DifferenceError, ReshardError, UsageError, told
 from reshard_mpi.processes import comm
-from reshard_mpi.processes.governor.process_lease import finish
 from reshard_mpi.processes.host import ONE_THREAD
+from reshard_mpi.processes.process_lease import finish
 from reshard_mpi.processes.signals import (
     INTERRUPTED,
     Terminated,
@@ -183,7 +183,7 @@ def _transform(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from reshard_mpi.processes.governor.governor import UNLIMITED
+    from reshard_mpi.processes.governor import UNLIMITED
     from reshard_mpi.runs.plan import plan_targets, told_rules
 
     asked = request(options)
@@ -290,8 +290,8 @@ def _finds(work: Task, what: str, options: argparse.Namespace, sound: Callable[[
 
 
 def _governor(options: argparse.Namespace) -> int:
-    from reshard_mpi.processes.governor.governor import Allowance
-    from reshard_mpi.processes.governor.status import host_state
+    from reshard_mpi.processes.governor import Allowance
+    from reshard_mpi.processes.memory_status import host_state
 
     state = host_state(Allowance.of(None, None, os.environ), os.environ)
     show(json.dumps(state.as_json(), indent=1) if options.json else state.as_text())

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import ReshardError
-from reshard_mpi.processes import comm
-from reshard_mpi.processes.governor import process_lease
-from reshard_mpi.processes.governor.governor import Allowance, Lease, open_governor
-from reshard_mpi.processes.governor.process_lease import BASE_BYTES, Start
+from reshard_mpi.processes import comm, process_lease
+from reshard_mpi.processes.governor import Allowance, Lease, open_governor
+from reshard_mpi.processes.process_lease import BASE_BYTES, Start
 from reshard_mpi.processes.signals import INTERRUPTED, Terminated, exit_when_terminated, ignore_stops, stopped_by
 from reshard_mpi.text import one_line
 

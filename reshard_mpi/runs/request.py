@@ -12,7 +12,7 @@ from reshard_mpi.errors import UsageError
 from reshard_mpi.planning.accumulated_gradients import Accumulated
 from reshard_mpi.planning.find_placement import Unlisted
 from reshard_mpi.planning.replicas import Replicas
-from reshard_mpi.processes.governor.governor import Allowance
+from reshard_mpi.processes.governor import Allowance
 from reshard_mpi.sharding import strategy
 from reshard_mpi.sharding.placement import Strategy, unsharded
 

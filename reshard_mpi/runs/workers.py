@@ -23,9 +23,9 @@ from typing import Any
 from reshard_mpi.errors import ReshardError, TransformError, as_reshard_error
 from reshard_mpi.processes.comm import SerialComm
 from reshard_mpi.processes.forks import Channel, Fork, wait_for_any
-from reshard_mpi.processes.governor.process_lease import finish, register_worker
 from reshard_mpi.processes.host import ONE_THREAD, host_name, processes_by_default, processes_of_use
 from reshard_mpi.processes.imports import fresh_interpreter, import_environment
+from reshard_mpi.processes.process_lease import finish, register_worker
 from reshard_mpi.processes.signals import exit_when_terminated
 from reshard_mpi.runs.monitor import monitored
 from reshard_mpi.runs.outcome import Failure, Outcome, TargetReport

@@ -16,8 +16,7 @@ from reshard_mpi.cli import arguments
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.formats.registry import FormatInfo
-from reshard_mpi.processes import host
-from reshard_mpi.processes.governor import governor, ledger_folder, process_lease
+from reshard_mpi.processes import governor, host, ledger_folder, process_lease
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import unsharded
 from reshard_mpi.sharding.strategy import table, toml

@@ -28,10 +28,10 @@ from support.stand_ins import doing
 
 import reshard_mpi
 from reshard_mpi.errors import BudgetError, ReshardError, UsageError
-from reshard_mpi.processes.governor.governor import Allowance, Governor, open_governor
-from reshard_mpi.processes.governor.ledger import Ledger, _LedgerFile
-from reshard_mpi.processes.governor.ledger_folder import LedgerFolder
-from reshard_mpi.processes.governor.scopes import anonymous_bytes
+from reshard_mpi.processes.governor import Allowance, Governor, open_governor
+from reshard_mpi.processes.ledger import Ledger, _LedgerFile
+from reshard_mpi.processes.ledger_folder import LedgerFolder
+from reshard_mpi.processes.memory_scopes import anonymous_bytes
 from reshard_mpi.text import MIB, parse_bytes
 
 # Every process takes this of memory once it has filled its target, and keeps its lease until it is told to go on.

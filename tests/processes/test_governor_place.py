@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from reshard_mpi.errors import ReshardError
-from reshard_mpi.processes.governor import ledger_folder
-from reshard_mpi.processes.governor.ledger_folder import find_place, make_place, why_private
+from reshard_mpi.processes import ledger_folder
+from reshard_mpi.processes.ledger_folder import find_place, make_place, why_private
 
 TMPFS = "25 24 0:23 / /dev/shm rw,relatime - tmpfs tmpfs rw"
 

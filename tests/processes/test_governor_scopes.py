@@ -12,8 +12,9 @@ import psutil
 import pytest
 from support.processes import run_command
 
-from reshard_mpi.processes.governor import scopes
-from reshard_mpi.processes.governor.scopes import (
+from reshard_mpi.processes import memory_scopes
+from reshard_mpi.processes.host import children_of
+from reshard_mpi.processes.memory_scopes import (
     HostScope,
     SlurmJob,
     anonymous_bytes,
@@ -22,7 +23,6 @@ from reshard_mpi.processes.governor.scopes import (
     resident_bytes,
     slurm_job,
 )
-from reshard_mpi.processes.host import children_of
 from reshard_mpi.text import MIB
 
 # As the kernel says it of a process in a SLURM step, with version 2 and with version 1.
@@ -142,8 +142,8 @@ def test_of_this_machine() -> None:
 
 def test_host_is_what_is_free_and_what_holders_use_or_what_the_user_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     own = os.getpid()
-    monkeypatch.setattr(scopes, "available_bytes", lambda: 1000)
-    monkeypatch.setattr(scopes, "total_bytes", lambda: 1 << 40)
+    monkeypatch.setattr(memory_scopes, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(memory_scopes, "total_bytes", lambda: 1 << 40)
     assert HostScope.of(None, None).allowed_bytes({}) == 1000
     used_bytes = HostScope.of(None, None).allowed_bytes({own: 1 << 40}) - 1000
     assert used_bytes == pytest.approx(used_by_us(), abs=8 * MIB) and used_bytes > MIB
@@ -159,15 +159,15 @@ def test_what_is_certain_is_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for scope in (*groups, HostScope.of(None, None), HostScope.of(64 * MIB, None), SlurmJob("none", None, 1000)):
         assert 0 <= scope.certain_bytes() <= scope.allowed_bytes(own)
     assert HostScope.of(600, None).certain_bytes() == 600
-    monkeypatch.setattr(scopes, "unused_bytes", lambda: 1000)
+    monkeypatch.setattr(memory_scopes, "unused_bytes", lambda: 1000)
     assert HostScope.of(None, None).certain_bytes() == 500
 
 
 def test_what_a_process_uses_beyond_its_lease_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """As what a program held already that calls the functions of this package: no lease stands for it."""
     own = os.getpid()
-    monkeypatch.setattr(scopes, "available_bytes", lambda: 1000)
-    monkeypatch.setattr(scopes, "total_bytes", lambda: 1 << 40)
+    monkeypatch.setattr(memory_scopes, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(memory_scopes, "total_bytes", lambda: 1 << 40)
     assert HostScope.of(None, None).allowed_bytes({own: MIB}) == 1000 + MIB
     job = SlurmJob(f"test-{own}", None, 100 * MIB)
     assert job.allowed_bytes({own: MIB}) == 101 * MIB

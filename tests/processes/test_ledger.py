@@ -18,9 +18,9 @@ from support.holders import TIMEOUT_SECONDS, Holder, ended, leased, until
 from support.ledgers import LEASE, Changing, NoNotices, entered, entries, in_line, ledger, pids, wanted
 from support.processes import run_command
 
-from reshard_mpi.processes.governor.governor import Allowance, Governor, open_governor
-from reshard_mpi.processes.governor.ledger import Ledger, _LedgerFile
-from reshard_mpi.processes.governor.ledger_folder import LedgerFolder
+from reshard_mpi.processes.governor import Allowance, Governor, open_governor
+from reshard_mpi.processes.ledger import Ledger, _LedgerFile
+from reshard_mpi.processes.ledger_folder import LedgerFolder
 from reshard_mpi.text import MIB
 
 

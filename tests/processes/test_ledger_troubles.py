@@ -20,10 +20,10 @@ from support.holders import TIMEOUT_SECONDS, Holder, ended, until
 from support.ledgers import LEASE, Changing, NoNotices, entered, entries, in_line, ledger, pids, wanted
 
 from reshard_mpi.errors import ReshardError
-from reshard_mpi.processes.governor.governor import Governor
-from reshard_mpi.processes.governor.ledger import Ledger
-from reshard_mpi.processes.governor.ledger_folder import LedgerFolder
+from reshard_mpi.processes.governor import Governor
 from reshard_mpi.processes.host import state_of
+from reshard_mpi.processes.ledger import Ledger
+from reshard_mpi.processes.ledger_folder import LedgerFolder
 from reshard_mpi.text import MIB
 
 
@@ -135,7 +135,7 @@ def test_who_waits_says_for_whom(state: Path) -> None:
 def stopped_with_the_lock(path: Path) -> Iterator[int]:
     """A process that has been stopped while it changed the line; gives its id."""
     code = "import os, signal, sys; from pathlib import Path\n"
-    code += "from reshard_mpi.processes.governor.ledger import _LedgerFile\n"
+    code += "from reshard_mpi.processes.ledger import _LedgerFile\n"
     code += "with _LedgerFile(Path(sys.argv[1])).changing(None): os.kill(os.getpid(), signal.SIGSTOP)"
     with subprocess.Popen([sys.executable, "-c", code, path]) as process:
         try:

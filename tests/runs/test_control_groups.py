@@ -17,7 +17,7 @@ from support.command_line import COMMAND
 from support.large_checkpoints import SMALL, TARGETS, LargeCheckpoint, write_many
 from support.processes import HANG_SECONDS
 
-from reshard_mpi.processes.governor import scopes
+from reshard_mpi.processes import memory_scopes
 from reshard_mpi.text import MIB
 
 pytestmark = pytest.mark.slow
@@ -153,7 +153,7 @@ class Group:
 def group_of(version: int, limit_bytes: int) -> Iterator[Group]:
     """Make a control group that allows so much memory and no swap; skip the test where that cannot be."""
     top = _TOPS[version]
-    hierarchy = scopes._HIERARCHIES[2 - version]
+    hierarchy = memory_scopes._HIERARCHIES[2 - version]
     folder = top / f"reshard_mpi_test_{uuid.uuid4().hex[:12]}"
     controllers = top / "cgroup.controllers"
     if version == 2 and "memory" not in (controllers.read_text().split() if controllers.exists() else ()):

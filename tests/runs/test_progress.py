@@ -19,7 +19,7 @@ from support.rank_calls import logged_while_transforming
 
 import reshard_mpi
 from reshard_mpi.formats import ckpt
-from reshard_mpi.processes.governor import governor
+from reshard_mpi.processes import governor
 from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
 
 Told = list[tuple[str, str]]

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
-from reshard_mpi.processes.governor import governor as governing
-from reshard_mpi.processes.governor.governor import Allowance, Governor, Say, open_governor
+from reshard_mpi.processes import governor as governing
+from reshard_mpi.processes.governor import Allowance, Governor, Say, open_governor
 
 TIMEOUT_SECONDS = 300.0
 

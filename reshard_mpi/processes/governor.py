@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from reshard_mpi.errors import BudgetError, UsageError
-from reshard_mpi.processes.governor.ledger import Judge, Ledger, LedgerEntry, Ticket, WaitReporter
-from reshard_mpi.processes.governor.ledger_folder import LedgerFolder, find_place, make_place, no_place
-from reshard_mpi.processes.governor.scopes import Scope, find_scopes, resident_bytes
 from reshard_mpi.processes.host import pid_namespace, state_of
+from reshard_mpi.processes.ledger import Judge, Ledger, LedgerEntry, Ticket, WaitReporter
+from reshard_mpi.processes.ledger_folder import LedgerFolder, find_place, make_place, no_place
+from reshard_mpi.processes.memory_scopes import Scope, find_scopes, resident_bytes
 from reshard_mpi.text import format_bytes, parse_bytes
 
 MEMORY_VARIABLE = "RESHARD_MPI_MEMORY"

@@ -30,7 +30,7 @@ from typing import NamedTuple, Protocol, Self
 
 from reshard_mpi.errors import ReshardError
 from reshard_mpi.processes import host
-from reshard_mpi.processes.governor.ledger_folder import open_ledger_file
+from reshard_mpi.processes.ledger_folder import open_ledger_file
 
 # Between two looks of the first in line and of the one behind it; of others as many times that as processes are ahead,
 # since a line does not move faster, and so that a long one takes no more of the processors than a short one.

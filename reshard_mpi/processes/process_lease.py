@@ -19,8 +19,8 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from reshard_mpi.errors import ReshardError
-from reshard_mpi.processes.governor.governor import Allowance, Governor, Lease, Say, open_governor
-from reshard_mpi.processes.governor.scopes import resident_bytes
+from reshard_mpi.processes.governor import Allowance, Governor, Lease, Say, open_governor
+from reshard_mpi.processes.memory_scopes import resident_bytes
 from reshard_mpi.text import MIB
 
 # An interpreter with all modules for planning and moving bytes.

@@ -7,11 +7,11 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from reshard_mpi.processes.governor.governor import Allowance, leased_bytes
-from reshard_mpi.processes.governor.ledger import Ledger, LedgerEntry
-from reshard_mpi.processes.governor.ledger_folder import LEDGER_SUFFIX, LedgerFolder, find_place
-from reshard_mpi.processes.governor.scopes import find_scopes
+from reshard_mpi.processes.governor import Allowance, leased_bytes
 from reshard_mpi.processes.host import is_stopped, state_of
+from reshard_mpi.processes.ledger import Ledger, LedgerEntry
+from reshard_mpi.processes.ledger_folder import LEDGER_SUFFIX, LedgerFolder, find_place
+from reshard_mpi.processes.memory_scopes import find_scopes
 from reshard_mpi.text import format_bytes, one_line
 
 

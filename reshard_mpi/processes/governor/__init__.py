@@ -1,1 +1,0 @@
-"""Admit transforms by memory, for all processes of a user on a host."""
