@@ -15,11 +15,11 @@ from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.locations import ByteRanges
 from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.formats.protocol import reserve_file, seal_file
+from reshard_mpi.sharding import strategy_table
 from reshard_mpi.sharding.layout import Layout
+from reshard_mpi.sharding.mindspore_layouts import to_stage_files
+from reshard_mpi.sharding.mindspore_protobuf import encode_protobuf
 from reshard_mpi.sharding.placement import Strategy
-from reshard_mpi.sharding.strategy import table
-from reshard_mpi.sharding.strategy.mindspore_layouts import to_stage_files
-from reshard_mpi.sharding.strategy.mindspore_protobuf import encode_protobuf
 
 _FLOAT = BY_NAME["float32"]
 _SHIFT_BYTES = 1 << 20
@@ -80,7 +80,7 @@ def _write_shard(made: Checkpoint, rank: int, noise: memoryview) -> None:
         TensorSpec(name, _FLOAT, shape, Layout(strategy.find(name)[0], shape).box(rank))
         for name, shape in made.shapes.items()
     )
-    identity = ShardIdentity(rank, strategy.world_size, table.dumps(strategy))
+    identity = ShardIdentity(rank, strategy.world_size, strategy_table.dumps(strategy))
     place = reserve_file(module, str(path), ShardSpec(identity, specs, {}))
     with path.open("r+b") as stream:
         for spec in specs:

@@ -16,8 +16,8 @@ from benchmarks.rows import Clock, Row, Side, alone
 from benchmarks.spread import ratios
 from benchmarks.workplace import workplace
 from reshard_mpi import rank_list_for_transform
-from reshard_mpi.sharding.strategy.mindspore_layouts import to_stage_files
-from reshard_mpi.sharding.strategy.mindspore_protobuf import encode_protobuf
+from reshard_mpi.sharding.mindspore_layouts import to_stage_files
+from reshard_mpi.sharding.mindspore_protobuf import encode_protobuf
 
 
 @dataclass(frozen=True, slots=True)

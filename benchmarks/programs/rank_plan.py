@@ -13,7 +13,7 @@ from reshard_mpi.checkpoints.shard_opener import ShardShare
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.runs.conversion import Conversion
-from reshard_mpi.sharding import strategy
+from reshard_mpi.sharding import strategy_files
 
 
 class _Described(SourceCheckpoint):
@@ -26,7 +26,7 @@ class _Described(SourceCheckpoint):
 
 
 src_strategy, dst_strategy, target_rank, *ranks = sys.argv[1:]
-source, target = strategy.load(src_strategy), strategy.load(dst_strategy)
+source, target = strategy_files.load(src_strategy), strategy_files.load(dst_strategy)
 every = {rank: (f"rank_{rank}",) for rank in range(source.world_size)}
 described = _Described(ShardFiles("nowhere", "ckpt", every), source)
 looked_into = ShardShare(int(target_rank), target.world_size).ranks(source.world_size)

@@ -23,8 +23,8 @@ from reshard_mpi.planning.needed_ranks import joined_ranks, needed_ranks
 from reshard_mpi.runs.outcome import Report
 from reshard_mpi.runs.request import Strategies
 from reshard_mpi.runs.unify_safetensors import request_of_files
+from reshard_mpi.sharding.merge_strategies import merge
 from reshard_mpi.sharding.placement import unsharded
-from reshard_mpi.sharding.strategy.merge import merge
 
 # What these functions call the strategies of both sides.
 _FILES = {"src_strategy": "src_strategy_file", "dst_strategy": "dst_strategy_file"}

@@ -21,11 +21,10 @@ from reshard_mpi.formats.tensor_table import ChunkedTensors, TensorEntry
 from reshard_mpi.journal.records import STATE
 from reshard_mpi.journal.run_status import about_record, state_of
 from reshard_mpi.options import OPTIONS
-from reshard_mpi.sharding import strategy
+from reshard_mpi.sharding import strategy_files, strategy_table
 from reshard_mpi.sharding.patterns import Pattern
 from reshard_mpi.sharding.placement import Placement, Strategy
-from reshard_mpi.sharding.strategy import table
-from reshard_mpi.sharding.strategy.spec_text import spec_text
+from reshard_mpi.sharding.spec_text import spec_text
 from reshard_mpi.text import did_you_mean
 
 _MAY_LACK_FILES = "nothing in it tells whether its last files are missing: tensors may be larger than what is here"
@@ -234,7 +233,7 @@ def _tensor(entry: TensorEntry) -> dict[str, Any]:
 
 def _strategy(path: str, wanted: _TensorFilter) -> dict[str, Any]:
     try:
-        loaded = strategy.load(path)
+        loaded = strategy_files.load(path)
     except StrategyError as error:
         kind = kind_of_file(Path(path))
         raise SourceError(
@@ -301,7 +300,7 @@ def strategy_as_toml(path: str) -> str:
     except SourceError:
         if not stores.exists(path):
             raise
-        return spec_text(strategy.load(path))
+        return spec_text(strategy_files.load(path))
     first = next((shard for _, shards in manifests_of(files) for shard in shards), None)
     if first is None or first.identity is None:
         raise SourceError(
@@ -311,4 +310,4 @@ def strategy_as_toml(path: str) -> str:
             where=path,
             remedy="give the strategy files of the checkpoint",
         )
-    return spec_text(table.stated(first.identity.strategy, first.path))
+    return spec_text(strategy_table.stated(first.identity.strategy, first.path))

@@ -25,8 +25,8 @@ from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.journal.records import STATE
 from reshard_mpi.planning.lost_shards import modified_warning
 from reshard_mpi.planning.rank_plan import CHOSEN_FILES, SharedFact
+from reshard_mpi.sharding import strategy_table
 from reshard_mpi.sharding.placement import Strategy, unsharded
-from reshard_mpi.sharding.strategy import table
 
 if TYPE_CHECKING:
     from reshard_mpi.journal.run_identity import RunIdentity
@@ -178,7 +178,7 @@ def _require_no_part(manifest: Manifest) -> None:
 def _described(manifest: Manifest) -> Strategy | None:
     if manifest.identity is None:
         return None
-    return table.stated(manifest.identity.strategy, manifest.path)
+    return strategy_table.stated(manifest.identity.strategy, manifest.path)
 
 
 def _recorded(files: ShardFiles) -> Strategy | None:
@@ -189,7 +189,7 @@ def _recorded(files: ShardFiles) -> Strategy | None:
         recorded = recorded_strategy(Path(files.path), files.by_rank)
     except OSError as error:
         raise as_reshard_error(error, Path(files.path)) from None
-    return None if recorded is None else table.loads(*recorded)
+    return None if recorded is None else strategy_table.loads(*recorded)
 
 
 def _of_one_run(files: ShardFiles) -> ShardFiles:
@@ -261,7 +261,7 @@ def _may_be_cut(run: RunIdentity, folder: Path) -> bool:
     recorded = strategy_of_run(folder, run.digest)
     if recorded is None:
         return True
-    strategy = table.loads(*recorded)
+    strategy = strategy_table.loads(*recorded)
     placements = (placement for of_name in strategy.parameters.values() for placement in of_name)
     of_rules = (placement for _, placement in strategy.rules)
     return strategy.stages > 1 or any(placement.is_cut for placement in (*placements, *of_rules))

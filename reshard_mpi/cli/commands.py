@@ -347,7 +347,7 @@ def _commit(options: argparse.Namespace) -> int:
 
 
 def _merge(options: argparse.Namespace) -> int:
-    from reshard_mpi.sharding.strategy.merge import merge
+    from reshard_mpi.sharding.merge_strategies import merge
 
     merge(options.folder, options.out)
     return 0

@@ -1,7 +1,7 @@
 """Read the record of a committed run, and the strategy that it keeps (`CommitRecord`, `recorded_strategy`).
 
 Shards of most formats do not say how they are cut. The run that wrote them knew, so the placement table of all targets
-(`sharding.strategy.table`) lies beside its records. It is believed of a committed run alone, and only for the very
+(`sharding.strategy_table`) lies beside its records. It is believed of a committed run alone, and only for the very
 files that the commit record names.
 """
 
@@ -28,7 +28,7 @@ from reshard_mpi.journal.records import (
     read_json,
 )
 from reshard_mpi.journal.run_identity import SETTINGS, RunIdentity
-from reshard_mpi.sharding.strategy.json_checks import MAX_FILE_BYTES
+from reshard_mpi.sharding.json_checks import MAX_FILE_BYTES
 
 # It has 60 bytes for each tensor of the checkpoint, 110 for each target, and 6 for each source rank that a target was
 # made from: 100 MiB where each of 4,000 was made from all of 4,000.

@@ -47,8 +47,8 @@ from reshard_mpi.planning.strategy_check import (
 )
 from reshard_mpi.planning.target_tensors import BothLayouts, Policy
 from reshard_mpi.runs.request import Request
+from reshard_mpi.sharding import strategy_table
 from reshard_mpi.sharding.placement import Strategy
-from reshard_mpi.sharding.strategy import table
 from reshard_mpi.text import MIB
 
 if TYPE_CHECKING:
@@ -387,7 +387,7 @@ class Conversion:
 
     def _strategy_table(self) -> str:
         if self._table is None:
-            self._table = table.dumps(self.target)
+            self._table = strategy_table.dumps(self.target)
         return self._table
 
 

@@ -21,8 +21,8 @@ from reshard_mpi.runs.overlap import refuse_overlap, refuse_posing, refuse_repla
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.run_memory import RunMemory, Workload
 from reshard_mpi.runs.scheduling import are_even, assign, filled_files, strategy_of, target_weights
+from reshard_mpi.sharding import strategy_table
 from reshard_mpi.sharding.placement import Strategy
-from reshard_mpi.sharding.strategy import table
 
 if TYPE_CHECKING:
     from reshard_mpi.journal.shared_index import SharedIndex
@@ -65,7 +65,7 @@ class Run(NamedTuple):
             return Unrecorded(Path(request.target))
         identity, resume, overwrite = self._identity(), request.resume, request.overwrite
         target = self.conversion.target
-        table_of_targets = partial(table.dumps, target) if self.records_strategy else None
+        table_of_targets = partial(strategy_table.dumps, target) if self.records_strategy else None
         return Journal(Path(request.target), identity, resume=resume, overwrite=overwrite, strategy=table_of_targets)
 
     @property

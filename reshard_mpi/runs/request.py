@@ -13,7 +13,6 @@ from reshard_mpi.planning.accumulated_gradients import Accumulated
 from reshard_mpi.planning.find_placement import Unlisted
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.processes.governor import Allowance
-from reshard_mpi.sharding import strategy
 from reshard_mpi.sharding.placement import Strategy, unsharded
 
 if TYPE_CHECKING:
@@ -160,12 +159,14 @@ class Strategies(NamedTuple):
     @classmethod
     def read(cls, request: Request) -> Strategies:
         """Read the strategy files that `request` names. Raises StrategyError or LayoutError if they are wrong."""
+        from reshard_mpi.sharding.strategy_files import digest, load
+
         source, target = request.src_strategy, request.dst_strategy
         return cls(
-            strategy.load(source) if source else None,
-            strategy.load(target) if target else unsharded(),
-            strategy.digest(source) if source else None,
-            strategy.digest(target) if target else None,
+            load(source) if source else None,
+            load(target) if target else unsharded(),
+            digest(source) if source else None,
+            digest(target) if target else None,
         )
 
 

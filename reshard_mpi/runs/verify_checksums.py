@@ -36,9 +36,9 @@ from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.outcome import Checked
 from reshard_mpi.runs.progress import Progress, SliceCounter
+from reshard_mpi.sharding import strategy_table
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import unsharded
-from reshard_mpi.sharding.strategy import table
 from reshard_mpi.text import counted
 
 # With what a shard was compared whose record has sums.
@@ -137,7 +137,9 @@ def check_shard(
         found = finder.find(path, rank)
         record = None if found is None else found.record
         recorded = {} if record is None else {tensor.name: tensor for tensor in record.sums}
-        listed = table.stated(shard.identity.strategy, shard.path).parameters if shard.identity is not None else ()
+        listed = (
+            strategy_table.stated(shard.identity.strategy, shard.path).parameters if shard.identity is not None else ()
+        )
         with_numpy = any(takes_numpy(spec, shard.tensors[spec.name]) for spec, _ in _placed(shard, recorded, listed))
         before_sums(Summing(len(shard.tensors), shard.identity is not None, shard.decoding_bytes, with_numpy))
         if shard.identity is not None:

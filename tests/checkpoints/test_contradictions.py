@@ -337,7 +337,7 @@ def test_state_without_sizes_of_an_unevenly_cut_parameter(tmp_path: Path, stages
 
 def test_an_optimizer_cut_of_size_all_and_step_0_is_none(tmp_path: Path) -> None:
     """MindFormers writes it so; 2 data parallel x 2 model parallel ranks. `w` is as it was, not twice as high."""
-    from reshard_mpi.sharding.strategy import mindspore_json
+    from reshard_mpi.sharding import mindspore_json
 
     c = make(tmp_path)
     layouts = {

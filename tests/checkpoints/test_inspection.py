@@ -88,11 +88,11 @@ def test_a_spec_is_shown_in_its_own_words(tmp_path: Path) -> None:
 
 
 def test_the_names_of_axes_make_no_other_strategy(tmp_path: Path) -> None:
-    from reshard_mpi.sharding import strategy
+    from reshard_mpi.sharding import strategy_files
 
     for name, axes in (("a", ("dp", "tp")), ("b", ("x", "y"))):
         (tmp_path / f"{name}.toml").write_text(SPEC.replace("dp", axes[0]).replace("tp", axes[1]))
-    a, b = (strategy.load(str(tmp_path / f"{name}.toml")) for name in "ab")
+    a, b = (strategy_files.load(str(tmp_path / f"{name}.toml")) for name in "ab")
     assert (a.axes, b.axes) == (("dp", "tp"), ("x", "y")) and a == b
 
 

@@ -21,7 +21,7 @@ from support.stand_ins import refusing
 
 import reshard_mpi
 from reshard_mpi.cli.arguments import parser
-from reshard_mpi.sharding import strategy
+from reshard_mpi.sharding import strategy_files
 
 
 @pytest.fixture
@@ -351,7 +351,7 @@ def test_demo_in_a_folder(tmp_path: Path) -> None:
     assert shards(base / "again") == shards(base / "dst")
     compiled = Path(__file__).parents[2] / "launch" / "tutorial" / "1_eight_to_four" / "strategies"
     for name in ("src_strategy.ckpt", "dst_strategy.ckpt"):  # as MindSpore's compiler has written them
-        assert strategy.load(str(base / name)).parameters == strategy.load(str(compiled / name)).parameters
+        assert strategy_files.load(str(base / name)).parameters == strategy_files.load(str(compiled / name)).parameters
 
 
 # help and what it costs

@@ -21,7 +21,7 @@ from support.checkpoints import write_shard
 import reshard_mpi
 from reshard_mpi.errors import ReshardError, SourceError, StrategyError
 from reshard_mpi.filesystem.paths import START_BYTES, file_kind_of
-from reshard_mpi.sharding import strategy
+from reshard_mpi.sharding import strategy_files
 
 GOLDEN = Path(__file__).parents[1] / "formats" / "golden"
 
@@ -122,7 +122,7 @@ def test_a_file_without_any_known_ending(tmp_path: Path, name: str) -> None:
             read(path)
         assert what in error.value.got and remedy in error.value.remedy
     with pytest.raises(StrategyError) as strategy_error:
-        strategy.load(str(path))
+        strategy_files.load(str(path))
     assert what in strategy_error.value.got, strategy_error.value
 
 
@@ -138,7 +138,7 @@ def test_an_index_is_given_by_its_folder(tmp_path: Path, name: str) -> None:
 def test_a_map_is_no_strategy(tmp_path: Path) -> None:
     (tmp_path / "map.toml").write_text('[[map]]\neq = "a <=> b"\n')
     with pytest.raises(StrategyError, match="a map between two models") as error:
-        strategy.load(str(tmp_path / "map.toml"))
+        strategy_files.load(str(tmp_path / "map.toml"))
     assert error.value.remedy == "give it by --map"
 
 

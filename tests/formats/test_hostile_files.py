@@ -23,8 +23,8 @@ from support.hostile_hdf5 import external_link, external_storage, soft_link_thro
 from reshard_mpi.formats import hdf5
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import ShardIdentity
+from reshard_mpi.sharding import strategy_table
 from reshard_mpi.sharding.placement import unsharded
-from reshard_mpi.sharding.strategy import table
 from reshard_mpi.testing import sample_tensors
 from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
 
@@ -58,7 +58,7 @@ def test_names_are_not_paths(tmp_path: Path, kind: str, to: str) -> None:
     if kind == "ckpt":
         ckpt_peer.write(src / "w.ckpt", contents)
     else:
-        sample_tensors.write(hdf5, str(src / "w.h5"), contents, ShardIdentity(0, 1, table.dumps(unsharded())))
+        sample_tensors.write(hdf5, str(src / "w.h5"), contents, ShardIdentity(0, 1, strategy_table.dumps(unsharded())))
     before = files_in(tmp_path)
     run_apart("transform", src, dst, "--to", to, check=True)
     written = {name for name in files_in(tmp_path) - before if "/.reshard_mpi/" not in name}

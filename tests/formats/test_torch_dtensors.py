@@ -24,9 +24,9 @@ from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.formats.torch import pickler
 from reshard_mpi.formats.torch.dtensors import MeshFactor, TensorMesh, part_of, placement_of
 from reshard_mpi.formats.torch.pickler import WrittenTensor, row_major_strides
+from reshard_mpi.sharding import strategy_table
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import Placement, ceil_lengths
-from reshard_mpi.sharding.strategy import table
 
 GOLDEN = Path(__file__).parent / "golden" / "torch" / "dtensor_ranks"
 
@@ -163,7 +163,7 @@ def test_meshes_of_older_releases(tmp_path: Path) -> None:
     }
     manifest = torch.locate(str(save_older(tmp_path / "net.pt", tensors, mesh4=16, mesh2=8, **{"0": 24, "1": 8})))
     assert manifest.identity is not None and manifest.identity[:2] == (2, 4)
-    placed = table.loads(manifest.identity.strategy, "")
+    placed = strategy_table.loads(manifest.identity.strategy, "")
     assert placed.parameters == {
         "both": (Placement((2, 2), ((0,), (1,))),),
         "norm": (Placement((2, 2), ((0,),), sizes=((0, (3, 2)),)),),

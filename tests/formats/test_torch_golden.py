@@ -17,8 +17,8 @@ from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import nest, torch
 from reshard_mpi.formats.locations import StridedView
 from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.sharding import strategy_table
 from reshard_mpi.sharding.placement import Placement
-from reshard_mpi.sharding.strategy import table
 from reshard_mpi.testing import sample_tensors
 
 GOLDEN = Path(__file__).parent / "golden" / "torch"
@@ -91,7 +91,7 @@ def test_ranks_of_distributed_tensors_describe_themselves() -> None:
     assert [manifest.identity[:2] for manifest in manifests if manifest.identity] == [(rank, 4) for rank in range(4)]
     strategies = {manifest.identity.strategy for manifest in manifests if manifest.identity}
     assert len(strategies) == 1
-    placed = table.loads(strategies.pop(), "")
+    placed = strategy_table.loads(strategies.pop(), "")
     mesh = (2, 2)
     assert placed.parameters == {
         "row": (Placement(mesh, ((1,), ())),),

@@ -37,10 +37,9 @@ from reshard_mpi.journal.run_identity import RunIdentity
 from reshard_mpi.journal.run_status import as_lines, commit, state_of
 from reshard_mpi.mapping import apply
 from reshard_mpi.mapping.map_file import parse_rules
-from reshard_mpi.sharding import strategy
+from reshard_mpi.sharding import strategy_files, strategy_table
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import Strategy, named_after, replicated
-from reshard_mpi.sharding.strategy import table
 from reshard_mpi.text import one_line
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -132,28 +131,28 @@ def native_without_checksums(data: bytes) -> None:
 def strategy_file(suffix: str, data: bytes) -> None:
     """Load a strategy, and write it down as native shards do."""
     with _file(data, suffix) as path, suppress(ReshardError):
-        loaded = strategy.load(str(path))
-        assert table.loads(table.dumps(loaded), "again") == loaded
+        loaded = strategy_files.load(str(path))
+        assert strategy_table.loads(strategy_table.dumps(loaded), "again") == loaded
 
 
 def patterns(data: bytes) -> None:
     """Match the first line with the others as patterns, and what it may be named after."""
     name, *globs = data.decode("utf-8", "surrogateescape").split("\n")
     globs = [glob for glob in globs if glob]
-    strategy = Strategy(1, 1, {}, tuple((glob, replicated(1)) for glob in globs))
-    assert strategy.rule_of(name) == next(
+    strategy_files = Strategy(1, 1, {}, tuple((glob, replicated(1)) for glob in globs))
+    assert strategy_files.rule_of(name) == next(
         (number for number, glob in enumerate(globs) if fnmatchcase(name, glob)), None
     )
     for base in named_after(name):
         first = next((glob for glob in globs if fnmatchcase(base, glob)), "*")
-        assert (base in strategy.followed(name)) == (first != "*")
+        assert (base in strategy_files.followed(name)) == (first != "*")
 
 
 def placement_table(data: bytes) -> None:
     """Read the table of a native shard as `source` does."""
     with suppress(ReshardError):
-        loaded = table.loads(data.decode(errors="replace"), "a shard")
-        assert table.loads(table.dumps(loaded), "again") == loaded
+        loaded = strategy_table.loads(data.decode(errors="replace"), "a shard")
+        assert strategy_table.loads(strategy_table.dumps(loaded), "again") == loaded
 
 
 def records(data: bytes) -> None:

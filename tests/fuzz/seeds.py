@@ -28,9 +28,9 @@ from reshard_mpi.journal.provenance import FileState, Sources
 from reshard_mpi.journal.records import TargetInputs, TargetRecord, TensorSum, digest_of_texts
 from reshard_mpi.journal.run_identity import RunIdentity
 from reshard_mpi.planning.rank_plan import PrefixDigest, SharedFact, StageDigest
-from reshard_mpi.sharding.strategy import mindspore_json, mindspore_layouts, table, toml
-from reshard_mpi.sharding.strategy.mindspore_json import RawLayout, StageFile, StrategyItem
-from reshard_mpi.sharding.strategy.mindspore_protobuf import encode_protobuf
+from reshard_mpi.sharding import mindspore_json, mindspore_layouts, strategy_table, toml_spec
+from reshard_mpi.sharding.mindspore_json import RawLayout, StageFile, StrategyItem
+from reshard_mpi.sharding.mindspore_protobuf import encode_protobuf
 from reshard_mpi.testing import sample_tensors
 from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
 
@@ -122,7 +122,7 @@ def sharding_texts(path: Path) -> Iterator[None]:
 
 
 def native_shards(path: Path) -> Iterator[None]:
-    placements = table.dumps(mindspore_layouts.to_strategy([StageFile(LAYOUTS, ITEMS)], ""))
+    placements = strategy_table.dumps(mindspore_layouts.to_strategy([StageFile(LAYOUTS, ITEMS)], ""))
     sample_tensors.write(hdf5, str(path), CONTENTS, ShardIdentity(1, 4, placements))
     yield
     # So many that the library no longer keeps the links of a group side by side.
@@ -185,12 +185,12 @@ def tomls(path: Path) -> Iterator[None]:
 def tables(path: Path) -> Iterator[None]:
     for strategy in (
         mindspore_layouts.to_strategy([StageFile(LAYOUTS, ITEMS)], ""),
-        *(toml.parse(text, "") for text in SPECS),
+        *(toml_spec.parse(text, "") for text in SPECS),
         mindspore_layouts.to_strategy(
             [mindspore_json.decode_json((parsers.CORPUS / "strategy_json" / "seed-1").read_text(), "")], ""
         ),
     ):
-        path.write_text(table.dumps(strategy))
+        path.write_text(strategy_table.dumps(strategy))
         yield
 
 

@@ -17,9 +17,9 @@ from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.formats.registry import FormatInfo
 from reshard_mpi.processes import governor, host, ledger_folder, process_lease
+from reshard_mpi.sharding import strategy_table, toml_spec
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import unsharded
-from reshard_mpi.sharding.strategy import table, toml
 from reshard_mpi.text import MIB
 
 PAGES = [README, *sorted(GUIDE.glob("*.md"))]
@@ -50,7 +50,7 @@ def told_on(page: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("heading", "keys"), [("Keys of the file", toml.SPEC_KEYS), ("Keys of a rule", toml.RULE_KEYS)]
+    ("heading", "keys"), [("Keys of the file", toml_spec.SPEC_KEYS), ("Keys of a rule", toml_spec.RULE_KEYS)]
 )
 def test_the_page_of_the_spec_has_the_keys_that_its_reader_accepts(heading: str, keys: tuple[str, ...]) -> None:
     rows = table_of((GUIDE / "toml.md").read_text(), heading)
@@ -63,16 +63,16 @@ def test_every_spec_on_a_page_can_be_read(page: Path) -> None:
     texts += re.findall(r"<<'END'\n(mesh = .*?)END\n", page.read_text(), re.DOTALL)
     for text in texts:
         if "[[map]]" not in text:
-            toml.parse(text, page.name)
+            toml_spec.parse(text, page.name)
 
 
 def test_what_the_page_of_the_spec_says_of_ranks() -> None:
     examples = [block.text for block in blocks((GUIDE / "toml.md").read_text())]
-    first = toml.parse(examples[0], "")
+    first = toml_spec.parse(examples[0], "")
     assert (first.world_size, first.stages) == (16, 2)
     (down,) = first.find("layers.3.down.weight")
     assert down.piece(13).slices == (0, 1) and down.piece(13).part == 1 and first.stage_of(13) == 1
-    rows = toml.parse(examples[1], "").find("w")[0]
+    rows = toml_spec.parse(examples[1], "").find("w")[0]
     assert [rows.piece(rank).slices for rank in range(4)] == [(0,), (1,), (2,), (3,)]
 
 
@@ -113,12 +113,12 @@ def test_the_table_of_formats_has_all_of_them(page: Path) -> None:
 
 def refused_types(format_name: str, *, crc: bool = False) -> set[str]:
     """Return the types of which a format refuses tensors that come from another one. crc: with a checksum."""
-    strategy = table.dumps(unsharded())
+    strategy = strategy_table.dumps(unsharded())
     refused = set(formats.info(format_name).types_own_loader_refuses)
     for name, dtype in BY_NAME.items():
-        spec = ShardSpec(ShardIdentity(0, 1, strategy), [TensorSpec("t", dtype, (2,), Box((0,), (2,)))], {})
+        toml_spec = ShardSpec(ShardIdentity(0, 1, strategy), [TensorSpec("t", dtype, (2,), Box((0,), (2,)))], {})
         try:
-            formats.by_name(format_name).size_at_most_bytes(spec, crc=crc)
+            formats.by_name(format_name).size_at_most_bytes(toml_spec, crc=crc)
         except errors.TargetError:
             refused.add(name)
     return refused

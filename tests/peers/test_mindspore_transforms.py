@@ -24,7 +24,7 @@ from support.checkpoints import as_read, expected_rank, read_shard, write_strate
 from support.oracle import RawLayout
 
 import reshard_mpi
-from reshard_mpi.sharding import strategy
+from reshard_mpi.sharding import strategy_files
 
 pytest.importorskip("mindspore")
 import mindspore as ms
@@ -209,7 +209,7 @@ def _merged(side: Side, folder: Path) -> Path:
     ours, theirs = folder.with_suffix(".ours.ckpt"), folder.with_suffix(".ckpt")
     reshard_mpi.merge_pipeline_strategys(stages, ours)
     ms.merge_pipeline_strategys(str(stages), str(theirs))
-    assert strategy.load(str(ours)) == strategy.load(str(theirs)) == strategy.load(str(stages))
+    assert strategy_files.load(str(ours)) == strategy_files.load(str(theirs)) == strategy_files.load(str(stages))
     layouts = [
         {name: str(layout) for name, layout in ms.build_searched_strategy(str(file)).items()} for file in (ours, theirs)
     ]

@@ -21,7 +21,7 @@ import reshard_mpi
 from reshard_mpi.errors import CoverageError, LayoutError, ReshardError, StrategyError
 from reshard_mpi.sharding.layout import Layout, whole_shape, whole_shape_of_parts
 from reshard_mpi.sharding.placement import Placement
-from reshard_mpi.sharding.strategy.toml import parse
+from reshard_mpi.sharding.toml_spec import parse
 
 RULE = '[[parameter]]\nmatch = "*"\nsplit = {{ {} = {} }}\nsizes = "ceil"'
 

@@ -31,7 +31,7 @@ from reshard_mpi.formats.tensor_table import TensorEntry
 from reshard_mpi.planning.sample_choice import MAX_PAIRS, PLACE_ELEMENTS, places, rank_pairs
 from reshard_mpi.planning.strategy_check import Drift
 from reshard_mpi.runs.conversion import Conversion
-from reshard_mpi.sharding import strategy
+from reshard_mpi.sharding import strategy_files
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import Placement, Strategy, unsharded
 
@@ -721,10 +721,10 @@ def test_state_that_only_the_rule_for_all_catches_is_dropped(tmp_path: Path) -> 
 @pytest.mark.parametrize("stages", few(1, [64, 4, 1]))
 def test_few_of_many_shards_are_opened(mesh: tuple[int, ...], stages: int) -> None:
     size = int(np.prod(mesh)) * stages
-    strategy = Strategy(size, stages, {"w": (Placement(mesh, stages=tuple(range(stages))),)})
-    pairs = rank_pairs(strategy, range(size))
+    strategy_files = Strategy(size, stages, {"w": (Placement(mesh, stages=tuple(range(stages))),)})
+    pairs = rank_pairs(strategy_files, range(size))
     assert 0 < len(pairs) <= MAX_PAIRS
-    assert all(strategy.stage_of(pair.first) == strategy.stage_of(pair.second) for pair in pairs)
+    assert all(strategy_files.stage_of(pair.first) == strategy_files.stage_of(pair.second) for pair in pairs)
     if stages == 1:  # along every axis
         strides = np.cumprod((1, *mesh[:0:-1]))
         for stride, length in zip(strides, reversed(mesh)):
@@ -749,7 +749,7 @@ def test_little_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     spec = Spec(MESH, (Rule("layers.*.qkv", ROWS),))
     c = Checkpoint(tmp_path, spec, whole)
     c.arguments(spec)
-    source = open_source(find_shards(str(c.src)), strategy.load(str(tmp_path / "src.toml")))
+    source = open_source(find_shards(str(c.src)), strategy_files.load(str(tmp_path / "src.toml")))
     conversion = Conversion(source, unsharded())
     assert conversion.drifted_tensors() == Drift()
     assert 0 < sum(part.length_bytes for part in read) <= 300 * 1024
@@ -782,7 +782,7 @@ def test_little_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         return excerpt(files, entry, box)
 
     monkeypatch.setattr(sampling, "excerpt", counting)
-    source = open_source(find_shards(str(tmp_path / "src")), strategy.load(str(tmp_path / "src.toml")))
+    source = open_source(find_shards(str(tmp_path / "src")), strategy_files.load(str(tmp_path / "src.toml")))
     assert Conversion(source, unsharded()).drifted_tensors() == Drift()
     assert {name[0] for _, name in decoded} == {"w", "x"}
     assert len(decoded) == len({*decoded}) <= 4 * 4  # of each shard a few, and each in one place

@@ -23,7 +23,7 @@ from support.mindformers import (
 from support.processes import run_command
 
 import reshard_mpi
-from reshard_mpi.sharding import strategy
+from reshard_mpi.sharding import strategy_files
 
 pytestmark = pytest.mark.slow
 
@@ -90,5 +90,5 @@ def test_gradients_never_saved_are_an_error_where_asked_for(strategies: dict[int
 @pytest.mark.skipif(not REAL.is_dir(), reason="no mindformers_gpt2 under RESHARD_MPI_SHARED_DATA or ../shared/data")
 @pytest.mark.parametrize("ranks", [8, 4])
 def test_what_is_made_here_is_what_the_real_files_say(ranks: int, tmp_path: Path) -> None:
-    made = strategy.load(str(write_merged(SIDES[ranks], tmp_path / "made")))
-    assert made == strategy.load(str(REAL / f"strategy_{ranks}_npus.ckpt"))
+    made = strategy_files.load(str(write_merged(SIDES[ranks], tmp_path / "made")))
+    assert made == strategy_files.load(str(REAL / f"strategy_{ranks}_npus.ckpt"))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.examples import many
 
 from reshard_mpi.sharding.patterns import Pattern
-from reshard_mpi.sharding.strategy.spec_text import exact_patterns
+from reshard_mpi.sharding.spec_text import exact_patterns
 
 
 @pytest.mark.parametrize(

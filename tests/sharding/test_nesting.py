@@ -13,11 +13,11 @@ from support.in_memory import placement_of
 from support.oracle import RawLayout, optimizer_step, rank_holds, slice_for_rank
 
 from reshard_mpi.errors import LayoutError
+from reshard_mpi.sharding import mindspore_json
 from reshard_mpi.sharding.layout import Layout, stand_in_shape, whole_shape
+from reshard_mpi.sharding.mindspore_layouts import to_placement
 from reshard_mpi.sharding.placement import Placement
 from reshard_mpi.sharding.regroup_dimensions import alignments, regroup
-from reshard_mpi.sharding.strategy import mindspore_json
-from reshard_mpi.sharding.strategy.mindspore_layouts import to_placement
 
 
 def expanded(raw: RawLayout, shape: tuple[int, ...]) -> Placement:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.sharding.strategy import mindspore_json
+from reshard_mpi.sharding import mindspore_json
 from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
 from support import ckpt_peer, hdf5_peer, safetensors_peer
 from support.cases import Side

@@ -17,9 +17,8 @@ from typing import Any
 from reshard_mpi import formats
 from reshard_mpi.errors import ReshardError
 from reshard_mpi.formats.locations import LibraryRead
-from reshard_mpi.sharding import strategy
+from reshard_mpi.sharding import strategy_files, strategy_table
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.sharding.strategy import table
 
 # Beyond what is measured: more than this is a failure of another kind, before it is one of the machine.
 _ROOM_BYTES = 256 << 20
@@ -37,11 +36,11 @@ def read(path: str) -> None:
 
 
 def load_strategy(path: str) -> None:
-    strategy.load(path)
+    strategy_files.load(path)
 
 
 def load_table(path: str) -> None:
-    table.loads(Path(path).read_text(), path)
+    strategy_table.loads(Path(path).read_text(), path)
 
 
 KINDS = {"locate": locate, "read": read, "strategy": load_strategy, "table": load_table}
@@ -73,7 +72,7 @@ def warm_up(kind: str, path: str) -> None:
                     entry.source.read(Box.whole(entry.shape))
     elif kind == "strategy":
         for parser in ("strategy_protobuf", "strategy_json", "strategy_toml"):
-            strategy.load(str(sound / parser / "seed-0"))
+            strategy_files.load(str(sound / parser / "seed-0"))
     elif formats.name_of(path):
         formats.by_name("ckpt")
 

@@ -21,12 +21,11 @@ from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.formats.protocol import reserve_file, seal_file
 from reshard_mpi.formats.tensor_table import TensorEntry
 from reshard_mpi.runs.conversion import Conversion
-from reshard_mpi.sharding import strategy
+from reshard_mpi.sharding import strategy_files, strategy_table
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
+from reshard_mpi.sharding.mindspore_layouts import to_stage_files
 from reshard_mpi.sharding.placement import Placement, Strategy
-from reshard_mpi.sharding.strategy import table
-from reshard_mpi.sharding.strategy.mindspore_layouts import to_stage_files
 from support.strategy_files import write_stage_file
 
 Shape = tuple[int, int]
@@ -53,9 +52,9 @@ class LargeCheckpoint(NamedTuple):
     def conversion(self) -> Conversion:
         """Return the conversion as the package sees it."""
         files = discovery.find_shards(str(self.src))
-        placed = None if self.src_strategy is None else strategy.load(str(self.src_strategy))
+        placed = None if self.src_strategy is None else strategy_files.load(str(self.src_strategy))
         source = open_source(files, placed)
-        return Conversion(source, strategy.load(str(self.dst_strategy)))
+        return Conversion(source, strategy_files.load(str(self.dst_strategy)))
 
 
 def write_large(
@@ -71,7 +70,7 @@ def write_large(
     for rank in range(source.world_size):
         box = _box(source, shape, rank)
         specs = (*(TensorSpec(name, BY_NAME["float32"], shape, box) for name in names), _STEP)
-        identity = ShardIdentity(rank, source.world_size, table.dumps(source))
+        identity = ShardIdentity(rank, source.world_size, strategy_table.dumps(source))
         path = _place(made, rank, kind)
         tensors = reserve_file(module, str(path), ShardSpec(identity, specs, {})).tensors
         _fill(path, [tensors[name] for name in names], content(rank, box))

@@ -10,10 +10,10 @@ from reshard_mpi.errors import LayoutError, ShardError
 from reshard_mpi.formats.manifest import ShardIdentity
 from reshard_mpi.formats.nest.nodes import Call, Dict, Value
 from reshard_mpi.formats.torch.tensors import DistributedTensor, StoredTensor, numbers
+from reshard_mpi.sharding import strategy_table
 from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.json_checks import MAX_AXES
 from reshard_mpi.sharding.placement import Placement, Strategy, ceil_lengths
-from reshard_mpi.sharding.strategy import table
-from reshard_mpi.sharding.strategy.json_checks import MAX_AXES
 
 # The largest trainings known have some tens of thousands.
 _MAX_RANKS = 1 << 17
@@ -217,7 +217,7 @@ def described(
         wholes[name] = WholeTensor(box, global_shape)
         placements[name] = (placement,)
     strategy = Strategy(first.world_size, 1, placements, origin=path)
-    return wholes, ShardIdentity(first.rank, first.world_size, table.dumps(strategy))
+    return wholes, ShardIdentity(first.rank, first.world_size, strategy_table.dumps(strategy))
 
 
 def _meshes(tensors: Sequence[tuple[str, DistributedTensor]], path: str) -> list[TensorMesh]:

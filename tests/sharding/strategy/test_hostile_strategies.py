@@ -16,11 +16,11 @@ from strategy_examples import one_layout
 from support.strategy_messages import messages
 
 from reshard_mpi.errors import LayoutError, ReshardError, StrategyError
-from reshard_mpi.sharding import strategy
-from reshard_mpi.sharding.strategy.json_checks import MAX_FILE_BYTES
-from reshard_mpi.sharding.strategy.mindspore_json import RawLayout, decode_json
-from reshard_mpi.sharding.strategy.mindspore_layouts import to_strategy
-from reshard_mpi.sharding.strategy.mindspore_protobuf import decode_protobuf, encode_protobuf
+from reshard_mpi.sharding import strategy_files
+from reshard_mpi.sharding.json_checks import MAX_FILE_BYTES
+from reshard_mpi.sharding.mindspore_json import RawLayout, decode_json
+from reshard_mpi.sharding.mindspore_layouts import to_strategy
+from reshard_mpi.sharding.mindspore_protobuf import decode_protobuf, encode_protobuf
 
 GOOD = encode_protobuf(one_layout(RawLayout((2,), ((0,), (-1,)))))
 GOOD_JSON: dict[str, Any] = {
@@ -41,7 +41,7 @@ GOOD_JSON: dict[str, Any] = {
 
 def load(tmp_path: Path, data: bytes, name: str = "s.ckpt") -> None:
     (tmp_path / name).write_bytes(data)
-    strategy.load(str(tmp_path / name))
+    strategy_files.load(str(tmp_path / name))
 
 
 def group_map() -> bytes:
@@ -106,7 +106,7 @@ def test_a_list_named_json(tmp_path: Path) -> None:
 def test_paths(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "missing", tmp_path / "pipe", Path(os.devnull), tmp_path / "s\0.ckpt"):
-        for refused in (strategy.load, strategy.digest):
+        for refused in (strategy_files.load, strategy_files.digest):
             with pytest.raises(StrategyError) as caught:
                 refused(str(path))
             assert str(path) in caught.value.where
@@ -117,7 +117,7 @@ def test_a_file_too_large_to_be_a_strategy_is_not_read(tmp_path: Path) -> None:
         opened.write(CHECKPOINT)
         opened.truncate(MAX_FILE_BYTES + 1)
     with pytest.raises(StrategyError, match=r"too large(?s:.*)a MindSpore checkpoint"):
-        strategy.load(str(tmp_path / "s.ckpt"))
+        strategy_files.load(str(tmp_path / "s.ckpt"))
 
 
 WRONG_LAYOUTS = [

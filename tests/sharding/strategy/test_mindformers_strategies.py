@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from reshard_mpi.sharding import strategy
+from reshard_mpi.sharding import strategy_files
+from reshard_mpi.sharding.mindspore_layouts import to_strategy
+from reshard_mpi.sharding.mindspore_protobuf import decode_protobuf, encode_protobuf
 from reshard_mpi.sharding.placement import Placement
-from reshard_mpi.sharding.strategy.mindspore_layouts import to_strategy
-from reshard_mpi.sharding.strategy.mindspore_protobuf import decode_protobuf, encode_protobuf
-from reshard_mpi.sharding.strategy.table import dumps, loads
+from reshard_mpi.sharding.strategy_table import dumps, loads
 
 DATA = Path(os.environ.get("RESHARD_MPI_SHARED_DATA", Path(__file__).parents[4] / "shared" / "data"))
 FOLDER = DATA / "mindformers_gpt2"
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.parametrize(("ranks", "mesh"), [(4, (2,)), (8, (2, 2))])
 def test_what_they_say(ranks: int, mesh: tuple[int, ...]) -> None:
-    made = strategy.load(str(FOLDER / f"strategy_{ranks}_npus.ckpt"))
+    made = strategy_files.load(str(FOLDER / f"strategy_{ranks}_npus.ckpt"))
     assert (made.world_size, made.stages) == (ranks, 2)
     assert sum(len(placement.stages) for found in made.parameters.values() for placement in found) == 148
     last = len(mesh) - 1
@@ -39,4 +39,4 @@ def test_written_again_they_say_the_same(ranks: int) -> None:
     file = decode_protobuf(path.read_bytes(), str(path))
     again = decode_protobuf(encode_protobuf(file), str(path))
     assert again == file
-    assert to_strategy([again], "") == strategy.load(str(path))
+    assert to_strategy([again], "") == strategy_files.load(str(path))

@@ -10,10 +10,10 @@ import pytest
 from support.processes import run_command
 from support.strategy_files import write_stage_file
 
-from reshard_mpi.sharding import strategy
-from reshard_mpi.sharding.strategy.merge import merge
-from reshard_mpi.sharding.strategy.mindspore_json import RawLayout, StageFile, StrategyItem
-from reshard_mpi.sharding.strategy.mindspore_protobuf import encode_protobuf
+from reshard_mpi.sharding import strategy_files
+from reshard_mpi.sharding.merge_strategies import merge
+from reshard_mpi.sharding.mindspore_json import RawLayout, StageFile, StrategyItem
+from reshard_mpi.sharding.mindspore_protobuf import encode_protobuf
 
 pytestmark = pytest.mark.mindspore
 
@@ -67,7 +67,7 @@ def test_its_bytes_are_ours(tmp_path: Path) -> None:
     data = encode_protobuf(StageFile(LAYOUTS, (StrategyItem("MatMul", 0, ((1, 2), (2, 1))),)))
     assert ParallelStrategyMap.FromString(data).SerializeToString() == data
     (tmp_path / "s.ckpt").write_bytes(data)
-    assert strategy.load(str(tmp_path / "s.ckpt")).world_size == 8
+    assert strategy_files.load(str(tmp_path / "s.ckpt")).world_size == 8
 
 
 @pytest.mark.parametrize("kind", ["ckpt", "json"])
@@ -79,7 +79,9 @@ def test_merging_as_it_does(tmp_path: Path, kind: str) -> None:
     ours, theirs = tmp_path / f"ours.{kind}", tmp_path / f"theirs.{kind}"
     merge(str(tmp_path / "in"), str(ours))
     mindspore.merge_pipeline_strategys(str(tmp_path / "in"), str(theirs))
-    assert strategy.load(str(ours)) == strategy.load(str(theirs)) == strategy.load(str(tmp_path / "in"))
+    assert (
+        strategy_files.load(str(ours)) == strategy_files.load(str(theirs)) == strategy_files.load(str(tmp_path / "in"))
+    )
     read = [mindspore.build_searched_strategy(str(path)) for path in (ours, theirs)]
     assert {name: str(layout) for name, layout in read[0].items()} == {
         name: str(layout) for name, layout in read[1].items()

@@ -11,12 +11,12 @@ from strategy_examples import one_layout, whole_strategies
 from support.strategy_files import to_merged_file
 
 from reshard_mpi.errors import LayoutError, StrategyError
-from reshard_mpi.sharding import strategy
+from reshard_mpi.sharding import strategy_files
 from reshard_mpi.sharding.layout import Layout
+from reshard_mpi.sharding.mindspore_json import RawLayout, StageFile, StrategyItem, decode_json, encode_json
+from reshard_mpi.sharding.mindspore_layouts import to_layout, to_placement, to_stage_files, to_strategy
+from reshard_mpi.sharding.mindspore_protobuf import decode_protobuf, encode_protobuf
 from reshard_mpi.sharding.placement import Placement, Strategy
-from reshard_mpi.sharding.strategy.mindspore_json import RawLayout, StageFile, StrategyItem, decode_json, encode_json
-from reshard_mpi.sharding.strategy.mindspore_layouts import to_layout, to_placement, to_stage_files, to_strategy
-from reshard_mpi.sharding.strategy.mindspore_protobuf import decode_protobuf, encode_protobuf
 
 # current_stage 1; operator MatMul of stage 0, cut ((1, 2), (2, 1)); parameter w over [2], map [0, -1]. By hand.
 GOLDEN = bytes.fromhex(
@@ -56,7 +56,7 @@ def test_a_file_is_known_by_its_contents(tmp_path: Path) -> None:
             (tmp_path / name).write_bytes(data)
             if data is GOLDEN and name == "s.json":
                 continue
-            assert strategy.load(str(tmp_path / name)).parameters == {"w": (Placement((2,), ((0,), ())),)}
+            assert strategy_files.load(str(tmp_path / name)).parameters == {"w": (Placement((2,), ((0,), ())),)}
 
 
 def test_the_map_counts_mesh_axes_from_the_right() -> None:

@@ -12,7 +12,7 @@ from strategy_examples import whole_strategies
 
 from reshard_mpi.errors import LayoutError, ReshardError, StrategyError
 from reshard_mpi.sharding.placement import Placement, Strategy
-from reshard_mpi.sharding.strategy.table import dumps, loads
+from reshard_mpi.sharding.strategy_table import dumps, loads
 
 EXAMPLE = Strategy(
     8,

@@ -20,11 +20,11 @@ from support.examples import many
 from support.oracle import rank_holds, slice_for_rank
 
 from reshard_mpi.errors import StrategyError
-from reshard_mpi.sharding import strategy as strategies
+from reshard_mpi.sharding import strategy_files as strategies
+from reshard_mpi.sharding import strategy_table, toml_spec
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Placement, Strategy
-from reshard_mpi.sharding.strategy import table, toml
-from reshard_mpi.sharding.strategy.spec_text import spec_text
+from reshard_mpi.sharding.spec_text import spec_text
 
 DATA = Path(os.environ.get("RESHARD_MPI_SHARED_DATA", Path(__file__).parents[4] / "shared" / "data"))
 REAL = [DATA / "mindformers_gpt2" / f"strategy_{ranks}_npus.ckpt" for ranks in (4, 8)]
@@ -50,7 +50,7 @@ def piece(placement: Placement, rank: int) -> object:
 
 def assert_same(strategy: Strategy, names: set[str]) -> str:
     text = spec_text(strategy)
-    read = toml.parse(text, "")
+    read = toml_spec.parse(text, "")
     assert (read.world_size, read.stages) == (strategy.world_size, strategy.stages)
     for name in {*strategy.parameters, *names}:
         assert held(read, name) == held(strategy, name), name
@@ -128,7 +128,7 @@ def test_every_rank_holds_what_mindspore_means(tmp_path_factory: pytest.TempPath
     folder = tmp_path_factory.mktemp("strategy") / "files"
     try:
         path = write_strategy(side, folder, shapes=shapes if kind == "json" else None)
-        spec = toml.parse(spec_text(strategies.load(str(path))), "")
+        spec = toml_spec.parse(spec_text(strategies.load(str(path))), "")
     except (StrategyError, ValueError):
         assume(False)
     for name, layout in side.layouts.items():
@@ -179,15 +179,15 @@ optimizer = ["dp", "tp"]
 
 
 def test_a_spec_comes_back_as_it_was() -> None:
-    meant = toml.parse(SPEC, "")
-    read = toml.parse(spec_text(meant), "")
+    meant = toml_spec.parse(SPEC, "")
+    read = toml_spec.parse(spec_text(meant), "")
     assert read == meant and read.axes == meant.axes and read.required_rules == meant.required_rules
 
 
 def test_a_spec_that_shards_carry() -> None:
-    meant = toml.parse(SPEC.replace("a b.*", "net.*"), "")
+    meant = toml_spec.parse(SPEC.replace("a b.*", "net.*"), "")
     names = {"net.w": (0,), "net.b": (0,), "other": (0, 1), "uneven3": (1,)}
-    carried = table.loads(table.dumps(meant), "")
+    carried = strategy_table.loads(strategy_table.dumps(meant), "")
     assert_same(carried, set(names))
 
 

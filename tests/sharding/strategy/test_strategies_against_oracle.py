@@ -12,10 +12,10 @@ from support.oracle import RawLayout as OracleLayout
 from support.oracle import slice_for_rank
 
 from reshard_mpi.sharding.layout import Layout
+from reshard_mpi.sharding.mindspore_json import RawLayout, StageFile, StrategyItem, decode_json, encode_json
+from reshard_mpi.sharding.mindspore_layouts import to_strategy
+from reshard_mpi.sharding.mindspore_protobuf import decode_protobuf, encode_protobuf
 from reshard_mpi.sharding.placement import Strategy
-from reshard_mpi.sharding.strategy.mindspore_json import RawLayout, StageFile, StrategyItem, decode_json, encode_json
-from reshard_mpi.sharding.strategy.mindspore_layouts import to_strategy
-from reshard_mpi.sharding.strategy.mindspore_protobuf import decode_protobuf, encode_protobuf
 
 
 def raw(layout: OracleLayout, shape: tuple[int, ...]) -> RawLayout:

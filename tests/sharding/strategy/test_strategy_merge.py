@@ -11,10 +11,10 @@ from support.strategy_files import write_stage_file
 from support.strategy_messages import messages
 
 from reshard_mpi.errors import StrategyError, TargetError
-from reshard_mpi.sharding import strategy
-from reshard_mpi.sharding.strategy.merge import merge
-from reshard_mpi.sharding.strategy.mindspore_json import RawLayout, StageFile, StrategyItem
-from reshard_mpi.sharding.strategy.mindspore_protobuf import encode_protobuf
+from reshard_mpi.sharding import strategy_files
+from reshard_mpi.sharding.merge_strategies import merge
+from reshard_mpi.sharding.mindspore_json import RawLayout, StageFile, StrategyItem
+from reshard_mpi.sharding.mindspore_protobuf import encode_protobuf
 
 CUT = RawLayout((2, 2), ((0,), (-1,)), 2, 2, (512, 16), field=7)
 NESTED = RawLayout((2, 2), ((1, 0), (-1,)))
@@ -40,7 +40,7 @@ def test_names_carry_their_stage_and_nothing_is_lost(tmp_path: Path) -> None:
     layout = merged.parallel_layout_item[3].parallel_layouts
     assert (layout.field, layout.opt_weight_shard_step, layout.opt_weight_shard_size) == (7, 2, 2)
     assert list(layout.param_split_shape[0].dim) == [512, 16]
-    assert strategy.load(str(tmp_path / "made")) == strategy.load(str(tmp_path / "in"))
+    assert strategy_files.load(str(tmp_path / "made")) == strategy_files.load(str(tmp_path / "in"))
     assert sorted(path.name for path in (tmp_path / "made").iterdir()) == ["out.ckpt"]
 
 
@@ -63,13 +63,13 @@ def test_json_stays_json(tmp_path: Path) -> None:
     content = json.loads((tmp_path / "out.ckpt").read_text())
     assert list(content["parallel_layout_item"]) == ["0-a", "0-b-1", "1-a", "1-c"]
     assert list(content["parallel_strategy_item"]) == ["MatMul_0", "MatMul_1"]
-    assert strategy.load(str(tmp_path / "out.ckpt")) == strategy.load(str(tmp_path / "in"))
+    assert strategy_files.load(str(tmp_path / "out.ckpt")) == strategy_files.load(str(tmp_path / "in"))
 
 
 def test_a_name_in_json_makes_json(tmp_path: Path) -> None:
     merge(str(two_stages(tmp_path / "in")), str(tmp_path / "out.json"))
     assert json.loads((tmp_path / "out.json").read_text())["current_stage"] == 1
-    assert strategy.load(str(tmp_path / "out.json")) == strategy.load(str(tmp_path / "in"))
+    assert strategy_files.load(str(tmp_path / "out.json")) == strategy_files.load(str(tmp_path / "in"))
 
 
 def test_both_kinds_together(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_both_kinds_together(tmp_path: Path) -> None:
     write_stage_file(files[1], stage_file(1, "a"))
     for out in ("out.ckpt", "out.json"):
         merge([str(file) for file in files], str(tmp_path / out))
-        assert strategy.load(str(tmp_path / out)).find("a")[0].stages == (0, 1)
+        assert strategy_files.load(str(tmp_path / out)).find("a")[0].stages == (0, 1)
     write_stage_file(files[0], stage_file(0, "a", layout=NESTED))
     with pytest.raises(StrategyError, match="nested layout cannot be written as JSON"):
         merge([str(file) for file in files], str(tmp_path / "refused.json"))
@@ -170,4 +170,4 @@ def test_an_earlier_merge_and_an_empty_file_are_replaced(tmp_path: Path, kind: s
     out.touch()
     for _ in range(2):
         merge(str(folder), str(out))
-        assert strategy.load(str(out)) == strategy.load(str(folder))
+        assert strategy_files.load(str(out)) == strategy_files.load(str(folder))

@@ -11,8 +11,8 @@ from support.strategy_messages import messages
 
 from reshard_mpi import protobuf_wire
 from reshard_mpi.errors import StrategyError
-from reshard_mpi.sharding.strategy.mindspore_json import RawLayout, StageFile, StrategyItem
-from reshard_mpi.sharding.strategy.mindspore_protobuf import decode_protobuf, encode_protobuf
+from reshard_mpi.sharding.mindspore_json import RawLayout, StageFile, StrategyItem
+from reshard_mpi.sharding.mindspore_protobuf import decode_protobuf, encode_protobuf
 
 INT32 = st.integers(-(1 << 31), (1 << 31) - 1) | st.integers(-2, 9)
 UINT32 = st.integers(0, (1 << 32) - 1) | st.integers(0, 9)

@@ -13,10 +13,10 @@ from support.processes import run_command
 from support.strategy_files import write_stage_file
 
 from reshard_mpi.errors import LayoutError, StrategyError
-from reshard_mpi.sharding import strategy
+from reshard_mpi.sharding import strategy_files
+from reshard_mpi.sharding.mindspore_json import RawLayout, StageFile, StrategyItem
+from reshard_mpi.sharding.mindspore_layouts import to_strategy
 from reshard_mpi.sharding.placement import Placement
-from reshard_mpi.sharding.strategy.mindspore_json import RawLayout, StageFile, StrategyItem
-from reshard_mpi.sharding.strategy.mindspore_layouts import to_strategy
 
 CUT = RawLayout((2,), ((0,),))
 WHOLE = RawLayout((2,), ((-1,),))
@@ -71,7 +71,7 @@ def test_a_folder_of_per_rank_files_is_merged(tmp_path: Path) -> None:
         if rank % 2:  # the order in a file is that of a hash table
             layouts = dict(reversed(layouts.items()))
         write(tmp_path / f"strategy{rank}.ckpt", layouts, stage)
-    made = strategy.load(str(tmp_path))
+    made = strategy_files.load(str(tmp_path))
     assert made.world_size == 4
     assert made.find("emb") == (Placement((2,), ((0,),), stages=(0, 1)),)
     assert made.find("w1") == (Placement((2,), ((),), stages=(1,)),)
@@ -80,7 +80,7 @@ def test_a_folder_of_per_rank_files_is_merged(tmp_path: Path) -> None:
 def test_other_files_of_a_folder_are_passed_over(tmp_path: Path) -> None:
     write(tmp_path / "s0", {"w": CUT}, 0)
     write(tmp_path / "s1.ckpt", {"w": CUT}, 1)
-    before = strategy.load(str(tmp_path)), strategy.digest(str(tmp_path))
+    before = strategy_files.load(str(tmp_path)), strategy_files.digest(str(tmp_path))
     (tmp_path / "rank_0").mkdir()
     for name, data in {
         ".hidden.ckpt": b"\x08",
@@ -96,14 +96,14 @@ def test_other_files_of_a_folder_are_passed_over(tmp_path: Path) -> None:
         "empty": b"",
     }.items():
         (tmp_path / name).write_bytes(data)
-    assert (strategy.load(str(tmp_path)), strategy.digest(str(tmp_path))) == before
+    assert (strategy_files.load(str(tmp_path)), strategy_files.digest(str(tmp_path))) == before
 
 
 def test_a_folder_without_strategy_says_what_it_holds(tmp_path: Path) -> None:
     with pytest.raises(StrategyError, match="an empty folder"):
-        strategy.load(str(tmp_path))
+        strategy_files.load(str(tmp_path))
     (tmp_path / "net-1.ckpt").write_bytes(CHECKPOINT)
-    for refused in (strategy.load, strategy.digest):
+    for refused in (strategy_files.load, strategy_files.digest):
         with pytest.raises(StrategyError, match=r"net-1.ckpt \(a MindSpore checkpoint\)"):
             refused(str(tmp_path))
 
@@ -114,7 +114,7 @@ def test_a_checkpoint_in_place_of_strategies(tmp_path: Path, ending: str, conten
     for rank in (10, 2):
         (tmp_path / f"rank_{rank}").mkdir()
         (tmp_path / f"rank_{rank}" / f"net.{ending}").write_bytes(content)
-    for refused in (strategy.load, strategy.digest):
+    for refused in (strategy_files.load, strategy_files.digest):
         with pytest.raises(StrategyError) as error:
             refused(str(tmp_path))
         assert error.value.got == f"a checkpoint: shards in 2 rank folders, such as rank_2/net.{ending} ({kind})"
@@ -125,7 +125,7 @@ def test_a_folder_of_folders_in_place_of_strategies(tmp_path: Path) -> None:
     for name in (".hidden", "stage_0", "stage_1"):
         (tmp_path / name).mkdir()
     with pytest.raises(StrategyError) as error:
-        strategy.load(str(tmp_path))
+        strategy_files.load(str(tmp_path))
     assert error.value.got == "no files, but folders: stage_0, stage_1"
 
 
@@ -133,64 +133,64 @@ def test_files_of_one_stage_that_disagree(tmp_path: Path) -> None:
     write(tmp_path / "a.ckpt", {"w": CUT, "x": CUT}, 0)
     write(tmp_path / "b.ckpt", {"w": WHOLE, "x": CUT}, 0)
     with pytest.raises(StrategyError, match=r"(?s)parameter 'w' laid out in two ways.*a.ckpt and .*b.ckpt"):
-        strategy.load(str(tmp_path))
+        strategy_files.load(str(tmp_path))
     write(tmp_path / "b.ckpt", {"w": CUT}, 0)
     with pytest.raises(StrategyError, match=r"parameter 'x' not in .*b.ckpt"):
-        strategy.load(str(tmp_path))
+        strategy_files.load(str(tmp_path))
 
 
 def test_a_missing_stage(tmp_path: Path) -> None:
     write(tmp_path / "a.ckpt", {"w": CUT}, 0)
     write(tmp_path / "b.json", {"w": CUT}, 2)
     with pytest.raises(StrategyError, match="stages 0, 2"):
-        strategy.load(str(tmp_path))
+        strategy_files.load(str(tmp_path))
 
 
 def test_merged_and_other_files_are_not_mixed(tmp_path: Path) -> None:
     write(tmp_path / "merged.ckpt", {"0-w": CUT, "1-w": CUT}, 0)
     (tmp_path / "copy.ckpt").write_bytes((tmp_path / "merged.ckpt").read_bytes())
-    assert strategy.load(str(tmp_path)).world_size == 4
+    assert strategy_files.load(str(tmp_path)).world_size == 4
     for name in ("a.ckpt", "z.ckpt"):
         write(tmp_path / name, {"w": CUT}, 1)
         with pytest.raises(StrategyError, match=r"mixed(?s:.*)merged.ckpt|mixed(?s:.*)copy.ckpt"):
-            strategy.load(str(tmp_path))
+            strategy_files.load(str(tmp_path))
         (tmp_path / name).unlink()
 
 
 def test_a_file_that_tells_no_stage_must_be_alone(tmp_path: Path) -> None:
     write_stage_file(tmp_path / "a.ckpt", StageFile({"w": CUT}))
-    assert strategy.load(str(tmp_path)).world_size == 2
+    assert strategy_files.load(str(tmp_path)).world_size == 2
     write(tmp_path / "b.ckpt", {"w": CUT}, 1)
     with pytest.raises(StrategyError, match="which stage"):
-        strategy.load(str(tmp_path))
+        strategy_files.load(str(tmp_path))
 
 
 def test_a_spec_in_a_folder_must_be_alone(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text('mesh = { dp = 2 }\n[[parameter]]\nmatch = "*"\n')
-    assert strategy.load(str(tmp_path)).world_size == 2
+    assert strategy_files.load(str(tmp_path)).world_size == 2
     write(tmp_path / "b.ckpt", {"w": CUT}, 0)
     with pytest.raises(StrategyError, match="not alone"):
-        strategy.load(str(tmp_path))
+        strategy_files.load(str(tmp_path))
 
 
 def test_digest(tmp_path: Path) -> None:
     write(tmp_path / "a.ckpt", {"w": CUT}, 0)
     data = (tmp_path / "a.ckpt").read_bytes()
-    assert strategy.digest(str(tmp_path / "a.ckpt")) == hashlib.sha256(data).hexdigest()
-    digests = {strategy.digest(str(tmp_path))}
+    assert strategy_files.digest(str(tmp_path / "a.ckpt")) == hashlib.sha256(data).hexdigest()
+    digests = {strategy_files.digest(str(tmp_path))}
     (tmp_path / "b.ckpt").write_bytes(data)
-    digests.add(strategy.digest(str(tmp_path)))
+    digests.add(strategy_files.digest(str(tmp_path)))
     (tmp_path / "b.ckpt").rename(tmp_path / "c.ckpt")
-    digests.add(strategy.digest(str(tmp_path)))
+    digests.add(strategy_files.digest(str(tmp_path)))
     write(tmp_path / "c.ckpt", {"w": WHOLE}, 0)
-    digests.add(strategy.digest(str(tmp_path)))
+    digests.add(strategy_files.digest(str(tmp_path)))
     assert len(digests) == 4
 
 
 def test_the_protobuf_library_is_not_loaded_for_json(tmp_path: Path) -> None:
     write(tmp_path / "a.json", {"w": CUT}, 0)
     code = (
-        f"import sys\nfrom reshard_mpi.sharding import strategy\nstrategy.load({json.dumps(str(tmp_path))})\n"
+        f"import sys\nfrom reshard_mpi.sharding.strategy_files import load\nload({json.dumps(str(tmp_path))})\n"
         "print({'google.protobuf', 'numpy'} & set(sys.modules))"
     )
     assert run_command([sys.executable, "-c", code], check=True).out == "set()\n"

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from reshard_mpi.errors import LayoutError, ReshardError, StrategyError
-from reshard_mpi.sharding import strategy
+from reshard_mpi.sharding import strategy_files
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Placement
-from reshard_mpi.sharding.strategy.toml import parse, place_of_rule
+from reshard_mpi.sharding.toml_spec import parse, place_of_rule
 
 MESH = "mesh = { dp = 2, tp = 4 }\n"
 
@@ -38,7 +38,7 @@ def test_a_spec(tmp_path: Path) -> None:
         match = "*"
         """
     )
-    made = strategy.load(str(path))
+    made = strategy_files.load(str(path))
     assert (made.world_size, made.stages, made.origin) == (16, 2, str(path))
     both = (0, 1)
     assert made.find("layers.3.qkv") == (Placement((2, 4), ((), (1,)), 2, stages=both, open_ended=True),)

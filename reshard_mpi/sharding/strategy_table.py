@@ -8,9 +8,8 @@ from itertools import pairwise
 from typing import Any
 
 from reshard_mpi.errors import LayoutError, StrategyError, told
-from reshard_mpi.sharding.placement import Placement, Strategy
-from reshard_mpi.sharding.strategy import json_checks
-from reshard_mpi.sharding.strategy.json_checks import (
+from reshard_mpi.sharding import json_checks
+from reshard_mpi.sharding.json_checks import (
     MAX_AXES,
     MAX_DIMENSIONS,
     MAX_EXPANDED_DIMENSIONS,
@@ -26,8 +25,9 @@ from reshard_mpi.sharding.strategy.json_checks import (
     text,
     wrong,
 )
-from reshard_mpi.sharding.strategy.mindspore_json import parse_json, place
-from reshard_mpi.sharding.strategy.mindspore_layouts import located
+from reshard_mpi.sharding.mindspore_json import parse_json, place
+from reshard_mpi.sharding.mindspore_layouts import located
+from reshard_mpi.sharding.placement import Placement, Strategy
 
 VERSION = 1
 # Stages kept at most, added up over the different ways in which parameters are placed.

@@ -12,9 +12,8 @@ from itertools import accumulate
 from typing import Any
 
 from reshard_mpi.errors import LayoutError, StrategyError
-from reshard_mpi.sharding.placement import Placement, Strategy
-from reshard_mpi.sharding.strategy import json_checks
-from reshard_mpi.sharding.strategy.json_checks import (
+from reshard_mpi.sharding import json_checks
+from reshard_mpi.sharding.json_checks import (
     MAX_AXES,
     MAX_DIMENSIONS,
     MAX_LENGTH,
@@ -30,9 +29,10 @@ from reshard_mpi.sharding.strategy.json_checks import (
     text,
     wrong,
 )
-from reshard_mpi.sharding.strategy.mindspore_json import StageFile
-from reshard_mpi.sharding.strategy.mindspore_layouts import located, merged_stages
-from reshard_mpi.sharding.strategy.strategy_files import StrategyFile, StrategyForm, decode, distinct, look_all, text_of
+from reshard_mpi.sharding.mindspore_json import StageFile
+from reshard_mpi.sharding.mindspore_layouts import located, merged_stages
+from reshard_mpi.sharding.placement import Placement, Strategy
+from reshard_mpi.sharding.strategy_files import StrategyFile, StrategyForm, decode, distinct, look_all, text_of
 from reshard_mpi.text import shortened
 
 # What the marks of TOML cost when it is parsed; a key's dots are looked at for each of its parts anew.

@@ -12,18 +12,10 @@ from pathlib import Path
 
 from reshard_mpi.errors import ReshardError, StrategyError, TargetError
 from reshard_mpi.filesystem.paths import described, is_replaceable
-from reshard_mpi.sharding.strategy.mindspore_json import StageFile, encode_json, parse_json, place
-from reshard_mpi.sharding.strategy.mindspore_layouts import by_stage, merged_stages, stage_unknown, to_placement
-from reshard_mpi.sharding.strategy.mindspore_protobuf import encode_protobuf, merge_protobuf
-from reshard_mpi.sharding.strategy.strategy_files import (
-    StrategyFile,
-    StrategyForm,
-    decode,
-    distinct,
-    look,
-    look_all,
-    text_of,
-)
+from reshard_mpi.sharding.mindspore_json import StageFile, encode_json, parse_json, place
+from reshard_mpi.sharding.mindspore_layouts import by_stage, merged_stages, stage_unknown, to_placement
+from reshard_mpi.sharding.mindspore_protobuf import encode_protobuf, merge_protobuf
+from reshard_mpi.sharding.strategy_files import StrategyFile, StrategyForm, decode, distinct, look, look_all, text_of
 
 
 def merge(sources: str | Sequence[str], out: str) -> None:

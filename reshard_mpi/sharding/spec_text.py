@@ -14,9 +14,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from reshard_mpi.errors import LayoutError, StrategyError
+from reshard_mpi.sharding import toml_spec
+from reshard_mpi.sharding.json_checks import MAX_RULES
 from reshard_mpi.sharding.placement import Placement, Strategy
-from reshard_mpi.sharding.strategy import toml
-from reshard_mpi.sharding.strategy.json_checks import MAX_RULES
 from reshard_mpi.text import natural_key, one_line
 
 
@@ -232,7 +232,7 @@ def spec_text(strategy: Strategy) -> str:
         if number >= len(listed) and glob in optional:
             lines.append("optional = true")
     text = "\n".join(lines)
-    _require_same(toml.parse(text, strategy.origin), names_of, rules, strategy)
+    _require_same(toml_spec.parse(text, strategy.origin), names_of, rules, strategy)
     return text
 
 

@@ -1,4 +1,4 @@
-"""Tell strategy files and their form by their contents (`look`)."""
+"""Read strategies: MindSpore's files or a TOML spec (`load`), told by their contents (`look`)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard_mpi.errors import ReshardError, StrategyError
 from reshard_mpi.filesystem.paths import START_BYTES, kind_of, marked_kind_of
 from reshard_mpi.protobuf_wire import WireError, varint
-from reshard_mpi.sharding.strategy.json_checks import MAX_FILE_BYTES, MAX_SPEC_BYTES
-from reshard_mpi.sharding.strategy.mindspore_json import REMEDY, StageFile, decode_json
+from reshard_mpi.sharding.json_checks import MAX_FILE_BYTES, MAX_SPEC_BYTES
+from reshard_mpi.sharding.mindspore_json import REMEDY, StageFile, decode_json
 from reshard_mpi.text import format_bytes, natural_key
+
+if TYPE_CHECKING:
+    from reshard_mpi.sharding.placement import Strategy
 
 _HEAD_BYTES = 4096
 
@@ -61,6 +64,60 @@ class StrategyFile(NamedTuple):
         with _readable(self.path), self.path.open("rb") as stream:
             while block := stream.read(_BLOCK_BYTES):
                 yield block
+
+
+def load(path: str) -> Strategy:
+    """Read a strategy: a file (MindSpore's protobuf or JSON, a TOML spec), or a folder of them, which are merged.
+
+    Files are told apart by their contents. In a folder, files of one stage must agree, the stages run from 0 without a
+    gap, and files that are no strategies are passed over. Raises StrategyError, or LayoutError for a layout that
+    cannot be; both name the file and the parameter.
+    """
+    from reshard_mpi.sharding.mindspore_layouts import to_strategy
+
+    files = distinct(look_all(path))
+    first = next(files)
+    if first.kind is StrategyForm.TOML:
+        from reshard_mpi.sharding.toml_spec import parse
+
+        if next(files, None) is not None:
+            raise _not_alone(first, path)
+        return parse(text_of(first), str(first.path))
+
+    def stage_files() -> Iterator[StageFile]:
+        yield decode(first)
+        for file in files:
+            if file.kind is StrategyForm.TOML:
+                raise _not_alone(file, path)
+            yield decode(file)
+
+    return to_strategy(stage_files(), path)
+
+
+def _not_alone(spec: StrategyFile, path: str) -> StrategyError:
+    return StrategyError(
+        "a TOML spec is the whole strategy, but it is not alone",
+        expected="one TOML spec, or MindSpore strategy files",
+        got=f"{spec.path.name} among others",
+        where=path,
+        remedy="give the file itself instead of the folder",
+    )
+
+
+def digest(path: str) -> str:
+    """Return the SHA-256 (hexadecimal) of a strategy file's bytes; of a folder, of its strategy files' names and bytes.
+
+    Raises StrategyError where `load` finds no strategy file.
+    """
+    sha256 = hashlib.sha256()
+    in_folder = Path(path).is_dir()
+    for file in look_all(path):
+        if in_folder:
+            name = file.path.name.encode("utf-8", "surrogateescape")
+            sha256.update(b"%d %s %d " % (len(name), name, file.path.stat().st_size))
+        for block in file.blocks():
+            sha256.update(block)
+    return sha256.hexdigest()
 
 
 def look(path: str) -> StrategyFile:
@@ -119,7 +176,7 @@ def decode(file: StrategyFile) -> StageFile:
     """Read a MindSpore strategy file, protobuf or JSON. Raises StrategyError if it is neither."""
     path = str(file.path)
     if file.kind is StrategyForm.PROTOBUF:
-        from reshard_mpi.sharding.strategy.mindspore_protobuf import decode_protobuf
+        from reshard_mpi.sharding.mindspore_protobuf import decode_protobuf
 
         with _readable(file.path):
             stream = file.path.open("rb")
