@@ -12,7 +12,7 @@ from reshard_mpi.checkpoints.discovery import ShardFiles
 from reshard_mpi.checkpoints.shard_opener import ShardShare
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.runs.conversion import Conversion
+from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.sharding import strategy_files
 
 

@@ -37,10 +37,10 @@ from reshard_mpi.errors import UsageError
 from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.options import check_count, check_number
 from reshard_mpi.processes.comm import SerialComm
-from reshard_mpi.runs.conversion import Conversion, apply_map
 from reshard_mpi.runs.open_run import open_run
 from reshard_mpi.runs.outcome import Report, ShardReport, TargetReport
-from reshard_mpi.runs.plan import Plan, RankSummary, rules_of_source, told_rules
+from reshard_mpi.runs.plan_conversion import Conversion, apply_map
+from reshard_mpi.runs.plan_listing import Plan, RankSummary, rules_of_source, told_rules
 from reshard_mpi.runs.progress import Progress, RunStatus, log
 from reshard_mpi.runs.request import Strategies, Task
 from reshard_mpi.runs.run_memory import RunMemory

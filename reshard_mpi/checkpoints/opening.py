@@ -217,7 +217,7 @@ def _require_as_many_ranks(files: ShardFiles, strategy: Strategy) -> None:
     """Raise SourceError if the run that has made the files has another number of targets than a strategy has ranks."""
     if not _has_records(files):
         return
-    from reshard_mpi.journal.file_records import run_of
+    from reshard_mpi.journal.source_records import run_of
 
     rank, paths = next(iter(files.by_rank.items()))
     written_by = run_of(paths[0], rank)
@@ -234,7 +234,7 @@ def _require_as_many_ranks(files: ShardFiles, strategy: Strategy) -> None:
 
 def _require_whole_run(files: ShardFiles) -> None:
     """Raise SourceError if a file that is taken for a full checkpoint is one of several that a run has cut."""
-    from reshard_mpi.journal.file_records import run_of
+    from reshard_mpi.journal.source_records import run_of
 
     ((rank, paths),) = files.by_rank.items()
     for path in paths:

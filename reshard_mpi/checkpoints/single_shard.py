@@ -193,7 +193,7 @@ def _difference(shard: Manifest, other: Manifest) -> str:
     for name, entry in ours.items():
         if (entry.dtype, entry.shape) != (theirs[name].dtype, theirs[name].shape):
             return f"holds {name!r} as {_type(theirs[name])}, not {_type(entry)}"
-    from reshard_mpi.engine.compare import first_difference
+    from reshard_mpi.engine.first_difference import first_difference
     from reshard_mpi.engine.open_files import Files
 
     with Files() as files:

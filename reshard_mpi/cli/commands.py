@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 from reshard_mpi import formats
 from reshard_mpi.cli.arguments import parser, request
+from reshard_mpi.cli.first_lease import begin_command, end_if_stopped, stopped_text
 from reshard_mpi.cli.progress_display import display_for, is_verbose
 from reshard_mpi.cli.report import in_the_way_of, may_be_report, same, summary, verified, write_report
-from reshard_mpi.cli.start import begin_command, end_if_stopped, stopped_text
 from reshard_mpi.cli.usage import flush_standard_streams, open_standard_streams, show, tell_done
 from reshard_mpi.errors import DamageError, DifferenceError, ReshardError, UsageError, told
 from reshard_mpi.processes import comm
@@ -184,7 +184,7 @@ def _transform(options: argparse.Namespace) -> int:
 
 def _plan(options: argparse.Namespace) -> int:
     from reshard_mpi.processes.governor import UNLIMITED
-    from reshard_mpi.runs.plan import plan_targets, told_rules
+    from reshard_mpi.runs.plan_listing import plan_targets, told_rules
 
     asked = request(options)
     if options.plot is not None or options.tensor:

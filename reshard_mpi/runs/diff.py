@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery
-from reshard_mpi.checkpoints.comparison import compare, comparing_bytes
+from reshard_mpi.checkpoints.compare_replicas import compare, comparing_bytes
 from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.checkpoints.shard_opener import ShardShare
 from reshard_mpi.checkpoints.source import SourceCheckpoint
-from reshard_mpi.engine.compare import first_difference_of_tensors, value_at
+from reshard_mpi.engine.first_difference import first_difference_of_tensors, value_at
 from reshard_mpi.engine.open_files import Files
 from reshard_mpi.errors import DifferenceError, SourceError
 from reshard_mpi.formats.manifest import NEST, TensorSpec
@@ -28,8 +28,8 @@ from reshard_mpi.planning.rank_plan import TEXT, RankPlan
 from reshard_mpi.planning.replicas import partition_for
 from reshard_mpi.planning.strategy_check import drift_warning
 from reshard_mpi.processes.comm import Comm
-from reshard_mpi.runs.conversion import LIMITS, Conversion
 from reshard_mpi.runs.outcome import Checked, Failure, Outcome, agreed, attempt
+from reshard_mpi.runs.plan_conversion import LIMITS, Conversion
 from reshard_mpi.runs.preflight import require_same_choice
 from reshard_mpi.runs.progress import Progress, SliceCounter, Stage
 from reshard_mpi.runs.request import Request, Strategies

@@ -14,9 +14,9 @@ from reshard_mpi.planning.find_placement import Unlisted, find_or_follow, placin
 from reshard_mpi.planning.rank_plan import Copy, RankPlan
 from reshard_mpi.planning.source_tensors import SourceGroup
 from reshard_mpi.processes.comm import Comm
-from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.open_run import Run, open_for_planning
 from reshard_mpi.runs.outcome import Outcome, agreed
+from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.runs.progress import Progress, Words, complain
 from reshard_mpi.runs.request import Request
 from reshard_mpi.runs.run_memory import RunMemory

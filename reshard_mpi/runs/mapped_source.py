@@ -31,7 +31,6 @@ from reshard_mpi.planning.lost_shards import MissingRanks, UnusableShard
 from reshard_mpi.planning.map_routes import MappedTensors
 from reshard_mpi.planning.rank_plan import LEFT_OUT, RankPlan
 from reshard_mpi.planning.shared_facts import OWN
-from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.maps import (
     TensorMap,
     require_equal,
@@ -42,6 +41,7 @@ from reshard_mpi.runs.maps import (
     tensor_at,
     tied_tensors,
 )
+from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.sharding.placement import unsharded
 from reshard_mpi.text import counted, shortened
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.checkpoints.source import SourceCheckpoint
-from reshard_mpi.engine.compare import first_difference_of_tensors, first_nonzero
+from reshard_mpi.engine.first_difference import first_difference_of_tensors, first_nonzero
 from reshard_mpi.engine.open_files import Files
 from reshard_mpi.engine.read import element_of
 from reshard_mpi.errors import MapError, StrategyError, UsageError
@@ -29,7 +29,7 @@ from reshard_mpi.mapping.rules import TYPES, Rules
 from reshard_mpi.mapping.selection import Selection, TargetTemplate
 from reshard_mpi.planning.accumulated_gradients import is_partial_sum
 from reshard_mpi.planning.rank_plan import RankPlan, TensorPlan
-from reshard_mpi.runs.conversion import Conversion
+from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.runs.request import Request
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import Shape, unsharded

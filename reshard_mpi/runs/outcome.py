@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from reshard_mpi.journal.records import TensorSum
     from reshard_mpi.planning.rank_plan import RankPlan
     from reshard_mpi.processes.comm import Comm
-    from reshard_mpi.runs.conversion import Conversion
+    from reshard_mpi.runs.plan_conversion import Conversion
 
 
 class TargetReport(NamedTuple):

@@ -27,7 +27,6 @@ from reshard_mpi.planning.rank_plan import Group, RankPlan
 from reshard_mpi.planning.replicas import writer
 from reshard_mpi.planning.source_tensors import SourceGroup
 from reshard_mpi.processes.comm import Comm
-from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.explain import (
     TensorLineage,
     likely_holders,
@@ -38,6 +37,7 @@ from reshard_mpi.runs.explain import (
 )
 from reshard_mpi.runs.open_run import open_for_planning
 from reshard_mpi.runs.outcome import Outcome, agreed
+from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.runs.progress import Progress, Stage
 from reshard_mpi.runs.request import Request
 from reshard_mpi.runs.run_memory import RunMemory

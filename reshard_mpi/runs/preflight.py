@@ -23,7 +23,7 @@ from reshard_mpi.journal.records import rank_of_folder
 from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.planning.shared_facts import require_one_checkpoint
 from reshard_mpi.processes.comm import Comm
-from reshard_mpi.runs.conversion import Conversion
+from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.text import format_bytes
 
 # To share blocks of two files (`struct file_clone_range`): the source's descriptor, its offset, a length, an offset.

@@ -18,7 +18,7 @@ from functools import partial, reduce
 from pathlib import Path
 from typing import TypeVar
 
-from reshard_mpi.checkpoints.comparison import compare, comparing_bytes
+from reshard_mpi.checkpoints.compare_replicas import compare, comparing_bytes
 from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, ShardError, TransformError
 from reshard_mpi.errors import told as error_told
 from reshard_mpi.journal.commit import commit_if_complete
@@ -36,9 +36,9 @@ from reshard_mpi.planning.shared_facts import (
 )
 from reshard_mpi.planning.strategy_check import NO_DRIFT, Drift, drift_warning, require_no_drift
 from reshard_mpi.processes.comm import Comm
-from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.messages import ComparisonReport, PlanReport, record_of
 from reshard_mpi.runs.outcome import Outcome, attempt
+from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.runs.preflight import require_room
 from reshard_mpi.runs.progress import CLOSED, MOVED, PHASES, Progress, SliceCounter, Stage
 from reshard_mpi.runs.request import Request, Strategies
@@ -189,7 +189,7 @@ def _check_committed(plans: TargetPlans, comm: Comm, memory: RunMemory, progress
 
     Nothing is read if each shard has sums of its own, by which it has been checked. Raises DamageError.
     """
-    from reshard_mpi.journal.file_records import damage_of_index
+    from reshard_mpi.journal.source_records import damage_of_index
     from reshard_mpi.runs.verify_checksums import committed_tensors, require_as_committed
 
     source, path = plans.run.conversion.source, plans.run.request.source

@@ -32,9 +32,9 @@ from reshard_mpi.planning.accumulated_gradients import notes_on
 from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.processes.governor import Governor
-from reshard_mpi.runs.conversion import LIMITS, Conversion, apply_map
 from reshard_mpi.runs.open_run import chosen_targets
 from reshard_mpi.runs.outcome import Checked, Failure, Outcome, agreed, attempt
+from reshard_mpi.runs.plan_conversion import LIMITS, Conversion, apply_map
 from reshard_mpi.runs.preflight import require_same_choice
 from reshard_mpi.runs.progress import Progress, SliceCounter, Stage, Words, complain
 from reshard_mpi.runs.recorded_options import accumulated_as_made, as_made, made_otherwise

@@ -14,13 +14,15 @@ from typing import NamedTuple
 from reshard_mpi import formats
 from reshard_mpi.checkpoints.discovery import ShardFiles
 from reshard_mpi.checkpoints.source import DAMAGE, SourceCheckpoint
-from reshard_mpi.engine.compare import first_difference_of_tensors, value_at
+from reshard_mpi.engine.first_difference import first_difference_of_tensors, value_at
 from reshard_mpi.engine.open_files import Files, OnBytes
 from reshard_mpi.engine.sums import Span, held_tensor, sum_of_whole, sum_shard, sum_sources, sum_tensors, takes_numpy
 from reshard_mpi.errors import DamageError, DisagreementError, ReshardError, ShardError, as_reshard_error
 from reshard_mpi.formats.manifest import Manifest, TensorSpec
 from reshard_mpi.journal.commit_record import CommitRecord
-from reshard_mpi.journal.file_records import (
+from reshard_mpi.journal.records import COMMIT_RECORD, STATE, TensorSum, sums_of_wholes
+from reshard_mpi.journal.run_identity import RunIdentity
+from reshard_mpi.journal.source_records import (
     RecordFinder,
     damage_besides,
     damage_by_record,
@@ -28,13 +30,11 @@ from reshard_mpi.journal.file_records import (
     fits_record,
     require_one_run,
 )
-from reshard_mpi.journal.records import COMMIT_RECORD, STATE, TensorSum, sums_of_wholes
-from reshard_mpi.journal.run_identity import RunIdentity
 from reshard_mpi.planning.accumulated_gradients import is_partial_sum
 from reshard_mpi.planning.rank_plan import Limits, RankPlan, TensorPlan
 from reshard_mpi.planning.replicas import Replicas
-from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.outcome import Checked
+from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.runs.progress import Progress, SliceCounter
 from reshard_mpi.sharding import strategy_table
 from reshard_mpi.sharding.box import Box

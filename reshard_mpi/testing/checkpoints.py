@@ -23,7 +23,7 @@ from reshard_mpi.engine.gather import load_shard
 from reshard_mpi.errors import ReshardError
 from reshard_mpi.formats.registry import FormatInfo
 from reshard_mpi.planning.replicas import Replicas
-from reshard_mpi.runs.conversion import Conversion
+from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Placement, Strategy

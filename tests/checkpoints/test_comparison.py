@@ -16,8 +16,8 @@ from support.oracle import RawLayout
 from support.processes import run_command
 
 import reshard_mpi
-from reshard_mpi.checkpoints import comparison
-from reshard_mpi.engine import compare
+from reshard_mpi.checkpoints import compare_replicas
+from reshard_mpi.engine import first_difference
 from reshard_mpi.errors import DisagreementError, UsageError
 from reshard_mpi.planning.rank_plan import Copy
 from reshard_mpi.sharding.box import Box
@@ -36,13 +36,13 @@ def differing(c: Conversion, rank: int = 3) -> None:
 def read(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, int, Box]]:
     """Counts what is read to be compared: tensor, rank, and region."""
     regions_read: Counter[tuple[str, int, Box]] = Counter()
-    read_region = compare.read_region
+    read_region = first_difference.read_region
 
     def counting(files: object, copy: Copy, region: Box, *rest: object) -> None:
         regions_read[copy.source.name, copy.source_rank, region] += 1
         read_region(files, copy, region, *rest)
 
-    monkeypatch.setattr(compare, "read_region", counting)
+    monkeypatch.setattr(first_difference, "read_region", counting)
     return regions_read
 
 
@@ -161,7 +161,7 @@ def test_processes_share_what_is_to_be_compared(tmp_path: Path) -> None:
     c = make(tmp_path).to(EIGHT)
     patch = (
         "import os, sys; from reshard_mpi.cli import commands as cli\n"
-        "from reshard_mpi.engine import compare as comparing\n"
+        "from reshard_mpi.engine import first_difference as comparing\n"
         "read = comparing.read_region\n"
         "def told(files, copy, region, *rest):\n"
         f"    with open({str(tmp_path)!r} + f'/read.{{os.getpid()}}', 'a') as log:\n"
@@ -197,16 +197,16 @@ def test_many_holders_are_compared_some_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Counter[tuple[str, int, Box]], most: int, differs: bool
 ) -> None:
     """As many shards as may be in memory; the first holder is read again for each batch, the others never."""
-    monkeypatch.setattr(comparison, "_MAX_TENSORS_AT_ONCE", most)
+    monkeypatch.setattr(compare_replicas, "_MAX_TENSORS_AT_ONCE", most)
     held: list[int] = []
-    batches = comparison._Comparison._batches
+    batches = compare_replicas._Comparison._batches
 
     def counting(*arguments: object) -> Iterator[list[object]]:
         for batch in batches(*arguments):  # type: ignore[arg-type]
             held.append(len(batch))
             yield batch
 
-    monkeypatch.setattr(comparison._Comparison, "_batches", counting)
+    monkeypatch.setattr(compare_replicas._Comparison, "_batches", counting)
     c = make(tmp_path)
     if differs:
         c.rewrite(3, {"b": np.append(c.arrays(3)["b"][:-1], 99)})

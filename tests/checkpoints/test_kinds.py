@@ -19,7 +19,7 @@ from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.errors import DisagreementError
 from reshard_mpi.planning.replicas import Replicas
-from reshard_mpi.runs.conversion import Conversion
+from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Placement, Strategy, unsharded
 from reshard_mpi.testing.checkpoints import ArraysByName, CheckpointConformance

@@ -21,7 +21,7 @@ from reshard_mpi.errors import CoverageError, ReshardError
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.planning.lost_shards import UnusableShard
 from reshard_mpi.planning.rank_plan import RankPlan
-from reshard_mpi.runs.conversion import Conversion
+from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.sharding.placement import Placement, Strategy
 
 pytestmark = pytest.mark.slow

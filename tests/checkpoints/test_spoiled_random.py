@@ -25,7 +25,7 @@ from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
 from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.planning.replicas import Replicas
-from reshard_mpi.runs.conversion import Conversion
+from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.runs.transform import plan_alone
 from reshard_mpi.sharding.box import Box
 

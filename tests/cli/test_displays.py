@@ -22,9 +22,9 @@ from support.oracle import RawLayout
 from support.terminals import run_on_terminal
 
 from reshard_mpi.cli import progress_display
-from reshard_mpi.engine import compare
+from reshard_mpi.engine import first_difference
 from reshard_mpi.runs import diff, monitor
-from reshard_mpi.runs.conversion import Conversion as Conversion_
+from reshard_mpi.runs.plan_conversion import Conversion as Conversion_
 from reshard_mpi.runs.progress import Counts, Display, RunStatus, Stage, format_seconds
 
 ESCAPE = "\x1b"
@@ -228,7 +228,7 @@ def slow_down(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> None:
 
 @pytest.mark.usefixtures("at_once")
 def test_copies_that_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow_down(monkeypatch, compare, "first_difference")
+    slow_down(monkeypatch, first_difference, "first_difference")
     finished = done(*make(tmp_path).arguments("transform", "--replicas", "check"))
     assert re.search(r"^comparing copies .* of 768 B, [1-9]\d? %", finished.err, re.M), finished
 

@@ -17,7 +17,7 @@ from support.processes import Finished
 
 import reshard_mpi
 from reshard_mpi.planning.rank_plan import RankPlan
-from reshard_mpi.runs.conversion import Conversion
+from reshard_mpi.runs.plan_conversion import Conversion
 
 SPEC = 'mesh = {{ x = {ranks} }}\n[[parameter]]\nmatch = "w*"\nsplit = {{ 0 = ["x"] }}\n[[parameter]]\nmatch = "*"\n'
 

@@ -13,8 +13,8 @@ from support.float_oracle import became
 from support.plans import planned_singly
 
 from reshard_mpi.engine import elements
-from reshard_mpi.engine.compare import place_of
 from reshard_mpi.engine.elements import convert
+from reshard_mpi.engine.first_difference import place_of
 from reshard_mpi.engine.open_files import Traffic
 from reshard_mpi.engine.read import takes_numpy
 from reshard_mpi.engine.shard_transfer import write_shard

@@ -21,7 +21,7 @@ from reshard_mpi.engine import elements, shard_transfer, tiles
 from reshard_mpi.engine import gather as engine_gather
 from reshard_mpi.engine import open_files as engine_files
 from reshard_mpi.engine import tiles as engine_tiles
-from reshard_mpi.engine.compare import first_difference, first_difference_of_tensors
+from reshard_mpi.engine.first_difference import first_difference, first_difference_of_tensors
 from reshard_mpi.engine.gather import load_shard
 from reshard_mpi.engine.open_files import ByteRuns, Files, Traffic
 from reshard_mpi.engine.shard_transfer import write_shard

@@ -15,8 +15,8 @@ from hypothesis.extra import numpy as hnp
 from support.examples import many
 from support.float_oracle import FORMS, became
 
-from reshard_mpi.engine.compare import first_same
 from reshard_mpi.engine.elements import raw_dtype
+from reshard_mpi.engine.first_difference import first_same
 from reshard_mpi.engine.gather import Reduction, gather
 from reshard_mpi.engine.open_files import Files
 from reshard_mpi.engine.read import fill

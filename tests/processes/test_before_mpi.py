@@ -16,7 +16,7 @@ from support.examples import one_at_a_time
 from support.launch import MPI, mpirun_command
 from support.processes import Finished, run_command
 
-from reshard_mpi.cli import start
+from reshard_mpi.cli import first_lease
 
 # Does something in one rank, or in all, as soon as a module is about to be loaded.
 STAND_IN = """
@@ -27,7 +27,7 @@ def hook(event, arguments):
         {do}
 sys.addaudithook(hook)
 """
-EARLY, LATE = "reshard_mpi.cli.start", "reshard_mpi.cli.commands"  # before anything is handled, and after
+EARLY, LATE = "reshard_mpi.cli.first_lease", "reshard_mpi.cli.commands"  # before anything is handled, and after
 
 
 def at_import(folder: Path, module: str, do: str, ranks: str = "0") -> dict[str, str]:
@@ -115,13 +115,13 @@ FORGED = [
 
 @pytest.mark.parametrize("text", FORGED)
 def test_what_nobody_has_passed_on_is_passed_over(text: str) -> None:
-    assert start._Earlier.loads(text) == start._Earlier()
+    assert first_lease._Earlier.loads(text) == first_lease._Earlier()
 
 
 def test_what_has_been_passed_on() -> None:
     ten_years = 3650 * 24 * 3600 * 10**9  # of a host that has not been started again
-    known = start._Earlier(5, 1.5, {"host": 7, "slurm-1": ten_years})
-    assert start._Earlier.loads(json.dumps(known)) == known
+    known = first_lease._Earlier(5, 1.5, {"host": 7, "slurm-1": ten_years})
+    assert first_lease._Earlier.loads(json.dumps(known)) == known
 
 
 @pytest.mark.parametrize("variable", ["RESHARD_MPI_STATE_DIR", "RESHARD_MPI_HOST"])

@@ -28,7 +28,7 @@ from support.launch import MPI
 from support.oracle import RawLayout
 
 import reshard_mpi
-from reshard_mpi.checkpoints import comparison
+from reshard_mpi.checkpoints import compare_replicas
 from reshard_mpi.errors import CoverageError, DifferenceError, DisagreementError, SourceError, StrategyError, UsageError
 from reshard_mpi.runs.progress import RunStatus
 
@@ -212,7 +212,7 @@ def test_copies_of_one_sum_that_are_not_compared_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same: list[int], shards_at_once: int
 ) -> None:
     """Shards with very many tensors are opened a few at a time."""
-    monkeypatch.setattr(comparison, "_MAX_TENSORS_AT_ONCE", 2 * shards_at_once)
+    monkeypatch.setattr(compare_replicas, "_MAX_TENSORS_AT_ONCE", 2 * shards_at_once)
     w, spec = np.ones((8, 2), np.float32), replicated(tmp_path, 4)
     write_ranks({rank: {"w": w, NAME: PARTS[number]} for rank, number in enumerate(same)}, tmp_path / "src")
     with pytest.raises(DisagreementError, match=f"copies of '{NAME}' are the same") as refused:
@@ -225,8 +225,8 @@ def test_copies_of_one_sum_that_are_not_compared_at_once(
 def test_different_sums_in_many_batches_are_added(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, portion: int
 ) -> None:
-    monkeypatch.setattr(comparison, "_MAX_TENSORS_AT_ONCE", 2)
-    monkeypatch.setattr(comparison, "_MAX_DIGESTS", portion)
+    monkeypatch.setattr(compare_replicas, "_MAX_TENSORS_AT_ONCE", 2)
+    monkeypatch.setattr(compare_replicas, "_MAX_DIGESTS", portion)
     w, zeros, spec = np.ones((8, 2), np.float32), np.zeros((8, 2), np.float32), replicated(tmp_path, 4)
     parts = {"accu_grads.w": [*PARTS[:2], zeros, zeros], "grad_sum.w": PARTS}
     ranks = {rank: {"w": w, **{name: of[rank] for name, of in parts.items()}} for rank in range(4)}

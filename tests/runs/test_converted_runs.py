@@ -21,7 +21,7 @@ from reshard_mpi.formats.dtypes import BY_NAME, FLOATS
 from reshard_mpi.formats.computed_tensors import converted
 from reshard_mpi.planning.rank_plan import PlannedTensors
 from reshard_mpi.runs import scheduling as division
-from reshard_mpi.runs.conversion import Conversion
+from reshard_mpi.runs.plan_conversion import Conversion
 
 division.CUT_BYTES = 16
 plan_as_stored = Conversion.plan

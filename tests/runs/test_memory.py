@@ -43,7 +43,7 @@ import sys
 from pathlib import Path
 from reshard_mpi.checkpoints import discovery
 from reshard_mpi.sharding import strategy
-from reshard_mpi.runs.conversion import Conversion
+from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.planning.rank_plan import Limits
 from reshard_mpi.filesystem.folders import Folder
 from reshard_mpi.journal.publication import Publication

@@ -20,7 +20,7 @@ from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.formats.protocol import reserve_file, seal_file
 from reshard_mpi.formats.tensor_table import TensorEntry
-from reshard_mpi.runs.conversion import Conversion
+from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.sharding import strategy_files, strategy_table
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from reshard_mpi.checkpoints.comparison import difference
+from reshard_mpi.checkpoints.compare_replicas import difference
 from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.checkpoints.sampling import drifted_tensors
 from reshard_mpi.checkpoints.shard_opener import ShardOpener, ShardShare, require_consistent_source
 from reshard_mpi.checkpoints.single_shard import SingleShard
 from reshard_mpi.checkpoints.source import SourceCheckpoint
-from reshard_mpi.engine.compare import first_difference
+from reshard_mpi.engine.first_difference import first_difference
 from reshard_mpi.engine.open_files import Files
 from reshard_mpi.engine.read import fill, takes_numpy
 from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError

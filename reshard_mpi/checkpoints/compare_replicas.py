@@ -83,7 +83,7 @@ class _Comparison:
 
     def compare_holders(self, group: Sequence[ReplicaGroup]) -> None:
         """Compare the tensors of `group`, which the same ranks hold. Raises what `compare` raises."""
-        from reshard_mpi.engine.compare import digest_unless_zeros, first_difference
+        from reshard_mpi.engine.first_difference import digest_unless_zeros, first_difference
         from reshard_mpi.engine.open_files import Files
 
         first: dict[tuple[int, str], Copy] = {}  # the first copy of each tensor, by its place in the group and its name
@@ -125,7 +125,7 @@ class _Comparison:
             self._tell_apart_by_digests(group, chain((first, second), batches))
 
     def _tell_apart_at_once(self, group: Sequence[ReplicaGroup], batch: Iterable[_Holder]) -> None:
-        from reshard_mpi.engine.compare import first_same
+        from reshard_mpi.engine.first_difference import first_same
         from reshard_mpi.engine.open_files import Files
 
         with Files() as files:
@@ -136,7 +136,7 @@ class _Comparison:
                 self._on_bytes(sum(copy.size_bytes for copy in check.copies))
 
     def _tell_apart_by_digests(self, group: Sequence[ReplicaGroup], batches: Iterable[Iterable[_Holder]]) -> None:
-        from reshard_mpi.engine.compare import digest_unless_zeros
+        from reshard_mpi.engine.first_difference import digest_unless_zeros
         from reshard_mpi.engine.open_files import Files
 
         rank_of: dict[tuple[int, str, bytes], int] = {}  # a rank for each digest of each tensor's copies

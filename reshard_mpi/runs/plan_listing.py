@@ -13,9 +13,9 @@ from reshard_mpi.planning.accumulated_gradients import Accumulated, is_partial_s
 from reshard_mpi.planning.lost_shards import warnings_of
 from reshard_mpi.planning.rank_plan import LEFT_OUT, RankPlan
 from reshard_mpi.processes.comm import Comm
-from reshard_mpi.runs.conversion import Conversion
 from reshard_mpi.runs.open_run import Run
 from reshard_mpi.runs.outcome import Outcome
+from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.runs.progress import Progress, Words, complain
 from reshard_mpi.runs.request import Request
 from reshard_mpi.runs.run_memory import RunMemory
