@@ -19,8 +19,8 @@ from reshard_mpi.formats.manifest import NEST, Manifest, nest_settings, shown_st
 from reshard_mpi.formats.tensor_table import TensorEntry
 from reshard_mpi.planning.accumulated_gradients import is_partial_sum
 from reshard_mpi.planning.find_placement import Unlisted
-from reshard_mpi.planning.rank_plan import TEXT, Differing
 from reshard_mpi.planning.sample_choice import RankPair, Sampled, Sampler, places, rank_pairs, share
+from reshard_mpi.planning.source_flaws import TEXT, Differing
 from reshard_mpi.planning.strategy_check import (
     NO_DRIFT,
     Drift,

@@ -18,9 +18,9 @@ from reshard_mpi.errors import ReshardError, SourceError, told
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
 from reshard_mpi.journal.records import rank_of_folder
-from reshard_mpi.planning.lost_shards import named
 from reshard_mpi.planning.rank_plan import Check, Copy, Limits
 from reshard_mpi.planning.sample_choice import kind_of
+from reshard_mpi.planning.source_flaws import named
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.text import MIB
 

@@ -16,7 +16,7 @@ from reshard_mpi.filesystem import stores
 from reshard_mpi.formats.manifest import NEST, Manifest, ShardIdentity, same_nest
 from reshard_mpi.formats.protocol import OnBytes, uncounted
 from reshard_mpi.formats.tensor_table import ChunkedTensors, TensorTable
-from reshard_mpi.planning.lost_shards import MissingRanks, UnusableShard
+from reshard_mpi.planning.source_flaws import MissingRanks, UnusableShard
 from reshard_mpi.sharding.placement import Strategy
 from reshard_mpi.text import MIB
 

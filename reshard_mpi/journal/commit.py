@@ -36,8 +36,8 @@ from reshard_mpi.journal.records import (
 from reshard_mpi.journal.run_identity import RunIdentity
 from reshard_mpi.journal.target_journal import COMMIT_LOCK
 from reshard_mpi.journal.target_places import uncommit
-from reshard_mpi.planning.rank_differences import Differences, between_targets, difference_messages, without
 from reshard_mpi.planning.shared_facts import differing_stages, require_one_checkpoint, require_same_names
+from reshard_mpi.planning.source_flaws import Differences, between_targets, difference_messages, without
 from reshard_mpi.text import natural_key
 
 NOT_WRITTEN = "has not been written"

@@ -25,7 +25,8 @@ from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.journal import fields
 from reshard_mpi.journal.provenance import MAX_NS, Sources
 from reshard_mpi.journal.publication import publish_text
-from reshard_mpi.planning.rank_plan import PrefixDigest, RankPlan, SharedFact, StageDigest
+from reshard_mpi.planning.rank_plan import RankPlan, SharedFact, StageDigest
+from reshard_mpi.planning.source_flaws import PrefixDigest
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.text import format_bytes
 

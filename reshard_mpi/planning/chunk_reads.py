@@ -10,10 +10,10 @@ from itertools import islice
 
 from reshard_mpi.errors import CoverageError, ReshardError
 from reshard_mpi.formats.tensor_table import ChunkedTensors, PieceList, TensorTable
-from reshard_mpi.planning.lost_shards import described
 from reshard_mpi.planning.map_routes import MappedTensors
 from reshard_mpi.planning.rank_plan import Check, Copy, Group, PlannedTensors, ReadGroup
 from reshard_mpi.planning.replicas import Replicas, home_rank
+from reshard_mpi.planning.source_flaws import described
 from reshard_mpi.sharding.box import Box, CoveredPart, Pieces, UncoveredError, overlapping
 from reshard_mpi.text import counted
 

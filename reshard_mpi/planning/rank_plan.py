@@ -12,8 +12,8 @@ from reshard_mpi.errors import ReshardError
 from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, Specs, TensorSpec
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable, TensorType
 from reshard_mpi.planning.accumulated_gradients import Sums
-from reshard_mpi.planning.lost_shards import UnusableShard
 from reshard_mpi.planning.replicas import ReplicaGroup
+from reshard_mpi.planning.source_flaws import Differing, PrefixDigest, UnusableShard
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strides import Strides, paired, source_region, target_region
 
@@ -260,25 +260,8 @@ class SharedFact(NamedTuple):
     path: str
 
 
-# What the name of a string begins with among names of tensors.
-TEXT = "the string "
 # Origin of a tensor of the source that targets do not have.
 LEFT_OUT = "left out"
-
-
-class PrefixDigest(NamedTuple):
-    """A digest of the first bytes of a tensor that no strategy places, or of a string, on source rank `rank`."""
-
-    name: str
-    digest: str
-    rank: int
-
-
-class Differing(NamedTuple):
-    """A tensor that no strategy lists, with source ranks that do not all have the same values of it."""
-
-    name: str
-    ranks: tuple[int, ...]
 
 
 class StageDigest(NamedTuple):

@@ -18,17 +18,8 @@ from reshard_mpi.formats.manifest import (
     nest_without_order,
     shown_string,
 )
-from reshard_mpi.planning.rank_plan import (
-    CHOSEN_FILES,
-    TEXT,
-    Check,
-    Copy,
-    PrefixDigest,
-    RankPlan,
-    SharedFact,
-    StageDigest,
-    TensorPlan,
-)
+from reshard_mpi.planning.rank_plan import CHOSEN_FILES, Check, Copy, RankPlan, SharedFact, StageDigest, TensorPlan
+from reshard_mpi.planning.source_flaws import TEXT, PrefixDigest
 from reshard_mpi.planning.source_tensors import SourceGroup, SourceTensors
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import Shape

@@ -18,10 +18,10 @@ from reshard_mpi.planning.find_placement import (
     listed_names,
     may_be_held,
 )
-from reshard_mpi.planning.lost_shards import UnusableShard
 from reshard_mpi.planning.needed_ranks import wants
 from reshard_mpi.planning.replicas import Replicas, home_rank, pieces_written_by
 from reshard_mpi.planning.shared_facts import require_tensors_or_strings
+from reshard_mpi.planning.source_flaws import UnusableShard
 from reshard_mpi.planning.source_tensors import SourceGroup, SourceTensors, TensorPart, needed_parts
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout

@@ -14,9 +14,9 @@ if TYPE_CHECKING:  # this module is loaded early, before memory for the engine h
     from reshard_mpi.formats.manifest import Manifest
     from reshard_mpi.journal.records import TensorSum
     from reshard_mpi.planning.accumulated_gradients import Sums
-    from reshard_mpi.planning.lost_shards import UnusableShard
-    from reshard_mpi.planning.rank_plan import Differing, PrefixDigest, RankPlan, SharedFact, StageDigest
+    from reshard_mpi.planning.rank_plan import RankPlan, SharedFact, StageDigest
     from reshard_mpi.planning.replicas import ReplicaGroup
+    from reshard_mpi.planning.source_flaws import Differing, PrefixDigest, UnusableShard
     from reshard_mpi.planning.strategy_check import Drift
     from reshard_mpi.runs.outcome import Overflow
     from reshard_mpi.runs.preflight import SpaceNeed

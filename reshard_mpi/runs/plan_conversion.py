@@ -28,7 +28,7 @@ from reshard_mpi.planning.find_placement import Unlisted, find_or_follow, is_dro
 from reshard_mpi.planning.lost_shards import modified_warning
 from reshard_mpi.planning.needed_ranks import check_target_rank
 from reshard_mpi.planning.plan_target import plan_target
-from reshard_mpi.planning.rank_plan import Check, Differing, Limits, PrefixDigest, RankPlan, SharedFact, TensorPlan
+from reshard_mpi.planning.rank_plan import Check, Limits, RankPlan, SharedFact, TensorPlan
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.planning.shared_facts import (
     loose_beginnings,
@@ -37,6 +37,7 @@ from reshard_mpi.planning.shared_facts import (
     require_nothing_left_out,
     text_digests,
 )
+from reshard_mpi.planning.source_flaws import Differing, PrefixDigest
 from reshard_mpi.planning.strategy_check import (
     NO_DRIFT,
     Drift,

@@ -13,8 +13,8 @@ from reshard_mpi.errors import ReshardError, ShardError
 from reshard_mpi.journal.commit import EarlierTarget
 from reshard_mpi.journal.records import TargetInputs
 from reshard_mpi.journal.target_journal import Journal
-from reshard_mpi.planning.lost_shards import named, warnings_of
 from reshard_mpi.planning.rank_plan import RankPlan
+from reshard_mpi.planning.source_flaws import named, warnings_of
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.messages import PlanReport, Totals, record_of
 from reshard_mpi.runs.open_run import Run, open_run

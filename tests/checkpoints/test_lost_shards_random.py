@@ -19,8 +19,8 @@ import reshard_mpi
 from reshard_mpi.checkpoints.discovery import ShardFiles
 from reshard_mpi.errors import CoverageError, ReshardError
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.planning.lost_shards import UnusableShard
 from reshard_mpi.planning.rank_plan import RankPlan
+from reshard_mpi.planning.source_flaws import UnusableShard
 from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.sharding.placement import Placement, Strategy
 

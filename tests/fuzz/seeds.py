@@ -27,7 +27,8 @@ from reshard_mpi.formats.safetensors import huggingface as safetensors_index
 from reshard_mpi.journal.provenance import FileState, Sources
 from reshard_mpi.journal.records import TargetInputs, TargetRecord, TensorSum, digest_of_texts
 from reshard_mpi.journal.run_identity import RunIdentity
-from reshard_mpi.planning.rank_plan import PrefixDigest, SharedFact, StageDigest
+from reshard_mpi.planning.rank_plan import SharedFact, StageDigest
+from reshard_mpi.planning.source_flaws import PrefixDigest
 from reshard_mpi.sharding import mindspore_json, mindspore_layouts, strategy_table, toml_spec
 from reshard_mpi.sharding.mindspore_json import RawLayout, StageFile, StrategyItem
 from reshard_mpi.sharding.mindspore_protobuf import encode_protobuf

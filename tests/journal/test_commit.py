@@ -47,8 +47,8 @@ from reshard_mpi.journal.records import TargetInputs, TargetRecord
 from reshard_mpi.journal.run_identity import RunIdentity
 from reshard_mpi.journal.run_status import commit
 from reshard_mpi.journal.target_journal import Journal
-from reshard_mpi.planning.rank_differences import Differences
 from reshard_mpi.planning.rank_plan import StageDigest
+from reshard_mpi.planning.source_flaws import Differences
 from reshard_mpi.runs import transform as transforming
 from reshard_mpi.runs.outcome import Outcome
 from reshard_mpi.runs.target_writer import Writer

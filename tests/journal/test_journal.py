@@ -28,7 +28,8 @@ from reshard_mpi.journal.records import TargetInputs, TargetRecord
 from reshard_mpi.journal.run_identity import RunIdentity
 from reshard_mpi.journal.target_journal import Journal
 from reshard_mpi.journal.target_places import Unrecorded
-from reshard_mpi.planning.rank_plan import PrefixDigest, SharedFact, StageDigest
+from reshard_mpi.planning.rank_plan import SharedFact, StageDigest
+from reshard_mpi.planning.source_flaws import PrefixDigest
 
 EVIDENCE = TargetInputs(
     (0, 1), StageDigest(0, "d1", 0), (SharedFact("global_step", "7", "/data/src/0"),), (PrefixDigest("seed", "d2", 1),)

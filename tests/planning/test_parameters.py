@@ -28,7 +28,7 @@ from support.oracle import RawLayout
 
 import reshard_mpi
 from reshard_mpi.errors import CoverageError, DisagreementError, StrategyError
-from reshard_mpi.planning.rank_differences import is_generator_state
+from reshard_mpi.planning.source_flaws import is_generator_state
 
 SRC_CUT = SRC_LAYOUTS["w"]
 
