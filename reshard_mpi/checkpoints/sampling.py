@@ -17,8 +17,6 @@ from reshard_mpi.formats.dtypes import DType, numbers
 from reshard_mpi.formats.locations import LibraryRead
 from reshard_mpi.formats.manifest import NEST, Manifest, nest_settings, shown_string
 from reshard_mpi.formats.tensor_table import TensorEntry
-from reshard_mpi.planning.accumulated_gradients import is_partial_sum
-from reshard_mpi.planning.find_placement import Unlisted
 from reshard_mpi.planning.sample_choice import RankPair, Sampled, Sampler, places, rank_pairs, share
 from reshard_mpi.planning.source_flaws import TEXT, Differing
 from reshard_mpi.planning.strategy_check import (
@@ -31,6 +29,7 @@ from reshard_mpi.planning.strategy_check import (
     unexpected_stage_error,
     unknown_tensor,
 )
+from reshard_mpi.planning.tensor_names import Unlisted, is_partial_sum
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import Shape, Strategy
 from reshard_mpi.text import MIB

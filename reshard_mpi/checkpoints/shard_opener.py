@@ -17,11 +17,11 @@ from typing import NamedTuple
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError, ReshardError, StrategyError
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.planning.find_placement import Unlisted, find_or_follow, is_dropped, listed_names
 from reshard_mpi.planning.needed_ranks import needed_ranks, wants
 from reshard_mpi.planning.source_flaws import UnusableShard, described
 from reshard_mpi.planning.source_tensors import SourceTensors
 from reshard_mpi.planning.target_tensors import Policy, TargetTensors
+from reshard_mpi.planning.tensor_names import Unlisted, find_or_follow, is_dropped, listed_names
 from reshard_mpi.sharding.layout import UnknownLengthError
 from reshard_mpi.sharding.patterns import Pattern
 from reshard_mpi.sharding.placement import Placement, Strategy

@@ -16,11 +16,11 @@ from reshard_mpi.formats.computed_tensors import JoinedTensors, constant
 from reshard_mpi.formats.dtypes import BY_NAME, FLOATS
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import TensorTable, TensorType
-from reshard_mpi.planning.accumulated_gradients import Accumulated, GradientShare, Sums, is_partial_sum, sums_like
 from reshard_mpi.planning.rank_plan import ReadGroup
 from reshard_mpi.planning.replicas import ReplicaGroup
 from reshard_mpi.planning.source_flaws import UnusableShard, named
 from reshard_mpi.planning.source_tensors import SourceGroup, SourceTensors, TensorPart
+from reshard_mpi.planning.tensor_names import Accumulated, GradientShare, Sums, is_partial_sum, sums_like
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import Placement, Strategy, named_after
 

@@ -7,15 +7,16 @@ from functools import lru_cache
 from itertools import chain, islice
 
 from reshard_mpi.errors import LayoutError, UsageError
-from reshard_mpi.planning.accumulated_gradients import Accumulated, is_partial_sum
-from reshard_mpi.planning.find_placement import (
+from reshard_mpi.planning.replicas import choose_holders, home_rank
+from reshard_mpi.planning.tensor_names import (
+    Accumulated,
     Unlisted,
     everywhere,
     find_or_follow,
     is_dropped,
+    is_partial_sum,
     require_common_parameters,
 )
-from reshard_mpi.planning.replicas import choose_holders, home_rank
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout, stand_in_shape
 from reshard_mpi.sharding.placement import Piece, Placement, Strategy

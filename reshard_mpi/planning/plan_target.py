@@ -8,14 +8,13 @@ from itertools import islice
 
 from reshard_mpi.errors import CoverageError, ReshardError, StrategyError
 from reshard_mpi.formats.manifest import Manifest, ShardIdentity
-from reshard_mpi.planning.accumulated_gradients import GradientShare
-from reshard_mpi.planning.find_placement import Unlisted, everywhere, find_or_follow
 from reshard_mpi.planning.rank_plan import Group, PlannedTensors, RankPlan, ReadGroup, SharedFact
 from reshard_mpi.planning.replicas import Replicas, choose_holders, copies_alike
 from reshard_mpi.planning.shared_facts import agreement_checks, common_strings, is_moment, left_out_of, shared_tensors
 from reshard_mpi.planning.source_flaws import UnusableShard, described, named
 from reshard_mpi.planning.source_tensors import SourceGroup, TensorPart
 from reshard_mpi.planning.target_tensors import TargetTensors, TensorClass
+from reshard_mpi.planning.tensor_names import GradientShare, Unlisted, everywhere, find_or_follow
 from reshard_mpi.sharding.placement import Piece, Placement, Strategy, named_after
 
 

@@ -11,9 +11,9 @@ from typing import NamedTuple, overload
 from reshard_mpi.errors import ReshardError
 from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, Specs, TensorSpec
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable, TensorType
-from reshard_mpi.planning.accumulated_gradients import Sums
 from reshard_mpi.planning.replicas import ReplicaGroup
 from reshard_mpi.planning.source_flaws import Differing, PrefixDigest, UnusableShard
+from reshard_mpi.planning.tensor_names import Sums
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strides import Strides, paired, source_region, target_region
 

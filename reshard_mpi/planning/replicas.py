@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from enum import StrEnum
 from typing import NamedTuple
 
-from reshard_mpi.planning.accumulated_gradients import is_partial_sum
 from reshard_mpi.planning.source_tensors import SourceGroup, TensorPart, parts_meeting
+from reshard_mpi.planning.tensor_names import is_partial_sum
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Piece, Placement

@@ -15,8 +15,8 @@ from itertools import accumulate, islice
 from typing import NamedTuple, TypeVar
 
 from reshard_mpi.formats.tensor_table import TensorTable
-from reshard_mpi.planning.find_placement import find_or_follow
 from reshard_mpi.planning.shared_facts import MOMENTS
+from reshard_mpi.planning.tensor_names import find_or_follow
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import Placement, Shape, Strategy, unravel
 

@@ -11,9 +11,8 @@ from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorType
-from reshard_mpi.planning.accumulated_gradients import is_partial_sum
-from reshard_mpi.planning.find_placement import everywhere, find_or_follow
 from reshard_mpi.planning.source_flaws import NONE_LOST, UnusableShard, described
+from reshard_mpi.planning.tensor_names import everywhere, find_or_follow, is_partial_sum
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout, UnknownLengthError, whole_shape, whole_shape_of_parts
 from reshard_mpi.sharding.placement import Piece, Placement, Shape, Strategy, named_after

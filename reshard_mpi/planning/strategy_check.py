@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import CoverageError, DisagreementError, StrategyError
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.planning.find_placement import Unlisted, find_or_follow
 from reshard_mpi.planning.sample_choice import MAX_TENSORS, RankPair
 from reshard_mpi.planning.source_flaws import Differing
+from reshard_mpi.planning.tensor_names import Unlisted, find_or_follow
 from reshard_mpi.sharding.patterns import Pattern
 from reshard_mpi.sharding.placement import Placement, Shape, Strategy, named_after
 from reshard_mpi.sharding.regroup_dimensions import regroup_part

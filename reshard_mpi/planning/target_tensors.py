@@ -9,20 +9,22 @@ from typing import TYPE_CHECKING, NamedTuple
 from reshard_mpi.errors import LayoutError, ReshardError, StrategyError, UsageError
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import TensorType
-from reshard_mpi.planning.accumulated_gradients import Accumulated, GradientShare, is_partial_sum
-from reshard_mpi.planning.find_placement import (
-    Unlisted,
-    everywhere,
-    find_or_follow,
-    is_dropped,
-    listed_names,
-    may_be_held,
-)
 from reshard_mpi.planning.needed_ranks import wants
 from reshard_mpi.planning.replicas import Replicas, home_rank, pieces_written_by
 from reshard_mpi.planning.shared_facts import require_tensors_or_strings
 from reshard_mpi.planning.source_flaws import UnusableShard
 from reshard_mpi.planning.source_tensors import SourceGroup, SourceTensors, TensorPart, needed_parts
+from reshard_mpi.planning.tensor_names import (
+    Accumulated,
+    GradientShare,
+    Unlisted,
+    everywhere,
+    find_or_follow,
+    is_dropped,
+    is_partial_sum,
+    listed_names,
+    may_be_held,
+)
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Piece, Placement, Strategy, named_after

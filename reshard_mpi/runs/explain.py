@@ -10,9 +10,9 @@ from reshard_mpi import formats
 from reshard_mpi.errors import UsageError
 from reshard_mpi.formats.locations import Constant, LibraryRead
 from reshard_mpi.formats.tensor_table import ChunkedTensors
-from reshard_mpi.planning.find_placement import Unlisted, find_or_follow, placing_name
 from reshard_mpi.planning.rank_plan import Copy, RankPlan
 from reshard_mpi.planning.source_tensors import SourceGroup
+from reshard_mpi.planning.tensor_names import Unlisted, find_or_follow, placing_name
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.open_run import Run, open_for_planning
 from reshard_mpi.runs.outcome import Outcome, agreed

@@ -26,11 +26,11 @@ from reshard_mpi.mapping.result import ConstantTensor, DerivedTensor, MapResult,
 from reshard_mpi.mapping.rules import Rules, element_value
 from reshard_mpi.mapping.selection import is_chosen
 from reshard_mpi.mapping.training_file import SourceTree, applied_to_file
-from reshard_mpi.planning.accumulated_gradients import Accumulated, is_partial_sum, notes_on, sums_like
 from reshard_mpi.planning.map_routes import MappedTensors
 from reshard_mpi.planning.rank_plan import LEFT_OUT, RankPlan
 from reshard_mpi.planning.shared_facts import OWN
 from reshard_mpi.planning.source_flaws import MissingRanks, UnusableShard
+from reshard_mpi.planning.tensor_names import Accumulated, is_partial_sum, notes_on, sums_like
 from reshard_mpi.runs.maps import (
     TensorMap,
     require_equal,

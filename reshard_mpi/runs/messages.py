@@ -13,11 +13,11 @@ from reshard_mpi.runs.outcome import Outcome, merge
 if TYPE_CHECKING:  # this module is loaded early, before memory for the engine has been asked for
     from reshard_mpi.formats.manifest import Manifest
     from reshard_mpi.journal.records import TensorSum
-    from reshard_mpi.planning.accumulated_gradients import Sums
     from reshard_mpi.planning.rank_plan import RankPlan, SharedFact, StageDigest
     from reshard_mpi.planning.replicas import ReplicaGroup
     from reshard_mpi.planning.source_flaws import Differing, PrefixDigest, UnusableShard
     from reshard_mpi.planning.strategy_check import Drift
+    from reshard_mpi.planning.tensor_names import Sums
     from reshard_mpi.runs.outcome import Overflow
     from reshard_mpi.runs.preflight import SpaceNeed
 

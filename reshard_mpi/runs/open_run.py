@@ -14,8 +14,8 @@ from reshard_mpi.errors import ReshardError, UsageError
 from reshard_mpi.filesystem.paths import real_path
 from reshard_mpi.journal.run_identity import CHOSEN, FILES_BY_DIGEST, RunIdentity, joined_maps, joined_words
 from reshard_mpi.journal.target_journal import Journal
-from reshard_mpi.planning.accumulated_gradients import Accumulated
 from reshard_mpi.planning.needed_ranks import check_target_rank
+from reshard_mpi.planning.tensor_names import Accumulated
 from reshard_mpi.runs.overlap import refuse_overlap, refuse_posing, refuse_replacing
 from reshard_mpi.runs.plan_conversion import Conversion, apply_map
 from reshard_mpi.runs.request import Request, Strategies

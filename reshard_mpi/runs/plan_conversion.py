@@ -47,6 +47,7 @@ from reshard_mpi.planning.strategy_check import (
     unconfirmed_rules,
 )
 from reshard_mpi.planning.target_tensors import BothLayouts, Policy
+from reshard_mpi.planning.tensor_names import Accumulated, Unlisted, find_or_follow, is_dropped, notes_on
 from reshard_mpi.runs.request import Request
 from reshard_mpi.sharding import strategy_table
 from reshard_mpi.sharding.placement import Strategy

@@ -11,8 +11,7 @@ from reshard_mpi.errors import UsageError
 from reshard_mpi.journal.commit_record import CommitRecord
 from reshard_mpi.journal.records import STATE
 from reshard_mpi.journal.run_identity import CHOSEN, RunIdentity, joined_words
-from reshard_mpi.planning.accumulated_gradients import Accumulated
-from reshard_mpi.planning.find_placement import Unlisted
+from reshard_mpi.planning.tensor_names import Accumulated, Unlisted
 from reshard_mpi.runs.request import Request
 
 _FILES = ("map", "config", "like")

@@ -9,9 +9,8 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard_mpi.errors import UsageError
-from reshard_mpi.planning.accumulated_gradients import Accumulated
-from reshard_mpi.planning.find_placement import Unlisted
 from reshard_mpi.planning.replicas import Replicas
+from reshard_mpi.planning.tensor_names import Accumulated, Unlisted
 from reshard_mpi.processes.governor import Allowance
 from reshard_mpi.sharding.placement import Strategy, unsharded
 

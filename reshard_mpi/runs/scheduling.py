@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import DisagreementError, LayoutError
 from reshard_mpi.formats.manifest import Specs
-from reshard_mpi.planning.find_placement import find_or_follow
 from reshard_mpi.planning.source_tensors import SourceTensors
+from reshard_mpi.planning.tensor_names import find_or_follow
 from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Placement, Strategy

@@ -23,7 +23,6 @@ from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, S
 from reshard_mpi.errors import told as error_told
 from reshard_mpi.journal.commit import commit_if_complete
 from reshard_mpi.journal.target_journal import Journal
-from reshard_mpi.planning.accumulated_gradients import Accumulated, note_on_none
 from reshard_mpi.planning.rank_plan import CHOSEN_FILES, RankPlan, SharedFact
 from reshard_mpi.planning.replicas import ReplicaGroup, Replicas, partition_for
 from reshard_mpi.planning.shared_facts import (
@@ -34,6 +33,7 @@ from reshard_mpi.planning.shared_facts import (
 )
 from reshard_mpi.planning.source_flaws import UnusableShard, between_targets, difference_messages
 from reshard_mpi.planning.strategy_check import NO_DRIFT, Drift, drift_warning, require_no_drift
+from reshard_mpi.planning.tensor_names import Accumulated, note_on_none
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.messages import ComparisonReport, PlanReport, record_of
 from reshard_mpi.runs.outcome import Outcome, attempt

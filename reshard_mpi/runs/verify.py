@@ -30,6 +30,7 @@ from reshard_mpi.journal.file_records import (
 )
 from reshard_mpi.planning.accumulated_gradients import notes_on
 from reshard_mpi.planning.rank_plan import RankPlan
+from reshard_mpi.planning.tensor_names import notes_on
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.processes.governor import Governor
 from reshard_mpi.runs.open_run import chosen_targets

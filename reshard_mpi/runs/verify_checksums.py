@@ -30,9 +30,9 @@ from reshard_mpi.journal.source_records import (
     fits_record,
     require_one_run,
 )
-from reshard_mpi.planning.accumulated_gradients import is_partial_sum
 from reshard_mpi.planning.rank_plan import Limits, RankPlan, TensorPlan
 from reshard_mpi.planning.replicas import Replicas
+from reshard_mpi.planning.tensor_names import is_partial_sum
 from reshard_mpi.runs.outcome import Checked
 from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.runs.progress import Progress, SliceCounter

@@ -14,14 +14,19 @@ from support.in_memory import check_every_element, entry, manifest, manifests_of
 from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError, ReshardError, StrategyError
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import TensorEntry
-from reshard_mpi.planning.accumulated_gradients import Accumulated, is_partial_sum
-from reshard_mpi.planning.find_placement import Unlisted, find_or_follow, require_common_parameters
 from reshard_mpi.planning.needed_ranks import needed_ranks
 from reshard_mpi.planning.plan_target import plan_target
 from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.planning.replicas import ReplicaGroup, Replicas, partition_for
 from reshard_mpi.planning.source_flaws import UnusableShard
 from reshard_mpi.planning.target_tensors import Policy, TargetTensors
+from reshard_mpi.planning.tensor_names import (
+    Accumulated,
+    Unlisted,
+    find_or_follow,
+    is_partial_sum,
+    require_common_parameters,
+)
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Placement, Strategy, named_after
