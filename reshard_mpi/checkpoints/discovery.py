@@ -16,7 +16,7 @@ from reshard_mpi.checkpoints.file_selection import PART, choose, require_one_ste
 from reshard_mpi.checkpoints.foreign_files import left_out_of_folder, require_readable
 from reshard_mpi.errors import ShardError, SourceError, told
 from reshard_mpi.filesystem import stores
-from reshard_mpi.filesystem.paths import described, kind_of_file, real_path
+from reshard_mpi.filesystem.paths import described, kind_of_file, rank_of_folder, real_path
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.journal.provenance import FirstLooks, Sources
 from reshard_mpi.journal.records import rank_of_folder

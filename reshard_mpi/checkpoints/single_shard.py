@@ -15,9 +15,9 @@ from reshard_mpi import formats
 from reshard_mpi.checkpoints.discovery import ShardFiles, both_ways, rank_folders, shards_in
 from reshard_mpi.checkpoints.file_selection import name_without_rank
 from reshard_mpi.errors import ReshardError, SourceError, told
+from reshard_mpi.filesystem.paths import rank_of_folder
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
-from reshard_mpi.journal.records import rank_of_folder
 from reshard_mpi.planning.rank_plan import Check, Copy, Limits
 from reshard_mpi.planning.sample_choice import kind_of
 from reshard_mpi.planning.source_flaws import named

@@ -33,6 +33,15 @@ def is_url(path: str) -> bool:
     return _URL.match(path) is not None
 
 
+_RANK_FOLDER = re.compile(r"rank_(\d+)")
+
+
+def rank_of_folder(name: str) -> int | None:
+    """Return the rank of a folder by its name; None if that is no name of a rank folder."""
+    match = _RANK_FOLDER.fullmatch(name)
+    return int(match[1]) if match else None
+
+
 def real_path(path: Path | str) -> Path:
     """Return the path without symbolic links; links that lead to themselves are kept."""
     return Path(os.path.realpath(path))

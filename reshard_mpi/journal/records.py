@@ -42,7 +42,6 @@ _MAX_DIMENSIONS = 64
 # file that it was made from: 10 MiB with as many tensors as a shard can have.
 RUN_ROOM = fields.RecordLimits(1 << 20, 16 << 20)
 TARGET_ROOM = fields.RecordLimits(64 << 20, 384 << 20)
-_RANK_FOLDER = re.compile(r"rank_(\d+)")
 _RECORD = re.compile(r"rank_(0|[1-9][0-9]{0,7})\.json")
 _SUM_DIGITS = 8
 # The head of a record with the longest path, and the bytes that follow it.
@@ -255,12 +254,6 @@ def run_path(state: Path) -> Path:
 
 def record_path(state: Path, target_rank: int) -> Path:
     return state / f"rank_{target_rank}.json"
-
-
-def rank_of_folder(name: str) -> int | None:
-    """Return the rank of a folder by its name; None if that is no name of a rank folder."""
-    match = _RANK_FOLDER.fullmatch(name)
-    return int(match[1]) if match else None
 
 
 def recorded_ranks(state: Path) -> list[int]:

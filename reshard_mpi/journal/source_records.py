@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi.errors import DamageError, DisagreementError
-from reshard_mpi.filesystem.paths import real_path
+from reshard_mpi.filesystem.paths import rank_of_folder, real_path
 from reshard_mpi.filesystem.stores import FileCutShortError
 from reshard_mpi.formats.files import digest_besides, opened
 from reshard_mpi.formats.manifest import Manifest
@@ -24,7 +24,6 @@ from reshard_mpi.journal.records import (
     TargetRecord,
     TensorSum,
     digest_of_texts,
-    rank_of_folder,
     record_path,
     recorded_ranks,
 )

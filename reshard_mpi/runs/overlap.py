@@ -8,8 +8,7 @@ from pathlib import Path
 
 from reshard_mpi.checkpoints.discovery import ShardFiles, both_ways
 from reshard_mpi.errors import TargetError
-from reshard_mpi.filesystem.paths import real_path
-from reshard_mpi.journal.records import rank_of_folder
+from reshard_mpi.filesystem.paths import rank_of_folder, real_path
 
 _OUTSIDE = "choose a target outside the source; a source is never written to"
 

@@ -17,9 +17,9 @@ from reshard_mpi.checkpoints.opening import moments_of
 from reshard_mpi.engine.open_files import Files
 from reshard_mpi.engine.read import only_element, takes_numpy
 from reshard_mpi.errors import TargetError
+from reshard_mpi.filesystem.paths import rank_of_folder
 from reshard_mpi.formats.files import MAX_KEPT_BYTES, MAX_TENSORS, kept_bytes, kept_kind_bytes
 from reshard_mpi.formats.manifest import NotChecksummableError, ShardSpec, Specs, counted_bytes, is_in_crc
-from reshard_mpi.journal.records import rank_of_folder
 from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.planning.shared_facts import require_one_checkpoint
 from reshard_mpi.processes.comm import Comm
