@@ -22,17 +22,10 @@ from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, T
 from reshard_mpi.filesystem.folders import Folder, closing, open_lock, try_lock
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.journal.commit_record import COMMIT_ROOM, CommitRecord
+from reshard_mpi.journal.fields import written
 from reshard_mpi.journal.provenance import Sources, require_one_state, require_same_sources
 from reshard_mpi.journal.publication import publish_bytes, publish_text, remove_stale, remove_stale_records
-from reshard_mpi.journal.records import (
-    COMMIT_RECORD,
-    STATE,
-    RecordHead,
-    TargetRecord,
-    record_path,
-    recorded_ranks,
-    written,
-)
+from reshard_mpi.journal.records import COMMIT_RECORD, STATE, RecordHead, TargetRecord, record_path, recorded_ranks
 from reshard_mpi.journal.run_identity import RunIdentity
 from reshard_mpi.journal.target_journal import COMMIT_LOCK
 from reshard_mpi.journal.target_places import uncommit

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 from reshard_mpi.filesystem.folders import Folder
 from reshard_mpi.journal import fields
+from reshard_mpi.journal.fields import DAMAGE, read_json
 from reshard_mpi.journal.publication import publish_text, remove_stale
 from reshard_mpi.journal.records import (
     COMMIT_RECORD,
-    DAMAGE,
     STATE,
     RecordHead,
     checked_file,

@@ -1,13 +1,17 @@
-"""Check plain values of records, which anybody may have written (`parse`)."""
+"""Read the JSON of records and check their plain values, which anybody may have written (`read_json`)."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
+import stat
 from collections.abc import Callable, Collection, Mapping
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple, NoReturn, TypeVar
+
+from reshard_mpi.errors import TargetError
+from reshard_mpi.text import format_bytes
 
 T = TypeVar("T")
 
@@ -150,3 +154,57 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no number")
+
+
+# The record of a run has a dozen settings.
+RUN_ROOM = RecordLimits(1 << 20, 16 << 20)
+
+# Raised on reading a record that this program has not written.
+DAMAGE = (LookupError, TypeError, ValueError, OverflowError)
+
+
+def opened_record(path: Path, *, follow_link: bool = False) -> BinaryIO:
+    """Open a record for reading. Raises OSError.
+
+    Args:
+        follow_link: for checkpoints that are folders of links; without it a link is refused.
+    """
+
+    def opened(path: str, flags: int) -> int:
+        # Of a pipe in its place, do not wait for a writer.
+        return os.open(path, flags | os.O_NONBLOCK | (0 if follow_link else os.O_NOFOLLOW))
+
+    return open(path, "rb", opener=opened)
+
+
+def read_json(path: Path, room: RecordLimits = RUN_ROOM, *, follow_link: bool = False) -> dict[str, Any] | None:
+    """Return the JSON object in a file: None if there is no such file, an empty one if it holds anything else.
+
+    Args:
+        room: a file that exceeds it counts as damaged.
+        follow_link: for checkpoints that are folders of links; without it a link counts as damaged.
+    """
+
+    try:
+        with opened_record(path, follow_link=follow_link) as stream:
+            return parse(stream, room) if stat.S_ISREG(os.fstat(stream.fileno()).st_mode) else {}
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (ValueError, RecursionError, IsADirectoryError):
+        return {}
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        return {}
+
+
+def written(text: str, room: RecordLimits, what: str) -> str:
+    """Return `text`, the text of a record. Raises TargetError if it is too large to be read again."""
+    if parsed_bytes(text.encode()) > room.parsed_bytes or len(text) > room.file_bytes:
+        raise TargetError(
+            f"the record of {what} would be too large",
+            expected=f"at most {format_bytes(room.file_bytes)}",
+            got=format_bytes(len(text)),
+            remedy="leave tensors out of the checkpoint, or --verify",
+        )
+    return text

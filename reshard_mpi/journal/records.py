@@ -7,7 +7,6 @@ made from. `reshard.json`, in the target folder itself, exists only while all ta
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import math
@@ -17,18 +16,18 @@ import stat
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
-from reshard_mpi.errors import DamageError, TargetError
+from reshard_mpi.errors import DamageError
 from reshard_mpi.filesystem.folders import Folder
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.journal import fields
+from reshard_mpi.journal.fields import DAMAGE, opened_record, read_json, written
 from reshard_mpi.journal.provenance import MAX_NS, Sources
 from reshard_mpi.journal.publication import publish_text
 from reshard_mpi.planning.rank_plan import RankPlan, SharedFact, StageDigest
 from reshard_mpi.planning.source_flaws import PrefixDigest
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.text import format_bytes
 
 STATE = ".reshard_mpi"
 COMMIT_RECORD = "reshard.json"
@@ -38,9 +37,8 @@ MAX_TENSOR_BYTES = 1 << 62
 MAX_RANKS = 1 << 24
 _MAX_RANK = MAX_RANKS - 1
 _MAX_DIMENSIONS = 64
-# The record of a run has a dozen settings. A target's record has 150 bytes for each tensor with a sum, and 80 for each
-# file that it was made from: 10 MiB with as many tensors as a shard can have.
-RUN_ROOM = fields.RecordLimits(1 << 20, 16 << 20)
+# 150 bytes for each tensor with a sum, and 80 for each file that a target was made from: 10 MiB with as many tensors as
+# a shard can have.
 TARGET_ROOM = fields.RecordLimits(64 << 20, 384 << 20)
 _RECORD = re.compile(r"rank_(0|[1-9][0-9]{0,7})\.json")
 _SUM_DIGITS = 8
@@ -50,8 +48,6 @@ _BEHIND_HEAD = b', "read_ranks": '
 _KEPT = ("digest", "rank", "file", "size_bytes", "modified_ns", "announced")
 # In which file systems and archives keep times: nanoseconds to two seconds.
 _STEPS_NS = (1, 100, 1000, 10**6, 10**9, 2 * 10**9)
-# Raised on reading a record that this program has not written.
-DAMAGE = (LookupError, TypeError, ValueError, OverflowError)
 
 
 class TargetInputs(NamedTuple):
@@ -263,53 +259,6 @@ def recorded_ranks(state: Path) -> list[int]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     return sorted(int(match[1]) for match in map(_RECORD.fullmatch, names) if match)
-
-
-def opened_record(path: Path, *, follow_link: bool = False) -> BinaryIO:
-    """Open a record for reading. Raises OSError.
-
-    Args:
-        follow_link: for checkpoints that are folders of links; without it a link is refused.
-    """
-
-    def opened(path: str, flags: int) -> int:
-        # Of a pipe in its place, do not wait for a writer.
-        return os.open(path, flags | os.O_NONBLOCK | (0 if follow_link else os.O_NOFOLLOW))
-
-    return open(path, "rb", opener=opened)
-
-
-def read_json(path: Path, room: fields.RecordLimits = RUN_ROOM, *, follow_link: bool = False) -> dict[str, Any] | None:
-    """Return the JSON object in a file: None if there is no such file, an empty one if it holds anything else.
-
-    Args:
-        room: a file that exceeds it counts as damaged.
-        follow_link: for checkpoints that are folders of links; without it a link counts as damaged.
-    """
-
-    try:
-        with opened_record(path, follow_link=follow_link) as stream:
-            return fields.parse(stream, room) if stat.S_ISREG(os.fstat(stream.fileno()).st_mode) else {}
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (ValueError, RecursionError, IsADirectoryError):
-        return {}
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        return {}
-
-
-def written(text: str, room: fields.RecordLimits, what: str) -> str:
-    """Return `text`, the text of a record. Raises TargetError if it is too large to be read again."""
-    if fields.parsed_bytes(text.encode()) > room.parsed_bytes or len(text) > room.file_bytes:
-        raise TargetError(
-            f"the record of {what} would be too large",
-            expected=f"at most {format_bytes(room.file_bytes)}",
-            got=format_bytes(len(text)),
-            remedy="leave tensors out of the checkpoint, or --verify",
-        )
-    return text
 
 
 def checked_rank(value: Any) -> int:

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.journal import fields
-from reshard_mpi.journal.records import DAMAGE, MAX_RANKS, MAX_TENSOR_BYTES, RUN_ROOM, read_json, run_path
+from reshard_mpi.journal.fields import DAMAGE, RUN_ROOM, read_json
+from reshard_mpi.journal.records import MAX_RANKS, MAX_TENSOR_BYTES, run_path
 from reshard_mpi.options import COUNT, FLAG, MAPS, OPTIONS, PATH, SIZE, TEXT, TEXTS, Kind
 
 # What decides which files of the source are read, if several checkpoints lie there. Two runs are the same if they have

@@ -35,6 +35,7 @@ from reshard_mpi.filesystem.folders import (
 )
 from reshard_mpi.filesystem.paths import require_replaceable
 from reshard_mpi.journal.commit_record import STRATEGY_RECORD, keep_strategy
+from reshard_mpi.journal.fields import read_json
 from reshard_mpi.journal.publication import (
     Publication,
     partial_path,
@@ -48,7 +49,6 @@ from reshard_mpi.journal.records import (
     TargetInputs,
     TargetRecord,
     TensorSum,
-    read_json,
     record_path,
     run_path,
 )
