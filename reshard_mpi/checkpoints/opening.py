@@ -29,7 +29,7 @@ from reshard_mpi.sharding import strategy_table
 from reshard_mpi.sharding.placement import Strategy, unsharded
 
 if TYPE_CHECKING:
-    from reshard_mpi.journal.run_identity import RunIdentity
+    from reshard_mpi.journal.run_records import RunIdentity
 
 NO_DAMAGE: Mapping[int, ReshardError] = MappingProxyType({})
 
@@ -183,7 +183,7 @@ def _described(manifest: Manifest) -> Strategy | None:
 
 def _recorded(files: ShardFiles) -> Strategy | None:
     """Return the strategy that the run which wrote the files has recorded; None if it has not, or they are others."""
-    from reshard_mpi.journal.commit_record import recorded_strategy
+    from reshard_mpi.journal.run_records import recorded_strategy
 
     try:
         recorded = recorded_strategy(Path(files.path), files.by_rank)
@@ -253,7 +253,7 @@ def _require_whole_run(files: ShardFiles) -> None:
 
 def _may_be_cut(run: RunIdentity, folder: Path) -> bool:
     """Tell whether the targets of a run in `folder` may hold slices of tensors."""
-    from reshard_mpi.journal.commit_record import strategy_of_run
+    from reshard_mpi.journal.run_records import strategy_of_run
 
     name = run.facts.get("to")
     if isinstance(name, str) and name in formats.targets() and formats.info(name).split_by_size:

@@ -20,7 +20,7 @@ from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.folders import FileIdentity, Folder, close, closing, replaced, try_lock
 
 if TYPE_CHECKING:
-    from reshard_mpi.journal.records import TensorSum
+    from reshard_mpi.journal.target_records import TensorSum
 
     Before = Callable[[os.stat_result, Sequence[TensorSum], str], None]
 

@@ -15,9 +15,9 @@ from reshard_mpi.formats.files import digest_besides, opened
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
 from reshard_mpi.journal.commit import changed_index_files
-from reshard_mpi.journal.commit_record import CommitRecord
 from reshard_mpi.journal.provenance import require_one_state, require_same_sources
-from reshard_mpi.journal.records import (
+from reshard_mpi.journal.run_records import CommitRecord, RunIdentity
+from reshard_mpi.journal.target_records import (
     COMMIT_RECORD,
     STATE,
     RecordHead,

@@ -34,7 +34,6 @@ from reshard_mpi.filesystem.folders import (
     wait_for_lock,
 )
 from reshard_mpi.filesystem.paths import require_replaceable
-from reshard_mpi.journal.commit_record import STRATEGY_RECORD, keep_strategy
 from reshard_mpi.journal.fields import read_json
 from reshard_mpi.journal.publication import (
     Publication,
@@ -42,17 +41,7 @@ from reshard_mpi.journal.publication import (
     publish_text,
     remove_stale,
 )
-from reshard_mpi.journal.records import (
-    COMMIT_RECORD,
-    STATE,
-    RecordHead,
-    TargetInputs,
-    TargetRecord,
-    TensorSum,
-    record_path,
-    run_path,
-)
-from reshard_mpi.journal.run_identity import RunIdentity, glob_of
+from reshard_mpi.journal.run_records import STRATEGY_RECORD, RunIdentity, glob_of, keep_strategy
 from reshard_mpi.journal.target_places import (
     leftovers,
     lock_name,
@@ -70,6 +59,16 @@ from reshard_mpi.journal.target_places import (
     space_of_stale,
     target_folder,
     uncommit,
+)
+from reshard_mpi.journal.target_records import (
+    COMMIT_RECORD,
+    STATE,
+    RecordHead,
+    TargetInputs,
+    TargetRecord,
+    TensorSum,
+    record_path,
+    run_path,
 )
 
 # Between attempts to take a lock that others have for an instant, to see whether it is held.

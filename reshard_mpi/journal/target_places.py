@@ -36,7 +36,6 @@ from reshard_mpi.journal.records import (
     record_path,
     recorded_ranks,
 )
-from reshard_mpi.journal.run_identity import RunIdentity
 from reshard_mpi.processes.host import host_name
 
 

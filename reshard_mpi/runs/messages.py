@@ -12,7 +12,7 @@ from reshard_mpi.runs.outcome import Outcome, merge
 
 if TYPE_CHECKING:  # this module is loaded early, before memory for the engine has been asked for
     from reshard_mpi.formats.manifest import Manifest
-    from reshard_mpi.journal.records import TensorSum
+    from reshard_mpi.journal.target_records import TensorSum
     from reshard_mpi.planning.rank_plan import RankPlan, SharedFact, StageDigest
     from reshard_mpi.planning.replicas import ReplicaGroup
     from reshard_mpi.planning.source_flaws import Differing, PrefixDigest, UnusableShard

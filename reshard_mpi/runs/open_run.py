@@ -12,7 +12,7 @@ from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.opening import NO_DAMAGE, chosen_files, open_source
 from reshard_mpi.errors import ReshardError, UsageError
 from reshard_mpi.filesystem.paths import real_path
-from reshard_mpi.journal.run_identity import CHOSEN, FILES_BY_DIGEST, RunIdentity, joined_maps, joined_words
+from reshard_mpi.journal.run_records import CHOSEN, FILES_BY_DIGEST, RunIdentity, joined_maps, joined_words
 from reshard_mpi.journal.target_journal import Journal
 from reshard_mpi.planning.needed_ranks import check_target_rank
 from reshard_mpi.planning.tensor_names import Accumulated

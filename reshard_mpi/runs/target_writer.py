@@ -19,8 +19,8 @@ from reshard_mpi.formats.files import digest_besides
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.protocol import Format
 from reshard_mpi.journal.publication import Publication, opened_partial
-from reshard_mpi.journal.records import TensorSum
 from reshard_mpi.journal.target_places import require_unchanged
+from reshard_mpi.journal.target_records import TensorSum
 from reshard_mpi.planning.rank_plan import Limits, RankPlan
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.messages import Filled, FillReport, Reserved, Verified, record_of
@@ -350,6 +350,6 @@ def _joined(parts: Sequence[Verified], plan: RankPlan) -> tuple[TensorSum, ...]:
     """Return the sums of a target's tensors, joined from its parts' sums."""
     if not parts:
         return ()
-    from reshard_mpi.journal.records import joined_sums
+    from reshard_mpi.journal.target_records import joined_sums
 
     return joined_sums((part.sums for part in parts), plan.tensors.specs.names)

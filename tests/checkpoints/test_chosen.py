@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from reshard_mpi.checkpoints.discovery import ShardFiles
 from reshard_mpi.checkpoints.opening import chosen_files, moments_of
-from reshard_mpi.journal.run_identity import glob_of
+from reshard_mpi.journal.run_records import glob_of
 
 
 def of(*names: str, ranks: tuple[int, ...] = ()) -> ShardFiles:

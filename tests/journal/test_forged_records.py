@@ -22,10 +22,9 @@ from support.forging import MISSING, TEXTS, VALUES, Keys, as_text, forged, path_
 import reshard_mpi
 from reshard_mpi.checkpoints.inspection import inspect
 from reshard_mpi.errors import ReshardError
-from reshard_mpi.journal.commit_record import COMMIT_ROOM, CommitRecord
 from reshard_mpi.journal.fields import RUN_ROOM, read_json, written
-from reshard_mpi.journal.records import TARGET_ROOM, TargetInputs, TargetRecord, TensorSum
-from reshard_mpi.journal.run_identity import RunIdentity
+from reshard_mpi.journal.run_records import COMMIT_ROOM, CommitRecord, RunIdentity
+from reshard_mpi.journal.target_records import TARGET_ROOM, TargetInputs, TargetRecord, TensorSum
 from reshard_mpi.planning.rank_plan import StageDigest
 from reshard_mpi.text import MIB
 

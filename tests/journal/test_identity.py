@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.conversions import Conversion
 
-from reshard_mpi.journal.run_identity import RunIdentity, joined_words
+from reshard_mpi.journal.run_records import RunIdentity, joined_words
 
 words = st.lists(st.text(st.characters(codec="utf-8"), max_size=6), max_size=4)
 

@@ -24,10 +24,10 @@ from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.folders import Folder
 from reshard_mpi.journal import target_journal
 from reshard_mpi.journal.publication import Publication, remove_stale_records
-from reshard_mpi.journal.records import TargetInputs, TargetRecord
-from reshard_mpi.journal.run_identity import RunIdentity
+from reshard_mpi.journal.run_records import RunIdentity
 from reshard_mpi.journal.target_journal import Journal
 from reshard_mpi.journal.target_places import Unrecorded
+from reshard_mpi.journal.target_records import TargetInputs, TargetRecord
 from reshard_mpi.planning.rank_plan import SharedFact, StageDigest
 from reshard_mpi.planning.source_flaws import PrefixDigest
 
@@ -42,8 +42,8 @@ import sys, time
 from pathlib import Path
 from reshard_mpi.journal.target_journal import Journal
 from reshard_mpi.planning.rank_plan import StageDigest as Held
-from reshard_mpi.journal.run_identity import RunIdentity
-from reshard_mpi.journal.records import TargetInputs
+from reshard_mpi.journal.run_records import RunIdentity
+from reshard_mpi.journal.target_records import TargetInputs
 folder = Path(sys.argv[1])
 journal = Journal(folder, RunIdentity({"source": "here"}), resume=False, overwrite=False)
 journal.begin()
@@ -260,7 +260,7 @@ def test_of_many_that_begin_at_once_one_names_the_run(tmp_path: Path) -> None:
     """Every process begins the same folder with settings of its own: exactly one of them may go on."""
     program = (
         "import sys; from pathlib import Path; from reshard_mpi.journal.target_journal import Journal;"
-        "from reshard_mpi.journal.run_identity import RunIdentity;"
+        "from reshard_mpi.journal.run_records import RunIdentity;"
         "j = Journal(Path(sys.argv[1]), RunIdentity({'n': sys.argv[2]}), resume=False, overwrite=False);"
         "print('ready', flush=True); sys.stdin.readline(); j.begin()"
     )

@@ -9,7 +9,7 @@ import pytest
 
 from reshard_mpi.engine.sums import PartSum
 from reshard_mpi.errors import DamageError
-from reshard_mpi.journal.records import TensorSum, joined_sums, sums_of_wholes
+from reshard_mpi.journal.target_records import TensorSum, joined_sums, sums_of_wholes
 from reshard_mpi.sharding.box import Box
 
 WHOLE = np.random.default_rng(0).integers(0, 1 << 16, (6, 4), np.uint16)

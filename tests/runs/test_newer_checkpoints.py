@@ -14,7 +14,7 @@ from support.examples import few
 from support.launch import MPI, mpirun_command
 from support.processes import run_command
 
-from reshard_mpi.journal.run_identity import RunIdentity
+from reshard_mpi.journal.run_records import RunIdentity
 
 OLD, NEW = "net-1_100.ckpt", "net-1_200.ckpt"
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from reshard_mpi.journal.run_identity import RunIdentity
+from reshard_mpi.journal.run_records import RunIdentity
 
 Keys = tuple[str | int, ...]
 MISSING = object()

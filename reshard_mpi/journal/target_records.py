@@ -1,4 +1,4 @@
-"""Read and write the records of a run in its target folder (`TargetRecord`).
+"""Read and write the records of complete targets (`TargetRecord`), with the sums of their tensors (`TensorSum`).
 
 `.reshard_mpi/run.json` names the run, `.reshard_mpi/rank_<r>.json` records that target r is complete and what it was
 made from. `reshard.json`, in the target folder itself, exists only while all targets are complete: see `commit`.
