@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from reshard_mpi import formats
-from reshard_mpi.cli.option_arguments import (
+from reshard_mpi.cli.option_parser import (
+    CommandParser,
+    HelpFormatter,
     add,
     add_accumulated,
     add_comparison,
@@ -23,7 +25,6 @@ from reshard_mpi.cli.option_arguments import (
     strategies_of,
     work_of,
 )
-from reshard_mpi.cli.usage import CommandParser, HelpFormatter
 from reshard_mpi.options import RANK
 
 if TYPE_CHECKING:

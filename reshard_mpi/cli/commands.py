@@ -15,9 +15,19 @@ from typing import TYPE_CHECKING, NoReturn
 from reshard_mpi import formats
 from reshard_mpi.cli.arguments import parser, request
 from reshard_mpi.cli.first_lease import begin_command, end_if_stopped, stopped_text
+from reshard_mpi.cli.output import (
+    flush_standard_streams,
+    in_the_way_of,
+    may_be_report,
+    open_standard_streams,
+    same,
+    show,
+    summary,
+    tell_done,
+    verified,
+    write_report,
+)
 from reshard_mpi.cli.progress_display import display_for, is_verbose
-from reshard_mpi.cli.report import in_the_way_of, may_be_report, same, summary, verified, write_report
-from reshard_mpi.cli.usage import flush_standard_streams, open_standard_streams, show, tell_done
 from reshard_mpi.errors import DamageError, DifferenceError, ReshardError, UsageError, told
 from reshard_mpi.processes import comm
 from reshard_mpi.processes.host import ONE_THREAD

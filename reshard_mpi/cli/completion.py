@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from reshard_mpi.cli.arguments import commands_of, parser
 from reshard_mpi.cli.guide import topics
-from reshard_mpi.cli.option_arguments import path
+from reshard_mpi.cli.option_parser import path
 from reshard_mpi.mapping.map_file import shipped_maps
 from reshard_mpi.mapping.rules import TYPES
 

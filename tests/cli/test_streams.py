@@ -12,7 +12,7 @@ from support.conversions import Conversion, assert_right, make
 from support.launch import MPI, mpirun_command
 from support.processes import Finished, run_command
 
-from reshard_mpi.cli import commands, report
+from reshard_mpi.cli import commands, output
 from reshard_mpi.journal.target_records import COMMIT_RECORD
 
 NO_SPACE = "No space left on device"
@@ -131,7 +131,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, conversion: Conversion, what: str) 
     """Return a path for a report, which goes to a full disk, or whose folder is gone when it is written."""
     path = conversion.folder / "reports" / "report.json"
     path.parent.mkdir()
-    written = report.write_report
+    written = output.write_report
 
     def write(*arguments: object) -> object:
         path.parent.rmdir() if what == "gone" else path.symlink_to("/dev/full")
