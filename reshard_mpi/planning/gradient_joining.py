@@ -12,10 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
 from reshard_mpi.errors import CoverageError, ReshardError, SourceError, StrategyError
-from reshard_mpi.formats.computed_tensors import JoinedTensors, constant
 from reshard_mpi.formats.dtypes import BY_NAME, FLOATS
+from reshard_mpi.formats.locations import Location, Reduced
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.formats.tensor_table import TensorTable, TensorType
+from reshard_mpi.formats.tensor_table import NOT_CONTIGUOUS, TensorTable, TensorType
+from reshard_mpi.planning.map_routes import constant
 from reshard_mpi.planning.rank_plan import ReadGroup
 from reshard_mpi.planning.replicas import ReplicaGroup
 from reshard_mpi.planning.source_flaws import UnusableShard, named
@@ -27,6 +28,50 @@ from reshard_mpi.sharding.placement import Placement, Strategy, named_after
 _MAX_DESCRIBED = 4
 _TELLING_ELEMENTS = 8
 _NOT_APART = "if they have been added already, or are copies of one sum, each would count once more"
+
+
+class JoinedTensors(TensorTable):
+    """The sums of the tensors that several shards have by some names, or their means; numbered in the order of these.
+
+    Attributes:
+        shards: in the order in which they are added; all have these tensors, of the same kinds.
+    """
+
+    __slots__ = ("_is_mean", "_numbers", "_shards")
+
+    def __init__(self, names: Sequence[str], shards: Sequence[TensorTable], *, is_mean: bool) -> None:
+        first, *_ = shards
+        super().__init__(first.path)
+        self._shards, self._is_mean = tuple(shards), is_mean
+        by_table: dict[int, array[int]] = {}  # shards of replicas have their table of names in common, as a rule
+        for shard in shards:
+            if id(shard.index_by_name) not in by_table:
+                by_table[id(shard.index_by_name)] = array("I", map(shard.index_by_name.__getitem__, names))
+        self._numbers = tuple(by_table[id(shard.index_by_name)] for shard in shards)
+        for number in self._numbers[0]:
+            self.add_unnamed(self.kind(first.kinds[first.kind_ids[number]]), NOT_CONTIGUOUS)
+        for shard, numbers in zip(shards, self._numbers):
+            if shard.locations:
+                self.locations |= {
+                    place: self.source(place) for place, number in enumerate(numbers) if number in shard.locations
+                }
+
+    def source(self, number: int) -> Location:
+        sources = (shard.source(numbers[number]) for shard, numbers in zip(self._shards, self._numbers))
+        return Reduced(tuple(sources), self._is_mean)
+
+    def element_bytes(self, numbers: Sequence[int]) -> int:
+        return sum(
+            shard.element_bytes([own[number] for number in numbers]) for shard, own in zip(self._shards, self._numbers)
+        )
+
+    @property
+    def tables(self) -> tuple[TensorTable, ...]:
+        return (self, *self._shards)
+
+    def _columns(self) -> tuple[object, ...]:
+        shards = tuple(shard._columns() for shard in self._shards)
+        return self._is_mean, self.kinds, self.kind_ids, self._numbers, shards
 
 
 class GradientJoining:

@@ -20,11 +20,11 @@ from reshard_mpi.engine.read import takes_numpy
 from reshard_mpi.engine.shard_transfer import write_shard
 from reshard_mpi.engine.sums import held_tensor, sum_shard
 from reshard_mpi.errors import ReshardError
-from reshard_mpi.formats.computed_tensors import constant, converted
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.locations import ByteRange, ByteRanges, LibraryRead
 from reshard_mpi.formats.manifest import Manifest, ShardIdentity, TensorSpec
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable, TensorType
+from reshard_mpi.planning.map_routes import constant, converted
 from reshard_mpi.planning.rank_plan import Copy, Group, Limits, PlannedTensors, RankPlan, ReadGroup, TensorPlan
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.text import MIB

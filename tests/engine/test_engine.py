@@ -27,11 +27,11 @@ from reshard_mpi.engine.open_files import ByteRuns, Files, Traffic
 from reshard_mpi.engine.shard_transfer import write_shard
 from reshard_mpi.engine.sums import held_tensor, sum_shard
 from reshard_mpi.errors import ShardError
-from reshard_mpi.formats.computed_tensors import constant, converted
 from reshard_mpi.formats.dtypes import BY_NAME, FLOATS, DType
 from reshard_mpi.formats.locations import ByteRange, ByteRanges, LibraryRead, StridedView
 from reshard_mpi.formats.manifest import Manifest, ShardIdentity, TensorSpec
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
+from reshard_mpi.planning.map_routes import constant, converted
 from reshard_mpi.planning.rank_plan import Check, Copy, Limits, RankPlan, TensorPlan
 from reshard_mpi.sharding.box import Box
 

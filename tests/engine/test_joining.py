@@ -20,10 +20,11 @@ from reshard_mpi.engine.first_difference import first_same
 from reshard_mpi.engine.gather import Reduction, gather
 from reshard_mpi.engine.open_files import Files
 from reshard_mpi.engine.read import fill
-from reshard_mpi.formats.computed_tensors import JoinedTensors, converted
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.locations import ByteRange, ByteRanges, Converted, LibraryRead, Reduced, StridedView
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
+from reshard_mpi.planning.gradient_joining import JoinedTensors
+from reshard_mpi.planning.map_routes import converted
 from reshard_mpi.planning.rank_plan import Check, Copy, Limits
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.text import MIB

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from support.plans import planned_singly
 
-from reshard_mpi.formats.computed_tensors import constant, converted
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.locations import ByteRange, ByteRanges, Constant, Converted, StridedView
 from reshard_mpi.formats.manifest import ShardIdentity, TensorSpec
@@ -17,6 +16,7 @@ from reshard_mpi.formats.tensor_table import (
     TensorTable,
     TensorType,
 )
+from reshard_mpi.planning.map_routes import constant, converted
 from reshard_mpi.planning.rank_plan import Copy, RankPlan, TensorPlan
 from reshard_mpi.sharding.box import Box
 
