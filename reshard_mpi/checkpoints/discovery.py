@@ -19,8 +19,7 @@ from reshard_mpi.filesystem import stores
 from reshard_mpi.filesystem.paths import described, kind_of_file, rank_of_folder, real_path
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.journal.provenance import FirstLooks, Sources
-from reshard_mpi.journal.records import rank_of_folder
-from reshard_mpi.planning.lost_shards import ModifiedShard
+from reshard_mpi.planning.source_flaws import ModifiedShard
 from reshard_mpi.text import counted, natural_key, ranges
 
 # A strategy file kept beside the shards may end in .ckpt too; it begins with the number field `current_stage`, a

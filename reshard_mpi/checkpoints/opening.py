@@ -22,9 +22,9 @@ from reshard_mpi.checkpoints.source import DAMAGE, SourceCheckpoint, locate
 from reshard_mpi.errors import ReshardError, SourceError, StrategyError, as_reshard_error
 from reshard_mpi.filesystem import stores
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.journal.records import STATE
-from reshard_mpi.planning.lost_shards import modified_warning
+from reshard_mpi.journal.target_records import STATE
 from reshard_mpi.planning.rank_plan import CHOSEN_FILES, SharedFact
+from reshard_mpi.planning.source_flaws import modified_warning
 from reshard_mpi.sharding import strategy_table
 from reshard_mpi.sharding.placement import Strategy, unsharded
 
@@ -199,7 +199,7 @@ def _of_one_run(files: ShardFiles) -> ShardFiles:
     """
     if not _has_records(files):
         return files
-    from reshard_mpi.journal.file_records import require_one_run
+    from reshard_mpi.journal.source_records import require_one_run
 
     run = require_one_run(files.by_target_rank, files.path)
     return files if run is None else files._replace(modified=run.modified)

@@ -27,8 +27,7 @@ from reshard_mpi.journal.target_records import (
     record_path,
     recorded_ranks,
 )
-from reshard_mpi.journal.run_identity import RunIdentity
-from reshard_mpi.planning.lost_shards import ModifiedShard
+from reshard_mpi.planning.source_flaws import ModifiedShard
 from reshard_mpi.sharding.placement import Shape
 
 # What to do where a run has replaced some targets only.

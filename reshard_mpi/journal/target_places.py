@@ -27,7 +27,8 @@ from reshard_mpi.journal.publication import (
     require_own_stale,
     stale_bytes,
 )
-from reshard_mpi.journal.records import (
+from reshard_mpi.journal.run_records import RunIdentity
+from reshard_mpi.journal.target_records import (
     COMMIT_RECORD,
     STATE,
     RecordHead,

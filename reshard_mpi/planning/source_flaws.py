@@ -1,4 +1,4 @@
-"""Note flaws of a source that a run survives: lost shards (`UnusableShard`), copied ones, values that differ (`Differing`).
+"""Note flaws of a source that a run survives (`UnusableShard`, `ModifiedShard`, `Differing`).
 
 Tensors that differ from rank to rank may be each rank's own, such as the state of a random number generator; or parts
 of a tensor that the strategy forgets, of which all but one would be lost. Bytes do not tell which.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from reshard_mpi.errors import ReshardError, TransformError, as_reshard_error
-from reshard_mpi.planning.lost_shards import (
+from reshard_mpi.planning.source_flaws import (
     MissingRanks,
     ModifiedShard,
     UnusableShard,

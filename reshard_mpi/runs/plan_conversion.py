@@ -23,9 +23,6 @@ from reshard_mpi.engine.read import fill, takes_numpy
 from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError
 from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.manifest import NEST, Manifest, shown_string
-from reshard_mpi.planning.accumulated_gradients import Accumulated, notes_on
-from reshard_mpi.planning.find_placement import Unlisted, find_or_follow, is_dropped
-from reshard_mpi.planning.lost_shards import modified_warning
 from reshard_mpi.planning.needed_ranks import check_target_rank
 from reshard_mpi.planning.plan_target import plan_target
 from reshard_mpi.planning.rank_plan import Check, Limits, RankPlan, SharedFact, TensorPlan
@@ -37,7 +34,7 @@ from reshard_mpi.planning.shared_facts import (
     require_nothing_left_out,
     text_digests,
 )
-from reshard_mpi.planning.source_flaws import Differing, PrefixDigest
+from reshard_mpi.planning.source_flaws import Differing, PrefixDigest, modified_warning
 from reshard_mpi.planning.strategy_check import (
     NO_DRIFT,
     Drift,

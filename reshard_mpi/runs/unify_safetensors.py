@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from reshard_mpi.checkpoints.shard_opener import ShardShare
 from reshard_mpi.errors import UsageError, wrong_type
 from reshard_mpi.formats.manifest import Specs
-from reshard_mpi.planning.find_placement import Unlisted
 from reshard_mpi.planning.rank_plan import RankPlan
+from reshard_mpi.planning.tensor_names import Unlisted
 from reshard_mpi.processes.comm import SerialComm
 from reshard_mpi.runs.open_run import open_run
 from reshard_mpi.runs.progress import Progress

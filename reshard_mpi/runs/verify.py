@@ -21,14 +21,13 @@ from reshard_mpi.errors import DamageError, ReshardError, SourceError
 from reshard_mpi.filesystem.paths import require_reachable
 from reshard_mpi.formats.manifest import NEST, Manifest
 from reshard_mpi.formats.nest import agree
-from reshard_mpi.journal.file_records import (
+from reshard_mpi.journal.source_records import (
     RecordFinder,
     damage_besides,
     damage_of_index,
     modified_shards,
     type_and_shape,
 )
-from reshard_mpi.planning.accumulated_gradients import notes_on
 from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.planning.tensor_names import notes_on
 from reshard_mpi.processes.comm import Comm
