@@ -1,4 +1,4 @@
-"""Print what a command has to say, and write the report of a run (`show`, `tell_done`, `write_report`, `summary`).
+"""Print the results of commands, and write the report of a run (`show`, `tell_done`, `write_report`, `summary`).
 
 For some commands the output is the purpose (`plan`, `verify`, `ranks`, `governor`, `inspect`, help): if it cannot be
 written, as on a full disk, that is an error. Others only report what they have done (`transform`, `commit`, `demo`):
