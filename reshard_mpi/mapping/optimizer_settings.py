@@ -6,6 +6,7 @@ Tensors follow equations. What lies beside them in the nest does so here: under 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.nest.nodes import decoded, parsed, written
 from reshard_mpi.mapping.nest_values import NestValues
-from reshard_mpi.mapping.numbered_state import Training
+from reshard_mpi.mapping.numbered_state import Training, entries_of
 from reshard_mpi.mapping.optimizer_forms import (
     GROUPS,
     NOTHING,
@@ -46,6 +47,9 @@ def renamed(
 ) -> NewNest:
     """Return a nest in which optimizers have the new names of their parameters: names instead of numbers, too.
 
+    It lacks dictionaries that the maps have emptied, unless all that is made of what they held has names below them:
+    names of one model would lie in several.
+
     Args:
         inventory: the names of the source's tensors; parameters that are called otherwise keep their names.
         parameters: all that is made.
@@ -68,7 +72,28 @@ def renamed(
             made, gone = made_in(path, path, optimizer.parameters, inventory, parameters, where)
         known.append(_renamed(optimizer, made, gone, where))
         put(node, known[-1])
+    _remove_emptied(root, "", sorted((source, name) for name, sources, _ in parameters for source in sources))
     return NewNest(written(root, None if order is None else tensors), unknown, known)
+
+
+def _remove_emptied(node: Any, path: str, names: Sequence[tuple[str, str]]) -> None:
+    """Remove such dictionaries from a part of a nest.
+
+    Args:
+        path: what names of tensors in it begin with.
+        names: of tensors of the source, in order, each with the name of what is made of it.
+    """
+    entries = entries_of(node) or []
+    for entry in [entry for entry in entries if len(entry) == 2]:
+        begin = f"{path}{entry[0]}."
+        if entries_of(entry[1]) != []:
+            _remove_emptied(entry[1], begin, names)
+            continue
+        first, end = (bisect_left(names, (text, "")) for text in (begin, f"{begin[:-1]}/"))  # "/" comes after "."
+        own = names[first:end]
+        are_below = [name.startswith(begin) for _, name in own]
+        if any(are_below) and not all(are_below) and all(name != source for source, name in own):
+            entries.remove(entry)
 
 
 def _renamed(optimizer: Optimizer, made: Sequence[MadeParameter], gone: Container[str], where: str) -> Optimizer:

@@ -823,6 +823,26 @@ def test_a_prefix_that_a_map_takes_off_is_not_taken_off_twice(tmp_path: Path) ->
     assert [*optimizer["state"]] == optimizer["param_groups"][0]["params"] == [*model]
 
 
+@pytest.mark.parametrize("has_optimizer", [True, False])
+def test_new_names_of_a_model_lie_in_one_dictionary(tmp_path: Path, has_optimizer: bool) -> None:
+    """The dictionary that a map has emptied does not take those that begin with its key."""
+    model = {"model.embed": Q[:12].reshape(4, 3), "head": K[:6].reshape(2, 3)}
+    whole = training(model, tuple(model))
+    torch_peer.save(tmp_path / "x.pt", whole if has_optimizer else {"model": whole["model"], "epoch": 3})
+    asked: dict[str, Any] = {"map": "model.{p*} <=> {p*}", "forward": True}
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "torch", to="torch", **asked)
+    loaded = torch_peer.load(tmp_path / "torch/rank_0/checkpoint_0.pt")
+    assert {*model} <= {*loaded} and "model" not in loaded
+
+
+def test_new_names_below_the_key_of_a_model_stay_there(tmp_path: Path) -> None:
+    torch_peer.save(tmp_path / "x.pt", {"model": training()["model"], "epoch": 3})
+    asked: dict[str, Any] = {"map": "model.{p*} <=> model.net.{p*}", "forward": True}
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "torch", to="torch", **asked)
+    loaded = torch_peer.load(tmp_path / "torch/rank_0/checkpoint_0.pt")
+    assert [*loaded] == ["model", "epoch"] and [*loaded["model"]] == [f"net.{name}" for name in MODEL]
+
+
 def test_state_that_is_not_dropped_with_what_no_rule_matches_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
