@@ -184,9 +184,11 @@ def require_one_state(targets: Mapping[int, tuple[Sources, int]], remedy: str) -
         elif of_files:
             same.append(target_rank)
     last_ns = max((file.modified_ns for sources, _ in targets.values() for file in sources.files), default=0)
-    for target_rank in (*changed, *gone):
+    restored_ns = max(last_ns, _last_change_ns(targets[target_rank] for target_rank in same)) if gone else last_ns
+    latest_ns = dict.fromkeys(changed, last_ns) | dict.fromkeys(gone, restored_ns)
+    for target_rank, saved_ns in latest_ns.items():
         sources, written_ns = targets[target_rank]
-        if written_ns < last_ns:
+        if written_ns < saved_ns:
             problem = f"other targets were made from what was saved after target rank {target_rank} was made"
             sources.require_unchanged(problem, remedy)
             lost = next(file for file in sources.files if sources.is_as_it_was(file, states) is None)
@@ -199,6 +201,20 @@ def require_one_state(targets: Mapping[int, tuple[Sources, int]], remedy: str) -
                 f"the source of target rank {target_rank} is another one now, that of target rank {same[0]} is not"
             )
             sources.require_unchanged(problem, remedy)
+
+
+def _last_change_ns(targets: Iterable[tuple[Sources, int]]) -> int:
+    """Return when the status of a file was last changed before the target that was made of it was written.
+
+    A backup that is restored has the times at which its files were saved; but their status changes.
+    """
+    changes = [0]
+    for sources, written_ns in targets:
+        for file in sources.files:
+            with contextlib.suppress(OSError):
+                changed_ns = version_of(Path(sources.folder, file.path)).changed_ns
+                changes += [changed_ns] if changed_ns <= written_ns else []
+    return max(changes)
 
 
 def _look(folder: Path, path: str) -> tuple[FileState, FileVersion]:

@@ -379,6 +379,44 @@ def test_sources_that_are_gone_when_others_are_newer(c: Conversion) -> None:
     assert "rank_0/checkpoint_0.ckpt is not there any more" in said and not c.written(1).exists()
 
 
+def wait_for_clock(c: Conversion, rank: int) -> None:
+    """Wait until what is written has a later time than a target, by the clock of its file system."""
+    clock = c.folder / "clock"
+    clock.touch()
+    while clock.stat().st_ctime_ns <= c.written(rank).stat().st_mtime_ns:
+        clock.write_bytes(b"")
+
+
+@pytest.mark.parametrize("overwrite", few(1, [False, True]))
+def test_a_backup_with_older_times_is_being_restored(c: Conversion, overwrite: bool) -> None:
+    """What target 0 was made of is not there yet, and what target 1 is made of looks as if it had always been there."""
+    backup = copy_of_source(c, "backup")
+    c.done("transform", "--rank", "0")
+    shutil.rmtree(c.src)
+    wait_for_clock(c, 0)
+    for rank in (2, 3):
+        shutil.copytree(backup / f"rank_{rank}", c.src / f"rank_{rank}")
+    if not overwrite:
+        assert "rank_0/checkpoint_0.ckpt is not there any more" in c.refused("transform", "--rank", "1")
+        assert not c.written(1).exists()
+        return
+    c.done("transform", "--rank", "1", "--overwrite")
+    assert "rank_0/checkpoint_0.ckpt is not there any more" in refused("commit", c.dst)
+    assert not (c.dst / "reshard.json").exists()
+
+
+def test_sources_that_are_gone_when_others_have_got_other_rights(c: Conversion) -> None:
+    """It changes the time of their status, but when both targets were made."""
+    for rank in ("0", "1"):
+        c.done("transform", "--rank", rank)
+    (c.dst / "reshard.json").unlink()
+    c.remove(0, 1)
+    wait_for_clock(c, 1)
+    for rank in (2, 3):
+        c.shard(rank).chmod(0o400)
+    done("commit", c.dst)
+
+
 @pytest.mark.parametrize("journal", [True, False])
 def test_a_source_that_is_written_to_and_then_taken_away_while_it_is_read(
     c: Conversion, monkeypatch: pytest.MonkeyPatch, journal: bool
