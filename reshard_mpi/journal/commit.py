@@ -24,7 +24,7 @@ from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.journal.fields import written
 from reshard_mpi.journal.provenance import Sources, require_one_state, require_same_sources
 from reshard_mpi.journal.publication import publish_bytes, publish_text, remove_stale, remove_stale_records
-from reshard_mpi.journal.run_records import COMMIT_ROOM, CommitRecord, RunIdentity
+from reshard_mpi.journal.run_records import COMMIT_ROOM, CommitRecord, RunIdentity, keep_times
 from reshard_mpi.journal.target_journal import COMMIT_LOCK
 from reshard_mpi.journal.target_places import uncommit
 from reshard_mpi.journal.target_records import (
@@ -142,8 +142,22 @@ def opened_to_commit(path: Path) -> Iterator[_LockedFolder]:
 def commit_locked(
     opened: _LockedFolder, identity: RunIdentity, records: Sequence[TargetRecord], already_told: Collection[str]
 ) -> Committed:
-    """Compare the sources of the targets, and write the commit record. The lock must be held."""
+    """Compare the sources of the targets, and write the commit record. The lock must be held.
+
+    Whoever makes a target removes the commit record. So one of another run, beside complete targets of this one, means
+    that their records were copied over those of the other, and maybe not their files.
+    """
     folder = opened.folder.path
+    committed = CommitRecord.read(folder)
+    if committed is not None and committed.digest != identity.digest:
+        raise DisagreementError(
+            "the target folder was committed by another run than its records tell of",
+            expected="no commit record, or that of the run which has made the targets",
+            got=str(folder / COMMIT_RECORD),
+            where=str(folder),
+            remedy="if an older folder was copied over this one, copy it again, whole; if you know that all targets are of"
+            f" this run, remove {COMMIT_RECORD}, and run reshard-mpi commit",
+        )
     try:
         remarks = _compare(folder, identity, records, already_told)
         sums = _sums(records)
@@ -158,6 +172,7 @@ def commit_locked(
     begun = RunIdentity.recorded(folder / STATE)  # which may name other files of the same strategies
     begun = begun if begun and begun.digest == identity.digest else identity
     index = _publish_index(opened.folder, identity.format, records)
+    keep_times(opened.state, identity.digest, {record.rank: record.modified_ns for record in records})
     publish_text(opened.folder, COMMIT_RECORD, _as_text(begun, records, sums, index))
     return Committed(folder / COMMIT_RECORD, len(records), sum(record.size_bytes for record in records), remarks)
 

@@ -21,6 +21,7 @@ from reshard_mpi import formats
 from reshard_mpi.filesystem.folders import Folder
 from reshard_mpi.journal import fields
 from reshard_mpi.journal.fields import DAMAGE, RUN_ROOM, read_json
+from reshard_mpi.journal.provenance import MAX_NS
 from reshard_mpi.journal.publication import publish_text, remove_stale
 from reshard_mpi.journal.target_records import (
     COMMIT_RECORD,
@@ -279,6 +280,35 @@ class CommitRecord(NamedTuple):
                 for name, value in fields.table(facts.get("before_index", {})).items()
             },
         )
+
+
+_TIMES_RECORD = "committed.json"
+# It has 25 bytes for each target.
+_TIMES_ROOM = fields.RecordLimits(1 << 29, 1 << 31)
+
+
+def keep_times(state: Folder, digest: str, times_ns: Mapping[int, int | None]) -> None:
+    """Publish when the targets of a run that is being committed were made, in the folder of its state.
+
+    Args:
+        digest: of the run.
+        times_ns: by rank, as their records say.
+    """
+    facts = {"format": "reshard_mpi commit times", "version": 1, "digest": digest, "modified_ns": times_ns}
+    remove_stale(state, _TIMES_RECORD)
+    publish_text(state, _TIMES_RECORD, json.dumps(facts) + "\n")
+
+
+def committed_times(folder: Path, digest: str) -> Mapping[int, int] | None:
+    """Return when the targets of the committed run were made, by rank (nanoseconds since 1970); None if unknown."""
+    facts = read_json(folder / STATE / _TIMES_RECORD, _TIMES_ROOM) or {}
+    try:
+        if fields.digest(facts["digest"]) != digest:
+            return None
+        times = fields.table(facts["modified_ns"]).items()
+        return {checked_rank(int(rank)): fields.number(time_ns, -MAX_NS, MAX_NS) for rank, time_ns in times}
+    except DAMAGE:
+        return None
 
 
 STRATEGY_RECORD = "strategy.json"

@@ -16,7 +16,7 @@ from reshard_mpi.filesystem.folders import holders, try_lock
 from reshard_mpi.filesystem.paths import require_replaceable
 from reshard_mpi.journal.commit import NOT_WRITTEN, Committed, commit_locked, complete_record, opened_to_commit, ranges
 from reshard_mpi.journal.publication import is_partial
-from reshard_mpi.journal.run_records import CommitRecord, RunIdentity
+from reshard_mpi.journal.run_records import CommitRecord, RunIdentity, committed_times
 from reshard_mpi.journal.target_journal import COMMIT_LOCK
 from reshard_mpi.journal.target_places import uncommit
 from reshard_mpi.journal.target_records import COMMIT_RECORD, STATE, RecordHead, TargetRecord, recorded_ranks, run_path
@@ -219,13 +219,14 @@ def _commit(folder: Path) -> dict[str, Any]:
             where=str(folder / COMMIT_RECORD),
             remedy="reshard-mpi commit writes it anew, if the records of the run are there",
         )
+    times_ns = committed_times(folder, record.digest)
     targets = [
         {
             "rank": rank,
             "file": file,
             "size_bytes": record.sizes_bytes.get(rank),
             "got_bytes": _size_bytes(folder / file),
-            **_not_as_committed(folder, record, rank),
+            **_not_as_committed(folder, record, rank, times_ns),
         }
         for rank, file in record.files.items()
     ]
@@ -239,7 +240,9 @@ def _commit(folder: Path) -> dict[str, Any]:
     }
 
 
-def _not_as_committed(folder: Path, committed: CommitRecord, rank: int) -> dict[str, str]:
+def _not_as_committed(
+    folder: Path, committed: CommitRecord, rank: int, times_ns: Mapping[int, int] | None
+) -> dict[str, str]:
     """Return the `problem` of a target whose own record says that it is another one than was committed, if it does."""
     head = RecordHead.read(folder / STATE, rank)
     if head is None:
@@ -248,6 +251,8 @@ def _not_as_committed(folder: Path, committed: CommitRecord, rank: int) -> dict[
         return {"problem": "is of another run"}
     if (head.modified_ns or 0) > (folder / COMMIT_RECORD).stat().st_mtime_ns:
         return {"problem": "was made after the commit"}
+    if times_ns is not None and head.modified_ns != times_ns.get(rank):
+        return {"problem": "is an earlier one than was committed"}
     with suppress(OSError):  # what is not there, or has another size, is told by that
         status = (folder / head.file).stat()
         if status.st_size == head.size_bytes and not head.is_about(status):

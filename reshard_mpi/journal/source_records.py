@@ -16,7 +16,7 @@ from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
 from reshard_mpi.journal.commit import changed_index_files
 from reshard_mpi.journal.provenance import require_one_state, require_same_sources
-from reshard_mpi.journal.run_records import CommitRecord, RunIdentity
+from reshard_mpi.journal.run_records import CommitRecord, RunIdentity, committed_times
 from reshard_mpi.journal.target_records import (
     COMMIT_RECORD,
     STATE,
@@ -74,7 +74,7 @@ class RecordFinder:
                 continue
             place = record_path(folder / STATE, rank)
             head = head if rank == likely_rank else RecordHead.read(folder / STATE, rank)
-            if head is None and os.path.lexists(place):
+            if head is None and os.path.lexists(place) and not place.is_symlink():  # a link is to the true one
                 return FoundHead(place, None)
             if head is not None and head.file == file and (head.announced is None or head.is_about(Path(path).stat())):
                 return FoundHead(place, head)
@@ -166,7 +166,7 @@ def _modified(heads: Mapping[str, RecordHead]) -> tuple[ModifiedShard, ...]:
 
 
 def _is_committed(folder: Path, first: RecordHead, heads: Collection[RecordHead], where: str) -> bool:
-    """Tell whether targets in a folder are the ones that were committed, as far as their times tell.
+    """Tell whether targets in a folder are the ones that were committed, as far as the times in their records tell.
 
     Raises DisagreementError if it was another run that was committed.
     """
@@ -176,6 +176,9 @@ def _is_committed(folder: Path, first: RecordHead, heads: Collection[RecordHead]
         raise _of_several_runs(f"that of the run which has made {first.file}", got, where)
     if committed is None:
         return False
+    times_ns = committed_times(folder, committed.digest)
+    if times_ns is not None:
+        return all(head.modified_ns == times_ns.get(head.rank) for head in heads)
     committed_ns = (folder / COMMIT_RECORD).stat().st_mtime_ns
     return all((head.modified_ns or 0) <= committed_ns for head in heads)
 

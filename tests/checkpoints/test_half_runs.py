@@ -266,3 +266,58 @@ def test_an_unfinished_run_by_a_strategy_of_fewer_ranks(tmp_path: Path) -> None:
     (tmp_path / "two.toml").write_text('mesh = { a = 2 }\n[[parameter]]\nmatch = "*"\n')
     with pytest.raises(ReshardError, match="another number of targets"):
         reshard_mpi.transform(out, tmp_path / "again", tmp_path / "two.toml")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_target_and_its_record_from_a_backup_of_an_earlier_state(tmp_path: Path, form: str) -> None:
+    """All records are of one run, and the commit is later than all of them."""
+    options, strategy = of(form, tmp_path)
+    out, src = tmp_path / "out", full(tmp_path / "src", 1)
+    reshard_mpi.transform(src, out, **options)
+    backup = Path(shutil.copytree(out, tmp_path / "backup"))
+    full(src, 2)
+    reshard_mpi.transform(src, out, overwrite=True, **options)
+    record = json.loads((out / ".reshard_mpi" / "rank_1.json").read_text())
+    for name in (record["file"], ".reshard_mpi/rank_1.json"):
+        shutil.copy2(backup / name, out / name)
+    with pytest.raises(ReshardError):
+        reshard_mpi.transform(out, tmp_path / "again", strategy)
+    with pytest.raises(ReshardError):
+        reshard_mpi.verify(out)
+    assert any("earlier one" in line for line in as_lines(state_of(out)))
+    shutil.copytree(backup, out, dirs_exist_ok=True)
+    reshard_mpi.transform(out, tmp_path / "again", strategy, to="safetensors")
+    assert reshard_mpi.load_rank(0, tmp_path / "again")["w2"][7, 7] == 63
+
+
+@pytest.mark.parametrize("form", ["ckpt", "hdf5", "safetensors", "torch"])
+def test_half_replaced_targets_through_links_to_all_files(tmp_path: Path, form: str) -> None:
+    """`cp -rs` makes links to the records too."""
+    options, strategy = of(form, tmp_path)
+    out, links = tmp_path / "out", tmp_path / "links"
+    reshard_mpi.transform(full(tmp_path / "one", 1), out, **options)
+    reshard_mpi.transform(full(tmp_path / "two", 2), out, overwrite=True, rank=[0], **options)
+    for path in out.rglob("*"):
+        link = links / path.relative_to(out)
+        if path.is_file():
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(path)
+    with pytest.raises(ReshardError, match="several runs"):
+        reshard_mpi.transform(links, tmp_path / "again", strategy)
+
+
+@pytest.mark.parametrize("by", ["commit", "resume"])
+def test_records_of_an_older_run_over_a_newer_one_are_not_committed(tmp_path: Path, by: str) -> None:
+    """A copy without times has begun with the records, and stopped: the files of the newer run have later times."""
+    options, _ = of("safetensors", tmp_path)
+    old, new = tmp_path / "old", tmp_path / "new"
+    older = full(tmp_path / "one", 1)
+    reshard_mpi.transform(older, old, **options)
+    reshard_mpi.transform(full(tmp_path / "two", 2), new, **options)
+    for name in (".reshard_mpi", "rank_0"):
+        shutil.copytree(old / name, new / name, dirs_exist_ok=True, copy_function=shutil.copyfile)
+    with pytest.raises(ReshardError, match="committed by another run"):
+        if by == "commit":
+            commit(new)
+        else:
+            reshard_mpi.transform(older, new, resume=True, **options)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from support import dcp_peer, torch_peer
 from support.cases import Side
-from support.checkpoints import sample
+from support.checkpoints import sample, write_ranks
 from support.command_line import done, refused, run_apart
 from support.conversions import TENSORS, Conversion, make, write_conversion
 from support.examples import many
@@ -43,6 +43,20 @@ def assert_whole(folder: Path) -> None:
     assert {name: tensor.content for name, tensor in found.items()} == {
         name: array.tobytes() for name, array in TENSORS.items()
     }
+
+
+def test_a_target_with_no_element_is_a_file_of_the_checkpoint(tmp_path: Path) -> None:
+    """FSDP cuts fewer rows than ranks so; torch's metadata names no piece of that file."""
+    spec = tmp_path / "rows.toml"
+    spec.write_text('mesh = { a = 4 }\n[[parameter]]\nmatch = "*"\nsplit = { 0 = ["a"] }\nsizes = "ceil"\n')
+    write_ranks({0: {"w": np.arange(3, dtype="f4"), "v": np.arange(2, dtype="f4")}}, tmp_path / "src", "safetensors")
+    out = tmp_path / "out"
+    done("transform", tmp_path / "src", out, "--to", "dcp", "--dst-strategy", spec, "--verify")
+    assert "verified 4 shards" in done("verify", out).out
+    assert "__3_0.distcp" not in done("transform", out, tmp_path / "back", "--to", "safetensors").err
+    with (out / "__3_0.distcp").open("r+b") as file:
+        file.write(b"\0")
+    assert "__3_0.distcp" in refused("verify", out, code=4)
 
 
 def test_what_is_written_is_read_by_others(tmp_path: Path) -> None:

@@ -54,13 +54,14 @@ def files_of(folder: str) -> tuple[str, ...]:
 
 
 def _holds_nothing(path: str, strings: Mapping[str, str]) -> bool:
-    """Tell whether a file says of itself that it has no tensor, and no string besides `strings`."""
+    """Tell whether a file says of itself that it has no element of a tensor, and no string besides `strings`."""
     try:
         with files.opened(path) as file:
             held = footer.read(file)
     except ShardError:
         return False
-    return not held.tensors and held.strings.items() <= strings.items()
+    is_empty = all(entry.size_bytes == 0 for entry in held.tensors.values())
+    return is_empty and held.strings.items() <= strings.items()
 
 
 def open_folder(folder: str) -> dict[int, Manifest]:
