@@ -155,8 +155,8 @@ def commit_locked(
             expected="no commit record, or that of the run which has made the targets",
             got=str(folder / COMMIT_RECORD),
             where=str(folder),
-            remedy="if an older folder was copied over this one, copy it again, whole; if you know that all targets are of"
-            f" this run, remove {COMMIT_RECORD}, and run reshard-mpi commit",
+            remedy="if an older folder was copied over this one, copy it again, whole; if you know that all targets are"
+            f" of this run, remove {COMMIT_RECORD}, and run reshard-mpi commit",
         )
     try:
         remarks = _compare(folder, identity, records, already_told)
