@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from reshard_mpi.pictures.figures import Figures, Shards
-from reshard_mpi.pictures.flow import Grid, ShardSpan, grid_of
+from reshard_mpi.pictures.figures import Figures, Grid, Shards, ShardSpan, grid_of
 from reshard_mpi.pictures.scene import (
     EMPTY,
     FAINT,

@@ -20,8 +20,7 @@ from string import Template
 from typing import Any
 
 from reshard_mpi.errors import UsageError
-from reshard_mpi.pictures.figures import DrawnMove, Figures, TensorCut
-from reshard_mpi.pictures.flow import grid_of
+from reshard_mpi.pictures.figures import DrawnMove, Figures, TensorCut, grid_of
 from reshard_mpi.pictures.matrix import matrix_scene
 from reshard_mpi.pictures.scene import PAPER, Rectangle, Scene, TextLine, svg_of
 from reshard_mpi.pictures.tensor import cut_scene

@@ -6,8 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from reshard_mpi.pictures.figures import DrawnBlock, DrawnMove, Figures, Flow, Panel, Shards, TensorCut
-from reshard_mpi.pictures.flow import is_at_front
+from reshard_mpi.pictures.figures import DrawnBlock, DrawnMove, Figures, Flow, Panel, Shards, TensorCut, is_at_front
 from reshard_mpi.pictures.scene import (
     EMPTY,
     FAINT,

@@ -9,9 +9,16 @@ from typing import NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.formats.dtypes import DType
-from reshard_mpi.pictures.figures import DrawnBlock, DrawnMove, Feed, Figures, Flow, Panel, Shards, TensorCut
-from reshard_mpi.pictures.flow import (
+from reshard_mpi.pictures.figures import (
     MOST_PLANNED,
+    DrawnBlock,
+    DrawnMove,
+    Feed,
+    Figures,
+    Flow,
+    Panel,
+    Shards,
+    TensorCut,
     cuts_of,
     cuts_of_boxes,
     feeds_of,

@@ -17,10 +17,13 @@ from support.examples import few
 from support.oracle import rank_holds, slice_for_rank
 
 import reshard_mpi
-from reshard_mpi.pictures.figures import Feed, Figures, Flow, Shards
-from reshard_mpi.pictures.flow import (
+from reshard_mpi.pictures.figures import (
     MOST_PLANNED,
     MOST_SPANS,
+    Feed,
+    Figures,
+    Flow,
+    Shards,
     grid_of,
     most_planned,
     panel_of_layout,
