@@ -1,4 +1,4 @@
-"""Define and compute what pictures show: who feeds whom, how both sides cut a tensor (`Figures`, `grid_of`, `cuts_of`)."""
+"""Define and compute what pictures show: who feeds whom, how tensors are cut (`Figures`, `grid_of`, `cuts_of`)."""
 
 from __future__ import annotations
 

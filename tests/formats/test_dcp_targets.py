@@ -20,7 +20,7 @@ from support.oracle import RawLayout
 
 from reshard_mpi.errors import DisagreementError, ShardError, TargetError
 from reshard_mpi.formats import dcp, files
-from reshard_mpi.formats.dcp.item_layout import of_tensor
+from reshard_mpi.formats.dcp.file_layout import of_tensor
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import Manifest, ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.formats.nest import NEST

@@ -19,7 +19,7 @@ from unittest import mock
 from reshard_mpi import formats
 from reshard_mpi.errors import ReshardError
 from reshard_mpi.formats import dcp, nest
-from reshard_mpi.formats.dcp import footer
+from reshard_mpi.formats.dcp import file_layout
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.files import opened
 from reshard_mpi.formats.hdf5 import index, shard_file
@@ -61,7 +61,7 @@ def shard(format_name: str, data: bytes) -> None:
 
 def dcp_without_checksums(data: bytes) -> None:
     """Read what a file of a distributed checkpoint says of itself as if its checksum were right."""
-    with mock.patch.object(footer, "crc32", lambda *_: _Any()):
+    with mock.patch.object(file_layout, "crc32", lambda *_: _Any()):
         shard("dcp", data)
 
 

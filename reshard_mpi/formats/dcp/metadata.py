@@ -22,7 +22,7 @@ from reshard_mpi.formats.dcp.bulk_metadata import (
     States,
     TensorFacts,
 )
-from reshard_mpi.formats.dcp.item_layout import Keys
+from reshard_mpi.formats.dcp.file_layout import Keys
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.nest.nodes import MAX_DEPTH, Call, Dict, Global, Value
 from reshard_mpi.formats.torch.pickle_hooks import PLAIN_CALLS, PickleError, PickleHooks, no_persistent_ids

@@ -10,9 +10,9 @@ from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 
 from reshard_mpi.errors import DisagreementError
-from reshard_mpi.formats.dcp import item_layout
+from reshard_mpi.formats.dcp import file_layout
 from reshard_mpi.formats.dcp.bulk_metadata import FILESYSTEM, METADATA, ItemPlace
-from reshard_mpi.formats.dcp.item_layout import Keys, TensorLeaf
+from reshard_mpi.formats.dcp.file_layout import Keys, TensorLeaf
 from reshard_mpi.formats.dcp.metadata import INDEX, OWN_STRINGS
 from reshard_mpi.formats.dcp.writer import entries_of
 from reshard_mpi.formats.dtypes import DType
@@ -46,7 +46,7 @@ def index_files(shards: Sequence[Manifest]) -> dict[str, bytes]:
     """
     wholes = _wholes(shards)
     strings, paths, objects = _entries(shards)
-    items = {name: item_layout.of_object(value) for name, value in objects.items()}
+    items = {name: file_layout.of_object(value) for name, value in objects.items()}
     places, offset = {}, 0
     for name, item in items.items():
         places[name] = ItemPlace(INDEX, offset, len(item))
@@ -60,7 +60,7 @@ def _wholes(shards: Sequence[Manifest]) -> dict[str, _CollectedTensor]:
     wholes: dict[str, _CollectedTensor] = {}
     for shard in shards:
         tensors, file = shard.tensors, Path(shard.path).name
-        layouts = [item_layout.of_tensor(kind) for kind in tensors.kinds]
+        layouts = [file_layout.of_tensor(kind) for kind in tensors.kinds]
         for name, start, number in zip(tensors, tensors.offsets, tensors.kind_ids):
             dtype, shape, box, global_shape = tensors.kinds[number]
             assert box is not None and global_shape is not None

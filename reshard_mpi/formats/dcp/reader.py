@@ -11,9 +11,9 @@ from reshard_mpi.filesystem import stores
 from reshard_mpi.filesystem.paths import real_path
 from reshard_mpi.filesystem.stores import FileVersion
 from reshard_mpi.formats import files, nest
-from reshard_mpi.formats.dcp import footer, metadata
+from reshard_mpi.formats.dcp import file_layout, metadata
 from reshard_mpi.formats.dcp.bulk_metadata import Chunk, ItemKey
-from reshard_mpi.formats.dcp.item_layout import TensorLeaf, tree_of
+from reshard_mpi.formats.dcp.file_layout import TensorLeaf, tree_of
 from reshard_mpi.formats.dcp.items import Common, LocatedFile, MisfitError, WantedItem, locate_items, named
 from reshard_mpi.formats.dcp.metadata import INDEX, Metadata
 from reshard_mpi.formats.manifest import Manifest
@@ -57,7 +57,7 @@ def _holds_nothing(path: str, strings: Mapping[str, str]) -> bool:
     """Tell whether a file says of itself that it has no element of a tensor, and no string besides `strings`."""
     try:
         with files.opened(path) as file:
-            held = footer.read(file)
+            held = file_layout.read_footer(file)
     except ShardError:
         return False
     is_empty = all(entry.size_bytes == 0 for entry in held.tensors.values())

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from reshard_mpi.errors import ShardError, TargetError, UsageError
 from reshard_mpi.formats import files
-from reshard_mpi.formats.dcp import footer, item_layout
-from reshard_mpi.formats.dcp.item_layout import Keys, TensorLeaf, flattened
+from reshard_mpi.formats.dcp import file_layout
+from reshard_mpi.formats.dcp.file_layout import Keys, TensorLeaf, flattened
 from reshard_mpi.formats.dcp.items import Common, locate_items
 from reshard_mpi.formats.dcp.metadata import INDEX
 from reshard_mpi.formats.dcp.reader import NAME, wanted_in
@@ -37,7 +37,7 @@ def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
     entries_of([*spec.specs.names, *spec.written_by_others], spec.strings, "")
     specs = spec.specs
     dimensions = [len(kind.shape) for kind in specs.kinds]
-    record_bytes = footer.size_at_most_bytes(list(specs.names), dimensions, dict(spec.strings))
+    record_bytes = file_layout.footer_at_most_bytes(list(specs.names), dimensions, dict(spec.strings))
     return specs.size_bytes + _ITEM_BYTES * len(specs) + record_bytes
 
 
@@ -55,7 +55,7 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
     entries_of([*specs.names, *spec.written_by_others], strings, path)
     tensors, writer, end = TensorTable(path), files.HeaderDigestWriter(fd), 0
     kinds = [tensors.kind(kind) for kind in specs.kinds]
-    layouts = [item_layout.of_tensor(kind) for kind in specs.kinds]
+    layouts = [file_layout.of_tensor(kind) for kind in specs.kinds]
     for name, kind in zip(specs.names, specs.kind_ids):
         item = layouts[kind]
         start = item.start_behind(end)
@@ -64,7 +64,7 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
         writer.add(payload_start + item.payload_bytes, item.tail)
         tensors.add(name, kinds[kind], payload_start)
         end = start + item.length_bytes
-    writer.add(end, footer.record_of(tensors, strings))
+    writer.add(end, file_layout.footer_of(tensors, strings))
     writer.finish()
     return Manifest(path, NAME, tensors, strings)
 
@@ -72,9 +72,9 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
 def locate_own(path: str) -> Manifest:
     """Find the tensors of a file that this program has written. Raises ShardError if it is another one, or damaged."""
     with files.opened(path) as file:
-        own_footer = footer.read(file)
+        own_footer = file_layout.read_footer(file)
         tensors, end = own_footer.tensors, 0
-        layouts = [item_layout.of_tensor(kind) for kind in tensors.kinds]
+        layouts = [file_layout.of_tensor(kind) for kind in tensors.kinds]
         spans, parts = list[files.Span](), list[bytes]()
         for start, kind in zip(tensors.offsets, tensors.kind_ids):
             item = layouts[kind]
@@ -170,4 +170,4 @@ def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
 
 def _is_own(path: str) -> bool:
     with files.opened(path) as file:
-        return footer.is_there(file)
+        return file_layout.has_footer(file)
