@@ -15,8 +15,8 @@ from reshard_mpi.errors import MapError
 from reshard_mpi.filesystem.paths import described
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.mapping.axis_sizes import ConfigurationNeeded, ExpressionProblem, evaluated, names_in
+from reshard_mpi.mapping.box_pairs import EquationProblem, check_one_to_one
 from reshard_mpi.mapping.equations import SyntaxProblem, parse
-from reshard_mpi.mapping.one_to_one import EquationProblem, check
 from reshard_mpi.mapping.rules import (
     TYPES,
     Drop,
@@ -174,7 +174,7 @@ def _equation(entry: dict[str, Any], where: str) -> EquationRule:
     if like is not None and like not in _LIKE:
         raise MapError("like is wrong", expected=f"{', '.join(_LIKE)}, or nothing", got=repr(like)[:60], where=where)
     try:
-        shared = check(equation.left, equation.right, copies=copies)
+        shared = check_one_to_one(equation.left, equation.right, copies=copies)
     except EquationProblem as error:
         raise MapError("an equation is wrong", got=f"{error}; in {' '.join(text.split())[:200]}", where=where) from None
     is_optional = flag_of(entry, "optional", where) or like is not None

@@ -9,7 +9,15 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import MapError
 from reshard_mpi.mapping.axis_sizes import Dimension, Sizes, SizesProblem, UntoldLength, names_in, solved
-from reshard_mpi.mapping.box_pairs import MAX_PAIRS, BoxPair, Geometry, TargetShape, TermTensor, geometry
+from reshard_mpi.mapping.box_pairs import (
+    MAX_PAIRS,
+    BoxPair,
+    EquationProblem,
+    Geometry,
+    TargetShape,
+    TermTensor,
+    geometry,
+)
 from reshard_mpi.mapping.direction import (
     MAX_NAMED,
     Candidates,
@@ -25,7 +33,6 @@ from reshard_mpi.mapping.direction import (
     what_is_missing,
 )
 from reshard_mpi.mapping.equations import Term
-from reshard_mpi.mapping.one_to_one import EquationProblem
 from reshard_mpi.mapping.rules import EquationRule, Rules
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.text import did_you_mean
