@@ -13,7 +13,6 @@ from reshard_mpi.mapping.box_pairs import TargetShape, TermTensor
 from reshard_mpi.mapping.direction import Direction, Inventory, shown, told_direction
 from reshard_mpi.mapping.matching import Match, matches, whole_pair
 from reshard_mpi.mapping.numbered_state import STATE
-from reshard_mpi.mapping.optimizer_forms import GROUPS
 from reshard_mpi.mapping.optimizer_state import (
     followed,
     is_named_as_state,
@@ -23,6 +22,7 @@ from reshard_mpi.mapping.optimizer_state import (
     parted_anywhere,
     require_none_stranded,
 )
+from reshard_mpi.mapping.optimizers import GROUPS
 from reshard_mpi.mapping.result import (
     Computed,
     ConstantTensor,

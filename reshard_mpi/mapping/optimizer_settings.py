@@ -15,18 +15,20 @@ from reshard_mpi.errors import MapError
 from reshard_mpi.formats.nest.nodes import decoded, parsed, written
 from reshard_mpi.mapping.nest_values import NestValues
 from reshard_mpi.mapping.numbered_state import Training, entries_of
-from reshard_mpi.mapping.optimizer_forms import (
+from reshard_mpi.mapping.optimizers import (
     GROUPS,
     NOTHING,
     STATE_KEY,
     Form,
     Key,
+    MadeParameter,
     Optimizer,
+    by_both_names,
+    made_in,
     optimizers_of,
     put,
     settings_in,
 )
-from reshard_mpi.mapping.optimizer_names import MadeParameter, by_both_names, made_in
 
 
 class NewNest(NamedTuple):

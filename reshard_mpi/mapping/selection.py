@@ -15,8 +15,8 @@ from reshard_mpi.mapping.direction import MAX_NAMED, Direction, Inventory, Templ
 from reshard_mpi.mapping.equations import NamePattern
 from reshard_mpi.mapping.nest_values import BY_GROUP
 from reshard_mpi.mapping.numbered_state import NO_TRAINING, Training
-from reshard_mpi.mapping.optimizer_forms import GROUPS, STATE_KEY
 from reshard_mpi.mapping.optimizer_state import is_named_as_state, owned_by, owners
+from reshard_mpi.mapping.optimizers import GROUPS, STATE_KEY
 from reshard_mpi.mapping.result import ConstantTensor, DerivedTensor, Pads
 from reshard_mpi.mapping.rules import TYPES, Drop, Fill, Rules, element_of
 from reshard_mpi.sharding.box import Box

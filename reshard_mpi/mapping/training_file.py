@@ -24,9 +24,16 @@ from reshard_mpi.mapping.numbered_state import (
     named_tensors,
     training_in,
 )
-from reshard_mpi.mapping.optimizer_forms import GROUPS, STATE_KEY, Form, optimizers_of, settings_of_all
-from reshard_mpi.mapping.optimizer_names import MadeParameter, made_below
 from reshard_mpi.mapping.optimizer_settings import carried_into, renamed
+from reshard_mpi.mapping.optimizers import (
+    GROUPS,
+    STATE_KEY,
+    Form,
+    MadeParameter,
+    made_below,
+    optimizers_of,
+    settings_of_all,
+)
 from reshard_mpi.mapping.result import DerivedTensor, MapResult, taken_of
 from reshard_mpi.mapping.rules import Rules
 from reshard_mpi.mapping.selection import Selection, TargetTemplate, is_chosen

@@ -14,7 +14,7 @@ from reshard_mpi.errors import StrategyError
 from reshard_mpi.formats.nest import NestError
 from reshard_mpi.formats.nest.nodes import parsed
 from reshard_mpi.mapping.numbered_state import NO_TRAINING
-from reshard_mpi.mapping.optimizer_forms import STATE_KEY, optimizers_of
+from reshard_mpi.mapping.optimizers import STATE_KEY, optimizers_of
 from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.planning.tensor_names import Unlisted
 from reshard_mpi.sharding.placement import Shape, Strategy

@@ -22,7 +22,6 @@ from typing import Any
 
 from reshard_mpi.errors import ReshardError, TransformError, as_reshard_error
 from reshard_mpi.processes.comm import SerialComm
-from reshard_mpi.processes.forks import Channel, Fork, wait_for_any
 from reshard_mpi.processes.host import ONE_THREAD, host_name, processes_by_default, processes_of_use
 from reshard_mpi.processes.imports import fresh_interpreter, import_environment
 from reshard_mpi.processes.process_lease import finish, register_worker
@@ -32,7 +31,16 @@ from reshard_mpi.runs.outcome import Failure, Outcome, TargetReport
 from reshard_mpi.runs.progress import Progress
 from reshard_mpi.runs.request import Request, Strategies, Task
 from reshard_mpi.runs.run_memory import RunMemory
-from reshard_mpi.runs.worker_pipes import PipeComm, PipeDisplay, SharedCounts, ends_quietly, tell
+from reshard_mpi.runs.worker_processes import (
+    Channel,
+    Fork,
+    PipeComm,
+    PipeDisplay,
+    SharedCounts,
+    ends_quietly,
+    tell,
+    wait_for_any,
+)
 
 _START = "from reshard_mpi.runs.workers import parent_main; parent_main(*{descriptors})"
 # Libraries that must not be loaded when a process is forked, since their state does not survive it.

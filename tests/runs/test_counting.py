@@ -20,12 +20,11 @@ from support.rank_calls import told_while_transforming
 import reshard_mpi
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.processes.comm import SerialComm
-from reshard_mpi.processes.forks import Channel
 from reshard_mpi.runs import target_writer
 from reshard_mpi.runs.outcome import TargetReport
 from reshard_mpi.runs.progress import CLOSED, MOVED, PHASES, Progress, RunStatus, Stage
 from reshard_mpi.runs.request import Request, Task
-from reshard_mpi.runs.worker_pipes import PipeDisplay, SharedCounts
+from reshard_mpi.runs.worker_processes import Channel, PipeDisplay, SharedCounts
 
 WHOLE_BYTES = sum(array.nbytes for array in TENSORS.values())
 
