@@ -1,4 +1,4 @@
-"""Read optimizers of a nest in any of torch's forms (`optimizers_of`), and tell what parameters become (`made_in`).
+"""Read optimizers of a nest in any of torch's forms, and tell what parameters become (`optimizers_of`, `made_in`).
 
 torch saves an optimizer in three forms: by numbers, by names of parameters, and flat, with a key for each setting of
 each parameter. All become one record. Their tensors are not in it: these go by their names.
