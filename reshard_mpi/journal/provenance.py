@@ -8,6 +8,8 @@ can set back; it is not recorded, since a copy of the source has others.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,6 +21,8 @@ from typing import Any, NamedTuple
 from reshard_mpi.errors import DisagreementError
 from reshard_mpi.filesystem.stores import FileVersion, is_folder, version_of
 from reshard_mpi.journal import fields
+from reshard_mpi.planning.rank_plan import RankPlan, SharedFact, StageDigest
+from reshard_mpi.planning.source_flaws import PrefixDigest
 
 _MANY = 3
 # Kernels keep whole seconds in 64 bits, and a file system may keep any of these times.
@@ -111,6 +115,30 @@ class Sources(NamedTuple):
                 continue
             if now != was or (was_version is not None and version.is_later_than(was_version)):
                 yield was, now, now == was
+
+
+class TargetInputs(NamedTuple):
+    """What one target was made from, to be compared with what other targets were made from."""
+
+    # the source ranks that its tensors come from. shared_facts: as in its plan, and which of several checkpoints the
+    # source is.
+    read_ranks: tuple[int, ...]
+    held: StageDigest
+    shared_facts: tuple[SharedFact, ...]
+    prefix_digests: tuple[PrefixDigest, ...]
+    sources: Sources = Sources()  # their files, as they were when it was planned
+    texts: str = ""  # digest of the strings it holds. The other fields are as in its plan.
+
+    @classmethod
+    def of(cls, plan: RankPlan, sources: Sources, of_choice: tuple[SharedFact, ...] = ()) -> TargetInputs:
+        """Return the evidence of a planned target. of_choice: which of several checkpoints the source is."""
+        moments = (*of_choice, *plan.shared_facts)
+        return cls(plan.read_ranks, plan.held, moments, plan.prefix_digests, sources, digest_of_texts(plan.strings))
+
+
+def digest_of_texts(strings: Mapping[str, str]) -> str:
+    """Return a digest of the strings of a shard."""
+    return hashlib.sha256(json.dumps(strings, sort_keys=True).encode()).hexdigest()
 
 
 class FirstLooks:

@@ -35,6 +35,7 @@ from reshard_mpi.filesystem.folders import (
 )
 from reshard_mpi.filesystem.paths import require_replaceable
 from reshard_mpi.journal.fields import read_json
+from reshard_mpi.journal.provenance import TargetInputs
 from reshard_mpi.journal.publication import (
     Publication,
     partial_path,
@@ -64,7 +65,6 @@ from reshard_mpi.journal.target_records import (
     COMMIT_RECORD,
     STATE,
     RecordHead,
-    TargetInputs,
     TargetRecord,
     TensorSum,
     record_path,

@@ -19,6 +19,7 @@ from reshard_mpi import formats
 from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.folders import Folder, Say, close, make_folders
 from reshard_mpi.filesystem.paths import described, require_replaceable
+from reshard_mpi.journal.provenance import TargetInputs
 from reshard_mpi.journal.publication import (
     Publication,
     partial_path,
@@ -32,7 +33,6 @@ from reshard_mpi.journal.target_records import (
     COMMIT_RECORD,
     STATE,
     RecordHead,
-    TargetInputs,
     TargetRecord,
     record_path,
     recorded_ranks,

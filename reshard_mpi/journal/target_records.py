@@ -7,7 +7,6 @@ made from. `reshard.json`, in the target folder itself, exists only while all ta
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import math
 import os
@@ -23,9 +22,9 @@ from reshard_mpi.filesystem.folders import Folder
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.journal import fields
 from reshard_mpi.journal.fields import DAMAGE, opened_record, read_json, written
-from reshard_mpi.journal.provenance import MAX_NS, Sources
+from reshard_mpi.journal.provenance import MAX_NS, Sources, TargetInputs
 from reshard_mpi.journal.publication import publish_text
-from reshard_mpi.planning.rank_plan import RankPlan, SharedFact, StageDigest
+from reshard_mpi.planning.rank_plan import SharedFact, StageDigest
 from reshard_mpi.planning.source_flaws import PrefixDigest
 from reshard_mpi.sharding.box import Box
 
@@ -48,25 +47,6 @@ _BEHIND_HEAD = b', "read_ranks": '
 _KEPT = ("digest", "rank", "file", "size_bytes", "modified_ns", "announced")
 # In which file systems and archives keep times: nanoseconds to two seconds.
 _STEPS_NS = (1, 100, 1000, 10**6, 10**9, 2 * 10**9)
-
-
-class TargetInputs(NamedTuple):
-    """What one target was made from, to be compared with what other targets were made from."""
-
-    # the source ranks that its tensors come from. shared_facts: as in its plan, and which of several checkpoints the
-    # source is.
-    read_ranks: tuple[int, ...]
-    held: StageDigest
-    shared_facts: tuple[SharedFact, ...]
-    prefix_digests: tuple[PrefixDigest, ...]
-    sources: Sources = Sources()  # their files, as they were when it was planned
-    texts: str = ""  # digest of the strings it holds. The other fields are as in its plan.
-
-    @classmethod
-    def of(cls, plan: RankPlan, sources: Sources, of_choice: tuple[SharedFact, ...] = ()) -> TargetInputs:
-        """Return the evidence of a planned target. of_choice: which of several checkpoints the source is."""
-        moments = (*of_choice, *plan.shared_facts)
-        return cls(plan.read_ranks, plan.held, moments, plan.prefix_digests, sources, digest_of_texts(plan.strings))
 
 
 class TensorSum(NamedTuple):
@@ -237,11 +217,6 @@ class TargetRecord(NamedTuple):
             raise ValueError("two sums of one tensor")
         besides = fields.sha256(facts["besides"]) if "besides" in facts else ""
         return cls(*head[:4], evidence, sums, head.announced, besides, head.modified_ns)
-
-
-def digest_of_texts(strings: Mapping[str, str]) -> str:
-    """Return a digest of the strings of a shard."""
-    return hashlib.sha256(json.dumps(strings, sort_keys=True).encode()).hexdigest()
 
 
 def run_path(state: Path) -> Path:

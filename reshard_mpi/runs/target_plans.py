@@ -11,8 +11,8 @@ from reshard_mpi.checkpoints.discovery import strangers
 from reshard_mpi.checkpoints.opening import moments_of
 from reshard_mpi.errors import ReshardError, ShardError
 from reshard_mpi.journal.commit import EarlierTarget
+from reshard_mpi.journal.provenance import TargetInputs
 from reshard_mpi.journal.target_journal import Journal
-from reshard_mpi.journal.target_records import TargetInputs
 from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.planning.source_flaws import named, warnings_of
 from reshard_mpi.processes.comm import Comm

@@ -24,9 +24,9 @@ from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import ShardIdentity
 from reshard_mpi.formats.protocol import seal_file
 from reshard_mpi.formats.safetensors import huggingface as safetensors_index
-from reshard_mpi.journal.provenance import FileState, Sources
+from reshard_mpi.journal.provenance import FileState, Sources, TargetInputs, digest_of_texts
 from reshard_mpi.journal.run_records import RunIdentity
-from reshard_mpi.journal.target_records import TargetInputs, TargetRecord, TensorSum, digest_of_texts
+from reshard_mpi.journal.target_records import TargetRecord, TensorSum
 from reshard_mpi.planning.rank_plan import SharedFact, StageDigest
 from reshard_mpi.planning.source_flaws import PrefixDigest
 from reshard_mpi.sharding import mindspore_json, mindspore_layouts, strategy_table, toml_spec

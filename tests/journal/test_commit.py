@@ -43,10 +43,11 @@ from reshard_mpi.errors import ReshardError, TargetError
 from reshard_mpi.journal import commit as journal_commit
 from reshard_mpi.journal import run_status as committing
 from reshard_mpi.journal.commit import commit_if_complete
+from reshard_mpi.journal.provenance import TargetInputs
 from reshard_mpi.journal.run_records import RunIdentity
 from reshard_mpi.journal.run_status import commit
 from reshard_mpi.journal.target_journal import Journal
-from reshard_mpi.journal.target_records import TargetInputs, TargetRecord
+from reshard_mpi.journal.target_records import TargetRecord
 from reshard_mpi.planning.rank_plan import StageDigest
 from reshard_mpi.planning.source_flaws import Differences
 from reshard_mpi.runs import transform as transforming
