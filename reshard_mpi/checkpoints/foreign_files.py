@@ -17,7 +17,7 @@ from reshard_mpi.errors import SourceError
 from reshard_mpi.filesystem import stores
 from reshard_mpi.filesystem.stores import FolderEntry
 from reshard_mpi.formats.files import is_file_name
-from reshard_mpi.journal.target_records import STATE
+from reshard_mpi.journal.fields import STATE
 
 # Files that name the folder of the latest save, as DeepSpeed and its converter write them.
 _TRACKERS = ("latest", "latest_universal")

@@ -1,10 +1,11 @@
-"""Read the JSON of records and check their plain values, which anybody may have written (`read_json`)."""
+"""Name the files of records in a target folder, read their JSON and check its fields (`record_path`, `read_json`)."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
+import re
 import stat
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path, PurePosixPath
@@ -12,6 +13,28 @@ from typing import Any, BinaryIO, NamedTuple, NoReturn, TypeVar
 
 from reshard_mpi.errors import TargetError
 from reshard_mpi.text import format_bytes
+
+STATE = ".reshard_mpi"
+COMMIT_RECORD = "reshard.json"
+_RECORD = re.compile(r"rank_(0|[1-9][0-9]{0,7})\.json")
+
+
+def run_path(state: Path) -> Path:
+    return state / "run.json"
+
+
+def record_path(state: Path, target_rank: int) -> Path:
+    return state / f"rank_{target_rank}.json"
+
+
+def recorded_ranks(state: Path) -> list[int]:
+    """Return the target ranks that have records, ascending."""
+    try:
+        names = [entry.name for entry in state.iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(int(match[1]) for match in map(_RECORD.fullmatch, names) if match)
+
 
 T = TypeVar("T")
 

@@ -24,15 +24,12 @@ from reshard_mpi.journal.fields import DAMAGE, RUN_ROOM, read_json
 from reshard_mpi.journal.provenance import MAX_NS
 from reshard_mpi.journal.publication import publish_text, remove_stale
 from reshard_mpi.journal.target_records import (
-    COMMIT_RECORD,
     MAX_RANKS,
     MAX_TENSOR_BYTES,
-    STATE,
     RecordHead,
     checked_file,
     checked_rank,
     checked_sum,
-    run_path,
 )
 from reshard_mpi.options import COUNT, FLAG, MAPS, OPTIONS, PATH, SIZE, TEXT, TEXTS, Kind
 from reshard_mpi.sharding.json_checks import MAX_FILE_BYTES

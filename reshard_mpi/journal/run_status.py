@@ -15,11 +15,12 @@ from reshard_mpi.errors import SourceError, TargetError, TransformError
 from reshard_mpi.filesystem.folders import holders, try_lock
 from reshard_mpi.filesystem.paths import require_replaceable
 from reshard_mpi.journal.commit import NOT_WRITTEN, Committed, commit_locked, complete_record, opened_to_commit, ranges
+from reshard_mpi.journal.fields import COMMIT_RECORD, STATE, recorded_ranks, run_path
 from reshard_mpi.journal.publication import is_partial
 from reshard_mpi.journal.run_records import CommitRecord, RunIdentity, committed_times
 from reshard_mpi.journal.target_journal import COMMIT_LOCK
 from reshard_mpi.journal.target_places import uncommit
-from reshard_mpi.journal.target_records import COMMIT_RECORD, STATE, RecordHead, TargetRecord, recorded_ranks, run_path
+from reshard_mpi.journal.target_records import RecordHead, TargetRecord
 from reshard_mpi.text import format_bytes
 
 # Committing takes moments: a process that is in the way for longer is stopped, or one of many that write all the time.

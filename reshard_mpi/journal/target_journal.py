@@ -34,7 +34,7 @@ from reshard_mpi.filesystem.folders import (
     wait_for_lock,
 )
 from reshard_mpi.filesystem.paths import require_replaceable
-from reshard_mpi.journal.fields import read_json
+from reshard_mpi.journal.fields import COMMIT_RECORD, STATE, read_json, record_path, run_path
 from reshard_mpi.journal.provenance import TargetInputs
 from reshard_mpi.journal.publication import (
     Publication,
@@ -61,15 +61,7 @@ from reshard_mpi.journal.target_places import (
     target_folder,
     uncommit,
 )
-from reshard_mpi.journal.target_records import (
-    COMMIT_RECORD,
-    STATE,
-    RecordHead,
-    TargetRecord,
-    TensorSum,
-    record_path,
-    run_path,
-)
+from reshard_mpi.journal.target_records import RecordHead, TargetRecord, TensorSum
 
 # Between attempts to take a lock that others have for an instant, to see whether it is held.
 _NAP_SECONDS = 0.002

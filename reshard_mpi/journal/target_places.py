@@ -19,6 +19,7 @@ from reshard_mpi import formats
 from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.folders import Folder, Say, close, make_folders
 from reshard_mpi.filesystem.paths import described, require_replaceable
+from reshard_mpi.journal.fields import COMMIT_RECORD, STATE, record_path, recorded_ranks
 from reshard_mpi.journal.provenance import TargetInputs
 from reshard_mpi.journal.publication import (
     Publication,
@@ -29,14 +30,7 @@ from reshard_mpi.journal.publication import (
     stale_bytes,
 )
 from reshard_mpi.journal.run_records import RunIdentity
-from reshard_mpi.journal.target_records import (
-    COMMIT_RECORD,
-    STATE,
-    RecordHead,
-    TargetRecord,
-    record_path,
-    recorded_ranks,
-)
+from reshard_mpi.journal.target_records import RecordHead, TargetRecord
 from reshard_mpi.processes.host import host_name
 
 

@@ -10,7 +10,6 @@ import contextlib
 import json
 import math
 import os
-import re
 import stat
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,15 +20,13 @@ from reshard_mpi.errors import DamageError
 from reshard_mpi.filesystem.folders import Folder
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.journal import fields
-from reshard_mpi.journal.fields import DAMAGE, opened_record, read_json, written
+from reshard_mpi.journal.fields import COMMIT_RECORD, DAMAGE, opened_record, read_json, record_path, written
 from reshard_mpi.journal.provenance import MAX_NS, Sources, TargetInputs
 from reshard_mpi.journal.publication import publish_text
 from reshard_mpi.planning.rank_plan import SharedFact, StageDigest
 from reshard_mpi.planning.source_flaws import PrefixDigest
 from reshard_mpi.sharding.box import Box
 
-STATE = ".reshard_mpi"
-COMMIT_RECORD = "reshard.json"
 # No tensor has as many bytes, and sums of as many cannot be put together.
 MAX_TENSOR_BYTES = 1 << 62
 # As many as a strategy can have.
@@ -39,7 +36,6 @@ _MAX_DIMENSIONS = 64
 # 150 bytes for each tensor with a sum, and 80 for each file that a target was made from: 10 MiB with as many tensors as
 # a shard can have.
 TARGET_ROOM = fields.RecordLimits(64 << 20, 384 << 20)
-_RECORD = re.compile(r"rank_(0|[1-9][0-9]{0,7})\.json")
 _SUM_DIGITS = 8
 # The head of a record with the longest path, and the bytes that follow it.
 _MAX_HEAD_BYTES = 32 << 10
@@ -217,23 +213,6 @@ class TargetRecord(NamedTuple):
             raise ValueError("two sums of one tensor")
         besides = fields.sha256(facts["besides"]) if "besides" in facts else ""
         return cls(*head[:4], evidence, sums, head.announced, besides, head.modified_ns)
-
-
-def run_path(state: Path) -> Path:
-    return state / "run.json"
-
-
-def record_path(state: Path, target_rank: int) -> Path:
-    return state / f"rank_{target_rank}.json"
-
-
-def recorded_ranks(state: Path) -> list[int]:
-    """Return the target ranks that have records, ascending."""
-    try:
-        names = [entry.name for entry in state.iterdir()]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    return sorted(int(match[1]) for match in map(_RECORD.fullmatch, names) if match)
 
 
 def checked_rank(value: Any) -> int:

@@ -19,6 +19,7 @@ from reshard_mpi.engine.open_files import Files, OnBytes
 from reshard_mpi.engine.sums import Span, held_tensor, sum_of_whole, sum_shard, sum_sources, sum_tensors, takes_numpy
 from reshard_mpi.errors import DamageError, DisagreementError, ReshardError, ShardError, as_reshard_error
 from reshard_mpi.formats.manifest import Manifest, TensorSpec
+from reshard_mpi.journal.fields import COMMIT_RECORD, STATE
 from reshard_mpi.journal.run_records import CommitRecord, RunIdentity
 from reshard_mpi.journal.source_records import (
     RecordFinder,
@@ -28,7 +29,7 @@ from reshard_mpi.journal.source_records import (
     fits_record,
     require_one_run,
 )
-from reshard_mpi.journal.target_records import COMMIT_RECORD, STATE, TensorSum, sums_of_wholes
+from reshard_mpi.journal.target_records import TensorSum, sums_of_wholes
 from reshard_mpi.planning.rank_plan import Limits, RankPlan, TensorPlan
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.planning.tensor_names import is_partial_sum
