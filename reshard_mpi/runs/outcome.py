@@ -250,6 +250,11 @@ T = TypeVar("T")
 EXPECTED = (ReshardError, OSError, MemoryError)
 
 
+def record_of(kind: Callable[[Outcome], T], value: T | Outcome) -> T:
+    """Return `value` as a record of `kind`; an outcome, of a process that failed or died, as a record of that alone."""
+    return kind(value) if isinstance(value, Outcome) else value
+
+
 def attempt(do: Callable[[], T], comm: Comm, rank: int | None = None, path: Path | None = None) -> T | Outcome:
     """Return what `do` returns; if it raises an expected error, an outcome with that as a failure of this process.
 

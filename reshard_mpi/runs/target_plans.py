@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property, partial
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints.discovery import strangers
@@ -16,9 +17,8 @@ from reshard_mpi.journal.target_journal import Journal
 from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.planning.source_flaws import named, warnings_of
 from reshard_mpi.processes.comm import Comm
-from reshard_mpi.runs.messages import PlanReport, Totals, record_of
 from reshard_mpi.runs.open_run import Run, open_run
-from reshard_mpi.runs.outcome import Outcome, TargetReport, attempt
+from reshard_mpi.runs.outcome import Outcome, TargetReport, attempt, merge, record_of
 from reshard_mpi.runs.overlap import refuse_removing
 from reshard_mpi.runs.preflight import (
     SpaceEstimate,
@@ -37,10 +37,58 @@ from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.run_memory import MAX_KEPT_PLANS, MAX_KEPT_PLANS_BYTES, RunMemory
 from reshard_mpi.runs.scheduling import divide, target_weights
 
+if TYPE_CHECKING:
+    from reshard_mpi.planning.rank_plan import SharedFact, StageDigest
+    from reshard_mpi.planning.replicas import ReplicaGroup
+    from reshard_mpi.planning.source_flaws import Differing, PrefixDigest
+    from reshard_mpi.planning.tensor_names import Sums
+
 OnPlanned = Callable[[Run, RankPlan, int], None]
 _NOT_VERIFIED = (
     "targets that were complete already were not verified when they were made: reshard-mpi verify SRC DST does it now"
 )
+
+
+class Totals(NamedTuple):
+    """How much is to be written: payload bytes, and targets. ready: how many targets are complete already."""
+
+    size_bytes: int = 0
+    targets: int = 0
+    ready: int = 0
+
+
+class PlanReport(NamedTuple):
+    """A process's plans, sent to all others before anything is written."""
+
+    outcome: Outcome = Outcome()  # notes, warnings, and failures that refuse the run
+    # shared_facts, held, prefix_digests: what targets must have in common (see `RankPlan`)
+    shared_facts: tuple[SharedFact, ...] = ()
+    held: tuple[StageDigest, ...] = ()
+    prefix_digests: tuple[PrefixDigest, ...] = ()
+    differing: tuple[Differing, ...] = ()  # what shards do not hold alike
+    alike: tuple[ReplicaGroup, ...] = ()  # copies that must be the same
+    space_needs: tuple[SpaceNeed, ...] = ()
+    due: Totals = Totals()  # what it leads the writing of
+    sums: tuple[Sums, ...] = ()  # the accumulated gradients of its targets
+
+    @classmethod
+    def of(cls, plan: RankPlan) -> PlanReport:
+        """Return what there is to tell of the plan of one target."""
+        held, differences = (plan.held,), (plan.prefix_digests, plan.differing, plan.alike)
+        return cls(Outcome.of(plan), plan.shared_facts, held, *differences, sums=plan.sums)
+
+    def joined(self, others: Iterable[PlanReport]) -> PlanReport:
+        """Join this and the `others`; of digests of the same, the first is kept."""
+        parts = [self, *others]
+        merged = merge(parts)
+        held = {(digest.stage, digest.digest): digest for digest in reversed(merged.held)}
+        prefix_digests = {(digest.name, digest.digest): digest for digest in reversed(merged.prefix_digests)}
+        return merged._replace(
+            outcome=self.outcome.joined(part.outcome for part in parts[1:]),
+            held=tuple(held.values()),
+            prefix_digests=tuple(prefix_digests.values()),
+            due=Totals(*map(sum, zip(*(part.due for part in parts)))),
+        )
 
 
 class TargetPlans:

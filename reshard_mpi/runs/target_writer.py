@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import pickle
 import time
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
@@ -14,6 +16,7 @@ from reshard_mpi import formats
 from reshard_mpi.engine.open_files import OnBytes, sync_and_drop_cache
 from reshard_mpi.engine.shard_transfer import Span, write_shard
 from reshard_mpi.errors import DisagreementError, ShardError, TransformError, told
+from reshard_mpi.filesystem.folders import FileIdentity
 from reshard_mpi.filesystem.stores import SourceFile
 from reshard_mpi.formats.files import digest_besides
 from reshard_mpi.formats.manifest import Manifest
@@ -23,8 +26,7 @@ from reshard_mpi.journal.target_places import require_unchanged
 from reshard_mpi.journal.target_records import TensorSum
 from reshard_mpi.planning.rank_plan import Limits, RankPlan
 from reshard_mpi.processes.comm import Comm
-from reshard_mpi.runs.messages import Filled, FillReport, Reserved, Verified, record_of
-from reshard_mpi.runs.outcome import Failure, Outcome, Overflow, TargetReport, attempt, joined
+from reshard_mpi.runs.outcome import Failure, Outcome, Overflow, TargetReport, attempt, joined, merge, record_of
 from reshard_mpi.runs.progress import Progress
 from reshard_mpi.runs.run_memory import RunMemory
 from reshard_mpi.runs.scheduling import TargetSlice
@@ -51,6 +53,56 @@ def _not_as_meant(path: str, got: str) -> TransformError:
         where=path,
         remedy="look for a failing disk or memory, and run the same command with --resume",
     )
+
+
+class Reserved(NamedTuple):
+    """A target that several processes are going to fill: its file exists, with everything but the payloads."""
+
+    rank: int
+    packed: bytes  # its manifest, compressed, since each process gets it of all targets and needs few
+    identity: FileIdentity  # of the file
+
+    @classmethod
+    def of(cls, rank: int, manifest: Manifest, identity: FileIdentity) -> Reserved:
+        return cls(rank, zlib.compress(pickle.dumps(manifest), level=1), identity)
+
+    def manifest(self) -> Manifest:
+        """Return the manifest of the file, with the place of each tensor."""
+        manifest: Manifest = pickle.loads(zlib.decompress(self.packed))
+        return manifest
+
+
+class Filled(NamedTuple):
+    """One process's share of a target that has been filled."""
+
+    rank: int
+    requested_bytes: int
+    mapped_bytes: int
+    seconds: float
+    waited_seconds: float
+    overflows: tuple[Overflow, ...] = ()
+
+
+class Verified(NamedTuple):
+    """One process's share of a target that has been read back and compared with its sources. sums: of the tensors."""
+
+    rank: int
+    sums: tuple[TensorSum, ...]
+    waited_seconds: float
+
+
+class FillReport(NamedTuple):
+    """A process's results on shared targets so far. outcome: with its failures."""
+
+    outcome: Outcome = Outcome()
+    reserved: tuple[Reserved, ...] = ()
+    filled: tuple[Filled, ...] = ()
+    verified: tuple[Verified, ...] = ()
+
+    def joined(self, others: Iterable[FillReport]) -> FillReport:
+        """Return this and the `others`, of the same process, as one."""
+        parts = [self, *others]
+        return merge(parts)._replace(outcome=self.outcome.joined(part.outcome for part in parts[1:]))
 
 
 def fill_file(

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, reduce
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from reshard_mpi.checkpoints.compare_replicas import compare, comparing_bytes
 from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, ShardError, TransformError
@@ -35,17 +35,23 @@ from reshard_mpi.planning.source_flaws import UnusableShard, between_targets, di
 from reshard_mpi.planning.strategy_check import NO_DRIFT, Drift, drift_warning, require_no_drift
 from reshard_mpi.planning.tensor_names import Accumulated, note_on_none
 from reshard_mpi.processes.comm import Comm
-from reshard_mpi.runs.messages import ComparisonReport, PlanReport, record_of
-from reshard_mpi.runs.outcome import Outcome, attempt
+from reshard_mpi.runs.outcome import Outcome, attempt, record_of
 from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.runs.preflight import require_room
 from reshard_mpi.runs.progress import CLOSED, MOVED, PHASES, Progress, SliceCounter, Stage
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.run_memory import RunMemory, Workload, checking_bytes
-from reshard_mpi.runs.target_plans import TargetPlans
+from reshard_mpi.runs.target_plans import PlanReport, TargetPlans
 from reshard_mpi.runs.target_writer import Writer
 
 T = TypeVar("T")
+
+
+class ComparisonReport(NamedTuple):
+    """The result of comparing copies in one process."""
+
+    lost: tuple[UnusableShard, ...]  # source shards that could not be read
+    drift: Drift  # tensors that differ from rank to rank
 
 
 def convert(
