@@ -6,8 +6,10 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import itertools
 import math
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -30,6 +32,10 @@ TESTS_FOLDER = str(Path(__file__).parent)
 RANKS_FOLDER = Path(__file__).parent / "ranks"
 IN_MEMORY = Path("/dev/shm")
 _ROOM_BYTES = 2 << 30  # many times what the quick part takes
+_FAST = "RESHARD_MPI_TEST_FAST_FOLDER"
+_MEMORY = pytest.StashKey[Path]()  # of a run of the whole suite: its folder in memory
+_PLACE = pytest.StashKey[Path | None]()  # of a test: where its files are, if not where pytest has them
+_NUMBERS = itertools.count()
 
 # Cases build whole checkpoints, so one example may well take longer than hypothesis likes. A continuous integration
 # run draws the same examples every time: it judges the change, while developers' runs look for what is still hidden.
@@ -42,9 +48,9 @@ settings.load_profile(_PROFILE)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.option.markexpr == "not slow":
+    _keep_files_in_memory(config)
+    if _is_quick(config):
         settings.load_profile("quick")
-        _keep_files_in_memory(config)
     # Else every process that a test starts would compile all of the package again, which takes as long as what it does.
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -57,19 +63,45 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def _is_quick(config: pytest.Config) -> bool:
+    return config.option.markexpr == "not slow"
+
+
 def _keep_files_in_memory(config: pytest.Config) -> None:
     """Put temporary files where nobody waits for a disk, unless the user names a place for them.
 
-    The whole suite has them on the disk, as users have their checkpoints.
+    A small conversion waits for the disk several times as long as it computes. In the whole suite what is about files
+    and memory has its files on the disk where it starts processes, as users have their checkpoints.
     """
-    is_named = config.option.basetemp or {"TMPDIR", "PYTEST_DEBUG_TEMPROOT"} & os.environ.keys()
-    if is_named or not IN_MEMORY.is_dir():
+    if not hasattr(config, "workerinput"):  # what starts the processes that test decides for them
+        is_named = config.option.basetemp or {"TMPDIR", "PYTEST_DEBUG_TEMPROOT"} & os.environ.keys()
+        os.environ[_FAST] = str(IN_MEMORY) if not is_named and _has_room(IN_MEMORY) else ""
+    if not os.environ[_FAST]:
         return
-    found = os.statvfs(IN_MEMORY)
-    runs_programs = not found.f_flag & os.ST_NOEXEC  # some tests write programs, and containers often forbid it there
-    if runs_programs and found.f_bavail * found.f_frsize >= _ROOM_BYTES:
-        os.environ["TMPDIR"] = str(IN_MEMORY)
+    if _is_quick(config):
+        os.environ["TMPDIR"] = os.environ[_FAST]
         tempfile.tempdir = None  # else what was found before is kept
+    else:
+        folder = tempfile.TemporaryDirectory(dir=os.environ[_FAST])
+        config.add_cleanup(folder.cleanup)
+        config.stash[_MEMORY] = Path(folder.name)
+
+
+def _has_room(folder: Path) -> bool:
+    if not folder.is_dir():
+        return False
+    found = os.statvfs(folder)
+    runs_programs = not found.f_flag & os.ST_NOEXEC  # some tests write programs, and containers often forbid it there
+    return runs_programs and found.f_bavail * found.f_frsize >= _ROOM_BYTES
+
+
+@pytest.hookimpl(tryfirst=True)  # before any fixture asks for a folder
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Choose where the test has its files, also those that it makes itself."""
+    memory = item.config.stash.get(_MEMORY, None)
+    item.stash[_PLACE] = place = None if _needs_disk(item) else memory
+    if memory is not None:
+        tempfile.tempdir = place and str(place)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -83,6 +115,8 @@ _PEERS = ("mindspore", "torch")
 _SLOW_FIXTURES = {"mpi", "mpirun", "slurm", "mindspore"}
 # Modules of single tests that take longest.
 _LONG_MODULES = {"test_wheel", "test_memory", "test_control_groups", "test_pages"}
+# Rooms whose tests that start processes have their files on the disk.
+_ON_DISK = {"engine", "filesystem", "processes", "runs", "tests"}
 # What starts a process, or has one started, by the names of the functions.
 _STARTERS = {"run_command", "measure_peak", "run_ranks", "Popen", "mpirun_command"}
 
@@ -119,10 +153,19 @@ def _is_slow(item: pytest.Item) -> bool:
     if _SLOW_FIXTURES & set(getattr(item, "fixturenames", ())) or any(map(item.get_closest_marker, _PEERS)):
         return True
     callspec = getattr(item, "callspec", None)
-    if callspec is None:
-        return False
     # A variant that is made by local processes has one that is made by one alone.
-    return "jobs" in callspec.id.split("-") or _starts_processes(getattr(item, "function", None))
+    return callspec is not None and ("jobs" in callspec.id.split("-") or _has_processes(item))
+
+
+def _needs_disk(item: pytest.Item) -> bool:
+    """Tell whether a test is about files as such, about memory, which files in memory take too, or about hosts."""
+    return (item.path.parent.name in _ON_DISK and _has_processes(item)) or "slurm" in getattr(item, "fixturenames", ())
+
+
+def _has_processes(item: pytest.Item) -> bool:
+    """Tell whether a test starts processes, itself or by a fixture of those that do."""
+    starts = _starts_processes(getattr(item, "function", None))
+    return starts or not _SLOW_FIXTURES.isdisjoint(getattr(item, "fixturenames", ()))
 
 
 @functools.cache
@@ -169,6 +212,21 @@ def _one_core() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "sched_getaffinity", lambda _: {0})
         yield
+
+
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder for the test, kept if that fails. (pytest's own looks through all that are there, for a number.)"""
+    kept = tmp_path_factory.getbasetemp()
+    place = request.node.stash[_PLACE] or kept
+    folder = place / f"test_{next(_NUMBERS)}"
+    folder.mkdir(0o700)
+    failures = request.session.testsfailed
+    yield folder
+    if request.session.testsfailed == failures:
+        shutil.rmtree(folder, ignore_errors=True)
+    elif place is not kept:
+        shutil.move(folder, kept)
 
 
 @pytest.fixture
