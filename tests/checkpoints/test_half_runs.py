@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -84,9 +85,10 @@ def spec(folder: Path) -> Path:
     return folder / "rows.toml"
 
 
-@pytest.mark.parametrize("verify", few(1, [True, False]))
-@pytest.mark.parametrize("first", few(1, ["ours", "of others"]))
-@pytest.mark.parametrize("form", ["hf", "hdf5", "dcp", "safetensors"])
+@pytest.mark.parametrize(
+    ("form", "first", "verify"),
+    few(4, one_at_a_time(["hf", "hdf5", "dcp", "safetensors"], ["ours", "of others"], [True, False])),
+)
 def test_half_replaced_targets_are_no_checkpoint(tmp_path: Path, form: str, first: str, verify: bool) -> None:
     out = tmp_path / "out"
     cut: dict[str, Any] = {"max_shard_size": 260} if form == "hf" else {"dst_strategy": spec(tmp_path)}
@@ -157,9 +159,14 @@ def refuses(out: Path, strategy: Path | None) -> None:
     assert not out.with_name("again").exists()
 
 
-@pytest.mark.parametrize("verify", few(1, ["neither", "older, newer", "older", "newer"]))
-@pytest.mark.parametrize("state", ["of another run", "of another state of the source"])
-@pytest.mark.parametrize("form", FORMS)
+STATES = ("of another run", "of another state of the source")
+HALF_RUNS = [
+    *itertools.product(FORMS, STATES, ("neither",)),
+    *itertools.product(("hf", "ckpt"), STATES, ("older, newer", "older", "newer")),
+]
+
+
+@pytest.mark.parametrize(("form", "state", "verify"), few(12, HALF_RUNS))
 def test_a_half_finished_run_copied_over_a_committed_one(tmp_path: Path, form: str, state: str, verify: str) -> None:
     """The commit record of the older one stays there."""
     out, new, options, strategy = tmp_path / "out", tmp_path / "new", *of(form, tmp_path)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support.command_line import done, refused, run_here
 from support.conversions import Conversion, listing, make
-from support.examples import few
+from support.examples import few, one_at_a_time
 from support.processes import Finished
 
 import reshard_mpi
@@ -100,8 +100,9 @@ OUTPUTS = [
 ]
 
 
-@pytest.mark.parametrize("obstacle", few(2, OBSTACLES))
-@pytest.mark.parametrize("output", OUTPUTS)
+@pytest.mark.parametrize(
+    ("output", "obstacle"), [*one_at_a_time(OUTPUTS, OBSTACLES), *((a_lock, name) for name in [*OBSTACLES][1:])]
+)
 def test_only_files_are_replaced(
     c: Conversion, tmp_path: Path, output: Callable[[Conversion], tuple[Path, Callable[[], Finished]]], obstacle: str
 ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import count, permutations
+from itertools import count, permutations, product
 from pathlib import Path
 from typing import Any
 
@@ -81,11 +81,14 @@ def swapping(folder: Path, model: str, *, has_state: bool) -> Path:
     return folder / "map.toml"
 
 
-@pytest.mark.parametrize("between", few(1, ["dcp", "safetensors", ""]))
-@pytest.mark.parametrize("like", [False, True])
-@pytest.mark.parametrize("model", few(1, ["model", ""]))
-@pytest.mark.parametrize("has_state", [True, False])
-@pytest.mark.parametrize("is_flat", [True, False])
+EITHER = (True, False)
+WAYS = [
+    *product(("dcp",), ("model", ""), EITHER, EITHER, EITHER),
+    *product(("safetensors", ""), ("model",), EITHER, EITHER, (False,)),
+]
+
+
+@pytest.mark.parametrize(("between", "model", "has_state", "is_flat", "like"), few(8, WAYS))
 def test_settings_go_with_their_parameter(
     tmp_path: Path, is_flat: bool, has_state: bool, model: str, like: bool, between: str
 ) -> None:
