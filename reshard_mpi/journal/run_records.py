@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from reshard_mpi import formats
 from reshard_mpi.filesystem.folders import Folder
 from reshard_mpi.journal import fields
-from reshard_mpi.journal.fields import DAMAGE, RUN_ROOM, read_json
+from reshard_mpi.journal.fields import COMMIT_RECORD, DAMAGE, RUN_ROOM, STATE, read_json, run_path
 from reshard_mpi.journal.provenance import MAX_NS
 from reshard_mpi.journal.publication import publish_text, remove_stale
 from reshard_mpi.journal.target_records import (

@@ -18,15 +18,7 @@ from reshard_mpi.journal.commit import changed_index_files
 from reshard_mpi.journal.fields import COMMIT_RECORD, STATE, record_path, recorded_ranks
 from reshard_mpi.journal.provenance import digest_of_texts, require_one_state, require_same_sources
 from reshard_mpi.journal.run_records import CommitRecord, RunIdentity, committed_times
-from reshard_mpi.journal.target_records import (
-    COMMIT_RECORD,
-    STATE,
-    RecordHead,
-    TargetRecord,
-    TensorSum,
-    record_path,
-    recorded_ranks,
-)
+from reshard_mpi.journal.target_records import RecordHead, TargetRecord, TensorSum
 from reshard_mpi.planning.source_flaws import ModifiedShard
 from reshard_mpi.sharding.placement import Shape
 
