@@ -201,6 +201,7 @@ def _of_one_run(files: ShardFiles) -> ShardFiles:
         return files
     from reshard_mpi.journal.source_records import require_one_run
 
+    files.look(*files.shards)  # one that is replaced after this is noticed
     run = require_one_run(files.by_target_rank, files.path)
     return files if run is None else files._replace(modified=run.modified)
 

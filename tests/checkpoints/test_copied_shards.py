@@ -14,6 +14,8 @@ from support.command_line import run_here
 from support.examples import few, one_at_a_time
 
 import reshard_mpi
+from reshard_mpi.checkpoints import opening
+from reshard_mpi.checkpoints.discovery import ShardFiles
 from reshard_mpi.errors import ReshardError
 
 FORMS = ["safetensors", "hdf5", "ckpt", "torch", "dcp", "hf"]
@@ -126,3 +128,22 @@ def test_a_copy_of_the_whole_folder_is_no_doubt(tmp_path: Path, form: str, first
         copied_in_order(out, tmp_path / "copy", first)
     report = reshard_mpi.transform(tmp_path / "copy", tmp_path / "again", strategy_of(form, tmp_path), strict=True)
     assert not report.warnings
+
+
+@pytest.mark.parametrize("form", few(2, FORMS))
+def test_a_shard_that_is_replaced_when_records_have_been_looked_at(
+    tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planning takes minutes where there are thousands of ranks, and the first look at a shard comes only then."""
+    out, others = made(tmp_path, "ours", form, 1), made(tmp_path, "others", form, 2)
+    check = opening._of_one_run
+
+    def then_replaced(files: ShardFiles) -> ShardFiles:
+        files = check(files)
+        shards(others)[1].replace(shards(out)[1])
+        return files
+
+    monkeypatch.setattr(opening, "_of_one_run", then_replaced)
+    with pytest.raises(ReshardError):
+        reshard_mpi.transform(out, tmp_path / "again", strategy_of(form, tmp_path), to="safetensors", jobs=1)
+    assert not list((tmp_path / "again").glob("rank_*/*"))
