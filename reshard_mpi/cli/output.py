@@ -42,6 +42,8 @@ def may_be_report(path: str, target: str) -> bool:
     real, commit_record = Path(os.path.realpath(path)), Path(os.path.realpath(target), COMMIT_RECORD)
     if formats.name_of(path) or real == commit_record or STATE in real.parts or not is_replaceable(real):
         return False
+    if real.parent == commit_record.parent and formats.is_mark(real.name):
+        return False
     if not os.access(real, os.F_OK):
         return os.access(real.parent, os.W_OK | os.X_OK) and real.parent.is_dir()
     return os.access(real, os.R_OK | os.W_OK) and _is_report(real)
@@ -54,6 +56,8 @@ def in_the_way_of(report: Path) -> str:
     lies_there, folder = described(report), report.parent
     if lies_there != "nothing":
         return lies_there
+    if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK):
+        return "the name of a file that a checkpoint has"
     return "a folder that takes no file of yours" if folder.is_dir() else f"no folder {folder}"
 
 

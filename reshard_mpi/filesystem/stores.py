@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 StrPath = str | os.PathLike[str]
 # Nothing lies at a path that leads to one of these errors; after others that is not known.
-_NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+_NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 
 class FileVersion(NamedTuple):
@@ -185,13 +185,13 @@ def is_folder(path: StrPath) -> bool:
 
 def is_taken(path: StrPath) -> bool:
     """Tell whether something is called so, be it a link that leads nowhere."""
-    return os.path.lexists(path)
+    return _mode(path, follow_link=False) != 0
 
 
-def _mode(path: StrPath) -> int:
+def _mode(path: StrPath, *, follow_link: bool = True) -> int:
     """Return the mode of what lies at `path`; 0 for nothing."""
     try:
-        return os.stat(path).st_mode
+        return os.stat(path, follow_symlinks=follow_link).st_mode
     except ValueError:  # what can be no path
         return 0
     except OSError as error:

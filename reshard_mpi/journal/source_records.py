@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import DamageError, DisagreementError
 from reshard_mpi.filesystem.paths import rank_of_folder, real_path
-from reshard_mpi.filesystem.stores import FileCutShortError
+from reshard_mpi.filesystem.stores import FileCutShortError, is_taken
 from reshard_mpi.formats.files import digest_besides, opened
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
@@ -66,7 +66,7 @@ class RecordFinder:
                 continue
             place = record_path(folder / STATE, rank)
             head = head if rank == likely_rank else RecordHead.read(folder / STATE, rank)
-            if head is None and os.path.lexists(place) and not place.is_symlink():  # a link is to the true one
+            if head is None and is_taken(place) and not place.is_symlink():  # a link is to the true one
                 return FoundHead(place, None)
             if head is not None and head.file == file and (head.announced is None or head.is_about(Path(path).stat())):
                 return FoundHead(place, head)

@@ -34,6 +34,7 @@ from reshard_mpi.filesystem.folders import (
     wait_for_lock,
 )
 from reshard_mpi.filesystem.paths import require_replaceable
+from reshard_mpi.filesystem.stores import is_taken
 from reshard_mpi.journal.fields import COMMIT_RECORD, STATE, read_json, record_path, run_path
 from reshard_mpi.journal.provenance import TargetInputs
 from reshard_mpi.journal.publication import (
@@ -42,7 +43,7 @@ from reshard_mpi.journal.publication import (
     publish_text,
     remove_stale,
 )
-from reshard_mpi.journal.run_records import STRATEGY_RECORD, RunIdentity, glob_of, keep_strategy
+from reshard_mpi.journal.run_records import RunIdentity, glob_of, keep_strategy, strategy_of_run
 from reshard_mpi.journal.target_places import (
     leftovers,
     lock_name,
@@ -138,7 +139,7 @@ class Journal:
         """
         require_place(self.folder, path)
         self._refuse_locked(target_rank)
-        if self._overwrite or not os.path.lexists(path):
+        if self._overwrite or not is_taken(path):
             return False
         record = self._record(target_rank)
         complete = record is not None and self._is_in_place(target_rank, path)
@@ -202,7 +203,9 @@ class Journal:
                         uncommit(folder, earlier.format)
                     uncommit(folder, self.identity.format)
                     remove_leftovers(folder, state, self.identity)
-                if self._strategy is not None and (is_new or not (self._state / STRATEGY_RECORD).exists()):
+                if self._strategy is not None and (
+                    is_new or strategy_of_run(self.folder, self.identity.digest) is None
+                ):
                     keep_strategy(state, self.identity.digest, self._strategy())
                 if is_new:
                     publish_text(state, run.name, self.identity.as_text())
@@ -227,6 +230,7 @@ class Journal:
             _commit_lock(state, say),
             target_folder(folder, path) as inner,
         ):
+            self._require_own(state, target_rank, path)
             uncommit(folder, self.identity.format)
             note_replaceable(lock, path)
             record = record_path(self._state, target_rank).name
@@ -260,6 +264,7 @@ class Journal:
     ) -> None:
         """Record that the target is complete as soon as the file with this `status` takes its name."""
         require_unchanged(target_rank, evidence)
+        self._require_own(state, target_rank, path)
         if not self._is_begun():
             raise TargetError(
                 "another run has begun in the target folder since this one did",
@@ -272,6 +277,11 @@ class Journal:
         head = self.identity.digest, target_rank, file, status.st_size
         record = TargetRecord(*head, evidence, tuple(sums), announced, besides, status.st_mtime_ns)
         record.publish(state, synced=False)  # the next is
+
+    def _require_own(self, state: Folder, target_rank: int, path: Path) -> None:
+        """Raise TargetError, without --overwrite, if somebody has saved a file in a target's place since `is_done`."""
+        if not self._overwrite:
+            require_own_target(state, self.folder, target_rank, path)
 
     def _confirm(self, state: Folder, target_rank: int) -> None:
         record = self._record(target_rank)

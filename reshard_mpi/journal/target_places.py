@@ -19,12 +19,12 @@ from reshard_mpi import formats
 from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.folders import Folder, Say, close, make_folders
 from reshard_mpi.filesystem.paths import described, require_replaceable
+from reshard_mpi.filesystem.stores import is_taken
 from reshard_mpi.journal.fields import COMMIT_RECORD, STATE, record_path, recorded_ranks
 from reshard_mpi.journal.provenance import TargetInputs
 from reshard_mpi.journal.publication import (
     Publication,
     partial_path,
-    publish_text,
     remove_stale,
     require_own_stale,
     stale_bytes,
@@ -37,7 +37,7 @@ from reshard_mpi.processes.host import host_name
 def require_writable(folder: Path) -> None:
     """Raise TargetError if `folder` is there but cannot be written to, or cannot be made where it is not."""
     nearest = folder
-    while not os.path.lexists(nearest):
+    while not is_taken(nearest):
         nearest = nearest.parent
     if not nearest.is_dir():
         raise TargetError(
@@ -110,13 +110,11 @@ def require_unchanged(target_rank: int, evidence: TargetInputs) -> None:
 class Unrecorded:
     """Keeps no state: targets are published complete, whatever was there, so identical concurrent runs are harmless.
 
-    The record that another run keeps of a target is removed when the target is replaced. If the folder has an `index`
-    of that name, it is removed before any is.
+    The record that another run keeps of a target is removed when the target is replaced.
     """
 
-    def __init__(self, folder: Path, index: str = "") -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._index = index
 
     def check(self) -> None:
         """Raise TargetError if the folder cannot be written to."""
@@ -134,10 +132,7 @@ class Unrecorded:
         return ()
 
     def begin(self, say: Say = lambda _: None) -> None:
-        if self._index and os.path.lexists(self._folder / self._index):
-            with Folder.open(self._folder) as folder:
-                folder.remove(self._index)
-                folder.sync()
+        pass
 
     @contextlib.contextmanager
     def writing(
@@ -159,11 +154,6 @@ class Unrecorded:
             remove_stale(inner, path.name, host)
             with Publication(inner, path.name, lambda *_: announce(), host=host) as publication:
                 yield publication
-
-    def publish_index(self, text: str) -> None:
-        """Write the index, since all targets are complete."""
-        with Folder.open(self._folder) as folder:
-            publish_text(folder, self._index, text)
 
     def left_bytes(self, path: Path) -> int:
         """Return how much space stale partial files of a target take, which is free again when it is begun."""
@@ -213,6 +203,8 @@ def require_own_target(state: Folder | None, folder: Path, target_rank: int, pat
         state: the open folder of the records; None if there is none.
         folder: the target folder.
     """
+    if not is_taken(path):
+        return
     record = None if state is None else RecordHead.read(state.path, target_rank)
     if state is not None and (
         _is_explained(record, state, folder, target_rank, path) or _is_noted(state, target_rank, path)
@@ -256,12 +248,12 @@ def require_own_index(folder: Path, state: Path, identity: RunIdentity, is_begun
             since another process may begin the run, and end it, meanwhile.
     """
     for name in formats.info(identity.format).index_files:
-        if os.path.lexists(folder / name):
+        if is_taken(folder / name):
             is_own = is_begun() and own_index_files(folder, state, identity)
             # It is looked for again: another process may have begun to make a target anew, and removed it.
-            if not is_own and os.path.lexists(folder / name):
+            if not is_own and is_taken(folder / name):
                 raise _foreign(folder / name, "index")
-    if os.path.lexists(folder / COMMIT_RECORD) and not is_begun():
+    if is_taken(folder / COMMIT_RECORD) and not is_begun():
         raise _foreign(folder / COMMIT_RECORD, "commit record")
 
 
@@ -270,7 +262,7 @@ def own_index_files(folder: Path, state: Path, identity: RunIdentity) -> tuple[s
 
     They are written when all targets are recorded, and removed before the record of one is.
     """
-    lying = tuple(name for name in formats.info(identity.format).index_files if os.path.lexists(folder / name))
+    lying = tuple(name for name in formats.info(identity.format).index_files if is_taken(folder / name))
     if not lying:
         return ()
     target_ranks = identity.facts.get("target_ranks")  # which records of earlier versions may lack
@@ -291,7 +283,7 @@ def _foreign(path: Path, kind: str) -> TargetError:
 def _is_explained(record: RecordHead | None, state: Folder, folder: Path, target_rank: int, path: Path) -> bool:
     """Tell whether a target's record explains its file; a record that cannot be read was lost with the power."""
     if record is None:
-        return os.path.lexists(record_path(state.path, target_rank))
+        return is_taken(record_path(state.path, target_rank))
     with contextlib.suppress(OSError):
         return folder / record.file == path and record.is_about(path.stat())
     return False

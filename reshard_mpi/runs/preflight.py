@@ -229,7 +229,7 @@ def _longest(folder: Path) -> tuple[int, int]:
 
 def _nearest(folder: Path) -> Path:
     """Return the folder, or the nearest one above it that exists."""
-    while not os.path.exists(folder):  # noqa: PTH110 - Path.exists raises where a name is too long
+    while folder != folder.parent and not os.path.exists(folder):  # noqa: PTH110 - Path.exists raises where a name is too long
         folder = folder.parent
     return folder
 

@@ -6,7 +6,6 @@ none, whole tensors are held against those in the commit record of the checkpoin
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +17,7 @@ from reshard_mpi.engine.first_difference import first_difference_of_tensors, val
 from reshard_mpi.engine.open_files import Files, OnBytes
 from reshard_mpi.engine.sums import Span, held_tensor, sum_of_whole, sum_shard, sum_sources, sum_tensors, takes_numpy
 from reshard_mpi.errors import DamageError, DisagreementError, ReshardError, ShardError, as_reshard_error
+from reshard_mpi.filesystem.stores import is_taken
 from reshard_mpi.formats.manifest import Manifest, TensorSpec
 from reshard_mpi.journal.fields import COMMIT_RECORD, STATE
 from reshard_mpi.journal.run_records import CommitRecord, RunIdentity
@@ -214,7 +214,7 @@ def check_together(files: ShardFiles, checked: Iterable[Checked], *, sound: bool
     folder = Path(files.path)
     yield from damage_of_index(folder)
     record = CommitRecord.read(folder)
-    if record is None and os.path.lexists(folder / COMMIT_RECORD):
+    if record is None and is_taken(folder / COMMIT_RECORD):
         remedy = "reshard-mpi commit writes it anew, if the records of the run are there"
         yield DamageError("the commit record is damaged", where=str(folder / COMMIT_RECORD), remedy=remedy)
     paths = [Path(path) for rank_paths in files.by_rank.values() for path in rank_paths]

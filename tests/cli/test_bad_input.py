@@ -611,7 +611,9 @@ def test_a_target_by_rank_that_is_a_strategy(c: Conversion, tmp_path: Path) -> N
     assert listing(tmp_path) == before
 
 
-@pytest.mark.parametrize("name", ["src/rank_0/checkpoint_0.ckpt", "notes.json", "dst/rank_1/checkpoint_1.ckpt"])
+@pytest.mark.parametrize(
+    "name", ["src/rank_0/checkpoint_0.ckpt", "notes.json", "dst/rank_1/checkpoint_1.ckpt", "dst/.metadata"]
+)
 def test_a_report_in_the_place_of_something_else(c: Conversion, tmp_path: Path, name: str) -> None:
     (tmp_path / "notes.json").write_text('{"current_stage": 1}')
     (tmp_path / "dst" / "rank_1").mkdir(parents=True)
@@ -663,9 +665,9 @@ def test_a_finished_target(c: Conversion, tmp_path: Path) -> None:
     assert listing(tmp_path) == before
     c.done("transform", "--overwrite")
     again = listing(tmp_path)
-    of_targets = {name for name in before if "/.reshard_mpi/rank_" in name and name.endswith(".json")}
-    assert again.keys() == before.keys() and len(of_targets) == 2  # their records have the times of their files
-    assert all(again[name] == before[name] for name in before.keys() - of_targets)
+    timed = {name for name in before if re.search(r"/\.reshard_mpi/(rank_\d|committed)\.json", name)}
+    assert again.keys() == before.keys() and len(timed) == 3  # they have the times of targets
+    assert all(again[name] == before[name] for name in before.keys() - timed)
 
 
 @pytest.mark.parametrize("options", [(), ("--resume",)])

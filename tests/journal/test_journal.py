@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import itertools
 import json
 import os
 import re
@@ -15,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -23,9 +26,10 @@ from hypothesis import strategies as st
 from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.folders import Folder
 from reshard_mpi.journal import target_journal
+from reshard_mpi.journal.fields import STATE
 from reshard_mpi.journal.provenance import TargetInputs
 from reshard_mpi.journal.publication import Publication, remove_stale_records
-from reshard_mpi.journal.run_records import RunIdentity
+from reshard_mpi.journal.run_records import RunIdentity, keep_strategy, strategy_of_run
 from reshard_mpi.journal.target_journal import Journal
 from reshard_mpi.journal.target_places import Unrecorded
 from reshard_mpi.journal.target_records import TargetRecord
@@ -566,3 +570,69 @@ def test_partial_files_of_odd_names_are_removed_and_others_left(tmp_path: Path) 
     write(journal(tmp_path), path)
     assert not stale.exists()
     assert others.exists()
+
+
+# Files of others that appear while a run is at work, and file systems that fail
+
+
+@pytest.mark.parametrize("when", ["before it is begun", "while it is written"])
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_file_that_is_saved_in_the_place_of_a_target_meanwhile_is_kept(
+    tmp_path: Path, when: str, resume: bool
+) -> None:
+    path = tmp_path / "rank_0" / "net.ckpt"
+    state = journal(tmp_path, resume=resume)
+    state.begin()
+    assert not state.is_done(0, path)
+    path.parent.mkdir()
+    if when == "before it is begun":
+        path.write_bytes(b"saved")
+    with (
+        pytest.raises(TargetError, match="a file that this run has not written"),
+        state.writing(0, path, EVIDENCE) as publication,
+    ):
+        publication.partial.write_bytes(b"whole")
+        path.write_bytes(b"saved")
+        publication.publish()
+    assert path.read_bytes() == b"saved" and not list(path.parent.glob(".*"))
+    with pytest.raises(TargetError):
+        journal(tmp_path, resume=True).is_done(0, path)
+    write(journal(tmp_path, overwrite=True), path)
+    assert path.read_bytes() == b"whole"
+
+
+@pytest.mark.parametrize("fails", ["rank_0/net.ckpt", "reshard.json"])
+def test_a_file_system_that_does_not_say_what_lies_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """A handle of NFS may be stale once: that is not "nothing", in whose place a target goes."""
+    path = tmp_path / "rank_0" / "net.ckpt"
+    path.parent.mkdir()
+    (tmp_path / fails).write_bytes(b"saved")
+    real = os.stat
+    for failing in range(1, 12):
+        looks = itertools.count(1)
+
+        def stale(place: Any, *args: Any, looks: Iterator[int] = looks, failing: int = failing, **kwargs: Any) -> Any:
+            if str(place) == str(tmp_path / fails) and next(looks) == failing:
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), place)
+            return real(place, *args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "stat", stale)
+            patch.setattr(os, "lstat", partial(stale, follow_symlinks=False))
+            state = journal(tmp_path, resume=True)
+            with pytest.raises((OSError, TargetError)):
+                state.check()
+                state.is_done(0, path)
+
+
+def test_the_strategy_of_an_overwriting_run_that_was_killed_is_replaced(tmp_path: Path) -> None:
+    """It lies beside `run.json` of the run before, which goes on."""
+    identity = RunIdentity(FACTS)
+    first = Journal(tmp_path, identity, resume=False, overwrite=False, strategy=lambda: "ours")
+    first.begin()
+    with Folder.open(tmp_path / STATE) as state:
+        keep_strategy(state, "0" * 64, "of the one that was killed")
+    Journal(tmp_path, identity, resume=True, overwrite=False, strategy=lambda: "ours").begin()
+    assert strategy_of_run(tmp_path, identity.digest) == ("ours", str(tmp_path / STATE / "strategy.json"))
