@@ -8,7 +8,7 @@ import sys
 import time
 
 from benchmarks.many_ranks import manifest
-from reshard_mpi.checkpoints.discovery import ShardFiles
+from reshard_mpi.checkpoints.shard_files import ShardFiles
 from reshard_mpi.checkpoints.shard_opener import ShardShare
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.formats.manifest import Manifest

@@ -4,89 +4,26 @@ from __future__ import annotations
 
 import os
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints import file_selection
 from reshard_mpi.checkpoints.file_selection import PART, choose, require_one_step
-from reshard_mpi.checkpoints.foreign_files import left_out_of_folder, require_readable
+from reshard_mpi.checkpoints.foreign_files import require_readable
+from reshard_mpi.checkpoints.shard_files import (
+    ShardFiles,
+    is_strategy,
+    name_left_out,
+    rank_folders,
+    shards_in,
+)
 from reshard_mpi.errors import ShardError, SourceError, told
 from reshard_mpi.filesystem import stores
-from reshard_mpi.filesystem.paths import described, kind_of_file, rank_of_folder, real_path
+from reshard_mpi.filesystem.paths import described, kind_of_file
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.journal.provenance import FirstLooks, Sources
-from reshard_mpi.planning.source_flaws import ModifiedShard
-from reshard_mpi.text import counted, natural_key, ranges
-
-# A strategy file kept beside the shards may end in .ckpt too; it begins with the number field `current_stage`, a
-# checkpoint with a nested message (facts of the two protobuf schemas).
-_STRATEGY_FIRST_BYTE = b"\x08"
-
-
-class ShardFiles(NamedTuple):
-    """The files of a checkpoint by rank, all of one format. The files of a rank hold its tensors together."""
-
-    path: str  # what the user named
-    format: str
-    by_rank: Mapping[int, tuple[str, ...]]
-    notes: tuple[str, ...] = ()  # what was chosen if there was a choice
-    picked: bool = False  # whether the caller named the files one by one, so that ranks without a file are not missing
-    # on files whose rank is unknown, or whose names say that they may not belong together
-    warnings: tuple[str, ...] = ()
-    # whether an index lists the contents of the files, which make up one full checkpoint; their rank is then 0
-    is_folder: bool = False
-    src_files: int | None = None  # how many files were saved, if the caller says so
-    latest: str = ""  # the name of the folder, if a file beside it names it as the latest of several
-    # the structure of the first file, if it was read to learn whose it is, so that it is parsed once
-    read: Manifest | None = None
-    # in words, which files lie beside these and may be of the same checkpoint, but are not read; empty if none
-    left_out: str = ""
-    modified: tuple[ModifiedShard, ...] = ()  # may be copies of others, as records tell
-    # whether the run that wrote the files has recorded how they are cut, so that they say it as much as files that
-    # describe themselves
-    is_recorded: bool = False
-    looks: FirstLooks | None = None  # of the files, each before anything was read of it; None: nobody asks for them
-
-    def locate(self, path: str, like: Manifest | None = None) -> Manifest:
-        """Read the structure of one of the files, unless it has been read. Raises as `Format.locate` does."""
-        if self.read is not None and self.read.path == path:
-            return self.read
-        self.look(path)
-        return formats.by_name(self.format).locate(path, like)
-
-    def look(self, *paths: str) -> None:
-        """Look at files that are going to be read, so that it is noticed if another one takes their place."""
-        if self.looks is not None:
-            self.looks.look(paths)
-
-    def sources(self, ranks: Iterable[int]) -> Sources:
-        """Return the files of these ranks, each as it was when it was first looked at.
-
-        Of a folder with an index those that are there: for one that is missing others may hold the same.
-        """
-        assert self.looks is not None
-        paths = (path for rank in ranks for path in self.by_rank[rank])
-        return self.looks.sources(path for path in paths if not self.is_folder or stores.exists(path))
-
-    @property
-    def shards(self) -> tuple[str, ...]:
-        """The paths of the files that hold tensors, without an index."""
-        paths = (path for paths in self.by_rank.values() for path in paths)
-        return tuple(path for path in paths if not self.is_folder or formats.name_of(path) is not None)
-
-    @property
-    def by_target_rank(self) -> Mapping[int, Sequence[str]]:
-        """Paths by target rank, as far as their order tells: a folder with an index has one file for each."""
-        return (self.one_by_one() if self.is_folder else self).by_rank
-
-    def one_by_one(self) -> ShardFiles:
-        """Return the files of a folder with an index, one for each target rank."""
-        ordered = sorted(self.shards, key=lambda path: natural_key(Path(path).name))
-        return self._replace(by_rank={rank: (path,) for rank, path in enumerate(ordered)}, is_folder=False)
+from reshard_mpi.journal.provenance import FirstLooks
 
 
 def find_shards(
@@ -113,7 +50,7 @@ def find_shards(
     folder = path if latest is None else latest.path
     shards = _found(folder, select, role, format_name, FirstLooks(path))
     if select is None and stores.is_folder(folder):
-        shards = _naming_left_out(shards, folder, format_name)
+        shards = name_left_out(shards, folder, format_name)
     if latest is not None:
         shards = shards._replace(notes=(latest.note, *shards.notes), latest=Path(latest.path).name)
     return shards._replace(src_files=src_files)
@@ -125,7 +62,7 @@ def _found(path: str, select: str | None, role: str, format_name: str | None, lo
         name = format_name or formats.name_of(path)
         if name is None:
             raise _of_no_format(given, role)
-        if _is_strategy(given):
+        if is_strategy(given):
             raise _nothing(path, "a checkpoint", "a strategy file", role)
         _require_index(formats.name_of(path) or name, given.parent, path, role)
         return _by_own_rank(ShardFiles(path, name, {0: (path,)}, looks=looks))
@@ -159,46 +96,6 @@ def _found(path: str, select: str | None, role: str, format_name: str | None, lo
 
 # Files that MindSpore's `unified_safetensors`, and ours, write.
 _UNIFIED = re.compile(r"part\d+\.safetensors|hyper_param\.safetensors")
-
-
-def _naming_left_out(files: ShardFiles, folder: str, format_name: str | None) -> ShardFiles:
-    """Return files with a warning that names what lies beside them in `folder` and is not read.
-
-    Args:
-        format_name: the one that the user has chosen, so that files of others are left out by his will.
-    """
-    suffixes = formats.info(files.format).suffixes
-    read: defaultdict[Path, set[str]] = defaultdict(set)  # by folder, relative to `folder`: what is read in it
-    for path in (path for paths in files.by_rank.values() for path in paths):
-        inside = Path(os.path.relpath(path, folder))
-        for place in (inside, *inside.parents[:-1]):
-            read[place.parent].add(place.name)
-    are_loose = not files.is_folder and read.keys() == {Path()}
-
-    def left_out_of(place: Path) -> str:
-        # It is said elsewhere which of several files of a rank, or of loose files, are taken.
-        are_others_told = are_loose or (not files.is_folder and place != Path())
-
-        def is_taken(name: str) -> bool:
-            entry = Path(folder, place, name)
-            if name.endswith(suffixes):
-                return are_others_told or _is_strategy(entry)
-            if rank_of_folder(name) is not None and _has_shards(entry):
-                return True
-            is_of_others = format_name is not None and formats.name_of(name) is not None
-            return is_of_others or _is_strategy(entry)
-
-        return left_out_of_folder(str(Path(folder, place)), read[place], is_taken)
-
-    of_folder = left_out_of(Path())
-    below = ((place, left_out_of(place)) for place in tuple(read) if place != Path())
-    in_folders = [f"in {place} {names}" for place, names in below if names]
-    more = f", and files in {counted(len(in_folders) - 1, 'more folder')}" if len(in_folders) > 1 else ""
-    left_out = "; ".join(filter(None, (of_folder, *in_folders[:1]))) + more
-    if not left_out:
-        return files
-    warning = f"left out, though it lies in {folder} beside what is read: {left_out}"
-    return files._replace(left_out=left_out, warnings=(*files.warnings, warning))
 
 
 def _require_index(name: str, folder: Path, path: str, role: str) -> None:
@@ -305,47 +202,6 @@ def shards_from_map(files: Mapping[int, str | os.PathLike[str]]) -> ShardFiles:
     return ShardFiles(folder, name, by_rank, picked=True, looks=FirstLooks(folder))
 
 
-def no_such_rank(files: ShardFiles, rank: int) -> SourceError:
-    """Return the error for a rank without a shard in the checkpoint."""
-    return SourceError(
-        "the checkpoint has no shard of this rank",
-        expected=f"one of its ranks, {ranges(sorted(files.by_rank))}",
-        got=f"rank {rank}",
-        where=files.path,
-        remedy="choose among these ranks, or restore the shard",
-    )
-
-
-def strangers(path: Path) -> list[Path]:
-    """Return other shards in the folder of the shard `path`."""
-    if not stores.is_folder(path.parent):
-        return []
-    return [entry for entry in shards_in(path.parent, None) if entry.name != path.name]
-
-
-def both_ways(path: Path) -> tuple[Path, Path]:
-    """Return the absolute path as it was named, and the one that links lead to: a folder may be known by either."""
-    return Path(os.path.abspath(path)), real_path(path)  # noqa: PTH100 - the first is not to follow links
-
-
-def rank_folders(folder: Path) -> dict[int, Path]:
-    """Return the `rank_*` folders in `folder` by rank. Raises SourceError if two are of one rank."""
-    folders: dict[int, Path] = {}
-    for entry in stores.entries(folder):
-        rank = rank_of_folder(entry.name)
-        if rank is not None and entry.is_folder:
-            other = folders.setdefault(rank, folder / entry.name)
-            if other.name != entry.name:
-                raise SourceError(
-                    "two folders are of one rank",
-                    expected="one folder a rank",
-                    got=f"{other.name} and {entry.name}",
-                    where=str(folder),
-                    remedy="remove the one that does not belong to the checkpoint",
-                )
-    return folders
-
-
 def _from_folders(
     path: str, folders: Mapping[int, Path], select: str | None, role: str, format_name: str | None
 ) -> ShardFiles:
@@ -358,38 +214,6 @@ def _from_folders(
     chosen = choose(candidates, path, is_selected=select is not None)
     by_rank = {rank: (str(entry),) for rank, entry in chosen.files.items()}
     return ShardFiles(path, name, by_rank, chosen.notes, warnings=chosen.warnings)
-
-
-def shards_in(folder: Path, select: str | None, format_name: str | None = None) -> list[Path]:
-    """Return the shards directly in `folder`, in natural order of their names.
-
-    Args:
-        select: a glob that their names must match.
-        format_name: only those of this format.
-    """
-    shards = [
-        path
-        for entry in stores.entries(folder)
-        if (name := formats.name_of(entry.name))
-        and format_name in (None, name)
-        and not entry.name.startswith(".")
-        and (select is None or fnmatchcase(entry.name, select))
-        and entry.is_file
-        and not _is_strategy(path := folder / entry.name)
-    ]
-    return sorted(shards, key=lambda path: natural_key(path.name))
-
-
-def _has_shards(folder: Path) -> bool:
-    try:
-        return bool(shards_in(folder, None))
-    except OSError:  # it is a file, or not to be looked into
-        return False
-
-
-def _is_strategy(entry: Path) -> bool:
-    # One that cannot be read is missed as a shard, unless others hold the same.
-    return entry.suffix == ".ckpt" and stores.first_bytes(entry, 1, b"") == _STRATEGY_FIRST_BYTE
 
 
 def _one_format(candidates: Mapping[int, Iterable[Path]], path: str) -> str:

@@ -9,15 +9,13 @@ another form. So every file in it is read, or named, or one of those that are kn
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi.errors import SourceError
 from reshard_mpi.filesystem import stores
-from reshard_mpi.filesystem.stores import FolderEntry
 from reshard_mpi.formats.files import is_file_name
-from reshard_mpi.journal.fields import STATE
 
 # Files that name the folder of the latest save, as DeepSpeed and its converter write them.
 _TRACKERS = ("latest", "latest_universal")
@@ -152,77 +150,3 @@ def _megatron(folder: str) -> _ForeignFolder | None:
 
 def _is_zarr(folder: str, names: Sequence[str]) -> bool:
     return _SETTINGS in names and _ZARR in stores.first_bytes(Path(folder, _SETTINGS), _SETTINGS_BYTES, b"")
-
-
-# What people and programs put beside checkpoints: descriptions, tokenizers, settings of programs, logs, locks.
-_NO_STATE = (
-    r"(?i).*\.(?:json|jsonl|txt|md|rst|html|pdf|py|sh|ya?ml|toml|cfg|conf|ini|log|out|err|csv|tsv|jinja|model|tiktoken|vocab"
-    r"|bpe|spm|png|jpe?g|gif|svg|webp|mp4|lock|pid|sha256|md5|sbatch|ipynb"
-    r"|meta|mindir|ir|dot|pb|prototxt)"
-    r"|(?:README|LICEN[CS]E|NOTICE|COPYING|AUTHORS|Makefile|Dockerfile|latest|latest_universal|done|_?SUCCESS)"
-    r"|events\.out\.tfevents\..*|training_args\.bin"
-)
-# The same weights once more, as Hugging Face's repositories have them for other programs.
-_SAME_WEIGHTS = (
-    r"(?:pytorch_model|tf_model|flax_model|rust_model)(?:-\d+-of-\d+)?\.(?:bin|h5|msgpack|ot)|.*\.(?:onnx|gguf|tflite)"
-)
-# Folders that are other saves of the same run, or none at all.
-_OTHER_SAVES = r"checkpoint-\d+|__pycache__|wandb|mlruns|tensorboard|runs|logs?"
-_SAID = {
-    "common.pt": "Megatron's settings: arguments, iteration, scheduler, the optimizer's groups",
-    "train_state.pt": "Megatron Bridge's step and consumed samples",
-}
-# Entries looked at in a folder within a folder, and files named.
-_MAX_LOOKED_AT, _MAX_NAMED = 256, 8
-
-
-def left_out_of_folder(folder: str, read: Collection[str], is_taken: Callable[[str], bool] = lambda _: False) -> str:
-    """Return in words which files and folders in a folder are not read with the checkpoint in it; empty if none.
-
-    Args:
-        read: the names in the folder of which something is read.
-        is_taken: tells of further names that they were chosen among, so that nothing is to be said of them.
-    """
-    try:
-        entries = stores.entries(folder)
-    except OSError:
-        return ""
-    names = [
-        entry.name + "/" * entry.is_folder + (f" ({_SAID[entry.name]})" if entry.name in _SAID else "")
-        for entry in entries
-        if entry.name not in read and not is_taken(entry.name) and _may_hold_state(folder, entry)
-    ]
-    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return ", ".join(names[:_MAX_NAMED]) + more
-
-
-def _may_hold_state(folder: str, entry: FolderEntry) -> bool:
-    """Tell whether a file or folder may belong to a checkpoint, for all that its name says."""
-    if entry.name.startswith("."):
-        return False
-    try:
-        if entry.is_folder:
-            return not re.fullmatch(_OTHER_SAVES, entry.name) and _folder_may_hold_state(str(Path(folder, entry.name)))
-        return entry.is_file and _is_state(entry.name) and entry.size_bytes > 0
-    except OSError:
-        return True
-
-
-def _is_state(name: str) -> bool:
-    return not (name.startswith(".") or re.fullmatch(_NO_STATE, name) or re.fullmatch(_SAME_WEIGHTS, name))
-
-
-def _folder_may_hold_state(folder: str) -> bool:
-    """Tell whether any file in a folder may hold state, as far as it is looked into.
-
-    One with the records of a run holds the targets of that.
-    """
-    if stores.exists(Path(folder, STATE)):
-        return False
-    looked_at = 0
-    for folders, files in stores.walk(folder):
-        looked_at += len(folders) + len(files)
-        if any(map(_is_state, files)) or looked_at > _MAX_LOOKED_AT:
-            return True
-        folders[:] = [name for name in folders if not name.startswith(".")]
-    return False

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from reshard_mpi import formats
-from reshard_mpi.checkpoints import discovery
+from reshard_mpi.checkpoints import discovery, shard_files
 from reshard_mpi.checkpoints.foreign_files import ForeignCheckpointError
-from reshard_mpi.checkpoints.single_shard import in_its_rank
+from reshard_mpi.checkpoints.shard_files import in_its_rank
 from reshard_mpi.errors import ReshardError, SourceError, StrategyError
 from reshard_mpi.filesystem import stores
 from reshard_mpi.filesystem.paths import kind_of_file
@@ -143,7 +143,7 @@ def _facts(name: str, wanted: _TensorFilter) -> dict[str, Any]:
     return {"kind": "shard", **shard, "totals": _totals([shard])}
 
 
-def _checkpoint(files: discovery.ShardFiles, wanted: _TensorFilter) -> dict[str, Any]:
+def _checkpoint(files: shard_files.ShardFiles, wanted: _TensorFilter) -> dict[str, Any]:
     shards = {
         rank: [_shard(manifest, wanted) for manifest in manifests]
         for rank, manifests in manifests_of(files, wanted.ranks)
@@ -163,7 +163,7 @@ def _checkpoint(files: discovery.ShardFiles, wanted: _TensorFilter) -> dict[str,
 
 
 def manifests_of(
-    files: discovery.ShardFiles, ranks: Collection[int] | None = None
+    files: shard_files.ShardFiles, ranks: Collection[int] | None = None
 ) -> Iterator[tuple[int, Iterator[Manifest]]]:
     """Yield the structure of the files of each rank, or of the given ones only.
 
@@ -171,7 +171,7 @@ def manifests_of(
     """
     for rank in () if ranks is None else sorted(ranks):
         if rank not in files.by_rank:
-            raise discovery.no_such_rank(files, rank)
+            raise shard_files.no_such_rank(files, rank)
     folder_format = formats.folder_by_name(files.format)
     if files.is_folder and folder_format is not None:
         yield from ((rank, iter((manifest,))) for rank, manifest in folder_format.open_folder(files.path).items())

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.inspection import manifests_of
-from reshard_mpi.checkpoints.single_shard import SingleShard, in_its_rank
+from reshard_mpi.checkpoints.shard_files import SingleShard, in_its_rank
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.journal.run_status import as_lines
 from reshard_mpi.text import counted, format_bytes, natural_key, one_line, ranges

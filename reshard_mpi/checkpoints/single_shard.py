@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from reshard_mpi import formats
-from reshard_mpi.checkpoints.discovery import ShardFiles, both_ways, rank_folders, shards_in
 from reshard_mpi.checkpoints.file_selection import name_without_rank
+from reshard_mpi.checkpoints.shard_files import ShardFiles, SingleShard
 from reshard_mpi.errors import ReshardError, SourceError, told
-from reshard_mpi.filesystem.paths import rank_of_folder
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
 from reshard_mpi.planning.rank_plan import Check, Copy, Limits
@@ -37,55 +36,6 @@ _SAMPLES = 4
 _SAMPLE_BYTES = 256
 _SEED = 11
 _LIMITS = Limits(buffer_bytes=MIB, window_bytes=MIB)
-
-
-class SingleShard(NamedTuple):
-    """A single rank that was given as a checkpoint. folder: the rank folder that holds its files."""
-
-    rank: int
-    folder: Path
-
-    @classmethod
-    def candidates(cls, files: ShardFiles) -> list[SingleShard]:
-        """Return the one rank of `files`, first by the folder as it was named, then by the one that links lead to.
-
-        Empty if `files` has several ranks; a folder that is no rank folder is left out.
-        """
-        if len(files.by_rank) != 1:
-            return []
-        ((path, *_),) = files.by_rank.values()
-        folders = [way.parent for way in both_ways(Path(path))]
-        return [cls(rank, folder) for folder in folders if (rank := rank_of_folder(folder.name)) is not None]
-
-    @classmethod
-    def of(cls, files: ShardFiles) -> SingleShard | None:
-        """Return the candidate with other ranks beside it, or else the first one; None if there is no candidate."""
-        candidates = cls.candidates(files)
-        return next((lone for lone in candidates if lone.siblings()), candidates[0] if candidates else None)
-
-    @property
-    def checkpoint(self) -> Path:
-        """The folder that holds the rank folders."""
-        return self.folder.parent
-
-    def siblings(self) -> dict[int, list[Path]]:
-        """Return the shards in the rank folders beside this one, by rank."""
-        try:
-            folders = rank_folders(self.checkpoint)
-        except (OSError, SourceError):
-            return {}
-        return {rank: shards for rank, folder in folders.items() if rank != self.rank and (shards := _shards(folder))}
-
-
-def in_its_rank(files: ShardFiles) -> ShardFiles:
-    """Return `files`; a file or rank folder given alone gets the rank of its folder instead of 0."""
-    candidates = SingleShard.candidates(files)
-    if not candidates or files.picked:
-        return files
-    (paths,) = files.by_rank.values()
-    if Path(files.path) not in (Path(paths[0]), Path(paths[0]).parent):
-        return files  # found in the rank folders of a checkpoint, so its rank is known
-    return files._replace(by_rank={candidates[0].rank: paths})
 
 
 def require_full(files: ShardFiles, manifest: Manifest, *, said: bool) -> ShardFiles:
@@ -131,13 +81,6 @@ def _refusal(files: ShardFiles, lone: SingleShard, got: str) -> SourceError:
         where=files.path,
         remedy=f"give {lone.checkpoint}, and the strategy it is sharded by",
     )
-
-
-def _shards(folder: Path) -> list[Path]:
-    try:
-        return shards_in(folder, None)
-    except OSError:
-        return []
 
 
 def _nearest_and_last(rank: int, siblings: Mapping[int, object]) -> list[int]:

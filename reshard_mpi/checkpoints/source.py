@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi import formats
-from reshard_mpi.checkpoints.discovery import ShardFiles
+from reshard_mpi.checkpoints.shard_files import ShardFiles
 from reshard_mpi.errors import DisagreementError, ReshardError, ShardError, SourceError, as_reshard_error, told
 from reshard_mpi.filesystem import stores
 from reshard_mpi.formats.manifest import NEST, Manifest, ShardIdentity, same_nest

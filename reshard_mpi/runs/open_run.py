@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard_mpi import formats
-from reshard_mpi.checkpoints import discovery
+from reshard_mpi.checkpoints import shard_files
 from reshard_mpi.checkpoints.opening import NO_DAMAGE, chosen_files, open_source
 from reshard_mpi.errors import ReshardError, UsageError
 from reshard_mpi.filesystem.paths import real_path
@@ -258,7 +258,7 @@ def _target_format(request: Request, source_format: str) -> str:
 
 
 def _refuse_overlap(
-    request: Request, files: discovery.ShardFiles, format_name: str, ranks: Sequence[int], target: Strategy
+    request: Request, files: shard_files.ShardFiles, format_name: str, ranks: Sequence[int], target: Strategy
 ) -> None:
     """Raise TargetError if targets overlap with the source, UsageError if they are too many to be checked.
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from reshard_mpi.checkpoints.discovery import ShardFiles, both_ways
+from reshard_mpi.checkpoints.shard_files import ShardFiles, both_ways
 from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.paths import rank_of_folder, real_path
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from reshard_mpi.checkpoints.compare_replicas import difference
 from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.checkpoints.sampling import drifted_tensors
+from reshard_mpi.checkpoints.shard_files import SingleShard
 from reshard_mpi.checkpoints.shard_opener import ShardOpener, ShardShare, require_consistent_source
-from reshard_mpi.checkpoints.single_shard import SingleShard
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.engine.first_difference import first_difference
 from reshard_mpi.engine.open_files import Files

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi import formats
-from reshard_mpi.checkpoints.discovery import ShardFiles, shards_in, strangers
 from reshard_mpi.checkpoints.opening import moments_of
+from reshard_mpi.checkpoints.shard_files import ShardFiles, shards_in, strangers
 from reshard_mpi.engine.open_files import Files
 from reshard_mpi.engine.read import only_element, takes_numpy
 from reshard_mpi.errors import TargetError

@@ -15,7 +15,7 @@ from reshard_mpi.processes.governor import Allowance
 from reshard_mpi.sharding.placement import Strategy, unsharded
 
 if TYPE_CHECKING:
-    from reshard_mpi.checkpoints.discovery import ShardFiles
+    from reshard_mpi.checkpoints.shard_files import ShardFiles
     from reshard_mpi.processes.comm import Comm
     from reshard_mpi.runs.outcome import Outcome
     from reshard_mpi.runs.progress import Progress

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard_mpi import formats
-from reshard_mpi.checkpoints.discovery import strangers
 from reshard_mpi.checkpoints.opening import moments_of
+from reshard_mpi.checkpoints.shard_files import strangers
 from reshard_mpi.errors import ReshardError, ShardError
 from reshard_mpi.journal.commit import EarlierTarget
 from reshard_mpi.journal.provenance import TargetInputs

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi import formats
-from reshard_mpi.checkpoints import discovery
+from reshard_mpi.checkpoints import discovery, shard_files
 from reshard_mpi.checkpoints.opening import chosen_files, open_source
 from reshard_mpi.checkpoints.shard_opener import ShardShare
 from reshard_mpi.checkpoints.source import SourceCheckpoint
@@ -204,7 +204,7 @@ def verify_alone(
     Raises a ReshardError, the same on every process, if it cannot be verified, for instance since it keeps no sums.
     """
 
-    def begin() -> tuple[discovery.ShardFiles, Governor]:
+    def begin() -> tuple[shard_files.ShardFiles, Governor]:
         return request.shard_files(), memory.open()
 
     progress.begin(Stage("planning"))
@@ -214,7 +214,7 @@ def verify_alone(
     ranks = tuple(files.by_rank) if request.rank is None else sorted(set(request.rank))
     for rank in ranks:
         if rank not in files.by_rank:
-            raise discovery.no_such_rank(files, rank)
+            raise shard_files.no_such_rank(files, rank)
 
     def check(rank: int, _: int) -> Outcome:
         def before_sums(summing: Summing) -> None:
@@ -241,7 +241,7 @@ def verify_alone(
 
 
 def _each(
-    files: discovery.ShardFiles,
+    files: shard_files.ShardFiles,
     weights: Mapping[int, int],
     comm: Comm,
     progress: Progress,
@@ -271,7 +271,7 @@ def _each(
     return outcome._replace(failures=tuple(sorted(outcome.failures, key=lambda failure: failure.rank or 0)))
 
 
-def _size_bytes(files: discovery.ShardFiles, rank: int) -> int:
+def _size_bytes(files: shard_files.ShardFiles, rank: int) -> int:
     """Return the size of the files of a rank, as far as they are there."""
     size_bytes = 0
     for path in files.by_rank.get(rank, ()):
@@ -280,7 +280,7 @@ def _size_bytes(files: discovery.ShardFiles, rank: int) -> int:
     return size_bytes
 
 
-def _with_notes(outcome: Outcome, governor: Governor, *read: discovery.ShardFiles) -> Outcome:
+def _with_notes(outcome: Outcome, governor: Governor, *read: shard_files.ShardFiles) -> Outcome:
     """Return `outcome` with the notes and warnings on the files that were read, and on memory."""
     notes = dict.fromkeys((*(note for files in read for note in files.notes), *governor.notes, *outcome.notes))
     warnings = dict.fromkeys((*(text for files in read for text in files.warnings), *outcome.other_warnings))

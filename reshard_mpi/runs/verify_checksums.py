@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi import formats
-from reshard_mpi.checkpoints.discovery import ShardFiles
+from reshard_mpi.checkpoints.shard_files import ShardFiles
 from reshard_mpi.checkpoints.source import DAMAGE, SourceCheckpoint
 from reshard_mpi.engine.first_difference import first_difference_of_tensors, value_at
 from reshard_mpi.engine.open_files import Files, OnBytes

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from reshard_mpi import formats
-from reshard_mpi.checkpoints import discovery
+from reshard_mpi.checkpoints import discovery, shard_files
 from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.engine.gather import load_shard
 from reshard_mpi.errors import ReshardError
@@ -75,7 +75,7 @@ class CheckpointConformance(FormatUnderTest):
         """Write the tensors, cut in a way that is drawn from `data`; return the strategy, if the form needs one."""
         raise NotImplementedError
 
-    def found(self, folder: Path) -> discovery.ShardFiles:
+    def found(self, folder: Path) -> shard_files.ShardFiles:
         """Return the files of the checkpoint in a folder."""
         return discovery.find_shards(str(folder))
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from reshard_mpi.checkpoints.discovery import ShardFiles
 from reshard_mpi.checkpoints.opening import chosen_files, moments_of
+from reshard_mpi.checkpoints.shard_files import ShardFiles
 from reshard_mpi.journal.run_records import glob_of
 
 

@@ -14,7 +14,8 @@ from toy_package import toy_folder
 
 import reshard_mpi
 from reshard_mpi import formats
-from reshard_mpi.checkpoints.discovery import ShardFiles, find_shards, shards_from_map
+from reshard_mpi.checkpoints.discovery import find_shards, shards_from_map
+from reshard_mpi.checkpoints.shard_files import ShardFiles
 from reshard_mpi.errors import DisagreementError, ReshardError, SourceError
 
 __all__ = ["registered_toys"]

@@ -16,7 +16,7 @@ from support.checkpoints import ENDINGS, as_read, expected_rank, read_shard, wri
 from support.in_memory import Described, check_every_element, entry, manifest, manifests_of, needed_holders, strategy_of
 
 import reshard_mpi
-from reshard_mpi.checkpoints.discovery import ShardFiles
+from reshard_mpi.checkpoints.shard_files import ShardFiles
 from reshard_mpi.errors import CoverageError, ReshardError
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.planning.rank_plan import RankPlan

@@ -15,7 +15,7 @@ from support.checkpoints import Arrays, expected_rank
 from support.in_memory import Described, part, strategy_of
 from support.oracle import rank_holds, slice_for_rank
 
-from reshard_mpi.checkpoints.discovery import ShardFiles
+from reshard_mpi.checkpoints.shard_files import ShardFiles
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.engine.gather import load_shard, raw_dtype
 from reshard_mpi.errors import ReshardError

@@ -267,8 +267,8 @@ def test_large_payloads_begin_at_blocks() -> None:
     assert (small.start_behind(1) + len(small.head)) % 64 == 0
 
 
-def samples_kind(length: int) -> dcp.item_layout.TensorType:
-    return dcp.item_layout.TensorType(FLOAT, (length,))
+def samples_kind(length: int) -> dcp.file_layout.TensorType:
+    return dcp.file_layout.TensorType(FLOAT, (length,))
 
 
 @many(60)

@@ -22,7 +22,7 @@ from support.sliced_peer import At, file_of, torch_file, write_torch
 
 import reshard_mpi
 from reshard_mpi import formats
-from reshard_mpi.checkpoints import discovery
+from reshard_mpi.checkpoints import discovery, shard_files
 from reshard_mpi.errors import ReshardError, ShardError, SourceError
 from reshard_mpi.formats.dtypes import BY_NAME, to_numpy
 from reshard_mpi.formats.safetensors import torch_dcp
@@ -152,7 +152,7 @@ class TestPieces(CheckpointConformance):
         write_torch(folder, files)
         self.count = len(files)
 
-    def found(self, folder: Path) -> discovery.ShardFiles:
+    def found(self, folder: Path) -> shard_files.ShardFiles:
         return discovery.find_shards(str(folder), src_files=self.count)
 
 
