@@ -13,8 +13,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
-from reshard_mpi.formats.nest import NestError
-from reshard_mpi.formats.nest.nodes import decoded, parsed, places
+from reshard_mpi.formats.nest.nodes import NestError, decoded, parsed, places
 from reshard_mpi.mapping.direction import TemplateShapes
 
 # What state is called once its numbers are names, wherever the optimizer is in its file.

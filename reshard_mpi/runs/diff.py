@@ -19,8 +19,8 @@ from reshard_mpi.engine.first_difference import first_difference_of_tensors, val
 from reshard_mpi.engine.open_files import Files
 from reshard_mpi.errors import DifferenceError, SourceError
 from reshard_mpi.formats.manifest import NEST, TensorSpec
-from reshard_mpi.formats.nest import agree
-from reshard_mpi.formats.nest import first_difference as first_nest_difference
+from reshard_mpi.formats.nest.nodes import agree
+from reshard_mpi.formats.nest.rebuild_tree import first_difference as first_nest_difference
 from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.planning.replicas import partition_for
 from reshard_mpi.planning.source_flaws import TEXT, UnusableShard, difference_messages

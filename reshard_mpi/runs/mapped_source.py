@@ -19,7 +19,7 @@ from reshard_mpi.engine.read import only_element
 from reshard_mpi.errors import DisagreementError
 from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.manifest import NEST, Manifest, shown_string
-from reshard_mpi.formats.nest import first_difference
+from reshard_mpi.formats.nest.rebuild_tree import first_difference
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.mapping.direction import Inventory
 from reshard_mpi.mapping.result import ConstantTensor, DerivedTensor, MapResult, require_holdable, values_of

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from math import prod
 
 from reshard_mpi.errors import StrategyError
-from reshard_mpi.formats.nest import NestError
-from reshard_mpi.formats.nest.nodes import parsed
+from reshard_mpi.formats.nest.nodes import NestError, parsed
 from reshard_mpi.mapping.numbered_state import NO_TRAINING
 from reshard_mpi.mapping.optimizers import STATE_KEY, optimizers_of
 from reshard_mpi.planning.rank_plan import RankPlan

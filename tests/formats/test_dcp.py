@@ -28,7 +28,7 @@ from reshard_mpi.errors import CoverageError
 from reshard_mpi.formats import dcp
 from reshard_mpi.formats.dcp import metadata
 from reshard_mpi.formats.dcp.bulk_metadata import States
-from reshard_mpi.formats.nest import NEST
+from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.nest.nodes import decoded, parsed
 from reshard_mpi.formats.torch.pickle_hooks import PLAIN_CALLS, PickleHooks, no_persistent_ids
 from reshard_mpi.formats.torch.tensors import SIZE, numbers

@@ -22,8 +22,7 @@ from reshard_mpi.errors import DisagreementError, ShardError, TargetError
 from reshard_mpi.formats import dcp, files
 from reshard_mpi.formats.dcp.file_layout import of_tensor
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.manifest import Manifest, ShardIdentity, ShardSpec, TensorSpec
-from reshard_mpi.formats.nest import NEST
+from reshard_mpi.formats.manifest import NEST, Manifest, ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.testing import hypothesis_strategies, sample_tensors
 from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents

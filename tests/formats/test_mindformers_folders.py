@@ -25,7 +25,7 @@ from support.sliced_peer import COMMON, Sliced, change_index, file_of, mindforme
 import reshard_mpi
 from reshard_mpi import formats
 from reshard_mpi.errors import CoverageError, ReshardError, ShardError, SourceError
-from reshard_mpi.formats.nest import NEST
+from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.safetensors import mindformers
 from reshard_mpi.testing.checkpoints import ArraysByName, CheckpointConformance
 from reshard_mpi.testing.folders import FolderConformance, lost, written

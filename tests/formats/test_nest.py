@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard_mpi.formats import nest
+from reshard_mpi.formats.manifest import NEST
+from reshard_mpi.formats.nest import flatten_tree, nodes, rebuild_tree
 from reshard_mpi.formats.nest.nodes import ORDERED_DICT, SET, Call, Dict, Global, Unreadable, decoded, parsed, written
 from reshard_mpi.formats.nest.rebuild_tree import first_difference
 
@@ -47,9 +48,9 @@ def dictionary(**entries: Any) -> Dict:
     return Dict([part for pair in entries.items() for part in pair])
 
 
-def there_and_back(root: Any) -> tuple[nest.Flattened, Any]:
-    flattened = nest.flatten(root, is_tensor)
-    return flattened, nest.rebuild(dict(flattened.tensors), flattened.strings)
+def there_and_back(root: Any) -> tuple[flatten_tree.Flattened, Any]:
+    flattened = flatten_tree.flatten(root, is_tensor)
+    return flattened, rebuild_tree.rebuild(dict(flattened.tensors), flattened.strings)
 
 
 KEYS = st.one_of(st.sampled_from(["a", "b", "a.b", "", ".", "0", "w"]), st.integers(-2, 3), st.booleans(), st.none())
@@ -115,14 +116,14 @@ def test_there_and_back_is_the_identity(root: Any, random: Random) -> None:
     """In whatever order the shard has its tensors, if there is a nest."""
     try:
         flattened, again = there_and_back(root)
-    except nest.NestError as error:
+    except nodes.NestError as error:
         assert "the same name" in error.problem or "1 to" in error.problem
         return
     assert not flattened.left_out
     assert shown(again) == shown(root)
-    if nest.NEST in flattened.strings:
+    if NEST in flattened.strings:
         random.shuffle(flattened.tensors)
-        assert shown(nest.rebuild(dict(flattened.tensors), flattened.strings)) == shown(root)
+        assert shown(rebuild_tree.rebuild(dict(flattened.tensors), flattened.strings)) == shown(root)
 
 
 @given(names=st.lists(st.text(max_size=6), unique=True))
@@ -149,7 +150,7 @@ def test_names_are_joined_by_dots() -> None:
         ("optimizer.state.1.step", Tensor(4)),
     ]
     assert shown(again) == shown(root)
-    assert json.loads(flattened.strings[nest.NEST]) == {
+    assert json.loads(flattened.strings[NEST]) == {
         "nest": {
             "dict": [
                 ["epoch", 3],
@@ -180,7 +181,7 @@ def test_a_dictionary_of_tensors_and_texts_needs_no_nest() -> None:
     "root",
     [
         Dict(["note", "text", "w", Tensor(0)]),
-        Dict([nest.NEST, "text", "w", Tensor(0)]),
+        Dict([NEST, "text", "w", Tensor(0)]),
         Dict(["a", dictionary(b=dictionary(c=Tensor(0))), "a.b", dictionary(d=Tensor(1))]),
         Dict(["a.b", dictionary(c=Tensor(0)), "a", dictionary(b=dictionary(d=Tensor(1)))]),
     ],
@@ -198,8 +199,8 @@ def test_what_names_alone_do_not_tell(root: Dict) -> None:
 
 def test_tensors_of_another_shard_have_a_place() -> None:
     """Stages of a pipeline have the nest of one of them, and tensors of all."""
-    flattened = nest.flatten(dictionary(model=dictionary(w=Tensor(0)), epoch=1), is_tensor)
-    again = nest.rebuild({"model.x": Tensor(5), "other.y": Tensor(6)}, {**flattened.strings, "note": "text"})
+    flattened = flatten_tree.flatten(dictionary(model=dictionary(w=Tensor(0)), epoch=1), is_tensor)
+    again = rebuild_tree.rebuild({"model.x": Tensor(5), "other.y": Tensor(6)}, {**flattened.strings, "note": "text"})
     expected = dictionary(model=dictionary(x=Tensor(5)), epoch=1)
     expected.flat += ["other.y", Tensor(6), "note", "text"]
     assert shown(again) == shown(expected)
@@ -235,11 +236,11 @@ def test_many_long_lists_are_left_out_where_all_together_are_too_large() -> None
 @pytest.mark.slow
 def test_what_is_too_large_otherwise_is_refused_with_advice() -> None:
     pairs = [(number, number) for number in range(300_000)]
-    with pytest.raises(nest.NestError, match=r"too many|too much") as caught:
-        nest.flatten(dictionary(w=Tensor(0), pairs=pairs), is_tensor)
+    with pytest.raises(nodes.NestError, match=r"too many|too much") as caught:
+        flatten_tree.flatten(dictionary(w=Tensor(0), pairs=pairs), is_tensor)
     assert "save it without what is so large" in caught.value.remedy
     tensors = [Tensor(number) for number in range(20_000)]
-    flattened = nest.flatten(dictionary(pairs=[*pairs[:150_000], list(range(100_000))], all=tensors), is_tensor)
+    flattened = flatten_tree.flatten(dictionary(pairs=[*pairs[:150_000], list(range(100_000))], all=tensors), is_tensor)
     assert len(flattened.tensors) == len(tensors) and "pairs.150000" in flattened.left_out[0]
 
 
@@ -247,7 +248,7 @@ def test_what_is_too_large_otherwise_is_refused_with_advice() -> None:
 def test_a_long_list_that_is_met_again_and_again_takes_no_longer() -> None:
     long = list(range(100_000))
     root = dictionary(w=Tensor(0), lists=[long] * 100_000)
-    left_out = nest.flatten(root, is_tensor).left_out
+    left_out = flatten_tree.flatten(root, is_tensor).left_out
     assert left_out[0] == "lists.0: 100000 single values, more than 16384" and len(left_out) == 64
 
 
@@ -271,17 +272,17 @@ def test_what_cannot_be_carried_is_named() -> None:
 
 def test_tensors_that_cannot_be_read_are_refused() -> None:
     root = dictionary(w=Tensor(0), deep=[dictionary(sparse=Unreadable("a sparse tensor"))])
-    with pytest.raises(nest.NestError, match="tensors that cannot be read") as error:
-        nest.flatten(root, is_tensor)
+    with pytest.raises(nodes.NestError, match="tensors that cannot be read") as error:
+        flatten_tree.flatten(root, is_tensor)
     assert error.value.got == "deep.0.sparse: a sparse tensor"
-    with pytest.raises(nest.NestError, match="tensors that cannot be read") as error:
-        nest.flatten(Dict(["w", Tensor(0), True, Tensor(1)]), is_tensor)
+    with pytest.raises(nodes.NestError, match="tensors that cannot be read") as error:
+        flatten_tree.flatten(Dict(["w", Tensor(0), True, Tensor(1)]), is_tensor)
     assert error.value.got == "True: what is under a key that is neither text nor number"
 
 
 def test_an_object_of_what_cannot_be_carried_is_left_out_as_a_whole() -> None:
     made = Call(SET, ([Tensor(0)],))
-    assert nest.flatten(dictionary(w=Tensor(1), odd=made), is_tensor).left_out == (
+    assert flatten_tree.flatten(dictionary(w=Tensor(1), odd=made), is_tensor).left_out == (
         "odd: an object of builtins.set, with 1 tensor in it",
     )
 
@@ -339,8 +340,8 @@ def doubled_arguments() -> Any:
     ],
 )
 def test_trees_that_are_refused(make: Any, problem: str) -> None:
-    with pytest.raises(nest.NestError, match=problem):
-        nest.flatten(make(), is_tensor)
+    with pytest.raises(nodes.NestError, match=problem):
+        flatten_tree.flatten(make(), is_tensor)
 
 
 @pytest.mark.parametrize(
@@ -372,19 +373,19 @@ def test_trees_that_are_refused(make: Any, problem: str) -> None:
     ],
 )
 def test_texts_that_are_refused(text: str, problem: str) -> None:
-    with pytest.raises(nest.NestError, match=problem):
-        nest.rebuild({"w": Tensor(0)}, {nest.NEST: text})
+    with pytest.raises(nodes.NestError, match=problem):
+        rebuild_tree.rebuild({"w": Tensor(0)}, {NEST: text})
 
 
 def test_a_string_and_a_tensor_need_a_place_each() -> None:
-    with pytest.raises(nest.NestError, match="the place of something else"):
-        nest.rebuild({"note": Tensor(0)}, {nest.NEST: '{"dict":[]}', "note": "text"})
+    with pytest.raises(nodes.NestError, match="the place of something else"):
+        rebuild_tree.rebuild({"note": Tensor(0)}, {NEST: '{"dict":[]}', "note": "text"})
 
 
 @pytest.mark.parametrize("root", [["w\ud800", Tensor(0)], ["w", Tensor(0), "note", "\udfff"]], ids=["name", "text"])
 def test_what_is_no_unicode_text_is_refused(root: list[Any]) -> None:
-    with pytest.raises(nest.NestError, match="no Unicode text") as error:
-        nest.flatten(Dict(root), is_tensor)
+    with pytest.raises(nodes.NestError, match="no Unicode text") as error:
+        flatten_tree.flatten(Dict(root), is_tensor)
     assert "other keys" in error.value.remedy
 
 

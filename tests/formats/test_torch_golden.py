@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from reshard_mpi.errors import ShardError
-from reshard_mpi.formats import nest, torch
+from reshard_mpi.formats import torch
 from reshard_mpi.formats.locations import StridedView
-from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.manifest import NEST, Manifest
 from reshard_mpi.sharding import strategy_table
 from reshard_mpi.sharding.placement import Placement
 from reshard_mpi.testing import sample_tensors
@@ -74,7 +74,7 @@ def test_tensors_that_cannot_be_read_are_refused() -> None:
 
 def test_a_flat_file_has_no_nest() -> None:
     assert torch.locate(str(GOLDEN / "legacy.pth")).strings == {}
-    assert torch.locate(str(GOLDEN / "train.pth")).strings.keys() == {nest.NEST}
+    assert torch.locate(str(GOLDEN / "train.pth")).strings.keys() == {NEST}
 
 
 @pytest.mark.parametrize("name", ["train.pth", "plain.pt"])

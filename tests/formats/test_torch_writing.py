@@ -17,16 +17,16 @@ from support import torch_peer
 from support.torch_peer import Tensor
 
 from reshard_mpi.errors import ShardError, TargetError
-from reshard_mpi.formats import nest, torch
+from reshard_mpi.formats import torch
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, TensorSpec
+from reshard_mpi.formats.manifest import NEST, ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.formats.protocol import reserve_file
 from reshard_mpi.formats.torch import archive_layout
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.testing import sample_tensors
 from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
 
-NEST = (
+NESTED = (
     '{"dict":[["epoch",3],["model",{"call":["collections","OrderedDict",[]],"dict":[]}],'
     '["optimizer",{"dict":[["state",{"dict":[[0,{"dict":[["step"]]}]]}],["lr",0.5]]}]]}'
 )
@@ -36,7 +36,7 @@ TENSORS = [
     SampleTensor.random("optimizer.state.0.step", BY_NAME["float32"], ()),
     SampleTensor.random("model.layer.bias", BY_NAME["float8_e5m2"], (3,)),
 ]
-CONTENTS = ShardContents.of(TENSORS, {"note": "text", nest.NEST: NEST})
+CONTENTS = ShardContents.of(TENSORS, {"note": "text", NEST: NESTED})
 
 
 def spec(*tensors: tuple[str, str, tuple[int, ...]], **strings: str) -> ShardSpec:
@@ -129,7 +129,7 @@ def test_what_others_have_changed_is_read_as_it_is(tmp_path: Path) -> None:
     members["data.pkl"] = members["data.pkl"].replace(b"\x05\x00\x00\x00epoch", b"\x05\x00\x00\x00epooh")
     torch_peer.archive(path, members)
     manifest = torch.locate(str(path))
-    assert '["epooh",3]' in manifest.strings[nest.NEST]
+    assert '["epooh",3]' in manifest.strings[NEST]
     assert list(manifest.tensors) != list(CONTENTS.tensors) and set(manifest.tensors) == set(CONTENTS.tensors)
 
 
@@ -137,7 +137,7 @@ def test_what_others_have_changed_is_read_as_it_is(tmp_path: Path) -> None:
 def test_a_damaged_record_is_as_good_as_none(tmp_path: Path, record: bytes) -> None:
     torch_peer.save(tmp_path / "net.pt", {"a": {"w": torch_peer.tensor(TENSORS[0], "0")}}, **{".reshard_mpi": record})
     manifest = torch.locate(str(tmp_path / "net.pt"))
-    assert manifest.strings == {nest.NEST: '{"nest":{"dict":[["a",{"dict":[]}]]},"order":[0,"a.w"]}'}
+    assert manifest.strings == {NEST: '{"nest":{"dict":[["a",{"dict":[]}]]},"order":[0,"a.w"]}'}
 
 
 @pytest.mark.parametrize("dtype", ["int4", "hifloat8"])
@@ -158,7 +158,7 @@ def test_types_that_torch_has_not(tmp_path: Path, dtype: str) -> None:
     ],
 )
 def test_nests_that_do_not_fit(tmp_path: Path, text: str, problem: str) -> None:
-    wrong = spec(("list.0", "float32", (2,)), **{nest.NEST: text})
+    wrong = spec(("list.0", "float32", (2,)), **{NEST: text})
     for write in (torch.size_at_most_bytes, lambda spec: reserve_file(torch, str(tmp_path / "net.pt"), spec)):
         with pytest.raises(TargetError, match=problem):
             write(wrong)

@@ -18,13 +18,14 @@ from unittest import mock
 
 from reshard_mpi import formats
 from reshard_mpi.errors import ReshardError
-from reshard_mpi.formats import dcp, nest
+from reshard_mpi.formats import dcp
 from reshard_mpi.formats.dcp import file_layout
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.files import opened
 from reshard_mpi.formats.hdf5 import index, shard_file
 from reshard_mpi.formats.locations import ByteRanges, LibraryRead, StridedView
-from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.manifest import NEST, Manifest
+from reshard_mpi.formats.nest import flatten_tree, nodes, rebuild_tree
 from reshard_mpi.formats.safetensors import huggingface as safetensors_index
 from reshard_mpi.formats.safetensors import mindformers_index, torch_dcp
 from reshard_mpi.formats.tensor_table import ChunkedTensors, TensorType
@@ -88,11 +89,11 @@ def torch_pickle(data: bytes) -> None:
     """Read the pickle of a file of torch, and write what it is a pickle of."""
     try:
         root, _ = unpickler.load(data, readers=Storages().readers)
-        flattened = nest.flatten(root, is_tensor)
-    except (pickle_hooks.PickleError, nest.NestError):
+        flattened = flatten_tree.flatten(root, is_tensor)
+    except (pickle_hooks.PickleError, nodes.NestError):
         return
-    again = nest.rebuild(dict(flattened.tensors), flattened.strings)
-    flattened_again = nest.flatten(again, is_tensor)
+    again = rebuild_tree.rebuild(dict(flattened.tensors), flattened.strings)
+    flattened_again = flatten_tree.flatten(again, is_tensor)
     assert flattened_again.tensors == flattened.tensors
     assert flattened_again.strings == flattened.strings or flattened.left_out
 
@@ -101,10 +102,10 @@ def nest_text(data: bytes) -> None:
     """Make a tree of the text of a nest and some tensors, and a pickle of the tree."""
     kind = TensorType(BY_NAME["float32"], (2,))
     leaves = {name: pickler.WrittenTensor(str(at), kind) for at, name in enumerate(("w", "a.w", "a.0.step", "list.0"))}
-    with suppress(nest.NestError):
-        root = nest.rebuild(leaves, {nest.NEST: data.decode(errors="replace"), "note": "text"})
+    with suppress(nodes.NestError):
+        root = rebuild_tree.rebuild(leaves, {NEST: data.decode(errors="replace"), "note": "text"})
         again, _ = unpickler.load(pickler.dumps(root), readers=Storages().readers)
-        names = {name for name, _ in nest.flatten(again, is_tensor).tensors}
+        names = {name for name, _ in flatten_tree.flatten(again, is_tensor).tensors}
         assert names <= leaves.keys()
 
 

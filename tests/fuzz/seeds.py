@@ -19,9 +19,9 @@ import numpy as np
 import parsers
 from support import ckpt_peer, dcp_peer, hdf5_peer, safetensors_peer, sliced_peer, torch_peer
 
-from reshard_mpi.formats import ckpt, dcp, hdf5, nest, safetensors, torch
+from reshard_mpi.formats import ckpt, dcp, hdf5, safetensors, torch
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.manifest import ShardIdentity
+from reshard_mpi.formats.manifest import NEST, ShardIdentity
 from reshard_mpi.formats.protocol import seal_file
 from reshard_mpi.formats.safetensors import huggingface as safetensors_index
 from reshard_mpi.journal.provenance import FileState, Sources, TargetInputs, digest_of_texts
@@ -273,7 +273,7 @@ def dcp_metadata(path: Path) -> Iterator[None]:
 def nests(path: Path) -> Iterator[None]:
     for name in ("train.pth", "plain.pt"):
         strings = torch.locate(str(TORCH_GOLDEN / name)).strings
-        path.write_text(strings[nest.NEST].replace("A" * 8, "")[:4000])
+        path.write_text(strings[NEST].replace("A" * 8, "")[:4000])
         yield
     path.write_text(
         '{"dict":[["a",{"dict":[["w"],[0,{"dict":[]}]]}],["list",[{"tensor":null},{"tuple":[1,null]}]],'

@@ -18,8 +18,9 @@ import reshard_mpi
 from reshard_mpi import formats
 from reshard_mpi.errors import MapError, TargetError
 from reshard_mpi.formats import ckpt
-from reshard_mpi.formats.manifest import common_nest, nest_settings
-from reshard_mpi.formats.nest import NEST, agree, flatten_tree
+from reshard_mpi.formats.manifest import NEST, common_nest, nest_settings
+from reshard_mpi.formats.nest import flatten_tree
+from reshard_mpi.formats.nest.nodes import agree
 from reshard_mpi.testing import sample_tensors
 
 Array = np.ndarray[Any, np.dtype[Any]]

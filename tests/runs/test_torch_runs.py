@@ -15,7 +15,7 @@ import reshard_mpi
 from reshard_mpi import formats
 from reshard_mpi.checkpoints.inspection import inspect
 from reshard_mpi.errors import SourceError, TargetError
-from reshard_mpi.formats import ckpt, nest, torch
+from reshard_mpi.formats import ckpt, torch
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.torch import file_content, reader
@@ -168,7 +168,7 @@ def test_loose_files_with_nests_of_their_own_are_not_mixed(tmp_path: Path) -> No
         reshard_mpi.transform(src, tmp_path / "out")
     path = transformed(src, tmp_path / "out", select="model.pt")
     expected = {"nest": {"dict": [["model", {"dict": []}]]}, "order": [0, "model.w"]}
-    assert json.loads(contents_of(path).strings[nest.NEST]) == expected
+    assert json.loads(contents_of(path).strings[NEST]) == expected
 
 
 def test_a_damaged_member_is_found_before_anything_is_written(tmp_path: Path) -> None:

@@ -10,13 +10,14 @@ from reshard_mpi.errors import ShardError, told
 from reshard_mpi.filesystem import stores
 from reshard_mpi.filesystem.paths import real_path
 from reshard_mpi.filesystem.stores import FileVersion
-from reshard_mpi.formats import files, nest
+from reshard_mpi.formats import files
 from reshard_mpi.formats.dcp import file_layout, metadata
 from reshard_mpi.formats.dcp.bulk_metadata import Chunk, ItemKey
 from reshard_mpi.formats.dcp.file_layout import TensorLeaf, tree_of
 from reshard_mpi.formats.dcp.items import Common, LocatedFile, MisfitError, WantedItem, locate_items, named
 from reshard_mpi.formats.dcp.metadata import INDEX, Metadata
 from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.nest import flatten_tree, nodes
 from reshard_mpi.formats.nest.nodes import Value
 from reshard_mpi.formats.tensor_table import ChunkedTensors, ListedChunk, TensorType
 from reshard_mpi.formats.torch.tensors import StoredTensor
@@ -218,8 +219,8 @@ def _strings(metadata: Metadata, objects: Mapping[str, Value], folder: str) -> _
         if name
     )
     try:
-        flattened = nest.flatten(tree_of(values, folder), _is_tensor, has_order=has_order)
-    except nest.NestError as error:
+        flattened = flatten_tree.flatten(tree_of(values, folder), _is_tensor, has_order=has_order)
+    except nodes.NestError as error:
         problem = f"a checkpoint cannot be read: {error.problem}"
         raise ShardError(problem, got=error.got, where=folder, remedy=error.remedy) from None
     if any(name != leaf.name for name, leaf in flattened.tensors if type(leaf) is TensorLeaf):

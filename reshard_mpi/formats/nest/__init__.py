@@ -26,12 +26,3 @@ their own, and torch numbers the state of parameters by their order in the model
 A text without it, as earlier versions wrote all, is the value alone; tensors have the order of the shard then. A shard
 of names alone, a plain dictionary of tensors followed by texts, has no such string.
 """
-
-from __future__ import annotations
-
-from reshard_mpi.formats.manifest import NEST
-from reshard_mpi.formats.nest.flatten_tree import Flattened, flatten
-from reshard_mpi.formats.nest.nodes import NestError, agree
-from reshard_mpi.formats.nest.rebuild_tree import first_difference, rebuild
-
-__all__ = ["NEST", "Flattened", "NestError", "agree", "first_difference", "flatten", "rebuild"]

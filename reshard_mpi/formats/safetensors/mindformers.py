@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 from reshard_mpi.errors import ShardError, told
 from reshard_mpi.filesystem import stores
 from reshard_mpi.filesystem.stores import FileVersion
-from reshard_mpi.formats import files, nest
+from reshard_mpi.formats import files
 from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.nest import flatten_tree, nodes
 from reshard_mpi.formats.nest.nodes import Dict, Value, no_constant
 from reshard_mpi.formats.protocol import OnBytes, uncounted
 from reshard_mpi.formats.protocol import no_sums as stored_sums
@@ -233,8 +234,8 @@ def _strings(folder: str, tensors: TensorTable) -> Mapping[str, str]:
             raise ValueError(f"a tensor called {_COMMON_KEY!r}, in the place of what the file says")
         leaves: list[Value] = [part for name in tensors for part in (name, _SlicedLeaf(name))]
         tree = Dict([_COMMON_KEY, root, *leaves])
-        return nest.flatten(tree, lambda value: type(value) is _SlicedLeaf, has_order=False).strings
-    except (ValueError, RecursionError, nest.NestError) as error:
+        return flatten_tree.flatten(tree, lambda value: type(value) is _SlicedLeaf, has_order=False).strings
+    except (ValueError, RecursionError, nodes.NestError) as error:
         raise ShardError(
             f"{COMMON} of a checkpoint cannot be read",
             expected="an object of numbers and texts as JSON, each name once",

@@ -7,8 +7,8 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import NamedTuple
 
 from reshard_mpi.errors import TargetError
-from reshard_mpi.formats import nest
 from reshard_mpi.formats.manifest import Specs
+from reshard_mpi.formats.nest import nodes, rebuild_tree
 from reshard_mpi.formats.nest.nodes import ORDERED_DICT, Call, Dict, Global, Value
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.formats.torch.pickle_hooks import BYTES, CODECS_ENCODE, OLD_MODULES, OLD_NAMES
@@ -53,8 +53,8 @@ def require_types(specs: Specs, holder: str, path: str) -> None:
 def rebuilt(leaves: Mapping[str, Value], strings: Mapping[str, str], path: str) -> Value:
     """Return the tree of a target's tensors and strings. Raises TargetError if the strings do not fit the tensors."""
     try:
-        return nest.rebuild(leaves, strings)
-    except nest.NestError as error:
+        return rebuild_tree.rebuild(leaves, strings)
+    except nodes.NestError as error:
         raise TargetError(
             f"the nested dictionaries of the source cannot be made again: {error.problem}",
             got=error.got,

@@ -13,9 +13,10 @@ from typing import NamedTuple
 from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem.paths import START_BYTES
 from reshard_mpi.filesystem.stores import SourceFile
-from reshard_mpi.formats import files, nest
+from reshard_mpi.formats import files
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.nest import flatten_tree, nodes
 from reshard_mpi.formats.nest.nodes import Call, Dict, Value
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable, TensorType
 from reshard_mpi.formats.torch import archive, archive_layout
@@ -158,8 +159,8 @@ def _parsed(path: str, content: FileContent) -> Manifest:
     if is_of_others:
         require_weights(content.root, path)
     try:
-        flattened = nest.flatten(content.root, is_tensor)
-    except nest.NestError as error:
+        flattened = flatten_tree.flatten(content.root, is_tensor)
+    except nodes.NestError as error:
         problem = f"a shard cannot be read: {error.problem}"
         raise ShardError(problem, got=error.got, where=path, remedy=error.remedy) from None
     named_tensors = flattened.tensors

@@ -9,8 +9,8 @@ from zlib import crc32
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem.stores import SourceFile
-from reshard_mpi.formats import files, nest
-from reshard_mpi.formats.manifest import Manifest, ShardSpec
+from reshard_mpi.formats import files
+from reshard_mpi.formats.manifest import NEST, Manifest, ShardSpec
 from reshard_mpi.formats.nest.nodes import Value
 from reshard_mpi.formats.protocol import NO_SUMS, OnBytes, uncounted
 from reshard_mpi.formats.tensor_table import TensorTable, TensorType
@@ -72,7 +72,7 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
             writer.add(member.payload_start + size_bytes, descriptor(member))
         members.append(member)
         tensors.add(name, kinds[kind], member.payload_start if size_bytes else 0)
-    if nest.NEST in strings:
+    if NEST in strings:
         add(OWN_RECORD, json.dumps({"pickle_crc": crc32(pickle), "strings": strings}).encode())
     add("version", b"3\n")
     add(".data/serialization_id", _identity(pickle))
@@ -84,7 +84,7 @@ def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
     """Return the largest size of the file of `spec`. Raises TargetError for tensors that torch cannot hold."""
     specs = spec.specs
     require_types(specs, _HOLDER, "")
-    if nest.NEST in spec.strings:
+    if NEST in spec.strings:
         _root(spec, "")
     dimensions = [2 * len(kind.shape) * _NUMBER_BYTES for kind in specs.kinds]
     of_tensors = sum(
