@@ -11,7 +11,7 @@ from pathlib import Path
 from reshard_mpi import formats
 from reshard_mpi.checkpoints import file_selection
 from reshard_mpi.checkpoints.file_selection import PART, choose, require_one_step
-from reshard_mpi.checkpoints.foreign_files import require_readable
+from reshard_mpi.checkpoints.refuse_sources import require_readable
 from reshard_mpi.checkpoints.shard_files import (
     ShardFiles,
     is_strategy,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery, shard_files
-from reshard_mpi.checkpoints.foreign_files import ForeignCheckpointError
+from reshard_mpi.checkpoints.refuse_sources import ForeignCheckpointError
 from reshard_mpi.checkpoints.shard_files import in_its_rank
 from reshard_mpi.errors import ReshardError, SourceError, StrategyError
 from reshard_mpi.filesystem import stores

@@ -15,7 +15,7 @@ from support.conversions import TENSORS, Conversion, listing, make
 from support.examples import few
 
 import reshard_mpi
-from reshard_mpi.checkpoints import single_shard
+from reshard_mpi.checkpoints import refuse_sources
 from reshard_mpi.errors import SourceError
 from reshard_mpi.planning.rank_plan import Check
 
@@ -201,8 +201,8 @@ def test_loose_files_of_a_rank(alike: Conversion) -> None:
 
 def test_a_handful_of_siblings_is_looked_at() -> None:
     every = dict.fromkeys(rank for rank in range(100) if rank != 40)
-    assert single_shard._nearest_and_last(40, every) == [39, 41, 38, 99]
-    assert single_shard._nearest_and_last(0, {1: None, 2: None}) == [1, 2]
+    assert refuse_sources._nearest_and_last(40, every) == [39, 41, 38, 99]
+    assert refuse_sources._nearest_and_last(0, {1: None, 2: None}) == [1, 2]
 
 
 def test_little_of_a_shard_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,14 +212,14 @@ def test_little_of_a_shard_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (tmp_path / f"rank_{rank}").mkdir()
         write_shard(arrays, tmp_path / f"rank_{rank}" / "net.ckpt")
     compared: list[Check] = []
-    samples = single_shard._samples
+    samples = refuse_sources._samples
 
     def kept(ours: object, theirs: object) -> list[Check]:
         sampled = list(samples(ours, theirs))  # type: ignore[arg-type]
         compared.extend(sampled)
         return sampled
 
-    monkeypatch.setattr(single_shard, "_samples", kept)
+    monkeypatch.setattr(refuse_sources, "_samples", kept)
     reshard_mpi.plan(tmp_path / "rank_1")
     assert 20_000 < sum(check.copies[0].size_bytes for check in compared) <= 96 * 1024
     of_w = [check.copies[0].region for check in compared if check.name.startswith("layers.")]
