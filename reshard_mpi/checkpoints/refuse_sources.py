@@ -1,7 +1,8 @@
 """Refuse what is no whole checkpoint: of DeepSpeed, of Megatron, one shard (`require_readable`, `require_full`).
 
-In a data-parallel run every rank saves the whole checkpoint; in any other run one shard is only a part. Nothing in a
-shard tells which, so it is compared with the shards in the rank folders beside its own.
+Folders of DeepSpeed and Megatron hold torch's files, which would pass for one full checkpoint, or for none. Each is
+refused by what it is. In a data-parallel run every rank saves the whole checkpoint; in any other run one shard is only
+a part. Nothing in a shard tells which, so it is compared with the shards in the rank folders beside its own.
 """
 
 from __future__ import annotations

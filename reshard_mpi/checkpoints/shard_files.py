@@ -1,4 +1,8 @@
-"""Hold the files of a checkpoint by rank (`ShardFiles`), and name those beside them that are left out."""
+"""Hold the files of a checkpoint by rank (`ShardFiles`), and name those beside them that are left out.
+
+A folder that is read as one checkpoint may hold more of the same save: settings, the state of schedulers, tensors in
+another form. So every file in it is read, or named, or one of those that are known to be no part of a checkpoint.
+"""
 
 from __future__ import annotations
 

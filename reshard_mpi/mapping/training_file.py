@@ -14,6 +14,7 @@ from typing import NamedTuple
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.nest.nodes import parsed
 from reshard_mpi.mapping.apply import applied
+from reshard_mpi.mapping.carry_values import carried_into, renamed
 from reshard_mpi.mapping.chain import chained, composed
 from reshard_mpi.mapping.direction import Inventory
 from reshard_mpi.mapping.numbered_state import (
@@ -24,7 +25,6 @@ from reshard_mpi.mapping.numbered_state import (
     named_tensors,
     training_in,
 )
-from reshard_mpi.mapping.optimizer_settings import carried_into, renamed
 from reshard_mpi.mapping.optimizers import (
     GROUPS,
     STATE_KEY,
