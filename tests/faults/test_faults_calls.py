@@ -65,8 +65,7 @@ def assert_the_rule_holds(bench: Bench, count: int, *, skip: int = 0) -> None:
     assert not broken, f"{len(broken)} of {len(attempts)}:\n" + "\n".join(broken)
 
 
-@of_every_kind
-@pytest.mark.parametrize("skip", [0, 3])
+@pytest.mark.parametrize(("kind", "skip"), [("ckpt", 0), ("hdf5", 3)])
 def test_alone(tmp_path: Path, kind: str, skip: int) -> None:
     assert_the_rule_holds(Bench(tmp_path, kind, ALONE, verify=skip > 0), 6, skip=skip)
 
@@ -113,8 +112,9 @@ def test_only_the_target_that_is_filled_together_fails(tmp_path: Path, fault: Fa
 STRUCTURE = ("pwrite", "ftruncate", "fsync", "close")
 
 
-@of_every_kind
-@pytest.mark.parametrize(("do", "is_lasting"), [("EIO", False), ("ENOSPC", True)])
+@pytest.mark.parametrize(
+    ("kind", "do", "is_lasting"), [("ckpt", "EIO", False), ("hdf5", "EIO", False), ("hdf5", "ENOSPC", True)]
+)
 def test_every_call_for_a_shards_structure(tmp_path: Path, kind: str, do: str, is_lasting: bool) -> None:
     """Those for the shard of rank 0."""
     bench = Bench(tmp_path, kind, ALONE, verify=True, names=("short", "global_step"))

@@ -73,10 +73,11 @@ def test_alone(whole: Conversion, tmp_path: Path) -> None:
         assert_resumed(c, whole)
 
 
-@pytest.mark.parametrize("jobs", ["2", "3"])
+@pytest.mark.parametrize(("whole", "jobs"), [("ckpt", "2"), ("hdf5", "3")], indirect=["whole"])
 def test_jobs(whole: Conversion, tmp_path: Path, jobs: str) -> None:
     assert recovered(whole, tmp_path, 3, "--jobs", jobs) > 0  # how often they look differs a little
 
 
+@pytest.mark.parametrize("whole", ["hdf5"], indirect=True)
 def test_ranks(whole: Conversion, tmp_path: Path, mpi: MPI) -> None:
     assert recovered(whole, tmp_path, 2, mpi=mpi) > 0

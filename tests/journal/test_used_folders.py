@@ -6,7 +6,6 @@ there. After a run that ends well, there is one checkpoint, the one that was ask
 
 from __future__ import annotations
 
-import itertools
 import os
 import random
 import shutil
@@ -192,7 +191,7 @@ def killed_before(arguments: list[str], dst: Path, count: int) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "before"),
-    [*((form, "another") for form in FORMS), *itertools.product(("ckpt", "hf"), ("nothing", "the same"))],
+    [("ckpt", "another"), ("hf", "another"), ("dcp", "another"), ("ckpt", "nothing"), ("hf", "the same")],
 )
 def test_a_kill_at_any_instant(conversion: Conversion, tmp_path: Path, form: str, before: str) -> None:
     """What was there is overwritten. A run that had begun is resumed; one that had not leaves the folder to another."""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from support.command_line import COMMAND
+from support.examples import one_at_a_time
 from support.large_checkpoints import SMALL, TARGETS, LargeCheckpoint, write_many
 from support.processes import HANG_SECONDS
 
@@ -67,11 +68,11 @@ if os.environ.get("RESHARD_MPI_TEST_FULL_SIZE"):
     LARGE = [("ckpt", 20_001, 8, 512), ("hdf5", 20_001, 8, 512)]
 
 
-@pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize(
-    ("kind", "tensors", "count", "limit_mib"), [("ckpt", 17, 16, 320), ("hdf5", 17, 12, 320), *LARGE]
+    ("tried", "version"), one_at_a_time([("ckpt", 17, 16, 320), ("hdf5", 17, 12, 320), *LARGE], [1, 2]), ids=str
 )
-def test_no_task_is_killed(tmp_path: Path, kind: str, tensors: int, count: int, limit_mib: int, version: int) -> None:
+def test_no_task_is_killed(tmp_path: Path, tried: tuple[str, int, int, int], version: int) -> None:
+    kind, tensors, count, limit_mib = tried
     with group_of(version, limit_mib * MIB) as group:
         made = write_many(tmp_path / "made", kind, tensors, SMALL)
         ended = tasks(group, tmp_path, made, count)

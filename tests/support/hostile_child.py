@@ -1,7 +1,8 @@
-"""Have the package read one hostile file, in a process with limits, and print the outcome and the cost.
+"""Have the package read hostile files, each in a process with limits, and print the outcome and the cost.
 
-`python hostile_child.py KIND PATH`; KIND is a name of `KINDS`. Prints JSON. Processor time is given in units of a
-reference workload that the same process has measured, so a bound on it holds on a machine of any speed.
+Every line of its input is a JSON of the kind (a name of `KINDS`), the path, and what is added to the environment; it is
+answered by a line of JSON, which a fork makes: this process has loaded what all need. Processor time is given in units
+of a reference workload that was measured at its start, so a bound on it holds on a machine of any speed.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def warm_up(kind: str, path: str) -> None:
         formats.by_name("ckpt")
 
 
-def main(kind: str, path: str) -> dict[str, Any]:
+def answer(kind: str, path: str, unit_seconds: float) -> dict[str, Any]:
     """Read `path` and return what came of it."""
     warm_up(kind, path)
     opened: set[str] = set()
@@ -89,7 +90,6 @@ def main(kind: str, path: str) -> dict[str, Any]:
     for pid in filter(None, (os.getpid(), helping)):
         Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak is from now on
     before, helper_before = status(os.getpid(), "VmRSS"), status(helping, "VmHWM") if helping else 0
-    unit_seconds = reference_seconds()
     begin_cpu = cpu_seconds(helping)
     error: BaseException | None = None
     try:
@@ -135,5 +135,21 @@ def cpu_seconds(pid: int | None) -> float:
     return used
 
 
+def main() -> None:
+    unit_seconds = reference_seconds()
+    for line in sys.stdin:
+        kind, path, environment = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.environ.update(environment)
+                print(json.dumps(answer(kind, path, unit_seconds)), flush=True)
+            finally:
+                os._exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if code:
+            print(json.dumps({"is_ours": False, "problem": f"exit code {code}"}), flush=True)
+
+
 if __name__ == "__main__":
-    print(json.dumps(main(*sys.argv[1:])))
+    main()
