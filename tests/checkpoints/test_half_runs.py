@@ -166,7 +166,7 @@ HALF_RUNS = [
 ]
 
 
-@pytest.mark.parametrize(("form", "state", "verify"), few(12, HALF_RUNS))
+@pytest.mark.parametrize(("form", "state", "verify"), few(4, HALF_RUNS))
 def test_a_half_finished_run_copied_over_a_committed_one(tmp_path: Path, form: str, state: str, verify: str) -> None:
     """The commit record of the older one stays there."""
     out, new, options, strategy = tmp_path / "out", tmp_path / "new", *of(form, tmp_path)

@@ -122,6 +122,7 @@ def test_an_error_of_reading(c: Conversion, whole: Conversion, jobs: str) -> Non
     assert_resumed(c, whole)
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_in_the_middle(whole: Conversion, small_disk: Path, tmp_path: Path) -> None:
     c = whole.but(folder=tmp_path, dst=small_disk / "dst")
     fill = f"os.close(os.posix_fallocate(d := os.open({str(small_disk / 'fill')!r}, 66), 0, 1724 << 10) or d)"
@@ -179,6 +180,7 @@ def test_a_source_that_goes_in_the_middle(own: Conversion, whole: Conversion, do
     assert_resumed(own, whole)
 
 
+@pytest.mark.slow
 def test_a_source_that_shrinks_while_it_is_mapped(own: Conversion, whole: Conversion) -> None:
     """The kernel kills the worker that looks there; the parent says which target that was, and why."""
     env = fault(own, own.folder / "counter", "os.truncate(path, 0)", on="mapped", path="src/rank_1/")

@@ -56,7 +56,7 @@ LINKED = {
 }
 
 
-@pytest.mark.parametrize("where", few(3, LINKED))
+@pytest.mark.parametrize("where", few(1, LINKED))
 def test_a_link_in_the_place_of_what_is_made_is_refused_by_name(tmp_path: Path, where: str) -> None:
     c, private = make(tmp_path), elsewhere(tmp_path)
     name, to = LINKED[where]
@@ -98,6 +98,7 @@ def test_a_record_that_is_a_link_is_none(c: Conversion, tmp_path: Path) -> None:
     assert_right(c)
 
 
+@pytest.mark.slow
 def test_what_the_user_names_may_be_links(c: Conversion, tmp_path: Path) -> None:
     """The target folder, as one on a scratch file system, and sources, as a folder of links to a hub's cache."""
     (tmp_path / "scratch").mkdir()

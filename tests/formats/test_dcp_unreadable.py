@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from support import dcp_peer, torch_peer
 from support.command_line import run_here
 from support.dcp_peer import Metadata, listed
+from support.examples import few
 from support.torch_peer import Tensor
 
 from reshard_mpi.checkpoints.inspection import inspect
@@ -63,7 +64,7 @@ CASES: dict[str, tuple[str, dict[str, Callable[..., Any]], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", CASES)
+@pytest.mark.parametrize("what", few(2, CASES))
 def test_a_tensor_that_cannot_be_read(tmp_path: Path, what: str) -> None:
     name, options, why = CASES[what]
     source = tmp_path / "source"

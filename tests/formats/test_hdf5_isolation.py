@@ -162,6 +162,7 @@ def test_one_process_serves_all_files_and_threads(tmp_path: Path) -> None:
     assert sandbox._keeper._process is process
 
 
+@pytest.mark.slow
 def test_it_is_started_anew_when_it_has_gone(tmp_path: Path) -> None:
     path = str(make(tmp_path / "w.h5"))
     hdf5.locate(path)
@@ -211,6 +212,7 @@ os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_open_for_it(tmp_path: Path) -> None:
     """Locks and connections that this process leaves to its children are not held by the one that has the library."""
     path = str(make(tmp_path / "w.h5"))

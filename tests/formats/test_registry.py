@@ -25,6 +25,7 @@ def installed(folder: Path, entry_points: str) -> dict[str, str]:
     return {"PYTHONPATH": f"{folder}{os.pathsep}{TESTS}"}
 
 
+@pytest.mark.slow
 def test_a_format_of_an_installed_package(tmp_path: Path) -> None:
     c, toys, back = make(tmp_path), tmp_path / "toys", tmp_path / "back"
     assert c.src_strategy is not None and c.dst_strategy is not None

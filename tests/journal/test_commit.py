@@ -523,7 +523,7 @@ def test_commit_while_a_target_is_written(tmp_path: Path) -> None:
     assert "is writing" in finished.err
 
 
-@pytest.mark.parametrize("turn", [*range(5), *(pytest.param(turn, marks=pytest.mark.slow) for turn in range(5, 30))])
+@pytest.mark.parametrize("turn", few(2, range(30)))
 def test_of_tasks_that_end_at_one_moment_one_commits(tmp_path: Path, turn: int) -> None:
     ranks = 4
     begin, go = os.pipe()

@@ -365,7 +365,7 @@ def staged(stages: int, layers: int) -> tuple[Spec, Spec, dict[str, np.ndarray]]
     return unstaged, Spec(unstaged.mesh, (*rules, *ends), stages), whole
 
 
-@pytest.mark.parametrize(("stages", "layers"), [(2, 4), (32, 32)])
+@pytest.mark.parametrize(("stages", "layers"), few(1, [(2, 4), (32, 32)]))
 def test_rules_that_say_nothing_of_stages(tmp_path: Path, stages: int, layers: int) -> None:
     """Each tensor lies in one stage, which the spec leaves open; batch statistics have drifted there."""
     unstaged, right, whole = staged(stages, layers)
@@ -717,8 +717,10 @@ def test_state_that_only_the_rule_for_all_catches_is_dropped(tmp_path: Path) -> 
 # What a sample costs
 
 
-@pytest.mark.parametrize("mesh", [(16384,), (2048, 8), (64, 32, 8), (3, 5, 7), (16383,)])
-@pytest.mark.parametrize("stages", few(1, [64, 4, 1]))
+@pytest.mark.parametrize(
+    ("mesh", "stages"),
+    few(2, one_at_a_time([(64, 32, 8), (16384,), (2048, 8), (3, 5, 7), (16383,)], [64, 4, 1])),
+)
 def test_few_of_many_shards_are_opened(mesh: tuple[int, ...], stages: int) -> None:
     size = int(np.prod(mesh)) * stages
     strategy_files = Strategy(size, stages, {"w": (Placement(mesh, stages=tuple(range(stages))),)})

@@ -189,6 +189,7 @@ def test_the_last_that_is_told_is_that_all_is_done(c: Conversion, options: Mappi
     assert (last.targets_done, last.targets_total, last.unit, last.waiting) == (2, 2, "target", 0)
 
 
+@pytest.mark.slow
 def test_of_verifications_and_comparisons_too(c: Conversion, tmp_path: Path) -> None:
     pair = (c.src, c.dst, c.src_strategy, c.dst_strategy)
     told: list[RunStatus] = []

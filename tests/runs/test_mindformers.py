@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.checkpoints import ENDINGS, as_read, expected_rank, read_shard, write_shard
+from support.checkpoints import ENDINGS, KINDS, as_read, expected_rank, read_shard, write_shard
 from support.command_line import run_in_fork
-from support.conversions import of_every_kind
+from support.examples import one_at_a_time
 from support.mindformers import (
     SIDES,
     weights,
@@ -59,8 +59,11 @@ def strategies(request: pytest.FixtureRequest, tmp_path: Path) -> dict[int, Path
     return {ranks: write_merged(SIDES[ranks], tmp_path / f"strategy_{ranks}") for ranks in (8, 4)}
 
 
-@of_every_kind
-@pytest.mark.parametrize("convert", [by_function, by_command])
+@pytest.mark.parametrize(
+    ("strategies", "convert", "kind"),
+    one_at_a_time(["made here", "real"], [by_function, by_command], KINDS),
+    indirect=["strategies"],
+)
 def test_there_and_back(strategies: dict[int, Path], convert: Convert, kind: str, tmp_path: Path) -> None:
     tensors = weights()
     at = tmp_path / "0_of_1"

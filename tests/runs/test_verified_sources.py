@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from pathlib import Path
 
@@ -49,8 +50,7 @@ def again(c: Conversion, form: str, *options: str) -> Finished:
     return c.run("transform", "--verify", "--to", form, *options)
 
 
-@pytest.mark.parametrize("lost", few(1, [".reshard_mpi", "reshard.json", None]))
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("lost", "form"), few(3, itertools.product([".reshard_mpi", "reshard.json", None], FORMS)))
 def test_a_damaged_one_is_refused_before_anything_is_written(tmp_path: Path, form: str, lost: str | None) -> None:
     """By the sums that are left, where the records or the commit record are lost. Without --verify it is as it is."""
     c = verified(tmp_path, form)
@@ -127,8 +127,7 @@ def verify(c: Conversion, *options: str) -> Finished:
     return c.run("verify", *options)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kept", few(1, [".reshard_mpi", "reshard.json"]))
+@pytest.mark.parametrize(("kept", "way"), few(2, itertools.product([".reshard_mpi", "reshard.json"], WAYS)))
 def test_verify_takes_what_is_recorded(tmp_path: Path, way: str, kept: str) -> None:
     c, options = verified(tmp_path, "ckpt"), options_of(tmp_path, way)
     assert again(c, "safetensors", *options).code == 0
