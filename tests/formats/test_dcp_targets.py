@@ -234,6 +234,20 @@ def test_objects_that_others_read(tmp_path: Path) -> None:
     }
 
 
+COUNTER = '{"call":["collections","Counter",[{"dict":[[1,1],[4,2]]}]]}'
+DEFAULTS = '{"call":["collections","defaultdict",[{"global":["builtins","list"]}]],"dict":[["x",1]]}'
+
+
+def test_dictionaries_of_other_classes_are_taken_apart(tmp_path: Path) -> None:
+    """As torch does with any mapping, such as the milestones of MultiStepLR; what makes their values is no entry."""
+    strings = {NEST: f'{{"dict":[["w"],["milestones",{COUNTER}],["d",{DEFAULTS}]]}}'}
+    written(tmp_path, [spec_of(["w"], strings)])
+    found = dcp_peer.read(tmp_path)
+    assert found.objects == {"milestones.1": 1, "milestones.4": 2, "d.x": 1}
+    assert found.paths["milestones.4"] == ("milestones", "4")
+    assert dcp.open_folder(str(tmp_path))[0].strings == strings
+
+
 def test_ranks_with_nests_of_their_own(tmp_path: Path) -> None:
     """Stages of a pipeline hold other tensors, in other dictionaries; the checkpoint has all of them."""
     strings = [{NEST: f'{{"dict":[["stage{rank}",{{"dict":[]}}],["epoch",3]]}}'} for rank in range(2)]

@@ -91,6 +91,31 @@ def test_what_two_processes_load(tmp_path: Path, saved: tuple[Path, Path], ranks
     processes("load", 2, tmp_path / "made", saved[1])
 
 
+def test_a_training_loads_what_is_made_of_its_file(tmp_path: Path) -> None:
+    """Its keys are those that torch makes of the same, as of a scheduler's milestones, which are a Counter."""
+    from torch.distributed import checkpoint
+
+    net = torch.nn.Linear(3, 4)
+    optimizer = torch.optim.AdamW(net.parameters())
+    net(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 4])
+    training = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
+    torch.save(training, tmp_path / "x.pt")
+    run_apart("transform", tmp_path / "x.pt", tmp_path / "made", "--to", "dcp", "--jobs", "1", check=True)
+    checkpoint.save(training, checkpoint_id=tmp_path / "saved", no_dist=True)
+    made, saved = (
+        checkpoint.FileSystemReader(tmp_path / name).read_metadata().state_dict_metadata.keys()
+        for name in ("made", "saved")
+    )
+    assert made == saved
+    checkpoint.load(training, checkpoint_id=tmp_path / "made", no_dist=True)
+    for name in ("made", "saved"):
+        run_apart("transform", tmp_path / name, tmp_path / f"{name}.back", "--to", "torch", "--jobs", "1", check=True)
+        (path,) = (tmp_path / f"{name}.back").glob("rank_0/*.pt")
+        assert torch.load(path)["scheduler"]["milestones"] == {1: 1, 4: 1}
+
+
 def test_through_a_file_of_torch_to_one_of_torch(tmp_path: Path, saved: tuple[Path, Path]) -> None:
     """There and back, and then made one file by torch: nested as it was saved."""
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save

@@ -19,7 +19,7 @@ from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem.stores import SourceFile
 from reshard_mpi.formats import files
 from reshard_mpi.formats.dcp.bulk_metadata import MAX_NUMBER
-from reshard_mpi.formats.nest.nodes import Call, Dict, Global, Value, parts
+from reshard_mpi.formats.nest.nodes import ORDERED_DICT, Call, Dict, Global, Value, parts
 from reshard_mpi.formats.tensor_table import TensorTable, TensorType
 from reshard_mpi.formats.torch.archive_layout import (
     ALIGNMENT_BYTES,
@@ -100,7 +100,8 @@ def _written(contents: dict[str, bytes], before: list[Placed]) -> tuple[bytes, l
 Keys = tuple[str | int, ...]
 
 # Dictionaries of other classes; their contents are flattened like a plain dictionary's.
-_DICTIONARIES = frozenset(Global("collections", name) for name in ("OrderedDict", "defaultdict"))
+_COUNTER = Global("collections", "Counter")
+_DICTIONARIES = frozenset((_COUNTER, ORDERED_DICT, Global("collections", "defaultdict")))
 # Lists may lack items, which torch fills with None: empty dictionaries before.
 _MOST_LACKING = 1 << 16
 
@@ -153,6 +154,8 @@ def _finished_tree(tree: Mapping[str | int, Value]) -> Value:
     if type(tree) is not _List:
         if type(values.get("state")) is Dict:
             values["state"] = _numbered(values["state"], values.get("param_groups"))
+        if "gamma" in values and type(values.get("milestones")) is Dict:
+            values["milestones"] = _counter(values["milestones"])
         return Dict([part for pair in values.items() for part in pair])
     length = max(key for key in values if type(key) is int) + 1
     return [values.get(index) for index in range(length)]
@@ -165,6 +168,13 @@ def _numbered(state: Dict, groups: Value) -> Dict:
     if not state.flat or any(key not in numbers for key in state.flat[::2]):
         return state
     return Dict([part for key, value in state.pairs() for part in (numbers[key], value)])
+
+
+def _counter(milestones: Dict) -> Value:
+    """Return the milestones of torch's MultiStepLR as they were saved: it looks up numbers in them."""
+    if not all(type(key) is str and key.isdecimal() for key in milestones.flat[::2]):
+        return milestones
+    return Call(_COUNTER, (Dict([part for key, count in milestones.pairs() for part in (int(key), count)]),))
 
 
 def _contradiction(path: Keys, where: str) -> ShardError:
@@ -208,7 +218,10 @@ def _opened(value: Value, path: Keys) -> Iterator[tuple[Keys, Value]]:
             yield from _value(item, (*path, index))
     elif type(value) is Call:
         for index, item in enumerate((*value.args, *(value.items or ()))):
-            yield from _value(item, (*path, str(index)))
+            if value.function == _COUNTER and type(item) is Dict:
+                yield from _dictionary(item.pairs(), path)
+            elif not _is_dictionary(value) or type(item) is not Global:  # which makes values of a defaultdict
+                yield from _value(item, (*path, str(index)))
         if value.flat:
             yield from _dictionary(value.pairs(), path)
         if type(value.state) is Dict and (not _is_dictionary(value) or _has_tensors(value.state)):
