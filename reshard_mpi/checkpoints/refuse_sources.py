@@ -1,4 +1,4 @@
-"""Refuse what is no whole checkpoint: of DeepSpeed, of Megatron, one shard (`require_readable`, `require_full`).
+"""Refuse foreign and incomplete checkpoints: DeepSpeed, Megatron, one shard (`require_readable`, `require_full`).
 
 Folders of DeepSpeed and Megatron hold torch's files, which would pass for one full checkpoint, or for none. Each is
 refused by what it is. In a data-parallel run every rank saves the whole checkpoint; in any other run one shard is only
