@@ -17,7 +17,7 @@ from reshard_mpi.errors import ShardError, TargetError
 from reshard_mpi.formats import safetensors
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.protocol import reserve_file, seal_file
-from reshard_mpi.formats.safetensors.reader import MAX_STRING_BYTES
+from reshard_mpi.formats.safetensors.file_header import MAX_STRING_BYTES
 from reshard_mpi.testing import hypothesis_strategies, sample_tensors
 from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
 

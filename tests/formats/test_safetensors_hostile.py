@@ -14,7 +14,7 @@ from support.safetensors_peer import file_of
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import safetensors
-from reshard_mpi.formats.safetensors.metadata import MAX_HEADER_BYTES
+from reshard_mpi.formats.safetensors.file_header import MAX_HEADER_BYTES
 
 GROWTH_BYTES = 80 << 20
 # Of processor time, on a machine that does other things as well.

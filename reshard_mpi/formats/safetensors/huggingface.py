@@ -28,8 +28,8 @@ from reshard_mpi.formats.protocol import NO_SUMS
 from reshard_mpi.formats.protocol import no_crc as check_crc  # MindSpore's may be of another file
 from reshard_mpi.formats.protocol import no_sums as stored_sums
 from reshard_mpi.formats.safetensors import reader, writer
+from reshard_mpi.formats.safetensors.file_header import FORMAT, TORCH
 from reshard_mpi.formats.safetensors.json_reader import Json, JsonReader, shown
-from reshard_mpi.formats.safetensors.metadata import FORMAT, TORCH
 from reshard_mpi.formats.safetensors.reader import read_back
 from reshard_mpi.formats.tensor_table import ChunkedTensors, ListedChunk, TensorTable
 from reshard_mpi.sharding.box import Box

@@ -22,9 +22,9 @@ from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.protocol import no_crc as check_crc
 from reshard_mpi.formats.protocol import no_sums as stored_sums
-from reshard_mpi.formats.safetensors import reader
+from reshard_mpi.formats.safetensors import file_header, reader
+from reshard_mpi.formats.safetensors.file_header import SHARDING
 from reshard_mpi.formats.safetensors.json_reader import JsonReader, as_numbers, as_object, shown
-from reshard_mpi.formats.safetensors.metadata import SHARDING
 from reshard_mpi.formats.tensor_table import ChunkedTensors, ListedChunk, TensorTable
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.text import KIB, MIB
@@ -166,7 +166,7 @@ def open_folder(folder: str) -> dict[int, Manifest]:
 def _read(path: str) -> tuple[TensorTable, Mapping[str, tuple[int, ...]]]:
     """Return the tensors of a file, and where each begins in the whole one."""
     with files.opened(path) as file:
-        contents = reader.read(file)
+        contents = file_header.read(file)
     if contents.sharding is None:
         raise ShardError(
             "a file of a distributed checkpoint does not say where its tensors lie in the whole ones",

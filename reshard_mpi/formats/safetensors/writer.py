@@ -31,12 +31,13 @@ from reshard_mpi.formats.manifest import (
     is_in_crc,
 )
 from reshard_mpi.formats.protocol import NO_SUMS, OnBytes, uncounted
-from reshard_mpi.formats.safetensors.metadata import (
+from reshard_mpi.formats.safetensors.file_header import (
     CRC,
     FORMAT,
     INT4_TAG,
     LENGTH_BYTES,
     MAX_HEADER_BYTES,
+    MAX_STRING_BYTES,
     MAX_WRITTEN_PLAIN_BYTES,
     METADATA,
     MINDSPORE,
@@ -44,9 +45,9 @@ from reshard_mpi.formats.safetensors.metadata import (
     STRING_PREFIX,
     TAG_OF,
     is_plain,
-    of_header,
+    read,
 )
-from reshard_mpi.formats.safetensors.reader import MAX_STRING_BYTES, NAME, read
+from reshard_mpi.formats.safetensors.reader import NAME, digest_of_header
 from reshard_mpi.formats.tensor_table import TensorTable, TensorType
 from reshard_mpi.text import MIB
 
@@ -87,7 +88,7 @@ def reserve_as(fd: int, path: str, spec: ShardSpec, format_name: str, metadata: 
     for number, start in zip(layout.order, layout.starts):
         tensors.add(specs.names[number], kinds[specs.kind_ids[number]], start)
     text = layout.header[LENGTH_BYTES:]
-    header_digest = of_header(len(text), (text,), layout.size_bytes)
+    header_digest = digest_of_header(len(text), (text,), layout.size_bytes)
     return Manifest(path, format_name, tensors, dict(spec.strings), header_digest=header_digest)
 
 
