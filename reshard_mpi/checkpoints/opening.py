@@ -24,7 +24,9 @@ from reshard_mpi.filesystem import stores
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.journal.fields import STATE
 from reshard_mpi.planning.rank_plan import CHOSEN_FILES, SharedFact
+from reshard_mpi.planning.shared_facts import require_one_checkpoint
 from reshard_mpi.planning.source_flaws import modified_warning
+from reshard_mpi.processes.comm import Comm
 from reshard_mpi.sharding import strategy_table
 from reshard_mpi.sharding.placement import Strategy, unsharded
 
@@ -308,3 +310,12 @@ def moments_of(files: ShardFiles) -> tuple[SharedFact, ...]:
     """
     chosen = SharedFact(CHOSEN_FILES, chosen_files(files), files.path)
     return (chosen, SharedFact("latest checkpoint", files.latest, files.path)) if files.latest else (chosen,)
+
+
+def require_same_choice(comm: Comm, *checkpoints: ShardFiles) -> None:
+    """Raise DisagreementError, the same on every process, unless all have chosen the same files of each checkpoint.
+
+    Every process looks for them itself, and another one may become the newest meanwhile. All processes must call this.
+    """
+    for of_one in zip(*comm.allgather(tuple(map(moments_of, checkpoints))), strict=True):
+        require_one_checkpoint(moment for moments in of_one for moment in moments)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.compare_replicas import compare, comparing_bytes
-from reshard_mpi.checkpoints.opening import open_source
+from reshard_mpi.checkpoints.opening import open_source, require_same_choice
 from reshard_mpi.checkpoints.shard_opener import ShardShare
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.engine.first_difference import first_difference_of_tensors, value_at
@@ -29,7 +29,6 @@ from reshard_mpi.planning.tensor_names import gradient_texts
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.outcome import Checked, Failure, Outcome, agreed, attempt
 from reshard_mpi.runs.plan_conversion import LIMITS, Conversion
-from reshard_mpi.runs.preflight import require_same_choice
 from reshard_mpi.runs.progress import Progress, SliceCounter, Stage
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.run_memory import RunMemory, Workload

@@ -16,11 +16,11 @@ from reshard_mpi.journal.run_records import CHOSEN, FILES_BY_DIGEST, RunIdentity
 from reshard_mpi.journal.target_journal import Journal
 from reshard_mpi.planning.needed_ranks import check_target_rank
 from reshard_mpi.planning.tensor_names import Accumulated
-from reshard_mpi.runs.overlap import refuse_overlap, refuse_posing, refuse_replacing
 from reshard_mpi.runs.plan_conversion import Conversion, apply_map
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.run_memory import RunMemory, Workload
 from reshard_mpi.runs.scheduling import are_even, assign, filled_files, strategy_of, target_weights
+from reshard_mpi.runs.target_paths import refuse_overlap, refuse_posing, refuse_replacing
 from reshard_mpi.sharding import strategy_table
 from reshard_mpi.sharding.placement import Strategy
 

@@ -10,32 +10,32 @@ from typing import TYPE_CHECKING, NamedTuple
 from reshard_mpi import formats
 from reshard_mpi.checkpoints.opening import moments_of
 from reshard_mpi.checkpoints.shard_files import strangers
-from reshard_mpi.errors import ReshardError, ShardError
+from reshard_mpi.engine.open_files import Files
+from reshard_mpi.engine.read import only_element, takes_numpy
+from reshard_mpi.errors import ReshardError, ShardError, TargetError
+from reshard_mpi.formats.files import MAX_KEPT_BYTES, MAX_TENSORS, kept_bytes, kept_kind_bytes
+from reshard_mpi.formats.manifest import NotChecksummableError, ShardSpec, Specs, counted_bytes, is_in_crc
 from reshard_mpi.journal.commit import EarlierTarget
 from reshard_mpi.journal.provenance import TargetInputs
 from reshard_mpi.journal.target_journal import Journal
 from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.planning.source_flaws import named, warnings_of
 from reshard_mpi.processes.comm import Comm
+from reshard_mpi.runs.disk_space import SpaceEstimate, SpaceNeed, may_share
 from reshard_mpi.runs.open_run import Run, open_run
 from reshard_mpi.runs.outcome import Outcome, TargetReport, attempt, merge, record_of
-from reshard_mpi.runs.overlap import refuse_removing
-from reshard_mpi.runs.preflight import (
-    SpaceEstimate,
-    SpaceNeed,
-    lying_beside,
-    may_share,
-    require_countable,
-    require_no_strangers,
-    require_readable_structure,
-    require_readable_types,
-    require_short_names,
-    stranger_notes,
-)
+from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.runs.progress import Progress, Stage
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.run_memory import MAX_KEPT_PLANS, MAX_KEPT_PLANS_BYTES, RunMemory
 from reshard_mpi.runs.scheduling import divide, target_weights
+from reshard_mpi.runs.target_paths import (
+    lying_beside,
+    refuse_removing,
+    require_no_strangers,
+    require_short_names,
+    stranger_notes,
+)
 
 if TYPE_CHECKING:
     from reshard_mpi.planning.rank_plan import SharedFact, StageDigest
@@ -286,3 +286,67 @@ class TargetPlans:
         is_unverified = self.run.request.verify and not self.journal.is_verified(rank)
         report = TargetReport(rank, str(path), (), path.stat().st_size, process=self._comm.rank, skipped=True)
         return Outcome((report,), notes=(_NOT_VERIFIED,) if is_unverified else ())
+
+
+def require_readable_structure(spec: ShardSpec, format_name: str) -> None:
+    """Raise TargetError for a target that could not be read again.
+
+    It has more or longer names than shards are read with, or nothing where its format's own framework wants something.
+    """
+    specs, strings = spec.specs, spec.strings
+    if formats.info(format_name).own_loader_refuses_empty and not specs.names and not strings:
+        raise TargetError(
+            f"a target would hold nothing, and nobody reads that from {formats.title(format_name)} files",
+            expected="a tensor or a text at least on every rank",
+            got=f"nothing on rank {spec.identity.rank}",
+            remedy="write it as safetensors or hdf5 (--to), or leave this rank out (--rank)",
+        )
+    count = len(specs.names) + len(strings)
+    names_bytes = sum(map(kept_bytes, (*specs.names, *strings, *strings.values())))
+    kinds_bytes = sum(kept_kind_bytes(len(kind.shape)) for kind in set(specs.kinds))
+    if count > MAX_TENSORS or names_bytes + kinds_bytes > MAX_KEPT_BYTES:
+        raise TargetError(
+            "a target would hold more than it could be read with again",
+            expected=f"at most {MAX_TENSORS} tensors and texts, which take {MAX_KEPT_BYTES} bytes of memory with names"
+            " and shapes",
+            got=f"{count} tensors and texts, {names_bytes + kinds_bytes} bytes",
+            remedy="divide it over more stages, make it in several runs (--include), or choose shorter names",
+        )
+
+
+def require_readable_types(specs: Specs, format_name: str, *, as_is: bool) -> None:
+    """Raise TargetError for a tensor of a type that the target format's own framework would not read again.
+
+    Args:
+        as_is: whether the tensors are taken over as they are from shards of the same format.
+    """
+    unread = () if as_is else formats.info(format_name).types_own_loader_refuses
+    if not any(kind.dtype.name in unread for kind in specs.kinds):
+        return
+    name, dtype = next(
+        (name, specs.kinds[kind].dtype)
+        for name, kind in zip(specs.names, specs.kind_ids)
+        if specs.kinds[kind].dtype.name in unread
+    )
+    able = [other for other in formats.targets() if dtype.name not in formats.info(other).types_own_loader_refuses]
+    raise TargetError(
+        f"{name!r} is of a type that nobody reads from {formats.title(format_name)} files",
+        expected="a type that they are read with",
+        got=str(dtype),
+        remedy=f"write it as {' or '.join(able)} (--to), or give it another type (--dtype)",
+    )
+
+
+def require_countable(conversion: Conversion, plan: RankPlan) -> None:
+    """Raise TargetError for the first whole number of a target that has no place in the checksum of its file."""
+    groups = (group for group in plan.tensors.groups if is_in_crc(group.kind.dtype, group.kind.shape))
+    tensors = (group.tensor(place) for group in groups for place in range(len(group.names)))
+    with Files() as files:
+        for tensor in tensors:
+            if any(takes_numpy(copy, tensor.spec.box, conversion.limits.buffer_bytes) for copy in tensor.copies):
+                conversion.before_gathering()
+            content = only_element(files, tensor, conversion.limits)
+            try:
+                counted_bytes(tensor.spec.name, content, tensor.spec.dtype)
+            except NotChecksummableError as error:
+                raise error.refusal(conversion.source.files.path) from None

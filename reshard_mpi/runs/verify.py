@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery, shard_files
-from reshard_mpi.checkpoints.opening import chosen_files, open_source
+from reshard_mpi.checkpoints.opening import chosen_files, open_source, require_same_choice
 from reshard_mpi.checkpoints.shard_opener import ShardShare
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.engine.open_files import Files, OnBytes
@@ -35,7 +35,6 @@ from reshard_mpi.processes.governor import Governor
 from reshard_mpi.runs.open_run import chosen_targets
 from reshard_mpi.runs.outcome import Checked, Failure, Outcome, agreed, attempt
 from reshard_mpi.runs.plan_conversion import LIMITS, Conversion, apply_map
-from reshard_mpi.runs.preflight import require_same_choice
 from reshard_mpi.runs.progress import Progress, SliceCounter, Stage, Words, complain
 from reshard_mpi.runs.recorded_options import accumulated_as_made, as_made, made_otherwise
 from reshard_mpi.runs.request import Request, Strategies

@@ -30,8 +30,8 @@ from reshard_mpi.filesystem.folders import Folder
 from reshard_mpi.formats import ckpt
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.journal.publication import stale_bytes
-from reshard_mpi.runs import preflight
-from reshard_mpi.runs.preflight import SpaceEstimate, SpaceNeed, require_room
+from reshard_mpi.runs import disk_space, target_plans
+from reshard_mpi.runs.disk_space import SpaceEstimate, SpaceNeed, require_room
 from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents, spec_of
 
 # Stands in for what file systems say is free.
@@ -50,7 +50,7 @@ os.statvfs = statvfs
 
 
 def say_free(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
-    monkeypatch.setattr(preflight, "_free_bytes", lambda mount: free_bytes)
+    monkeypatch.setattr(disk_space, "_free_bytes", lambda mount: free_bytes)
 
 
 def free(folder: Path, free_bytes: int) -> dict[str, str]:
@@ -198,7 +198,7 @@ def test_blocks_that_may_be_shared_need_no_room(
 ) -> None:
     c = make(tmp_path, kind)
     say_free(monkeypatch, 0)
-    monkeypatch.setattr(preflight, "_can_share", lambda source, target: shares)
+    monkeypatch.setattr(disk_space, "_can_share", lambda source, target: shares)
     assert c.run().code == code
     one = partial(
         reshard_mpi.transform_checkpoint_by_rank,
@@ -238,9 +238,9 @@ def sharing(tmp_path: Path) -> Iterator[Path]:
 def test_whether_blocks_may_be_shared(sharing: Path, tmp_path: Path) -> None:
     for folder in (sharing, tmp_path):
         (folder / "file").write_bytes(bytes(8192))
-    assert preflight._can_share(sharing / "file", sharing / "new" / "rank_0" / "file")
-    assert not preflight._can_share(tmp_path / "file", sharing / "new")
-    assert not preflight._can_share(sharing / "file", Path("/proc/new"))
+    assert disk_space._can_share(sharing / "file", sharing / "new" / "rank_0" / "file")
+    assert not disk_space._can_share(tmp_path / "file", sharing / "new")
+    assert not disk_space._can_share(sharing / "file", Path("/proc/new"))
     assert set(listing(sharing)) == {"file"}
 
 
@@ -332,10 +332,10 @@ def test_a_rank_that_holds_nothing(tmp_path: Path, to: str) -> None:
 
 def test_texts_count_as_what_a_shard_is_read_with(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = spec_of(ShardContents({}, {f"note {number}": "text" for number in range(20)}))
-    preflight.require_readable_structure(spec, "safetensors")
-    monkeypatch.setattr(preflight, "MAX_TENSORS", 19)
+    target_plans.require_readable_structure(spec, "safetensors")
+    monkeypatch.setattr(disk_space, "MAX_TENSORS", 19)
     with pytest.raises(TargetError, match="more than it could be read with again"):
-        preflight.require_readable_structure(spec, "safetensors")
+        target_plans.require_readable_structure(spec, "safetensors")
 
 
 @pytest.mark.parametrize("lying", ["rank_9/checkpoint_9.ckpt", "model.safetensors"])

@@ -1,14 +1,17 @@
-"""Refuse targets that would overwrite or pose as the source (`refuse_overlap`)."""
+"""Check paths of targets: against the source, files that lie there, limits of names (`refuse_overlap`)."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 
-from reshard_mpi.checkpoints.shard_files import ShardFiles, both_ways
+from reshard_mpi import formats
+from reshard_mpi.checkpoints.shard_files import ShardFiles, both_ways, shards_in, strangers
 from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.paths import rank_of_folder, real_path
+from reshard_mpi.runs.disk_space import nearest_folder
 
 _OUTSIDE = "choose a target outside the source; a source is never written to"
 
@@ -105,6 +108,105 @@ def refuse_replacing(target_file: Path, strategies: Iterable[str | None]) -> Non
             where=str(target_file),
             remedy="save it under another name",
         )
+
+
+def stranger_notes(lying: Sequence[Path]) -> tuple[str, ...]:
+    """Return a note on files of other checkpoints that a run leaves beside its targets, if there are any."""
+    if not lying:
+        return ()
+    more = f" and {len(lying) - 1} more" if len(lying) > 1 else ""
+    return (f"{lying[0]}{more} will lie beside the new targets: of another checkpoint, and left as it is",)
+
+
+def require_no_strangers(
+    folder: Path, format_name: str, every_path: Iterable[Path], own_paths: Iterable[Path], removed: Iterable[str]
+) -> None:
+    """Raise TargetError if a folder has foreign files that would be taken for a part of the checkpoint written there.
+
+    Args:
+        every_path, own_paths: as for `lying_beside`.
+        removed: the paths, relative to the folder, of files that are going to be removed.
+    """
+    expected = {folder / name for name in removed}
+    lying = lying_beside(folder, format_name, formats.info(format_name).index_files, every_path, own_paths)
+    strangers = [path.relative_to(folder) for path in lying if path not in expected]
+    if strangers:
+        raise TargetError(
+            "the target folder holds files that are no part of the checkpoint, and may be taken for one",
+            expected="a folder without other checkpoint files",
+            got=", ".join(map(str, strangers[:3])) + (f" and {len(strangers) - 3} more" if len(strangers) > 3 else ""),
+            where=str(folder),
+            remedy="choose another folder, or remove them if nobody needs them",
+        )
+
+
+def lying_beside(
+    folder: Path, format_name: str, index_files: Collection[str], every_path: Iterable[Path], own_paths: Iterable[Path]
+) -> list[Path]:
+    """Return files in a target folder that may be taken for a part of the checkpoint written there, or for another one.
+
+    Args:
+        index_files: the names of the files that are to make the folder a checkpoint.
+        every_path: of the targets of all processes.
+        own_paths: of those whose folders this process looks into.
+    """
+    if not folder.is_dir():
+        return []
+    targets = set(every_path)
+    marks = (folder / name for name in formats.marks_in(str(folder)) if name not in index_files)
+    lying = (*marks, *_shards_beside(folder, format_name, targets, own_paths))
+    return [path for path in dict.fromkeys(lying) if path not in targets]
+
+
+def _shards_beside(
+    folder: Path, format_name: str, targets: Collection[Path], own_paths: Iterable[Path]
+) -> Iterator[Path]:
+    """Yield the shards that are read with the targets in `folder`, if they are no targets: see `lying_beside`.
+
+    Those are shards in the folder itself if its files make up one checkpoint, and shards in any rank folder.
+    """
+    target_folders = {path.parent.name for path in targets if path.parent != folder}
+    if formats.folder_by_name(format_name) is not None:
+        endings = formats.info(format_name).suffixes
+        yield from (path for path in shards_in(folder, None) if path.name.endswith(endings))
+    else:
+        for path in own_paths:
+            yield from strangers(path)
+    for name in os.listdir(folder):  # noqa: PTH208 - of names alone
+        if rank_of_folder(name) is not None and name not in target_folders and (folder / name).is_dir():
+            yield from shards_in(folder / name, None)
+
+
+def require_short_names(paths: Iterable[Path]) -> None:
+    """Raise TargetError if a path, or a name in it, is longer than the file system allows."""
+    for path in paths:
+        most_name_bytes, most_path_bytes = _longest(nearest_folder(path.parent))
+        name = max(path.parts, key=_length)
+        if _length(name) > most_name_bytes:
+            raise TargetError(
+                "a file name of the target would be too long",
+                expected=f"at most {most_name_bytes} bytes",
+                got=f"{_length(name)} bytes: {name[:80]}{'...' * (len(name) > 80)}",
+                where=str(path.parent),
+                remedy="take a shorter --prefix" if name == path.name else "take a target with a shorter name",
+            )
+        if _length(str(path)) >= most_path_bytes:  # the limit counts a byte for its end
+            raise TargetError(
+                "a path in the target would be too long",
+                expected=f"less than {most_path_bytes} bytes",
+                got=f"{_length(str(path))} bytes: .../{path.parent.name}/{path.name}",
+                where=str(path.parent),
+                remedy="take a target with a shorter path, or go there and take a relative one",
+            )
+
+
+def _length(text: str) -> int:
+    return len(os.fsencode(text))
+
+
+@lru_cache(maxsize=16)
+def _longest(folder: Path) -> tuple[int, int]:
+    return os.pathconf(folder, "PC_NAME_MAX"), os.pathconf(folder, "PC_PATH_MAX")
 
 
 def _identity(path: Path) -> tuple[int, int, Path | None] | None:
