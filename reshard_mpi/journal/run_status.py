@@ -16,10 +16,10 @@ from reshard_mpi.filesystem.folders import holders, try_lock
 from reshard_mpi.filesystem.paths import require_replaceable
 from reshard_mpi.journal.commit import NOT_WRITTEN, Committed, commit_locked, complete_record, opened_to_commit, ranges
 from reshard_mpi.journal.fields import COMMIT_RECORD, STATE, recorded_ranks, run_path
+from reshard_mpi.journal.own_files import uncommit
 from reshard_mpi.journal.publication import is_partial
 from reshard_mpi.journal.run_records import CommitRecord, RunIdentity, committed_times
 from reshard_mpi.journal.target_journal import COMMIT_LOCK
-from reshard_mpi.journal.target_places import uncommit
 from reshard_mpi.journal.target_records import RecordHead, TargetRecord
 from reshard_mpi.text import format_bytes
 

@@ -36,15 +36,7 @@ from reshard_mpi.filesystem.folders import (
 from reshard_mpi.filesystem.paths import require_replaceable
 from reshard_mpi.filesystem.stores import is_taken
 from reshard_mpi.journal.fields import COMMIT_RECORD, STATE, read_json, record_path, run_path
-from reshard_mpi.journal.provenance import TargetInputs
-from reshard_mpi.journal.publication import (
-    Publication,
-    partial_path,
-    publish_text,
-    remove_stale,
-)
-from reshard_mpi.journal.run_records import RunIdentity, glob_of, keep_strategy, strategy_of_run
-from reshard_mpi.journal.target_places import (
+from reshard_mpi.journal.own_files import (
     leftovers,
     lock_name,
     note_replaceable,
@@ -62,6 +54,14 @@ from reshard_mpi.journal.target_places import (
     target_folder,
     uncommit,
 )
+from reshard_mpi.journal.provenance import TargetInputs
+from reshard_mpi.journal.publication import (
+    Publication,
+    partial_path,
+    publish_text,
+    remove_stale,
+)
+from reshard_mpi.journal.run_records import RunIdentity, glob_of, keep_strategy, strategy_of_run
 from reshard_mpi.journal.target_records import RecordHead, TargetRecord, TensorSum
 
 # Between attempts to take a lock that others have for an instant, to see whether it is held.

@@ -25,8 +25,8 @@ from reshard_mpi.sharding import strategy_table
 from reshard_mpi.sharding.placement import Strategy
 
 if TYPE_CHECKING:
+    from reshard_mpi.journal.own_files import Unrecorded
     from reshard_mpi.journal.shared_index import SharedIndex
-    from reshard_mpi.journal.target_places import Unrecorded
 
 # Planning takes a millisecond and a KiB for each, and no cluster has as many ranks.
 MAX_TARGETS = 1 << 16
@@ -60,7 +60,7 @@ class Run(NamedTuple):
         """Return the journal, which keeps the state of this run in the target folder."""
         request = self.request
         if not request.recorded:
-            from reshard_mpi.journal.target_places import Unrecorded
+            from reshard_mpi.journal.own_files import Unrecorded
 
             return Unrecorded(Path(request.target))
         identity, resume, overwrite = self._identity(), request.resume, request.overwrite

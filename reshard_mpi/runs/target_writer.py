@@ -21,8 +21,8 @@ from reshard_mpi.filesystem.stores import SourceFile
 from reshard_mpi.formats.files import digest_besides
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.protocol import Format
+from reshard_mpi.journal.own_files import require_unchanged
 from reshard_mpi.journal.publication import Publication, opened_partial
-from reshard_mpi.journal.target_places import require_unchanged
 from reshard_mpi.journal.target_records import TensorSum
 from reshard_mpi.planning.rank_plan import Limits, RankPlan
 from reshard_mpi.processes.comm import Comm
