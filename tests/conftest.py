@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -226,7 +227,8 @@ def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     if request.session.testsfailed == failures:
         shutil.rmtree(folder, ignore_errors=True)
     elif place is not kept:
-        shutil.move(folder, kept)
+        with contextlib.suppress(shutil.Error):  # a pipe or socket cannot be moved
+            shutil.move(folder, kept)
 
 
 @pytest.fixture
