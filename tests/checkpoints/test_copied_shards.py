@@ -16,7 +16,7 @@ from support.examples import few, one_at_a_time
 import reshard_mpi
 from reshard_mpi.checkpoints import opening
 from reshard_mpi.checkpoints.discovery import ShardFiles
-from reshard_mpi.errors import ReshardError
+from reshard_mpi.errors import DamageError, ReshardError, TransformError
 
 FORMS = ["safetensors", "hdf5", "ckpt", "torch", "dcp", "hf"]
 SELF_DESCRIBING = ("hdf5", "dcp", "hf")
@@ -112,7 +112,7 @@ def test_a_shard_that_is_sound_by_its_own_checksum_is_told_to_be_another_one(tmp
 @pytest.mark.parametrize("form", few(2, FORMS))
 def test_sums_in_the_record_tell_whether_it_is_another_one(tmp_path: Path, form: str) -> None:
     out = copied_over(tmp_path, form, [1], verify=True)
-    with pytest.raises(ReshardError):
+    with pytest.raises(DamageError, match="is damaged"):
         reshard_mpi.verify(out)
     # The same bytes with another time: a file that was damaged, and restored by a copy.
     shutil.copyfile(shards(made(tmp_path, "same", form, 1, verify=True))[1], shards(out)[1])
@@ -144,6 +144,6 @@ def test_a_shard_that_is_replaced_when_records_have_been_looked_at(
         return files
 
     monkeypatch.setattr(opening, "_of_one_run", then_replaced)
-    with pytest.raises(ReshardError):
+    with pytest.raises(TransformError, match="sources of target rank 0 were changed"):
         reshard_mpi.transform(out, tmp_path / "again", strategy_of(form, tmp_path), to="safetensors", jobs=1)
     assert not list((tmp_path / "again").glob("rank_*/*"))

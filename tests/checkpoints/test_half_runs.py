@@ -15,7 +15,15 @@ from support.checkpoints import write_ranks
 from support.examples import few, one_at_a_time
 
 import reshard_mpi
-from reshard_mpi.errors import ReshardError
+from reshard_mpi.errors import (
+    CoverageError,
+    DamageError,
+    DisagreementError,
+    ReshardError,
+    SourceError,
+    TargetError,
+    TransformError,
+)
 from reshard_mpi.journal.run_status import as_lines, commit, state_of
 
 TENSORS = {"w": np.arange(16, dtype=np.float32).reshape(8, 2), "b": np.arange(3, dtype=np.float32)}
@@ -46,7 +54,7 @@ def test_one_of_two_slices_is_no_checkpoint(tmp_path: Path, form: str, lost: str
         (out / "reshard.json").unlink()
     shard = next(path for path in (out / "rank_0").iterdir() if path.is_file())
     path = {"folder": out, "rank folder": out / "rank_0", "file": shard}[given]
-    with pytest.raises(ReshardError):
+    with pytest.raises((CoverageError, SourceError), match=r"one of the 2 targets|part of 'w' that target rank 0"):
         reshard_mpi.transform(path, tmp_path / "again")
     assert not list((tmp_path / "again").glob("rank_*/*"))
 
@@ -98,10 +106,10 @@ def test_half_replaced_targets_are_no_checkpoint(tmp_path: Path, form: str, firs
         (out / "reshard.json").unlink()
     reshard_mpi.transform(full(tmp_path / "two", 2), out, to=form, verify=verify, overwrite=True, rank=[0], **cut)
     strategy = None if form in ("hf", "hdf5", "dcp") else spec(tmp_path)
-    with pytest.raises(ReshardError):
+    with pytest.raises((DisagreementError, SourceError), match=r"several runs|no index"):
         reshard_mpi.transform(out, tmp_path / "again", strategy, verify=verify)
     assert not (tmp_path / "again").exists()
-    with pytest.raises(ReshardError):
+    with pytest.raises((DamageError, SourceError), match=r"several runs|no index|copies of 'a' differ"):
         reshard_mpi.verify(out)
     how = {"resume" if first == "ours" else "overwrite": True}
     reshard_mpi.transform(tmp_path / "two", out, to=form, verify=verify, **how, **cut)
@@ -118,12 +126,12 @@ def test_targets_of_two_states_of_the_source_are_no_checkpoint(tmp_path: Path, f
     full(src, 2)
     with contextlib.suppress(ReshardError):
         reshard_mpi.transform(src, out, to=form, verify=True, overwrite=True, rank=[0], **cut)
-    with pytest.raises(ReshardError):
+    with pytest.raises(DisagreementError, match="targets of ranks 0 and 1"):
         commit(out)
-    with pytest.raises(ReshardError):
+    with pytest.raises(DamageError, match=r"targets of ranks 0 and 1|copies of 'a' differ"):
         reshard_mpi.verify(out)
     strategy = spec(tmp_path) if form == "safetensors" else None
-    with pytest.raises(ReshardError, match="source"):
+    with pytest.raises(DisagreementError, match="targets of ranks 0 and 1"):
         reshard_mpi.transform(out, tmp_path / "again", strategy)
 
 
@@ -140,6 +148,10 @@ def copy_over(source: Path, target: Path) -> None:
     shutil.copytree(source, target, dirs_exist_ok=True)
 
 
+# Targets of two runs, or of two states of the source.
+MIXED = "files of several runs|targets of ranks 0 and 1"
+
+
 def refuses(out: Path, strategy: Path | None) -> None:
     """Every way to read the folder is refused, by its own name and by links to its files."""
     links = out.with_name("links")
@@ -148,13 +160,13 @@ def refuses(out: Path, strategy: Path | None) -> None:
         if path.name != ".reshard_mpi":
             (links / path.name).symlink_to(path)
     for folder in (out, links):
-        with pytest.raises(ReshardError):
+        with pytest.raises(DisagreementError, match=MIXED):
             reshard_mpi.transform(folder, out.with_name("again"), strategy)
-        with pytest.raises(ReshardError):
+        with pytest.raises(DamageError, match=f"{MIXED}|copies of 'a' differ"):
             reshard_mpi.verify(folder)
-        with pytest.raises(ReshardError):
+        with pytest.raises(DisagreementError, match=MIXED):
             reshard_mpi.load_rank(0, folder, strategy)
-        with pytest.raises(ReshardError):
+        with pytest.raises(DisagreementError, match=MIXED):
             reshard_mpi.diff(folder, folder, strategy, strategy)
     assert not out.with_name("again").exists()
 
@@ -188,7 +200,7 @@ def test_a_run_of_fewer_ranks_copied_over_one_of_more(tmp_path: Path, form: str)
         source = full(tmp_path / f"src{ranks}", ranks)
         reshard_mpi.transform(source, tmp_path / folder, None, strategy, to=form, verify=True)
     copy_over(tmp_path / "new", tmp_path / "out")
-    with pytest.raises(ReshardError, match="rank_2"):
+    with pytest.raises(DamageError, match="rank_2"):
         reshard_mpi.verify(tmp_path / "out")
 
 
@@ -198,9 +210,9 @@ def test_half_replaced_targets_by_a_map_of_files(tmp_path: Path, form: str) -> N
     reshard_mpi.transform(full(tmp_path / "one", 1), out, **options)
     reshard_mpi.transform(full(tmp_path / "two", 2), out, overwrite=True, rank=[0], **options)
     files = {rank: next(path for path in (out / f"rank_{rank}").iterdir()) for rank in range(3)}
-    with pytest.raises(ReshardError, match="several runs"):
+    with pytest.raises(DisagreementError, match="several runs"):
         reshard_mpi.load_rank(0, files, strategy)
-    with pytest.raises(ReshardError, match="several runs"):
+    with pytest.raises(DisagreementError, match="several runs"):
         reshard_mpi.transform_checkpoint_by_rank(0, files, str(tmp_path / f"one{files[0].suffix}"), strategy, None)
 
 
@@ -217,9 +229,9 @@ def test_a_copy_that_stops_half_way_is_not_committed(tmp_path: Path, form: str, 
     else:
         target = json.loads((new / ".reshard_mpi" / "rank_0.json").read_text())["file"]
         shutil.copy2(new / target, out / target)
-    with pytest.raises(ReshardError):
+    with pytest.raises(TransformError, match="targets are not complete: 0"):
         commit(out)
-    with pytest.raises(ReshardError):
+    with pytest.raises(TargetError, match="where target rank 0 goes"):
         reshard_mpi.transform(tmp_path / ("two" if first == "records" else "one"), out, resume=True, **options)
     assert not (out / "reshard.json").exists()
 
@@ -229,7 +241,7 @@ def test_targets_of_another_run_without_its_name_are_not_replaced(tmp_path: Path
     reshard_mpi.transform(full(tmp_path / "one", 1), out, rank=[0], **options)
     (out / ".reshard_mpi" / "run.json").unlink()
     before = (out / "rank_0" / "checkpoint_0.safetensors").read_bytes()
-    with pytest.raises(ReshardError, match="targets of another run"):
+    with pytest.raises(TargetError, match="targets of another run"):
         reshard_mpi.transform(full(tmp_path / "two", 2), out, resume=True, **options)
     assert (out / "rank_0" / "checkpoint_0.safetensors").read_bytes() == before
     reshard_mpi.transform(tmp_path / "one", out, resume=True, **options)
@@ -239,9 +251,9 @@ def test_a_folder_that_has_lost_its_index_is_not_sound(tmp_path: Path) -> None:
     source, out = full(tmp_path / "one", 1), tmp_path / "out"
     reshard_mpi.transform(source, out, to="hf", max_shard_size=260, verify=True)
     (out / "model.safetensors.index.json").unlink()
-    with pytest.raises(ReshardError, match="index"):
+    with pytest.raises(DamageError, match="index"):
         reshard_mpi.verify(source, out)
-    with pytest.raises(ReshardError, match="index"):
+    with pytest.raises(DamageError, match="index"):
         reshard_mpi.verify(out)
 
 
@@ -261,7 +273,7 @@ def test_a_slice_that_is_about_to_be_replaced_is_no_checkpoint(tmp_path: Path, r
         reshard_mpi.transform(tmp_path / "other" / "src", other, None, strategy, to="safetensors", rank=0)
         shutil.copy(other / ".reshard_mpi" / "run.json", out / ".reshard_mpi" / "run.json")
     path = {"folder": out, "rank folder": out / "rank_0", "file": out / "rank_0" / "checkpoint_0.safetensors"}[given]
-    with pytest.raises(ReshardError):
+    with pytest.raises(SourceError, match="one of the 2 targets"):
         reshard_mpi.transform(path, tmp_path / "again")
     assert not (tmp_path / "again").exists()
 
@@ -271,7 +283,7 @@ def test_an_unfinished_run_by_a_strategy_of_fewer_ranks(tmp_path: Path) -> None:
     out, options, _ = tmp_path / "out", *of("safetensors", tmp_path)
     reshard_mpi.transform(full(tmp_path / "one", 1), out, rank=[0, 1], **options)
     (tmp_path / "two.toml").write_text('mesh = { a = 2 }\n[[parameter]]\nmatch = "*"\n')
-    with pytest.raises(ReshardError, match="another number of targets"):
+    with pytest.raises(SourceError, match="another number of targets"):
         reshard_mpi.transform(out, tmp_path / "again", tmp_path / "two.toml")
 
 
@@ -287,9 +299,9 @@ def test_a_target_and_its_record_from_a_backup_of_an_earlier_state(tmp_path: Pat
     record = json.loads((out / ".reshard_mpi" / "rank_1.json").read_text())
     for name in (record["file"], ".reshard_mpi/rank_1.json"):
         shutil.copy2(backup / name, out / name)
-    with pytest.raises(ReshardError):
+    with pytest.raises(DisagreementError, match="targets of ranks 0 and 1"):
         reshard_mpi.transform(out, tmp_path / "again", strategy)
-    with pytest.raises(ReshardError):
+    with pytest.raises(DamageError, match="targets of ranks 0 and 1"):
         reshard_mpi.verify(out)
     assert any("earlier one" in line for line in as_lines(state_of(out)))
     shutil.copytree(backup, out, dirs_exist_ok=True)
@@ -309,7 +321,7 @@ def test_half_replaced_targets_through_links_to_all_files(tmp_path: Path, form: 
         if path.is_file():
             link.parent.mkdir(parents=True, exist_ok=True)
             link.symlink_to(path)
-    with pytest.raises(ReshardError, match="several runs"):
+    with pytest.raises(DisagreementError, match="several runs"):
         reshard_mpi.transform(links, tmp_path / "again", strategy)
 
 
@@ -323,7 +335,7 @@ def test_records_of_an_older_run_over_a_newer_one_are_not_committed(tmp_path: Pa
     reshard_mpi.transform(full(tmp_path / "two", 2), new, **options)
     for name in (".reshard_mpi", "rank_0"):
         shutil.copytree(old / name, new / name, dirs_exist_ok=True, copy_function=shutil.copyfile)
-    with pytest.raises(ReshardError, match="committed by another run"):
+    with pytest.raises(DisagreementError, match="committed by another run"):
         if by == "commit":
             commit(new)
         else:

@@ -16,7 +16,7 @@ from support.examples import few
 
 import reshard_mpi
 from reshard_mpi import unified_safetensors
-from reshard_mpi.errors import ReshardError, SourceError, UsageError
+from reshard_mpi.errors import CoverageError, ReshardError, SourceError, TargetError, UsageError
 from reshard_mpi.runs import target_writer, unify_safetensors
 from reshard_mpi.runs.progress import RunStatus
 from reshard_mpi.testing.sample_tensors import ShardContents
@@ -212,7 +212,7 @@ def test_a_lost_shard_that_another_rank_has(c: Conversion) -> None:
     unified_safetensors(c.src, c.src_strategy, c.dst)
     assert read_shard(c.dst / "part0.safetensors") == as_read(PLACED)
     c.remove(2)
-    with pytest.raises(ReshardError):
+    with pytest.raises(CoverageError, match="'w' that target rank 0"):
         unified_safetensors(c.src, c.src_strategy, c.dst.with_name("other"))
     assert not c.dst.with_name("other").exists()
 
@@ -224,7 +224,7 @@ def test_shards_without_a_strategy_are_refused(c: Conversion) -> None:
 
 def test_the_source_is_left_alone(c: Conversion) -> None:
     for target in (c.src, c.src / "rank_0"):
-        with pytest.raises(ReshardError):
+        with pytest.raises(TargetError, match="target is the source"):
             unified_safetensors(c.src, c.src_strategy, target)
     assert not list(c.src.rglob("part*"))
 
