@@ -7,6 +7,7 @@ each parameter. All become one record. Their tensors are not in it: these go by 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
@@ -229,7 +230,8 @@ def made_in(
     """
     known = frozenset(names)
     if any(name not in tensors for name in known) and len(_begins(known, source_path, tensors)) == 1:
-        return made_below(known, known, source_path, tensors, parameters, where)  # whatever else has such a name
+        below, gone = made_below(known, known, source_path, tensors, parameters, where)  # whatever else has such a name
+        return _called_as_state(below, _followed_by_state(path, source_path, known, parameters)), gone
     made = [parameter for parameter in parameters if not known.isdisjoint(parameter.sources)]
     left = known.difference(*(parameter.sources for parameter in made))
     by_state = _followed_by_state(path, source_path, left, parameters)
@@ -284,6 +286,14 @@ def _below(begin: str, names: Collection[str], parameters: Sequence[MadeParamete
         of_it = frozenset(name.removeprefix(begin) for name in parameter.sources if name.startswith(begin))
         if not of_it.isdisjoint(names):
             yield MadeParameter(parameter.name.removeprefix(begin), of_it, parameter.name)
+
+
+def _called_as_state(made: Sequence[MadeParameter], by_state: Sequence[MadeParameter]) -> list[MadeParameter]:
+    """Return parameters by the names that equations give to their state, where these are unambiguous."""
+    name_of = {parameter.sources: parameter.name for parameter in by_state}
+    counts = Counter(parameter.sources for parameter in (*made, *by_state))
+    are_paired = {sources for sources, count in counts.items() if sources in name_of and count == 2}
+    return [each._replace(name=name_of[each.sources]) if each.sources in are_paired else each for each in made]
 
 
 def _followed_by_state(

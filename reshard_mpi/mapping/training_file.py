@@ -7,7 +7,7 @@ takes the names that the one before it has made, so the numbers of the files mat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -30,6 +30,7 @@ from reshard_mpi.mapping.optimizers import (
     STATE_KEY,
     Form,
     MadeParameter,
+    Optimizer,
     made_below,
     optimizers_of,
     settings_of_all,
@@ -124,6 +125,7 @@ def applied_to_file(
     new = renamed(source.nest, training, inventory, all_parameters, tensors, source.path)
     _require_no_orphans(training, all_parameters, inventory, source)
     _require_none_taken_out([each.path for each in new.known], all_made, source.path)
+    _require_none_left_behind(new.known, training, all_made, source)
     begins = tuple(f"{each.path}state." for each in new.known if each.form is not Form.FLAT)
     if training.optimizer is not None or any(derived.name.startswith(begins) for derived in all_made):
         # Its own load_state_dict takes the states of a group by their places, whatever their names.
@@ -158,6 +160,40 @@ def _require_none_taken_out(paths: Sequence[str], made: Sequence[DerivedTensor],
                 )
 
 
+def _require_none_left_behind(
+    optimizers: Sequence[Optimizer], training: Training, made: Sequence[DerivedTensor], source: SourceTree
+) -> None:
+    """Raise MapError for state that keeps a parameter's old name in an optimizer that goes by names.
+
+    Args:
+        optimizers: those of the target.
+    """
+    of_target = {optimizer.path: optimizer for optimizer in optimizers}
+    kept = [tensor.name for tensor in made if tensor.name in _sources(tensor)]
+    for _, optimizer in [] if source.nest is None else optimizers_of(parsed(source.nest).root, training):
+        if optimizer.form is Form.NUMBERS or optimizer.path not in of_target:
+            continue
+        gone = optimizer.parameters.keys() - of_target[optimizer.path].parameters.keys()
+        for begin in (f"{optimizer.path}{kind}." for kind in (STATE_KEY, GROUPS)):
+            for name in kept if gone else ():
+                parameter = _parameter_of(name, begin, gone)
+                if parameter is not None:
+                    raise MapError(
+                        f"state of {parameter} would stay as it is, and the optimizer has the parameter's new name",
+                        got=name,
+                        where=source.path,
+                        remedy="write equations for such state as for the parameters, or leave it out with --exclude",
+                    )
+
+
+def _parameter_of(state: str, begin: str, parameters: Container[str]) -> str | None:
+    """Return which of an optimizer's parameters a tensor is state of. begin: what names of its state begin with."""
+    key = state.removeprefix(begin) if state.startswith(begin) else ""
+    while key and key not in parameters:
+        key = key.rpartition(".")[0]
+    return key or None
+
+
 def _told_of_order(training: Training, path: str) -> Iterator[str]:
     """Yield a note if nothing but the order of the model's tensors tells which parameter has which number."""
     if training.optimizer is not None and not training.are_named:
@@ -187,10 +223,8 @@ def _require_no_orphans(
             gone = gone - left | below
         name_of = {str(optimizer.keys.get(name, name)): name for name in gone}
         for state in sources if name_of else ():
-            key = state.removeprefix(begin) if state.startswith(begin) else ""
-            while key and key not in name_of:
-                key = key.rpartition(".")[0]
-            if key:
+            key = _parameter_of(state, begin, name_of)
+            if key is not None:
                 raise MapError(
                     f"{name_of[key]} is excluded, and its state is not",
                     got=state,

@@ -677,6 +677,26 @@ def test_state_by_names_that_are_those_of_no_tensor_has_equations_of_its_own(tmp
         assert np.array_equal(arrays_of(moments)["exp_avg"], arrays_of({"exp_avg": state["exp_avg"]})["exp_avg"])
 
 
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_a_count_by_names_does_not_stay_where_names_end_alike(tmp_path: Path, is_flat: bool) -> None:
+    """`n.q` ends in `q`, and is another name nevertheless: the count would be that of no parameter."""
+    state = {name: {"step": tensor(Q[:1]), "exp_avg": tensor(MODEL[name])} for name in "qk"}
+    optimizer: dict[str, Any] = {"state": state, "param_groups": [{"lr": 0.5, "params": ["q", "k"]}]}
+    if is_flat:
+        optimizer = {f"state.{name}.{key}": value for name, own in state.items() for key, value in own.items()}
+        for name in "qk":
+            optimizer |= {f"param_groups.{name}.lr": tensor(Q[:1]), f"param_groups.{name}.eps": 0.5}
+    saved = {"model": {name: tensor(MODEL[name]) for name in "qk"}, "optim": optimizer}
+    kinds = ["state.{p*}.exp_avg", "state.{p*}.step", *["param_groups.{p*}.lr"] * is_flat]
+    equations = ["model.{p*} <=> model.n.{p*}"]
+    equations += [f"optim.{kind} <=> optim.{kind.replace('{', 'n.{')}" for kind in kinds]
+    for number in range(2, len(equations)):
+        text = "".join(f"[[map]]\neq = '{each}'\n" for each in (*equations[:number], *equations[number + 1 :]))
+        with pytest.raises(MapError, match="would stay as it is"):
+            converted(tmp_path, saved, text, forward=True)
+    converted(tmp_path, saved, "".join(f"[[map]]\neq = '{each}'\n" for each in equations), forward=True)
+
+
 def test_an_empty_parameter_goes_through_several_maps(tmp_path: Path) -> None:
     model = {"q": Q[:12].reshape(4, 3), "empty": Q[:0].reshape(0, 3), "out": OUT[:6].reshape(2, 3)}
     torch_peer.save(tmp_path / "source.pt", training(model, tuple(model)))
