@@ -25,7 +25,7 @@ from reshard_mpi.journal.fields import COMMIT_RECORD, STATE, record_path, record
 from reshard_mpi.journal.own_files import uncommit
 from reshard_mpi.journal.provenance import Sources, require_one_state, require_same_sources
 from reshard_mpi.journal.publication import publish_bytes, publish_text, remove_stale, remove_stale_records
-from reshard_mpi.journal.run_records import COMMIT_ROOM, CommitRecord, RunIdentity, keep_times
+from reshard_mpi.journal.run_records import COMMIT_ROOM, CommitRecord, RunIdentity, committed_times, keep_times
 from reshard_mpi.journal.target_journal import COMMIT_LOCK
 from reshard_mpi.journal.target_records import RecordHead, TargetRecord
 from reshard_mpi.planning.shared_facts import differing_stages, require_one_checkpoint, require_same_names
@@ -151,23 +151,30 @@ def commit_locked(
             remedy="if an older folder was copied over this one, copy it again, whole; if you know that all targets are"
             f" of this run, remove {COMMIT_RECORD}, and run reshard-mpi commit",
         )
+    size_bytes = sum(record.size_bytes for record in records)
+    times_ns = {record.rank: record.modified_ns for record in records}
+    remove_stale(opened.folder, COMMIT_RECORD)
+    remove_stale_records(opened.state)
+    is_same = committed is not None and committed_times(folder, committed.digest) == times_ns
+    if committed is not None and is_same and not changed_index_files(folder, committed):
+        # As it was, whatever has become of the source since.
+        return Committed(folder / COMMIT_RECORD, len(records), size_bytes, _told(identity, records, already_told))
     try:
-        remarks = _compare(folder, identity, records, already_told)
+        _require_alike(folder, identity, records)
+        remarks = _told(identity, records, already_told)
         sums = _sums(records)
     except ReshardError:
         uncommit(opened.folder, identity.format)
         raise
-    remove_stale(opened.folder, COMMIT_RECORD)
-    remove_stale_records(opened.state)
     for record in records:
         if record.announced is not None:  # its writer died before it could say that the file is in place
             record._replace(announced=None).publish(opened.state)
     begun = RunIdentity.recorded(folder / STATE)  # which may name other files of the same strategies
     begun = begun if begun and begun.digest == identity.digest else identity
     index = _publish_index(opened.folder, identity.format, records)
-    keep_times(opened.state, identity.digest, {record.rank: record.modified_ns for record in records})
+    keep_times(opened.state, identity.digest, times_ns)
     publish_text(opened.folder, COMMIT_RECORD, _as_text(begun, records, sums, index))
-    return Committed(folder / COMMIT_RECORD, len(records), sum(record.size_bytes for record in records), remarks)
+    return Committed(folder / COMMIT_RECORD, len(records), size_bytes, remarks)
 
 
 def changed_index_files(folder: Path, committed: CommitRecord) -> dict[str, str]:
@@ -221,10 +228,8 @@ def _sums(records: Sequence[TargetRecord]) -> dict[str, int]:
     return dict(sums_of_wholes({record.rank: record.sums for record in records}))
 
 
-def _compare(
-    folder: Path, identity: RunIdentity, records: Sequence[TargetRecord], already_told: Collection[str]
-) -> Differences:
-    """Compare the sources of the targets; return messages on differences that are not in `already_told`.
+def _require_alike(folder: Path, identity: RunIdentity, records: Sequence[TargetRecord]) -> None:
+    """Compare the sources of the targets.
 
     Raises DisagreementError or CoverageError if they were made from different states of the source, or from shards
     that do not belong together.
@@ -250,6 +255,10 @@ def _compare(
             where=str(folder),
             remedy=_ANEW,
         )
+
+
+def _told(identity: RunIdentity, records: Sequence[TargetRecord], already_told: Collection[str]) -> Differences:
+    """Return messages on tensors that differ between targets, which are not in `already_told`."""
     unlike = between_targets(start for record in records for start in record.evidence.prefix_digests)
     strict = identity.facts.get("strict") is True
     return difference_messages(without(unlike, already_told), identity.facts["source"], strict=strict)

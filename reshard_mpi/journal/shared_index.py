@@ -30,14 +30,15 @@ class SharedIndex(NamedTuple):
     text: str
     files: Collection[str]  # the names of all files
     own: Collection[str]  # the names of the ones this run makes
+    stale: Collection[str]  # the names of files that an earlier index has had, and which are read with any index
     state: str  # a text that differs if the files would be made of another state of the source, or in another way
 
     def withdraw(self) -> None:
-        """Remove the index, and the marks of this run's files, which will change."""
+        """Remove the index, stale files, and the marks of this run's files, which will change."""
         if not self.folder.is_dir():
             return
         with Folder.open(self.folder) as folder:
-            removed = [folder.remove(name) for name in (self.name, *self._marks(folder, self.own))]
+            removed = [folder.remove(name) for name in (self.name, *self.stale, *self._marks(folder, self.own))]
             if any(removed):
                 folder.sync()
 

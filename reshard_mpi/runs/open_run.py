@@ -78,7 +78,9 @@ class Run(NamedTuple):
 
         state = repr((source.sources(source.by_rank), self.strategies.source_digest))
         own = [files.names[rank] for rank in self.targets]
-        return SharedIndex(Path(self.request.target), files.index_name, files.index_text, files.names, own, state)
+        stale = [name for name in files.besides if name not in files.held]
+        folder = Path(self.request.target)
+        return SharedIndex(folder, files.index_name, files.index_text, files.names, own, stale, state)
 
     @property
     def records_strategy(self) -> bool:

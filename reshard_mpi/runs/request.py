@@ -39,6 +39,7 @@ class TargetFiles(NamedTuple):
     new_names: Mapping[str, str]  # of all tensors, by those
     index_name: str
     index_text: str
+    besides: tuple[str, ...] = ()  # names of files that are read together with the index, whatever it says
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -73,7 +73,7 @@ def _files(plan: RankPlan, names: dict[str, str]) -> tuple[TargetFiles, int]:
     weight_map = {names[name]: file for file, part in held.items() for name in part}
     text = json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": weight_map}, indent=4)
     all_held = {**held, _HYPER: loose} if loose else held
-    return TargetFiles(all_held, names, _MAP, text), len(parts)
+    return TargetFiles(all_held, names, _MAP, text, (_HYPER,)), len(parts)
 
 
 def _chosen_names(names: Sequence[str], choose: Choose | None) -> dict[str, str]:

@@ -25,6 +25,7 @@ from support.conversions import (
     Conversion,
     assert_right,
     four_targets,
+    listing,
     make,
     of_every_kind,
     shards,
@@ -256,6 +257,18 @@ SPOILS: dict[str, tuple[Callable[[Conversion], object], str]] = {
 
 def state(c: Conversion, name: str) -> Path:
     return c.dst / ".reshard_mpi" / name
+
+
+@pytest.mark.parametrize("form", ["ckpt", "dcp", "hf"])
+def test_what_is_committed_stays_so_whatever_becomes_of_the_source(tmp_path: Path, form: str) -> None:
+    """A last job that is run again meets a training that has begun to save anew."""
+    c = make(tmp_path)
+    given = ("--to", form, *(("--max-shard-size", "100") if form == "hf" else ("--dst-strategy", c.dst_strategy)))
+    done("transform", c.src, c.dst, "--src-strategy", c.src_strategy, *given)
+    before = listing(c.dst)
+    c.rewrite(0, {"w": c.arrays(0)["w"] + 1})
+    assert "committed" in done("commit", c.dst).out
+    assert listing(c.dst) == before
 
 
 @pytest.mark.parametrize("spoiled", few(3, SPOILS))

@@ -148,6 +148,14 @@ def test_a_share_beside_those_of_another_state(c: Conversion, tmp_path: Path, sh
     assert not list(c.dst.glob(".*"))
 
 
+def test_an_earlier_file_of_what_no_strategy_places_is_removed(c: Conversion) -> None:
+    """It is read with any map, and would be a part of the new checkpoint."""
+    unified_safetensors(c.src, c.src_strategy, c.dst)
+    assert (c.dst / HYPER).exists()
+    unified_safetensors(c.src, c.src_strategy, c.dst, choice_func=lambda name: name != "global_step")
+    assert {path.name for path in c.dst.iterdir()} == {"part0.safetensors", "param_name_map.json"}
+
+
 def test_what_is_left_out_is_nowhere(c: Conversion) -> None:
     unified_safetensors(c.src, c.src_strategy, c.dst, choice_func=lambda name: name != "moments.w")
     chosen = {name: array for name, array in TENSORS.items() if name != "moments.w"}
