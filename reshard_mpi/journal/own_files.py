@@ -1,4 +1,4 @@
-"""Tell the run's own files in a target folder from those of others (`require_own_target`, `remove_leftovers`).
+"""Tell a run's own files in a target folder from foreign ones (`require_own_target`, `remove_leftovers`).
 
 Others may have saved a checkpoint there, or copied one. A file is explained by the record of its target, which is
 written before the file takes its name, or by the note in the target's lock. The note says which file was there when a

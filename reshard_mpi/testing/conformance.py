@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -25,41 +24,10 @@ from reshard_mpi.formats.manifest import Manifest, ShardIdentity, ShardSpec, Ten
 from reshard_mpi.formats.protocol import Format, reserve_file, seal_file
 from reshard_mpi.formats.registry import FormatInfo
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.testing import hypothesis_strategies, sample_tensors
+from reshard_mpi.testing import example_contents, sample_tensors
+from reshard_mpi.testing.example_contents import IMPOSSIBLE, ODD_NAMES, SLICES, TYPES_AND_SHAPES, some_contents
 from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
 
-ODD_NAMES = (
-    *("layer.0.weight", "0-layer", "-", "%2F", " ", "é", "层/权重", "line\nbreak", "nul\0inside", "nul at end\0"),
-    *("a/b/c", "/leading", "trailing/", "double//slash", ".", "..", "./x", "x/./y"),
-    *("__reshard_mpi__", "__reshard_mpi__/strategy", "n" * 2000, "/".join("d" * 400)),
-)
-
-# Every type once and every number of dimensions once: they do not depend on each other, and random shards mix them.
-_TYPES_AND_SHAPES = [
-    *((dtype, (2, 3, 5)) for dtype in BY_NAME.values()),
-    *((BY_NAME["float32"], shape) for shape in ((), (3,), (0,), (4, 0))),
-]
-
-# What nobody can hold, as far as the second way to write takes it: lengths, names, and payloads that are too short.
-_IMPOSSIBLE = {
-    "33 dimensions": SampleTensor("w", BY_NAME["int8"], (1,) * 33, b"w"),
-    "a broken length": SampleTensor("w", BY_NAME["int8"], cast("tuple[int, ...]", (2.0, 3)), b"123456"),
-    "a length that is no number": SampleTensor("w", BY_NAME["int8"], (True, 6), b"123456"),
-    "negative lengths": SampleTensor("w", BY_NAME["int8"], (-2, -3), b"123456"),
-    "too many elements for the payload": SampleTensor("w", BY_NAME["int8"], (600,), b"123456"),
-    "as many elements as two payloads": SampleTensor("w", BY_NAME["int8"], (12,), b"123456"),
-    "too many elements to count": SampleTensor("w", BY_NAME["int8"], (1 << 62, 1 << 62), b"123456"),
-    "no name": SampleTensor("", BY_NAME["int8"], (6,), b"123456"),
-    "a name that is too long": SampleTensor("n" * 5000, BY_NAME["int8"], (6,), b"123456"),
-}
-# Slices of tensors; a shard that describes itself says where they lie.
-_SLICES = (
-    TensorSpec("matrix", BY_NAME["float32"], (4, 6), Box((2, 3), (4, 6))),
-    TensorSpec("vector", BY_NAME["int8"], (9,), Box((3,), (6,))),
-    TensorSpec("nothing of it", BY_NAME["int8"], (9,), Box((6,), (6,))),
-    TensorSpec("whole", BY_NAME["bfloat16"], (2, 2), Box.whole((2, 2))),
-    TensorSpec("number", BY_NAME["float64"], (), Box.whole(())),
-)
 # Bytes that damage a structure: digits of numbers in text are likelier than others.
 _DAMAGE = st.one_of(st.integers(0, 255), st.sampled_from(b"0123456789.-,"))
 
@@ -102,7 +70,7 @@ class FormatConformance:
 
     # Reading
 
-    @pytest.mark.parametrize("dtype, shape", _TYPES_AND_SHAPES, ids=str)
+    @pytest.mark.parametrize("dtype, shape", TYPES_AND_SHAPES, ids=str)
     def test_reads_every_type_and_shape(self, tmp_path: Path, dtype: DType, shape: tuple[int, ...]) -> None:
         if dtype.name in self.cannot_hold:
             return
@@ -113,7 +81,7 @@ class FormatConformance:
         assert manifest.format == self.info.name
 
     @_inherited
-    @given(contents=hypothesis_strategies.contents())
+    @given(contents=example_contents.contents())
     def test_reads_what_others_write(self, contents: ShardContents) -> None:
         contents = self._holdable(contents)
         with self._scratch() as path:
@@ -122,7 +90,7 @@ class FormatConformance:
 
     @_inherited
     @given(
-        contents=hypothesis_strategies.contents(),
+        contents=example_contents.contents(),
         flips=st.lists(st.tuples(st.integers(0), st.integers(0, 255)), max_size=2),
     )
     def test_knowing_another_shard_makes_no_difference(
@@ -147,7 +115,7 @@ class FormatConformance:
 
     # Writing
 
-    @pytest.mark.parametrize("dtype, shape", _TYPES_AND_SHAPES, ids=str)
+    @pytest.mark.parametrize("dtype, shape", TYPES_AND_SHAPES, ids=str)
     def test_writes_every_type_and_shape(self, tmp_path: Path, dtype: DType, shape: tuple[int, ...]) -> None:
         contents = ShardContents.of([SampleTensor.random("w", dtype, shape)])
         if dtype.name in self.cannot_hold:
@@ -157,7 +125,7 @@ class FormatConformance:
         assert self.read_independently(self._path(tmp_path)) == contents
 
     @_inherited
-    @given(contents=hypothesis_strategies.contents())
+    @given(contents=example_contents.contents())
     def test_both_routes_read_what_is_written(self, contents: ShardContents) -> None:
         contents = self._holdable(contents)
         with self._scratch() as path:
@@ -168,7 +136,7 @@ class FormatConformance:
             assert [e.source for e in located.tensors.values()] == [e.source for e in written.tensors.values()]
 
     @_inherited
-    @given(contents=hypothesis_strategies.contents())
+    @given(contents=example_contents.contents())
     def test_says_how_large_it_becomes(self, contents: ShardContents) -> None:
         contents = self._holdable(contents)
         with self._scratch() as path:
@@ -206,7 +174,7 @@ class FormatConformance:
         assert not manifest.tensors and not manifest.strings
 
     def test_the_same_spec_gives_the_same_bytes(self, tmp_path: Path) -> None:
-        contents = _some_contents()
+        contents = some_contents()
         first, second = tmp_path / "one" / self._name, tmp_path / "another, of other length" / self._name
         for path in (first, second):
             if path is second:
@@ -217,13 +185,13 @@ class FormatConformance:
 
     def test_ranges_are_disjoint_and_in_the_file(self, tmp_path: Path) -> None:
         path = self._path(tmp_path)
-        manifest = reserve_file(self.module, str(path), sample_tensors.spec_of(_some_contents()))
+        manifest = reserve_file(self.module, str(path), sample_tensors.spec_of(some_contents()))
         ranges = sample_tensors.all_ranges(manifest)
         assert all(first[1] <= second[0] for first, second in itertools.pairwise(ranges))
         assert ranges[0][0] >= 0 and ranges[-1][1] <= path.stat().st_size
 
     def test_payloads_do_not_touch_the_structure(self, tmp_path: Path) -> None:
-        contents = _some_contents()
+        contents = some_contents()
         path = self._path(tmp_path)
         before = reserve_file(self.module, str(path), sample_tensors.spec_of(contents))
         size_bytes = path.stat().st_size
@@ -244,7 +212,7 @@ class FormatConformance:
         path = self._path(tmp_path)
         path.write_bytes(b"precious")
         with pytest.raises((FileExistsError, ReshardError)):
-            reserve_file(self.module, str(path), sample_tensors.spec_of(_some_contents()))
+            reserve_file(self.module, str(path), sample_tensors.spec_of(some_contents()))
         assert path.read_bytes() == b"precious"
 
     @pytest.mark.parametrize("name", ["", "\ud800", "n" * 100_000], ids=["empty", "no Unicode", "too long"])
@@ -255,7 +223,7 @@ class FormatConformance:
         assert not list(tmp_path.iterdir())
 
     def test_a_name_given_twice_is_refused(self, tmp_path: Path) -> None:
-        spec = sample_tensors.spec_of(_some_contents())
+        spec = sample_tensors.spec_of(some_contents())
         name = spec.tensors[0].name
         as_tensor = ShardSpec(spec.identity, (*spec.tensors, spec.tensors[0]), {})
         as_string = ShardSpec(spec.identity, spec.tensors, {name: "text"})
@@ -270,17 +238,17 @@ class FormatConformance:
         if not (self.info.describes_itself and self.writes_identity):
             return
         identity = ShardIdentity(2, 3, "any text \n é 层 " * 5000)
-        spec = ShardSpec(identity, _SLICES, {})
+        spec = ShardSpec(identity, SLICES, {})
         reserved = reserve_file(self.module, str(self._path(tmp_path)), spec)
         seal_file(self.module, str(self._path(tmp_path)))
         for manifest in (reserved, self.module.locate(str(self._path(tmp_path)))):
             assert manifest.identity == identity
             places = [(entry.box, entry.global_shape) for entry in manifest.tensors.values()]
-            assert places == [(tensor.box, tensor.global_shape) for tensor in _SLICES]
+            assert places == [(tensor.box, tensor.global_shape) for tensor in SLICES]
 
     @pytest.mark.parametrize("with_sums", [False, True], ids=["none are given", "they are given"])
     def test_sums_are_kept_where_they_are_given(self, tmp_path: Path, *, with_sums: bool) -> None:
-        contents, path = self._holdable(_some_contents()), self._path(tmp_path)
+        contents, path = self._holdable(some_contents()), self._path(tmp_path)
         sums = {name: 0xFFFFFFFF - 257 * number for number, name in enumerate(contents.tensors)} if with_sums else {}
         spec = sample_tensors.spec_of(contents)._replace(with_sums=with_sums)
         sample_tensors.fill(reserve_file(self.module, str(path), spec), contents)
@@ -289,7 +257,7 @@ class FormatConformance:
         self._assert_same(sample_tensors.contents_of(self.module.locate(str(path))), contents)
 
     def test_a_checksum_of_the_file_is_made_or_refused(self, tmp_path: Path) -> None:
-        path, contents = self._path(tmp_path), ShardContents.of([_some_contents().tensors["layer/bias"]])
+        path, contents = self._path(tmp_path), ShardContents.of([some_contents().tensors["layer/bias"]])
         spec = sample_tensors.spec_of(contents)
         manifest = sample_tensors.write(self.module, str(path), contents)
         if not self.info.has_crc:
@@ -317,7 +285,7 @@ class FormatConformance:
     def test_what_is_not_as_written_is_not_read_back(self, tmp_path: Path) -> None:
         """Every change of the structure is noticed that a reader would notice."""
         path = self._path(tmp_path)
-        meant = sample_tensors.write(self.module, str(path), self._holdable(_some_contents()))
+        meant = sample_tensors.write(self.module, str(path), self._holdable(some_contents()))
         self.module.read_back(meant)
         content, before = path.read_bytes(), self.module.locate(str(path))
         structure = _outside(sample_tensors.all_ranges(meant), len(content))
@@ -385,11 +353,11 @@ class FormatConformance:
             path.write_bytes(self.sound_again(bytes(damaged)))
             self._require_refused_or_sound(path)
 
-    @pytest.mark.parametrize("name", _IMPOSSIBLE)
+    @pytest.mark.parametrize("name", IMPOSSIBLE)
     def test_what_cannot_be_is_refused(self, tmp_path: Path, name: str) -> None:
         """The second way to write is given it; what that does not write either cannot be tried."""
         first, last = (SampleTensor(side, BY_NAME["int8"], (6,), b"123456") for side in ("first", "last"))
-        for tensors in ([first, _IMPOSSIBLE[name], last], [first, last, _IMPOSSIBLE[name]]):
+        for tensors in ([first, IMPOSSIBLE[name], last], [first, last, IMPOSSIBLE[name]]):
             self._try_impossible(tmp_path, ShardContents.of(tensors))
 
     def test_a_name_that_comes_twice_is_refused(self, tmp_path: Path) -> None:
@@ -461,23 +429,11 @@ class FormatConformance:
 
     def _sound_file(self, folder: Path) -> tuple[Path, bytes, Manifest]:
         path = self._path(folder)
-        self.write_independently(path, _some_contents())
+        self.write_independently(path, some_contents())
         content = path.read_bytes()
         manifest = self.module.locate(str(path))
         path.chmod(0o600)
         return path, content, manifest
-
-
-def _some_contents() -> ShardContents:
-    tensors = [
-        SampleTensor.random("layer.weight", BY_NAME["bfloat16"], (6, 4)),
-        SampleTensor.random("layer/bias", BY_NAME["float32"], (4,)),
-        SampleTensor.random("step", BY_NAME["int64"], ()),
-        SampleTensor.random("none", BY_NAME["float16"], (0, 3)),
-        SampleTensor.random("mask", BY_NAME["bool"], (2, 3)),
-        SampleTensor.random("phase", BY_NAME["complex64"], (2,)),
-    ]
-    return ShardContents.of(tensors, {"note": "text"})
 
 
 def _outside(ranges: Sequence[tuple[int, int]], size_bytes: int) -> list[int]:

@@ -16,7 +16,7 @@ from reshard_mpi.formats.ckpt import locate, reader
 from reshard_mpi.formats.ckpt import wire as module
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.testing import hypothesis_strategies
+from reshard_mpi.testing import example_contents
 from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
 
 
@@ -29,7 +29,7 @@ def located(path: Path, like: Manifest | str | None = None) -> Manifest | str:
 
 
 @given(
-    contents=hypothesis_strategies.contents(),
+    contents=example_contents.contents(),
     pieces=st.integers(1, 3),
     flips=st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), max_size=3),
     cut=st.none() | st.integers(0, 10_000),

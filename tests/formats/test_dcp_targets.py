@@ -24,7 +24,7 @@ from reshard_mpi.formats.dcp.file_layout import of_tensor
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import NEST, Manifest, ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.testing import hypothesis_strategies, sample_tensors
+from reshard_mpi.testing import example_contents, sample_tensors
 from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
 
 GOLDEN = Path(__file__).parent / "golden" / "dcp"
@@ -285,7 +285,7 @@ def samples_kind(length: int) -> dcp.file_layout.TensorType:
 
 
 @many(60)
-@given(contents=hypothesis_strategies.contents())
+@given(contents=example_contents.contents())
 def test_any_contents_come_back(tmp_path_factory: pytest.TempPathFactory, contents: ShardContents) -> None:
     held = [tensor for tensor in contents.tensors.values() if tensor.dtype.name not in torch_peer.CANNOT_HOLD]
     texts = {name: text for name, text in contents.strings.items() if name != NEST}

@@ -27,7 +27,7 @@ from reshard_mpi.formats.locations import ByteRange
 from reshard_mpi.formats.manifest import Manifest, ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.formats.protocol import reserve_file, seal_file
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.testing import hypothesis_strategies, sample_tensors
+from reshard_mpi.testing import example_contents, sample_tensors
 from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
 
 CONTENTS = ShardContents.of(SampleTensor.random(name, BY_NAME["float32"], (3, 5)) for name in "klmnopqrstuvw")
@@ -60,7 +60,7 @@ def end_of(path: Path) -> int:
     return end_bytes
 
 
-@given(contents=hypothesis_strategies.contents())
+@given(contents=example_contents.contents())
 def test_both_ways_find_the_same(contents: ShardContents) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "shard.h5"

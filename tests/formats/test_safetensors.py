@@ -18,7 +18,7 @@ from reshard_mpi.formats import safetensors
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.protocol import reserve_file, seal_file
 from reshard_mpi.formats.safetensors.file_header import MAX_STRING_BYTES
-from reshard_mpi.testing import hypothesis_strategies, sample_tensors
+from reshard_mpi.testing import example_contents, sample_tensors
 from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
 
 reference = pytest.importorskip("safetensors")
@@ -57,7 +57,7 @@ def holdable(contents: ShardContents) -> ShardContents:
     )
 
 
-@given(contents=hypothesis_strategies.contents())
+@given(contents=example_contents.contents())
 def test_the_reference_reads_what_is_written(path: Path, contents: ShardContents) -> None:
     contents = holdable(contents)
     write(path, contents)
@@ -67,7 +67,7 @@ def test_the_reference_reads_what_is_written(path: Path, contents: ShardContents
         assert tuple(found[name]["shape"]) == tensor.shape and bytes(found[name]["data"]) == tensor.content
 
 
-@given(contents=hypothesis_strategies.contents())
+@given(contents=example_contents.contents())
 def test_what_the_reference_writes_is_read(path: Path, contents: ShardContents) -> None:
     contents = holdable(contents)
     arrays = {name: np.frombuffer(tensor.content, np.uint8) for name, tensor in contents.tensors.items()}
@@ -106,7 +106,7 @@ def test_large_tensors_can_share_blocks(tmp_path: Path) -> None:
     assert sample_tensors.contents_of(safetensors.locate(str(path))) == ShardContents.of(tensors)
 
 
-@given(contents=hypothesis_strategies.contents())
+@given(contents=example_contents.contents())
 def test_every_tensor_begins_at_a_multiple_of_its_element(path: Path, contents: ShardContents) -> None:
     write(path, holdable(contents))
     for entry in safetensors.locate(str(path)).tensors.values():

@@ -25,7 +25,7 @@ from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.formats.protocol import reserve_file, seal_file
 from reshard_mpi.runs import disk_space
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.testing import hypothesis_strategies, sample_tensors
+from reshard_mpi.testing import example_contents, sample_tensors
 
 BLOCK_BYTES = 4096
 # What an estimate may be too high by, besides as much again as the structure of a shard takes: of HDF5 blocks that the
@@ -75,7 +75,7 @@ def spec_of(names: list[str], shapes: list[tuple[int, ...]], draw: random.Random
 
 
 @of_every_kind
-@given(contents=hypothesis_strategies.contents(), more=st.booleans())
+@given(contents=example_contents.contents(), more=st.booleans())
 def test_shards_of_odd_contents(kind: str, contents: sample_tensors.ShardContents, more: bool) -> None:
     check(kind, sample_tensors.spec_of(contents), more=more)
 
