@@ -7,7 +7,7 @@ that write targets share `commit.lock`, and one that commits has it alone, so no
 A record is written twice. The first one is written before the target takes its name and identifies the file that will
 (`TargetRecord.announced`), so a finished target is known as such even if its writer died in that instant. The second
 one holds for whatever file is in place, for folders that are copied and file systems that give files new numbers.
-What lies in a target's place and is not this program's own (see `target_places`) is replaced with --overwrite alone.
+What lies in a target's place and is not this program's own (see `own_files`) is replaced with --overwrite alone.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import resource
 
 import pytest
 
-from reshard_mpi.processes.host import processes_by_default, processes_of_use
+from reshard_mpi.runs.workers import processes_by_default, processes_of_use
 
 MANY = 10**11
 
