@@ -12,6 +12,7 @@ from reshard_mpi.checkpoints import shard_files
 from reshard_mpi.checkpoints.opening import NO_DAMAGE, chosen_files, open_source
 from reshard_mpi.errors import ReshardError, UsageError
 from reshard_mpi.filesystem.paths import real_path
+from reshard_mpi.formats.manifest import Specs
 from reshard_mpi.journal.run_records import CHOSEN, FILES_BY_DIGEST, RunIdentity, joined_maps, joined_words
 from reshard_mpi.journal.target_journal import Journal
 from reshard_mpi.planning.needed_ranks import check_target_rank
@@ -19,10 +20,10 @@ from reshard_mpi.planning.tensor_names import Accumulated
 from reshard_mpi.runs.plan_conversion import Conversion, apply_map
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.run_memory import RunMemory, Workload
-from reshard_mpi.runs.scheduling import are_even, assign, filled_files, strategy_of, target_weights
+from reshard_mpi.runs.scheduling import are_even, assign, target_weights
 from reshard_mpi.runs.target_paths import refuse_overlap, refuse_posing, refuse_replacing
 from reshard_mpi.sharding import strategy_table
-from reshard_mpi.sharding.placement import Strategy
+from reshard_mpi.sharding.placement import Placement, Strategy
 
 if TYPE_CHECKING:
     from reshard_mpi.journal.own_files import Unrecorded
@@ -326,3 +327,39 @@ def chosen_targets(request: Request, conversion: Conversion) -> tuple[int, ...]:
     if are_even(target):
         return tuple(all_ranks[share::shares])  # as `assign` deals out equal targets
     return tuple(sorted(assign(target_weights(conversion, all_ranks), range(shares))[share]))
+
+
+def filled_files(specs: Specs, most_bytes: int) -> list[list[str]]:
+    """Return the names of the tensors that each file holds, in their order.
+
+    A new file is begun when the next tensor would make the current one larger than `most_bytes`. A tensor that is
+    larger by itself gets a file of its own, which comes before the current one.
+    """
+    sizes = [kind.size_bytes for kind in specs.kinds]
+    done: list[list[str]] = []
+    current: list[str] = []
+    current_bytes = 0
+    for name, kind in zip(specs.names, specs.kind_ids):
+        size_bytes = sizes[kind]
+        if size_bytes > most_bytes:
+            done.append([name])
+            continue
+        if current_bytes + size_bytes > most_bytes:
+            done.append(current)
+            current, current_bytes = [], 0
+        current.append(name)
+        current_bytes += size_bytes
+    return [*done, current] if current or not done else done
+
+
+def strategy_of(named: Sequence[Sequence[str]]) -> Strategy:
+    """Return the strategy of files with whole tensors: one stage of one rank for each file.
+
+    Args:
+        named: the names of the tensors in each file.
+    """
+    parameters: dict[str, tuple[Placement, ...]] = {}
+    for stage, names in enumerate(named):
+        placement = (Placement((1,), stages=(stage,)),)
+        parameters |= dict.fromkeys(names, placement)
+    return Strategy(len(named), len(named), parameters)

@@ -1,4 +1,4 @@
-"""Divide targets among processes, and tensors among files, by size (`divide`, `filled_files`)."""
+"""Divide targets among the processes of a run by size, also parts of files (`divide`, `assign`)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from itertools import chain
 from typing import NamedTuple
 
 from reshard_mpi.errors import DisagreementError, LayoutError
-from reshard_mpi.formats.manifest import Specs
 from reshard_mpi.planning.source_tensors import SourceTensors
 from reshard_mpi.planning.tensor_names import find_or_follow
 from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.sharding.layout import Layout
-from reshard_mpi.sharding.placement import Placement, Strategy
+from reshard_mpi.sharding.placement import Strategy
 
 # Files filled by several processes are cut at multiples of this, so no two of them write to one page.
 CUT_BYTES = 1 << 20
@@ -183,39 +182,3 @@ def _fill_up(loads: Sequence[int], amount: int) -> list[int]:
     for place, number in enumerate(order[:count]):
         added[number] = loads[order[count - 1]] - loads[number] + even + (place < odd)
     return added
-
-
-def filled_files(specs: Specs, most_bytes: int) -> list[list[str]]:
-    """Return the names of the tensors that each file holds, in their order.
-
-    A new file is begun when the next tensor would make the current one larger than `most_bytes`. A tensor that is
-    larger by itself gets a file of its own, which comes before the current one.
-    """
-    sizes = [kind.size_bytes for kind in specs.kinds]
-    done: list[list[str]] = []
-    current: list[str] = []
-    current_bytes = 0
-    for name, kind in zip(specs.names, specs.kind_ids):
-        size_bytes = sizes[kind]
-        if size_bytes > most_bytes:
-            done.append([name])
-            continue
-        if current_bytes + size_bytes > most_bytes:
-            done.append(current)
-            current, current_bytes = [], 0
-        current.append(name)
-        current_bytes += size_bytes
-    return [*done, current] if current or not done else done
-
-
-def strategy_of(named: Sequence[Sequence[str]]) -> Strategy:
-    """Return the strategy of files with whole tensors: one stage of one rank for each file.
-
-    Args:
-        named: the names of the tensors in each file.
-    """
-    parameters: dict[str, tuple[Placement, ...]] = {}
-    for stage, names in enumerate(named):
-        placement = (Placement((1,), stages=(stage,)),)
-        parameters |= dict.fromkeys(names, placement)
-    return Strategy(len(named), len(named), parameters)

@@ -16,11 +16,10 @@ from reshard_mpi.formats.manifest import Specs
 from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.planning.tensor_names import Unlisted
 from reshard_mpi.processes.comm import SerialComm
-from reshard_mpi.runs.open_run import open_run
+from reshard_mpi.runs.open_run import filled_files, open_run
 from reshard_mpi.runs.progress import Progress
 from reshard_mpi.runs.request import Request, TargetFiles
 from reshard_mpi.runs.run_memory import RunMemory
-from reshard_mpi.runs.scheduling import filled_files
 from reshard_mpi.text import GIB
 
 _FORMAT = "safetensors"

@@ -25,7 +25,7 @@ from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import Specs
 from reshard_mpi.formats.safetensors import huggingface
 from reshard_mpi.formats.tensor_table import TensorType
-from reshard_mpi.runs.scheduling import filled_files, strategy_of
+from reshard_mpi.runs.open_run import filled_files, strategy_of
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.testing.checkpoints import ArraysByName
 from reshard_mpi.testing.folders import FolderConformance, Spoil, cut_short, lost

@@ -15,8 +15,8 @@ from support.oracle import RawLayout
 from reshard_mpi.checkpoints.discovery import find_shards
 from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.errors import CoverageError
+from reshard_mpi.runs.open_run import strategy_of as filled
 from reshard_mpi.runs.plan_conversion import Conversion
-from reshard_mpi.runs.scheduling import strategy_of as filled
 from reshard_mpi.runs.scheduling import target_weights
 from reshard_mpi.sharding.placement import Placement, Strategy, unsharded
 
