@@ -333,7 +333,7 @@ def test_a_rank_that_holds_nothing(tmp_path: Path, to: str) -> None:
 def test_texts_count_as_what_a_shard_is_read_with(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = spec_of(ShardContents({}, {f"note {number}": "text" for number in range(20)}))
     target_plans.require_readable_structure(spec, "safetensors")
-    monkeypatch.setattr(disk_space, "MAX_TENSORS", 19)
+    monkeypatch.setattr(target_plans, "MAX_TENSORS", 19)
     with pytest.raises(TargetError, match="more than it could be read with again"):
         target_plans.require_readable_structure(spec, "safetensors")
 
