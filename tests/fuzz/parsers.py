@@ -140,13 +140,13 @@ def patterns(data: bytes) -> None:
     """Match the first line with the others as patterns, and what it may be named after."""
     name, *globs = data.decode("utf-8", "surrogateescape").split("\n")
     globs = [glob for glob in globs if glob]
-    strategy_files = Strategy(1, 1, {}, tuple((glob, replicated(1)) for glob in globs))
-    assert strategy_files.rule_of(name) == next(
+    strategy = Strategy(1, 1, {}, tuple((glob, replicated(1)) for glob in globs))
+    assert strategy.rule_of(name) == next(
         (number for number, glob in enumerate(globs) if fnmatchcase(name, glob)), None
     )
     for base in named_after(name):
         first = next((glob for glob in globs if fnmatchcase(base, glob)), "*")
-        assert (base in strategy_files.followed(name)) == (first != "*")
+        assert (base in strategy.followed(name)) == (first != "*")
 
 
 def placement_table(data: bytes) -> None:

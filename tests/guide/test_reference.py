@@ -116,9 +116,9 @@ def refused_types(format_name: str, *, crc: bool = False) -> set[str]:
     strategy = strategy_table.dumps(unsharded())
     refused = set(formats.info(format_name).types_own_loader_refuses)
     for name, dtype in BY_NAME.items():
-        toml_spec = ShardSpec(ShardIdentity(0, 1, strategy), [TensorSpec("t", dtype, (2,), Box((0,), (2,)))], {})
+        spec = ShardSpec(ShardIdentity(0, 1, strategy), [TensorSpec("t", dtype, (2,), Box((0,), (2,)))], {})
         try:
-            formats.by_name(format_name).size_at_most_bytes(toml_spec, crc=crc)
+            formats.by_name(format_name).size_at_most_bytes(spec, crc=crc)
         except errors.TargetError:
             refused.add(name)
     return refused

@@ -723,10 +723,10 @@ def test_state_that_only_the_rule_for_all_catches_is_dropped(tmp_path: Path) -> 
 )
 def test_few_of_many_shards_are_opened(mesh: tuple[int, ...], stages: int) -> None:
     size = int(np.prod(mesh)) * stages
-    strategy_files = Strategy(size, stages, {"w": (Placement(mesh, stages=tuple(range(stages))),)})
-    pairs = rank_pairs(strategy_files, range(size))
+    strategy = Strategy(size, stages, {"w": (Placement(mesh, stages=tuple(range(stages))),)})
+    pairs = rank_pairs(strategy, range(size))
     assert 0 < len(pairs) <= MAX_PAIRS
-    assert all(strategy_files.stage_of(pair.first) == strategy_files.stage_of(pair.second) for pair in pairs)
+    assert all(strategy.stage_of(pair.first) == strategy_files.stage_of(pair.second) for pair in pairs)
     if stages == 1:  # along every axis
         strides = np.cumprod((1, *mesh[:0:-1]))
         for stride, length in zip(strides, reversed(mesh)):
