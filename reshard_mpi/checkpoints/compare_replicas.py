@@ -11,7 +11,7 @@ from reshard_mpi.errors import CoverageError, DisagreementError, StrategyError
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import TensorEntry
 from reshard_mpi.planning.rank_plan import Check, Copy, Limits
-from reshard_mpi.planning.replicas import Holding, ReplicaGroup
+from reshard_mpi.planning.replicas import ReplicaGroup
 from reshard_mpi.planning.source_flaws import UnusableShard, named
 from reshard_mpi.planning.source_tensors import TensorPart
 from reshard_mpi.text import KIB
@@ -261,30 +261,3 @@ def _copies(alike: ReplicaGroup, name: str, batch: Iterable[_Holder], first_copy
                 remedy="use shards of one and the same checkpoint",
             )
         yield Copy(rank, entry, box, alike.region)
-
-
-def partition_for(all_alike: Sequence[ReplicaGroup], process: int, processes: int) -> Iterator[ReplicaGroup]:
-    """Yield process `process`'s share of the comparisons; groups held by the same ranks stay adjacent.
-
-    Args:
-        all_alike: what all targets need, equal in all processes. It is cut into stretches that take as much reading
-            each, so nothing is compared twice and few processes open the same shard.
-    """
-    by_holding: dict[Holding, list[ReplicaGroup]] = {}
-    for alike in all_alike:
-        by_holding.setdefault(alike.holding, []).append(alike)
-    line = [alike for same_holders in by_holding.values() for alike in same_holders]
-    total = sum(len(alike.names) * _weight(alike) for alike in line)
-    start, stop = (total * number // processes for number in (process, process + 1))
-    before = 0  # the weight of all that comes earlier in the line
-    for alike in line:
-        weight = _weight(alike)
-        first, last = (min(max(0, -(-(cut - before) // weight)), len(alike.names)) for cut in (start, stop))
-        if first < last:
-            yield alike if last - first == len(alike.names) else alike._replace(names=alike.names[first:last])
-        before += len(alike.names) * weight
-
-
-def _weight(alike: ReplicaGroup) -> int:
-    """Return how many elements are read to compare one tensor; at least 1 a copy."""
-    return alike.copies * max(1, alike.region.size)

@@ -1,9 +1,9 @@
-"""Choose the replica that is read, and the one that is written (`choose_holders`, `pieces_written_by`)."""
+"""Choose which replica is read, written, compared (`choose_holders`, `pieces_written_by`, `partition_for`)."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -229,3 +229,30 @@ def _shared_regions(alternatives: Iterable[tuple[TensorPart, ...]]) -> Iterator[
         ]
     for region, same in regions:
         yield region, tuple(part._replace(region=region) for part in same)
+
+
+def partition_for(all_alike: Sequence[ReplicaGroup], process: int, processes: int) -> Iterator[ReplicaGroup]:
+    """Yield process `process`'s share of the comparisons; groups held by the same ranks stay adjacent.
+
+    Args:
+        all_alike: what all targets need, equal in all processes. It is cut into stretches that take as much reading
+            each, so nothing is compared twice and few processes open the same shard.
+    """
+    by_holding: dict[Holding, list[ReplicaGroup]] = {}
+    for alike in all_alike:
+        by_holding.setdefault(alike.holding, []).append(alike)
+    line = [alike for same_holders in by_holding.values() for alike in same_holders]
+    total = sum(len(alike.names) * _weight(alike) for alike in line)
+    start, stop = (total * number // processes for number in (process, process + 1))
+    before = 0  # the weight of all that comes earlier in the line
+    for alike in line:
+        weight = _weight(alike)
+        first, last = (min(max(0, -(-(cut - before) // weight)), len(alike.names)) for cut in (start, stop))
+        if first < last:
+            yield alike if last - first == len(alike.names) else alike._replace(names=alike.names[first:last])
+        before += len(alike.names) * weight
+
+
+def _weight(alike: ReplicaGroup) -> int:
+    """Return how many elements are read to compare one tensor; at least 1 a copy."""
+    return alike.copies * max(1, alike.region.size)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery
-from reshard_mpi.checkpoints.compare_replicas import compare, comparing_bytes, partition_for
+from reshard_mpi.checkpoints.compare_replicas import compare, comparing_bytes
 from reshard_mpi.checkpoints.opening import open_source, require_same_choice
 from reshard_mpi.checkpoints.shard_opener import ShardShare
 from reshard_mpi.checkpoints.source import SourceCheckpoint
@@ -22,6 +22,7 @@ from reshard_mpi.formats.manifest import NEST, TensorSpec
 from reshard_mpi.formats.nest.nodes import agree
 from reshard_mpi.formats.nest.rebuild_tree import first_difference as first_nest_difference
 from reshard_mpi.planning.rank_plan import RankPlan
+from reshard_mpi.planning.replicas import partition_for
 from reshard_mpi.planning.source_flaws import TEXT, UnusableShard, difference_messages
 from reshard_mpi.planning.strategy_check import drift_warning
 from reshard_mpi.planning.tensor_names import gradient_texts

@@ -18,13 +18,13 @@ from functools import partial, reduce
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from reshard_mpi.checkpoints.compare_replicas import compare, comparing_bytes, partition_for
+from reshard_mpi.checkpoints.compare_replicas import compare, comparing_bytes
 from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, ShardError, TransformError
 from reshard_mpi.errors import told as error_told
 from reshard_mpi.journal.commit import commit_if_complete
 from reshard_mpi.journal.target_journal import Journal
 from reshard_mpi.planning.rank_plan import CHOSEN_FILES, RankPlan, SharedFact
-from reshard_mpi.planning.replicas import ReplicaGroup, Replicas
+from reshard_mpi.planning.replicas import ReplicaGroup, Replicas, partition_for
 from reshard_mpi.planning.shared_facts import (
     differing_stages,
     require_one_checkpoint,
