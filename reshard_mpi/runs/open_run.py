@@ -27,7 +27,7 @@ from reshard_mpi.sharding.placement import Placement, Strategy
 
 if TYPE_CHECKING:
     from reshard_mpi.journal.own_files import Unrecorded
-    from reshard_mpi.journal.shared_index import SharedIndex
+    from reshard_mpi.journal.publication import SharedIndex
 
 # Planning takes a millisecond and a KiB for each, and no cluster has as many ranks.
 MAX_TARGETS = 1 << 16
@@ -75,7 +75,7 @@ class Run(NamedTuple):
         files, source = self.request.files, self.conversion.source.files
         if files is None:
             return None
-        from reshard_mpi.journal.shared_index import SharedIndex
+        from reshard_mpi.journal.publication import SharedIndex
 
         state = repr((source.sources(source.by_rank), self.strategies.source_digest))
         own = [files.names[rank] for rank in self.targets]
