@@ -391,7 +391,7 @@ def test_targets_that_do_not_hold_the_same_parameters(c: Conversion) -> None:
     said = c.refused("transform", "--part", "0/2")
     assert "target rank 0 holds 'moments.w', but those for rank 1 do" in said
     assert "restore the shards" in said and not record(c).exists()
-    assert run_here("commit", c.dst).code == 3
+    assert "for target rank 0 holds 'moments.w'" in refused("commit", c.dst)
 
 
 def test_loose_tensors_that_differ(c: Conversion, tmp_path: Path) -> None:
@@ -445,7 +445,7 @@ def test_one_that_replaces_a_target_without_a_journal_withdraws_it(c: Conversion
     assert record(c).exists()
     reshard_mpi.transform_checkpoints(*arguments, unlisted="drop")
     assert not record(c).exists()
-    assert run_here("commit", c.dst).code == 4
+    assert "2 of 2 targets are not complete" in refused("commit", c.dst, code=4)
     for path in c.dst.glob("rank_*/*.h5"):
         path.unlink()
     assert "that this run has not written" in c.refused("transform", "--resume")

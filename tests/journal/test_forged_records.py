@@ -218,7 +218,7 @@ def test_every_command(c: Conversion, name: str, place: Keys, kind: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "name"), zip([*VALUES, *TEXTS], itertools.cycle(RECORDS)))
+@pytest.mark.parametrize(("kind", "name"), [*zip([*VALUES, *TEXTS], itertools.cycle(RECORDS))])
 def test_every_command_with_every_value(c: Conversion, name: str, kind: str) -> None:
     facts, path = facts_of(c, name), path_of(c.dst, name)
     if kind in TEXTS:

@@ -195,7 +195,7 @@ def test_a_source_that_was_saved_beside_what_was_committed(tmp_path: Path) -> No
     assert "--select 'net-*_*.ckpt'" in refused(*again, "--src-strategy", c.dst_strategy)
     done(*again, "--src-strategy", c.dst_strategy, "--select", "net-*_*.ckpt")
     assert sums(c.but(dst=tmp_path / "again")) == {name: zlib.crc32(array.tobytes()) for name, array in trained.items()}
-    assert verify(c, "--select", "net-10*", target=False).code == 3  # of which there are no sums
+    assert "keeps no sums" in refused("verify", c.dst, "--select", "net-10*")
     assert verify(c, "--select", "checkpoint*", target=False).code == 0
 
 
@@ -499,7 +499,8 @@ def test_pair_whose_target_describes_itself(tmp_path: Path) -> None:
     assert finished.code == 3 and "contradicts what the shards say" in finished.err
     assert str(c.written(0)) in finished.err
     flip(c.written(1), "w")
-    assert verify(c.but(dst_strategy=None)).code == 4
+    finished = verify(c.but(dst_strategy=None))
+    assert finished.code == 4 and "target rank 1: 'w'" in finished.err
     c = c.but(kind="ckpt", dst=tmp_path / "silent")
     c.done()
     assert verify(c.but(dst_strategy=None)).code == 0  # by the run's record
@@ -509,8 +510,9 @@ def test_pair_whose_target_describes_itself(tmp_path: Path) -> None:
 
 
 def test_pair_that_cannot_be_compared(c: Conversion) -> None:
-    assert verify(c).code == 3  # nothing there
-    assert run_here("verify", c.src, "--memory", "none").code == 2
+    finished = verify(c)
+    assert finished.code == 3 and f"got: nothing\n  where: {c.dst}\n" in finished.err
+    assert "got: 'none'\n  where: --memory\n" in refused("verify", c.src, "--memory", "none", code=2)
 
 
 # Against its own sums
