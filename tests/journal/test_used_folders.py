@@ -190,14 +190,20 @@ def killed_before(arguments: list[str], dst: Path, count: int) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("form", "before"),
-    [("ckpt", "another"), ("hf", "another"), ("dcp", "another"), ("ckpt", "nothing"), ("hf", "the same")],
+    ("form", "before", "step"),  # all instants, or every so many of them
+    [
+        ("ckpt", "another", 1),
+        ("hf", "another", 2),
+        ("dcp", "another", 3),
+        ("ckpt", "nothing", 3),
+        ("hf", "the same", 2),
+    ],
 )
-def test_a_kill_at_any_instant(conversion: Conversion, tmp_path: Path, form: str, before: str) -> None:
+def test_a_kill_at_any_instant(conversion: Conversion, tmp_path: Path, form: str, before: str, step: int) -> None:
     """What was there is overwritten. A run that had begun is resumed; one that had not leaves the folder to another."""
     c, count, was_killed = conversion, 0, True
     while was_killed:
-        count += 1
+        count += step
         dst = tmp_path / f"dst{count}"
         if before != "nothing":
             earlier = form if before == "the same" else {"hf": "ckpt"}.get(form, "hf")
