@@ -125,15 +125,15 @@ class _Excerpts:
         self._files = files
         self._read: dict[tuple[str, str], list[bytes]] = {}
 
-    def of(self, shard: Manifest, name: str, boxes: Sequence[Box]) -> Iterator[bytes]:
+    def of(self, shard: Manifest, entry: TensorEntry, boxes: Sequence[Box]) -> Iterator[bytes]:
         """Yield the bytes of each box of the shard's part of a tensor, in this machine's byte order.
 
         Calls for the same shard and tensor must give the same boxes, or the first of them.
         """
-        read = self._read.setdefault((shard.path, name), [])
+        read = self._read.setdefault((shard.path, entry.name), [])
         for number, box in enumerate(boxes):
             if number == len(read):
-                read.append(excerpt(self._files, shard.tensors[name], box))
+                read.append(excerpt(self._files, entry, box))
             yield read[number]
 
 
@@ -148,8 +148,9 @@ def _require_homes(source: SourceCheckpoint, strays: Iterable[Sampled], pair: Ra
             continue
         if is_partial_sum(name):
             continue
+        at_home, here = ((manifest, manifest.tensors[name]) for manifest in (home, shard))
         try:
-            likeness, _ = _likeness(home, shard, name, True, excerpts)
+            likeness, _ = _likeness(at_home, here, True, excerpts)
         except (ShardError, OSError):  # planning reports it if the shard is needed
             continue
         if likeness is not Similarity.SAME:
@@ -173,7 +174,7 @@ def _compared(
     """
     one_part_of: dict[tuple[int, Shape | None], bool] = {}
     left = {True: pair.tensors, False: pair.tensors}
-    decoded_bytes, ways = 0, set()
+    decoded_bytes, ways = 0, set[tuple[int, bool]]()
     for name, placement, _ in sampled:
         entry, other = first.tensors[name], second.tensors[name]
         # Equal placements give equal answers, unless it is the shape that says what is cut.
@@ -186,11 +187,11 @@ def _compared(
             # Planning has all copies of these compared, and finds from their shapes whether the optimizer cuts them.
             if is_partial_sum(name) and (one_part or (placement is not None and placement.optimizer > 1)):
                 continue
-            if not left[one_part] or (decoded_bytes >= _MAX_DECODED_BYTES and (placement, one_part) in ways):
+            if not left[one_part] or (decoded_bytes >= _MAX_DECODED_BYTES and (id(placement), one_part) in ways):
                 continue
-            ways.add((placement, one_part))
+            ways.add((id(placement), one_part))
             decoded_bytes += _decoded_bytes(entry) + _decoded_bytes(other)
-            likeness, telling = _likeness(first, second, name, one_part, excerpts)
+            likeness, telling = _likeness((first, entry), (second, other), one_part, excerpts)
             telling = telling and not ((is_recorded and not one_part) or _say_different_parts(entry, other))
         except (LayoutError, ShardError, OSError):
             continue
@@ -228,20 +229,20 @@ def _is_damage(tensor: PairResult, pair: RankPair, source: SourceCheckpoint) -> 
 
 
 def _likeness(
-    first: Manifest, second: Manifest, name: str, one_part: bool, excerpts: _Excerpts
+    first: tuple[Manifest, TensorEntry], second: tuple[Manifest, TensorEntry], one_part: bool, excerpts: _Excerpts
 ) -> tuple[Similarity, bool]:
     """Return how alike two parts are, and whether their values vary enough that different parts would differ."""
-    entry, other = first.tensors[name], second.tensors[name]
+    entry, other = first[1], second[1]
     if entry.shape != other.shape or entry.dtype != other.dtype:
         return Similarity.OF_ANOTHER_SHAPE, True
-    boxes = places(name, entry.shape)
+    boxes = places(entry.name, entry.shape)
     if max(map(_decoded_bytes, (entry, other))) > _LARGE_CHUNK_BYTES:
         boxes = boxes[:1]
-    if all(map(eq, excerpts.of(first, name, boxes), excerpts.of(second, name, boxes))):
-        return Similarity.SAME, one_part or _is_telling(b"".join(excerpts.of(first, name, boxes)), entry.dtype)
+    if all(map(eq, excerpts.of(*first, boxes), excerpts.of(*second, boxes))):
+        return Similarity.SAME, one_part or _is_telling(b"".join(excerpts.of(*first, boxes)), entry.dtype)
     if not one_part:
         return Similarity.DIFFERENT, True
-    ours, theirs = (b"".join(excerpts.of(shard, name, boxes)) for shard in (first, second))
+    ours, theirs = (b"".join(excerpts.of(*held, boxes)) for held in (first, second))
     return Similarity.CLOSE if _is_close(ours, theirs, entry.dtype) else Similarity.DIFFERENT, True
 
 
