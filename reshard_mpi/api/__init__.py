@@ -293,7 +293,7 @@ def load_rank(
         open_source(shards, strategies.source),
         strategies.target,
         request.unlisted,
-        request.strict,
+        strict=request.strict,
         replicas=request.replicas,
         accumulated=request.accumulated,
     )

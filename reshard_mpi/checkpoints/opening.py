@@ -78,7 +78,7 @@ def open_source(
             warning = f"{manifest.path} was saved without what other ranks hold: tensors of theirs may be missing"
             files = files._replace(warnings=(*files.warnings, warning))
     _require_known_ranks(files, strategy)
-    return SourceCheckpoint(files._replace(read=None), strategy, {first: manifest}, _damage=damage)
+    return SourceCheckpoint(files._replace(read=None), strategy, {first: manifest}, damage)
 
 
 def _open_folder(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
 from typing import NamedTuple
@@ -48,19 +47,30 @@ class ShardStats(NamedTuple):
         )
 
 
-@dataclass(slots=True)
 class SourceCheckpoint:
-    """Shard files with the strategy they are sharded by; manifests are read when asked for."""
+    """Shard files with the strategy they are sharded by; manifests are read when asked for.
 
-    files: ShardFiles
-    strategy: Strategy
-    _unchecked: dict[int, Manifest] = field(default_factory=dict)
-    _manifests: OrderedDict[int, Manifest] = field(default_factory=OrderedDict)
-    _damage: dict[int, ReshardError] = field(default_factory=dict)
-    _kept_at_most_bytes: int = field(default=0)
-    _stage_ranks: dict[int, int] | None = field(default=None)
-    _extent: ShardStats = field(default=ShardStats())
-    _rule_names: dict[str, dict[int, int]] | None = field(default=None)
+    Args:
+        opened: manifests by rank that are not checked yet.
+        damage: why shards cannot be read, by rank.
+    """
+
+    def __init__(
+        self,
+        files: ShardFiles,
+        strategy: Strategy,
+        opened: Mapping[int, Manifest] = {},
+        damage: Mapping[int, ReshardError] = {},
+    ) -> None:
+        self.files = files
+        self.strategy = strategy
+        self._unchecked = dict(opened)
+        self._manifests: OrderedDict[int, Manifest] = OrderedDict()
+        self._damage = dict(damage)
+        self._kept_at_most_bytes = 0
+        self._stage_ranks: dict[int, int] | None = None
+        self._extent = ShardStats()
+        self._rule_names: dict[str, dict[int, int]] | None = None
 
     @property
     def summary_text(self) -> str:

@@ -8,7 +8,6 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import NamedTuple
 
@@ -34,15 +33,13 @@ _REMEDY = (
 )
 
 
-@dataclass(slots=True)
 class Traffic:
     """How many bytes were read from sources, mapped of them, and written to the target."""
 
-    requested_bytes: int = 0
-    mapped_bytes: int = 0
-    written_bytes: int = 0
-    too_large: int = 0  # how many elements were too large for the type that they were converted to
-    overflows: dict[str, int] = field(default_factory=dict)  # how many of these went into each target tensor, by name
+    def __init__(self) -> None:
+        self.requested_bytes = self.mapped_bytes = self.written_bytes = 0
+        self.too_large = 0  # how many elements were too large for the type that they were converted to
+        self.overflows: dict[str, int] = {}  # how many of these went into each target tensor, by name
 
 
 class ByteRuns(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterator, Mapping
-from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
 
@@ -40,17 +39,25 @@ def parts_meeting(layout: Layout, box: Box) -> tuple[TensorPart, ...]:
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class SourceGroup:
     """What source tensors of one kind have in common, that is all but their names and where their bytes are."""
 
-    dtype: DType
-    shape: Shape  # of each whole tensor
-    layouts: tuple[Layout, ...]  # how ranks hold it; several if stages that share it cut it differently
-    listed: bool  # whether the strategy places it (else it is taken to be on every rank)
-    ranks: tuple[int, ...]  # the opened ones that hold a part
-    # whether these are sums of gradients that the optimizer does not cut, whatever strategies say
-    has_whole_sums: bool = False
+    def __init__(
+        self,
+        dtype: DType,
+        layouts: tuple[Layout, ...],
+        ranks: tuple[int, ...],
+        *,
+        listed: bool,
+        has_whole_sums: bool,
+    ) -> None:
+        self.dtype = dtype
+        self.shape = layouts[0].shape  # of each whole tensor
+        self.layouts = layouts  # how ranks hold it; several if stages that share it cut it differently
+        self.ranks = ranks  # the opened ones that hold a part
+        self.listed = listed  # whether the strategy places it (else it is taken to be on every rank)
+        # whether these are sums of gradients that the optimizer does not cut, whatever strategies say
+        self.has_whole_sums = has_whole_sums
 
     @property
     def is_tied(self) -> bool:
@@ -250,14 +257,14 @@ class SourceTensors:
                     near.optimizer > 1
                     and base is not None
                     and whole_shape(near, rank, kind.shape) != self.group(base).shape
-                    and whole_shape(replace(near, optimizer=1), rank, kind.shape) == self.group(base).shape
+                    and whole_shape(near.changed(optimizer=1), rank, kind.shape) == self.group(base).shape
                 )
         return False
 
     def _resolve(self, name: str, placements: tuple[Placement, ...], *, has_whole_sums: bool) -> SourceGroup:
         """Return the group of a tensor. placements: from the strategy; if empty, the tensor is on every rank."""
         if has_whole_sums:
-            placements = tuple(replace(placement, optimizer=1) for placement in placements)
+            placements = tuple(placement.changed(optimizer=1) for placement in placements)
         kinds = self._kinds(name)
         kinds_in_stages = self._held_in(placements, kinds)
         listed = bool(kinds_in_stages)
@@ -290,7 +297,8 @@ class SourceTensors:
                     where=self._manifests[rank].path,
                     remedy=f"use shards of one and the same checkpoint; {_OF_ANOTHER}",
                 )
-        return SourceGroup(first.dtype, layouts[0].shape, layouts, listed, tuple(kinds_in_stages), has_whole_sums)
+        ranks = tuple(kinds_in_stages)
+        return SourceGroup(first.dtype, layouts, ranks, listed=listed, has_whole_sums=has_whole_sums)
 
     def _require_none_lost(
         self, name: str, placement: Placement, ranks: Collection[int], error: UnknownLengthError

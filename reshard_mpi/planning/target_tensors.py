@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterator, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard_mpi.errors import LayoutError, ReshardError, StrategyError, UsageError
@@ -85,7 +84,7 @@ class TargetLayouts:
         if placement is None:
             return None
         if group.has_whole_sums:
-            placement = replace(placement, optimizer=1)
+            placement = placement.changed(optimizer=1)
         try:
             return self._tensors.layout(placement, group.shape)
         except LayoutError as error:

@@ -9,9 +9,9 @@ map says is equal or padding, and single numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from reshard_mpi.checkpoints.shard_files import ShardFiles
 from reshard_mpi.checkpoints.shard_opener import ShardShare
 from reshard_mpi.checkpoints.source import ShardStats, SourceCheckpoint
 from reshard_mpi.engine.open_files import Files
@@ -42,7 +42,7 @@ from reshard_mpi.runs.maps import (
     tied_tensors,
 )
 from reshard_mpi.runs.plan_conversion import Conversion
-from reshard_mpi.sharding.placement import unsharded
+from reshard_mpi.sharding.placement import Strategy, unsharded
 from reshard_mpi.text import counted, shortened
 
 
@@ -106,27 +106,43 @@ def conversion_through(tensor_map: TensorMap, conversion: Conversion) -> Convers
         is_wanted=conversion.is_wanted,
         is_rank_by_rank=conversion.target.world_size == source.strategy.world_size > 1,
     )
-    return replace(conversion, view=view)
+    return conversion.changed(view=view)
 
 
-@dataclass(slots=True, kw_only=True)
 class MappedCheckpoint(SourceCheckpoint):
-    """The result of maps as a checkpoint of one rank, 0. It has the source's files."""
+    """The result of maps as a checkpoint of one rank, 0. It has the source's files.
 
-    original: Conversion  # of the source to one full checkpoint in its own names
-    tensor_map: TensorMap
-    is_wanted: Callable[[str, Container[str]], bool]  # of a name and all names: whether the targets have the tensor
-    is_rank_by_rank: bool  # whether there are as many targets as source ranks, so that each could keep its own values
-    _made: _MapsOutcome | None = field(default=None)
-    _is_checked: bool = field(default=False)
-    _recipes: Mapping[str, DerivedTensor | ConstantTensor] | None = field(default=None)
+    Args:
+        original: of the source to one full checkpoint in its own names.
+        is_wanted: of a name and all names: whether the targets have the tensor.
+        is_rank_by_rank: whether there are as many targets as source ranks, so that each could keep its own values.
+    """
+
+    def __init__(
+        self,
+        files: ShardFiles,
+        strategy: Strategy,
+        *,
+        original: Conversion,
+        tensor_map: TensorMap,
+        is_wanted: Callable[[str, Container[str]], bool],
+        is_rank_by_rank: bool,
+    ) -> None:
+        super().__init__(files, strategy)
+        self.original = original
+        self.tensor_map = tensor_map
+        self.is_wanted = is_wanted
+        self.is_rank_by_rank = is_rank_by_rank
+        self._made: _MapsOutcome | None = None
+        self._is_checked = False
+        self._recipes: Mapping[str, DerivedTensor | ConstantTensor] | None = None
 
     def of(self, source: SourceCheckpoint) -> MappedCheckpoint:
         """Return the same view of `source`: the same files, opened anew."""
         return MappedCheckpoint(
             self.files,
             self.strategy,
-            original=replace(self.original, source=source, _is_fitting=False, _opener=None),
+            original=self.original.changed(source=source),
             tensor_map=self.tensor_map,
             is_wanted=self.is_wanted,
             is_rank_by_rank=self.is_rank_by_rank,

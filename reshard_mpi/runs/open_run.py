@@ -165,7 +165,7 @@ def open_run(
         open_source(shards, strategies.source, known_damage),
         strategies.target,
         request.unlisted,
-        request.strict,
+        strict=request.strict,
         replicas=request.replicas,
         accumulated=request.accumulated,
         keeps_strings=traits.keeps_strings,

@@ -5,11 +5,11 @@ All modules that read and apply maps are loaded only where there is a map.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from reshard_mpi.checkpoints.compare_replicas import difference
 from reshard_mpi.checkpoints.opening import open_source
@@ -61,35 +61,63 @@ LIMITS = Limits(buffer_bytes=2 * MIB, window_bytes=16 * MIB)
 _MAX_LOOKED_INTO = 64
 
 
-@dataclass(slots=True)
 class Conversion:
-    """Plans target ranks and checks the source before anything is written."""
+    """Plans target ranks and checks the source before anything is written.
 
-    source: SourceCheckpoint
-    target: Strategy
-    # unlisted, strict, replicas, accumulated: as the command line's options of these names
-    unlisted: Unlisted = Unlisted.FOLLOW
-    strict: bool = False
-    limits: Limits = LIMITS
-    replicas: Replicas = Replicas.SAMPLE
-    accumulated: Accumulated = Accumulated.REFUSE
-    # whether the target format has a place for strings, and for how the whole checkpoint is sharded
-    keeps_strings: bool = True
-    keeps_strategy: bool = True
-    # whether the files of all targets make up one checkpoint, so that a piece that several ranks hold is written by one
-    # of them
-    once: bool = False
-    # called before copies are compared with numpy, which takes more memory than planning
-    before_gathering: Callable[[], object] = lambda: None
-    view: MappedCheckpoint | None = None  # what maps make of the source; None: there is no map
-    new_names: Mapping[str, str] | None = None  # of the tensors of targets, by those in the source; None: the same
-    allows_holes: bool = False  # tensors that cannot be made do not refuse a plan; `RankPlan.holes` names them
-    _is_fitting: bool = field(default=False)
-    _table: str | None = field(default=None)
-    _opener: ShardOpener | None = field(default=None)
+    Args:
+        unlisted: like `strict`, `replicas` and `accumulated`, as the command line's option of this name.
+        keeps_strings: whether the target format has a place for strings.
+        keeps_strategy: whether it has one for how the whole checkpoint is sharded.
+        once: whether the files of all targets make up one checkpoint, so that a piece that several ranks hold is
+            written by one of them.
+        new_names: of the tensors of targets, by those in the source; None: the same.
+        allows_holes: tensors that cannot be made do not refuse a plan; `RankPlan.holes` names them.
+    """
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        source: SourceCheckpoint,
+        target: Strategy,
+        unlisted: Unlisted = Unlisted.FOLLOW,
+        *,
+        strict: bool = False,
+        replicas: Replicas = Replicas.SAMPLE,
+        accumulated: Accumulated = Accumulated.REFUSE,
+        keeps_strings: bool = True,
+        keeps_strategy: bool = True,
+        once: bool = False,
+        new_names: Mapping[str, str] | None = None,
+        allows_holes: bool = False,
+    ) -> None:
+        self.source = source
+        self.target = target
+        self.unlisted = unlisted
+        self.strict = strict
+        self.limits = LIMITS
+        self.replicas = replicas
+        self.accumulated = accumulated
+        self.keeps_strings = keeps_strings
+        self.keeps_strategy = keeps_strategy
+        self.once = once
+        self.view: MappedCheckpoint | None = None  # what maps make of the source; None: there is no map
+        self.new_names = new_names
+        self.allows_holes = allows_holes
+        # called before copies are compared with numpy, which takes more memory than planning
+        self.before_gathering: Callable[[], object] = lambda: None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._is_fitting = False
+        self._table: str | None = None
+        self._opener: ShardOpener | None = None
         self.source.list_rule_names()
+
+    def changed(self, **values: Any) -> Conversion:
+        """Return the same conversion with other values of its attributes."""
+        other = copy.copy(self)
+        vars(other).update(values)
+        other._begin()
+        return other
 
     @property
     def planned_source(self) -> SourceCheckpoint:
@@ -268,11 +296,11 @@ class Conversion:
         """Return the same conversion without source shards that are known to be damaged."""
         source = open_source(self.source.files, self.source.strategy, damage)
         view = None if self.view is None else self.view.of(source)
-        return replace(self, source=source, view=view, _is_fitting=False, _opener=None)
+        return self.changed(source=source, view=view)
 
     def to(self, target: Strategy) -> Conversion:
         """Return the same conversion to other targets."""
-        return replace(self, target=target, _is_fitting=False, _table=None, _opener=None)
+        return self.changed(target=target)
 
     def forget(self) -> None:
         """Free what has been read of shards; it is read again when it is needed."""
@@ -332,8 +360,8 @@ class Conversion:
     def _content(self, tensor: TensorPlan, files: Files) -> bytes:
         """Return the bytes of a small tensor."""
         content = bytearray(tensor.spec.size_bytes)
-        for copy in tensor.copies:
-            fill(files, copy, tensor.spec.box, memoryview(content), self.limits)
+        for region in tensor.copies:
+            fill(files, region, tensor.spec.box, memoryview(content), self.limits)
         return bytes(content)
 
     def _beginnings(self, plan: RankPlan) -> tuple[PrefixDigest, ...]:

@@ -16,7 +16,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,21 +52,18 @@ _LOOK_AT_MEMORY = "run again; if it was killed from outside, make sure there is 
 _STOP_SECONDS = 10.0
 
 
-@dataclass(slots=True)
 class _Worker:
     """A worker, as its parent knows it."""
 
-    rank: int
-    process: Fork
-    channel: Channel
-    to_make: tuple[int, ...] = ()  # its targets
-    target: int | None = None  # the one that it is making
-    made: tuple[TargetReport, ...] = ()  # its complete ones
-    alive: bool = True
-    # gathering, value: whether it waits for gathered values, and its own
-    gathering: bool = False
-    value: Any = None
-    lost: Outcome = field(default_factory=Outcome)  # the outcome for a worker that has died
+    def __init__(self, rank: int, process: Fork, channel: Channel) -> None:
+        self.rank, self.process, self.channel = rank, process, channel
+        self.to_make: tuple[int, ...] = ()  # its targets
+        self.target: int | None = None  # the one that it is making
+        self.made: tuple[TargetReport, ...] = ()  # its complete ones
+        self.alive = True
+        # gathering, value: whether it waits for gathered values, and its own
+        self.gathering, self.value = False, None
+        self.lost = Outcome()  # the outcome for a worker that has died
 
 
 def run_with_workers(request: Request, jobs: int | None, progress: Progress, work: Task = Task.CONVERT) -> Outcome:

@@ -5,27 +5,36 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, islice, pairwise
 from operator import sub
+from typing import Final
 
 
-@dataclass(frozen=True, slots=True)
 class Box:
     """The elements x with start <= x < stop in every dimension. Immutable; nothing is clamped or wrapped.
 
     A box of no dimensions is a scalar and holds one element; a box with an empty dimension holds none.
     """
 
-    start: tuple[int, ...]
-    stop: tuple[int, ...]
+    __slots__ = ("start", "stop")
 
-    def __post_init__(self) -> None:
-        if len(self.start) != len(self.stop):
-            raise ValueError(f"a box needs as many starts as stops, got {self.start} and {self.stop}")
-        for low, high in zip(self.start, self.stop):
+    def __init__(self, start: tuple[int, ...], stop: tuple[int, ...]) -> None:
+        if len(start) != len(stop):
+            raise ValueError(f"a box needs as many starts as stops, got {start} and {stop}")
+        for low, high in zip(start, stop):
             if not 0 <= low <= high:
-                raise ValueError(f"a box needs 0 <= start <= stop, got {self.start} and {self.stop}")
+                raise ValueError(f"a box needs 0 <= start <= stop, got {start} and {stop}")
+        self.start: Final = start
+        self.stop: Final = stop
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Box) and self.start == other.start and self.stop == other.stop
+
+    def __hash__(self) -> int:
+        return hash((self.start, self.stop))
+
+    def __repr__(self) -> str:
+        return f"Box({self.start}, {self.stop})"
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Box:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from itertools import accumulate
 
 from reshard_mpi.errors import LayoutError, StrategyError
@@ -223,7 +222,7 @@ def to_placement(layout: RawLayout, where: str) -> Placement:
         if shape is not None and _may_be_expanded(layout, shape):
             # Axes of one rank cut nothing, and would leave it open which dimension their factor belongs to.
             split = tuple(tuple(axis for axis in axes if mesh[axis] > 1) for axes in split)
-            placement = replace(placement, split=split, expanded_shape=shape)
+            placement = placement.changed(split=split, expanded_shape=shape)
     except LayoutError as error:
         raise located(error, where) from None
     return placement

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple
 
 from reshard_mpi.errors import LayoutError
 from reshard_mpi.sharding.patterns import Patterns, ends_of
@@ -32,32 +31,50 @@ class Piece(NamedTuple):
     part: int
 
 
-@dataclass(frozen=True, slots=True)
 class Placement:
-    """How one parameter is cut over the ranks of its stages.
+    """How one parameter is cut over the ranks of its stages. Immutable.
 
     Example, on a mesh of 2 x 4 ranks, with rows cut over the second axis, and each part in two by the optimizer:
     `Placement(mesh=(2, 4), split=((1,), ()), optimizer=2)`.
 
+    Args:
+        mesh: ranks along each mesh axis of one stage.
+        split: for each dimension the mesh axes (counted from the left) that cut it, major first; () cuts nothing at any
+            rank.
+        optimizer: number of pieces into which dimension 0 of each slice is cut once more.
+        sizes: (dimension, slice sizes) for dimensions cut unevenly.
+        stages: the pipeline stages that hold it.
+        expanded_shape: set where `split` may list more dimensions than the tensor has, each a factor of a real one
+            (MindSpore's JSON of nested maps): the whole tensor's shape in those factors.
+        open_ended: the tensor may have further dimensions, not cut (a rule that fits many tensors).
+        whole_scalars: a tensor without dimensions is not cut (a rule that fits all tensors).
+        ceil: dimensions are cut by ceiling division, as torch cuts them: the last slices may be shorter or empty; over
+            several axes each slice is cut again. Their lengths follow from the tensor's shape.
+
     Raises LayoutError if an axis is outside the mesh or used twice, or the optimizer cut has no ranks to go over.
     """
 
-    mesh: tuple[int, ...]  # ranks along each mesh axis of one stage
-    # For each dimension the mesh axes (counted from the left) that cut it, major first; () cuts nothing at any rank.
-    split: tuple[tuple[int, ...], ...] = ()
-    optimizer: int = 1  # number of pieces into which dimension 0 of each slice is cut once more
-    sizes: tuple[tuple[int, tuple[int, ...]], ...] = ()  # (dimension, slice sizes) for dimensions cut unevenly
-    stages: tuple[int, ...] = (0,)  # the pipeline stages that hold it
-    # Set where `split` may list more dimensions than the tensor has, each a factor of a real one (MindSpore's JSON of
-    # nested maps): the whole tensor's shape in those factors.
-    expanded_shape: Shape | None = None
-    open_ended: bool = False  # the tensor may have further dimensions, not cut (a rule that fits many tensors)
-    whole_scalars: bool = False  # a tensor without dimensions is not cut (a rule that fits all tensors)
-    # Dimensions are cut by ceiling division, as torch cuts them: the last slices may be shorter or empty; over several
-    # axes each slice is cut again. Their lengths follow from the tensor's shape.
-    ceil: bool = False
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        mesh: tuple[int, ...],
+        split: tuple[tuple[int, ...], ...] = (),
+        optimizer: int = 1,
+        sizes: tuple[tuple[int, tuple[int, ...]], ...] = (),
+        stages: tuple[int, ...] = (0,),
+        expanded_shape: Shape | None = None,
+        open_ended: bool = False,
+        whole_scalars: bool = False,
+        ceil: bool = False,
+    ) -> None:
+        self.mesh: Final = mesh
+        self.split: Final = split
+        self.optimizer: Final = optimizer
+        self.sizes: Final = sizes
+        self.stages: Final = stages
+        self.expanded_shape: Final = expanded_shape
+        self.open_ended: Final = open_ended
+        self.whole_scalars: Final = whole_scalars
+        self.ceil: Final = ceil
         if any(length < 1 for length in self.mesh):
             raise LayoutError("a mesh axis has no ranks", expected="every axis 1 or more", got=f"mesh {self.mesh}")
         used = [axis for axes in self.split for axis in axes]
@@ -84,14 +101,27 @@ class Placement:
                 expected="neither the sizes of slices nor an optimizer cut",
                 got=f"an optimizer cut into {self.optimizer}" if self.optimizer > 1 else f"sizes {self.sizes}",
             )
-        for dim, sizes in self.sizes:
-            if dim >= len(self.split) or len(sizes) != self.slices(dim):
+        for dim, lengths in sizes:
+            if dim >= len(self.split) or len(lengths) != self.slices(dim):
                 slices = self.slices(dim) if dim < len(self.split) else 0
                 raise LayoutError(
                     f"the sizes given for dimension {dim} do not fit its cut",
                     expected=f"{slices} sizes",
-                    got=f"{len(sizes)} sizes {list(sizes)}",
+                    got=f"{len(lengths)} sizes {list(lengths)}",
                 )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Placement) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(vars(self).values()))
+
+    def __repr__(self) -> str:
+        return f"Placement({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+
+    def changed(self, **values: Any) -> Placement:
+        """Return this placement with other values of its attributes."""
+        return Placement(**{**vars(self), **values})
 
     @property
     def dimensions(self) -> str:
@@ -213,7 +243,7 @@ class Placement:
         return rank_at
 
     def with_stages(self, stages: tuple[int, ...]) -> Placement:
-        return replace(self, stages=stages)
+        return self.changed(stages=stages)
 
 
 def replicated(ranks: int) -> Placement:
@@ -233,29 +263,38 @@ class _RuleCache:
         self.placed: dict[int, tuple[Placement, ...]] = {}
 
 
-@dataclass(frozen=True, slots=True)
 class Strategy:
     """The placements of a whole checkpoint: what all its strategy files say together.
+
+    Args:
+        parameters: for each listed name the placements that hold it; more than one where stages that share a parameter
+            cut it differently.
+        rules: pairs (glob, placement) for names not listed one by one; the first match wins.
+        required_rules: the globs of rules that must place at least one tensor of the checkpoint: those people wrote.
+        axes: the names of the mesh axes, where one mesh with names serves all placements. Neither changes which rank
+            holds what.
 
     Raises LayoutError unless all stages have the same number of ranks.
     """
 
-    world_size: int
-    stages: int
-    # for each listed name the placements that hold it; more than one where stages that share a parameter cut it
-    # differently
-    parameters: Mapping[str, tuple[Placement, ...]]
-    # pairs (glob, placement) for names not listed one by one; the first match wins
-    rules: tuple[tuple[str, Placement], ...] = ()
-    origin: str = field(default="", compare=False)
-    # the globs of rules that must place at least one tensor of the checkpoint (the ones people wrote)
-    required_rules: frozenset[str] = field(default=frozenset(), compare=False)
-    # the names of the mesh axes, where one mesh with names serves all placements. Neither changes which rank holds
-    # what.
-    axes: tuple[str, ...] = field(default=(), compare=False)
-    _known: _RuleCache = field(default_factory=_RuleCache, init=False, compare=False, repr=False)
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        stages: int,
+        parameters: Mapping[str, tuple[Placement, ...]],
+        rules: tuple[tuple[str, Placement], ...] = (),
+        origin: str = "",
+        required_rules: frozenset[str] = frozenset(),
+        axes: tuple[str, ...] = (),
+    ) -> None:
+        self.world_size: Final = world_size
+        self.stages: Final = stages
+        self.parameters: Final = parameters
+        self.rules: Final = rules
+        self.origin: Final = origin
+        self.required_rules: Final = required_rules
+        self.axes: Final = axes
+        self._known = _RuleCache()
         checked = set()
         for name, placements in (*self.parameters.items(), *((glob, (rule,)) for glob, rule in self.rules)):
             for placement in placements:
@@ -271,6 +310,13 @@ class Strategy:
                         where=self.origin,
                         remedy="give every parameter of one strategy the same device number",
                     )
+
+    def __eq__(self, other: object) -> bool:
+        """Tell whether both say the same, wherever it comes from."""
+        names = ("world_size", "stages", "parameters", "rules")
+        return isinstance(other, Strategy) and all(getattr(self, name) == getattr(other, name) for name in names)
+
+    __hash__ = None  # type: ignore[assignment]
 
     @property
     def is_spec(self) -> bool:
@@ -351,7 +397,7 @@ class Strategy:
             for placement in self.find(name):
                 stages_here = tuple(stage for stage in placement.stages if stage in stages) or placement.stages
                 listed[name] = placed.setdefault((placement, stages_here), (placement.with_stages(stages_here),))
-        return replace(self, parameters=listed)
+        return Strategy(self.world_size, self.stages, listed, self.rules, self.origin, self.required_rules, self.axes)
 
     def is_only_caught(self, name: str) -> bool:
         """Tell whether only a rule for every name (`*`) lists parameter `name`."""

@@ -10,7 +10,6 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate, chain, product
 
@@ -119,7 +118,7 @@ def _with_joined_starts(placement: Placement, other: Placement, shape: Shape) ->
 
 def _start_joined(placement: Placement, count: int) -> Placement:
     joined = tuple(chain(*placement.split[:count]))
-    return replace(placement, split=(joined, *placement.split[count:]), expanded_shape=None)
+    return placement.changed(split=(joined, *placement.split[count:]), expanded_shape=None)
 
 
 def _only_way(placement: Placement, factors: Shape, shape: Shape) -> Placement:
@@ -153,7 +152,7 @@ def _ways(placement: Placement, dims: int, fits: Callable[[Grouping], bool]) -> 
         if fits(grouping) and all(all(single[first : last - 1]) for first, last in grouping):
             split = tuple(tuple(chain(*placement.split[first:last])) for first, last in grouping)
             cutting = tuple(tuple(axis for axis in axes if placement.mesh[axis] > 1) for axes in split)
-            ways.setdefault(cutting, replace(placement, split=split, expanded_shape=None))
+            ways.setdefault(cutting, placement.changed(split=split, expanded_shape=None))
     return list(ways.values())
 
 
@@ -181,8 +180,8 @@ def _closed(placement: Placement, ndim: int) -> Placement:
         return Placement(placement.mesh, stages=placement.stages)
     if not placement.open_ended or not placement.split or ndim < len(placement.split):
         return placement
-    return replace(
-        placement, split=placement.split + ((),) * (ndim - len(placement.split)), open_ended=False, whole_scalars=False
+    return placement.changed(
+        split=placement.split + ((),) * (ndim - len(placement.split)), open_ended=False, whole_scalars=False
     )
 
 
@@ -195,7 +194,7 @@ def _with_sizes(placement: Placement, shape: Shape) -> Placement:
         for dim, axes in enumerate(placement.split)
         if shape[dim] % placement.slices(dim)
     )
-    return replace(placement, sizes=tuple(sizes), ceil=False)
+    return placement.changed(sizes=tuple(sizes), ceil=False)
 
 
 def _groupings(factors: int, groups: int) -> Iterator[Grouping]:

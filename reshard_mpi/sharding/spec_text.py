@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -73,8 +72,7 @@ def on_mesh(placement: Placement, mesh: tuple[int, ...]) -> Placement:
     sized = max((dim for dim, _ in placement.sizes), default=-1)
     while split and not split[-1] and len(split) > sized + 1:
         split.pop()
-    return replace(
-        placement,
+    return placement.changed(
         mesh=mesh,
         split=tuple(split),
         expanded_shape=None,
@@ -276,7 +274,7 @@ def _only_one(name: str, placements: Sequence[Placement], strategy: Strategy) ->
 
 def _caught(placement: Placement) -> Placement:
     """Return the placement of a rule for every name, which cuts no scalars."""
-    return replace(placement, whole_scalars=bool(placement.split) or placement.optimizer > 1)
+    return placement.changed(whole_scalars=bool(placement.split) or placement.optimizer > 1)
 
 
 def _unsayable(strategy: Strategy, problem: str, expected: str, got: str, remedy: str = "") -> StrategyError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
 from itertools import pairwise
 from typing import Any
 
@@ -32,6 +31,8 @@ from reshard_mpi.sharding.placement import Placement, Strategy
 VERSION = 1
 # Stages kept at most, added up over the different ways in which parameters are placed.
 _MAX_HELD = 1 << 22
+# What a placement on a mesh is made of, where nothing else is said.
+_UNCUT = vars(Placement((1,)))
 
 
 def dumps(strategy: Strategy) -> str:
@@ -99,13 +100,12 @@ def loads(data: str, where: str) -> Strategy:
 
 def _placement_values(placement: Placement) -> dict[str, Any]:
     """Return the fields that differ from their defaults, in the order in which the class has them."""
-    values = {field.name: getattr(placement, field.name) for field in fields(placement)}
-    return {field.name: values[field.name] for field in fields(placement) if values[field.name] != field.default}
+    return {name: value for name, value in vars(placement).items() if name == "mesh" or value != _UNCUT[name]}
 
 
 def _placement(values: Any, stages: int, where: str) -> Placement:
     values = table(values, "a placement", where)
-    known_keys(values, [field.name for field in fields(Placement)], "a placement", where)
+    known_keys(values, list(_UNCUT), "a placement", where)
     mesh = integers(array(values.get("mesh"), "mesh", where, MAX_AXES), "mesh", 1, MAX_RANKS, where)
     split = tuple(
         integers(axes, "split", 0, max(len(mesh) - 1, 0), where)

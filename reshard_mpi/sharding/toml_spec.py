@@ -7,7 +7,6 @@ import math
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -134,10 +133,10 @@ def _rules(entry: Any, number: int, mesh: MeshSizes, stages: int, where: str) ->
         cut = _axes(entry.get("optimizer", []), "optimizer", mesh, where)
         pieces = _optimizer(cut, placement, tuple(mesh), where)
         is_cut = bool(split) or pieces > 1
-        placement = replace(placement, optimizer=pieces)
+        placement = placement.changed(optimizer=pieces)
     except LayoutError as error:
         raise located(error, where) from None
-    yield from ((glob, replace(placement, whole_scalars=glob == "*" and is_cut)) for glob in globs)
+    yield from ((glob, placement.changed(whole_scalars=glob == "*" and is_cut)) for glob in globs)
 
 
 def _dimension(key: str, what: str, where: str) -> int:

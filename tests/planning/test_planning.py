@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given
@@ -356,7 +355,7 @@ def test_a_hole_is_told_with_box_ranks_and_files() -> None:
 
 
 def test_a_stage_without_shards_is_a_hole() -> None:
-    source = Strategy(4, 2, {"w": (replace(LINE, stages=(0,)),), "v": (replace(LINE, stages=(1,)),)})
+    source = Strategy(4, 2, {"w": (LINE.changed(stages=(0,)),), "v": (LINE.changed(stages=(1,)),)})
     target = one_rank(w=Placement((1,)), v=Placement((1,)))
     error = refusal(CoverageError, source, target, shards({"w": (2,)}, {"w": (2,)}))
     assert error.problem == "no shard that should hold 'v' is there"
@@ -365,7 +364,7 @@ def test_a_stage_without_shards_is_a_hole() -> None:
 
 
 def test_a_tied_parameter_is_taken_from_the_stage_that_is_there() -> None:
-    source = Strategy(4, 2, {"w": (replace(ROWS, stages=(0,)), replace(COLUMNS, stages=(1,)))})
+    source = Strategy(4, 2, {"w": (ROWS.changed(stages=(0,)), COLUMNS.changed(stages=(1,)))})
     manifests = shards({"w": (2, 6)}, {"w": (2, 6)}, {"w": (4, 3)}, {"w": (4, 3)})
     for opened, ranks in (((0, 1), [0, 1]), ((2, 3), [2, 3]), ((0, 2, 3), [2, 3]), ((0, 1, 2), [0, 1])):
         plan = planned(source, one_rank(), {rank: manifests[rank] for rank in opened})
@@ -568,7 +567,7 @@ def test_all_copies_of_partial_sums_are_compared(name: str, listed: bool) -> Non
 
 
 def test_copies_of_a_tied_parameter_are_compared_over_its_stages() -> None:
-    source = Strategy(4, 2, {"w": (replace(ROWS, stages=(0, 1)),), "v": (replace(ROWS, stages=(0,)),)})
+    source = Strategy(4, 2, {"w": (ROWS.changed(stages=(0, 1)),), "v": (ROWS.changed(stages=(0,)),)})
     manifests = shards(*[{"w": (2, 6), "v": (2, 6)}] * 2, *[{"w": (2, 6)}] * 2)
     plan = planned(source, two_ranks(w=ROWS, v=ROWS), {1: manifests[1]}, 1)
     assert alike(plan) == {(("w",), "[2:4, 0:6]", (1, 3))}
@@ -576,7 +575,7 @@ def test_copies_of_a_tied_parameter_are_compared_over_its_stages() -> None:
 
 
 def test_copies_of_a_tied_parameter_that_stages_cut_differently_are_compared_where_they_meet() -> None:
-    source = Strategy(4, 2, {"w": (replace(ROWS, stages=(0,)), replace(COLUMNS, stages=(1,)))})
+    source = Strategy(4, 2, {"w": (ROWS.changed(stages=(0,)), COLUMNS.changed(stages=(1,)))})
     manifests = shards(*[{"w": (2, 6)}] * 2, *[{"w": (4, 3)}] * 2)
     plan = planned(source, two_ranks(w=ROWS), {0: manifests[0]})
     assert alike(plan) == {(("w",), "[0:2, 0:3]", (0, 2)), (("w",), "[0:2, 3:6]", (0, 3))}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -195,7 +194,7 @@ def test_the_optimizer_cut_is_of_the_joined_dimension() -> None:
 
 
 def test_two_sides_of_the_same_factors_meet_as_they_are() -> None:
-    other = replace(ROWS_BY_TWO, mesh=(2, 3, 2))
+    other = ROWS_BY_TWO.changed(mesh=(2, 3, 2))
     assert alignments(ROWS_BY_TWO, other) == ((ROWS_BY_TWO, other),)
 
 
