@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reshard_mpi.engine.open_files import Files, OnBytes, Traffic
 from reshard_mpi.engine.read import Stream, byte_runs, element_blocks, fill, takes_numpy
-from reshard_mpi.engine.tiles import Tiles
 from reshard_mpi.formats.locations import ByteRanges, Location
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import TensorEntry
@@ -26,6 +25,7 @@ from reshard_mpi.text import KIB, MIB
 
 if TYPE_CHECKING:
     from reshard_mpi.engine.batches import Batches
+    from reshard_mpi.engine.tiles import Tiles
 
 # Blocks of a tensor, and tensors of one shape, have the same places for their runs, so the last few are kept.
 _KEPT_PLACES = 8
@@ -143,6 +143,8 @@ def _write_each(
             _read_ahead(files, following.tensor, target.tensors[following.tensor.spec.name])
         tensor, too_large = part.tensor, files.traffic.too_large
         if is_transposed(tensor, limits):
+            from reshard_mpi.engine.tiles import Tiles
+
             tiles = tiles or Tiles(files, limits)
             tiles.write(tensor, part.place, part.span)
         elif _is_copied(tensor):

@@ -45,7 +45,7 @@ class Tiles:
         A tile is put together from all copies that it meets, so that what is written is not cut where the sources are.
         """
         box, itemsize = tensor.spec.box, tensor.spec.dtype.itemsize_bytes
-        sides = _sides(tensor, max(1, tile_bytes(self._limits) // itemsize))
+        sides = _sides(tensor, max(1, self._limits.tile_bytes // itemsize))
         for block in element_blocks(self._files, box, span, itemsize, box.size):
             for tile, parts in _tiles(block, sides, meeting(tensor.copies, block)):
                 spaced = with_space(tile, itemsize)
@@ -59,11 +59,6 @@ class Tiles:
             self._buffer = memoryview(b"")  # given back before more is taken
             self._buffer = large_buffer(length_bytes)
         return self._buffer[:length_bytes]
-
-
-def tile_bytes(limits: Limits) -> int:
-    """Return how large a tile is at most: as it is read, and again as it is written."""
-    return max(limits.buffer_bytes, limits.window_bytes)
 
 
 def _write(files: Files, content: memoryview, strides: Strides, itemsize: int, place: Stream, span: Span) -> None:

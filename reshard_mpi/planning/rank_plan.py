@@ -27,6 +27,11 @@ class Limits(NamedTuple):
     buffer_bytes: int  # size of the buffer in which a run of target bytes is put together
     window_bytes: int  # how much of source files is mapped at any moment
 
+    @property
+    def tile_bytes(self) -> int:
+        """How large the tile of a tensor is at most whose axes change places: as read, and again as written."""
+        return max(self.buffer_bytes, self.window_bytes)
+
 
 class Copy(NamedTuple):
     """A region of a source tensor that becomes a region of a target tensor."""

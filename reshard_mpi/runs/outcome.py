@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -86,7 +85,8 @@ class Failure(NamedTuple):
         target = "" if target in self.error.problem else target
         place = "" if alone else f"process {self.process} on host {self.host}"
         about = f"{target} ({place})" if target and place else target or place
-        named = copy.copy(self.error).with_traceback(self.error.__traceback__)
+        named = type(self.error).__new__(type(self.error)).with_traceback(self.error.__traceback__)
+        vars(named).update(vars(self.error))
         named.problem = f"{about}: {named.problem}" if about else named.problem
         return named
 

@@ -5,7 +5,6 @@ All modules that read and apply maps are loaded only where there is a map.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections.abc import Callable, Container, Iterable, Mapping
 from itertools import islice
@@ -17,7 +16,6 @@ from reshard_mpi.checkpoints.sampling import drifted_tensors
 from reshard_mpi.checkpoints.shard_files import SingleShard
 from reshard_mpi.checkpoints.shard_opener import ShardOpener, ShardShare, require_consistent_source
 from reshard_mpi.checkpoints.source import SourceCheckpoint
-from reshard_mpi.engine.first_difference import first_difference
 from reshard_mpi.engine.open_files import Files
 from reshard_mpi.engine.read import fill, takes_numpy
 from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError
@@ -114,8 +112,8 @@ class Conversion:
 
     def changed(self, **values: Any) -> Conversion:
         """Return the same conversion with other values of its attributes."""
-        other = copy.copy(self)
-        vars(other).update(values)
+        other = object.__new__(Conversion)
+        vars(other).update(vars(self), **values)
         other._begin()
         return other
 
@@ -387,6 +385,8 @@ class Conversion:
         """Return the plan with what checks found to differ. Raises DisagreementError if one refuses the target."""
         if not plan.checks:
             return plan
+        from reshard_mpi.engine.first_difference import first_difference
+
         tensors = []
         for check in plan.checks:
             if any(takes_numpy(copy, copy.target_region, self.limits.buffer_bytes) for copy in check.copies):
@@ -401,6 +401,8 @@ class Conversion:
 
     def _differing_ranks(self, check: Check) -> tuple[int, ...]:
         """Return the rank of the first copy of a check, and those whose copies differ from it."""
+        from reshard_mpi.engine.first_difference import first_difference
+
         first, *others = check.copies
         with Files() as files:
             return (

@@ -15,7 +15,6 @@ from reshard_mpi import formats
 from reshard_mpi.checkpoints.source import MAX_KEPT_BYTES, SourceCheckpoint
 from reshard_mpi.engine.read import takes_numpy
 from reshard_mpi.engine.shard_transfer import are_many, is_gathered, is_transposed
-from reshard_mpi.engine.tiles import tile_bytes
 from reshard_mpi.formats.locations import Constant, LibraryRead, Reduced
 from reshard_mpi.formats.tensor_table import KEPT_OFFSET_BYTES, KEPT_TENSOR_BYTES
 from reshard_mpi.planning.rank_plan import Group, RankPlan, TensorPlan
@@ -177,7 +176,7 @@ class Projection(NamedTuple):
                 for tensor in (first, *_otherwise_stored(group))
             )
             if is_transposed(first, LIMITS):
-                turning_bytes = tile_bytes(LIMITS)
+                turning_bytes = LIMITS.tile_bytes
             is_summed_in_short_runs = self.compares and self.writes and _is_in_short_runs(first)
             has_numpy = has_numpy or through_windows or is_summed_in_short_runs
             for source in (copy.source for tensor in (first, *_otherwise_stored(group)) for copy in tensor.copies):
