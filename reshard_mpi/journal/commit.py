@@ -155,13 +155,16 @@ def commit_locked(
     times_ns = {record.rank: record.modified_ns for record in records}
     remove_stale(opened.folder, COMMIT_RECORD)
     remove_stale_records(opened.state)
-    is_same = committed is not None and committed_times(folder, committed.digest) == times_ns
-    if committed is not None and is_same and not changed_index_files(folder, committed):
-        # As it was, whatever has become of the source since.
-        return Committed(folder / COMMIT_RECORD, len(records), size_bytes, _told(identity, records, already_told))
+    is_same = (
+        committed is not None
+        and committed_times(folder, committed.digest) == times_ns
+        and not changed_index_files(folder, committed)
+    )
     try:
-        _require_alike(folder, identity, records)
+        _require_alike(folder, identity, records, is_committed=is_same)
         remarks = _told(identity, records, already_told)
+        if is_same:
+            return Committed(folder / COMMIT_RECORD, len(records), size_bytes, remarks)
         sums = _sums(records)
     except ReshardError:
         uncommit(opened.folder, identity.format)
@@ -228,8 +231,12 @@ def _sums(records: Sequence[TargetRecord]) -> dict[str, int]:
     return dict(sums_of_wholes({record.rank: record.sums for record in records}))
 
 
-def _require_alike(folder: Path, identity: RunIdentity, records: Sequence[TargetRecord]) -> None:
+def _require_alike(folder: Path, identity: RunIdentity, records: Sequence[TargetRecord], *, is_committed: bool) -> None:
     """Compare the sources of the targets.
+
+    Args:
+        is_committed: whether the very targets have been committed, so that it does not matter what has become of the
+            source since.
 
     Raises DisagreementError or CoverageError if they were made from different states of the source, or from shards
     that do not belong together.
@@ -239,9 +246,11 @@ def _require_alike(folder: Path, identity: RunIdentity, records: Sequence[Target
     except DisagreementError as error:
         error.remedy += f", and {_ANEW}"
         raise
-    require_same_sources({record.rank: record.evidence.sources for record in records}, _ANEW)
-    written_ns = {record.rank: (folder / record.file).stat().st_mtime_ns for record in records}
-    require_one_state({record.rank: (record.evidence.sources, written_ns[record.rank]) for record in records}, _ANEW)
+    sources = {record.rank: record.evidence.sources for record in records}
+    require_same_sources(sources, _ANEW)
+    if not is_committed:
+        written_ns = {record.rank: (folder / record.file).stat().st_mtime_ns for record in records}
+        require_one_state({rank: (own, written_ns[rank]) for rank, own in sources.items()}, _ANEW)
     for stage in differing_stages(record.evidence.held for record in records):
         of_stage = [record for record in records if record.evidence.held.stage == stage]
         differing = list({record.evidence.held.digest: record for record in reversed(of_stage)}.values())

@@ -726,7 +726,7 @@ def test_few_of_many_shards_are_opened(mesh: tuple[int, ...], stages: int) -> No
     strategy = Strategy(size, stages, {"w": (Placement(mesh, stages=tuple(range(stages))),)})
     pairs = rank_pairs(strategy, range(size))
     assert 0 < len(pairs) <= MAX_PAIRS
-    assert all(strategy.stage_of(pair.first) == strategy_files.stage_of(pair.second) for pair in pairs)
+    assert all(strategy.stage_of(pair.first) == strategy.stage_of(pair.second) for pair in pairs)
     if stages == 1:  # along every axis
         strides = np.cumprod((1, *mesh[:0:-1]))
         for stride, length in zip(strides, reversed(mesh)):
