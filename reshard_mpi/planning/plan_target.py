@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
-from reshard_mpi.errors import CoverageError, ReshardError, StrategyError
-from reshard_mpi.formats.manifest import Manifest, ShardIdentity
+from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, StrategyError
+from reshard_mpi.formats.manifest import NEST, Manifest, ShardIdentity, nest_without_order
+from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.planning.rank_plan import Group, PlannedTensors, RankPlan, ReadGroup, SharedFact
 from reshard_mpi.planning.replicas import Replicas, choose_holders, copies_alike
 from reshard_mpi.planning.shared_facts import agreement_checks, common_strings, is_moment, left_out_of, shared_tensors
@@ -31,16 +33,28 @@ def plan_target(target: TargetTensors, strategy_table: str) -> RankPlan:
     policy = target.policy
     absent = _absent(target)
     groups: list[Group] = []
-    holes: dict[str, ReshardError] = {}
+    holes: dict[str, ReshardError] = dict(_numbers_of_other_stages(target))
+    for error in holes.values():
+        if not policy.allows_holes:
+            raise error
+    unfit: dict[TensorType, list[str]] = {}
+    for name, held in target.class_by_name.items() if holes else ():
+        if name in holes:
+            unfit.setdefault(held.kind, []).append(name)
     for held, chosen in zip(target.classes, _choose(target)):
-        read_groups = _read_groups(target, held, chosen)
+        if unfit:
+            held = held._replace(names=[name for name in held.names if name not in holes])
+        read_groups = _read_groups(target, held, chosen) if held.names else ()
         if isinstance(read_groups, ReshardError):
             if not policy.allows_holes:
                 raise read_groups
             holes |= dict.fromkeys(held.names, read_groups)
             read_groups = ()
         groups.append(Group(held.kind, held.names, read_groups))
-    tensors = PlannedTensors(groups, array("I", (held.number for held in target.class_by_name.values())))
+    own_group = {name: number for number, names in enumerate(unfit.values(), len(groups)) for name in names}
+    groups += [Group(kind, names, ()) for kind, names in unfit.items()]
+    group_of = (own_group.get(name, held.number) for name, held in target.class_by_name.items())
+    tensors = PlannedTensors(groups, array("I", group_of))
     same_world = target.strategy.world_size == target.source_strategy.world_size
     checks = list(agreement_checks(target.tensors, target.class_by_name, same_world=same_world))
     warnings = list(_not_its_own(target)) if same_world and target.rank in target.lost else []
@@ -81,6 +95,47 @@ def plan_target(target: TargetTensors, strategy_table: str) -> RankPlan:
         left_out=tuple(left_out_of(target.manifests)),
         sums=() if joining is None else joining.sums((held.names, held.group) for held in target.classes),
         holes=holes,
+    )
+
+
+def _numbers_of_other_stages(target: TargetTensors) -> Iterator[tuple[str, DisagreementError]]:
+    """Yield state under numbers of another optimizer than the one whose settings are kept, and why it has no place.
+
+    Stages of one training that this program has cut have the same optimizer, and the same numbers.
+    """
+    nests = {rank: shard.strings[NEST] for rank, shard in target.manifests.items() if NEST in shard.strings}
+    if target.source_strategy.stages == 1 or len(set(nests.values())) <= 1:
+        return
+    from reshard_mpi.formats.nest.join_stages import numbered_optimizers
+
+    kept = min(nests, key=lambda rank: (rank != target.home, rank))  # as `common_strings` chooses
+    try:
+        roots = {text: json.loads(nest_without_order(text)) for text in set(nests.values())}
+        of_text = {text: dict(numbered_optimizers(root)) for text, root in roots.items()}
+    except (ValueError, RecursionError, LookupError, TypeError):
+        return  # a damaged nest is told of where it is made again
+    stage_of = target.source_strategy.stage_of
+    for held in target.classes:
+        if stage_of(kept) in map(stage_of, held.group.ranks):
+            continue
+        theirs = [of_text[nests[rank]] for rank in held.group.ranks if rank in nests]
+        begins = tuple(
+            f"{path}state."
+            for path, optimizer in of_text[nests[kept]].items()
+            if theirs and all(path in each and each[path] != optimizer for each in theirs)
+        )
+        for name in held.names if begins else ():
+            if name.startswith(begins):
+                yield name, _other_stage_error(name, target.manifests[kept], target.manifests[held.group.ranks[0]])
+
+
+def _other_stage_error(name: str, kept: Manifest, shard: Manifest) -> DisagreementError:
+    return DisagreementError(
+        "a number in the state of stages' optimizers means another parameter in each stage",
+        expected=f"the state of {kept.path} alone, whose settings are kept",
+        got=f"{name} of {shard.path}",
+        remedy=f"leave the state out (--exclude '{name.partition('state.')[0]}*'), or save it by names of parameters"
+        " (torch.distributed.checkpoint.state_dict.get_state_dict)",
     )
 
 

@@ -94,3 +94,49 @@ def test_optimizers_that_are_ordered_dictionaries_are_joined(tmp_path: Path, kin
     }
     assert [({*group["params"]}, group["lr"]) for group in optimizer["param_groups"]] == [({"a", "b"}, 0), ({"x"}, 1)]
     assert type(optimizer) is type(optimizer["state"]) is kind
+
+
+# Optimizers with numbers, which mean other parameters in every stage
+
+
+def numbered(folder: Path, states: Sequence[Sequence[int]], below: str = "optim") -> Path:
+    """Save stages of two parameters each. states: the numbers of those that have state, by stage."""
+    for stage, numbers in enumerate(states):
+        names = [f"l{2 * stage + place}" for place in range(2)]
+        optimizer = {
+            "state": {number: {"exp_avg": tensor(stage)} for number in numbers},
+            "param_groups": [{"lr": 0.5, "params": [0, 1]}],
+        }
+        optimizers: Any = [optimizer] if below == "a list" else optimizer
+        (folder / f"rank_{stage}").mkdir(parents=True)
+        path = folder / f"rank_{stage}" / "x.pt"
+        torch_peer.save(path, {"model": {name: tensor() for name in names}, "optim": optimizers})
+    (folder / "stages.toml").write_text(f"mesh = {{ data = 1 }}\nstages = {len(states)}\n[[parameter]]\nmatch = '*'\n")
+    return folder
+
+
+@pytest.mark.parametrize("form", ["torch", "safetensors"])
+@pytest.mark.parametrize("states", [([], [0, 1]), ([0], [1])])
+@pytest.mark.parametrize("to_stages", [False, True])
+def test_numbers_of_another_stage_are_refused(
+    tmp_path: Path, states: Sequence[Sequence[int]], form: str, to_stages: bool
+) -> None:
+    """One of them is frozen, or has not trained all of its parameters."""
+    source = numbered(tmp_path / "src", states, "a list" if form == "torch" else "optim")
+    rules = "".join(f"[[parameter]]\nmatch = 'model.l[{2 * at}{2 * at + 1}]'\nstage = {at}\n" for at in range(2))
+    (tmp_path / "dst.toml").write_text(f"mesh = {{ data = 1 }}\nstages = 2\n{rules}")
+    how = (source, tmp_path / "dst", source / "stages.toml", tmp_path / "dst.toml" if to_stages else None)
+    with pytest.raises(DisagreementError, match="means another parameter"):
+        reshard_mpi.transform(*how, to=form)
+    assert not [*tmp_path.glob("dst/rank_*/*")]
+    reshard_mpi.transform(*how, to=form, exclude=["optim.*"])
+
+
+def test_numbers_of_a_stage_go_into_its_own_target(tmp_path: Path) -> None:
+    source = numbered(tmp_path / "src", ([], [0, 1]))
+    rules = "".join(f"[[parameter]]\nmatch = 'model.l[{2 * at}{2 * at + 1}]'\nstage = {at}\n" for at in range(2))
+    rules += "[[parameter]]\nmatch = 'optim.*'\nstage = 1\n"
+    (tmp_path / "dst.toml").write_text(f"mesh = {{ data = 1 }}\nstages = 2\n{rules}")
+    reshard_mpi.transform(source, tmp_path / "dst", source / "stages.toml", tmp_path / "dst.toml", to="torch")
+    states = [torch_peer.load(tmp_path / f"dst/rank_{at}/checkpoint_{at}.pt")["optim"]["state"] for at in range(2)]
+    assert [[*state] for state in states] == [[], [0, 1]]

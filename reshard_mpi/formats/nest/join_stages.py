@@ -5,7 +5,7 @@ Only optimizers that name their parameters can be joined: numbers of two stages 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from reshard_mpi.errors import DisagreementError
@@ -45,6 +45,19 @@ def settings_of(node: Any) -> Any:
         if value and not is_flat and not (is_joined and key in (_STATE, _GROUPS)):
             kept.append([key, *map(settings_of, value)])
     return {**others, "dict": [entry for entry in kept if entry[1:] != [{"dict": []}]]}
+
+
+def numbered_optimizers(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the paths, each with a dot behind it, and values of optimizers whose groups have numbers for parameters."""
+    if isinstance(node, dict):
+        pairs = [(entry[0], entry[1]) for entry in node.get("dict", ()) if len(entry) == 2]
+    else:
+        pairs = [*enumerate(node)] if isinstance(node, list) else []
+    groups = next((value for key, value in pairs if key == _GROUPS and isinstance(value, list)), [])
+    if any(type(number) is int for group in groups for number in (_entries(group).get("params") or [[]])[0]):
+        yield path, node
+    for key, value in pairs:
+        yield from numbered_optimizers(value, f"{path}{key}.")
 
 
 def _is_always_joined(node: Any) -> bool:
