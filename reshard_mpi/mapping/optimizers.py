@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -281,11 +281,27 @@ def _begins(names: Collection[str], source_path: str, tensors: Collection[str]) 
 
 
 def _below(begin: str, names: Collection[str], parameters: Sequence[MadeParameter]) -> Iterator[MadeParameter]:
-    """Yield the parameters made of a model's, all without the beginning of the model's names."""
+    """Yield the parameters made of a model's, without what its names begin with, unless maps take that off."""
+    made = {}
     for parameter in parameters:
         of_it = frozenset(name.removeprefix(begin) for name in parameter.sources if name.startswith(begin))
         if not of_it.isdisjoint(names):
-            yield MadeParameter(parameter.name.removeprefix(begin), of_it, parameter.name)
+            made[parameter] = of_it
+    new_begin = "" if is_taken_off(begin, ((each.name, each.sources) for each in made)) else begin
+    for parameter, of_it in made.items():
+        yield MadeParameter(parameter.name.removeprefix(new_begin), of_it, parameter.name)
+
+
+def is_taken_off(begin: str, made: Iterable[tuple[str, Collection[str]]]) -> bool:
+    """Tell whether maps take off what names of a model begin with: what begins so then has a part that is called so.
+
+    Args:
+        made: the names of what is made of the model's parameters, each with those of its sources.
+    """
+    sources_of = dict(made)
+    if any(name in sources for name, sources in sources_of.items()):
+        return False
+    return any(not name.startswith(begin) or f"{begin}{name}" in sources for name, sources in sources_of.items())
 
 
 def _called_as_state(made: Sequence[MadeParameter], by_state: Sequence[MadeParameter]) -> list[MadeParameter]:

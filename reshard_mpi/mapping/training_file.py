@@ -31,6 +31,7 @@ from reshard_mpi.mapping.optimizers import (
     Form,
     MadeParameter,
     Optimizer,
+    is_taken_off,
     made_below,
     optimizers_of,
     settings_of_all,
@@ -248,9 +249,10 @@ def _training(choice: Selection, inventory: Inventory, source: SourceTree) -> Tr
 def _is_prefix_taken_off(training: Training, made: Sequence[DerivedTensor]) -> bool:
     """Tell whether maps take off what names of the model begin with, of some parameters, and keep the name of none."""
     parameters = frozenset(training.parameters.values())
-    sources = {tensor.name: _sources(tensor) for tensor in made if not parameters.isdisjoint(_sources(tensor))}
-    are_renamed = all(name not in of_it for name, of_it in sources.items())
-    return are_renamed and any(not name.startswith(training.prefix) for name in sources)
+    pairs = ((tensor.name, _sources(tensor)) for tensor in made)
+    return is_taken_off(
+        training.prefix, ((name, sources) for name, sources in pairs if not parameters.isdisjoint(sources))
+    )
 
 
 def _names_in_target(training: Training, like: TargetTemplate | None) -> Callable[[str], str]:

@@ -830,9 +830,13 @@ def test_numbered_state_whose_order_nothing_tells_is_refused(tmp_path: Path, equ
     reshard_mpi.transform(tmp_path / "hf", tmp_path / "dst", exclude=["optimizer.*"], **asked)
 
 
-def test_a_prefix_that_a_map_takes_off_is_not_taken_off_twice(tmp_path: Path) -> None:
-    """A part of the model is called as the key is that it lies below, as in a CausalLM of Hugging Face."""
-    model = {"model.embed": Q[:12].reshape(4, 3), "head": K[:6].reshape(2, 3)}
+@pytest.mark.parametrize("head", ["head", "model.norm"])
+def test_a_prefix_that_a_map_takes_off_is_not_taken_off_twice(tmp_path: Path, head: str) -> None:
+    """A part of the model is called as the key is that it lies below, as in a CausalLM of Hugging Face.
+
+    If its embedding is tied, all parameters begin with that.
+    """
+    model = {"model.embed": Q[:12].reshape(4, 3), head: K[:6].reshape(2, 3)}
     torch_peer.save(tmp_path / "x.pt", training(model, tuple(model)))
     asked: dict[str, Any] = {"map": "model.{p*} <=> {p*}", "forward": True}
     reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "names", to="safetensors", **asked)
@@ -841,6 +845,32 @@ def test_a_prefix_that_a_map_takes_off_is_not_taken_off_twice(tmp_path: Path) ->
     reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "torch", to="torch", **asked)
     optimizer = torch_peer.load(tmp_path / "torch/rank_0/checkpoint_0.pt")["optimizer"]
     assert [*optimizer["state"]] == optimizer["param_groups"][0]["params"] == [*model]
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+@pytest.mark.parametrize("head", ["head", "model.norm"])
+def test_names_lose_the_key_of_their_model_once(tmp_path: Path, head: str, is_flat: bool) -> None:
+    """As the above, where the optimizer goes by names, and equations give its state these names."""
+    names = ("model.embed", head)
+    optimizer: dict[str, Any] = {
+        "state": {name: {"exp_avg": tensor(Q)} for name in names},
+        "param_groups": [{"lr": 0.5, "params": [*names]}],
+    }
+    if is_flat:
+        optimizer = {f"state.{name}.exp_avg": tensor(Q) for name in names}
+        optimizer |= {f"param_groups.{name}.lr": 0.5 for name in names}
+    saved = {"model": {name: tensor(Q) for name in names}, "optim": optimizer}
+    new = {"model.embed": "model.first", head: head}
+    equations = [f"model.{name} <=> {new[name]}" for name in names]
+    equations += [f"optim.state.{name}.exp_avg <=> optim.state.{new[name]}.exp_avg" for name in names]
+    made = converted(tmp_path, saved, "".join(f"[[map]]\neq = '{each}'\n" for each in equations), forward=True)["optim"]
+    if is_flat:
+        assert {*made} == {f"{key}.{name}.{of}" for name in new.values() for key, of in KINDS_OF_FLAT}
+    else:
+        assert [*made["state"]] == made["param_groups"][0]["params"] == [*new.values()]
+
+
+KINDS_OF_FLAT = (("state", "exp_avg"), ("param_groups", "lr"))
 
 
 @pytest.mark.parametrize("has_optimizer", [True, False])
