@@ -49,7 +49,7 @@ _COUNTERS = frozenset(
     (
         *("step", "global_step", "state_step", "step_num", "epoch_num", "beta1_power", "beta2_power", "learning_rate"),
         *("lr", "momentum", "scale", "scale_sense", "loss_scale", "_growth_tracker", "current_iterator_step"),
-        *("last_overflow_iterator_step",),
+        *("last_overflow_iterator_step", "decay"),
     )
 )
 
@@ -72,7 +72,7 @@ def _deciding(choice: Selection, name: str, shape: tuple[int, ...]) -> int | Non
 
 
 def settings_among(shapes: Mapping[str, Shape]) -> frozenset[str]:
-    """Return the single numbers that training counts or sets: in groups and state of optimizers, and of schedulers.
+    """Return the single numbers that training counts or sets: in groups and state of optimizers, schedulers, callbacks.
 
     State with the shape of a parameter is no such number, even if the parameter has one element.
 
@@ -91,7 +91,7 @@ def settings_among(shapes: Mapping[str, Shape]) -> frozenset[str]:
             GROUPS in parents
             or key in BY_GROUP
             or (STATE_KEY in parents and key not in of_parameters)
-            or any("sched" in part.lower() for part in parents)
+            or any("sched" in part.lower() or part == "callbacks" for part in parents)
         )
     )
 

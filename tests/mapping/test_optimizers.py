@@ -873,6 +873,20 @@ def test_names_lose_the_key_of_their_model_once(tmp_path: Path, head: str, is_fl
 KINDS_OF_FLAT = (("state", "exp_avg"), ("param_groups", "lr"))
 
 
+def test_a_type_for_all_leaves_the_decay_of_an_average_and_what_callbacks_count(tmp_path: Path) -> None:
+    """A decay of 0.9999 would be 1 in bfloat16: the average never moves again."""
+    single = tensor(np.array(0.9999, np.float32))
+    saved = {
+        "state_dict": {"model_ema.decay": single, "model_ema.w": tensor(Q[:12]), "scale_of_all": single},
+        "callbacks": {"EarlyStopping": {"best_score": single}, "Checkpoint": {"w": tensor(Q[:12])}},
+    }
+    torch_peer.save(tmp_path / "x.pt", saved)
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "bf16", to="safetensors", dtype="bf16")
+    loaded = reshard_mpi.load_rank(0, tmp_path / "bf16")
+    kept = {name for name, array in loaded.items() if array.dtype == np.float32}
+    assert kept == {"state_dict.model_ema.decay", "callbacks.EarlyStopping.best_score"}
+
+
 @pytest.mark.parametrize("has_optimizer", [True, False])
 def test_new_names_of_a_model_lie_in_one_dictionary(tmp_path: Path, has_optimizer: bool) -> None:
     """The dictionary that a map has emptied does not take those that begin with its key."""
