@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import NamedTuple
 
 from reshard_mpi import formats
-from reshard_mpi.checkpoints import file_selection
-from reshard_mpi.checkpoints.file_selection import PART, choose, require_one_step
+from reshard_mpi.checkpoints.choose_step import PART, choose, require_one_step
 from reshard_mpi.checkpoints.refuse_sources import require_readable
 from reshard_mpi.checkpoints.shard_files import (
     ShardFiles,
@@ -22,6 +22,7 @@ from reshard_mpi.checkpoints.shard_files import (
 from reshard_mpi.errors import ShardError, SourceError, told
 from reshard_mpi.filesystem import stores
 from reshard_mpi.filesystem.paths import described, kind_of_file
+from reshard_mpi.formats.files import is_file_name
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.journal.provenance import FirstLooks
 
@@ -46,7 +47,7 @@ def find_shards(
 
     Raises SourceError where there is nothing or no clear choice.
     """
-    latest = file_selection.latest_in(path)
+    latest = latest_in(path)
     folder = path if latest is None else latest.path
     shards = _found(folder, select, role, format_name, FirstLooks(path))
     if select is None and stores.is_folder(folder):
@@ -293,4 +294,51 @@ def _nothing(path: str, expected: str, got: str, role: str) -> SourceError:
         got=got,
         where=path,
         remedy="give the folder that holds rank_0, rank_1 and so on (links will do), or a checkpoint file",
+    )
+
+
+# As releases of MindFormers and Megatron call the folder of an iteration.
+_FOLDERS = ("iteration_{:08d}", "iter_{:08d}", "iter_{:07d}")
+_ITERATION = re.compile(r"\d{1,12}", re.ASCII)
+_MAX_BYTES = 64
+
+
+class Latest(NamedTuple):
+    """The folder of the latest moment, and a note that says which one it is."""
+
+    path: str
+    note: str
+
+
+def latest_in(path: str) -> Latest | None:
+    """Return the latest of the checkpoints in the folder `path`; None if no file in it names one.
+
+    Raises SourceError if what the file names is no folder there.
+    """
+    pointer = next((Path(path, name) for name in formats.pointer_files() if stores.is_file(Path(path, name))), None)
+    if pointer is None:
+        return None
+    try:
+        named = stores.first_bytes(pointer, _MAX_BYTES).decode().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unsound(pointer, _EXPECTED, str(error)) from None
+    names = [name.format(int(named)) for name in _FOLDERS] if _ITERATION.fullmatch(named) else [named]
+    if not all(map(is_file_name, names)):
+        raise _unsound(pointer, _EXPECTED, repr(named))
+    folders = [name for name in dict.fromkeys(names) if stores.is_folder(Path(path, name))]
+    if len(folders) != 1:
+        raise _unsound(pointer, f"one folder called {' or '.join(names)}", " and ".join(folders) or "no such folder")
+    return Latest(str(Path(path, folders[0])), f"{folders[0]} of {path} is read, the latest as {pointer.name} says")
+
+
+_EXPECTED = "the number of an iteration, or the name of a folder beside it"
+
+
+def _unsound(pointer: Path, expected: str, got: str) -> SourceError:
+    return SourceError(
+        "the file that names the latest checkpoint does not lead to one",
+        expected=expected,
+        got=got,
+        where=str(pointer),
+        remedy="give the folder of the iteration that is meant, or copy what is missing",
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard_mpi import formats
-from reshard_mpi.checkpoints.file_selection import name_without_rank
+from reshard_mpi.checkpoints.choose_step import name_without_rank
 from reshard_mpi.checkpoints.shard_files import ShardFiles, SingleShard
 from reshard_mpi.errors import ReshardError, SourceError, told
 from reshard_mpi.filesystem import stores

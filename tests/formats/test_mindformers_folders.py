@@ -464,9 +464,9 @@ def test_a_run_does_not_go_on_with_another_moment(folder: Path, tmp_path: Path) 
 _AS_THE_NEXT_IS_SAVED = """
 from pathlib import Path
 from reshard_mpi.__main__ import command
-from reshard_mpi.checkpoints import file_selection as moments
+from reshard_mpi.checkpoints import discovery
 
-source, first, found = Path({source!r}), Path({first!r}), moments.latest_in
+source, first, found = Path({source!r}), Path({first!r}), discovery.latest_in
 
 def latest_in(path):
     latest = found(path)
@@ -477,7 +477,7 @@ def latest_in(path):
         return found(path)
     return latest
 
-moments.latest_in = latest_in
+discovery.latest_in = latest_in
 command()
 """
 

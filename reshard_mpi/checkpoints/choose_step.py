@@ -1,4 +1,4 @@
-"""Choose the files of one step where rank folders hold several (`choose`), and the latest of several folders."""
+"""Choose the files of one step where rank folders hold several, by their names (`choose`)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from reshard_mpi import formats
 from reshard_mpi.errors import DisagreementError, SourceError
-from reshard_mpi.filesystem import stores
-from reshard_mpi.formats.files import is_file_name
 from reshard_mpi.text import natural_key
 
 # Epoch and step, as MindSpore ends names.
@@ -291,50 +288,3 @@ def _glob_of(name: str) -> str:
     """Return the glob that the names match that differ from this one in numbers only."""
     stem, _, ending = name.rpartition(".")
     return "*".join(map(glob.escape, _NUMBER.split(stem))) + f".{ending}"
-
-
-# As releases of MindFormers and Megatron call the folder of an iteration.
-_FOLDERS = ("iteration_{:08d}", "iter_{:08d}", "iter_{:07d}")
-_ITERATION = re.compile(r"\d{1,12}", re.ASCII)
-_MAX_BYTES = 64
-
-
-class Latest(NamedTuple):
-    """The folder of the latest moment, and a note that says which one it is."""
-
-    path: str
-    note: str
-
-
-def latest_in(path: str) -> Latest | None:
-    """Return the latest of the checkpoints in the folder `path`; None if no file in it names one.
-
-    Raises SourceError if what the file names is no folder there.
-    """
-    pointer = next((Path(path, name) for name in formats.pointer_files() if stores.is_file(Path(path, name))), None)
-    if pointer is None:
-        return None
-    try:
-        named = stores.first_bytes(pointer, _MAX_BYTES).decode().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise _unsound(pointer, _EXPECTED, str(error)) from None
-    names = [name.format(int(named)) for name in _FOLDERS] if _ITERATION.fullmatch(named) else [named]
-    if not all(map(is_file_name, names)):
-        raise _unsound(pointer, _EXPECTED, repr(named))
-    folders = [name for name in dict.fromkeys(names) if stores.is_folder(Path(path, name))]
-    if len(folders) != 1:
-        raise _unsound(pointer, f"one folder called {' or '.join(names)}", " and ".join(folders) or "no such folder")
-    return Latest(str(Path(path, folders[0])), f"{folders[0]} of {path} is read, the latest as {pointer.name} says")
-
-
-_EXPECTED = "the number of an iteration, or the name of a folder beside it"
-
-
-def _unsound(pointer: Path, expected: str, got: str) -> SourceError:
-    return SourceError(
-        "the file that names the latest checkpoint does not lead to one",
-        expected=expected,
-        got=got,
-        where=str(pointer),
-        remedy="give the folder of the iteration that is meant, or copy what is missing",
-    )
