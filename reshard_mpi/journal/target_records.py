@@ -46,7 +46,7 @@ _STEPS_NS = (1, 100, 1000, 10**6, 10**9, 2 * 10**9)
 
 
 class TensorSum(NamedTuple):
-    """The sum of the part of a tensor that a shard holds (see `engine.crc`): a box of `shape` at `start`."""
+    """The sum of the part of a tensor that a shard holds (see `engine.sums`): a box of `shape` at `start`."""
 
     name: str
     dtype: str

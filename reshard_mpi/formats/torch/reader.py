@@ -139,8 +139,8 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
     Args:
         like: another shard; one of the same structure has its tensors at the same places.
 
-    Names of nested dictionaries are joined by dots; the nest is kept as a string (`nest.NEST`). What is neither tensor
-    nor plain data is left out and named. Raises ShardError if the file is not sound, or would run code.
+    Names of nested dictionaries are joined by dots; the nest is kept as a string (`manifest.NEST`). What is neither
+    tensor nor plain data is left out and named. Raises ShardError if the file is not sound, or would run code.
     """
     with files.opened(path) as file:
         digest = None if like is None else like.header_digest
