@@ -19,7 +19,6 @@ from reshard_mpi.cli.output import (
     flush_standard_streams,
     in_the_way_of,
     may_be_report,
-    open_standard_streams,
     same,
     show,
     summary,
@@ -82,7 +81,7 @@ def command() -> NoReturn:
 
     That would take longer than a small conversion. With MPI it ends as usual, since MPI has work to do then.
     """
-    open_standard_streams()
+    _open_standard_streams()
     begin_command()
     try:
         main()
@@ -95,6 +94,14 @@ def command() -> NoReturn:
             raise
         finish()
         os._exit(code)
+
+
+def _open_standard_streams() -> None:
+    """Open closed streams on /dev/null: otherwise a target, opened next, would take their descriptors."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # where it is less than Unicode
 
 
 def _last_words(options: argparse.Namespace) -> Callable[[int], None]:

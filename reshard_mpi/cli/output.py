@@ -118,14 +118,6 @@ def _speed(size_bytes: int, seconds: float) -> str:
     return f"{format_bytes(size_bytes)} in {seconds:.2f} s ({format_rate(size_bytes, seconds)})"
 
 
-def open_standard_streams() -> None:
-    """Open closed streams on /dev/null: otherwise a target, opened next, would take their descriptors."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # where it is less than Unicode
-
-
 def flush_standard_streams() -> None:
     """Write out all that was printed, and drop what cannot be written, which has been reported already.
 
