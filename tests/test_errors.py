@@ -128,6 +128,7 @@ OF_FILES = {"SourceError", "CoverageError", "DisagreementError", "TargetError", 
 WITHOUT_REMEDY = {"more tensors of this shard differ"}
 
 
+@pytest.mark.xdist_group("syntax trees")
 def test_every_error_of_files_says_what_to_do() -> None:
     silent = [
         f"{module}:{call.lineno}: {ast.unparse(call.args[0])}"
