@@ -36,6 +36,7 @@ from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.errors import UsageError
 from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.options import check_count, check_number
+from reshard_mpi.planning.target_tensors import Policy
 from reshard_mpi.processes.comm import SerialComm
 from reshard_mpi.runs.open_run import open_run
 from reshard_mpi.runs.outcome import Report, ShardReport, TargetReport
@@ -292,10 +293,7 @@ def load_rank(
     conversion = Conversion(
         open_source(shards, strategies.source),
         strategies.target,
-        request.unlisted,
-        strict=request.strict,
-        replicas=request.replicas,
-        accumulated=request.accumulated,
+        Policy(request.unlisted, request.strict, request.replicas, request.accumulated),
     )
     conversion, _ = apply_map(request, conversion)
     (rank_plan,), outcome = plan_alone(conversion, [rank])

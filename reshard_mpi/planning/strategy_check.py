@@ -259,15 +259,11 @@ def require_no_drift(names: Sequence[str], where: str) -> None:
         )
 
 
-class DeadRule(NamedTuple):
-    """A rule that places no tensor. taken_by: an earlier rule that takes tensors `glob` matches; empty if none does."""
+def dead_rules(strategy: Strategy, names: Iterable[str]) -> list[tuple[str, str]]:
+    """Return the globs of the rules of a spec that must place one of these tensors at least, and place none.
 
-    glob: str
-    taken_by: str
-
-
-def dead_rules(strategy: Strategy, names: Iterable[str]) -> list[DeadRule]:
-    """Return the rules of a spec that must place one of these tensors at least, and place none."""
+    With each comes the glob of an earlier rule that takes tensors which it matches; "" if none does.
+    """
     by_rule: dict[int, list[str]] = {}
     for name in dict.fromkeys(names):
         rule = strategy.rule_of(name)
@@ -279,7 +275,7 @@ def dead_rules(strategy: Strategy, names: Iterable[str]) -> list[DeadRule]:
             matches = Pattern(glob).matches
             takers = (before for before in range(rule) if any(map(matches, by_rule.get(before, ()))))
             taker = next(takers, None)
-            dead.append(DeadRule(glob, "" if taker is None else strategy.rules[taker][0]))
+            dead.append((glob, "" if taker is None else strategy.rules[taker][0]))
     return dead
 
 

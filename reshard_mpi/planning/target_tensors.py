@@ -132,20 +132,13 @@ class TensorClass(NamedTuple):
         return TensorType.of_box(self.group.dtype, self.box, self.group.shape)
 
 
-class BothLayouts(NamedTuple):
-    """How both sides hold a tensor."""
-
-    source: SourceGroup
-    target: Layout
-
-
 class Policy(NamedTuple):
     """The user's options for targets."""
 
-    unlisted: Unlisted  # what becomes of parameters that the target strategy does not list
-    strict: bool  # whether a listed parameter that was never saved is an error
-    replicas: Replicas  # which copies are compared
-    accumulated: Accumulated  # what becomes of accumulated gradients
+    unlisted: Unlisted = Unlisted.FOLLOW  # what becomes of parameters that the target strategy does not list
+    strict: bool = False  # whether a listed parameter that was never saved is an error
+    replicas: Replicas = Replicas.SAMPLE  # which copies are compared
+    accumulated: Accumulated = Accumulated.REFUSE  # what becomes of accumulated gradients
     allows_holes: bool = False  # tensors that cannot be made do not refuse the plan, but are named in it
 
 
@@ -309,11 +302,6 @@ class TargetTensors:
         """Yield the ranks that hold the same part by `origin` as the first opened rank in one of its stages."""
         opened = next((rank for rank in self.manifests if self.source_strategy.stage_of(rank) in origin.stages), None)
         return iter(()) if opened is None else origin.holders(origin.piece(opened))
-
-    def both_layouts(self, name: str) -> BothLayouts | None:
-        """Return how both sides hold a tensor of this target; None if it is not of this target."""
-        held = self.class_by_name.get(name)
-        return None if held is None else BothLayouts(held.group, held.layout)
 
     def written_elsewhere(self) -> frozenset[str]:
         """Return the tensors whose pieces here another target rank writes, if each piece is to be written once.

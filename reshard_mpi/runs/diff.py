@@ -25,6 +25,7 @@ from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.planning.replicas import partition_for
 from reshard_mpi.planning.source_flaws import TEXT, UnusableShard, difference_messages
 from reshard_mpi.planning.strategy_check import drift_warning
+from reshard_mpi.planning.target_tensors import Policy
 from reshard_mpi.planning.tensor_names import gradient_texts
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.outcome import Checked, Failure, Outcome, agreed, attempt
@@ -121,10 +122,8 @@ def _planned(
     memory.reserve_for_reading(named, purpose, first_files.format, second_files.format)
     given = None if request.dst_strategy is None else read.target
     sources = open_source(first_files, read.source), open_source(second_files, given)
-    as_they_are = (
-        Conversion(source, unsharded(), replicas=request.replicas, accumulated=request.accumulated)
-        for source in sources
-    )
+    policy = Policy(replicas=request.replicas, accumulated=request.accumulated)
+    as_they_are = (Conversion(source, unsharded(), policy) for source in sources)
     conversions, require_some = _both_through_map(request, *as_they_are)
     memory.on_memory_released(*(conversion.forget for conversion in conversions))
     peak_bytes, plans = 0, list[RankPlan]()

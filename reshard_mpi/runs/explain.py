@@ -59,10 +59,10 @@ def origin_of(conversion: Conversion, name: str) -> TensorLineage:
 def source_groups(conversion: Conversion, target_rank: int, names: tuple[str, ...]) -> Mapping[str, SourceGroup]:
     """Return how the source holds the tensors that are read for a target."""
     if conversion.view is not None:
-        both = conversion.view.original.both_layouts(0, names)
+        both = conversion.view.original.held(0, names)
     else:
-        both = conversion.both_layouts(target_rank, names)
-    return {name: layouts.source for name, layouts in both.items()}
+        both = conversion.held(target_rank, names)
+    return {name: held.group for name, held in both.items()}
 
 
 def listed_pieces(conversion: Conversion, name: str) -> Mapping[Box, tuple[str, ...]] | None:
@@ -114,15 +114,15 @@ def _explained(request: Request, name: str, memory: RunMemory) -> tuple[str, Out
     run = open_for_planning(request, memory, most_planned=len(request.rank or ()) + 1)
     conversion = run.conversion
     first = _first_holder(conversion, name, request.rank or ())
-    both = conversion.both_layouts(first.target_rank, (name,))[name]
+    both = conversion.held(first.target_rank, (name,))[name]
     origin = origin_of(conversion, name)
     targets = conversion.target.world_size
-    size_bytes = math.prod(both.target.shape) * both.source.dtype.itemsize_bytes
-    lines = [f"{name}: {both.source.dtype} {list(both.target.shape)}, {format_bytes(size_bytes)}"]
+    size_bytes = math.prod(both.layout.shape) * both.group.dtype.itemsize_bytes
+    lines = [f"{name}: {both.group.dtype} {list(both.layout.shape)}, {format_bytes(size_bytes)}"]
     lines += ["", f"source: {request.source}: {conversion.source.summary_text}"]
     lines += [f"  {line}" for line in _source_lines(run, first.target_rank, origin)]
     lines += ["", f"target: {request.target}: {formats.title(run.format)}, {counted(targets, 'rank')}"]
-    lines += [f"  {line}" for line in _target_lines(run, name, both.target, _shapes(first))]
+    lines += [f"  {line}" for line in _target_lines(run, name, both.layout, _shapes(first))]
     outcomes = [Outcome.of(first)]
     for rank in run.targets if request.rank is not None else (first.target_rank,):
         plan = first if rank == first.target_rank else conversion.plan(rank, checked=False)
@@ -138,7 +138,7 @@ def _first_holder(conversion: Conversion, name: str, ranks: Sequence[int]) -> Ra
     every_name: dict[str, None] = {}
     for rank in dict.fromkeys((*ranks, *likely_holders(conversion.target, name))):
         plan = conversion.plan(rank, checked=False)
-        if conversion.both_layouts(rank, (name,)):
+        if conversion.held(rank, (name,)):
             return plan
         every_name |= dict.fromkeys(held for group in plan.tensors.groups for held in group.names)
     if conversion.view is not None and name in _shapes(conversion.view.original.plan(0, checked=False)):
@@ -196,7 +196,7 @@ def _target_lines(run: Run, name: str, layout: Layout, shapes: Mapping[str, Shap
         else:
             yield "whole, in one of the files that are filled up to a size"
         return
-    follows = run.conversion.unlisted is Unlisted.FOLLOW
+    follows = run.conversion.policy.unlisted is Unlisted.FOLLOW
     where = _entry(target, name, shapes if follows else None, request.dst_strategy)
     if where is None:
         yield f"whole on every rank, since the target's strategy does not list it (--unlisted {request.unlisted})"
@@ -265,12 +265,12 @@ def _rank_lines(run: Run, plan: RankPlan, name: str, origin: TensorLineage) -> I
     """Yield the boxes of a tensor in a target, and their sources."""
     rank, target = plan.target_rank, run.conversion.target
     stage = f" (stage {target.stage_of(rank)})" if target.stages > 1 else ""
-    both = run.conversion.both_layouts(rank, (name,)).get(name)
+    both = run.conversion.held(rank, (name,)).get(name)
     if both is None:
         yield f"target rank {rank}{stage}: does not hold it"
         return
-    box = both.target.box(rank)
-    size_bytes = box.size * both.source.dtype.itemsize_bytes
+    box = both.layout.box(rank)
+    size_bytes = box.size * both.group.dtype.itemsize_bytes
     held = f"target rank {rank}{stage}: holds {box}, {format_bytes(size_bytes)}"
     place = plan.tensors.places.get(name)
     if place is None:

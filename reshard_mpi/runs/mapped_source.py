@@ -30,7 +30,7 @@ from reshard_mpi.planning.map_routes import MappedTensors
 from reshard_mpi.planning.rank_plan import LEFT_OUT, RankPlan
 from reshard_mpi.planning.shared_facts import OWN
 from reshard_mpi.planning.source_flaws import MissingRanks, UnusableShard
-from reshard_mpi.planning.tensor_names import Accumulated, is_partial_sum, notes_on, sums_like
+from reshard_mpi.planning.tensor_names import Accumulated, Unlisted, is_partial_sum, notes_on, sums_like
 from reshard_mpi.runs.maps import (
     TensorMap,
     require_equal,
@@ -90,14 +90,8 @@ class _MapsOutcome(NamedTuple):
 def conversion_through(tensor_map: TensorMap, conversion: Conversion) -> Conversion:
     """Return the conversion of the source through a map."""
     source = conversion.source
-    original = Conversion(
-        source,
-        unsharded(),
-        strict=conversion.strict,
-        replicas=conversion.replicas,
-        accumulated=conversion.accumulated,
-        allows_holes=True,
-    )
+    policy = conversion.policy._replace(unlisted=Unlisted.FOLLOW, allows_holes=True)
+    original = Conversion(source, unsharded(), policy)
     view = MappedCheckpoint(
         source.files,
         unsharded(source.files.path),
@@ -184,7 +178,7 @@ class MappedCheckpoint(SourceCheckpoint):
 
     def origins(self) -> Iterator[tuple[str, str]]:
         """Yield tensors of the targets with their sources, and tensors that are left out, by name."""
-        outcome, accumulated = self._opened(), self.original.accumulated
+        outcome, accumulated = self._opened(), self.original.policy.accumulated
         dtypes = {name: kind.dtype for name, kind in outcome.inventory.items()}
         for tensor in outcome.made:
             sources = list(dict.fromkeys(tensor.sources[pair.source] for pair in tensor.shape.pairs))
@@ -255,7 +249,7 @@ class MappedCheckpoint(SourceCheckpoint):
         whole = outcome.plan
         cautions = dict.fromkeys(caution for step in outcome.steps for caution in step.mapped.cautions)
         taken = {name for tensor in outcome.made for name in tensor.sources.values()}
-        known_sums = set(notes_on(self.original.accumulated, whole.sums))  # said of the target, if it has them
+        known_sums = set(notes_on(self.original.policy.accumulated, whole.sums))  # said of the target, if it has them
         whole_notes = (note for note in whole.notes if note not in known_sums)
         kinds_of_sums = {sums_like(name) for name in taken if is_partial_sum(name)}
         return plan._replace(
@@ -306,7 +300,7 @@ class MappedCheckpoint(SourceCheckpoint):
 
     def _planned(self, mapped: MapResult, rules: Rules | None, plan: RankPlan) -> _MapStep:
         """Return what one map makes of the tensors of a plan, with the numbers that are computed of theirs."""
-        if self.original.accumulated is Accumulated.SUM:
+        if self.original.policy.accumulated is Accumulated.SUM:
             require_known_sums(mapped, self.files.path)
         require_holdable(mapped)
         mapped = mapped._replace(constants=(*mapped.constants, *self._computed(mapped, plan)))

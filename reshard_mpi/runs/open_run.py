@@ -16,6 +16,7 @@ from reshard_mpi.formats.manifest import Specs
 from reshard_mpi.journal.run_records import CHOSEN, FILES_BY_DIGEST, RunIdentity, joined_maps, joined_words
 from reshard_mpi.journal.target_journal import Journal
 from reshard_mpi.planning.needed_ranks import check_target_rank
+from reshard_mpi.planning.target_tensors import Policy
 from reshard_mpi.planning.tensor_names import Accumulated
 from reshard_mpi.runs.plan_conversion import Conversion, apply_map
 from reshard_mpi.runs.projection import Workload
@@ -165,10 +166,7 @@ def open_run(
     conversion = Conversion(
         open_source(shards, strategies.source, known_damage),
         strategies.target,
-        request.unlisted,
-        strict=request.strict,
-        replicas=request.replicas,
-        accumulated=request.accumulated,
+        Policy(request.unlisted, request.strict, request.replicas, request.accumulated),
         keeps_strings=traits.keeps_strings,
         keeps_strategy=traits.describes_itself,
         once=traits.is_folder,

@@ -41,8 +41,8 @@ from reshard_mpi.planning.strategy_check import (
     require_same_network,
     unconfirmed_rules,
 )
-from reshard_mpi.planning.target_tensors import BothLayouts, Policy
-from reshard_mpi.planning.tensor_names import Accumulated, Unlisted, find_or_follow, is_dropped, notes_on
+from reshard_mpi.planning.target_tensors import Policy, TensorClass
+from reshard_mpi.planning.tensor_names import Unlisted, find_or_follow, is_dropped, notes_on
 from reshard_mpi.runs.request import Request
 from reshard_mpi.sharding import strategy_table
 from reshard_mpi.sharding.placement import Strategy
@@ -63,43 +63,33 @@ class Conversion:
     """Plans target ranks and checks the source before anything is written.
 
     Args:
-        unlisted: like `strict`, `replicas` and `accumulated`, as the command line's option of this name.
         keeps_strings: whether the target format has a place for strings.
         keeps_strategy: whether it has one for how the whole checkpoint is sharded.
         once: whether the files of all targets make up one checkpoint, so that a piece that several ranks hold is
             written by one of them.
         new_names: of the tensors of targets, by those in the source; None: the same.
-        allows_holes: tensors that cannot be made do not refuse a plan; `RankPlan.holes` names them.
     """
 
     def __init__(
         self,
         source: SourceCheckpoint,
         target: Strategy,
-        unlisted: Unlisted = Unlisted.FOLLOW,
+        policy: Policy = Policy(),  # noqa: B008 - never changed
         *,
-        strict: bool = False,
-        replicas: Replicas = Replicas.SAMPLE,
-        accumulated: Accumulated = Accumulated.REFUSE,
         keeps_strings: bool = True,
         keeps_strategy: bool = True,
         once: bool = False,
         new_names: Mapping[str, str] | None = None,
-        allows_holes: bool = False,
     ) -> None:
         self.source = source
         self.target = target
-        self.unlisted = unlisted
-        self.strict = strict
+        self.policy = policy
         self.limits = LIMITS
-        self.replicas = replicas
-        self.accumulated = accumulated
         self.keeps_strings = keeps_strings
         self.keeps_strategy = keeps_strategy
         self.once = once
         self.view: MappedCheckpoint | None = None  # what maps make of the source; None: there is no map
         self.new_names = new_names
-        self.allows_holes = allows_holes
         # called before copies are compared with numpy, which takes more memory than planning
         self.before_gathering: Callable[[], object] = lambda: None
         self._begin()
@@ -136,7 +126,7 @@ class Conversion:
         try:
             opened = self.shards.open(target_rank)
             require_same_network(self.planned_source.strategy, opened.manifests.values())
-            if self.strict:
+            if self.policy.strict:
                 require_nothing_left_out(opened.manifests)
                 self._require_the_files_meant()
             plan = plan_target(opened, self._strategy_table() if self.keeps_strategy else "")
@@ -154,14 +144,14 @@ class Conversion:
                 plan = plan._replace(warnings=(*plan.warnings, *self.view.cut_warnings(plan)))
         strings = (plan.strings, *(manifest.strings for manifest in opened.manifests.values()))
         nest = next((each[NEST] for each in strings if NEST in each), None)
-        may_cut = self.target.world_size > 1 or self.unlisted is Unlisted.DROP
-        if nest is not None and may_cut and not self.once and self.unlisted is not Unlisted.REPLICATE:
+        may_cut = self.target.world_size > 1 or self.policy.unlisted is Unlisted.DROP
+        if nest is not None and may_cut and not self.once and self.policy.unlisted is not Unlisted.REPLICATE:
             from reshard_mpi.runs.state_cuts import with_warning
 
             where = self.source.files.path
-            plan = with_warning(plan, self.target, nest, self.unlisted, strict=self.strict, where=where)
+            plan = with_warning(plan, self.target, nest, self.policy.unlisted, strict=self.policy.strict, where=where)
         if plan.sums:
-            plan = plan._replace(notes=(*plan.notes, *notes_on(self.accumulated, plan.sums)))
+            plan = plan._replace(notes=(*plan.notes, *notes_on(self.policy.accumulated, plan.sums)))
         if checked:
             self.require_none_left_behind(plan, ShardShare(target_rank, self.target.world_size))
             plan = self.checked(plan)
@@ -186,11 +176,10 @@ class Conversion:
             expected, remedy = "all files of the folder to be read", "move them elsewhere"
             raise not_carried(files.left_out, expected=expected, remedy=remedy, where=files.path)
 
-    def both_layouts(self, target_rank: int, names: Iterable[str]) -> dict[str, BothLayouts]:
-        """Return how both sides hold the tensors of a target rank. Raises as `plan` does."""
-        tensors = self.shards.open(target_rank)
-        layouts_or_none = ((name, tensors.both_layouts(name)) for name in names)
-        return {name: layouts for name, layouts in layouts_or_none if layouts is not None}
+    def held(self, target_rank: int, names: Iterable[str]) -> dict[str, TensorClass]:
+        """Return how both sides hold each of the tensors that a target has. Raises as `plan` does."""
+        held_by_name = self.shards.open(target_rank).class_by_name
+        return {name: held_by_name[name] for name in names if name in held_by_name}
 
     def require_none_left_behind(
         self, plan: RankPlan, share: ShardShare, is_asked: Callable[[str], bool] = lambda _: True
@@ -224,7 +213,7 @@ class Conversion:
     def _without_strings(self, plan: RankPlan) -> RankPlan:
         """Return a plan without strings, for which the target has no place. Raises DisagreementError if `strict`."""
         names = ", ".join(map(shown_string, plan.strings))
-        if self.strict:
+        if self.policy.strict:
             raise not_carried(
                 names,
                 expected="a target format with a place for texts",
@@ -268,13 +257,13 @@ class Conversion:
                 processes=processes,
                 needs=self.view.needs,
             )
-        if self.replicas is Replicas.ANY:
+        if self.policy.replicas is Replicas.ANY:
             return NO_DRIFT
         drift = drifted_tensors(
             self.source,
             lambda name, present: self.is_wanted(name, present) and needs(name),
             self.shards.knows,
-            self.unlisted,
+            self.policy.unlisted,
             damaged_are_replaced=damaged_are_replaced,
             process=process,
             processes=processes,
@@ -288,7 +277,7 @@ class Conversion:
 
     def is_wanted(self, name: str, present: Container[str]) -> bool:
         """Tell whether the targets have a tensor. present: the names of all tensors of the checkpoint."""
-        return self.unlisted is not Unlisted.DROP or not is_dropped(self.target, name, present)
+        return self.policy.unlisted is not Unlisted.DROP or not is_dropped(self.target, name, present)
 
     def without(self, damage: Mapping[int, ReshardError]) -> Conversion:
         """Return the same conversion without source shards that are known to be damaged."""
@@ -334,8 +323,7 @@ class Conversion:
     def shards(self) -> ShardOpener:
         """The opener of the shards that a target needs."""
         if self._opener is None:
-            policy = Policy(self.unlisted, self.strict, self.replicas, self.accumulated, self.allows_holes)
-            self._opener = ShardOpener(self.planned_source, self.target, policy)
+            self._opener = ShardOpener(self.planned_source, self.target, self.policy)
         return self._opener
 
     def _moments(self, plan: RankPlan, manifests: Mapping[int, Manifest]) -> tuple[SharedFact, ...]:

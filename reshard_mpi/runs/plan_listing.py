@@ -251,10 +251,10 @@ def _origins(conversion: Conversion) -> Iterator[tuple[str, str]]:
     source = conversion.source
     if conversion.view is not None:
         yield from conversion.view.origins()
-    elif conversion.accumulated is not Accumulated.REFUSE:
+    elif conversion.policy.accumulated is not Accumulated.REFUSE:
         for rank in source.stage_ranks().values():
             for name in filter(is_partial_sum, source.manifest(rank).tensors):
-                yield name, f"the {conversion.accumulated} of its replicas"
+                yield name, f"the {conversion.policy.accumulated} of its replicas"
 
 
 def rules_of_source(conversion: Conversion, target_rank: int | None) -> tuple[ShownRule, ...]:
@@ -270,6 +270,6 @@ def rules_of_source(conversion: Conversion, target_rank: int | None) -> tuple[Sh
     wholes: dict[str, Shape] = {}
     if any(placement.ceil for _, placement in source.strategy.rules):
         planned, opened_rank = (conversion, target_rank) if conversion.view is None else (conversion.view.original, 0)
-        both = {} if opened_rank is None else planned.both_layouts(opened_rank, shapes)
-        wholes = {name: layouts.source.shape for name, layouts in both.items()}
+        both = {} if opened_rank is None else planned.held(opened_rank, shapes)
+        wholes = {name: held.group.shape for name, held in both.items()}
     return tuple(shown_rules(source.strategy, shapes, wholes))

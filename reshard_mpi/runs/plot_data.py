@@ -226,9 +226,9 @@ class _Collected:
 
     def _add_kinds(self, rank: int, new: Mapping[str, tuple[Group, list[str]]]) -> None:
         """Add kinds of tensors, by the one that is drawn of each. rank: a target that holds them."""
-        layouts = self.conversion.both_layouts(rank, new)  # of all at once, since that takes as long as to plan it
+        layouts = self.conversion.held(rank, new)  # of all at once, since that takes as long as to plan it
         origins = {first: origin_of(self.conversion, first) for first in new}
-        groups: Mapping[str, SourceGroup] = {first: both.source for first, both in layouts.items()}
+        groups: Mapping[str, SourceGroup] = {first: both.group for first, both in layouts.items()}
         if self.conversion.view is not None:
             names = dict.fromkeys(name for origin in origins.values() for name in origin.sources[:_MOST_SOURCES])
             groups = source_groups(self.conversion, rank, tuple(names))
@@ -237,7 +237,7 @@ class _Collected:
             named = dict.fromkeys((first, *asked, *alike[:_MOST_NAMES]))
             origin = origins[first]
             sources = {name: groups[name] for name in origin.sources[:_MOST_SOURCES]}
-            layout, dtype = layouts[first].target, group.kind.dtype
+            layout, dtype = layouts[first].layout, group.kind.dtype
             self._drawn[first] = _AlikeTensors(list(named), len(alike), layout, dtype, origin, sources)
 
     def find(self, name: str) -> None:

@@ -72,23 +72,16 @@ class Reserved(NamedTuple):
         return manifest
 
 
-class Filled(NamedTuple):
-    """One process's share of a target that has been filled."""
+class ShareReport(NamedTuple):
+    """One process's share of a target that has been filled, or read back and compared with its sources."""
 
     rank: int
-    requested_bytes: int
-    mapped_bytes: int
-    seconds: float
     waited_seconds: float
+    requested_bytes: int = 0
+    mapped_bytes: int = 0
+    seconds: float = 0.0
     overflows: tuple[Overflow, ...] = ()
-
-
-class Verified(NamedTuple):
-    """One process's share of a target that has been read back and compared with its sources. sums: of the tensors."""
-
-    rank: int
-    sums: tuple[TensorSum, ...]
-    waited_seconds: float
+    sums: tuple[TensorSum, ...] = ()  # of the tensors
 
 
 class FillReport(NamedTuple):
@@ -96,8 +89,8 @@ class FillReport(NamedTuple):
 
     outcome: Outcome = Outcome()
     reserved: tuple[Reserved, ...] = ()
-    filled: tuple[Filled, ...] = ()
-    verified: tuple[Verified, ...] = ()
+    filled: tuple[ShareReport, ...] = ()
+    verified: tuple[ShareReport, ...] = ()
 
     def joined(self, others: Iterable[FillReport]) -> FillReport:
         """Return this and the `others`, of the same process, as one."""
@@ -107,7 +100,7 @@ class FillReport(NamedTuple):
 
 def fill_file(
     plan: RankPlan, manifest: Manifest, descriptor: int, span: Span | None, limits: Limits, on_bytes: OnBytes
-) -> Filled:
+) -> ShareReport:
     """Write the payloads of `plan` to a file that has been reserved. span: only this range of it; None: all."""
     begin = time.monotonic()
     traffic = write_shard(plan, manifest, descriptor, span=span, limits=limits, on_bytes=on_bytes)
@@ -117,7 +110,7 @@ def fill_file(
         for spec in (plan.tensors.specs if traffic.overflows else ())
         if spec.name in traffic.overflows
     )
-    return Filled(plan.target_rank, traffic.requested_bytes, traffic.mapped_bytes, seconds, 0.0, overflows)
+    return ShareReport(plan.target_rank, 0.0, traffic.requested_bytes, traffic.mapped_bytes, seconds, overflows)
 
 
 T = TypeVar("T")
@@ -230,7 +223,7 @@ class Writer:
         ) -> FillReport:
             span = share.range_of(os.fstat(descriptor).st_size)
             sums = self._verified(plan, manifest, descriptor, span, share.bytes_of(plan.written_bytes))
-            return FillReport(verified=(Verified(share.target, sums, waited_seconds),))
+            return FillReport(verified=(ShareReport(share.target, waited_seconds, sums=sums),))
 
         filled = [
             share for share in self._plans.own.shares if not self._parts_of(share.target, parts, verified=False)[1]
@@ -322,14 +315,14 @@ class Writer:
 
     def _parts_of(
         self, rank: int, parts: Sequence[FillReport], *, verified: bool
-    ) -> tuple[list[Filled], tuple[Failure, ...]]:
+    ) -> tuple[list[ShareReport], tuple[Failure, ...]]:
         """Return the filled parts of the shared target `rank`, and failures of the processes that have not done theirs.
 
         Args:
             parts: of all processes; that of a process that died has only the outcome of its death.
             verified: whether parts must have been verified too.
         """
-        all_filled: list[Filled] = []
+        all_filled: list[ShareReport] = []
         failures: list[Failure] = []
         for process, (work, part) in enumerate(zip(self._plans.assignments, parts)):
             if rank not in {share.target for share in work.shares}:
@@ -359,7 +352,7 @@ class Writer:
     def _attempt(self, rank: int, do: Callable[[int], T]) -> T | Outcome:
         return attempt(partial(do, rank), self._comm, rank, self._run.path(rank))
 
-    def _finished(self, plan: RankPlan, begin: float, waited_seconds: float, filled: Sequence[Filled]) -> Outcome:
+    def _finished(self, plan: RankPlan, begin: float, waited_seconds: float, filled: Sequence[ShareReport]) -> Outcome:
         """Return the outcome of a target that is complete now. begin: a monotonic time. filled: its parts."""
         rank = plan.target_rank
         report = TargetReport(
@@ -398,7 +391,7 @@ def _require_planned_alike(plan: RankPlan, manifest: Manifest, source: str) -> N
         )
 
 
-def _joined(parts: Sequence[Verified], plan: RankPlan) -> tuple[TensorSum, ...]:
+def _joined(parts: Sequence[ShareReport], plan: RankPlan) -> tuple[TensorSum, ...]:
     """Return the sums of a target's tensors, joined from its parts' sums."""
     if not parts:
         return ()

@@ -346,7 +346,7 @@ def plan_alone(
         return {plan.target_rank: plan.placed for plan in plans if plan.stage == stage}
 
     begun = PlanReport(Outcome.begun(conversion, notes))
-    planned = _agreeing([begun, *map(PlanReport.of, plans)], placed, path, conversion.accumulated)
+    planned = _agreeing([begun, *map(PlanReport.of, plans)], placed, path, conversion.policy.accumulated)
     lost = compare(conversion.source, partition_for(planned.alike, 0, 1), conversion.limits, lambda _: None)
     compared = ComparisonReport(lost, conversion.drifted_tensors())
-    return plans, _judged(planned, [compared], path, strict=conversion.strict)
+    return plans, _judged(planned, [compared], path, strict=conversion.policy.strict)

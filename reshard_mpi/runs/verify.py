@@ -29,6 +29,7 @@ from reshard_mpi.journal.source_records import (
     type_and_shape,
 )
 from reshard_mpi.planning.rank_plan import RankPlan
+from reshard_mpi.planning.target_tensors import Policy
 from reshard_mpi.planning.tensor_names import notes_on
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.processes.governor import Governor
@@ -95,7 +96,7 @@ class _ComparedCheckpoints(NamedTuple):
         paths = target.files.shards if target.files.is_folder else target.files.by_rank[rank]
         finder = RecordFinder()
         rest = [error for path in paths for error in self._damaged_rest(finder, path, rank)]
-        notes = tuple(notes_on(conversion.accumulated, plan.sums))
+        notes = tuple(notes_on(conversion.policy.accumulated, plan.sums))
         unfit: dict[int, ReshardError] = {}
         while damage and (errors := self._unfit(plan, unfit, memory)):  # the sources may be what is damaged
             unfit |= errors
@@ -172,9 +173,7 @@ def _opened_pair(
     conversion = Conversion(
         source,
         target.strategy,
-        request.unlisted,
-        replicas=request.replicas,
-        accumulated=accumulated,
+        Policy(request.unlisted, replicas=request.replicas, accumulated=accumulated),
         keeps_strings=formats.info(target_files.format).keeps_strings,
     )
     conversion, digests = apply_map(request, conversion)

@@ -32,6 +32,7 @@ from reshard_mpi.journal.source_records import (
 from reshard_mpi.journal.target_records import TensorSum, sums_of_wholes
 from reshard_mpi.planning.rank_plan import Limits, RankPlan, TensorPlan
 from reshard_mpi.planning.replicas import Replicas
+from reshard_mpi.planning.target_tensors import Policy
 from reshard_mpi.planning.tensor_names import is_partial_sum
 from reshard_mpi.runs.outcome import Checked
 from reshard_mpi.runs.plan_conversion import Conversion
@@ -382,7 +383,7 @@ def committed_tensors(source: SourceCheckpoint) -> tuple[CommitRecord, list[Tens
     of_shards = (each for rank in source.files.by_rank for each in _one_by_one(source.files, rank))
     if all(keeps_sums(files, rank) for files, rank in of_shards):
         return None
-    whole = Conversion(source, unsharded(), replicas=Replicas.ANY, allows_holes=True)
+    whole = Conversion(source, unsharded(), Policy(replicas=Replicas.ANY, allows_holes=True))
     tensors = whole.plan(0, checked=False).tensors
     return record, [tensor for tensor in tensors if tensor.spec.name in record.sums]
 

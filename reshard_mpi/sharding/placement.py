@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import cached_property
 from typing import Any, Final, NamedTuple
 
 from reshard_mpi.errors import LayoutError
@@ -251,18 +252,6 @@ def replicated(ranks: int) -> Placement:
     return Placement((ranks,))
 
 
-class _RuleCache:
-    """The rules' answers for names asked about before: planning asks about each many times."""
-
-    __slots__ = ("followed", "patterns", "placed", "rules")
-
-    def __init__(self) -> None:
-        self.patterns: Patterns | None = None
-        self.rules: dict[str, int | None] = {}
-        self.followed: dict[str, tuple[str, ...]] = {}
-        self.placed: dict[int, tuple[Placement, ...]] = {}
-
-
 class Strategy:
     """The placements of a whole checkpoint: what all its strategy files say together.
 
@@ -294,7 +283,10 @@ class Strategy:
         self.origin: Final = origin
         self.required_rules: Final = required_rules
         self.axes: Final = axes
-        self._known = _RuleCache()
+        # the rules' answers for names asked about before: planning asks about each many times
+        self._matched: dict[str, int | None] = {}
+        self._followed_by_name: dict[str, tuple[str, ...]] = {}
+        self._placed_by_rule: dict[int, tuple[Placement, ...]] = {}
         checked = set()
         for name, placements in (*self.parameters.items(), *((glob, (rule,)) for glob, rule in self.rules)):
             for placement in placements:
@@ -342,22 +334,22 @@ class Strategy:
         if listed is not None:
             return listed
         rule = self.rule_of(name)
-        return () if rule is None else self._known.placed.setdefault(rule, (self.rules[rule][1],))
+        return () if rule is None else self._placed_by_rule.setdefault(rule, (self.rules[rule][1],))
 
     def rule_of(self, name: str) -> int | None:
         """Return the number of the first rule that matches `name`, listed or not; None if none does."""
         if not self.rules:
             return None
-        cached = self._known.rules
+        cached = self._matched
         if name not in cached:
             if len(cached) >= _MAX_KNOWN:
                 cached.clear()
-            cached[name] = self._patterns().first(name)
+            cached[name] = self._patterns.first(name)
         return cached[name]
 
     def followed(self, name: str) -> tuple[str, ...]:
         """Return the names that `name` may be named after (see `named_after`) and that more than a rule `*` lists."""
-        cached = self._known.followed
+        cached = self._followed_by_name
         if name not in cached:
             if len(cached) >= _MAX_KNOWN:
                 cached.clear()
@@ -368,16 +360,14 @@ class Strategy:
         if self.find(name) and not self.is_only_caught(name):
             yield from (base for base in named_after(name) if self.find(base) and not self.is_only_caught(base))
             return
-        ends = set(self._patterns().ends(name)) if self.rules else set()
+        ends = set(self._patterns.ends(name)) if self.rules else set()
         if self.parameters:
             ends.update(end for end in ends_of(name) if name[end:] in self.parameters)
         yield from (name[end:] for end in sorted(ends))
 
+    @cached_property
     def _patterns(self) -> Patterns:
-        cached = self._known
-        if cached.patterns is None:
-            cached.patterns = Patterns([glob for glob, _ in self.rules])
-        return cached.patterns
+        return Patterns([glob for glob, _ in self.rules])
 
     def listing(self, stages_of: Mapping[str, Collection[int]]) -> Strategy:
         """Return this strategy with the names that its rules place listed one by one, each in the stages that hold it.

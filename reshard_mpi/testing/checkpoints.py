@@ -23,6 +23,7 @@ from reshard_mpi.engine.gather import load_shard
 from reshard_mpi.errors import ReshardError
 from reshard_mpi.formats.registry import FormatInfo
 from reshard_mpi.planning.replicas import Replicas
+from reshard_mpi.planning.target_tensors import Policy
 from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
@@ -129,7 +130,7 @@ class CheckpointConformance(FormatUnderTest):
     def _opened(self, folder: Path, arrays: ArraysByName, data: st.DataObject) -> Conversion:
         strategy = self.write(folder, arrays, data)
         source = open_source(self.found(folder), strategy)
-        return Conversion(source, _target(arrays, data), replicas=Replicas.CHECK)
+        return Conversion(source, _target(arrays, data), Policy(replicas=Replicas.CHECK))
 
 
 def _target(arrays: ArraysByName, data: st.DataObject) -> Strategy:

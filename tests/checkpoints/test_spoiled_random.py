@@ -25,6 +25,7 @@ from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
 from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.planning.replicas import Replicas
+from reshard_mpi.planning.target_tensors import Policy
 from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.runs.transform import plan_alone
 from reshard_mpi.sharding.box import Box
@@ -136,7 +137,7 @@ def with_another_structure(kind: str, arrays: Arrays, name: str, other_name: str
 
 def outcome(spoiled: Spoiled, replicas: Replicas) -> tuple[list[RankPlan], list[Arrays]] | None:
     """Return the plans and contents of all targets, or None if they are refused. Any other error is a fault."""
-    conversion = Conversion(spoiled.source(), strategy_of(spoiled.case.dst), replicas=replicas)
+    conversion = Conversion(spoiled.source(), strategy_of(spoiled.case.dst), Policy(replicas=replicas))
     try:
         plans, _ = plan_alone(conversion, range(spoiled.case.dst.world_size))
     except ReshardError as error:

@@ -55,7 +55,8 @@ from reshard_mpi.checkpoints.source import SourceCheckpoint
 source, target, src_strategy, dst_strategy = sys.argv[1:]
 checkpoint = open_source(discovery.find_shards(source), strategy.load(src_strategy))
 limits = Limits(buffer_bytes=1 << 31, window_bytes=1 << 31)
-conversion = Conversion(checkpoint, strategy.load(dst_strategy), limits=limits)
+conversion = Conversion(checkpoint, strategy.load(dst_strategy))
+conversion.limits = limits
 with Folder.open(Path(target).parent) as folder, Publication(folder, Path(target).name) as publication:
     plan, module, descriptor = conversion.plan(1), formats.by_name("ckpt"), publication.descriptor
     manifest = module.reserve(descriptor, str(publication.partial), plan.shard)
