@@ -42,7 +42,7 @@ _UNBOUNDED = """
 import sys
 from pathlib import Path
 from reshard_mpi.checkpoints import discovery
-from reshard_mpi.sharding import strategy
+from reshard_mpi.sharding import strategy_files
 from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.planning.rank_plan import Limits
 from reshard_mpi.filesystem.folders import Folder
@@ -53,9 +53,9 @@ from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 
 source, target, src_strategy, dst_strategy = sys.argv[1:]
-checkpoint = open_source(discovery.find_shards(source), strategy.load(src_strategy))
+checkpoint = open_source(discovery.find_shards(source), strategy_files.load(src_strategy))
 limits = Limits(buffer_bytes=1 << 31, window_bytes=1 << 31)
-conversion = Conversion(checkpoint, strategy.load(dst_strategy))
+conversion = Conversion(checkpoint, strategy_files.load(dst_strategy))
 conversion.limits = limits
 with Folder.open(Path(target).parent) as folder, Publication(folder, Path(target).name) as publication:
     plan, module, descriptor = conversion.plan(1), formats.by_name("ckpt"), publication.descriptor
