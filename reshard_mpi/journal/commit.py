@@ -167,7 +167,7 @@ def commit_locked(
             return Committed(folder / COMMIT_RECORD, len(records), size_bytes, remarks)
         sums = _sums(records)
     except ReshardError:
-        uncommit(opened.folder, identity.format)
+        withdraw_commit(opened.folder, identity)
         raise
     for record in records:
         if record.announced is not None:  # its writer died before it could say that the file is in place
@@ -178,6 +178,15 @@ def commit_locked(
     keep_times(opened.state, identity.digest, times_ns)
     publish_text(opened.folder, COMMIT_RECORD, _as_text(begun, records, sums, index))
     return Committed(folder / COMMIT_RECORD, len(records), size_bytes, remarks)
+
+
+def withdraw_commit(folder: Folder, identity: RunIdentity) -> None:
+    """Remove the commit record of targets that are not complete, or no checkpoint, and their index.
+
+    An index that is not the one that was committed stays: a training may have saved its own there.
+    """
+    committed, index_files = CommitRecord.read(folder.path), formats.info(identity.format).index_files
+    uncommit(folder, identity.format, index_files if committed is None else changed_index_files(folder.path, committed))
 
 
 def changed_index_files(folder: Path, committed: CommitRecord) -> dict[str, str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Container, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -93,10 +93,14 @@ def target_folder(folder: Folder, path: Path) -> AbstractContextManager[Folder]:
     return contextlib.nullcontext(folder) if path.parent == folder.path else folder.made_inner(path.parent.name)
 
 
-def uncommit(folder: Folder, format_name: str) -> None:
-    """Remove and sync the commit record of a target folder, and its index if it has one: its targets will change."""
+def uncommit(folder: Folder, format_name: str, kept: Container[str] = ()) -> None:
+    """Remove and sync the commit record of a target folder, and its index if it has one.
+
+    Args:
+        kept: names of files of the index that stay.
+    """
     index_files = reversed(formats.info(format_name).index_files)  # what makes it a checkpoint goes first
-    removed = [folder.remove(name) for name in (*index_files, COMMIT_RECORD)]
+    removed = [folder.remove(name) for name in (*index_files, COMMIT_RECORD) if name not in kept]
     if any(removed):
         folder.sync()
 

@@ -14,9 +14,16 @@ from typing import Any, NamedTuple
 from reshard_mpi.errors import SourceError, TargetError, TransformError
 from reshard_mpi.filesystem.folders import holders, try_lock
 from reshard_mpi.filesystem.paths import require_replaceable
-from reshard_mpi.journal.commit import NOT_WRITTEN, Committed, commit_locked, complete_record, opened_to_commit, ranges
+from reshard_mpi.journal.commit import (
+    NOT_WRITTEN,
+    Committed,
+    commit_locked,
+    complete_record,
+    opened_to_commit,
+    ranges,
+    withdraw_commit,
+)
 from reshard_mpi.journal.fields import COMMIT_RECORD, STATE, recorded_ranks, run_path
-from reshard_mpi.journal.own_files import uncommit
 from reshard_mpi.journal.publication import is_partial
 from reshard_mpi.journal.run_records import CommitRecord, RunIdentity, committed_times
 from reshard_mpi.journal.target_journal import COMMIT_LOCK
@@ -76,7 +83,7 @@ def commit(folder: Path) -> Committed:
         try:
             records = _require_complete(folder, identity, "")
         except TransformError:
-            uncommit(opened.folder, identity.format)
+            withdraw_commit(opened.folder, identity)
             raise
         return commit_locked(opened, identity, records, already_told=())
 

@@ -11,6 +11,7 @@ from reshard_mpi import formats
 from reshard_mpi.checkpoints.shard_files import ShardFiles, both_ways, shards_in, strangers
 from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.paths import rank_of_folder, real_path
+from reshard_mpi.filesystem.stores import is_file
 from reshard_mpi.runs.projection import nearest_folder
 
 _OUTSIDE = "choose a target outside the source; a source is never written to"
@@ -154,7 +155,8 @@ def lying_beside(
         return []
     targets = set(every_path)
     marks = (folder / name for name in formats.marks_in(str(folder)) if name not in index_files)
-    lying = (*marks, *_shards_beside(folder, format_name, targets, own_paths))
+    pointers = (folder / name for name in formats.pointer_files() if is_file(folder / name))  # which readers follow
+    lying = (*marks, *pointers, *_shards_beside(folder, format_name, targets, own_paths))
     return [path for path in dict.fromkeys(lying) if path not in targets]
 
 

@@ -271,6 +271,16 @@ def test_what_is_committed_stays_so_whatever_becomes_of_the_source(tmp_path: Pat
     assert listing(c.dst) == before
 
 
+@pytest.mark.parametrize("is_committed", [True, False])
+def test_an_index_that_a_training_has_saved_there_stays(tmp_path: Path, is_committed: bool) -> None:
+    c = make(tmp_path).but(options=("--to", "dcp"))
+    c.done("transform", *(() if is_committed else ("--rank", "0")))
+    (c.dst / "__0_0.distcp").write_bytes(b"saved later")
+    (c.dst / ".metadata").write_bytes(b"saved later")
+    assert "not complete" in refused("commit", c.dst, code=4)
+    assert (c.dst / ".metadata").read_bytes() == b"saved later" and not record(c).exists()
+
+
 @pytest.mark.parametrize("spoiled", few(3, SPOILS))
 def test_commit_says_what_is_missing(tmp_path: Path, spoiled: str) -> None:
     c = four_targets(tmp_path)

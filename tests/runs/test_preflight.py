@@ -301,6 +301,15 @@ def test_shards_of_another_name_are_removed_or_refuse_the_run(c: Conversion) -> 
     assert strange.read_bytes() == b"precious"
 
 
+@pytest.mark.parametrize("options", [("--to", "dcp"), ("--to", "hdf5", "--overwrite")])
+def test_a_folder_whose_latest_checkpoint_is_named_is_no_target(c: Conversion, options: tuple[str, ...]) -> None:
+    """A save folder of Megatron or MindFormers: readers would follow the name, and not see the targets."""
+    (c.dst / "iter_0000005").mkdir(parents=True)
+    (c.dst / "latest_checkpointed_iteration.txt").write_text("5")
+    assert "latest_checkpointed_iteration.txt" in c.refused("transform", *options)
+    assert not list(c.dst.glob("rank_*"))
+
+
 def test_functions_point_out_shards_of_another_name(c: Conversion, caplog: pytest.LogCaptureFixture) -> None:
     strange = c.dst / "rank_1" / "other.ckpt"
     strange.parent.mkdir(parents=True)
