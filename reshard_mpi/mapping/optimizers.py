@@ -229,7 +229,7 @@ def made_in(
     Raises MapError if names fit several models that become different ones.
     """
     known = frozenset(names)
-    if any(name not in tensors for name in known) and len(_begins(known, source_path, tensors)) == 1:
+    if beginning_of(known, source_path, tensors) is not None:
         below, gone = made_below(known, known, source_path, tensors, parameters, where)  # whatever else has such a name
         return _called_as_state(below, _followed_by_state(path, source_path, known, parameters)), gone
     made = [parameter for parameter in parameters if not known.isdisjoint(parameter.sources)]
@@ -268,6 +268,12 @@ def made_below(
         )
     made = [parameter for of_model in made_by_model.values() for parameter in of_model]
     return made, frozenset(left if fitting else ()).difference(*(parameter.sources for parameter in made))
+
+
+def beginning_of(names: Collection[str], source_path: str, tensors: Collection[str]) -> str | None:
+    """Return what names of tensors have before all names of an optimizer; None if several fit, or these are whole."""
+    begins = [] if all(name in tensors for name in names) else _begins(names, source_path, tensors)
+    return begins[0] if len(begins) == 1 else None
 
 
 def _begins(names: Collection[str], source_path: str, tensors: Collection[str]) -> list[str]:

@@ -31,6 +31,7 @@ from reshard_mpi.mapping.optimizers import (
     Form,
     MadeParameter,
     Optimizer,
+    beginning_of,
     is_taken_off,
     made_below,
     optimizers_of,
@@ -99,6 +100,7 @@ def applied_to_file(
             break
         training = training._replace(prefix="")  # what begins so now is a part of the model with the name of its key
     _require_different(in_files[-1], chain[-1], source.path)
+    _require_own_equations(training, all_made, inventory, source)
     notes = tuple(_told_of_order(training, source.path))
     # What is equal to another tensor goes into what is made of that.
     equal = {each.names[0]: frozenset(each.names) for each in in_files[0].equal}
@@ -185,6 +187,36 @@ def _require_none_left_behind(
                         where=source.path,
                         remedy="write equations for such state as for the parameters, or leave it out with --exclude",
                     )
+
+
+def _require_own_equations(
+    training: Training, made: Sequence[DerivedTensor], inventory: Inventory, source: SourceTree
+) -> None:
+    """Raise MapError for state by names that goes with a tensor which is not the parameter that its optimizer means.
+
+    Where an optimizer's names lack what those of the model begin with, one may be the whole name of another tensor.
+    """
+    wheres_of: dict[str, set[str]] = {}
+    for tensor in made:
+        for name in _sources(tensor):
+            wheres_of.setdefault(name, set()).add(tensor.where)
+    for _, optimizer in [] if source.nest is None else optimizers_of(parsed(source.nest).root, training):
+        is_by_names = optimizer.form in (Form.NAMES, Form.FLAT)
+        before = beginning_of(optimizer.parameters, optimizer.path, inventory) if is_by_names else None
+        if before is None:
+            continue
+        of_model = {where for name, own in wheres_of.items() if not name.startswith(optimizer.path) for where in own}
+        for name, own in wheres_of.items():
+            parameter = _parameter_of(name, f"{optimizer.path}{STATE_KEY}.", optimizer.parameters)
+            others = own.intersection(of_model) - {""} if parameter is not None else set()
+            if not others <= wheres_of.get(f"{before}{parameter}", set()):
+                raise MapError(
+                    f"state of {before}{parameter} would follow the equation of another tensor",
+                    got=name,
+                    where=min(others),
+                    remedy=f"write equations for {before}{parameter} and its state too, be it the same names on both"
+                    " sides",
+                )
 
 
 def _parameter_of(state: str, begin: str, parameters: Container[str]) -> str | None:

@@ -873,6 +873,25 @@ def test_names_lose_the_key_of_their_model_once(tmp_path: Path, head: str, is_fl
 KINDS_OF_FLAT = (("state", "exp_avg"), ("param_groups", "lr"))
 
 
+@pytest.mark.parametrize("equation", ["model.fc [a b] <=> model.fc [b a]", "model.fc <=> model.head"])
+def test_state_does_not_follow_a_parameter_whose_name_stands_in_its_own(tmp_path: Path, equation: str) -> None:
+    """Of a wrapper with parts `model.fc` and `fc` below the key `model`: `model.fc` is `fc` to its optimizer."""
+    names = ("model.fc", "fc")
+    square = {name: tensor(number * Q[:9].reshape(3, 3)) for number, name in enumerate(names, 1)}
+    states = {name: {"exp_avg": tensor(np.arange(9, dtype=np.float32).reshape(3, 3))} for name in names}
+    saved = {"model": square, "optim": {"state": states, "param_groups": [{"lr": 0.5, "params": [*names]}]}}
+    of_state = equation.replace("model.", "optim.state.").replace(" [", ".exp_avg [").replace(" <", ".exp_avg <")
+    of_state = of_state if "[" in equation else f"{of_state}.exp_avg"
+    of_state = of_state.replace("].exp_avg", "]")
+    text = "".join(f"[[map]]\neq = '{each}'\n" for each in (equation, of_state))
+    with pytest.raises(MapError, match="follow the equation of another"):
+        converted(tmp_path, saved, text, forward=True)
+    text += "[[map]]\neq = 'model.model.fc <=> model.model.fc'\n"
+    text += "[[map]]\neq = 'optim.state.model.fc.exp_avg <=> optim.state.model.fc.exp_avg'\n"
+    made = converted(tmp_path, saved, text, forward=True)["optim"]["state"]
+    assert np.array_equal(arrays_of(made["model.fc"])["exp_avg"], arrays_of(states["model.fc"])["exp_avg"])
+
+
 def test_a_type_for_all_leaves_the_decay_of_an_average_and_what_callbacks_count(tmp_path: Path) -> None:
     """A decay of 0.9999 would be 1 in bfloat16: the average never moves again."""
     single = tensor(np.array(0.9999, np.float32))
