@@ -163,7 +163,7 @@ class Journal:
     def is_verified(self, target_rank: int) -> bool:
         """Tell whether a complete target was compared with its sources when it was made."""
         record = self._record(target_rank)
-        return record is not None and bool(record.sums)
+        return record is not None and record.is_verified
 
     def leftovers(self) -> Collection[str]:
         """Return the paths of the files of an earlier run that `begin` removes, since --overwrite is given.

@@ -154,6 +154,11 @@ class TargetRecord(NamedTuple):
     def head(self) -> RecordHead:
         return RecordHead(self.digest, self.rank, self.file, self.size_bytes, self.modified_ns, self.announced)
 
+    @property
+    def is_verified(self) -> bool:
+        """Whether the target was compared with its sources when it was made; one without tensors has no sums."""
+        return bool(self.sums or self.besides)
+
     def as_text(self) -> str:
         """Return what `rank_<r>.json` holds."""
         evidence = self.evidence

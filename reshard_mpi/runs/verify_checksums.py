@@ -158,7 +158,7 @@ def check_shard(
             by["its own sums"] = None
         if record is not None:
             damage += damage_by_record(shard, record, recorded)
-        if recorded:
+        if record is not None and record.is_verified:
             by[BY_RECORD] = None
         # A checksum is of all of the file; what is summed besides is not counted again.
         tensors += len(shard.tensors if has_crc else specs)
@@ -192,7 +192,7 @@ def keeps_sums(files: ShardFiles, rank: int) -> bool:
     module, finder = formats.by_name(files.format), RecordFinder()
     found = ((path, finder.find(path, rank)) for path in files.by_rank[rank])
     return any(
-        (of_file is not None and of_file.record is not None and of_file.record.sums)
+        (of_file is not None and of_file.record is not None and of_file.record.is_verified)
         or (formats.info(files.format).keeps_sums and module.stored_sums(path))
         for path, of_file in found
     )

@@ -81,6 +81,20 @@ def sums(c: Conversion) -> dict[str, int]:
 # While targets are written
 
 
+@pytest.mark.parametrize("form", ["dcp", "safetensors", "hdf5"])
+def test_targets_without_tensors_are_verified_too(tmp_path: Path, form: str) -> None:
+    """In DCP each copy is written once; a stage may have no parameter."""
+    write_shards(side(1, {"w": RawLayout((1,), ())}), {"w": TENSORS["w"]}, tmp_path / "src", "safetensors")
+    rule = "" if form == "dcp" else 'stage = 0\nsplit = { 0 = ["a"] }\n'
+    spec = tmp_path / "spec.toml"
+    spec.write_text(f'{"" if form == "dcp" else "stages = 2"}\nmesh = {{ a = 2 }}\n[[parameter]]\nmatch = "*"\n{rule}')
+    given = ("transform", tmp_path / "src", tmp_path / "dst", "--dst-strategy", spec, "--to", form, "--verify")
+    done(*given)
+    assert json.loads((tmp_path / "dst/reshard.json").read_text())["sums"].keys() == {"w"}
+    assert "not verified" not in done(*given, "--resume").err
+    assert "keep no sums" not in done("verify", tmp_path / "dst").err
+
+
 def test_the_record_has_the_sums_of_whole_tensors(c: Conversion) -> None:
     c.done("transform", "--verify")
     assert sums(c) == WHOLE
