@@ -20,7 +20,7 @@ from reshard_mpi.checkpoints.shard_files import (
     shards_in,
 )
 from reshard_mpi.errors import ShardError, SourceError, told
-from reshard_mpi.filesystem import stores
+from reshard_mpi.filesystem import source_files
 from reshard_mpi.filesystem.paths import described, kind_of_file
 from reshard_mpi.formats.files import is_file_name
 from reshard_mpi.formats.manifest import Manifest
@@ -50,7 +50,7 @@ def find_shards(
     latest = latest_in(path)
     folder = path if latest is None else latest.path
     shards = _found(folder, select, role, format_name, FirstLooks(path))
-    if select is None and stores.is_folder(folder):
+    if select is None and source_files.is_folder(folder):
         shards = name_left_out(shards, folder, format_name)
     if latest is not None:
         shards = shards._replace(notes=(latest.note, *shards.notes), latest=Path(latest.path).name)
@@ -59,7 +59,7 @@ def find_shards(
 
 def _found(path: str, select: str | None, role: str, format_name: str | None, looks: FirstLooks) -> ShardFiles:
     given = Path(path)
-    if stores.is_file(path):
+    if source_files.is_file(path):
         name = format_name or formats.name_of(path)
         if name is None:
             raise _of_no_format(given, role)
@@ -67,7 +67,7 @@ def _found(path: str, select: str | None, role: str, format_name: str | None, lo
             raise _nothing(path, "a checkpoint", "a strategy file", role)
         _require_index(formats.name_of(path) or name, given.parent, path, role)
         return _by_own_rank(ShardFiles(path, name, {0: (path,)}, looks=looks))
-    if not stores.is_folder(path):
+    if not source_files.is_folder(path):
         raise SourceError(
             f"the {role} is not there",
             expected="a folder or a checkpoint file",
@@ -120,7 +120,7 @@ def _require_index(name: str, folder: Path, path: str, role: str) -> None:
 def _require_all_parts(loose: Iterable[Path], path: str) -> None:
     """Raise SourceError if names of loose files tell their number (`model-00001-of-00003`), and some are missing."""
     parts = [match for entry in loose if (match := PART.fullmatch(entry.name))]
-    lying = [match for name in stores.names(path) if (match := PART.fullmatch(name))] if parts else []
+    lying = [match for name in source_files.names(path) if (match := PART.fullmatch(name))] if parts else []
     present = {(match["stem"], match["rest"], int(match["number"])) for match in lying}
     for stem, total, rest in dict.fromkeys((match["stem"], match["total"], match["rest"]) for match in parts):
         missing = [number for number in range(1, int(total) + 1) if (stem, rest, number) not in present]
@@ -188,7 +188,7 @@ def shards_from_map(files: Mapping[int, str | os.PathLike[str]]) -> ShardFiles:
                 got=str(rank),
                 remedy="number the ranks from 0 on",
             )
-        if not stores.is_file(path):
+        if not source_files.is_file(path):
             raise SourceError(
                 "a shard file is not there",
                 expected=f"the shard of rank {rank}",
@@ -315,17 +315,19 @@ def latest_in(path: str) -> Latest | None:
 
     Raises SourceError if what the file names is no folder there.
     """
-    pointer = next((Path(path, name) for name in formats.pointer_files() if stores.is_file(Path(path, name))), None)
+    pointer = next(
+        (Path(path, name) for name in formats.pointer_files() if source_files.is_file(Path(path, name))), None
+    )
     if pointer is None:
         return None
     try:
-        named = stores.first_bytes(pointer, _MAX_BYTES).decode().strip()
+        named = source_files.first_bytes(pointer, _MAX_BYTES).decode().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise _unsound(pointer, _EXPECTED, str(error)) from None
     names = [name.format(int(named)) for name in _FOLDERS] if _ITERATION.fullmatch(named) else [named]
     if not all(map(is_file_name, names)):
         raise _unsound(pointer, _EXPECTED, repr(named))
-    folders = [name for name in dict.fromkeys(names) if stores.is_folder(Path(path, name))]
+    folders = [name for name in dict.fromkeys(names) if source_files.is_folder(Path(path, name))]
     if len(folders) != 1:
         raise _unsound(pointer, f"one folder called {' or '.join(names)}", " and ".join(folders) or "no such folder")
     return Latest(str(Path(path, folders[0])), f"{folders[0]} of {path} is read, the latest as {pointer.name} says")

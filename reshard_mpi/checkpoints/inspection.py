@@ -13,7 +13,7 @@ from reshard_mpi.checkpoints import discovery, shard_files
 from reshard_mpi.checkpoints.refuse_sources import ForeignCheckpointError
 from reshard_mpi.checkpoints.shard_files import in_its_rank
 from reshard_mpi.errors import ReshardError, SourceError, StrategyError
-from reshard_mpi.filesystem import stores
+from reshard_mpi.filesystem import source_files
 from reshard_mpi.filesystem.paths import kind_of_file
 from reshard_mpi.formats.locations import LibraryRead, StridedView
 from reshard_mpi.formats.manifest import Manifest
@@ -98,7 +98,7 @@ def _names(facts: dict[str, Any]) -> Iterator[str]:
 
 
 def _facts(name: str, wanted: _TensorFilter) -> dict[str, Any]:
-    if not stores.exists(name):
+    if not source_files.exists(name):
         raise SourceError(
             "there is nothing to inspect",
             expected="a shard, a checkpoint folder or a strategy",
@@ -111,7 +111,7 @@ def _facts(name: str, wanted: _TensorFilter) -> dict[str, Any]:
     record = about_record(Path(name))
     if record is not None:
         return record
-    state = state_of(Path(name)) if stores.is_folder(name) else {}
+    state = state_of(Path(name)) if source_files.is_folder(name) else {}
     try:
         files = discovery.find_shards(name)
     except ForeignCheckpointError:
@@ -120,8 +120,8 @@ def _facts(name: str, wanted: _TensorFilter) -> dict[str, Any]:
         if state:
             return {"kind": "run", "path": name, **state}
         if (
-            any(entry.startswith("rank_") for entry in stores.names(name, ()))
-            or any(stores.exists(Path(name, pointer)) for pointer in formats.pointer_files())
+            any(entry.startswith("rank_") for entry in source_files.names(name, ()))
+            or any(source_files.exists(Path(name, pointer)) for pointer in formats.pointer_files())
             or formats.is_mark(Path(name).name)
         ):
             raise
@@ -131,7 +131,7 @@ def _facts(name: str, wanted: _TensorFilter) -> dict[str, Any]:
             if formats.name_of(name) is not None:
                 raise error from None
             raise
-    if not stores.is_file(name):
+    if not source_files.is_file(name):
         return {**_checkpoint(in_its_rank(files), wanted), **state}
     try:
         shard = _shard(files.locate(name), wanted)
@@ -298,7 +298,7 @@ def strategy_as_toml(path: str) -> str:
     try:
         files = discovery.find_shards(path)
     except SourceError:
-        if not stores.exists(path):
+        if not source_files.exists(path):
             raise
         return spec_text(strategy_files.load(path))
     first = next((shard for _, shards in manifests_of(files) for shard in shards), None)

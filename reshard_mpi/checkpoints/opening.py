@@ -20,7 +20,7 @@ from reshard_mpi.checkpoints.refuse_sources import require_full
 from reshard_mpi.checkpoints.shard_files import ShardFiles, in_its_rank
 from reshard_mpi.checkpoints.source import DAMAGE, SourceCheckpoint, locate
 from reshard_mpi.errors import ReshardError, SourceError, StrategyError, as_reshard_error
-from reshard_mpi.filesystem import stores
+from reshard_mpi.filesystem import source_files
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.journal.fields import STATE
 from reshard_mpi.planning.rank_plan import CHOSEN_FILES, SharedFact
@@ -213,7 +213,7 @@ def _has_records(files: ShardFiles) -> bool:
     real = map(os.path.realpath, files.shards)
     folders = {os.path.dirname(path) for path in (*files.shards, *real)}  # noqa: PTH120 - there may be thousands
     folders |= {os.path.dirname(folder) for folder in folders}  # noqa: PTH120
-    return any(stores.is_folder(Path(folder, STATE)) for folder in folders)
+    return any(source_files.is_folder(Path(folder, STATE)) for folder in folders)
 
 
 def _require_as_many_ranks(files: ShardFiles, strategy: Strategy) -> None:

@@ -17,7 +17,7 @@ from reshard_mpi import formats
 from reshard_mpi.checkpoints.choose_step import name_without_rank
 from reshard_mpi.checkpoints.shard_files import ShardFiles, SingleShard
 from reshard_mpi.errors import ReshardError, SourceError, told
-from reshard_mpi.filesystem import stores
+from reshard_mpi.filesystem import source_files
 from reshard_mpi.formats.files import is_file_name
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
@@ -243,8 +243,8 @@ def _tagged(folder: str) -> list[str]:
     folders = []
     for tracker in _TRACKERS:
         try:
-            tag = stores.first_bytes(Path(folder, tracker), _MAX_TAG_BYTES + 1).decode().strip()
-            if is_file_name(tag) and stores.is_folder(Path(folder, tag)):
+            tag = source_files.first_bytes(Path(folder, tracker), _MAX_TAG_BYTES + 1).decode().strip()
+            if is_file_name(tag) and source_files.is_folder(Path(folder, tag)):
                 folders.append(str(Path(folder, tag)))
         except (OSError, UnicodeDecodeError):
             continue
@@ -253,7 +253,7 @@ def _tagged(folder: str) -> list[str]:
 
 def _deepspeed(folder: str) -> _ForeignFolder | None:
     """Return the kind of a DeepSpeed folder; None if the folder is not DeepSpeed's."""
-    names = stores.names(folder, ())
+    names = source_files.names(folder, ())
     states = [name for name in names if re.fullmatch(_STATES, name)]
     weights = f"; its 16-bit weights alone: give {_WEIGHTS}" if _WEIGHTS in states else ""
     is_parameters = _has_parameters(folder, names)
@@ -289,15 +289,15 @@ def _deepspeed(folder: str) -> _ForeignFolder | None:
 
 def _has_parameters(folder: str, names: Sequence[str] | None = None) -> bool:
     """Tell whether folders of parameters lie in a folder, as far as it is looked into."""
-    listed = stores.names(folder, ()) if names is None else names
-    return any(stores.is_file(Path(folder, name, _OF_PARAMETER)) for name in listed[:_MAX_LOOKED_INTO])
+    listed = source_files.names(folder, ()) if names is None else names
+    return any(source_files.is_file(Path(folder, name, _OF_PARAMETER)) for name in listed[:_MAX_LOOKED_INTO])
 
 
 def _megatron(folder: str) -> _ForeignFolder | None:
     """Return the kind of a folder in Megatron's old form; None if it is not one. torch_dist counts as torch's."""
-    names = stores.names(folder, ())
+    names = source_files.names(folder, ())
     of_ranks = (name for name in names if re.fullmatch(_MEGATRON_FOLDER, name))
-    ranks = [name for name in of_ranks if stores.is_file(Path(folder, name, _MEGATRON_FILE))]
+    ranks = [name for name in of_ranks if source_files.is_file(Path(folder, name, _MEGATRON_FILE))]
     if _is_zarr(folder, names):
         return _ForeignFolder(
             "a Megatron checkpoint in zarr", "arrays of zarr", "load it with Megatron, and save it as torch_dist"
@@ -318,4 +318,4 @@ def _megatron(folder: str) -> _ForeignFolder | None:
 
 
 def _is_zarr(folder: str, names: Sequence[str]) -> bool:
-    return _SETTINGS in names and _ZARR in stores.first_bytes(Path(folder, _SETTINGS), _SETTINGS_BYTES, b"")
+    return _SETTINGS in names and _ZARR in source_files.first_bytes(Path(folder, _SETTINGS), _SETTINGS_BYTES, b"")

@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.errors import SourceError
-from reshard_mpi.filesystem import stores
+from reshard_mpi.filesystem import source_files
 from reshard_mpi.filesystem.paths import rank_of_folder, real_path
-from reshard_mpi.filesystem.stores import FolderEntry
+from reshard_mpi.filesystem.source_files import FolderEntry
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.journal.fields import STATE
 from reshard_mpi.journal.provenance import FirstLooks, Sources
@@ -73,7 +73,7 @@ class ShardFiles(NamedTuple):
         """
         assert self.looks is not None
         paths = (path for rank in ranks for path in self.by_rank[rank])
-        return self.looks.sources(path for path in paths if not self.is_folder or stores.exists(path))
+        return self.looks.sources(path for path in paths if not self.is_folder or source_files.exists(path))
 
     @property
     def shards(self) -> tuple[str, ...]:
@@ -201,7 +201,7 @@ def name_left_out(files: ShardFiles, folder: str, format_name: str | None) -> Sh
 
 def strangers(path: Path) -> list[Path]:
     """Return other shards in the folder of the shard `path`."""
-    if not stores.is_folder(path.parent):
+    if not source_files.is_folder(path.parent):
         return []
     return [entry for entry in shards_in(path.parent, None) if entry.name != path.name]
 
@@ -214,7 +214,7 @@ def both_ways(path: Path) -> tuple[Path, Path]:
 def rank_folders(folder: Path) -> dict[int, Path]:
     """Return the `rank_*` folders in `folder` by rank. Raises SourceError if two are of one rank."""
     folders: dict[int, Path] = {}
-    for entry in stores.entries(folder):
+    for entry in source_files.entries(folder):
         rank = rank_of_folder(entry.name)
         if rank is not None and entry.is_folder:
             other = folders.setdefault(rank, folder / entry.name)
@@ -238,7 +238,7 @@ def shards_in(folder: Path, select: str | None, format_name: str | None = None) 
     """
     shards = [
         path
-        for entry in stores.entries(folder)
+        for entry in source_files.entries(folder)
         if (name := formats.name_of(entry.name))
         and format_name in (None, name)
         and not entry.name.startswith(".")
@@ -258,7 +258,7 @@ def _has_shards(folder: Path) -> bool:
 
 def is_strategy(entry: Path) -> bool:
     # One that cannot be read is missed as a shard, unless others hold the same.
-    return entry.suffix == ".ckpt" and stores.first_bytes(entry, 1, b"") == _STRATEGY_FIRST_BYTE
+    return entry.suffix == ".ckpt" and source_files.first_bytes(entry, 1, b"") == _STRATEGY_FIRST_BYTE
 
 
 # What people and programs put beside checkpoints: descriptions, tokenizers, settings of programs, logs, locks.
@@ -291,7 +291,7 @@ def left_out_of_folder(folder: str, read: Collection[str], is_taken: Callable[[s
         is_taken: tells of further names that they were chosen among, so that nothing is to be said of them.
     """
     try:
-        entries = stores.entries(folder)
+        entries = source_files.entries(folder)
     except OSError:
         return ""
     names = [
@@ -324,10 +324,10 @@ def _folder_may_hold_state(folder: str) -> bool:
 
     One with the records of a run holds the targets of that.
     """
-    if stores.exists(Path(folder, STATE)):
+    if source_files.exists(Path(folder, STATE)):
         return False
     looked_at = 0
-    for folders, files in stores.walk(folder):
+    for folders, files in source_files.walk(folder):
         looked_at += len(folders) + len(files)
         if any(map(_is_state, files)) or looked_at > _MAX_LOOKED_AT:
             return True

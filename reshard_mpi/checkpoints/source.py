@@ -11,7 +11,7 @@ from typing import NamedTuple
 from reshard_mpi import formats
 from reshard_mpi.checkpoints.shard_files import ShardFiles
 from reshard_mpi.errors import DisagreementError, ReshardError, ShardError, SourceError, as_reshard_error, told
-from reshard_mpi.filesystem import stores
+from reshard_mpi.filesystem import source_files
 from reshard_mpi.formats.manifest import NEST, Manifest, ShardIdentity, same_nest
 from reshard_mpi.formats.protocol import OnBytes, uncounted
 from reshard_mpi.formats.tensor_table import ChunkedTensors, TensorTable
@@ -143,7 +143,7 @@ class SourceCheckpoint:
         """
         module = formats.by_name(self.files.format)
         for path in self.files.by_rank[rank]:
-            if self.files.is_folder and not stores.exists(path):
+            if self.files.is_folder and not source_files.exists(path):
                 continue
             try:
                 module.check_crc(path, on_bytes)

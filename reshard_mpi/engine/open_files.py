@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
-from reshard_mpi.filesystem.stores import SourceFile, open_file, version_of
+from reshard_mpi.filesystem.source_files import SourceFile, open_file, version_of
 from reshard_mpi.formats.locations import ByteRange
 from reshard_mpi.text import MIB
 

@@ -163,7 +163,7 @@ def file_kind_of(start: bytes) -> FileKind | None:
 
 def kind_of_file(path: Path) -> FileKind | None:
     """Return the kind of the file at `path`, as `file_kind_of` does but for text; None also if it cannot be read."""
-    from reshard_mpi.filesystem.stores import first_bytes  # not before a file is looked at
+    from reshard_mpi.filesystem.source_files import first_bytes  # not before a file is looked at
 
     start = first_bytes(path, START_BYTES, b"")
     return marked_kind_of(start) or _checkpoint(start)

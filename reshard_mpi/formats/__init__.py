@@ -102,11 +102,11 @@ def marks_in(path: str) -> tuple[str, ...]:
 
 def _marks(folder: str) -> Iterator[tuple[str, str]]:
     """Yield the names of a format and of a file that marks a folder as a checkpoint of this format."""
-    from reshard_mpi.filesystem import stores  # not before a folder is looked at
+    from reshard_mpi.filesystem import source_files  # not before a folder is looked at
 
     forms = tuple(all_formats())
     # Files of a folder may be opened where it cannot be listed.
-    lying = stores.names(folder, otherwise=[mark for form in forms for mark in form.marks])
+    lying = source_files.names(folder, otherwise=[mark for form in forms for mark in form.marks])
     for form in forms:
         if form.parts is not None:
             yield from ((form.name, name) for name in filter(form.parts.fullmatch, lying))
@@ -114,8 +114,8 @@ def _marks(folder: str) -> Iterator[tuple[str, str]]:
             path = Path(folder, mark)
             if (
                 mark in lying
-                and stores.is_file(path)
-                and form.index_says in stores.first_bytes(path, _BEGINNING_BYTES, b"")
+                and source_files.is_file(path)
+                and form.index_says in source_files.first_bytes(path, _BEGINNING_BYTES, b"")
             ):
                 yield form.name, mark
 

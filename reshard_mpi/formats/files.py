@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from reshard_mpi.errors import ShardError, TargetError
 from reshard_mpi.filesystem.paths import file_kind_of
-from reshard_mpi.filesystem.stores import IrregularFileError, SourceFile, open_file
+from reshard_mpi.filesystem.source_files import IrregularFileError, SourceFile, open_file
 from reshard_mpi.formats.manifest import HeaderDigest, Manifest
 
 # Names of all tensors are kept in memory; no framework makes one this long.

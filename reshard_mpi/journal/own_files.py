@@ -19,7 +19,7 @@ from reshard_mpi import formats
 from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.folders import Folder, Say, close, make_folders
 from reshard_mpi.filesystem.paths import described, require_replaceable
-from reshard_mpi.filesystem.stores import is_taken
+from reshard_mpi.filesystem.source_files import is_taken
 from reshard_mpi.journal.fields import COMMIT_RECORD, STATE, record_path, recorded_ranks
 from reshard_mpi.journal.provenance import TargetInputs
 from reshard_mpi.journal.publication import (

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import DisagreementError
-from reshard_mpi.filesystem.stores import FileVersion, is_folder, version_of
+from reshard_mpi.filesystem.source_files import FileVersion, is_folder, version_of
 from reshard_mpi.journal import fields
 from reshard_mpi.planning.rank_plan import RankPlan, SharedFact, StageDigest
 from reshard_mpi.planning.source_flaws import PrefixDigest

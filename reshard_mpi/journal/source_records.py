@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import DamageError, DisagreementError
 from reshard_mpi.filesystem.paths import rank_of_folder, real_path
-from reshard_mpi.filesystem.stores import FileCutShortError, is_taken
+from reshard_mpi.filesystem.source_files import FileCutShortError, is_taken
 from reshard_mpi.formats.files import digest_besides, opened
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable

@@ -34,7 +34,7 @@ from reshard_mpi.filesystem.folders import (
     wait_for_lock,
 )
 from reshard_mpi.filesystem.paths import require_replaceable
-from reshard_mpi.filesystem.stores import is_taken
+from reshard_mpi.filesystem.source_files import is_taken
 from reshard_mpi.journal.fields import COMMIT_RECORD, STATE, read_json, record_path, run_path
 from reshard_mpi.journal.own_files import (
     leftovers,

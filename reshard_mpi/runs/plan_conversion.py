@@ -146,7 +146,7 @@ class Conversion:
         nest = next((each[NEST] for each in strings if NEST in each), None)
         may_cut = self.target.world_size > 1 or self.policy.unlisted is Unlisted.DROP
         if nest is not None and may_cut and not self.once and self.policy.unlisted is not Unlisted.REPLICATE:
-            from reshard_mpi.runs.state_cuts import with_warning
+            from reshard_mpi.runs.uncut_state import with_warning
 
             where = self.source.files.path
             plan = with_warning(plan, self.target, nest, self.policy.unlisted, strict=self.policy.strict, where=where)

@@ -17,7 +17,7 @@ from reshard_mpi.engine.open_files import OnBytes, sync_and_drop_cache
 from reshard_mpi.engine.shard_transfer import Span, write_shard
 from reshard_mpi.errors import DisagreementError, ShardError, TransformError, told
 from reshard_mpi.filesystem.folders import FileIdentity
-from reshard_mpi.filesystem.stores import SourceFile
+from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats.files import digest_besides
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.protocol import Format
@@ -266,7 +266,7 @@ class Writer:
         Args:
             size_bytes: how many bytes of the target this process has written.
         """
-        from reshard_mpi.runs.verify_checksums import sums_as_planned
+        from reshard_mpi.runs.check_contents import sums_as_planned
 
         sync_and_drop_cache(descriptor)
         self._progress.synced(size_bytes)

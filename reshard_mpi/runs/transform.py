@@ -169,7 +169,7 @@ def _check_sources(
     Args:
         sizes: of all shards to check, in bytes by rank.
     """
-    from reshard_mpi.runs.verify_checksums import Summing, damage_of
+    from reshard_mpi.runs.check_contents import Summing, damage_of
 
     conversion = plans.run.conversion
     source = conversion.source
@@ -195,7 +195,7 @@ def _check_committed(plans: TargetPlans, comm: Comm, memory: RunMemory, progress
     Nothing is read if each shard has sums of its own, by which it has been checked. Raises DamageError.
     """
     from reshard_mpi.journal.source_records import damage_of_index
-    from reshard_mpi.runs.verify_checksums import committed_tensors, require_as_committed
+    from reshard_mpi.runs.check_contents import committed_tensors, require_as_committed
 
     source, path = plans.run.conversion.source, plans.run.request.source
     for damage in damage_of_index(Path(source.files.path)):

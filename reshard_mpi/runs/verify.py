@@ -33,6 +33,15 @@ from reshard_mpi.planning.target_tensors import Policy
 from reshard_mpi.planning.tensor_names import notes_on
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.processes.governor import Governor
+from reshard_mpi.runs.check_contents import (
+    BY_RECORD,
+    Summing,
+    check_shard,
+    check_together,
+    damage_of,
+    damaged_record,
+    difference_from_source,
+)
 from reshard_mpi.runs.open_run import chosen_targets
 from reshard_mpi.runs.outcome import Checked, Failure, Outcome, agreed, attempt
 from reshard_mpi.runs.plan_conversion import LIMITS, Conversion, apply_map
@@ -42,15 +51,6 @@ from reshard_mpi.runs.recorded_options import accumulated_as_made, as_made, made
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.run_memory import RunMemory
 from reshard_mpi.runs.scheduling import assign, target_weights
-from reshard_mpi.runs.verify_checksums import (
-    BY_RECORD,
-    Summing,
-    check_shard,
-    check_together,
-    damage_of,
-    damaged_record,
-    difference_from_source,
-)
 from reshard_mpi.text import counted
 
 # Damaged tensors located in one shard; if there are more, one line says so.

@@ -1,4 +1,4 @@
-"""Fork the local processes of a run and connect them (`run_with_workers`).
+"""Be the parent of a run's local processes: start, serve and end them (`run_with_workers`).
 
 Workers are forked from an interpreter that has loaded only the modules that move bytes: no MPI, no HDF5, no threads. So
 modules are loaded once, however many workers there are. The command line is such an interpreter. A caller of the Python
@@ -31,7 +31,7 @@ from reshard_mpi.runs.outcome import Failure, Outcome, TargetReport
 from reshard_mpi.runs.progress import Progress
 from reshard_mpi.runs.request import Request, Strategies, Task
 from reshard_mpi.runs.run_memory import RunMemory
-from reshard_mpi.runs.worker_processes import (
+from reshard_mpi.runs.worker_pipes import (
     Channel,
     Fork,
     PipeComm,

@@ -7,7 +7,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from reshard_mpi.filesystem.stores import FileVersion, version_of
+from reshard_mpi.filesystem.source_files import FileVersion, version_of
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.hdf5 import datasets
 from reshard_mpi.sharding.box import Box

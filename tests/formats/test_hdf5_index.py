@@ -18,7 +18,7 @@ from hypothesis import given
 from support.examples import one_at_a_time
 
 from reshard_mpi.errors import ShardError
-from reshard_mpi.filesystem.stores import SourceFile
+from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats import hdf5
 from reshard_mpi.formats.dtypes import BY_NAME, DType
 from reshard_mpi.formats.files import opened

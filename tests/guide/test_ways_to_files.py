@@ -1,4 +1,4 @@
-"""Formats and checkpoints see files and folders through `filesystem.stores` alone: another store can stand there.
+"""Formats and checkpoints see files and folders through `filesystem.source_files` alone: another store can stand there.
 
 Only reading is meant: whoever writes a target has its descriptor.
 """
@@ -39,7 +39,7 @@ OF_PATHS = {
 MODULES = {"glob2", "io", "os", "os.path", "posix", "shutil"}
 # What has functions or methods of these names that lead to no file: the store; the library's modules for what is inside
 # an open file; and what is no path.
-OTHERS = {"stores", "h5a", "h5d", "h5g", "h5o", "links", "datasets", "types", "self", "candidates"}
+OTHERS = {"source_files", "h5a", "h5d", "h5g", "h5o", "links", "datasets", "types", "self", "candidates"}
 
 EXCEPTIONS = {
     "formats/hdf5/datasets.py": {"h5f.open": "the library opens its file by itself, in a process of its own"},

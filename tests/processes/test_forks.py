@@ -10,7 +10,7 @@ from support.processes import run_command
 # A signal that comes to a new process as soon as there is one.
 SIGNALLED = """
 import os, signal
-from reshard_mpi.runs.worker_processes import Fork
+from reshard_mpi.runs.worker_pipes import Fork
 from reshard_mpi.processes.signals import exit_when_terminated
 
 exit_when_terminated()
@@ -40,7 +40,7 @@ def test_a_signal_right_after_the_fork(signal: str, code: int) -> None:
 @pytest.mark.parametrize("wait", ["fork.wait()", "fork.ends_within(600) and fork.wait()"])
 def test_exit_codes_where_the_parent_ignores_the_end_of_children(do: str, code: int, wait: str) -> None:
     program = (
-        "import os, signal, sys; from reshard_mpi.runs.worker_processes import Fork;"
+        "import os, signal, sys; from reshard_mpi.runs.worker_pipes import Fork;"
         f"signal.signal(signal.SIGCHLD, signal.SIG_IGN); fork = Fork(lambda: {do}); print({wait})"
     )
     assert run_command([sys.executable, "-c", program], check=True).out == f"{code}\n"

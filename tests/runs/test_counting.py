@@ -24,7 +24,7 @@ from reshard_mpi.runs import target_writer
 from reshard_mpi.runs.outcome import TargetReport
 from reshard_mpi.runs.progress import CLOSED, MOVED, PHASES, Progress, RunStatus, Stage
 from reshard_mpi.runs.request import Request, Task
-from reshard_mpi.runs.worker_processes import Channel, PipeDisplay, SharedCounts
+from reshard_mpi.runs.worker_pipes import Channel, PipeDisplay, SharedCounts
 
 WHOLE_BYTES = sum(array.nbytes for array in TENSORS.values())
 

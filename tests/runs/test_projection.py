@@ -14,8 +14,8 @@ from support.processes import Measured, run_command
 from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.opening import open_source
+from reshard_mpi.runs.check_contents import Summing
 from reshard_mpi.runs.projection import Projection, Workload, checking_bytes
-from reshard_mpi.runs.verify_checksums import Summing
 from reshard_mpi.sharding.placement import Placement, Strategy
 from reshard_mpi.text import MIB
 

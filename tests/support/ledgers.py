@@ -14,7 +14,7 @@ from typing import Any
 from reshard_mpi.processes import ledger as ledgers
 from reshard_mpi.processes.host import pid_namespace
 from reshard_mpi.processes.ledger import Judge, Ledger, LedgerEntry, WaitReporter
-from reshard_mpi.runs.worker_processes import Channel, Fork
+from reshard_mpi.runs.worker_pipes import Channel, Fork
 from reshard_mpi.text import MIB
 from support.holders import Holder, until
 

@@ -7,7 +7,7 @@ import math
 import sys
 
 from reshard_mpi.errors import ShardError
-from reshard_mpi.filesystem.stores import SourceFile
+from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats import files
 from reshard_mpi.formats.ckpt.wire import (
     CRC_BYTES,

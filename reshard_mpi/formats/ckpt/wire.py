@@ -9,7 +9,7 @@ from typing import NamedTuple
 from reshard_mpi import protobuf_wire
 from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem.paths import START_BYTES
-from reshard_mpi.filesystem.stores import SourceFile
+from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats import files
 from reshard_mpi.formats.locations import ByteRange
 from reshard_mpi.protobuf_wire import LENGTH, MAX_VARINT_BYTES, VARINT, encode_length, encode_varint

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from zlib import crc32
 
 from reshard_mpi.errors import ShardError
-from reshard_mpi.filesystem.stores import SourceFile
+from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats import files
 from reshard_mpi.formats.dcp.bulk_metadata import MAX_NUMBER
 from reshard_mpi.formats.nest.nodes import ORDERED_DICT, Call, Dict, Global, Value, parts

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
-from reshard_mpi.filesystem.stores import SourceFile
+from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats import files
 from reshard_mpi.formats.dcp.bulk_metadata import ItemKey
 from reshard_mpi.formats.nest.nodes import Unreadable, Value, parts

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError, told
-from reshard_mpi.filesystem import stores
+from reshard_mpi.filesystem import source_files
 from reshard_mpi.filesystem.paths import real_path
-from reshard_mpi.filesystem.stores import FileVersion
+from reshard_mpi.filesystem.source_files import FileVersion
 from reshard_mpi.formats import files
 from reshard_mpi.formats.dcp import file_layout, metadata
 from reshard_mpi.formats.dcp.bulk_metadata import Chunk, ItemKey
@@ -49,7 +49,7 @@ def files_of(folder: str) -> tuple[str, ...]:
     """
     metadata = _metadata_of(folder)
     names = {place.file for place in metadata.items.values()} - {INDEX}
-    others = (name for name in stores.names(folder, ()) if name.endswith(".distcp") and name not in names)
+    others = (name for name in source_files.names(folder, ()) if name.endswith(".distcp") and name not in names)
     names.update([name for name in others if _holds_nothing(str(Path(folder, name)), metadata.strings or {})])
     return tuple(str(Path(folder, name)) for name in (INDEX, *sorted(names, key=natural_key)))
 
@@ -115,7 +115,7 @@ def wanted_in(path: str) -> list[WantedItem]:
     Raises ShardError if the metadata is not there, or is damaged.
     """
     file, folder = Path(path).name, str(Path(path).parent)
-    if not stores.is_file(Path(folder, INDEX)):
+    if not source_files.is_file(Path(folder, INDEX)):
         raise ShardError(
             "a file of a torch distributed checkpoint does not say what it holds",
             expected=f"{INDEX} beside it, which does",

@@ -13,8 +13,8 @@ import numpy as np
 from h5py import h5d, h5f, h5g, h5o, h5p, h5s, h5t, h5z
 
 from reshard_mpi.errors import ReshardError, ShardError
-from reshard_mpi.filesystem import stores
-from reshard_mpi.filesystem.stores import FileVersion, SourceFile
+from reshard_mpi.filesystem import source_files
+from reshard_mpi.filesystem.source_files import FileVersion, SourceFile
 from reshard_mpi.formats import files
 from reshard_mpi.formats.dtypes import BY_NAME, DType
 from reshard_mpi.formats.hdf5 import native_names, types
@@ -282,6 +282,6 @@ def _open(path: str, version: FileVersion, route: GroupPath) -> Any:
 @lru_cache(maxsize=1)
 def _open_file(path: str, version: FileVersion) -> Any:
     _open.cache_clear()
-    if stores.version_of(path).is_later_than(version):
+    if source_files.version_of(path).is_later_than(version):
         raise ShardError("a shard has changed since it was opened", where=path, remedy="run again")
     return open_file(path)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from zlib_ng.zlib_ng import crc32
 
-from reshard_mpi.filesystem.stores import SourceFile
+from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats import files
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.hdf5 import native_names

@@ -13,7 +13,7 @@ import numpy as np
 from h5py import h5, h5d, h5g, h5l, h5o, h5p, h5s, h5t
 
 from reshard_mpi.errors import ShardError
-from reshard_mpi.filesystem.stores import SourceFile
+from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats import files
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.hdf5 import box_table, datasets, native_names, types

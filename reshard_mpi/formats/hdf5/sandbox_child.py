@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from reshard_mpi.errors import ShardError
-from reshard_mpi.filesystem.stores import FileVersion
+from reshard_mpi.filesystem.source_files import FileVersion
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.hdf5 import datasets, reader, sandbox_protocol
 from reshard_mpi.sharding.box import Box

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from reshard_mpi.errors import ShardError, UsageError
 from reshard_mpi.filesystem.paths import START_BYTES
-from reshard_mpi.filesystem.stores import SourceFile
+from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats import files
 from reshard_mpi.formats.hdf5 import index
 from reshard_mpi.formats.manifest import Manifest, ShardSpec

@@ -18,7 +18,7 @@ import numpy as np
 from h5py import h5d, h5f, h5g, h5p, h5s, h5t
 
 from reshard_mpi.errors import TargetError
-from reshard_mpi.filesystem.stores import SourceFile
+from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats import files
 from reshard_mpi.formats.hdf5 import box_table, index, native_names, shard_file, types
 from reshard_mpi.formats.hdf5.native_names import GroupPath

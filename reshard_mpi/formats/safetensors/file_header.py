@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem.paths import START_BYTES
-from reshard_mpi.filesystem.stores import SourceFile
+from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats import files
 from reshard_mpi.formats.dtypes import BY_NAME, DType
 from reshard_mpi.formats.files import MAX_NAME_BYTES, kept_bytes

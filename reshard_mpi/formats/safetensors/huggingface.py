@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError, TargetError, UsageError
-from reshard_mpi.filesystem import stores
+from reshard_mpi.filesystem import source_files
 from reshard_mpi.formats import files
 from reshard_mpi.formats.manifest import Manifest, ShardSpec, Specs
 from reshard_mpi.formats.protocol import NO_SUMS
@@ -237,9 +237,9 @@ def index_files(held: Sequence[Manifest]) -> dict[str, bytes]:
 
 def _listing(folder: str) -> _FolderFiles:
     """Return the files of a folder. Raises ShardError as `files_of` does."""
-    if stores.is_file(Path(folder, INDEX)):
+    if source_files.is_file(Path(folder, INDEX)):
         weight_map = read(str(Path(folder, INDEX)))
-        if stores.is_taken(Path(folder, SINGLE)) and SINGLE not in weight_map.values():
+        if source_files.is_taken(Path(folder, SINGLE)) and SINGLE not in weight_map.values():
             raise ShardError(
                 f"{SINGLE} lies beside an index that does not name it: one of them is left from another save",
                 expected=f"either {SINGLE} or {INDEX}: some programs load the one, some the other",
@@ -249,11 +249,11 @@ def _listing(folder: str) -> _FolderFiles:
             )
         _require_no_other_parts(folder, weight_map)
         return _FolderFiles(INDEX, weight_map)
-    if stores.is_file(Path(folder, MAP)):
+    if source_files.is_file(Path(folder, MAP)):
         weight_map = read(str(Path(folder, MAP)), may_be_flat=True)
-        has_hyper = HYPER not in weight_map.values() and stores.is_taken(Path(folder, HYPER))
+        has_hyper = HYPER not in weight_map.values() and source_files.is_taken(Path(folder, HYPER))
         return _FolderFiles(MAP, weight_map, has_hyper)
-    others = sorted(name for name in stores.names(folder) if name.endswith(_SUFFIX))
+    others = sorted(name for name in source_files.names(folder) if name.endswith(_SUFFIX))
     others.remove(SINGLE)
     if others:
         raise ShardError(
@@ -269,7 +269,7 @@ def _listing(folder: str) -> _FolderFiles:
 def _require_no_other_parts(folder: str, weight_map: Mapping[str, str]) -> None:
     """Raise ShardError if a part of another save lies beside the files that the index names."""
     named = set(weight_map.values())
-    others = sorted(name for name in stores.names(folder) if _PART.fullmatch(name) and name not in named)
+    others = sorted(name for name in source_files.names(folder) if _PART.fullmatch(name) and name not in named)
     if others:
         raise ShardError(
             "parts lie beside the index that it does not name: they are left from another save",
@@ -303,7 +303,7 @@ def _require_numbers(held: TensorTable, weight_map: Mapping[str, str]) -> None:
 
 def _located(folder: str, file: str) -> Manifest:
     path = str(Path(folder, file))
-    if not stores.is_taken(path):
+    if not source_files.is_taken(path):
         raise ShardError(
             "a file that the index names is not there",
             expected=file,

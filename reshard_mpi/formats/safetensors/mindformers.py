@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import ShardError, told
-from reshard_mpi.filesystem import stores
-from reshard_mpi.filesystem.stores import FileVersion
+from reshard_mpi.filesystem import source_files
+from reshard_mpi.filesystem.source_files import FileVersion
 from reshard_mpi.formats import files
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.nest import flatten_tree, nodes
@@ -115,7 +115,7 @@ def open_folder(folder: str) -> dict[int, Manifest]:
 
 def _listing(folder: str) -> _FolderContents:
     """Return the files and index of a folder. Raises ShardError as `files_of` does."""
-    lying = stores.names(folder)
+    lying = source_files.names(folder)
     counts = {name: count for name in lying if (count := mindformers_count(name)) is not None}
     if INDEX in lying:
         tensors = _indexed(str(Path(folder, INDEX)))

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
-from reshard_mpi.filesystem.stores import SourceFile
+from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats import files
 from reshard_mpi.formats.dtypes import BY_MINDSPORE_NAME, BY_NAME, DType
 from reshard_mpi.formats.safetensors.json_reader import Json, JsonReader, as_numbers, as_object, shown

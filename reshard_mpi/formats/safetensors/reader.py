@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from reshard_mpi.errors import ShardError
-from reshard_mpi.filesystem.stores import SourceFile
+from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats import files
 from reshard_mpi.formats.manifest import HeaderDigest, Manifest
 from reshard_mpi.formats.safetensors.file_header import CRC, LENGTH_BYTES, MAX_HEADER_BYTES, START, read

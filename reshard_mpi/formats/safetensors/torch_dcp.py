@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from reshard_mpi.errors import ShardError
-from reshard_mpi.filesystem import stores
+from reshard_mpi.filesystem import source_files
 from reshard_mpi.formats import files
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.manifest import Manifest
@@ -80,7 +80,7 @@ def files_of(folder: str) -> tuple[str, ...]:
 
     Raises ShardError if numbers are missing among them, or other safetensors files lie beside them.
     """
-    lying = sorted(name for name in stores.names(folder) if name.endswith(_SUFFIX))
+    lying = sorted(name for name in source_files.names(folder) if name.endswith(_SUFFIX))
     numbers = {name: tuple(map(int, match.groups())) for name in lying if (match := _PART.fullmatch(name))}
     others = [name for name in lying if name not in numbers]
     if others:

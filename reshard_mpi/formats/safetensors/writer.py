@@ -20,7 +20,7 @@ from json.encoder import encode_basestring
 from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError, TargetError
-from reshard_mpi.filesystem.stores import SourceFile
+from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats import files
 from reshard_mpi.formats.manifest import (
     Manifest,

@@ -11,7 +11,7 @@ from struct import Struct
 from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
-from reshard_mpi.filesystem.stores import SourceFile
+from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats import files
 from reshard_mpi.text import MIB
 

@@ -15,7 +15,7 @@ import sys
 from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
-from reshard_mpi.filesystem.stores import SourceFile
+from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats import files
 from reshard_mpi.formats.manifest import HeaderDigest
 from reshard_mpi.formats.tensor_table import TensorTable

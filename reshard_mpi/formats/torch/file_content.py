@@ -8,7 +8,7 @@ from typing import NamedTuple
 from zlib import crc32
 
 from reshard_mpi.errors import ShardError
-from reshard_mpi.filesystem.stores import SourceFile
+from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats.nest.nodes import LESS, Dict, Value
 from reshard_mpi.formats.torch.archive import Archive, Member, program
 from reshard_mpi.formats.torch.pickle_hooks import PickleCutShortError, PickleError, PickleHooks

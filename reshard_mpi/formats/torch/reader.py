@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem.paths import START_BYTES
-from reshard_mpi.filesystem.stores import SourceFile
+from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats import files
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.manifest import Manifest

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from zlib import crc32
 
 from reshard_mpi.errors import ShardError
-from reshard_mpi.filesystem.stores import SourceFile
+from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats import files
 from reshard_mpi.formats.manifest import NEST, Manifest, ShardSpec
 from reshard_mpi.formats.nest.nodes import Value

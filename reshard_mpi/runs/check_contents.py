@@ -17,7 +17,7 @@ from reshard_mpi.engine.first_difference import first_difference_of_tensors, val
 from reshard_mpi.engine.open_files import Files, OnBytes
 from reshard_mpi.engine.sums import Span, held_tensor, sum_of_whole, sum_shard, sum_sources, sum_tensors, takes_numpy
 from reshard_mpi.errors import DamageError, DisagreementError, ReshardError, ShardError, as_reshard_error
-from reshard_mpi.filesystem.stores import is_taken
+from reshard_mpi.filesystem.source_files import is_taken
 from reshard_mpi.formats.manifest import Manifest, TensorSpec
 from reshard_mpi.journal.fields import COMMIT_RECORD, STATE
 from reshard_mpi.journal.run_records import CommitRecord, RunIdentity

@@ -1,4 +1,4 @@
-"""Files and folders as formats and checkpoints see them: `filesystem.stores`."""
+"""Files and folders as formats and checkpoints see them: `filesystem.source_files`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from reshard_mpi.errors import ShardError
-from reshard_mpi.filesystem import stores
-from reshard_mpi.filesystem.stores import FileCutShortError, IrregularFileError, SourceFile, open_file, version_of
+from reshard_mpi.filesystem import source_files
+from reshard_mpi.filesystem.source_files import FileCutShortError, IrregularFileError, SourceFile, open_file, version_of
 from reshard_mpi.formats import files
 
 CONTENT = bytes(range(100))
@@ -98,9 +98,9 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path, make: Callable[[Path
     with pytest.raises(ShardError, match=f"{says}(.|\n)*where: {path}"), files.opened(str(path)):
         raise AssertionError("it was opened")
     with pytest.raises(OSError, match="Errno"):
-        stores.first_bytes(path, 4)
-    assert stores.first_bytes(path, 4, b"none") == b"none"
-    assert stores.exists(path) and not stores.is_file(path)
+        source_files.first_bytes(path, 4)
+    assert source_files.first_bytes(path, 4, b"none") == b"none"
+    assert source_files.exists(path) and not source_files.is_file(path)
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     with pytest.raises(OSError, match="Errno"):
         open_file(str(path))
@@ -163,22 +163,24 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_links_count_as_what_they_lead_to(folder: Path) -> None:
-    listed = {entry.name: entry for entry in stores.entries(folder)}
-    assert list(listed) == sorted(stores.names(folder)) == sorted(path.name for path in folder.iterdir())
+    listed = {entry.name: entry for entry in source_files.entries(folder)}
+    assert list(listed) == sorted(source_files.names(folder)) == sorted(path.name for path in folder.iterdir())
     are_files, are_folders = {"file", "to_file"}, {"inner", "to_inner"}
     for name, entry in listed.items():
         path = folder / name
-        assert entry.is_file == stores.is_file(path) == stores.is_file(str(path)) == (name in are_files), name
-        assert entry.is_folder == stores.is_folder(path) == (name in are_folders), name
-        assert stores.exists(path) == (name not in ("to_nothing", "to_itself")) and stores.is_taken(path)
+        assert entry.is_file == source_files.is_file(path) == source_files.is_file(str(path)) == (name in are_files), (
+            name
+        )
+        assert entry.is_folder == source_files.is_folder(path) == (name in are_folders), name
+        assert source_files.exists(path) == (name not in ("to_nothing", "to_itself")) and source_files.is_taken(path)
     assert listed["file"].size_bytes == listed["to_file"].size_bytes == 7
     for name in ("missing", "file/inner", "\0"):
-        assert not (stores.exists(folder / name) or stores.is_taken(folder / name)), name
+        assert not (source_files.exists(folder / name) or source_files.is_taken(folder / name)), name
 
 
 def test_folders_are_walked_into_but_links_are_not(folder: Path) -> None:
     found = []
-    for folders, names in stores.walk(str(folder)):
+    for folders, names in source_files.walk(str(folder)):
         found.append((sorted(folders), sorted(names)))
         folders[:] = [name for name in folders if name != "deep"]
     assert found == [(["inner", "to_inner"], ["file", "pipe", "to_file", "to_itself", "to_nothing"]), (["deep"], ["a"])]
@@ -186,21 +188,21 @@ def test_folders_are_walked_into_but_links_are_not(folder: Path) -> None:
 
 def test_a_folder_that_cannot_be_listed(tmp_path: Path) -> None:
     missing = tmp_path / "missing"
-    assert stores.names(missing, ("a",)) == ("a",) and list(stores.walk(str(missing))) == []
-    for look in (stores.names, stores.entries):
+    assert source_files.names(missing, ("a",)) == ("a",) and list(source_files.walk(str(missing))) == []
+    for look in (source_files.names, source_files.entries):
         with pytest.raises(FileNotFoundError):
             look(missing)
 
 
 def test_what_the_file_system_does_not_tell(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is neither there nor not: whoever asks must say so."""
-    entry = next(entry for entry in stores.entries(folder) if entry.name == "to_file")
+    entry = next(entry for entry in source_files.entries(folder) if entry.name == "to_file")
 
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     monkeypatch.setattr(os, "stat", refuse)
-    for look in (stores.exists, stores.is_file, stores.is_folder):
+    for look in (source_files.exists, source_files.is_file, source_files.is_folder):
         with pytest.raises(PermissionError):
             look(folder / "file")
     for ask in (lambda: entry.is_file, lambda: entry.is_folder):
