@@ -169,11 +169,13 @@ def put(node: Any, optimizer: Optimizer) -> None:
 
 
 def _named(group: Any, names: list[str]) -> Any:
-    """Return a group with these parameters."""
-    is_of_them = [
-        entry[0] in (_PARAMETERS, _PARAMETER_NAMES) and isinstance(entry[-1], list) for entry in group["dict"]
-    ]
-    return {**group, "dict": [[entry[0], names] if own else entry for entry, own in zip(group["dict"], is_of_them)]}
+    """Return a group with these parameters, and no names beside them.
+
+    The names would stand in the order of the source. torch has its own in place of none, but takes over any that are
+    there, whatever the order of its parameters.
+    """
+    entries = [entry for entry in group["dict"] if entry[0] != _PARAMETER_NAMES]
+    return {**group, "dict": [[entry[0], names] if entry[0] == _PARAMETERS else entry for entry in entries]}
 
 
 def settings_in(group: Any) -> list[list[Any]]:
@@ -288,26 +290,26 @@ def _begins(names: Collection[str], source_path: str, tensors: Collection[str]) 
 
 def _below(begin: str, names: Collection[str], parameters: Sequence[MadeParameter]) -> Iterator[MadeParameter]:
     """Yield the parameters made of a model's, without what its names begin with, unless maps take that off."""
-    made = {}
-    for parameter in parameters:
+    of_model = [each for each in parameters if any(name.startswith(begin) for name in each.sources)]
+    new_begin = "" if is_taken_off(begin, ((each.name, each.sources) for each in of_model)) else begin
+    for parameter in of_model:
         of_it = frozenset(name.removeprefix(begin) for name in parameter.sources if name.startswith(begin))
         if not of_it.isdisjoint(names):
-            made[parameter] = of_it
-    new_begin = "" if is_taken_off(begin, ((each.name, each.sources) for each in made)) else begin
-    for parameter, of_it in made.items():
-        yield MadeParameter(parameter.name.removeprefix(new_begin), of_it, parameter.name)
+            yield MadeParameter(parameter.name.removeprefix(new_begin), of_it, parameter.name)
 
 
 def is_taken_off(begin: str, made: Iterable[tuple[str, Collection[str]]]) -> bool:
     """Tell whether maps take off what names of a model begin with: what begins so then has a part that is called so.
 
+    If all names still begin so, they lie in the same dictionary of the file as before.
+
     Args:
-        made: the names of what is made of the model's parameters, each with those of its sources.
+        made: the names of what is made of the model's tensors, tied ones too, each with those of its sources.
     """
     sources_of = dict(made)
     if any(name in sources for name, sources in sources_of.items()):
         return False
-    return any(not name.startswith(begin) or f"{begin}{name}" in sources for name, sources in sources_of.items())
+    return any(not name.startswith(begin) for name in sources_of)
 
 
 def _called_as_state(made: Sequence[MadeParameter], by_state: Sequence[MadeParameter]) -> list[MadeParameter]:

@@ -279,12 +279,11 @@ def _training(choice: Selection, inventory: Inventory, source: SourceTree) -> Tr
 
 
 def _is_prefix_taken_off(training: Training, made: Sequence[DerivedTensor]) -> bool:
-    """Tell whether maps take off what names of the model begin with, of some parameters, and keep the name of none."""
-    parameters = frozenset(training.parameters.values())
+    """Tell whether maps take off what names of the model begin with."""
+    begin, parameters = training.prefix, frozenset(training.parameters.values())
     pairs = ((tensor.name, _sources(tensor)) for tensor in made)
-    return is_taken_off(
-        training.prefix, ((name, sources) for name, sources in pairs if not parameters.isdisjoint(sources))
-    )
+    of_model = [(name, own) for name, own in pairs if begin and any(source.startswith(begin) for source in own)]
+    return any(not parameters.isdisjoint(own) for _, own in of_model) and is_taken_off(begin, of_model)
 
 
 def _names_in_target(training: Training, like: TargetTemplate | None) -> Callable[[str], str]:

@@ -162,12 +162,10 @@ def _finished_tree(tree: Mapping[str | int, Value]) -> Value:
 
 
 def _numbered(state: Dict, groups: Value) -> Dict:
-    """Return state with numbers for keys, if these are numbers as texts, which torch passes over without an error."""
+    """Return state with numbers for keys that are numbers of parameters as texts: torch passes over these in silence."""
     members = [group.get("params") for group in groups if type(group) is Dict] if type(groups) is list else []
     numbers = {str(number): number for keys in members if type(keys) is list for number in keys if type(number) is int}
-    if not state.flat or any(key not in numbers for key in state.flat[::2]):
-        return state
-    return Dict([part for key, value in state.pairs() for part in (numbers[key], value)])
+    return Dict([part for key, value in state.pairs() for part in (numbers.get(key, key), value)])
 
 
 def _counter(milestones: Dict) -> Value:

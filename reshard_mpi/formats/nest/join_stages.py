@@ -10,7 +10,7 @@ from typing import Any
 
 from reshard_mpi.errors import DisagreementError
 
-_STATE, _GROUPS, _PARAMETERS = "state", "param_groups", ("params", "param_names")
+_STATE, _GROUPS, _PARAMETER_NAMES = "state", "param_groups", "param_names"
 
 
 def joined(roots: Sequence[Any], *, keeps_first: bool = False) -> Any | None:
@@ -157,18 +157,19 @@ def _joined_optimizers(one: dict[Any, list[Any]], other: dict[Any, list[Any]], k
         if number == len(groups):
             groups.append(group)
             continue
-        for key in _PARAMETERS:
-            if key in group:
-                added = [name for name in group[key][0] if name not in known]
-                groups[number] = {**groups[number], key: [[*groups[number][key][0], *added]]}
+        added = [name for name in group["params"][0] if name not in known]
+        groups[number] = {**groups[number], "params": [[*groups[number]["params"][0], *added]]}
     states = {**one[_STATE][0], "dict": _joined_states(_entries(one[_STATE][0]), _entries(other[_STATE][0]))}
-    all_groups = [{"dict": [[key, *value] for key, value in group.items()]} for group in groups]
+    # No names beside these: they would be in the order of the stages, and torch takes over any that are there.
+    all_groups = [
+        {"dict": [[key, *value] for key, value in group.items() if key != _PARAMETER_NAMES]} for group in groups
+    ]
     of_both: dict[Any, list[Any]] = {_STATE: [states], _GROUPS: [all_groups]}
     return _joined_entries(one | of_both, other | of_both, keeps_first)
 
 
 def _settings(group: dict[Any, list[Any]]) -> dict[Any, list[Any]]:
-    return {key: value for key, value in group.items() if key not in _PARAMETERS} | {"keys": [*group]}
+    return {key: value for key, value in group.items() if key not in ("params", _PARAMETER_NAMES)} | {"keys": [*group]}
 
 
 def _joined_states(one: dict[Any, list[Any]], other: dict[Any, list[Any]]) -> list[Any]:
