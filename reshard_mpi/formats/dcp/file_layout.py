@@ -162,7 +162,7 @@ def _finished_tree(tree: Mapping[str | int, Value]) -> Value:
 
 
 def _numbered(state: Dict, groups: Value) -> Dict:
-    """Return state with numbers for keys that are numbers of parameters as texts: torch passes over these in silence."""
+    """Return state with numbers for keys that are a parameter's as text: torch passes over these without an error."""
     members = [group.get("params") for group in groups if type(group) is Dict] if type(groups) is list else []
     numbers = {str(number): number for keys in members if type(keys) is list for number in keys if type(number) is int}
     return Dict([part for key, value in state.pairs() for part in (numbers.get(key, key), value)])
