@@ -104,7 +104,7 @@ def test_one_network_takes_what_another_saved(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("most_bytes", [3 << 30, 2000])
 def test_its_loader_reads_what_we_unify(tmp_path: Path, most_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reshard_mpi.runs.unify_safetensors.MOST_BYTES", most_bytes)
+    monkeypatch.setattr("reshard_mpi.api.mindspore.MOST_BYTES", most_bytes)
     arrays = tensors()
     four, three = sides(arrays)
     src, dst = write_strategy(four, tmp_path / "four"), write_strategy(three, tmp_path / "three")

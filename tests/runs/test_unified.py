@@ -16,8 +16,9 @@ from support.examples import few
 
 import reshard_mpi
 from reshard_mpi import unified_safetensors
+from reshard_mpi.api import mindspore
 from reshard_mpi.errors import CoverageError, ReshardError, SourceError, TargetError, UsageError
-from reshard_mpi.runs import target_writer, unify_safetensors
+from reshard_mpi.runs import target_writer
 from reshard_mpi.runs.progress import RunStatus
 from reshard_mpi.testing.sample_tensors import ShardContents
 
@@ -78,7 +79,7 @@ def test_its_files_without_their_map_are_no_checkpoint(c: Conversion, tmp_path: 
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unify_safetensors, "MOST_BYTES", 200)
+    monkeypatch.setattr(mindspore, "MOST_BYTES", 200)
 
 
 @pytest.mark.usefixtures("small_parts")
