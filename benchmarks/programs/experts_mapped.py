@@ -6,7 +6,7 @@ import time
 
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.tensor_table import TensorType
-from reshard_mpi.mapping.apply import applied
+from reshard_mpi.mapping.apply_rules import applied
 from reshard_mpi.mapping.map_file import read_rules
 from reshard_mpi.mapping.selection import Selection
 

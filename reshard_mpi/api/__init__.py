@@ -44,7 +44,7 @@ from reshard_mpi.runs.plan_conversion import Conversion, apply_map
 from reshard_mpi.runs.plan_listing import Plan, RankSummary, rules_of_source, told_rules
 from reshard_mpi.runs.progress import Progress, RunStatus, log
 from reshard_mpi.runs.request import Strategies, Task
-from reshard_mpi.runs.run_memory import RunMemory
+from reshard_mpi.runs.reservations import RunMemory
 from reshard_mpi.runs.transform import plan_alone
 
 if TYPE_CHECKING:

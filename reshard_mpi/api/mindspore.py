@@ -30,7 +30,7 @@ from reshard_mpi.runs.open_run import filled_files, open_run
 from reshard_mpi.runs.outcome import Report
 from reshard_mpi.runs.progress import Progress
 from reshard_mpi.runs.request import Request, Strategies, TargetFiles
-from reshard_mpi.runs.run_memory import RunMemory
+from reshard_mpi.runs.reservations import RunMemory
 from reshard_mpi.sharding.merge_strategies import merge
 from reshard_mpi.sharding.placement import unsharded
 from reshard_mpi.text import GIB

@@ -10,171 +10,17 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Callable, Collection, Container, Iterator
-from contextlib import AbstractContextManager
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from reshard_mpi import formats
 from reshard_mpi.errors import TargetError
-from reshard_mpi.filesystem.folders import Folder, Say, close, make_folders
-from reshard_mpi.filesystem.paths import described, require_replaceable
+from reshard_mpi.filesystem.folders import Folder, close
+from reshard_mpi.filesystem.paths import described
 from reshard_mpi.filesystem.source_files import is_taken
 from reshard_mpi.journal.fields import COMMIT_RECORD, STATE, record_path, recorded_ranks
-from reshard_mpi.journal.provenance import TargetInputs
-from reshard_mpi.journal.publication import (
-    Publication,
-    partial_path,
-    remove_stale,
-    require_own_stale,
-    stale_bytes,
-)
 from reshard_mpi.journal.run_records import RunIdentity
-from reshard_mpi.journal.target_records import RecordHead, TargetRecord
-from reshard_mpi.processes.host import host_name
-
-
-def require_writable(folder: Path) -> None:
-    """Raise TargetError if `folder` is there but cannot be written to, or cannot be made where it is not."""
-    nearest = folder
-    while not is_taken(nearest):
-        nearest = nearest.parent
-    if not nearest.is_dir():
-        raise TargetError(
-            "the target is not a folder" if nearest == folder else f"{described(nearest)} is in the way of the target",
-            expected="a folder",
-            got=described(nearest),
-            where=str(nearest),
-            remedy="choose another target",
-        )
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise TargetError(
-            "the target cannot be written",
-            expected="the right to make files",
-            got="a folder that is read-only to this user",
-            where=str(nearest),
-            remedy="choose another target, or change its permissions",
-        )
-
-
-def require_place(folder: Path, path: Path) -> None:
-    """Raise TargetError if no file can take the name `path` below the target folder, whatever is there."""
-    with _opened_folder_of(folder, path) as inner:
-        if inner is not None:
-            require_own_stale(inner, path.name)
-    require_writable(path.parent)
-    require_replaceable(path, "a target")
-
-
-def space_of_stale(folder: Path, path: Path, host: str = "") -> int:
-    """Return how many bytes the stale partial files of the target `path` take."""
-    with _opened_folder_of(folder, path) as inner:
-        return 0 if inner is None else stale_bytes(inner, path.name, host)
-
-
-def _opened_folder_of(folder: Path, path: Path) -> AbstractContextManager[Folder | None]:
-    """Open the folder of the target `path`; None if it is not there."""
-    return opened_inner(folder, "" if path.parent == folder else path.parent.name)
-
-
-@contextlib.contextmanager
-def opened_inner(folder: Path, name: str) -> Iterator[Folder | None]:
-    """Open a folder in a target folder, or with no name that itself; None if it is not there."""
-    with contextlib.ExitStack() as folders:
-        inner = None
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            target = folders.enter_context(Folder.open(folder))
-            inner = folders.enter_context(target.inner(name)) if name else target
-        yield inner
-
-
-def target_folder(folder: Folder, path: Path) -> AbstractContextManager[Folder]:
-    """Return the folder of the target `path`: the target folder, or one in it, which is made if it is not there."""
-    return contextlib.nullcontext(folder) if path.parent == folder.path else folder.made_inner(path.parent.name)
-
-
-def uncommit(folder: Folder, format_name: str, kept: Container[str] = ()) -> None:
-    """Remove and sync the commit record of a target folder, and its index if it has one.
-
-    Args:
-        kept: names of files of the index that stay.
-    """
-    index_files = reversed(formats.info(format_name).index_files)  # what makes it a checkpoint goes first
-    removed = [folder.remove(name) for name in (*index_files, COMMIT_RECORD) if name not in kept]
-    if any(removed):
-        folder.sync()
-
-
-def require_unchanged(target_rank: int, evidence: TargetInputs) -> None:
-    """Raise DisagreementError if sources of a target have changed since it was planned."""
-    problem = f"sources of target rank {target_rank} were changed while it was written"
-    evidence.sources.require_unchanged(problem, "make sure that nothing writes to the source, and run again")
-
-
-class Unrecorded:
-    """Keeps no state: targets are published complete, whatever was there, so identical concurrent runs are harmless.
-
-    The record that another run keeps of a target is removed when the target is replaced.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def check(self) -> None:
-        """Raise TargetError if the folder cannot be written to."""
-        require_writable(self._folder)
-
-    def is_done(self, target_rank: int, path: Path) -> bool:
-        """Return False. Raises TargetError if no file can take the name `path`."""
-        require_place(self._folder, path)
-        return False
-
-    def is_verified(self, target_rank: int) -> bool:
-        return False
-
-    def leftovers(self) -> Collection[str]:
-        return ()
-
-    def begin(self, say: Say = lambda _: None) -> None:
-        pass
-
-    @contextlib.contextmanager
-    def writing(
-        self,
-        target_rank: int,
-        path: Path,
-        evidence: TargetInputs,
-        say: Say = lambda _: None,
-    ) -> Iterator[Publication]:
-        """Yield the file to write and publish; if it is not published, it is removed."""
-        make_folders(self._folder)
-        self._withdraw_record(target_rank, path)
-        announce = partial(require_unchanged, target_rank, evidence)
-        with (
-            Folder.open(self._folder) as folder,
-            target_folder(folder, path) as inner,
-        ):
-            host = host_name(os.environ)
-            remove_stale(inner, path.name, host)
-            with Publication(inner, path.name, lambda *_: announce(), host=host) as publication:
-                yield publication
-
-    def left_bytes(self, path: Path) -> int:
-        """Return how much space stale partial files of a target take, which is free again when it is begun."""
-        return space_of_stale(self._folder, path, host_name(os.environ))
-
-    def paths(self, target_rank: int, path: Path) -> tuple[Path, ...]:
-        """Return the longest paths that are made for a target."""
-        return (partial_path(path),)
-
-    def _withdraw_record(self, target_rank: int, path: Path) -> None:
-        folder = path.parent.parent
-        record = TargetRecord.read(folder / STATE, target_rank)
-        if record is not None and folder / record.file == path:
-            with Folder.open(folder) as target, target.inner(STATE) as state:
-                uncommit(target, formats.name_of(path.name) or formats.DEFAULT)
-                state.remove(record_path(state.path, target_rank).name)
-
+from reshard_mpi.journal.target_records import RecordHead
 
 _MOST_NOTE_BYTES = 64
 _ELSEWHERE = "choose another target folder, or remove the file if nobody needs it"

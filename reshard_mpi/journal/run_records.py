@@ -32,7 +32,7 @@ from reshard_mpi.journal.target_records import (
     checked_sum,
 )
 from reshard_mpi.options import COUNT, FLAG, MAPS, OPTIONS, PATH, SIZE, TEXT, TEXTS, Kind
-from reshard_mpi.sharding.json_checks import MAX_FILE_BYTES
+from reshard_mpi.sharding.value_checks import MAX_FILE_BYTES
 
 # What decides which files of the source are read, if several checkpoints lie there. Two runs are the same if they have
 # chosen the same, by whatever means.

@@ -40,19 +40,12 @@ from reshard_mpi.journal.own_files import (
     leftovers,
     lock_name,
     note_replaceable,
-    opened_inner,
     own_index_files,
     remove_leftovers,
     remove_note,
     require_no_other_records,
     require_own_index,
     require_own_target,
-    require_place,
-    require_unchanged,
-    require_writable,
-    space_of_stale,
-    target_folder,
-    uncommit,
 )
 from reshard_mpi.journal.provenance import TargetInputs
 from reshard_mpi.journal.publication import (
@@ -62,6 +55,15 @@ from reshard_mpi.journal.publication import (
     remove_stale,
 )
 from reshard_mpi.journal.run_records import RunIdentity, glob_of, keep_strategy, strategy_of_run
+from reshard_mpi.journal.target_folders import (
+    opened_inner,
+    require_place,
+    require_unchanged,
+    require_writable,
+    space_of_stale,
+    target_folder,
+    uncommit,
+)
 from reshard_mpi.journal.target_records import RecordHead, TargetRecord, TensorSum
 
 # Between attempts to take a lock that others have for an instant, to see whether it is held.

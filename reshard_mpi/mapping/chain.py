@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.tensor_table import TensorType
-from reshard_mpi.mapping.apply import applied
+from reshard_mpi.mapping.apply_rules import applied
 from reshard_mpi.mapping.box_pairs import MAX_PAIRS, BoxPair, TargetShape, TermTensor
 from reshard_mpi.mapping.direction import Inventory
 from reshard_mpi.mapping.optimizers import settings_of_all

@@ -1,4 +1,4 @@
-"""Grant leases on memory when they fit every limit (`Governor`)."""
+"""Work out what `--memory` allows (`Allowance`), and grant leases on memory when they fit every limit (`Governor`)."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from reshard_mpi.runs.plan_conversion import LIMITS, Conversion
 from reshard_mpi.runs.progress import Progress, SliceCounter, Stage
 from reshard_mpi.runs.projection import Workload
 from reshard_mpi.runs.request import Request, Strategies
-from reshard_mpi.runs.run_memory import RunMemory
+from reshard_mpi.runs.reservations import RunMemory
 from reshard_mpi.sharding.placement import unsharded
 from reshard_mpi.text import format_bytes, shortened
 

@@ -21,11 +21,11 @@ from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.manifest import NEST, Manifest, shown_string
 from reshard_mpi.formats.nest.rebuild_tree import first_difference
 from reshard_mpi.formats.tensor_table import TensorType
+from reshard_mpi.mapping.apply_to_file import SourceTree, applied_to_file
 from reshard_mpi.mapping.direction import Inventory
 from reshard_mpi.mapping.result import ConstantTensor, DerivedTensor, MapResult, require_holdable, values_of
 from reshard_mpi.mapping.rules import Rules, element_value
 from reshard_mpi.mapping.selection import is_chosen
-from reshard_mpi.mapping.training_file import SourceTree, applied_to_file
 from reshard_mpi.planning.map_routes import MappedTensors
 from reshard_mpi.planning.rank_plan import LEFT_OUT, RankPlan
 from reshard_mpi.planning.shared_facts import OWN

@@ -21,15 +21,15 @@ from reshard_mpi.planning.tensor_names import Accumulated
 from reshard_mpi.runs.plan_conversion import Conversion, apply_map
 from reshard_mpi.runs.projection import Workload
 from reshard_mpi.runs.request import Request, Strategies
-from reshard_mpi.runs.run_memory import RunMemory
+from reshard_mpi.runs.reservations import RunMemory
 from reshard_mpi.runs.scheduling import are_even, assign, target_weights
 from reshard_mpi.runs.target_paths import refuse_overlap, refuse_posing, refuse_replacing
 from reshard_mpi.sharding import strategy_table
 from reshard_mpi.sharding.placement import Placement, Strategy
 
 if TYPE_CHECKING:
-    from reshard_mpi.journal.own_files import Unrecorded
     from reshard_mpi.journal.publication import SharedIndex
+    from reshard_mpi.journal.target_folders import Unrecorded
 
 # Planning takes a millisecond and a KiB for each, and no cluster has as many ranks.
 MAX_TARGETS = 1 << 16
@@ -63,7 +63,7 @@ class Run(NamedTuple):
         """Return the journal, which keeps the state of this run in the target folder."""
         request = self.request
         if not request.recorded:
-            from reshard_mpi.journal.own_files import Unrecorded
+            from reshard_mpi.journal.target_folders import Unrecorded
 
             return Unrecorded(Path(request.target))
         identity, resume, overwrite = self._identity(), request.resume, request.overwrite

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from reshard_mpi.runs.mapped_source import MappedCheckpoint
 
 # The buffer is so large that Python's work for each filling takes little time compared with moving the bytes. The
-# window is the most that is mapped of sources at once. `run_memory` knows how much memory the process takes besides.
+# window is the most that is mapped of sources at once. `projection` knows how much memory the process takes besides.
 LIMITS = Limits(buffer_bytes=2 * MIB, window_bytes=16 * MIB)
 
 # Shards opened before a tensor counts as absent, since shards may be saved without what others hold.

@@ -18,7 +18,7 @@ from reshard_mpi.runs.outcome import Outcome
 from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.runs.progress import Progress, Words, complain
 from reshard_mpi.runs.request import Request
-from reshard_mpi.runs.run_memory import RunMemory
+from reshard_mpi.runs.reservations import RunMemory
 from reshard_mpi.runs.target_plans import TargetPlans
 from reshard_mpi.runs.transform import checked_plans, compare_copies, together
 from reshard_mpi.sharding.layout import whole_shape

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from reshard_mpi.processes.comm import Comm
     from reshard_mpi.runs.outcome import Outcome
     from reshard_mpi.runs.progress import Progress
-    from reshard_mpi.runs.run_memory import RunMemory
+    from reshard_mpi.runs.reservations import RunMemory
 
     TaskFunction = Callable[["Request", Comm, Progress, RunMemory, "Strategies | None"], Outcome]
 
@@ -192,7 +192,7 @@ class Task(StrEnum):
 
         Raises the same error on every process if the run is refused.
         """
-        from reshard_mpi.runs.run_memory import RunMemory
+        from reshard_mpi.runs.reservations import RunMemory
 
         function = self.load()
         with RunMemory(lambda: request.allowance, comm, progress) as memory:

@@ -21,14 +21,14 @@ from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats.files import digest_besides
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.protocol import Format
-from reshard_mpi.journal.own_files import require_unchanged
 from reshard_mpi.journal.publication import Publication, opened_partial
+from reshard_mpi.journal.target_folders import require_unchanged
 from reshard_mpi.journal.target_records import TensorSum
 from reshard_mpi.planning.rank_plan import Limits, RankPlan
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.outcome import Failure, Outcome, Overflow, TargetReport, attempt, joined, merge, record_of
 from reshard_mpi.runs.progress import Progress
-from reshard_mpi.runs.run_memory import RunMemory
+from reshard_mpi.runs.reservations import RunMemory
 from reshard_mpi.runs.scheduling import TargetSlice
 from reshard_mpi.runs.target_plans import TargetPlans
 

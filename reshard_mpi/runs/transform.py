@@ -40,7 +40,7 @@ from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.runs.progress import CLOSED, MOVED, PHASES, Progress, SliceCounter, Stage
 from reshard_mpi.runs.projection import Workload, checking_bytes, require_room
 from reshard_mpi.runs.request import Request, Strategies
-from reshard_mpi.runs.run_memory import RunMemory
+from reshard_mpi.runs.reservations import RunMemory
 from reshard_mpi.runs.target_plans import PlanReport, TargetPlans
 from reshard_mpi.runs.target_writer import Writer
 

@@ -49,7 +49,7 @@ from reshard_mpi.runs.progress import Progress, SliceCounter, Stage, Words, comp
 from reshard_mpi.runs.projection import Workload, checking_bytes
 from reshard_mpi.runs.recorded_options import accumulated_as_made, as_made, made_otherwise
 from reshard_mpi.runs.request import Request, Strategies
-from reshard_mpi.runs.run_memory import RunMemory
+from reshard_mpi.runs.reservations import RunMemory
 from reshard_mpi.runs.scheduling import assign, target_weights
 from reshard_mpi.text import counted
 

@@ -30,7 +30,7 @@ from reshard_mpi.runs.monitor import monitored
 from reshard_mpi.runs.outcome import Failure, Outcome, TargetReport
 from reshard_mpi.runs.progress import Progress
 from reshard_mpi.runs.request import Request, Strategies, Task
-from reshard_mpi.runs.run_memory import RunMemory
+from reshard_mpi.runs.reservations import RunMemory
 from reshard_mpi.runs.worker_pipes import (
     Channel,
     Fork,

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import StrategyError
-from reshard_mpi.sharding.json_checks import (
+from reshard_mpi.sharding.value_checks import (
     MAX_DIMENSIONS,
     MAX_INPUTS,
     array,

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 from itertools import accumulate
 
 from reshard_mpi.errors import LayoutError, StrategyError
-from reshard_mpi.sharding.json_checks import MAX_AXES, MAX_DIMENSIONS, MAX_EXPANDED_DIMENSIONS, MAX_RANKS, MAX_STAGES
 from reshard_mpi.sharding.mindspore_json import RawLayout, StageFile, StrategyItem, place
 from reshard_mpi.sharding.placement import Placement, Shape, Strategy, named_after, ravel, unravel
 from reshard_mpi.sharding.regroup_dimensions import regroup
+from reshard_mpi.sharding.value_checks import MAX_AXES, MAX_DIMENSIONS, MAX_EXPANDED_DIMENSIONS, MAX_RANKS, MAX_STAGES
 
 Layouts = Mapping[str, RawLayout]
 

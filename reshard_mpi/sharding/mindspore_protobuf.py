@@ -27,7 +27,8 @@ from typing import BinaryIO
 from reshard_mpi import protobuf_wire
 from reshard_mpi.errors import StrategyError
 from reshard_mpi.protobuf_wire import LENGTH, VARINT, MessageField, encode_content, encode_number
-from reshard_mpi.sharding.json_checks import (
+from reshard_mpi.sharding.mindspore_json import REMEDY, RawLayout, StageFile, StrategyItem, place
+from reshard_mpi.sharding.value_checks import (
     MAX_AXES,
     MAX_DIMENSIONS,
     MAX_INPUTS,
@@ -36,7 +37,6 @@ from reshard_mpi.sharding.json_checks import (
     parsed_size,
     text,
 )
-from reshard_mpi.sharding.mindspore_json import REMEDY, RawLayout, StageFile, StrategyItem, place
 
 _STAGE, _OPERATOR, _PARAMETER = (1, VARINT), (2, LENGTH), (3, LENGTH)
 # The fields of each item: its name, and the message about it.

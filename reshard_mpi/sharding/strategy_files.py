@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from reshard_mpi.errors import ReshardError, StrategyError
 from reshard_mpi.filesystem.paths import START_BYTES, kind_of, marked_kind_of
 from reshard_mpi.protobuf_wire import WireError, varint
-from reshard_mpi.sharding.json_checks import MAX_FILE_BYTES, MAX_SPEC_BYTES
 from reshard_mpi.sharding.mindspore_json import REMEDY, StageFile, decode_json
+from reshard_mpi.sharding.value_checks import MAX_FILE_BYTES, MAX_SPEC_BYTES
 from reshard_mpi.text import format_bytes, natural_key
 
 if TYPE_CHECKING:

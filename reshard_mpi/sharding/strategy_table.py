@@ -7,8 +7,11 @@ from itertools import pairwise
 from typing import Any
 
 from reshard_mpi.errors import LayoutError, StrategyError, told
-from reshard_mpi.sharding import json_checks
-from reshard_mpi.sharding.json_checks import (
+from reshard_mpi.sharding import value_checks
+from reshard_mpi.sharding.mindspore_json import parse_json, place
+from reshard_mpi.sharding.mindspore_layouts import located
+from reshard_mpi.sharding.placement import Placement, Strategy
+from reshard_mpi.sharding.value_checks import (
     MAX_AXES,
     MAX_DIMENSIONS,
     MAX_EXPANDED_DIMENSIONS,
@@ -24,9 +27,6 @@ from reshard_mpi.sharding.json_checks import (
     text,
     wrong,
 )
-from reshard_mpi.sharding.mindspore_json import parse_json, place
-from reshard_mpi.sharding.mindspore_layouts import located
-from reshard_mpi.sharding.placement import Placement, Strategy
 
 VERSION = 1
 # Stages kept at most, added up over the different ways in which parameters are placed.
@@ -93,8 +93,8 @@ def loads(data: str, where: str) -> Strategy:
     listed = array(content.get("placements"), "placements", where)
     placements = tuple(_placement(entry, stages, f"{where}, placement {number}") for number, entry in enumerate(listed))
     parameters = _parameters(table(content.get("parameters"), "parameters", where), placements, stages, where)
-    rules = tuple(_rule(rule, placements, where) for rule in json_checks.rules(content.get("rules"), "rules", where))
-    json_checks.patterns((glob for glob, _ in rules), where)
+    rules = tuple(_rule(rule, placements, where) for rule in value_checks.rules(content.get("rules"), "rules", where))
+    value_checks.patterns((glob for glob, _ in rules), where)
     return Strategy(world_size, stages, parameters, rules, where)
 
 

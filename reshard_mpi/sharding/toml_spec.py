@@ -11,8 +11,12 @@ from itertools import accumulate
 from typing import Any
 
 from reshard_mpi.errors import LayoutError, StrategyError
-from reshard_mpi.sharding import json_checks
-from reshard_mpi.sharding.json_checks import (
+from reshard_mpi.sharding import value_checks
+from reshard_mpi.sharding.mindspore_json import StageFile
+from reshard_mpi.sharding.mindspore_layouts import located, merged_stages
+from reshard_mpi.sharding.placement import Placement, Strategy
+from reshard_mpi.sharding.strategy_files import StrategyFile, StrategyForm, decode, distinct, look_all, text_of
+from reshard_mpi.sharding.value_checks import (
     MAX_AXES,
     MAX_DIMENSIONS,
     MAX_LENGTH,
@@ -28,10 +32,6 @@ from reshard_mpi.sharding.json_checks import (
     text,
     wrong,
 )
-from reshard_mpi.sharding.mindspore_json import StageFile
-from reshard_mpi.sharding.mindspore_layouts import located, merged_stages
-from reshard_mpi.sharding.placement import Placement, Strategy
-from reshard_mpi.sharding.strategy_files import StrategyFile, StrategyForm, decode, distinct, look_all, text_of
 from reshard_mpi.text import shortened
 
 # What the marks of TOML cost when it is parsed; a key's dots are looked at for each of its parts anew.
@@ -55,7 +55,7 @@ def parse(data: str, where: str) -> Strategy:
             where=where,
             remedy="write a list of patterns in several lines",
         )
-    json_checks.parsed_size(sum(cost * data.count(mark) for mark, cost in _MARK_BYTES.items()), 0, where)
+    value_checks.parsed_size(sum(cost * data.count(mark) for mark, cost in _MARK_BYTES.items()), 0, where)
     try:
         content = tomllib.loads(data)
     except (ValueError, RecursionError) as error:
@@ -83,12 +83,12 @@ def parse(data: str, where: str) -> Strategy:
     ranks = math.prod(mesh.values()) * stages
     if not 1 <= len(mesh) <= MAX_AXES or ranks > MAX_RANKS:
         raise wrong("mesh", f"1 to {MAX_AXES} axes and at most {MAX_RANKS} ranks in all", axes, where)
-    entries = json_checks.rules(content.get("parameter"), "[[parameter]]", where)
+    entries = value_checks.rules(content.get("parameter"), "[[parameter]]", where)
     if not entries:
         raise wrong("[[parameter]]", "one entry or more", entries, where)
     by_entry = [tuple(_rules(entry, number, mesh, stages, where)) for number, entry in enumerate(entries, 1)]
-    rules = tuple(json_checks.rules([rule for of_entry in by_entry for rule in of_entry], "[[parameter]]", where))
-    json_checks.patterns((glob for glob, _ in rules), where)
+    rules = tuple(value_checks.rules([rule for of_entry in by_entry for rule in of_entry], "[[parameter]]", where))
+    value_checks.patterns((glob for glob, _ in rules), where)
     needed = (of_entry for of_entry, entry in zip(by_entry, entries) if not entry.get("optional"))
     required = frozenset(glob for of_entry in needed for glob, _ in of_entry if glob != "*")
     return Strategy(ranks, stages, {}, rules, where, required_rules=required, axes=tuple(mesh))

@@ -28,7 +28,7 @@ from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.files import MAX_TENSORS
 from reshard_mpi.formats.manifest import ShardIdentity
 from reshard_mpi.protobuf_wire import encode_length, encode_varint
-from reshard_mpi.sharding.json_checks import MAX_FILE_BYTES
+from reshard_mpi.sharding.value_checks import MAX_FILE_BYTES
 from reshard_mpi.testing import sample_tensors
 from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
 from reshard_mpi.text import MIB

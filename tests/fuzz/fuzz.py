@@ -26,7 +26,7 @@ with atheris.instrument_imports(include=["reshard_mpi", "tomllib", "json", "fnma
     import reshard_mpi.formats.safetensors.mindformers_index
     import reshard_mpi.formats.safetensors.torch_dcp
     import reshard_mpi.formats.torch
-    import reshard_mpi.mapping.apply
+    import reshard_mpi.mapping.apply_rules
     import reshard_mpi.sharding.mindspore_protobuf
     import reshard_mpi.sharding.strategy_files
     import reshard_mpi.sharding.toml_spec  # noqa: F401

@@ -36,7 +36,7 @@ from reshard_mpi.journal.fields import COMMIT_RECORD, STATE, record_path, run_pa
 from reshard_mpi.journal.run_records import CommitRecord, RunIdentity
 from reshard_mpi.journal.run_status import as_lines, commit, state_of
 from reshard_mpi.journal.target_records import TargetRecord
-from reshard_mpi.mapping import apply
+from reshard_mpi.mapping import apply_rules
 from reshard_mpi.mapping.map_file import parse_rules
 from reshard_mpi.sharding import strategy_files, strategy_table
 from reshard_mpi.sharding.box import Box
@@ -228,7 +228,7 @@ def map_file(data: bytes) -> None:
     inventory = {name: TensorType(BY_NAME["float32"], shape) for name, shape in shapes.items()}
     for forward in (True, False):
         with suppress(ReshardError):
-            for made in apply.applied(rules, apply.Selection(), inventory, forward).made:
+            for made in apply_rules.applied(rules, apply_rules.Selection(), inventory, forward).made:
                 whole = Box.whole(made.shape.shape)
                 boxes = [*(pair.to for pair in made.shape.pairs), *made.shape.zeros]
                 assert sum(box.size for box in boxes) == whole.size and all(map(whole.contains, boxes))

@@ -27,10 +27,10 @@ from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.folders import Folder
 from reshard_mpi.journal import target_journal
 from reshard_mpi.journal.fields import STATE
-from reshard_mpi.journal.own_files import Unrecorded
 from reshard_mpi.journal.provenance import TargetInputs
 from reshard_mpi.journal.publication import Publication, remove_stale_records
 from reshard_mpi.journal.run_records import RunIdentity, keep_strategy, strategy_of_run
+from reshard_mpi.journal.target_folders import Unrecorded
 from reshard_mpi.journal.target_journal import Journal
 from reshard_mpi.journal.target_records import TargetRecord
 from reshard_mpi.planning.rank_plan import SharedFact, StageDigest

@@ -19,9 +19,9 @@ from support.stand_ins import doing
 import reshard_mpi
 from reshard_mpi.filesystem.folders import Folder
 from reshard_mpi.journal import publication
-from reshard_mpi.journal.own_files import Unrecorded
 from reshard_mpi.journal.provenance import TargetInputs
 from reshard_mpi.journal.publication import Publication, remove_stale, stale_bytes
+from reshard_mpi.journal.target_folders import Unrecorded
 from reshard_mpi.planning.rank_plan import StageDigest
 from reshard_mpi.processes.host import host_name
 
@@ -32,7 +32,7 @@ WRITER = f"""
 import sys
 from pathlib import Path
 from reshard_mpi.journal.target_records import TargetInputs
-from reshard_mpi.journal.own_files import Unrecorded
+from reshard_mpi.journal.target_folders import Unrecorded
 from reshard_mpi.planning.rank_plan import StageDigest
 path = Path(sys.argv[1])
 inputs = TargetInputs((), StageDigest(0, "", 0), (), ())

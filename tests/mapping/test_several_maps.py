@@ -21,7 +21,7 @@ from support.full_checkpoints import assert_held, floats, held, map_of, source_o
 
 import reshard_mpi
 from reshard_mpi import MapError, TargetError, formats
-from reshard_mpi.mapping.apply import applied
+from reshard_mpi.mapping.apply_rules import applied
 from reshard_mpi.mapping.chain import Composition
 from reshard_mpi.mapping.map_file import parse_rules
 from reshard_mpi.mapping.selection import Selection

@@ -17,10 +17,10 @@ from support.strategy_messages import messages
 
 from reshard_mpi.errors import LayoutError, ReshardError, StrategyError
 from reshard_mpi.sharding import strategy_files
-from reshard_mpi.sharding.json_checks import MAX_FILE_BYTES
 from reshard_mpi.sharding.mindspore_json import RawLayout, decode_json
 from reshard_mpi.sharding.mindspore_layouts import to_strategy
 from reshard_mpi.sharding.mindspore_protobuf import decode_protobuf, encode_protobuf
+from reshard_mpi.sharding.value_checks import MAX_FILE_BYTES
 
 GOOD = encode_protobuf(one_layout(RawLayout((2,), ((0,), (-1,)))))
 GOOD_JSON: dict[str, Any] = {

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.nest.nodes import parsed
-from reshard_mpi.mapping.apply import applied
+from reshard_mpi.mapping.apply_rules import applied
 from reshard_mpi.mapping.carry_values import carried_into, renamed
 from reshard_mpi.mapping.chain import chained, composed
 from reshard_mpi.mapping.direction import Inventory
@@ -68,7 +68,7 @@ def applied_to_file(
     forward: bool | None = None,
     like: TargetTemplate | None = None,
 ) -> MappedFile:
-    """Return what `mapping.apply.applied` makes of a file by each map, one after another. Raises what that raises.
+    """Return what `apply_rules.applied` makes of a file by each map, one after another. Raises what that raises.
 
     Args:
         rules: of the maps; if there are none, every tensor keeps its name and shape.
