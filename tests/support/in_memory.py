@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 
 import numpy as np
 
+from reshard_mpi.checkpoints.shard_files import ShardFiles
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.errors import ReshardError, ShardError
 from reshard_mpi.formats.dtypes import BY_NAME
@@ -105,11 +105,12 @@ def fewest(holders: Iterable[frozenset[int]]) -> int:
     )
 
 
-@dataclass(slots=True)
 class Described(SourceCheckpoint):
     """A checkpoint of shards that are in no file, some of them damaged."""
 
-    manifests: dict[int, Manifest] = field(default_factory=dict)
+    def __init__(self, files: ShardFiles, strategy: Strategy, manifests: Mapping[int, Manifest]) -> None:
+        super().__init__(files, strategy)
+        self.manifests = manifests
 
     def _located(self, rank: int) -> Manifest:
         if rank not in self.manifests:
