@@ -22,10 +22,10 @@ from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, T
 from reshard_mpi.filesystem.folders import Folder, closing, open_lock, try_lock
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.journal.fields import COMMIT_RECORD, STATE, record_path, recorded_ranks, written
+from reshard_mpi.journal.own_files import changed_index_files, withdraw_commit
 from reshard_mpi.journal.provenance import Sources, require_one_state, require_same_sources
 from reshard_mpi.journal.publication import publish_bytes, publish_text, remove_stale, remove_stale_records
 from reshard_mpi.journal.run_records import COMMIT_ROOM, CommitRecord, RunIdentity, committed_times, keep_times
-from reshard_mpi.journal.target_folders import uncommit
 from reshard_mpi.journal.target_journal import COMMIT_LOCK
 from reshard_mpi.journal.target_records import RecordHead, TargetRecord
 from reshard_mpi.planning.shared_facts import differing_stages, require_one_checkpoint, require_same_names
@@ -178,37 +178,6 @@ def commit_locked(
     keep_times(opened.state, identity.digest, times_ns)
     publish_text(opened.folder, COMMIT_RECORD, _as_text(begun, records, sums, index))
     return Committed(folder / COMMIT_RECORD, len(records), size_bytes, remarks)
-
-
-def withdraw_commit(folder: Folder, identity: RunIdentity) -> None:
-    """Remove the commit record of targets that are not complete, or no checkpoint, and their index.
-
-    An index that is not the one that was committed stays: a training may have saved its own there.
-    """
-    committed, index_files = CommitRecord.read(folder.path), formats.info(identity.format).index_files
-    uncommit(folder, identity.format, index_files if committed is None else changed_index_files(folder.path, committed))
-
-
-def changed_index_files(folder: Path, committed: CommitRecord) -> dict[str, str]:
-    """Return the names of the index files in a folder that are not as they were committed, and the SHA-256 of each.
-
-    Commits of earlier versions do not say what their index was, only that there is one: the SHA-256 is then empty.
-    """
-    index = formats.index_of(committed.run.format)
-    if index is None or (not committed.index_digest and (folder / index).exists()):
-        return {}
-    digests = {**committed.before_index, index: committed.index_digest}
-    names = (name for name in formats.info(committed.run.format).index_files if name in digests)
-    return {name: digests[name] for name in names if _digest(folder / name) != digests[name]}
-
-
-def _digest(path: Path) -> str | None:
-    """Return the SHA-256 of a file; None if it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError:
-        return None
 
 
 def _publish_index(folder: Folder, format_name: str, records: Sequence[TargetRecord]) -> dict[str, str]:

@@ -8,6 +8,7 @@ writer began: one that the user has given up with `--overwrite`, whose record is
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -19,7 +20,8 @@ from reshard_mpi.filesystem.folders import Folder, close
 from reshard_mpi.filesystem.paths import described
 from reshard_mpi.filesystem.source_files import is_taken
 from reshard_mpi.journal.fields import COMMIT_RECORD, STATE, record_path, recorded_ranks
-from reshard_mpi.journal.run_records import RunIdentity
+from reshard_mpi.journal.run_records import CommitRecord, RunIdentity
+from reshard_mpi.journal.target_folders import uncommit
 from reshard_mpi.journal.target_records import RecordHead
 
 _MOST_NOTE_BYTES = 64
@@ -118,6 +120,37 @@ def own_index_files(folder: Path, state: Path, identity: RunIdentity) -> tuple[s
     target_ranks = identity.facts.get("target_ranks")  # which records of earlier versions may lack
     recorded = [rank for rank in recorded_ranks(state) if target_ranks is not None and rank < target_ranks]
     return lying if len(recorded) == target_ranks else ()
+
+
+def withdraw_commit(folder: Folder, identity: RunIdentity) -> None:
+    """Remove the commit record of targets that are not complete, or no checkpoint, and their index.
+
+    An index that is not the one that was committed stays: a training may have saved its own there.
+    """
+    committed, index_files = CommitRecord.read(folder.path), formats.info(identity.format).index_files
+    uncommit(folder, identity.format, index_files if committed is None else changed_index_files(folder.path, committed))
+
+
+def changed_index_files(folder: Path, committed: CommitRecord) -> dict[str, str]:
+    """Return the names of the index files in a folder that are not as they were committed, and the SHA-256 of each.
+
+    Commits of earlier versions do not say what their index was, only that there is one: the SHA-256 is then empty.
+    """
+    index = formats.index_of(committed.run.format)
+    if index is None or (not committed.index_digest and (folder / index).exists()):
+        return {}
+    digests = {**committed.before_index, index: committed.index_digest}
+    names = (name for name in formats.info(committed.run.format).index_files if name in digests)
+    return {name: digests[name] for name in names if _digest(folder / name) != digests[name]}
+
+
+def _digest(path: Path) -> str | None:
+    """Return the SHA-256 of a file; None if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return None
 
 
 def _foreign(path: Path, kind: str) -> TargetError:

@@ -21,9 +21,9 @@ from reshard_mpi.journal.commit import (
     complete_record,
     opened_to_commit,
     ranges,
-    withdraw_commit,
 )
 from reshard_mpi.journal.fields import COMMIT_RECORD, STATE, recorded_ranks, run_path
+from reshard_mpi.journal.own_files import withdraw_commit
 from reshard_mpi.journal.publication import is_partial
 from reshard_mpi.journal.run_records import CommitRecord, RunIdentity, committed_times
 from reshard_mpi.journal.target_journal import COMMIT_LOCK
