@@ -115,7 +115,7 @@ def test_it_lists_ranks_from_merged_files_we_write(tmp_path: Path) -> None:
 def test_one_process_may_import_both_in_any_order(tmp_path: Path, order: str) -> None:
     write_stage_file(tmp_path / "s.ckpt", StageFile(LAYOUTS, (StrategyItem("MatMul", 0),)))
     path = str(tmp_path / "s.ckpt")
-    ours = f"from reshard_mpi.sharding import strategy\nassert strategy.load({path!r}).world_size == 8"
+    ours = f"from reshard_mpi.sharding import strategy_files\nassert strategy_files.load({path!r}).world_size == 8"
     theirs = f"import mindspore\nassert len(mindspore.build_searched_strategy({path!r})) == {len(LAYOUTS)}"
     code = "\n".join([theirs, ours] if order == "first" else [ours, theirs])
     run_command([sys.executable, "-c", code], timeout_seconds=300, check=True)
