@@ -38,8 +38,8 @@ from reshard_mpi.text import GIB
 # What these functions call the strategies of both sides.
 _FILES = {"src_strategy": "src_strategy_file", "dst_strategy": "dst_strategy_file"}
 
-# `unified_safetensors`: files, and the index that lists them.
-_FORMAT = "safetensors"
+# `unified_safetensors`: files, the index that lists them, and what such a folder is read as.
+_FORMAT, _READ_AS = "safetensors", "hf"
 _PART, _HYPER, _MAP = "part{}.safetensors", "hyper_param.safetensors", "param_name_map.json"
 # The size up to which MindSpore fills a part.
 MOST_BYTES = 3 * GIB
@@ -242,7 +242,7 @@ def _files(plan: RankPlan, names: dict[str, str]) -> tuple[TargetFiles, int]:
     weight_map = {names[name]: file for file, part in held.items() for name in part}
     text = json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": weight_map}, indent=4)
     all_held = {**held, _HYPER: loose} if loose else held
-    return TargetFiles(all_held, names, _MAP, text, (_HYPER,)), len(parts)
+    return TargetFiles(all_held, names, _MAP, text, _READ_AS, (_HYPER,)), len(parts)
 
 
 def _chosen_names(names: Sequence[str], choose: _Choose | None) -> dict[str, str]:

@@ -32,13 +32,14 @@ _MOST_FILE_BYTES = 1 << 62
 class TargetFiles(NamedTuple):
     """Files of whole tensors that are the targets of a run, in place of ranks, and the index that lists them.
 
-    Example: `TargetFiles({"part0.safetensors": ("w",)}, {"w": "model.w"}, "param_name_map.json", "{...}")`.
+    Example: `TargetFiles({"part0.safetensors": ("w",)}, {"w": "model.w"}, "param_name_map.json", "{...}", "hf")`.
     """
 
     held: Mapping[str, tuple[str, ...]]  # by file name: the tensors in it, by their names in the source
     new_names: Mapping[str, str]  # of all tensors, by those
     index_name: str
     index_text: str
+    read_as: str  # the name of the format that the folder is read as
     besides: tuple[str, ...] = ()  # names of files that are read together with the index, whatever it says
 
     @property

@@ -272,7 +272,8 @@ class TargetPlans:
         own_paths = [run.path(rank) for rank in self.own.leads]
         folder, every_path = Path(run.request.target), map(run.path, range(run.conversion.target.world_size))
         if run.request.files is not None:
-            return stranger_notes(lying_beside(folder, "hf", (run.request.files.index_name,), every_path, ()))
+            files = run.request.files
+            return stranger_notes(lying_beside(folder, files.read_as, (files.index_name,), every_path, ()))
         if not run.request.recorded:
             index_files = formats.info(run.format).index_files
             return stranger_notes(lying_beside(folder, run.format, index_files, every_path, own_paths))
