@@ -21,9 +21,9 @@ def command() -> "NoReturn":
     gc.disable()
     if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:  # else it is ignored, and stays so
         _signal.signal(_signal.SIGINT, _signal.SIG_DFL)  # no tracebacks of half-loaded modules
-    from reshard_mpi.cli.first_lease import begin_command, end_if_stopped
+    from reshard_mpi.cli.first_lease import end_if_stopped, take_first_lease
 
-    begin_command()
+    take_first_lease()
     try:
         from reshard_mpi.cli import commands
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from reshard_mpi import formats
 from reshard_mpi.cli.arguments import parser, request
-from reshard_mpi.cli.first_lease import begin_command, end_if_stopped, stopped_text
+from reshard_mpi.cli.first_lease import end_if_stopped, stopped_text
 from reshard_mpi.cli.output import (
     flush_standard_streams,
     in_the_way_of,
@@ -82,7 +82,6 @@ def command() -> NoReturn:
     That would take longer than a small conversion. With MPI it ends as usual, since MPI has work to do then.
     """
     _open_standard_streams()
-    begin_command()
     try:
         main()
     except SystemExit as end:

@@ -1,4 +1,4 @@
-"""Wait for memory before anything is loaded, then start the command line (`begin_command`)."""
+"""Wait for memory before the command line is loaded (`take_first_lease`), and say last words after a signal."""
 
 from __future__ import annotations
 
@@ -23,17 +23,12 @@ _MAX_QUOTED = 120
 # No number that a process passes on to the one that takes its place is larger: places in line are nanoseconds since the
 # host has started.
 _MOST = 1 << 62
-_has_begun = False
 # The memory of MPI, as measured with MPICH and Open MPI.
 _MPI_BYTES = 18 << 20
 
 
-def begin_command() -> None:
-    """Wait until there is memory to load the command line. Only the first call does anything."""
-    global _has_begun  # noqa: PLW0603 - a fact of the process
-    if _has_begun:
-        return
-    _has_begun = True
+def take_first_lease() -> None:
+    """Wait until there is memory to load the command line, if the command of this process needs any."""
     if comm.awaits_world(os.environ):
         sys.excepthook = _end_job_with_traceback
     else:

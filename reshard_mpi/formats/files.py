@@ -1,4 +1,4 @@
-"""Open untrusted files as shards, write new ones, and bound their structure, for all formats (`opened`)."""
+"""Help all formats to read untrusted files within bounds, and to write new ones (`opened`, `write_all`)."""
 
 from __future__ import annotations
 

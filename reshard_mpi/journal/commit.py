@@ -1,4 +1,4 @@
-"""Commit a target folder: all targets are complete and of one checkpoint (`commit_if_complete`).
+"""Commit a target folder, if all targets are complete and of one checkpoint: write its index (`commit_if_complete`).
 
 Processes that know nothing of each other make the targets of one run. Whichever sees that all are complete compares
 their records and writes `reshard.json`; `reshard-mpi commit` does so too, or says what is missing. Before a target is

@@ -1,4 +1,4 @@
-"""Describe how far the run of a target folder is, and commit it by hand (`state_of`, `commit`)."""
+"""Describe how far the run of a target folder is (`state_of`), and do the command `commit`."""
 
 from __future__ import annotations
 

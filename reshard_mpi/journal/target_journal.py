@@ -1,4 +1,4 @@
-"""Lock, publish and record the targets of a run (`Journal`).
+"""Refuse the folder of another run; lock, publish and record the targets of a run (`Journal`).
 
 In the target folder, `.reshard_mpi/run.json` names the run that fills it, `rank_<r>.lock` is locked while target r is
 written (the kernel unlocks it when the writer dies), and `rank_<r>.json` records that target r is complete. Processes

@@ -1,4 +1,4 @@
-"""Check what all shards must agree in, besides shapes and types (`agreement_checks`)."""
+"""Check that shards (`agreement_checks`) and targets (`require_one_checkpoint`) are of one checkpoint, shapes apart."""
 
 from __future__ import annotations
 

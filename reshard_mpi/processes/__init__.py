@@ -1,1 +1,1 @@
-"""Deal with the processes of a run and their host: MPI, forks, signals, memory."""
+"""Deal with the processes of a run and their host: MPI, signals, memory."""

@@ -1,4 +1,4 @@
-"""Check shards and sources against kept sums and records (`check_shard`).
+"""Compare a target with its source, for `--verify` (`sums_as_planned`), and shards with kept sums (`check_shard`).
 
 A shard is held against its checksum, and against the sums of its tensors in itself and in its record. Where shards have
 none, whole tensors are held against those in the commit record of the checkpoint.

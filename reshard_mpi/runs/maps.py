@@ -1,4 +1,4 @@
-"""Read the maps of a request and check them against values and cuts (`TensorMap`, `target_warnings`).
+"""Read the maps of a request, and the checkpoint of `--like`; check maps against values and cuts (`TensorMap`).
 
 Halves of `[(f + f) h]` are all of the first tensor and all of the second. FSDP cuts so. Under tensor parallelism each
 rank has a part of both, which is another tensor as a whole; no byte tells which of the two a file is.

@@ -1,4 +1,4 @@
-"""Verify a checkpoint against its source, or alone (`verify_pair`, `verify_alone`).
+"""Do the command `verify`: a checkpoint against its source, or alone (`verify_pair`, `verify_alone`).
 
 Each process checks a share of the shards. Damage is reported for each tensor; a damaged shard does not stop the others.
 """
