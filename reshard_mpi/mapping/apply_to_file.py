@@ -16,6 +16,7 @@ from reshard_mpi.formats.nest.nodes import parsed
 from reshard_mpi.mapping.apply_rules import applied
 from reshard_mpi.mapping.carry_values import carried_into, renamed
 from reshard_mpi.mapping.chain import chained, composed
+from reshard_mpi.mapping.check_optimizers import require_own_state
 from reshard_mpi.mapping.direction import Inventory
 from reshard_mpi.mapping.numbered_state import (
     NO_TRAINING,
@@ -114,6 +115,7 @@ def applied_to_file(
             return MappedFile(in_files, all_made, like.nest, notes)
         # By their names in the target's file.
         new = carried_into(like.nest, source.nest, training, like.training, inventory, all_parameters, source.path)
+        require_own_state(new.known, inventory, all_parameters, source.path)
         unknown = (
             f"the settings of {path}param_groups are those of {like.path}: without the optimizer's state in both"
             " checkpoints nothing tells which group is which"
@@ -127,9 +129,10 @@ def applied_to_file(
     tensors = [*(tensor.name for tensor in all_made), *made_up]
     new = renamed(source.nest, training, inventory, all_parameters, tensors, source.path)
     _require_no_orphans(training, all_parameters, inventory, source)
-    _require_none_taken_out([each.path for each in new.known], all_made, source.path)
-    _require_none_left_behind(new.known, training, all_made, source)
-    begins = tuple(f"{each.path}state." for each in new.known if each.form is not Form.FLAT)
+    _require_none_taken_out([each.path for each, _ in new.known], all_made, source.path)
+    _require_none_left_behind([each for each, _ in new.known], training, all_made, source)
+    require_own_state(new.known, inventory, all_parameters, source.path)
+    begins = tuple(f"{each.path}state." for each, _ in new.known if each.form is not Form.FLAT)
     if training.optimizer is not None or any(derived.name.startswith(begins) for derived in all_made):
         # Its own load_state_dict takes the states of a group by their places, whatever their names.
         by_names = "the optimizer's state goes by names of parameters, as torch's set_optimizer_state_dict takes it"

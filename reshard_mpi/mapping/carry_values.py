@@ -36,7 +36,7 @@ class NewNest(NamedTuple):
 
     text: str
     unknown: Sequence[str]  # nothing tells which parameters their groups have
-    known: Sequence[Optimizer] = ()  # the others
+    known: Sequence[tuple[Optimizer, Optimizer]] = ()  # the others, each with the source's
 
 
 def renamed(
@@ -72,8 +72,9 @@ def renamed(
             gone = frozenset(optimizer.parameters)
         else:
             made, gone = made_in(path, path, optimizer.parameters, inventory, parameters, where)
-        known.append(_renamed(optimizer, made, gone, where))
-        put(node, known[-1])
+        new = _renamed(optimizer, made, gone, where)
+        known.append((new, optimizer))
+        put(node, new)
     _remove_emptied(root, "", sorted((source, name) for name, sources, _ in parameters for source in sources))
     return NewNest(written(root, None if order is None else tensors), unknown, known)
 
@@ -156,7 +157,7 @@ def carried_into(
     values = NestValues([*names, *(parameter.name for parameter in parameters)])
     optimizers, of_source_nest = optimizers_of(root, theirs), optimizers_of(source_root, training)
     values.leave_alone(node for node, _ in (*optimizers, *of_source_nest))
-    regrouped, unknown = [], []
+    regrouped, unknown, known = [], [], []
     for (node, own), (source_node, of_source) in _pairs(optimizers, of_source_nest):
         if own.form is Form.FLAT:
             own = own.each_for_itself()
@@ -165,13 +166,15 @@ def carried_into(
         carrying = _Carrying(values, own, of_source, sources, where)
         node["dict"] = values.entries(node, source_node, own.path)
         put(node, own._replace(states=carrying.states(), groups=carrying.groups()))
+        known.append((own, of_source))
         if are_known and not carrying.are_groups_alike():
             count = len(of_source.groups)
             regrouped.append((count if own.form is Form.FLAT else len(own.groups), count))
         elif not are_known and (len(own.groups) > 1 or len(of_source.groups) > 1):
             unknown.append(own.path)
     values.require_none_by_group(root, source_root, regrouped, where)
-    return NewNest(written(values.of(root, source_root, ""), None if order is None else decoded(order)), unknown)
+    text = written(values.of(root, source_root, ""), None if order is None else decoded(order))
+    return NewNest(text, unknown, known)
 
 
 def _pairs(
