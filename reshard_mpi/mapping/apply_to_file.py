@@ -7,7 +7,7 @@ takes the names that the one before it has made, so the numbers of the files mat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from reshard_mpi.formats.nest.nodes import parsed
 from reshard_mpi.mapping.apply_rules import applied
 from reshard_mpi.mapping.carry_values import carried_into, renamed
 from reshard_mpi.mapping.chain import chained, composed
-from reshard_mpi.mapping.check_optimizers import require_own_state
+from reshard_mpi.mapping.check_optimizers import TargetTensors, require_own_state
 from reshard_mpi.mapping.direction import Inventory
 from reshard_mpi.mapping.numbered_state import (
     NO_TRAINING,
@@ -31,10 +31,7 @@ from reshard_mpi.mapping.optimizers import (
     STATE_KEY,
     Form,
     MadeParameter,
-    Optimizer,
-    beginning_of,
     is_taken_off,
-    made_below,
     optimizers_of,
     settings_of_all,
 )
@@ -77,13 +74,15 @@ def applied_to_file(
     """
     if not rules:
         mapped = applied(None, choice, inventory, forward)
-        if choice.exclude:
+        if choice.exclude and source.nest is not None:
             training = NO_TRAINING
             with suppress(MapError):  # nothing tells whose state it is
                 shapes = {name: kind.shape for name, kind in inventory.items()}
                 training = training_in(source.nest, shapes, source.tied, source.path)
-            made = [MadeParameter(tensor.name, _sources(tensor)) for tensor in mapped.made]
-            _require_no_orphans(training, made, inventory, source)
+            same = [(optimizer, optimizer) for _, optimizer in optimizers_of(parsed(source.nest).root, training)]
+            sources_of = {tensor.name: _sources(tensor) for tensor in mapped.made}
+            target = TargetTensors({tensor.name: tensor for tensor in mapped.made}, sources_of)
+            require_own_state(same, inventory, target, source.path)
         return MappedFile((mapped,), mapped.made, source.nest)
     if source.nest is not None:
         inventory = {name: inventory[name] for name in in_order(source.nest, inventory, source.path)}
@@ -101,7 +100,6 @@ def applied_to_file(
             break
         training = training._replace(prefix="")  # what begins so now is a part of the model with the name of its key
     _require_different(in_files[-1], chain[-1], source.path)
-    _require_own_equations(training, all_made, inventory, source)
     notes = tuple(_told_of_order(training, source.path))
     # What is equal to another tensor goes into what is made of that.
     equal = {each.names[0]: frozenset(each.names) for each in in_files[0].equal}
@@ -109,13 +107,15 @@ def applied_to_file(
         MadeParameter(derived.name, frozenset[str]().union(*(equal.get(name, {name}) for name in _sources(derived))))
         for derived in all_made
     ]
+    sources_of = {parameter.name: parameter.sources for parameter in all_parameters}
+    target = TargetTensors({tensor.name: tensor for tensor in all_made}, sources_of)
     if like is not None:
         notes += tuple(_told_of_order(like.training, like.path))
         if like.nest is None or source.nest is None:
             return MappedFile(in_files, all_made, like.nest, notes)
         # By their names in the target's file.
         new = carried_into(like.nest, source.nest, training, like.training, inventory, all_parameters, source.path)
-        require_own_state(new.known, inventory, all_parameters, source.path)
+        require_own_state(new.known, inventory, target, source.path)
         unknown = (
             f"the settings of {path}param_groups are those of {like.path}: without the optimizer's state in both"
             " checkpoints nothing tells which group is which"
@@ -128,10 +128,8 @@ def applied_to_file(
     made_up = (*(constant.name for constant in last.constants), *(number.name for number in last.computed))
     tensors = [*(tensor.name for tensor in all_made), *made_up]
     new = renamed(source.nest, training, inventory, all_parameters, tensors, source.path)
-    _require_no_orphans(training, all_parameters, inventory, source)
     _require_none_taken_out([each.path for each, _ in new.known], all_made, source.path)
-    _require_none_left_behind([each for each, _ in new.known], training, all_made, source)
-    require_own_state(new.known, inventory, all_parameters, source.path)
+    require_own_state(new.known, inventory, target, source.path)
     begins = tuple(f"{each.path}state." for each, _ in new.known if each.form is not Form.FLAT)
     if training.optimizer is not None or any(derived.name.startswith(begins) for derived in all_made):
         # Its own load_state_dict takes the states of a group by their places, whatever their names.
@@ -166,70 +164,6 @@ def _require_none_taken_out(paths: Sequence[str], made: Sequence[DerivedTensor],
                 )
 
 
-def _require_none_left_behind(
-    optimizers: Sequence[Optimizer], training: Training, made: Sequence[DerivedTensor], source: SourceTree
-) -> None:
-    """Raise MapError for state that keeps a parameter's old name in an optimizer that goes by names.
-
-    Args:
-        optimizers: those of the target.
-    """
-    of_target = {optimizer.path: optimizer for optimizer in optimizers}
-    kept = [tensor.name for tensor in made if tensor.name in _sources(tensor)]
-    for _, optimizer in [] if source.nest is None else optimizers_of(parsed(source.nest).root, training):
-        if optimizer.form is Form.NUMBERS or optimizer.path not in of_target:
-            continue
-        gone = optimizer.parameters.keys() - of_target[optimizer.path].parameters.keys()
-        for begin in (f"{optimizer.path}{kind}." for kind in (STATE_KEY, GROUPS)):
-            for name in kept if gone else ():
-                parameter = _parameter_of(name, begin, gone)
-                if parameter is not None:
-                    raise MapError(
-                        f"state of {parameter} would stay as it is, and the optimizer has the parameter's new name",
-                        got=name,
-                        where=source.path,
-                        remedy="write equations for such state as for the parameters, or leave it out with --exclude",
-                    )
-
-
-def _require_own_equations(
-    training: Training, made: Sequence[DerivedTensor], inventory: Inventory, source: SourceTree
-) -> None:
-    """Raise MapError for state by names that goes with a tensor which is not the parameter that its optimizer means.
-
-    Where an optimizer's names lack what those of the model begin with, one may be the whole name of another tensor.
-    """
-    wheres_of: dict[str, set[str]] = {}
-    for tensor in made:
-        for name in _sources(tensor):
-            wheres_of.setdefault(name, set()).add(tensor.where)
-    for _, optimizer in [] if source.nest is None else optimizers_of(parsed(source.nest).root, training):
-        is_by_names = optimizer.form in (Form.NAMES, Form.FLAT)
-        before = beginning_of(optimizer.parameters, optimizer.path, inventory) if is_by_names else None
-        if before is None:
-            continue
-        of_model = {where for name, own in wheres_of.items() if not name.startswith(optimizer.path) for where in own}
-        for name, own in wheres_of.items():
-            parameter = _parameter_of(name, f"{optimizer.path}{STATE_KEY}.", optimizer.parameters)
-            others = own.intersection(of_model) - {""} if parameter is not None else set()
-            if not others <= wheres_of.get(f"{before}{parameter}", set()):
-                raise MapError(
-                    f"state of {before}{parameter} would follow the equation of another tensor",
-                    got=name,
-                    where=min(others),
-                    remedy=f"write equations for {before}{parameter} and its state too, be it the same names on both"
-                    " sides",
-                )
-
-
-def _parameter_of(state: str, begin: str, parameters: Container[str]) -> str | None:
-    """Return which of an optimizer's parameters a tensor is state of. begin: what names of its state begin with."""
-    key = state.removeprefix(begin) if state.startswith(begin) else ""
-    while key and key not in parameters:
-        key = key.rpartition(".")[0]
-    return key or None
-
-
 def _told_of_order(training: Training, path: str) -> Iterator[str]:
     """Yield a note if nothing but the order of the model's tensors tells which parameter has which number."""
     if training.optimizer is not None and not training.are_named:
@@ -238,35 +172,6 @@ def _told_of_order(training: Training, path: str) -> Iterator[str]:
             " model.parameters(): that it was given its parameters in another order, as from two lists, or others in"
             " their place, cannot be seen"
         )
-
-
-def _require_no_orphans(
-    training: Training, made: Sequence[MadeParameter], inventory: Inventory, source: SourceTree
-) -> None:
-    """Raise MapError for state of a parameter that is left out, if nothing but the optimizer tells whose it is.
-
-    Args:
-        made: all that is made.
-    """
-    sources = frozenset(name for parameter in made for name in parameter.sources)
-    for _, optimizer in [] if source.nest is None else optimizers_of(parsed(source.nest).root, training):
-        begin = f"{optimizer.path}{STATE_KEY}."
-        gone = frozenset(optimizer.parameters) - sources
-        if optimizer.form is not Form.NUMBERS:
-            left, below = gone - inventory.keys(), frozenset[str]()
-            with suppress(MapError):  # nothing tells which model it is of
-                _, below = made_below(left, optimizer.parameters, optimizer.path, inventory, made, source.path)
-            gone = gone - left | below
-        name_of = {str(optimizer.keys.get(name, name)): name for name in gone}
-        for state in sources if name_of else ():
-            key = _parameter_of(state, begin, name_of)
-            if key is not None:
-                raise MapError(
-                    f"{name_of[key]} is excluded, and its state is not",
-                    got=state,
-                    where=source.path,
-                    remedy=f"exclude the state as well (--exclude '{begin}{key}.*'; that of all: --exclude '{begin}*')",
-                )
 
 
 def _training(choice: Selection, inventory: Inventory, source: SourceTree) -> Training:

@@ -1,7 +1,7 @@
 """Check that a target's optimizers have the state of their own parameters (`require_own_state`).
 
 Equations, names and groups are carried on by different rules. What came out of them is compared here with the source,
-by one rule: a parameter is made of parameters whose state it has, and loses none of theirs.
+by one rule: what becomes of a parameter becomes of its state, in an optimizer that has the parameter.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import MapError
 from reshard_mpi.mapping.direction import Inventory
-from reshard_mpi.mapping.optimizers import GROUPS, STATE_KEY, Form, MadeParameter, Optimizer
+from reshard_mpi.mapping.optimizers import GROUPS, STATE_KEY, Form, Optimizer
+from reshard_mpi.mapping.result import DerivedTensor, taken_of
+from reshard_mpi.sharding.strides import paired, source_region
 
 _REMEDY = (
     "write equations for the parameter and for its state, in the names that each has in the source, be it the same"
@@ -21,120 +23,160 @@ _REMEDY = (
 )
 
 
-class _State(NamedTuple):
-    """Whose state the tensors of an optimizer are."""
+class TargetTensors(NamedTuple):
+    """The tensors of a target that are made of others, by name."""
 
-    owner_of: Mapping[str, str]  # by tensor name; a parameter as the optimizer calls it
+    made: Mapping[str, DerivedTensor]
+    sources_of: Mapping[str, Collection[str]]  # what is equal to a source is a source as well
+
+
+class _Fault(NamedTuple):
+    """What is wrong with an optimizer of a target, a tensor that shows it, and what to do."""
+
+    problem: str
+    got: str
+    remedy: str = _REMEDY
+
+
+class _Side(NamedTuple):
+    """An optimizer of the source or the target, with names of tensors."""
+
+    optimizer: Optimizer
+    begin: str  # what these have before the optimizer's names of parameters
+    owner_of: Mapping[str, str]  # by tensor of its state: the parameter, by the name of its tensor
     unowned: Sequence[str]  # tensors below `state` of no parameter
+
+    @property
+    def parameters(self) -> list[str]:
+        return [f"{self.begin}{name}" for name in self.optimizer.parameters]
 
 
 def require_own_state(
-    pairs: Iterable[tuple[Optimizer, Optimizer]],
-    inventory: Inventory,
-    made: Sequence[MadeParameter],
-    where: str,
+    pairs: Iterable[tuple[Optimizer, Optimizer]], inventory: Inventory, target: TargetTensors, where: str
 ) -> None:
     """Raise MapError if a target's optimizer has state of other parameters, or lacks some of its own.
 
     Args:
         pairs: the target's optimizers, each with the source's.
         inventory: of the source's tensors.
-        made: all tensors of the target that are made of others.
+        where: the source, for errors.
     """
-    sources_of = {tensor.name: tensor.sources for tensor in made}
-    for target, source in pairs:
-        if Form.UNKNOWN in (target.form, source.form):
+    for own, of_source in pairs:
+        if Form.UNKNOWN in (own.form, of_source.form):
             continue
-        for begin in _beginnings(source, inventory):
-            problems = [
-                _problem(target, target_begin, source, begin, inventory, sources_of)
-                for target_begin in _beginnings(target, sources_of)
-            ]
-            if problems and all(problems):
-                problem, got = next(problem for problem in problems if problem)
-                raise MapError(problem, got=got, where=where, remedy=_REMEDY)
+        for source_side in _sides(of_source, inventory):
+            faults = [_fault(side, source_side, inventory, target) for side in _sides(own, target.made)]
+            fault = faults[0]
+            if fault is not None and all(faults):
+                raise MapError(fault.problem, got=fault.got, where=where, remedy=fault.remedy)
 
 
-def _problem(
-    target: Optimizer,
-    target_begin: str,
-    source: Optimizer,
-    begin: str,
-    inventory: Inventory,
-    sources_of: Mapping[str, Collection[str]],
-) -> tuple[str, str] | None:
-    """Return the first fault of a target's optimizer, and a tensor that shows it; None if there is none.
-
-    Args:
-        target_begin, begin: what names of tensors have before those of the optimizers.
-    """
-    of_source, of_target = _state(source, inventory), _state(target, sources_of)
+def _fault(own: _Side, of_source: _Side, inventory: Inventory, target: TargetTensors) -> _Fault | None:
+    """Return the first fault of a target's optimizer; None if there is none."""
+    left_out = inventory.keys() - frozenset[str]().union(*target.sources_of.values())
     owners: dict[str, set[str]] = {}  # of the source's state, the target's parameters that have it
-    for name in (*of_target.owner_of, *of_target.unowned):
-        owner = of_target.owner_of.get(name)
-        origins = None if owner is None else sources_of.get(f"{target_begin}{owner}")
-        states = [state for state in sources_of[name] if state in of_source.owner_of]
+    for name in (*own.owner_of, *own.unowned):
+        states = [state for state in target.sources_of[name] if state in of_source.owner_of]
+        for state in states:
+            if of_source.owner_of[state] in left_out:
+                problem = f"{of_source.owner_of[state]} is excluded, and its state is not"
+                return _Fault(problem, state, _excluding(of_source, state))
+        if name not in own.owner_of:
+            if states:
+                return _Fault(f"state of {of_source.owner_of[states[0]]} would be of no parameter", name)
+            continue
+        owner = own.owner_of[name]
+        origins = target.sources_of.get(owner)
         strangers = []
         for state in states:
-            whole = f"{begin}{of_source.owner_of[state]}"
-            if owner is None:
-                return f"state of {whole} would be of no parameter that the optimizer has", name
-            is_own = whole not in inventory if origins is None else whole in origins
-            if is_own:
+            parameter = of_source.owner_of[state]
+            if parameter in origins if origins is not None else parameter not in inventory:
                 owners.setdefault(state, set()).add(owner)
             else:
-                strangers.append(whole)
+                strangers.append(parameter)
         # Parameters that an equation takes together have equal counters, and one of these is taken.
         is_counter = all(prod(inventory[state].shape) == 1 for state in states)
         if strangers and (len(strangers) == len(states) or not is_counter):
-            return f"state of {strangers[0]} would be that of {target_begin}{owner}, which is not made of it", name
-    made_of: dict[str, set[str]] = {}  # by parameter of the source, in whole: the target's
-    for parameter in target.parameters:
-        for whole in sources_of.get(f"{target_begin}{parameter}", ()):
-            made_of.setdefault(whole, set()).add(parameter)
-    for state, own in owners.items():
-        whole = f"{begin}{of_source.owner_of[state]}"
-        lacking = sorted(made_of.get(whole, own) - own)
-        if lacking:
-            return f"{target_begin}{lacking[0]} would be without state of {whole}, of which it is made", state
+            return _Fault(f"state of {strangers[0]} would be kept of {owner}, which is not made of it", name)
+        if origins is not None and not _is_made_alike(target.made[name], target.made[owner], of_source, inventory):
+            return _Fault(f"state of {owner} would be arranged in another way than {owner}", name)
+    made_of: dict[str, set[str]] = {}  # by parameter of the source: the target's
+    for parameter in own.parameters:
+        for source in target.sources_of.get(parameter, ()):
+            made_of.setdefault(source, set()).add(parameter)
+    for state, having in owners.items():
+        parameter = of_source.owner_of[state]
+        for lacking in sorted(made_of.get(parameter, having) - having):
+            return _Fault(f"{lacking} would be without state of {parameter}, which it is made of", state)
     return None
 
 
-def _state(optimizer: Optimizer, tensors: Iterable[str]) -> _State:
-    name_of = {str(optimizer.keys.get(name, name)): name for name in optimizer.parameters}
-    begins = [f"{optimizer.path}{STATE_KEY}."]
-    if optimizer.form is Form.FLAT:
-        begins.append(f"{optimizer.path}{GROUPS}.")
-    owner_of, unowned = {}, []
-    for name in tensors:
-        for begin in begins:
-            if not name.startswith(begin):
+def _excluding(side: _Side, state: str) -> str:
+    """Return how to leave out the state of one parameter."""
+    name = side.owner_of[state].removeprefix(side.begin)
+    own = f"{side.optimizer.path}{STATE_KEY}.{side.optimizer.keys.get(name, name)}"
+    return f"exclude the state as well (--exclude '{own}.*'; the optimizer: --exclude '{side.optimizer.path}*')"
+
+
+def _is_made_alike(state: DerivedTensor, parameter: DerivedTensor, side: _Side, inventory: Inventory) -> bool:
+    """Tell whether a state's elements come from where those of its parameter come from; True for other shapes."""
+    owner_of = {place: side.owner_of.get(state.sources[place], "") for place in taken_of(state)}
+    shapes = [inventory[state.sources[place]].shape for place in owner_of]
+    shapes_of_owners = [inventory[owner].shape if owner in inventory else None for owner in owner_of.values()]
+    if state.shape.shape != parameter.shape.shape or shapes != shapes_of_owners:
+        return True
+    are_same = all(parameter.sources.get(place) == owner for place, owner in owner_of.items())
+    if are_same and state.shape == parameter.shape:
+        return True
+    compared = 0
+    for own in state.shape.pairs:
+        for other in parameter.shape.pairs:
+            part = own.to.intersect(other.to)
+            if part is None or not part.size:
                 continue
-            key = name.removeprefix(begin)
-            while key and key not in name_of:
-                key = key.rpartition(".")[0]
-            if key:
-                owner_of[name] = name_of[key]
-            else:
-                unowned.append(name)
-    return _State(owner_of, unowned)
+            regions = [source_region(pair.region, pair.to, pair.order, part) for pair in (own, other)]
+            orders = [paired(region, part, pair.order) for region, pair in zip(regions, (own, other))]
+            is_same = owner_of[own.source] == parameter.sources[other.source]
+            if not is_same or regions[0] != regions[1] or orders[0] != orders[1]:
+                return False
+            compared += part.size
+    return all(compared == sum(pair.to.size for pair in tensor.shape.pairs) for tensor in (state, parameter))
 
 
-def _beginnings(optimizer: Optimizer, tensors: Iterable[str]) -> list[str]:
+def _sides(optimizer: Optimizer, tensors: Collection[str]) -> list[_Side]:
+    """Return an optimizer with names of tensors: in several ways if its parameters are those of several models."""
+    name_of = {str(optimizer.keys.get(name, name)): name for name in optimizer.parameters}
+    kinds = (STATE_KEY, GROUPS) if optimizer.form is Form.FLAT else (STATE_KEY,)
+    begins = tuple(f"{optimizer.path}{kind}." for kind in kinds)
+    owner_of: dict[str, str] = {}
+    unowned = []
+    for name in tensors:
+        if not name.startswith(begins):
+            continue
+        key = name[len(next(begin for begin in begins if name.startswith(begin))) :]
+        while key and key not in name_of:
+            key = key.rpartition(".")[0]
+        if key:
+            owner_of[name] = name_of[key]
+        else:
+            unowned.append(name)
+    return [
+        _Side(optimizer, begin, {name: f"{begin}{owner}" for name, owner in owner_of.items()}, unowned)
+        for begin in _beginnings(optimizer, tensors)
+    ]
+
+
+def _beginnings(optimizer: Optimizer, tensors: Collection[str]) -> list[str]:
     """Return the texts that make an optimizer's names of parameters names of tensors, of as many as can be."""
-    names = optimizer.parameters
     if optimizer.form is Form.NUMBERS:
         return [""]
-    counts = Counter(begin for name in tensors if not _is_below(name, optimizer.path) for begin in _begins(name, names))
+    others = (name for name in tensors if not (optimizer.path and name.startswith(optimizer.path)))
+    counts = Counter(begin for name in others for begin in _begins(name, optimizer.parameters))
     most = max(counts.values(), default=0)
     fitting = [begin for begin, count in counts.items() if count == most]
     # `moment.model.` is state of `model.`.
     outer = [begin for begin in fitting if not any(begin != other and begin.endswith(other) for other in fitting)]
     return outer or [""]
-
-
-def _is_below(name: str, path: str) -> bool:
-    return bool(path) and name.startswith(path)
 
 
 def _begins(name: str, ends: Collection[str]) -> Iterator[str]:
