@@ -144,7 +144,7 @@ def _require_homes(source: SourceCheckpoint, strays: Iterable[Sampled], pair: Ra
         assert home_stage is not None
         home_rank = home_stage * stage_size + pair.first % stage_size
         shard, home = source.find(pair.first), source.find(home_rank) if home_rank in source else None
-        if shard is None or home is None or name not in home.tensors or not shard.tensors[name].shape:
+        if shard is None or home is None or name not in home.tensors:
             continue
         if is_partial_sum(name):
             continue
@@ -155,6 +155,31 @@ def _require_homes(source: SourceCheckpoint, strays: Iterable[Sampled], pair: Ra
             continue
         if likeness is not Similarity.SAME:
             raise unexpected_stage_error(name, home_stage, source.strategy, (home.path, shard.path))
+
+
+def require_one_of_stages(source: SourceCheckpoint, differing: Iterable[Differing]) -> None:
+    """Raise StrategyError if stages hold different tensors of one name that no strategy lists, and no small values.
+
+    Args:
+        differing: what targets take from one rank of several.
+    """
+    for tensor in differing:
+        first, other = tensor.ranks[0], rank_of_another_stage(source, tensor)
+        if other is not None:
+            paths = source.manifest(first).path, source.manifest(other).path
+            raise unexpected_stage_error(tensor.name, source.strategy.stage_of(first), source.strategy, paths)
+
+
+def rank_of_another_stage(source: SourceCheckpoint, tensor: Differing) -> int | None:
+    """Return a rank of another stage that has another tensor of the name; None if each rank may have its own."""
+    first, *others = tensor.ranks
+    stage_of, tensors = source.strategy.stage_of, source.manifest(first).tensors
+    rank = next((rank for rank in others if stage_of(rank) != stage_of(first)), None)
+    if rank is None or tensor.name not in tensors:  # it may be a text
+        return None
+    _, dtype, shape, *_ = entry = tensors[tensor.name]
+    found = PairResult(tensor.name, None, True, Similarity.DIFFERENT, True, dtype, shape, entry.size_bytes)
+    return None if found.may_be_own else rank
 
 
 def _compared(
@@ -196,9 +221,8 @@ def _compared(
         except (LayoutError, ShardError, OSError):
             continue
         left[one_part] -= 1
-        floating = "float" in entry.dtype.name or "complex" in entry.dtype.name
         size_bytes = max(entry.size_bytes, other.size_bytes)
-        yield PairResult(name, placement, one_part, likeness, telling, floating, entry.shape, size_bytes)
+        yield PairResult(name, placement, one_part, likeness, telling, entry.dtype, entry.shape, size_bytes)
 
 
 def _say_different_parts(entry: TensorEntry, other: TensorEntry) -> bool:

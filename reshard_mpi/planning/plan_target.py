@@ -56,7 +56,8 @@ def plan_target(target: TargetTensors, strategy_table: str) -> RankPlan:
     group_of = (own_group.get(name, held.number) for name, held in target.class_by_name.items())
     tensors = PlannedTensors(groups, array("I", group_of))
     same_world = target.strategy.world_size == target.source_strategy.world_size
-    checks = list(agreement_checks(target.tensors, target.class_by_name, same_world=same_world))
+    stage_of = target.source_strategy.stage_of
+    checks = list(agreement_checks(target.tensors, target.class_by_name, stage_of, same_world=same_world))
     warnings = list(_not_its_own(target)) if same_world and target.rank in target.lost else []
     if any(manifest.tensors.in_pieces for manifest in target.manifests.values()):
         from reshard_mpi.planning.chunk_reads import ChunkReads, missing_files

@@ -72,20 +72,25 @@ def _counters(names: Iterable[str]) -> set[str]:
     return {*named[:_MAX_COUNTERS], *(name for name in named if name in MOMENTS)}
 
 
-def agreement_checks(tensors: SourceTensors, wanted: Container[str], *, same_world: bool) -> Iterator[Check]:
+def agreement_checks(
+    tensors: SourceTensors, wanted: Container[str], stage_of: Callable[[int], int], *, same_world: bool
+) -> Iterator[Check]:
     """Yield the checks on tensors that every opened shard holds whole. Of a large one only the beginning is compared.
 
     Args:
         wanted: the names of the tensors that the target holds.
         same_world: whether source and target have as many ranks. Step counters must be equal. Wanted tensors that no
-            strategy lists should be, and a difference is reported; with `same_world` they are not compared, since each
-            rank keeps its own (random state).
+            strategy lists should be, and a difference is reported; with `same_world` they are compared only where
+            several stages have them, since each rank keeps its own (random state).
     """
     counters = _counters(tensors.names)
     for name in tensors.names:
         group = tensors.group(name)
         counts = name in counters and is_moment(name, group.shape)
-        if len(group.ranks) < 2 or (not counts and (group.listed or same_world or name not in wanted)):
+        is_compared = (
+            name in wanted and not group.listed and not (same_world and len({*map(stage_of, group.ranks)}) == 1)
+        )
+        if len(group.ranks) < 2 or not (counts or is_compared):
             continue
         # A slice may be all of it, and other ranks' slices empty.
         entries = {rank: entry for rank, entry in tensors.entries(name).items() if entry.shape == group.shape}
@@ -93,7 +98,7 @@ def agreement_checks(tensors: SourceTensors, wanted: Container[str], *, same_wor
             continue
         first = next(iter(entries.values()))
         moment = counts and first.size_bytes <= _SMALL_BYTES
-        if not moment and (name not in wanted or group.listed or same_world):
+        if not (moment or is_compared):
             continue
         box = Box.whole(group.shape)
         start = next(box.blocks(_SMALL_BYTES // first.dtype.itemsize_bytes), box)

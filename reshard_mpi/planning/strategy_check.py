@@ -9,6 +9,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from reshard_mpi.errors import CoverageError, DisagreementError, StrategyError
+from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.planning.sample_choice import MAX_TENSORS, RankPair
 from reshard_mpi.planning.source_flaws import Differing
@@ -65,13 +66,17 @@ class PairResult(NamedTuple):
     one_part: bool  # whether they should hold the same part
     likeness: Similarity
     telling: bool  # whether the compared values vary enough that different parts would differ
-    floating: bool  # whether it is of a floating-point type
+    dtype: DType
     shape: Shape  # of the part on the first rank
     size_bytes: int  # of the larger part
 
     @property
     def differs(self) -> bool:
         return self.likeness is not Similarity.SAME
+
+    @property
+    def floating(self) -> bool:
+        return "float" in self.dtype.name or "complex" in self.dtype.name
 
     @property
     def may_drift(self) -> bool:
@@ -223,8 +228,9 @@ def unexpected_stage_error(name: str, home_stage: int, strategy: Strategy, paths
         expected=f"{name!r} in shards of stage {home_stage} alone, or the same values elsewhere",
         got=f"other values in {paths[1]}",
         where=_where(strategy, *paths),
-        remedy="give the strategy this checkpoint was saved with; if the stages number their layers each from 0, these"
-        " are different tensors of one name, which a checkpoint cannot have",
+        remedy="give the strategy this checkpoint was saved with; if the stages number their layers or the state of"
+        " their optimizers each from 0, these are different tensors of one name, which a checkpoint cannot have: leave"
+        " them out (--exclude)",
     )
 
 

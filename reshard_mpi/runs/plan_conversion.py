@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard_mpi.checkpoints.compare_replicas import difference
 from reshard_mpi.checkpoints.opening import open_source
-from reshard_mpi.checkpoints.sampling import drifted_tensors
+from reshard_mpi.checkpoints.sampling import drifted_tensors, rank_of_another_stage, require_one_of_stages
 from reshard_mpi.checkpoints.shard_files import SingleShard
 from reshard_mpi.checkpoints.shard_opener import ShardOpener, ShardShare, require_consistent_source
 from reshard_mpi.checkpoints.source import SourceCheckpoint
@@ -270,6 +270,15 @@ class Conversion:
         )
         return drift._replace(unlisted=()) if self._keeps_each_ranks_own else drift
 
+    def require_one_of_stages(self, differing: Iterable[Differing]) -> None:
+        """Raise StrategyError if stages hold different tensors of one name, as `sampling.require_one_of_stages` says.
+
+        Args:
+            differing: what targets take from one rank of several.
+        """
+        if self.policy.unlisted is not Unlisted.REPLICATE and self.policy.replicas is not Replicas.ANY:
+            require_one_of_stages(self.source, differing)
+
     @property
     def _keeps_each_ranks_own(self) -> bool:
         """Whether each target has the values of one source rank that no strategy lists: none of them is lost."""
@@ -384,7 +393,10 @@ class Conversion:
                 continue
             if check.refuse:
                 raise difference(self.planned_source, check, differing[0].source_rank, differing[1])
-            tensors.append(Differing(check.name, self._differing_ranks(check)))
+            tensor = Differing(check.name, self._differing_ranks(check))
+            is_lost = self.planned_source.strategy.world_size != self.target.world_size
+            if is_lost or rank_of_another_stage(self.source, tensor) is not None:
+                tensors.append(tensor)
         return plan._replace(differing=tuple(tensors))
 
     def _differing_ranks(self, check: Check) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from reshard_mpi.journal.commit import EarlierTarget
 from reshard_mpi.journal.provenance import TargetInputs
 from reshard_mpi.journal.target_journal import Journal
 from reshard_mpi.planning.rank_plan import RankPlan
-from reshard_mpi.planning.source_flaws import named, warnings_of
+from reshard_mpi.planning.source_flaws import between_targets, named, warnings_of
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.open_run import Run, open_run
 from reshard_mpi.runs.outcome import Outcome, TargetReport, attempt, merge, record_of
@@ -70,6 +70,11 @@ class PlanReport(NamedTuple):
     space_needs: tuple[SpaceNeed, ...] = ()
     due: Totals = Totals()  # what it leads the writing of
     sums: tuple[Sums, ...] = ()  # the accumulated gradients of its targets
+
+    @property
+    def all_differing(self) -> tuple[Differing, ...]:
+        """What shards do not hold alike, in one target or in several."""
+        return (*self.differing, *between_targets(self.prefix_digests))
 
     @classmethod
     def of(cls, plan: RankPlan) -> PlanReport:

@@ -31,7 +31,7 @@ from reshard_mpi.planning.shared_facts import (
     require_same_names,
     require_same_shapes,
 )
-from reshard_mpi.planning.source_flaws import UnusableShard, between_targets, difference_messages
+from reshard_mpi.planning.source_flaws import UnusableShard, difference_messages
 from reshard_mpi.planning.strategy_check import NO_DRIFT, Drift, drift_warning, require_no_drift
 from reshard_mpi.planning.tensor_names import Accumulated, note_on_none
 from reshard_mpi.processes.comm import Comm
@@ -223,12 +223,17 @@ def compare_copies(
         if planned.alike:
             size_bytes, own_bytes = (sum(alike.size_bytes for alike in copies) for copies in (planned.alike, mine))
             progress.begin(Stage("comparing copies", size_bytes), own_bytes)
-        compared = together(comm, partial(_compare, plans, mine, comm, memory, progress))
+        compared = together(comm, partial(_compare, plans, planned, mine, comm, memory, progress))
     return _judged(planned, compared, request.source, strict=request.strict)
 
 
 def _compare(
-    plans: TargetPlans, mine: Sequence[ReplicaGroup], comm: Comm, memory: RunMemory, progress: Progress
+    plans: TargetPlans,
+    planned: PlanReport,
+    mine: Sequence[ReplicaGroup],
+    comm: Comm,
+    memory: RunMemory,
+    progress: Progress,
 ) -> ComparisonReport:
     """Compare the copies `mine`, and this process's share of a sample."""
     run, request = plans.run, plans.run.request
@@ -242,6 +247,7 @@ def _compare(
         counted = SliceCounter(progress.moved, sum(alike.size_bytes for alike in mine))
         lost = compare(conversion.source, mine, conversion.limits, counted.add)
         counted.end()
+    conversion.require_one_of_stages(planned.all_differing)
     drift = conversion.drifted_tensors(damaged_are_replaced=request.verify, process=comm.rank, processes=comm.size)
     return ComparisonReport(lost, drift)
 
@@ -302,8 +308,7 @@ def _judged(planned: PlanReport, compared: Sequence[ComparisonReport], source: s
         require_no_drift(drift.copies, source)
     lost = (Outcome(lost=report.lost) for report in compared)
     drifted = Outcome(other_warnings=(drift_warning(drift.copies),) if drift.copies else ())
-    differing = (*planned.differing, *between_targets(planned.prefix_digests), *drift.unlisted)
-    remarks = difference_messages(differing, source, strict=strict)
+    remarks = difference_messages((*planned.all_differing, *drift.unlisted), source, strict=strict)
     return planned.outcome.joined([*lost, drifted, Outcome(notes=remarks.notes, other_warnings=remarks.warnings)])
 
 
@@ -348,5 +353,6 @@ def plan_alone(
     begun = PlanReport(Outcome.begun(conversion, notes))
     planned = _agreeing([begun, *map(PlanReport.of, plans)], placed, path, conversion.policy.accumulated)
     lost = compare(conversion.source, partition_for(planned.alike, 0, 1), conversion.limits, lambda _: None)
+    conversion.require_one_of_stages(planned.all_differing)
     compared = ComparisonReport(lost, conversion.drifted_tensors())
     return plans, _judged(planned, [compared], path, strict=conversion.policy.strict)

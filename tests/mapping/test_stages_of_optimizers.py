@@ -14,7 +14,7 @@ from support import torch_peer
 from support.checkpoints import sample
 
 import reshard_mpi
-from reshard_mpi.errors import DisagreementError
+from reshard_mpi.errors import DisagreementError, StrategyError
 
 _keys = count()
 Groups = Sequence[Sequence[str]]  # the parameters of each
@@ -130,6 +130,34 @@ def test_numbers_of_another_stage_are_refused(
         reshard_mpi.transform(*how, to=form)
     assert not [*tmp_path.glob("dst/rank_*/*")]
     reshard_mpi.transform(*how, to=form, exclude=["optim.*"])
+
+
+@pytest.mark.parametrize("homes", ["0101", "0011", "0000"])
+def test_numbers_that_the_strategy_does_not_list_are_those_of_one_stage(tmp_path: Path, homes: str) -> None:
+    """Of interleaved stages (0101) each would have the state of both stages under one number."""
+    source = numbered(tmp_path / "src", ([0, 1], [0, 1]))
+
+    def strategy(name: str, homes: str) -> Path:
+        rules = "".join(f"[[parameter]]\nmatch = 'model.l{at}'\nstage = {stage}\n" for at, stage in enumerate(homes))
+        (tmp_path / name).write_text(f"mesh = {{ data = 1 }}\nstages = {len({*homes})}\n{rules}")
+        return tmp_path / name
+
+    how: Any = (source, tmp_path / "dst", strategy("src.toml", "0011"), strategy("dst.toml", homes))
+    if homes == "0011":
+        reshard_mpi.transform(*how, to="torch")
+        for stage in range(2):
+            state = reshard_mpi.load_rank(stage, tmp_path / "dst", tmp_path / "dst.toml", tmp_path / "dst.toml")
+            assert state["optim.state.0.exp_avg"][0, 0] == stage
+        with pytest.raises(StrategyError, match="other stages hold another"):  # which is one checkpoint
+            reshard_mpi.transform(source, tmp_path / "dcp", *how[2:], to="dcp")
+        return
+    with pytest.raises(StrategyError, match=r"other stages hold another 'optim\.state\.0\.exp_avg' too"):
+        reshard_mpi.transform(*how, to="torch")
+    assert not [*tmp_path.glob("dst/rank_*/*")]
+    for options in ({"unlisted": "replicate"}, {"exclude": ["optim.*"]}, {"replicas": "any"}):
+        warnings = reshard_mpi.transform(*how, to="torch", overwrite=True, **options).warnings
+        is_told = any("'optim.state.0.exp_avg' differs between ranks 0, 1" in warning for warning in warnings)
+        assert is_told == ("exclude" not in options)
 
 
 def test_numbers_of_a_stage_go_into_its_own_target(tmp_path: Path) -> None:

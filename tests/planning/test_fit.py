@@ -331,12 +331,13 @@ def test_another_network(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("same", [True, False])
-def test_a_tensor_that_other_stages_have_too(tmp_path: Path, same: bool, ranks: int) -> None:
+@pytest.mark.parametrize("shape", [(8,), ()])
+def test_a_tensor_that_other_stages_have_too(tmp_path: Path, shape: tuple[int, ...], same: bool, ranks: int) -> None:
     spec = Spec({"dp": ranks}, (Rule("a", {}, stages=(0,)), Rule("b", {}, stages=(1,))), stages=2)
-    whole = {name: np.arange(8, dtype=np.float32) + ord(name) for name in "ab"}
+    whole = {name: np.full(shape, ord(name), np.float32) for name in "ab"}
     c = Checkpoint(tmp_path, spec, whole)
     for rank in range(ranks, 2 * ranks):
-        c.rewrite(rank, {"a": whole["a"] + (not same)})
+        c.rewrite(rank, {"a": np.full(shape, ord("a") + (not same), np.float32)})
     target = Spec({"n": 2}, (Rule("*", {}),))
     finished = c.run(spec, target=target)
     assert finished.code == (0 if same else 3), finished
