@@ -180,11 +180,14 @@ def carried_into(
 def _pairs(
     optimizers: Sequence[tuple[Any, Optimizer]], of_source: Sequence[tuple[Any, Optimizer]]
 ) -> Iterable[tuple[tuple[Any, Optimizer], tuple[Any, Optimizer]]]:
-    """Pair the optimizers of both nests: those with equal paths, and the only ones whose parameters are known."""
+    """Pair the optimizers of both nests: those with equal paths, the only ones, and the only known ones.
+
+    Known are those of which it is known which parameters they have.
+    """
     by_path = {other[1].path: other for other in of_source}
     pairs = {own[1].path: (own, by_path[own[1].path]) for own in optimizers if own[1].path in by_path}
     known, known_of_source = (
-        [each for each in side if each[1].form is not Form.UNKNOWN] for side in (optimizers, of_source)
+        [each for each in side if each[1].form is not Form.UNKNOWN] or list(side) for side in (optimizers, of_source)
     )
     if len(known) == len(known_of_source) == 1:
         pairs[known[0][1].path] = known[0], known_of_source[0]

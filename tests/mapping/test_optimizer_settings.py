@@ -611,3 +611,33 @@ def test_equations_of_some_state_leave_other_state_alone(tmp_path: Path) -> None
     reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", to="torch", map=tmp_path / "map.toml", forward=True)
     optimizer = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["optim"]
     assert {name: state["note"] for name, state in optimizer["state"].items()} == {"c.w": 0, "b.w": 1}
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("has_state", [False, True])
+def test_the_only_optimizer_of_both_has_the_settings_of_the_source(
+    tmp_path: Path, has_state: bool, groups: int
+) -> None:
+    """Also below another key; without state nothing else tells what it is."""
+
+    def saved(path: Path, rate: float, name: str, key: str) -> Path:
+        numbers = [[0], [1]] if groups == 2 else [[0, 1]]
+        optimizer = {
+            "state": {number: {"exp_avg": tensor(1)} for number in range(2 * has_state)},
+            "param_groups": [
+                {"lr": rate, "params": own, **({"param_names": [f"{name}{at}" for at in own]} if has_state else {})}
+                for own in numbers
+            ],
+        }
+        torch_peer.save(path, {"model": {f"{name}{at}": tensor(at) for at in range(2)}, key: optimizer})
+        return path
+
+    source, like = saved(tmp_path / "x.pt", 0.1, "a", "optim"), saved(tmp_path / "like.pt", 0.7, "b", "optimizer")
+    (tmp_path / "map.toml").write_text("".join(f'[[map]]\neq = "a{at} <=> b{at}"\n' for at in range(2)))
+    notes = reshard_mpi.transform(
+        source, tmp_path / "dst", to="torch", map=tmp_path / "map.toml", like=like, forward=True
+    ).notes
+    optimizer = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["optimizer"]
+    is_told = has_state or groups == 1
+    assert {group["lr"] for group in optimizer["param_groups"]} == {0.1 if is_told else 0.7}
+    assert any("nothing tells which group is which" in note for note in notes) != is_told
