@@ -28,6 +28,7 @@ from reshard_mpi.mapping.optimizers import (
     optimizers_of,
     put,
     settings_in,
+    without_names,
 )
 
 
@@ -127,6 +128,8 @@ def _renamed(optimizer: Optimizer, made: Sequence[MadeParameter], gone: Containe
         parameters = {parameter.name: parameters[parameter.name] for parameter in made if parameter.name in parameters}
         states = dict[Key, Any](dict.fromkeys(parameters, NOTHING)) | states
         optimizer = optimizer._replace(form=Form.NAMES, keys={})
+    elif optimizer.form is Form.FLAT and [*parameters] != [*optimizer.parameters]:
+        optimizer = optimizer._replace(groups=[without_names(group) for group in optimizer.groups])
     return optimizer._replace(parameters=parameters, states=states)
 
 

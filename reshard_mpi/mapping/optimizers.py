@@ -178,6 +178,12 @@ def _named(group: Any, names: list[str]) -> Any:
     return {**group, "dict": [[entry[0], names] if entry[0] == _PARAMETERS else entry for entry in entries]}
 
 
+def without_names(group: Any) -> Any:
+    """Return a group of a flat optimizer that does not name its parameters, in a list that torch needs nevertheless."""
+    entries = ([key, [] if key == _PARAMETER_NAMES else value] for key, value in group["dict"])
+    return {**group, "dict": [*entries]}
+
+
 def settings_in(group: Any) -> list[list[Any]]:
     """Return the entries of a group that are not about which parameters it has; a tensor's has no value."""
     return [entry for entry in entries_of(group) or () if entry[0] not in (_PARAMETERS, _PARAMETER_NAMES)]

@@ -641,3 +641,42 @@ def test_the_only_optimizer_of_both_has_the_settings_of_the_source(
     is_told = has_state or groups == 1
     assert {group["lr"] for group in optimizer["param_groups"]} == {0.1 if is_told else 0.7}
     assert any("nothing tells which group is which" in note for note in notes) != is_told
+
+
+@pytest.mark.parametrize("like", [False, True])
+def test_a_flat_optimizer_does_not_have_the_names_of_the_source(tmp_path: Path, like: bool) -> None:
+    """torch takes over those of the first parameter that its own optimizer has in a group, in whatever order."""
+
+    def saved(path: Path, names: tuple[str, ...]) -> Path:
+        optimizer: dict[str, Any] = {f"state.{name}.exp_avg": tensor(1) for name in names}
+        optimizer |= {f"param_groups.{name}.param_names": [*names] for name in names}
+        torch_peer.save(path, {**{name: tensor(1) for name in names}, "optim": optimizer})
+        return path
+
+    source = saved(tmp_path / "x.pt", ("a.w", "b.w"))
+    asked: dict[str, Any] = {"like": saved(tmp_path / "like.pt", ("a.w", "new.w"))} if like else {}
+    for equation, names in (("b.w <=> new.w", ("a.w", "new.w")), ("a.w <=> a.w", ("a.w", "b.w"))):
+        if like and "b.w" in names:
+            continue
+        folder = tmp_path / names[1]
+        reshard_mpi.transform(source, folder, to="torch", map=equation, forward=True, **asked)
+        optimizer = torch_peer.load(folder / "rank_0/checkpoint_0.pt")["optim"]
+        told = [] if "new.w" in names and not like else [*names]
+        assert {key: optimizer[key] for key in optimizer if key.startswith("param_groups")} == {
+            f"param_groups.{name}.param_names": told for name in names
+        }
+
+
+def test_flat_optimizers_of_stages_do_not_have_the_names_of_one_stage(tmp_path: Path) -> None:
+    for stage, names in enumerate((("l0", "l1"), ("l2", "l3"))):
+        optimizer = {f"param_groups.{name}.param_names": [*names] for name in names}
+        optimizer |= {f"param_groups.{name}.lr": 0.5 for name in names}
+        (tmp_path / "src" / f"rank_{stage}").mkdir(parents=True)
+        model = {name: tensor(stage) for name in names}
+        torch_peer.save(tmp_path / "src" / f"rank_{stage}" / "x.pt", {"model": model, "optim": optimizer})
+    (tmp_path / "stages.toml").write_text('mesh = { data = 1 }\nstages = 2\n[[parameter]]\nmatch = "*"\n')
+    reshard_mpi.transform(tmp_path / "src", tmp_path / "dst", tmp_path / "stages.toml", to="torch")
+    optimizer = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["optim"]
+    assert optimizer == {
+        f"param_groups.l{at}.{key}": value for key, value in (("param_names", []), ("lr", 0.5)) for at in range(4)
+    }

@@ -84,7 +84,7 @@ def _joined(first: Any, second: Any, keeps_first: bool) -> Any:
     if _is_named(one) and _is_named(other):
         return {**first, "dict": _joined_optimizers(one, other, keeps_first)}
     if _is_flat(one) and _is_flat(other):
-        return {**first, "dict": _joined_states(one, other)}
+        return {**first, "dict": _joined_states(_unnamed(one), _unnamed(other))}
     if are_dicts and _can_be_joined(one, other):
         return {**first, "dict": _joined_entries(one, other, keeps_first)}
     if keeps_first:
@@ -129,6 +129,11 @@ def _is_flat(entries: dict[Any, list[Any]]) -> bool:
     return bool(entries) and all(
         isinstance(key, str) and key.startswith((f"{_STATE}.", f"{_GROUPS}.")) for key in entries
     )
+
+
+def _unnamed(entries: dict[Any, list[Any]]) -> dict[Any, list[Any]]:
+    """Return a flat optimizer that does not name all parameters of a group: stages know their own ones only."""
+    return {key: [[]] if key.endswith(f".{_PARAMETER_NAMES}") else value for key, value in entries.items()}
 
 
 def _joined_optimizers(one: dict[Any, list[Any]], other: dict[Any, list[Any]], keeps_first: bool) -> list[Any]:
