@@ -175,6 +175,9 @@ def told_direction(
         return Direction(forward)
     unmet = {direction: _unmet(rules, inventory, direction, like) for direction in (Direction(True), Direction(False))}
     fitting = [direction for direction, lack in unmet.items() if lack is None]
+    if not fitting and all(lack is not None and lack.rule is None for lack in unmet.values()):
+        fitting = [direction for direction in unmet if _has_state(rules, inventory, direction)]
+        fitting = fitting or [direction for direction in unmet if _keeps_any(rules, inventory, direction)]
     if rules.is_typed and fitting and not fitting[0].is_forward and _takes_any_name(rules):
         raise MapError(
             "no tensor has a name of the equation's left side, and its right side takes any name",
@@ -210,6 +213,20 @@ def told_direction(
 def _takes_any_name(rules: Rules) -> bool:
     """Tell whether the right sides of equations take tensors of any name, as `{p*}` does, so that they tell nothing."""
     return any(term.name.is_any for rule in rules.equations for term in rule.equation.right)
+
+
+def _has_state(rules: Rules, inventory: Inventory, direction: Direction) -> bool:
+    """Tell whether there is state of a tensor by its name in this direction, where equations tell nothing."""
+    sides = ((direction.sides(rule)[0], rule) for rule in rules.states)
+    keys = (key for side, rule in sides for key in candidates_of(side, rule, inventory).all_keys)
+    return any(parameter in inventory for (parameter,) in keys)
+
+
+def _keeps_any(rules: Rules, inventory: Inventory, direction: Direction) -> bool:
+    """Tell whether an equation that keeps names, so that it fits both directions, applies."""
+    kept = ((direction.sides(rule)[0], rule) for rule in rules.equations if rule.keeps_names)
+    found = (candidates_of(side, rule, inventory) for side, rule in kept)
+    return any(not each.lacking(key) for each in found for key in each.all_keys)
 
 
 class _Unmet(NamedTuple):

@@ -595,6 +595,27 @@ def test_state_is_no_parameter_of_an_equation(tmp_path: Path) -> None:
     assert all(np.array_equal(made[name], array) for name, array in (expected | steps).items())
 
 
+@pytest.mark.parametrize("side", ["left", "right", "neither"])
+def test_state_tells_the_direction_where_all_layers_are_linear(tmp_path: Path, side: str) -> None:
+    """Their weights and biases have the same names on both sides."""
+    weights = {"fc.weight": OUT[:6].reshape(2, 3), "fc.bias": OUT[6:8]}
+    kinds = {"exp_avg": "moment1", "exp_avg_sq": "moment2"}
+    left = {f"optimizer.state.{name}.{key}": moment(1, array) for key in kinds for name, array in weights.items()}
+    left |= {f"optimizer.state.{name}.step": np.array(4, np.float32) for name in weights}
+    right = {f"{key}.{name}": moment(1, array) for key in kinds.values() for name, array in weights.items()}
+    right["global_step"] = np.array([4], np.int32)
+    source, other = (left, right) if side == "left" else (right, left)
+    write_shard({**weights, **(source if side != "neither" else {})}, tmp_path / "source.safetensors")
+    if side == "neither":
+        with pytest.raises(MapError, match="can be read in both directions"):
+            reshard_mpi.load_rank(0, tmp_path / "source.safetensors", map="torch-mindspore")
+        made, other = reshard_mpi.load_rank(0, tmp_path / "source.safetensors", map="torch-mindspore", reverse=True), {}
+    else:
+        made = reshard_mpi.load_rank(0, tmp_path / "source.safetensors", map="torch-mindspore")
+    assert made.keys() == {*weights, *other}
+    assert all(np.array_equal(made[name], array) for name, array in {**weights, **other}.items())
+
+
 def test_what_is_made_up_beside_state_is_not_made_up_beside_what_else_is_named_so(tmp_path: Path) -> None:
     names = ("running_mean", "running_var")
     torch_model = {f"bn.{name}": BIAS[:3] for name in names} | {"bn.weight": BIAS[3:6], "bn.bias": BIAS[6:9]}
