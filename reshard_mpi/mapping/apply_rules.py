@@ -89,7 +89,7 @@ def applied(
 
     Raises MapError if the map does not fit.
     """
-    taken = _taken(rules, inventory, forward, like, settings)
+    taken = _taken(rules, inventory, forward, like, settings, choice.owners)
     is_backward = taken.direction is not None and not taken.direction.is_forward
     of_left = settings_of_target if is_backward else settings
     everything = _everything(taken, rules, inventory, choice, like, of_left)
@@ -98,7 +98,7 @@ def applied(
     chosen = frozenset(require_any(choice, shapes)) - states_out
     stranded = _stranded_in_between(choice, taken, inventory, rules)
     outcome = everything.among(chosen)
-    _require_state_follows([name for name in taken.kept if name in chosen - stranded], taken, inventory, rules)
+    _require_state_follows([name for name in taken.kept if name in chosen - stranded], taken, inventory, rules, choice)
     if like is not None:
         of_choice = {name: shape for name, shape in like.shapes.items() if is_chosen(choice, name)}
         of_choice = {name: shape for name, shape in of_choice.items() if name not in states_out}
@@ -126,7 +126,7 @@ def applied(
         scalars,
         () if rules is None else tuple(_cautions(rules, taken, everything, inventory)),
         everything.settings,
-        (*_states_dropped(taken, inventory, rules), *(name for name in shapes if name in states_out)),
+        (*_states_dropped(taken, inventory, rules, choice), *(name for name in shapes if name in states_out)),
         stranded,
     )
 
@@ -172,10 +172,12 @@ def _everything(
     return _Everything(tensors, [tensor for tensor in constants if tensor.name not in of_numbers], numbers, settings)
 
 
-def _require_state_follows(kept: Sequence[str], taken: _Matched, inventory: Inventory, rules: Rules | None) -> None:
+def _require_state_follows(
+    kept: Sequence[str], taken: _Matched, inventory: Inventory, rules: Rules | None, choice: Selection
+) -> None:
     """Raise MapError if state stays as it is, though the parameter that it is of does not."""
     shapes = {name: kind.shape for name, kind in inventory.items()}
-    owned = owners(kept, shapes, rules, taken.direction) if rules else {}
+    owned = owners(kept, shapes, rules, taken.direction, choice.owners) if rules else {}
     require_none_stranded((name for name in kept if name not in owned), taken.matches, inventory)
 
 
@@ -185,7 +187,7 @@ def _stranded_in_between(
     """Return state that stays while its parameter goes, and that the user leaves out after the last map."""
     names = [] if choice.last is None else [name for name in taken.kept if not is_chosen(choice.last, name)]
     try:
-        _require_state_follows(names, taken, inventory, rules)
+        _require_state_follows(names, taken, inventory, rules, choice)
     except MapError:
         return frozenset(name for name in names if is_named_like_state(name))
     return frozenset()
@@ -197,6 +199,7 @@ def _taken(
     forward: bool | None,
     like: TargetTemplate | None,
     settings: Mapping[str, Any],
+    told: Mapping[str, str],
 ) -> _Matched:
     """Return what becomes of the tensors of a checkpoint by a map; without one they stay as they are."""
     if rules is None:
@@ -211,7 +214,7 @@ def _taken(
         taken = list(matches(rules, states_apart, direction, shapes))
     left = dict.fromkeys(inventory)
     _remove(left, taken)
-    entries = dropped(rules, tuple(left), inventory, direction, shapes or {})
+    entries = dropped(rules, tuple(left), inventory, direction, shapes or {}, told)
     for name in entries:
         del left[name]
     scalars = counted(rules, left, inventory, direction, shapes, settings)
@@ -284,10 +287,10 @@ def _computed(
     return numbers
 
 
-def _states_dropped(taken: _Matched, inventory: Inventory, rules: Rules | None) -> tuple[str, ...]:
+def _states_dropped(taken: _Matched, inventory: Inventory, rules: Rules | None, choice: Selection) -> tuple[str, ...]:
     if rules is None or taken.direction is None or not taken.dropped:
         return ()
-    return tuple(states_among(taken.dropped, inventory, rules, taken.direction))
+    return tuple(states_among(taken.dropped, inventory, rules, taken.direction, choice.owners))
 
 
 def _does_nothing(

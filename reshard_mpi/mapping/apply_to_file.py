@@ -16,7 +16,7 @@ from reshard_mpi.formats.nest.nodes import parsed
 from reshard_mpi.mapping.apply_rules import applied
 from reshard_mpi.mapping.carry_values import carried_into, renamed
 from reshard_mpi.mapping.chain import chained, composed
-from reshard_mpi.mapping.check_optimizers import TargetTensors, require_own_state
+from reshard_mpi.mapping.check_optimizers import TargetTensors, owners_by_names, require_own_state
 from reshard_mpi.mapping.direction import Inventory
 from reshard_mpi.mapping.numbered_state import (
     NO_TRAINING,
@@ -31,6 +31,7 @@ from reshard_mpi.mapping.optimizers import (
     STATE_KEY,
     Form,
     MadeParameter,
+    Optimizer,
     is_taken_off,
     optimizers_of,
     settings_of_all,
@@ -73,16 +74,16 @@ def applied_to_file(
         choice, like: of what the last makes.
     """
     if not rules:
-        mapped = applied(None, choice, inventory, forward)
+        training = NO_TRAINING
         if choice.exclude and source.nest is not None:
-            training = NO_TRAINING
             with suppress(MapError):  # nothing tells whose state it is
                 shapes = {name: kind.shape for name, kind in inventory.items()}
                 training = training_in(source.nest, shapes, source.tied, source.path)
-            same = [(optimizer, optimizer) for _, optimizer in optimizers_of(parsed(source.nest).root, training)]
-            sources_of = {tensor.name: _sources(tensor) for tensor in mapped.made}
-            target = TargetTensors({tensor.name: tensor for tensor in mapped.made}, sources_of)
-            require_own_state(same, inventory, target, source.path)
+        optimizers = _optimizers(source, training) if choice.exclude else []
+        mapped = applied(None, choice._replace(owners=owners_by_names(optimizers, inventory)), inventory, forward)
+        sources_of = {tensor.name: _sources(tensor) for tensor in mapped.made}
+        target = TargetTensors({tensor.name: tensor for tensor in mapped.made}, sources_of)
+        require_own_state(((optimizer, optimizer) for optimizer in optimizers), inventory, target, source.path)
         return MappedFile((mapped,), mapped.made, source.nest)
     if source.nest is not None:
         inventory = {name: inventory[name] for name in in_order(source.nest, inventory, source.path)}
@@ -90,6 +91,9 @@ def applied_to_file(
     shapes = {name: kind.shape for name, kind in inventory.items()}
     named = named_tensors(training, shapes, source.path, is_stripped=like is not None)
     plain = {name: inventory[in_file] for name, in_file in named.items()}
+    prefix = training.prefix if like is not None else ""
+    told = owners_by_names(_optimizers(source, training), inventory).items()
+    choice = choice._replace(owners={state.removeprefix(prefix): owner.removeprefix(prefix) for state, owner in told})
     settings = settings_of_all(training, source.nest)
     while True:
         in_target = _names_in_target(training, like)
@@ -172,6 +176,11 @@ def _told_of_order(training: Training, path: str) -> Iterator[str]:
             " model.parameters(): that it was given its parameters in another order, as from two lists, or others in"
             " their place, cannot be seen"
         )
+
+
+def _optimizers(source: SourceTree, training: Training) -> list[Optimizer]:
+    nodes = [] if source.nest is None else optimizers_of(parsed(source.nest).root, training)
+    return [optimizer for _, optimizer in nodes]
 
 
 def _training(choice: Selection, inventory: Inventory, source: SourceTree) -> Training:

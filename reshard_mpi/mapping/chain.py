@@ -142,7 +142,9 @@ def chained(
     of_target = {} if like is None else settings_of_all(like.training, like.nest)
     stranded: frozenset[str] = frozenset()
     for of_one in first:
-        mapped = applied(of_one, Selection(last=choice), inventory, forward, None, settings, of_target)
+        mapped = applied(
+            of_one, Selection(last=choice, owners=choice.owners), inventory, forward, None, settings, of_target
+        )
         _require_none_taken(stranded, mapped)
         stranded |= mapped.stranded
         yield mapped

@@ -71,6 +71,20 @@ def require_own_state(
                 raise MapError(fault.problem, got=fault.got, where=where, remedy=fault.remedy)
 
 
+def owners_by_names(optimizers: Iterable[Optimizer], tensors: Collection[str]) -> dict[str, str]:
+    """Return, by name, the parameters that tensors are state of, as far as optimizers tell by names of parameters.
+
+    Another tensor may have such a name as its whole name: `model.fc` is `model.model.fc` to the optimizer of a model
+    below the key `model`.
+    """
+    owner_of: dict[str, str] = {}
+    for optimizer in optimizers:
+        sides = _sides(optimizer, tensors) if optimizer.form in (Form.NAMES, Form.FLAT) else []
+        if len(sides) == 1:
+            owner_of |= {state: owner for state, owner in sides[0].owner_of.items() if owner in tensors}
+    return owner_of
+
+
 def _fault(own: _Side, of_source: _Side, inventory: Inventory, target: TargetTensors) -> _Fault | None:
     """Return the first fault of a target's optimizer; None if there is none."""
     left_out = inventory.keys() - frozenset[str]().union(*target.sources_of.values())

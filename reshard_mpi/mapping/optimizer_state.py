@@ -145,6 +145,7 @@ def owners(
     shapes: Mapping[str, tuple[int, ...]],
     rules: Rules | None,
     direction: Direction | None,
+    told: Mapping[str, str],
     *,
     in_target: bool = False,
 ) -> dict[str, str]:
@@ -153,12 +154,13 @@ def owners(
     Args:
         names: of some of the tensors of the source, or of the target.
         shapes: of all of them.
+        told: parameters that optimizers tell, in place of those that names tell.
     """
     side = _target if in_target else _source
     state_rules = [] if rules is None or direction is None else [side(rule, direction) for rule in rules.states]
     parameters = with_state(shapes)
     parted = ((name, _parameter_of(name, state_rules, shapes)) for name in names if name not in parameters)
-    return {name: owner[0] for name, owner in parted if owner is not None and owner[0] != name}
+    return {name: told.get(name, owner[0]) for name, owner in parted if owner is not None and owner[0] != name}
 
 
 def with_state(names: Collection[str]) -> frozenset[str]:

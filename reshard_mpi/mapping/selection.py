@@ -38,6 +38,8 @@ class Selection(NamedTuple):
     last: Selection | None = None
     # single numbers of the target that training counts or sets, as their places in it tell, by names in its file
     settings: Collection[str] = ()
+    # the tensors that state is of, by its name, where an optimizer says it and names might say something else
+    owners: Mapping[str, str] = MappingProxyType({})
 
 
 Shape = tuple[int, ...]
@@ -146,7 +148,7 @@ def states_left_out(
     if not excluded:
         return frozenset()
     others = [name for name in shapes if name not in excluded]
-    owner_of = owners(others, shapes, rules, direction, in_target=True)
+    owner_of = owners(others, shapes, rules, direction, choice.owners, in_target=True)
     return frozenset(name for name in others if not excluded.isdisjoint(owned_by(name, owner_of)))
 
 
@@ -294,7 +296,12 @@ def _of_fill(fill: Fill, tensors: Sequence[DerivedTensor]) -> Iterator[ConstantT
 
 
 def dropped(
-    rules: Rules, left: Sequence[str], inventory: Inventory, direction: Direction, wanted: TemplateShapes
+    rules: Rules,
+    left: Sequence[str],
+    inventory: Inventory,
+    direction: Direction,
+    wanted: TemplateShapes,
+    told: Mapping[str, str],
 ) -> dict[str, Drop]:
     """Return the tensors that are left out, each with the entry of the map that says so.
 
@@ -303,13 +310,14 @@ def dropped(
     Args:
         left: the names of tensors that no equation takes.
         wanted: what the target is to have is not left out.
+        told: as `Selection.owners`.
 
     Raises MapError for an entry that leaves nothing out, though it must, or loses what nothing makes up again.
     """
     _require_made_up_again(rules, direction)
     drops = [drop for drop in rules.drops if drop.side == direction.source_side]
     shapes = {name: kind.shape for name, kind in inventory.items()}
-    owner_of = owners(left, shapes, rules, direction) if drops else {}
+    owner_of = owners(left, shapes, rules, direction, told) if drops else {}
     entries: dict[str, Drop] = {}
     for drop in drops:
         pattern = Pattern(drop.glob)
@@ -334,10 +342,12 @@ def dropped(
     return entries
 
 
-def states_among(names: Mapping[str, Drop], inventory: Inventory, rules: Rules, direction: Direction) -> Iterator[str]:
+def states_among(
+    names: Mapping[str, Drop], inventory: Inventory, rules: Rules, direction: Direction, told: Mapping[str, str]
+) -> Iterator[str]:
     """Yield the excluded tensors whose parameters are excluded as well."""
     shapes = {name: kind.shape for name, kind in inventory.items()}
-    owner_of = owners(names, shapes, rules, direction)
+    owner_of = owners(names, shapes, rules, direction, told)
     yield from (name for name, owner in owner_of.items() if owner in names)
 
 

@@ -680,3 +680,38 @@ def test_flat_optimizers_of_stages_do_not_have_the_names_of_one_stage(tmp_path: 
     assert optimizer == {
         f"param_groups.l{at}.{key}": value for key, value in (("param_names", []), ("lr", 0.5)) for at in range(4)
     }
+
+
+@pytest.mark.parametrize("form", ["names", "flat"])
+@pytest.mark.parametrize("way", ["exclude", "exclude with a map", "drop"])
+def test_state_is_not_left_out_with_a_parameter_whose_name_stands_in_its_own(
+    tmp_path: Path, form: str, way: str
+) -> None:
+    """The tensor `model.fc` is `fc` to the optimizer, whose `model.fc` is the tensor `model.model.fc`."""
+    of_form(tmp_path / "x.pt", ("model.fc", "fc", "a"), "optim", form, own=True)
+    globs = ["model.fc", "optim.state.fc.*"]
+    asked: dict[str, Any] = {} if way == "drop" else {"exclude": globs}
+    if way != "exclude":
+        drops = [f"[[map]]\ndrop = '{glob}'\noptional = true\n" for glob in (globs if way == "drop" else ())]
+        pairs = [("model.a", "model.b"), ("optim.state.a.exp_avg", "optim.state.b.exp_avg")]
+        equations = [f"[[map]]\neq = '{old} <=> {new}'\n" for old, new in pairs]
+        (tmp_path / "map.toml").write_text("".join((*equations, *drops)))
+        asked |= {"map": tmp_path / "map.toml", "forward": True}
+    report = reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", to="torch", **asked)
+    name = "a" if way == "exclude" else "b"
+    loaded = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")
+    assert {*loaded["model"]} == {"model.fc", name}
+    held = loaded["optim"]
+    moments = {
+        own: held[f"state.{own}.exp_avg"] if form == "flat" else held["state"][own]["exp_avg"]
+        for own in ("model.fc", name)
+    }
+    assert {own: value_of(moment) for own, moment in moments.items()} == {"model.fc": 10, name: 12}
+    assert not any("whose state they are" in note and "model.fc" in note for note in report.notes)
+
+
+def test_state_goes_with_the_parameter_that_its_optimizer_means(tmp_path: Path) -> None:
+    of_form(tmp_path / "x.pt", ("model.fc", "fc"), "optim", "names", own=True)
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", to="torch", exclude=["model.model.fc"])
+    held = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["optim"]["state"]
+    assert {name for name, state in held.items() if "exp_avg" in state} == {"fc"}
