@@ -234,6 +234,40 @@ def test_objects_that_others_read(tmp_path: Path) -> None:
     }
 
 
+PAIR = {NEST: '{"dict":[["betas",{"tuple":[{"tensor":null},{"dict":[["x"]]},3]}]]}'}
+
+
+def test_a_tuple_with_tensors_is_one_object(tmp_path: Path) -> None:
+    """As torch has it, so that it finds it under its key; for us its tensors are listed as well."""
+    written(tmp_path, [spec_of(["w", "betas.0", "betas.1.x"], PAIR)])
+    found = dcp_peer.read(tmp_path)
+    ((first, inner, number),) = found.objects.values()
+    assert [*found.objects] == ["betas"] and number == 3
+    samples = (torch_peer.sample_of("", each) for each in (first, inner["x"]))
+    assert all((sample.dtype, sample.shape, sample.content) == (FLOAT, (2,), bytes(8)) for sample in samples)
+    assert found.paths == {"betas": ("betas",), **{name: (name,) for name in ("w", "betas.0", "betas.1.x")}}
+    assert {*dcp.open_folder(str(tmp_path))[0].tensors} == {"w", "betas.0", "betas.1.x"}
+
+
+def test_tensors_of_a_tuple_are_in_the_object_alone_where_ranks_have_strings_of_their_own(tmp_path: Path) -> None:
+    spec = spec_of(["betas.0", "betas.1.x"], {**PAIR, "note": "0"})
+    other = spec_of(["w"], {"note": "1"})._replace(identity=ShardIdentity(1, 2, ""))
+    written(tmp_path, [spec, other])
+    assert {*dcp_peer.read(tmp_path).paths} == {"w", "betas", "note"}
+    opened = dcp.open_folder(str(tmp_path))[0]
+    assert {*opened.tensors} == {"w", "betas.0", "betas.1.x"}
+
+
+@pytest.mark.parametrize("shape", [(1 << 16,), (4,)])
+def test_large_or_cut_tensors_of_a_tuple_are_refused(shape: tuple[int, ...]) -> None:
+    box = Box((0,), (shape[0] if shape[0] > 4 else 2,))
+    tensors = [TensorSpec("w", FLOAT, shape, box), TensorSpec("betas.0", FLOAT, shape, box)]
+    spec = ShardSpec(ShardIdentity(0, 1, ""), tensors, {NEST: '{"dict":[["betas",{"tuple":[{"tensor":null}]}]]}'})
+    with pytest.raises(TargetError, match=r"(?s)'betas' as one object.*'betas\.0'"):
+        dcp.size_at_most_bytes(spec)
+    dcp.size_at_most_bytes(spec._replace(strings={}))
+
+
 COUNTER = '{"call":["collections","Counter",[{"dict":[[1,1],[4,2]]}]]}'
 DEFAULTS = '{"call":["collections","defaultdict",[{"global":["builtins","list"]}]],"dict":[["x",1]]}'
 

@@ -91,12 +91,17 @@ def test_what_two_processes_load(tmp_path: Path, saved: tuple[Path, Path], ranks
     processes("load", 2, tmp_path / "made", saved[1])
 
 
-def test_a_training_loads_what_is_made_of_its_file(tmp_path: Path) -> None:
-    """Its keys are those that torch makes of the same, as of a scheduler's milestones, which are a Counter."""
+@pytest.mark.parametrize("are_tensors", [False, True])
+def test_a_training_loads_what_is_made_of_its_file(tmp_path: Path, are_tensors: bool) -> None:
+    """Its keys are those that torch makes of the same: a scheduler's milestones are a Counter, betas a tuple.
+
+    Where that has tensors in it, these have keys besides.
+    """
     from torch.distributed import checkpoint
 
     net = torch.nn.Linear(3, 4)
-    optimizer = torch.optim.AdamW(net.parameters())
+    betas = tuple(torch.tensor(beta) if are_tensors else beta for beta in (0.5, 0.75))
+    optimizer = torch.optim.AdamW(net.parameters(), betas=betas, foreach=False)
     net(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 4])
@@ -108,12 +113,18 @@ def test_a_training_loads_what_is_made_of_its_file(tmp_path: Path) -> None:
         checkpoint.FileSystemReader(tmp_path / name).read_metadata().state_dict_metadata.keys()
         for name in ("made", "saved")
     )
-    assert made == saved
-    checkpoint.load(training, checkpoint_id=tmp_path / "made", no_dist=True)
+    key = "optimizer.param_groups.0.betas"
+    assert made == {*saved, *((f"{key}.0", f"{key}.1") if are_tensors else ())}
+    optimizer.param_groups[0]["betas"] = tuple(0 * beta for beta in betas)
+    again = {**training, "optimizer": optimizer.state_dict()}
+    checkpoint.load(again, checkpoint_id=tmp_path / "made", no_dist=True)
+    assert again["optimizer"]["param_groups"][0]["betas"] == betas
     for name in ("made", "saved"):
         run_apart("transform", tmp_path / name, tmp_path / f"{name}.back", "--to", "torch", "--jobs", "1", check=True)
         (path,) = (tmp_path / f"{name}.back").glob("rank_0/*.pt")
-        assert torch.load(path)["scheduler"]["milestones"] == {1: 1, 4: 1}
+        loaded = torch.load(path)
+        assert loaded["scheduler"]["milestones"] == {1: 1, 4: 1}
+        assert loaded["optimizer"]["param_groups"][0]["betas"] == betas
 
 
 def test_through_a_file_of_torch_to_one_of_torch(tmp_path: Path, saved: tuple[Path, Path]) -> None:

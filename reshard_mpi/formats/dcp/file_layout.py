@@ -75,10 +75,28 @@ def of_tensor(kind: TensorType) -> ItemLayout:
     return ItemLayout(head, _finished([*members, payload]), plain.size_bytes)
 
 
-def of_object(value: Value) -> bytes:
-    """Return the item of an object without tensors."""
-    before, members = _written(first_members(dumps(value)), [])
+def of_object(value: Value, contents: Mapping[str, tuple[TensorType, bytes]]) -> bytes:
+    """Return the item of an object. contents: types and bytes of the tensors in it, by name."""
+    written = {name: WrittenTensor(str(key), kind) for key, (name, (kind, _)) in enumerate(contents.items(), 1)}
+    payloads = {f"data/{written[name].key}": content for name, (_, content) in contents.items()}
+    before, members = _written(first_members(dumps(_with(written, value))) | payloads, [])
     return before + _finished(members)
+
+
+def _with(written: Mapping[str, WrittenTensor], value: Value) -> Value:
+    """Return a value with tensors in place of their leaves."""
+    kind = type(value)
+    if kind is TensorLeaf:
+        return written[value.name]
+    if kind is list or kind is tuple:
+        return kind(_with(written, part) for part in value)
+    if kind is Dict:
+        return Dict(_with(written, value.flat))
+    if kind is Call:
+        call = Call(value.function, _with(written, value.args), is_new=value.is_new)
+        call.state, call.items, call.flat = (_with(written, each) for each in (value.state, value.items, value.flat))
+        return call
+    return value
 
 
 def _finished(members: list[Placed]) -> bytes:
@@ -184,8 +202,8 @@ def _contradiction(path: Keys, where: str) -> ShardError:
 def flattened(root: Value) -> Iterator[tuple[Keys, Value]]:
     """Yield the path of every tensor and object of a tree, in order.
 
-    As torch does: dictionaries are taken apart, lists if there are tensors or dictionaries in them, and all else, too,
-    that has tensors in it. Empty dictionaries vanish.
+    As torch does: dictionaries are taken apart, and lists if there are tensors or dictionaries in them. All else is an
+    object, even if it has tensors in it. Empty dictionaries vanish.
     """
     if type(root) is Dict:
         yield from _dictionary(root.pairs(), ())
@@ -199,9 +217,7 @@ def _dictionary(pairs: Iterable[tuple[Value, Value]], path: Keys) -> Iterator[tu
 
 
 def _value(value: Value, path: Keys) -> Iterator[tuple[Keys, Value]]:
-    if type(value) is TensorLeaf:
-        yield path, value
-    elif _is_dictionary(value) or (type(value) is list and _has_more(value)) or _has_tensors(value):
+    if _is_dictionary(value) or (type(value) is list and _has_more(value)):
         yield from _opened(value, path)
     else:
         yield path, value
@@ -222,7 +238,7 @@ def _opened(value: Value, path: Keys) -> Iterator[tuple[Keys, Value]]:
                 yield from _value(item, (*path, str(index)))
         if value.flat:
             yield from _dictionary(value.pairs(), path)
-        if type(value.state) is Dict and (not _is_dictionary(value) or _has_tensors(value.state)):
+        if type(value.state) is Dict and (not _is_dictionary(value) or any(tensors_in(value.state))):
             yield from _dictionary(value.state.pairs(), path)
 
 
@@ -238,8 +254,12 @@ def _has_more(values: list[Value]) -> bool:
     )
 
 
-def _has_tensors(value: Value) -> bool:
-    return type(value) is TensorLeaf or any(map(_has_tensors, parts(value)))
+def tensors_in(value: Value) -> Iterator[str]:
+    """Yield the names of the tensors in a value."""
+    if type(value) is TensorLeaf:
+        yield value.name
+    for part in parts(value):
+        yield from tensors_in(part)
 
 
 _MARK = b"rmpidcp1"

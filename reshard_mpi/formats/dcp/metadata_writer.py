@@ -6,18 +6,20 @@ ranks cannot know what others have.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from reshard_mpi.errors import DisagreementError
+from reshard_mpi.formats import files
 from reshard_mpi.formats.dcp import file_layout
 from reshard_mpi.formats.dcp.bulk_metadata import FILESYSTEM, METADATA, ItemPlace
-from reshard_mpi.formats.dcp.file_layout import Keys, TensorLeaf
+from reshard_mpi.formats.dcp.file_layout import Keys, TensorLeaf, tensors_in
 from reshard_mpi.formats.dcp.metadata import INDEX, OWN_STRINGS
 from reshard_mpi.formats.dcp.writer import entries_of
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.manifest import NEST, Manifest, common_nest
 from reshard_mpi.formats.nest.nodes import Value
+from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.formats.torch.pickler import text_opcode, whole_opcode
 
 _VERSION = "1.0.0"
@@ -46,7 +48,11 @@ def index_files(shards: Sequence[Manifest]) -> dict[str, bytes]:
     """
     wholes = _wholes(shards)
     strings, paths, objects = _entries(shards)
-    items = {name: file_layout.of_object(value) for name, value in objects.items()}
+    for name in (name for value in objects.values() for name in tensors_in(value)) if not strings else ():
+        del wholes[name], paths[name]  # without strings, they are read from objects
+    items = {
+        name: file_layout.of_object(value, _contents(tensors_in(value), shards)) for name, value in objects.items()
+    }
     places, offset = {}, 0
     for name, item in items.items():
         places[name] = ItemPlace(INDEX, offset, len(item))
@@ -54,6 +60,18 @@ def index_files(shards: Sequence[Manifest]) -> dict[str, bytes]:
     write = _listed(wholes, paths, strings)
     end = len(_with_objects(write.copy(), places, 0))
     return {INDEX: _with_objects(write, places, end) + b"".join(items.values())}
+
+
+def _contents(names: Iterable[str], shards: Sequence[Manifest]) -> dict[str, tuple[TensorType, bytes]]:
+    """Return the types and the bytes of tensors, each whole in the first of the files that has it."""
+    contents = {}
+    for name in names:
+        shard = next(shard for shard in shards if name in shard.tensors)
+        entry = shard.tensors[name]
+        with files.opened(shard.path) as file:
+            content = file.read_exactly(shard.tensors.offsets[shard.tensors.index_by_name[name]], entry.size_bytes)
+        contents[name] = TensorType(entry.dtype, entry.shape), content
+    return contents
 
 
 def _wholes(shards: Sequence[Manifest]) -> dict[str, _CollectedTensor]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from reshard_mpi.errors import ShardError, TargetError, UsageError
 from reshard_mpi.formats import files
 from reshard_mpi.formats.dcp import file_layout
-from reshard_mpi.formats.dcp.file_layout import Keys, TensorLeaf, flattened
+from reshard_mpi.formats.dcp.file_layout import Keys, TensorLeaf, flattened, tensors_in
 from reshard_mpi.formats.dcp.items import Common, locate_items
 from reshard_mpi.formats.dcp.metadata import INDEX
 from reshard_mpi.formats.dcp.reader import NAME, wanted_in
-from reshard_mpi.formats.manifest import Manifest, ShardSpec
+from reshard_mpi.formats.manifest import Manifest, ShardSpec, Specs
 from reshard_mpi.formats.nest.nodes import Value
 from reshard_mpi.formats.protocol import NO_SUMS, OnBytes, uncounted
 from reshard_mpi.formats.tensor_table import TensorTable
@@ -24,6 +24,8 @@ from reshard_mpi.text import KIB
 _HOLDER = "a torch distributed checkpoint"
 # What an item takes besides its payload: the gap before it and its own structure, measured for 32 dimensions.
 _ITEM_BYTES = 4 * KIB + 3 * KIB
+# Tensors in objects, such as betas, lie in the metadata as well.
+_MOST_IN_OBJECT_BYTES = 64 * KIB
 
 
 def file_name(target_rank: int, targets: int, prefix: str) -> str:
@@ -34,8 +36,8 @@ def file_name(target_rank: int, targets: int, prefix: str) -> str:
 def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
     """Return the largest size of the file of `spec`. Raises TargetError for tensors that torch cannot hold."""
     require_types(spec.specs, _HOLDER, "")
-    entries_of([*spec.specs.names, *spec.written_by_others], spec.strings, "")
     specs = spec.specs
+    _require_small(entries_of([*specs.names, *spec.written_by_others], spec.strings, ""), specs, "")
     dimensions = [len(kind.shape) for kind in specs.kinds]
     record_bytes = file_layout.footer_at_most_bytes(list(specs.names), dimensions, dict(spec.strings))
     return specs.size_bytes + _ITEM_BYTES * len(specs) + record_bytes
@@ -52,7 +54,7 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
     specs, strings = spec.specs, dict(spec.strings)
     files.check_names(path, [*specs.names, *strings])
     require_types(specs, _HOLDER, path)
-    entries_of([*specs.names, *spec.written_by_others], strings, path)
+    _require_small(entries_of([*specs.names, *spec.written_by_others], strings, path), specs, path)
     tensors, writer, end = TensorTable(path), files.HeaderDigestWriter(fd), 0
     kinds = [tensors.kind(kind) for kind in specs.kinds]
     layouts = [file_layout.of_tensor(kind) for kind in specs.kinds]
@@ -67,6 +69,22 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
     writer.add(end, file_layout.footer_of(tensors, strings))
     writer.finish()
     return Manifest(path, NAME, tensors, strings)
+
+
+def _require_small(entries: Iterable[Entry], specs: Specs, path: str) -> None:
+    """Raise TargetError for a tensor in an object that is large, or cut: the metadata is to have all of it."""
+    kind_of = dict(zip(specs.names, specs.kind_ids))
+    for name, _, value in entries:
+        for tensor in tensors_in(value) if type(value) is not TensorLeaf else ():
+            kind = specs.kinds[kind_of[tensor]] if tensor in kind_of else None
+            if kind is not None and (kind.size_bytes > _MOST_IN_OBJECT_BYTES or kind.shape != kind.whole_shape):
+                raise TargetError(
+                    f"torch keeps {name!r} as one object, and a tensor in it is large or cut",
+                    expected=f"tensors of {_MOST_IN_OBJECT_BYTES} bytes at most, whole on each rank",
+                    got=f"{tensor!r} {list(kind.shape)} of {list(kind.whole_shape)}",
+                    where=path,
+                    remedy="save a list or a dictionary in place of a tuple or an object",
+                )
 
 
 def locate_own(path: str) -> Manifest:
@@ -110,15 +128,23 @@ def seal(fd: int, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = F
         raise UsageError("a .distcp file has no checksum of its own", expected="no --crc", got="--crc", where=path)
 
 
-def entries_of(names: Sequence[str], strings: Mapping[str, str], where: str) -> list[tuple[str, Keys, Value]]:
-    """Return the entries of a checkpoint of these tensors and strings: name, path, and a `TensorLeaf` or an object.
+# The name of an entry of a checkpoint, its path, and a `TensorLeaf` or an object.
+Entry = tuple[str, Keys, Value]
 
-    Raises TargetError if the strings do not fit the tensors, or two entries have the same name.
+
+def entries_of(names: Sequence[str], strings: Mapping[str, str], where: str) -> list[Entry]:
+    """Return the entries of a checkpoint of these tensors and strings.
+
+    Tensors in objects have entries of their own besides, for this program. Raises TargetError if the strings do not
+    fit the tensors, or two entries have the same name.
     """
     root = rebuilt({name: TensorLeaf(name) for name in names}, strings, where)
-    entries: list[tuple[str, Keys, Value]] = []
+    entries: list[Entry] = []
     met: set[str] = set()
-    for path, value in flattened(root):
+    values = [*flattened(root)]
+    objects = [value for _, value in values if type(value) is not TensorLeaf]
+    values += [((name,), TensorLeaf(name)) for value in objects for name in tensors_in(value)]
+    for path, value in values:
         name = ".".join(map(str, path))
         if type(value) is TensorLeaf and value.name != name:
             name, path = value.name, (value.name,)
