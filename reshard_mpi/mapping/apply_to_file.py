@@ -16,7 +16,7 @@ from reshard_mpi.formats.nest.nodes import parsed
 from reshard_mpi.mapping.apply_rules import applied
 from reshard_mpi.mapping.carry_values import carried_into, renamed
 from reshard_mpi.mapping.chain import chained, composed
-from reshard_mpi.mapping.check_optimizers import TargetTensors, owners_by_names, require_own_state
+from reshard_mpi.mapping.check_optimizers import MadeTensors, owners_by_names, require_own_state
 from reshard_mpi.mapping.direction import Inventory
 from reshard_mpi.mapping.numbered_state import (
     NO_TRAINING,
@@ -82,7 +82,7 @@ def applied_to_file(
         optimizers = _optimizers(source, training) if choice.exclude else []
         mapped = applied(None, choice._replace(owners=owners_by_names(optimizers, inventory)), inventory, forward)
         sources_of = {tensor.name: _sources(tensor) for tensor in mapped.made}
-        target = TargetTensors({tensor.name: tensor for tensor in mapped.made}, sources_of)
+        target = MadeTensors({tensor.name: tensor for tensor in mapped.made}, sources_of)
         require_own_state(((optimizer, optimizer) for optimizer in optimizers), inventory, target, source.path)
         return MappedFile((mapped,), mapped.made, source.nest)
     if source.nest is not None:
@@ -112,7 +112,7 @@ def applied_to_file(
         for derived in all_made
     ]
     sources_of = {parameter.name: parameter.sources for parameter in all_parameters}
-    target = TargetTensors({tensor.name: tensor for tensor in all_made}, sources_of)
+    target = MadeTensors({tensor.name: tensor for tensor in all_made}, sources_of)
     if like is not None:
         notes += tuple(_told_of_order(like.training, like.path))
         if like.nest is None or source.nest is None:

@@ -23,7 +23,7 @@ _REMEDY = (
 )
 
 
-class TargetTensors(NamedTuple):
+class MadeTensors(NamedTuple):
     """The tensors of a target that are made of others, by name."""
 
     made: Mapping[str, DerivedTensor]
@@ -31,7 +31,7 @@ class TargetTensors(NamedTuple):
 
 
 class _Fault(NamedTuple):
-    """What is wrong with an optimizer of a target, a tensor that shows it, and what to do."""
+    """A fault of a target's optimizer: the problem, a tensor that shows it, and what to do."""
 
     problem: str
     got: str
@@ -52,7 +52,7 @@ class _Side(NamedTuple):
 
 
 def require_own_state(
-    pairs: Iterable[tuple[Optimizer, Optimizer]], inventory: Inventory, target: TargetTensors, where: str
+    pairs: Iterable[tuple[Optimizer, Optimizer]], inventory: Inventory, target: MadeTensors, where: str
 ) -> None:
     """Raise MapError if a target's optimizer has state of other parameters, or lacks some of its own.
 
@@ -64,8 +64,9 @@ def require_own_state(
     for own, of_source in pairs:
         if Form.UNKNOWN in (own.form, of_source.form):
             continue
-        for source_side in _sides(of_source, inventory):
-            faults = [_fault(side, source_side, inventory, target) for side in _sides(own, target.made)]
+        target_sides = _sides(own, _beginnings(own, target.made) or [""], target.made)
+        for source_side in _sides(of_source, _models(of_source, inventory), inventory):
+            faults = [_fault(side, source_side, inventory, target) for side in target_sides]
             fault = faults[0]
             if fault is not None and all(faults):
                 raise MapError(fault.problem, got=fault.got, where=where, remedy=fault.remedy)
@@ -79,13 +80,14 @@ def owners_by_names(optimizers: Iterable[Optimizer], tensors: Collection[str]) -
     """
     owner_of: dict[str, str] = {}
     for optimizer in optimizers:
-        sides = _sides(optimizer, tensors) if optimizer.form in (Form.NAMES, Form.FLAT) else []
-        if len(sides) == 1:
-            owner_of |= {state: owner for state, owner in sides[0].owner_of.items() if owner in tensors}
+        models = _models(optimizer, tensors) if optimizer.form in (Form.NAMES, Form.FLAT) else []
+        if len(models) == 1:
+            (side,) = _sides(optimizer, models, tensors)
+            owner_of |= {state: owner for state, owner in side.owner_of.items() if owner in tensors}
     return owner_of
 
 
-def _fault(own: _Side, of_source: _Side, inventory: Inventory, target: TargetTensors) -> _Fault | None:
+def _fault(own: _Side, of_source: _Side, inventory: Inventory, target: MadeTensors) -> _Fault | None:
     """Return the first fault of a target's optimizer; None if there is none."""
     left_out = inventory.keys() - frozenset[str]().union(*target.sources_of.values())
     owners: dict[str, set[str]] = {}  # of the source's state, the target's parameters that have it
@@ -133,7 +135,7 @@ def _excluding(side: _Side, state: str) -> str:
 
 
 def _is_made_alike(state: DerivedTensor, parameter: DerivedTensor, side: _Side, inventory: Inventory) -> bool:
-    """Tell whether a state's elements come from where those of its parameter come from; True for other shapes."""
+    """Tell whether a state is arranged of its sources as its parameter is; True for other shapes."""
     owner_of = {place: side.owner_of.get(state.sources[place], "") for place in taken_of(state)}
     shapes = [inventory[state.sources[place]].shape for place in owner_of]
     shapes_of_owners = [inventory[owner].shape if owner in inventory else None for owner in owner_of.values()]
@@ -157,8 +159,8 @@ def _is_made_alike(state: DerivedTensor, parameter: DerivedTensor, side: _Side, 
     return all(compared == sum(pair.to.size for pair in tensor.shape.pairs) for tensor in (state, parameter))
 
 
-def _sides(optimizer: Optimizer, tensors: Collection[str]) -> list[_Side]:
-    """Return an optimizer with names of tensors: in several ways if its parameters are those of several models."""
+def _sides(optimizer: Optimizer, beginnings: Iterable[str], tensors: Iterable[str]) -> list[_Side]:
+    """Return an optimizer with names of tensors, once for each of several beginnings."""
     name_of = {str(optimizer.keys.get(name, name)): name for name in optimizer.parameters}
     kinds = (STATE_KEY, GROUPS) if optimizer.form is Form.FLAT else (STATE_KEY,)
     begins = tuple(f"{optimizer.path}{kind}." for kind in kinds)
@@ -176,21 +178,25 @@ def _sides(optimizer: Optimizer, tensors: Collection[str]) -> list[_Side]:
             unowned.append(name)
     return [
         _Side(optimizer, begin, {name: f"{begin}{owner}" for name, owner in owner_of.items()}, unowned)
-        for begin in _beginnings(optimizer, tensors)
+        for begin in beginnings
     ]
 
 
-def _beginnings(optimizer: Optimizer, tensors: Collection[str]) -> list[str]:
-    """Return the texts that make an optimizer's names of parameters names of tensors, of as many as can be."""
-    if optimizer.form is Form.NUMBERS:
-        return [""]
-    others = (name for name in tensors if not (optimizer.path and name.startswith(optimizer.path)))
-    counts = Counter(begin for name in others for begin in _begins(name, optimizer.parameters))
-    most = max(counts.values(), default=0)
-    fitting = [begin for begin, count in counts.items() if count == most]
+def _models(optimizer: Optimizer, tensors: Iterable[str]) -> list[str]:
+    """Return what names of a model have before an optimizer's, for each model that has most of its parameters."""
+    counts = _beginnings(optimizer, tensors)
+    fitting = [begin for begin, count in counts.items() if count == max(counts.values())]
     # `moment.model.` is state of `model.`.
     outer = [begin for begin in fitting if not any(begin != other and begin.endswith(other) for other in fitting)]
     return outer or [""]
+
+
+def _beginnings(optimizer: Optimizer, tensors: Iterable[str]) -> Counter[str]:
+    """Count, by the beginning that makes an optimizer's names of parameters names of tensors, how many are there."""
+    if optimizer.form is Form.NUMBERS:
+        return Counter([""])
+    others = (name for name in tensors if not (optimizer.path and name.startswith(optimizer.path)))
+    return Counter(begin for name in others for begin in _begins(name, optimizer.parameters))
 
 
 def _begins(name: str, ends: Collection[str]) -> Iterator[str]:

@@ -10,7 +10,7 @@ from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.mapping.box_pairs import BoxPair, TargetShape, TermTensor
-from reshard_mpi.mapping.check_optimizers import TargetTensors, require_own_state
+from reshard_mpi.mapping.check_optimizers import MadeTensors, require_own_state
 from reshard_mpi.mapping.optimizers import Form, Optimizer
 from reshard_mpi.mapping.result import DerivedTensor
 from reshard_mpi.sharding.box import Box
@@ -60,7 +60,7 @@ def check(form: Form, target: Optimizer, tensors: Made) -> None:
     inventory = {name: TensorType(FLOAT, shape) for name, shape in shapes.items()}
     sources_of = {name: frozenset(tensor.sources.values()) for name, tensor in tensors.items()}
     pairs = [(target, optimizer(form, *names))]
-    require_own_state(pairs, inventory, TargetTensors(tensors, sources_of), "x.pt")
+    require_own_state(pairs, inventory, MadeTensors(tensors, sources_of), "x.pt")
 
 
 FORMS = pytest.mark.parametrize("form", [Form.NUMBERS, Form.NAMES, Form.FLAT])
