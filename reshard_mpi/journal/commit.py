@@ -22,7 +22,7 @@ from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, T
 from reshard_mpi.filesystem.folders import Folder, closing, open_lock, try_lock
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.journal.fields import COMMIT_RECORD, STATE, record_path, recorded_ranks, written
-from reshard_mpi.journal.own_files import changed_index_files, withdraw_commit
+from reshard_mpi.journal.own_files import changed_index_files, require_own_index, withdraw_commit
 from reshard_mpi.journal.provenance import Sources, require_one_state, require_same_sources
 from reshard_mpi.journal.publication import publish_bytes, publish_text, remove_stale, remove_stale_records
 from reshard_mpi.journal.run_records import COMMIT_ROOM, CommitRecord, RunIdentity, committed_times, keep_times
@@ -166,8 +166,9 @@ def commit_locked(
         if is_same:
             return Committed(folder / COMMIT_RECORD, len(records), size_bytes, remarks)
         sums = _sums(records)
+        require_own_index(folder, identity, lambda: True)
     except ReshardError:
-        withdraw_commit(opened.folder, identity)
+        withdraw_commit(opened.folder)
         raise
     for record in records:
         if record.announced is not None:  # its writer died before it could say that the file is in place

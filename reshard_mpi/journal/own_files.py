@@ -92,7 +92,7 @@ def require_no_other_records(state: Path, identity: RunIdentity) -> None:
             )
 
 
-def require_own_index(folder: Path, state: Path, identity: RunIdentity, is_begun: Callable[[], bool]) -> None:
+def require_own_index(folder: Path, identity: RunIdentity, is_begun: Callable[[], bool]) -> None:
     """Raise TargetError if the folder has an index, or a commit record, that the run `identity` has not written.
 
     Args:
@@ -101,34 +101,67 @@ def require_own_index(folder: Path, state: Path, identity: RunIdentity, is_begun
     """
     for name in formats.info(identity.format).index_files:
         if is_taken(folder / name):
-            is_own = is_begun() and own_index_files(folder, state, identity)
+            is_own = is_begun() and name in own_index_files(folder, identity)
             # It is looked for again: another process may have begun to make a target anew, and removed it.
             if not is_own and is_taken(folder / name):
-                raise _foreign(folder / name, "index")
+                raise TargetError(
+                    "the target folder has an index that is not known as this run's",
+                    expected="no index, or this run's: as it was committed, or beside all of its targets and no others",
+                    got=described(folder / name),
+                    where=str(folder / name),
+                    remedy=f"{_ELSEWHERE}: it is written again when all targets are complete",
+                )
     if is_taken(folder / COMMIT_RECORD) and not is_begun():
-        raise _foreign(folder / COMMIT_RECORD, "commit record")
+        raise TargetError(
+            "the target folder has the commit record of a checkpoint that this run has not written",
+            expected="an empty folder, or what this run has put there",
+            got=described(folder / COMMIT_RECORD),
+            where=str(folder / COMMIT_RECORD),
+            remedy=_ELSEWHERE,
+        )
 
 
-def own_index_files(folder: Path, state: Path, identity: RunIdentity) -> tuple[str, ...]:
-    """Return the names of the index files that the recorded run `identity` has written.
+def own_index_files(folder: Path, identity: RunIdentity) -> tuple[str, ...]:
+    """Return the names of the index files in a folder that the recorded run `identity` has written.
 
-    They are written when all targets are recorded, and removed before the record of one is.
+    They are as they were committed. Any other is damaged, or has no commit record yet, while all targets are complete
+    and nobody else's shard lies there that it may list.
     """
     lying = tuple(name for name in formats.info(identity.format).index_files if is_taken(folder / name))
-    if not lying:
-        return ()
-    target_ranks = identity.facts.get("target_ranks")  # which records of earlier versions may lack
-    recorded = [rank for rank in recorded_ranks(state) if target_ranks is not None and rank < target_ranks]
-    return lying if len(recorded) == target_ranks else ()
+    own = _committed_index(folder) if lying else ()
+    return lying if not {*lying} <= {*own} and _are_all_in_place(folder, identity) else own
 
 
-def withdraw_commit(folder: Folder, identity: RunIdentity) -> None:
+def _are_all_in_place(folder: Path, identity: RunIdentity) -> bool:
+    """Tell whether all targets of a run lie in a folder as their records say, and no other file that is called so."""
+    if "target_ranks" not in identity.facts:  # as in records of earlier versions
+        return False
+    files, endings = dict(enumerate(_target_files(identity))), formats.info(identity.format).suffixes
+    for name in {*os.listdir(folder)}.difference(files.values()):  # noqa: PTH208 - of names alone
+        if name.endswith(endings):
+            return False
+    for rank, file in files.items():
+        head = RecordHead.read(folder / STATE, rank)
+        if head is None or (head.digest, head.file) != (identity.digest, file):
+            return False
+        if not is_taken(folder / file) or not head.is_about((folder / file).stat()):
+            return False
+    return True
+
+
+def withdraw_commit(folder: Folder) -> None:
     """Remove the commit record of targets that are not complete, or no checkpoint, and their index.
 
     An index that is not the one that was committed stays: a training may have saved its own there.
     """
-    committed, index_files = CommitRecord.read(folder.path), formats.info(identity.format).index_files
-    uncommit(folder, identity.format, index_files if committed is None else changed_index_files(folder.path, committed))
+    uncommit(folder, _committed_index(folder.path))
+
+
+def _committed_index(folder: Path) -> tuple[str, ...]:
+    """Return the names of the index files in a folder that are as they were committed."""
+    committed = CommitRecord.read(folder)
+    digests = {} if committed is None else committed.index_digests
+    return tuple(name for name, digest in digests.items() if _digest(folder / name) == digest)
 
 
 def changed_index_files(folder: Path, committed: CommitRecord) -> dict[str, str]:
@@ -136,12 +169,11 @@ def changed_index_files(folder: Path, committed: CommitRecord) -> dict[str, str]
 
     Commits of earlier versions do not say what their index was, only that there is one: the SHA-256 is then empty.
     """
-    index = formats.index_of(committed.run.format)
-    if index is None or (not committed.index_digest and (folder / index).exists()):
-        return {}
-    digests = {**committed.before_index, index: committed.index_digest}
-    names = (name for name in formats.info(committed.run.format).index_files if name in digests)
-    return {name: digests[name] for name in names if _digest(folder / name) != digests[name]}
+    marks = formats.info(committed.run.format).marks
+    if not committed.index_digests and marks and not any((folder / name).exists() for name in marks):
+        return {marks[0]: ""}
+    digests = committed.index_digests.items()
+    return {name: digest for name, digest in digests if _digest(folder / name) != digest}
 
 
 def _digest(path: Path) -> str | None:
@@ -151,16 +183,6 @@ def _digest(path: Path) -> str | None:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError:
         return None
-
-
-def _foreign(path: Path, kind: str) -> TargetError:
-    return TargetError(
-        f"the target folder has the {kind} of a checkpoint that this run has not written",
-        expected="an empty folder, or what this run has put there",
-        got=described(path),
-        where=str(path),
-        remedy=_ELSEWHERE,
-    )
 
 
 def _is_explained(record: RecordHead | None, state: Folder, folder: Path, target_rank: int, path: Path) -> bool:

@@ -239,8 +239,8 @@ class CommitRecord(NamedTuple):
     sizes_bytes: Mapping[int, int]  # of the files, by rank, as far as recorded
     sources: tuple[tuple[str, int], ...]  # the files that the targets were made from, with their sizes
     run: RunIdentity  # what the run was asked to do
-    index_digest: str = ""  # SHA-256 of the index; empty if the targets have none
-    before_index: Mapping[str, str] = MappingProxyType({})  # SHA-256 of files that belong to the index, by name
+    # SHA-256 of the files of the index, by name, the index last; none if the targets have none, or if they are unknown
+    index_digests: Mapping[str, str] = MappingProxyType({})
 
     @classmethod
     def read(cls, folder: Path) -> CommitRecord | None:
@@ -259,6 +259,9 @@ class CommitRecord(NamedTuple):
         settings = fields.settings({name: facts[name] for name in facts if name not in _COMMITTED}, SETTINGS)
         sources = fields.each(facts.get("sources", []), fields.table)
         sums = fields.table(facts.get("sums", {}))
+        run = RunIdentity.of(settings)
+        info = formats.info(run.format)
+        digests = {**fields.table(facts.get("before_index", {})), **dict.fromkeys(info.marks[:1], facts.get("index"))}
         # Every rank has its line, from 0 on.
         if not targets or len(files) < len(targets) or max(files) >= len(files):
             raise ValueError("targets that are not those of all ranks")
@@ -270,12 +273,8 @@ class CommitRecord(NamedTuple):
             {fields.text(name): f"{checked_sum(value):08x}" for name, value in sums.items()},
             sizes,
             tuple((fields.path_below(source["file"]), fields.number(source["size_bytes"])) for source in sources),
-            RunIdentity.of(settings),
-            fields.sha256(facts["index"]) if "index" in facts else "",
-            {
-                fields.text(name): fields.sha256(value)
-                for name, value in fields.table(facts.get("before_index", {})).items()
-            },
+            run,
+            {name: fields.sha256(digests[name]) for name in info.index_files if digests.get(name) is not None},
         )
 
 

@@ -83,7 +83,7 @@ def commit(folder: Path) -> Committed:
         try:
             records = _require_complete(folder, identity, "")
         except TransformError:
-            withdraw_commit(opened.folder, identity)
+            withdraw_commit(opened.folder)
             raise
         return commit_locked(opened, identity, records, already_told=())
 

@@ -217,7 +217,7 @@ def damage_besides(path: str, tensors: TensorTable, record: TargetRecord | None)
 def damage_of_index(folder: Path) -> Iterator[DamageError]:
     """Yield the damage of a folder's index, if the commit record of the folder has digests of it."""
     committed = CommitRecord.read(folder)
-    if committed is None or not committed.index_digest:
+    if committed is None or not committed.index_digests:
         return
     for name, digest in changed_index_files(folder, committed).items():
         yield DamageError(

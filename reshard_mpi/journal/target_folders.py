@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Container, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -86,14 +86,12 @@ def target_folder(folder: Folder, path: Path) -> AbstractContextManager[Folder]:
     return contextlib.nullcontext(folder) if path.parent == folder.path else folder.made_inner(path.parent.name)
 
 
-def uncommit(folder: Folder, format_name: str, kept: Container[str] = ()) -> None:
-    """Remove and sync the commit record of a target folder, and its index if it has one.
+def uncommit(folder: Folder, index_files: Sequence[str]) -> None:
+    """Remove and sync the commit record of a target folder, and files of an index, the last of them first.
 
-    Args:
-        kept: names of files of the index that stay.
+    That one makes the folder a checkpoint.
     """
-    index_files = reversed(formats.info(format_name).index_files)  # what makes it a checkpoint goes first
-    removed = [folder.remove(name) for name in (*index_files, COMMIT_RECORD) if name not in kept]
+    removed = [folder.remove(name) for name in (*reversed(index_files), COMMIT_RECORD)]
     if any(removed):
         folder.sync()
 
@@ -165,5 +163,5 @@ class Unrecorded:
         record = TargetRecord.read(folder / STATE, target_rank)
         if record is not None and folder / record.file == path:
             with Folder.open(folder) as target, target.inner(STATE) as state:
-                uncommit(target, formats.name_of(path.name) or formats.DEFAULT)
+                uncommit(target, formats.info(formats.name_of(path.name) or formats.DEFAULT).index_files)
                 state.remove(record_path(state.path, target_rank).name)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+from reshard_mpi import formats
 from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.folders import (
     Folder,
@@ -92,6 +93,7 @@ class Journal:
         self.identity = identity
         self._strategy = strategy
         self._state = folder / STATE
+        self._index_files = formats.info(identity.format).index_files
         self._resume = resume
         self._overwrite = overwrite
 
@@ -115,7 +117,7 @@ class Journal:
         if run is None:
             require_no_other_records(self._state, self.identity)
         if run is None or run.get("digest") == self.identity.digest:
-            require_own_index(self.folder, self._state, self.identity, self._is_begun)
+            require_own_index(self.folder, self.identity, self._is_begun)
             return
         other = RunIdentity.recorded(self._state)
         choice = self.identity.other_choice(other) if other is not None else None
@@ -175,7 +177,7 @@ class Journal:
         if not self._overwrite or self._is_begun():
             return ()
         earlier = RunIdentity.recorded(self._state)
-        own = own_index_files(self.folder, self._state, earlier) if earlier is not None else ()
+        own = own_index_files(self.folder, earlier) if earlier is not None else ()
         return {*leftovers(self.folder, self.identity), *own}
 
     def begin(self, say: Say = lambda _: None) -> None:
@@ -201,9 +203,8 @@ class Journal:
                 if self._overwrite and not self._is_begun():
                     is_new = True
                     earlier = RunIdentity.recorded(self._state)
-                    if earlier is not None and own_index_files(self.folder, self._state, earlier):
-                        uncommit(folder, earlier.format)
-                    uncommit(folder, self.identity.format)
+                    own = own_index_files(self.folder, earlier) if earlier is not None else ()
+                    uncommit(folder, (*own, *self._index_files))
                     remove_leftovers(folder, state, self.identity)
                 if self._strategy is not None and (
                     is_new or strategy_of_run(self.folder, self.identity.digest) is None
@@ -233,7 +234,9 @@ class Journal:
             target_folder(folder, path) as inner,
         ):
             self._require_own(state, target_rank, path)
-            uncommit(folder, self.identity.format)
+            if not self._overwrite:
+                require_own_index(self.folder, self.identity, self._is_begun)
+            uncommit(folder, self._index_files)
             note_replaceable(lock, path)
             record = record_path(self._state, target_rank).name
             state.remove(record)
