@@ -237,11 +237,11 @@ def _require_as_many_ranks(files: ShardFiles, strategy: Strategy) -> None:
 
 def _require_whole_run(files: ShardFiles) -> None:
     """Raise SourceError if a file that is taken for a full checkpoint is one of several that a run has cut."""
-    from reshard_mpi.journal.source_records import run_of
+    from reshard_mpi.journal.source_records import run_of, run_to_replace
 
     ((rank, paths),) = files.by_rank.items()
     for path in paths:
-        written_by = run_of(path, rank)
+        written_by = run_of(path, rank) or run_to_replace(path)
         count = 1 if written_by is None else written_by[0].facts.get("target_ranks", 1)
         if written_by is None or count in (1, len(paths)) or not _may_be_cut(*written_by):
             continue

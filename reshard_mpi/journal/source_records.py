@@ -82,17 +82,24 @@ class RecordFinder:
 
 
 def run_of(path: str, likely_rank: int) -> tuple[RunIdentity, Path] | None:
-    """Return the run that has written the file at `path`, and its target folder; None if no run has a record of it.
-
-    For a file without a record, or with that of an earlier run, it is the run that is about to replace it.
-    """
+    """Return the run that has written the file at `path`, and its target folder; None if no run has a record of it."""
     found = RecordFinder().find_head(path, likely_rank)
+    if found is None or found.head is None:
+        return None
+    state = found.path.parent
+    committed = CommitRecord.read(state.parent)
+    runs = (RunIdentity.recorded(state), None if committed is None else committed.run)
+    written_by = next((run for run in runs if run is not None and run.digest == found.head.digest), None)
+    return None if written_by is None else (written_by, state.parent)
+
+
+def run_to_replace(path: str) -> tuple[RunIdentity, Path] | None:
+    """Return the run that has begun in the folder of the file at `path` and has a target called so, and that folder.
+
+    It may have removed the record of the file already. None if there is no such run.
+    """
     for folder, file in target_folders_of(path):
-        committed, begun = CommitRecord.read(folder), RunIdentity.recorded(folder / STATE)
-        if found is not None and found.head is not None:
-            for run in (begun, None if committed is None else committed.run):
-                if run is not None and run.digest == found.head.digest:
-                    return run, folder
+        begun = RunIdentity.recorded(folder / STATE)
         prefix = None if begun is None else begun.facts.get("prefix")
         rank = rank_of_folder(file.partition("/")[0])
         if begun is not None and prefix is not None and file.startswith(f"rank_{rank}/{prefix}{rank}."):

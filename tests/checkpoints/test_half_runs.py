@@ -288,6 +288,18 @@ def test_an_unfinished_run_by_a_strategy_of_fewer_ranks(tmp_path: Path) -> None:
         reshard_mpi.transform(out, tmp_path / "again", tmp_path / "two.toml")
 
 
+def test_shards_of_others_where_a_run_of_more_targets_was_given_up(tmp_path: Path) -> None:
+    """The functions with MindSpore's names keep no records, and the run has none of these files."""
+    out, src, four = tmp_path / "out", full(tmp_path / "one", 1), tmp_path / "four.toml"
+    four.write_text('mesh = { a = 4 }\n[[parameter]]\nmatch = "*"\n')
+    reshard_mpi.transform(src, out, None, four, rank=[3], to="safetensors")
+    shutil.rmtree(out / "rank_3")
+    (out / ".reshard_mpi" / "rank_3.json").unlink()
+    reshard_mpi.transform_checkpoints(src, out, "checkpoint_", None, spec(tmp_path), output_format="safetensors")
+    reshard_mpi.transform(out, tmp_path / "again", spec(tmp_path), to="safetensors")
+    assert reshard_mpi.load_rank(0, tmp_path / "again")["w2"][7, 7] == 63
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_a_target_and_its_record_from_a_backup_of_an_earlier_state(tmp_path: Path, form: str) -> None:
     """All records are of one run, and the commit is later than all of them."""
