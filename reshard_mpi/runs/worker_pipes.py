@@ -252,10 +252,8 @@ class PipeDisplay(Display):
             self._channel.send(("begin", (stage,)))
 
     def update(self, status: RunStatus) -> None:
-        try:
+        with contextlib.suppress(BrokenPipeError):  # it is for the main thread to notice
             self._channel.send(("update", (status,)))
-        except BrokenPipeError:  # nobody wants the result any more
-            os.kill(os.getpid(), signal.SIGTERM)
 
     def say(self, text: str) -> None:
         self._channel.send(("say", (text,)))

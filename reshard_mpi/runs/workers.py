@@ -66,22 +66,32 @@ class _Worker:
         self.lost = Outcome()  # the outcome for a worker that has died
 
 
-def run_with_workers(request: Request, jobs: int | None, progress: Progress, work: Task = Task.CONVERT) -> Outcome:
+def run_with_workers(
+    request: Request,
+    jobs: int | None,
+    progress: Progress,
+    work: Task = Task.CONVERT,
+    caller: Channel | None = None,
+) -> Outcome:
     """Do `work` in `jobs` local processes; return their common outcome.
 
     Args:
         jobs: None for one on each core, but no more than are useful. If fewer than `jobs` are started, a note in the
             outcome says so.
+        caller: leads to the process that this one works for, if there is one; it sends nothing more.
 
-    Raises the error that refused the run. A worker that dies is a failure of the targets it has not made.
+    Raises EOFError when the caller is gone, and the error that refused the run. A worker that dies is a failure of the
+    targets it has not made.
     """
     if not _may_fork():
         return _run_elsewhere(request, jobs, progress, work)
     with RunMemory(lambda: request.allowance, SerialComm(), progress) as memory:
-        return _run_here(request, jobs, progress, work, memory)
+        return _run_here(request, jobs, progress, work, memory, caller)
 
 
-def _run_here(request: Request, jobs: int | None, progress: Progress, work: Task, memory: RunMemory) -> Outcome:
+def _run_here(
+    request: Request, jobs: int | None, progress: Progress, work: Task, memory: RunMemory, caller: Channel | None
+) -> Outcome:
     """Be the parent of the workers, in this process."""
     memory.reserve_for_reading(
         (request.src_strategy, request.dst_strategy), f"reading the strategies of {request.source}"
@@ -118,7 +128,7 @@ def _run_here(request: Request, jobs: int | None, progress: Progress, work: Task
                 workers.append(_start(workers, rank, partial(be_worker, rank), mask))
             progress.counts_of_others = counts.read
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            result = _serve(workers, progress, memory)
+            result = _serve(workers, progress, memory, caller)
             stopped = False
         finally:
             signal.pthread_sigmask(signal.SIG_BLOCK, _TO_STOP)
@@ -138,7 +148,7 @@ def parent_main(*descriptors: int) -> None:
         request, jobs, work = channel.receive()
         try:
             with monitored(PipeDisplay(channel), SerialComm()) as progress:
-                result: Outcome | ReshardError = run_with_workers(request, jobs, progress, work)
+                result: Outcome | ReshardError = run_with_workers(request, jobs, progress, work, channel)
         except ReshardError as error:
             result = error
         channel.send(("result", result))
@@ -230,16 +240,22 @@ def _work(channel: Channel, be_worker: Callable[[Channel], Outcome]) -> None:
         channel.send(("result", result))
 
 
-def _serve(workers: list[_Worker], progress: Progress, memory: RunMemory) -> Outcome | ReshardError:
+def _serve(
+    workers: list[_Worker], progress: Progress, memory: RunMemory, caller: Channel | None
+) -> Outcome | ReshardError:
     """Serve the workers until each has sent its result or died; return their result, which is the same for all.
 
-    When all that are alive have sent a value to gather, each gets the values of all.
+    When all that are alive have sent a value to gather, each gets the values of all. Raises EOFError if the caller is
+    gone, before the workers begin anything more.
     """
+    callers = () if caller is None else (caller,)
     result: Outcome | ReshardError | None = None
     lost = Outcome()
     open_workers = list(workers)
     while open_workers:
-        for ready in wait_for_any(worker.channel for worker in open_workers):
+        for ready in wait_for_any((*callers, *(worker.channel for worker in open_workers))):
+            if ready is caller:
+                raise EOFError
             worker = next(worker for worker in open_workers if worker.channel is ready)
             try:
                 kind, value = worker.channel.receive()
