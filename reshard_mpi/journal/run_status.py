@@ -23,7 +23,7 @@ from reshard_mpi.journal.commit import (
     ranges,
 )
 from reshard_mpi.journal.fields import COMMIT_RECORD, STATE, recorded_ranks, run_path
-from reshard_mpi.journal.own_files import withdraw_commit
+from reshard_mpi.journal.own_files import changed_index_files, withdraw_commit
 from reshard_mpi.journal.publication import is_partial
 from reshard_mpi.journal.run_records import CommitRecord, RunIdentity, committed_times
 from reshard_mpi.journal.target_journal import COMMIT_LOCK
@@ -191,8 +191,8 @@ def as_lines(facts: dict[str, Any]) -> list[str]:
     if "partial" in facts:
         lines.append(f"{facts['partial']}: being written, or left by a writer that died")
     if "run" in facts:
-        committed = facts.get("commit", {}).get("targets", ())
-        is_committed = bool(committed) and not any("problem" in target for target in committed)
+        committed = facts.get("commit", {})
+        is_committed = "targets" in committed and not committed["index_problems"] and not _spoiled(committed)
         lines += _run_lines(facts["run"], committed=is_committed)
     commit = facts if facts.get("kind") == "commit" else facts.get("commit")
     return lines + (_commit_lines(commit) if commit is not None else [])
@@ -243,6 +243,10 @@ def _commit(folder: Path) -> dict[str, Any]:
         "in_words": record.run.settings,
         "command": record.run.command(str(folder.absolute())),
         "targets": targets,
+        "index_problems": {
+            name: "is not as it was committed" if (folder / name).exists() else "is not there"
+            for name in changed_index_files(folder, record)
+        },
         "sources": [{"file": file, "size_bytes": size_bytes} for file, size_bytes in record.sources],
         "sums": dict(record.sums),
     }
@@ -295,15 +299,21 @@ def _run_lines(run: dict[str, Any], *, committed: bool) -> list[str]:
 def _commit_lines(commit: dict[str, Any]) -> list[str]:
     if "problem" in commit:
         return [f"commit: {commit['problem']}"]
-    bad = [each for each in commit["targets"] if each["got_bytes"] != each["size_bytes"] or "problem" in each]
+    bad = _spoiled(commit)
     sums = f", CRC-32 of {len(commit['sums'])} tensors" if commit["sums"] else ""
     count = len(commit["targets"])
     lines = [f"commit: {count} targets{sums}; {count - len(bad)} of them there as committed"]
+    lines += [f"  {name} {problem}" for name, problem in commit["index_problems"].items()]
     shown = bad
     if "kind" in commit:
         lines.append(f"  made by: {commit['command']}")
         shown = commit["targets"]
     return lines + _some([f"  rank {target['rank']}: {target['file']}{_state(target)}" for target in shown])
+
+
+def _spoiled(commit: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the targets that are not there as they were committed."""
+    return [each for each in commit["targets"] if each["got_bytes"] != each["size_bytes"] or "problem" in each]
 
 
 def _state(target: dict[str, Any]) -> str:

@@ -11,6 +11,8 @@ import pytest
 from support.command_line import done, refused, run_here
 from support.conversions import Conversion, four_targets, make
 
+from reshard_mpi.journal.run_status import as_lines, state_of
+
 SPEC = """
 stages = 2
 [mesh]
@@ -185,6 +187,28 @@ def test_a_commit_record(c: Conversion) -> None:
     facts = as_json(c.dst / "reshard.json")
     assert facts["kind"] == "commit" and facts["settings"]["prefix"] == "checkpoint_"
     assert [target["got_bytes"] for target in facts["targets"]] == [size, None, 5, size]
+
+
+@pytest.mark.parametrize("content", [b"{}", None])
+def test_an_index_that_is_not_as_it_was_committed(c: Conversion, content: bytes | None) -> None:
+    c.done("transform", "--to", "dcp")
+    index = c.dst / ".metadata"
+    index.unlink()
+    if content is not None:
+        index.write_bytes(content)
+    problem = f"  .metadata is not {'there' if content is None else 'as it was committed'}"
+    assert text(c.dst / "reshard.json")[1] == problem
+    lines = as_lines(state_of(c.dst))
+    assert "run: 4 of 4 targets complete, not committed" in lines and problem in lines
+    assert f"  what is left: reshard-mpi commit {c.dst}" in lines
+    done("commit", c.dst)
+    assert "run: 4 of 4 targets complete, committed" in as_lines(state_of(c.dst))
+
+
+def test_a_target_that_was_lost_after_the_commit(c: Conversion) -> None:
+    c.done()
+    c.written(1).unlink()
+    assert "run: 3 of 4 targets complete, not committed" in text(c.dst)
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"digest": "0", "targets": [{}]}'])
