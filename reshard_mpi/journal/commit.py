@@ -165,7 +165,7 @@ def commit_locked(
         remarks = _told(identity, records, already_told)
         if is_same:
             return Committed(folder / COMMIT_RECORD, len(records), size_bytes, remarks)
-        sums = _sums(records)
+        sums, index = _sums(records), _index_files(folder, identity.format, records)
         require_own_index(folder, identity, lambda: True)
     except ReshardError:
         withdraw_commit(opened.folder)
@@ -175,27 +175,26 @@ def commit_locked(
             record._replace(announced=None).publish(opened.state)
     begun = RunIdentity.recorded(folder / STATE)  # which may name other files of the same strategies
     begun = begun if begun and begun.digest == identity.digest else identity
-    index = _publish_index(opened.folder, identity.format, records)
+    for name, content in index.items():
+        remove_stale(opened.folder, name)
+        publish_bytes(opened.folder, name, content)
+    digests = {name: hashlib.sha256(content).hexdigest() for name, content in index.items()}
     keep_times(opened.state, identity.digest, times_ns)
-    publish_text(opened.folder, COMMIT_RECORD, _as_text(begun, records, sums, index))
+    publish_text(opened.folder, COMMIT_RECORD, _as_text(begun, records, sums, digests))
     return Committed(folder / COMMIT_RECORD, len(records), size_bytes, remarks)
 
 
-def _publish_index(folder: Folder, format_name: str, records: Sequence[TargetRecord]) -> dict[str, str]:
-    """Write the index that makes the folder a checkpoint, and what belongs to it; return their digests by name."""
+def _index_files(folder: Path, format_name: str, records: Sequence[TargetRecord]) -> dict[str, bytes]:
+    """Return the files of the index that makes the folder a checkpoint, by name, in the order of their writing."""
     folder_format = formats.folder_by_name(format_name)
     if folder_format is None:
         return {}
     files: list[Manifest] = []
     for record in records:
-        files.append(folder_format.locate(str(folder.path / record.file)))
+        files.append(folder_format.locate(str(folder / record.file)))
         files[-1].tensors.share_names(files[0].tensors)
     contents = folder_format.index_files(files)
-    for name in formats.info(format_name).index_files:
-        if name in contents:
-            remove_stale(folder, name)
-            publish_bytes(folder, name, contents[name])
-    return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+    return {name: contents[name] for name in formats.info(format_name).index_files if name in contents}
 
 
 def _sums(records: Sequence[TargetRecord]) -> dict[str, int]:

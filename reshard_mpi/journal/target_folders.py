@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
-from reshard_mpi import formats
 from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.folders import Folder, Say, make_folders
 from reshard_mpi.filesystem.paths import described, require_replaceable
@@ -163,5 +162,5 @@ class Unrecorded:
         record = TargetRecord.read(folder / STATE, target_rank)
         if record is not None and folder / record.file == path:
             with Folder.open(folder) as target, target.inner(STATE) as state:
-                uncommit(target, formats.info(formats.name_of(path.name) or formats.DEFAULT).index_files)
+                uncommit(target, ())  # a target in a rank folder has no index
                 state.remove(record_path(state.path, target_rank).name)

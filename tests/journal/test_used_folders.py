@@ -136,10 +136,12 @@ def test_drawn_folders(conversion: Conversion, tmp_path: Path, form: str, number
         assert "--overwrite" in mode or "--overwrite" not in finished.err or is_own or is_others
     named = {*made, "reshard.json"} if "--overwrite" in mode else set()
     named |= {formats.index_of(form)} if "--overwrite" in mode else set()
-    if is_own:  # what says what lies in the folder is written anew, an index where all targets are recorded
+    if is_own:  # what says what lies in the folder is written anew, an index where all targets are in place
         named |= {"reshard.json"}
-        targets = sum(formats.name_of(name) is not None for name in made)
-        named |= {formats.index_of(form)} if len(recorded_ranks(folder.path / STATE)) == targets else set()
+        targets = [name for name in made if formats.name_of(name)]
+        are_in_place = all(before.get(name) == made[name] for name in targets)
+        is_recorded = len(recorded_ranks(folder.path / STATE)) == len(targets)
+        named |= {formats.index_of(form)} if are_in_place and is_recorded else set()
     for name, content in folder.foreign.items():
         assert name in named or after.get(name) == content, (name, mode)
     if finished.code == 0:
