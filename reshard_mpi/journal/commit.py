@@ -22,7 +22,7 @@ from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, T
 from reshard_mpi.filesystem.folders import Folder, closing, open_lock, try_lock
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.journal.fields import COMMIT_RECORD, STATE, record_path, recorded_ranks, written
-from reshard_mpi.journal.own_files import changed_index_files, require_own_index, withdraw_commit
+from reshard_mpi.journal.own_files import changed_index_files, is_in_place, require_own_index, withdraw_commit
 from reshard_mpi.journal.provenance import Sources, require_one_state, require_same_sources
 from reshard_mpi.journal.publication import publish_bytes, publish_text, remove_stale, remove_stale_records
 from reshard_mpi.journal.run_records import COMMIT_ROOM, CommitRecord, RunIdentity, committed_times, keep_times
@@ -165,7 +165,7 @@ def commit_locked(
         remarks = _told(identity, records, already_told)
         if is_same:
             return Committed(folder / COMMIT_RECORD, len(records), size_bytes, remarks)
-        sums, index = _sums(records), _index_files(folder, identity.format, records)
+        sums, index = _sums(records), _index_files(folder, identity, records)
         require_own_index(folder, identity, lambda: True)
     except ReshardError:
         withdraw_commit(opened.folder)
@@ -184,17 +184,23 @@ def commit_locked(
     return Committed(folder / COMMIT_RECORD, len(records), size_bytes, remarks)
 
 
-def _index_files(folder: Path, format_name: str, records: Sequence[TargetRecord]) -> dict[str, bytes]:
-    """Return the files of the index that makes the folder a checkpoint, by name, in the order of their writing."""
-    folder_format = formats.folder_by_name(format_name)
-    if folder_format is None:
-        return {}
+def _index_files(folder: Path, identity: RunIdentity, records: Sequence[TargetRecord]) -> dict[str, bytes]:
+    """Return the files of the index that makes the folder a checkpoint, by name, in the order of their writing.
+
+    Raises TransformError if somebody has replaced a target since its record was looked at.
+    """
+    folder_format = formats.folder_by_name(identity.format)
     files: list[Manifest] = []
     for record in records:
-        files.append(folder_format.locate(str(folder / record.file)))
-        files[-1].tensors.share_names(files[0].tensors)
+        if folder_format is not None:
+            files.append(folder_format.locate(str(folder / record.file)))
+            files[-1].tensors.share_names(files[0].tensors)
+        if not is_in_place(folder, identity, record.rank, record.file):
+            raise _not_as_made(folder, record.rank, "has another file in its place")
+    if folder_format is None:
+        return {}
     contents = folder_format.index_files(files)
-    return {name: contents[name] for name in formats.info(format_name).index_files if name in contents}
+    return {name: contents[name] for name in formats.info(identity.format).index_files if name in contents}
 
 
 def _sums(records: Sequence[TargetRecord]) -> dict[str, int]:

@@ -140,13 +140,15 @@ def _are_all_in_place(folder: Path, identity: RunIdentity) -> bool:
     for name in {*os.listdir(folder)}.difference(files.values()):  # noqa: PTH208 - of names alone
         if name.endswith(endings):
             return False
-    for rank, file in files.items():
-        head = RecordHead.read(folder / STATE, rank)
-        if head is None or (head.digest, head.file) != (identity.digest, file):
-            return False
-        if not is_taken(folder / file) or not head.is_about((folder / file).stat()):
-            return False
-    return True
+    return all(is_in_place(folder, identity, rank, file) for rank, file in files.items())
+
+
+def is_in_place(folder: Path, identity: RunIdentity, target_rank: int, file: str) -> bool:
+    """Tell whether the file in the place of a target is the one that the target's record is about."""
+    head = RecordHead.read(folder / STATE, target_rank)
+    if head is None or (head.digest, head.file) != (identity.digest, file):
+        return False
+    return (folder / file).exists() and head.is_about((folder / file).stat())
 
 
 def withdraw_commit(folder: Folder) -> None:

@@ -38,6 +38,7 @@ from reshard_mpi.filesystem.paths import require_replaceable
 from reshard_mpi.filesystem.source_files import is_taken
 from reshard_mpi.journal.fields import COMMIT_RECORD, STATE, read_json, record_path, run_path
 from reshard_mpi.journal.own_files import (
+    is_in_place,
     leftovers,
     lock_name,
     note_replaceable,
@@ -65,7 +66,7 @@ from reshard_mpi.journal.target_folders import (
     target_folder,
     uncommit,
 )
-from reshard_mpi.journal.target_records import RecordHead, TargetRecord, TensorSum
+from reshard_mpi.journal.target_records import TargetRecord, TensorSum
 
 # Between attempts to take a lock that others have for an instant, to see whether it is held.
 _NAP_SECONDS = 0.002
@@ -146,7 +147,8 @@ class Journal:
         if self._overwrite or not is_taken(path):
             return False
         record = self._record(target_rank)
-        complete = record is not None and self._is_in_place(target_rank, path)
+        file = path.relative_to(self.folder).as_posix()
+        complete = record is not None and is_in_place(self.folder, self.identity, target_rank, file)
         if not complete:
             with opened_inner(self.folder, STATE) as state:
                 require_own_target(state, self.folder, target_rank, path)
@@ -293,11 +295,6 @@ class Journal:
         if record is not None:  # with the time that the file has now, which some file systems set when it is renamed
             modified_ns = (self.folder / record.file).stat().st_mtime_ns
             record._replace(announced=None, modified_ns=modified_ns).publish(state)
-
-    def _is_in_place(self, target_rank: int, path: Path) -> bool:
-        """Tell whether the file at `path` is the one that the record of a target is about."""
-        head = RecordHead.read(self._state, target_rank)
-        return head is not None and path.exists() and head.is_about(path.stat())
 
     def _is_begun(self) -> bool:
         """Tell whether the folder's record belongs to this run."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from support.conversions import Conversion, listing, make
 from support.examples import few
 
 from reshard_mpi import formats
+from reshard_mpi.journal import commit
 from reshard_mpi.journal.target_journal import Journal
 from reshard_mpi.runs import transform
 
@@ -109,6 +111,26 @@ def test_it_is_saved_while_a_run_is_at_work(
     finished = run_here(*command(c, form, mode))
     assert finished.code in (3, 4), finished
     assert files(c.dst).items() >= dict.fromkeys(SAVES[saved], SAVED).items()
+
+
+@pytest.mark.parametrize("form", ["ckpt", "dcp", "hf"])
+def test_a_target_that_is_replaced_while_a_run_commits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    c = make(tmp_path)
+    done(*command(c.but(dst=tmp_path / "other"), form, "--verify"))  # an earlier save, in a folder of its own
+    c.rewrite(0, {"w": c.arrays(0)["w"] + 1})
+    target = {"ckpt": "rank_0/checkpoint_0.ckpt", "dcp": "__0_0.distcp", "hf": "model-00001-of-00003.safetensors"}[form]
+
+    def replace() -> None:
+        (c.dst / target).unlink()
+        shutil.copyfile(tmp_path / "other" / target, c.dst / target)
+
+    after(monkeypatch, commit, "_require_alike", replace)
+    finished = run_here(*command(c, form, "--replicas", "any"))
+    assert finished.code == 4 and "target rank 0 as this run has made it" in finished.err, finished
+    assert not (c.dst / "reshard.json").exists()
+    assert (c.dst / target).read_bytes() == (tmp_path / "other" / target).read_bytes()
 
 
 @pytest.mark.parametrize("form", ["dcp", "hf"])
