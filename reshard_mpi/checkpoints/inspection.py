@@ -18,7 +18,7 @@ from reshard_mpi.filesystem.paths import kind_of_file
 from reshard_mpi.formats.locations import LibraryRead, StridedView
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import ChunkedTensors, TensorEntry
-from reshard_mpi.journal.fields import STATE
+from reshard_mpi.journal.record_files import STATE
 from reshard_mpi.journal.run_status import about_record, state_of
 from reshard_mpi.options import OPTIONS
 from reshard_mpi.sharding import strategy_files, strategy_table

@@ -22,7 +22,7 @@ from reshard_mpi.checkpoints.source import DAMAGE, SourceCheckpoint, locate
 from reshard_mpi.errors import ReshardError, SourceError, StrategyError, as_reshard_error
 from reshard_mpi.filesystem import source_files
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.journal.fields import STATE
+from reshard_mpi.journal.record_files import STATE
 from reshard_mpi.planning.rank_plan import CHOSEN_FILES, SharedFact
 from reshard_mpi.planning.shared_facts import require_one_checkpoint
 from reshard_mpi.planning.source_flaws import modified_warning

@@ -20,8 +20,8 @@ from reshard_mpi.filesystem import source_files
 from reshard_mpi.filesystem.paths import rank_of_folder, real_path
 from reshard_mpi.filesystem.source_files import FolderEntry
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.journal.fields import STATE
 from reshard_mpi.journal.provenance import FirstLooks, Sources
+from reshard_mpi.journal.record_files import STATE
 from reshard_mpi.planning.source_flaws import ModifiedShard
 from reshard_mpi.text import counted, natural_key, ranges
 

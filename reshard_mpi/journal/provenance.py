@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from reshard_mpi.errors import DisagreementError
 from reshard_mpi.filesystem.source_files import FileVersion, is_folder, version_of
-from reshard_mpi.journal import fields
+from reshard_mpi.journal import record_files
 from reshard_mpi.planning.rank_plan import RankPlan, SharedFact, StageDigest
 from reshard_mpi.planning.source_flaws import PrefixDigest
 
@@ -61,11 +61,13 @@ class Sources(NamedTuple):
     def of(cls, facts: Mapping[str, Any]) -> Sources:
         """Parse the sources that `as_json` wrote. Raises KeyError, TypeError or ValueError for other facts."""
         files = tuple(
-            FileState(fields.path_below(path), fields.number(size), fields.number(modified, -MAX_NS, MAX_NS))
-            for path, size, modified in fields.each(facts["files"], tuple)
+            FileState(
+                record_files.path_below(path), record_files.number(size), record_files.number(modified, -MAX_NS, MAX_NS)
+            )
+            for path, size, modified in record_files.each(facts["files"], tuple)
         )
         folder = facts["folder"]
-        return cls(fields.path(folder) if folder or files else "", files)
+        return cls(record_files.path(folder) if folder or files else "", files)
 
     def as_json(self) -> dict[str, Any]:
         """Return plain values."""

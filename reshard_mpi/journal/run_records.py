@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.filesystem.folders import Folder
-from reshard_mpi.journal import fields
-from reshard_mpi.journal.fields import COMMIT_RECORD, DAMAGE, RUN_ROOM, STATE, read_json, run_path
+from reshard_mpi.journal import record_files
 from reshard_mpi.journal.provenance import MAX_NS
 from reshard_mpi.journal.publication import publish_text, remove_stale
+from reshard_mpi.journal.record_files import COMMIT_RECORD, DAMAGE, RUN_ROOM, STATE, read_json, run_path
 from reshard_mpi.journal.target_records import (
     MAX_RANKS,
     MAX_TENSOR_BYTES,
@@ -61,15 +61,15 @@ _SPECIAL = re.compile(r"[\s'\"\\]")
 def _check_of(kind: Kind) -> Callable[[Any], Any]:
     """Return the check of values of a kind in records."""
     if (choices := kind.choices) is not None:
-        return lambda value: fields.one_of(value, choices())
+        return lambda value: record_files.one_of(value, choices())
     checks: Mapping[Kind, Callable[[Any], Any]] = {
-        PATH: fields.optional(fields.digest),
-        MAPS: fields.optional(fields.digest),
-        FLAG: fields.flag,
-        COUNT: lambda value: fields.number(value, 1),
-        SIZE: lambda value: fields.number(value, 1, MAX_TENSOR_BYTES),
-        TEXT: lambda value: fields.text(value, 255),  # the beginning of a file name
-        TEXTS: fields.text,
+        PATH: record_files.optional(record_files.digest),
+        MAPS: record_files.optional(record_files.digest),
+        FLAG: record_files.flag,
+        COUNT: lambda value: record_files.number(value, 1),
+        SIZE: lambda value: record_files.number(value, 1, MAX_TENSOR_BYTES),
+        TEXT: lambda value: record_files.text(value, 255),  # the beginning of a file name
+        TEXTS: record_files.text,
     }
     return checks[kind]
 
@@ -77,14 +77,14 @@ def _check_of(kind: Kind) -> Callable[[Any], Any]:
 # Settings -> the checks of their values.
 SETTINGS: dict[str, Callable[[Any], Any]] = {
     **{name: _check_of(option.kind) for name, option in _RECORDED.items()},
-    **dict.fromkeys(("source", *(_FILES[name] for name in FILES_BY_DIGEST)), fields.path),
-    _FILES["map"]: fields.text,  # or equations
-    _MAPS: lambda value: fields.number(value, 2, _MOST_MAPS),
-    "direction": fields.text,
-    CHOSEN: fields.text,
-    "sums_in_shards": fields.flag,
-    _SELECT: fields.optional(fields.text),
-    "target_ranks": lambda value: fields.number(value, 1, MAX_RANKS),
+    **dict.fromkeys(("source", *(_FILES[name] for name in FILES_BY_DIGEST)), record_files.path),
+    _FILES["map"]: record_files.text,  # or equations
+    _MAPS: lambda value: record_files.number(value, 2, _MOST_MAPS),
+    "direction": record_files.text,
+    CHOSEN: record_files.text,
+    "sums_in_shards": record_files.flag,
+    _SELECT: record_files.optional(record_files.text),
+    "target_ranks": lambda value: record_files.number(value, 1, MAX_RANKS),
 }
 _WORDS = {"source": "SRC", "to": "targets in", "target_ranks": "target ranks:", _MAPS: "maps:"}
 
@@ -210,7 +210,7 @@ class RunIdentity(NamedTuple):
         values = read_json(run_path(state), RUN_ROOM) or {}
         try:
             digest = values.pop("digest", None)
-            identity = cls.of(fields.settings(values, SETTINGS))
+            identity = cls.of(record_files.settings(values, SETTINGS))
         except DAMAGE:
             return None
         return identity if identity.digest == digest else None
@@ -225,7 +225,7 @@ class RunIdentity(NamedTuple):
 
 # It has 60 bytes for each tensor of the checkpoint, 110 for each target, and 6 for each source rank that a target was
 # made from: 100 MiB where each of 4,000 was made from all of 4,000.
-COMMIT_ROOM = fields.RecordLimits(128 << 20, 512 << 20)
+COMMIT_ROOM = record_files.RecordLimits(128 << 20, 512 << 20)
 # Its names besides the settings of the run.
 _COMMITTED = {"targets", "sources", "sums", "index", "before_index", "digest", "format", "version"}
 
@@ -253,34 +253,42 @@ class CommitRecord(NamedTuple):
     @classmethod
     def _of(cls, facts: Mapping[str, Any]) -> CommitRecord:
         """Return the record with these values. Raises LookupError, TypeError or ValueError if they are not of one."""
-        targets = fields.each(facts["targets"], fields.table)
+        targets = record_files.each(facts["targets"], record_files.table)
         files = {checked_rank(target["rank"]): checked_file(target["file"], target["rank"]) for target in targets}
-        sizes = {target["rank"]: fields.number(target["size_bytes"]) for target in targets if "size_bytes" in target}
-        settings = fields.settings({name: facts[name] for name in facts if name not in _COMMITTED}, SETTINGS)
-        sources = fields.each(facts.get("sources", []), fields.table)
-        sums = fields.table(facts.get("sums", {}))
+        sizes = {
+            target["rank"]: record_files.number(target["size_bytes"]) for target in targets if "size_bytes" in target
+        }
+        settings = record_files.settings({name: facts[name] for name in facts if name not in _COMMITTED}, SETTINGS)
+        sources = record_files.each(facts.get("sources", []), record_files.table)
+        sums = record_files.table(facts.get("sums", {}))
         run = RunIdentity.of(settings)
         info = formats.info(run.format)
-        digests = {**fields.table(facts.get("before_index", {})), **dict.fromkeys(info.marks[:1], facts.get("index"))}
+        digests = {
+            **record_files.table(facts.get("before_index", {})),
+            **dict.fromkeys(info.marks[:1], facts.get("index")),
+        }
         # Every rank has its line, from 0 on.
         if not targets or len(files) < len(targets) or max(files) >= len(files):
             raise ValueError("targets that are not those of all ranks")
         if settings.get("target_ranks", len(files)) != len(files):
             raise ValueError("another number of targets than the run has")
         return cls(
-            fields.digest(facts["digest"]),
+            record_files.digest(facts["digest"]),
             files,
-            {fields.text(name): f"{checked_sum(value):08x}" for name, value in sums.items()},
+            {record_files.text(name): f"{checked_sum(value):08x}" for name, value in sums.items()},
             sizes,
-            tuple((fields.path_below(source["file"]), fields.number(source["size_bytes"])) for source in sources),
+            tuple(
+                (record_files.path_below(source["file"]), record_files.number(source["size_bytes"]))
+                for source in sources
+            ),
             run,
-            {name: fields.sha256(digests[name]) for name in info.index_files if digests.get(name) is not None},
+            {name: record_files.sha256(digests[name]) for name in info.index_files if digests.get(name) is not None},
         )
 
 
 _TIMES_RECORD = "committed.json"
 # It has 25 bytes for each target.
-_TIMES_ROOM = fields.RecordLimits(1 << 29, 1 << 31)
+_TIMES_ROOM = record_files.RecordLimits(1 << 29, 1 << 31)
 
 
 def keep_times(state: Folder, digest: str, times_ns: Mapping[int, int | None]) -> None:
@@ -299,17 +307,17 @@ def committed_times(folder: Path, digest: str) -> Mapping[int, int] | None:
     """Return when the targets of the committed run were made, by rank (nanoseconds since 1970); None if unknown."""
     facts = read_json(folder / STATE / _TIMES_RECORD, _TIMES_ROOM) or {}
     try:
-        if fields.digest(facts["digest"]) != digest:
+        if record_files.digest(facts["digest"]) != digest:
             return None
-        times = fields.table(facts["modified_ns"]).items()
-        return {checked_rank(int(rank)): fields.number(time_ns, -MAX_NS, MAX_NS) for rank, time_ns in times}
+        times = record_files.table(facts["modified_ns"]).items()
+        return {checked_rank(int(rank)): record_files.number(time_ns, -MAX_NS, MAX_NS) for rank, time_ns in times}
     except DAMAGE:
         return None
 
 
 STRATEGY_RECORD = "strategy.json"
 # The table is one text, which is bounded again when it is read as a strategy.
-_ROOM = fields.RecordLimits(MAX_FILE_BYTES, 2 * MAX_FILE_BYTES)
+_ROOM = record_files.RecordLimits(MAX_FILE_BYTES, 2 * MAX_FILE_BYTES)
 
 
 def keep_strategy(state: Folder, digest: str, strategy: str) -> None:
@@ -353,10 +361,10 @@ def strategy_of_run(folder: Path, digest: str) -> tuple[str, str] | None:
     path = folder / STATE / STRATEGY_RECORD
     facts = read_json(path, _ROOM) or {}
     try:
-        if fields.digest(facts["digest"]) != digest:
+        if record_files.digest(facts["digest"]) != digest:
             return None
-        strategy = fields.text(facts["strategy"], MAX_FILE_BYTES)
-        return (strategy, str(path)) if fields.digest(facts["sha256"]) == _sha256(strategy) else None
+        strategy = record_files.text(facts["strategy"], MAX_FILE_BYTES)
+        return (strategy, str(path)) if record_files.digest(facts["sha256"]) == _sha256(strategy) else None
     except (LookupError, ValueError):
         return None
 

@@ -22,9 +22,9 @@ from reshard_mpi.journal.commit import (
     opened_to_commit,
     ranges,
 )
-from reshard_mpi.journal.fields import COMMIT_RECORD, STATE, recorded_ranks, run_path
 from reshard_mpi.journal.own_files import changed_index_files, withdraw_commit
 from reshard_mpi.journal.publication import is_partial
+from reshard_mpi.journal.record_files import COMMIT_RECORD, STATE, recorded_ranks, run_path
 from reshard_mpi.journal.run_records import CommitRecord, RunIdentity, committed_times
 from reshard_mpi.journal.target_journal import COMMIT_LOCK
 from reshard_mpi.journal.target_records import RecordHead, TargetRecord

@@ -14,9 +14,9 @@ from reshard_mpi.filesystem.source_files import FileCutShortError, is_taken
 from reshard_mpi.formats.files import digest_besides, opened
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
-from reshard_mpi.journal.fields import COMMIT_RECORD, STATE, record_path, recorded_ranks
 from reshard_mpi.journal.own_files import changed_index_files
 from reshard_mpi.journal.provenance import digest_of_texts, require_one_state, require_same_sources
+from reshard_mpi.journal.record_files import COMMIT_RECORD, STATE, record_path, recorded_ranks
 from reshard_mpi.journal.run_records import CommitRecord, RunIdentity, committed_times
 from reshard_mpi.journal.target_records import RecordHead, TargetRecord, TensorSum
 from reshard_mpi.planning.source_flaws import ModifiedShard

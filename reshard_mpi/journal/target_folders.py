@@ -13,7 +13,6 @@ from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.folders import Folder, Say, make_folders
 from reshard_mpi.filesystem.paths import described, require_replaceable
 from reshard_mpi.filesystem.source_files import is_taken
-from reshard_mpi.journal.fields import COMMIT_RECORD, STATE, record_path
 from reshard_mpi.journal.provenance import TargetInputs
 from reshard_mpi.journal.publication import (
     Publication,
@@ -22,6 +21,7 @@ from reshard_mpi.journal.publication import (
     require_own_stale,
     stale_bytes,
 )
+from reshard_mpi.journal.record_files import COMMIT_RECORD, STATE, record_path
 from reshard_mpi.journal.target_records import TargetRecord
 from reshard_mpi.processes.host import host_name
 

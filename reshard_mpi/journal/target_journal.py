@@ -36,7 +36,6 @@ from reshard_mpi.filesystem.folders import (
 )
 from reshard_mpi.filesystem.paths import require_replaceable
 from reshard_mpi.filesystem.source_files import is_taken
-from reshard_mpi.journal.fields import COMMIT_RECORD, STATE, read_json, record_path, run_path
 from reshard_mpi.journal.own_files import (
     is_in_place,
     leftovers,
@@ -56,6 +55,7 @@ from reshard_mpi.journal.publication import (
     publish_text,
     remove_stale,
 )
+from reshard_mpi.journal.record_files import COMMIT_RECORD, STATE, read_json, record_path, run_path
 from reshard_mpi.journal.run_records import RunIdentity, glob_of, keep_strategy, strategy_of_run
 from reshard_mpi.journal.target_folders import (
     opened_inner,

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 from reshard_mpi.errors import DamageError
 from reshard_mpi.filesystem.folders import Folder
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.journal import fields
-from reshard_mpi.journal.fields import COMMIT_RECORD, DAMAGE, opened_record, read_json, record_path, written
+from reshard_mpi.journal import record_files
 from reshard_mpi.journal.provenance import MAX_NS, Sources, TargetInputs
 from reshard_mpi.journal.publication import publish_text
+from reshard_mpi.journal.record_files import COMMIT_RECORD, DAMAGE, opened_record, read_json, record_path, written
 from reshard_mpi.planning.rank_plan import SharedFact, StageDigest
 from reshard_mpi.planning.source_flaws import PrefixDigest
 from reshard_mpi.sharding.box import Box
@@ -35,7 +35,7 @@ _MAX_RANK = MAX_RANKS - 1
 _MAX_DIMENSIONS = 64
 # 150 bytes for each tensor with a sum, and 80 for each file that a target was made from: 10 MiB with as many tensors as
 # a shard can have.
-TARGET_ROOM = fields.RecordLimits(64 << 20, 384 << 20)
+TARGET_ROOM = record_files.RecordLimits(64 << 20, 384 << 20)
 _SUM_DIGITS = 8
 # The head of a record with the longest path, and the bytes that follow it.
 _MAX_HEAD_BYTES = 32 << 10
@@ -61,13 +61,13 @@ class TensorSum(NamedTuple):
         """Return the sum that a record has of a tensor. Raises TypeError or ValueError if it is impossible."""
         name, dtype, whole, start, shape, value, loose = facts
         tensor_sum = cls(
-            fields.text(name),
-            fields.one_of(dtype, BY_NAME),
-            fields.each(whole, fields.number),
-            fields.each(start, fields.number),
-            fields.each(shape, fields.number),
+            record_files.text(name),
+            record_files.one_of(dtype, BY_NAME),
+            record_files.each(whole, record_files.number),
+            record_files.each(start, record_files.number),
+            record_files.each(shape, record_files.number),
             checked_sum(value),
-            fields.flag(loose),
+            record_files.flag(loose),
         )
         stop = tuple(low + length for low, length in zip(tensor_sum.start, tensor_sum.shape, strict=True))
         box = Box.whole(tensor_sum.global_shape)
@@ -127,11 +127,11 @@ class RecordHead(NamedTuple):
         """Return the head with these values. Raises LookupError, TypeError or ValueError if they are not of one."""
         rank = checked_rank(facts["rank"])
         return cls(
-            fields.digest(facts["digest"]),
+            record_files.digest(facts["digest"]),
             rank,
             checked_file(facts["file"], rank),
-            fields.number(facts["size_bytes"]),
-            fields.number(facts["modified_ns"], -MAX_NS, MAX_NS) if "modified_ns" in facts else None,
+            record_files.number(facts["size_bytes"]),
+            record_files.number(facts["modified_ns"], -MAX_NS, MAX_NS) if "modified_ns" in facts else None,
             _announced(facts["announced"]) if "announced" in facts else None,
         )
 
@@ -200,40 +200,42 @@ class TargetRecord(NamedTuple):
         """Return the record with these values. Raises LookupError, TypeError or ValueError if they are not of one."""
         head, held = RecordHead.of(facts), facts["held"]
         evidence = TargetInputs(
-            fields.each(facts["read_ranks"], checked_rank),
-            StageDigest(checked_rank(held["stage"]), fields.digest(held["digest"]), checked_rank(held["rank"])),
+            record_files.each(facts["read_ranks"], checked_rank),
+            StageDigest(checked_rank(held["stage"]), record_files.digest(held["digest"]), checked_rank(held["rank"])),
             tuple(
-                SharedFact(*(fields.text(moment[name]) for name in SharedFact._fields))
-                for moment in fields.each(facts["moments"], fields.table)
+                SharedFact(*(record_files.text(moment[name]) for name in SharedFact._fields))
+                for moment in record_files.each(facts["moments"], record_files.table)
             ),
             tuple(
-                PrefixDigest(fields.text(start["name"]), fields.digest(start["digest"]), checked_rank(start["rank"]))
-                for start in fields.each(facts["beginnings"], fields.table)
+                PrefixDigest(
+                    record_files.text(start["name"]), record_files.digest(start["digest"]), checked_rank(start["rank"])
+                )
+                for start in record_files.each(facts["beginnings"], record_files.table)
             ),
             Sources.of(facts["sources"]),
-            fields.digest(facts["texts"]),
+            record_files.digest(facts["texts"]),
         )
-        sums = fields.each(facts["sums"], TensorSum.of)
+        sums = record_files.each(facts["sums"], TensorSum.of)
         if len({part.name for part in sums}) < len(sums):
             raise ValueError("two sums of one tensor")
-        besides = fields.sha256(facts["besides"]) if "besides" in facts else ""
+        besides = record_files.sha256(facts["besides"]) if "besides" in facts else ""
         return cls(*head[:4], evidence, sums, head.announced, besides, head.modified_ns)
 
 
 def checked_rank(value: Any) -> int:
-    return fields.number(value, 0, _MAX_RANK)
+    return record_files.number(value, 0, _MAX_RANK)
 
 
 def checked_sum(value: Any) -> int:
     """Return the sum that eight hexadecimal digits say."""
-    if len(fields.digest(value)) != _SUM_DIGITS:
+    if len(record_files.digest(value)) != _SUM_DIGITS:
         raise ValueError("no sum")
     return int(value, 16)
 
 
 def checked_file(value: Any, rank: int) -> str:
     """Return the relative path of a target's file: in the folder of its rank, or in the target folder itself."""
-    folder, _, name = fields.path_below(value).rpartition("/")
+    folder, _, name = record_files.path_below(value).rpartition("/")
     is_hidden = name.startswith(".") and not folder
     if folder not in (f"rank_{rank}", "") or name in ("", ".", COMMIT_RECORD) or is_hidden:
         raise ValueError("the file of another target")
@@ -247,7 +249,9 @@ def _is_same_time(recorded_ns: int, found_ns: int) -> bool:
 
 def _announced(value: Any) -> tuple[int, int]:
     inode, modified_ns = value
-    return fields.number(inode, 0, 2 * fields.MAX_NUMBER + 1), fields.number(modified_ns, -MAX_NS, MAX_NS)
+    return record_files.number(inode, 0, 2 * record_files.MAX_NUMBER + 1), record_files.number(
+        modified_ns, -MAX_NS, MAX_NS
+    )
 
 
 def joined_sums(parts: Iterable[Sequence[TensorSum]], names: Iterable[str]) -> tuple[TensorSum, ...]:

@@ -19,7 +19,7 @@ from reshard_mpi.engine.sums import Span, held_tensor, sum_of_whole, sum_shard, 
 from reshard_mpi.errors import DamageError, DisagreementError, ReshardError, ShardError, as_reshard_error
 from reshard_mpi.filesystem.source_files import is_taken
 from reshard_mpi.formats.manifest import Manifest, TensorSpec
-from reshard_mpi.journal.fields import COMMIT_RECORD, STATE
+from reshard_mpi.journal.record_files import COMMIT_RECORD, STATE
 from reshard_mpi.journal.run_records import CommitRecord, RunIdentity
 from reshard_mpi.journal.source_records import (
     RecordFinder,

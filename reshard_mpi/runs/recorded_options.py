@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard_mpi.errors import UsageError
-from reshard_mpi.journal.fields import STATE
+from reshard_mpi.journal.record_files import STATE
 from reshard_mpi.journal.run_records import CHOSEN, CommitRecord, RunIdentity, joined_words
 from reshard_mpi.planning.tensor_names import Accumulated, Unlisted
 from reshard_mpi.runs.request import Request

@@ -13,7 +13,7 @@ from support.launch import MPI, mpirun_command
 from support.processes import Finished, run_command
 
 from reshard_mpi.cli import commands, output
-from reshard_mpi.journal.fields import COMMIT_RECORD
+from reshard_mpi.journal.record_files import COMMIT_RECORD
 
 NO_SPACE = "No space left on device"
 # Every write to it fails as on a full disk.

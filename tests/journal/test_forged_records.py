@@ -23,8 +23,8 @@ from support.forging import MISSING, TEXTS, VALUES, Keys, as_text, forged, path_
 import reshard_mpi
 from reshard_mpi.checkpoints.inspection import inspect
 from reshard_mpi.errors import ReshardError
-from reshard_mpi.journal.fields import RUN_ROOM, read_json, written
 from reshard_mpi.journal.provenance import TargetInputs
+from reshard_mpi.journal.record_files import RUN_ROOM, read_json, written
 from reshard_mpi.journal.run_records import COMMIT_ROOM, CommitRecord, RunIdentity
 from reshard_mpi.journal.target_records import TARGET_ROOM, TargetRecord, TensorSum
 from reshard_mpi.planning.rank_plan import StageDigest

@@ -26,9 +26,9 @@ from hypothesis import strategies as st
 from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.folders import Folder
 from reshard_mpi.journal import target_journal
-from reshard_mpi.journal.fields import STATE
 from reshard_mpi.journal.provenance import TargetInputs
 from reshard_mpi.journal.publication import Publication, remove_stale_records
+from reshard_mpi.journal.record_files import STATE
 from reshard_mpi.journal.run_records import RunIdentity, keep_strategy, strategy_of_run
 from reshard_mpi.journal.target_folders import Unrecorded
 from reshard_mpi.journal.target_journal import Journal

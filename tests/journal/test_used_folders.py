@@ -21,7 +21,7 @@ from support.examples import few
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints.discovery import find_shards
-from reshard_mpi.journal.fields import STATE, recorded_ranks
+from reshard_mpi.journal.record_files import STATE, recorded_ranks
 
 FORMS = ("ckpt", "hdf5", "safetensors", "torch", "dcp", "hf")
 FOREIGN = b"nobody's but their own: "

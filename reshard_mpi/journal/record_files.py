@@ -1,4 +1,4 @@
-"""Name the files of records in a target folder, read their JSON and check its fields (`record_path`, `read_json`)."""
+"""Name the files of records in a target folder, read their JSON and check its values (`record_path`, `read_json`)."""
 
 from __future__ import annotations
 
