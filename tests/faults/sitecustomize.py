@@ -91,7 +91,7 @@ def _register() -> None:
 
 
 # The process that reads foreign HDF5 may not write at all, not even what is counted here; it ends with its parent.
-if _counter and not any("hdf5.sandbox_child" in word for word in sys.orig_argv):
+if _counter and not any("hdf5.reader_process_main" in word for word in sys.orig_argv):
     _register()
     os.register_at_fork(after_in_child=_register)
     for _name in _BY_DESCRIPTOR:

@@ -19,7 +19,7 @@ from support.processes import run_command
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import hdf5
-from reshard_mpi.formats.hdf5 import sandbox
+from reshard_mpi.formats.hdf5 import reader_process
 from reshard_mpi.formats.locations import LibraryRead
 from reshard_mpi.sharding.box import Box
 
@@ -28,7 +28,7 @@ PRETEND = """
 import os, signal, time
 from pathlib import Path
 from reshard_mpi.formats.hdf5 import datasets, datasets as library, reader as reading
-from reshard_mpi.formats.hdf5 import sandbox_child as child, sandbox_protocol as wire
+from reshard_mpi.formats.hdf5 import reader_process_main as child, reader_process_messages as wire
 locate, read = reading.locate, datasets.read
 def misbehave(path):
     what, _, outside = Path(path).stem.partition("-")
@@ -65,10 +65,10 @@ child.main(0, 1)
 
 @pytest.fixture
 def pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    sandbox._keeper._end()
-    monkeypatch.setattr(sandbox, "_START", PRETEND)
+    reader_process._keeper._end()
+    monkeypatch.setattr(reader_process, "_START", PRETEND)
     yield
-    sandbox._keeper._end()
+    reader_process._keeper._end()
 
 
 def make(path: Path, **options: object) -> Path:
@@ -143,7 +143,7 @@ def test_a_relative_path_and_one_that_is_no_text(tmp_path: Path, monkeypatch: py
 def test_one_process_serves_all_files_and_threads(tmp_path: Path) -> None:
     paths = [str(make(tmp_path / f"{number}.h5", chunks=(2,))) for number in range(8)]
     hdf5.locate(paths[0])
-    process = sandbox._keeper._process
+    process = reader_process._keeper._process
     assert process is not None
     arrays: list[object] = []
 
@@ -159,19 +159,19 @@ def test_one_process_serves_all_files_and_threads(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert arrays == [[1, 2]] * 32
-    assert sandbox._keeper._process is process
+    assert reader_process._keeper._process is process
 
 
 @pytest.mark.slow
 def test_it_is_started_anew_when_it_has_gone(tmp_path: Path) -> None:
     path = str(make(tmp_path / "w.h5"))
     hdf5.locate(path)
-    first = sandbox._keeper._process
+    first = reader_process._keeper._process
     assert first is not None
     os.kill(first.pid, signal.SIGKILL)
     os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)
     assert list(hdf5.locate(path).tensors) == ["w"]
-    second = sandbox._keeper._process
+    second = reader_process._keeper._process
     assert second is not None and second.pid != first.pid
 
 
@@ -180,7 +180,7 @@ def test_a_fork_has_a_process_of_its_own(tmp_path: Path) -> None:
     script = f"""
 import os, sys
 from reshard_mpi.formats import hdf5
-from reshard_mpi.formats.hdf5 import sandbox as isolation
+from reshard_mpi.formats.hdf5 import reader_process as isolation
 hdf5.locate({path!r})
 ours = isolation._keeper._process.pid
 isolation._keeper._lock.acquire()  # as if a thread were just asking
@@ -200,7 +200,7 @@ def test_it_ends_with_who_asks(tmp_path: Path) -> None:
     script = f"""
 import os, signal
 from reshard_mpi.formats import hdf5
-from reshard_mpi.formats.hdf5 import sandbox as isolation
+from reshard_mpi.formats.hdf5 import reader_process as isolation
 hdf5.locate({path!r})
 print(isolation._keeper._process.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -216,14 +216,14 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_nothing_is_kept_open_for_it(tmp_path: Path) -> None:
     """Locks and connections that this process leaves to its children are not held by the one that has the library."""
     path = str(make(tmp_path / "w.h5"))
-    sandbox._keeper._end()
+    reader_process._keeper._end()
     with (tmp_path / "lock").open("w") as lock:
         os.set_inheritable(lock.fileno(), True)
         hdf5.locate(path)
-        process = sandbox._keeper._process
+        process = reader_process._keeper._process
         assert process is not None
         kept = {str(entry.readlink()) for entry in Path(f"/proc/{process.pid}/fd").iterdir()}
-    sandbox._keeper._end()
+    reader_process._keeper._end()
     assert str(tmp_path / "lock") not in kept
 
 
@@ -233,7 +233,7 @@ def test_a_shard_of_our_own_needs_neither_process_nor_library(tmp_path: Path) ->
 import sys
 from reshard_mpi.formats import hdf5
 assert hdf5.locate({str(golden)!r}).tensors
-assert not any(name in sys.modules for name in ("h5py", "numpy", "reshard_mpi.formats.hdf5.sandbox")), "loaded"
+assert not any(name in sys.modules for name in ("h5py", "numpy", "reshard_mpi.formats.hdf5.reader_process")), "loaded"
 """
     run_command([sys.executable, "-c", script], check=True)
 

@@ -43,11 +43,11 @@ OTHERS = {"source_files", "h5a", "h5d", "h5g", "h5o", "links", "datasets", "type
 
 EXCEPTIONS = {
     "formats/hdf5/datasets.py": {"h5f.open": "the library opens its file by itself, in a process of its own"},
-    "formats/hdf5/sandbox_child.py": {
+    "formats/hdf5/reader_process_main.py": {
         "os.fstat": "asks which descriptors of its own are open",
         "Path('/proc/self/status').read_text": "asks how much memory it has itself",
     },
-    "formats/hdf5/sandbox_protocol.py": {"os.readv": "reads the pipe between the two processes"},
+    "formats/hdf5/reader_process_messages.py": {"os.readv": "reads the pipe between the two processes"},
     "formats/hdf5/writer.py": {
         "os.statvfs": "asks for room for its scratch file in memory",
         "os.fstat": "asks for the length of that",

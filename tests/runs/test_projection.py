@@ -151,7 +151,7 @@ WITH_CHILD = """
 import sys
 from pathlib import Path
 from reshard_mpi.cli.commands import main
-from reshard_mpi.formats.hdf5 import sandbox as isolation
+from reshard_mpi.formats.hdf5 import reader_process as isolation
 try:
     main(sys.argv[1:])
 finally:

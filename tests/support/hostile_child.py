@@ -55,7 +55,7 @@ def status(pid: int, field: str) -> int:
 
 def helper() -> int | None:
     """Return the process that has the HDF5 library, if there is one."""
-    module = sys.modules.get("reshard_mpi.formats.hdf5.sandbox")
+    module = sys.modules.get("reshard_mpi.formats.hdf5.reader_process")
     process = module and module._keeper._process
     return process.pid if process else None
 
@@ -64,11 +64,11 @@ def warm_up(kind: str, path: str) -> None:
     """Load what reading a sound file of this kind loads, so that only the hostile one is measured."""
     sound = Path(__file__).parents[1] / "fuzz" / "corpus"
     if formats.name_of(path) == "hdf5":
-        from reshard_mpi.formats.hdf5 import sandbox
+        from reshard_mpi.formats.hdf5 import reader_process
 
         for seed in ("seed-0", "seed-1", "seed-6"):
             example = sound / "hdf5_foreign" / seed
-            for entry in sandbox.locate(str(example), example.stat().st_size).tensors.values():
+            for entry in reader_process.locate(str(example), example.stat().st_size).tensors.values():
                 if isinstance(entry.source, LibraryRead):
                     entry.source.read(Box.whole(entry.shape))
     elif kind == "strategy":

@@ -1,4 +1,4 @@
-"""Locate, size and seal an HDF5 shard: by its index if native, else by `sandbox` (`locate`).
+"""Locate, size and seal an HDF5 shard: by its index if native, else by `reader_process` (`locate`).
 
 HDF5 File Format Specification, "Format Signature and Superblock": the signature stands at byte 0, 512, 1024, 2048 and
 so on; versions 0 and 1 have the addresses after 24 and 28 bytes, versions 2 and 3 after 12. The end-of-file address
@@ -120,9 +120,9 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
     with files.opened(path) as file:
         manifest = index.locate(file, end_of_file(file))
         if manifest is None:
-            from reshard_mpi.formats.hdf5 import sandbox  # for files that this program did not write
+            from reshard_mpi.formats.hdf5 import reader_process  # for files that this program did not write
 
-            return sandbox.locate(path, file.size_bytes)
+            return reader_process.locate(path, file.size_bytes)
         return manifest
 
 
@@ -131,9 +131,9 @@ def stored_sums(path: str) -> Mapping[str, int]:
     with files.opened(path) as file:
         sums = index.stored_sums(file, end_of_file(file))
         if sums is None:
-            from reshard_mpi.formats.hdf5 import sandbox
+            from reshard_mpi.formats.hdf5 import reader_process
 
-            return sandbox.stored_sums(path)
+            return reader_process.stored_sums(path)
         return sums
 
 

@@ -1,4 +1,4 @@
-"""Answer the requests of `sandbox`: the process that loads the HDF5 library (`main`).
+"""Answer the requests of `reader_process`: the process that loads the HDF5 library (`main`).
 
 HDF5 is written in C, and files have made it crash before. Here only this process ends with it: it leaves no core file,
 writes no file, has no descriptor for a second HDF5 file, and bounded memory and processor time for each request.
@@ -24,7 +24,7 @@ import numpy as np
 from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem.source_files import FileVersion
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.hdf5 import datasets, reader, sandbox_protocol
+from reshard_mpi.formats.hdf5 import datasets, reader, reader_process_messages
 from reshard_mpi.sharding.box import Box
 
 # The records of a shard with as many tensors as are read, their JSON, and the library's cache of structure.
@@ -53,7 +53,7 @@ def main(requests: int, replies: int) -> None:
     limits = _ProcessLimits()
     while select.select([requests], [], [], _IDLE_SECONDS)[0]:
         try:
-            request = sandbox_protocol.receive(requests)
+            request = reader_process_messages.receive(requests)
         except EOFError:
             return
         payload = None
@@ -61,12 +61,12 @@ def main(requests: int, replies: int) -> None:
             kind, *arguments = request
             reply, payload = _ANSWERS[kind](limits, *arguments)
         except ShardError as error:
-            reply = ["error", sandbox_protocol.from_error(error)]
+            reply = ["error", reader_process_messages.from_error(error)]
         except MemoryError:
             reply = ["memory", None]
         limits.release()
         try:
-            sandbox_protocol.send(replies, reply, payload)
+            reader_process_messages.send(replies, reply, payload)
         except BrokenPipeError:
             return
         if payload is None and _holds_a_file():
@@ -93,7 +93,7 @@ def _is_open(descriptor: int) -> bool:
 def _locate(limits: _ProcessLimits, path: str) -> tuple[list[Any], None]:
     datasets.forget()
     limits.allow(_LOCATE_BYTES, _STEP_SECONDS)
-    return ["manifest", sandbox_protocol.from_manifest(reader.locate(path, limits.step))], None
+    return ["manifest", reader_process_messages.from_manifest(reader.locate(path, limits.step))], None
 
 
 def _sums(limits: _ProcessLimits, path: str) -> tuple[list[Any], None]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard_mpi.errors import ShardError
-from reshard_mpi.formats.hdf5 import native_names, sandbox_protocol
+from reshard_mpi.formats.hdf5 import native_names, reader_process_messages
 from reshard_mpi.processes.host import ONE_THREAD
 from reshard_mpi.processes.imports import fresh_interpreter, import_environment
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from reshard_mpi.formats.manifest import Manifest
     from reshard_mpi.sharding.box import Box
 
-_START = "from reshard_mpi.formats.hdf5.sandbox_child import main; main(0, 1)"
+_START = "from reshard_mpi.formats.hdf5.reader_process_main import main; main(0, 1)"
 # Variables of the child besides this process's own: one thread; no filters or drivers from outside the library; no part
 # in an MPI job, where HDF5 was built with MPI; memory of decoded chunks is given back at once.
 _ENVIRONMENT = {
@@ -45,7 +45,7 @@ def locate(path: str, size_bytes: int) -> Manifest:
     """Return the manifest of the HDF5 file at `path` as the library reads it. Raises ShardError if it cannot."""
     values = _ask(["locate", str(Path(path).absolute())], path, None)
     try:
-        return sandbox_protocol.to_manifest(path, size_bytes, values, read)
+        return reader_process_messages.to_manifest(path, size_bytes, values, read)
     except ShardError:
         raise
     except (ValueError, TypeError, KeyError) as error:
@@ -114,16 +114,16 @@ class _Process:
         Raises EOFError if the process has ended, TimeoutError if it does not answer, ValueError for a wrong answer.
         """
         try:
-            sandbox_protocol.send(self.requests, request)
+            reader_process_messages.send(self.requests, request)
         except BrokenPipeError:
             raise EOFError from None
         if not self._can_receive(_PATIENCE_SECONDS):
             raise TimeoutError
-        kind, value = sandbox_protocol.receive(self.replies)
+        kind, value = reader_process_messages.receive(self.replies)
         if kind == "elements":
             if payload is None or value != len(payload):
                 raise ValueError(f"{value} bytes")
-            sandbox_protocol.receive_into(self.replies, payload)
+            reader_process_messages.receive_into(self.replies, payload)
         return kind, value
 
     def end(self) -> int | None:
@@ -212,7 +212,7 @@ os.register_at_fork(after_in_child=_start_anew)
 def _ask(request: list[Any], where: str, payload: memoryview | None) -> Any:
     kind, value = _keeper.ask(request, where, payload)
     if kind == "error":
-        raise sandbox_protocol.to_error(value)
+        raise reader_process_messages.to_error(value)
     if kind == "memory":
         raise ShardError(
             "an HDF5 file takes too much memory to read",

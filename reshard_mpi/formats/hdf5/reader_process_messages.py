@@ -1,4 +1,4 @@
-"""Send and receive the messages between `sandbox` and its child (`send`, `receive`)."""
+"""Send and receive the messages between `reader_process` and its child (`send`, `receive`)."""
 
 from __future__ import annotations
 
