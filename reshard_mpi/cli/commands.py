@@ -204,7 +204,7 @@ def _plan(options: argparse.Namespace) -> int:
 
     asked = request(options)
     if options.plot is not None or options.tensor:
-        return _plot(options, asked)
+        return _draw(options, asked)
     if options.explain is not None:
         return _explain(options, asked)
     if options.sbatch:
@@ -236,9 +236,9 @@ def _plan(options: argparse.Namespace) -> int:
     return 0
 
 
-def _plot(options: argparse.Namespace, asked: Request) -> int:
-    from reshard_mpi.cli.plot_file import asked_pictures, write_picture
-    from reshard_mpi.runs.plot_data import planned_figures
+def _draw(options: argparse.Namespace, asked: Request) -> int:
+    from reshard_mpi.cli.picture_file import asked_pictures, write_picture
+    from reshard_mpi.runs.picture_data import planned_figures
 
     wanted = asked_pictures(options.plot, options.tensor)
     with _world(options) as group:

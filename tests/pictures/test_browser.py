@@ -47,14 +47,14 @@ def page() -> Iterator[Page]:
         yield page
 
 
-def plot(path: Path, *arguments: str | Path) -> Path:
+def draw(path: Path, *arguments: str | Path) -> Path:
     done("plan", *map(str, arguments), "--plot", path)
     return path
 
 
 def test_a_rank_and_a_tensor_are_clicked(tmp_path: Path, page: Page) -> None:
     conversion = make(tmp_path)
-    page.open(plot(tmp_path / "plan.html", *conversion.arguments("plan")[1:]))
+    page.open(draw(tmp_path / "plan.html", *conversion.arguments("plan")[1:]))
     assert page.text("h1") == "A plan of reshard-mpi"
 
     page.click("#matrix text[data-key='column 1']")
@@ -85,7 +85,7 @@ def test_a_rank_and_a_tensor_are_clicked(tmp_path: Path, page: Page) -> None:
 def test_a_hostile_name_is_shown_and_not_run(tmp_path: Path, page: Page) -> None:
     (tmp_path / "src").mkdir()
     write_shard({HOSTILE: np.zeros((4, 4), np.float32)}, tmp_path / "src" / "net.safetensors")
-    page.open(plot(tmp_path / "plan.html", tmp_path / "src", tmp_path / "dst"))
+    page.open(draw(tmp_path / "plan.html", tmp_path / "src", tmp_path / "dst"))
     assert page.text("#names") == HOSTILE
     page.click("#names button")
     assert page.text("#tensor") == f"What {HOSTILE} is made of"
@@ -96,7 +96,7 @@ def test_a_hostile_name_is_shown_and_not_run(tmp_path: Path, page: Page) -> None
 
 def test_a_script_of_others_would_not_run(tmp_path: Path, page: Page) -> None:
     conversion = make(tmp_path)
-    path = plot(tmp_path / "plan.html", *conversion.arguments("plan")[1:])
+    path = draw(tmp_path / "plan.html", *conversion.arguments("plan")[1:])
     path.write_text(path.read_text().replace("</main>", "</main><script>window.hacked = 1</script>"))
     page.open(path)
     assert page.run("return window.hacked;") is None
@@ -108,7 +108,7 @@ def test_many_targets_in_groups(tmp_path: Path, page: Page) -> None:
     write_shard({"w": np.zeros((4096, 2), np.float32)}, tmp_path / "src" / "net.safetensors")
     (tmp_path / "dst.toml").write_text('mesh = { x = 4096 }\n[[parameter]]\nmatch = "w"\nsplit = { 0 = ["x"] }\n')
     arguments = (tmp_path / "src", tmp_path / "dst", "--dst-strategy", tmp_path / "dst.toml")
-    page.open(plot(tmp_path / "plan.html", *arguments))
+    page.open(draw(tmp_path / "plan.html", *arguments))
     assert "128 of 4096 targets planned" in page.text("header")
     page.click("#matrix rect[data-key='column 5']")
     assert page.text("#chosen") == "target ranks 320-383"
@@ -128,7 +128,7 @@ def test_nothing_is_cut_off(tmp_path: Path, page: Page, width: int) -> None:
     (tmp_path / "map.toml").write_text(FUSED)
     (tmp_path / "dst.toml").write_text(THREE)
     options = ("--map", tmp_path / "map.toml", "--dst-strategy", tmp_path / "dst.toml")
-    path = plot(tmp_path / "plan.html", folder, tmp_path / "dst", *options)
+    path = draw(tmp_path / "plan.html", folder, tmp_path / "dst", *options)
     page.resize(width, 1000)
     try:
         page.open(path)

@@ -32,7 +32,7 @@ from reshard_mpi.pictures.figures import (
     shown_dimensions,
 )
 from reshard_mpi.processes import comm
-from reshard_mpi.runs.plot_data import Asked, planned_figures
+from reshard_mpi.runs.picture_data import Asked, planned_figures
 from reshard_mpi.runs.progress import Progress
 from reshard_mpi.runs.request import Request
 from reshard_mpi.sharding.box import Box

@@ -23,7 +23,7 @@ from reshard_mpi.pictures.scene import (
     tensor_labels,
     text_width,
 )
-from reshard_mpi.pictures.tensor import cut_scene
+from reshard_mpi.pictures.tensor_cuts import cut_scene
 from reshard_mpi.sharding.box import Box
 
 LLAMA = "model.layers.0.self_attn."

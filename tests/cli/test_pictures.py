@@ -22,7 +22,7 @@ from reshard_mpi.runs.plan_conversion import Conversion
 SPEC = 'mesh = {{ x = {ranks} }}\n[[parameter]]\nmatch = "w*"\nsplit = {{ 0 = ["x"] }}\n[[parameter]]\nmatch = "*"\n'
 
 
-def plot(conversion: Files, path: Path, *options: str) -> Finished:
+def draw(conversion: Files, path: Path, *options: str) -> Finished:
     return run_here(*conversion.arguments("plan"), "--plot", path, *options)
 
 
@@ -32,17 +32,17 @@ def plot(conversion: Files, path: Path, *options: str) -> Finished:
 )
 def test_every_form(tmp_path: Path, kind: str, ending: str, begin: bytes) -> None:
     conversion, path = make(tmp_path, kind), tmp_path / f"plan.{ending}"
-    finished = plot(conversion, path)
+    finished = draw(conversion, path)
     assert finished.ended == (0, "") and finished.out.startswith("drew 2 targets") and str(path) in finished.out
     assert path.read_bytes().startswith(begin)
-    again = plot(conversion, path, "--tensor", "w")
+    again = draw(conversion, path, "--tensor", "w")
     assert again.ended == (0, "") and path.read_bytes().startswith(begin)
     assert not conversion.dst.exists()
 
 
 def test_a_tensor_alone(tmp_path: Path) -> None:
     conversion = make(tmp_path)
-    assert plot(conversion, tmp_path / "w.svg", "--tensor", "moments.w").code == 0
+    assert draw(conversion, tmp_path / "w.svg", "--tensor", "moments.w").code == 0
     drawn = (tmp_path / "w.svg").read_text()
     assert "How both sides cut moments.w" in drawn and "Who feeds whom" not in drawn
     assert "ranks 0, 2" in drawn and "rank 0 &lt; 0, 1" in drawn and "rank 1 &lt; 2, 3" in drawn
@@ -68,7 +68,7 @@ def test_through_a_map(tmp_path: Path) -> None:
     (tmp_path / "map.toml").write_text('[[map]]\neq = "w [a b], moments.w [a b] <=> both [(a + a) b]"\n')
     options = ["--map", str(tmp_path / "map.toml"), "--tensor", "both"]
     target = conversion.strategy("other", {"both": conversion.target.layouts["w"]})
-    finished = plot(conversion.but(dst_strategy=target), tmp_path / "plan.svg", *options)
+    finished = draw(conversion.but(dst_strategy=target), tmp_path / "plan.svg", *options)
     assert finished.code == 0, finished
     drawn = (tmp_path / "plan.svg").read_text()
     assert "How both sides cut both" in drawn and f"Made of w, moments.w by {tmp_path}/map.toml, line 1" in drawn
@@ -88,14 +88,14 @@ def test_through_a_map(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_drawn(tmp_path: Path, name: str, options: list[str], problem: str) -> None:
-    finished = plot(make(tmp_path), tmp_path / name, *options)
+    finished = draw(make(tmp_path), tmp_path / name, *options)
     assert finished.code == 2 and problem in finished.err
     assert not (tmp_path / name).exists()
 
 
 def test_a_folder_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "plan.html").mkdir()
-    finished = plot(make(tmp_path), tmp_path / "plan.html")
+    finished = draw(make(tmp_path), tmp_path / "plan.html")
     assert finished.code == 2 and "a folder" in finished.err
 
 
@@ -108,16 +108,16 @@ def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     conversion = make(tmp_path)
-    finished = plot(conversion, tmp_path / "plan.png")
+    finished = draw(conversion, tmp_path / "plan.png")
     assert finished.code == 2 and "pip install 'reshard-mpi[plot]'" in finished.err
     assert not (tmp_path / "plan.png").exists()
-    assert plot(conversion, tmp_path / "plan.html").code == 0
+    assert draw(conversion, tmp_path / "plan.html").code == 0
 
 
 def test_a_target_that_is_there_is_drawn_as_well(tmp_path: Path) -> None:
     conversion = make(tmp_path)
     conversion.done()
-    assert plot(conversion, tmp_path / "plan.svg").code == 0
+    assert draw(conversion, tmp_path / "plan.svg").code == 0
 
 
 @pytest.mark.parametrize("ending", few(1, ["html", "svg", "png"]))

@@ -1,4 +1,4 @@
-"""Write a picture as an HTML page or PNG (`page_of`, `png_of`).
+"""Render pictures as an HTML page or PNG (`page_of`, `png_of`).
 
 Names may hold anything. They get into the page in three ways, each with its own escape: as text of the template and of
 SVG (`html.escape`), and as JSON in which no character has a meaning in HTML. The page's own policy lets no script run
@@ -23,7 +23,7 @@ from reshard_mpi.errors import UsageError
 from reshard_mpi.pictures.figures import DrawnMove, Figures, TensorCut, grid_of
 from reshard_mpi.pictures.matrix import matrix_scene
 from reshard_mpi.pictures.scene import PAPER, Rectangle, Scene, TextLine, svg_of
-from reshard_mpi.pictures.tensor import cut_scene
+from reshard_mpi.pictures.tensor_cuts import cut_scene
 from reshard_mpi.text import counted, format_bytes, one_line
 
 _PAGE, _STYLE, _SCRIPT = (Path(__file__).with_name(f"page.{ending}") for ending in ("html", "css", "js"))

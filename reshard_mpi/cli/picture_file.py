@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from reshard_mpi.errors import UsageError
 from reshard_mpi.filesystem.paths import described, is_replaceable
-from reshard_mpi.runs.plot_data import Asked
+from reshard_mpi.runs.picture_data import Asked
 from reshard_mpi.text import MIB, counted, one_line
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def asked_pictures(path: str | None, tensors: Sequence[str]) -> Asked:
             got=f"{len(tensors)} tensors for {path}",
         )
     if ending == ".png":
-        from reshard_mpi.pictures.picture_files import require_matplotlib
+        from reshard_mpi.pictures.rendering import require_matplotlib
 
         require_matplotlib()
     file = Path(path)
@@ -78,18 +78,18 @@ def write_picture(path: str, figures: Figures) -> str:
 
 def _drawn(path: str, figures: Figures) -> bytes:
     if _ending(path) == ".html":
-        from reshard_mpi.pictures.picture_files import page_of
+        from reshard_mpi.pictures.rendering import page_of
 
         return page_of(figures).encode()
     from reshard_mpi.pictures.matrix import matrix_scene
-    from reshard_mpi.pictures.tensor import cut_scene
+    from reshard_mpi.pictures.tensor_cuts import cut_scene
 
     scene = cut_scene(figures.cuts[0], figures) if figures.cuts else matrix_scene(figures)
     if _ending(path) == ".svg":
         from reshard_mpi.pictures.scene import svg_of
 
         return svg_of(scene).encode()
-    from reshard_mpi.pictures.picture_files import png_of
+    from reshard_mpi.pictures.rendering import png_of
 
     return png_of(scene)
 
