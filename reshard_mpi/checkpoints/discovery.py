@@ -22,8 +22,8 @@ from reshard_mpi.checkpoints.shard_files import (
 from reshard_mpi.errors import ShardError, SourceError, told
 from reshard_mpi.filesystem import source_files
 from reshard_mpi.filesystem.paths import described, kind_of_file
-from reshard_mpi.formats.files import is_file_name
 from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.structure import is_file_name
 from reshard_mpi.journal.provenance import FirstLooks
 
 

@@ -18,8 +18,8 @@ from reshard_mpi.checkpoints.choose_step import name_without_rank
 from reshard_mpi.checkpoints.shard_files import ShardFiles, SingleShard
 from reshard_mpi.errors import ReshardError, SourceError, told
 from reshard_mpi.filesystem import source_files
-from reshard_mpi.formats.files import is_file_name
 from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.structure import is_file_name
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
 from reshard_mpi.planning.rank_plan import Check, Copy, Limits
 from reshard_mpi.planning.sample_choice import kind_of

@@ -11,8 +11,8 @@ from typing import NamedTuple
 from reshard_mpi.errors import DamageError, DisagreementError
 from reshard_mpi.filesystem.paths import rank_of_folder, real_path
 from reshard_mpi.filesystem.source_files import FileCutShortError, is_taken
-from reshard_mpi.formats.files import digest_besides, opened
 from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.structure import digest_besides, opened
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
 from reshard_mpi.journal.own_files import changed_index_files
 from reshard_mpi.journal.provenance import digest_of_texts, require_one_state, require_same_sources

@@ -146,7 +146,7 @@ class TargetRecord(NamedTuple):
     evidence: TargetInputs
     sums: tuple[TensorSum, ...] = ()  # of its tensors, in file order; none if it was not verified
     announced: tuple[int, int] | None = None
-    # a digest of all of its bytes besides tensors (`formats.files.digest_besides`); empty if it was not verified
+    # a digest of all of its bytes besides tensors (`formats.structure.digest_besides`); empty if it was not verified
     besides: str = ""
     modified_ns: int | None = None
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import DType
-from reshard_mpi.formats.files import MAX_DIMENSIONS, MAX_NAME_BYTES
+from reshard_mpi.formats.structure import MAX_DIMENSIONS, MAX_NAME_BYTES
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.mapping.box_pairs import TargetShape, TermTensor
 from reshard_mpi.mapping.direction import Direction, Inventory, TemplateShapes

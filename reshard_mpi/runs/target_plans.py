@@ -13,8 +13,8 @@ from reshard_mpi.checkpoints.shard_files import strangers
 from reshard_mpi.engine.open_files import Files
 from reshard_mpi.engine.read import only_element, takes_numpy
 from reshard_mpi.errors import ReshardError, ShardError, TargetError
-from reshard_mpi.formats.files import MAX_KEPT_BYTES, MAX_TENSORS, kept_bytes, kept_kind_bytes
 from reshard_mpi.formats.manifest import NotChecksummableError, ShardSpec, Specs, counted_bytes, is_in_crc
+from reshard_mpi.formats.structure import MAX_KEPT_BYTES, MAX_TENSORS, kept_bytes, kept_kind_bytes
 from reshard_mpi.journal.commit import EarlierTarget
 from reshard_mpi.journal.provenance import TargetInputs
 from reshard_mpi.journal.target_journal import Journal

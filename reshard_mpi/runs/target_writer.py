@@ -18,9 +18,9 @@ from reshard_mpi.engine.shard_transfer import Span, write_shard
 from reshard_mpi.errors import DisagreementError, ShardError, TransformError, told
 from reshard_mpi.filesystem.folders import FileIdentity
 from reshard_mpi.filesystem.source_files import SourceFile
-from reshard_mpi.formats.files import digest_besides
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.protocol import Format
+from reshard_mpi.formats.structure import digest_besides
 from reshard_mpi.journal.publication import Publication, opened_partial
 from reshard_mpi.journal.target_folders import require_unchanged
 from reshard_mpi.journal.target_records import TensorSum

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from reshard_mpi.errors import ReshardError, ShardError, TargetError, UsageError
-from reshard_mpi.formats import files
+from reshard_mpi.formats import structure
 from reshard_mpi.formats.dtypes import BY_NAME, DType
 from reshard_mpi.formats.manifest import Manifest, ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.formats.protocol import Format, reserve_file, seal_file
@@ -288,9 +288,9 @@ class FormatConformance:
         meant = sample_tensors.write(self.module, str(path), self._holdable(some_contents()))
         self.module.read_back(meant)
         content, before = path.read_bytes(), self.module.locate(str(path))
-        structure = _outside(sample_tensors.all_ranges(meant), len(content))
-        assert structure, "nothing but payloads"
-        for offset in structure[:: max(1, len(structure) // 300)]:
+        outside = _outside(sample_tensors.all_ranges(meant), len(content))
+        assert outside, "nothing but payloads"
+        for offset in outside[:: max(1, len(outside) // 300)]:
             damaged = bytearray(content)
             damaged[offset] ^= 1
             path.write_bytes(self.sound_again(bytes(damaged)))
@@ -346,9 +346,9 @@ class FormatConformance:
     def test_damage_is_refused_or_harmless(self, data: st.DataObject) -> None:
         with self._scratch() as path:
             path, content, whole = self._sound_file(path.parent)
-            structure = _outside(sample_tensors.all_ranges(whole), len(content))
+            outside = _outside(sample_tensors.all_ranges(whole), len(content))
             damaged = bytearray(content)
-            for offset in data.draw(st.lists(st.sampled_from(structure), min_size=1, max_size=4)):
+            for offset in data.draw(st.lists(st.sampled_from(outside), min_size=1, max_size=4)):
                 damaged[offset] = data.draw(_DAMAGE)
             path.write_bytes(self.sound_again(bytes(damaged)))
             self._require_refused_or_sound(path)
@@ -383,8 +383,8 @@ class FormatConformance:
         size_bytes = path.stat().st_size
         assert all(0 <= first <= last <= size_bytes for first, last in sample_tensors.all_ranges(manifest))
         for entry in manifest.tensors.values():
-            assert 0 < len(entry.name.encode()) <= files.MAX_NAME_BYTES
-            assert len(entry.shape) <= files.MAX_DIMENSIONS
+            assert 0 < len(entry.name.encode()) <= structure.MAX_NAME_BYTES
+            assert len(entry.shape) <= structure.MAX_DIMENSIONS
             lengths = (*entry.shape, *(entry.global_shape or ()), *(entry.box.start if entry.box else ()))
             assert all(type(length) is int and length >= 0 for length in lengths), lengths
             if entry.box is not None and entry.global_shape is not None:

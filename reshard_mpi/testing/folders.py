@@ -23,8 +23,8 @@ from reshard_mpi.checkpoints.discovery import find_shards
 from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.errors import ReshardError, ShardError, SourceError, UsageError
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.files import is_file_name
 from reshard_mpi.formats.protocol import FolderFormat
+from reshard_mpi.formats.structure import is_file_name
 from reshard_mpi.testing.checkpoints import ArraysByName, FormatUnderTest
 from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents, write
 

@@ -13,7 +13,7 @@ import pytest
 from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem import source_files
 from reshard_mpi.filesystem.source_files import FileCutShortError, IrregularFileError, SourceFile, open_file, version_of
-from reshard_mpi.formats import files
+from reshard_mpi.formats import structure
 
 CONTENT = bytes(range(100))
 
@@ -48,13 +48,13 @@ def test_a_file_that_shrinks_while_it_is_read(path: Path) -> None:
     with open_file(str(path)) as file:
         os.truncate(path, 50)
         assert file.read(40, 60) == CONTENT[40:50] and file.read(60, 10) == b""
-        for read in (lambda: file.read_exactly(40, 60), lambda: list(files.contents(file, [(0, 10), (45, 55)]))):
+        for read in (lambda: file.read_exactly(40, 60), lambda: list(structure.contents(file, [(0, 10), (45, 55)]))):
             with pytest.raises(FileCutShortError):
                 read()
         with pytest.raises(FileCutShortError):
-            files.digest_besides(file, [(10, 90)])
+            structure.digest_besides(file, [(10, 90)])
         with pytest.raises(FileCutShortError):
-            files.crc32_of(file, (0, 100))
+            structure.crc32_of(file, (0, 100))
         assert version_of(path).is_later_than(file.version)
 
 
@@ -95,7 +95,7 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path, make: Callable[[Path
     """A pipe would make us wait for somebody who writes to it."""
     path = tmp_path / "a.ckpt"
     make(path)
-    with pytest.raises(ShardError, match=f"{says}(.|\n)*where: {path}"), files.opened(str(path)):
+    with pytest.raises(ShardError, match=f"{says}(.|\n)*where: {path}"), structure.opened(str(path)):
         raise AssertionError("it was opened")
     with pytest.raises(OSError, match="Errno"):
         source_files.first_bytes(path, 4)

@@ -50,7 +50,7 @@ TOY_FAULTS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
         IMPOSSIBLE,
         ("negative lengths",),
     ),
-    "any dimensions": ("len(kind.shape) <= files.MAX_DIMENSIONS and ", "", IMPOSSIBLE, ("33 dimensions",)),
+    "any dimensions": ("len(kind.shape) <= structure.MAX_DIMENSIONS and ", "", IMPOSSIBLE, ("33 dimensions",)),
     "payloads outside": (
         "if end != file.size_bytes:",
         "if end < 0:",
@@ -59,7 +59,7 @@ TOY_FAULTS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
     ),
     "no name": ("if not all(0 < length <=", "if not all(0 <= length <=", IMPOSSIBLE, ("no name",)),
     "names of any length": (
-        "0 < length <= files.MAX_NAME_BYTES",
+        "0 < length <= structure.MAX_NAME_BYTES",
         "0 < length",
         IMPOSSIBLE,
         ("a name that is too long",),

@@ -11,7 +11,7 @@ import pytest
 from support import ckpt_peer
 
 from reshard_mpi.errors import ShardError
-from reshard_mpi.formats import ckpt, files
+from reshard_mpi.formats import ckpt, structure
 from reshard_mpi.formats.ckpt import writer
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.testing import sample_tensors
@@ -62,7 +62,7 @@ REFUSED = {
     "type not UTF-8": (value(tensor=tensor(kind=field(2, b"\xff\xfe"))), "not UTF-8"),
     "type absurdly long": (value(tensor=tensor(kind=field(2, b"x" * 1000))), "impossible length"),
     "tag empty": (value(field(1, b""), tensor()), "impossible length"),
-    "tag too long": (value(field(1, b"n" * (files.MAX_NAME_BYTES + 1)), tensor()), "impossible length"),
+    "tag too long": (value(field(1, b"n" * (structure.MAX_NAME_BYTES + 1)), tensor()), "impossible length"),
     "tag not UTF-8": (value(field(1, b"\xc3\x28"), tensor()), "not UTF-8"),
     "tag a number": (value(field(1, 7), tensor()), "wrong type"),
     "no tag": (value(b"", tensor()), "no tag"),
@@ -92,7 +92,10 @@ REFUSED = {
     ),
     "a piece is missing": (ckpt_peer.value("w", (2, 2), "Float32", FLOATS[:8]), "shorter"),
     "map tensor": (field(1, field(1, b"m") + field(3, tensor())), "map tensor"),
-    "string too long": (ckpt_peer.value("s", (0,), "str", b"x\0\0\0" * (files.MAX_STRING_BYTES // 4 + 1)), "too long"),
+    "string too long": (
+        ckpt_peer.value("s", (0,), "str", b"x\0\0\0" * (structure.MAX_STRING_BYTES // 4 + 1)),
+        "too long",
+    ),
     "string not UTF-32": (ckpt_peer.value("s", (0,), "str", b"\xff\xff\xff\xff"), "UTF-32"),
     "string of a broken length": (ckpt_peer.value("s", (0,), "str", b"x\0\0"), "damaged"),
     "string with a shape": (ckpt_peer.value("s", (3,), "str", b"x\0\0\0"), "damaged"),
@@ -136,7 +139,7 @@ def test_encrypted_files_are_refused_by_name(tmp_path: Path, mode: str, magic: i
 
 
 def test_too_many_values_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "MAX_TENSORS", 10)
+    monkeypatch.setattr(structure, "MAX_TENSORS", 10)
     path = tmp_path / "shard.ckpt"
     path.write_bytes(ckpt_peer.value("w", (2, 2), "Float32", b"") * 10 + SOUND)
     with pytest.raises(ShardError, match="too many values"):
@@ -144,7 +147,7 @@ def test_too_many_values_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_too_much_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "MAX_KEPT_BYTES", 4000)
+    monkeypatch.setattr(structure, "MAX_KEPT_BYTES", 4000)
     path = tmp_path / "shard.ckpt"
     values = {
         "names": (ckpt_peer.value("n" * 90 + str(i), (), "Bool", b"\1") for i in range(12)),

@@ -19,7 +19,7 @@ from support.launch import MPI
 from support.oracle import RawLayout
 
 from reshard_mpi.errors import DisagreementError, ShardError, TargetError
-from reshard_mpi.formats import dcp, files
+from reshard_mpi.formats import dcp, structure
 from reshard_mpi.formats.dcp.file_layout import of_tensor
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import NEST, Manifest, ShardIdentity, ShardSpec, TensorSpec
@@ -159,7 +159,7 @@ def test_real_ones_to_a_file_of_torch_and_back(tmp_path: Path) -> None:
     done("transform", file, again, "--to", "dcp", "--jobs", "1", "--strict")
     assert "the same" in done("diff", source, again).out
     assert dcp.open_folder(again)[0].strings == dcp.open_folder(source)[0].strings
-    with files.opened(str(Path(source, ".metadata"))) as opened:
+    with structure.opened(str(Path(source, ".metadata"))) as opened:
         before, after = dcp_peer.read(tmp_path / "again"), dcp.metadata.read(opened)
     assert before.paths == dict(after.paths)
     assert before.objects["optim.param_groups.0.betas"] == (0.9, 0.95)

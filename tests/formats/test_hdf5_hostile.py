@@ -22,7 +22,7 @@ from support.hostile_hdf5 import (
 )
 
 from reshard_mpi.errors import ShardError
-from reshard_mpi.formats import files, hdf5
+from reshard_mpi.formats import hdf5, structure
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.testing import sample_tensors
 from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
@@ -122,11 +122,11 @@ def odd_float(file: h5py.File) -> None:
 
 
 def long_string(file: h5py.File) -> None:
-    file["w"] = "x" * (files.MAX_STRING_BYTES + 1)
+    file["w"] = "x" * (structure.MAX_STRING_BYTES + 1)
 
 
 def long_fixed_string(file: h5py.File) -> None:
-    file["w"] = np.bytes_(b"x" * (files.MAX_STRING_BYTES + 1))
+    file["w"] = np.bytes_(b"x" * (structure.MAX_STRING_BYTES + 1))
 
 
 def absurd_shape(file: h5py.File) -> None:
@@ -173,7 +173,7 @@ def test_endless_files_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make
     path = tmp_path / "w.h5"
     with h5py.File(path, "w") as file:
         make(file)
-    monkeypatch.setattr(files, "MAX_TENSORS", 2000)
+    monkeypatch.setattr(structure, "MAX_TENSORS", 2000)
     with pytest.raises(ShardError, match="too many objects"):
         hdf5.locate(str(path))
 

@@ -21,11 +21,11 @@ from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats import hdf5
 from reshard_mpi.formats.dtypes import BY_NAME, DType
-from reshard_mpi.formats.files import opened
 from reshard_mpi.formats.hdf5 import index, reader, shard_file
 from reshard_mpi.formats.locations import ByteRange
 from reshard_mpi.formats.manifest import Manifest, ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.formats.protocol import reserve_file, seal_file
+from reshard_mpi.formats.structure import opened
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.testing import example_contents, sample_tensors
 from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents

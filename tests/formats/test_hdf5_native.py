@@ -10,7 +10,7 @@ import pytest
 from support.command_line import refused
 
 from reshard_mpi.errors import TargetError
-from reshard_mpi.formats import files, hdf5
+from reshard_mpi.formats import hdf5, structure
 from reshard_mpi.formats.dtypes import BY_NAME, to_numpy
 from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.formats.protocol import reserve_file
@@ -103,12 +103,12 @@ def test_escaped_names_are_readable(tmp_path: Path) -> None:
 
 def test_what_cannot_be_read_back_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "shard.h5"
-    long_text = {"note": "x" * (files.MAX_STRING_BYTES + 1)}
+    long_text = {"note": "x" * (structure.MAX_STRING_BYTES + 1)}
     with pytest.raises(TargetError, match="too long"):
         reserve_file(hdf5, str(path), ShardSpec(ShardIdentity(0, 1, ""), (), long_text))
     with pytest.raises(TargetError, match="Unicode"):
         reserve_file(hdf5, str(path), ShardSpec(ShardIdentity(0, 1, "\ud800"), (), {}))
-    monkeypatch.setattr(files, "MAX_TEXT_BYTES", 10)
+    monkeypatch.setattr(structure, "MAX_TEXT_BYTES", 10)
     with pytest.raises(TargetError, match="too long"):
         reserve_file(hdf5, str(path), ShardSpec(ShardIdentity(0, 1, "x" * 20), (), {}))
     assert not path.exists()

@@ -25,8 +25,8 @@ from support.hostile_hdf5 import groups_that_share_members, soft_links_that_mult
 from reshard_mpi.formats import hdf5
 from reshard_mpi.formats.ckpt.wire import encode_header
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.files import MAX_TENSORS
 from reshard_mpi.formats.manifest import ShardIdentity
+from reshard_mpi.formats.structure import MAX_TENSORS
 from reshard_mpi.protobuf_wire import encode_length, encode_varint
 from reshard_mpi.sharding.value_checks import MAX_FILE_BYTES
 from reshard_mpi.testing import sample_tensors

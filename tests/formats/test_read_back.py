@@ -8,7 +8,7 @@ import pytest
 
 from reshard_mpi import formats
 from reshard_mpi.errors import ShardError
-from reshard_mpi.formats import files
+from reshard_mpi.formats import structure
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.protocol import reserve_file, seal_file
 from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents, spec_of
@@ -24,9 +24,11 @@ def test_long_names_take_no_more_than_they_take(tmp_path: Path, monkeypatch: pyt
     """Tensors of one type and shape are one kind, whether their encoded names are long or not."""
     ckpt, path = formats.by_name("ckpt"), str(tmp_path / "net.ckpt")
     reserve_file(ckpt, path, spec_of(contents(100, length)))
-    monkeypatch.setattr(files, "MAX_KEPT_BYTES", 100 * files.kept_bytes("n" * length) + files.kept_kind_bytes(1))
+    monkeypatch.setattr(
+        structure, "MAX_KEPT_BYTES", 100 * structure.kept_bytes("n" * length) + structure.kept_kind_bytes(1)
+    )
     assert len(ckpt.locate(path).tensors) == 100
-    monkeypatch.setattr(files, "MAX_KEPT_BYTES", files.MAX_KEPT_BYTES - 1)
+    monkeypatch.setattr(structure, "MAX_KEPT_BYTES", structure.MAX_KEPT_BYTES - 1)
     with pytest.raises(ShardError, match="take too much memory"):
         ckpt.locate(path)
 
@@ -37,7 +39,7 @@ def test_what_cannot_be_read_is_not_read_back(tmp_path: Path, monkeypatch: pytes
     meant = reserve_file(module, path, spec_of(contents(100, 130)))
     seal_file(module, path)
     module.read_back(meant)
-    monkeypatch.setattr(files, "MAX_KEPT_BYTES", 1000)
+    monkeypatch.setattr(structure, "MAX_KEPT_BYTES", 1000)
     with pytest.raises(ShardError, match="take too much memory"):
         module.read_back(meant)
 

@@ -17,7 +17,7 @@ import pytest
 from support import torch_peer
 from support.hostile import MAX_WORK, read_by_child
 
-from reshard_mpi.formats.files import MAX_TENSORS
+from reshard_mpi.formats.structure import MAX_TENSORS
 
 GROWTH_BYTES = 170 << 20
 MOST_BYTES = 40 << 20

@@ -21,13 +21,13 @@ from reshard_mpi.errors import ReshardError
 from reshard_mpi.formats import dcp
 from reshard_mpi.formats.dcp import file_layout
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.files import opened
 from reshard_mpi.formats.hdf5 import index, shard_file
 from reshard_mpi.formats.locations import ByteRanges, LibraryRead, StridedView
 from reshard_mpi.formats.manifest import NEST, Manifest
 from reshard_mpi.formats.nest import flatten_tree, nodes, rebuild_tree
 from reshard_mpi.formats.safetensors import huggingface as safetensors_index
 from reshard_mpi.formats.safetensors import mindformers_index, torch_dcp
+from reshard_mpi.formats.structure import opened
 from reshard_mpi.formats.tensor_table import ChunkedTensors, TensorType
 from reshard_mpi.formats.torch import pickle_hooks, pickler, unpickler
 from reshard_mpi.formats.torch.file_content import Storages

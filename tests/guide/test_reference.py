@@ -170,11 +170,11 @@ def test_what_the_page_on_memory_says_of_the_first_lease() -> None:
 def test_the_names_for_authors_of_formats_are_where_the_page_says() -> None:
     page = (GUIDE / "adding_a_format.md").read_text()
     rows = [(row[0].strip("`"), row[1]) for row in table_of(page, "Where the names are")]
-    of_files = " ".join(
-        re.findall(r"^\| (`.*?) \|", page.partition("| of `files`")[2].partition("\n\n")[0], re.MULTILINE)
+    of_structure = " ".join(
+        re.findall(r"^\| (`.*?) \|", page.partition("| of `structure`")[2].partition("\n\n")[0], re.MULTILINE)
     )
     for module, names in rows:
-        told = re.findall(r"`(\w+)", of_files if module.endswith(".files") else names)
+        told = re.findall(r"`(\w+)", of_structure if module.endswith(".structure") else names)
         assert told and [name for name in told if not hasattr(import_module(module), name)] == []
 
 

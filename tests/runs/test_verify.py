@@ -37,7 +37,7 @@ from support.stand_ins import doing
 import reshard_mpi
 from reshard_mpi import formats
 from reshard_mpi.errors import DamageError, ShardError, SourceError, UsageError
-from reshard_mpi.formats import files
+from reshard_mpi.formats import structure
 from reshard_mpi.runs import target_writer
 from reshard_mpi.runs import verify as verifying
 from reshard_mpi.text import format_bytes
@@ -374,8 +374,8 @@ def test_what_changes_the_bytes_makes_another_run(tmp_path: Path, kind: str, opt
 def test_a_file_that_shrinks_while_its_checksum_is_made(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     path.write_bytes(bytes(10))
-    with files.opened(str(path)) as file, pytest.raises(ShardError, match="became shorter"):
-        files.crc32_of(file, (0, 11))
+    with structure.opened(str(path)) as file, pytest.raises(ShardError, match="became shorter"):
+        structure.crc32_of(file, (0, 11))
 
 
 def test_targets_are_read_back_from_the_disk(c: Conversion, monkeypatch: pytest.MonkeyPatch) -> None:

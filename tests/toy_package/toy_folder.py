@@ -14,7 +14,7 @@ from toy_package import toy_format
 from toy_package.toy_format import check_crc, seal, stored_sums
 
 from reshard_mpi.errors import ShardError, told
-from reshard_mpi.formats import files
+from reshard_mpi.formats import structure
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import Manifest, ShardSpec, Specs
 from reshard_mpi.formats.tensor_table import ChunkedTensors, ListedChunk, TensorTable, TensorType
@@ -43,7 +43,7 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
 
 def read_back(meant: Manifest) -> None:
     if locate(meant.path) != meant:
-        raise files.not_as_written(meant.path)
+        raise structure.not_as_written(meant.path)
 
 
 def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
@@ -51,7 +51,7 @@ def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
 
 
 def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
-    files.check_names(path, [*spec.specs.names, *spec.strings])
+    structure.check_names(path, [*spec.specs.names, *spec.strings])
     toy_format.reserve(fd, path, _with_places(spec))
     return locate(path)
 
@@ -115,12 +115,12 @@ def _with_places(spec: ShardSpec) -> ShardSpec:
 def _read_index(folder: str) -> tuple[dict[str, Any], dict[str, str]]:
     """Return what the index says: tensors and strings. What leads out of the folder is refused."""
     path = str(Path(folder, INDEX))
-    with files.opened(path) as file:
+    with structure.opened(path) as file:
         content = file.read(0, _MAX_INDEX_BYTES)
     try:
         tensors, strings = json.loads(content)
         named = {file for _, _, pieces in tensors.values() for file, _, _, _ in pieces}
-        if not all(map(files.is_file_name, named)) or not all(type(text) is str for text in strings.values()):
+        if not all(map(structure.is_file_name, named)) or not all(type(text) is str for text in strings.values()):
             raise ValueError("a file that is not beside the index, or a string that is none")
     except _WRONG as error:
         raise ShardError("the index cannot be read", got=repr(error), where=path) from None

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from struct import Struct
 
 from reshard_mpi.errors import ShardError, TargetError, UsageError
-from reshard_mpi.formats import files
+from reshard_mpi.formats import structure
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import Manifest, ShardSpec
 from reshard_mpi.formats.protocol import NO_SUMS, no_crc, no_sums
@@ -24,7 +24,7 @@ _MAX_HEAD_BYTES = 1 << 20  # JSON takes up to 30 times as much memory once it is
 
 
 def locate(path: str, like: Manifest | None = None) -> Manifest:
-    with files.opened(path) as file:
+    with structure.opened(path) as file:
         start = file.read(0, _START.size)
         if len(start) < _START.size or not start.startswith(_MARK):
             raise ShardError("a shard is no toy", expected="its mark", got=repr(start[:4]), where=path)
@@ -44,9 +44,9 @@ def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
 
 
 def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
-    files.check_names(path, [*spec.specs.names, *spec.strings])
+    structure.check_names(path, [*spec.specs.names, *spec.strings])
     start = _start(spec, path)
-    files.write_all(fd, start, 0)
+    structure.write_all(fd, start, 0)
     os.ftruncate(fd, len(start) + spec.specs.size_bytes)
     kinds = ((name, TensorType(dtype, box.shape)) for name, dtype, _, box in spec.specs)
     return _placed(path, len(start), kinds, spec.strings)
@@ -59,7 +59,7 @@ def seal(fd: int, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = F
 
 def read_back(meant: Manifest) -> None:
     if locate(meant.path) != meant:
-        raise files.not_as_written(meant.path)
+        raise structure.not_as_written(meant.path)
 
 
 stored_sums, check_crc = no_sums, no_crc
@@ -90,7 +90,7 @@ def _read_head(head: bytes, path: str) -> tuple[dict[str, TensorType], dict[str,
         lengths = [len(text.encode()) for text in (*kinds, *strings, *strings.values())]  # fails for what is no text
         if len(kinds) < len(tensors) or kinds.keys() & strings.keys() or not all(map(_is_sound, kinds.values())):
             raise ValueError("a name that is given twice, or a shape that cannot be")
-        if not all(0 < length <= files.MAX_NAME_BYTES for length in lengths[: len(kinds) + len(strings)]):
+        if not all(0 < length <= structure.MAX_NAME_BYTES for length in lengths[: len(kinds) + len(strings)]):
             raise ValueError("a name of an impossible length")
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise ShardError("the head of a shard says what cannot be", got=repr(error), where=path) from None
@@ -98,4 +98,6 @@ def _read_head(head: bytes, path: str) -> tuple[dict[str, TensorType], dict[str,
 
 
 def _is_sound(kind: TensorType) -> bool:
-    return len(kind.shape) <= files.MAX_DIMENSIONS and all(type(length) is int and length >= 0 for length in kind.shape)
+    return len(kind.shape) <= structure.MAX_DIMENSIONS and all(
+        type(length) is int and length >= 0 for length in kind.shape
+    )

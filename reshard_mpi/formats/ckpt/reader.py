@@ -8,7 +8,7 @@ import sys
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem.source_files import SourceFile
-from reshard_mpi.formats import files
+from reshard_mpi.formats import structure
 from reshard_mpi.formats.ckpt.wire import (
     CRC_BYTES,
     CRC_MARK,
@@ -32,7 +32,7 @@ def of_file(file: SourceFile, tensors: TensorTable) -> HeaderDigest | None:
     payloads, digest = tensors.payload_spans(), hashlib.blake2b()
     try:
         size_bytes = _without_checksum(file, payloads[-1][1] if payloads else 0)
-        for part in files.contents(file, files.spans_besides(file, payloads, size_bytes)):
+        for part in structure.contents(file, structure.spans_besides(file, payloads, size_bytes)):
             digest.update(part)
     except ShardError:  # it is shorter, or cannot be read
         return None
@@ -62,7 +62,7 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
     Raises ShardError if the file is empty, truncated, over-long, encrypted, damaged, or holds map tensors, a tag twice,
     or a tensor whose content is not as long as its dims and type say.
     """
-    with files.opened(path) as file:
+    with structure.opened(path) as file:
         if like is not None and like.header_digest is not None and of_file(file, like.tensors) == like.header_digest:
             return like.at(path)
         reader = WireReader(file)
@@ -73,7 +73,7 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
 
 def read_back(meant: Manifest) -> None:
     """Read back the structure of a checkpoint just written. Raises ShardError if it differs from `meant`."""
-    files.require_as_written(locate(meant.path), meant)
+    structure.require_as_written(locate(meant.path), meant)
 
 
 class _CheckpointReading:
@@ -158,7 +158,7 @@ class _CheckpointReading:
             if following.tag != first.tag:
                 break
             self._count_value(following.offset, following.tag)
-            self._keep(following.offset, files.kept_kind_bytes(len(following.dims)))
+            self._keep(following.offset, structure.kept_kind_bytes(len(following.dims)))
             pieces.append(following)
             held_bytes += following.content.length_bytes
             end = following.end
@@ -168,7 +168,7 @@ class _CheckpointReading:
             entry, kinds = _tensor(self._reader, pieces), len(self._tensors.kinds)
             self._tensors.add_entry(entry)
             if len(self._tensors.kinds) > kinds:
-                self._keep(first.offset, files.kept_kind_bytes(len(first.dims)))
+                self._keep(first.offset, structure.kept_kind_bytes(len(first.dims)))
             if len(pieces) == 1 and held_bytes:
                 self._remember(first)
         return end
@@ -187,16 +187,18 @@ class _CheckpointReading:
     def _count_value(self, offset: int, name: str) -> None:
         """Count a Value, a piece like a tensor: it has a name of its own. Raises ShardError for too many."""
         self._count += 1
-        if self._count > files.MAX_TENSORS:
-            raise self._reader.damage("a shard holds too many values", offset, expected=f"{files.MAX_TENSORS} at most")
-        self._keep(offset, files.kept_bytes(name))
+        if self._count > structure.MAX_TENSORS:
+            raise self._reader.damage(
+                "a shard holds too many values", offset, expected=f"{structure.MAX_TENSORS} at most"
+            )
+        self._keep(offset, structure.kept_bytes(name))
 
     def _keep(self, offset: int, size_bytes: int) -> None:
         """Count memory that the structure takes. Raises ShardError for too much."""
         self._kept_bytes += size_bytes
-        if self._kept_bytes > files.MAX_KEPT_BYTES:
+        if self._kept_bytes > structure.MAX_KEPT_BYTES:
             raise self._reader.damage(
-                "a shard's names take too much memory", offset, expected=f"{files.MAX_KEPT_BYTES} bytes at most"
+                "a shard's names take too much memory", offset, expected=f"{structure.MAX_KEPT_BYTES} bytes at most"
             )
 
     def _require_empty_piece(self, piece: FileValue) -> None:
@@ -212,12 +214,12 @@ class _CheckpointReading:
     def _add_string(self, pieces: list[FileValue]) -> None:
         text = _string(self._reader, pieces)
         self._strings[pieces[0].tag] = text
-        self._text_bytes += files.kept_bytes(text)
-        if self._text_bytes > files.MAX_KEPT_BYTES:
+        self._text_bytes += structure.kept_bytes(text)
+        if self._text_bytes > structure.MAX_KEPT_BYTES:
             raise self._reader.damage(
                 "a shard's strings take too much memory",
                 pieces[0].offset,
-                expected=f"{files.MAX_KEPT_BYTES} bytes at most",
+                expected=f"{structure.MAX_KEPT_BYTES} bytes at most",
             )
 
 
@@ -283,11 +285,11 @@ def _wrong_length(
 def _string(reader: WireReader, pieces: list[FileValue]) -> str:
     first = pieces[0]
     length_bytes = _joined_bytes(reader, pieces)
-    if first.dims not in ((0,), ()) or length_bytes % 4 or length_bytes > files.MAX_STRING_BYTES:
+    if first.dims not in ((0,), ()) or length_bytes % 4 or length_bytes > structure.MAX_STRING_BYTES:
         raise reader.damage(
             f"the string {first.tag!r} is damaged or too long",
             first.offset,
-            expected=f"dims [0] and UTF-32 of at most {files.MAX_STRING_BYTES} bytes",
+            expected=f"dims [0] and UTF-32 of at most {structure.MAX_STRING_BYTES} bytes",
             got=f"dims {list(first.dims)} and {length_bytes} bytes",
         )
     content = b"".join(reader.read(piece.content.offset_bytes, piece.content.length_bytes) for piece in pieces)

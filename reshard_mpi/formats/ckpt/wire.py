@@ -10,7 +10,7 @@ from reshard_mpi import protobuf_wire
 from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem.paths import START_BYTES
 from reshard_mpi.filesystem.source_files import SourceFile
-from reshard_mpi.formats import files
+from reshard_mpi.formats import structure
 from reshard_mpi.formats.locations import ByteRange
 from reshard_mpi.protobuf_wire import LENGTH, MAX_VARINT_BYTES, VARINT, encode_length, encode_varint
 
@@ -153,7 +153,7 @@ _VARINT = rb"[\x80-\xff]{0,8}[\x00-\x7f]"
 USUAL_START = re.compile(rb"\x0a(%b)\x0a([\x01-\x7f]|[\x80-\xff][\x01-\x7f])" % _VARINT)
 # All bytes between a name and the content. No name of a type has the byte that begins the content.
 _USUAL_REST = re.compile(
-    rb"\x12%b(?:\x08%b){0,%d}\x12[\x01-\x3f][0-9A-Za-z_]+\x1a%b" % (_VARINT, _VARINT, files.MAX_DIMENSIONS, _VARINT)
+    rb"\x12%b(?:\x08%b){0,%d}\x12[\x01-\x3f][0-9A-Za-z_]+\x1a%b" % (_VARINT, _VARINT, structure.MAX_DIMENSIONS, _VARINT)
 )
 
 
@@ -172,7 +172,7 @@ def value_at(reader: WireReader, offset: int) -> FileValue:
     """Return the Value at `offset`. Raises ShardError if there is none."""
     if reader.read(offset, 1) != _VALUE_KEY:
         start = b"" if offset else reader.read(0, min(START_BYTES, reader.size_bytes))
-        raise files.other_kind(start, reader.path, "a MindSpore checkpoint") or reader.damage(
+        raise structure.other_kind(start, reader.path, "a MindSpore checkpoint") or reader.damage(
             "a shard goes on with bytes that are no checkpoint" if offset else "a shard is not a MindSpore checkpoint",
             offset,
             expected="a value, which begins with byte 0x0a",
@@ -215,7 +215,7 @@ def _value(reader: WireReader, value: Field) -> FileValue:
             value.offset,
             remedy="export it as plain tensors, or leave it out when saving",
         )
-    tag = _text(reader, _required(reader, value, parts, _TAG, "tag"), files.MAX_NAME_BYTES, "tag")
+    tag = _text(reader, _required(reader, value, parts, _TAG, "tag"), structure.MAX_NAME_BYTES, "tag")
     tensor = _required(reader, value, parts, _TENSOR, "tensor")
     parts, dims = _fields_once(reader, tensor, _TENSOR_FIELDS, with_dims=True)
     type_name = _text(reader, _required(reader, tensor, parts, _TYPE, "tensor_type"), _MAX_TYPE_BYTES, "tensor_type")
@@ -239,7 +239,7 @@ def _fields_once(
     for field in reader.fields(message.start, message.end):
         if with_dims and field.number == _DIMS and field.wire_type in (VARINT, LENGTH):
             dims += _dims(reader, field)
-            if len(dims) > files.MAX_DIMENSIONS:
+            if len(dims) > structure.MAX_DIMENSIONS:
                 raise _too_many_dimensions(reader, field)
             continue
         if field.number not in numbers:
@@ -259,7 +259,7 @@ def _fields_once(
 
 def _dims(reader: WireReader, field: Field) -> list[int]:
     """Return the dimensions of a field: one, or a packed list."""
-    if field.length_bytes > files.MAX_DIMENSIONS * MAX_VARINT_BYTES:
+    if field.length_bytes > structure.MAX_DIMENSIONS * MAX_VARINT_BYTES:
         raise _too_many_dimensions(reader, field)
     dims = [field.value] if field.wire_type == VARINT else reader.varints(field)
     if any(number >> 63 for number in dims):
@@ -270,7 +270,9 @@ def _dims(reader: WireReader, field: Field) -> list[int]:
 
 
 def _too_many_dimensions(reader: WireReader, field: Field) -> ShardError:
-    return reader.damage("a tensor has too many dimensions", field.offset, expected=f"{files.MAX_DIMENSIONS} at most")
+    return reader.damage(
+        "a tensor has too many dimensions", field.offset, expected=f"{structure.MAX_DIMENSIONS} at most"
+    )
 
 
 def _required(reader: WireReader, message: Field, parts: dict[int, Field], number: int, name: str) -> Field:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from reshard_mpi.errors import ShardError, TargetError
 from reshard_mpi.filesystem.source_files import SourceFile
-from reshard_mpi.formats import files
+from reshard_mpi.formats import structure
 from reshard_mpi.formats.ckpt.reader import NAME
 from reshard_mpi.formats.ckpt.wire import (
     CRC_BYTES,
@@ -36,8 +36,8 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
     Returns where the payloads are to be written. Raises TargetError if a name or string cannot be stored, OSError if
     the file cannot be written.
     """
-    files.check_names(path, [*spec.specs.names, *spec.strings])
-    tensors, structure, offset = TensorTable(path), files.HeaderDigestWriter(fd), 0
+    structure.check_names(path, [*spec.specs.names, *spec.strings])
+    tensors, writer, offset = TensorTable(path), structure.HeaderDigestWriter(fd), 0
     seen: dict[tuple[int, int], tuple[bytes, bytes, int, int]] = {}
     specs = spec.specs
     for name, number in zip(specs.names, specs.kind_ids):
@@ -46,36 +46,36 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
         if alike is None:
             kind = specs.kinds[number]
             if kind.size_bytes > CUT_BYTES:
-                offset = _reserve_pieces(structure, tensors, name, kind, offset)
+                offset = _reserve_pieces(writer, tensors, name, kind, offset)
                 continue
             around = encode_around(len(tag), kind.shape, kind.dtype.mindspore, kind.size_bytes)
             alike = seen[number, len(tag)] = (*around, tensors.kind(kind.unplaced), kind.size_bytes)
         before, after, own_kind, size_bytes = alike
         header = b"%b%b%b" % (before, tag, after)
-        structure.add(offset, header)
+        writer.add(offset, header)
         offset += len(header)
         tensors.add(name, own_kind, offset if size_bytes else 0)
         offset += size_bytes
     for name, text in spec.strings.items():
         content = _string_content(path, name, text)
         record = encode_header(name, (0,), STRING_TYPE, len(content)) + content
-        structure.add(offset, record)
+        writer.add(offset, record)
         offset += len(record)
     if offset == 0:
         # A file of 0 bytes cannot be told from a failed copy: a shard of nothing is the checksum of nothing.
-        structure.add(0, EMPTY_CHECKPOINT)
+        writer.add(0, EMPTY_CHECKPOINT)
         offset = len(EMPTY_CHECKPOINT)
-    return Manifest(path, NAME, tensors, dict(spec.strings), header_digest=structure.finish(offset))
+    return Manifest(path, NAME, tensors, dict(spec.strings), header_digest=writer.finish(offset))
 
 
 def _reserve_pieces(
-    structure: files.HeaderDigestWriter, tensors: TensorTable, name: str, kind: TensorType, offset: int
+    writer: structure.HeaderDigestWriter, tensors: TensorTable, name: str, kind: TensorType, offset: int
 ) -> int:
     """Reserve a tensor that is cut into several Values, from `offset` on; return the offset after it."""
     dtype, shape, ranges = kind.dtype, kind.shape, []
     for length_bytes in _cuts(kind.size_bytes):
         header = encode_header(name, shape, dtype.mindspore, length_bytes)
-        structure.add(offset, header)
+        writer.add(offset, header)
         ranges.append(ByteRange(tensors.path, offset + len(header), length_bytes))
         offset += len(header) + length_bytes
     tensors.add_entry(TensorEntry(name, dtype, shape, ByteRanges(tuple(ranges))))
@@ -128,10 +128,10 @@ def _string_content(path: str, name: str, text: str) -> bytes:
             where=path,
             remedy="save the checkpoint without it",
         ) from error
-    if len(content) > files.MAX_STRING_BYTES or text.endswith("\0"):
+    if len(content) > structure.MAX_STRING_BYTES or text.endswith("\0"):
         raise TargetError(
             f"the string {name!r} cannot be stored in a .ckpt file",
-            expected=f"at most {files.MAX_STRING_BYTES // 4} characters, the last one not NUL",
+            expected=f"at most {structure.MAX_STRING_BYTES // 4} characters, the last one not NUL",
             got=f"{len(text)} characters",
             where=path,
             remedy="save the checkpoint without it, or with a shorter one",
@@ -149,19 +149,19 @@ def seal(fd: int, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = F
     """
     if crc:
         file = SourceFile(path, fd)
-        trailer = CRC_MARK + files.crc32_of(file, (0, file.size_bytes)).to_bytes(_NUMBER_BYTES, "big")
-        files.write_all(fd, trailer, file.size_bytes)
+        trailer = CRC_MARK + structure.crc32_of(file, (0, file.size_bytes)).to_bytes(_NUMBER_BYTES, "big")
+        structure.write_all(fd, trailer, file.size_bytes)
 
 
 def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
     """Tell whether the file at `path` ends in a CRC-32. Raises ShardError if that is not of what comes before it."""
-    with files.opened(path) as file:
+    with structure.opened(path) as file:
         summed_bytes = file.size_bytes - CRC_BYTES
         trailer = file.read(summed_bytes, CRC_BYTES) if summed_bytes >= 0 else b""
         if not trailer.startswith(CRC_MARK):
             return False
         expected = int.from_bytes(trailer[len(CRC_MARK) :], "big")
-        computed = files.crc32_of(file, (0, summed_bytes), on_bytes=on_bytes)
+        computed = structure.crc32_of(file, (0, summed_bytes), on_bytes=on_bytes)
         if computed != expected:
             raise ShardError(
                 "a checkpoint does not fit its own checksum: it is damaged",

@@ -17,7 +17,7 @@ from zlib import crc32
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem.source_files import SourceFile
-from reshard_mpi.formats import files
+from reshard_mpi.formats import structure
 from reshard_mpi.formats.dcp.bulk_metadata import MAX_NUMBER
 from reshard_mpi.formats.nest.nodes import ORDERED_DICT, Call, Dict, Global, Value, parts
 from reshard_mpi.formats.tensor_table import TensorTable, TensorType
@@ -346,7 +346,7 @@ def _contents(root: Value, path: str, end: int) -> Footer:
     if type(kinds) is not list or type(names) is not list or type(strings) is not Dict:
         raise ValueError
     kind_of, starts = array("I", _bytes(root.get("kind_of"))), array("q", _bytes(root.get("starts")))
-    if not len(names) == len(kind_of) == len(starts) <= files.MAX_TENSORS:
+    if not len(names) == len(kind_of) == len(starts) <= structure.MAX_TENSORS:
         raise ValueError
     if not all(type(text) is str for text in (*names, *strings.flat)) or len(set(names)) < len(names):
         raise ValueError
@@ -364,7 +364,7 @@ def _kind(value: Value) -> TensorType:
     dtype, (whole, low, high) = BY_TORCH_NAME[value[0]], map(numbers_of, value[1:])
     box = Box(low, high)
     kind = TensorType(dtype, box.shape, box, whole)
-    if box.ndim > files.MAX_DIMENSIONS or not Box.whole(whole).contains(box) or kind.size_bytes >= MAX_NUMBER:
+    if box.ndim > structure.MAX_DIMENSIONS or not Box.whole(whole).contains(box) or kind.size_bytes >= MAX_NUMBER:
         raise ValueError
     return kind
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem.source_files import SourceFile
-from reshard_mpi.formats import files
+from reshard_mpi.formats import structure
 from reshard_mpi.formats.dcp.bulk_metadata import ItemKey
 from reshard_mpi.formats.nest.nodes import Unreadable, Value, parts
 from reshard_mpi.formats.tensor_table import NOT_CONTIGUOUS, TensorTable, TensorType
@@ -105,7 +105,7 @@ class Common:
 def locate_items(path: str, wanted: Sequence[WantedItem], common: Common) -> LocatedFile:
     """Locate items of the file at `path`. Raises ShardError for an item that is missing or of another kind."""
     ordered = sorted(wanted, key=lambda item: item.offset_bytes)
-    with files.opened(path) as file:
+    with structure.opened(path) as file:
         _require_apart(ordered, path, file.size_bytes)
         return _Locating(file, common).located(ordered)
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem.source_files import SourceFile
-from reshard_mpi.formats import files
+from reshard_mpi.formats import structure
 from reshard_mpi.formats.dcp.bulk_metadata import (
     CHUNK,
     ITEM_KEY,
@@ -182,7 +182,7 @@ def _tensor(name: str, value: Value) -> TensorChunks:
     dtype, shape, chunks = facts
     torch_dtype = BY_TORCH_NAME.get(dtype.name) if dtype.module == "torch" else None
     unreadable = "" if torch_dtype is not None else f"elements of a type that is not known here, {dtype}"[:200]
-    if len(shape) > files.MAX_DIMENSIONS:
+    if len(shape) > structure.MAX_DIMENSIONS:
         raise _Unsound("a tensor has too many dimensions", f"{name!r}, {len(shape)}")
     listed: dict[tuple[int, ...], Chunk] = {}
     for chunk in chunks:
@@ -238,7 +238,7 @@ def _place(value: Value) -> ItemPlace:
         raise _Unsound("an item has no place in its file", value)
     if offset_bytes + length_bytes >= MAX_NUMBER:
         raise _Unsound("an item lies where no file can have it", value)
-    if type(file) is not str or not files.is_file_name(file):
+    if type(file) is not str or not structure.is_file_name(file):
         raise _Unsound("an item is to lie in a file that is not beside the metadata", repr(file))
     return ItemPlace(file, offset_bytes, length_bytes)
 
@@ -260,14 +260,14 @@ def _named(value: Value, what: str) -> Iterator[tuple[str, Value]]:
     """Yield the entries of a dictionary whose keys are names."""
     names: set[str] = set()
     for name, entry in _pairs(value, what):
-        if type(name) is not str or len(name.encode("utf-8", "surrogatepass")) > files.MAX_NAME_BYTES:
+        if type(name) is not str or len(name.encode("utf-8", "surrogatepass")) > structure.MAX_NAME_BYTES:
             raise _Unsound(f"{what} has a key that is no name, or too long a one", repr(name)[:100])
         if name in names:
             raise _Unsound(f"{what} has a name twice", repr(name))
         names.add(name)
         yield name, entry
-    if len(names) > files.MAX_TENSORS:
-        raise _Unsound(f"{what} has too many names", f"{len(names)}, more than {files.MAX_TENSORS}")
+    if len(names) > structure.MAX_TENSORS:
+        raise _Unsound(f"{what} has too many names", f"{len(names)}, more than {structure.MAX_TENSORS}")
 
 
 def _pairs(value: Value, what: str) -> Iterator[tuple[Value, Value]]:

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from reshard_mpi.errors import DisagreementError
-from reshard_mpi.formats import files
+from reshard_mpi.formats import structure
 from reshard_mpi.formats.dcp import file_layout
 from reshard_mpi.formats.dcp.bulk_metadata import FILESYSTEM, METADATA, ItemPlace
 from reshard_mpi.formats.dcp.file_layout import Keys, TensorLeaf, tensors_in
@@ -68,7 +68,7 @@ def _contents(names: Iterable[str], shards: Sequence[Manifest]) -> dict[str, tup
     for name in names:
         shard = next(shard for shard in shards if name in shard.tensors)
         entry = shard.tensors[name]
-        with files.opened(shard.path) as file:
+        with structure.opened(shard.path) as file:
             content = file.read_exactly(shard.tensors.offsets[shard.tensors.index_by_name[name]], entry.size_bytes)
         contents[name] = TensorType(entry.dtype, entry.shape), content
     return contents

@@ -10,7 +10,7 @@ from reshard_mpi.errors import ShardError, told
 from reshard_mpi.filesystem import source_files
 from reshard_mpi.filesystem.paths import real_path
 from reshard_mpi.filesystem.source_files import FileVersion
-from reshard_mpi.formats import files
+from reshard_mpi.formats import structure
 from reshard_mpi.formats.dcp import file_layout, metadata
 from reshard_mpi.formats.dcp.bulk_metadata import Chunk, ItemKey
 from reshard_mpi.formats.dcp.file_layout import TensorLeaf, tree_of
@@ -34,7 +34,7 @@ _kept: dict[tuple[str, FileVersion], Metadata] = {}
 
 def _metadata_of(folder: str) -> Metadata:
     """Return the metadata of a checkpoint, if it has just been read without reading it again."""
-    with files.opened(str(Path(folder, INDEX))) as file:
+    with structure.opened(str(Path(folder, INDEX))) as file:
         key = file.path, file.version
         if key not in _kept:
             _kept.clear()
@@ -57,7 +57,7 @@ def files_of(folder: str) -> tuple[str, ...]:
 def _holds_nothing(path: str, strings: Mapping[str, str]) -> bool:
     """Tell whether a file says of itself that it has no element of a tensor, and no string besides `strings`."""
     try:
-        with files.opened(path) as file:
+        with structure.opened(path) as file:
             held = file_layout.read_footer(file)
     except ShardError:
         return False

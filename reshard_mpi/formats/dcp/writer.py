@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from reshard_mpi.errors import ShardError, TargetError, UsageError
-from reshard_mpi.formats import files
+from reshard_mpi.formats import structure
 from reshard_mpi.formats.dcp import file_layout
 from reshard_mpi.formats.dcp.file_layout import Keys, TensorLeaf, flattened, tensors_in
 from reshard_mpi.formats.dcp.items import Common, locate_items
@@ -52,10 +52,10 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
     Raises TargetError for what torch cannot hold, or strings from which its objects cannot be made.
     """
     specs, strings = spec.specs, dict(spec.strings)
-    files.check_names(path, [*specs.names, *strings])
+    structure.check_names(path, [*specs.names, *strings])
     require_types(specs, _HOLDER, path)
     _require_small(entries_of([*specs.names, *spec.written_by_others], strings, path), specs, path)
-    tensors, writer, end = TensorTable(path), files.HeaderDigestWriter(fd), 0
+    tensors, writer, end = TensorTable(path), structure.HeaderDigestWriter(fd), 0
     kinds = [tensors.kind(kind) for kind in specs.kinds]
     layouts = [file_layout.of_tensor(kind) for kind in specs.kinds]
     for name, kind in zip(specs.names, specs.kind_ids):
@@ -89,11 +89,11 @@ def _require_small(entries: Iterable[Entry], specs: Specs, path: str) -> None:
 
 def locate_own(path: str) -> Manifest:
     """Find the tensors of a file that this program has written. Raises ShardError if it is another one, or damaged."""
-    with files.opened(path) as file:
+    with structure.opened(path) as file:
         own_footer = file_layout.read_footer(file)
         tensors, end = own_footer.tensors, 0
         layouts = [file_layout.of_tensor(kind) for kind in tensors.kinds]
-        spans, parts = list[files.Span](), list[bytes]()
+        spans, parts = list[structure.Span](), list[bytes]()
         for start, kind in zip(tensors.offsets, tensors.kind_ids):
             item = layouts[kind]
             head_start, tail_start = start - len(item.head), start + item.payload_bytes
@@ -102,7 +102,7 @@ def locate_own(path: str) -> Manifest:
             end = tail_start + len(item.tail)
             spans += ((head_start, start), (tail_start, end))
             parts += (item.head, item.tail)
-        unlike = (number for number, part in enumerate(files.contents(file, spans)) if part != parts[number])
+        unlike = (number for number, part in enumerate(structure.contents(file, spans)) if part != parts[number])
         misplaced = next(unlike, len(parts)) // 2
     if misplaced < len(tensors):
         raise ShardError(
@@ -116,7 +116,7 @@ def locate_own(path: str) -> Manifest:
 
 def read_back(meant: Manifest) -> None:
     """Look at the structure of a file that was just written. Raises ShardError if it is not what was meant."""
-    files.require_as_written(locate_own(meant.path), meant)
+    structure.require_as_written(locate_own(meant.path), meant)
 
 
 def seal(fd: int, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = False) -> None:
@@ -188,12 +188,12 @@ def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
     if Path(path).name == INDEX or _is_own(path):
         return False
     wanted = wanted_in(path)
-    with files.opened(path) as file:
+    with structure.opened(path) as file:
         members = (Archive(file, item.offset_bytes, item.length_bytes).members() for item in wanted)
         checked = [check_members(file, of_item, on_bytes) for of_item in members]
     return bool(checked) and all(checked)
 
 
 def _is_own(path: str) -> bool:
-    with files.opened(path) as file:
+    with structure.opened(path) as file:
         return file_layout.has_footer(file)

@@ -17,7 +17,7 @@ import numpy as np
 from h5py import h5s, h5t
 
 from reshard_mpi.errors import ShardError
-from reshard_mpi.formats import files
+from reshard_mpi.formats import structure
 from reshard_mpi.formats.dtypes import BY_NAME, DType
 from reshard_mpi.formats.hdf5 import datasets, types
 from reshard_mpi.formats.manifest import Specs
@@ -103,4 +103,4 @@ def _dimensions(kind: np.dtype[Any]) -> int | None:
     if kind.names != _COLUMNS or kind["offset"].subdtype is None:
         return None
     dimensions = math.prod(kind["offset"].shape)
-    return dimensions if dimensions <= files.MAX_DIMENSIONS and kind == _row_type(dimensions) else None
+    return dimensions if dimensions <= structure.MAX_DIMENSIONS and kind == _row_type(dimensions) else None

@@ -15,7 +15,7 @@ from h5py import h5d, h5f, h5g, h5o, h5p, h5s, h5t, h5z
 from reshard_mpi.errors import ReshardError, ShardError
 from reshard_mpi.filesystem import source_files
 from reshard_mpi.filesystem.source_files import FileVersion, SourceFile
-from reshard_mpi.formats import files
+from reshard_mpi.formats import structure
 from reshard_mpi.formats.dtypes import BY_NAME, DType
 from reshard_mpi.formats.hdf5 import native_names, types
 from reshard_mpi.formats.hdf5.native_names import GroupPath
@@ -160,10 +160,10 @@ def read_text(handle: Any, file: SourceFile, where: str) -> str:
     """Return the string that a dataset holds (see `is_text`). Raises ShardError if it is too long."""
     kind = handle.get_type()
     length_bytes = _variable_length(handle, file, where) if kind.is_variable_str() else kind.get_size()
-    if length_bytes > files.MAX_STRING_BYTES:
+    if length_bytes > structure.MAX_STRING_BYTES:
         raise ShardError(
             "a string in an HDF5 shard is too long",
-            expected=f"{files.MAX_STRING_BYTES} bytes at most",
+            expected=f"{structure.MAX_STRING_BYTES} bytes at most",
             got=f"{length_bytes} bytes",
             where=where,
         )

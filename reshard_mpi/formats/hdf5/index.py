@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from zlib_ng.zlib_ng import crc32
 
 from reshard_mpi.filesystem.source_files import SourceFile
-from reshard_mpi.formats import files
+from reshard_mpi.formats import structure
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.hdf5 import native_names
 from reshard_mpi.formats.manifest import Manifest, ShardIdentity
@@ -33,7 +33,7 @@ _HEAD = Struct("<8sIIIQ")
 _SUM = Struct("<I")
 _READ_BYTES = 1 << 20
 # Numbers make JSON large when it is parsed. A tensor has two of them, a way three for each dimension.
-_MAX_NUMBERS = 8 * files.MAX_TENSORS
+_MAX_NUMBERS = 8 * structure.MAX_TENSORS
 _LONGEST = (1 << 63) - 1
 
 # A byte range of the file: first byte and length.
@@ -66,8 +66,8 @@ def write(fd: int, scratch: SourceFile, manifest: Manifest, places: TextPlaces) 
     }
     body = json.dumps(facts, separators=(",", ":")).encode()
     end = scratch.size_bytes
-    structure = _checksum(scratch, _structure(_payloads(tensors), places.sums, end))
-    files.write_all(fd, _HEAD.pack(MARK, crc32(body), structure, 0, len(body)) + body, end)
+    checksum = _checksum(scratch, _structure(_payloads(tensors), places.sums, end))
+    structure.write_all(fd, _HEAD.pack(MARK, crc32(body), checksum, 0, len(body)) + body, end)
 
 
 def write_sums(fd: int, file: SourceFile, end: int, sums: Sequence[int]) -> None:
@@ -84,11 +84,11 @@ def write_sums(fd: int, file: SourceFile, end: int, sums: Sequence[int]) -> None
         if place is None or place[1] != _SUM.size * len(sums):
             raise ValueError("no place for the sums")
     except _NOT_OURS as error:
-        raise files.not_as_written(file.path) from error
+        raise structure.not_as_written(file.path) from error
     content = Struct(f"<{len(sums)}I").pack(*sums)
     if sums:
-        files.write_all(fd, content, place[0])
-    files.write_all(fd, index.head(crc32(content)), end)
+        structure.write_all(fd, content, place[0])
+    structure.write_all(fd, index.head(crc32(content)), end)
 
 
 def locate(file: SourceFile, end: int) -> Manifest | None:
@@ -127,7 +127,7 @@ class _Index(NamedTuple):
 
     file: SourceFile
     end: int
-    structure: int
+    structure_checksum: int
     sums_checksum: int
     body: bytes
     facts: dict[str, Any]
@@ -135,7 +135,7 @@ class _Index(NamedTuple):
     @classmethod
     def read(cls, file: SourceFile, end: int) -> _Index:
         head = file.read_exactly(end, _HEAD.size)
-        mark, own, structure, sums_checksum, body_bytes = _HEAD.unpack(head)
+        mark, own, structure_checksum, sums_checksum, body_bytes = _HEAD.unpack(head)
         if mark != MARK or end + _HEAD.size + body_bytes != file.size_bytes:
             raise ValueError("no index")
         body = file.read_exactly(end + _HEAD.size, body_bytes)
@@ -143,10 +143,10 @@ class _Index(NamedTuple):
             raise ValueError("a damaged index")
         facts = json.loads(body)
         _require(facts["version"] == native_names.VERSION)
-        return cls(file, end, structure, sums_checksum, body, facts)
+        return cls(file, end, structure_checksum, sums_checksum, body, facts)
 
     def head(self, sums_checksum: int) -> bytes:
-        return _HEAD.pack(MARK, crc32(self.body), self.structure, sums_checksum, len(self.body))
+        return _HEAD.pack(MARK, crc32(self.body), self.structure_checksum, sums_checksum, len(self.body))
 
     @property
     def places(self) -> TextPlaces:
@@ -159,7 +159,7 @@ class _Index(NamedTuple):
 
     def _place(self, place: Sequence[int]) -> FileRange:
         offset_bytes, size_bytes = place
-        _require(_whole(offset_bytes) >= 0 and 0 <= _whole(size_bytes) <= files.MAX_TEXT_BYTES)
+        _require(_whole(offset_bytes) >= 0 and 0 <= _whole(size_bytes) <= structure.MAX_TEXT_BYTES)
         _require(offset_bytes + size_bytes <= self.end)
         return offset_bytes, size_bytes
 
@@ -169,8 +169,8 @@ class _Index(NamedTuple):
         _require(0 <= rank < world_size <= _LONGEST)
         strategy = self.file.read_exactly(*places.strategy).decode()
         tensors = self._tensors(names[0])
-        structure = _structure(_payloads(tensors), places.sums, self.end)
-        _require(_checksum(self.file, structure) == self.structure)
+        own = _structure(_payloads(tensors), places.sums, self.end)
+        _require(_checksum(self.file, own) == self.structure_checksum)
         return Manifest(self.file.path, native_names.NAME, tensors, names[1], ShardIdentity(rank, world_size, strategy))
 
     def sums(self) -> dict[str, int]:
@@ -187,10 +187,10 @@ class _Index(NamedTuple):
     def _tensors(self, names: Sequence[str]) -> TensorTable:
         kinds, numbers = [_kind(*way) for way in self.facts["ways"]], self.facts["tensors"]
         sizes, tensors = [kind.size_bytes for kind in kinds], TensorTable(self.file.path)
-        _require(isinstance(numbers, list) and len(numbers) == 2 * len(names) and len(names) <= files.MAX_TENSORS)
+        _require(isinstance(numbers, list) and len(numbers) == 2 * len(names) and len(names) <= structure.MAX_TENSORS)
         own: dict[int, int] = {}
         for name, way, start in zip(names, numbers[::2], numbers[1::2]):
-            _require(0 < len(name.encode()) <= files.MAX_NAME_BYTES and _whole(way) >= 0 and name not in tensors)
+            _require(0 < len(name.encode()) <= structure.MAX_NAME_BYTES and _whole(way) >= 0 and name not in tensors)
             _require(_whole(start) >= 0 and start + sizes[way] <= self.end)
             kind = own.get(way)
             if kind is None:
@@ -200,7 +200,7 @@ class _Index(NamedTuple):
 
 
 def _kind(name: str, shape: list[int], start: list[int], global_shape: list[int]) -> TensorType:
-    _require(len(shape) == len(start) == len(global_shape) <= files.MAX_DIMENSIONS)
+    _require(len(shape) == len(start) == len(global_shape) <= structure.MAX_DIMENSIONS)
     for length, low, whole in zip(shape, start, global_shape):
         _require(_whole(length) >= 0 and _whole(low) >= 0 and low + length <= _whole(whole) <= _LONGEST)
     box = Box(tuple(start), tuple(low + length for low, length in zip(start, shape)))

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from urllib.parse import unquote_to_bytes
 
-from reshard_mpi.formats import files
+from reshard_mpi.formats import structure
 
 NAME = "hdf5"
 FORMAT = "reshard_mpi"
@@ -22,7 +22,7 @@ SUMS = "sums"
 
 # What makes JSON large when it is parsed: three of them for each name, twice as many as tensors may have.
 _MARKS = (b'"', b"[", b"{", b",")
-_MAX_MARKS = 6 * files.MAX_TENSORS
+_MAX_MARKS = 6 * structure.MAX_TENSORS
 # A dataset is found by walking these link names from the root, one by one.
 GroupPath = tuple[str, ...]
 _UNESCAPED = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-")

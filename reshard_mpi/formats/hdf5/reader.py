@@ -14,7 +14,7 @@ from h5py import h5, h5d, h5g, h5l, h5o, h5p, h5s, h5t
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem.source_files import SourceFile
-from reshard_mpi.formats import files
+from reshard_mpi.formats import structure
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.hdf5 import box_table, datasets, native_names, types
 from reshard_mpi.formats.hdf5.datasets import shape_of
@@ -109,7 +109,7 @@ class Walk:
 
     def _links(self, group: Node) -> list[Link]:
         entries: list[tuple[bytes, int, int]] = []
-        room = files.MAX_TENSORS - self._met
+        room = structure.MAX_TENSORS - self._met
 
         def note(name: bytes, info: Any) -> bool:
             self._on_progress()
@@ -120,7 +120,7 @@ class Walk:
         index = h5.INDEX_CRT_ORDER if in_creation_order else h5.INDEX_NAME
         group.handle.links.iterate(note, info=True, idx_type=index)
         self._met += len(entries)
-        if self._met > files.MAX_TENSORS:
+        if self._met > structure.MAX_TENSORS:
             raise self._error("an HDF5 shard holds too many objects", group.path)
         links = []
         for name, kind, address in entries:
@@ -134,7 +134,7 @@ class Walk:
         path = (*group.path, link.name)
         if len(path) > _MAX_DEPTH:
             raise self._error("groups of an HDF5 shard are nested too deep", path[-3:])
-        if len("/".join(path).encode()) > 3 * files.MAX_NAME_BYTES:
+        if len("/".join(path).encode()) > 3 * structure.MAX_NAME_BYTES:
             raise self._error("a name in an HDF5 shard is too long", (path[-1][:1000],))
         return self._open(group, link, path)
 
@@ -218,7 +218,7 @@ def describe(walk: Walk, root: Node, path: str) -> Description:
     reserved = walk.child(root, native_names.RESERVED)
     strategy = _read_bytes(walk.child(reserved, native_names.STRATEGY), path).decode()
     names, strings = native_names.contents(_read_bytes(walk.child(reserved, native_names.CONTENTS), path))
-    if not all(0 < len(name.encode()) <= files.MAX_NAME_BYTES for name in names):
+    if not all(0 < len(name.encode()) <= structure.MAX_NAME_BYTES for name in names):
         raise ValueError("a name of an impossible length")
     rank, world_size = (types.read_number(root.handle, name, path) for name in ("rank", "world_size"))
     identity = ShardIdentity(rank, world_size, strategy)
@@ -237,10 +237,10 @@ def _read_bytes(node: Node, path: str) -> bytes:
     _require_dataset(node, where)
     shape = shape_of(node.handle, node.handle.get_create_plist(), where)
     stored = types.recognise(node.handle.get_type())
-    if len(shape) != 1 or stored is None or stored.name != "uint8" or shape[0] > files.MAX_TEXT_BYTES:
+    if len(shape) != 1 or stored is None or stored.name != "uint8" or shape[0] > structure.MAX_TEXT_BYTES:
         raise ShardError(
             "a text of a native HDF5 shard is damaged or too long",
-            expected=f"at most {files.MAX_TEXT_BYTES} bytes in one dimension",
+            expected=f"at most {structure.MAX_TEXT_BYTES} bytes in one dimension",
             got=f"shape {list(shape)}",
             where=where,
         )
@@ -264,7 +264,7 @@ def locate(path: str, on_progress: Callable[[], None] = lambda: None) -> Manifes
     Raises ShardError if the file is damaged or not HDF5, if it refers to other files, or if a dataset has a type that
     no tensor has.
     """
-    with files.opened(path) as file, datasets.failures_named(path):
+    with structure.opened(path) as file, datasets.failures_named(path):
         root_group = root(datasets.open_file(path))
         walk = Walk(path, root_group, on_progress)
         return (_native if is_native(root_group, path) else _foreign)(file, walk, root_group)
@@ -272,7 +272,7 @@ def locate(path: str, on_progress: Callable[[], None] = lambda: None) -> Manifes
 
 def stored_sums(path: str, on_progress: Callable[[], None] = lambda: None) -> dict[str, int]:
     """Return the sums of the tensors of the shard at `path`; none if it keeps none. Raises ShardError."""
-    with files.opened(path), datasets.failures_named(path):
+    with structure.opened(path), datasets.failures_named(path):
         root_group = root(datasets.open_file(path))
         if not is_native(root_group, path):
             return {}
@@ -357,17 +357,17 @@ def _foreign(file: SourceFile, walk: Walk, root_group: Node) -> Manifest:
         where = native_names.where(file.path, node.path)
         if datasets.is_text(node.handle, where):
             strings[name] = datasets.read_text(node.handle, file, where)
-            kept_bytes += files.kept_bytes(strings[name])
+            kept_bytes += structure.kept_bytes(strings[name])
         else:
             stored, shape, source = datasets.content(node.handle, file, node.route, where)
             entry = TensorEntry(name, BY_NAME[stored.name], shape, source)
             tensors.add_entry(entry)
             spans += _spans(entry, node)
-        kept_bytes += files.kept_bytes(name)
-        if kept_bytes > files.MAX_KEPT_BYTES:
+        kept_bytes += structure.kept_bytes(name)
+        if kept_bytes > structure.MAX_KEPT_BYTES:
             raise ShardError(
                 "a shard's names and strings take too much memory",
-                expected=f"{files.MAX_KEPT_BYTES} bytes at most",
+                expected=f"{structure.MAX_KEPT_BYTES} bytes at most",
                 where=where,
             )
     _require_apart(file.path, spans)

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from reshard_mpi.errors import ShardError, UsageError
 from reshard_mpi.filesystem.paths import START_BYTES
 from reshard_mpi.filesystem.source_files import SourceFile
-from reshard_mpi.formats import files
+from reshard_mpi.formats import structure
 from reshard_mpi.formats.hdf5 import index
 from reshard_mpi.formats.manifest import Manifest, ShardSpec
 from reshard_mpi.formats.protocol import NO_SUMS
@@ -34,7 +34,7 @@ def end_of_file(file: SourceFile) -> int:
     path, size_bytes, offset = file.path, file.size_bytes, _signature(file)
     if offset is None:
         start = file.read(0, START_BYTES)
-        raise files.other_kind(start, path, "an HDF5 file") or ShardError(
+        raise structure.other_kind(start, path, "an HDF5 file") or ShardError(
             "a shard is not an HDF5 file",
             expected="the signature of HDF5",
             got=repr(start[:8]),
@@ -117,7 +117,7 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
     Raises ShardError if the file is empty, truncated, over-long, damaged or not HDF5, if it refers to other files, or
     if a dataset has a type that no tensor has.
     """
-    with files.opened(path) as file:
+    with structure.opened(path) as file:
         manifest = index.locate(file, end_of_file(file))
         if manifest is None:
             from reshard_mpi.formats.hdf5 import reader_process  # for files that this program did not write
@@ -128,7 +128,7 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
 
 def stored_sums(path: str) -> Mapping[str, int]:
     """Return the sums of its tensors that the shard at `path` keeps; none if it keeps none. Raises ShardError."""
-    with files.opened(path) as file:
+    with structure.opened(path) as file:
         sums = index.stored_sums(file, end_of_file(file))
         if sums is None:
             from reshard_mpi.formats.hdf5 import reader_process
@@ -139,9 +139,9 @@ def stored_sums(path: str) -> Mapping[str, int]:
 
 def read_back(meant: Manifest) -> None:
     """Read back the structure of a native shard just written. Raises ShardError if it differs from `meant`."""
-    with files.opened(meant.path) as file:
+    with structure.opened(meant.path) as file:
         if index.locate(file, end_of_file(file)) != meant:
-            raise files.not_as_written(meant.path)
+            raise structure.not_as_written(meant.path)
 
 
 def seal(fd: int, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = False) -> None:

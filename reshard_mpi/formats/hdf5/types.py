@@ -14,7 +14,7 @@ import numpy as np
 from h5py import h5a, h5s, h5t
 
 from reshard_mpi.errors import ShardError
-from reshard_mpi.formats import files
+from reshard_mpi.formats import structure
 from reshard_mpi.formats.dtypes import BY_NAME, DType
 
 _STORED_AS = {"int4": "int8", "hifloat8": "uint8", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
@@ -134,7 +134,7 @@ def read_text(handle: Any, name: str) -> str | None:
         kind = attribute.get_type()
         if kind.get_class() != h5t.STRING or kind.is_variable_str() or attribute.shape != ():
             return None
-        if not 0 < kind.get_size() <= files.MAX_NAME_BYTES:
+        if not 0 < kind.get_size() <= structure.MAX_NAME_BYTES:
             return None
         content = np.zeros((), dtype=f"S{kind.get_size()}")
         attribute.read(content, mtype=kind)

@@ -19,7 +19,7 @@ from h5py import h5d, h5f, h5g, h5p, h5s, h5t
 
 from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.source_files import SourceFile
-from reshard_mpi.formats import files
+from reshard_mpi.formats import structure
 from reshard_mpi.formats.hdf5 import box_table, index, native_names, shard_file, types
 from reshard_mpi.formats.hdf5.native_names import GroupPath
 from reshard_mpi.formats.manifest import Manifest, ShardSpec
@@ -76,7 +76,7 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
     the file cannot be written.
     """
     names = list(spec.specs.names)
-    files.check_names(path, names + list(spec.strings))
+    structure.check_names(path, names + list(spec.strings))
     strategy, contents = _texts(path, names, spec)
     with Scratch(_MOST_BYTES * (len(names) + 1) + 2 * len(strategy) + 2 * len(contents)) as scratch:
         try:
@@ -181,7 +181,7 @@ def _space(shape: tuple[int, ...]) -> Any:
 
 def _texts(path: str, names: list[str], spec: ShardSpec) -> tuple[bytes, bytes]:
     """Return the placement table and the list of contents, encoded. Raises TargetError if they are too long to read."""
-    too_long = [name for name, text in spec.strings.items() if len(text) > files.MAX_STRING_BYTES // 4]
+    too_long = [name for name, text in spec.strings.items() if len(text) > structure.MAX_STRING_BYTES // 4]
     try:
         texts = spec.identity.strategy.encode(), native_names.contents_text(names, spec.strings)
     except UnicodeEncodeError as error:
@@ -191,10 +191,11 @@ def _texts(path: str, names: list[str], spec: ShardSpec) -> tuple[bytes, bytes]:
             where=path,
             remedy="save the checkpoint without it",
         ) from error
-    if too_long or max(map(len, texts)) > files.MAX_TEXT_BYTES:
+    if too_long or max(map(len, texts)) > structure.MAX_TEXT_BYTES:
         raise TargetError(
             "the strings or the placement table of a shard are too long to store",
-            expected=f"strings of {files.MAX_STRING_BYTES // 4} characters, {files.MAX_TEXT_BYTES} bytes in all",
+            expected=f"strings of {structure.MAX_STRING_BYTES // 4} characters, {structure.MAX_TEXT_BYTES} bytes in"
+            " all",
             got=f"too long: {too_long[:3]}, {max(map(len, texts))} bytes",
             where=path,
             remedy="save the checkpoint with shorter ones, or write it in another format (--to)",
@@ -232,7 +233,7 @@ def _copy(scratch: int, fd: int) -> None:
                 raise
             return  # nothing more
         end = min(os.lseek(scratch, start, os.SEEK_HOLE), start + _COPIED_BYTES)
-        files.write_all(fd, os.pread(scratch, end - start, start), start)
+        structure.write_all(fd, os.pread(scratch, end - start, start), start)
 
 
 def _create(path: str) -> Any:

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from reshard_mpi.formats.files import MAX_NAME_BYTES, MAX_TENSORS
 from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.nest.nodes import (
     DOUBLE,
@@ -28,6 +27,7 @@ from reshard_mpi.formats.nest.nodes import (
     parts,
     require_short,
 )
+from reshard_mpi.formats.structure import MAX_NAME_BYTES, MAX_TENSORS
 
 # Parts of a value that are searched for tensors lost with it.
 _MAX_LOOKED_INTO = 1 << 16

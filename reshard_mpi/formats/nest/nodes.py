@@ -14,7 +14,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from reshard_mpi.formats.files import MAX_NAME_BYTES, MAX_STRING_BYTES, MAX_TENSORS
+from reshard_mpi.formats.structure import MAX_NAME_BYTES, MAX_STRING_BYTES, MAX_TENSORS
 
 # Any of the above. What a hostile file makes of it may be its own part, and as deep as it is long.
 Value = Any

@@ -18,11 +18,11 @@ from typing import NamedTuple
 from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem.paths import START_BYTES
 from reshard_mpi.filesystem.source_files import SourceFile
-from reshard_mpi.formats import files
+from reshard_mpi.formats import structure
 from reshard_mpi.formats.dtypes import BY_NAME, DType
-from reshard_mpi.formats.files import MAX_NAME_BYTES, kept_bytes
 from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.safetensors.json_reader import Json, JsonReader, as_numbers, as_object, shown
+from reshard_mpi.formats.structure import MAX_NAME_BYTES, kept_bytes
 from reshard_mpi.formats.tensor_table import TensorTable, TensorType
 from reshard_mpi.text import MIB
 
@@ -107,7 +107,7 @@ def open_header(file: SourceFile) -> JsonReader:
     length_bytes = int.from_bytes(start[:LENGTH_BYTES], "little")
     begins = start[LENGTH_BYTES : LENGTH_BYTES + 1]
     if length_bytes < 2 or length_bytes > MAX_HEADER_BYTES or begins != b"{":
-        raise files.other_kind(start, path, "a safetensors file") or ShardError(
+        raise structure.other_kind(start, path, "a safetensors file") or ShardError(
             "a shard is not a safetensors file",
             expected=f"the length of a header, up to {MAX_HEADER_BYTES}, and a header that begins with '{{'",
             got=f"a length of {length_bytes}, then {begins!r}" if begins else f"{size_bytes} bytes",
@@ -156,10 +156,10 @@ _MAX_PAYLOAD_BYTES = 1 << 63
 # Of an entry as it is written; real ones have some hundred bytes.
 _MAX_ENTRY_BYTES = 64 << 10
 # One for each tensor, if all are of MindSpore's Int4.
-_MAX_METADATA = files.MAX_TENSORS + 1024
+_MAX_METADATA = structure.MAX_TENSORS + 1024
 _FIELDS = {"dtype", "shape", "data_offsets"}
 # Of a string as it is written: it takes up to twelve times as much memory while it is read.
-MAX_STRING_BYTES = files.MAX_STRING_BYTES // 2
+MAX_STRING_BYTES = structure.MAX_STRING_BYTES // 2
 
 
 class HeaderContents(NamedTuple):
@@ -223,8 +223,8 @@ class _HeaderReading:
             raise self._damaged(
                 name,
                 entry,
-                f"the name of a type, up to {files.MAX_DIMENSIONS} lengths and two offsets, each a whole number, 0 or"
-                " more, of 64 bits",
+                f"the name of a type, up to {structure.MAX_DIMENSIONS} lengths and two offsets, each a whole number, 0"
+                " or more, of 64 bits",
             )
         kind = self._kinds.get((dtype, *dims)) or self._kind(name, dtype, dims)
         self._add(name, kind, *offsets)
@@ -246,7 +246,7 @@ class _HeaderReading:
             raise self._header.damage(f"the shape of {name!r} is impossibly large", got=str(list(dims)))
         kind = TensorType(dtype, dims)
         number = self._tensors.kind(kind)
-        self._keep(files.kept_kind_bytes(len(dims)))
+        self._keep(structure.kept_kind_bytes(len(dims)))
         self._kinds[tag, *dims] = number, kind.size_bytes
         return number, kind.size_bytes
 
@@ -255,15 +255,15 @@ class _HeaderReading:
         names = self._tensors.index_by_name
         if name in names:
             raise self._header.damage(f"the name {name!r} appears twice in a shard", expected="each tensor once")
-        if not name or (len(name) > files.MAX_NAME_BYTES // 4 and len(name.encode()) > files.MAX_NAME_BYTES):
+        if not name or (len(name) > structure.MAX_NAME_BYTES // 4 and len(name.encode()) > structure.MAX_NAME_BYTES):
             raise self._header.damage(
-                "a tensor's name has an impossible length", expected=f"1 to {files.MAX_NAME_BYTES} bytes"
+                "a tensor's name has an impossible length", expected=f"1 to {structure.MAX_NAME_BYTES} bytes"
             )
         if not begin <= end <= self._data_bytes or end - begin != size_bytes:
             raise self._wrong_range(name, number, begin, end)
-        if len(names) == files.MAX_TENSORS:
-            raise self._header.damage("a shard holds too many tensors", expected=f"{files.MAX_TENSORS} at most")
-        self._keep(files.kept_bytes(name))
+        if len(names) == structure.MAX_TENSORS:
+            raise self._header.damage("a shard holds too many tensors", expected=f"{structure.MAX_TENSORS} at most")
+        self._keep(structure.kept_bytes(name))
         self._tensors.add(sys.intern(name), number, self._header.end + begin)
         self._ends.append(self._header.end + end)
 
@@ -283,9 +283,9 @@ class _HeaderReading:
 
     def _keep(self, size_bytes: int) -> None:
         self._kept_bytes += size_bytes
-        if self._kept_bytes > files.MAX_KEPT_BYTES:
+        if self._kept_bytes > structure.MAX_KEPT_BYTES:
             raise self._header.damage(
-                "a shard's names take too much memory", expected=f"{files.MAX_KEPT_BYTES} bytes at most"
+                "a shard's names take too much memory", expected=f"{structure.MAX_KEPT_BYTES} bytes at most"
             )
 
     def _take_metadata(self) -> None:
@@ -319,10 +319,10 @@ class _HeaderReading:
                 raise self._header.damage(
                     f"the string {name!r} is damaged or too long", expected=f"{MAX_STRING_BYTES} bytes at most"
                 )
-            self._keep(files.kept_bytes(name) + files.kept_bytes(text))
+            self._keep(structure.kept_bytes(name) + structure.kept_bytes(text))
             self._strings[name] = text
         elif text == INT4_TAG:
-            self._keep(files.kept_bytes(key))
+            self._keep(structure.kept_bytes(key))
             self._int4[sys.intern(key)] = None
         elif not is_of_this_file(key):
             self._plain.add(key, text)

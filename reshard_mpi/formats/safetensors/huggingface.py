@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError, TargetError, UsageError
 from reshard_mpi.filesystem import source_files
-from reshard_mpi.formats import files
+from reshard_mpi.formats import structure
 from reshard_mpi.formats.manifest import Manifest, ShardSpec, Specs
 from reshard_mpi.formats.protocol import NO_SUMS
 from reshard_mpi.formats.protocol import no_crc as check_crc  # MindSpore's may be of another file
@@ -46,7 +46,7 @@ def read(path: str, *, may_be_flat: bool = False) -> dict[str, str]:
 
     Raises ShardError if it is damaged, names a tensor twice, or a file that does not lie in its folder.
     """
-    with files.opened(path) as file:
+    with structure.opened(path) as file:
         text = JsonReader(file.read_exactly, path, 0, file.size_bytes, "the index of a checkpoint")
         nested, flat = None, _Map(text)
         for key in text.members():
@@ -79,10 +79,10 @@ class _Map:
     def add(self, name: str, file: Json) -> None:
         """Add the file of a tensor."""
         text, file_names = self._text, self._known
-        if not 0 < len(name.encode()) <= files.MAX_NAME_BYTES or name in self.files:
+        if not 0 < len(name.encode()) <= structure.MAX_NAME_BYTES or name in self.files:
             raise text.damage(
                 f"the index of a checkpoint names {shown(name)} twice, or the name is too long, or empty",
-                expected=f"each tensor once, by 1 to {files.MAX_NAME_BYTES} bytes",
+                expected=f"each tensor once, by 1 to {structure.MAX_NAME_BYTES} bytes",
             )
         if type(file) is not str or (file not in file_names and not _is_inside(file)):
             raise text.damage(
@@ -90,11 +90,11 @@ class _Map:
                 expected=f"the name of a file in the folder, which ends in {_ENDING}",
                 got=shown(file),
             )
-        self._kept_bytes += files.kept_bytes(name)
-        if self._kept_bytes > files.MAX_KEPT_BYTES or len(self.files) == files.MAX_TENSORS:
+        self._kept_bytes += structure.kept_bytes(name)
+        if self._kept_bytes > structure.MAX_KEPT_BYTES or len(self.files) == structure.MAX_TENSORS:
             raise text.damage(
                 "the index of a checkpoint names too many tensors",
-                expected=f"{files.MAX_TENSORS} at most, of {files.MAX_KEPT_BYTES} bytes together",
+                expected=f"{structure.MAX_TENSORS} at most, of {structure.MAX_KEPT_BYTES} bytes together",
             )
         self.files[sys.intern(name)] = file_names.setdefault(file, file)
 
@@ -102,7 +102,7 @@ class _Map:
 def _is_inside(file: str) -> bool:
     """Tell whether a path names a file of the folder, or of one in it, whatever the links there are."""
     is_short = len(file.encode()) <= _MAX_FILE_BYTES
-    return is_short and all(map(files.is_file_name, file.split("/"))) and file.endswith(_ENDING)
+    return is_short and all(map(structure.is_file_name, file.split("/"))) and file.endswith(_ENDING)
 
 
 def write(files_of: Mapping[str, str], total_bytes: int) -> str:
@@ -333,4 +333,4 @@ def _require_types(specs: Specs, path: str) -> None:
                 where=path,
                 remedy="write it as safetensors, ckpt or hdf5 (--to)",
             )
-    files.check_names(path, list(specs.names))
+    structure.check_names(path, list(specs.names))

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from reshard_mpi.errors import ShardError
-from reshard_mpi.formats import files
+from reshard_mpi.formats import structure
 
 # An object is a tuple of its keys and values, since a key may be there twice; an array is a list.
 Json = str | int | float | bool | None | list["Json"] | tuple[tuple[str, "Json"], ...]
@@ -227,7 +227,7 @@ def as_object(value: Json) -> dict[str, Json] | None:
 
 def as_numbers(value: Json) -> tuple[int, ...] | None:
     """Return an array with a whole number, 0 or more, of 64 bits for each dimension; None if a value is none."""
-    if type(value) is not list or len(value) > files.MAX_DIMENSIONS:
+    if type(value) is not list or len(value) > structure.MAX_DIMENSIONS:
         return None
     numbers = [number for number in value if type(number) is int and 0 <= number <= _MAX_WHOLE]
     return tuple(numbers) if len(numbers) == len(value) else None

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from reshard_mpi.errors import ShardError, told
 from reshard_mpi.filesystem import source_files
 from reshard_mpi.filesystem.source_files import FileVersion
-from reshard_mpi.formats import files
+from reshard_mpi.formats import structure
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.nest import flatten_tree, nodes
 from reshard_mpi.formats.nest.nodes import Dict, Value, no_constant
@@ -135,7 +135,7 @@ def _listing(folder: str) -> _FolderContents:
 
 def _indexed(path: str) -> Mapping[str, SlicedTensor]:
     """Return the tensors of an index, if it has just been read without reading it again."""
-    with files.opened(path) as file:
+    with structure.opened(path) as file:
         key = path, file.version
         if key not in _kept:
             _kept.clear()
@@ -220,7 +220,7 @@ class _SlicedLeaf(NamedTuple):
 def _strings(folder: str, tensors: TensorTable) -> Mapping[str, str]:
     """Return the strings of a checkpoint: its nest, if `COMMON` says anything. Raises ShardError if it is damaged."""
     path = str(Path(folder, COMMON))
-    with files.opened(path) as file:
+    with structure.opened(path) as file:
         content = file.read(0, min(file.size_bytes, _MAX_COMMON_BYTES + 1))
     try:
         if len(content) > _MAX_COMMON_BYTES:

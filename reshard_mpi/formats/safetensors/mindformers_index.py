@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem.source_files import SourceFile
-from reshard_mpi.formats import files
+from reshard_mpi.formats import structure
 from reshard_mpi.formats.dtypes import BY_MINDSPORE_NAME, BY_NAME, DType
 from reshard_mpi.formats.safetensors.json_reader import Json, JsonReader, as_numbers, as_object, shown
 from reshard_mpi.sharding.box import Box
@@ -137,18 +137,18 @@ class _IndexReading:
     def _take_tensors(self) -> None:
         text = self._text
         for name in text.members():
-            if not 0 < len(name.encode()) <= files.MAX_NAME_BYTES or name in self._cuts:
+            if not 0 < len(name.encode()) <= structure.MAX_NAME_BYTES or name in self._cuts:
                 raise text.damage(
                     f"{_CALLED} lists {shown(name)} twice, or the name is too long, or empty",
-                    expected=f"each tensor once, by 1 to {files.MAX_NAME_BYTES} bytes",
+                    expected=f"each tensor once, by 1 to {structure.MAX_NAME_BYTES} bytes",
                 )
-            if len(self._cuts) == files.MAX_TENSORS:
-                raise text.damage(f"{_CALLED} lists too many tensors", expected=f"{files.MAX_TENSORS} at most")
+            if len(self._cuts) == structure.MAX_TENSORS:
+                raise text.damage(f"{_CALLED} lists too many tensors", expected=f"{structure.MAX_TENSORS} at most")
             cut = self._cut(name)
             count = math.prod(cut.counts)
             if cut not in self._alike:
-                self._keep(files.kept_kind_bytes(2 * len(cut.shape)) + _BOX_BYTES * count)
-            self._keep(files.kept_bytes(name) + _SLICE_BYTES * count)
+                self._keep(structure.kept_kind_bytes(2 * len(cut.shape)) + _BOX_BYTES * count)
+            self._keep(structure.kept_bytes(name) + _SLICE_BYTES * count)
             self._cuts[name] = self._alike.setdefault(cut, cut)
             self._holders[name] = [()] * count
 
@@ -257,7 +257,7 @@ class _IndexReading:
                 self._keep(_HOLDERS_BYTES + _HOLDER_BYTES * len(holders))
             holders = self._alike_holders.setdefault(holders, holders)
             if place is None:
-                self._keep(files.kept_bytes(key))
+                self._keep(structure.kept_bytes(key))
                 self._other_holders[key] = holders
             else:
                 self._holders[place[0]][place[1]] = holders
@@ -280,14 +280,14 @@ class _IndexReading:
                 got=shown(file),
             )
         if file not in self._files:
-            self._keep(files.kept_bytes(file))
+            self._keep(structure.kept_bytes(file))
         return self._files.setdefault(file, file)
 
     def _keep(self, size_bytes: int) -> None:
         self._kept_bytes += size_bytes
-        if self._kept_bytes > files.MAX_KEPT_BYTES:
+        if self._kept_bytes > structure.MAX_KEPT_BYTES:
             raise self._text.damage(
-                f"{_CALLED} lists too much", expected=f"{files.MAX_KEPT_BYTES} bytes of memory at most"
+                f"{_CALLED} lists too much", expected=f"{structure.MAX_KEPT_BYTES} bytes of memory at most"
             )
 
     def _contradiction(self, problem: str, expected: str, got: str) -> ShardError:
@@ -296,4 +296,4 @@ class _IndexReading:
 
 def _is_beside(file: str) -> bool:
     """Tell whether a text is the name of a file in the folder of the index."""
-    return len(file.encode()) <= _MAX_FILE_BYTES and files.is_file_name(file) and file.endswith(_ENDING)
+    return len(file.encode()) <= _MAX_FILE_BYTES and structure.is_file_name(file) and file.endswith(_ENDING)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem.source_files import SourceFile
-from reshard_mpi.formats import files
+from reshard_mpi.formats import structure
 from reshard_mpi.formats.manifest import HeaderDigest, Manifest
 from reshard_mpi.formats.safetensors.file_header import CRC, LENGTH_BYTES, MAX_HEADER_BYTES, START, read
 
@@ -96,7 +96,7 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
     Raises ShardError if the file is empty, truncated, over-long or damaged, holds a name twice, or a tensor whose range
     is not as long as its shape and type say, or shared with another; or if bytes belong to no tensor.
     """
-    with files.opened(path) as file:
+    with structure.opened(path) as file:
         if like is not None and like.header_digest is not None and digest_of_file(file) == like.header_digest:
             return like.at(path)._replace(part_of=like.part_of or part_of(path, None))
         contents = read(file)
@@ -115,4 +115,4 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
 
 def read_back(meant: Manifest) -> None:
     """Read the header of a file that was just written. Raises ShardError if it is not what was meant."""
-    files.require_as_written(locate(meant.path), meant)
+    structure.require_as_written(locate(meant.path), meant)

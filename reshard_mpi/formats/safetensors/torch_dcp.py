@@ -17,7 +17,7 @@ from pathlib import Path
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem import source_files
-from reshard_mpi.formats import files
+from reshard_mpi.formats import structure
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.protocol import no_crc as check_crc
@@ -42,10 +42,10 @@ def saved_offsets(text: str, path: str) -> dict[str, tuple[int, ...]]:
     offsets: dict[str, tuple[int, ...]] = {}
     for name in reader.members():
         place = reader.value()
-        if not 0 < len(name.encode()) <= files.MAX_NAME_BYTES or name in offsets:
+        if not 0 < len(name.encode()) <= structure.MAX_NAME_BYTES or name in offsets:
             raise reader.damage(
                 f"a file says twice where {shown(name)} lies, or the name is too long, or empty",
-                expected=f"each tensor once, by 1 to {files.MAX_NAME_BYTES} bytes",
+                expected=f"each tensor once, by 1 to {structure.MAX_NAME_BYTES} bytes",
             )
         fields = as_object(place)
         start = as_numbers(fields[_FIELD]) if fields is not None and fields.keys() == {_FIELD} else None
@@ -136,7 +136,7 @@ def open_folder(folder: str) -> dict[int, Manifest]:
     lie, or files contradict each other.
     """
     pieces: dict[str, list[ListedChunk]] = {}
-    budget_bytes = files.MAX_KEPT_BYTES
+    budget_bytes = structure.MAX_KEPT_BYTES
     before: TensorTable | None = None
     for path in files_of(folder):
         held, starts = _read(path)
@@ -149,12 +149,12 @@ def open_folder(folder: str) -> dict[int, Manifest]:
             start = starts[name]
             box = boxes.get((start, kind)) or boxes.setdefault((start, kind), _box(path, name, start, held))
             chunks = pieces.setdefault(name, [])
-            budget_bytes -= _PIECE_BYTES if chunks else _PIECE_BYTES + files.kept_bytes(name)
+            budget_bytes -= _PIECE_BYTES if chunks else _PIECE_BYTES + structure.kept_bytes(name)
             chunks.append(ListedChunk(box, held, number))
         if budget_bytes < 0:
             raise ShardError(
                 "a distributed checkpoint has too many pieces",
-                expected=f"so many as take {files.MAX_KEPT_BYTES} bytes of memory at most",
+                expected=f"so many as take {structure.MAX_KEPT_BYTES} bytes of memory at most",
                 where=path,
             )
     listed = ChunkedTensors(folder)
@@ -165,7 +165,7 @@ def open_folder(folder: str) -> dict[int, Manifest]:
 
 def _read(path: str) -> tuple[TensorTable, Mapping[str, tuple[int, ...]]]:
     """Return the tensors of a file, and where each begins in the whole one."""
-    with files.opened(path) as file:
+    with structure.opened(path) as file:
         contents = file_header.read(file)
     if contents.sharding is None:
         raise ShardError(

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError, TargetError
 from reshard_mpi.filesystem.source_files import SourceFile
-from reshard_mpi.formats import files
+from reshard_mpi.formats import structure
 from reshard_mpi.formats.manifest import (
     Manifest,
     NotChecksummableError,
@@ -79,9 +79,9 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
 
 def reserve_as(fd: int, path: str, spec: ShardSpec, format_name: str, metadata: dict[str, str]) -> Manifest:
     """Write a file of the format called so, with this metadata, as `reserve` does."""
-    files.check_names(path, [*spec.specs.names, *spec.strings])
+    structure.check_names(path, [*spec.specs.names, *spec.strings])
     layout = lay_out(spec.specs, metadata, path)
-    files.write_all(fd, layout.header, 0)
+    structure.write_all(fd, layout.header, 0)
     os.ftruncate(fd, layout.size_bytes)
     specs, tensors = spec.specs, TensorTable(path)
     kinds = [tensors.kind(kind.unplaced) for kind in specs.kinds]
@@ -186,7 +186,7 @@ def _metadata(spec: ShardSpec) -> dict[str, str]:
             )
     entries, plain_bytes = {} if FORMAT in names else {FORMAT: MINDSPORE}, 0
     for name, text in spec.strings.items():
-        plain_bytes += files.kept_bytes(name) + files.kept_bytes(text)
+        plain_bytes += structure.kept_bytes(name) + structure.kept_bytes(text)
         has_own_name = plain_bytes <= MAX_WRITTEN_PLAIN_BYTES and is_plain(name) and text != INT4_TAG
         entries[name if has_own_name else STRING_PREFIX + name] = text
     return entries
@@ -252,12 +252,12 @@ def add_crc(fd: int, path: str) -> None:
     patched = START + entry + header[len(START) :]
     if len(patched.rstrip(b" ")) > length_bytes:
         raise RuntimeError("a header has no room for a checksum")
-    files.write_all(fd, patched[:length_bytes], LENGTH_BYTES)
+    structure.write_all(fd, patched[:length_bytes], LENGTH_BYTES)
 
 
 def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
     """Tell whether the file at `path` has a checksum. Raises ShardError if it does not fit names and contents."""
-    with files.opened(path) as file:
+    with structure.opened(path) as file:
         contents = read(file)
         if contents.crc is None:
             return False
@@ -295,5 +295,5 @@ def _sum(file: SourceFile, tensors: TensorTable, on_bytes: OnBytes = uncounted) 
                 crc = crc32(zeros[:part], crc)
                 left -= part
         else:
-            crc = files.crc32_of(file, (start, start + kind.size_bytes), crc, on_bytes)
+            crc = structure.crc32_of(file, (start, start + kind.size_bytes), crc, on_bytes)
     return crc

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem.source_files import SourceFile
-from reshard_mpi.formats import files
+from reshard_mpi.formats import structure
 from reshard_mpi.text import MIB
 
 END = Struct("<4s4H2IH")
@@ -34,7 +34,7 @@ _OF_ENTRY = Struct("<8xH18x3H")
 # In the attributes of a member, as DOS has them (APPNOTE.TXT 4.4.15): it is a folder.
 _FOLDER = 0x10
 # Members besides storages: a dozen.
-_MAX_MEMBERS = files.MAX_TENSORS + 1000
+_MAX_MEMBERS = structure.MAX_TENSORS + 1000
 _MAX_DIRECTORY_BYTES = 32 * MIB
 # The headers of small members are as close together; then as much is read at once.
 _NEAR_BYTES, _READ_BYTES = 1 << 10, 64 << 10

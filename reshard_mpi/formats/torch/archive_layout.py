@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem.source_files import SourceFile
-from reshard_mpi.formats import files
+from reshard_mpi.formats import structure
 from reshard_mpi.formats.manifest import HeaderDigest
 from reshard_mpi.formats.tensor_table import TensorTable
 from reshard_mpi.formats.torch import archive
@@ -144,8 +144,8 @@ def of_file(file: SourceFile, tensors: TensorTable) -> HeaderDigest | None:
     behind_payloads = {end for _, end in payloads}
     try:
         start, directory, _ = archive.Archive(file).directory()
-        spans = files.spans_besides(file, payloads, start)
-        for (first, _), part in zip(spans, files.contents(file, spans)):
+        spans = structure.spans_besides(file, payloads, start)
+        for (first, _), part in zip(spans, structure.contents(file, spans)):
             if first in behind_payloads and part.startswith(DESCRIPTOR_MARK):
                 part = part[:_CRC_AT] + _NO_CRC + part[_CRC_AT + _CRC_BYTES :]
             digest.update(part)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem.paths import START_BYTES
 from reshard_mpi.filesystem.source_files import SourceFile
-from reshard_mpi.formats import files
+from reshard_mpi.formats import structure
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.nest import flatten_tree, nodes
@@ -142,7 +142,7 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
     Names of nested dictionaries are joined by dots; the nest is kept as a string (`manifest.NEST`). What is neither
     tensor nor plain data is left out and named. Raises ShardError if the file is not sound, or would run code.
     """
-    with files.opened(path) as file:
+    with structure.opened(path) as file:
         digest = None if like is None else like.header_digest
         if like is not None and digest is not None and archive_layout.of_file(file, like.tensors) == digest:
             return like.at(path)
@@ -187,7 +187,7 @@ def _parsed(path: str, content: FileContent) -> Manifest:
 
 def read_back(meant: Manifest) -> None:
     """Read the structure of a file that was just written. Raises ShardError if it is not what was meant."""
-    files.require_as_written(locate(meant.path), meant)
+    structure.require_as_written(locate(meant.path), meant)
 
 
 def _content(file: SourceFile) -> FileContent:
@@ -196,7 +196,7 @@ def _content(file: SourceFile) -> FileContent:
         return of_archive(archive.Archive(file))
     if start.startswith(START):
         return of_pickles(file)
-    raise files.other_kind(start, file.path, "a file that torch.save writes") or ShardError(
+    raise structure.other_kind(start, file.path, "a file that torch.save writes") or ShardError(
         "a shard is no file that torch.save writes",
         expected="a zip archive, or the older layout with its number",
         got=f"a file that begins with {start[:8]!r}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from reshard_mpi.formats import files
+from reshard_mpi.formats import structure
 from reshard_mpi.formats.dtypes import BY_NAME, DType
 from reshard_mpi.formats.locations import ByteRange, ByteRanges, Location, StridedView
 from reshard_mpi.formats.nest.nodes import Call, Dict, Global, Unreadable, Value
@@ -161,8 +161,8 @@ def of_type(stored: Storage, dtype: DType, offset: Value, shape: Value, strides:
     lengths, steps = numbers(shape), numbers(strides)
     if type(offset) is not int or offset < 0 or len(lengths) != len(steps):
         raise ValueError("a tensor without a sound place in its storage")
-    if len(lengths) > files.MAX_DIMENSIONS:
-        raise ValueError(f"a tensor of {len(lengths)} dimensions, more than {files.MAX_DIMENSIONS}")
+    if len(lengths) > structure.MAX_DIMENSIONS:
+        raise ValueError(f"a tensor of {len(lengths)} dimensions, more than {structure.MAX_DIMENSIONS}")
     last, size = offset, 1
     for length, step in zip(lengths, steps):
         last += (length - 1) * step

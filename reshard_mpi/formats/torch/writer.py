@@ -9,7 +9,7 @@ from zlib import crc32
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem.source_files import SourceFile
-from reshard_mpi.formats import files
+from reshard_mpi.formats import structure
 from reshard_mpi.formats.manifest import NEST, Manifest, ShardSpec
 from reshard_mpi.formats.nest.nodes import Value
 from reshard_mpi.formats.protocol import NO_SUMS, OnBytes, uncounted
@@ -50,11 +50,11 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
     written.
     """
     specs = spec.specs
-    files.check_names(path, [*specs.names, *spec.strings])
+    structure.check_names(path, [*specs.names, *spec.strings])
     root = _root(spec, path)
     pickle = dumps(root)
     strings = dict(spec.strings)
-    tensors, members, writer = TensorTable(path), list[Placed](), files.HeaderDigestWriter(fd)
+    tensors, members, writer = TensorTable(path), list[Placed](), structure.HeaderDigestWriter(fd)
 
     def add(name: str, content: bytes) -> None:
         member = placed(name, len(content), members[-1].end if members else 0, crc32(content))
@@ -138,8 +138,8 @@ def seal(fd: int, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = F
     for offset, member, member_crc in zip(archive.entries(listed), members.values(), _sums(file, members)):
         directory[offset + archive.ENTRY_CRC_AT : offset + archive.ENTRY_CRC_AT + len(member_crc)] = member_crc
         if member.size_bytes:
-            files.write_all(fd, member_crc, member.offset_bytes + member.size_bytes + archive.DESCRIPTOR_CRC_AT)
-    files.write_all(fd, bytes(directory), start)
+            structure.write_all(fd, member_crc, member.offset_bytes + member.size_bytes + archive.DESCRIPTOR_CRC_AT)
+    structure.write_all(fd, bytes(directory), start)
 
 
 def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
@@ -147,7 +147,7 @@ def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
 
     torch can be told to leave them out; then they are 0. Files of the older layout have none.
     """
-    with files.opened(path) as file:
+    with structure.opened(path) as file:
         return archive.is_archive(file.read(0, 4)) and check_members(file, archive.Archive(file).members(), on_bytes)
 
 
@@ -175,4 +175,4 @@ def _sums(file: SourceFile, members: Mapping[str, archive.Member], on_bytes: OnB
     """Yield the CRC-32 of each member's payload, as it is written."""
     for member in members.values():
         span = member.offset_bytes, member.offset_bytes + member.size_bytes
-        yield files.crc32_of(file, span, on_bytes=on_bytes).to_bytes(4, "little")
+        yield structure.crc32_of(file, span, on_bytes=on_bytes).to_bytes(4, "little")

@@ -1,4 +1,4 @@
-"""Help all formats to read untrusted files within bounds, and to write new ones (`opened`, `write_all`)."""
+"""Read, write and bound the structure of shard files, which is all but payloads, for all formats (`opened`)."""
 
 from __future__ import annotations
 
