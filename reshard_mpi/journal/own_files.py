@@ -19,17 +19,13 @@ from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.folders import Folder, close
 from reshard_mpi.filesystem.paths import described
 from reshard_mpi.filesystem.source_files import is_taken
-from reshard_mpi.journal.record_files import COMMIT_RECORD, STATE, record_path, recorded_ranks
+from reshard_mpi.journal.record_files import COMMIT_RECORD, STATE, lock_name, record_path, recorded_ranks
 from reshard_mpi.journal.run_records import CommitRecord, RunIdentity
 from reshard_mpi.journal.target_folders import uncommit
 from reshard_mpi.journal.target_records import RecordHead
 
 _MOST_NOTE_BYTES = 64
 _ELSEWHERE = "choose another target folder, or remove the file if nobody needs it"
-
-
-def lock_name(target_rank: int) -> str:
-    return f"rank_{target_rank}.lock"
 
 
 def remove_note(lock: int) -> None:

@@ -1,4 +1,4 @@
-"""Name the files of records in a target folder, read their JSON and check its values (`record_path`, `read_json`)."""
+"""Name the files of records and locks, read the JSON of records and check its values (`record_path`, `read_json`)."""
 
 from __future__ import annotations
 
@@ -25,6 +25,10 @@ def run_path(state: Path) -> Path:
 
 def record_path(state: Path, target_rank: int) -> Path:
     return state / f"rank_{target_rank}.json"
+
+
+def lock_name(target_rank: int) -> str:
+    return f"rank_{target_rank}.lock"
 
 
 def recorded_ranks(state: Path) -> list[int]:

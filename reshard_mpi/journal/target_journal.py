@@ -39,7 +39,6 @@ from reshard_mpi.filesystem.source_files import is_taken
 from reshard_mpi.journal.own_files import (
     is_in_place,
     leftovers,
-    lock_name,
     note_replaceable,
     own_index_files,
     remove_leftovers,
@@ -55,7 +54,15 @@ from reshard_mpi.journal.publication import (
     publish_text,
     remove_stale,
 )
-from reshard_mpi.journal.record_files import COMMIT_RECORD, STATE, read_json, record_path, run_path
+from reshard_mpi.journal.record_files import (
+    COMMIT_RECORD,
+    STATE,
+    lock_name,
+    read_json,
+    record_path,
+    recorded_ranks,
+    run_path,
+)
 from reshard_mpi.journal.run_records import RunIdentity, glob_of, keep_strategy, strategy_of_run
 from reshard_mpi.journal.target_folders import (
     opened_inner,
@@ -115,7 +122,7 @@ class Journal:
         if self._overwrite:
             return
         run = read_json(run_path(self._state))
-        if run is None:
+        if run is None and recorded_ranks(self._state):
             require_no_other_records(self._state, self.identity)
         if run is None or run.get("digest") == self.identity.digest:
             require_own_index(self.folder, self.identity, self._is_begun)
@@ -287,7 +294,7 @@ class Journal:
 
     def _require_own(self, state: Folder, target_rank: int, path: Path) -> None:
         """Raise TargetError, without --overwrite, if somebody has saved a file in a target's place since `is_done`."""
-        if not self._overwrite:
+        if not self._overwrite and is_taken(path):
             require_own_target(state, self.folder, target_rank, path)
 
     def _confirm(self, state: Folder, target_rank: int) -> None:

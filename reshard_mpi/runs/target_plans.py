@@ -17,6 +17,7 @@ from reshard_mpi.formats.manifest import NotChecksummableError, ShardSpec, Specs
 from reshard_mpi.formats.structure import MAX_KEPT_BYTES, MAX_TENSORS, kept_bytes, kept_kind_bytes
 from reshard_mpi.journal.commit import EarlierTarget
 from reshard_mpi.journal.provenance import TargetInputs
+from reshard_mpi.journal.record_files import STATE, recorded_ranks
 from reshard_mpi.journal.target_journal import Journal
 from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.planning.source_flaws import between_targets, named, warnings_of
@@ -256,7 +257,8 @@ class TargetPlans:
         """A complete target of this run, if others are to be made of the same state of the source beside it."""
         if self._comm.rank > 0 or self.run.request.overwrite or not isinstance(self.journal, Journal):
             return None
-        return EarlierTarget.of(self.journal.folder, self.journal.identity)
+        folder = self.journal.folder
+        return EarlierTarget.of(folder, self.journal.identity) if recorded_ranks(folder / STATE) else None
 
     def _space_needs(self) -> tuple[SpaceNeed, ...]:
         """Return the room that this process needs on file systems."""
