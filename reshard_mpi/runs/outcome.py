@@ -132,7 +132,7 @@ class Outcome(NamedTuple):
         checked = (shard for outcome in outcomes for shard in outcome.checked)
         return merged._replace(
             targets=tuple(sorted(merged.targets, key=lambda target: target.rank)),
-            lost=merged_losses(merged.lost),
+            lost=merged_losses(merged.lost) if merged.lost else (),
             checked=tuple(sorted(checked, key=lambda shard: shard.rank)),
             processes=max(outcome.processes for outcome in outcomes),
             missing=next((outcome.missing for outcome in outcomes if outcome.missing is not None), None),

@@ -75,7 +75,7 @@ class PlanReport(NamedTuple):
     @property
     def all_differing(self) -> tuple[Differing, ...]:
         """What shards do not hold alike, in one target or in several."""
-        return (*self.differing, *between_targets(self.prefix_digests))
+        return (*self.differing, *(between_targets(self.prefix_digests) if self.prefix_digests else ()))
 
     @classmethod
     def of(cls, plan: RankPlan) -> PlanReport:

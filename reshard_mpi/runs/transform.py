@@ -308,8 +308,12 @@ def _judged(planned: PlanReport, compared: Sequence[ComparisonReport], source: s
         require_no_drift(drift.copies, source)
     lost = (Outcome(lost=report.lost) for report in compared)
     drifted = Outcome(other_warnings=(drift_warning(drift.copies),) if drift.copies else ())
-    remarks = difference_messages((*planned.all_differing, *drift.unlisted), source, strict=strict)
-    return planned.outcome.joined([*lost, drifted, Outcome(notes=remarks.notes, other_warnings=remarks.warnings)])
+    outcome = planned.outcome.joined([*lost, drifted])
+    differing = (*planned.all_differing, *drift.unlisted)
+    if not differing:
+        return outcome
+    remarks = difference_messages(differing, source, strict=strict)
+    return outcome.joined([Outcome(notes=remarks.notes, other_warnings=remarks.warnings)])
 
 
 def together(comm: Comm, step: Callable[[], T]) -> list[T]:
