@@ -220,7 +220,8 @@ def _of_stage(placements: tuple[Placement, ...], target: Strategy, target_rank: 
 @lru_cache(maxsize=4096)
 def _needs(source: Placement, target: Placement, target_rank: int) -> NeededPieces:
     needs = []
-    for aligned, other in alignments(source, target):
+    is_expanded = source.expanded_shape is not None or target.expanded_shape is not None
+    for aligned, other in alignments(source, target) if is_expanded else ((source, target),):
         shape = stand_in_shape(aligned, other)
         # Without the shape it is unknown which slices of a ceiling division overlap, and all of them are needed to
         # learn the length. So all are asked for.

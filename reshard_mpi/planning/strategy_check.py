@@ -14,9 +14,9 @@ from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.planning.sample_choice import MAX_TENSORS, RankPair
 from reshard_mpi.planning.source_flaws import Differing
 from reshard_mpi.planning.tensor_names import Unlisted, find_or_follow
+from reshard_mpi.sharding.layout import fitted_to_part
 from reshard_mpi.sharding.patterns import Pattern
 from reshard_mpi.sharding.placement import Placement, Shape, Strategy, named_after
-from reshard_mpi.sharding.regroup_dimensions import regroup_part
 from reshard_mpi.text import KIB, counted, nearest_first
 
 # A value that each rank has for itself (random state, a counter) is small, has one dimension at most, and only one
@@ -114,7 +114,7 @@ def should_be_one_part(placement: Placement | None, pair: RankPair, part_shape: 
     """
     if placement is None:
         return True
-    placement = regroup_part(placement, part_shape)
+    placement = fitted_to_part(placement, part_shape)
     return placement.piece(pair.first) == placement.piece(pair.second)
 
 

@@ -4,13 +4,56 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from itertools import product
 
 from reshard_mpi.errors import LayoutError
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.sharding.placement import Piece, Placement, Shape
+from reshard_mpi.sharding.placement import Piece, Placement, Shape, ceil_lengths
 from reshard_mpi.sharding.regroup_dimensions import regroup, regroup_part
 from reshard_mpi.text import counted
+
+
+def fitted(placement: Placement, shape: Shape) -> Placement:
+    """Return the placement with the dimensions of a tensor of `shape`.
+
+    An open-ended one is closed, the factors of an expanded one are joined, a cut by ceiling division gets its sizes;
+    others stay as they are. Raises LayoutError as `regroup` does.
+    """
+    placement = _closed(placement, len(shape))
+    if placement.expanded_shape is not None:
+        placement = regroup(placement, shape)
+    return _with_sizes(placement, shape) if placement.ceil else placement
+
+
+def fitted_to_part(placement: Placement, part_shape: Shape) -> Placement:
+    """Return the placement with the dimensions of a tensor if a rank holds a part of shape `part_shape`."""
+    placement = _closed(placement, len(part_shape))
+    return placement if placement.expanded_shape is None else regroup_part(placement, part_shape)
+
+
+@lru_cache(maxsize=4096)
+def _closed(placement: Placement, ndim: int) -> Placement:
+    """Return an open-ended placement for a tensor of `ndim` dimensions."""
+    if placement.whole_scalars and ndim == 0:
+        return Placement(placement.mesh, stages=placement.stages)
+    if not placement.open_ended or not placement.split or ndim < len(placement.split):
+        return placement
+    return placement.changed(
+        split=placement.split + ((),) * (ndim - len(placement.split)), open_ended=False, whole_scalars=False
+    )
+
+
+def _with_sizes(placement: Placement, shape: Shape) -> Placement:
+    """Return a placement that cuts by ceiling division as one that says how long the slices are."""
+    if len(placement.split) > len(shape):
+        return placement
+    sizes = (
+        (dim, ceil_lengths(shape[dim], [placement.mesh[axis] for axis in axes]))
+        for dim, axes in enumerate(placement.split)
+        if shape[dim] % placement.slices(dim)
+    )
+    return placement.changed(sizes=tuple(sizes), ceil=False)
 
 
 class UnknownLengthError(LayoutError):
@@ -27,7 +70,7 @@ class Layout:
     __slots__ = ("_bounds", "placement", "shape")
 
     def __init__(self, placement: Placement, shape: Shape) -> None:
-        placement = regroup(placement, shape)
+        placement = fitted(placement, shape)
         _require_dimensions(placement, shape)
         self.placement = placement
         self.shape = shape
@@ -144,7 +187,7 @@ def whole_shape(placement: Placement, rank: int, part_shape: Shape) -> Shape:
     Raises LayoutError if the number of dimensions does not fit. A part of a wrong size is not noticed here: it leads to
     a shape that the caller finds not to fit.
     """
-    placement = regroup_part(placement, part_shape)
+    placement = fitted_to_part(placement, part_shape)
     if not placement.split and placement.optimizer == 1:
         return part_shape
     if placement.ceil and placement.is_cut:
@@ -167,7 +210,7 @@ def whole_shape_of_parts(placement: Placement, parts: Mapping[int, Shape]) -> Sh
     sizes are not noticed: see `whole_shape`.
     """
     rank, part_shape = next(iter(parts.items()))
-    closed = regroup_part(placement, part_shape)
+    closed = fitted_to_part(placement, part_shape)
     if not (closed.ceil and closed.is_cut):
         return whole_shape(placement, rank, part_shape)
     _require_dimensions(closed, part_shape)

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from itertools import accumulate
 
 from reshard_mpi.errors import LayoutError, StrategyError
+from reshard_mpi.sharding.layout import fitted
 from reshard_mpi.sharding.mindspore_json import RawLayout, StageFile, StrategyItem, place
 from reshard_mpi.sharding.placement import Placement, Shape, Strategy, named_after, ravel, unravel
-from reshard_mpi.sharding.regroup_dimensions import regroup
 from reshard_mpi.sharding.value_checks import MAX_AXES, MAX_DIMENSIONS, MAX_EXPANDED_DIMENSIONS, MAX_RANKS, MAX_STAGES
 
 Layouts = Mapping[str, RawLayout]
@@ -337,7 +337,7 @@ def to_stage_files(strategy: Strategy, shapes: Mapping[str, Shape] | None = None
 def to_layout(placement: Placement, shape: Shape | None, where: str = "") -> RawLayout:
     """Return the layout that states `placement`; `shape` is the whole tensor's, where known."""
     if (placement.whole_scalars or placement.ceil) and shape is not None:
-        placement = regroup(placement, shape)
+        placement = fitted(placement, shape)
     if placement.ceil and placement.is_cut:
         raise StrategyError(
             "MindSpore's strategy files cannot say a cut by ceiling division without the tensor's shape",

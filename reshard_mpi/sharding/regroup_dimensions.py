@@ -14,25 +14,17 @@ from functools import lru_cache
 from itertools import accumulate, chain, product
 
 from reshard_mpi.errors import LayoutError
-from reshard_mpi.sharding.placement import Placement, Shape, ceil_lengths
+from reshard_mpi.sharding.placement import Placement, Shape
 
 Grouping = tuple[tuple[int, int], ...]
 
 
-def regroup(placement: Placement, shape: Shape) -> Placement:
-    """Return the placement with the dimensions of a tensor of `shape`.
-
-    The factors of an expanded placement are joined, an open-ended one is closed, a cut by ceiling division gets its
-    sizes; others stay as they are. Raises LayoutError if the factors can be joined in no way, or in several ways that
-    differ.
-    """
-    # Not kept if there are sizes, which may be many for each shape.
-    return _with_sizes(_regrouped(placement, shape), shape) if placement.ceil else _regrouped(placement, shape)
-
-
 @lru_cache(maxsize=4096)
-def _regrouped(placement: Placement, shape: Shape) -> Placement:
-    placement = _closed(placement, len(shape))
+def regroup(placement: Placement, shape: Shape) -> Placement:
+    """Return the placement with the dimensions of a tensor of `shape`: the factors of an expanded one are joined.
+
+    Others stay as they are. Raises LayoutError if the factors can be joined in no way, or in several ways that differ.
+    """
     if placement.expanded_shape is None or len(shape) == len(placement.split):
         return placement
     return _only_way(placement, placement.expanded_shape, shape)
@@ -40,8 +32,7 @@ def _regrouped(placement: Placement, shape: Shape) -> Placement:
 
 @lru_cache(maxsize=4096)
 def regroup_part(placement: Placement, part_shape: Shape) -> Placement:
-    """Return the placement with the dimensions of a tensor if a rank holds a part of shape `held`."""
-    placement = _closed(placement, len(part_shape))
+    """Return the placement with the dimensions of a tensor if a rank holds a part of shape `part_shape`."""
     if placement.expanded_shape is None or len(part_shape) == len(placement.split) or not part_shape:
         return placement
     factors = tuple(
@@ -172,29 +163,6 @@ def _common_factors(first: Shape, second: Shape) -> Shape:
         shape.append(end // before)
         before = end
     return tuple(shape)
-
-
-def _closed(placement: Placement, ndim: int) -> Placement:
-    """Return an open-ended placement for a tensor of `ndim` dimensions."""
-    if placement.whole_scalars and ndim == 0:
-        return Placement(placement.mesh, stages=placement.stages)
-    if not placement.open_ended or not placement.split or ndim < len(placement.split):
-        return placement
-    return placement.changed(
-        split=placement.split + ((),) * (ndim - len(placement.split)), open_ended=False, whole_scalars=False
-    )
-
-
-def _with_sizes(placement: Placement, shape: Shape) -> Placement:
-    """Return a placement that cuts by ceiling division as one that says how long the slices are."""
-    if len(placement.split) > len(shape):
-        return placement
-    sizes = (
-        (dim, ceil_lengths(shape[dim], [placement.mesh[axis] for axis in axes]))
-        for dim, axes in enumerate(placement.split)
-        if shape[dim] % placement.slices(dim)
-    )
-    return placement.changed(sizes=tuple(sizes), ceil=False)
 
 
 def _groupings(factors: int, groups: int) -> Iterator[Grouping]:
