@@ -283,6 +283,8 @@ class Strategy:
         self.origin: Final = origin
         self.required_rules: Final = required_rules
         self.axes: Final = axes
+        # whether the first rule is for every name, as in a full checkpoint: then no pattern is looked at
+        self._first_takes_all: Final = bool(rules) and rules[0][0] == "*"
         # the rules' answers for names asked about before: planning asks about each many times
         self._matched: dict[str, int | None] = {}
         self._followed_by_name: dict[str, tuple[str, ...]] = {}
@@ -340,6 +342,8 @@ class Strategy:
         """Return the number of the first rule that matches `name`, listed or not; None if none does."""
         if not self.rules:
             return None
+        if self._first_takes_all:
+            return 0
         cached = self._matched
         if name not in cached:
             if len(cached) >= _MAX_KNOWN:
@@ -360,7 +364,7 @@ class Strategy:
         if self.find(name) and not self.is_only_caught(name):
             yield from (base for base in named_after(name) if self.find(base) and not self.is_only_caught(base))
             return
-        ends = set(self._patterns.ends(name)) if self.rules else set()
+        ends = set() if self._first_takes_all or not self.rules else set(self._patterns.ends(name))
         if self.parameters:
             ends.update(end for end in ends_of(name) if name[end:] in self.parameters)
         yield from (name[end:] for end in sorted(ends))
