@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from reshard_mpi import formats
+import reshard_mpi.formats  # not from the package, which would look for a function of that name first
 from reshard_mpi.cli.arguments import parser, request
 from reshard_mpi.cli.first_lease import end_if_stopped, stopped_text
 from reshard_mpi.cli.output import (
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except OSError as error:
         code = ReshardError.exit_code
         _complain(one_line(f"{error.strerror or error}: {error.filename}" if error.filename else str(error)))
-    for why in formats.left_out().values() if comm.speaks(os.environ) else ():
+    for why in reshard_mpi.formats.left_out().values() if comm.speaks(os.environ) else ():
         if why is not complaint:
             say(f"warning: {one_line(told(why))}", sys.stderr)
     sys.exit(code)
