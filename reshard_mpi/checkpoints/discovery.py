@@ -14,6 +14,7 @@ from reshard_mpi.checkpoints.choose_step import PART, choose, require_one_step
 from reshard_mpi.checkpoints.refuse_sources import require_readable
 from reshard_mpi.checkpoints.shard_files import (
     ShardFiles,
+    common_name,
     is_strategy,
     name_left_out,
     rank_folders,
@@ -212,6 +213,8 @@ def _from_folders(
         wanted = f"files that end in {_endings(format_name)}{_selected(select)} in its rank folders"
         raise _nothing(path, wanted, f"{len(folders)} folders without", role)
     name = _one_format(candidates, path)
+    if common_name(entry.name for entries in candidates.values() for entry in entries) is not None:
+        return ShardFiles(path, name, {rank: (str(entry),) for rank, (entry,) in candidates.items()})
     chosen = choose(candidates, path, is_selected=select is not None)
     by_rank = {rank: (str(entry),) for rank, entry in chosen.files.items()}
     return ShardFiles(path, name, by_rank, chosen.notes, warnings=chosen.warnings)

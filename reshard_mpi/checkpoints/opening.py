@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from reshard_mpi import formats
 from reshard_mpi.checkpoints.choose_step import NAME_WAYS, name_ending_in_rank, name_without_rank
 from reshard_mpi.checkpoints.refuse_sources import require_full
-from reshard_mpi.checkpoints.shard_files import ShardFiles, in_its_rank
+from reshard_mpi.checkpoints.shard_files import ShardFiles, common_name, in_its_rank
 from reshard_mpi.checkpoints.source import DAMAGE, SourceCheckpoint, locate
 from reshard_mpi.errors import ReshardError, SourceError, StrategyError, as_reshard_error
 from reshard_mpi.filesystem import source_files
@@ -292,6 +292,9 @@ def chosen_files(files: ShardFiles) -> str:
     """
     names = {rank: tuple(path.rpartition("/")[2] for path in paths) for rank, paths in files.by_rank.items()}
     if all(len(own) == 1 for own in names.values()):
+        common = common_name(name for (name,) in names.values())
+        if common is not None:
+            return common
         # First the way that calls a single rank as it calls many.
         for way in (name_without_rank, *NAME_WAYS, name_ending_in_rank):
             called = (way(rank, own[0]) for rank, own in names.items())

@@ -103,6 +103,15 @@ def no_such_rank(files: ShardFiles, rank: int) -> SourceError:
     )
 
 
+def common_name(names: Iterable[str]) -> str | None:
+    """Return the name that all files have; None if they have several, or one with a number, which may mean anything.
+
+    Without a number it says nothing of ranks, steps or parts.
+    """
+    different = list(dict.fromkeys(names))
+    return different[0] if len(different) == 1 and not any(map(str.isdigit, different[0])) else None
+
+
 class SingleShard(NamedTuple):
     """A single rank that was given as a checkpoint. folder: the rank folder that holds its files."""
 
