@@ -19,7 +19,7 @@ from reshard_mpi.sharding import strategy_table
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.mindspore_layouts import to_stage_files
 from reshard_mpi.sharding.mindspore_protobuf import encode_protobuf
-from reshard_mpi.sharding.placement import Strategy
+from reshard_mpi.sharding.strategy import Strategy
 
 _FLOAT = BY_NAME["float32"]
 _SHIFT_BYTES = 1 << 20

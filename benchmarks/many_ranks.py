@@ -9,7 +9,8 @@ from reshard_mpi.formats.locations import ByteRange, ByteRanges
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
 from reshard_mpi.sharding.layout import Layout
-from reshard_mpi.sharding.placement import Placement, Shape, Strategy
+from reshard_mpi.sharding.placement import Placement, Shape
+from reshard_mpi.sharding.strategy import Strategy
 
 _TENSOR_PARALLEL = 8
 _MOST_OPTIMIZER_PIECES = 64

@@ -26,7 +26,8 @@ from benchmarks.planning import Program
 from benchmarks.results import Results
 from benchmarks.rows import Clock, Question, alone, answer, largest_process
 from benchmarks.workplace import workplace
-from reshard_mpi.sharding.placement import Placement, Strategy
+from reshard_mpi.sharding.placement import Placement
+from reshard_mpi.sharding.strategy import Strategy
 
 _RANKS, _TARGETS = 4, 2
 _EXPERTS, _GROUPS, _PER_GROUP = 8, 8, 4

@@ -19,7 +19,8 @@ from benchmarks.peers.torch_dcp import Dcp
 from benchmarks.results import Results
 from benchmarks.rows import Clock, Question, alone, answer, largest_process
 from benchmarks.workplace import workplace
-from reshard_mpi.sharding.placement import Placement, Strategy
+from reshard_mpi.sharding.placement import Placement
+from reshard_mpi.sharding.strategy import Strategy
 
 _SHAPE = (64, 64)  # 16 KiB of float32
 _SOURCES, _TARGETS = 4, 2

@@ -13,7 +13,8 @@ from typing import Any
 from benchmarks.checkpoint import Checkpoint
 from benchmarks.interpreters import lacks
 from benchmarks.measure import PROGRAMS, Measured, Run, last_json, measure, settle
-from reshard_mpi.sharding.placement import Placement, Strategy
+from reshard_mpi.sharding.placement import Placement
+from reshard_mpi.sharding.strategy import Strategy
 
 # As torch's own launcher sets it: the processes share the cores already.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}

@@ -32,7 +32,7 @@ from reshard_mpi.runs.progress import Progress
 from reshard_mpi.runs.request import Request, Strategies, TargetFiles
 from reshard_mpi.runs.reservations import RunMemory
 from reshard_mpi.sharding.merge_strategies import merge
-from reshard_mpi.sharding.placement import unsharded
+from reshard_mpi.sharding.strategy import unsharded
 from reshard_mpi.text import GIB
 
 # What these functions call the strategies of both sides.

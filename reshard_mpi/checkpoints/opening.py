@@ -28,7 +28,7 @@ from reshard_mpi.planning.shared_facts import require_one_checkpoint
 from reshard_mpi.planning.source_flaws import modified_warning
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.sharding import strategy_table
-from reshard_mpi.sharding.placement import Strategy, unsharded
+from reshard_mpi.sharding.strategy import Strategy, unsharded
 
 if TYPE_CHECKING:
     from reshard_mpi.journal.run_records import RunIdentity

@@ -31,7 +31,8 @@ from reshard_mpi.planning.strategy_check import (
 )
 from reshard_mpi.planning.tensor_names import Unlisted, is_partial_sum
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.sharding.placement import Shape, Strategy
+from reshard_mpi.sharding.placement import Shape
+from reshard_mpi.sharding.strategy import Strategy
 from reshard_mpi.text import MIB
 
 # Parts with fewer different elements, or fewer bytes, may be equal by chance, or be all zeros or ones.

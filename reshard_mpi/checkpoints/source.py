@@ -16,7 +16,7 @@ from reshard_mpi.formats.manifest import NEST, Manifest, ShardIdentity, same_nes
 from reshard_mpi.formats.protocol import OnBytes, uncounted
 from reshard_mpi.formats.tensor_table import ChunkedTensors, TensorTable
 from reshard_mpi.planning.source_flaws import MissingRanks, UnusableShard
-from reshard_mpi.sharding.placement import Strategy
+from reshard_mpi.sharding.strategy import Strategy
 from reshard_mpi.text import MIB
 
 # The structure kept of earlier shards besides the last one's, since neighbouring targets read the same.

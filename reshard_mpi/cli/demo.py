@@ -24,7 +24,8 @@ from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.mindspore_layouts import to_stage_files
 from reshard_mpi.sharding.mindspore_protobuf import encode_protobuf
-from reshard_mpi.sharding.placement import Placement, Strategy
+from reshard_mpi.sharding.placement import Placement
+from reshard_mpi.sharding.strategy import Strategy
 from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents, contents_of, write
 from reshard_mpi.text import format_bytes, format_rate
 

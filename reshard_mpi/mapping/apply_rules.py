@@ -52,7 +52,7 @@ from reshard_mpi.mapping.selection import (
     zeros,
 )
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.sharding.placement import named_after
+from reshard_mpi.sharding.strategy import named_after
 
 _OWN = TermTensor(0, ())
 

@@ -21,7 +21,7 @@ from reshard_mpi.mapping.result import ConstantTensor, DerivedTensor, Pads
 from reshard_mpi.mapping.rules import TYPES, Drop, Fill, Rules, element_of
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.patterns import Pattern
-from reshard_mpi.sharding.placement import named_after
+from reshard_mpi.sharding.strategy import named_after
 from reshard_mpi.text import shortened
 
 

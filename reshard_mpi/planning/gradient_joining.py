@@ -23,7 +23,8 @@ from reshard_mpi.planning.source_flaws import UnusableShard, named
 from reshard_mpi.planning.source_tensors import SourceGroup, SourceTensors, TensorPart
 from reshard_mpi.planning.tensor_names import Accumulated, GradientShare, Sums, is_partial_sum, sums_like
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.sharding.placement import Placement, Strategy, named_after
+from reshard_mpi.sharding.placement import Placement
+from reshard_mpi.sharding.strategy import Strategy, named_after
 
 _MAX_DESCRIBED = 4
 _TELLING_ELEMENTS = 8

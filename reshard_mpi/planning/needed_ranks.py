@@ -19,8 +19,9 @@ from reshard_mpi.planning.tensor_names import (
 )
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout, stand_in_shape
-from reshard_mpi.sharding.placement import Piece, Placement, Strategy
+from reshard_mpi.sharding.placement import Piece, Placement
 from reshard_mpi.sharding.regroup_dimensions import alignments
+from reshard_mpi.sharding.strategy import Strategy
 
 # The needed pieces of one parameter, by placement; several if the layout can be divided in several ways (nesting).
 NeededPieces = tuple[tuple[Placement, tuple[Piece, ...]], ...]

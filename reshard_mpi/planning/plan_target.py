@@ -17,7 +17,8 @@ from reshard_mpi.planning.source_flaws import UnusableShard, described, named
 from reshard_mpi.planning.source_tensors import SourceGroup, TensorPart
 from reshard_mpi.planning.target_tensors import TargetTensors, TensorClass
 from reshard_mpi.planning.tensor_names import GradientShare, Unlisted, everywhere, find_or_follow
-from reshard_mpi.sharding.placement import Piece, Placement, Strategy, named_after
+from reshard_mpi.sharding.placement import Piece, Placement
+from reshard_mpi.sharding.strategy import Strategy, named_after
 
 
 def plan_target(target: TargetTensors, strategy_table: str) -> RankPlan:

@@ -18,7 +18,8 @@ from reshard_mpi.formats.tensor_table import TensorTable
 from reshard_mpi.planning.shared_facts import MOMENTS
 from reshard_mpi.planning.tensor_names import find_or_follow
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.sharding.placement import Placement, Shape, Strategy, unravel
+from reshard_mpi.sharding.placement import Placement, Shape, unravel
+from reshard_mpi.sharding.strategy import Strategy
 
 T = TypeVar("T")
 

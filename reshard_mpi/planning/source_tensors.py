@@ -14,7 +14,8 @@ from reshard_mpi.planning.source_flaws import NONE_LOST, UnusableShard, describe
 from reshard_mpi.planning.tensor_names import everywhere, find_or_follow, is_partial_sum
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout, UnknownLengthError, whole_shape, whole_shape_of_parts
-from reshard_mpi.sharding.placement import Piece, Placement, Shape, Strategy, named_after
+from reshard_mpi.sharding.placement import Piece, Placement, Shape
+from reshard_mpi.sharding.strategy import Strategy, named_after
 
 # What to do where one shard contradicts another one: nothing tells which of the two is wrong.
 _OF_ANOTHER = (

@@ -26,7 +26,8 @@ from reshard_mpi.planning.tensor_names import (
 )
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
-from reshard_mpi.sharding.placement import Piece, Placement, Strategy, named_after
+from reshard_mpi.sharding.placement import Piece, Placement
+from reshard_mpi.sharding.strategy import Strategy, named_after
 
 if TYPE_CHECKING:
     from reshard_mpi.planning.gradient_joining import GradientJoining

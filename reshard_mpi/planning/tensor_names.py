@@ -11,7 +11,8 @@ from enum import Enum, StrEnum
 from typing import NamedTuple
 
 from reshard_mpi.errors import StrategyError
-from reshard_mpi.sharding.placement import Placement, Strategy, named_after
+from reshard_mpi.sharding.placement import Placement
+from reshard_mpi.sharding.strategy import Strategy, named_after
 
 _WILDCARDS = frozenset("*?[")
 

@@ -39,7 +39,7 @@ from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.runs.progress import Progress, SliceCounter
 from reshard_mpi.sharding import strategy_table
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.sharding.placement import unsharded
+from reshard_mpi.sharding.strategy import unsharded
 from reshard_mpi.text import counted
 
 # With what a shard was compared whose record has sums.

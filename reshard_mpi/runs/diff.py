@@ -34,7 +34,7 @@ from reshard_mpi.runs.progress import Progress, SliceCounter, Stage
 from reshard_mpi.runs.projection import Workload
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.reservations import RunMemory
-from reshard_mpi.sharding.placement import unsharded
+from reshard_mpi.sharding.strategy import unsharded
 from reshard_mpi.text import format_bytes, shortened
 
 # Differing tensors described by one process; of more it gives the number.

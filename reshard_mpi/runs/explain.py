@@ -22,7 +22,8 @@ from reshard_mpi.runs.request import Request
 from reshard_mpi.runs.reservations import RunMemory
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
-from reshard_mpi.sharding.placement import Shape, Strategy
+from reshard_mpi.sharding.placement import Shape
+from reshard_mpi.sharding.strategy import Strategy
 from reshard_mpi.sharding.toml_spec import place_of_layout, place_of_rule
 from reshard_mpi.text import counted, did_you_mean, format_bytes, number_ranges, one_line, shortened
 

@@ -42,7 +42,7 @@ from reshard_mpi.runs.maps import (
     tied_tensors,
 )
 from reshard_mpi.runs.plan_conversion import Conversion
-from reshard_mpi.sharding.placement import Strategy, unsharded
+from reshard_mpi.sharding.strategy import Strategy, unsharded
 from reshard_mpi.text import counted, shortened
 
 

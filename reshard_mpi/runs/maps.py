@@ -32,7 +32,8 @@ from reshard_mpi.planning.tensor_names import is_partial_sum
 from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.runs.request import Request
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.sharding.placement import Shape, unsharded
+from reshard_mpi.sharding.placement import Shape
+from reshard_mpi.sharding.strategy import unsharded
 from reshard_mpi.text import counted, shortened
 
 _MAX_MAPS_LENGTH = 1 << 15

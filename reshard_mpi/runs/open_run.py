@@ -25,7 +25,8 @@ from reshard_mpi.runs.reservations import RunMemory
 from reshard_mpi.runs.scheduling import are_even, assign, target_weights
 from reshard_mpi.runs.target_paths import refuse_overlap, refuse_posing, refuse_replacing
 from reshard_mpi.sharding import strategy_table
-from reshard_mpi.sharding.placement import Placement, Strategy
+from reshard_mpi.sharding.placement import Placement
+from reshard_mpi.sharding.strategy import Strategy
 
 if TYPE_CHECKING:
     from reshard_mpi.journal.publication import SharedIndex

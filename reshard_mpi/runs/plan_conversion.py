@@ -45,7 +45,7 @@ from reshard_mpi.planning.target_tensors import Policy, TensorClass
 from reshard_mpi.planning.tensor_names import Unlisted, find_or_follow, is_dropped, notes_on
 from reshard_mpi.runs.request import Request
 from reshard_mpi.sharding import strategy_table
-from reshard_mpi.sharding.placement import Strategy
+from reshard_mpi.sharding.strategy import Strategy
 from reshard_mpi.text import MIB
 
 if TYPE_CHECKING:

@@ -22,7 +22,8 @@ from reshard_mpi.runs.reservations import RunMemory
 from reshard_mpi.runs.target_plans import TargetPlans
 from reshard_mpi.runs.transform import checked_plans, compare_copies, together
 from reshard_mpi.sharding.layout import whole_shape
-from reshard_mpi.sharding.placement import Shape, Strategy
+from reshard_mpi.sharding.placement import Shape
+from reshard_mpi.sharding.strategy import Strategy
 from reshard_mpi.text import format_bytes, one_line
 
 _NONE_KNOWN: Mapping[str, Shape] = MappingProxyType({})

@@ -12,7 +12,7 @@ from reshard_mpi.errors import UsageError
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.planning.tensor_names import Accumulated, Unlisted
 from reshard_mpi.processes.governor import Allowance
-from reshard_mpi.sharding.placement import Strategy, unsharded
+from reshard_mpi.sharding.strategy import Strategy, unsharded
 
 if TYPE_CHECKING:
     from reshard_mpi.checkpoints.shard_files import ShardFiles

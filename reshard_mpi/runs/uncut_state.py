@@ -16,7 +16,8 @@ from reshard_mpi.mapping.numbered_state import NO_TRAINING
 from reshard_mpi.mapping.optimizers import STATE_KEY, optimizers_of
 from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.planning.tensor_names import Unlisted
-from reshard_mpi.sharding.placement import Shape, Strategy
+from reshard_mpi.sharding.placement import Shape
+from reshard_mpi.sharding.strategy import Strategy
 from reshard_mpi.text import shortened
 
 

@@ -9,7 +9,8 @@ from itertools import accumulate
 from reshard_mpi.errors import LayoutError, StrategyError
 from reshard_mpi.sharding.layout import fitted
 from reshard_mpi.sharding.mindspore_json import RawLayout, StageFile, StrategyItem, place
-from reshard_mpi.sharding.placement import Placement, Shape, Strategy, named_after, ravel, unravel
+from reshard_mpi.sharding.placement import Placement, Shape, ravel, unravel
+from reshard_mpi.sharding.strategy import Strategy, named_after
 from reshard_mpi.sharding.value_checks import MAX_AXES, MAX_DIMENSIONS, MAX_EXPANDED_DIMENSIONS, MAX_RANKS, MAX_STAGES
 
 Layouts = Mapping[str, RawLayout]

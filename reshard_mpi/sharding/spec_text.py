@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import LayoutError, StrategyError
 from reshard_mpi.sharding import toml_spec
-from reshard_mpi.sharding.placement import Placement, Strategy
+from reshard_mpi.sharding.placement import Placement
+from reshard_mpi.sharding.strategy import Strategy
 from reshard_mpi.sharding.value_checks import MAX_RULES
 from reshard_mpi.text import natural_key, one_line
 

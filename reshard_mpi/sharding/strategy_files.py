@@ -19,7 +19,7 @@ from reshard_mpi.sharding.value_checks import MAX_FILE_BYTES, MAX_SPEC_BYTES
 from reshard_mpi.text import format_bytes, natural_key
 
 if TYPE_CHECKING:
-    from reshard_mpi.sharding.placement import Strategy
+    from reshard_mpi.sharding.strategy import Strategy
 
 _HEAD_BYTES = 4096
 

@@ -10,7 +10,8 @@ from reshard_mpi.errors import LayoutError, StrategyError, told
 from reshard_mpi.sharding import value_checks
 from reshard_mpi.sharding.mindspore_json import parse_json, place
 from reshard_mpi.sharding.mindspore_layouts import located
-from reshard_mpi.sharding.placement import Placement, Strategy
+from reshard_mpi.sharding.placement import Placement
+from reshard_mpi.sharding.strategy import Strategy
 from reshard_mpi.sharding.value_checks import (
     MAX_AXES,
     MAX_DIMENSIONS,

@@ -14,7 +14,8 @@ from reshard_mpi.errors import LayoutError, StrategyError
 from reshard_mpi.sharding import value_checks
 from reshard_mpi.sharding.mindspore_json import StageFile
 from reshard_mpi.sharding.mindspore_layouts import located, merged_stages
-from reshard_mpi.sharding.placement import Placement, Strategy
+from reshard_mpi.sharding.placement import Placement
+from reshard_mpi.sharding.strategy import Strategy
 from reshard_mpi.sharding.strategy_files import StrategyFile, StrategyForm, decode, distinct, look_all, text_of
 from reshard_mpi.sharding.value_checks import (
     MAX_AXES,

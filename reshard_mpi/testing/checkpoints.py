@@ -27,7 +27,8 @@ from reshard_mpi.planning.target_tensors import Policy
 from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
-from reshard_mpi.sharding.placement import Placement, Strategy
+from reshard_mpi.sharding.placement import Placement
+from reshard_mpi.sharding.strategy import Strategy
 
 ArraysByName = Mapping[str, "np.ndarray[Any, Any]"]
 _DTYPES = ("float32", "int16", "float64", "uint8", "complex64")

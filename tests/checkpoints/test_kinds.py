@@ -22,7 +22,8 @@ from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.planning.target_tensors import Policy
 from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.sharding.layout import Layout
-from reshard_mpi.sharding.placement import Placement, Strategy, unsharded
+from reshard_mpi.sharding.placement import Placement
+from reshard_mpi.sharding.strategy import Strategy, unsharded
 from reshard_mpi.testing.checkpoints import ArraysByName, CheckpointConformance
 from reshard_mpi.testing.sample_tensors import ShardContents, write
 

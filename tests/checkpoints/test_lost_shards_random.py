@@ -22,7 +22,8 @@ from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.planning.source_flaws import UnusableShard
 from reshard_mpi.runs.plan_conversion import Conversion
-from reshard_mpi.sharding.placement import Placement, Strategy
+from reshard_mpi.sharding.placement import Placement
+from reshard_mpi.sharding.strategy import Strategy
 
 pytestmark = pytest.mark.slow
 

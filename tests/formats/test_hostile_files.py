@@ -24,7 +24,7 @@ from reshard_mpi.formats import hdf5
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import ShardIdentity
 from reshard_mpi.sharding import strategy_table
-from reshard_mpi.sharding.placement import unsharded
+from reshard_mpi.sharding.strategy import unsharded
 from reshard_mpi.testing import sample_tensors
 from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
 

@@ -40,7 +40,8 @@ from reshard_mpi.mapping import apply_rules
 from reshard_mpi.mapping.map_file import parse_rules
 from reshard_mpi.sharding import strategy_files, strategy_table
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.sharding.placement import Strategy, named_after, replicated
+from reshard_mpi.sharding.placement import replicated
+from reshard_mpi.sharding.strategy import Strategy, named_after
 from reshard_mpi.text import one_line
 
 CORPUS = Path(__file__).parent / "corpus"

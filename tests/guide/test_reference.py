@@ -19,7 +19,7 @@ from reshard_mpi.formats.registry import FormatInfo
 from reshard_mpi.processes import governor, host, ledger_folder, process_lease
 from reshard_mpi.sharding import strategy_table, toml_spec
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.sharding.placement import unsharded
+from reshard_mpi.sharding.strategy import unsharded
 from reshard_mpi.text import MIB
 
 PAGES = [README, *sorted(GUIDE.glob("*.md"))]

@@ -33,7 +33,8 @@ from reshard_mpi.planning.strategy_check import Drift
 from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.sharding import strategy_files
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.sharding.placement import Placement, Strategy, unsharded
+from reshard_mpi.sharding.placement import Placement
+from reshard_mpi.sharding.strategy import Strategy, unsharded
 
 MESH = {"dp": 2, "tp": 4}
 COLUMNS, ROWS, WHOLE = {1: ("tp",)}, {0: ("tp",)}, {}

@@ -16,7 +16,8 @@ from reshard_mpi.planning.needed_ranks import needed_ranks
 from reshard_mpi.planning.replicas import Demands, choose_holders, home_rank
 from reshard_mpi.planning.tensor_names import Unlisted
 from reshard_mpi.sharding.layout import Layout, stand_in_shape
-from reshard_mpi.sharding.placement import Piece, Placement, Strategy
+from reshard_mpi.sharding.placement import Piece, Placement
+from reshard_mpi.sharding.strategy import Strategy
 
 # Everything is listed and has elements, so what a target needs follows from the strategies.
 LISTED = cases(unlisted=False, empty=False)

@@ -12,7 +12,8 @@ from support.slurm import Cluster, Task
 from support.slurm_jobs import LAUNCH, rank_environment
 
 from reshard_mpi.processes.host import ONE_THREAD
-from reshard_mpi.sharding.placement import Placement, Strategy
+from reshard_mpi.sharding.placement import Placement
+from reshard_mpi.sharding.strategy import Strategy
 from reshard_mpi.text import GIB, MIB
 
 pytestmark = pytest.mark.slow

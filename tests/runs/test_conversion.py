@@ -18,7 +18,8 @@ from reshard_mpi.errors import CoverageError
 from reshard_mpi.runs.open_run import strategy_of as filled
 from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.runs.scheduling import target_weights
-from reshard_mpi.sharding.placement import Placement, Strategy, unsharded
+from reshard_mpi.sharding.placement import Placement
+from reshard_mpi.sharding.strategy import Strategy, unsharded
 
 TENSORS = {"w": np.zeros((12, 4), np.float32), "v": np.zeros(6, np.float16), "scale.w": np.zeros((), np.float32)}
 

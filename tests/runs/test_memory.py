@@ -27,7 +27,8 @@ from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
 from reshard_mpi.runs.target_writer import Reserved
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
-from reshard_mpi.sharding.placement import Placement, Strategy
+from reshard_mpi.sharding.placement import Placement
+from reshard_mpi.sharding.strategy import Strategy
 from reshard_mpi.text import GIB, MIB
 
 pytestmark = pytest.mark.slow

@@ -16,7 +16,8 @@ from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.runs.check_contents import Summing
 from reshard_mpi.runs.projection import Projection, Workload, checking_bytes
-from reshard_mpi.sharding.placement import Placement, Strategy
+from reshard_mpi.sharding.placement import Placement
+from reshard_mpi.sharding.strategy import Strategy
 from reshard_mpi.text import MIB
 
 pytestmark = pytest.mark.slow

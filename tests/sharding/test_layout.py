@@ -13,7 +13,8 @@ from support.oracle import RawLayout, rank_holds, slice_for_rank
 from reshard_mpi.errors import LayoutError
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout, stand_in_shape, whole_shape
-from reshard_mpi.sharding.placement import Piece, Placement, Strategy, unsharded
+from reshard_mpi.sharding.placement import Piece, Placement
+from reshard_mpi.sharding.strategy import Strategy, unsharded
 
 
 class OracleParameter:

@@ -17,7 +17,8 @@ from reshard_mpi.formats.protocol import OnBytes, uncounted
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
 from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.sharding.placement import Placement, Strategy
+from reshard_mpi.sharding.placement import Placement
+from reshard_mpi.sharding.strategy import Strategy
 from support.cases import Case, Side
 from support.oracle import RawLayout, rank_holds, slice_for_rank
 

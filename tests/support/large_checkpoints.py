@@ -25,7 +25,8 @@ from reshard_mpi.sharding import strategy_files, strategy_table
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.mindspore_layouts import to_stage_files
-from reshard_mpi.sharding.placement import Placement, Strategy
+from reshard_mpi.sharding.placement import Placement
+from reshard_mpi.sharding.strategy import Strategy
 from support.strategy_files import write_stage_file
 
 Shape = tuple[int, int]

@@ -8,7 +8,8 @@ from pathlib import Path
 from reshard_mpi.sharding.mindspore_json import StageFile, encode_json
 from reshard_mpi.sharding.mindspore_layouts import merged_stages, to_stage_files
 from reshard_mpi.sharding.mindspore_protobuf import encode_protobuf
-from reshard_mpi.sharding.placement import Shape, Strategy
+from reshard_mpi.sharding.placement import Shape
+from reshard_mpi.sharding.strategy import Strategy
 
 
 def write_stage_file(path: Path, file: StageFile) -> None:

@@ -12,7 +12,8 @@ from reshard_mpi.formats.nest.nodes import Call, Dict, Value
 from reshard_mpi.formats.torch.tensors import DistributedTensor, StoredTensor, numbers
 from reshard_mpi.sharding import strategy_table
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.sharding.placement import Placement, Strategy, ceil_lengths
+from reshard_mpi.sharding.placement import Placement, ceil_lengths
+from reshard_mpi.sharding.strategy import Strategy
 from reshard_mpi.sharding.value_checks import MAX_AXES
 
 # The largest trainings known have some tens of thousands.

@@ -7,7 +7,8 @@ import math
 from hypothesis import strategies as st
 
 from reshard_mpi.sharding.mindspore_json import RawLayout, StageFile, StrategyItem
-from reshard_mpi.sharding.placement import Placement, Strategy
+from reshard_mpi.sharding.placement import Placement
+from reshard_mpi.sharding.strategy import Strategy
 
 NAMES = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), min_size=1, max_size=12)
 

@@ -16,7 +16,8 @@ from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.mindspore_json import RawLayout, StageFile, StrategyItem, decode_json, encode_json
 from reshard_mpi.sharding.mindspore_layouts import to_layout, to_placement, to_stage_files, to_strategy
 from reshard_mpi.sharding.mindspore_protobuf import decode_protobuf, encode_protobuf
-from reshard_mpi.sharding.placement import Placement, Strategy
+from reshard_mpi.sharding.placement import Placement
+from reshard_mpi.sharding.strategy import Strategy
 
 # current_stage 1; operator MatMul of stage 0, cut ((1, 2), (2, 1)); parameter w over [2], map [0, -1]. By hand.
 GOLDEN = bytes.fromhex(

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from strategy_examples import whole_strategies
 
 from reshard_mpi.errors import LayoutError, ReshardError, StrategyError
-from reshard_mpi.sharding.placement import Placement, Strategy
+from reshard_mpi.sharding.placement import Placement
+from reshard_mpi.sharding.strategy import Strategy
 from reshard_mpi.sharding.strategy_table import dumps, loads
 
 EXAMPLE = Strategy(

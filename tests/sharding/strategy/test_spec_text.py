@@ -23,8 +23,9 @@ from reshard_mpi.errors import StrategyError
 from reshard_mpi.sharding import strategy_files as strategies
 from reshard_mpi.sharding import strategy_table, toml_spec
 from reshard_mpi.sharding.layout import Layout
-from reshard_mpi.sharding.placement import Placement, Strategy
+from reshard_mpi.sharding.placement import Placement
 from reshard_mpi.sharding.spec_text import spec_text
+from reshard_mpi.sharding.strategy import Strategy
 
 DATA = Path(os.environ.get("RESHARD_MPI_SHARED_DATA", Path(__file__).parents[4] / "shared" / "data"))
 REAL = [DATA / "mindformers_gpt2" / f"strategy_{ranks}_npus.ckpt" for ranks in (4, 8)]

@@ -15,7 +15,7 @@ from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.mindspore_json import RawLayout, StageFile, StrategyItem, decode_json, encode_json
 from reshard_mpi.sharding.mindspore_layouts import to_strategy
 from reshard_mpi.sharding.mindspore_protobuf import decode_protobuf, encode_protobuf
-from reshard_mpi.sharding.placement import Strategy
+from reshard_mpi.sharding.strategy import Strategy
 
 
 def raw(layout: OracleLayout, shape: tuple[int, ...]) -> RawLayout:
