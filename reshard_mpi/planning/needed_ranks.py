@@ -20,7 +20,6 @@ from reshard_mpi.planning.tensor_names import (
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout, stand_in_shape
 from reshard_mpi.sharding.placement import Piece, Placement
-from reshard_mpi.sharding.regroup_dimensions import alignments
 from reshard_mpi.sharding.strategy import Strategy
 
 # The needed pieces of one parameter, by placement; several if the layout can be divided in several ways (nesting).
@@ -221,8 +220,12 @@ def _of_stage(placements: tuple[Placement, ...], target: Strategy, target_rank: 
 @lru_cache(maxsize=4096)
 def _needs(source: Placement, target: Placement, target_rank: int) -> NeededPieces:
     needs = []
-    is_expanded = source.expanded_shape is not None or target.expanded_shape is not None
-    for aligned, other in alignments(source, target) if is_expanded else ((source, target),):
+    both: tuple[tuple[Placement, Placement], ...] = ((source, target),)
+    if source.expanded_shape is not None or target.expanded_shape is not None:
+        from reshard_mpi.sharding.regroup_dimensions import alignments  # which only MindSpore's JSON needs
+
+        both = alignments(source, target)
+    for aligned, other in both:
         shape = stand_in_shape(aligned, other)
         # Without the shape it is unknown which slices of a ceiling division overlap, and all of them are needed to
         # learn the length. So all are asked for.

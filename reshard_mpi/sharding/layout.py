@@ -10,7 +10,6 @@ from itertools import product
 from reshard_mpi.errors import LayoutError
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import Piece, Placement, Shape, ceil_lengths
-from reshard_mpi.sharding.regroup_dimensions import regroup, regroup_part
 from reshard_mpi.text import counted
 
 
@@ -22,6 +21,8 @@ def fitted(placement: Placement, shape: Shape) -> Placement:
     """
     placement = _closed(placement, len(shape))
     if placement.expanded_shape is not None:
+        from reshard_mpi.sharding.regroup_dimensions import regroup  # which only MindSpore's JSON needs
+
         placement = regroup(placement, shape)
     return _with_sizes(placement, shape) if placement.ceil else placement
 
@@ -29,7 +30,11 @@ def fitted(placement: Placement, shape: Shape) -> Placement:
 def fitted_to_part(placement: Placement, part_shape: Shape) -> Placement:
     """Return the placement with the dimensions of a tensor if a rank holds a part of shape `part_shape`."""
     placement = _closed(placement, len(part_shape))
-    return placement if placement.expanded_shape is None else regroup_part(placement, part_shape)
+    if placement.expanded_shape is None:
+        return placement
+    from reshard_mpi.sharding.regroup_dimensions import regroup_part
+
+    return regroup_part(placement, part_shape)
 
 
 @lru_cache(maxsize=4096)
