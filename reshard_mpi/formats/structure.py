@@ -1,4 +1,4 @@
-"""Read, write and bound the structure of shard files, which is all but payloads, for all formats (`opened`)."""
+"""Read the structure of untrusted files within bounds, and write it, for all formats (`opened`, `write_all`)."""
 
 from __future__ import annotations
 
