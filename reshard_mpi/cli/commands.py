@@ -16,6 +16,7 @@ import reshard_mpi.formats  # not from the package, which would look for a funct
 from reshard_mpi.cli.arguments import parser, request
 from reshard_mpi.cli.first_lease import end_if_stopped, stopped_text
 from reshard_mpi.cli.output import (
+    asked_pictures,
     flush_standard_streams,
     in_the_way_of,
     may_be_report,
@@ -24,6 +25,7 @@ from reshard_mpi.cli.output import (
     summary,
     tell_done,
     verified,
+    write_picture,
     write_report,
 )
 from reshard_mpi.cli.progress_display import display_for, is_verbose
@@ -237,7 +239,6 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _draw(options: argparse.Namespace, asked: Request) -> int:
-    from reshard_mpi.cli.picture_file import asked_pictures, write_picture
     from reshard_mpi.runs.picture_data import planned_figures
 
     wanted = asked_pictures(options.plot, options.tensor)
