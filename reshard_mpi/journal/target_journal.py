@@ -125,7 +125,7 @@ class Journal:
         if run is None and recorded_ranks(self._state):
             require_no_other_records(self._state, self.identity)
         if run is None or run.get("digest") == self.identity.digest:
-            require_own_index(self.folder, self.identity, self._is_begun)
+            self._require_own_index()
             return
         other = RunIdentity.recorded(self._state)
         choice = self.identity.other_choice(other) if other is not None else None
@@ -244,9 +244,10 @@ class Journal:
         ):
             self._require_own(state, target_rank, path)
             if not self._overwrite:
-                require_own_index(self.folder, self.identity, self._is_begun)
+                self._require_own_index()
             uncommit(folder, self._index_files)
-            note_replaceable(lock, path)
+            if is_taken(path) or os.fstat(lock).st_size:  # else there is nothing to note, and nothing was noted
+                note_replaceable(lock, path)
             record = record_path(self._state, target_rank).name
             state.remove(record)
             remove_stale(state, record)
@@ -291,6 +292,10 @@ class Journal:
         head = self.identity.digest, target_rank, file, status.st_size
         record = TargetRecord(*head, evidence, tuple(sums), announced, besides, status.st_mtime_ns)
         record.publish(state, synced=False)  # the next is
+
+    def _require_own_index(self) -> None:
+        if any(is_taken(self.folder / name) for name in (COMMIT_RECORD, *self._index_files)):
+            require_own_index(self.folder, self.identity, self._is_begun)
 
     def _require_own(self, state: Folder, target_rank: int, path: Path) -> None:
         """Raise TargetError, without --overwrite, if somebody has saved a file in a target's place since `is_done`."""
