@@ -1,6 +1,6 @@
-"""Print what `inspect` found, for people (`as_text`).
+"""Print what `inspect` found, for people (`as_text`), and compare the structure of two checkpoints (`compare`).
 
-Which tensors of two checkpoints are not alike in name, type or shape. Only the structure of files is read.
+Tensors are compared by name, type and shape; no values are read.
 """
 
 from __future__ import annotations

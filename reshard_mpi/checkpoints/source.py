@@ -1,4 +1,4 @@
-"""Hold an opened source: its shards by rank, and their strategy (`SourceCheckpoint`)."""
+"""Hold an opened source: its shards by rank, which `locate` reads, and their strategy (`SourceCheckpoint`)."""
 
 from __future__ import annotations
 

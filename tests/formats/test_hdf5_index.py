@@ -21,7 +21,7 @@ from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats import hdf5
 from reshard_mpi.formats.dtypes import BY_NAME, DType
-from reshard_mpi.formats.hdf5 import index, reader, shard_file
+from reshard_mpi.formats.hdf5 import index, library_reader, reader
 from reshard_mpi.formats.locations import ByteRange
 from reshard_mpi.formats.manifest import Manifest, ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.formats.protocol import reserve_file, seal_file
@@ -43,8 +43,8 @@ def located(path: Path) -> Manifest | str:
 def located_by_library(path: Path) -> Manifest | str:
     try:
         with opened(str(path)) as file:
-            shard_file.end_of_file(file)
-        return reader.locate(str(path))
+            reader.end_of_file(file)
+        return library_reader.locate(str(path))
     except ShardError as error:
         return str(error)
 
@@ -100,7 +100,7 @@ def test_sums_are_read_both_ways(tmp_path: Path) -> None:
     seal_file(hdf5, str(path), sums)
     with opened(str(path)) as file:
         assert index.stored_sums(file, end_of(path)) == sums
-    assert reader.stored_sums(str(path)) == sums
+    assert library_reader.stored_sums(str(path)) == sums
     assert read_by_index(path) == before
 
 

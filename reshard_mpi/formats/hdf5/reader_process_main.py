@@ -24,7 +24,7 @@ import numpy as np
 from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem.source_files import FileVersion
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.hdf5 import datasets, reader, reader_process_messages
+from reshard_mpi.formats.hdf5 import datasets, library_reader, reader_process_messages
 from reshard_mpi.sharding.box import Box
 
 # The records of a shard with as many tensors as are read, their JSON, and the library's cache of structure.
@@ -93,13 +93,13 @@ def _is_open(descriptor: int) -> bool:
 def _locate(limits: _ProcessLimits, path: str) -> tuple[list[Any], None]:
     datasets.forget()
     limits.allow(_LOCATE_BYTES, _STEP_SECONDS)
-    return ["manifest", reader_process_messages.from_manifest(reader.locate(path, limits.step))], None
+    return ["manifest", reader_process_messages.from_manifest(library_reader.locate(path, limits.step))], None
 
 
 def _sums(limits: _ProcessLimits, path: str) -> tuple[list[Any], None]:
     datasets.forget()
     limits.allow(_LOCATE_BYTES, _STEP_SECONDS)
-    return ["sums", reader.stored_sums(path, limits.step)], None
+    return ["sums", library_reader.stored_sums(path, limits.step)], None
 
 
 def _read(
