@@ -1,4 +1,4 @@
-"""Tell by names whose placement a tensor has (`find_or_follow`, `Unlisted`), and what is a partial sum (`Accumulated`).
+"""Tell by names whose placement a tensor has (`find_or_follow`, `Unlisted`), or if it is a sum (`Accumulated`).
 
 Partial sums are accumulated gradients: sums of gradients of a step that is not finished, of which each rank has added
 up those of its own samples.
