@@ -61,12 +61,16 @@ def require_own_state(
         inventory: of the source's tensors.
         where: the source, for errors.
     """
+    used = frozenset[str]().union(*target.sources_of.values())
+    left_out = inventory.keys() - used
     for own, of_source in pairs:
         if Form.UNKNOWN in (own.form, of_source.form):
             continue
         target_sides = _sides(own, _beginnings(own, target.made) or [""], target.made)
-        for source_side in _sides(of_source, _models(of_source, inventory), inventory):
-            faults = [_fault(side, source_side, inventory, target) for side in target_sides]
+        sides = _sides(of_source, _models(of_source, inventory), inventory)
+        kept = [side for side in sides if not used.isdisjoint(side.parameters)]
+        for source_side in kept or sides:  # a model that is left out, such as an average, is not the optimizer's
+            faults = [_fault(side, source_side, inventory, left_out, target) for side in target_sides]
             fault = faults[0]
             if fault is not None and all(faults):
                 raise MapError(fault.problem, got=fault.got, where=where, remedy=fault.remedy)
@@ -87,9 +91,10 @@ def owners_by_names(optimizers: Iterable[Optimizer], tensors: Collection[str]) -
     return owner_of
 
 
-def _fault(own: _Side, of_source: _Side, inventory: Inventory, target: MadeTensors) -> _Fault | None:
-    """Return the first fault of a target's optimizer; None if there is none."""
-    left_out = inventory.keys() - frozenset[str]().union(*target.sources_of.values())
+def _fault(
+    own: _Side, of_source: _Side, inventory: Inventory, left_out: Collection[str], target: MadeTensors
+) -> _Fault | None:
+    """Return the first fault of a target's optimizer; None if there is none. left_out: names of source tensors."""
     owners: dict[str, set[str]] = {}  # of the source's state, the target's parameters that have it
     for name in (*own.owner_of, *own.unowned):
         states = [state for state in target.sources_of[name] if state in of_source.owner_of]

@@ -52,11 +52,13 @@ def renamed(form: Form, *, turned: bool = False) -> tuple[Optimizer, Made]:
     return target, {tensor.name: tensor for tensor in tensors}
 
 
-def check(form: Form, target: Optimizer, tensors: Made) -> None:
+def check(form: Form, target: Optimizer, tensors: Made, *others: str) -> None:
+    """Check what is made of `model.a` and `model.b`, beside which `others` of the source are left out."""
     names = ("model.a", "model.b") if form is Form.NUMBERS else ("a", "b")
     keys = ("0", "1") if form is Form.NUMBERS else ("a", "b")
     shapes = {f"model.{name}": SHAPE for name in "ab"}
     shapes |= {f"optim.state.{key}.exp_avg": SHAPE for key in keys} | {f"optim.state.{key}.step": () for key in keys}
+    shapes |= dict.fromkeys(others, SHAPE)
     inventory = {name: TensorType(FLOAT, shape) for name, shape in shapes.items()}
     sources_of = {name: frozenset(tensor.sources.values()) for name, tensor in tensors.items()}
     pairs = [(target, optimizer(form, *names))]
@@ -70,6 +72,11 @@ FORMS = pytest.mark.parametrize("form", [Form.NUMBERS, Form.NAMES, Form.FLAT])
 @pytest.mark.parametrize("turned", [False, True])
 def test_what_a_right_map_makes_passes(form: Form, turned: bool) -> None:
     check(form, *renamed(form, turned=turned))
+
+
+@FORMS
+def test_a_model_with_the_same_names_may_be_left_out(form: Form) -> None:
+    check(form, *renamed(form), "ema.a", "ema.b")
 
 
 @FORMS
