@@ -33,6 +33,7 @@ TESTS_FOLDER = str(Path(__file__).parent)
 RANKS_FOLDER = Path(__file__).parent / "ranks"
 IN_MEMORY = Path("/dev/shm")
 _ROOM_BYTES = 2 << 30  # many times what the quick part takes
+_NAMED_LENGTH = 60  # of a text in the name of a case
 _FAST = "RESHARD_MPI_TEST_FAST_FOLDER"
 _MEMORY = pytest.StashKey[Path]()  # of a run of the whole suite: its folder in memory
 _PLACE = pytest.StashKey[Path | None]()  # of a test: where its files are, if not where pytest has them
@@ -52,6 +53,9 @@ def pytest_configure(config: pytest.Config) -> None:
     _keep_files_in_memory(config)
     if _is_quick(config):
         settings.load_profile("quick")
+        # Nothing in it must run alone. Each process has half of the tests, module by module, and fixtures of a module
+        # are made once; who ends first takes from the other.
+        config.option.dist = "worksteal" if config.getoption("dist", "no") != "no" else "no"
     # Else every process that a test starts would compile all of the package again, which takes as long as what it does.
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -108,6 +112,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out the tests that run inside ranks, unless this is a rank: test_inside_ranks.py starts them."""
     return True if collection_path == RANKS_FOLDER and not config.getoption("--with-mpi") else None
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Name a case after the beginning of a long text, since the processes tell each other names of tests."""
+    if isinstance(val, str | bytes) and len(val) > _NAMED_LENGTH:
+        return f"{val[:_NAMED_LENGTH]!a} and so on, {len(val)}"
+    return None
 
 
 # Libraries whose tests are marked with their names, since they need the library itself.

@@ -36,7 +36,7 @@ def test_a_first_line_is_one_short_sentence_that_begins_with_no_question() -> No
 def test_names_of_classes_stand_for_one_thing() -> None:
     places = defaultdict(list)
     for path in module_tree.modules(PACKAGE):
-        for node in ast.walk(module_tree.parsed(path)):
+        for node in module_tree.nodes(path):
             if isinstance(node, ast.ClassDef):
                 places[node.name.lstrip("_")].append(str(path.relative_to(PACKAGE)))
     assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
 
@@ -27,7 +26,7 @@ def names_in_code() -> set[str]:
     """Return all names that the package defines or uses."""
     names = set()
     for path in module_tree.modules(PACKAGE):
-        for node in ast.walk(module_tree.parsed(path)):
+        for node in module_tree.nodes(path):
             for field in ("name", "id", "attr", "arg", "value"):
                 value = getattr(node, field, None)
                 names |= {value} if isinstance(value, str) else set()

@@ -9,7 +9,7 @@ import tokenize
 from collections.abc import Iterator
 
 import pytest
-from support.module_tree import PACKAGE, modules, parsed
+from support.module_tree import PACKAGE, modules, nodes
 
 # The package is parsed once: in one of the processes that run tests.
 pytestmark = pytest.mark.xdist_group("syntax trees")
@@ -47,7 +47,7 @@ def test_first_paragraphs_of_docstrings_are_plain() -> None:
     riddles = [
         f"{path.relative_to(PACKAGE)}: {getattr(node, 'name', 'module')}: {phrase}"
         for path in modules(PACKAGE)
-        for node in ast.walk(parsed(path))
+        for node in nodes(path)
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
         for phrase in found((ast.get_docstring(node) or "").partition("\n\n")[0], RIDDLES + QUESTIONS)
     ]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.module_tree import PACKAGE, parsed
+from support.module_tree import PACKAGE, nodes
 
 pytestmark = pytest.mark.xdist_group("syntax trees")
 
@@ -63,7 +63,7 @@ EXCEPTIONS = {
 
 def ways(path: Path) -> Iterator[str]:
     """Yield the ways to files and folders that a module takes, as they stand there."""
-    for node in ast.walk(parsed(path)):
+    for node in nodes(path):
         match node:
             case ast.ImportFrom(module=module) if module in MODULES:
                 yield f"from {module}"

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from support.module_tree import PACKAGE, modules, parsed
+from support.module_tree import PACKAGE, modules, nodes
 
 LISTING = Path(__file__).parents[1] / "guide" / "messages.txt"
 # Which line of a message each argument becomes.
@@ -15,7 +15,7 @@ LABELS = {"problem": "", "expected": "expected: ", "got": "got: ", "where": "whe
 
 def made_in(module: Path) -> Iterator[tuple[str, ast.Call]]:
     """Yield the errors that a module makes in their order, each by the name of its class."""
-    calls = [node for node in ast.walk(parsed(module)) if isinstance(node, ast.Call)]
+    calls = [node for node in nodes(module) if isinstance(node, ast.Call)]
     for call in sorted(calls, key=lambda call: (call.lineno, call.col_offset)):
         name = getattr(call.func, "id", "")
         if name.endswith(("Error", "Problem")):

@@ -21,6 +21,12 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+@functools.cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """Return all nodes of the syntax tree of a module, outer ones before those in them."""
+    return tuple(ast.walk(parsed(path)))
+
+
 def first_line(path: Path) -> str:
     """Return the first line of the docstring of the module at `path`. Raises ValueError if it has none."""
     text = ast.get_docstring(parsed(path))
