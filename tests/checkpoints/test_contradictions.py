@@ -50,7 +50,7 @@ def test_the_only_holder_of_a_part_that_the_others_contradict(tmp_path: Path, sp
     assert "no source holds a part of 'w' that target rank" in refused(c)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", few(2, [1, 2, 3]))
 def test_one_of_two_holders_is_of_another_shape(tmp_path: Path, ranks: int) -> None:
     """Of 2 x 3 ranks that cut the rows in 3, rank 0 is contradicted, and rank 3 holds the same.
 
@@ -164,7 +164,7 @@ def test_a_tensor_is_taken_from_where_the_strategy_lists_it(tmp_path: Path) -> N
 # Names that are in other stages, or with other holders
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", few(1, [1, 2]))
 @pytest.mark.parametrize("strict", [(), ("--strict",)])
 def test_what_the_target_does_not_place_is_refused_whatever_the_stages(
     tmp_path: Path, stages: int, strict: tuple[str, ...]
@@ -269,7 +269,7 @@ def test_a_name_that_is_a_tensor_in_one_shard_and_a_string_in_another(c: Convers
     c.done("transform", "--unlisted", "drop")
 
 
-@pytest.mark.parametrize("name", ["w", "b", "moments.w"])
+@pytest.mark.parametrize("name", few(2, ["w", "b", "moments.w"]))
 def test_a_string_in_place_of_a_tensor_that_others_hold(c: Conversion, name: str) -> None:
     with_string(c, 1, name)
     message = refused(c)

@@ -42,7 +42,7 @@ def source(folder: Path) -> Path:
 
 @pytest.mark.parametrize("given", ["folder", "rank folder", "file"])
 @pytest.mark.parametrize(
-    ("lost", "form"), one_at_a_time(["not made", "lost", "lost, uncommitted"], ["ckpt", "safetensors", "torch"])
+    ("lost", "form"), few(1, one_at_a_time(["not made", "lost", "lost, uncommitted"], ["ckpt", "safetensors", "torch"]))
 )
 def test_one_of_two_slices_is_no_checkpoint(tmp_path: Path, form: str, lost: str, given: str) -> None:
     out = tmp_path / "out"
@@ -59,7 +59,7 @@ def test_one_of_two_slices_is_no_checkpoint(tmp_path: Path, form: str, lost: str
     assert not list((tmp_path / "again").glob("rank_*/*"))
 
 
-@pytest.mark.parametrize("form", ["ckpt", "safetensors", "torch"])
+@pytest.mark.parametrize("form", few(2, ["ckpt", "safetensors", "torch"]))
 def test_one_of_two_replicas_is_a_checkpoint(tmp_path: Path, form: str) -> None:
     out = tmp_path / "out"
     reshard_mpi.transform(source(tmp_path), out, None, cut(tmp_path, "replicas"), to=form)
@@ -95,7 +95,7 @@ def spec(folder: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("form", "first", "verify"),
-    few(4, one_at_a_time(["hf", "hdf5", "dcp", "safetensors"], ["ours", "of others"], [True, False])),
+    few(2, one_at_a_time(["hf", "hdf5", "dcp", "safetensors"], ["ours", "of others"], [True, False])),
 )
 def test_half_replaced_targets_are_no_checkpoint(tmp_path: Path, form: str, first: str, verify: bool) -> None:
     out = tmp_path / "out"
@@ -117,7 +117,7 @@ def test_half_replaced_targets_are_no_checkpoint(tmp_path: Path, form: str, firs
     assert reshard_mpi.load_rank(0, tmp_path / "again")["w2"][7, 7] == 2 * 63
 
 
-@pytest.mark.parametrize("form", ["hf", "hdf5", "safetensors"])
+@pytest.mark.parametrize("form", few(2, ["hf", "hdf5", "safetensors"]))
 def test_targets_of_two_states_of_the_source_are_no_checkpoint(tmp_path: Path, form: str) -> None:
     """What `commit` refuses is neither read nor called sound."""
     out, src = tmp_path / "out", full(tmp_path / "src", 1)
@@ -178,7 +178,7 @@ HALF_RUNS = [
 ]
 
 
-@pytest.mark.parametrize(("form", "state", "verify"), few(4, HALF_RUNS))
+@pytest.mark.parametrize(("form", "state", "verify"), few(2, HALF_RUNS))
 def test_a_half_finished_run_copied_over_a_committed_one(tmp_path: Path, form: str, state: str, verify: str) -> None:
     """The commit record of the older one stays there."""
     out, new, options, strategy = tmp_path / "out", tmp_path / "new", *of(form, tmp_path)
@@ -192,7 +192,7 @@ def test_a_half_finished_run_copied_over_a_committed_one(tmp_path: Path, form: s
     refuses(out, strategy)
 
 
-@pytest.mark.parametrize("form", ["hdf5", "ckpt", "safetensors", "torch"])
+@pytest.mark.parametrize("form", few(2, ["hdf5", "ckpt", "safetensors", "torch"]))
 def test_a_run_of_fewer_ranks_copied_over_one_of_more(tmp_path: Path, form: str) -> None:
     for folder, ranks in (("out", 4), ("new", 2)):
         strategy = tmp_path / f"{ranks}.toml"
@@ -204,7 +204,7 @@ def test_a_run_of_fewer_ranks_copied_over_one_of_more(tmp_path: Path, form: str)
         reshard_mpi.verify(tmp_path / "out")
 
 
-@pytest.mark.parametrize("form", ["hdf5", "ckpt", "safetensors", "torch"])
+@pytest.mark.parametrize("form", few(2, ["hdf5", "ckpt", "safetensors", "torch"]))
 def test_half_replaced_targets_by_a_map_of_files(tmp_path: Path, form: str) -> None:
     out, options, strategy = tmp_path / "out", *of(form, tmp_path)
     reshard_mpi.transform(full(tmp_path / "one", 1), out, **options)
@@ -258,7 +258,7 @@ def test_a_folder_that_has_lost_its_index_is_not_sound(tmp_path: Path) -> None:
         reshard_mpi.verify(out)
 
 
-@pytest.mark.parametrize("given", ["folder", "rank folder", "file"])
+@pytest.mark.parametrize("given", few(1, ["folder", "rank folder", "file"]))
 @pytest.mark.parametrize("record", ["none", "of an earlier run"])
 def test_a_slice_that_is_about_to_be_replaced_is_no_checkpoint(tmp_path: Path, record: str, given: str) -> None:
     """A run that is killed while it replaces the only target there has removed its record, or has left it."""
@@ -300,7 +300,7 @@ def test_shards_of_others_where_a_run_of_more_targets_was_given_up(tmp_path: Pat
     assert reshard_mpi.load_rank(0, tmp_path / "again")["w2"][7, 7] == 63
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", few(2, FORMS))
 def test_a_target_and_its_record_from_a_backup_of_an_earlier_state(tmp_path: Path, form: str) -> None:
     """All records are of one run, and the commit is later than all of them."""
     options, strategy = of(form, tmp_path)
@@ -322,7 +322,7 @@ def test_a_target_and_its_record_from_a_backup_of_an_earlier_state(tmp_path: Pat
     assert reshard_mpi.load_rank(0, tmp_path / "again")["w2"][7, 7] == 63
 
 
-@pytest.mark.parametrize("form", ["ckpt", "hdf5", "safetensors", "torch"])
+@pytest.mark.parametrize("form", few(2, ["ckpt", "hdf5", "safetensors", "torch"]))
 def test_half_replaced_targets_through_links_to_all_files(tmp_path: Path, form: str) -> None:
     """`cp -rs` makes links to the records too."""
     options, strategy = of(form, tmp_path)

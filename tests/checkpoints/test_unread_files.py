@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from support import dcp_peer, safetensors_peer, torch_peer
 from support.command_line import done, run_here
 from support.dcp_peer import listed
+from support.examples import few
 
 import reshard_mpi
 from reshard_mpi.checkpoints import discovery
@@ -77,7 +78,7 @@ def test_every_file_is_read_or_named_or_known(
     assert discovery.find_shards(str(folder)).left_out == ", ".join(named)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", few(2, FORMS))
 def test_where_it_is_said(tmp_path: Path, form: Callable[[Path], None]) -> None:
     source, out = tmp_path / "source", tmp_path / "out"
     source.mkdir()

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from support.command_line import run_here
 from support.conversions import SRC_LAYOUTS, Conversion, assert_right, listing, make, of_every_kind, transform_apart
+from support.examples import few
 from support.oracle import RawLayout
 
 import reshard_mpi
@@ -797,7 +798,7 @@ def test_stages_that_cannot_be_merged(tmp_path: Path) -> None:
         assert finished.code == 3 and "cannot be written" in finished.err, finished
 
 
-@pytest.mark.parametrize("name", ["src", "dst", "src_strategy.ckpt", "dst_strategy.ckpt"])
+@pytest.mark.parametrize("name", few(2, ["src", "dst", "src_strategy.ckpt", "dst_strategy.ckpt"]))
 def test_a_demo_where_one_is_already(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("mine")
     (tmp_path / "file").write_text("")

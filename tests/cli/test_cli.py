@@ -15,6 +15,7 @@ from support.cases import Side
 from support.checkpoints import ENDINGS, as_read, expected_rank, read_shard, write_strategy
 from support.command_line import COMMAND, done, run_apart, run_here
 from support.conversions import DST_LAYOUTS, TENSORS, Conversion, assert_right, listing, make, of_every_kind, shards
+from support.examples import few
 from support.oracle import RawLayout
 from support.processes import run_command
 from support.stand_ins import refusing
@@ -32,7 +33,7 @@ def conversion(tmp_path: Path) -> Conversion:
 # transform
 
 
-@pytest.mark.parametrize("kind", ENDINGS)
+@pytest.mark.parametrize("kind", few(2, ENDINGS))
 def test_transform(tmp_path: Path, kind: str) -> None:
     conversion = make(tmp_path, kind)
     before = listing(conversion.src)
@@ -418,7 +419,7 @@ def test_options_stand_by_what_they_are_about() -> None:
         assert "dcp-safetensors" in text and not re.search(r"\w-$", text, re.MULTILINE)
 
 
-@pytest.mark.parametrize("columns", ["", "80", "200"])
+@pytest.mark.parametrize("columns", few(2, ["", "80", "200"]))
 def test_help_fits_the_smallest_terminal(monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     pages = [

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from support.command_line import done, refused, run_apart, run_here
 from support.conversions import assert_right, make
+from support.examples import few
 from support.full_checkpoints import floats, source_of
 
 import reshard_mpi
@@ -151,7 +152,7 @@ def test_some_ranks_are_made_and_verified(tmp_path: Path) -> None:
         reshard_mpi.verify(c.dst, rank=[])
 
 
-@pytest.mark.parametrize("columns", ["60", "200", "0", "none"])
+@pytest.mark.parametrize("columns", few(2, ["60", "200", "0", "none"]))
 def test_the_parser_of_one_command_is_that_of_all(monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     (every,) = (action.choices for action in parser()._actions if isinstance(action.choices, dict))

@@ -216,7 +216,7 @@ def test_a_report_that_may_not_be_written(c: Conversion, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077])
-@pytest.mark.parametrize("form", ["ckpt", "hdf5", "safetensors", "torch", "dcp"])
+@pytest.mark.parametrize("form", few(1, ["ckpt", "hdf5", "safetensors", "torch", "dcp"]))
 def test_modes_follow_the_umask(c: Conversion, form: str, umask: int) -> None:
     """Of targets, indexes and records alike, whatever the format."""
     before = os.umask(umask)

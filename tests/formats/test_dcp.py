@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import dcp_peer, torch_peer
 from support.dcp_peer import MetadataIndex, Size, arrays_of, listed
+from support.examples import few
 
 from reshard_mpi import formats, transform
 from reshard_mpi.errors import CoverageError
@@ -145,7 +146,7 @@ def test_paths_become_a_nest(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("members", "keys"), [([[0], [1]], [0, 1]), ([["0"], ["1"]], ["0", "1"]), ([[0], [2]], [0, "1"])]
+    ("members", "keys"), few(2, [([[0], [1]], [0, 1]), ([["0"], ["1"]], ["0", "1"]), ([[0], [2]], [0, "1"])])
 )
 def test_state_by_number_has_numbers_again(tmp_path: Path, members: list[list[Any]], keys: list[Any]) -> None:
     """torch's `load_state_dict` passes over state under texts, as its planner makes them, without an error."""

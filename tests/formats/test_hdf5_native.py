@@ -8,6 +8,7 @@ import h5py
 import numpy as np
 import pytest
 from support.command_line import refused
+from support.examples import few
 
 from reshard_mpi.errors import TargetError
 from reshard_mpi.formats import hdf5, structure
@@ -114,7 +115,7 @@ def test_what_cannot_be_read_back_is_not_written(tmp_path: Path, monkeypatch: py
     assert not path.exists()
 
 
-@pytest.mark.parametrize("text", ["nope", "[" * 5000, "{}"], ids=["no JSON", "nested", "no version"])
+@pytest.mark.parametrize("text", few(2, ["nope", "[" * 5000, "{}"]), ids=["no JSON", "nested", "no version"])
 def test_a_strategy_that_cannot_be_read_names_its_shard(tmp_path: Path, text: str) -> None:
     path, contents = tmp_path / "a.h5", ShardContents.of([SampleTensor.random("w", BY_NAME["int8"], (2,))])
     sample_tensors.write(hdf5, str(path), contents, ShardIdentity(0, 1, text))

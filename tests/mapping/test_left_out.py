@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from support.checkpoints import write_ranks
 from support.command_line import done, run_here
+from support.examples import few
 from support.full_checkpoints import Tensors, assert_held, floats, held, map_of, source_of
 
 import reshard_mpi
@@ -16,7 +17,9 @@ from reshard_mpi import MapError
 DROPPED = "[[map]]\neq = 'a [x] <=> b [x]'\n[[map]]\ndrop = '{}'\noptional = true\n"
 
 
-@pytest.mark.parametrize("state", ["m.exp_avg.{}", "adam_m.{}", "optimizer.state.{}.exp_avg", "moments.adam_v.{}"])
+@pytest.mark.parametrize(
+    "state", few(2, ["m.exp_avg.{}", "adam_m.{}", "optimizer.state.{}.exp_avg", "moments.adam_v.{}"])
+)
 def test_state_of_what_is_dropped_goes_with_it(tmp_path: Path, state: str) -> None:
     tensors: Tensors = {"a": floats(2), "junk": floats(3), "other": floats(4)}
     states = {state.format(name): array + 10 for name, array in tensors.items()}
@@ -189,7 +192,7 @@ def half_lost(folder: Path) -> tuple[Path, list[str]]:
     return folder / "src", ["--src-strategy", f"{folder}/src.toml"]
 
 
-@pytest.mark.parametrize("choice", [["--exclude", "e"], ["--include", "a", "--include", "f"]])
+@pytest.mark.parametrize("choice", few(1, [["--exclude", "e"], ["--include", "a", "--include", "f"]]))
 @pytest.mark.parametrize("is_mapped", [False, True])
 def test_a_lost_shard_of_what_is_left_out_refuses_nothing(tmp_path: Path, choice: list[str], is_mapped: bool) -> None:
     source, options = half_lost(tmp_path)
@@ -237,7 +240,7 @@ STACKED = "[[map]]\neq = 'model.layers.{l}.w [a b] <=> net.w [l b a]'\n"
 
 
 @pytest.mark.parametrize(
-    "state", ["optim.exp_avg.{}", "optim/exp_avg/{}", "optimizer.state.{}.exp_avg", "model.adam_m.{}"]
+    "state", few(2, ["optim.exp_avg.{}", "optim/exp_avg/{}", "optimizer.state.{}.exp_avg", "model.adam_m.{}"])
 )
 def test_state_named_after_a_part_of_a_parameters_name_is_no_state_that_stays(tmp_path: Path, state: str) -> None:
     """It would be that of a parameter that is no longer there as it was."""

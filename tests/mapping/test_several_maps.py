@@ -17,6 +17,7 @@ from support.checkpoints import sample, write_ranks
 from support.command_line import done, refused, run_here
 from support.cut_checkpoints import DESCRIBED, KINDS, TYPES, assert_ranks, cut, in_floats, map_text
 from support.equations import Case, assert_same, cases, following, kinds, made_of
+from support.examples import few
 from support.full_checkpoints import assert_held, floats, held, map_of, source_of
 
 import reshard_mpi
@@ -242,7 +243,7 @@ eq = "{p*}.weight [o i] <=> {p*}.kernel [i o]"
 """
 
 
-@pytest.mark.parametrize("options", [{}, {"exclude": "optimizer.*"}, {"dtype": "bf16"}])
+@pytest.mark.parametrize("options", few(2, [{}, {"exclude": "optimizer.*"}, {"dtype": "bf16"}]))
 def test_numbered_state_follows_through_all(tmp_path: Path, options: dict[str, Any]) -> None:
     torch_peer.save(tmp_path / "source.pt", training(TRAINED))
     maps = [map_of(tmp_path, JOINED_AND_TURNED), "model.{p*} <=> model.net.{p*}"]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from support import torch_peer
 from support.checkpoints import sample
+from support.examples import few
 
 import reshard_mpi
 from reshard_mpi.errors import DisagreementError, StrategyError
@@ -115,7 +116,7 @@ def numbered(folder: Path, states: Sequence[Sequence[int]], below: str = "optim"
     return folder
 
 
-@pytest.mark.parametrize("form", ["torch", "safetensors"])
+@pytest.mark.parametrize("form", few(1, ["torch", "safetensors"]))
 @pytest.mark.parametrize("states", [([], [0, 1]), ([0], [1])])
 @pytest.mark.parametrize("to_stages", [False, True])
 def test_numbers_of_another_stage_are_refused(

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.checkpoints import Arrays, as_read, read_shard, write_shard
-from support.examples import many
+from support.examples import few, many
 
 import reshard_mpi
 from reshard_mpi.errors import CoverageError, LayoutError, ReshardError, StrategyError
@@ -99,7 +99,7 @@ def test_any_lengths_from_any_number_to_any(shape: tuple[int, int], m: int, n: t
         assert read_shard(folder / "back" / "rank_0" / "checkpoint_0.ckpt") == as_read(tensors)
 
 
-@pytest.mark.parametrize(("length", "sizes"), [(5, [2, 3]), (4, [1, 3]), (3, [1, 2]), (9, [4, 5])])
+@pytest.mark.parametrize(("length", "sizes"), few(1, [(5, [2, 3]), (4, [1, 3]), (3, [1, 2]), (9, [4, 5])]))
 @pytest.mark.parametrize("axes", [["a"], ["a", "b"]])
 def test_empty_slices_are_opened_for_a_target_that_gives_sizes(
     tmp_path: Path, length: int, sizes: list[int], axes: list[str]

@@ -36,7 +36,7 @@ SRC_CUT = SRC_LAYOUTS["w"]
 # A rule for all tensors
 
 
-@pytest.mark.parametrize("ending", [".ckpt", ".h5"])
+@pytest.mark.parametrize("ending", few(1, [".ckpt", ".h5"]))
 @pytest.mark.parametrize("cut", ['split = { 0 = ["card"] }', 'optimizer = ["card"]'])
 def test_a_rule_that_cuts_all_replicates_scalars(tmp_path: Path, ending: str, cut: str) -> None:
     tensors = {
@@ -98,7 +98,7 @@ def write_sums(folder: Path, kind: str, *, sharded: bool) -> tuple[Path, Path, P
     return folder / "src", write_strategy(source, folder / "source"), write_strategy(target, folder / "target")
 
 
-@pytest.mark.parametrize("to", ["ckpt", "hdf5"])
+@pytest.mark.parametrize("to", few(1, ["ckpt", "hdf5"]))
 @pytest.mark.parametrize("sharded", [False, True])
 def test_sums_are_cut_by_the_optimizer_where_the_source_cuts_them(tmp_path: Path, sharded: bool, to: str) -> None:
     """MindSpore's strategy says that it does, whether or not; at its word, whole sums would become twice as large."""
@@ -250,7 +250,7 @@ def test_saved_without_redundancy(c: Conversion) -> None:
 # Copies that are not alike
 
 
-@pytest.mark.parametrize("name", ["accu_grads.w", "grad_sum.w", "net.accu_grads.w"])
+@pytest.mark.parametrize("name", few(2, ["accu_grads.w", "grad_sum.w", "net.accu_grads.w"]))
 def test_partial_sums_that_differ(c: Conversion, tmp_path: Path, name: str) -> None:
     for rank in range(4):
         grads = c.arrays(rank)["w"].copy()

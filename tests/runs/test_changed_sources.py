@@ -173,7 +173,7 @@ def other_link(c: Conversion) -> None:
     link.symlink_to("other")
 
 
-@pytest.mark.parametrize("change", [in_place, other_link])
+@pytest.mark.parametrize("change", few(1, [in_place, other_link]))
 @pytest.mark.parametrize("journal", [True, False])
 def test_what_only_a_look_at_the_same_way_and_time_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Conversion], None], journal: bool

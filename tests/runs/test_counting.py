@@ -84,7 +84,7 @@ def counted(c: Conversion, task: Task = Task.CONVERT, **options: Any) -> Countin
 
 
 @pytest.mark.parametrize(
-    ("to", "verify"), one_at_a_time(["ckpt", "hdf5", "safetensors", "torch", "hf", "dcp"], [False, True])
+    ("to", "verify"), few(2, one_at_a_time(["ckpt", "hdf5", "safetensors", "torch", "hf", "dcp"], [False, True]))
 )
 def test_a_transform(c: Conversion, to: str, verify: bool) -> None:
     whole = to == "hf"
@@ -128,7 +128,8 @@ def test_what_was_complete_before(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "crc"), [("ckpt", False), ("ckpt", True), ("hdf5", False), ("safetensors", False), ("safetensors", True)]
+    ("kind", "crc"),
+    few(2, [("ckpt", False), ("ckpt", True), ("hdf5", False), ("safetensors", False), ("safetensors", True)]),
 )
 def test_a_verification(tmp_path: Path, kind: str, crc: bool) -> None:
     c = make(tmp_path, kind)

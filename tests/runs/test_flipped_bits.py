@@ -87,7 +87,7 @@ def test_a_flipped_bit_is_found(tmp_path: Path, form: str, check: Check, places:
     check(src, out)
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", None])
+@pytest.mark.parametrize("content", few(1, [b"", b"{}", None]))
 @pytest.mark.parametrize(("form", "index"), [("dcp", ".metadata"), ("hf", "model.safetensors.index.json")])
 def test_a_damaged_index_is_made_anew_by_resume(tmp_path: Path, form: str, index: str, content: bytes | None) -> None:
     src, out = training(tmp_path), tmp_path / "out"
@@ -102,7 +102,7 @@ def test_a_damaged_index_is_made_anew_by_resume(tmp_path: Path, form: str, index
     assert (out / index).read_bytes() == committed
 
 
-@pytest.mark.parametrize("way", ["file", "selected", "links", "uncommitted"])
+@pytest.mark.parametrize("way", few(2, ["file", "selected", "links", "uncommitted"]))
 def test_sums_of_files_that_are_read_by_themselves(tmp_path: Path, way: str) -> None:
     """Files of a folder with an index, one of them damaged, read without that index."""
     src, out = training(tmp_path), tmp_path / "out"

@@ -218,7 +218,7 @@ def a_link_to_it(c: Conversion, file: str) -> Path:
     return c.folder / f"link{Path(file).suffix}"
 
 
-@pytest.mark.parametrize("place", [a_file_there, a_link_to_it])
+@pytest.mark.parametrize("place", few(1, [a_file_there, a_link_to_it]))
 @pytest.mark.parametrize("to", ["hdf5", "torch"])
 def test_a_target_of_an_earlier_run_is_no_source_of_the_run_that_removes_it(
     c: Conversion, place: Callable[[Conversion, str], Path], to: str

@@ -47,7 +47,7 @@ def weight_map(folder: Path) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("ranks", ["ranks", "ranks_without_redundancy"])
+@pytest.mark.parametrize("ranks", few(1, ["ranks", "ranks_without_redundancy"]))
 @pytest.mark.parametrize("redundant", [True, False])
 def test_what_mindspore_makes(tmp_path: Path, ranks: str, redundant: bool) -> None:
     unified_safetensors(MINDSPORE / ranks, STRATEGY, tmp_path / "out", merge_with_redundancy=redundant)

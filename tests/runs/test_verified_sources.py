@@ -50,7 +50,7 @@ def again(c: Conversion, form: str, *options: str) -> Finished:
     return c.run("transform", "--verify", "--to", form, *options)
 
 
-@pytest.mark.parametrize(("lost", "form"), few(3, itertools.product([".reshard_mpi", "reshard.json", None], FORMS)))
+@pytest.mark.parametrize(("lost", "form"), few(2, itertools.product([".reshard_mpi", "reshard.json", None], FORMS)))
 def test_a_damaged_one_is_refused_before_anything_is_written(tmp_path: Path, form: str, lost: str | None) -> None:
     """By the sums that are left, where the records or the commit record are lost. Without --verify it is as it is."""
     c = verified(tmp_path, form)
@@ -114,7 +114,7 @@ def options_of(folder: Path, way: str) -> list[str]:
     return [str(folder / "map.toml") if "[[map]]" in text else text for text in WAYS[way]]
 
 
-@pytest.mark.parametrize(("form", "way"), few(5, one_at_a_time(FORMS, WAYS)))
+@pytest.mark.parametrize(("form", "way"), few(2, one_at_a_time(FORMS, WAYS)))
 def test_what_is_converted_is_no_change_of_the_source(tmp_path: Path, form: str, way: str) -> None:
     c = verified(tmp_path, form)
     finished = again(c, form, *options_of(tmp_path, way))
@@ -168,7 +168,7 @@ def test_damage_of_a_source_is_not_that_of_its_target(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("form", "named"),
-    few(3, one_at_a_time(["ckpt", "hdf5", "safetensors", "torch"], ["folder", "rank folder", "file"])),
+    few(2, one_at_a_time(["ckpt", "hdf5", "safetensors", "torch"], ["folder", "rank folder", "file"])),
 )
 def test_sums_are_found_whatever_part_of_the_target_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, named: str
@@ -190,7 +190,7 @@ def test_sums_are_found_whatever_part_of_the_target_is_named(
         assert what in refused("verify", ".", code=4)
 
 
-@pytest.mark.parametrize("form", ["ckpt", "safetensors", "torch"])
+@pytest.mark.parametrize("form", few(2, ["ckpt", "safetensors", "torch"]))
 def test_a_run_that_is_not_complete_is_not_sound(tmp_path: Path, form: str) -> None:
     c = make(tmp_path).but(dst=tmp_path / "made")
     c.done("transform", "--to", form, "--verify", "--rank", "0")
@@ -201,7 +201,7 @@ def test_a_run_that_is_not_complete_is_not_sound(tmp_path: Path, form: str) -> N
     done("verify", c.dst)
 
 
-@pytest.mark.parametrize("form", ["ckpt", "hdf5", "safetensors", "torch"])
+@pytest.mark.parametrize("form", few(2, ["ckpt", "hdf5", "safetensors", "torch"]))
 def test_shards_of_two_runs_are_not_sound(tmp_path: Path, form: str) -> None:
     c = make(tmp_path).but(dst=tmp_path / "made")
     options = ("--to", form, "--verify")

@@ -81,7 +81,7 @@ def sums(c: Conversion) -> dict[str, int]:
 # While targets are written
 
 
-@pytest.mark.parametrize("form", ["dcp", "safetensors", "hdf5"])
+@pytest.mark.parametrize("form", few(2, ["dcp", "safetensors", "hdf5"]))
 def test_targets_without_tensors_are_verified_too(tmp_path: Path, form: str) -> None:
     """In DCP each copy is written once; a stage may have no parameter."""
     write_shards(side(1, {"w": RawLayout((1,), ())}), {"w": TENSORS["w"]}, tmp_path / "src", "safetensors")
@@ -337,7 +337,7 @@ def test_and_by_all_ranks(tmp_path: Path, mpi: MPI) -> None:
     assert_replaced(c, [transform_apart(c, "--verify", mpi=mpi, ranks=3)])
 
 
-@pytest.mark.parametrize(("kind", "crc"), [("torch", False), ("ckpt", True), ("safetensors", True)])
+@pytest.mark.parametrize(("kind", "crc"), few(2, [("torch", False), ("ckpt", True), ("safetensors", True)]))
 def test_what_is_checked_by_checksums_alone_is_counted(tmp_path: Path, kind: str, crc: bool) -> None:
     c = make(tmp_path, "ckpt")
     c.done("transform", "--to", kind, *(["--crc"] if crc else []))
@@ -559,7 +559,10 @@ def test_alone_ckpt_by_its_record(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "says"),
-    [({"b": None}, "'b' is not what was written"), ({"b": TENSORS["b"][:1]}, "'b'"), ({"x": TENSORS["b"]}, "'x'")],
+    few(
+        2,
+        [({"b": None}, "'b' is not what was written"), ({"b": TENSORS["b"][:1]}, "'b'"), ({"x": TENSORS["b"]}, "'x'")],
+    ),
 )
 def test_alone_a_shard_of_other_tensors(tmp_path: Path, changes: Arrays, says: str) -> None:
     c = four_targets(tmp_path)
@@ -655,7 +658,7 @@ SPOILS: dict[str, tuple[Callable[[Conversion], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", few(7, SPOILS))
+@pytest.mark.parametrize("what", few(3, SPOILS))
 def test_alone_finds_what_is_not_as_it_was_written(tmp_path: Path, what: str) -> None:
     c = make(tmp_path)
     c.done("transform", "--verify")

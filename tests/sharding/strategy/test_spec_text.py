@@ -16,7 +16,7 @@ from support.cases import Case, cases
 from support.checkpoints import write_strategy
 from support.command_line import done, refused
 from support.conversions import Conversion, assert_right
-from support.examples import many
+from support.examples import few, many
 from support.oracle import rank_holds, slice_for_rank
 
 from reshard_mpi.errors import StrategyError
@@ -146,7 +146,7 @@ def test_every_rank_holds_what_mindspore_means(tmp_path_factory: pytest.TempPath
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="no samples under RESHARD_MPI_SHARED_DATA or ../shared/data")
-@pytest.mark.parametrize("path", REAL, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", few(2, REAL), ids=lambda path: path.name)
 def test_real_strategies(path: Path) -> None:
     strategy = strategies.load(str(path))
     text = assert_same(strategy, {f"other.{name}" for name in strategy.parameters})
