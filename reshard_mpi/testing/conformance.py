@@ -178,7 +178,7 @@ class FormatConformance:
         first, second = tmp_path / "one" / self._name, tmp_path / "another, of other length" / self._name
         for path in (first, second):
             if path is second:
-                time.sleep(1.1)  # so that a time stamp in the file would differ
+                time.sleep(1.01 - time.time() % 1)  # until the next second: a time stamp in the file would differ
             path.parent.mkdir()
             sample_tensors.write(self.module, str(path), contents)
         assert first.read_bytes() == second.read_bytes()

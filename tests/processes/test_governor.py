@@ -28,6 +28,7 @@ from support.stand_ins import doing
 
 import reshard_mpi
 from reshard_mpi.errors import BudgetError, ReshardError, UsageError
+from reshard_mpi.processes import governor as governing
 from reshard_mpi.processes.governor import Allowance, Governor, open_governor
 from reshard_mpi.processes.ledger import Ledger, _LedgerFile
 from reshard_mpi.processes.ledger_folder import LedgerFolder
@@ -481,7 +482,10 @@ def test_a_private_place_is_said(tmp_path: Path) -> None:
     assert str(tmp_path) in note and "job 5 has its own" in note
 
 
-def test_callers_of_the_functions_hear_of_waiting(c: Conversion, state: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_callers_of_the_functions_hear_of_waiting(
+    c: Conversion, state: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(governing, "_FIRST_NOTICE_SECONDS", 0.0)
     with ended(first := Holder(state, 145 * MIB, memory="150M").expect("holds")):
 
         def work() -> None:
