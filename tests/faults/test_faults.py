@@ -21,6 +21,7 @@ import pytest
 from support.cases import Side
 from support.command_line import COMMAND
 from support.conversions import Conversion, listing, shards, transform_apart, write_conversion
+from support.examples import one_at_a_time
 from support.harm import assert_nothing_half_done, assert_resumed, fault
 from support.launch import MPI, mpirun_command
 from support.oracle import RawLayout
@@ -244,8 +245,7 @@ def test_one_rank_without_memory(c: Conversion, whole: Conversion, mpi: MPI) -> 
     assert_resumed(c, whole)
 
 
-@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("whom", ["a rank", "the launcher"])
+@pytest.mark.parametrize(("kind", "whom"), one_at_a_time([signal.SIGTERM, signal.SIGINT], ["the launcher", "a rank"]))
 def test_a_job_that_is_stopped(c: Conversion, whole: Conversion, mpi: MPI, kind: signal.Signals, whom: str) -> None:
     launcher = c.folder / "launcher"
     whose = "os.getpid()" if whom == "a rank" else f"int(open({str(launcher)!r}).read())"

@@ -50,9 +50,7 @@ def refused(c: Conversion, mpi: MPI, rank: int, *, before: str = "", after: str 
 STOP = "os.kill(os.getpid(), signal.{})"
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-@pytest.mark.parametrize("module", [EARLY, LATE], ids=["early", "late"])
-@pytest.mark.parametrize("ranks", ["1", "012"], ids=["one", "all"])
+@pytest.mark.parametrize(("name", "module", "ranks"), one_at_a_time(["SIGTERM", "SIGINT"], [EARLY, LATE], ["1", "012"]))
 def test_a_signal_ends_all(c: Conversion, tmp_path: Path, mpi: MPI, name: str, module: str, ranks: str) -> None:
     env = at_import(tmp_path, module, STOP.format(name), ranks)
     finished = run_command(mpirun_command(mpi, 3, [*COMMAND, *c.arguments()]), env=env)

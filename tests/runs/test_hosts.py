@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from support.command_line import COMMAND
 from support.conversions import Conversion, assert_right, four_targets, make, resume, shards, side
+from support.examples import one_at_a_time
 from support.hosts import Hosts, make_hosts
 from support.launch import MPI, PYTEST, RANKS
 from support.oracle import RawLayout
@@ -158,8 +159,7 @@ def test_what_is_wrong_on_one_host_only_is_refused_with_its_name(tmp_path: Path,
 # A process that dies
 
 
-@pytest.mark.parametrize("names", [("node-a",), ("node-a", "node-b")], ids=["one host", "two hosts"])
-@pytest.mark.parametrize("count", [2, 4], ids=["together", "alone"])
+@pytest.mark.parametrize(("count", "names"), one_at_a_time([2, 4], [("node-a",), ("node-a", "node-b")]))
 def test_a_rank_that_is_killed(tmp_path: Path, mpi: MPI, names: tuple[str, ...], count: int) -> None:
     c = some_targets(tmp_path, "ckpt", count)
     hosts = make_hosts(mpi, tmp_path, *names)
