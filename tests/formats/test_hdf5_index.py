@@ -104,16 +104,21 @@ def test_sums_are_read_both_ways(tmp_path: Path) -> None:
     assert read_by_index(path) == before
 
 
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A sound shard."""
+    sample_tensors.write(hdf5, str(tmp_path / "shard.h5"), CONTENTS)
+    return tmp_path / "shard.h5"
+
+
 def changed(path: Path, content: bytes) -> Manifest | str:
     path.write_bytes(content)
     return located(path)
 
 
 @pytest.mark.slow
-def test_any_byte_of_structure_changed(tmp_path: Path) -> None:
+def test_any_byte_of_structure_changed(path: Path) -> None:
     """What the index says is believed only where all is as it was written; else the library says what there is."""
-    path = tmp_path / "shard.h5"
-    sample_tensors.write(hdf5, str(path), CONTENTS)
     sound, manifest = path.read_bytes(), hdf5.locate(str(path))
     payloads = {
         offset for entry in manifest.tensors.values() for part in entry.source.ranges for offset in span_of(part)
@@ -198,9 +203,7 @@ def with_index(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_lies(tmp_path: Path, lie: str) -> None:
-    path = tmp_path / "shard.h5"
-    sample_tensors.write(hdf5, str(path), CONTENTS)
+def test_lies(path: Path, lie: str) -> None:
     expected = located_by_library(path)
     with_index(path, lambda facts: None)
     assert read_by_index(path) == expected
@@ -215,19 +218,15 @@ NO_INDEX = (b"", b"{", b"[]", b"1", b"null", b"[" * 100_000, b"\xff", b"[" + b"1
 
 
 @pytest.mark.parametrize("text", NO_INDEX, ids=range(len(NO_INDEX)))
-def test_bodies_that_are_no_index(tmp_path: Path, text: bytes) -> None:
-    path = tmp_path / "shard.h5"
-    sample_tensors.write(hdf5, str(path), CONTENTS)
+def test_bodies_that_are_no_index(path: Path, text: bytes) -> None:
     content, end = path.read_bytes(), end_of(path)
     path.write_bytes(content[:end] + struct.pack("<8sIIIQ", index.MARK, zlib.crc32(text), 0, 0, len(text)) + text)
     assert read_by_index(path) is None
     assert located(path) == located_by_library(path)
 
 
-def test_lengths(tmp_path: Path) -> None:
+def test_lengths(path: Path) -> None:
     """A file that was cut, or goes on, is refused as any HDF5 file; one without its index is a native shard still."""
-    path = tmp_path / "shard.h5"
-    sample_tensors.write(hdf5, str(path), CONTENTS)
     content, end = path.read_bytes(), end_of(path)
     manifest = located(path)
     assert changed(path, content[:end]) == manifest
@@ -265,19 +264,15 @@ def compressed(file: h5py.File) -> None:
 
 
 @pytest.mark.parametrize("edit", [more_attributes, another_box, compressed_table, two_names, compressed])
-def test_edited_by_h5py(tmp_path: Path, edit: Callable[[h5py.File], None]) -> None:
-    path = tmp_path / "shard.h5"
-    sample_tensors.write(hdf5, str(path), CONTENTS)
+def test_edited_by_h5py(path: Path, edit: Callable[[h5py.File], None]) -> None:
     with h5py.File(path, "a") as file:
         edit(file)
     assert read_by_index(path) is None
     assert located(path) == located_by_library(path)
 
 
-def test_a_file_after_other_content(tmp_path: Path) -> None:
+def test_a_file_after_other_content(path: Path) -> None:
     """Addresses in a file with a user block are no offsets."""
-    path = tmp_path / "shard.h5"
-    sample_tensors.write(hdf5, str(path), CONTENTS)
     shard = path.read_bytes()
     path.write_bytes(bytes(512) + shard)
     assert located(path) == located_by_library(path)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.checkpoints import as_read, read_shard
 from support.command_line import done, refused
-from support.conversions import make
+from support.conversions import Conversion, make
 from support.toys import registered_toys
 from toy_package import toy_folder, toy_format
 
@@ -79,9 +79,8 @@ def test_what_it_cannot_do_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("registered_toys")
-def test_a_damaged_file_of_a_folder_is_found(tmp_path: Path) -> None:
-    c = make(tmp_path)
-    toys = c.but(dst=tmp_path / "toys", options=("--prefix", ""))
+def test_a_damaged_file_of_a_folder_is_found(c: Conversion) -> None:
+    toys = c.but(dst=c.folder / "toys", options=("--prefix", ""))
     toys.done("transform", "--to", "toys", "--verify")
     assert sorted(path.name for path in toys.dst.glob("*.toypart")) == ["part-1-of-2.toypart", "part-2-of-2.toypart"]
     whole = toys.but(options=(), dst_strategy=None)
@@ -126,9 +125,8 @@ def registered_with_two_index_files(monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 
 @pytest.mark.usefixtures("registered_with_two_index_files")
-def test_an_index_of_two_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    c = make(tmp_path)
-    toys = c.but(dst=tmp_path / "toys", options=("--prefix", ""))
+def test_an_index_of_two_files(c: Conversion, monkeypatch: pytest.MonkeyPatch) -> None:
+    toys = c.but(dst=c.folder / "toys", options=("--prefix", ""))
     published = []
     publish = commit.publish_bytes
     monkeypatch.setattr(commit, "publish_bytes", lambda *args: published.append(args[1]) or publish(*args))
@@ -147,7 +145,7 @@ def test_an_index_of_two_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (toys.dst / "part-1-of-2.toypart").unlink()
     toys.done("transform", "--to", "toys", "--rank", "1", "--overwrite")
     assert not any(path.exists() for path in both)
-    other = toys.but(dst=tmp_path / "others")
+    other = toys.but(dst=c.folder / "others")
     other.dst.mkdir()
     (other.dst / BEFORE).write_bytes(b"of somebody")
     assert BEFORE in other.refused("transform", "--to", "toys")
@@ -155,9 +153,8 @@ def test_an_index_of_two_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.usefixtures("registered_toys")
-def test_folders_that_are_two_checkpoints(tmp_path: Path) -> None:
-    c = make(tmp_path)
-    toys = c.but(dst=tmp_path / "toys", options=("--prefix", ""))
+def test_folders_that_are_two_checkpoints(c: Conversion) -> None:
+    toys = c.but(dst=c.folder / "toys", options=("--prefix", ""))
     toys.done("transform", "--to", "toys")
     back = c.but(src=toys.dst, src_strategy=None, dst_strategy=c.src_strategy)
     (toys.dst / "rank_0").mkdir()
@@ -167,9 +164,8 @@ def test_folders_that_are_two_checkpoints(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("registered_toys")
-def test_a_folder_whose_file_does_not_fit_its_checksum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    c = make(tmp_path)
-    toys = c.but(dst=tmp_path / "toys", options=("--prefix", ""))
+def test_a_folder_whose_file_does_not_fit_its_checksum(c: Conversion, monkeypatch: pytest.MonkeyPatch) -> None:
+    toys = c.but(dst=c.folder / "toys", options=("--prefix", ""))
     toys.done("transform", "--to", "toys")
 
     def check_crc(path: str, on_bytes: object = None) -> bool:

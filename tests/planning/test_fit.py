@@ -605,10 +605,15 @@ def test_what_one_of_many_stages_has(stages: int, name: str, axis: int) -> None:
 # What no strategy lists
 
 
-def test_random_state_is_each_ranks_own(tmp_path: Path) -> None:
+def without_a_rule_for_all(folder: Path) -> tuple[Checkpoint, Spec]:
+    """Write a checkpoint that its spec places, to which tensors are added that no rule matches."""
     spec = Spec(MESH, (Rule("layers.*.qkv", ROWS), Rule("layers.*.out", COLUMNS), Rule("[enh]*", WHOLE)))
     whole = {name: array for name, array in tensors().items() if name != "embedding"}
-    c = Checkpoint(tmp_path, spec, whole)
+    return Checkpoint(folder, spec, whole), spec
+
+
+def test_random_state_is_each_ranks_own(tmp_path: Path) -> None:
+    c, spec = without_a_rule_for_all(tmp_path)
     for rank in range(8):
         c.rewrite(rank, {"rng": np.full(600, rank, np.uint8), "scale": np.array(rank, "f4")})
     assert "note: 'rng' differs between ranks" in c.done(spec).err
@@ -616,9 +621,7 @@ def test_random_state_is_each_ranks_own(tmp_path: Path) -> None:
 
 def test_a_rank_has_few_values_of_its_own(tmp_path: Path) -> None:
     """Whole numbers, small and of one dimension; but 16 of them are parts of tensors that the strategy forgot."""
-    spec = Spec(MESH, (Rule("layers.*.qkv", ROWS), Rule("layers.*.out", COLUMNS), Rule("[enh]*", WHOLE)))
-    whole = {name: array for name, array in tensors().items() if name != "embedding"}
-    c = Checkpoint(tmp_path, spec, whole)
+    c, spec = without_a_rule_for_all(tmp_path)
     for rank in range(8):
         c.rewrite(rank, {f"x.{number}": np.arange(8, dtype=np.int32) + rank for number in range(16)})
     assert "16 compared tensors ('x." in c.refused(spec)
@@ -642,9 +645,7 @@ def test_plan_shows_what_rules_make_of_tensors(tmp_path: Path, caplog: pytest.Lo
 @pytest.mark.parametrize("size", [1, 40_000])
 def test_parts_of_tensors_are_no_ranks_own(tmp_path: Path, size: int) -> None:
     """16 sharded tensors that the strategy forgot; large state of whole numbers as well."""
-    spec = Spec(MESH, (Rule("layers.*.qkv", ROWS), Rule("layers.*.out", COLUMNS), Rule("[enh]*", WHOLE)))
-    whole = {name: array for name, array in tensors().items() if name != "embedding"}
-    c = Checkpoint(tmp_path, spec, whole)
+    c, spec = without_a_rule_for_all(tmp_path)
     noise = np.random.default_rng(2)
     for rank in range(8):
         forgotten = {f"x.{number}": noise.standard_normal((2, 2), dtype=np.float32) for number in range(16)}
@@ -658,8 +659,7 @@ def test_parts_of_tensors_are_no_ranks_own(tmp_path: Path, size: int) -> None:
 
 def test_a_forgotten_tensor_is_named_before_its_moments(tmp_path: Path) -> None:
     """Which lie before it in the files of some programs, and are cut as it is."""
-    spec = Spec(MESH, (Rule("layers.*.qkv", ROWS), Rule("layers.*.out", COLUMNS), Rule("[enh]*", WHOLE)))
-    c = Checkpoint(tmp_path, spec, {name: array for name, array in tensors().items() if name != "embedding"})
+    c, spec = without_a_rule_for_all(tmp_path)
     noise = np.random.default_rng(2)
     for rank in range(8):
         names = [f"adam_{kind}.x.{number}" for kind in "mv" for number in range(2)] + ["x.0", "x.1"]
@@ -670,8 +670,7 @@ def test_a_forgotten_tensor_is_named_before_its_moments(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", few(2, [np.int8, np.uint8, np.int64, np.float32]))
 def test_forgotten_tensors_of_two_dimensions(tmp_path: Path, kind: type) -> None:
     """Quantized weights, however small, and columns of one element are parts of a tensor."""
-    spec = Spec(MESH, (Rule("layers.*.qkv", ROWS), Rule("layers.*.out", COLUMNS), Rule("[enh]*", WHOLE)))
-    c = Checkpoint(tmp_path, spec, {name: array for name, array in tensors().items() if name != "embedding"})
+    c, spec = without_a_rule_for_all(tmp_path)
     for rank in range(8):
         shape = (1, 1) if kind is np.float32 else (4, 8)
         c.rewrite(rank, {"quantized": np.random.default_rng(rank).integers(0, 100, shape).astype(kind)})

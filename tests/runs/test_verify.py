@@ -213,10 +213,15 @@ def test_a_source_that_was_saved_beside_what_was_committed(tmp_path: Path) -> No
     assert verify(c, "--select", "checkpoint*", target=False).code == 0
 
 
+def to_the_same(folder: Path, kind: str) -> Conversion:
+    """Write the small conversion with targets that are cut as the source is."""
+    c = make(folder, kind)
+    return c.but(target=c.source, dst_strategy=c.src_strategy)
+
+
 @of_every_kind
 def test_values_that_each_rank_has_for_itself(tmp_path: Path, kind: str) -> None:
-    c = make(tmp_path, kind)
-    c = c.but(target=c.source, dst_strategy=c.src_strategy)
+    c = to_the_same(tmp_path, kind)
     for rank in range(4):
         c.rewrite(rank, {"rng": np.array([rank, 7], np.uint32)})
     c.done("transform", "--verify")
@@ -234,8 +239,7 @@ def test_values_that_each_rank_has_for_itself(tmp_path: Path, kind: str) -> None
 @of_every_kind
 def test_values_that_only_some_ranks_have(tmp_path: Path, kind: str) -> None:
     """They are no parts of one tensor, though their elements are together as many as those of the first."""
-    c = make(tmp_path, kind)
-    c = c.but(target=c.source, dst_strategy=c.src_strategy)
+    c = to_the_same(tmp_path, kind)
     for rank in range(4):
         c.rewrite(rank, {"rng": np.arange(0 if rank else 3, dtype=np.uint32)})
     c.done("transform", "--verify")
@@ -246,8 +250,7 @@ def test_values_that_only_some_ranks_have(tmp_path: Path, kind: str) -> None:
 @of_every_kind
 def test_copies_of_a_parameter_that_differ(tmp_path: Path, kind: str) -> None:
     """Each target was made right, from sources that contradict each other."""
-    c = make(tmp_path, kind)
-    c = c.but(target=c.source, dst_strategy=c.src_strategy)
+    c = to_the_same(tmp_path, kind)
     for rank in range(4):
         c.rewrite(rank, {"b": TENSORS["b"] + rank})
     assert "copies of 'b' differ" in c.refused("transform", "--verify", "--replicas", "any", code=4)
