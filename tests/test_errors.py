@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import pickle
 import re
@@ -11,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support import messages
 from support.conversions import Conversion
 from support.processes import run_command
 
@@ -120,21 +118,3 @@ def test_a_shard_that_cannot_be_read_says_what_to_do() -> None:
         errors.ShardError("the header of a shard is damaged", where="a")
     )
     assert str(errors.ShardError("it is encrypted", remedy="decrypt it")).endswith("what to do: decrypt it")
-
-
-# What is wrong with files and folders is for the user to mend, and `expected` does not say how.
-OF_FILES = {"SourceError", "CoverageError", "DisagreementError", "TargetError", "TransformError", "DamageError"}
-# It only says that there are more, after others that say what to do.
-WITHOUT_REMEDY = {"more tensors of this shard differ"}
-
-
-@pytest.mark.xdist_group("syntax trees")
-def test_every_error_of_files_says_what_to_do() -> None:
-    silent = [
-        f"{module}:{call.lineno}: {ast.unparse(call.args[0])}"
-        for module in sorted(Path(reshard_mpi.__file__).parent.rglob("*.py"))
-        for name, call in messages.made_in(module)
-        if name in OF_FILES and not any(keyword.arg == "remedy" for keyword in call.keywords)
-        if ast.unparse(call.args[0]).strip("'") not in WITHOUT_REMEDY
-    ]
-    assert not silent, "\n".join(silent)

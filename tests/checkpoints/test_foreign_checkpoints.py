@@ -121,7 +121,7 @@ def test_a_file_that_is_chosen(tmp_path: Path) -> None:
         done("plan", path, tmp_path / "out", *source)
 
 
-@pytest.mark.parametrize("tag", few(2, ["", "..", "a/b", "gone", "\0", "x" * 300, "é"]))
+@pytest.mark.parametrize("tag", few(1, ["", "..", "a/b", "gone", "\0", "x" * 300, "é"]))
 def test_trackers_that_lead_nowhere(tmp_path: Path, tag: str) -> None:
     made(tmp_path, "net.pt")
     made(tmp_path.parent, "mp_rank_00_model_states.pt", *ZERO[:1])

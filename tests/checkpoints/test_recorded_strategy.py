@@ -69,7 +69,7 @@ def test_a_lost_shard_that_nothing_replaces_is_named(made: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "how", few(2, ["no commit", "no record", "another size", "another run", "no table", "no JSON", "saved over"])
+    "how", few(1, ["no commit", "no record", "another size", "another run", "no table", "no JSON", "saved over"])
 )
 def test_other_files_need_a_strategy(made: Path, tmp_path: Path, how: str) -> None:
     record, commit = made / ".reshard_mpi" / "strategy.json", made / "reshard.json"
@@ -108,7 +108,7 @@ def test_a_forged_table_is_refused(made: Path, tmp_path: Path) -> None:
         reshard_mpi.transform(made, tmp_path / "one", to="safetensors")
 
 
-@pytest.mark.parametrize("first", few(2, ["with times", "records", "shards"]))
+@pytest.mark.parametrize("first", few(1, ["with times", "records", "shards"]))
 def test_a_copy_needs_none(made: Path, tmp_path: Path, first: str) -> None:
     if first == "with times":
         shutil.copytree(made, tmp_path / "copied")

@@ -33,7 +33,7 @@ def conversion(tmp_path: Path) -> Conversion:
 # transform
 
 
-@pytest.mark.parametrize("kind", few(2, ENDINGS))
+@pytest.mark.parametrize("kind", few(1, ENDINGS))
 def test_transform(tmp_path: Path, kind: str) -> None:
     conversion = make(tmp_path, kind)
     before = listing(conversion.src)
@@ -419,7 +419,7 @@ def test_options_stand_by_what_they_are_about() -> None:
         assert "dcp-safetensors" in text and not re.search(r"\w-$", text, re.MULTILINE)
 
 
-@pytest.mark.parametrize("columns", few(2, ["", "80", "200"]))
+@pytest.mark.parametrize("columns", few(1, ["", "80", "200"]))
 def test_help_fits_the_smallest_terminal(monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     pages = [

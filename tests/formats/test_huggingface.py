@@ -169,7 +169,7 @@ def test_files_of_an_earlier_run_of_another_format_are_removed(tmp_path: Path) -
     done("inspect", there.dst)
 
 
-@pytest.mark.parametrize("change", few(2, ["another size", "modified", "a link", "no record"]))
+@pytest.mark.parametrize("change", few(1, ["another size", "modified", "a link", "no record"]))
 def test_files_that_somebody_has_changed_are_not_removed(tmp_path: Path, change: str) -> None:
     there, _ = written(tmp_path, "--max-shard-size", "140")
     path, record = there.dst / "model-00002-of-00003.safetensors", there.dst / ".reshard_mpi" / "rank_1.json"

@@ -222,7 +222,7 @@ def test_a_kill_at_any_instant(conversion: Conversion, tmp_path: Path, form: str
     assert count > 20
 
 
-@pytest.mark.parametrize("earlier", few(2, FORMS))
+@pytest.mark.parametrize("earlier", few(1, FORMS))
 @pytest.mark.parametrize("form", FORMS)
 def test_overwriting_leaves_one_checkpoint(conversion: Conversion, tmp_path: Path, form: str, earlier: str) -> None:
     dst = tmp_path / "dst"

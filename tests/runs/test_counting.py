@@ -129,7 +129,7 @@ def test_what_was_complete_before(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "crc"),
-    few(2, [("ckpt", False), ("ckpt", True), ("hdf5", False), ("safetensors", False), ("safetensors", True)]),
+    few(1, [("ckpt", False), ("ckpt", True), ("hdf5", False), ("safetensors", False), ("safetensors", True)]),
 )
 def test_a_verification(tmp_path: Path, kind: str, crc: bool) -> None:
     c = make(tmp_path, kind)

@@ -102,7 +102,7 @@ def test_a_damaged_index_is_made_anew_by_resume(tmp_path: Path, form: str, index
     assert (out / index).read_bytes() == committed
 
 
-@pytest.mark.parametrize("way", few(2, ["file", "selected", "links", "uncommitted"]))
+@pytest.mark.parametrize("way", few(1, ["file", "selected", "links", "uncommitted"]))
 def test_sums_of_files_that_are_read_by_themselves(tmp_path: Path, way: str) -> None:
     """Files of a folder with an index, one of them damaged, read without that index."""
     src, out = training(tmp_path), tmp_path / "out"

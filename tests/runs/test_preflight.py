@@ -193,7 +193,7 @@ def test_a_file_system_that_does_not_count(tmp_path: Path, monkeypatch: pytest.M
     make(tmp_path).done()
 
 
-@pytest.mark.parametrize(("kind", "shares", "code"), few(2, [("hdf5", True, 0), ("hdf5", False, 3), ("ckpt", True, 3)]))
+@pytest.mark.parametrize(("kind", "shares", "code"), few(1, [("hdf5", True, 0), ("hdf5", False, 3), ("ckpt", True, 3)]))
 def test_blocks_that_may_be_shared_need_no_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, shares: bool, code: int
 ) -> None:
@@ -320,7 +320,7 @@ def test_functions_point_out_shards_of_another_name(c: Conversion, caplog: pytes
     assert f"{strange} will lie beside the new targets" in caplog.text and strange.read_bytes() == b"precious"
 
 
-@pytest.mark.parametrize("to", few(2, [name for name in formats.targets() if not formats.info(name).split_by_size]))
+@pytest.mark.parametrize("to", few(1, [name for name in formats.targets() if not formats.info(name).split_by_size]))
 def test_a_rank_that_holds_nothing(tmp_path: Path, to: str) -> None:
     """MindSpore loads no file without a parameter; all other formats have files of nothing that are read again."""
     model = {"w": np.arange(4, dtype=np.float32)}

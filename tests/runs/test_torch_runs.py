@@ -81,7 +81,7 @@ def test_the_default_is_the_format_of_the_source(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    few(2, ["transform SRC DST --to hdf5 --jobs 1", "plan SRC DST --to hdf5", "inspect SRC", "verify SRC --jobs 1"]),
+    few(1, ["transform SRC DST --to hdf5 --jobs 1", "plan SRC DST --to hdf5", "inspect SRC", "verify SRC --jobs 1"]),
 )
 def test_a_file_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     """It is asked whose rank it is before it is known to be all of the checkpoint."""

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 
 # As many as the profile draws for the quick part of the suite (`conftest.py`).
-QUICK = 10
+QUICK = 5
 
 
 def many(count: int) -> settings:
