@@ -80,12 +80,6 @@ def test_tensors_with_no_sound_place(tmp_path: Path, name: str) -> None:
     refused(tmp_path / "net.pt", problem)
 
 
-def test_a_storage_that_is_not_there(tmp_path: Path) -> None:
-    data, _ = torch_peer.dumps({"w": tensor()})
-    torch_peer.archive(tmp_path / "net.pt", pickled(data))
-    refused(tmp_path / "net.pt", "'0' of a shard is not there")
-
-
 def test_a_storage_that_is_a_view_of_another(tmp_path: Path) -> None:
     data, _ = torch_peer.dumps({"w": tensor()})
     six = data.replace(b"K\x06tq", b"K\x06)tq")
@@ -130,39 +124,29 @@ def test_a_member_of_an_enumeration_as_python_3_11_0_pickles_it(
         refused(tmp_path / "net.pt", "would run code")
 
 
-def test_a_pickle_that_goes_on(tmp_path: Path) -> None:
-    data, _ = torch_peer.dumps({"w": 1})
-    torch_peer.archive(tmp_path / "net.pt", pickled(data + b"N."))
-    refused(tmp_path / "net.pt", "ends before its member does")
-
-
-def test_a_pickle_of_a_gigabyte(tmp_path: Path) -> None:
-    path = tmp_path / "net.pt"
-    torch_peer.archive(path, pickled(b"\x80\x02N." + bytes(41 << 20)))
-    refused(path, "data.pkl of a shard is too large")
-
-
-@pytest.mark.parametrize("value", [1, None, "text"], ids=str)
+@pytest.mark.parametrize("value", [1, None, "text", tensor()], ids=["number", "nothing", "text", "a lone tensor"])
 def test_what_is_no_dictionary(tmp_path: Path, value: Any) -> None:
     torch_peer.save(tmp_path / "net.pt", value)
     refused(tmp_path / "net.pt", "holds no dictionary")
 
 
-def test_a_lone_tensor(tmp_path: Path) -> None:
-    torch_peer.save(tmp_path / "net.pt", tensor())
-    refused(tmp_path / "net.pt", "holds no dictionary")
+PICKLES: dict[str, tuple[Callable[[], bytes], str]] = {
+    "a storage is not there": (lambda: torch_peer.dumps({"w": tensor()})[0], "'0' of a shard is not there"),
+    "goes on": (lambda: torch_peer.dumps({"w": 1})[0] + b"N.", "ends before its member does"),
+    "a gigabyte": (lambda: b"\x80\x02N." + bytes(41 << 20), "data.pkl of a shard is too large"),
+    "an unknown class": (lambda: b"\x80\x02cproject.nets\nNet\n)\x81}X\x01\0\0\0wK\x01sb.", "project.nets.Net"),
+    "all is left out": (
+        lambda: b"\x80\x02}X\x05\0\0\0modelcproject.nets\nNet\n)\x81s.",
+        "no tensor that can be read",
+    ),
+}
 
 
-def test_an_object_of_an_unknown_class(tmp_path: Path) -> None:
-    module = b"\x80\x02cproject.nets\nNet\n)\x81}X\x01\x00\x00\x00wK\x01sb."
-    torch_peer.archive(tmp_path / "net.pt", pickled(module))
-    refused(tmp_path / "net.pt", "project.nets.Net")
-
-
-def test_nothing_but_what_is_left_out(tmp_path: Path) -> None:
-    module = b"\x80\x02}X\x05\x00\x00\x00modelcproject.nets\nNet\n)\x81s."
-    torch_peer.archive(tmp_path / "net.pt", pickled(module))
-    refused(tmp_path / "net.pt", "no tensor that can be read")
+@pytest.mark.parametrize("name", PICKLES)
+def test_pickles_that_are_refused(tmp_path: Path, name: str) -> None:
+    make, problem = PICKLES[name]
+    torch_peer.archive(tmp_path / "net.pt", pickled(make()))
+    refused(tmp_path / "net.pt", problem)
 
 
 # What the archive says

@@ -409,18 +409,12 @@ def test_a_shape_that_the_layout_does_not_give_is_refused() -> None:
     assert error.where == "rank_1"
 
 
-def test_a_box_that_the_shard_itself_contradicts_is_refused() -> None:
+@pytest.mark.parametrize(("row", "rows"), [(0, 4), (2, 9)], ids=["box", "whole shape"])
+def test_what_the_shard_itself_contradicts_is_refused(row: int, rows: int) -> None:
     manifests = shards({"w": (2, 6)}, {"w": (2, 6)})
-    own = manifests[1].tensors["w"]._replace(box=Box((0, 0), (2, 6)), global_shape=(4, 6))
+    own = manifests[1].tensors["w"]._replace(box=Box((row, 0), (row + 2, 6)), global_shape=(rows, 6))
     error = refusal(DisagreementError, two_ranks(w=ROWS), one_rank(), {0: manifests[0], 1: manifest(1, own)})
-    assert error.got == "shape [2, 6] at box [0:2, 0:6] of [4, 6]"
-
-
-def test_a_whole_shape_that_a_shard_contradicts_is_refused() -> None:
-    manifests = shards({"w": (2, 6)}, {"w": (2, 6)})
-    own = manifests[1].tensors["w"]._replace(box=Box((2, 0), (4, 6)), global_shape=(9, 6))
-    error = refusal(DisagreementError, two_ranks(w=ROWS), one_rank(), {0: manifests[0], 1: manifest(1, own)})
-    assert error.got == "shape [2, 6] at box [2:4, 0:6] of [9, 6]"
+    assert error.got == f"shape [2, 6] at box [{row}:{row + 2}, 0:6] of [{rows}, 6]"
 
 
 def test_another_type_is_refused() -> None:
