@@ -56,6 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
         # Nothing in it must run alone. Each process has half of the tests, module by module, and fixtures of a module
         # are made once; who ends first takes from the other.
         config.option.dist = "worksteal" if config.getoption("dist", "no") != "no" else "no"
+        config.option.loadgroup = False  # else names of tests end in their groups
     # Else every process that a test starts would compile all of the package again, which takes as long as what it does.
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
