@@ -1,4 +1,4 @@
-"""Parse the command line `reshard-mpi` (`parser`, `request`). `--help` loads nothing else."""
+"""Define the commands and the options of each (`parser`), and make a `Request` (`request`). `--help` loads no more."""
 
 from __future__ import annotations
 

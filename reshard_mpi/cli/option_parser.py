@@ -1,4 +1,4 @@
-"""Parse the options of commands, each with its help, and correct a wrong command line (`add`, `CommandParser`)."""
+"""Define the options that commands share, and parse any, correcting a wrong command line (`add`, `CommandParser`)."""
 
 from __future__ import annotations
 

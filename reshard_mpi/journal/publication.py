@@ -1,4 +1,4 @@
-"""Give a file, or the index of several, its name only when it is complete (`Publication`, `SharedIndex`).
+"""Name a file only when it is complete (`Publication`), and remove partial files of dead writers (`remove_stale`).
 
 A process that is killed leaves a partial file. Where one process at a time may write a file, the next one removes it.
 Where several may, each holds a lock on its partial file as long as it lives, so a partial file without a lock is stale.

@@ -1,4 +1,4 @@
-"""Plan one target rank: every byte has exactly one source (`plan_target`)."""
+"""Choose where each part of a target rank is read from, and make its plan (`plan_target`)."""
 
 from __future__ import annotations
 

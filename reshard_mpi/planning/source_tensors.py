@@ -1,4 +1,4 @@
-"""Check the tensors of the opened shards against strategy and each other (`SourceTensors`)."""
+"""Check tensors of opened shards (`SourceTensors`), and find the parts that make up a target box (`needed_parts`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hold the memory lease of one process, from start to end (`ProcessLease`).
+"""Remember the lease with which this process started (`Start`), and ask for more memory (`ProcessLease`).
 
 A process that was started for a run takes a lease while it has loaded next to nothing, and never holds memory while it
 waits: its lease grows in its place, or the process starts over (`Start`), as small as at first, and waits for all that

@@ -5,7 +5,7 @@ them raises the same error in all (`together`). Nothing is written before step 4
 
 1. `_plan`: each process opens the run and plans its targets (`runs/target_plans`); all check that they agree.
 2. `_check_sources`, with --verify: read the source's sums. A damaged shard is lost, and all is planned without it.
-3. `compare_copies`: compare replicas that must be the same, and a sample of what no strategy tells.
+3. `compare_copies`: compare replicas that must be the same, and a sample, which shows if the strategy fits.
 4. `_begin`: make the target folder ready.
 5. `Writer.write`: write this process's targets (`runs/target_writer`). A target that fails does not stop the others.
 6. `_commit`, in process 0: commit the targets if all are complete.

@@ -1,4 +1,4 @@
-"""Write `.metadata` as torch reads it (`index_files`).
+"""Make the content of `.metadata` as torch reads it (`index_files`); `journal/commit` writes it.
 
 The pickle ends where it says that it does, and torch reads no further; the items of objects lie there, since files of
 ranks cannot know what others have.
