@@ -10,7 +10,7 @@ import sys
 import time
 
 from reshard_mpi import formats
-from reshard_mpi.engine.sums import sum_tensors
+from reshard_mpi.engine.checksums import sum_tensors
 from reshard_mpi.formats.manifest import TensorSpec
 from reshard_mpi.runs.plan_conversion import LIMITS
 from reshard_mpi.sharding.box import Box

@@ -40,11 +40,11 @@ from reshard_mpi.planning.target_tensors import Policy
 from reshard_mpi.processes.comm import SerialComm
 from reshard_mpi.runs.open_run import open_run
 from reshard_mpi.runs.outcome import Report, ShardReport, TargetReport
+from reshard_mpi.runs.plan_command import Plan, RankSummary, rules_of_source, told_rules
 from reshard_mpi.runs.plan_conversion import Conversion, apply_map
-from reshard_mpi.runs.plan_listing import Plan, RankSummary, rules_of_source, told_rules
+from reshard_mpi.runs.process_memory import RunMemory
 from reshard_mpi.runs.progress import Progress, RunStatus, log
 from reshard_mpi.runs.request import Strategies, Task
-from reshard_mpi.runs.reservations import RunMemory
 from reshard_mpi.runs.transform import plan_alone
 
 if TYPE_CHECKING:

@@ -28,9 +28,9 @@ from reshard_mpi.planning.tensor_names import Unlisted
 from reshard_mpi.processes.comm import SerialComm
 from reshard_mpi.runs.open_run import filled_files, open_run
 from reshard_mpi.runs.outcome import Report
+from reshard_mpi.runs.process_memory import RunMemory
 from reshard_mpi.runs.progress import Progress
 from reshard_mpi.runs.request import Request, Strategies, TargetFiles
-from reshard_mpi.runs.reservations import RunMemory
 from reshard_mpi.sharding.merge_strategies import merge
 from reshard_mpi.sharding.strategy import unsharded
 from reshard_mpi.text import GIB

@@ -8,7 +8,7 @@ import string
 from pathlib import Path
 
 from reshard_mpi.options import OPTIONS, PATH
-from reshard_mpi.runs.plan_listing import Plan
+from reshard_mpi.runs.plan_command import Plan
 from reshard_mpi.runs.request import Request
 from reshard_mpi.text import MIB, counted, format_bytes
 

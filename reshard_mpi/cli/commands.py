@@ -202,7 +202,7 @@ def _transform(options: argparse.Namespace) -> int:
 
 def _plan(options: argparse.Namespace) -> int:
     from reshard_mpi.processes.governor import UNLIMITED
-    from reshard_mpi.runs.plan_listing import plan_targets, told_rules
+    from reshard_mpi.runs.plan_command import plan_targets, told_rules
 
     asked = request(options)
     if options.plot is not None or options.tensor:

@@ -46,7 +46,7 @@ _STEPS_NS = (1, 100, 1000, 10**6, 10**9, 2 * 10**9)
 
 
 class TensorSum(NamedTuple):
-    """The sum of the part of a tensor that a shard holds (see `engine.sums`): a box of `shape` at `start`."""
+    """The sum of the part of a tensor that a shard holds (see `engine/checksums`): a box of `shape` at `start`."""
 
     name: str
     dtype: str
@@ -260,7 +260,7 @@ def joined_sums(parts: Iterable[Sequence[TensorSum]], names: Iterable[str]) -> t
     Args:
         names: the tensors in file order.
     """
-    from reshard_mpi.engine.sums import sum_of_whole  # which loads a library for sums
+    from reshard_mpi.engine.checksums import sum_of_whole  # which loads a library for sums
 
     values: defaultdict[str, list[int]] = defaultdict(list)
     sums = {}
@@ -277,7 +277,7 @@ def sums_of_wholes(shards: Mapping[int, Sequence[TensorSum]]) -> Iterator[tuple[
     Left out are tensors that stages share and cut differently, and loose ones that differ from rank to rank. Raises
     DamageError if shards that should hold the same part have different sums of it.
     """
-    from reshard_mpi.engine.sums import sum_of_whole
+    from reshard_mpi.engine.checksums import sum_of_whole
 
     parts: defaultdict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], TensorSum]] = defaultdict(dict)
     of_their_own: set[str] = set()

@@ -13,9 +13,17 @@ from typing import NamedTuple
 from reshard_mpi import formats
 from reshard_mpi.checkpoints.shard_files import ShardFiles
 from reshard_mpi.checkpoints.source import DAMAGE, SourceCheckpoint
+from reshard_mpi.engine.checksums import (
+    Span,
+    held_tensor,
+    sum_of_whole,
+    sum_shard,
+    sum_sources,
+    sum_tensors,
+    takes_numpy,
+)
 from reshard_mpi.engine.first_difference import first_difference_of_tensors, value_at
 from reshard_mpi.engine.open_files import Files, OnBytes
-from reshard_mpi.engine.sums import Span, held_tensor, sum_of_whole, sum_shard, sum_sources, sum_tensors, takes_numpy
 from reshard_mpi.errors import DamageError, DisagreementError, ReshardError, ShardError, as_reshard_error
 from reshard_mpi.filesystem.source_files import is_taken
 from reshard_mpi.formats.manifest import Manifest, TensorSpec

@@ -30,10 +30,10 @@ from reshard_mpi.planning.tensor_names import gradient_texts
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.outcome import Checked, Failure, Outcome, agreed, attempt
 from reshard_mpi.runs.plan_conversion import LIMITS, Conversion
+from reshard_mpi.runs.process_memory import RunMemory
 from reshard_mpi.runs.progress import Progress, SliceCounter, Stage
 from reshard_mpi.runs.projection import Workload
 from reshard_mpi.runs.request import Request, Strategies
-from reshard_mpi.runs.reservations import RunMemory
 from reshard_mpi.sharding.strategy import unsharded
 from reshard_mpi.text import format_bytes, shortened
 

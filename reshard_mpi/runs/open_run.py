@@ -19,9 +19,9 @@ from reshard_mpi.planning.needed_ranks import check_target_rank
 from reshard_mpi.planning.target_tensors import Policy
 from reshard_mpi.planning.tensor_names import Accumulated
 from reshard_mpi.runs.plan_conversion import Conversion, apply_map
+from reshard_mpi.runs.process_memory import RunMemory
 from reshard_mpi.runs.projection import Workload
 from reshard_mpi.runs.request import Request, Strategies
-from reshard_mpi.runs.reservations import RunMemory
 from reshard_mpi.runs.scheduling import are_even, assign, target_weights
 from reshard_mpi.runs.target_paths import refuse_overlap, refuse_posing, refuse_replacing
 from reshard_mpi.sharding import strategy_table

@@ -45,9 +45,9 @@ from reshard_mpi.runs.explain import (
 from reshard_mpi.runs.open_run import open_for_planning
 from reshard_mpi.runs.outcome import Outcome, agreed
 from reshard_mpi.runs.plan_conversion import Conversion
+from reshard_mpi.runs.process_memory import RunMemory
 from reshard_mpi.runs.progress import Progress, Stage
 from reshard_mpi.runs.request import Request
-from reshard_mpi.runs.reservations import RunMemory
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.text import counted

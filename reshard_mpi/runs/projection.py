@@ -355,7 +355,7 @@ def _is_gathered_to_compare(tensor: TensorPlan) -> bool:
 
 
 def _is_in_short_runs(tensor: TensorPlan) -> bool:
-    from reshard_mpi.engine.sums import has_short_runs  # which loads a library for sums
+    from reshard_mpi.engine.checksums import has_short_runs  # which loads a library for sums
 
     whole, itemsize_bytes = Box.whole(tensor.spec.global_shape), tensor.spec.dtype.itemsize_bytes
     boxes = (tensor.spec.box, *(copy.target_region for copy in tensor.copies))

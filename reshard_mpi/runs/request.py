@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from reshard_mpi.checkpoints.shard_files import ShardFiles
     from reshard_mpi.processes.comm import Comm
     from reshard_mpi.runs.outcome import Outcome
+    from reshard_mpi.runs.process_memory import RunMemory
     from reshard_mpi.runs.progress import Progress
-    from reshard_mpi.runs.reservations import RunMemory
 
     TaskFunction = Callable[["Request", Comm, Progress, RunMemory, "Strategies | None"], Outcome]
 
@@ -175,8 +175,8 @@ class Task(StrEnum):
     """What processes do together: MODULE:FUNCTION, called with request, communicator, progress, memory, strategies."""
 
     CONVERT = "runs.transform:convert"
-    VERIFY_PAIR = "runs.verify:verify_pair"
-    VERIFY_ALONE = "runs.verify:verify_alone"
+    VERIFY_PAIR = "runs.verify_command:verify_pair"
+    VERIFY_ALONE = "runs.verify_command:verify_alone"
     DIFF = "runs.diff:diff"
 
     def load(self) -> TaskFunction:
@@ -193,7 +193,7 @@ class Task(StrEnum):
 
         Raises the same error on every process if the run is refused.
         """
-        from reshard_mpi.runs.reservations import RunMemory
+        from reshard_mpi.runs.process_memory import RunMemory
 
         function = self.load()
         with RunMemory(lambda: request.allowance, comm, progress) as memory:

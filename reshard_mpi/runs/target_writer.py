@@ -27,8 +27,8 @@ from reshard_mpi.journal.target_records import TensorSum
 from reshard_mpi.planning.rank_plan import Limits, RankPlan
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.outcome import Failure, Outcome, Overflow, TargetReport, attempt, joined, merge, record_of
+from reshard_mpi.runs.process_memory import RunMemory
 from reshard_mpi.runs.progress import Progress
-from reshard_mpi.runs.reservations import RunMemory
 from reshard_mpi.runs.scheduling import TargetSlice
 from reshard_mpi.runs.target_plans import TargetPlans
 

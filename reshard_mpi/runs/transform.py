@@ -37,10 +37,10 @@ from reshard_mpi.planning.tensor_names import Accumulated, note_on_none
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.outcome import Outcome, attempt, record_of
 from reshard_mpi.runs.plan_conversion import Conversion
+from reshard_mpi.runs.process_memory import RunMemory
 from reshard_mpi.runs.progress import CLOSED, MOVED, PHASES, Progress, SliceCounter, Stage
 from reshard_mpi.runs.projection import Workload, checking_bytes, require_room
 from reshard_mpi.runs.request import Request, Strategies
-from reshard_mpi.runs.reservations import RunMemory
 from reshard_mpi.runs.target_plans import PlanReport, TargetPlans
 from reshard_mpi.runs.target_writer import Writer
 

@@ -28,9 +28,9 @@ from reshard_mpi.processes.process_lease import finish, register_worker
 from reshard_mpi.processes.signals import exit_when_terminated
 from reshard_mpi.runs.monitor import monitored
 from reshard_mpi.runs.outcome import Failure, Outcome, TargetReport
+from reshard_mpi.runs.process_memory import RunMemory
 from reshard_mpi.runs.progress import Progress
 from reshard_mpi.runs.request import Request, Strategies, Task
-from reshard_mpi.runs.reservations import RunMemory
 from reshard_mpi.runs.worker_pipes import (
     Channel,
     Fork,

@@ -235,11 +235,10 @@ def test_copies_that_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.usefixtures("at_once")
 def test_shards_that_are_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from reshard_mpi.runs import verify
 
     c = make(tmp_path)
     c.done()
-    slow_down(monkeypatch, verify, "_require_same_tensors")
+    slow_down(monkeypatch, verify_command, "_require_same_tensors")
     pair = ["verify", str(c.src), str(c.dst), *c.arguments()[3:7], "--jobs", "1"]
     finished = run_here(*pair, "-v")
     assert re.search(r"^verifying (.*) of \1, 100 %, in \S+ s, 2 of 2 shards$", finished.err, re.M), finished

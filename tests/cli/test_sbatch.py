@@ -22,7 +22,7 @@ from support.processes import Finished, run_command
 from reshard_mpi.cli import arguments
 from reshard_mpi.cli.batch_script import batch_script
 from reshard_mpi.options import OPTIONS
-from reshard_mpi.runs.plan_listing import Plan, RankSummary
+from reshard_mpi.runs.plan_command import Plan, RankSummary
 from reshard_mpi.runs.request import Request
 from reshard_mpi.text import MIB
 

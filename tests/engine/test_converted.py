@@ -13,12 +13,12 @@ from support.float_oracle import became
 from support.plans import planned_singly
 
 from reshard_mpi.engine import elements
+from reshard_mpi.engine.checksums import held_tensor, sum_shard
 from reshard_mpi.engine.elements import convert
 from reshard_mpi.engine.first_difference import place_of
 from reshard_mpi.engine.open_files import Traffic
 from reshard_mpi.engine.read import takes_numpy
 from reshard_mpi.engine.shard_transfer import write_shard
-from reshard_mpi.engine.sums import held_tensor, sum_shard
 from reshard_mpi.errors import ReshardError
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.locations import ByteRange, ByteRanges, LibraryRead

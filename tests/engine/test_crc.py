@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import few
 
-from reshard_mpi.engine import sums as engine_sums
-from reshard_mpi.engine.sums import PartSum, sum_of_whole, sum_of_zeros
+from reshard_mpi.engine import checksums as engine_sums
+from reshard_mpi.engine.checksums import PartSum, sum_of_whole, sum_of_zeros
 from reshard_mpi.sharding.box import Box
 
 

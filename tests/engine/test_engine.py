@@ -21,11 +21,11 @@ from reshard_mpi.engine import elements, shard_transfer, tiles
 from reshard_mpi.engine import gather as engine_gather
 from reshard_mpi.engine import open_files as engine_files
 from reshard_mpi.engine import tiles as engine_tiles
+from reshard_mpi.engine.checksums import held_tensor, sum_shard
 from reshard_mpi.engine.first_difference import first_difference, first_difference_of_tensors
 from reshard_mpi.engine.gather import load_shard
 from reshard_mpi.engine.open_files import ByteRuns, Files, Traffic
 from reshard_mpi.engine.shard_transfer import write_shard
-from reshard_mpi.engine.sums import held_tensor, sum_shard
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.dtypes import BY_NAME, FLOATS, DType
 from reshard_mpi.formats.locations import ByteRange, ByteRanges, LibraryRead, StridedView

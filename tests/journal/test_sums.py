@@ -7,7 +7,7 @@ import zlib
 import numpy as np
 import pytest
 
-from reshard_mpi.engine.sums import PartSum
+from reshard_mpi.engine.checksums import PartSum
 from reshard_mpi.errors import DamageError
 from reshard_mpi.journal.target_records import TensorSum, joined_sums, sums_of_wholes
 from reshard_mpi.sharding.box import Box

@@ -51,7 +51,7 @@ def change(module):
     module.Projection.peak_bytes = lambda *_: {peak_bytes}
 class Projecting:
     def find_spec(self, name, path=None, target=None):
-        if name != "reshard_mpi.runs.reservations":
+        if name != "reshard_mpi.runs.process_memory":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -61,8 +61,8 @@ class Projecting:
             change(module)
         spec.loader.exec_module = load_and_change
         return spec
-if "reshard_mpi.runs.reservations" in sys.modules:
-    change(sys.modules["reshard_mpi.runs.reservations"])
+if "reshard_mpi.runs.process_memory" in sys.modules:
+    change(sys.modules["reshard_mpi.runs.process_memory"])
 else:
     sys.meta_path.insert(0, Projecting())
 """

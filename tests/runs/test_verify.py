@@ -39,7 +39,7 @@ from reshard_mpi import formats
 from reshard_mpi.errors import DamageError, ShardError, SourceError, UsageError
 from reshard_mpi.formats import structure
 from reshard_mpi.runs import target_writer
-from reshard_mpi.runs import verify as verifying
+from reshard_mpi.runs import verify_command as verifying
 from reshard_mpi.text import format_bytes
 
 WHOLE = {name: zlib.crc32(array.tobytes()) for name, array in TENSORS.items()}

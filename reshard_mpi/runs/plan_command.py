@@ -1,4 +1,4 @@
-"""Plan the targets of a run and list them, without writing (`plan_targets`)."""
+"""Do the command `plan`: plan the targets of a run and list them, without writing (`plan_targets`)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.open_run import Run
 from reshard_mpi.runs.outcome import Outcome
 from reshard_mpi.runs.plan_conversion import Conversion
+from reshard_mpi.runs.process_memory import RunMemory
 from reshard_mpi.runs.progress import Progress, Words, complain
 from reshard_mpi.runs.request import Request
-from reshard_mpi.runs.reservations import RunMemory
 from reshard_mpi.runs.target_plans import TargetPlans
 from reshard_mpi.runs.transform import checked_plans, compare_copies, together
 from reshard_mpi.sharding.layout import whole_shape

@@ -45,11 +45,11 @@ from reshard_mpi.runs.check_contents import (
 from reshard_mpi.runs.open_run import chosen_targets
 from reshard_mpi.runs.outcome import Checked, Failure, Outcome, agreed, attempt
 from reshard_mpi.runs.plan_conversion import LIMITS, Conversion, apply_map
+from reshard_mpi.runs.process_memory import RunMemory
 from reshard_mpi.runs.progress import Progress, SliceCounter, Stage, Words, complain
 from reshard_mpi.runs.projection import Workload, checking_bytes
 from reshard_mpi.runs.recorded_options import accumulated_as_made, as_made, made_otherwise
 from reshard_mpi.runs.request import Request, Strategies
-from reshard_mpi.runs.reservations import RunMemory
 from reshard_mpi.runs.scheduling import assign, target_weights
 from reshard_mpi.text import counted
 
