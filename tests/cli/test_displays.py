@@ -235,6 +235,7 @@ def test_copies_that_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.usefixtures("at_once")
 def test_shards_that_are_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from reshard_mpi.runs import verify_command
 
     c = make(tmp_path)
     c.done()
