@@ -268,15 +268,17 @@ class _Carrying(NamedTuple):
         """Return groups of parameters with those settings that all groups of their parameters in the source say alike.
 
         Raises MapError for a setting that is a tensor, which stays at its place, if the parameters there are others;
-        and if a flat optimizer has one parameter of several groups.
+        and if one parameter is made of several with other settings.
         """
         own, of_source = self.own, self.of_source
         if Form.UNKNOWN in (own.form, of_source.form) and not len(own.groups) == len(of_source.groups) == 1:
             return own.groups
+        for sources in self.sources.values():
+            settings = [settings_in(of_source.groups[of_source.parameters[source]]) for source in sources]
+            if any(other != settings[0] for other in settings):
+                raise _treated_differently(sources, self.where)
         carried = []
         for place, (group, origins) in enumerate(zip(own.groups, self.origins)):
-            if own.form is Form.FLAT and len(origins) > 1:
-                raise _treated_differently([*self.sources.values()][place], self.where)
             first, *others = [settings_in(of_source.groups[origin]) for origin in sorted(origins)] or [[]]
             if any(len(entry) == 1 for entry in (*first, *settings_in(group))) and origins != {place}:
                 raise MapError(

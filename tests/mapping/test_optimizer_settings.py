@@ -108,8 +108,7 @@ def test_settings_go_with_their_parameter(
     assert_of(tmp_path / "dst/rank_0/checkpoint_0.pt", SWAP, model, is_flat=is_flat, has_state=has_state)
 
 
-# Groups that are put together keep of their settings what both say, and else what the other checkpoint says.
-@pytest.mark.parametrize(("is_flat", "like"), [(True, False), (True, True), (False, False)])
+@pytest.mark.parametrize(("is_flat", "like"), [*product(EITHER, EITHER)])
 def test_parameters_of_different_settings_are_not_put_together(tmp_path: Path, is_flat: bool, like: bool) -> None:
     src = training(tmp_path / "x.pt", {name: name for name in NAMES}, is_flat=is_flat, has_state=False)
     m = "" if like else "model."
