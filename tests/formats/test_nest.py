@@ -405,3 +405,16 @@ def test_differences_of_texts_that_are_no_nests(text: str) -> None:
 @pytest.mark.parametrize("forged", ['{"dict":[["a",{"dict":[[]]}]]}', '{"dict":[5]}', '{"tuple":3}', '{"dict":7}', "3"])
 def test_what_differs_in_a_forged_text_is_shown(forged: str) -> None:
     assert first_difference('{"dict":[]}', forged) and first_difference(forged, forged) == ""
+
+
+def test_a_list_without_any_of_its_tensors_is_left_out_of_its_dictionary() -> None:
+    groups = [[Tensor(3)], (Tensor(4), Tensor(5))]
+    root = dictionary(a=Tensor(0), means=[Tensor(1), Tensor(2)], groups=groups, more=[Tensor(6), 7], none=[])
+    flattened = flatten_tree.flatten(root, is_tensor)
+    leaves = {name: leaf for name, leaf in flattened.tensors if name.startswith(("a", "more"))}
+    kept = rebuild_tree.rebuild(leaves, flattened.strings)
+    assert dict(kept.pairs()) == {"a": Tensor(0), "more": [Tensor(6), 7], "none": []}
+    for lacking in ("more.0", "means.0"):
+        some = {name: leaf for name, leaf in flattened.tensors if name != lacking}
+        with pytest.raises(nodes.NestError, match="a part of a list of the nest is not in the shard"):
+            rebuild_tree.rebuild(some, flattened.strings)

@@ -33,7 +33,7 @@ def rebuild(leaves: Mapping[str, Value], strings: Mapping[str, str]) -> Value:
 
     Args:
         leaves: what stands for each tensor in the tree. A tensor that the nest lists and the shard lacks is left out of
-            its dictionary.
+            its dictionary, and so is a list of nothing but such tensors.
 
     Raises NestError if the text is none, or something has no place or two.
     """
@@ -138,12 +138,22 @@ class _Rebuilding:
                     raise NestError("a dictionary of the nest has a key twice", repr(key)[:100])
                 keys.add(mark)
             name = f"{prefix}{key}"
-            if len(entry) == 2:
+            if len(entry) == 2 and not self._is_left_out(entry[1], f"{name}."):
                 flat += [key, self.value(entry[1], f"{name}.", depth + 1)]
-            elif name in self._leaves:
+            elif len(entry) == 1 and name in self._leaves:
                 flat += [key, self._take(name)]
         if is_open:
             self._open.setdefault(prefix, number)
+
+    def _is_left_out(self, content: Any, prefix: str) -> bool:
+        """Tell whether a part of the JSON is a list of nothing but tensors that the shard lacks."""
+        items = content.get("tuple") if type(content) is dict else content
+        return (type(items) is list and bool(items)) and all(
+            f"{prefix}{index}" not in self._leaves
+            if type(item) is dict and "tensor" in item
+            else self._is_left_out(item, f"{prefix}{index}.")
+            for index, item in enumerate(items)
+        )
 
     def _call(self, function: Global, args: list[Any], rest: Mapping[str, Any], prefix: str, depth: int) -> Call:
         is_new, items, entries = rest.get("new", False), rest.get("items"), rest.get("dict")
