@@ -16,7 +16,7 @@ from reshard_mpi.formats.nest.nodes import parsed
 from reshard_mpi.mapping.apply_rules import applied
 from reshard_mpi.mapping.carry_values import carried_into, renamed
 from reshard_mpi.mapping.chain import chained, composed
-from reshard_mpi.mapping.check_optimizers import MadeTensors, owners_by_names, require_own_state
+from reshard_mpi.mapping.check_optimizers import MadeTensors, owners_by_names, require_none_by_order, require_own_state
 from reshard_mpi.mapping.direction import Inventory
 from reshard_mpi.mapping.numbered_state import (
     NO_TRAINING,
@@ -92,7 +92,8 @@ def applied_to_file(
     named = named_tensors(training, shapes, source.path, is_stripped=like is not None)
     plain = {name: inventory[in_file] for name, in_file in named.items()}
     prefix = training.prefix if like is not None else ""
-    told = owners_by_names(_optimizers(source, training), inventory).items()
+    optimizers = _optimizers(source, training)
+    told = owners_by_names(optimizers, inventory).items()
     choice = choice._replace(owners={state.removeprefix(prefix): owner.removeprefix(prefix) for state, owner in told})
     settings = settings_of_all(training, source.nest)
     while True:
@@ -113,6 +114,9 @@ def applied_to_file(
     ]
     sources_of = {parameter.name: parameter.sources for parameter in all_parameters}
     target = MadeTensors({tensor.name: tensor for tensor in all_made}, sources_of)
+    if source.nest is not None:
+        of_like = None if like is None else like.nest
+        require_none_by_order(source.nest, optimizers, inventory, in_files, all_made, of_like, source.path)
     if like is not None:
         notes += tuple(_told_of_order(like.training, like.path))
         if like.nest is None or source.nest is None:

@@ -94,16 +94,16 @@ def training_in(nest: str | None, shapes: TemplateShapes, alias: Mapping[str, st
     root, place = _parsed(nest, shapes, where)
     try:
         optimizers = {optimizer.path: optimizer for optimizer in optimizers_in(root, "")}
-        paths = set(_paths(root, "", optimizers))
+        paths = set(paths_in(root, "", optimizers))
     except RecursionError as error:
         raise _unreadable(error, where) from None
-    below = _below(shapes, optimizers)
+    below = names_below(shapes, optimizers)
     with_state = [path for path, names in below.items() if any(state_of(optimizers[path], name) for name in names)]
     others = dict.fromkeys(shapes, None)
     for names in below.values():
         for name in names:
             others.pop(name, None)
-    models = _below(others, paths)
+    models = names_below(others, paths)
     stateless = Training(max((path for path, own in models.items() if len(own) == len(others)), default=""), None, {})
     has_state = bool(with_state)
     if not has_state and len(optimizers) == 1:
@@ -124,7 +124,7 @@ def training_in(nest: str | None, shapes: TemplateShapes, alias: Mapping[str, st
             where=where,
             remedy=_ORDER_REMEDY,
         )
-    models = _below(sorted(others, key=lambda name: place.get(name, len(place))), paths)
+    models = names_below(sorted(others, key=lambda name: place.get(name, len(place))), paths)
     by_path: dict[tuple[str, ...], str] = {}
     problems = []
     for path, own in sorted(models.items(), key=lambda model: -len(model[0])):
@@ -215,7 +215,7 @@ def _unreadable(error: Exception, where: str) -> MapError:
     return MapError("how the tensors of a file are nested cannot be read", got=str(error)[:100], where=where)
 
 
-def _below(names: Iterable[str], paths: Collection[str]) -> dict[str, list[str]]:
+def names_below(names: Iterable[str], paths: Collection[str]) -> dict[str, list[str]]:
     """Return the names that begin with each of the paths, which are empty or end with a dot."""
     below: dict[str, list[str]] = {}
     for name in names:
@@ -266,14 +266,14 @@ def _group(node: Any) -> ParameterGroup | None:
     return ParameterGroup(tuple(numbers), tuple(names) if is_named else None, settings)
 
 
-def _paths(node: Any, path: str, without: Collection[str]) -> Iterator[str]:
+def paths_in(node: Any, path: str, without: Collection[str]) -> Iterator[str]:
     """Yield what names in each dictionary begin with."""
     if path in without:
         return
     if entries_of(node) is not None:
         yield path
     for key, value in parts_of(node):
-        yield from _paths(value, f"{path}{key}.", without)
+        yield from paths_in(value, f"{path}{key}.", without)
 
 
 def state_of(optimizer: Numbered, name: str) -> tuple[int, str] | None:
