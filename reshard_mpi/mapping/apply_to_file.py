@@ -20,7 +20,6 @@ from reshard_mpi.mapping.check_optimizers import MadeTensors, owners_by_names, r
 from reshard_mpi.mapping.direction import Inventory
 from reshard_mpi.mapping.numbered_state import (
     NO_TRAINING,
-    STATE,
     Training,
     in_order,
     named_tensors,
@@ -214,9 +213,9 @@ def _names_in_target(training: Training, like: TargetTemplate | None) -> Callabl
     path = "" if training.optimizer is None else training.optimizer.path
 
     def renamed(name: str) -> str:
-        if training.optimizer is None or not name.startswith(STATE):
+        if training.optimizer is None or not name.startswith(training.state):
             return name
-        return f"{path}state.{name.removeprefix(STATE).removeprefix(training.prefix)}"
+        return f"{path}state.{name.removeprefix(training.state).removeprefix(training.prefix)}"
 
     return renamed
 

@@ -16,7 +16,7 @@ from reshard_mpi.errors import MapError
 from reshard_mpi.formats.nest.nodes import NestError, decoded, parsed, places
 from reshard_mpi.mapping.direction import TemplateShapes
 
-# What state is called once its numbers are names, wherever the optimizer is in its file.
+# What state is called once its numbers are names, wherever the optimizer is in its file, unless another one has it.
 STATE = "optimizer.state."
 # Tensors of a model that no optimizer changes. Users' own are not known; where there are any, the numbers do not come
 # out.
@@ -58,6 +58,7 @@ class Training(NamedTuple):
     optimizer: Numbered | None  # None if there is none, or no state in it
     parameters: Mapping[int, str]  # the names of its parameters, by number
     are_named: bool = False  # the optimizer says these names itself
+    state: str = STATE  # what names of its state begin with in maps
 
 
 NO_TRAINING = Training("", None, {})
@@ -147,7 +148,9 @@ def training_in(nest: str | None, shapes: TemplateShapes, alias: Mapping[str, st
     if gone is not None:
         raise _doubt("whose optimizer state each number is cannot be told", f"{gone} was left out before", where)
     numbers = [number for group in optimizer.groups for number in group.numbers]
-    return Training(prefix, optimizer, dict(zip(numbers, parameters)), are_named)
+    is_taken = any(name.startswith(STATE) and state_of(optimizer, name) is None for name in shapes)
+    state = f"{optimizer.path}state." if is_taken else STATE
+    return Training(prefix, optimizer, dict(zip(numbers, parameters)), are_named, state)
 
 
 def _twin(
@@ -332,7 +335,7 @@ def named_tensors(training: Training, shapes: TemplateShapes, where: str, *, is_
         state = None if training.optimizer is None else state_of(training.optimizer, name)
         plain = name.removeprefix(prefix)
         if state is not None:
-            plain = f"{STATE}{training.parameters[state[0]].removeprefix(prefix)}.{state[1]}"
+            plain = f"{training.state}{training.parameters[state[0]].removeprefix(prefix)}.{state[1]}"
         if named.setdefault(plain, name) != name:
             raise MapError("two tensors would have one name", got=f"{named[plain]} and {name}: {plain}", where=where)
     return named

@@ -964,3 +964,27 @@ def test_state_that_is_not_dropped_with_what_no_rule_matches_is_told(
     caplog.clear()
     reshard_mpi.transform(*how, unlisted="drop", exclude=["optimizer.*"], overwrite=True)
     assert "is kept" not in caplog.text
+
+
+@pytest.mark.parametrize("is_like", [False, True])
+def test_numbers_beside_an_optimizer_by_names_below_the_key_of_maps(tmp_path: Path, is_like: bool) -> None:
+    """In maps `optimizer.state.` is what numbered state is called, wherever it lies."""
+
+    def both(*names: str) -> dict[str, Any]:
+        numbered = {0: {"exp_avg": tensor(Q[:6])}, 1: {"exp_avg": tensor(Q[6:8])}}
+        group = {"params": [0, 1], "param_names": [*names]}
+        return {
+            "actor": {"a.w": tensor(K[:6])},
+            "critic": {names[0]: tensor(OUT[:6]), names[1]: tensor(OUT[6:8])},
+            "optimizer": {"state": {"a.w": {"exp_avg": tensor(K[6:12])}}, "param_groups": [{"params": ["a.w"]}]},
+            "critic_optimizer": {"state": numbered, "param_groups": [group]},
+        }
+
+    like = {"like": both("value.w", "value.b")} if is_like else {}
+    key = "" if is_like else "critic."
+    made = converted(tmp_path, both("v.w", "v.b"), f'[[map]]\neq = "{key}v.{{p*}} <=> {key}value.{{p*}}"\n', **like)
+    keys = (0, 1) if is_like else ("value.w", "value.b")
+    assert {*made["optimizer"]["state"]} == {"a.w"} and {*made["critic_optimizer"]["state"]} == {*keys}
+    assert arrays_of(made["optimizer"]["state"]["a.w"])["exp_avg"].tolist() == K[6:12].tolist()
+    for key, array in zip(keys, (Q[:6], Q[6:8])):
+        assert arrays_of(made["critic_optimizer"]["state"][key])["exp_avg"].tolist() == array.tolist()
