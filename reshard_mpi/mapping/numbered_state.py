@@ -138,7 +138,8 @@ def training_in(nest: str | None, shapes: TemplateShapes, alias: Mapping[str, st
         return stateless
     if len(by_path) != 1:
         got = " or ".join(by_path.values()) if by_path else "; ".join(problems[:_MAX_NAMED]) or "no parameters"
-        raise _doubt("whose optimizer state each number is cannot be told", got, where)
+        remedy = _TWIN_REMEDY if are_named and by_path else _REMEDY
+        raise _doubt("whose optimizer state each number is cannot be told", got, where, remedy)
     ((parameters, prefix),) = by_path.items()
     twin = None if are_named else _twin(parameters, prefix, models, shapes)
     if twin is not None:

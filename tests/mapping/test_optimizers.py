@@ -988,3 +988,11 @@ def test_numbers_beside_an_optimizer_by_names_below_the_key_of_maps(tmp_path: Pa
     assert arrays_of(made["optimizer"]["state"]["a.w"])["exp_avg"].tolist() == K[6:12].tolist()
     for key, array in zip(keys, (Q[:6], Q[6:8])):
         assert arrays_of(made["critic_optimizer"]["state"][key])["exp_avg"].tolist() == array.tolist()
+
+
+def test_named_parameters_of_two_models_have_a_remedy_of_their_own(tmp_path: Path) -> None:
+    source = spoiled("two models")
+    source["optimizer"]["param_groups"][0]["param_names"] = [*PARAMETERS]
+    with pytest.raises(MapError, match=r"average\. or model\.") as raised:
+        converted(tmp_path, source, MAP_OF_FILES)
+    assert "give torch's optimizer named parameters" not in str(raised.value) and "exclude" in str(raised.value)
