@@ -222,7 +222,8 @@ def _fault(
         is_counter = all(prod(inventory[state].shape) == 1 for state in states)
         if strangers and (len(strangers) == len(states) or not is_counter):
             return _Fault(f"state of {strangers[0]} would be kept of {owner}, which is not made of it", name)
-        if origins is not None and not _is_made_alike(target.made[name], target.made[owner], of_source, inventory):
+        made = target.made
+        if origins is not None and not _is_made_alike(made[name], made[owner], origins, of_source, inventory):
             return _Fault(f"state of {owner} would be arranged in another way than {owner}", name)
     made_of: dict[str, set[str]] = {}  # by parameter of the source: the target's
     for parameter in own.parameters:
@@ -242,9 +243,18 @@ def _excluding(side: _Side, state: str) -> str:
     return f"exclude the state as well (--exclude '{own}.*'; the optimizer: --exclude '{side.optimizer.path}*')"
 
 
-def _is_made_alike(state: DerivedTensor, parameter: DerivedTensor, side: _Side, inventory: Inventory) -> bool:
-    """Tell whether a state is arranged of its sources as its parameter is; True for other shapes."""
+def _is_made_alike(
+    state: DerivedTensor, parameter: DerivedTensor, origins: Collection[str], side: _Side, inventory: Inventory
+) -> bool:
+    """Tell whether a state is arranged of its sources as its parameter is; True for other shapes.
+
+    Args:
+        origins: what the parameter is made of, with what is equal to that.
+    """
     owner_of = {place: side.owner_of.get(state.sources[place], "") for place in taken_of(state)}
+    taken = frozenset(parameter.sources[place] for place in taken_of(parameter))
+    if len(taken) == 1:  # the state of a tensor that is equal to it
+        owner_of = {place: min(taken) if owner in origins else owner for place, owner in owner_of.items()}
     shapes = [inventory[state.sources[place]].shape for place in owner_of]
     shapes_of_owners = [inventory[owner].shape if owner in inventory else None for owner in owner_of.values()]
     if state.shape.shape != parameter.shape.shape or shapes != shapes_of_owners:

@@ -186,12 +186,17 @@ def owned_by(name: str, owner_of: Mapping[str, str]) -> Iterator[str]:
 def _having_state(match: Match, bases: Collection[str], affixes: NameAffixes) -> Match:
     """Return the part of a match that has a state: a BatchNorm's running figures have none, weight and bias may have.
 
+    Of tensors that are equal, the others need none: torch has one state of tied weights.
+
     Args:
         bases: the names of the parameters that have it.
         affixes: what is around them in those of the state.
 
     Raises MapError if some of the parameters that a tensor is made of have it, and others have not.
     """
+    having = [name for name in (*match.sources.values(), *match.equal) if name in bases]
+    if len(match.sources) == 1 and match.equal:
+        return match._replace(sources=dict.fromkeys(match.sources, having[0]), equal=tuple(having[1:]))
     targets = {}
     for place, target in match.targets.items():
         parts = dict.fromkeys(match.sources[pair.source] for pair in match.geometry.targets[place].pairs)

@@ -990,9 +990,35 @@ def test_numbers_beside_an_optimizer_by_names_below_the_key_of_maps(tmp_path: Pa
         assert arrays_of(made["critic_optimizer"]["state"][key])["exp_avg"].tolist() == array.tolist()
 
 
+@pytest.mark.parametrize("is_second", [False, True])
+@pytest.mark.parametrize("are_named", [False, True])
+def test_a_copy_of_tied_weights_has_the_one_state_of_both(tmp_path: Path, are_named: bool, is_second: bool) -> None:
+    model = {"embed": Q, "out": OUT[:6], "head": Q} if not is_second else {"head": Q, "out": OUT[:6], "embed": Q}
+    source = training(model, ("head" if is_second else "embed", "out"))
+    if are_named:
+        source["optimizer"]["param_groups"][0]["param_names"] = ["head" if is_second else "embed", "out"]
+    equation = '[[map]]\ncopy = true\neq = "model.embed, model.head <=> model.wte"\n'
+    made = converted(tmp_path, source, equation, forward=True)["optimizer"]
+    assert {*made["state"]} == {*made["param_groups"][0]["params"]} == {"wte", "out"}
+    assert np.array_equal(arrays_of(made["state"]["wte"])["exp_avg"], moment(0, Q))
+
+
 def test_named_parameters_of_two_models_have_a_remedy_of_their_own(tmp_path: Path) -> None:
     source = spoiled("two models")
     source["optimizer"]["param_groups"][0]["param_names"] = [*PARAMETERS]
     with pytest.raises(MapError, match=r"average\. or model\.") as raised:
         converted(tmp_path, source, MAP_OF_FILES)
     assert "give torch's optimizer named parameters" not in str(raised.value) and "exclude" in str(raised.value)
+
+
+def test_another_model_of_the_same_names_may_be_left_out(tmp_path: Path) -> None:
+    names = {"a.w": Q[:6], "b.w": K[:6]}
+    state = {name: {"exp_avg": tensor(moment(0, array))} for name, array in names.items()}
+    source = {key: {name: tensor(array.copy()) for name, array in names.items()} for key in ("model", "ema")}
+    source["optim"] = {"state": state, "param_groups": [{"params": [*names]}]}
+    equations = ("model.{p*}.w <=> model.{p*}.v", "optim.state.{p*}.w.exp_avg <=> optim.state.{p*}.v.exp_avg")
+    text = "".join(f'[[map]]\neq = "{equation}"\n' for equation in equations)
+    made = converted(tmp_path, source, text, exclude="ema.*")
+    assert {*made["model"]} == {*made["optim"]["state"]} == {"a.v", "b.v"}
+    with pytest.raises(MapError, match=r"is excluded, and its state is not"):
+        converted(tmp_path, source, text, exclude=["ema.*", "model.*"])
