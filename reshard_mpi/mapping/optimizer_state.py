@@ -251,7 +251,7 @@ def parted_anywhere(name: str, inventory: Container[str]) -> tuple[str, NameAffi
     parts = parts_of(name)
     found: tuple[str, NameAffixes] | None = None
     for length in range(len(parts) - 1, 0, -1):
-        for start in range(len(parts) - length + 1):
+        for start in range(len(parts) - length + 1 - _is_behind_parameter(parts, length)):
             first, last = spans[start][0], spans[start + length - 1][1]
             if name[first:last] in inventory and not STATE_WORDS.isdisjoint((*parts[:start], *parts[start + length :])):
                 parted = name[first:last], NameAffixes(name[:first], name[last:])
@@ -259,6 +259,14 @@ def parted_anywhere(name: str, inventory: Container[str]) -> tuple[str, NameAffi
                     return parted
                 found = found or parted
     return found
+
+
+def _is_behind_parameter(parts: Sequence[str], length: int) -> bool:
+    """Tell whether the end of a name, of so many parts, is what state is of its parameter: `state.w.step`.
+
+    A parameter may be called `step` as well.
+    """
+    return length == 1 and parts[-1] in STATE_WORDS and _STATE_KEY in parts[:-2]
 
 
 def parts_of(name: str) -> tuple[str, ...]:
@@ -424,7 +432,7 @@ def _named_in_part(
     """
     parts = parts_of(name)
     for length in range(len(parts) - 1, 0, -1):
-        for start in range(len(parts) - length + 1):
+        for start in range(len(parts) - length + 1 - _is_behind_parameter(parts, length)):
             rest = (*parts[:start], *parts[start + length :])
             end = ".".join(parts[start : start + length])
             parameter = parameters.get(end)

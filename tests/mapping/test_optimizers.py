@@ -1022,3 +1022,26 @@ def test_another_model_of_the_same_names_may_be_left_out(tmp_path: Path) -> None
     assert {*made["model"]} == {*made["optim"]["state"]} == {"a.v", "b.v"}
     with pytest.raises(MapError, match=r"is excluded, and its state is not"):
         converted(tmp_path, source, text, exclude=["ema.*", "model.*"])
+
+
+@pytest.mark.parametrize("name", ["step", "exp_avg", "loop.step"])
+@pytest.mark.parametrize("way", ["exclude", "drop", "equation"])
+@pytest.mark.parametrize("are_numbered", [False, True])
+def test_a_tensor_that_is_called_as_state_is_behind_its_parameter(
+    tmp_path: Path, name: str, way: str, are_numbered: bool
+) -> None:
+    source = training()
+    if not are_numbered:
+        state = dict(zip(PARAMETERS, source["optimizer"]["state"].values()))
+        source["optimizer"] = {"state": state, "param_groups": [{"params": [*PARAMETERS]}]}
+    source |= {"loop": {"step": tensor(Q[:1].reshape(()))}} if "." in name else {name: tensor(MODEL["q"] * 2)}
+    if way == "exclude":
+        torch_peer.save(tmp_path / "x.pt", source)
+        reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "made", exclude=name)
+        made = torch_peer.load(tmp_path / "made/rank_0/checkpoint_0.pt")
+    else:
+        entry = {"drop": f'drop = "{name}"\n', "equation": f'eq = "{name} <=> new"\n'}[way]
+        text = f'[[map]]\n{entry}[[map]]\neq = "model.norm.running_mean <=> model.mean"\n'
+        made = converted(tmp_path, source, text, forward=True)
+    assert [{*each} for each in made["optimizer"]["state"].values()] == [{"step", "exp_avg"}] * 4
+    assert ("new" in made) == (way == "equation") and name not in made and "step" not in made.get("loop", {})
