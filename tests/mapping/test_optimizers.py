@@ -1045,3 +1045,14 @@ def test_a_tensor_that_is_called_as_state_is_behind_its_parameter(
         made = converted(tmp_path, source, text, forward=True)
     assert [{*each} for each in made["optimizer"]["state"].values()] == [{"step", "exp_avg"}] * 4
     assert ("new" in made) == (way == "equation") and name not in made and "step" not in made.get("loop", {})
+
+
+@pytest.mark.parametrize("key", ["optimizer", "optimizer_state_dict", "train.opt"])
+def test_an_equation_does_not_take_numbered_state_out_of_its_optimizer(tmp_path: Path, key: str) -> None:
+    """In maps the state is called optimizer.state. under any key."""
+    source = training({"a.weight": OUT[:4].reshape(2, 2), "a.bias": Q[:2]}, ("a.weight", "a.bias"))
+    optimizer = source.pop("optimizer")
+    source |= {"train": {"opt": optimizer}} if "." in key else {key: optimizer}
+    text = '[[map]]\neq = "model.{p*}.weight [o i] <=> net.{p*}.kernel [i o]"\n[[map]]\neq = "{p*} <=> net.{p*}"\n'
+    with pytest.raises(MapError, match="takes tensors out of an optimizer"):
+        converted(tmp_path, source, text, forward=True)
