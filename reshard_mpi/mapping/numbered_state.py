@@ -143,7 +143,7 @@ def training_in(nest: str | None, shapes: TemplateShapes, alias: Mapping[str, st
     ((parameters, prefix),) = by_path.items()
     twin = None if are_named else _twin(parameters, prefix, models, shapes)
     if twin is not None:
-        got = f"{prefix} or {twin}, which has tensors of these shapes too, and more"
+        got = f"{prefix} or {twin or 'the file itself'}, which has tensors of these shapes too, and more"
         raise _doubt("whose optimizer state each number is cannot be told", got, where, _TWIN_REMEDY)
     gone = None if are_named else _gone(nest, prefix, optimizer, shapes)
     if gone is not None:
@@ -170,8 +170,11 @@ def _twin(
     while all("." in name for name in own) and len({name.partition(".")[0] for name in own}) == 1:
         own = [name.partition(".")[2] for name in own]  # such as "module" of DataParallel
     for path, names in models.items():
-        if path.startswith(prefix) or prefix.startswith(path):
+        if path.startswith(prefix):
             continue
+        if prefix.startswith(path):  # the tensors of no dictionary in it
+            inner = tuple(other for other in models if other != path and other.startswith(path))
+            names = [name for name in names if not name.startswith(inner)]
         in_order = iter([shapes[name] for name in names])
         if all(shapes[parameter] in in_order for parameter in parameters):  # each behind the one before
             return path

@@ -353,7 +353,7 @@ def test_numbers_that_become_other_parameters_are_of_one_moment(tmp_path: Path) 
     reshard_mpi.verify(tmp_path / "source.pt", tmp_path / "made", map=tmp_path / "map.toml", like=tmp_path / "like.pt")
 
 
-@pytest.mark.parametrize("copy", ["ema", "wrapped", "first"])
+@pytest.mark.parametrize("copy", ["ema", "wrapped", "first", "inner"])
 def test_a_copy_of_the_model_without_its_buffers_is_a_doubt(tmp_path: Path, copy: str) -> None:
     """The copy alone has as many tensors as there are numbers, and the optimizer's model has a buffer of its own."""
     source = training(MODEL | {"mask": BIAS[:4]})
@@ -361,9 +361,11 @@ def test_a_copy_of_the_model_without_its_buffers_is_a_doubt(tmp_path: Path, copy
     if copy == "wrapped":
         plain = {f"module.{name}": value for name, value in plain.items()}
     source = {"teacher": plain, **source} if copy == "first" else {**source, "teacher": plain}
+    source |= source.pop("model") if copy == "inner" else {}
     with pytest.raises(MapError, match="whose optimizer state each number is cannot be told") as raised:
         converted(tmp_path, source, "[[map]]\neq = '{p*} <=> x.{p*}'\n")
-    assert "teacher." in str(raised.value) and "model." in str(raised.value) and "exclude" in str(raised.value)
+    other = "the file itself" if copy == "inner" else "model."
+    assert "teacher." in str(raised.value) and other in str(raised.value) and "exclude" in str(raised.value)
 
 
 @pytest.mark.parametrize("is_like", [False, True])
