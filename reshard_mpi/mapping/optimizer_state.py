@@ -262,7 +262,7 @@ def parted_anywhere(name: str, inventory: Container[str]) -> tuple[str, NameAffi
 
 
 def _is_behind_parameter(parts: Sequence[str], length: int) -> bool:
-    """Tell whether the end of a name, of so many parts, is what state is of its parameter: `state.w.step`.
+    """Tell whether `length` parts at the end of a name are a key of state behind its parameter: `state.w.step`.
 
     A parameter may be called `step` as well.
     """
