@@ -20,7 +20,7 @@ from reshard_mpi.filesystem.folders import Folder, close
 from reshard_mpi.filesystem.paths import described
 from reshard_mpi.filesystem.source_files import is_taken
 from reshard_mpi.journal.record_files import COMMIT_RECORD, STATE, lock_name, record_path, recorded_ranks
-from reshard_mpi.journal.run_records import CommitRecord, RunIdentity
+from reshard_mpi.journal.run_records import CommitRecord, RunIdentity, committed_times
 from reshard_mpi.journal.target_folders import uncommit
 from reshard_mpi.journal.target_records import RecordHead
 
@@ -142,17 +142,32 @@ def _are_all_in_place(folder: Path, identity: RunIdentity) -> bool:
 def is_in_place(folder: Path, identity: RunIdentity, target_rank: int, file: str) -> bool:
     """Tell whether the file in the place of a target is the one that the target's record is about."""
     head = RecordHead.read(folder / STATE, target_rank)
-    if head is None or (head.digest, head.file) != (identity.digest, file):
-        return False
-    return (folder / file).exists() and head.is_about((folder / file).stat())
+    return head is not None and head.digest == identity.digest and _is_about(folder, head, file)
+
+
+def _is_about(folder: Path, head: RecordHead, file: str) -> bool:
+    """Tell whether a file of a target folder is there, and is the one that this record of a target is about."""
+    return head.file == file and (folder / file).exists() and head.is_about((folder / file).stat())
 
 
 def withdraw_commit(folder: Folder) -> None:
-    """Remove the commit record of targets that are not complete, or no checkpoint, and their index.
+    """Remove the commit record and the index of a folder if it holds other targets than were committed.
 
-    An index that is not the one that was committed stays: a training may have saved its own there.
+    Nothing is removed where that is not certain: what is lost, cut or has another time may be restored, and nothing but
+    its index makes it a checkpoint then. An index that is not the one that was committed stays in any case: a training
+    may have saved its own there.
     """
-    uncommit(folder, _committed_index(folder.path))
+    committed = CommitRecord.read(folder.path)
+    if committed is None:
+        return
+    times_ns = committed_times(folder.path, committed.digest)
+    for rank, file in committed.files.items():
+        head = RecordHead.read(folder.path / STATE, rank)
+        if head is not None and _is_about(folder.path, head, file):
+            is_as_committed = times_ns is None or head.modified_ns == times_ns.get(rank)
+            if head.digest != committed.digest or not is_as_committed:
+                uncommit(folder, _committed_index(folder.path))
+                return
 
 
 def _committed_index(folder: Path) -> tuple[str, ...]:

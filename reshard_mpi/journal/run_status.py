@@ -62,7 +62,8 @@ def commit(folder: Path) -> Committed:
     """Write the commit record of the run recorded under `folder`.
 
     Raises TargetError if there is no run, TransformError if targets of it are not complete, DisagreementError or
-    CoverageError if they were made from shards that do not belong together. Then there is no commit record.
+    CoverageError if they were made from shards that do not belong together. Then there is no new commit record, and one
+    of other targets than are there now is removed, with its index.
     """
     _recorded_run(folder)
     require_replaceable(folder / COMMIT_RECORD, "the commit record")

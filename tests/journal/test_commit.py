@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -279,7 +280,38 @@ def test_an_index_that_a_training_has_saved_there_stays(tmp_path: Path, is_commi
     (c.dst / "__0_0.distcp").write_bytes(b"saved later")
     (c.dst / ".metadata").write_bytes(b"saved later")
     assert "not complete" in refused("commit", c.dst, code=4)
-    assert (c.dst / ".metadata").read_bytes() == b"saved later" and not record(c).exists()
+    assert (c.dst / ".metadata").read_bytes() == b"saved later" and record(c).exists() == is_committed
+
+
+# What becomes of a committed folder whose index makes it a checkpoint, given its first shard.
+WITHERS: dict[str, Callable[[Conversion, Path], object]] = {
+    "touched": lambda _, shard: shard.touch(),
+    "lost": lambda _, shard: shard.unlink(),
+    "cut": lambda _, shard: os.truncate(shard, 5),
+    "no record": lambda c, _: state(c, "rank_0.json").unlink(),
+    "empty record": lambda c, _: state(c, "rank_0.json").write_text(""),
+    "saved on": lambda c, _: (state(c, "committed.json").unlink(), c.rewrite(0, {"w": c.arrays(0)["w"] + 1})),
+}
+
+
+@pytest.mark.parametrize("form", few(1, ["dcp", "hf"]))
+@pytest.mark.parametrize("withered", WITHERS)
+def test_commit_leaves_what_is_committed_where_it_fails(tmp_path: Path, withered: str, form: str) -> None:
+    """What is amiss may be restored, and without its index nobody could read it then."""
+    c = make(tmp_path)
+    given = ("--max-shard-size", "140") if form == "hf" else ("--dst-strategy", c.dst_strategy)
+    done("transform", c.src, c.dst, "--src-strategy", c.src_strategy, "--to", form, *given)
+    committed = {path: path.read_bytes() for path in c.dst.iterdir() if path.is_file()}
+    shard = next(path for path in sorted(committed) if path.suffix in (".distcp", ".safetensors"))
+    WITHERS[withered](c, shard)
+    before = listing(c.dst)
+    finished = run_here("commit", c.dst)
+    assert finished.code in (3, 4) or withered == "touched", finished  # what is as committed may well be committed
+    assert listing(c.dst) == before
+    shard.write_bytes(committed[shard])
+    shutil.rmtree(c.dst / ".reshard_mpi")
+    assert "source: " in done("transform", c.dst, tmp_path / "read", "--to", "safetensors").err
+    assert {path: path.read_bytes() for path in committed} == committed
 
 
 @pytest.mark.parametrize("spoiled", few(3, SPOILS))
@@ -289,10 +321,14 @@ def test_commit_says_what_is_missing(tmp_path: Path, spoiled: str) -> None:
     text = record(c).read_text()
     spoil, got = SPOILS[spoiled]
     spoil(c)
+    spoiled_folder = listing(c.dst)
     finished = run_here("commit", c.dst)
     assert finished.code == 4 and "1 of 4 targets are not complete: 1\n" in finished.err and finished.out == ""
     assert f"target rank 1 {got}" in finished.err and "--resume" in finished.err and "sbatch --array=1," in finished.err
-    assert not record(c).exists()  # it was not true any more
+    if spoiled == "another run":  # what was committed is not there any more, for certain
+        assert not record(c).exists()
+    else:
+        assert listing(c.dst) == spoiled_folder
     if spoiled in ("no record", "another size"):  # the file may be somebody else's
         assert f"where: {c.written(1)}" in c.refused("transform", "--resume")
         c.written(1).unlink()
