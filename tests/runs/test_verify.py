@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -539,6 +540,8 @@ def test_alone(tmp_path: Path) -> None:
     c = four_targets(tmp_path, "hdf5")
     c.done("transform", "--verify")
     assert "by its own sums, the record of its run: sound" in verify(c, target=False).out
+    with contextlib.chdir(c.dst / "rank_1"):
+        assert "verified 1 shard" in done("verify", ".", "--jobs", "1").out
     (copied := tmp_path / "copied").mkdir()
     for rank in range(4):
         (copied / f"rank_{rank}").mkdir()
