@@ -33,7 +33,7 @@ from reshard_mpi.testing.folders import FolderConformance, Spoil, cut_short, los
 from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
 
 GOLDEN = Path(__file__).parent / "golden" / "hugging_face"
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX, SINGLE, MAP = "model.safetensors.index.json", "model.safetensors", "param_name_map.json"
 
 
 def loaded(folder: Path) -> dict[str, np.ndarray]:
@@ -324,7 +324,18 @@ def single(folder: Path) -> None:
     shutil.copy(GOLDEN / "tied" / SINGLE, folder)
 
 
+def save_map(folder: Path, files: str) -> None:
+    """Save a map as MindSpore's `unified_safetensors` does, which lists other files than the index, or the same."""
+    weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+    (folder / MAP).write_text(json.dumps({name: file.replace("model", files) for name, file in weight_map.items()}))
+
+
 WRONG = {
+    "a map of another save": (partial(save_map, files="part"), (MAP, INDEX, "another save")),
+    "an old single file beside a map": (
+        lambda folder: (save_map(folder, "model"), single(folder), (folder / INDEX).unlink()),
+        (SINGLE, MAP, "--select"),
+    ),
     "an old single file": (single, (SINGLE, INDEX, "--select")),
     "files beside a single one": (lambda folder: (single(folder), (folder / INDEX).unlink()), FIRST),
     "a file is missing": (lost(SECOND), SECOND),
@@ -365,6 +376,11 @@ def test_an_old_single_file_beside_an_index_is_chosen(folder: Path) -> None:
     out = folder.parent / "chosen"
     done("transform", folder, out, "--select", SINGLE, "--to", "ckpt", "--jobs", "1")
     done("diff", GOLDEN / "tied", out, "--jobs", "1")
+
+
+def test_a_map_of_the_same_files(folder: Path, tmp_path: Path) -> None:
+    save_map(folder, "model")
+    done("transform", folder, tmp_path / "out", "--to", "safetensors", "--jobs", "1")
 
 
 def test_files_without_an_index(folder: Path, tmp_path: Path) -> None:

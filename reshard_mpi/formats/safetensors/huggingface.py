@@ -239,18 +239,12 @@ def _listing(folder: str) -> _FolderFiles:
     """Return the files of a folder. Raises ShardError as `files_of` does."""
     if source_files.is_file(Path(folder, INDEX)):
         weight_map = read(str(Path(folder, INDEX)))
-        if source_files.is_taken(Path(folder, SINGLE)) and SINGLE not in weight_map.values():
-            raise ShardError(
-                f"{SINGLE} lies beside an index that does not name it: one of them is left from another save",
-                expected=f"either {SINGLE} or {INDEX}: some programs load the one, some the other",
-                got="both",
-                where=folder,
-                remedy=f"remove the old one, or choose files with --select: {SINGLE}, or 'model-*'",
-            )
+        _require_one_save(folder, INDEX, weight_map)
         _require_no_other_parts(folder, weight_map)
         return _FolderFiles(INDEX, weight_map)
     if source_files.is_file(Path(folder, MAP)):
         weight_map = read(str(Path(folder, MAP)), may_be_flat=True)
+        _require_one_save(folder, MAP, weight_map)
         has_hyper = HYPER not in weight_map.values() and source_files.is_taken(Path(folder, HYPER))
         return _FolderFiles(MAP, weight_map, has_hyper)
     others = sorted(name for name in source_files.names(folder) if name.endswith(_SUFFIX))
@@ -264,6 +258,27 @@ def _listing(folder: str) -> _FolderFiles:
             remedy=f"remove what does not belong to it, or choose with --select (such as --select {SINGLE})",
         )
     return _FolderFiles(None, {})
+
+
+def _require_one_save(folder: str, listed_by: str, weight_map: Mapping[str, str]) -> None:
+    """Raise ShardError if what another program would load lies beside an index, and is of another save.
+
+    Args:
+        listed_by: the name of the index.
+    """
+    for other in (SINGLE, MAP):
+        if other == listed_by or not source_files.is_taken(Path(folder, other)):
+            continue
+        files = {other} if other == SINGLE else set(read(str(Path(folder, other)), may_be_flat=True).values())
+        if not files.issubset(weight_map.values()):
+            raise ShardError(
+                f"{other} lies beside an index that does not name {'it' if other == SINGLE else 'its files'}: one of"
+                " them is left from another save",
+                expected=f"either {other} or {listed_by}: some programs load the one, some the other",
+                got="both",
+                where=folder,
+                remedy="remove the old one" + f", or choose {SINGLE} with --select" * (other == SINGLE),
+            )
 
 
 def _require_no_other_parts(folder: str, weight_map: Mapping[str, str]) -> None:
