@@ -7,39 +7,42 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from reshard_mpi.checkpoints.shard_files import ShardFiles
 from reshard_mpi.errors import UsageError
-from reshard_mpi.journal.record_files import STATE
 from reshard_mpi.journal.run_records import CHOSEN, CommitRecord, RunIdentity, joined_words
+from reshard_mpi.journal.source_records import run_of
 from reshard_mpi.planning.tensor_names import Accumulated, Unlisted
 from reshard_mpi.runs.request import Request
 
 _FILES = ("map", "config", "like")
 _REPEATED = ("dtype", "include", "exclude")
-_OPTIONS = "the options that it was made with, or none of --map, --dtype, --include and --exclude: then they are taken"
+_OPTIONS = (
+    "the options that it was made with, or none of --map, --dtype, --include, --exclude and --unlisted: then they are"
+    " taken"
+)
 
 
-def _recorded_run(path: str) -> RunIdentity | None:
-    """Return the run that made the checkpoint at `path`, as it is recorded there; None if it is not."""
-    run = RunIdentity.recorded(Path(path) / STATE)
-    if run is None:
-        committed = CommitRecord.read(Path(path))
-        run = None if committed is None else committed.run
-    return run
+def recorded_run(files: ShardFiles) -> RunIdentity | None:
+    """Return the run that made a checkpoint, as records of its files or its commit record say; None if none does."""
+    paths = ((path, rank) for rank, rank_paths in files.by_target_rank.items() for path in rank_paths)
+    found = next((run for path, rank in paths if (run := run_of(path, rank)) is not None), None)
+    committed = CommitRecord.read(Path(files.path)) if found is None else None
+    return committed.run if committed is not None else found and found[0]
 
 
-def as_made(request: Request, path: str) -> tuple[Request, tuple[str, ...]]:
-    """Return a request with the options that made the checkpoint at `path`, and notes on them.
+def as_made(request: Request, run: RunIdentity | None, path: str) -> tuple[Request, tuple[str, ...]]:
+    """Return a request with the options of the run that made the checkpoint at `path`, and notes on them.
 
     What becomes of names, shapes and types is taken from the record if the request says nothing of it, and so is
-    `--unlisted drop`. Raises UsageError if a recorded file is not there.
+    `--unlisted`. Raises UsageError if a recorded file is not there.
     """
-    run = _recorded_run(path)
     if run is None:
         return request, ()
     facts = run.facts
     notes: tuple[str, ...] = ()
-    if request.unlisted is Unlisted.FOLLOW and facts.get("unlisted") == Unlisted.DROP:
-        request, notes = request._replace(unlisted=Unlisted.DROP), ("compared with --unlisted drop",)
+    if request.unlisted is Unlisted.FOLLOW and (unlisted := _unlisted(facts.get("unlisted"))):
+        request = request._replace(unlisted=Unlisted(unlisted["unlisted"]))
+        notes = (f"compared with {_shown(run, unlisted)}",)
     options = {name: facts[name] for name in (*_FILES, "direction", *_REPEATED) if facts.get(name)}
     if request.is_mapped or not options:
         return request, _said(notes, path)
@@ -69,7 +72,9 @@ def _is_there(run: RunIdentity, name: str) -> bool:
     return bool(path) and (name == "like" or Path(path).is_file())
 
 
-def made_otherwise(request: Request, digests: Mapping[str, str], chosen: str, path: str) -> UsageError | None:
+def made_otherwise(
+    request: Request, digests: Mapping[str, str], chosen: str, run: RunIdentity | None, path: str
+) -> UsageError | None:
     """Return the error for a checkpoint at `path` made with other options than the request's, or of other files.
 
     Others may come to the same, so it is an error only if the checkpoint is not what the request makes.
@@ -77,8 +82,8 @@ def made_otherwise(request: Request, digests: Mapping[str, str], chosen: str, pa
     Args:
         digests: of the map, its configuration, and the checkpoint that it is like, as `apply_map` returns them.
         chosen: the files of the source, as `chosen_files` calls them.
+        run: the one that made it.
     """
-    run = _recorded_run(path)
     if run is None:
         return None
     made_of = run.facts.get(CHOSEN, chosen)
@@ -93,12 +98,19 @@ def made_otherwise(request: Request, digests: Mapping[str, str], chosen: str, pa
     given = {
         **digests,
         **{name: words for name in _REPEATED if (words := joined_words(getattr(request, name)))},
+        **_unlisted(str(request.unlisted)),
     }
     of_run = {name: run.facts[name] for name in (*_FILES, *_REPEATED) if run.facts.get(name)}
-    differing = [name for name in (*_FILES, *_REPEATED) if given.get(name) != of_run.get(name)]
+    of_run |= _unlisted(run.facts.get("unlisted"))
+    differing = [name for name in (*_FILES, *_REPEATED, "unlisted") if given.get(name) != of_run.get(name)]
     if not differing:
         return None
     return _not_given(f"{' and '.join(f'--{name}' for name in differing)} of other values", _shown(run, of_run), path)
+
+
+def _unlisted(value: str | None) -> dict[str, str]:
+    """Return the option of this value, by its name; none for what is done without it."""
+    return {} if value is None or value == Unlisted.FOLLOW else {"unlisted": value}
 
 
 def _not_given(got: str, made_with: str, path: str) -> UsageError:
@@ -134,9 +146,8 @@ def _said(notes: tuple[str, ...], path: str) -> tuple[str, ...]:
     return tuple(f"{note}, as {path} says" for note in notes)
 
 
-def accumulated_as_made(request: Request, path: str) -> Accumulated:
+def accumulated_as_made(request: Request, run: RunIdentity | None) -> Accumulated:
     """Return the target's handling of accumulated gradients: as requested, else from its record."""
     if request.accumulated is not Accumulated.REFUSE:
         return request.accumulated
-    run = _recorded_run(path)
     return Accumulated(run.facts.get("accumulated", Accumulated.REFUSE)) if run else Accumulated.REFUSE

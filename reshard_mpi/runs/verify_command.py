@@ -48,7 +48,7 @@ from reshard_mpi.runs.plan_conversion import LIMITS, Conversion, apply_map
 from reshard_mpi.runs.process_memory import RunMemory
 from reshard_mpi.runs.progress import Progress, SliceCounter, Stage, Words, complain
 from reshard_mpi.runs.projection import Workload, checking_bytes
-from reshard_mpi.runs.recorded_options import accumulated_as_made, as_made, made_otherwise
+from reshard_mpi.runs.recorded_options import accumulated_as_made, as_made, made_otherwise, recorded_run
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.scheduling import assign, target_weights
 from reshard_mpi.text import counted
@@ -168,8 +168,9 @@ def _opened_pair(
     memory.reserve_for_reading(named, purpose, files.format, target_files.format)
     source = open_source(files, read.source)
     target = open_source(target_files, None if request.dst_strategy is None else read.target)
-    request, made_so = as_made(request, target_files.path)
-    accumulated = accumulated_as_made(request, target_files.path)
+    run = recorded_run(target_files)
+    request, made_so = as_made(request, run, target_files.path)
+    accumulated = accumulated_as_made(request, run)
     conversion = Conversion(
         source,
         target.strategy,
@@ -177,7 +178,7 @@ def _opened_pair(
         keeps_strings=formats.info(target_files.format).keeps_strings,
     )
     conversion, digests = apply_map(request, conversion)
-    otherwise = made_otherwise(request, digests, chosen_files(files), target_files.path)
+    otherwise = made_otherwise(request, digests, chosen_files(files), run, target_files.path)
     for damage in damage_of_index(Path(target_files.path)):
         raise damage
     memory.on_memory_released(conversion.forget, target.forget)

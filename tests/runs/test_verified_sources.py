@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.command_line import done, refused
-from support.conversions import FOUR_LAYOUTS, Conversion, make, side
+from support.conversions import FOUR_LAYOUTS, Conversion, make, side, transform_by_function
 from support.examples import few, one_at_a_time
 from support.oracle import RawLayout
 from support.processes import Finished
@@ -151,10 +151,31 @@ def test_verify_takes_what_is_recorded(tmp_path: Path, way: str, kept: str) -> N
         assert finished.code == 2 and "was made with other options" in finished.err, finished
 
 
-def test_verify_takes_that_parameters_were_dropped(c: Conversion) -> None:
-    c.done("transform", "--unlisted", "drop")
+@pytest.mark.parametrize(("made", "other"), [("drop", "replicate"), ("replicate", "drop")])
+def test_verify_takes_what_became_of_unlisted_parameters(c: Conversion, made: str, other: str) -> None:
+    c = c.to(side(2, {"w": RawLayout((2,), (0, -1))}))
+    c.done("transform", "--unlisted", made)
     finished = verify(c)
-    assert finished.code == 0 and "note: compared with --unlisted drop" in finished.err, finished
+    assert finished.code == 0 and f"note: compared with --unlisted {made}" in finished.err, finished
+    finished = verify(c, "--unlisted", other)
+    assert finished.code == 2 and "was made with other options" in finished.err, finished
+    assert f"--unlisted {made}" in finished.err and "damage" not in finished.err
+
+
+def test_verify_finds_the_options_of_a_file_or_a_rank_folder(tmp_path: Path) -> None:
+    c = make(tmp_path).but(dst_strategy=None)
+    c.done("transform", "--dtype", "w=bf16")
+    for named in (c.written(0), c.written(0).parent):
+        finished = verify(c.but(dst=named))
+        assert finished.code == 0 and "compared with --dtype w=bf16" in finished.err, finished
+
+
+def test_options_of_a_run_whose_targets_were_replaced_are_not_taken(c: Conversion) -> None:
+    """The functions with MindSpore's names keep no record, and remove those of what they replace."""
+    c.done("transform", "--dtype", "w=bf16")
+    transform_by_function(c)
+    finished = verify(c)
+    assert finished.code == 0 and "bf16" not in finished.err, finished
 
 
 def test_damage_of_a_source_is_not_that_of_its_target(tmp_path: Path) -> None:
