@@ -64,7 +64,7 @@ def require_own_target(state: Folder | None, folder: Path, target_rank: int, pat
         size_bytes = path.stat().st_size
         got = f"{size_bytes} bytes, not the {record.size_bytes} that this run has written"
         if size_bytes == record.size_bytes:
-            got = f"{size_bytes} bytes as this run has written, but modified at another time"
+            got = f"{size_bytes} bytes, as many as this run has written, but others"
             remedy += "; a copy of a folder is to be made whole, with its records"
     raise TargetError(
         f"a file that this run has not written lies where target rank {target_rank} goes",
@@ -147,7 +147,7 @@ def is_in_place(folder: Path, identity: RunIdentity, target_rank: int, file: str
 
 def _is_about(folder: Path, head: RecordHead, file: str) -> bool:
     """Tell whether a file of a target folder is there, and is the one that this record of a target is about."""
-    return head.file == file and (folder / file).exists() and head.is_about((folder / file).stat())
+    return head.file == file and (folder / file).exists() and head.is_about(folder / file)
 
 
 def withdraw_commit(folder: Folder) -> None:
@@ -203,7 +203,7 @@ def _is_explained(record: RecordHead | None, state: Folder, folder: Path, target
     if record is None:
         return is_taken(record_path(state.path, target_rank))
     with contextlib.suppress(OSError):
-        return folder / record.file == path and record.is_about(path.stat())
+        return folder / record.file == path and record.is_about(path)
     return False
 
 
@@ -283,4 +283,5 @@ def _is_unchanged(folder: Path, record: RecordHead) -> bool:
         recorded = os.lstat(record_path(folder / STATE, record.rank))
     except OSError:
         return False
-    return stat.S_ISREG(status.st_mode) and record.is_about(status) and status.st_mtime_ns <= recorded.st_mtime_ns
+    is_file_of_then = stat.S_ISREG(status.st_mode) and status.st_mtime_ns <= recorded.st_mtime_ns
+    return is_file_of_then and record.is_about(folder / record.file)

@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.folders import FileIdentity, Folder, close, closing, replaced, try_lock
+from reshard_mpi.filesystem.source_files import SourceFile
 
 if TYPE_CHECKING:
     from reshard_mpi.journal.target_records import TensorSum
 
-    Before = Callable[[os.stat_result, Sequence[TensorSum], str], None]
+    Before = Callable[[SourceFile, Sequence[TensorSum], str], None]
 
 _PARTIAL = ".partial"
 _TOKEN_BYTES = 6
@@ -38,7 +39,7 @@ class Publication:
 
     Attributes:
         partial: its path until then. descriptor: open for reading and writing as long as the block lasts.
-        before: called before the file takes its name, with its status and the sums given to `publish`.
+        before: called before the file takes its name, with the open file and the sums given to `publish`.
         then: called when it is in place.
         host: the name of this host if other processes may write the same file at once.
     """
@@ -106,7 +107,7 @@ class Publication:
         if synced:
             os.fsync(self.descriptor)
         os.close(os.dup(self.descriptor))  # on which network file systems may report an error of writing
-        self._before(os.fstat(self.descriptor), sums, besides)
+        self._before(SourceFile(str(self.partial), self.descriptor), sums, besides)
         self._folder.replace(self._partial_name, self._name, self.descriptor)
         self.is_published = True
         if synced:
@@ -145,26 +146,20 @@ def is_partial(path: Path) -> bool:
     return path.name.startswith(".") and path.name.endswith(_PARTIAL)
 
 
-def publish_text(folder: Folder, name: str, text: str, *, synced: bool = True, modified_ns: int | None = None) -> None:
+def publish_text(folder: Folder, name: str, text: str, *, synced: bool = True) -> None:
     """Write a small file in place of whatever is there.
 
     Args:
         synced: as for `Publication.publish`.
-        modified_ns: the time of modification that it gets (nanoseconds since 1970); None: that of the writing.
     """
-    publish_bytes(folder, name, text.encode(), synced=synced, modified_ns=modified_ns)
+    publish_bytes(folder, name, text.encode(), synced=synced)
 
 
-def publish_bytes(
-    folder: Folder, name: str, content: bytes, *, synced: bool = True, modified_ns: int | None = None
-) -> None:
+def publish_bytes(folder: Folder, name: str, content: bytes, *, synced: bool = True) -> None:
     """Write a small file as `publish_text` does."""
     with Publication(folder, name) as publication:
         with open(publication.descriptor, "wb", closefd=False) as stream:
             stream.write(content)
-        if modified_ns is not None:
-            with contextlib.suppress(OSError):  # a file system without such times
-                os.utime(publication.descriptor, ns=(modified_ns, modified_ns))
         publication.publish(synced=synced)
 
 

@@ -374,7 +374,6 @@ def _is_recorded(folder: Path, committed: CommitRecord, rank: int, paths: Sequen
     file, head = committed.files.get(rank), RecordHead.read(folder / STATE, rank)
     if file is None or head is None or [Path(path) for path in paths] != [folder / file]:
         return False
-    status = (folder / file).stat()
-    if status.st_size != committed.sizes_bytes.get(rank) or head.modified_ns is None:
+    if (folder / file).stat().st_size != committed.sizes_bytes.get(rank) or head.modified_ns is None:
         return False
-    return (head.digest, head.file) == (committed.digest, file) and head.is_about(status)
+    return (head.digest, head.file) == (committed.digest, file) and head.is_about(folder / file)

@@ -267,8 +267,8 @@ def _not_as_committed(
     if times_ns is not None and head.modified_ns != times_ns.get(rank):
         return {"problem": "is an earlier one than was committed"}
     with suppress(OSError):  # what is not there, or has another size, is told by that
-        status = (folder / head.file).stat()
-        if status.st_size == head.size_bytes and not head.is_about(status):
+        path = folder / head.file
+        if path.stat().st_size == head.size_bytes and not head.is_about(path):
             return {"problem": "was modified after its record was written"}
     return {}
 

@@ -68,7 +68,7 @@ class RecordFinder:
             head = head if rank == likely_rank else RecordHead.read(folder / STATE, rank)
             if head is None and is_taken(place) and not place.is_symlink():  # a link is to the true one
                 return FoundHead(place, None)
-            if head is not None and head.file == file and (head.announced is None or head.is_about(Path(path).stat())):
+            if head is not None and head.file == file and (head.announced is None or head.is_about(Path(path))):
                 return FoundHead(place, head)
         return None
 
@@ -159,7 +159,7 @@ def _modified(heads: Mapping[str, RecordHead]) -> tuple[ModifiedShard, ...]:
     modified = []
     for path, head in heads.items():
         with contextlib.suppress(OSError):  # which is told where the file is read
-            if not head.is_about(Path(path).stat()):
+            if not head.is_about(Path(path)):
                 modified.append(ModifiedShard(head.rank, path))
     return tuple(modified)
 

@@ -35,7 +35,7 @@ from reshard_mpi.filesystem.folders import (
     wait_for_lock,
 )
 from reshard_mpi.filesystem.paths import require_replaceable
-from reshard_mpi.filesystem.source_files import is_taken
+from reshard_mpi.filesystem.source_files import SourceFile, is_taken
 from reshard_mpi.journal.own_files import (
     is_in_place,
     leftovers,
@@ -73,7 +73,7 @@ from reshard_mpi.journal.target_folders import (
     target_folder,
     uncommit,
 )
-from reshard_mpi.journal.target_records import TargetRecord, TensorSum
+from reshard_mpi.journal.target_records import TargetRecord, TensorSum, sample_of
 
 # Between attempts to take a lock that others have for an instant, to see whether it is held.
 _NAP_SECONDS = 0.002
@@ -273,11 +273,11 @@ class Journal:
         target_rank: int,
         path: Path,
         evidence: TargetInputs,
-        status: os.stat_result,
+        written: SourceFile,
         sums: Sequence[TensorSum],
         besides: str,
     ) -> None:
-        """Record that the target is complete as soon as the file with this `status` takes its name."""
+        """Record that the target is complete as soon as the file that was `written` takes its name."""
         require_unchanged(target_rank, evidence)
         self._require_own(state, target_rank, path)
         if not self._is_begun():
@@ -288,9 +288,10 @@ class Journal:
                 where=str(self.folder),
                 remedy="let the other one finish, or choose another target folder",
             )
-        file, announced = path.relative_to(self.folder).as_posix(), (status.st_ino, status.st_mtime_ns)
-        head = self.identity.digest, target_rank, file, status.st_size
-        record = TargetRecord(*head, evidence, tuple(sums), announced, besides, status.st_mtime_ns)
+        version, file = written.version, path.relative_to(self.folder).as_posix()
+        head = self.identity.digest, target_rank, file, version.size_bytes
+        announced, sample = (version.inode, version.modified_ns), sample_of(written)
+        record = TargetRecord(*head, evidence, tuple(sums), announced, besides, version.modified_ns, sample)
         record.publish(state, synced=False)  # the next is
 
     def _require_own_index(self) -> None:

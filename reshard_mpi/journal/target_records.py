@@ -15,9 +15,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from zlib import crc32
 
 from reshard_mpi.errors import DamageError
 from reshard_mpi.filesystem.folders import Folder
+from reshard_mpi.filesystem.source_files import SourceFile, open_file
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.journal import record_files
 from reshard_mpi.journal.provenance import MAX_NS, Sources, TargetInputs
@@ -40,9 +42,10 @@ _SUM_DIGITS = 8
 # The head of a record with the longest path, and the bytes that follow it.
 _MAX_HEAD_BYTES = 32 << 10
 _BEHIND_HEAD = b', "read_ranks": '
-_KEPT = ("digest", "rank", "file", "size_bytes", "modified_ns", "announced")
-# In which file systems and archives keep times: nanoseconds to two seconds.
-_STEPS_NS = (1, 100, 1000, 10**6, 10**9, 2 * 10**9)
+# A sample has as many pages of a file. Any state of a training that goes on changes nearly all pages.
+_SAMPLED_PAGES, _PAGE_BYTES = 32, 4096
+# File systems and archives keep times in steps of up to as much.
+_LONGEST_STEP_NS = 2 * 10**9
 
 
 class TensorSum(NamedTuple):
@@ -90,35 +93,36 @@ class RecordHead(NamedTuple):
     # and which is true from then on, even if the writer dies; None in a record that is written when the file is in
     # place
     announced: tuple[int, int] | None = None
-    # whether the record's own file has that time too, as when it was written: a folder may be copied without times
-    has_its_time: bool = False
+    sample: str | None = None  # the file's `sample_of`; None in records of earlier versions
 
-    def is_about(self, status: os.stat_result) -> bool:
-        """Tell whether the file with this status, found in the place of the target, is the one that was written.
+    def is_about(self, path: Path) -> bool:
+        """Tell whether the file at `path`, in the place of the target, is the one that was written, or a copy of it.
 
-        It has its time, or is a copy that was made later, together with the record, and without times.
+        It has its time, or its sample: copies may have any time. Raises OSError if it cannot be looked at.
         """
+        status = path.stat()
         if status.st_size != self.size_bytes:
             return False
         if self.announced is not None:
             return self.announced == (status.st_ino, status.st_mtime_ns)
-        if self.modified_ns is None or _is_same_time(self.modified_ns, status.st_mtime_ns):
+        if self.modified_ns is None or status.st_mtime_ns == self.modified_ns:
             return True
-        return not self.has_its_time and status.st_mtime_ns > self.modified_ns
+        if self.sample is None:
+            return status.st_mtime_ns > self.modified_ns - _LONGEST_STEP_NS
+        with open_file(str(path)) as file:
+            return sample_of(file) == self.sample
 
     @classmethod
     def read(cls, state: Path, target_rank: int) -> RecordHead | None:
         """Return the beginning of the record of a target; None where there is none, or it is damaged."""
         with contextlib.suppress(OSError, *DAMAGE), opened_record(record_path(state, target_rank)) as stream:
-            status = os.fstat(stream.fileno())
-            if not stat.S_ISREG(status.st_mode):
+            if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
                 return None
             begin, end, _ = stream.read(_MAX_HEAD_BYTES).partition(_BEHIND_HEAD)
             facts = json.loads(begin + b"}") if end else {}
             if "modified_ns" in facts:
                 head = cls.of(facts)
-                has_its_time = _is_same_time(head.modified_ns or 0, status.st_mtime_ns)
-                return head._replace(has_its_time=has_its_time) if head.rank == target_rank else None
+                return head if head.rank == target_rank else None
         record = TargetRecord.read(state, target_rank)
         return None if record is None else record.head
 
@@ -133,6 +137,7 @@ class RecordHead(NamedTuple):
             record_files.number(facts["size_bytes"]),
             record_files.number(facts["modified_ns"], -MAX_NS, MAX_NS) if "modified_ns" in facts else None,
             _announced(facts["announced"]) if "announced" in facts else None,
+            record_files.digest(facts["sample"]) if "sample" in facts else None,
         )
 
 
@@ -149,10 +154,12 @@ class TargetRecord(NamedTuple):
     # a digest of all of its bytes besides tensors (`formats.structure.digest_besides`); empty if it was not verified
     besides: str = ""
     modified_ns: int | None = None
+    sample: str | None = None
 
     @property
     def head(self) -> RecordHead:
-        return RecordHead(self.digest, self.rank, self.file, self.size_bytes, self.modified_ns, self.announced)
+        begin = self.digest, self.rank, self.file, self.size_bytes
+        return RecordHead(*begin, self.modified_ns, self.announced, self.sample)
 
     @property
     def is_verified(self) -> bool:
@@ -163,7 +170,7 @@ class TargetRecord(NamedTuple):
         """Return what `rank_<r>.json` holds."""
         evidence = self.evidence
         facts = {
-            **{name: value for name, value in self.head._asdict().items() if value is not None and name in _KEPT},
+            **{name: value for name, value in self.head._asdict().items() if value is not None},
             "read_ranks": evidence.read_ranks,
             "held": evidence.held._asdict(),
             "moments": [moment._asdict() for moment in evidence.shared_facts],
@@ -177,13 +184,12 @@ class TargetRecord(NamedTuple):
         return written(json.dumps(facts), TARGET_ROOM, f"target rank {self.rank}")
 
     def publish(self, state: Folder, *, synced: bool = True) -> None:
-        """Write the record, with the time of its file, into the open folder of a run's state.
+        """Write the record into the open folder of a run's state.
 
         Args:
             synced: False if it need not survive a loss of power.
         """
-        name = record_path(state.path, self.rank).name
-        publish_text(state, name, self.as_text(), synced=synced, modified_ns=self.modified_ns)
+        publish_text(state, record_path(state.path, self.rank).name, self.as_text(), synced=synced)
 
     @classmethod
     def read(cls, state: Path, target_rank: int) -> TargetRecord | None:
@@ -219,7 +225,7 @@ class TargetRecord(NamedTuple):
         if len({part.name for part in sums}) < len(sums):
             raise ValueError("two sums of one tensor")
         besides = record_files.sha256(facts["besides"]) if "besides" in facts else ""
-        return cls(*head[:4], evidence, sums, head.announced, besides, head.modified_ns)
+        return cls(*head[:4], evidence, sums, head.announced, besides, head.modified_ns, head.sample)
 
 
 def checked_rank(value: Any) -> int:
@@ -242,9 +248,13 @@ def checked_file(value: Any, rank: int) -> str:
     return str(value)
 
 
-def _is_same_time(recorded_ns: int, found_ns: int) -> bool:
-    """Tell whether two times are the same one: archives and file systems keep times in steps of up to two seconds."""
-    return any(found_ns == recorded_ns - recorded_ns % step_ns for step_ns in _STEPS_NS)
+def sample_of(file: SourceFile) -> str:
+    """Return a digest of pages of a file, evenly spread over it, with the first and the last. Raises OSError."""
+    last_page = max(file.size_bytes - 1, 0) // _PAGE_BYTES
+    sample, page = 0, memoryview(bytearray(_PAGE_BYTES))
+    for number in sorted({last_page * step // (_SAMPLED_PAGES - 1) for step in range(_SAMPLED_PAGES)}):
+        sample = crc32(page[: file.read_into(number * _PAGE_BYTES, [page])], sample)
+    return f"{sample:08x}"
 
 
 def _announced(value: Any) -> tuple[int, int]:

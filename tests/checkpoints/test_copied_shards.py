@@ -89,6 +89,8 @@ def test_against_its_source_a_restored_target_is_sound(tmp_path: Path, form: str
     out, strategy = made(tmp_path, "ours", form, 1), strategy_of(form, tmp_path)
     shutil.copyfile(shards(made(tmp_path, "same", form, 1))[1], shards(out)[1])
     assert not reshard_mpi.verify(tmp_path / "ours_src", out, None, strategy).warnings
+    assert not reshard_mpi.verify(out, out, strategy, strategy).warnings
+    shutil.copyfile(shards(made(tmp_path, "others", form, 2))[1], shards(out)[1])
     assert said(reshard_mpi.verify(out, out, strategy, strategy).warnings)
 
 
@@ -128,6 +130,54 @@ def test_a_copy_of_the_whole_folder_is_no_doubt(tmp_path: Path, form: str, first
         copied_in_order(out, tmp_path / "copy", first)
     report = reshard_mpi.transform(tmp_path / "copy", tmp_path / "again", strategy_of(form, tmp_path), strict=True)
     assert not report.warnings
+
+
+def is_refused_by_commit_and_resume(out: Path, src: Path, form: str) -> bool:
+    """Tell whether both refuse a folder that `made` has made; a commit that refuses it comes last."""
+    cut = ["--max-shard-size", "300"] if form == "hf" else ["--dst-strategy", str(spec(src.parent))]
+    resumed = run_here("transform", str(src), str(out), "--to", form, *cut, "--resume", "--jobs", "1")
+    return [resumed.code, run_here("commit", str(out)).code] == [3, 4]
+
+
+@pytest.mark.parametrize(("form", "first"), one_at_a_time(FORMS, ["records", "shards"]))
+def test_a_shard_that_is_put_into_a_copy_without_times(tmp_path: Path, form: str, first: str) -> None:
+    ours, others, copy = made(tmp_path, "ours", form, 1), made(tmp_path, "others", form, 2), tmp_path / "copy"
+    copied_in_order(ours, copy, first)
+    modified_ns = shards(copy)[1].stat().st_mtime_ns + 3600 * 10**9
+    shutil.copyfile(shards(others)[1], shards(copy)[1])
+    os.utime(shards(copy)[1], ns=(modified_ns, modified_ns))
+    report = reshard_mpi.transform(copy, tmp_path / "again", strategy_of(form, tmp_path), to="safetensors")
+    assert said(report.warnings, str(shards(copy)[1]))
+    assert is_refused_by_commit_and_resume(copy, tmp_path / "ours_src", form)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_copy_without_times_over_a_later_run_that_stops_half_way(tmp_path: Path, form: str) -> None:
+    """Both are of one run: the source was saved again in between."""
+    old = made(tmp_path, "ours", form, 1).rename(tmp_path / "old")
+    shutil.rmtree(tmp_path / "ours_src")
+    new = made(tmp_path, "ours", form, 2)
+    shutil.copytree(old / ".reshard_mpi", new / ".reshard_mpi", dirs_exist_ok=True, copy_function=shutil.copyfile)
+    for path in [shards(old)[0], *(path for path in old.iterdir() if path.is_file() and path not in shards(old))]:
+        shutil.copyfile(path, new / path.relative_to(old))
+    report = reshard_mpi.transform(new, tmp_path / "again", strategy_of(form, tmp_path), to="safetensors")
+    assert said(report.warnings, str(shards(new)[1]), "1, 2")
+    assert "was modified after" in run_here("inspect", str(new)).out
+    assert is_refused_by_commit_and_resume(new, tmp_path / "ours_src", form)
+
+
+@pytest.mark.parametrize(("form", "seconds"), one_at_a_time(FORMS, [-3600, 3600]))
+def test_the_same_bytes_with_any_time_are_no_doubt(tmp_path: Path, form: str, seconds: int) -> None:
+    """As after `touch`, or where a file is restored from a copy that has another time."""
+    out = made(tmp_path, "ours", form, 1)
+    for path in shards(out)[1:]:
+        modified_ns = path.stat().st_mtime_ns + seconds * 10**9
+        os.utime(path, ns=(modified_ns, modified_ns))
+    report = reshard_mpi.transform(out, tmp_path / "again", strategy_of(form, tmp_path), strict=True)
+    assert not report.warnings
+    said_of_it = run_here("inspect", str(out)).out
+    assert ", committed\n" in said_of_it and "modified after" not in said_of_it
+    assert run_here("commit", str(out)).code == 0
 
 
 @pytest.mark.parametrize("form", few(2, FORMS))

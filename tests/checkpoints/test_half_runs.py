@@ -339,16 +339,24 @@ def test_half_replaced_targets_through_links_to_all_files(tmp_path: Path, form: 
 
 
 @pytest.mark.parametrize("by", ["commit", "resume"])
-def test_records_of_an_older_run_over_a_newer_one_are_not_committed(tmp_path: Path, by: str) -> None:
-    """A copy without times has begun with the records, and stopped: the files of the newer run have later times."""
+@pytest.mark.parametrize(
+    ("state", "refusal"), [(1, "committed by another run"), (2, "another file in the place|has not written lies where")]
+)
+def test_records_of_an_older_run_over_a_newer_one_are_not_committed(
+    tmp_path: Path, by: str, state: int, refusal: str
+) -> None:
+    """A copy without times has begun with the records, and stopped: the files of the newer run have later times.
+
+    Their bytes tell of which run they are, if it was made from another state.
+    """
     options, _ = of("safetensors", tmp_path)
     old, new = tmp_path / "old", tmp_path / "new"
     older = full(tmp_path / "one", 1)
     reshard_mpi.transform(older, old, **options)
-    reshard_mpi.transform(full(tmp_path / "two", 2), new, **options)
+    reshard_mpi.transform(full(tmp_path / "two", state), new, **options)
     for name in (".reshard_mpi", "rank_0"):
         shutil.copytree(old / name, new / name, dirs_exist_ok=True, copy_function=shutil.copyfile)
-    with pytest.raises(DisagreementError, match="committed by another run"):
+    with pytest.raises(ReshardError, match=refusal):
         if by == "commit":
             commit(new)
         else:

@@ -88,7 +88,7 @@ def test_other_files_need_a_strategy(made: Path, tmp_path: Path, how: str) -> No
         content = shard.read_bytes()
         later_ns = shard.stat().st_mtime_ns + 60 * 10**9
         shard.unlink()
-        shard.write_bytes(content)
+        shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         os.utime(shard, ns=(later_ns, later_ns))
     else:
         facts = json.loads(record.read_text())

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 from hypothesis import given
@@ -299,7 +300,18 @@ def test_a_complete_target_is_recorded_and_skipped_on_resume(tmp_path: Path) -> 
     write(journal(tmp_path), path)
     record = TargetRecord.read(tmp_path / ".reshard_mpi", 0)
     modified_ns = path.stat().st_mtime_ns
-    assert record == (RunIdentity(FACTS).digest, 0, "rank_0/net.ckpt", 5, EVIDENCE, (), None, "", modified_ns)
+    assert record == (
+        RunIdentity(FACTS).digest,
+        0,
+        "rank_0/net.ckpt",
+        5,
+        EVIDENCE,
+        (),
+        None,
+        "",
+        modified_ns,
+        f"{crc32(b'whole'):08x}",
+    )
     assert journal(tmp_path, resume=True).is_done(0, path)
     assert not journal(tmp_path, resume=True).is_done(1, tmp_path / "rank_1" / "net.ckpt")
     assert not journal(tmp_path, overwrite=True).is_done(0, path)
@@ -451,6 +463,44 @@ def test_a_copy_of_a_folder_is_as_complete_as_it_was(tmp_path: Path) -> None:
     write(journal(tmp_path / "one"), tmp_path / "one" / "rank_0" / "net.ckpt")
     shutil.copytree(tmp_path / "one", tmp_path / "two", copy_function=shutil.copy)
     assert journal(tmp_path / "two", resume=True).is_done(0, tmp_path / "two" / "rank_0" / "net.ckpt")
+
+
+def test_a_copy_is_told_from_another_file_by_a_sample_of_its_pages(tmp_path: Path) -> None:
+    path, pages = tmp_path / "rank_0" / "net.ckpt", 100
+    content = os.urandom(pages * 4096 - 1)
+    write(journal(tmp_path), path, content)
+    os.utime(path, ns=(0, 0))
+    assert journal(tmp_path, resume=True).is_done(0, path)
+    noticed = set()
+    for page in range(pages):
+        with path.open("r+b") as file:
+            file.seek(page * 4096 + 4094)
+            file.write(bytes([content[page * 4096 + 4094] ^ 1]))
+            file.flush()
+            try:
+                assert journal(tmp_path, resume=True).is_done(0, path)
+            except TargetError as error:
+                noticed.add(page)
+                assert "not written" in error.problem and "as many as this run has written, but others" in error.got
+            file.seek(page * 4096 + 4094)
+            file.write(content[page * 4096 + 4094 :][:1])
+    assert len(noticed) == 32 and {0, pages - 1} < noticed
+    assert all(noticed & set(range(page, page + 4)) for page in range(pages - 4))
+
+
+def test_a_record_without_a_sample_is_about_files_that_are_not_earlier(tmp_path: Path) -> None:
+    """As earlier versions have written it; archives have whole seconds."""
+    path, record = tmp_path / "rank_0" / "net.ckpt", tmp_path / STATE / "rank_0.json"
+    write(journal(tmp_path), path)
+    facts = json.loads(record.read_text())
+    del facts["sample"]
+    record.write_text(json.dumps(facts))
+    made_ns = facts["modified_ns"]
+    for modified_ns in (made_ns, made_ns - made_ns % (2 * 10**9), made_ns + 10**12):
+        os.utime(path, ns=(modified_ns, modified_ns))
+        assert journal(tmp_path, resume=True).is_done(0, path)
+    os.utime(path, ns=(0, made_ns - 3 * 10**9))
+    assert "not written" in refused(lambda: journal(tmp_path, resume=True).is_done(0, path)).problem
 
 
 def test_what_was_written_lasts_before_it_is_said_to_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
