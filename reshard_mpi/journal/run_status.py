@@ -262,10 +262,10 @@ def _not_as_committed(
         return {}
     if head.digest != committed.digest:
         return {"problem": "is of another run"}
-    if (head.modified_ns or 0) > (folder / COMMIT_RECORD).stat().st_mtime_ns:
-        return {"problem": "was made after the commit"}
-    if times_ns is not None and head.modified_ns != times_ns.get(rank):
-        return {"problem": "is an earlier one than was committed"}
+    made_ns, committed_ns = head.modified_ns or 0, None if times_ns is None else times_ns.get(rank, 0)
+    if committed_ns is not None and made_ns != committed_ns:
+        is_later = made_ns > committed_ns
+        return {"problem": "was made after the commit" if is_later else "is an earlier one than was committed"}
     with suppress(OSError):  # what is not there, or has another size, is told by that
         path = folder / head.file
         if path.stat().st_size == head.size_bytes and not head.is_about(path):

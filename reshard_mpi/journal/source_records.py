@@ -176,10 +176,7 @@ def _is_committed(folder: Path, first: RecordHead, heads: Collection[RecordHead]
     if committed is None:
         return False
     times_ns = committed_times(folder, committed.digest)
-    if times_ns is not None:
-        return all(head.modified_ns == times_ns.get(head.rank) for head in heads)
-    committed_ns = (folder / COMMIT_RECORD).stat().st_mtime_ns
-    return all((head.modified_ns or 0) <= committed_ns for head in heads)
+    return times_ns is None or all(head.modified_ns == times_ns.get(head.rank) for head in heads)
 
 
 def _require_one_state(finder: RecordFinder, files: Mapping[int, Sequence[str]]) -> None:

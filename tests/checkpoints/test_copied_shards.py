@@ -180,6 +180,17 @@ def test_the_same_bytes_with_any_time_are_no_doubt(tmp_path: Path, form: str, se
     assert run_here("commit", str(out)).code == 0
 
 
+@pytest.mark.parametrize(("form", "commit_seconds"), one_at_a_time(FORMS, [0, -3600]))
+def test_a_committed_archive_is_inspected_as_the_folder_itself(tmp_path: Path, form: str, commit_seconds: int) -> None:
+    """Archives have whole seconds; the clock of the host that commits may be slow."""
+    out = made(tmp_path, "ours", form, 1)
+    for path in out.rglob("*"):
+        seconds = path.stat().st_mtime_ns // 10**9 + (commit_seconds if path.name == "reshard.json" else 0)
+        os.utime(path, (0, seconds))
+    said_of_it = run_here("inspect", str(out)).out
+    assert ", committed\n" in said_of_it and "not committed" not in said_of_it and "after the commit" not in said_of_it
+
+
 @pytest.mark.parametrize("form", few(2, FORMS))
 def test_a_shard_that_is_replaced_when_records_have_been_looked_at(
     tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
