@@ -125,6 +125,29 @@ def test_shares_of_the_files(c: Conversion, order: tuple[int, int]) -> None:
 
 
 @pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("how", ["relative path", "link", "other rights", "second name"])
+def test_shares_that_reach_the_same_files_in_two_ways(
+    c: Conversion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Each is a job of its own; between them a backup may make hard links of the source."""
+    unified_safetensors(c.src, c.src_strategy, c.dst, split_dst_file=(1, 2))
+    src = c.src
+    if how == "relative path":
+        monkeypatch.chdir(c.src.parent)
+        src = Path(c.src.name)
+    elif how == "link":
+        src = tmp_path / "latest"
+        src.symlink_to(c.src)
+    elif how == "other rights":
+        c.shard(0).chmod(0o640)
+    else:
+        (tmp_path / "backup").hardlink_to(c.shard(0))
+    report = unified_safetensors(src, c.src_strategy, c.dst, split_dst_file=(2, 2))
+    assert not any("index" in note for note in report.notes)
+    reshard_mpi.diff(c.src, c.dst, c.src_strategy)
+
+
+@pytest.mark.usefixtures("small_parts")
 def test_shares_that_cannot_be(c: Conversion) -> None:
     with pytest.raises(UsageError, match="more shares than"):
         unified_safetensors(c.src, c.src_strategy, c.dst, split_dst_file=(4, 4))
