@@ -232,8 +232,8 @@ def _noted(path: Path) -> bytes:
 def leftovers(folder: Path, identity: RunIdentity) -> dict[str, int]:
     """Return the files in a target folder that another run than `identity` has made, by path, with their target ranks.
 
-    Only files that the run does not make itself, and that are as their records say: of the same size, and not modified
-    after these were written. Paths are relative to the folder.
+    Only files that the run does not make itself, and that are what their records are about; not where a record of an
+    earlier version has no sample of its file. Paths are relative to the folder.
     """
     own = set(_target_files(identity))
     records = (record for record in _records(folder / STATE) if record.digest != identity.digest)
@@ -278,10 +278,7 @@ def _records(state: Path) -> Iterator[RecordHead]:
 
 
 def _is_unchanged(folder: Path, record: RecordHead) -> bool:
-    try:
-        status = os.lstat(folder / record.file)
-        recorded = os.lstat(record_path(folder / STATE, record.rank))
-    except OSError:
-        return False
-    is_file_of_then = stat.S_ISREG(status.st_mode) and status.st_mtime_ns <= recorded.st_mtime_ns
-    return is_file_of_then and record.is_about(folder / record.file)
+    path = folder / record.file
+    with contextlib.suppress(OSError):
+        return record.sample is not None and stat.S_ISREG(path.lstat().st_mode) and record.is_about(path)
+    return False

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support import safetensors_peer
+from support.checkpoints import copied_in_order
 from support.command_line import done, refused
 from support.conversions import TENSORS, Conversion, listing, make
 from support.examples import few
@@ -169,7 +170,18 @@ def test_files_of_an_earlier_run_of_another_format_are_removed(tmp_path: Path) -
     done("inspect", there.dst)
 
 
-@pytest.mark.parametrize("change", few(1, ["another size", "modified", "a link", "no record"]))
+@pytest.mark.parametrize("first", few(1, ["records", "shards"]))
+def test_files_of_an_earlier_run_are_removed_from_a_copy_without_times(tmp_path: Path, first: str) -> None:
+    there, _ = written(tmp_path, "--max-shard-size", "140")
+    earlier = there.dst.rename(tmp_path / "earlier")
+    copied_in_order(earlier, there.dst, first)
+    there.done("transform", "--to", "dcp", "--overwrite")
+    assert not list(there.dst.glob("model*"))
+
+
+@pytest.mark.parametrize(
+    "change", few(1, ["another size", "modified", "modified, by an earlier version", "a link", "no record"])
+)
 def test_files_that_somebody_has_changed_are_not_removed(tmp_path: Path, change: str) -> None:
     there, _ = written(tmp_path, "--max-shard-size", "140")
     path, record = there.dst / "model-00002-of-00003.safetensors", there.dst / ".reshard_mpi" / "rank_1.json"
@@ -177,7 +189,12 @@ def test_files_that_somebody_has_changed_are_not_removed(tmp_path: Path, change:
         path.write_bytes(path.read_bytes() + b"x")
         os.utime(path, ns=(0, 0))
     elif change == "modified":
+        path.write_bytes(path.read_bytes()[:-1] + b"x")
         os.utime(path, ns=(0, record.stat().st_mtime_ns + 1))
+    elif change == "modified, by an earlier version":
+        facts = json.loads(record.read_text())
+        record.write_text(json.dumps({name: facts[name] for name in facts if name != "sample"}))
+        os.utime(path, ns=(0, facts["modified_ns"] + 1))
     elif change == "a link":
         path.rename(tmp_path / "elsewhere")
         path.symlink_to(tmp_path / "elsewhere")
