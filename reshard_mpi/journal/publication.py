@@ -121,7 +121,8 @@ def opened_partial(path: Path, name: str, identity: FileIdentity) -> Iterator[in
 
     Raises TargetError if it is another file by now.
     """
-    with Folder.open(path.parent.parent) as folder, folder.inner(path.parent.name) as inner:
+    rank_folder = path.absolute().parent  # which may be the working folder itself
+    with Folder.open(rank_folder.parent) as folder, folder.inner(rank_folder.name) as inner:
         fd = inner.open_file(name, os.O_RDWR, "a target that is being written")
         try:
             if FileIdentity.of(fd) != identity:

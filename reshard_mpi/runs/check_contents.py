@@ -237,7 +237,7 @@ def check_together(files: ShardFiles, checked: Iterable[Checked], *, sound: bool
         yield DamageError(error.problem, expected=error.expected, got=error.got, where=error.where, remedy=error.remedy)
         return
     # Not if it is a file or the folder of a rank by itself.
-    is_whole = (folder / STATE).is_dir() or all(path.parent != folder == path.parent.parent for path in paths)
+    is_whole = (folder / STATE).is_dir() or all(path.absolute().parent.parent == folder.absolute() for path in paths)
     if are_others and is_whole:
         if run is not None:
             yield from _not_of_begun_run(files, run.digest)

@@ -199,6 +199,15 @@ def test_ranks_that_fill_targets_together(reference: Conversion, tmp_path: Path,
     assert shards(c.dst) == shards(reference.dst)
 
 
+def test_jobs_that_fill_a_file_in_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    c = four_targets(tmp_path)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    finished = transform_apart(c.but(dst=Path(), dst_strategy=None), "--to", "hf", "--jobs", "2")
+    assert finished.code == 0, finished
+    reshard_mpi.diff(c.src, "model.safetensors", c.src_strategy)
+
+
 # With 3 processes, targets 0 to 2 are made by one each, and 3 by all; this is where one that helps has done its part.
 HAS_HELPED = "plan.target_rank == 3 and span[0] > 0"
 

@@ -536,7 +536,7 @@ def test_pair_that_cannot_be_compared(c: Conversion) -> None:
 # Against its own sums
 
 
-def test_alone(tmp_path: Path) -> None:
+def test_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     c = four_targets(tmp_path, "hdf5")
     c.done("transform", "--verify")
     assert "by its own sums, the record of its run: sound" in verify(c, target=False).out
@@ -548,6 +548,8 @@ def test_alone(tmp_path: Path) -> None:
         (copied / f"rank_{rank}" / "shard.h5").write_bytes(c.written(rank).read_bytes())
     alone = ["verify", str(copied), "--jobs", "1"]
     assert "by its own sums: sound" in run_here(*alone).out
+    monkeypatch.chdir(copied / "rank_1")
+    assert "verified 1 shard, " in run_here("verify", ".", "--jobs", "1").out
     flip(copied / "rank_1" / "shard.h5", "b")
     said = refused(*alone, code=4)
     assert "rank 1: 'b' is damaged" in said and "shard.h5, bytes " in said
