@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+from reshard_mpi import formats
 from reshard_mpi.errors import DamageError, DisagreementError
 from reshard_mpi.filesystem.paths import rank_of_folder, real_path
 from reshard_mpi.filesystem.source_files import FileCutShortError, is_taken
@@ -45,6 +47,7 @@ class RecordFinder:
 
     def __init__(self) -> None:
         self._rank_of: dict[Path, Mapping[str, int]] = {}  # by target folder: ranks by files
+        self._holds_another = lru_cache(holds_another)
 
     def find(self, path: str, likely_rank: int) -> FoundRecord | None:
         """Return the record of the file at `path`; None if there is none, or it is about another file.
@@ -68,7 +71,12 @@ class RecordFinder:
             head = head if rank == likely_rank else RecordHead.read(folder / STATE, rank)
             if head is None and is_taken(place) and not place.is_symlink():  # a link is to the true one
                 return FoundHead(place, None)
-            if head is not None and head.file == file and (head.announced is None or head.is_about(Path(path))):
+            if head is None or head.file != file:
+                continue
+            with contextlib.suppress(OSError):  # which is told where the file is read
+                if head.is_about(Path(path)):
+                    return FoundHead(place, head)
+            if head.announced is None and not self._holds_another(folder):
                 return FoundHead(place, head)
         return None
 
@@ -221,7 +229,7 @@ def damage_besides(path: str, tensors: TensorTable, record: TargetRecord | None)
 def damage_of_index(folder: Path) -> Iterator[DamageError]:
     """Yield the damage of a folder's index, if the commit record of the folder has digests of it."""
     committed = CommitRecord.read(folder)
-    if committed is None or not committed.index_digests:
+    if committed is None or not committed.index_digests or holds_another(folder):
         return
     for name, digest in changed_index_files(folder, committed).items():
         yield DamageError(
@@ -231,6 +239,25 @@ def damage_of_index(folder: Path) -> Iterator[DamageError]:
             where=str(folder / name),
             remedy="reshard-mpi commit makes it anew of the targets",
         )
+
+
+def holds_another(folder: Path) -> bool:
+    """Tell whether a checkpoint has been saved in a folder since a run has made one there, of which nothing is left.
+
+    Then it has an index, and no target is the one that was committed; a single one may be damaged, with the same index.
+    """
+    committed = CommitRecord.read(folder)
+    index = None if committed is None else formats.index_of(committed.run.format)
+    if committed is None or index is None or not is_taken(folder / index):
+        return False
+    if len(committed.files) == 1 and not changed_index_files(folder, committed):
+        return False
+    for rank, file in committed.files.items():
+        head = RecordHead.read(folder / STATE, rank)
+        with contextlib.suppress(FileNotFoundError):
+            if head is None or head.is_about(folder / file):
+                return False
+    return True
 
 
 def target_folders_of(path: str) -> Iterator[tuple[Path, str]]:

@@ -35,6 +35,7 @@ from reshard_mpi.journal.source_records import (
     damage_by_record,
     damage_of_index,
     fits_record,
+    holds_another,
     require_one_run,
 )
 from reshard_mpi.journal.target_records import TensorSum, sums_of_wholes
@@ -222,8 +223,9 @@ def check_together(files: ShardFiles, checked: Iterable[Checked], *, sound: bool
         yield error
     folder = Path(files.path)
     yield from damage_of_index(folder)
-    record = CommitRecord.read(folder)
-    if record is None and is_taken(folder / COMMIT_RECORD):
+    is_kept = not holds_another(folder)
+    record = CommitRecord.read(folder) if is_kept else None
+    if record is None and is_kept and is_taken(folder / COMMIT_RECORD):
         remedy = "reshard-mpi commit writes it anew, if the records of the run are there"
         yield DamageError("the commit record is damaged", where=str(folder / COMMIT_RECORD), remedy=remedy)
     paths = [Path(path) for rank_paths in files.by_rank.values() for path in rank_paths]
@@ -384,7 +386,8 @@ def committed_tensors(source: SourceCheckpoint) -> tuple[CommitRecord, list[Tens
 
     None if there is nothing to hold: it has no sums, is about other files, or each shard has sums of its own.
     """
-    record = CommitRecord.read(Path(source.files.path))
+    folder = Path(source.files.path)
+    record = None if holds_another(folder) else CommitRecord.read(folder)
     committed = set() if record is None else {Path(source.files.path, file) for file in record.files.values()}
     if record is None or not record.sums or not committed.issuperset(map(Path, source.files.shards)):
         return None
