@@ -21,7 +21,7 @@ from reshard_mpi.filesystem.paths import described
 from reshard_mpi.filesystem.source_files import is_taken
 from reshard_mpi.journal.record_files import COMMIT_RECORD, STATE, lock_name, record_path, recorded_ranks
 from reshard_mpi.journal.run_records import CommitRecord, RunIdentity, committed_times
-from reshard_mpi.journal.target_folders import uncommit
+from reshard_mpi.journal.target_folders import opened_inner, uncommit
 from reshard_mpi.journal.target_records import RecordHead
 
 _MOST_NOTE_BYTES = 64
@@ -232,12 +232,24 @@ def _noted(path: Path) -> bytes:
 def leftovers(folder: Path, identity: RunIdentity) -> dict[str, int]:
     """Return the files in a target folder that another run than `identity` has made, by path, with their target ranks.
 
-    Only files that the run does not make itself, and that are what their records are about; not where a record of an
-    earlier version has no sample of its file. Paths are relative to the folder.
+    Only files that the run does not make itself: those that their records, with a sample, are about, and those
+    that were to be replaced. Paths are relative to the folder.
     """
     own = set(_target_files(identity))
     records = (record for record in _records(folder / STATE) if record.digest != identity.digest)
-    return {record.file: record.rank for record in records if record.file not in own and _is_unchanged(folder, record)}
+    made = {record.file: record.rank for record in records if record.file not in own and _is_unchanged(folder, record)}
+    earlier = RunIdentity.recorded(folder / STATE)
+    given_up = () if earlier is None or "target_ranks" not in earlier.facts else _given_up(folder, earlier)
+    return made | {file: rank for file, rank in given_up if file not in own}
+
+
+def _given_up(folder: Path, earlier: RunIdentity) -> Iterator[tuple[str, int]]:
+    """Yield the files, and their target ranks, that writers of a run were to replace when they were killed."""
+    recorded = set(recorded_ranks(folder / STATE))
+    with opened_inner(folder, STATE) as state:
+        for rank, file in enumerate(_target_files(earlier)):
+            if state is not None and rank not in recorded and _is_noted(state, rank, folder / file):
+                yield file, rank
 
 
 def remove_leftovers(folder: Folder, state: Folder, identity: RunIdentity) -> None:

@@ -242,7 +242,7 @@ def damage_of_index(folder: Path) -> Iterator[DamageError]:
 
 
 def holds_another(folder: Path) -> bool:
-    """Tell whether a checkpoint has been saved in a folder since a run has made one there, of which nothing is left.
+    """Tell whether another checkpoint has been saved in a folder where a run had committed one.
 
     Then it has an index, and no target is the one that was committed; a single one may be damaged, with the same index.
     """

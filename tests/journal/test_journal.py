@@ -382,6 +382,21 @@ def test_a_note_of_what_is_replaced_is_of_that_file_alone(tmp_path: Path) -> Non
     refused(lambda: journal(tmp_path, resume=True).is_done(0, path))
 
 
+def test_a_file_that_a_killed_writer_was_to_replace_goes_with_its_run(tmp_path: Path) -> None:
+    """Its record is gone; the note tells that file from another one that somebody has saved there since."""
+    path = tmp_path / "rank_0" / "checkpoint_0.ckpt"
+    write(journal(tmp_path), path)
+    with pytest.raises(ValueError), journal(tmp_path, overwrite=True).writing(0, path, EVIDENCE):
+        raise ValueError
+    other, modified_ns = journal(tmp_path, overwrite=True, to="torch"), path.stat().st_mtime_ns
+    os.utime(path, ns=(0, 0))
+    assert set(other.leftovers()) == set()
+    os.utime(path, ns=(0, modified_ns))
+    assert set(other.leftovers()) == {"rank_0/checkpoint_0.ckpt"}
+    other.begin()
+    assert not path.exists()
+
+
 def test_a_target_that_fails_is_neither_there_nor_recorded_and_can_be_written_again(tmp_path: Path) -> None:
     path = tmp_path / "rank_0" / "net.ckpt"
     write(journal(tmp_path), path, b"before")
