@@ -233,7 +233,7 @@ class Journal:
             evidence: for its record.
             say: is told who is waited for.
 
-        Raises TargetError if a live process is writing the target.
+        Raises TargetError if a live process is writing the target, or another run has begun since.
         """
         with (
             Folder.open(self.folder) as folder,
@@ -242,6 +242,7 @@ class Journal:
             _commit_lock(state, say),
             target_folder(folder, path) as inner,
         ):
+            self._require_begun()
             self._require_own(state, target_rank, path)
             if not self._overwrite:
                 self._require_own_index()
@@ -280,6 +281,14 @@ class Journal:
         """Record that the target is complete as soon as the file that was `written` takes its name."""
         require_unchanged(target_rank, evidence)
         self._require_own(state, target_rank, path)
+        self._require_begun()
+        version, file = written.version, path.relative_to(self.folder).as_posix()
+        head = self.identity.digest, target_rank, file, version.size_bytes
+        announced, sample = (version.inode, version.modified_ns), sample_of(written)
+        record = TargetRecord(*head, evidence, tuple(sums), announced, besides, version.modified_ns, sample)
+        record.publish(state, synced=False)  # the next is
+
+    def _require_begun(self) -> None:
         if not self._is_begun():
             raise TargetError(
                 "another run has begun in the target folder since this one did",
@@ -288,11 +297,6 @@ class Journal:
                 where=str(self.folder),
                 remedy="let the other one finish, or choose another target folder",
             )
-        version, file = written.version, path.relative_to(self.folder).as_posix()
-        head = self.identity.digest, target_rank, file, version.size_bytes
-        announced, sample = (version.inode, version.modified_ns), sample_of(written)
-        record = TargetRecord(*head, evidence, tuple(sums), announced, besides, version.modified_ns, sample)
-        record.publish(state, synced=False)  # the next is
 
     def _require_own_index(self) -> None:
         if any(is_taken(self.folder / name) for name in (COMMIT_RECORD, *self._index_files)):

@@ -382,6 +382,17 @@ def test_a_note_of_what_is_replaced_is_of_that_file_alone(tmp_path: Path) -> Non
     refused(lambda: journal(tmp_path, resume=True).is_done(0, path))
 
 
+def test_a_run_that_is_overtaken_takes_nothing_from_the_other(tmp_path: Path) -> None:
+    path, first = tmp_path / "rank_0" / "net.ckpt", journal(tmp_path, overwrite=True)
+    first.begin()
+    write(journal(tmp_path, overwrite=True, n=1), path)
+    (tmp_path / "reshard.json").write_text("of the other")
+    there = {file.name: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    with pytest.raises(TargetError, match="another run has begun"), first.writing(0, path, EVIDENCE):
+        pytest.fail("it is not to be written")
+    assert {file.name: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == there
+
+
 def test_a_file_that_a_killed_writer_was_to_replace_goes_with_its_run(tmp_path: Path) -> None:
     """Its record is gone; the note tells that file from another one that somebody has saved there since."""
     path = tmp_path / "rank_0" / "checkpoint_0.ckpt"
