@@ -13,6 +13,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
+from reshard_mpi.formats.nest.join_stages import BY_GROUP
 from reshard_mpi.formats.nest.nodes import decoded, parsed, written
 from reshard_mpi.mapping.numbered_state import Training, entries_of, parts_of
 from reshard_mpi.mapping.optimizers import (
@@ -308,10 +309,6 @@ def _treated_differently(parameters: Iterable[Key], where: str) -> MapError:
         where=where,
         remedy="leave the optimizer's state out (--exclude)",
     )
-
-
-# Lists in the state of torch's schedulers with a value for each group (torch.optim.lr_scheduler, 2.13).
-BY_GROUP = frozenset(("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"))
 
 
 class NestValues:

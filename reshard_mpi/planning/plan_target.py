@@ -12,7 +12,14 @@ from reshard_mpi.formats.manifest import NEST, Manifest, ShardIdentity, nest_wit
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.planning.rank_plan import Group, PlannedTensors, RankPlan, ReadGroup, SharedFact
 from reshard_mpi.planning.replicas import Replicas, choose_holders, copies_alike
-from reshard_mpi.planning.shared_facts import agreement_checks, common_strings, is_moment, left_out_of, shared_tensors
+from reshard_mpi.planning.shared_facts import (
+    agreement_checks,
+    common_strings,
+    is_moment,
+    left_out_of,
+    shared_tensors,
+    unlike_by_group,
+)
 from reshard_mpi.planning.source_flaws import UnusableShard, described, named
 from reshard_mpi.planning.source_tensors import SourceGroup, TensorPart
 from reshard_mpi.planning.target_tensors import TargetTensors, TensorClass
@@ -70,6 +77,7 @@ def plan_target(target: TargetTensors, strategy_table: str) -> RankPlan:
         for manifest in target.manifests.values():
             warnings += missing_files(manifest.tensors)
     strings, notes = common_strings(target.manifests, target.home)
+    warnings += unlike_by_group(target.manifests, target.home)
     taken = ((held.names, held.group, held.layout) for held in target.classes if held.share is GradientShare.TAKEN)
     alike = list(copies_alike(taken, target.layouts.box, policy.replicas))
     joining = target.joining

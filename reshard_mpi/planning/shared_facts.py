@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import re
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from math import prod
@@ -327,3 +328,32 @@ def common_strings(manifests: Mapping[int, Manifest], home: int) -> tuple[dict[s
             if strings.setdefault(name, text) != text and (name != NEST or common is None):
                 notes.append(f"{TEXT}{shown_string(name)} of {manifests[rank].path} differs from the one taken")
     return dict(sorted(strings.items())), notes
+
+
+def unlike_by_group(manifests: Mapping[int, Manifest], home: int) -> Iterator[str]:
+    """Yield a warning if schedulers have other values by groups of parameters in another one of the opened shards.
+
+    The values kept are those that `common_strings` takes, whatever groups the joined optimizers have.
+    """
+    in_order = sorted(manifests, key=lambda rank: (rank != home, rank))
+    path_of: dict[str, str] = {}  # by distinct nests
+    for rank in in_order:
+        if NEST in manifests[rank].strings:
+            path_of.setdefault(manifests[rank].strings[NEST], manifests[rank].path)
+    texts = [*path_of]
+    if len(texts) < 2:
+        return
+    from reshard_mpi.formats.nest.join_stages import lists_by_group
+
+    try:
+        first, *others = [dict(lists_by_group(json.loads(nest_without_order(text)))) for text in texts]
+    except (ValueError, RecursionError, LookupError, TypeError):
+        return  # a damaged nest is told of where it is made again
+    for text, other in zip(texts[1:], others):
+        unlike = [path for path in first if other.get(path, first[path]) != first[path]]
+        if unlike:
+            yield (
+                f"{', '.join(unlike)}: kept as in {path_of[texts[0]]}; {path_of[text]} has other values, by its own"
+                " groups of parameters: set them anew if the joined optimizer has groups of both"
+            )
+            return

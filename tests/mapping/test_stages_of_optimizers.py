@@ -169,3 +169,18 @@ def test_numbers_of_a_stage_go_into_its_own_target(tmp_path: Path) -> None:
     reshard_mpi.transform(source, tmp_path / "dst", source / "stages.toml", tmp_path / "dst.toml", to="torch")
     states = [torch_peer.load(tmp_path / f"dst/rank_{at}/checkpoint_{at}.pt")["optim"]["state"] for at in range(2)]
     assert [[*state] for state in states] == [[], [0, 1]]
+
+
+@pytest.mark.parametrize("rates", [[0.5], [0.5, 0.25]])
+def test_values_of_a_scheduler_for_groups_of_another_stage_are_warned_of(
+    tmp_path: Path, rates: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The last stage may have a group of its own; the scheduler of the first one is kept."""
+    stages = [[["a"]], [["b"], ["head"]][: len(rates)]]
+    source = saved(tmp_path / "src", stages, lambda name: {"lr": rates[name == "head"]})
+    for stage, own in enumerate(([0.5], rates)):
+        content = torch_peer.load(source / f"rank_{stage}/x.pt")
+        torch_peer.save(source / f"rank_{stage}/x.pt", {**content, "sched": {"base_lrs": own, "last_epoch": 3}})
+    assert len(joined(source, tmp_path / "dst")["param_groups"]) == len(rates)
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert any("sched.base_lrs: kept as in" in text and "rank_1" in text for text in warned) == (len(rates) > 1)

@@ -11,6 +11,8 @@ from typing import Any
 from reshard_mpi.errors import DisagreementError
 
 _STATE, _GROUPS, _PARAMETER_NAMES = "state", "param_groups", "param_names"
+# Lists in the state of torch's schedulers with a value for each group (torch.optim.lr_scheduler, 2.13).
+BY_GROUP = frozenset(("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"))
 
 
 def joined(roots: Sequence[Any], *, keeps_first: bool = False) -> Any | None:
@@ -49,15 +51,28 @@ def settings_of(node: Any) -> Any:
 
 def numbered_optimizers(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the paths, each with a dot behind it, and values of optimizers whose groups have numbers for parameters."""
-    if isinstance(node, dict):
-        pairs = [(entry[0], entry[1]) for entry in node.get("dict", ()) if len(entry) == 2]
-    else:
-        pairs = [*enumerate(node)] if isinstance(node, list) else []
+    pairs = _pairs(node)
     groups = next((value for key, value in pairs if key == _GROUPS and isinstance(value, list)), [])
     if any(type(number) is int for group in groups for number in (_entries(group).get("params") or [[]])[0]):
         yield path, node
     for key, value in pairs:
         yield from numbered_optimizers(value, f"{path}{key}.")
+
+
+def lists_by_group(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the paths and values of lists that schedulers have by groups of parameters."""
+    for key, value in _pairs(node):
+        if key in BY_GROUP:
+            yield f"{path}{key}", value
+        else:
+            yield from lists_by_group(value, f"{path}{key}.")
+
+
+def _pairs(node: Any) -> list[tuple[Any, Any]]:
+    """Return keys and values of a dictionary, or places and items of a list."""
+    if isinstance(node, dict):
+        return [(entry[0], entry[1]) for entry in node.get("dict", ()) if len(entry) == 2]
+    return [*enumerate(node)] if isinstance(node, list) else []
 
 
 def _is_always_joined(node: Any) -> bool:
