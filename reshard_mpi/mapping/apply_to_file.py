@@ -194,6 +194,9 @@ def _training(choice: Selection, inventory: Inventory, source: SourceTree) -> Tr
         return training_in(source.nest, shapes, source.tied, source.path)
     except MapError:
         taken = {name: shape for name, shape in shapes.items() if is_chosen(choice, name)}
+        with suppress(MapError):  # of several optimizers one may be left, and all models tell whose it is
+            some = {name: shape for name, shape in shapes.items() if name in taken or STATE_KEY not in name.split(".")}
+            return training_in(source.nest, some, source.tied, source.path)
         training = training_in(source.nest, taken, source.tied, source.path)
         if training.optimizer is not None:
             raise

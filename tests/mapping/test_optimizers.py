@@ -1058,3 +1058,16 @@ def test_an_equation_does_not_take_numbered_state_out_of_its_optimizer(tmp_path:
     text = '[[map]]\neq = "model.{p*}.weight [o i] <=> net.{p*}.kernel [i o]"\n[[map]]\neq = "{p*} <=> net.{p*}"\n'
     with pytest.raises(MapError, match="takes tensors out of an optimizer"):
         converted(tmp_path, source, text, forward=True)
+
+
+def test_one_of_two_optimizers_by_numbers_may_be_left_out(tmp_path: Path) -> None:
+    source = training()
+    second = training({"v": K[:6]}, ("v",))
+    source |= {"critic": second["model"], "critic_optimizer": second["optimizer"]}
+    options: dict[str, Any] = {"exclude": ["critic_optimizer.*", "critic.*"]}
+    for key, names in (("optimizer", [*PARAMETERS]), ("critic_optimizer", ["v"])):
+        source[key]["param_groups"][0]["param_names"] = names
+    made = converted(tmp_path, source, MAP_OF_FILES, **options)
+    assert {*made["optimizer"]["state"]} == {"qk", "bias", "out.kernel"} and not made["critic"]
+    with pytest.raises(MapError, match="there are several optimizers"):
+        converted(tmp_path, source, MAP_OF_FILES)
