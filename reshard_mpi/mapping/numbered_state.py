@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.nest.nodes import NestError, decoded, parsed, places
 from reshard_mpi.mapping.direction import TemplateShapes
+from reshard_mpi.mapping.optimizer_state import STATE_WORDS
 
 # What state is called once its numbers are names, wherever the optimizer is in its file, unless another one has it.
 STATE = "optimizer.state."
@@ -128,12 +129,15 @@ def training_in(nest: str | None, shapes: TemplateShapes, alias: Mapping[str, st
     models = names_below(sorted(others, key=lambda name: place.get(name, len(place))), paths)
     by_path: dict[tuple[str, ...], str] = {}
     problems = []
-    for path, own in sorted(models.items(), key=lambda model: -len(model[0])):
-        parameters, problem = _parameters(optimizer, path, own, shapes, alias)
-        if parameters:
-            by_path.setdefault(parameters, path)
-        else:
-            problems.append(f"{path.removesuffix('.') or 'the file'}: {problem}")
+    for is_wrapped in (False, True) if are_named else (False,):
+        if any(STATE_WORDS.isdisjoint(path.split(".")) for path in by_path.values()):
+            break
+        for path, own in sorted(models.items(), key=lambda model: -len(model[0])):
+            parameters, problem = _parameters(optimizer, path, own, shapes, alias, is_wrapped=is_wrapped)
+            if parameters:
+                by_path.setdefault(parameters, path)
+            elif not is_wrapped:
+                problems.append(f"{path.removesuffix('.') or 'the file'}: {problem}")
     if len(by_path) != 1 and not has_state:
         return stateless
     if len(by_path) != 1:
@@ -293,15 +297,27 @@ def state_of(optimizer: Numbered, name: str) -> tuple[int, str] | None:
 
 
 def _parameters(
-    optimizer: Numbered, path: str, own: Sequence[str], shapes: TemplateShapes, alias: Mapping[str, str]
+    optimizer: Numbered,
+    path: str,
+    own: Sequence[str],
+    shapes: TemplateShapes,
+    alias: Mapping[str, str],
+    *,
+    is_wrapped: bool,
 ) -> tuple[tuple[str, ...], str]:
-    """Return the names of the parameters in the order of their numbers, or none and an error text."""
+    """Return the names of the parameters in the order of their numbers, or none and an error text.
+
+    Args:
+        is_wrapped: the optimizer's names and those of the model may begin otherwise, as behind a wrapper.
+    """
     numbers = [number for group in optimizer.groups for number in group.numbers]
     named = [group.names for group in optimizer.groups]
     if len(set(numbers)) < len(numbers):
         return (), "a number is in several groups"
     if all(names is not None for names in named):
-        parameters = [f"{path}{name}" for names in named for name in names or ()]
+        told = [name for names in named for name in names or ()]
+        begin, ends = _behind_wrapper(path, told, own) if is_wrapped else (path, told)
+        parameters = [f"{begin}{name}" for name in ends]
         absent = [name for name in parameters if name not in shapes]
         if absent:
             return (), f"no {absent[0]}"
@@ -323,6 +339,28 @@ def _parameters(
         if shapes[name] != shapes[parameter] and (prod(shapes[name]) != 1 or key in like_parameters):
             return (), f"{name} {list(shapes[name])} for {parameter} {list(shapes[parameter])}"
     return tuple(parameters), ""
+
+
+def _behind_wrapper(path: str, names: Sequence[str], own: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """Return what names of a model begin with, and how an optimizer's go on: `module.` is before either, or neither.
+
+    Args:
+        path: what is before all of the model's; they are looked for with no more if nothing else fits them.
+        own: the names of the model.
+    """
+    parted = [name.partition(".") for name in names]
+    ends_of_names = [names]
+    if len({first for first, _, _ in parted}) == 1 and all(rest for _, _, rest in parted):
+        ends_of_names.append([rest for _, _, rest in parted])
+    known = frozenset(own)
+    for ends in ends_of_names if names else ():
+        begins = {name.removesuffix(ends[0]) for name in own if f".{name}".endswith(f".{ends[0]}")}
+        fitting = [
+            begin for begin in begins if begin.startswith(path) and all(f"{begin}{end}" in known for end in ends)
+        ]
+        if len(fitting) == 1:
+            return fitting[0], ends
+    return path, names
 
 
 def named_tensors(training: Training, shapes: TemplateShapes, where: str, *, is_stripped: bool) -> dict[str, str]:

@@ -1060,6 +1060,40 @@ def test_an_equation_does_not_take_numbered_state_out_of_its_optimizer(tmp_path:
         converted(tmp_path, source, text, forward=True)
 
 
+# What names begin with in the optimizer, the model and a copy of it, if there is one; whether that leaves a doubt.
+WRAPPED = [
+    ("module.", "", None, False),
+    ("", "module.", None, False),
+    ("", "", "module.", False),
+    ("module.", "module.", "", False),
+    ("module.", "", "module.", True),
+    ("module.", "", "", True),
+    ("", "", "", True),
+]
+
+
+@pytest.mark.parametrize(("of_names", "of_model", "of_copy", "is_doubt"), WRAPPED)
+def test_names_of_parameters_may_begin_otherwise_than_those_of_the_model(
+    tmp_path: Path, of_names: str, of_model: str, of_copy: str | None, is_doubt: bool
+) -> None:
+    """DistributedDataParallel, torch.compile: either the optimizer or the model was taken without its wrapper."""
+    source = training({f"{of_model}{name}": array for name, array in MODEL.items()}, ())
+    source["optimizer"] = training()["optimizer"]
+    source["optimizer"]["param_groups"][0]["param_names"] = [f"{of_names}{name}" for name in PARAMETERS]
+    if of_copy is not None:
+        source["ema"] = {f"{of_copy}{name}": tensor(array * 2) for name, array in MODEL.items()}
+    begin = f"model.{of_model}"
+    text = f"""[[map]]\neq = "{begin}q [a h], {begin}k [b h] <=> {begin}qk [(a + b) h]"\n"""
+    if is_doubt:
+        with pytest.raises(MapError, match="whose optimizer state each number is cannot be told") as raised:
+            converted(tmp_path, source, text)
+        assert "ema." in str(raised.value) and "model." in str(raised.value)
+    else:
+        options: dict[str, Any] = {} if of_copy is None else {"exclude": "ema.*"}
+        made = converted(tmp_path, source, text, **options)["optimizer"]
+        assert [*made["state"]] == [f"{of_model}{name}" for name in ("qk", "bias", "out.weight")]
+
+
 def test_one_of_two_optimizers_by_numbers_may_be_left_out(tmp_path: Path) -> None:
     source = training()
     second = training({"v": K[:6]}, ("v",))
