@@ -194,6 +194,7 @@ def as_lines(facts: dict[str, Any]) -> list[str]:
     if "run" in facts:
         committed = facts.get("commit", {})
         is_committed = "targets" in committed and not committed["index_problems"] and not _spoiled(committed)
+        is_committed = is_committed and not facts["run"].get("incomplete")
         lines += _run_lines(facts["run"], committed=is_committed)
     commit = facts if facts.get("kind") == "commit" else facts.get("commit")
     return lines + (_commit_lines(commit) if commit is not None else [])

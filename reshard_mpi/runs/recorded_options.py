@@ -109,7 +109,7 @@ def made_otherwise(
 
 
 def _unlisted(value: str | None) -> dict[str, str]:
-    """Return the option of this value, by its name; none for what is done without it."""
+    """Return the option of this value, by its name; none for the default."""
     return {} if value is None or value == Unlisted.FOLLOW else {"unlisted": value}
 
 
