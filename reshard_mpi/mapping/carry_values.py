@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
-from reshard_mpi.formats.nest.join_stages import BY_GROUP
+from reshard_mpi.formats.nest.join_stages import BY_GROUP, lists_by_group
 from reshard_mpi.formats.nest.nodes import decoded, parsed, written
 from reshard_mpi.mapping.numbered_state import Training, entries_of, parts_of
 from reshard_mpi.mapping.optimizers import (
@@ -334,9 +334,11 @@ class NestValues:
         if entries_of(node) is not None and entries_of(source) is not None:
             return {**node, "dict": self.entries(node, source, path)}
         items, of_source = _items(node), _items(source)
-        if self._is_plain(node) and self._is_plain(source) and not self._has_tensor(path):
+        are_items = items is not None and of_source is not None and len(items) == len(of_source)
+        is_by_group = are_items and any(lists_by_group(node))  # schedulers in a scheduler
+        if self._is_plain(node) and self._is_plain(source) and not self._has_tensor(path) and not is_by_group:
             return source
-        if items is not None and of_source is not None and len(items) == len(of_source):
+        if items is not None and of_source is not None and are_items:
             pairs = enumerate(zip(items, of_source))
             carried = [self.of(own, other, f"{path}{place}.") for place, (own, other) in pairs]
             return carried if isinstance(node, list) else {"tuple": carried}

@@ -370,7 +370,8 @@ def test_a_schedulers_values_by_group_are_the_sources_whatever_the_number_of_gro
             group["param_names"].append(name)
         state = {number: {"exp_avg": tensor(1)} for number in range(2)}
         model = {name: tensor(0) for name in ("a.w", "b.w")}
-        scheduler = {"base_lrs": [rate] * len(groups)}
+        scheduler: dict[str, Any] = {"base_lrs": [rate] * len(groups)}
+        scheduler["_schedulers"] = [dict(scheduler), {**scheduler, "last_epoch": round(10 * rate)}]
         torch_peer.save(
             path, {"model": model, "optimizer": {"state": state, "param_groups": groups}, "scheduler": scheduler}
         )
@@ -379,7 +380,9 @@ def test_a_schedulers_values_by_group_are_the_sources_whatever_the_number_of_gro
     src, like = saved(tmp_path / "x.pt", 0.1, [0.0, 0.5]), saved(tmp_path / "like.pt", 0.9, [0.0])
     reshard_mpi.transform(src, tmp_path / "dst", to="torch", map="{p*}.w <=> {p*}.w", like=like)
     loaded = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")
-    assert loaded["optimizer"]["param_groups"][0]["lr"] == 0.1 and loaded["scheduler"] == {"base_lrs": [0.1]}
+    inner = [{"base_lrs": [0.1]}, {"base_lrs": [0.1], "last_epoch": 1}]
+    assert loaded["optimizer"]["param_groups"][0]["lr"] == 0.1
+    assert loaded["scheduler"] == {"base_lrs": [0.1], "_schedulers": inner}
 
 
 def test_unlike_values_of_a_scheduler_are_not_dealt_to_more_groups(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def numbered_optimizers(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def lists_by_group(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the paths and values of lists that schedulers have by groups of parameters."""
     for key, value in _pairs(node):
-        if key in BY_GROUP:
+        if isinstance(key, str) and key in BY_GROUP:
             yield f"{path}{key}", value
         else:
             yield from lists_by_group(value, f"{path}{key}.")
@@ -71,7 +71,9 @@ def lists_by_group(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def _pairs(node: Any) -> list[tuple[Any, Any]]:
     """Return keys and values of a dictionary, or places and items of a list."""
     if isinstance(node, dict):
-        return [(entry[0], entry[1]) for entry in node.get("dict", ()) if len(entry) == 2]
+        entries = node.get("dict")
+        pairs = [entry for entry in entries if isinstance(entry, list)] if isinstance(entries, list) else []
+        return [(entry[0], entry[1]) for entry in pairs if len(entry) == 2]
     return [*enumerate(node)] if isinstance(node, list) else []
 
 
