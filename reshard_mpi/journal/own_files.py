@@ -247,8 +247,11 @@ def _given_up(folder: Path, earlier: RunIdentity) -> Iterator[tuple[str, int]]:
     """Yield the files, and their target ranks, that writers of a run were to replace when they were killed."""
     recorded = set(recorded_ranks(folder / STATE))
     with opened_inner(folder, STATE) as state:
+        if state is None:
+            return
+        names = set(state.names())  # there may be millions of targets without a lock
         for rank, file in enumerate(_target_files(earlier)):
-            if state is not None and rank not in recorded and _is_noted(state, rank, folder / file):
+            if rank not in recorded and lock_name(rank) in names and _is_noted(state, rank, folder / file):
                 yield file, rank
 
 
