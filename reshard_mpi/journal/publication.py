@@ -147,20 +147,26 @@ def is_partial(path: Path) -> bool:
     return path.name.startswith(".") and path.name.endswith(_PARTIAL)
 
 
-def publish_text(folder: Folder, name: str, text: str, *, synced: bool = True) -> None:
+def publish_text(folder: Folder, name: str, text: str, *, synced: bool = True, modified_ns: int | None = None) -> None:
     """Write a small file in place of whatever is there.
 
     Args:
         synced: as for `Publication.publish`.
+        modified_ns: the time of modification that it gets (nanoseconds since 1970); None: that of the writing.
     """
-    publish_bytes(folder, name, text.encode(), synced=synced)
+    publish_bytes(folder, name, text.encode(), synced=synced, modified_ns=modified_ns)
 
 
-def publish_bytes(folder: Folder, name: str, content: bytes, *, synced: bool = True) -> None:
+def publish_bytes(
+    folder: Folder, name: str, content: bytes, *, synced: bool = True, modified_ns: int | None = None
+) -> None:
     """Write a small file as `publish_text` does."""
     with Publication(folder, name) as publication:
         with open(publication.descriptor, "wb", closefd=False) as stream:
             stream.write(content)
+        if modified_ns is not None:
+            with contextlib.suppress(OSError):  # a file system without such times
+                os.utime(publication.descriptor, ns=(modified_ns, modified_ns))
         publication.publish(synced=synced)
 
 

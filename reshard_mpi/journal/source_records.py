@@ -244,13 +244,13 @@ def damage_of_index(folder: Path) -> Iterator[DamageError]:
 def holds_another(folder: Path) -> bool:
     """Tell whether another checkpoint has been saved in a folder where a run had committed one.
 
-    Then it has an index, and no target is the one that was committed; a single one may be damaged, with the same index.
+    Then it has another index, and no target is the one that was committed.
     """
     committed = CommitRecord.read(folder)
     index = None if committed is None else formats.index_of(committed.run.format)
     if committed is None or index is None or not is_taken(folder / index):
         return False
-    if len(committed.files) == 1 and not changed_index_files(folder, committed):
+    if not changed_index_files(folder, committed):
         return False
     for rank, file in committed.files.items():
         head = RecordHead.read(folder / STATE, rank)

@@ -42,6 +42,7 @@ _SUM_DIGITS = 8
 # The head of a record with the longest path, and the bytes that follow it.
 _MAX_HEAD_BYTES = 32 << 10
 _BEHIND_HEAD = b', "read_ranks": '
+_KEPT = ("digest", "rank", "file", "size_bytes", "modified_ns", "announced", "sample")
 # A sample has as many pages of a file. Any state of a training that goes on changes nearly all pages.
 _SAMPLED_PAGES, _PAGE_BYTES = 32, 4096
 # File systems and archives keep times in steps of up to as much.
@@ -94,11 +95,14 @@ class RecordHead(NamedTuple):
     # place
     announced: tuple[int, int] | None = None
     sample: str | None = None  # the file's `sample_of`; None in records of earlier versions
+    # whether the record's own file has that time too, as when it was written: a folder may be copied without times
+    has_its_time: bool = False
 
     def is_about(self, path: Path) -> bool:
         """Tell whether the file at `path`, in the place of the target, is the one that was written, or a copy of it.
 
-        It has its time, or its sample: copies may have any time. Raises OSError if it cannot be looked at.
+        It has its time; or its sample, and the record is of another time too, as in a copy. A state that differs in few
+        tensors may have the same sample. Raises OSError if it cannot be looked at.
         """
         status = path.stat()
         if status.st_size != self.size_bytes:
@@ -109,6 +113,8 @@ class RecordHead(NamedTuple):
             return True
         if self.sample is None:
             return status.st_mtime_ns > self.modified_ns - _LONGEST_STEP_NS
+        if self.has_its_time and not _is_same_time(self.modified_ns, status.st_mtime_ns):
+            return False
         with open_file(str(path)) as file:
             return sample_of(file) == self.sample
 
@@ -116,13 +122,15 @@ class RecordHead(NamedTuple):
     def read(cls, state: Path, target_rank: int) -> RecordHead | None:
         """Return the beginning of the record of a target; None where there is none, or it is damaged."""
         with contextlib.suppress(OSError, *DAMAGE), opened_record(record_path(state, target_rank)) as stream:
-            if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+            status = os.fstat(stream.fileno())
+            if not stat.S_ISREG(status.st_mode):
                 return None
             begin, end, _ = stream.read(_MAX_HEAD_BYTES).partition(_BEHIND_HEAD)
             facts = json.loads(begin + b"}") if end else {}
             if "modified_ns" in facts:
                 head = cls.of(facts)
-                return head if head.rank == target_rank else None
+                has_its_time = head.modified_ns is not None and _is_same_time(head.modified_ns, status.st_mtime_ns)
+                return head._replace(has_its_time=has_its_time) if head.rank == target_rank else None
         record = TargetRecord.read(state, target_rank)
         return None if record is None else record.head
 
@@ -170,7 +178,7 @@ class TargetRecord(NamedTuple):
         """Return what `rank_<r>.json` holds."""
         evidence = self.evidence
         facts = {
-            **{name: value for name, value in self.head._asdict().items() if value is not None},
+            **{name: value for name, value in self.head._asdict().items() if value is not None and name in _KEPT},
             "read_ranks": evidence.read_ranks,
             "held": evidence.held._asdict(),
             "moments": [moment._asdict() for moment in evidence.shared_facts],
@@ -184,12 +192,13 @@ class TargetRecord(NamedTuple):
         return written(json.dumps(facts), TARGET_ROOM, f"target rank {self.rank}")
 
     def publish(self, state: Folder, *, synced: bool = True) -> None:
-        """Write the record into the open folder of a run's state.
+        """Write the record, with the time of its file, into the open folder of a run's state.
 
         Args:
             synced: False if it need not survive a loss of power.
         """
-        publish_text(state, record_path(state.path, self.rank).name, self.as_text(), synced=synced)
+        name = record_path(state.path, self.rank).name
+        publish_text(state, name, self.as_text(), synced=synced, modified_ns=self.modified_ns)
 
     @classmethod
     def read(cls, state: Path, target_rank: int) -> TargetRecord | None:
@@ -246,6 +255,11 @@ def checked_file(value: Any, rank: int) -> str:
     if folder not in (f"rank_{rank}", "") or name in ("", ".", COMMIT_RECORD) or is_hidden:
         raise ValueError("the file of another target")
     return str(value)
+
+
+def _is_same_time(recorded_ns: int, found_ns: int) -> bool:
+    """Tell whether two times are the same one, as far as file systems and archives keep times."""
+    return abs(found_ns - recorded_ns) < _LONGEST_STEP_NS
 
 
 def sample_of(file: SourceFile) -> str:

@@ -128,7 +128,7 @@ def test_a_checkpoint_in_the_place_of_a_run_is_no_damage_of_it(
     """As when a model that was trained on is saved into its folder; it is damage while a target of the run is left."""
     out, others = made(tmp_path, "ours", form, 1, verify=True), tmp_path / "others"
     values = np.full((9, 8), 7, np.float32)
-    write_ranks({0: dict.fromkeys(("a", "w0", "w1", "w2"), values)}, tmp_path / "others_src", "safetensors")
+    write_ranks({0: dict.fromkeys(("a", "w0", "w1", "w2", "x"), values)}, tmp_path / "others_src", "safetensors")
     cut: dict[str, Any] = {"max_shard_size": most_bytes} if form == "hf" else {"dst_strategy": spec(tmp_path)}
     reshard_mpi.transform(tmp_path / "others_src", others, to=form, **cut)
     kept = {path: path.read_bytes() for path in shards(out)}
@@ -144,7 +144,7 @@ def test_a_checkpoint_in_the_place_of_a_run_is_no_damage_of_it(
     place = next(iter(kept))
     place.unlink(missing_ok=True)
     place.write_bytes(kept[place])
-    with pytest.raises(ReshardError, match=r"not what was committed|is damaged|left from another save"):
+    with pytest.raises(ReshardError, match=r"not what was committed|is damaged|another size|left from another save"):
         reshard_mpi.verify(out)
 
 
@@ -194,10 +194,10 @@ def test_a_copy_without_times_over_a_later_run_that_stops_half_way(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("form", "seconds"), few(2, one_at_a_time(FORMS, [-3600, 3600])))
-def test_the_same_bytes_with_any_time_are_no_doubt(tmp_path: Path, form: str, seconds: int) -> None:
-    """As after `touch`, or where a file is restored from a copy that has another time."""
+def test_the_same_bytes_with_any_time_are_no_doubt_in_a_copy(tmp_path: Path, form: str, seconds: int) -> None:
+    """Neither its files nor their records have the times that they were written with."""
     out = made(tmp_path, "ours", form, 1)
-    for path in shards(out)[1:]:
+    for path in out.rglob("*"):
         modified_ns = path.stat().st_mtime_ns + seconds * 10**9
         os.utime(path, ns=(modified_ns, modified_ns))
     report = reshard_mpi.transform(out, tmp_path / "again", strategy_of(form, tmp_path), strict=True)
@@ -205,6 +205,28 @@ def test_the_same_bytes_with_any_time_are_no_doubt(tmp_path: Path, form: str, se
     said_of_it = run_here("inspect", str(out)).out
     assert ", committed\n" in said_of_it and "modified after" not in said_of_it
     assert run_here("commit", str(out)).code == 0
+
+
+@pytest.mark.parametrize("form", few(2, FORMS))
+def test_a_state_that_has_the_same_sample_is_not_taken_for_the_recorded_one(tmp_path: Path, form: str) -> None:
+    """Most of it is frozen. The folder is no copy: the record has its time, and the file of the other state has not."""
+    out = made(tmp_path, "ours", form, 1)
+    os.utime(shards(out)[1], (0, 0))
+    report = reshard_mpi.transform(out, tmp_path / "again", strategy_of(form, tmp_path), to="safetensors")
+    assert said(report.warnings, str(shards(out)[1]), "1")
+    assert is_refused_by_commit_and_resume(out, tmp_path / "ours_src", form)
+
+
+@pytest.mark.parametrize("form", few(2, ["hf", "dcp"]))
+def test_shards_that_are_damaged_together_are_no_other_checkpoint(tmp_path: Path, form: str) -> None:
+    """The index is the one that was committed."""
+    out = made(tmp_path, "ours", form, 1, verify=True)
+    for path in shards(out):
+        content = bytearray(path.read_bytes())
+        content[-9] ^= 1
+        path.write_bytes(content)
+    with pytest.raises(ReshardError, match="damage"):
+        reshard_mpi.verify(out)
 
 
 @pytest.mark.parametrize(("form", "commit_seconds"), few(2, one_at_a_time(FORMS, [-3600, 0])))
