@@ -27,7 +27,7 @@ from reshard_mpi.journal.publication import publish_bytes, publish_text, remove_
 from reshard_mpi.journal.record_files import COMMIT_RECORD, STATE, record_path, recorded_ranks, written
 from reshard_mpi.journal.run_records import COMMIT_ROOM, CommitRecord, RunIdentity, committed_times, keep_times
 from reshard_mpi.journal.target_journal import COMMIT_LOCK
-from reshard_mpi.journal.target_records import TargetRecord
+from reshard_mpi.journal.target_records import RecordHead, TargetRecord
 from reshard_mpi.planning.shared_facts import differing_stages, require_one_checkpoint, require_same_names
 from reshard_mpi.planning.source_flaws import Differences, between_targets, difference_messages, without
 from reshard_mpi.text import natural_key
@@ -299,7 +299,8 @@ def complete_record(folder: Path, identity: RunIdentity, target_rank: int) -> Ta
         return f"has lost its file {record.file}"
     if status.st_size != record.size_bytes:
         return f"has {status.st_size} bytes in {record.file}, not the {record.size_bytes} that were written"
-    if record.head.is_about(folder / record.file):
+    head = RecordHead.read(folder / STATE, target_rank)
+    if head is not None and head.is_about(folder / record.file):
         return record
     if record.announced is not None:
         return f"was about to be put in the place of {record.file}"

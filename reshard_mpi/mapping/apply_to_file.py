@@ -20,7 +20,6 @@ from reshard_mpi.mapping.check_optimizers import MadeTensors, owners_by_names, r
 from reshard_mpi.mapping.direction import Inventory
 from reshard_mpi.mapping.numbered_state import (
     NO_TRAINING,
-    STATE,
     Training,
     in_order,
     named_tensors,
@@ -157,10 +156,8 @@ def _require_none_taken_out(paths: Sequence[str], made: Sequence[DerivedTensor],
         paths: of the optimizers.
     """
     for path in paths:
-        key = path[path.rfind(".", 0, -1) + 1 :]  # the last one of the path
-        begins = (f".{STATE}", *(f".{key}{kind}." for kind in (STATE_KEY, GROUPS)))  # numbered state has a name in maps
         for tensor in made:
-            is_taken_out = any(begin in f".{tensor.name}" for begin in begins)
+            is_taken_out = any(f".{kind}." in f".{tensor.name}" for kind in (STATE_KEY, GROUPS))
             own = sorted(name for name in _sources(tensor) if name.startswith(path))
             if is_taken_out and own and not tensor.name.startswith(path):
                 raise MapError(

@@ -220,7 +220,8 @@ def _fault(
                 strangers.append(parameter)
         # Parameters that an equation takes together have equal counters, and one of these is taken.
         is_counter = all(prod(inventory[state].shape) == 1 for state in states)
-        if strangers and (len(strangers) == len(states) or not is_counter):
+        is_together = owner in target.made and target.made[name].where == target.made[owner].where != ""
+        if strangers and not (is_counter and (is_together or len(strangers) < len(states))):
             return _Fault(f"state of {strangers[0]} would be kept of {owner}, which is not made of it", name)
         made = target.made
         if origins is not None and not _is_made_alike(made[name], made[owner], origins, of_source, inventory):

@@ -1105,3 +1105,21 @@ def test_one_of_two_optimizers_by_numbers_may_be_left_out(tmp_path: Path) -> Non
     assert {*made["optimizer"]["state"]} == {"qk", "bias", "out.kernel"} and not made["critic"]
     with pytest.raises(MapError, match="there are several optimizers"):
         converted(tmp_path, source, MAP_OF_FILES)
+
+
+def test_an_equation_that_renames_an_optimizers_key_is_refused(tmp_path: Path) -> None:
+    """Its groups would stay under the old one."""
+    with pytest.raises(MapError, match="takes tensors out of an optimizer"):
+        converted(tmp_path, training(), '[[map]]\neq = "optimizer.{p*} <=> optim.{p*}"\n', forward=True)
+
+
+def test_counters_of_parameters_that_a_later_map_takes_together(tmp_path: Path) -> None:
+    """They are equal, and one is taken for all: also where a map before has given the parameters their names."""
+    torch_peer.save(tmp_path / "source.pt", training())
+    maps = ["model.{p*} <=> {p*}", "q [a h], k [b h] <=> u [a h], v [b h]"]
+    reshard_mpi.transform(tmp_path / "source.pt", tmp_path / "made", map=maps, forward=True)
+    (path,) = (tmp_path / "made").rglob("*.pt")
+    state = torch_peer.load(path)["optimizer"]["state"]
+    assert np.array_equal(arrays_of(state["u"])["exp_avg"], moment(0, MODEL["q"]))
+    assert np.array_equal(arrays_of(state["v"])["exp_avg"], moment(1, MODEL["k"]))
+    assert arrays_of(state["u"])["step"] == arrays_of(state["v"])["step"] == 3
