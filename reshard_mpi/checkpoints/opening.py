@@ -201,7 +201,7 @@ def _of_one_run(files: ShardFiles) -> ShardFiles:
     """
     if not _has_records(files):
         return files
-    from reshard_mpi.journal.source_records import require_one_run
+    from reshard_mpi.journal.record_finder import require_one_run
 
     files.look(*files.shards)  # one that is replaced after this is noticed
     run = require_one_run(files.by_target_rank, files.path)
@@ -220,7 +220,7 @@ def _require_as_many_ranks(files: ShardFiles, strategy: Strategy) -> None:
     """Raise SourceError if the run that has made the files has another number of targets than a strategy has ranks."""
     if not _has_records(files):
         return
-    from reshard_mpi.journal.source_records import run_of
+    from reshard_mpi.journal.record_finder import run_of
 
     rank, paths = next(iter(files.by_rank.items()))
     written_by = run_of(paths[0], rank)
@@ -237,7 +237,7 @@ def _require_as_many_ranks(files: ShardFiles, strategy: Strategy) -> None:
 
 def _require_whole_run(files: ShardFiles) -> None:
     """Raise SourceError if a file that is taken for a full checkpoint is one of several that a run has cut."""
-    from reshard_mpi.journal.source_records import run_of, run_to_replace
+    from reshard_mpi.journal.record_finder import run_of, run_to_replace
 
     ((rank, paths),) = files.by_rank.items()
     for path in paths:

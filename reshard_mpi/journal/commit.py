@@ -21,7 +21,7 @@ from reshard_mpi import formats
 from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, TransformError
 from reshard_mpi.filesystem.folders import Folder, closing, open_lock, try_lock
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.journal.own_files import changed_index_files, is_in_place, require_own_index, withdraw_commit
+from reshard_mpi.journal.file_ownership import changed_index_files, is_in_place, require_own_index, withdraw_commit
 from reshard_mpi.journal.provenance import Sources, require_one_state, require_same_sources
 from reshard_mpi.journal.publication import publish_bytes, publish_text, remove_stale, remove_stale_records
 from reshard_mpi.journal.record_files import COMMIT_RECORD, STATE, record_path, recorded_ranks, written

@@ -22,7 +22,7 @@ from reshard_mpi.journal.commit import (
     opened_to_commit,
     ranges,
 )
-from reshard_mpi.journal.own_files import changed_index_files, withdraw_commit
+from reshard_mpi.journal.file_ownership import changed_index_files, withdraw_commit
 from reshard_mpi.journal.publication import is_partial
 from reshard_mpi.journal.record_files import COMMIT_RECORD, STATE, recorded_ranks, run_path
 from reshard_mpi.journal.run_records import CommitRecord, RunIdentity, committed_times

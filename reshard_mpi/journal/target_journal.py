@@ -7,7 +7,7 @@ that write targets share `commit.lock`, and one that commits has it alone, so no
 A record is written twice. The first one is written before the target takes its name and identifies the file that will
 (`TargetRecord.announced`), so a finished target is known as such even if its writer died in that instant. The second
 one holds for whatever file is in place, for folders that are copied and file systems that give files new numbers.
-What lies in a target's place and is not this program's own (see `own_files`) is replaced with --overwrite alone.
+What lies in a target's place and is not this program's own (see `file_ownership`) is replaced with --overwrite alone.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from reshard_mpi.filesystem.folders import (
 )
 from reshard_mpi.filesystem.paths import require_replaceable
 from reshard_mpi.filesystem.source_files import SourceFile, is_taken
-from reshard_mpi.journal.own_files import (
+from reshard_mpi.journal.file_ownership import (
     is_in_place,
     leftovers,
     note_replaceable,

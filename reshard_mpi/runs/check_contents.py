@@ -28,8 +28,7 @@ from reshard_mpi.errors import DamageError, DisagreementError, ReshardError, Sha
 from reshard_mpi.filesystem.source_files import is_taken
 from reshard_mpi.formats.manifest import Manifest, TensorSpec
 from reshard_mpi.journal.record_files import COMMIT_RECORD, STATE
-from reshard_mpi.journal.run_records import CommitRecord, RunIdentity
-from reshard_mpi.journal.source_records import (
+from reshard_mpi.journal.record_finder import (
     RecordFinder,
     damage_besides,
     damage_by_record,
@@ -38,6 +37,7 @@ from reshard_mpi.journal.source_records import (
     holds_another,
     require_one_run,
 )
+from reshard_mpi.journal.run_records import CommitRecord, RunIdentity
 from reshard_mpi.journal.target_records import TensorSum, sums_of_wholes
 from reshard_mpi.planning.rank_plan import Limits, RankPlan, TensorPlan
 from reshard_mpi.planning.replicas import Replicas

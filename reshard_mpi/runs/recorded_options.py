@@ -9,8 +9,8 @@ from typing import Any
 
 from reshard_mpi.checkpoints.shard_files import ShardFiles
 from reshard_mpi.errors import UsageError
+from reshard_mpi.journal.record_finder import run_of
 from reshard_mpi.journal.run_records import CHOSEN, CommitRecord, RunIdentity, joined_words
-from reshard_mpi.journal.source_records import run_of
 from reshard_mpi.planning.tensor_names import Accumulated, Unlisted
 from reshard_mpi.runs.request import Request
 

@@ -194,7 +194,7 @@ def _check_committed(plans: TargetPlans, comm: Comm, memory: RunMemory, progress
 
     Nothing is read if each shard has sums of its own, by which it has been checked. Raises DamageError.
     """
-    from reshard_mpi.journal.source_records import damage_of_index
+    from reshard_mpi.journal.record_finder import damage_of_index
     from reshard_mpi.runs.check_contents import committed_tensors, require_as_committed
 
     source, path = plans.run.conversion.source, plans.run.request.source

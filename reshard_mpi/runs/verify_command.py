@@ -21,7 +21,7 @@ from reshard_mpi.errors import DamageError, ReshardError, SourceError
 from reshard_mpi.filesystem.paths import require_reachable
 from reshard_mpi.formats.manifest import NEST, Manifest
 from reshard_mpi.formats.nest.nodes import agree
-from reshard_mpi.journal.source_records import (
+from reshard_mpi.journal.record_finder import (
     RecordFinder,
     damage_besides,
     damage_of_index,

@@ -16,7 +16,7 @@ from reshard_mpi.filesystem.source_files import FileCutShortError, is_taken
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.structure import digest_besides, opened
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
-from reshard_mpi.journal.own_files import changed_index_files
+from reshard_mpi.journal.file_ownership import changed_index_files
 from reshard_mpi.journal.provenance import digest_of_texts, require_one_state, require_same_sources
 from reshard_mpi.journal.record_files import COMMIT_RECORD, STATE, record_path, recorded_ranks
 from reshard_mpi.journal.run_records import CommitRecord, RunIdentity, committed_times
