@@ -63,7 +63,7 @@ class EarlierTarget(NamedTuple):
                     continue
                 record = complete_record(folder, identity, rank)
                 if isinstance(record, TargetRecord):
-                    return cls(record, (folder / record.file).stat().st_mtime_ns)
+                    return cls(record, record.written_ns(folder / record.file))
         return None
 
     def require_same_state(self, target_rank: int, sources: Sources) -> None:
@@ -233,7 +233,7 @@ def _require_alike(folder: Path, identity: RunIdentity, records: Sequence[Target
     sources = {record.rank: record.evidence.sources for record in records}
     require_same_sources(sources, _ANEW)
     if not is_committed:
-        written_ns = {record.rank: (folder / record.file).stat().st_mtime_ns for record in records}
+        written_ns = {record.rank: record.written_ns(folder / record.file) for record in records}
         require_one_state({rank: (own, written_ns[rank]) for rank, own in sources.items()}, _ANEW)
     for stage in differing_stages(record.evidence.held for record in records):
         of_stage = [record for record in records if record.evidence.held.stage == stage]

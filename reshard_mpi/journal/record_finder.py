@@ -192,8 +192,9 @@ def _require_one_state(finder: RecordFinder, files: Mapping[int, Sequence[str]])
     found = {path: finder.find(path, rank) for rank, paths in files.items() for path in paths}
     records = {path: each.record for path, each in found.items() if each is not None and each.record is not None}
     require_same_sources({record.rank: record.evidence.sources for record in records.values()}, _FINISH)
-    written = ((path, record.rank, record.evidence.sources) for path, record in records.items())
-    require_one_state({rank: (sources, Path(path).stat().st_mtime_ns) for path, rank, sources in written}, _FINISH)
+    written_ns = {record.rank: record.written_ns(Path(path)) for path, record in records.items()}
+    sources = {record.rank: record.evidence.sources for record in records.values()}
+    require_one_state({rank: (own, written_ns[rank]) for rank, own in sources.items()}, _FINISH)
 
 
 def _of_several_runs(expected: str, got: str, where: str) -> DisagreementError:

@@ -45,8 +45,10 @@ _BEHIND_HEAD = b', "read_ranks": '
 _KEPT = ("digest", "rank", "file", "size_bytes", "modified_ns", "announced", "sample")
 # A sample has as many pages of a file. Any state of a training that goes on changes nearly all pages.
 _SAMPLED_PAGES, _PAGE_BYTES = 32, 4096
-# File systems and archives keep times in steps of up to as much.
+# In which file systems and archives keep times: nanoseconds to two seconds; and what programs lose that keep floats.
 _LONGEST_STEP_NS = 2 * 10**9
+_STEPS_NS = (1, 100, 1000, 10**6, 10**7, 10**9, _LONGEST_STEP_NS)
+_ROUNDED_NS = 1000
 
 
 class TensorSum(NamedTuple):
@@ -111,10 +113,10 @@ class RecordHead(NamedTuple):
             return self.announced == (status.st_ino, status.st_mtime_ns)
         if self.modified_ns is None or status.st_mtime_ns == self.modified_ns:
             return True
-        if self.sample is None:
-            return status.st_mtime_ns > self.modified_ns - _LONGEST_STEP_NS
         if self.has_its_time and not _is_same_time(self.modified_ns, status.st_mtime_ns):
             return False
+        if self.sample is None:
+            return status.st_mtime_ns > self.modified_ns - _LONGEST_STEP_NS
         with open_file(str(path)) as file:
             return sample_of(file) == self.sample
 
@@ -168,6 +170,10 @@ class TargetRecord(NamedTuple):
     def head(self) -> RecordHead:
         begin = self.digest, self.rank, self.file, self.size_bytes
         return RecordHead(*begin, self.modified_ns, self.announced, self.sample)
+
+    def written_ns(self, path: Path) -> int:
+        """Return when the target was written, as nanoseconds since 1970: of records that do not say it, by its file."""
+        return path.stat().st_mtime_ns if self.modified_ns is None else self.modified_ns
 
     @property
     def is_verified(self) -> bool:
@@ -259,7 +265,8 @@ def checked_file(value: Any, rank: int) -> str:
 
 def _is_same_time(recorded_ns: int, found_ns: int) -> bool:
     """Tell whether two times are the same one, as far as file systems and archives keep times."""
-    return abs(found_ns - recorded_ns) < _LONGEST_STEP_NS
+    steps = (recorded_ns - recorded_ns % step_ns for step_ns in _STEPS_NS)
+    return any(abs(found_ns - kept_ns) <= _ROUNDED_NS for kept_ns in steps)
 
 
 def sample_of(file: SourceFile) -> str:
