@@ -24,6 +24,7 @@ from reshard_mpi.mapping.result import DerivedTensor, MapResult, taken_of
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strides import paired, source_region
 
+_EXPECTED = "each parameter of an optimizer with its own state, which is renamed, cut and turned as the parameter is"
 _REMEDY = (
     "write equations for the parameter and for its state, in the names that each has in the source, be it the same"
     " names on both sides; or leave the optimizer out (--exclude)"
@@ -83,7 +84,7 @@ def require_own_state(
             faults = [_fault(side, source_side, inventory, left_out, target) for side in target_sides]
             fault = faults[0]
             if fault is not None and all(faults):
-                raise MapError(fault.problem, got=fault.got, where=where, remedy=fault.remedy)
+                raise MapError(fault.problem, expected=_EXPECTED, got=fault.got, where=where, remedy=fault.remedy)
 
 
 def require_none_by_order(

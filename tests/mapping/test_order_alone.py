@@ -91,6 +91,12 @@ def test_another_order_of_the_parameters_is_refused(source: Path, kind: str, tmp
 
 def test_a_list_of_other_shapes_stays(tmp_path: Path) -> None:
     tensors = {"a.weight": tensor(2, 2), "a.bias": tensor(2)}
-    others = [tensor(2), tensor(), tensor(2, 2), tensor(2, 2)]  # more of a shape than there are parameters
+    shapes: tuple[tuple[int, ...], ...] = ((2,), (), (2, 2), (2, 2))
+    others = [
+        tensor(*shape, value=place + 1) for place, shape in enumerate(shapes)
+    ]  # more of a shape than there are parameters
     torch_peer.save(tmp_path / "x.pt", {"model": tensors, "means": others, "bias_like": [tensor(2)]})
     reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", map=TURNED)
+    made = reshard_mpi.load_rank(0, tmp_path / "dst")
+    of_source = reshard_mpi.load_rank(0, tmp_path / "x.pt")
+    assert all(np.array_equal(made[f"means.{place}"], of_source[f"means.{place}"]) for place in range(len(shapes)))
