@@ -13,8 +13,8 @@ from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.planning.rank_plan import Group, PlannedTensors, RankPlan, ReadGroup, SharedFact
 from reshard_mpi.planning.replicas import Replicas, choose_holders, copies_alike
 from reshard_mpi.planning.shared_facts import (
+    CommonStrings,
     agreement_checks,
-    common_strings,
     is_moment,
     left_out_of,
     shared_tensors,
@@ -41,7 +41,10 @@ def plan_target(target: TargetTensors, strategy_table: str) -> RankPlan:
     policy = target.policy
     absent = _absent(target)
     groups: list[Group] = []
-    holes: dict[str, ReshardError] = dict(_numbers_of_other_stages(target))
+    choices = _choose(target)
+    read_ranks = {rank for chosen in choices for rank in chosen}
+    in_order = sorted(target.manifests, key=lambda rank: (rank not in read_ranks, rank != target.home, rank))
+    holes: dict[str, ReshardError] = dict(_numbers_of_other_stages(target, in_order))
     for error in holes.values():
         if not policy.allows_holes:
             raise error
@@ -49,7 +52,7 @@ def plan_target(target: TargetTensors, strategy_table: str) -> RankPlan:
     for name, held in target.class_by_name.items() if holes else ():
         if name in holes:
             unfit.setdefault(held.kind, []).append(name)
-    for held, chosen in zip(target.classes, _choose(target)):
+    for held, chosen in zip(target.classes, choices):
         if unfit:
             held = held._replace(names=[name for name in held.names if name not in holes])
         read_groups = _read_groups(target, held, chosen) if held.names else ()
@@ -76,8 +79,8 @@ def plan_target(target: TargetTensors, strategy_table: str) -> RankPlan:
         holes |= reads.holes
         for manifest in target.manifests.values():
             warnings += missing_files(manifest.tensors)
-    strings, notes = common_strings(target.manifests, target.home)
-    warnings += unlike_by_group(target.manifests, target.home)
+    common = CommonStrings.of(target.manifests, in_order)
+    warnings += unlike_by_group(target.manifests, in_order)
     taken = ((held.names, held.group, held.layout) for held in target.classes if held.share is GradientShare.TAKEN)
     alike = list(copies_alike(taken, target.layouts.box, policy.replicas))
     joining = target.joining
@@ -86,15 +89,16 @@ def plan_target(target: TargetTensors, strategy_table: str) -> RankPlan:
             if held.share is GradientShare.JOINED:
                 alike += joining.distinct_copies(held.names, held.parts, held.group.dtype.itemsize_bytes)
     loose = frozenset(name for held in target.classes if not held.group.listed for name in held.names)
+    drops_strings = policy.unlisted is Unlisted.DROP
     return RankPlan(
         target_rank=target.rank,
         stage=target.stage,
         identity=ShardIdentity(target.rank, target.strategy.world_size, strategy_table),
         tensors=tensors,
-        strings={} if policy.unlisted is Unlisted.DROP else strings,
+        strings={} if drops_strings else common.strings,
         checks=tuple(checks),
         absent=absent,
-        notes=tuple(notes),
+        notes=tuple(common.notes),
         source_ranks=tuple(sorted(target.manifests)),
         loose=loose,
         unplaced=frozenset(name for name in loose if not target.layouts.lists(name)),
@@ -105,20 +109,24 @@ def plan_target(target: TargetTensors, strategy_table: str) -> RankPlan:
         left_out=tuple(left_out_of(target.manifests)),
         sums=() if joining is None else joining.sums((held.names, held.group) for held in target.classes),
         holes=holes,
+        value_ranks=() if drops_strings else common.ranks,
     )
 
 
-def _numbers_of_other_stages(target: TargetTensors) -> Iterator[tuple[str, DisagreementError]]:
+def _numbers_of_other_stages(target: TargetTensors, in_order: Sequence[int]) -> Iterator[tuple[str, DisagreementError]]:
     """Yield state under numbers of another optimizer than the one whose settings are kept, and why it has no place.
 
     Stages of one training that this program has cut have the same optimizer, and the same numbers.
+
+    Args:
+        in_order: the opened ranks; the settings of the first are kept (see `CommonStrings`).
     """
-    nests = {rank: shard.strings[NEST] for rank, shard in target.manifests.items() if NEST in shard.strings}
+    nests = {rank: target.manifests[rank].strings[NEST] for rank in in_order if NEST in target.manifests[rank].strings}
     if target.source_strategy.stages == 1 or len(set(nests.values())) <= 1:
         return
     from reshard_mpi.formats.nest.join_stages import numbered_optimizers
 
-    kept = min(nests, key=lambda rank: (rank != target.home, rank))  # as `common_strings` chooses
+    kept = next(iter(nests))
     try:
         roots = {text: json.loads(nest_without_order(text)) for text in set(nests.values())}
         of_text = {text: dict(numbered_optimizers(root)) for text, root in roots.items()}

@@ -310,6 +310,7 @@ class RankPlan(NamedTuple):
     ] = {}  # written by another target: name to "type [whole shape]", if placed
     sums: tuple[Sums, ...] = ()  # the accumulated gradients among the tensors
     holes: Mapping[str, ReshardError] = {}  # if asked for: tensors that cannot be made; their groups have no routes
+    value_ranks: tuple[int, ...] = ()  # the source ranks that strings, and numbers computed for a map, are taken from
 
     @property
     def shard(self) -> ShardSpec:
@@ -349,9 +350,10 @@ class RankPlan(NamedTuple):
 
     @property
     def read_ranks(self) -> tuple[int, ...]:
-        """The source ranks that tensors are taken from, ascending; the others were opened only to be compared."""
+        """The source ranks that anything is taken from, ascending; the others were opened only to be compared."""
         routes = (route for group in self.tensors.groups for route in group.routes)
-        return tuple(sorted({rank for route in routes for rank in route.joined_ranks or (route.source_rank,)}))
+        of_tensors = (rank for route in routes for rank in route.joined_ranks or (route.source_rank,))
+        return tuple(sorted({*of_tensors, *self.value_ranks}))
 
     @property
     def copies(self) -> int:

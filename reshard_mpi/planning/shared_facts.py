@@ -6,8 +6,9 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from math import prod
+from typing import NamedTuple
 
 from reshard_mpi.errors import CoverageError, DisagreementError
 from reshard_mpi.formats.manifest import (
@@ -310,32 +311,52 @@ def not_carried(what: str, *, expected: str, remedy: str, where: str = "") -> Di
     )
 
 
-def common_strings(manifests: Mapping[int, Manifest], home: int) -> tuple[dict[str, str], list[str]]:
-    """Return the strings of the opened shards by name, and a note for each string that differs between them.
+class CommonStrings(NamedTuple):
+    """The strings of a target.
 
-    Where they differ, that of rank `home` is taken, or else of the lowest rank.
+    Attributes:
+        strings: texts by name.
+        ranks: the source ranks that they are taken from.
+        notes: one for each string that differs between opened shards.
     """
-    strings: dict[str, str] = {}
-    notes = []
-    in_order = sorted(manifests, key=lambda rank: (rank != home, rank))
-    nests = [manifests[rank].strings[NEST] for rank in in_order if NEST in manifests[rank].strings]
-    common = common_nest(nests)
-    nest = common_nest(nests, keeps_first=True) if common is None else common
-    if nest is not None:
-        strings[NEST] = nest
-    for rank in in_order:
-        for name, text in manifests[rank].strings.items():
-            if strings.setdefault(name, text) != text and (name != NEST or common is None):
-                notes.append(f"{TEXT}{shown_string(name)} of {manifests[rank].path} differs from the one taken")
-    return dict(sorted(strings.items())), notes
+
+    strings: dict[str, str]
+    ranks: tuple[int, ...]
+    notes: list[str]
+
+    @classmethod
+    def of(cls, manifests: Mapping[int, Manifest], in_order: Sequence[int]) -> CommonStrings:
+        """Take the strings of opened shards; where these differ, from the first rank `in_order` that has the string.
+
+        Nests that differ are joined, if they are those of stages.
+        """
+        strings: dict[str, str] = {}
+        notes = []
+        rank_of_nest: dict[str, int] = {}
+        for rank in in_order:
+            if NEST in manifests[rank].strings:
+                rank_of_nest.setdefault(manifests[rank].strings[NEST], rank)
+        ranks = {*rank_of_nest.values()}
+        common = common_nest(rank_of_nest)
+        nest = common_nest(rank_of_nest, keeps_first=True) if common is None else common
+        if nest is not None:
+            strings[NEST] = nest
+        for rank in in_order:
+            for name, text in manifests[rank].strings.items():
+                if name not in strings:
+                    strings[name] = text
+                    ranks.add(rank)
+                elif strings[name] != text and (name != NEST or common is None):
+                    notes.append(f"{TEXT}{shown_string(name)} of {manifests[rank].path} differs from the one taken")
+        return cls(dict(sorted(strings.items())), tuple(sorted(ranks)), notes)
 
 
-def unlike_by_group(manifests: Mapping[int, Manifest], home: int) -> Iterator[str]:
+def unlike_by_group(manifests: Mapping[int, Manifest], in_order: Sequence[int]) -> Iterator[str]:
     """Yield a warning if schedulers have other values by groups of parameters in another one of the opened shards.
 
-    The values kept are those that `common_strings` takes, whatever groups the joined optimizers have.
+    The values kept are those of the first rank `in_order` (see `CommonStrings`), whatever groups the joined optimizers
+    have.
     """
-    in_order = sorted(manifests, key=lambda rank: (rank != home, rank))
     path_of: dict[str, str] = {}  # by distinct nests
     for rank in in_order:
         if NEST in manifests[rank].strings:

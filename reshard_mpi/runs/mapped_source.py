@@ -262,6 +262,7 @@ class MappedCheckpoint(SourceCheckpoint):
             warnings=(*whole.warnings, *cautions, *outcome.warnings, *plan.warnings),
             left_out=(*whole.left_out, *plan.left_out),
             sums=tuple(sums for sums in whole.sums if sums.names in kinds_of_sums),
+            value_ranks=outcome.steps[-1].plan.value_ranks,
         )
 
     def check_values(self) -> None:
@@ -303,7 +304,9 @@ class MappedCheckpoint(SourceCheckpoint):
         if self.original.policy.accumulated is Accumulated.SUM:
             require_known_sums(mapped, self.files.path)
         require_holdable(mapped)
-        mapped = mapped._replace(constants=(*mapped.constants, *self._computed(mapped, plan)))
+        computed, ranks = self._computed(mapped, plan)
+        mapped = mapped._replace(constants=(*mapped.constants, *computed))
+        plan = plan._replace(value_ranks=(*plan.value_ranks, *ranks))
         rank = min(plan.read_ranks, default=0)
         return _MapStep(rules, plan, mapped, MappedTensors(self.files.path, mapped, plan.tensors, rank, plan.holes))
 
@@ -322,21 +325,25 @@ class MappedCheckpoint(SourceCheckpoint):
             needed.update(mapped.counted.names)
         return frozenset(needed)
 
-    def _computed(self, mapped: MapResult, plan: RankPlan) -> Iterator[ConstantTensor]:
-        """Yield the tensors that are computed of single numbers of the source."""
+    def _computed(self, mapped: MapResult, plan: RankPlan) -> tuple[list[ConstantTensor], set[int]]:
+        """Return the tensors that are computed of single numbers of the source, and the ranks that have these."""
+        computed: list[ConstantTensor] = []
+        ranks: set[int] = set()
         if not (mapped.computed or mapped.counted.numbers):
-            return
+            return computed, ranks
         self.original.before_gathering()
         places = plan.tensors.places
         with Files() as files:
 
             def read(name: str) -> float:
                 tensor = tensor_at(plan, places[name])
+                ranks.update(copy.source_rank for copy in tensor.copies)
                 content = only_element(files, tensor, self.original.limits)
                 return element_value(content, tensor.spec.dtype, name, self.files.path)
 
             for number, element in values_of(mapped.computed, mapped.counted, mapped.settings, read):
-                yield ConstantTensor(number.name, number.kind, element, number.where)
+                computed.append(ConstantTensor(number.name, number.kind, element, number.where))
+        return computed, ranks
 
     def _notes(self, outcome: _MapsOutcome) -> Iterator[str]:
         """Yield notes for the user on the results of the maps."""

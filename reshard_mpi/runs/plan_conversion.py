@@ -221,7 +221,7 @@ class Conversion:
                 remedy="choose another format (--to)",
             )
         left_out = f"left out, since the target's format has no place for texts or settings: {names}"
-        return plan._replace(strings={}, notes=(*plan.notes, left_out))
+        return plan._replace(strings={}, value_ranks=(), notes=(*plan.notes, left_out))
 
     @property
     def notes(self) -> tuple[str, ...]:

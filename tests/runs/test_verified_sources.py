@@ -6,15 +6,20 @@ import itertools
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+from support import safetensors_peer
+from support.checkpoints import sample
 from support.command_line import done, refused
 from support.conversions import FOUR_LAYOUTS, Conversion, make, side, transform_by_function
 from support.examples import few, one_at_a_time
 from support.oracle import RawLayout
 from support.processes import Finished
 
+import reshard_mpi
 from reshard_mpi import formats
 from reshard_mpi.checkpoints.discovery import find_shards
+from reshard_mpi.testing.sample_tensors import ShardContents
 
 FORMS = ("ckpt", "hdf5", "safetensors", "torch", "dcp", "hf")
 
@@ -93,6 +98,48 @@ def test_a_damaged_one_is_replaced_by_another_that_holds_the_same(tmp_path: Path
     finished = again(back, form)
     assert finished.code == 0 and f"{path.parent.name}" in finished.err and "cannot be used" in finished.err, finished
     done("verify", back.dst)
+
+
+HALVES = 'mesh = { d = 2, t = 2 }\n[[parameter]]\nmatch = "w"\nsplit = { 0 = ["t"] }\n'
+QUARTERS = 'mesh = { t = 4 }\n[[parameter]]\nmatch = "w"\nsplit = { 0 = ["t"] }\n'
+
+
+def halves_with_a_text(folder: Path) -> Path:
+    """Make four shards with --verify, two for each half of `w`, all with a text; return their folder."""
+    tensor = sample("w", np.arange(16, dtype=np.float32).reshape(4, 4))
+    safetensors_peer.write(folder / "m.safetensors", ShardContents.of([tensor], {"rate": "0.125"}))
+    (folder / "halves.toml").write_text(HALVES)
+    (folder / "quarters.toml").write_text(QUARTERS)
+    options = ["--dst-strategy", folder / "halves.toml", "--to", "safetensors", "--verify"]
+    done("transform", folder / "m.safetensors", folder / "src", *options)
+    return folder / "src"
+
+
+def turn_over(src: Path, rank: int, old: bytes, new: bytes) -> None:
+    path = src / f"rank_{rank}/checkpoint_{rank}.safetensors"
+    content = path.read_bytes()
+    assert content.count(old) == 1
+    path.write_bytes(content.replace(old, new))
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_the_text_of_a_damaged_shard_is_not_taken(tmp_path: Path, rank: int) -> None:
+    """Whichever shards the tensors come from, texts come from shards that are held against their sums."""
+    src, dst = halves_with_a_text(tmp_path), tmp_path / "dst"
+    turn_over(src, rank, b"0.125", b"0.525")
+    strategies = ["--src-strategy", tmp_path / "halves.toml", "--dst-strategy", tmp_path / "quarters.toml"]
+    done("transform", src, dst, *strategies, "--to", "safetensors", "--verify")
+    texts = {safetensors_peer.read(path).strings["rate"] for path in dst.glob("rank_*/*")}
+    assert texts == {"0.125"}
+
+
+def test_a_rank_whose_text_is_taken_is_one_that_is_read(tmp_path: Path) -> None:
+    """Its shard is held against its sums, and recorded as a source of the target, as those of the tensors are."""
+    src = halves_with_a_text(tmp_path)
+    for rank in (0, 1, 2):
+        turn_over(src, rank, b"rate", b"late")
+    planned = reshard_mpi.plan(src, tmp_path / "halves.toml", tmp_path / "quarters.toml").targets
+    assert [target.read_ranks for target in planned] == [(0,), (0,), (2, 3), (3,)]
 
 
 # What is made of one is converted
