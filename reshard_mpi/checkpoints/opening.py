@@ -237,11 +237,21 @@ def _require_as_many_ranks(files: ShardFiles, strategy: Strategy) -> None:
 
 def _require_whole_run(files: ShardFiles) -> None:
     """Raise SourceError if a file that is taken for a full checkpoint is one of several that a run has cut."""
-    from reshard_mpi.journal.record_finder import run_of, run_to_replace
+    from reshard_mpi.journal.record_finder import RecordFinder, run_of, run_to_replace
 
     ((rank, paths),) = files.by_rank.items()
     for path in paths:
         written_by = run_of(path, rank) or run_to_replace(path)
+        found = None if written_by is not None else RecordFinder().find_head(path, rank)
+        if found is not None:
+            raise SourceError(
+                "it is not known whether a shard is one of several: the record of its run is lost",
+                expected="run.json beside the record of the shard, or reshard.json of the same run",
+                got=f"{found.path} alone",
+                where=path,
+                remedy="restore the record, or give --src-strategy; what you know to be a full checkpoint is read"
+                " without its records (a copy of the file elsewhere)",
+            )
         count = 1 if written_by is None else written_by[0].facts.get("target_ranks", 1)
         if written_by is None or count in (1, len(paths)) or not _may_be_cut(*written_by):
             continue

@@ -245,7 +245,9 @@ def leftovers(folder: Path, identity: RunIdentity) -> dict[str, int]:
 
 def _given_up(folder: Path, earlier: RunIdentity) -> Iterator[tuple[str, int]]:
     """Yield the files, and their target ranks, that writers of a run were to replace when they were killed."""
-    recorded = set(recorded_ranks(folder / STATE))
+    # One that was killed just before the file would have taken its name has left a record of that file.
+    announced = {head.rank for head in _records(folder / STATE) if head.announced is not None}
+    recorded = set(recorded_ranks(folder / STATE)) - announced
     with opened_inner(folder, STATE) as state:
         if state is None:
             return

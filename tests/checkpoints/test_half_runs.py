@@ -279,6 +279,25 @@ def test_a_slice_that_is_about_to_be_replaced_is_no_checkpoint(tmp_path: Path, r
     assert not (tmp_path / "again").exists()
 
 
+@pytest.mark.parametrize("run", ["lost", "empty"])
+@pytest.mark.parametrize("form", few(1, ["ckpt", "hdf5", "safetensors", "torch"]))
+def test_one_slice_whose_run_is_not_recorded_any_more(tmp_path: Path, form: str, run: str) -> None:
+    out = tmp_path / "out"
+    reshard_mpi.transform(source(tmp_path), out, None, cut(tmp_path, "cut"), to=form, rank=0)
+    record = out / ".reshard_mpi" / "run.json"
+    record.unlink() if run == "lost" else record.write_bytes(b"")
+    if form == "hdf5":  # says itself that it is one of two
+        with pytest.raises(CoverageError, match="part of 'w'"):
+            reshard_mpi.transform(out, tmp_path / "again")
+        return
+    with pytest.raises(SourceError, match="the record of its run is lost"):
+        reshard_mpi.transform(out, tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+    shard = next(path for path in (out / "rank_0").iterdir() if path.is_file())
+    shutil.copy2(shard, tmp_path / shard.name)
+    reshard_mpi.transform(tmp_path / shard.name, tmp_path / "again")
+
+
 def test_an_unfinished_run_by_a_strategy_of_fewer_ranks(tmp_path: Path) -> None:
     """As where the strategy file of the last stage is lost, too."""
     out, options, _ = tmp_path / "out", *of("safetensors", tmp_path)
