@@ -2,7 +2,7 @@
 
 Size and time of modification tell a file from another that has taken its place. Structure does not: the checkpoint of
 another step has the same one. Within one run the time of the last change of status is compared as well, which nobody
-can set back; it is not recorded, since a copy of the source has others.
+can set back; of all files together it is recorded too, for sources that are gone when targets are compared.
 """
 
 from __future__ import annotations
@@ -48,14 +48,18 @@ class FileState(NamedTuple):
 class Sources(NamedTuple):
     """Files of the source under `folder`, in the order of their ranks.
 
-    Only within the run that has looked at them: named: the folder by the name that it is read by, which may be a link
-    that leads elsewhere later.
+    Attributes:
+        changed_ns: when the status of any was last changed before the target was made (nanoseconds since 1970): a
+            backup that is restored has the times at which its files were saved. 0 in records of earlier versions.
+        named, versions: only within the run that has looked at the files: the folder by the name that it is read by,
+            which may be a link that leads elsewhere later; and the version of each, which tells more.
     """
 
     folder: str = ""
     files: tuple[FileState, ...] = ()
+    changed_ns: int = 0
     named: str = ""
-    versions: tuple[FileVersion, ...] = ()  # of each, which tells more
+    versions: tuple[FileVersion, ...] = ()
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Sources:
@@ -67,11 +71,13 @@ class Sources(NamedTuple):
             for path, size, modified in record_files.each(facts["files"], tuple)
         )
         folder = facts["folder"]
-        return cls(record_files.path(folder) if folder or files else "", files)
+        changed_ns = record_files.number(facts.get("changed_ns", 0), -MAX_NS, MAX_NS)
+        return cls(record_files.path(folder) if folder or files else "", files, changed_ns)
 
     def as_json(self) -> dict[str, Any]:
         """Return plain values."""
-        return {"folder": self.folder, "files": [list(file) for file in self.files]}
+        files = [list(file) for file in self.files]
+        return {"folder": self.folder, "files": files, "changed_ns": self.changed_ns}
 
     def require_unchanged(self, problem: str, remedy: str) -> None:
         """Raise DisagreementError, which says `problem`, if a file has changed.
@@ -168,7 +174,8 @@ class FirstLooks:
         """Return these files of the source, as each was at the first look. Raises OSError if one is gone."""
         looks = [self._look(path) for path in paths]
         files, versions = tuple(file for file, _ in looks), tuple(version for _, version in looks)
-        return Sources(str(self._folder.resolve()), files, str(self._folder), versions)
+        changed_ns = max((version.changed_ns for version in versions), default=0)
+        return Sources(str(self._folder.resolve()), files, changed_ns, str(self._folder), versions)
 
     def _look(self, path: str) -> tuple[FileState, FileVersion]:
         if path not in self._looks:
@@ -214,7 +221,7 @@ def require_one_state(targets: Mapping[int, tuple[Sources, int]], remedy: str) -
         elif of_files:
             same.append(target_rank)
     last_ns = max((file.modified_ns for sources, _ in targets.values() for file in sources.files), default=0)
-    restored_ns = max(last_ns, _last_change_ns(targets[target_rank] for target_rank in same)) if gone else last_ns
+    restored_ns = max((last_ns, *(sources.changed_ns for sources, _ in targets.values())))
     latest_ns = dict.fromkeys(changed, last_ns) | dict.fromkeys(gone, restored_ns)
     for target_rank, saved_ns in latest_ns.items():
         sources, written_ns = targets[target_rank]
@@ -231,20 +238,6 @@ def require_one_state(targets: Mapping[int, tuple[Sources, int]], remedy: str) -
                 f"the source of target rank {target_rank} is another one now, that of target rank {same[0]} is not"
             )
             sources.require_unchanged(problem, remedy)
-
-
-def _last_change_ns(targets: Iterable[tuple[Sources, int]]) -> int:
-    """Return when the status of a file was last changed before the target that was made of it was written.
-
-    A backup that is restored has the times at which its files were saved; but their status changes.
-    """
-    changes = [0]
-    for sources, written_ns in targets:
-        for file in sources.files:
-            with contextlib.suppress(OSError):
-                changed_ns = version_of(Path(sources.folder, file.path)).changed_ns
-                changes += [changed_ns] if changed_ns <= written_ns else []
-    return max(changes)
 
 
 def _look(folder: Path, path: str) -> tuple[FileState, FileVersion]:

@@ -435,3 +435,16 @@ def test_a_source_that_is_written_to_and_then_taken_away_while_it_is_read(
         message
     )
     assert list(c.dst.glob("rank_*/*")) == [c.written(0)]
+
+
+def test_targets_of_a_restored_backup_beside_others_whose_sources_are_gone(c: Conversion, tmp_path: Path) -> None:
+    """The backup has the times at which its files were saved, which are earlier than all targets."""
+    shutil.copytree(c.src, tmp_path / "backup")
+    saved_again(c)
+    c.done("transform")
+    shutil.rmtree(c.src)
+    shutil.copytree(tmp_path / "backup", c.src)
+    c.done("transform", "--rank", "0", "--overwrite")
+    shutil.rmtree(c.src)
+    assert "saved after target rank 1 was made" in run_here("commit", c.dst).err
+    assert not (c.dst / "reshard.json").exists()
