@@ -80,7 +80,8 @@ class Run(NamedTuple):
             return None
         from reshard_mpi.journal.publication import SharedIndex
 
-        state = repr((source.sources(source.by_rank).as_json(), self.strategies.source_digest))
+        sources = source.sources(source.by_rank)
+        state = repr((sources.folder, sources.files, self.strategies.source_digest))
         own = [files.names[rank] for rank in self.targets]
         stale = [name for name in files.besides if name not in files.held]
         folder = Path(self.request.target)
