@@ -7,6 +7,7 @@ What the command line does, with its options:
     verify(source, target)                                  whether a target holds what its source does
     diff(first, second)                                     whether two checkpoints hold the same tensors
     inspect(path)                                           what a shard, a checkpoint or a strategy holds
+    open(source)                                            its tensors by name, read by slices; nothing is converted
     load_rank(rank, source, src_strategy, dst_strategy)     what one rank would hold, as arrays; nothing is written
 
 With MindSpore's names, arguments and file conventions:
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
         unified_safetensors,
         verify,
     )
+    from reshard_mpi.api import (
+        open as open,
+    )
     from reshard_mpi.errors import (
         BudgetError,
         CoverageError,
@@ -54,12 +58,14 @@ if TYPE_CHECKING:
         DisagreementError,
         LayoutError,
         MapError,
+        OutOfRangeError,
         ReshardError,
         ShardError,
         SourceError,
         StrategyError,
         TargetError,
         TransformError,
+        UnknownTensorError,
         UsageError,
         WrongTypeError,
     )
@@ -73,12 +79,14 @@ __all__ = [
     "DisagreementError",
     "LayoutError",
     "MapError",
+    "OutOfRangeError",
     "ReshardError",
     "ShardError",
     "SourceError",
     "StrategyError",
     "TargetError",
     "TransformError",
+    "UnknownTensorError",
     "UsageError",
     "WrongTypeError",
     "convert_checkpoint_by_rank",
@@ -100,7 +108,7 @@ __all__ = [
 
 def __getattr__(name: str) -> "Any":
     # Imported when first used: `import reshard_mpi` and `reshard-mpi --help` load neither numpy nor h5py.
-    if name not in __all__:
+    if name != "open" and name not in __all__:  # `from reshard_mpi import *` leaves Python's own `open`
         raise AttributeError(f"module 'reshard_mpi' has no attribute {name!r}")
     if name.endswith("Error"):
         from reshard_mpi import errors
@@ -112,4 +120,4 @@ def __getattr__(name: str) -> "Any":
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, "open"})

@@ -55,6 +55,14 @@ class WrongTypeError(UsageError, TypeError):
     """A wrong call: an argument of a type that it cannot have."""
 
 
+class UnknownTensorError(UsageError, KeyError):
+    """A wrong call: a tensor that the checkpoint does not have."""
+
+
+class OutOfRangeError(UsageError, IndexError):
+    """A wrong call: an index that a tensor does not have."""
+
+
 class SourceError(ReshardError, ValueError):
     """The source checkpoint does not exist, is ambiguous, or its shards do not belong together."""
 

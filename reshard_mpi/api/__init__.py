@@ -1,4 +1,4 @@
-"""Offer the public functions (`transform`, `verify`, `diff`, `plan`, `load_rank`); none uses MPI unasked.
+"""Offer the public functions (`transform`, `verify`, `diff`, `plan`, `open`, `load_rank`); none uses MPI unasked.
 
 Unless a communicator is given they may be called on one rank or on all.
 
@@ -21,6 +21,7 @@ from reshard_mpi.api.calls import (
     request_of,
     run,
 )
+from reshard_mpi.api.checkpoint import Checkpoint, SourcePart, Tensor, open, opened
 from reshard_mpi.api.mindspore import (
     convert_checkpoint_by_rank,
     convert_checkpoints,
@@ -32,19 +33,15 @@ from reshard_mpi.api.mindspore import (
     unified_safetensors,
 )
 from reshard_mpi.checkpoints.inspection import inspect
-from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.errors import UsageError
-from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.options import check_count, check_number
-from reshard_mpi.planning.target_tensors import Policy
 from reshard_mpi.processes.comm import SerialComm
 from reshard_mpi.runs.open_run import open_run
 from reshard_mpi.runs.outcome import Report, ShardReport, TargetReport
 from reshard_mpi.runs.plan_command import Plan, RankSummary, rules_of_source, told_rules
-from reshard_mpi.runs.plan_conversion import Conversion, apply_map
 from reshard_mpi.runs.process_memory import RunMemory
 from reshard_mpi.runs.progress import Progress, RunStatus, log
-from reshard_mpi.runs.request import Strategies, Task
+from reshard_mpi.runs.request import Task
 from reshard_mpi.runs.transform import plan_alone
 
 if TYPE_CHECKING:
@@ -289,39 +286,27 @@ def load_rank(
     listed = check_files(arguments.pop("source"), "source") if isinstance(source, Mapping) else None
     request = request_of(arguments)._replace(source_by_rank=listed)
     request.require_list_to_drop_by()
-    shards, strategies = request.shard_files(), Strategies.read(request)
-    conversion = Conversion(
-        open_source(shards, strategies.source),
-        strategies.target,
-        Policy(request.unlisted, request.strict, request.replicas, request.accumulated),
-    )
-    conversion, _ = apply_map(request, conversion)
-    (rank_plan,), outcome = plan_alone(conversion, [rank])
-    log(outcome.notes, outcome.warnings)
-    from reshard_mpi.engine.gather import load_shard
-
-    sources = conversion.source.files.sources(rank_plan.read_ranks)
-    arrays = load_shard(rank_plan, limits=conversion.limits)
-    sources.require_unchanged(
-        f"sources of target rank {rank} were changed while they were read",
-        "make sure that nothing writes to the source, and call again",
-    )
-    return {**arrays, **{name: text for name, text in rank_plan.strings.items() if name != NEST}}
+    with opened(request, rank) as checkpoint:
+        return {**{name: tensor[...] for name, tensor in checkpoint.items()}, **checkpoint.texts}
 
 
 __all__ = [
+    "Checkpoint",
     "Plan",
     "RankSummary",
     "Report",
     "RunStatus",
     "ShardReport",
+    "SourcePart",
     "TargetReport",
+    "Tensor",
     "convert_checkpoint_by_rank",
     "convert_checkpoints",
     "diff",
     "inspect",
     "load_rank",
     "merge_pipeline_strategys",
+    "open",
     "plan",
     "rank_list_for_convert",
     "rank_list_for_transform",

@@ -18,7 +18,7 @@ from reshard_mpi import formats
 from reshard_mpi.errors import SourceError
 from reshard_mpi.filesystem import source_files
 from reshard_mpi.filesystem.paths import rank_of_folder, real_path
-from reshard_mpi.filesystem.source_files import FolderEntry
+from reshard_mpi.filesystem.source_files import FileVersion, FolderEntry
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.journal.provenance import FirstLooks, Sources
 from reshard_mpi.journal.record_files import STATE
@@ -72,8 +72,16 @@ class ShardFiles(NamedTuple):
         Of a folder with an index those that are there: for one that is missing others may hold the same.
         """
         assert self.looks is not None
+        return self.looks.sources(self._paths(ranks))
+
+    def versions(self, ranks: Iterable[int]) -> dict[str, FileVersion]:
+        """Return the versions of the same files by path."""
+        assert self.looks is not None
+        return self.looks.versions(self._paths(ranks))
+
+    def _paths(self, ranks: Iterable[int]) -> list[str]:
         paths = (path for rank in ranks for path in self.by_rank[rank])
-        return self.looks.sources(path for path in paths if not self.is_folder or source_files.exists(path))
+        return [path for path in paths if not self.is_folder or source_files.exists(path)]
 
     @property
     def shards(self) -> tuple[str, ...]:

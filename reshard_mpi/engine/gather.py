@@ -1,4 +1,4 @@
-"""Bring a region of a source tensor into a numpy array (`gather`, `load_shard`).
+"""Bring a region of a source tensor into a numpy array (`gather`).
 
 What a library decodes, or what is converted to another type or joined, is read a part at a time and then put in its
 place.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,7 +34,7 @@ from reshard_mpi.engine.read import Stream
 from reshard_mpi.engine.tiles import with_space
 from reshard_mpi.formats.dtypes import BY_NAME, DType, to_numpy
 from reshard_mpi.formats.locations import ByteRange, Constant, Converted, LibraryRead, Reduced
-from reshard_mpi.planning.rank_plan import Copy, Limits, RankPlan
+from reshard_mpi.planning.rank_plan import Copy, Limits
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strides import Strides
 from reshard_mpi.text import KIB, MIB
@@ -397,19 +397,3 @@ class _InStoredOrder(NamedTuple):
 
 def _turned(box: Box, axes: tuple[int, ...]) -> Box:
     return Box(tuple(box.start[axis] for axis in axes), tuple(box.stop[axis] for axis in axes))
-
-
-def load_shard(plan: RankPlan, *, limits: Limits) -> dict[str, np.ndarray[Any, Any]]:
-    """Return every tensor of `plan` by name, as a C-contiguous array of the tensor's type that owns its memory.
-
-    Raises ShardError if a source file cannot be read.
-    """
-    arrays = {}
-    with Files() as files:
-        for tensor in plan.tensors:
-            dtype = tensor.spec.dtype
-            array = np.empty(tensor.spec.box.shape, raw_dtype(dtype))
-            for copy in tensor.copies:
-                gather(files, copy, array, tensor.spec.box, limits)
-            arrays[tensor.spec.name] = array.view(to_numpy(dtype))
-    return arrays

@@ -6,7 +6,7 @@ are computed of those of several tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard_mpi.formats.dtypes import DType
@@ -84,3 +84,16 @@ class Reduced(NamedTuple):
 
 # Where a tensor is.
 Location = ByteRanges | StridedView | LibraryRead | Constant | Converted | Reduced
+
+
+def paths_of(location: Location) -> Iterator[str]:
+    """Yield the paths of the files that the elements lie in; one may come several times."""
+    if isinstance(location, ByteRanges):
+        yield from (byte_range.path for byte_range in location.ranges)
+    elif isinstance(location, StridedView | LibraryRead):
+        yield location.path
+    elif isinstance(location, Converted):
+        yield from paths_of(location.place)
+    elif isinstance(location, Reduced):
+        for place in location.places:
+            yield from paths_of(place)

@@ -177,6 +177,10 @@ class FirstLooks:
         changed_ns = max((version.changed_ns for version in versions), default=0)
         return Sources(str(self._folder.resolve()), files, changed_ns, str(self._folder), versions)
 
+    def versions(self, paths: Iterable[str]) -> dict[str, FileVersion]:
+        """Return the version of each of these files at the first look, by path. Raises OSError if one is gone."""
+        return {path: self._look(path)[1] for path in paths}
+
     def _look(self, path: str) -> tuple[FileState, FileVersion]:
         if path not in self._looks:
             self._looks[path] = _look(self._folder, os.path.relpath(path, self._folder))

@@ -19,9 +19,11 @@ from hypothesis import strategies as st
 from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery, shard_files
 from reshard_mpi.checkpoints.opening import open_source
-from reshard_mpi.engine.gather import load_shard
+from reshard_mpi.engine.regions import RegionReader
 from reshard_mpi.errors import ReshardError
+from reshard_mpi.formats.dtypes import to_numpy
 from reshard_mpi.formats.registry import FormatInfo
+from reshard_mpi.planning.rank_plan import Limits, RankPlan
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.planning.target_tensors import Policy
 from reshard_mpi.runs.plan_conversion import Conversion
@@ -50,6 +52,17 @@ def tensors(draw: st.DrawFn) -> dict[str, np.ndarray[Any, Any]]:
         for name in (f"layer.{number}.w", *([f"layer.{number}.again"] if draw(st.booleans()) else [])):
             arrays[name] = np.asarray(whole + np.array(len(name), dtype))
     return arrays
+
+
+def load_shard(plan: RankPlan, *, limits: Limits) -> dict[str, np.ndarray[Any, Any]]:
+    """Return every tensor of a plan by name, as a C-contiguous array. Raises ShardError if a file cannot be read."""
+    reader, loaded = RegionReader(limits, {}), {}
+    for tensor in plan.tensors:
+        shape = tensor.spec.box.shape
+        array = loaded[tensor.spec.name] = np.empty(shape, to_numpy(tensor.spec.dtype))
+        reader.read(tensor, [range(length) for length in shape], array)
+    reader.close()
+    return loaded
 
 
 class FormatUnderTest:

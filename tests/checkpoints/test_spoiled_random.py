@@ -17,7 +17,7 @@ from support.oracle import rank_holds, slice_for_rank
 
 from reshard_mpi.checkpoints.shard_files import ShardFiles
 from reshard_mpi.checkpoints.source import SourceCheckpoint
-from reshard_mpi.engine.gather import load_shard, raw_dtype
+from reshard_mpi.engine.elements import raw_dtype
 from reshard_mpi.errors import ReshardError
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.locations import LibraryRead
@@ -29,6 +29,7 @@ from reshard_mpi.planning.target_tensors import Policy
 from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.runs.transform import plan_alone
 from reshard_mpi.sharding.box import Box
+from reshard_mpi.testing.checkpoints import load_shard
 
 pytestmark = pytest.mark.slow
 

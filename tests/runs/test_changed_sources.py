@@ -25,7 +25,7 @@ from support.processes import Finished
 
 import reshard_mpi
 from reshard_mpi import formats
-from reshard_mpi.engine import gather
+from reshard_mpi.engine import regions
 from reshard_mpi.journal import commit
 from reshard_mpi.processes.host import ONE_THREAD
 from reshard_mpi.runs import target_writer
@@ -304,15 +304,14 @@ def test_a_source_that_is_replaced_when_its_structure_has_been_read(
 
 
 def test_a_source_that_is_written_to_while_its_arrays_are_read(c: Conversion, monkeypatch: pytest.MonkeyPatch) -> None:
-    load = gather.load_shard
+    read = regions.gather
 
-    def load_then_change(*arguments: object, **options: object) -> object:
-        loaded = load(*arguments, **options)
+    def read_then_change(*arguments: object) -> None:
+        read(*arguments)
         in_place(c)
-        return loaded
 
-    monkeypatch.setattr(gather, "load_shard", load_then_change)
-    with pytest.raises(reshard_mpi.errors.DisagreementError, match="were changed while they were read"):
+    monkeypatch.setattr(regions, "gather", read_then_change)
+    with pytest.raises(reshard_mpi.errors.DisagreementError, match="replaced after the checkpoint was opened"):
         reshard_mpi.load_rank(1, c.src, c.src_strategy, c.dst_strategy)
 
 

@@ -20,12 +20,11 @@ import numpy as np
 
 from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.opening import open_source
-from reshard_mpi.engine.gather import load_shard
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strategy import unsharded
-from reshard_mpi.testing.checkpoints import ArraysByName
+from reshard_mpi.testing.checkpoints import ArraysByName, load_shard
 from reshard_mpi.testing.sample_tensors import SampleTensor
 from support import torch_peer
 from support.torch_peer import STAND_INS, Tensor

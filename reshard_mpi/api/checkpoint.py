@@ -1,0 +1,417 @@
+"""Open a checkpoint without converting it (`open`): its tensors by name, read by slices (`Checkpoint`, `Tensor`)."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property, lru_cache
+from types import EllipsisType, TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from reshard_mpi.api.calls import PathLike, public, request_of
+from reshard_mpi.checkpoints.opening import open_source
+from reshard_mpi.errors import (
+    OutOfRangeError,
+    ShardError,
+    UnknownTensorError,
+    UsageError,
+    WrongTypeError,
+    wrong_type,
+)
+from reshard_mpi.formats.dtypes import to_numpy
+from reshard_mpi.formats.manifest import NEST
+from reshard_mpi.options import check_flag
+from reshard_mpi.planning.rank_plan import TensorPlan, meeting
+from reshard_mpi.planning.target_tensors import Policy
+from reshard_mpi.runs.plan_conversion import Conversion, apply_map
+from reshard_mpi.runs.progress import log
+from reshard_mpi.runs.request import Request, Strategies
+from reshard_mpi.runs.transform import plan_alone
+from reshard_mpi.sharding.box import Box
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from reshard_mpi.engine.regions import RegionReader
+    from reshard_mpi.journal.provenance import Sources
+    from reshard_mpi.planning.rank_plan import RankPlan
+
+# What selects elements: an integer or a slice for each dimension, or `...` for several.
+Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
+
+
+class SourcePart(NamedTuple):
+    """Where a part of a tensor comes from.
+
+    Attributes:
+        rank: the source rank whose shard holds it.
+        files: the paths of the files that it lies in; none for elements that a map makes up.
+        start, stop: the part, as the first index and the one after the last in each dimension of the tensor.
+    """
+
+    rank: int
+    files: tuple[str, ...]
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+
+class Tensor:
+    """A tensor of an open checkpoint: what `h5py.Dataset` is to a file. Indexing it reads, and nothing else does.
+
+    Attributes:
+        name: its name in the checkpoint.
+        shape: of the whole tensor.
+        dtype: numpy's; for bfloat16 and float8 that of ml_dtypes, for int4 int8.
+    """
+
+    __slots__ = ("_checkpoint", "_plan", "dtype", "name", "shape")
+
+    def __init__(self, checkpoint: Checkpoint, plan: TensorPlan) -> None:
+        self._checkpoint = checkpoint
+        self._plan = plan
+        self.name = plan.spec.name
+        self.shape: tuple[int, ...] = plan.spec.box.shape
+        self.dtype: np.dtype[Any] = to_numpy(plan.spec.dtype)
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return self._plan.spec.box.size
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes the elements take."""
+        return self.size * self.dtype.itemsize
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise WrongTypeError("a tensor of no dimensions has no length", where=self.name)
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        return f"<{self.name!r}: {self.dtype.name} {list(self.shape)}>"
+
+    @public
+    def __getitem__(self, index: Index) -> Any:
+        """Read elements: integers and slices, with steps too, mean what they mean for an array of numpy.
+
+        Raises UsageError for other indices, OutOfRangeError for an integer out of range; errors of the source as
+        `reshard_mpi.transform` does.
+        """
+        import numpy as np
+
+        chosen, is_kept, turned = _chosen(index, self.shape, self.name)
+        array: np.ndarray[Any, Any] = np.empty([len(each) for each in chosen], self.dtype)
+        self._checkpoint.reader.read(self._plan, chosen, array)
+        kept = tuple(slice(None) if kept else 0 for kept in is_kept)
+        # As in numpy, an index with `...` has an array for its result, be it one of no dimensions.
+        is_array = index is ... or (isinstance(index, tuple) and any(each is ... for each in index))
+        return array[tuple(turned)][(*kept, ...) if is_array else kept]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        if copy is False:
+            raise UsageError("a tensor of a checkpoint is read into a new array", expected="copy=True", where=self.name)
+        array = self[...]
+        return array if dtype is None else array.astype(dtype, copy=False)  # type: ignore[no-any-return]
+
+    @public
+    def read_into(self, array: np.ndarray[Any, Any], box: Index = ...) -> None:
+        """Read elements into memory that the caller owns; straight into it, where the bytes can go there.
+
+        Args:
+            array: of the tensor's type, writable, with the shape of what is read; of any strides, but no element may
+                lie where another does.
+            box: what is read, as in `tensor[...]`, without negative steps; dimensions of integers have length 1.
+
+        If it raises, `array` may be filled in part. Raises as `tensor[...]` does.
+        """
+        chosen, _, turned = _chosen(box, self.shape, self.name)
+        if any(each.step is not None and each.step < 0 for each in turned):
+            raise UsageError("a box has a negative step", expected="elements in their order", where=self.name)
+        self.check_array(array, tuple(map(len, chosen)))
+        self._checkpoint.reader.read(self._plan, chosen, array)
+
+    def check_array(self, array: np.ndarray[Any, Any], shape: tuple[int, ...]) -> None:
+        """Raise UsageError if elements of the tensor, of this shape, cannot be read into an array."""
+        import numpy as np
+
+        if not isinstance(array, np.ndarray):
+            raise wrong_type("array", "an array of numpy", array)
+        if array.dtype != self.dtype or array.shape != shape:
+            raise UsageError(
+                "the array does not fit what is read into it",
+                expected=f"{self.dtype.name} {list(shape)}",
+                got=f"{array.dtype.name} {list(array.shape)}",
+                where=self.name,
+                remedy="" if array.dtype == self.dtype else "open the checkpoint with dtype=, which converts",
+            )
+        if not array.flags.writeable:
+            raise UsageError("the array cannot be written to", where=self.name, remedy="make a copy of it")
+        if _overlaps(array):
+            raise UsageError("elements of the array share memory", where=self.name, remedy="make a copy of it")
+
+    def sources(self, box: Index = ...) -> tuple[SourcePart, ...]:
+        """Return which parts of files the elements come from; see `Checkpoint.sources`."""
+        from reshard_mpi.formats.locations import paths_of
+
+        chosen, *_ = _chosen(box, self.shape, self.name)
+        if not all(map(len, chosen)):
+            return ()
+        first = self._plan.spec.box.start
+        start = tuple(low + each[0] for low, each in zip(first, chosen))
+        stop = tuple(low + each[-1] + 1 for low, each in zip(first, chosen))
+        return tuple(
+            SourcePart(copy.source_rank, tuple(dict.fromkeys(paths_of(copy.source.source))), own.start, own.stop)
+            for copy in meeting(self._plan.copies, Box(start, stop))
+            for own in (copy.target_region,)
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _tensor_again, (self._checkpoint, self.name)
+
+
+class Checkpoint(Mapping[str, Tensor]):
+    """An open checkpoint: its tensors by name, in order. It is a context manager, and closes its files at the end.
+
+    Threads may read from it at the same time, and a child process that was forked. A pickle of it opens it again where
+    it is loaded, and is refused there if the files are others by then.
+    """
+
+    def __init__(self, request: Request, rank: int, plan: RankPlan, conversion: Conversion) -> None:
+        self._request, self._rank = request, rank
+        self._plan = plan
+        self._conversion = conversion
+        self._is_closed = False
+
+    def __getitem__(self, name: str) -> Tensor:
+        place = self._places.get(name)
+        if place is None:
+            raise UnknownTensorError(
+                f"the checkpoint has no tensor {name!r}",
+                expected=_like(name, self._places),
+                where=self._conversion.source.files.path,
+            )
+        number, index = place
+        return Tensor(self, self._plan.tensors.groups[number].tensor(index))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._plan.tensors.specs.names)
+
+    def __len__(self) -> int:
+        return len(self._plan.tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint {self._conversion.source.files.path!r}: {len(self)} tensors>"
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files. Nothing can be read afterwards."""
+        self._is_closed = True
+        if "_reader" in vars(self):
+            self._reader.close()
+
+    @cached_property
+    def attrs(self) -> dict[str, Any]:
+        """What is no tensor, as plain nested values: steps, schedulers, settings of optimizers, texts.
+
+        A dict lacks the entries that are tensors, and in a list None is in the place of one. Raises ShardError if the
+        source has it in a form that cannot be read.
+        """
+        from reshard_mpi.formats.nest.nodes import NestError
+        from reshard_mpi.formats.nest.plain_values import TENSOR, plain
+        from reshard_mpi.formats.nest.rebuild_tree import rebuild
+
+        try:
+            tree = plain(rebuild(dict.fromkeys(self, TENSOR), self._plan.strings))
+        except (NestError, ValueError, TypeError, LookupError, AttributeError) as error:
+            raise ShardError(
+                "what a checkpoint holds beside its tensors cannot be read",
+                got=str(error),
+                where=self._conversion.source.files.path,
+            ) from error
+        return tree if isinstance(tree, dict) else {"": tree}
+
+    def sources(self, name: str, box: Index = ...) -> tuple[SourcePart, ...]:
+        """Return which files and source ranks a tensor, or a box of it, comes from; nothing is read.
+
+        Args:
+            box: as in `checkpoint[name][box]`. With steps: of all that lies between its first and last elements.
+        """
+        return self[name].sources(box)
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """The texts beside the tensors, by name, as files have them."""
+        return {name: text for name, text in self._plan.strings.items() if name != NEST}
+
+    @property
+    def reader(self) -> RegionReader:
+        """What reads the tensors. Raises UsageError if the checkpoint is closed."""
+        if self._is_closed:
+            raise UsageError("the checkpoint is closed", where=self._conversion.source.files.path)
+        return self._reader
+
+    @cached_property
+    def _reader(self) -> RegionReader:
+        from reshard_mpi.engine.regions import RegionReader
+
+        versions = self._conversion.source.files.versions(self._plan.read_ranks)
+        return RegionReader(self._conversion.limits, versions)
+
+    @cached_property
+    def _sources(self) -> Sources:
+        return self._conversion.source.files.sources(self._plan.read_ranks)
+
+    @cached_property
+    def _places(self) -> dict[str, tuple[int, int]]:
+        return self._plan.tensors.places
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _checkpoint_again, (self._request, self._rank, self._sources._replace(named="", versions=()))
+
+
+@public
+def open(
+    source: PathLike,
+    *,
+    src_strategy: PathLike | None = None,
+    map: PathLike | Iterable[PathLike] | None = None,
+    forward: bool = False,
+    reverse: bool = False,
+    config: PathLike | None = None,
+    like: PathLike | None = None,
+    dtype: str | Iterable[str] = (),
+    include: str | Iterable[str] = (),
+    exclude: str | Iterable[str] = (),
+    source_format: str | None = None,
+    select: str | None = None,
+    src_files: int | None = None,
+    replicas: str = "sample",
+    accumulated: str = "refuse",
+    check: bool = True,
+) -> Checkpoint:
+    """Open a checkpoint of any format, whole, whatever it is cut into; nothing is converted or copied.
+
+    Only the structure of its files is read, and a sample of them by which it is seen that a strategy does not fit.
+
+    Args:
+        source: its path. src_strategy to accumulated: as in `transform`; with a map, types or a choice the checkpoint
+            has what they make.
+        check: False leaves out the sample, and that shards which should hold the same do.
+
+    Raises a ReshardError, the same one as `transform` would: for a strategy that does not fit, for a shard that is
+    missing, for shards that disagree. What only reading can tell is refused when it is read.
+    """
+    arguments = dict(locals())
+    is_checked = check_flag(arguments.pop("check"), "check")
+    return opened(request_of(arguments), 0, check=is_checked)
+
+
+def opened(request: Request, rank: int, *, check: bool = True) -> Checkpoint:
+    """Return what target rank `rank` of a request would hold, open; the arguments are as in `open`."""
+    shards, strategies = request.shard_files(), Strategies.read(request)
+    conversion = Conversion(
+        open_source(shards, strategies.source),
+        strategies.target,
+        Policy(request.unlisted, request.strict, request.replicas, request.accumulated),
+    )
+    conversion, _ = apply_map(request, conversion)
+    if not check:
+        return Checkpoint(request, rank, conversion.plan(rank, checked=False), conversion)
+    (plan,), outcome = plan_alone(conversion, [rank])
+    log(outcome.notes, outcome.warnings)
+    return Checkpoint(request, rank, plan, conversion)
+
+
+@lru_cache(maxsize=4)
+def _checkpoint_again(request: Request, rank: int, sources: Sources) -> Checkpoint:
+    """Open a checkpoint that has been pickled. Raises DisagreementError if its files have changed since."""
+    checkpoint = opened(request, rank, check=False)
+    sources.require_unchanged(
+        "a source file was written or replaced after the checkpoint was opened",
+        "make sure that nothing writes to the source, and open it again",
+    )
+    return checkpoint
+
+
+def _tensor_again(checkpoint: Checkpoint, name: str) -> Tensor:
+    return checkpoint[name]
+
+
+def _chosen(index: Index, shape: tuple[int, ...], name: str) -> tuple[list[range], list[bool], list[slice]]:
+    """Return what an index selects, by dimension: the indices, ascending; whether it is kept; how it is turned then.
+
+    Raises UsageError for an index that is none.
+    """
+    given = list(index) if isinstance(index, tuple) else [index]
+    if sum(each is ... for each in given) > 1:
+        raise UsageError("an index has `...` more than once", got=repr(index), where=name)
+    if ... not in [each for each in given if each is ...]:
+        given.append(...)
+    where = next(number for number, each in enumerate(given) if each is ...)
+    missing = len(shape) - len(given) + 1
+    if missing < 0:
+        raise OutOfRangeError(
+            "an index has too many dimensions", expected=f"{len(shape)} at most", got=repr(index), where=name
+        )
+    given[where : where + 1] = [slice(None)] * missing
+    chosen, is_kept, turned = [], [], []
+    for each, length in zip(given, shape):
+        if isinstance(each, slice):
+            try:
+                indices = range(*each.indices(length))
+            except (TypeError, ValueError) as error:
+                raise WrongTypeError("a slice has a wrong bound", got=f"{each}: {error}", where=name) from None
+            is_turned = indices.step < 0
+            chosen.append((indices[::-1] if is_turned else indices) if indices else range(0))
+            is_kept.append(True)
+            turned.append(slice(None, None, -1) if is_turned else slice(None))
+            continue
+        if isinstance(each, bool):
+            raise wrong_type(f"an index of {name}", "integers, slices and `...`", each)
+        try:
+            number = operator.index(each)  # type: ignore[arg-type]
+        except TypeError:
+            raise wrong_type(f"an index of {name}", "integers, slices and `...`", each) from None
+        if not -length <= number < length:
+            raise OutOfRangeError(
+                "an index is out of range", expected=f"{-length} to {length - 1}", got=str(number), where=name
+            )
+        chosen.append(range(number % length, number % length + 1))
+        is_kept.append(False)
+        turned.append(slice(None))
+    return chosen, is_kept, turned
+
+
+def _overlaps(array: np.ndarray[Any, Any]) -> bool:
+    """Tell whether elements of an array may share memory."""
+    reach = array.itemsize
+    for stride, length in sorted((abs(stride), length) for stride, length in zip(array.strides, array.shape)):
+        if length > 1 and stride < reach:
+            return array.size > 0
+        reach += (length - 1) * stride
+    return False
+
+
+def _like(name: object, names: Mapping[str, object]) -> str:
+    """Return names that are like a wrong one, or some of all."""
+    import difflib
+
+    some = list(names)[:1000]
+    near = difflib.get_close_matches(str(name), some, 3) or some[:3]
+    return ", ".join(map(repr, near)) or "none: it has no tensors"

@@ -1,0 +1,161 @@
+"""Read regions of planned tensors into arrays that a caller owns (`RegionReader`)."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from operator import add
+
+import numpy as np
+
+from reshard_mpi.engine.elements import Array, raw_dtype
+from reshard_mpi.engine.gather import gather
+from reshard_mpi.engine.open_files import Files, unreadable
+from reshard_mpi.errors import DisagreementError
+from reshard_mpi.filesystem.source_files import FileVersion, version_of
+from reshard_mpi.formats.locations import paths_of
+from reshard_mpi.planning.rank_plan import Limits, TensorPlan, meeting
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.text import MIB
+
+# Elements that are not asked for are read along with others if the ones asked for come closer than this.
+_NEAR_BYTES = 4096
+# The memory for bytes on their way to places that they cannot be read into.
+_MOST_ASIDE_BYTES = 4 * MIB
+
+
+class RegionReader:
+    """Reads regions of tensors; threads may do so at the same time, and a child that was forked.
+
+    Args:
+        limits: memory for one read at a time.
+        versions: by path, what the files were when the plan was made. One that is another now is refused; others are
+            remembered as they are when they are first read.
+    """
+
+    def __init__(self, limits: Limits, versions: Mapping[str, FileVersion]) -> None:
+        self._limits = limits
+        self._versions = dict(versions)
+        self._idle: deque[Files] = deque()  # appended to and taken from without a lock, which a child might inherit
+
+    def close(self) -> None:
+        """Close all files."""
+        while self._idle:
+            with self._idle.pop():
+                pass
+
+    def read(self, tensor: TensorPlan, indices: Sequence[range], out: Array) -> None:
+        """Read the elements at `indices` of each dimension into `out`, which has their shape.
+
+        Args:
+            indices: counted from the start of the tensor's box, ascending, within it.
+            out: a writable array of the tensor's type or of unsigned integers that are as wide; of any strides, but no
+                element may lie where another does.
+
+        Raises ShardError if a source file cannot be read, DisagreementError if one is not the one that was planned.
+        """
+        if not out.size:
+            return
+        paths: set[str] = set()
+        try:
+            files = self._idle.pop()
+        except IndexError:
+            files = Files()
+        try:
+            self._read(files, tensor, indices, out.view(raw_dtype(tensor.spec.dtype)), paths)
+        finally:
+            self._idle.append(files)
+        self._require_unchanged(paths)
+
+    def _read(self, files: Files, tensor: TensorPlan, indices: Sequence[range], out: Array, paths: set[str]) -> None:
+        stepped = next((dim for dim, chosen in enumerate(indices) if chosen.step > 1 and len(chosen) > 1), None)
+        if stepped is None:
+            self._read_box(files, tensor, indices, out, paths)
+            return
+        chosen, before, behind = indices[stepped], (slice(None),) * stepped, indices[stepped + 1 :]
+        apart_bytes = math.prod(tensor.spec.box.shape[stepped + 1 :]) * out.itemsize * (chosen.step - 1)
+        wide_bytes = math.prod(len(_dense(each)) for each in (*indices[:stepped], *behind)) * out.itemsize
+        together = 1 if apart_bytes >= _NEAR_BYTES else max(1, _MOST_ASIDE_BYTES // (wide_bytes * chosen.step))
+        for first in range(0, len(chosen), together):
+            portion = chosen[first : first + together]
+            inner = [*indices[:stepped], _dense(portion), *behind]
+            place = out[(*before, slice(first, first + together))]
+            if len(portion) == 1:
+                self._read(files, tensor, inner, place, paths)
+                continue
+            aside = np.empty([len(each) for each in inner], out.dtype)
+            self._read(files, tensor, inner, aside, paths)
+            place[...] = aside[(*before, slice(None, None, chosen.step))]
+
+    def _read_box(
+        self, files: Files, tensor: TensorPlan, indices: Sequence[range], out: Array, paths: set[str]
+    ) -> None:
+        """Read consecutive indices: straight into `out`, if its elements lie as a part of a row-major array does."""
+        first = tensor.spec.box.start
+        box = Box(
+            tuple(low + chosen[0] for low, chosen in zip(first, indices)),
+            tuple(low + chosen[-1] + 1 for low, chosen in zip(first, indices)),
+        )
+        copies = meeting(tensor.copies, box)
+        own_paths = {path for copy in copies for path in paths_of(copy.source.source)}
+        for path in own_paths - self._versions.keys():
+            self._versions[path] = _version_of(path)
+        paths |= own_paths
+        whole = _enclosing(out)
+        if whole is not None:
+            outer = Box(box.start, tuple(map(add, box.start, whole.shape)))
+            for copy in copies:
+                gather(files, copy, whole, outer, self._limits)
+            return
+        for block in box.blocks(max(1, _MOST_ASIDE_BYTES // out.itemsize)):
+            aside = np.empty(block.shape, out.dtype)
+            for copy in meeting(copies, block):
+                gather(files, copy, aside, block, self._limits)
+            local = block.relative_to(box)
+            out[tuple(map(slice, local.start, local.stop))] = aside
+
+    def _require_unchanged(self, paths: set[str]) -> None:
+        for path in paths:
+            now, was = _version_of(path), self._versions[path]
+            if now.is_later_than(was):
+                raise DisagreementError(
+                    "a source file was written or replaced after the checkpoint was opened",
+                    expected=f"the file of {was.size_bytes} bytes that was opened",
+                    got=f"one of {now.size_bytes} bytes, changed since",
+                    where=path,
+                    remedy="make sure that nothing writes to the source, and open it again",
+                )
+
+
+def _version_of(path: str) -> FileVersion:
+    try:
+        return version_of(path)
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def _dense(chosen: range) -> range:
+    """Return all indices from the first to the last."""
+    return range(chosen[0], chosen[-1] + 1)
+
+
+def _enclosing(out: Array) -> Array | None:
+    """Return the row-major array of which `out` is the first part by each dimension; None if it is none of any.
+
+    That array may reach beyond the memory of `out`: only the part may be written to.
+    """
+    if out.flags.c_contiguous:
+        return out
+    dims = [dim for dim, length in enumerate(out.shape) if length > 1]
+    strides = [out.strides[dim] for dim in dims]
+    if not dims or strides[-1] != out.itemsize:
+        return None
+    lengths = [1] * out.ndim
+    lengths[dims[0]] = out.shape[dims[0]]
+    for dim, outer, inner in zip(dims[1:], strides, strides[1:]):
+        if outer % inner or outer // inner < out.shape[dim]:
+            return None
+        lengths[dim] = outer // inner
+    steps = [math.prod(lengths[dim + 1 :]) * out.itemsize for dim in range(out.ndim)]
+    return np.lib.stride_tricks.as_strided(out, lengths, steps)

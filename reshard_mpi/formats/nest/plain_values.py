@@ -1,0 +1,71 @@
+"""Turn a rebuilt tree into plain Python values without its tensors (`plain`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import PurePosixPath
+from typing import Any
+
+from reshard_mpi.formats.nest.nodes import BYTES_IO, Call, Dict, Global, Value
+
+# What stands for each tensor in the tree.
+TENSOR = object()
+_SEQUENCES = {"set": set, "frozenset": frozenset, "list": list, "tuple": tuple, "bytearray": bytearray, "deque": list}
+
+
+def plain(value: Value) -> Any:
+    """Return a value as dicts, lists, tuples, sets, numbers, texts and bytes.
+
+    A dict lacks the entries that are tensors, and in a list None is in the place of one. Namespaces and other
+    dictionaries become dicts; numpy's numbers become Python's; paths, and element types of torch, become texts. An
+    object that is none of these is a dict of its "class", "args" and "state": nothing is imported or called.
+    """
+    kind = type(value)
+    if value is TENSOR:
+        return None
+    if kind is Dict:
+        return _dict(value.pairs())
+    if kind is list:
+        return [plain(item) for item in value]
+    if kind is tuple:
+        return tuple(plain(item) for item in value)
+    if kind is Global:
+        return str(value)
+    return _made(value) if kind is Call else value
+
+
+def _dict(pairs: Iterable[tuple[Value, Value]]) -> dict[Any, Any]:
+    return {plain(key): plain(value) for key, value in pairs if value is not TENSOR}
+
+
+def _made(call: Call) -> Any:
+    """Return what a call stands for."""
+    module, name = call.function
+    args = [plain(argument) for argument in call.args]
+    if call.flat is not None or name in ("OrderedDict", "defaultdict", "dict"):
+        first = args[0] if args and isinstance(args[0], dict) else {}
+        return {**first, **_dict(call.pairs())}
+    if name == "Counter":
+        return args[0] if args else {}
+    if name in ("Namespace", "SimpleNamespace"):
+        return plain(call.state) if call.state is not None else {}
+    if name in _SEQUENCES and module in ("builtins", "collections"):
+        given = args[0] if args and not isinstance(args[0], str) else ()
+        return _SEQUENCES[name]([*given, *map(plain, call.items or ())])
+    if name == "Size":
+        return tuple(args[0]) if args else ()
+    if call.function == BYTES_IO:
+        return args[0] if args else b""
+    if module.partition(".")[0] == "pathlib" and all(isinstance(argument, str) for argument in args):
+        return str(PurePosixPath(*args))
+    if name == "scalar" and len(args) == 2 and isinstance(args[1], bytes):
+        return _number(call.args[0], args[1])
+    return {"class": str(call.function), "args": args, "state": plain(call.state)}
+
+
+def _number(dtype: Value, content: bytes) -> Any:
+    """Return the number that numpy's `scalar` makes of an element type, as it is pickled, and bytes."""
+    import numpy as np
+
+    order = dtype.state[1] if type(dtype.state) is tuple and len(dtype.state) > 1 else "="
+    return np.frombuffer(content, np.dtype(dtype.args[0]).newbyteorder(order if order in ("<", ">") else "="))[0].item()
