@@ -103,7 +103,7 @@ class RunMemory:
         return is_kept
 
     def yield_if_contended(self) -> None:
-        """Give way to other processes between two targets, if this process keeps enough memory to go on."""
+        """Free memory beyond the floor if others are in line for it; a process alone keeps its first lease."""
         if self._lease is not None:
             self._lease.release_if_contended()
 

@@ -1,7 +1,8 @@
 """Run the phases of a transform, in each of its processes: plan, check, compare, write, commit (`convert`).
 
-A process is alone, an MPI rank, or a local worker. All do the same steps at the same time; a step that fails in one of
-them raises the same error in all (`together`). Nothing is written before step 4.
+A process is alone, an MPI rank, or a local worker. All do the same steps at the same time. One of the steps 1 to 4 that
+fails in one of them raises the same error in all (`together`); failures of steps 5 and 6 are in the outcome that all
+return. Nothing is written before step 4.
 
 1. `_plan`: each process opens the run and plans its targets (`runs/target_plans`); all check that they agree.
 2. `_check_sources`, with --verify: read the source's sums. A damaged shard is lost, and all is planned without it.
