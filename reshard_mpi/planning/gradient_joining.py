@@ -1,6 +1,6 @@
 """Join accumulated gradients over their replicas (`GradientJoining`).
 
-The replicas of an accumulated gradient are the ranks that hold the same piece of it by the source strategy. Sums differ
+The replicas of an accumulated gradient are the ranks that hold the same piece of it by the source strategy. They differ
 by nature, so nothing in them shows whether the strategy is right. But the gradient of a parameter has its shape, and
 copies of the parameter are compared.
 """
@@ -21,7 +21,13 @@ from reshard_mpi.planning.rank_plan import ReadGroup
 from reshard_mpi.planning.replicas import ReplicaGroup
 from reshard_mpi.planning.source_flaws import UnusableShard, named
 from reshard_mpi.planning.source_tensors import SourceGroup, SourceTensors, TensorPart
-from reshard_mpi.planning.tensor_names import Accumulated, GradientShare, Sums, is_partial_sum, sums_like
+from reshard_mpi.planning.tensor_names import (
+    Accumulated,
+    AccumulatedGradients,
+    GradientShare,
+    gradients_like,
+    is_partial_sum,
+)
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import Placement
 from reshard_mpi.sharding.strategy import Strategy, named_after
@@ -223,12 +229,12 @@ class GradientJoining:
             if part.region.size >= _TELLING_ELEMENTS:
                 yield ReplicaGroup(tuple(names), (part,), part.region, _NOT_APART, itemsize_bytes, expect_distinct=True)
 
-    def sums(self, groups: Iterable[tuple[Iterable[str], SourceGroup]]) -> tuple[Sums, ...]:
+    def gradients(self, groups: Iterable[tuple[Iterable[str], SourceGroup]]) -> tuple[AccumulatedGradients, ...]:
         """Return what accumulated gradients there are among tensors. groups: the names of each group."""
-        pairs = ((sums_like(name), group) for names, group in groups for name in names if is_partial_sum(name))
+        pairs = ((gradients_like(name), group) for names, group in groups for name in names if is_partial_sum(name))
         wide = BY_NAME["float64"]
-        sums = (Sums(names, replicas(group), "float64" if group.dtype == wide else "float32") for names, group in pairs)
-        return tuple(dict.fromkeys(sums))
+        facts = ((names, replicas(group), "float64" if group.dtype == wide else "float32") for names, group in pairs)
+        return tuple(map(AccumulatedGradients._make, dict.fromkeys(facts)))
 
 
 def replicas(group: SourceGroup) -> int:

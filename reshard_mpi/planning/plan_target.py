@@ -107,7 +107,7 @@ def plan_target(target: TargetTensors, strategy_table: str) -> RankPlan:
         lost=_replaced(target, groups) if target.lost else (),
         warnings=tuple(warnings),
         left_out=tuple(left_out_of(target.manifests)),
-        sums=() if joining is None else joining.sums((held.names, held.group) for held in target.classes),
+        gradients=() if joining is None else joining.gradients((held.names, held.group) for held in target.classes),
         holes=holes,
         value_ranks=() if drops_strings else common.ranks,
     )

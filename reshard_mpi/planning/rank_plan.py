@@ -13,7 +13,7 @@ from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, Specs, Tensor
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable, TensorType
 from reshard_mpi.planning.replicas import ReplicaGroup
 from reshard_mpi.planning.source_flaws import Differing, PrefixDigest, UnusableShard
-from reshard_mpi.planning.tensor_names import Sums
+from reshard_mpi.planning.tensor_names import AccumulatedGradients
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strides import Strides, paired, source_region, target_region
 
@@ -308,7 +308,7 @@ class RankPlan(NamedTuple):
     written_by_others: Mapping[
         str, str | None
     ] = {}  # written by another target: name to "type [whole shape]", if placed
-    sums: tuple[Sums, ...] = ()  # the accumulated gradients among the tensors
+    gradients: tuple[AccumulatedGradients, ...] = ()  # accumulated ones among the tensors
     holes: Mapping[str, ReshardError] = {}  # if asked for: tensors that cannot be made; their groups have no routes
     value_ranks: tuple[int, ...] = ()  # the source ranks that strings, and numbers computed for a map, are taken from
 

@@ -130,7 +130,7 @@ class GradientShare(Enum):
     ZEROS = "zeros"
 
 
-class Sums(NamedTuple):
+class AccumulatedGradients(NamedTuple):
     """Accumulated gradients, and how many source ranks hold the same piece of each."""
 
     names: str  # a glob of their names
@@ -143,27 +143,27 @@ def is_partial_sum(name: str) -> bool:
     return any(part in _ACCUMULATORS for part in name.split(".")[:-1])
 
 
-def sums_like(name: str) -> str:
+def gradients_like(name: str) -> str:
     """Return a glob of the accumulated gradients that this one belongs to, such as `opt.grad_sum.*`."""
     parts = name.split(".")
     place = next(place for place, part in enumerate(parts) if part in _ACCUMULATORS)
     return ".".join([*parts[: place + 1], "*"])
 
 
-def gradient_texts(accumulated: Accumulated, all_sums: Iterable[Sums]) -> Iterator[str]:
+def gradient_texts(accumulated: Accumulated, all_gradients: Iterable[AccumulatedGradients]) -> Iterator[str]:
     """Yield words on the accumulated gradients taken from a checkpoint; there are none to tell of with REFUSE."""
-    for names, count, added_in in all_sums:
+    for names, count, added_in in all_gradients:
         joined = f"the {accumulated} of {count} replicas, added in {added_in} in the order of their ranks"
         yield f"accumulated gradients {names}: {joined if count > 1 else 'each piece is on one rank, nothing to join'}"
 
 
-def notes_on(accumulated: Accumulated, all_sums: Iterable[Sums]) -> Iterator[str]:
+def notes_on(accumulated: Accumulated, all_gradients: Iterable[AccumulatedGradients]) -> Iterator[str]:
     """Yield notes for the user on the accumulated gradients in a target."""
     whose = {
         Accumulated.MEAN: "every rank of the target that holds a piece gets it",
         Accumulated.SUM: "of the ranks of the target that hold a piece the lowest gets it, the others zeros",
     }
-    return (f"{text}; {whose[accumulated]}" for text in gradient_texts(accumulated, all_sums))
+    return (f"{text}; {whose[accumulated]}" for text in gradient_texts(accumulated, all_gradients))
 
 
 def note_on_none(accumulated: Accumulated) -> str:

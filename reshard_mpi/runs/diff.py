@@ -149,17 +149,17 @@ def _planned(
     while not memory.reserve_for_copying(peak_bytes, purpose):
         plans = [conversion.plan(0, checked=False) for conversion in conversions]
     of_map = plans[0].notes if view is not None else ()
-    notes_on_sums = (
+    notes_on_gradients = (
         f"{source.files.path}: {note}"
         for source, plan in zip(sources, plans)
-        for note in gradient_texts(request.accumulated, plan.sums)
+        for note in gradient_texts(request.accumulated, plan.gradients)
     )
     of_texts = tuple(note for plan in plans for note in plan.notes if note.startswith(TEXT))
     notes = (
         *of_map,
         *of_texts,
         *notes_on_ranks,
-        *notes_on_sums,
+        *notes_on_gradients,
         *first_files.notes,
         *second_files.notes,
         *governor.notes,

@@ -30,7 +30,7 @@ from reshard_mpi.planning.map_routes import MappedTensors
 from reshard_mpi.planning.rank_plan import LEFT_OUT, RankPlan
 from reshard_mpi.planning.shared_facts import OWN
 from reshard_mpi.planning.source_flaws import MissingRanks, UnusableShard
-from reshard_mpi.planning.tensor_names import Accumulated, Unlisted, is_partial_sum, notes_on, sums_like
+from reshard_mpi.planning.tensor_names import Accumulated, Unlisted, gradients_like, is_partial_sum, notes_on
 from reshard_mpi.runs.maps import (
     TensorMap,
     require_equal,
@@ -249,9 +249,10 @@ class MappedCheckpoint(SourceCheckpoint):
         whole = outcome.plan
         cautions = dict.fromkeys(caution for step in outcome.steps for caution in step.mapped.cautions)
         taken = {name for tensor in outcome.made for name in tensor.sources.values()}
-        known_sums = set(notes_on(self.original.policy.accumulated, whole.sums))  # said of the target, if it has them
-        whole_notes = (note for note in whole.notes if note not in known_sums)
-        kinds_of_sums = {sums_like(name) for name in taken if is_partial_sum(name)}
+        # these are said of the target, if it has gradients
+        known_notes = set(notes_on(self.original.policy.accumulated, whole.gradients))
+        whole_notes = (note for note in whole.notes if note not in known_notes)
+        taken_gradients = {gradients_like(name) for name in taken if is_partial_sum(name)}
         return plan._replace(
             shared_facts=(*plan.shared_facts, *whole.shared_facts),
             absent=(*plan.absent, *whole.absent),
@@ -261,7 +262,7 @@ class MappedCheckpoint(SourceCheckpoint):
             lost=whole.lost,
             warnings=(*whole.warnings, *cautions, *outcome.warnings, *plan.warnings),
             left_out=(*whole.left_out, *plan.left_out),
-            sums=tuple(sums for sums in whole.sums if sums.names in kinds_of_sums),
+            gradients=tuple(each for each in whole.gradients if each.names in taken_gradients),
             value_ranks=outcome.steps[-1].plan.value_ranks,
         )
 

@@ -150,8 +150,8 @@ class Conversion:
 
             where = self.source.files.path
             plan = with_warning(plan, self.target, nest, self.policy.unlisted, strict=self.policy.strict, where=where)
-        if plan.sums:
-            plan = plan._replace(notes=(*plan.notes, *notes_on(self.policy.accumulated, plan.sums)))
+        if plan.gradients:
+            plan = plan._replace(notes=(*plan.notes, *notes_on(self.policy.accumulated, plan.gradients)))
         if checked:
             self.require_none_left_behind(plan, ShardShare(target_rank, self.target.world_size))
             plan = self.checked(plan)

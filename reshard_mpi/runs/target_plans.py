@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from reshard_mpi.planning.rank_plan import SharedFact, StageDigest
     from reshard_mpi.planning.replicas import ReplicaGroup
     from reshard_mpi.planning.source_flaws import Differing, PrefixDigest
-    from reshard_mpi.planning.tensor_names import Sums
+    from reshard_mpi.planning.tensor_names import AccumulatedGradients
 
 OnPlanned = Callable[[Run, RankPlan, int], None]
 _NOT_VERIFIED = (
@@ -70,7 +70,7 @@ class PlanReport(NamedTuple):
     alike: tuple[ReplicaGroup, ...] = ()  # copies that must be the same
     space_needs: tuple[SpaceNeed, ...] = ()
     due: Totals = Totals()  # what it leads the writing of
-    sums: tuple[Sums, ...] = ()  # the accumulated gradients of its targets
+    gradients: tuple[AccumulatedGradients, ...] = ()  # the accumulated gradients of its targets
 
     @property
     def all_differing(self) -> tuple[Differing, ...]:
@@ -81,7 +81,7 @@ class PlanReport(NamedTuple):
     def of(cls, plan: RankPlan) -> PlanReport:
         """Return what there is to tell of the plan of one target."""
         held, differences = (plan.held,), (plan.prefix_digests, plan.differing, plan.alike)
-        return cls(Outcome.of(plan), plan.shared_facts, held, *differences, sums=plan.sums)
+        return cls(Outcome.of(plan), plan.shared_facts, held, *differences, gradients=plan.gradients)
 
     def joined(self, others: Iterable[PlanReport]) -> PlanReport:
         """Join this and the `others`; of digests of the same, the first is kept."""

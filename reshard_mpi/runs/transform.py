@@ -156,7 +156,7 @@ def _agreeing(
         require_same_names(of_stage, source)
         require_same_shapes(of_stage, source)
     together = PlanReport().joined(reports)
-    if together.held and not together.sums and accumulated is not Accumulated.REFUSE:
+    if together.held and not together.gradients and accumulated is not Accumulated.REFUSE:
         noted = Outcome(notes=(note_on_none(accumulated),))
         together = together._replace(outcome=together.outcome.joined([noted]))
     return together

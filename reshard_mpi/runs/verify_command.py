@@ -96,7 +96,7 @@ class _ComparedCheckpoints(NamedTuple):
         paths = target.files.shards if target.files.is_folder else target.files.by_rank[rank]
         finder = RecordFinder()
         rest = [error for path in paths for error in self._damaged_rest(finder, path, rank)]
-        notes = tuple(notes_on(conversion.policy.accumulated, plan.sums))
+        notes = tuple(notes_on(conversion.policy.accumulated, plan.gradients))
         unfit: dict[int, ReshardError] = {}
         while damage and (errors := self._unfit(plan, unfit, memory)):  # the sources may be what is damaged
             unfit |= errors
