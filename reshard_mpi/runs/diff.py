@@ -31,7 +31,7 @@ from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.outcome import Checked, Failure, Outcome, agreed, attempt
 from reshard_mpi.runs.plan_conversion import LIMITS, Conversion
 from reshard_mpi.runs.process_memory import RunMemory
-from reshard_mpi.runs.progress import Progress, SliceCounter, Stage
+from reshard_mpi.runs.progress import Progress, ProgressStage, SliceCounter
 from reshard_mpi.runs.projection import Workload
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.sharding.strategy import unsharded
@@ -55,7 +55,7 @@ def diff(request: Request, comm: Comm, progress: Progress, memory: RunMemory, st
     The differences are the outcome's failures. Raises a ReshardError, the same on all processes, if the two cannot be
     compared.
     """
-    progress.begin(Stage("planning"))
+    progress.begin(ProgressStage("planning"))
     first, second, planned = agreed(lambda: _planned(request, comm, strategies, memory), comm)
     require_same_choice(comm, first.source.files, second.source.files)
     if comm.rank == 0:
@@ -66,7 +66,7 @@ def diff(request: Request, comm: Comm, progress: Progress, memory: RunMemory, st
     common = [spec for spec in first.plan.tensors.specs if specs.get(spec.name) == spec]
     mine = common[comm.rank :: comm.size]
     size_bytes, own_bytes = (sum(spec.size_bytes for spec in tensors) for tensors in (common, mine))
-    progress.begin(Stage("comparing", size_bytes, len(common), "tensor"), own_bytes)
+    progress.begin(ProgressStage("comparing", size_bytes, len(common), "tensor"), own_bytes)
     unlike = _unlike(first, second) if comm.rank == 0 else ()
     differences = attempt(lambda: [*unlike, *_differences(first, second, mine, progress)], comm)
     if isinstance(differences, Outcome):
@@ -88,7 +88,7 @@ def _compare_copies(sides: Sequence[_DiffSide], comm: Comm, progress: Progress) 
     mine = [list(partition_for(side.plan.alike, comm.rank, comm.size)) for side in sides]
     size_bytes = sum(alike.size_bytes for side in sides for alike in side.plan.alike)
     own_bytes = sum(alike.size_bytes for of_side in mine for alike in of_side)
-    progress.begin(Stage("comparing copies", size_bytes), own_bytes)
+    progress.begin(ProgressStage("comparing copies", size_bytes), own_bytes)
 
     def compare_mine() -> tuple[UnusableShard, ...]:
         counted = SliceCounter(progress.moved, own_bytes)

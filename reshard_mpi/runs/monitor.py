@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from reshard_mpi.processes.comm import Comm, MPIComm
 from reshard_mpi.processes.signals import stopped_by
-from reshard_mpi.runs.progress import Counts, Display, Progress, RunStatus, Stage
+from reshard_mpi.runs.progress import Counts, Display, Progress, ProgressStage, RunStatus
 
 if TYPE_CHECKING:
     import threading
@@ -44,7 +44,7 @@ class EtaEstimator:
         seconds: the moment at which the stage begins, on any clock.
     """
 
-    def __init__(self, stage: Stage, seconds: float) -> None:
+    def __init__(self, stage: ProgressStage, seconds: float) -> None:
         self.bytes_done = 0
         self.seconds_left: float | None = None
         self._stage = stage
@@ -96,7 +96,7 @@ class Monitor(Display):
         self._display = display
         self._counts = counts
         self._begin_seconds = time.monotonic()
-        self._stage = Stage("starting")
+        self._stage = ProgressStage("starting")
         self._stage_number = 0
         self._pace = EtaEstimator(self._stage, self._begin_seconds)
         self._thread: threading.Thread | None = None
@@ -104,7 +104,7 @@ class Monitor(Display):
         self._lock: threading.Lock | None = None
         self._told: RunStatus | None = None
 
-    def begin(self, stage: Stage) -> None:
+    def begin(self, stage: ProgressStage) -> None:
         self._start()
         with self._locked():
             self._stage, self._pace = stage, EtaEstimator(stage, time.monotonic())

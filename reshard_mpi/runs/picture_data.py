@@ -46,7 +46,7 @@ from reshard_mpi.runs.open_run import open_for_planning
 from reshard_mpi.runs.outcome import Outcome, agreed
 from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.runs.process_memory import RunMemory
-from reshard_mpi.runs.progress import Progress, Stage
+from reshard_mpi.runs.progress import Progress, ProgressStage
 from reshard_mpi.runs.request import Request
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
@@ -75,7 +75,7 @@ def planned_figures(request: Request, comm: Comm, asked: Asked, progress: Progre
 
 
 def _figures(request: Request, asked: Asked, memory: RunMemory, progress: Progress) -> tuple[Figures, Outcome]:
-    progress.begin(Stage("planning"))
+    progress.begin(ProgressStage("planning"))
     run = open_for_planning(request, memory, most_planned=2 * MOST_PLANNED)
     memory.reserve_for_copying(memory.projection.planning_bytes + asked.drawing_bytes, f"a picture of {request.target}")
     conversion = run.conversion
@@ -84,7 +84,7 @@ def _figures(request: Request, asked: Asked, memory: RunMemory, progress: Progre
     planned = run.targets if request.rank is not None else sampled_targets(targets, most)
     collected = _Collected(conversion, _DrawnSources.of(conversion), asked)
     feeds: list[Feed] = []
-    progress.begin(Stage("planning", units=len(planned), unit="rank"))
+    progress.begin(ProgressStage("planning", units=len(planned), unit="rank"))
     for rank in planned:
         plan = conversion.plan(rank, checked=False)
         feeds.extend(feeds_of(plan, collected.sources.number))

@@ -24,8 +24,8 @@ _WORK = (10, 1, 5, 1)
 _MINUTE, _HOUR = 60, 3600
 
 
-class Stage(NamedTuple):
-    """A part of a run through which all its processes go together. All begin it with the same figures."""
+class ProgressStage(NamedTuple):
+    """A part of a run, such as writing, through which its processes go together. All begin it with the same figures."""
 
     name: str  # what is done, such as "writing"
     size_bytes: int | None = None  # how much all processes have to do together; None if that is not known yet
@@ -78,7 +78,7 @@ class RunStatus(NamedTuple):
 
     @classmethod
     def of(
-        cls, stage: Stage, counts: Sequence[Counts], seconds: float, bytes_done: int, seconds_left: float | None
+        cls, stage: ProgressStage, counts: Sequence[Counts], seconds: float, bytes_done: int, seconds_left: float | None
     ) -> RunStatus:
         """Return the status of a run. counts: of all its processes in this stage."""
         rest = None if stage.size_bytes is None else stage.size_bytes - bytes_done
@@ -214,7 +214,7 @@ class Display:
     def __init__(self, *, verbose: bool = False) -> None:
         self._verbose = verbose
 
-    def begin(self, stage: Stage) -> None:
+    def begin(self, stage: ProgressStage) -> None:
         pass
 
     def update(self, status: RunStatus) -> None:
@@ -277,7 +277,7 @@ class Progress:
         """Return the counts of this process, and of the others that are shown with it."""
         return [Counts(*self.cells), *self.counts_of_others()]
 
-    def begin(self, stage: Stage, own_bytes: int = 0, closed_bytes: int = 0) -> None:
+    def begin(self, stage: ProgressStage, own_bytes: int = 0, closed_bytes: int = 0) -> None:
         """Begin a stage, as all processes do alike.
 
         Args:

@@ -26,7 +26,7 @@ from reshard_mpi.runs.open_run import Run, open_run
 from reshard_mpi.runs.outcome import Outcome, TargetReport, attempt, merge, record_of
 from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.runs.process_memory import RunMemory
-from reshard_mpi.runs.progress import Progress, Stage
+from reshard_mpi.runs.progress import Progress, ProgressStage
 from reshard_mpi.runs.projection import MAX_KEPT_PLANS, MAX_KEPT_PLANS_BYTES, SpaceEstimate, SpaceNeed, may_share
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.scheduling import divide, target_weights
@@ -159,7 +159,7 @@ class TargetPlans:
     def _plan_all(self, progress: Progress) -> None:
         ranks = (*((rank, True) for rank in self.own.leads), *((rank, False) for rank in self.own.assists))
         planned_ranks = sum(len(each.leads) + len(each.assists) for each in self.assignments)
-        progress.begin(Stage("planning", units=planned_ranks, unit="rank"))
+        progress.begin(ProgressStage("planning", units=planned_ranks, unit="rank"))
         planned = []
         for rank, leads in ranks:
             planned.append(attempt(partial(self._plan_target, rank, leads), self._comm, rank))

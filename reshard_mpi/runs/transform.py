@@ -39,7 +39,7 @@ from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.outcome import Outcome, attempt, record_of
 from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.runs.process_memory import RunMemory
-from reshard_mpi.runs.progress import CLOSED, MOVED, PHASES, Progress, SliceCounter, Stage
+from reshard_mpi.runs.progress import CLOSED, MOVED, PHASES, Progress, ProgressStage, SliceCounter
 from reshard_mpi.runs.projection import Workload, checking_bytes, require_room
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.target_plans import PlanReport, TargetPlans
@@ -76,7 +76,7 @@ def convert(
         progress.display.reading(plans.run.conversion.source.summary_text)
     name, phases = ("writing and verifying", PHASES) if request.verify else ("writing", (MOVED, CLOSED))
     due = planned.due
-    stage = Stage(name, due.size_bytes, due.targets, ready=due.ready, phases=phases)
+    stage = ProgressStage(name, due.size_bytes, due.targets, ready=due.ready, phases=phases)
     progress.begin(stage, plans.own_bytes, plans.led_bytes)
     own = plans.report.outcome.joined([Writer(plans, comm, memory, progress).write()])
     outcome = outcome._replace(processes=comm.size).joined(comm.allgather(own))
@@ -105,7 +105,7 @@ def checked_plans(
     checked: set[int] = set()
     chosen: list[SharedFact] = []
     while True:
-        progress.begin(Stage("planning"))
+        progress.begin(ProgressStage("planning"))
         plans, planned = _plan(partial(make, damage), comm)
         chosen += (fact for fact in planned.shared_facts if fact.name == CHOSEN_FILES)
         require_one_checkpoint(chosen)  # in the second round another checkpoint may be the newest
@@ -180,7 +180,7 @@ def _check_sources(
         memory.reserve_for_copying(peak_bytes, f"checking {plans.run.request.source}")
 
     mine = dict(list(sizes.items())[comm.rank :: comm.size])
-    progress.begin(Stage("checking sources", sum(sizes.values()), len(sizes), "shard"), sum(mine.values()))
+    progress.begin(ProgressStage("checking sources", sum(sizes.values()), len(sizes), "shard"), sum(mine.values()))
     errors: dict[int, ReshardError] = {}
     for rank, size_bytes in mine.items():
         error = damage_of(source, rank, size_bytes, conversion.limits, before_sums, progress)
@@ -208,7 +208,7 @@ def _check_committed(plans: TargetPlans, comm: Comm, memory: RunMemory, progress
     needed = [tensor for tensor in tensors if plans.run.conversion.needs(tensor.spec.name)]
     mine = needed[comm.rank :: comm.size]
     size_bytes, own_bytes = (sum(tensor.spec.size_bytes for tensor in of) for of in (needed, mine))
-    progress.begin(Stage("checking sources", size_bytes), own_bytes)
+    progress.begin(ProgressStage("checking sources", size_bytes), own_bytes)
     memory.reserve_for_copying(memory.projection.gathering_bytes, f"checking {path}")
     require_as_committed(record, mine, path, plans.run.conversion.limits, progress.moved)
 
@@ -223,7 +223,7 @@ def compare_copies(
         mine = list(partition_for(planned.alike, comm.rank, comm.size))
         if planned.alike:
             size_bytes, own_bytes = (sum(alike.size_bytes for alike in copies) for copies in (planned.alike, mine))
-            progress.begin(Stage("comparing copies", size_bytes), own_bytes)
+            progress.begin(ProgressStage("comparing copies", size_bytes), own_bytes)
         compared = together(comm, partial(_compare, plans, planned, mine, comm, memory, progress))
     return _judged(planned, compared, request.source, strict=request.strict)
 

@@ -46,7 +46,7 @@ from reshard_mpi.runs.open_run import chosen_targets
 from reshard_mpi.runs.outcome import Checked, Failure, Outcome, agreed, attempt
 from reshard_mpi.runs.plan_conversion import LIMITS, Conversion, apply_map
 from reshard_mpi.runs.process_memory import RunMemory
-from reshard_mpi.runs.progress import Progress, SliceCounter, Stage, Words, complain
+from reshard_mpi.runs.progress import Progress, ProgressStage, SliceCounter, Words, complain
 from reshard_mpi.runs.projection import Workload, checking_bytes
 from reshard_mpi.runs.recorded_options import accumulated_as_made, as_made, made_otherwise, recorded_run
 from reshard_mpi.runs.request import Request, Strategies
@@ -138,7 +138,7 @@ def verify_pair(
     Damage is in the outcome's failures. Raises a ReshardError, the same on every process, if the two cannot be
     compared.
     """
-    progress.begin(Stage("planning"))
+    progress.begin(ProgressStage("planning"))
     pair = agreed(lambda: _opened_pair(request, comm, memory, strategies), comm)
     source, target = pair.conversion.source, pair.target
     require_same_choice(comm, source.files, target.files)
@@ -207,7 +207,7 @@ def verify_alone(
     def begin() -> tuple[shard_files.ShardFiles, Governor]:
         return request.shard_files(), memory.open()
 
-    progress.begin(Stage("planning"))
+    progress.begin(ProgressStage("planning"))
     files, governor = agreed(begin, comm)
     require_same_choice(comm, files)
     files = files.one_by_one() if files.is_folder else files
@@ -258,7 +258,7 @@ def _each(
     outcomes: list[Outcome] = []
     sizes = {rank: _size_bytes(files, rank) for rank in assign(weights, range(comm.size))[comm.rank]}
     size_bytes = sum(comm.allgather(sum(sizes.values())))
-    progress.begin(Stage("verifying", size_bytes, len(weights), "shard"), sum(sizes.values()))
+    progress.begin(ProgressStage("verifying", size_bytes, len(weights), "shard"), sum(sizes.values()))
     for rank, own_bytes in sizes.items():
         outcome = attempt(partial(check, rank, own_bytes), comm, rank)
         outcomes.append(outcome)

@@ -21,7 +21,7 @@ from reshard_mpi.processes.comm import MEANWHILE_SECONDS
 from reshard_mpi.processes.host import host_name
 from reshard_mpi.processes.signals import INTERRUPTED
 from reshard_mpi.runs.outcome import TargetReport
-from reshard_mpi.runs.progress import Counts, Display, RunStatus, Stage
+from reshard_mpi.runs.progress import Counts, Display, ProgressStage, RunStatus
 
 _LENGTH_BYTES = 8
 _NAP_SECONDS = 0.002
@@ -247,7 +247,7 @@ class PipeDisplay(Display):
         self._channel = channel
         self._begins = begins
 
-    def begin(self, stage: Stage) -> None:
+    def begin(self, stage: ProgressStage) -> None:
         if self._begins:
             self._channel.send(("begin", (stage,)))
 

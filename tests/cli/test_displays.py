@@ -25,7 +25,7 @@ from reshard_mpi.cli import progress_display
 from reshard_mpi.engine import first_difference
 from reshard_mpi.runs import diff, monitor
 from reshard_mpi.runs.plan_conversion import Conversion as Conversion_
-from reshard_mpi.runs.progress import Counts, Display, RunStatus, Stage, format_seconds
+from reshard_mpi.runs.progress import Counts, Display, ProgressStage, RunStatus, format_seconds
 
 ESCAPE = "\x1b"
 TENSORS = {f"layer{number}.w": np.full((8, 4), number, np.float32) for number in range(8)}
@@ -291,7 +291,7 @@ def both(c: Conversion) -> list[str]:
 
 
 def test_a_run_that_is_over_at_once_has_no_lines() -> None:
-    status = RunStatus.of(Stage("writing", 10, 1), [Counts(1, units=1)], 0.1, 10, None)
+    status = RunStatus.of(ProgressStage("writing", 10, 1), [Counts(1, units=1)], 0.1, 10, None)
     lines = progress_display.Lines(io.StringIO())
     lines.update(status)
     lines.close(status)
@@ -315,7 +315,7 @@ def test_a_bar_of_any_width_has_percent_and_time_left_first(
     total = 123 << 30
     for done_bytes, left in ((1 << 20, 7384.0), (50 << 30, 61.0), (122 << 30, 5.0)):
         counts = [Counts(1, done_bytes, total, 3)]
-        status = RunStatus.of(Stage("comparing copies", total, 128, ready=5), counts, 9.0, done_bytes, left)
+        status = RunStatus.of(ProgressStage("comparing copies", total, 128, ready=5), counts, 9.0, done_bytes, left)
         bar.update(status._replace(waiting=waiting))
         frame = stream.getvalue().rpartition("\r")[2]
         first = f"{done_bytes * 100 // total:3} %, {format_seconds(left)} left"
@@ -359,5 +359,5 @@ def test_a_signal_while_the_thread_that_shows_is_started(monkeypatch: pytest.Mon
     monkeypatch.setattr(threading.Thread, "start", interrupted)
     shown = monitor.Monitor(Display(), list)
     with pytest.raises(KeyboardInterrupt):
-        shown.begin(Stage("writing"))
+        shown.begin(ProgressStage("writing"))
     shown.abandon(ends_line=False)

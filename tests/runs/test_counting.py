@@ -22,7 +22,7 @@ from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.processes.comm import SerialComm
 from reshard_mpi.runs import target_writer
 from reshard_mpi.runs.outcome import TargetReport
-from reshard_mpi.runs.progress import CLOSED, MOVED, PHASES, Progress, RunStatus, Stage
+from reshard_mpi.runs.progress import CLOSED, MOVED, PHASES, Progress, ProgressStage, RunStatus
 from reshard_mpi.runs.request import Request, Task
 from reshard_mpi.runs.worker_pipes import Channel, PipeDisplay, SharedCounts
 
@@ -40,12 +40,12 @@ class Counting(Progress):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stages: list[Stage] = []
+        self.stages: list[ProgressStage] = []
         self.own: list[list[int]] = []
         self.bytes: list[list[int]] = []
         self.units: list[int] = []
 
-    def begin(self, stage: Stage, own_bytes: int = 0, closed_bytes: int = 0) -> None:
+    def begin(self, stage: ProgressStage, own_bytes: int = 0, closed_bytes: int = 0) -> None:
         self.stages.append(stage)
         self.own.append(
             [(closed_bytes if phase == CLOSED else own_bytes) * (phase in stage.phases) for phase in PHASES]
@@ -66,7 +66,7 @@ class Counting(Progress):
             assert by_phase == own == [size_bytes * (phase in stage.phases) for phase in PHASES], stage
             assert units == stage.units, stage
 
-    def named(self, name: str) -> Stage:
+    def named(self, name: str) -> ProgressStage:
         (stage,) = (stage for stage in self.stages if stage.name == name)
         return stage
 
@@ -140,13 +140,13 @@ def test_a_verification(tmp_path: Path, kind: str, crc: bool) -> None:
     counting = Counting()
     Task.VERIFY_ALONE.run(alone, SerialComm(), counting)
     counting.assert_exact()
-    assert counting.named("verifying") == Stage("verifying", files_bytes, 2, "shard")
+    assert counting.named("verifying") == ProgressStage("verifying", files_bytes, 2, "shard")
 
 
 def test_a_comparison(c: Conversion) -> None:
     c.done("transform")
     stage = counted(c, Task.DIFF, recorded=False).named("comparing")
-    assert stage == Stage("comparing", WHOLE_BYTES, 4, "tensor")
+    assert stage == ProgressStage("comparing", WHOLE_BYTES, 4, "tensor")
 
 
 def test_a_target_that_fails_is_not_counted_as_complete(c: Conversion, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +166,7 @@ def test_a_worker_counts_its_targets_in_the_stage_that_it_is_in() -> None:
     ours, theirs = Channel.pair()
     with closing(ours), closing(theirs):
         progress = Progress(PipeDisplay(theirs), counts.of(1))
-        progress.begin(Stage("writing", 8, 2, "target"), 4)
+        progress.begin(ProgressStage("writing", 8, 2, "target"), 4)
         progress.finished(TargetReport(1, "rank_1", (0,), 4))
     assert [(own.stage, own.units) for own in counts.read()] == [(0, 0), (1, 1)]
 

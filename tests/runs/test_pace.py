@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_mpi.runs.monitor import EtaEstimator
-from reshard_mpi.runs.progress import CLOSED, MOVED, PHASES, Counts, Progress, Stage
+from reshard_mpi.runs.progress import CLOSED, MOVED, PHASES, Counts, Progress, ProgressStage
 from reshard_mpi.text import MIB
 
 PACES = sorted((Path(__file__).parent / "paces").glob("*.json"))
-VERIFIED = Stage("writing and verifying", 1000 * MIB, 4, phases=PHASES)
+VERIFIED = ProgressStage("writing and verifying", 1000 * MIB, 4, phases=PHASES)
 WRITTEN = VERIFIED._replace(phases=(MOVED, CLOSED))
 READ = VERIFIED._replace(phases=(MOVED,))
 
@@ -39,7 +39,7 @@ class Said:
         return self.seconds_left / self.left
 
 
-def counted(stage: Stage, done: Sequence[int], own_bytes: int, closed_bytes: int) -> Counts:
+def counted(stage: ProgressStage, done: Sequence[int], own_bytes: int, closed_bytes: int) -> Counts:
     """What a process counts through whose phases so many bytes have gone."""
     progress = Progress()
     progress.begin(stage, own_bytes, closed_bytes)
@@ -52,7 +52,7 @@ def recorded(path: Path) -> Iterator[Said]:
     trace = json.loads(path.read_text())
     own = trace["own_kib"]
     size = sum(by_phase[MOVED] for by_phase in own)
-    stage = Stage("writing", size, phases=tuple(trace["phases"]))
+    stage = ProgressStage("writing", size, phases=tuple(trace["phases"]))
     pace = EtaEstimator(stage, 0.0)
     end_seconds = trace["moments"][-1][0]
     for seconds, *done in trace["moments"]:
@@ -143,7 +143,7 @@ def test_all_is_said_to_be_done_only_if_it_is() -> None:
 
 
 def test_a_stage_of_unknown_size_has_no_pace() -> None:
-    pace = EtaEstimator(Stage("planning"), 0.0)
+    pace = EtaEstimator(ProgressStage("planning"), 0.0)
     pace.add(1.0, [Counts(1)])
     assert (pace.bytes_done, pace.seconds_left) == (0, None)
 

@@ -6,14 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard_mpi.runs.progress import Counts, RunStatus, SliceCounter, Stage, format_seconds
+from reshard_mpi.runs.progress import Counts, ProgressStage, RunStatus, SliceCounter, format_seconds
 from reshard_mpi.text import GIB, MIB
 
-WRITING = Stage("writing", 4 * GIB, 16)
+WRITING = ProgressStage("writing", 4 * GIB, 16)
 
 
 def status(
-    *counts: Counts, stage: Stage = WRITING, seconds: float = 10.0, done: int = 0, seconds_left: float | None = 11.0
+    *counts: Counts,
+    stage: ProgressStage = WRITING,
+    seconds: float = 10.0,
+    done: int = 0,
+    seconds_left: float | None = 11.0,
 ) -> RunStatus:
     return RunStatus.of(stage, counts, seconds, done, seconds_left)
 
@@ -28,7 +32,7 @@ def test_counts_of_all_processes_are_added_up() -> None:
 
 
 def test_a_stage_without_targets_says_nothing_of_them() -> None:
-    far = status(Counts(1), stage=Stage("comparing copies", 2 * MIB), done=MIB)
+    far = status(Counts(1), stage=ProgressStage("comparing copies", 2 * MIB), done=MIB)
     assert far.as_text() == "comparing copies 1.00 MiB of 2.00 MiB, 50 %, 93.09 KiB/s, 11 s left"
 
 
@@ -39,18 +43,18 @@ def test_all_is_said_to_be_done_only_if_it_is() -> None:
 
 
 def test_what_was_complete_before_is_said_and_not_counted() -> None:
-    far = status(Counts(1, units=1), stage=Stage("writing", 2 * GIB, 2, ready=6), done=GIB, seconds_left=None)
+    far = status(Counts(1, units=1), stage=ProgressStage("writing", 2 * GIB, 2, ready=6), done=GIB, seconds_left=None)
     assert far.as_text() == "writing 1.00 GiB of 2.00 GiB, 50 %, 1 of 2 targets (6 complete before)"
     assert (far.targets_total, far.targets_before) == (2, 6)
 
 
 def test_a_stage_of_unknown_size() -> None:
-    far = status(Counts(1), stage=Stage("planning"), seconds=65.2, seconds_left=None)
+    far = status(Counts(1), stage=ProgressStage("planning"), seconds=65.2, seconds_left=None)
     assert (far.percent, far.seconds_left, far.as_text()) == (None, None, "planning, 1 min 05 s so far")
 
 
 def test_ranks_that_are_planned() -> None:
-    stage = Stage("planning", units=16384, unit="rank")
+    stage = ProgressStage("planning", units=16384, unit="rank")
     far = status(Counts(1, units=700), Counts(1, units=500), stage=stage, seconds=12.1, seconds_left=None)
     assert (far.percent, far.as_text()) == (None, "planning: rank 1200 of 16384, 12 s so far")
 
