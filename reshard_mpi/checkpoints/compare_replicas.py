@@ -31,12 +31,12 @@ _Holder = tuple[int, int, Manifest]
 def compare(
     source: SourceCheckpoint, all_alike: Iterable[ReplicaGroup], limits: Limits, on_bytes: Callable[[int], None]
 ) -> tuple[UnusableShard, ...]:
-    """Compare all copies of tensors that should be the same; return the shards that could not be read.
+    """Compare all replicas of tensors that should be the same; return the shards that could not be read.
 
     Args:
         all_alike: the tensors and their holders; those of the same holders must follow one another. Each copy is read
             once, in blocks, two of which are in memory at a time. A shard that lacks a tensor is passed over.
-        on_bytes: called with the number of bytes just compared, of all copies.
+        on_bytes: called with the number of bytes just compared, of all replicas.
 
     Raises DisagreementError for the first difference (or where copies are the same that must differ), StrategyError if
     the source strategy does not list the tensor, or CoverageError if parts of a sum may be on ranks whose shards the
@@ -73,7 +73,7 @@ def difference(source: SourceCheckpoint, check: Check, other_rank: int, element:
 
 
 class _Comparison:
-    """Compares copies of a source. lost: the holders that could not be read so far, by rank."""
+    """Compares replicas of a source. lost: the holders that could not be read so far, by rank."""
 
     def __init__(self, source: SourceCheckpoint, limits: Limits, on_bytes: Callable[[int], None]) -> None:
         self.lost: dict[int, UnusableShard] = {}

@@ -11,7 +11,7 @@ from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, S
 from reshard_mpi.formats.manifest import NEST, Manifest, ShardIdentity, nest_without_order
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.planning.rank_plan import Group, PlannedTensors, RankPlan, ReadGroup, SharedFact
-from reshard_mpi.planning.replicas import Replicas, choose_holders, copies_alike
+from reshard_mpi.planning.replicas import Replicas, choose_holders, replicas_to_compare
 from reshard_mpi.planning.shared_facts import (
     CommonStrings,
     agreement_checks,
@@ -82,7 +82,7 @@ def plan_target(target: TargetTensors, strategy_table: str) -> RankPlan:
     common = CommonStrings.of(target.manifests, in_order)
     warnings += unlike_by_group(target.manifests, in_order)
     taken = ((held.names, held.group, held.layout) for held in target.classes if held.share is GradientShare.TAKEN)
-    alike = list(copies_alike(taken, target.layouts.box, policy.replicas))
+    alike = list(replicas_to_compare(taken, target.layouts.box, policy.replicas))
     joining = target.joining
     if joining is not None and policy.replicas is not Replicas.ANY:
         for held in target.classes:

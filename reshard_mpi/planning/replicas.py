@@ -18,7 +18,7 @@ ChosenHolders = dict[tuple[Placement, Piece], int]
 
 
 class Replicas(StrEnum):
-    """Which copies on several ranks are compared before one of them is taken: none, a sample of them, or all."""
+    """Which replicas are compared before one of them is taken: none, a sample of them, or all."""
 
     ANY = "any"
     SAMPLE = "sample"
@@ -145,7 +145,7 @@ Holding = tuple[tuple[Placement, Piece], ...]
 
 
 class ReplicaGroup(NamedTuple):
-    """A region of some tensors whose copies on several ranks must be equal."""
+    """A region of some tensors whose replicas must be equal."""
 
     names: tuple[str, ...]  # of the tensors
     parts: tuple[TensorPart, ...]  # each lies in `region`, and all ranks that hold one of them have a copy
@@ -172,13 +172,13 @@ class ReplicaGroup(NamedTuple):
         return len(self.names) * self.copies * self.region.size * self.itemsize_bytes
 
 
-def copies_alike(
+def replicas_to_compare(
     wanted: Iterable[tuple[Iterable[str], SourceGroup, Layout]], box_of: Callable[[Layout], Box], replicas: Replicas
 ) -> Iterator[ReplicaGroup]:
-    """Yield the copies of needed parts to compare: copies likely to differ, and with CHECK all others too.
+    """Yield the replicas of needed parts to compare: those likely to differ, and with CHECK all others too.
 
     A tensor that the source strategy does not list should be whole on every rank. If the target strategy cuts it,
-    targets take their parts from copies on different ranks, and these make up one tensor only if all copies are equal.
+    targets take their parts from different ranks, and these make up one tensor only if all replicas are equal.
 
     Args:
         wanted: the names of the tensors of a target, with how the source and how the target hold them.

@@ -60,7 +60,7 @@ def diff(request: Request, comm: Comm, progress: Progress, memory: RunMemory, st
     require_same_choice(comm, first.source.files, second.source.files)
     if comm.rank == 0:
         progress.display.reading(first.source.summary_text)
-    lost = _compare_copies((first, second), comm, progress)
+    lost = _compare_replicas((first, second), comm, progress)
     planned = planned.joined([Outcome(lost=lost)])
     specs = {spec.name: spec for spec in second.plan.tensors.specs}
     common = [spec for spec in first.plan.tensors.specs if specs.get(spec.name) == spec]
@@ -78,8 +78,8 @@ def diff(request: Request, comm: Comm, progress: Progress, memory: RunMemory, st
     return Outcome(processes=comm.size).joined(comm.allgather(outcome))
 
 
-def _compare_copies(sides: Sequence[_DiffSide], comm: Comm, progress: Progress) -> tuple[UnusableShard, ...]:
-    """Compare the copies on either side that must be the same before one stands for all, as a transform does.
+def _compare_replicas(sides: Sequence[_DiffSide], comm: Comm, progress: Progress) -> tuple[UnusableShard, ...]:
+    """Compare the replicas on either side that must be the same before one stands for all, as a transform does.
 
     Returns the shards of both that could not be read. Raises, the same on all processes, what `compare` raises.
     """

@@ -20,7 +20,7 @@ from reshard_mpi.runs.process_memory import RunMemory
 from reshard_mpi.runs.progress import Progress, Words, complain
 from reshard_mpi.runs.request import Request
 from reshard_mpi.runs.target_plans import TargetPlans
-from reshard_mpi.runs.transform import checked_plans, compare_copies, together
+from reshard_mpi.runs.transform import checked_plans, compare_replicas, together
 from reshard_mpi.sharding.layout import whole_shape
 from reshard_mpi.sharding.placement import Shape
 from reshard_mpi.sharding.strategy import Strategy
@@ -177,7 +177,7 @@ def plan_targets(
 
     with RunMemory(lambda: request.allowance, comm, shown) as memory:
         plans, planned = checked_plans(make, comm, memory, shown)
-        outcome = compare_copies(plans, planned, comm, memory, shown)
+        outcome = compare_replicas(plans, planned, comm, memory, shown)
         summaries = [summary for share in together(comm, lambda: listing.summaries) for summary in share]
         conversion = plans.run.conversion
         lines: Iterable[str] = ()

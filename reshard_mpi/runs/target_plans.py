@@ -67,7 +67,7 @@ class PlanReport(NamedTuple):
     held: tuple[StageDigest, ...] = ()
     prefix_digests: tuple[PrefixDigest, ...] = ()
     differing: tuple[Differing, ...] = ()  # what shards do not hold alike
-    alike: tuple[ReplicaGroup, ...] = ()  # copies that must be the same
+    alike: tuple[ReplicaGroup, ...] = ()  # replicas that must be the same
     space_needs: tuple[SpaceNeed, ...] = ()
     due: Totals = Totals()  # what it leads the writing of
     gradients: tuple[AccumulatedGradients, ...] = ()  # the accumulated gradients of its targets

@@ -6,7 +6,7 @@ return. Nothing is written before step 4.
 
 1. `_plan`: each process opens the run and plans its targets (`runs/target_plans`); all check that they agree.
 2. `_check_sources`, with --verify: read the source's sums. A damaged shard is lost, and all is planned without it.
-3. `compare_copies`: compare replicas that must be the same, and a sample, which shows if the strategy fits.
+3. `compare_replicas`: compare replicas that must be the same, and a sample, which shows if the strategy fits.
 4. `_begin`: make the target folder ready.
 5. `Writer.write`: write this process's targets (`runs/target_writer`). A target that fails does not stop the others.
 6. `_commit`, in process 0: commit the targets if all are complete.
@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 class ComparisonReport(NamedTuple):
-    """The result of comparing copies in one process."""
+    """The result of comparing replicas in one process."""
 
     lost: tuple[UnusableShard, ...]  # source shards that could not be read
     drift: Drift  # tensors that differ from rank to rank
@@ -70,7 +70,7 @@ def convert(
     """
     make = partial(TargetPlans.make, request, comm, strategies, memory, progress)
     plans, planned = checked_plans(make, comm, memory, progress)
-    outcome = compare_copies(plans, planned, comm, memory, progress)
+    outcome = compare_replicas(plans, planned, comm, memory, progress)
     together(comm, partial(_begin, plans, comm, memory, progress))
     if comm.rank == 0:  # not earlier, since a process alone may have started over until now
         progress.display.reading(plans.run.conversion.source.summary_text)
@@ -213,16 +213,16 @@ def _check_committed(plans: TargetPlans, comm: Comm, memory: RunMemory, progress
     require_as_committed(record, mine, path, plans.run.conversion.limits, progress.moved)
 
 
-def compare_copies(
+def compare_replicas(
     plans: TargetPlans, planned: PlanReport, comm: Comm, memory: RunMemory, progress: Progress
 ) -> Outcome:
-    """Compare copies that must be the same; return the outcome of planning with what that shows (step 3)."""
+    """Compare replicas that must be the same; return the outcome of planning with what that shows (step 3)."""
     request = plans.run.request
     compared: Sequence[ComparisonReport] = ()
     if planned.alike or request.replicas is not Replicas.ANY:
         mine = list(partition_for(planned.alike, comm.rank, comm.size))
         if planned.alike:
-            size_bytes, own_bytes = (sum(alike.size_bytes for alike in copies) for copies in (planned.alike, mine))
+            size_bytes, own_bytes = (sum(alike.size_bytes for alike in groups) for groups in (planned.alike, mine))
             progress.begin(ProgressStage("comparing copies", size_bytes), own_bytes)
         compared = together(comm, partial(_compare, plans, planned, mine, comm, memory, progress))
     return _judged(planned, compared, request.source, strict=request.strict)
@@ -236,7 +236,7 @@ def _compare(
     memory: RunMemory,
     progress: Progress,
 ) -> ComparisonReport:
-    """Compare the copies `mine`, and this process's share of a sample."""
+    """Compare the replicas `mine`, and this process's share of a sample."""
     run, request = plans.run, plans.run.request
     conversion, purpose = run.conversion, f"copies in {request.source}"
     lost: tuple[UnusableShard, ...] = ()
@@ -303,7 +303,7 @@ def _commit(plans: TargetPlans, outcome: Outcome) -> Outcome:
 
 
 def _judged(planned: PlanReport, compared: Sequence[ComparisonReport], source: str, *, strict: bool) -> Outcome:
-    """Return the outcome of planning, with messages on copies that differ. Raises DisagreementError if `strict`."""
+    """Return the outcome of planning, with messages on replicas that differ. Raises DisagreementError if `strict`."""
     drift = reduce(Drift.joined, (report.drift for report in compared), NO_DRIFT)
     if strict:
         require_no_drift(drift.copies, source)
