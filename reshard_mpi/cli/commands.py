@@ -295,9 +295,9 @@ def _finds(work: Task, what: str, options: argparse.Namespace, sound: Callable[[
         sound: returns the closing line where there is none.
     """
     begin = time.monotonic()
-    with _world(options) as comm:
-        outcome = _run(work, options, comm)
-        if comm.rank == 0:
+    with _world(options) as group:
+        outcome = _run(work, options, group)
+        if group.rank == 0:
             _tell(outcome, options)
             for failure in outcome.failures:
                 say(f"{what}: {failure.named(alone=True)}", sys.stderr)

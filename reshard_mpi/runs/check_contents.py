@@ -159,8 +159,8 @@ def check_shard(
         stored, placed = module.stored_sums(path), dict(_placed(shard, recorded, listed))
         specs = [spec for spec in placed if spec.name in stored or spec.name in recorded]
         size_bytes, summed_bytes = Path(path).stat().st_size, sum(spec.size_bytes for spec in specs)
-        counted = SliceCounter(progress.moved, size_bytes, size_bytes + summed_bytes)
-        has_crc = module.check_crc(path, counted.add)
+        counter = SliceCounter(progress.moved, size_bytes, size_bytes + summed_bytes)
+        has_crc = module.check_crc(path, counter.add)
         if has_crc:
             by["its checksum"] = None
         if stored:
@@ -172,14 +172,14 @@ def check_shard(
         # A checksum is of all of the file; what is summed besides is not counted again.
         tensors += len(shard.tensors if has_crc else specs)
         read_bytes += size_bytes if has_crc else summed_bytes
-        counted = counted if has_crc else SliceCounter(progress.moved, size_bytes, summed_bytes)
-        for summed in sum_tensors(specs, shard, limits=limits, on_bytes=counted.add):
+        counter = counter if has_crc else SliceCounter(progress.moved, size_bytes, summed_bytes)
+        for summed in sum_tensors(specs, shard, limits=limits, on_bytes=counter.add):
             name = summed.tensor.name
             sums.append(tensor_sum(summed.tensor, summed.found, loose=placed[summed.tensor]))
             written = {stored[name]} if name in stored else set()
             written |= {recorded[name].value} if name in recorded else set()
             damage += [_damaged(shard, name, value, summed.found) for value in written - {summed.found}]
-        counted.end()
+        counter.end()
         if not damage:
             damage += damage_besides(path, shard.tensors, record)
     path = files.by_rank[rank][0]
@@ -375,9 +375,9 @@ def damage_of(
         for first in damage:  # which refuses the run, if no other shard holds the same
             said = {name: getattr(first, name) for name in ("expected", "got", "where", "remedy")}
             return ShardError(first.problem, **said)
-    counted = SliceCounter(progress.moved, size_bytes)
-    unfit = source.check_crc(rank, counted.add)
-    counted.end()
+    counter = SliceCounter(progress.moved, size_bytes)
+    unfit = source.check_crc(rank, counter.add)
+    counter.end()
     return unfit
 
 

@@ -268,8 +268,30 @@ def attempt(do: Callable[[], T], comm: Comm, rank: int | None = None, path: Path
         return Outcome(failures=(Failure.here(rank, comm, as_reshard_error(error, path)),))
 
 
+def together(comm: Comm, step: Callable[[], T]) -> list[T]:
+    """Do a step in every process; return the results of all. Raises the same error in all if one has failed."""
+    results = comm.allgather(attempt(step, comm))
+    raise_first_failure([failed for failed in results if isinstance(failed, Outcome)], comm)
+    return [result for result in results if not isinstance(result, Outcome)]
+
+
+def raise_first_failure(outcomes: Sequence[Outcome], comm: Comm) -> None:
+    """Raise the first failure of the outcomes, if any; the same on every process."""
+    failures = [failure for outcome in outcomes for failure in outcome.failures]
+    if not failures:
+        return
+    first = failures[0]
+    # An error of only some processes may be due to their hosts, for instance a file system that is not mounted.
+    everywhere = len({failure.process for failure in failures}) == comm.size
+    error = first.named(alone=everywhere or len(set(comm.hosts)) == 1)
+    others = {failure.rank for failure in failures} - {first.rank, None}
+    if others:
+        error.problem += f" (and {len(others)} more {'target is' if len(others) == 1 else 'targets are'} refused)"
+    raise error
+
+
 def agreed(begin: Callable[[], T], comm: Comm) -> T:
-    """Return what `begin` returns; raise the same error on all processes if it fails on any. All must call this."""
+    """Do as `together`, but return only what `begin` returns here, and name no process in an error."""
     done = attempt(lambda: (begin(),), comm)
     for outcome in comm.allgather(done if isinstance(done, Outcome) else Outcome()):
         for failure in outcome.failures:
@@ -306,13 +328,13 @@ def overflow_warnings(targets: Iterable[Iterable[Overflow]]) -> Iterator[str]:
     in_targets: dict[tuple[str, str], int] = {}
     for tensor, dtype, _ in records:
         in_targets[tensor, dtype] = in_targets.get((tensor, dtype), 0) + 1
-    together = joined(records)
-    for tensor, dtype, elements in together[:_MAX_TOLD]:
+    totals = joined(records)
+    for tensor, dtype, elements in totals[:_MAX_TOLD]:
         are, targets_of_it = "is" if elements == 1 else "are", in_targets[tensor, dtype]
         where = f", in {targets_of_it} targets together," if targets_of_it > 1 else ""
         became = _LARGEST.get(dtype, "infinite")
         yield f"{counted(elements, 'element')} of {tensor!r}{where} {are} too large for {dtype} and became {became}"
-    if len(together) > _MAX_TOLD:
-        elements = sum(overflow.elements for overflow in together[_MAX_TOLD:])
-        others = counted(len(together) - _MAX_TOLD, "further tensor")
+    if len(totals) > _MAX_TOLD:
+        elements = sum(overflow.elements for overflow in totals[_MAX_TOLD:])
+        others = counted(len(totals) - _MAX_TOLD, "further tensor")
         yield f"so did {counted(elements, 'element')} of {others}; the report (--report) names all"

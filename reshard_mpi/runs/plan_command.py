@@ -14,13 +14,13 @@ from reshard_mpi.planning.source_flaws import warnings_of
 from reshard_mpi.planning.tensor_names import Accumulated, is_partial_sum
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.open_run import Run
-from reshard_mpi.runs.outcome import Outcome
+from reshard_mpi.runs.outcome import Outcome, together
 from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.runs.process_memory import RunMemory
 from reshard_mpi.runs.progress import Progress, Words, complain
 from reshard_mpi.runs.request import Request
 from reshard_mpi.runs.target_plans import TargetPlans
-from reshard_mpi.runs.transform import checked_plans, compare_replicas, together
+from reshard_mpi.runs.transform import checked_plans, compare_replicas
 from reshard_mpi.sharding.layout import whole_shape
 from reshard_mpi.sharding.placement import Shape
 from reshard_mpi.sharding.strategy import Strategy

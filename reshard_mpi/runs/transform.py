@@ -36,7 +36,7 @@ from reshard_mpi.planning.source_flaws import UnusableShard, difference_messages
 from reshard_mpi.planning.strategy_check import NO_DRIFT, Drift, drift_warning, require_no_drift
 from reshard_mpi.planning.tensor_names import Accumulated, note_on_none
 from reshard_mpi.processes.comm import Comm
-from reshard_mpi.runs.outcome import Outcome, attempt, record_of
+from reshard_mpi.runs.outcome import Outcome, attempt, raise_first_failure, record_of, together
 from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.runs.process_memory import RunMemory
 from reshard_mpi.runs.progress import CLOSED, MOVED, PHASES, Progress, ProgressStage, SliceCounter
@@ -126,7 +126,7 @@ def _plan(make: Callable[[], TargetPlans], comm: Comm) -> tuple[TargetPlans, Pla
     plans = attempt(make, comm)
     gathered = comm.allgather(plans if isinstance(plans, Outcome) else plans.report)
     reports = [record_of(PlanReport, report) for report in gathered]
-    _raise_first_failure([report.outcome for report in reports], comm)
+    raise_first_failure([report.outcome for report in reports], comm)
     assert not isinstance(plans, Outcome)
     require_room(report.space_needs for report in reports)
 
@@ -155,11 +155,11 @@ def _agreeing(
         of_stage = placed(stage)
         require_same_names(of_stage, source)
         require_same_shapes(of_stage, source)
-    together = PlanReport().joined(reports)
-    if together.held and not together.gradients and accumulated is not Accumulated.REFUSE:
+    joined = PlanReport().joined(reports)
+    if joined.held and not joined.gradients and accumulated is not Accumulated.REFUSE:
         noted = Outcome(notes=(note_on_none(accumulated),))
-        together = together._replace(outcome=together.outcome.joined([noted]))
-    return together
+        joined = joined._replace(outcome=joined.outcome.joined([noted]))
+    return joined
 
 
 def _check_sources(
@@ -315,28 +315,6 @@ def _judged(planned: PlanReport, compared: Sequence[ComparisonReport], source: s
         return outcome
     remarks = difference_messages(differing, source, strict=strict)
     return outcome.joined([Outcome(notes=remarks.notes, other_warnings=remarks.warnings)])
-
-
-def together(comm: Comm, step: Callable[[], T]) -> list[T]:
-    """Do a step in every process; return the results of all. Raises the same error in all if one has failed."""
-    results = comm.allgather(attempt(step, comm))
-    _raise_first_failure([failed for failed in results if isinstance(failed, Outcome)], comm)
-    return [result for result in results if not isinstance(result, Outcome)]
-
-
-def _raise_first_failure(outcomes: Sequence[Outcome], comm: Comm) -> None:
-    """Raise the first failure of the outcomes, if any; the same on every process."""
-    failures = [failure for outcome in outcomes for failure in outcome.failures]
-    if not failures:
-        return
-    first = failures[0]
-    # An error of only some processes may be due to their hosts, for instance a file system that is not mounted.
-    everywhere = len({failure.process for failure in failures}) == comm.size
-    error = first.named(alone=everywhere or len(set(comm.hosts)) == 1)
-    others = {failure.rank for failure in failures} - {first.rank, None}
-    if others:
-        error.problem += f" (and {len(others)} more {'target is' if len(others) == 1 else 'targets are'} refused)"
-    raise error
 
 
 def plan_alone(
