@@ -18,7 +18,7 @@ from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError, ReshardError, StrategyError
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.planning.needed_ranks import needed_ranks, wants
-from reshard_mpi.planning.source_flaws import UnusableShard, described
+from reshard_mpi.planning.source_flaws import UnusableShard, errors_text
 from reshard_mpi.planning.source_tensors import SourceTensors
 from reshard_mpi.planning.target_tensors import Policy, TargetTensors
 from reshard_mpi.planning.tensor_names import Unlisted, find_or_follow, is_dropped, listed_names
@@ -275,7 +275,7 @@ class ShardOpener:
             raise CoverageError(
                 f"no source shard can be used for target rank {target_rank}",
                 expected="one or more that can be read",
-                got=described(tuple(lost.values())),
+                got=errors_text(tuple(lost.values())),
                 where=self.source.files.path,
                 remedy="restore the shards; reshard-mpi inspect shows what is wrong with each",
             )

@@ -19,7 +19,7 @@ from typing import NamedTuple, Self
 
 from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.paths import kind_of
-from reshard_mpi.processes.host import holders_of_lock, state_of
+from reshard_mpi.processes.host import holders_of_lock, pid_state
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 # Errors of opening a link, or something other than the folder or file that was expected.
@@ -322,5 +322,5 @@ def wait_for_lock(
 
 def holders(fd: int) -> str:
     """Say who holds the lock on a file, as far as can be seen from this host."""
-    processes = (f"process {pid} ({state_of(pid)})" for pid in holders_of_lock(fd))
+    processes = (f"process {pid} ({pid_state(pid)})" for pid in holders_of_lock(fd))
     return ", ".join(processes) or "a process that cannot be seen from here, as on another host"

@@ -13,7 +13,7 @@ from reshard_mpi.formats.tensor_table import ChunkedTensors, PieceList, TensorTa
 from reshard_mpi.planning.map_routes import MappedTensors
 from reshard_mpi.planning.rank_plan import Check, Copy, Group, PlannedTensors, ReadGroup
 from reshard_mpi.planning.replicas import Replicas, home_rank
-from reshard_mpi.planning.source_flaws import described
+from reshard_mpi.planning.source_flaws import errors_text
 from reshard_mpi.sharding.box import Box, CoveredPart, Pieces, UncoveredError, overlapping
 from reshard_mpi.text import counted
 
@@ -124,7 +124,7 @@ class ChunkReads:
         try:
             return cached[1], cached[2].cover(region)
         except UncoveredError as error:
-            missing = described(tensors.missing)
+            missing = errors_text(tensors.missing)
             raise CoverageError(
                 f"no piece of {name!r} that the checkpoint lists has a part that target rank {self._target_rank} needs",
                 expected=f"box {error.box}",

@@ -20,7 +20,7 @@ from reshard_mpi.planning.shared_facts import (
     shared_tensors,
     unlike_by_group,
 )
-from reshard_mpi.planning.source_flaws import UnusableShard, described, named
+from reshard_mpi.planning.source_flaws import UnusableShard, errors_text, named
 from reshard_mpi.planning.source_tensors import SourceGroup, TensorPart
 from reshard_mpi.planning.target_tensors import TargetTensors, TensorClass
 from reshard_mpi.planning.tensor_names import GradientShare, Unlisted, everywhere, find_or_follow
@@ -306,7 +306,7 @@ def _missing_part_error(
     damaged = [lost[rank] for rank in holders if rank in lost and lost[rank].problem]
     if damaged:
         others = len(holders) - len(damaged)
-        got = described(damaged) + (f"; {others} without it, or missing" if others else "")
+        got = errors_text(damaged) + (f"; {others} without it, or missing" if others else "")
     else:
         opened = any(rank in manifests for rank in holders)
         got = "shards without the tensor" if opened else "shard missing"
@@ -333,7 +333,7 @@ def _stage_missing(
     return CoverageError(
         f"no shard that should hold {name!r} is there",
         expected=f"a shard of stage {origins[0].stages[0]} of the source",
-        got=f"shards of {_one_of(tuple(manifests))}" + (f"; {described(damaged)}" if damaged else ""),
+        got=f"shards of {_one_of(tuple(manifests))}" + (f"; {errors_text(damaged)}" if damaged else ""),
         remedy="restore the shards of that stage",
     )
 
@@ -376,7 +376,7 @@ def _require_never_saved(
         raise CoverageError(
             f"{name!r} is in no shard that was opened, but may be in one that is damaged",
             expected=f"a shard with {name!r}",
-            got=described(suspects),
+            got=errors_text(suspects),
             remedy="restore these shards, or remove them if it was never saved",
         )
 

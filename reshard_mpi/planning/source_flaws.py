@@ -100,7 +100,7 @@ def named(ranks: Collection[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{more}"
 
 
-def described(losses: Sequence[object]) -> str:
+def errors_text(losses: Sequence[object]) -> str:
     """Describe errors of shards or files in words: of many, the first ones only."""
     return "; ".join([*map(str, losses[:_MAX_DESCRIBED]), *(["..."] if len(losses) > _MAX_DESCRIBED else [])])
 

@@ -10,7 +10,7 @@ from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorType
-from reshard_mpi.planning.source_flaws import NONE_LOST, UnusableShard, described
+from reshard_mpi.planning.source_flaws import NONE_LOST, UnusableShard, errors_text
 from reshard_mpi.planning.tensor_names import everywhere, find_or_follow, is_partial_sum
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout, UnknownLengthError, whole_shape, whole_shape_of_parts
@@ -316,7 +316,7 @@ class SourceTensors:
             raise CoverageError(
                 f"how large {name!r} is cannot be known, since some of its slices are in shards that are lost",
                 expected=error.expected,
-                got=described(lost) if only is None or not only.problem else f"rank {only.rank}: {only.problem}",
+                got=errors_text(lost) if only is None or not only.problem else f"rank {only.rank}: {only.problem}",
                 where=only.where if only is not None and only.problem else "",
                 remedy="restore these ranks' shards, or give the mesh that the checkpoint was saved with, or the sizes"
                 " of all slices in place of ceil",

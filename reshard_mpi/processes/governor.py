@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from reshard_mpi.errors import BudgetError, UsageError
-from reshard_mpi.processes.host import pid_namespace, state_of
+from reshard_mpi.processes.host import pid_namespace, pid_state
 from reshard_mpi.processes.ledger import Judge, Ledger, LedgerEntry, Ticket, WaitReporter
 from reshard_mpi.processes.ledger_folder import LedgerFolder, find_place, make_place, no_place
 from reshard_mpi.processes.memory_scopes import Scope, find_scopes, resident_bytes
@@ -309,9 +309,9 @@ class _PeriodicReporter:
         self._tell(f", on {', '.join(who.told(now) for who in named)}{more}" if named else "", why)
 
     def tell_locked(self, pids: Sequence[int]) -> None:
-        holders = ", ".join(f"pid {pid} ({state_of(pid)})" for pid in pids) or "a process that cannot be seen from here"
+        who = ", ".join(f"pid {pid} ({pid_state(pid)})" for pid in pids) or "a process that cannot be seen from here"
         remedy = "if it is stopped, continue it (kill -CONT) or end it"
-        why = f"{holders} keeps the line of {self._scope.name} locked; {remedy}"
+        why = f"{who} keeps the line of {self._scope.name} locked; {remedy}"
         self._tell("", why)
 
     def _tell(self, whom: str, why: str) -> None:

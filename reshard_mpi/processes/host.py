@@ -1,4 +1,4 @@
-"""Name the host, and read its facts on processes and locks (`host_name`, `state_of`, `holders_of_lock`).
+"""Name the host, and read its facts on processes and locks (`host_name`, `pid_state`, `holders_of_lock`).
 
 What a host is called. Processes of one host share its memory, and may fill a file together.
 """
@@ -81,7 +81,7 @@ def children_of(pid: int) -> list[int]:
         return []
 
 
-def state_of(pid: int) -> str:
+def pid_state(pid: int) -> str:
     """Return the state of a process in a word or a few."""
     return _STATES.get(_state(pid), _ENDED)
 

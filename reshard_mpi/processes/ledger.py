@@ -105,7 +105,7 @@ class LedgerEntry(NamedTuple):
     @property
     def state(self) -> str:
         """The state of the process in a word or a few; empty if it is in another PID namespace."""
-        return host.state_of(self.pid) if self.is_here else ""
+        return host.pid_state(self.pid) if self.is_here else ""
 
     def told(self, now: float) -> str:
         """Describe this process and its state, for people."""

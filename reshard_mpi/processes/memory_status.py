@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from reshard_mpi.processes.governor import Allowance, leased_bytes
-from reshard_mpi.processes.host import is_stopped, state_of
+from reshard_mpi.processes.host import is_stopped, pid_state
 from reshard_mpi.processes.ledger import Ledger, LedgerEntry
 from reshard_mpi.processes.ledger_folder import LEDGER_SUFFIX, LedgerFolder, find_place
 from reshard_mpi.processes.memory_scopes import find_scopes
@@ -56,7 +56,7 @@ class HostState(NamedTuple):
                     "ceiling_bytes": _number(scope.ceiling_bytes),
                     "allowed_bytes": scope.allowed_bytes,
                     "held_bytes": scope.held_bytes,
-                    "locked_by": [{"pid": pid, "state": state_of(pid)} for pid in scope.locked_by],
+                    "locked_by": [{"pid": pid, "state": pid_state(pid)} for pid in scope.locked_by],
                     "leases": [_as_json(entry) for entry in scope.leases],
                     "waiting": [_as_json(entry) for entry in scope.waiting],
                 }
@@ -99,7 +99,7 @@ def _lines(scope: ScopeState, now: float) -> list[str]:
     rows += [(f"{place}.", *_cells(entry, scope, now)) for place, entry in enumerate(scope.waiting, 1)]
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
     locked = [
-        f"  pid {pid} ({state_of(pid)}) keeps its line locked: nobody comes or goes until it is continued or ended"
+        f"  pid {pid} ({pid_state(pid)}) keeps its line locked: nobody comes or goes until it is continued or ended"
         for pid in scope.locked_by
         if is_stopped(pid)
     ]

@@ -21,7 +21,7 @@ from support.ledgers import LEASE, Changing, NoNotices, entered, entries, in_lin
 
 from reshard_mpi.errors import ReshardError
 from reshard_mpi.processes.governor import Governor
-from reshard_mpi.processes.host import state_of
+from reshard_mpi.processes.host import pid_state
 from reshard_mpi.processes.ledger import Ledger
 from reshard_mpi.processes.ledger_folder import LedgerFolder
 from reshard_mpi.text import MIB
@@ -29,7 +29,7 @@ from reshard_mpi.text import MIB
 
 def stop(holder: Holder) -> None:
     holder.process.send_signal(signal.SIGSTOP)
-    until(lambda: state_of(holder.pid) == "stopped", "stopped")
+    until(lambda: pid_state(holder.pid) == "stopped", "stopped")
 
 
 @contextlib.contextmanager
@@ -58,7 +58,7 @@ def test_a_stopped_head_is_passed_and_has_its_place_again_when_it_goes_on(state:
             second.expect("holds")
             assert pids(state, holding=False) == [head.pid, third.pid]
             head.process.send_signal(signal.SIGCONT)
-            until(lambda: state_of(head.pid) == "sleeping", "going on")
+            until(lambda: pid_state(head.pid) == "sleeping", "going on")
             second.let_go()
             head.expect("holds")
             head.let_go()
@@ -139,7 +139,7 @@ def stopped_with_the_lock(path: Path) -> Iterator[int]:
     code += "with _LedgerFile(Path(sys.argv[1])).changing(None): os.kill(os.getpid(), signal.SIGSTOP)"
     with subprocess.Popen([sys.executable, "-c", code, path]) as process:
         try:
-            until(lambda: state_of(process.pid) == "stopped", "stopped with the lock")
+            until(lambda: pid_state(process.pid) == "stopped", "stopped with the lock")
             yield process.pid
         finally:
             process.kill()

@@ -51,7 +51,7 @@ def _shown(rank: Value) -> str:
 
 def mesh_of(value: Value) -> TensorMesh:
     """Return the mesh that an object describes. Raises UnclearError or ValueError if it is not as torch has it."""
-    state = state_of(value, "DeviceMesh")
+    state = attributes_of(value, "DeviceMesh")
     if state.get("_layout") is None and state.get("_flatten_mesh_list") is not None:
         return _mesh_of_ranks(state)
     layout, rank = state.get("_layout"), state.get("_rank")
@@ -60,7 +60,7 @@ def mesh_of(value: Value) -> TensorMesh:
     ranks = numbers(state.get("_flatten_rank_map"))
     if not 0 < len(ranks) <= _MAX_RANKS or ranks != tuple(range(len(ranks))):
         raise UnclearError(f"a mesh whose ranks are not counted from 0: {ranks[:MAX_AXES]}")
-    dimensions = _dimensions(state_of(layout, "_MeshLayout"))
+    dimensions = _dimensions(attributes_of(layout, "_MeshLayout"))
     if rank is None:
         is_whole = math.prod(factor.length for axis in dimensions for factor in axis) == len(ranks)
         rank = _own_rank(dimensions, numbers(state.get("_coordinate_on_dim"))) if is_whole else UNSAID
@@ -79,7 +79,7 @@ def _dimensions(layout: Dict) -> tuple[tuple[MeshFactor, ...], ...]:
         pairs = [(length if type(length) is tuple else (length,), step) for length, step in zip(shape, stride)]
         dimensions = tuple(_factors(length, step if type(step) is tuple else (step,)) for length, step in pairs)
     else:
-        states = [state_of(axis, "_FlatLayout") for axis in axes] if type(axes) in (tuple, list) else []
+        states = [attributes_of(axis, "_FlatLayout") for axis in axes] if type(axes) in (tuple, list) else []
         dimensions = tuple(_factors(state.get("shape"), state.get("stride")) for state in states)
     if not 0 < len(dimensions) <= MAX_AXES:
         raise UnclearError("a mesh without dimensions")
@@ -158,7 +158,7 @@ def axes_of(mesh: TensorMesh) -> tuple[tuple[int, ...], dict[MeshFactor, int]]:
     return tuple(lengths) or (1,), axis_of
 
 
-def state_of(value: Value, class_name: str) -> Dict:
+def attributes_of(value: Value, class_name: str) -> Dict:
     """Return the attributes of an object of a class of torch."""
     if type(value) is not Call or value.function.name != class_name or value.function.module.split(".")[0] != "torch":
         raise UnclearError(f"no {class_name}")
@@ -178,7 +178,7 @@ class WholeTensor(NamedTuple):
     global_shape: tuple[int, ...]
 
 
-def described(
+def whole_tensors(
     tensors: Sequence[tuple[str, Value]], path: str
 ) -> tuple[Mapping[str, WholeTensor], ShardIdentity | None]:
     """Return which parts the DTensors among a file's tensors are, and whose file it is; none if there are none.
@@ -203,7 +203,7 @@ def described(
                 where=where,
             )
         try:
-            state = state_of(tensor.spec, "DTensorSpec")
+            state = attributes_of(tensor.spec, "DTensorSpec")
             global_shape = _global_shape(state)
             placement, box = placing.of(mesh, _cuts(state, mesh, len(global_shape)), global_shape)
         except (UnclearError, LayoutError, ValueError) as error:
@@ -230,7 +230,7 @@ def _meshes(tensors: Sequence[tuple[str, DistributedTensor]], path: str) -> list
     described_meshes = []
     for name, tensor in tensors:
         try:
-            described_mesh = state_of(tensor.spec, "DTensorSpec").get("mesh")
+            described_mesh = attributes_of(tensor.spec, "DTensorSpec").get("mesh")
             described_meshes.append(described_mesh)
             if id(described_mesh) not in meshes:
                 meshes[id(described_mesh)] = mesh_of(described_mesh)
@@ -331,7 +331,7 @@ def _cuts(state: Dict, mesh: TensorMesh, dimensions: int) -> dict[int, list[int]
             raise UnclearError(f"a placement that is not known: {placement.function}"[:200])
         if placement.function.name == "Replicate":
             continue
-        own = state_of(placement, placement.function.name)
+        own = attributes_of(placement, placement.function.name)
         dimension, factor = own.get("dim"), own.get("split_factor")
         if placement.function.name == "Shard":
             factor = 1

@@ -20,7 +20,7 @@ from reshard_mpi.formats.nest import flatten_tree, nodes
 from reshard_mpi.formats.nest.nodes import Call, Dict, Value
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable, TensorType
 from reshard_mpi.formats.torch import archive, archive_layout
-from reshard_mpi.formats.torch.dtensors import WholeTensor, described
+from reshard_mpi.formats.torch.dtensors import WholeTensor, whole_tensors
 from reshard_mpi.formats.torch.file_content import START, FileContent, of_archive, of_pickles
 from reshard_mpi.formats.torch.tensors import DistributedTensor, StoredTensor, is_tensor, numbers, place_of
 
@@ -167,7 +167,7 @@ def _parsed(path: str, content: FileContent) -> Manifest:
     if strings is not None:
         # Its dictionaries are in the order of the nest, its storages in the shard's order.
         named_tensors = sorted(named_tensors, key=_storage_number)
-    wholes, identity = described(named_tensors, path)
+    wholes, identity = whole_tensors(named_tensors, path)
     tensors = TensorTable(path)
     _add(tensors, named_tensors, content, wholes)
     if not tensors and flattened.left_out:
