@@ -143,6 +143,11 @@ class TargetInputs(NamedTuple):
         moments = (*of_choice, *plan.shared_facts)
         return cls(plan.read_ranks, plan.held, moments, plan.prefix_digests, sources, digest_of_texts(plan.strings))
 
+    def require_sources_unchanged(self, target_rank: int) -> None:
+        """Raise DisagreementError if sources of the target have changed since it was planned."""
+        problem = f"sources of target rank {target_rank} were changed while it was written"
+        self.sources.require_unchanged(problem, "make sure that nothing writes to the source, and run again")
+
 
 def digest_of_texts(strings: Mapping[str, str]) -> str:
     """Return a digest of the strings of a shard."""

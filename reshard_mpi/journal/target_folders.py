@@ -6,7 +6,6 @@ import contextlib
 import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 
 from reshard_mpi.errors import TargetError
@@ -95,12 +94,6 @@ def uncommit(folder: Folder, index_files: Sequence[str]) -> None:
         folder.sync()
 
 
-def require_unchanged(target_rank: int, evidence: TargetInputs) -> None:
-    """Raise DisagreementError if sources of a target have changed since it was planned."""
-    problem = f"sources of target rank {target_rank} were changed while it was written"
-    evidence.sources.require_unchanged(problem, "make sure that nothing writes to the source, and run again")
-
-
 class Unrecorded:
     """Keeps no state: targets are published complete, whatever was there, so identical concurrent runs are harmless.
 
@@ -139,14 +132,14 @@ class Unrecorded:
         """Yield the file to write and publish; if it is not published, it is removed."""
         make_folders(self._folder)
         self._withdraw_record(target_rank, path)
-        announce = partial(require_unchanged, target_rank, evidence)
         with (
             Folder.open(self._folder) as folder,
             target_folder(folder, path) as inner,
         ):
             host = host_name(os.environ)
             remove_stale(inner, path.name, host)
-            with Publication(inner, path.name, lambda *_: announce(), host=host) as publication:
+            require_unchanged = evidence.require_sources_unchanged
+            with Publication(inner, path.name, lambda *_: require_unchanged(target_rank), host=host) as publication:
                 yield publication
 
     def left_bytes(self, path: Path) -> int:

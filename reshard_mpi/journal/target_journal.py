@@ -67,7 +67,6 @@ from reshard_mpi.journal.run_records import RunIdentity, glob_of, keep_strategy,
 from reshard_mpi.journal.target_folders import (
     opened_inner,
     require_place,
-    require_unchanged,
     require_writable,
     space_of_stale,
     target_folder,
@@ -279,7 +278,7 @@ class Journal:
         besides: str,
     ) -> None:
         """Record that the target is complete as soon as the file that was `written` takes its name."""
-        require_unchanged(target_rank, evidence)
+        evidence.require_sources_unchanged(target_rank)
         self._require_own(state, target_rank, path)
         self._require_begun()
         version, file = written.version, path.relative_to(self.folder).as_posix()

@@ -22,7 +22,6 @@ from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.protocol import Format
 from reshard_mpi.formats.structure import digest_besides
 from reshard_mpi.journal.publication import Publication, opened_partial
-from reshard_mpi.journal.target_folders import require_unchanged
 from reshard_mpi.journal.target_records import TensorSum
 from reshard_mpi.planning.rank_plan import Limits, RankPlan
 from reshard_mpi.processes.comm import Comm
@@ -250,7 +249,7 @@ class Writer:
             with self._opened(rank, reserved) as descriptor:
                 report = do(share, plan, manifest, descriptor, waited_seconds)
             # Whoever leads the target has looked at the sources at another time.
-            require_unchanged(rank, self._plans.inputs[rank])
+            self._plans.inputs[rank].require_sources_unchanged(rank)
             return report
 
         there = (share for share in shares if share.target in reservations)
