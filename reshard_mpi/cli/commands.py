@@ -352,7 +352,7 @@ def _completion(options: argparse.Namespace) -> int:
 
 
 def _commit(options: argparse.Namespace) -> int:
-    from reshard_mpi.journal.run_status import commit
+    from reshard_mpi.journal.commit import commit
 
     done = commit(Path(options.target))
     for kind, texts in (("warning", done.told.warnings), ("note", done.told.notes)):

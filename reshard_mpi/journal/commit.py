@@ -1,9 +1,9 @@
-"""Commit a target folder, if all targets are complete and of one checkpoint: write its index (`commit_if_complete`).
+"""Commit a target folder, if all targets are complete and of one checkpoint (`commit_if_complete`, `commit`).
 
 Processes that know nothing of each other make the targets of one run. Whichever sees that all are complete compares
-their records and writes `reshard.json`; `reshard-mpi commit` does so too, or says what is missing. Before a target is
-written, the commit record is removed. `commit.lock` keeps the two apart: processes that write targets share it, one
-that commits has it alone.
+their records, and writes the index and `reshard.json`; `reshard-mpi commit` does so too, or says what is missing.
+Before a target is written, the commit record is removed. `commit.lock` keeps the two apart: processes that write
+targets share it, one that commits has it alone.
 """
 
 from __future__ import annotations
@@ -12,31 +12,51 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi import formats
-from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, TransformError
-from reshard_mpi.filesystem.folders import Folder, closing, open_lock, try_lock
+from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, TargetError, TransformError
+from reshard_mpi.filesystem.folders import Folder, closing, holders, open_lock, try_lock
+from reshard_mpi.filesystem.paths import require_replaceable
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.journal.file_ownership import changed_index_files, is_in_place, require_own_index, withdraw_commit
+from reshard_mpi.journal.file_ownership import (
+    NOT_WRITTEN,
+    OF_ANOTHER_RUN,
+    changed_index_files,
+    complete_record,
+    is_in_place,
+    require_own_index,
+    withdraw_commit,
+)
 from reshard_mpi.journal.provenance import Sources, require_one_state, require_same_sources
 from reshard_mpi.journal.publication import publish_bytes, publish_text, remove_stale, remove_stale_records
 from reshard_mpi.journal.record_files import COMMIT_RECORD, STATE, record_path, recorded_ranks, written
-from reshard_mpi.journal.run_records import COMMIT_ROOM, CommitRecord, RunIdentity, committed_times, keep_times
+from reshard_mpi.journal.run_records import (
+    COMMIT_ROOM,
+    CommitRecord,
+    RunIdentity,
+    committed_times,
+    keep_times,
+    recorded_run,
+)
 from reshard_mpi.journal.target_journal import COMMIT_LOCK
-from reshard_mpi.journal.target_records import RecordHead, TargetRecord
+from reshard_mpi.journal.target_records import TargetRecord
 from reshard_mpi.planning.shared_facts import differing_stages, require_one_checkpoint, require_same_names
 from reshard_mpi.planning.source_flaws import Differences, between_targets, difference_messages, without
 from reshard_mpi.text import natural_key
 
-NOT_WRITTEN = "has not been written"
-_OF_ANOTHER_RUN = "is of another run"
 # Larger records take more memory than a process has asked for when it plans.
 _MOST_READ_EARLY_BYTES = 1 << 20
 _ANEW = "make the targets anew from them with --overwrite"
+
+
+# Committing takes moments: a process that is in the way for longer is stopped, or one of many that write all the time.
+_WAIT_SECONDS = 10.0
+_NAP_SECONDS = 0.05
 
 
 class Committed(NamedTuple):
@@ -110,8 +130,68 @@ def commit_if_complete(
                 raise _not_as_made(folder, target_rank, record)
             else:
                 left = f"{folder} is not committed: target rank {target_rank} {record}"
-                return Differences(notes=(left,) if record != _OF_ANOTHER_RUN else ())  # which is replaced one by one
+                return Differences(notes=(left,) if record != OF_ANOTHER_RUN else ())  # which is replaced one by one
         return commit_locked(opened, identity, records, already_told).told
+
+
+def commit(folder: Path) -> Committed:
+    """Write the commit record of the run recorded under `folder`.
+
+    Raises TargetError if there is no run, TransformError if targets of it are not complete, DisagreementError or
+    CoverageError if they were made from shards that do not belong together. Then there is no new commit record, and one
+    of other targets than are there now is removed, with its index.
+    """
+    recorded_run(folder)
+    require_replaceable(folder / COMMIT_RECORD, "the commit record")
+    deadline = time.monotonic() + _WAIT_SECONDS
+    with opened_to_commit(folder) as opened:
+        while not try_lock(opened.lock, fcntl.LOCK_EX):
+            _require_complete(folder, recorded_run(folder), "; a process is writing some of them now")
+            if time.monotonic() >= deadline:
+                raise TargetError(
+                    "the targets are being written or committed by another process",
+                    expected="nobody at work on them",
+                    got=f"a lock on {folder / STATE / COMMIT_LOCK}, held by {holders(opened.lock)}",
+                    where=str(folder),
+                    remedy="wait for it",
+                )
+            time.sleep(_NAP_SECONDS)
+        identity = recorded_run(folder)
+        try:
+            records = _require_complete(folder, identity, "")
+        except TransformError:
+            withdraw_commit(opened.folder)
+            raise
+        return commit_locked(opened, identity, records, already_told=())
+
+
+def _require_complete(folder: Path, identity: RunIdentity, besides: str) -> list[TargetRecord]:
+    """Return the records of all targets. Raises TransformError, which names incomplete targets.
+
+    Args:
+        besides: what the error is to say besides.
+    """
+    target_ranks = identity.target_ranks
+    targets = recorded_targets(folder, identity)
+    records = [record for record in targets.values() if isinstance(record, TargetRecord)]
+    if len(records) < target_ranks:
+        missing = ranges(_gaps([record.rank for record in records], target_ranks))
+        first = next(rank for rank in range(target_ranks) if not isinstance(targets.get(rank), TargetRecord))
+        raise TransformError(
+            f"{target_ranks - len(records)} of {target_ranks} targets are not complete: {missing}",
+            expected="all of them written by this run, as their records say",
+            got=f"target rank {first} {targets.get(first, NOT_WRITTEN)}{besides}",
+            where=str(folder),
+            remedy="run the same transform again with --resume, or the array tasks that make these targets"
+            f" (sbatch --array={missing}, where a task is a target), then commit again",
+        )
+    return records
+
+
+def recorded_targets(folder: Path, identity: RunIdentity) -> dict[int, TargetRecord | str]:
+    """Return by rank the records of targets that have one, or why these targets are not complete; ranks ascend."""
+    ranks = (rank for rank in recorded_ranks(folder / STATE) if rank < identity.target_ranks)
+    return {rank: complete_record(folder, identity, rank) for rank in ranks}
 
 
 class _LockedFolder(NamedTuple):
@@ -284,38 +364,6 @@ def _not_as_made(folder: Path, target_rank: int, problem: str) -> TransformError
     )
 
 
-def complete_record(folder: Path, identity: RunIdentity, target_rank: int) -> TargetRecord | str:
-    """Return the record of a complete target; of another, why it is not complete."""
-    record = TargetRecord.read(folder / STATE, target_rank)
-    if record is None:
-        return NOT_WRITTEN
-    if record.digest != identity.digest:
-        return _OF_ANOTHER_RUN
-    if "prefix" in identity.facts and not _is_file_of(identity, record):
-        return f"has a record of another file, {record.file}"
-    try:
-        status = (folder / record.file).stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return f"has lost its file {record.file}"
-    if status.st_size != record.size_bytes:
-        return f"has {status.st_size} bytes in {record.file}, not the {record.size_bytes} that were written"
-    head = RecordHead.read(folder / STATE, target_rank)
-    if head is not None and head.is_about(folder / record.file):
-        return record
-    if record.announced is not None:
-        return f"was about to be put in the place of {record.file}"
-    return f"has another file in the place of {record.file} than the one that was written"
-
-
-def _is_file_of(identity: RunIdentity, record: TargetRecord) -> bool:
-    prefix, format_name = identity.facts["prefix"], identity.format
-    folder_format = formats.folder_by_name(format_name)
-    if folder_format is not None:
-        return record.file == folder_format.file_name(record.rank, identity.target_ranks, prefix)
-    is_named = record.file.startswith(f"rank_{record.rank}/{prefix}{record.rank}.")
-    return is_named and formats.name_of(record.file) == format_name
-
-
 def _as_text(
     identity: RunIdentity, records: Sequence[TargetRecord], sums: Mapping[str, int], index_digests: dict[str, str]
 ) -> str:
@@ -362,3 +410,10 @@ def _runs(ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
     for _, run in groupby(enumerate(ranks), lambda numbered: numbered[1] - numbered[0]):
         consecutive = [rank for _, rank in run]
         yield consecutive[0], consecutive[-1]
+
+
+def _gaps(ranks: Sequence[int], count: int) -> Iterator[tuple[int, int]]:
+    """Yield the first and the last of every run of ranks below `count` that are missing from these ascending ones."""
+    for before, after in pairwise((-1, *ranks, count)):
+        if before + 1 < after:
+            yield before + 1, after - 1

@@ -22,8 +22,10 @@ from reshard_mpi.filesystem.source_files import is_taken
 from reshard_mpi.journal.record_files import COMMIT_RECORD, STATE, lock_name, record_path, recorded_ranks
 from reshard_mpi.journal.run_records import CommitRecord, RunIdentity, committed_times
 from reshard_mpi.journal.target_folders import opened_inner, uncommit
-from reshard_mpi.journal.target_records import RecordHead
+from reshard_mpi.journal.target_records import RecordHead, TargetRecord
 
+NOT_WRITTEN = "has not been written"
+OF_ANOTHER_RUN = "is of another run"
 _MOST_NOTE_BYTES = 64
 _ELSEWHERE = "choose another target folder, or remove the file if nobody needs it"
 
@@ -148,6 +150,38 @@ def is_in_place(folder: Path, identity: RunIdentity, target_rank: int, file: str
 def _is_about(folder: Path, head: RecordHead, file: str) -> bool:
     """Tell whether a file of a target folder is there, and is the one that this record of a target is about."""
     return head.file == file and (folder / file).exists() and head.is_about(folder / file)
+
+
+def complete_record(folder: Path, identity: RunIdentity, target_rank: int) -> TargetRecord | str:
+    """Return the record of a complete target; of another, why it is not complete."""
+    record = TargetRecord.read(folder / STATE, target_rank)
+    if record is None:
+        return NOT_WRITTEN
+    if record.digest != identity.digest:
+        return OF_ANOTHER_RUN
+    if "prefix" in identity.facts and not _is_file_of(identity, record):
+        return f"has a record of another file, {record.file}"
+    try:
+        status = (folder / record.file).stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return f"has lost its file {record.file}"
+    if status.st_size != record.size_bytes:
+        return f"has {status.st_size} bytes in {record.file}, not the {record.size_bytes} that were written"
+    head = RecordHead.read(folder / STATE, target_rank)
+    if head is not None and head.is_about(folder / record.file):
+        return record
+    if record.announced is not None:
+        return f"was about to be put in the place of {record.file}"
+    return f"has another file in the place of {record.file} than the one that was written"
+
+
+def _is_file_of(identity: RunIdentity, record: TargetRecord) -> bool:
+    prefix, format_name = identity.facts["prefix"], identity.format
+    folder_format = formats.folder_by_name(format_name)
+    if folder_format is not None:
+        return record.file == folder_format.file_name(record.rank, identity.target_ranks, prefix)
+    is_named = record.file.startswith(f"rank_{record.rank}/{prefix}{record.rank}.")
+    return is_named and formats.name_of(record.file) == format_name
 
 
 def withdraw_commit(folder: Folder) -> None:

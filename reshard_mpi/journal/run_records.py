@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from reshard_mpi import formats
+from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.folders import Folder
 from reshard_mpi.journal import record_files
 from reshard_mpi.journal.provenance import MAX_NS
@@ -221,6 +222,21 @@ class RunIdentity(NamedTuple):
         keys = {name: key for name, key in _FILES.items() if name != CHOSEN or CHOSEN in values}
         files = {name: str(values[key]) for name, key in keys.items() if values.get(key) is not None}
         return cls({name: value for name, value in values.items() if name not in keys.values()}, files)
+
+
+def recorded_run(folder: Path) -> RunIdentity:
+    """Return the run recorded under `folder`. Raises TargetError if there is none to commit."""
+    identity = RunIdentity.recorded(folder / STATE)
+    if identity is None or not identity.facts.keys() >= {"source", "to", "target_ranks"}:
+        is_damaged = run_path(folder / STATE).exists()
+        raise TargetError(
+            "the folder holds no run to commit",
+            expected="a folder that reshard-mpi transform has written to",
+            got="a record of a run that is damaged, or of another version" if is_damaged else "no record of a run",
+            where=str(folder),
+            remedy="transform again with --overwrite" if is_damaged else "give the DST of the transform",
+        )
+    return identity
 
 
 # It has 60 bytes for each tensor of the checkpoint, 110 for each target, and 6 for each source rank that a target was

@@ -24,7 +24,8 @@ from reshard_mpi.errors import (
     TargetError,
     TransformError,
 )
-from reshard_mpi.journal.run_status import as_lines, commit, state_of
+from reshard_mpi.journal.commit import commit
+from reshard_mpi.journal.run_status import as_lines, state_of
 
 TENSORS = {"w": np.arange(16, dtype=np.float32).reshape(8, 2), "b": np.arange(3, dtype=np.float32)}
 

@@ -32,9 +32,10 @@ from reshard_mpi.formats.tensor_table import ChunkedTensors, TensorType
 from reshard_mpi.formats.torch import pickle_hooks, pickler, unpickler
 from reshard_mpi.formats.torch.file_content import Storages
 from reshard_mpi.formats.torch.tensors import is_tensor
+from reshard_mpi.journal.commit import commit
 from reshard_mpi.journal.record_files import COMMIT_RECORD, STATE, record_path, run_path
 from reshard_mpi.journal.run_records import CommitRecord, RunIdentity
-from reshard_mpi.journal.run_status import as_lines, commit, state_of
+from reshard_mpi.journal.run_status import as_lines, state_of
 from reshard_mpi.journal.target_records import TargetRecord
 from reshard_mpi.mapping import apply_rules
 from reshard_mpi.mapping.map_file import parse_rules

@@ -43,11 +43,9 @@ import reshard_mpi
 from reshard_mpi.checkpoints.discovery import find_shards
 from reshard_mpi.errors import ReshardError, TargetError
 from reshard_mpi.journal import commit as journal_commit
-from reshard_mpi.journal import run_status as committing
-from reshard_mpi.journal.commit import commit_if_complete
+from reshard_mpi.journal.commit import commit, commit_if_complete
 from reshard_mpi.journal.provenance import TargetInputs
 from reshard_mpi.journal.run_records import RunIdentity
-from reshard_mpi.journal.run_status import commit
 from reshard_mpi.journal.target_journal import Journal
 from reshard_mpi.journal.target_records import TargetRecord
 from reshard_mpi.planning.rank_plan import StageDigest
@@ -524,10 +522,10 @@ def test_nobody_commits_while_another_writes(tmp_path: Path) -> None:
 def test_commit_waits_for_one_who_is_about_to_be_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commit_two(tmp_path)
     with commit_lock(tmp_path, fcntl.LOCK_SH):
-        monkeypatch.setattr(committing, "_WAIT_SECONDS", 0.1)
+        monkeypatch.setattr(journal_commit, "_WAIT_SECONDS", 0.1)
         with pytest.raises(ReshardError, match="being written or committed by another process"):
             commit(tmp_path)
-        monkeypatch.setattr(committing, "_WAIT_SECONDS", HANG_SECONDS)
+        monkeypatch.setattr(journal_commit, "_WAIT_SECONDS", HANG_SECONDS)
         thread = threading.Thread(target=commit, args=(tmp_path,))
         thread.start()
         thread.join(0.2)
