@@ -1,4 +1,4 @@
-"""Open the source: join its files and a strategy, or refuse them (`open_source`).
+"""Open a source: join its files with a strategy, by its first sound shard, or refuse them (`open_source`).
 
 A folder may hold checkpoints of several moments, and a training may add another one at any time. Then whoever looks
 later chooses other files, of the same structure and with other values.

@@ -1,4 +1,4 @@
-"""Open the source shards of one target, others in place of lost ones (`ShardOpener`).
+"""Open the shards of an opened source that one target needs, others in place of lost ones (`ShardOpener`).
 
 A target opens the shards that the strategies say it needs. What no strategy lists is taken from those; so a tensor that
 one rank alone has saved, an expert or a part of a sharded optimizer, would be lost without a word if its rank were not

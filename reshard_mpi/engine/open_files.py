@@ -1,4 +1,4 @@
-"""Open files once by path; read, write, map and copy byte ranges, and count them (`Files`)."""
+"""Keep files of sources and a target open; read, write, map and copy byte ranges, and count them (`Files`)."""
 
 from __future__ import annotations
 

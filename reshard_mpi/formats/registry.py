@@ -41,7 +41,7 @@ class FormatInfo(NamedTuple):
     name: str  # in options and reports, and in the manifests of its shards
     module: str  # the module with its functions (see `protocol.Format`), which is imported when it is needed
     suffixes: tuple[str, ...]  # file name endings; a file whose ending several formats have is a shard of the first
-    # memory that a process needs because of the format, measured and rounded up (`test_projection.py`)
+    # memory that a process needs because of the format, measured and rounded up (`test_target_needs.py`)
     read_tensor_bytes: int  # for each tensor of a shard that is read
     written_tensor_bytes: int = 0  # for each tensor of a shard that is written
     library_bytes: int = 0  # for what is loaded to write

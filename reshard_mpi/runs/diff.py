@@ -32,8 +32,8 @@ from reshard_mpi.runs.outcome import Checked, Failure, Outcome, agreed, attempt
 from reshard_mpi.runs.plan_conversion import LIMITS, Conversion
 from reshard_mpi.runs.process_memory import RunMemory
 from reshard_mpi.runs.progress import Progress, ProgressStage, SliceCounter
-from reshard_mpi.runs.projection import Workload
 from reshard_mpi.runs.request import Request, Strategies
+from reshard_mpi.runs.target_needs import Workload
 from reshard_mpi.sharding.strategy import unsharded
 from reshard_mpi.text import format_bytes, shortened
 
@@ -275,8 +275,8 @@ def _both_through_map(
     if not request.is_mapped:
         return (first, second), lambda _: None
     from reshard_mpi.mapping.selection import require_any
+    from reshard_mpi.runs.check_maps import TensorMap
     from reshard_mpi.runs.mapped_source import conversion_through
-    from reshard_mpi.runs.maps import TensorMap
 
     tensor_map = TensorMap.read(request)
     of_both = tensor_map.of_two_checkpoints()

@@ -31,7 +31,7 @@ from reshard_mpi.planning.rank_plan import LEFT_OUT, RankPlan
 from reshard_mpi.planning.shared_facts import OWN
 from reshard_mpi.planning.source_flaws import MissingRanks, UnusableShard
 from reshard_mpi.planning.tensor_names import Accumulated, Unlisted, gradients_like, is_partial_sum, notes_on
-from reshard_mpi.runs.maps import (
+from reshard_mpi.runs.check_maps import (
     TensorMap,
     require_equal,
     require_known_sums,

@@ -1,4 +1,4 @@
-"""Open a run: find its shards, read its strategies, choose its targets and their paths (`open_run`)."""
+"""Open a run by its request: its source, its strategies, its targets and their paths (`open_run`)."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from reshard_mpi.planning.target_tensors import Policy
 from reshard_mpi.planning.tensor_names import Accumulated
 from reshard_mpi.runs.plan_conversion import Conversion, apply_map
 from reshard_mpi.runs.process_memory import RunMemory
-from reshard_mpi.runs.projection import Workload
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.scheduling import are_even, assign, target_weights
+from reshard_mpi.runs.target_needs import Workload
 from reshard_mpi.runs.target_paths import refuse_overlap, refuse_posing, refuse_replacing
 from reshard_mpi.sharding import strategy_table
 from reshard_mpi.sharding.placement import Placement

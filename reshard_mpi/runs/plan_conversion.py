@@ -11,8 +11,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from reshard_mpi.checkpoints.compare_replicas import difference
+from reshard_mpi.checkpoints.compare_samples import drifted_tensors, rank_of_another_stage, require_one_of_stages
 from reshard_mpi.checkpoints.opening import open_source
-from reshard_mpi.checkpoints.sampling import drifted_tensors, rank_of_another_stage, require_one_of_stages
 from reshard_mpi.checkpoints.shard_files import SingleShard
 from reshard_mpi.checkpoints.shard_opener import ShardOpener, ShardShare, require_consistent_source
 from reshard_mpi.checkpoints.source import SourceCheckpoint
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from reshard_mpi.runs.mapped_source import MappedCheckpoint
 
 # The buffer is so large that Python's work for each filling takes little time compared with moving the bytes. The
-# window is the most that is mapped of sources at once. `projection` knows how much memory the process takes besides.
+# window is the most that is mapped of sources at once. `target_needs` knows how much memory the process takes besides.
 LIMITS = Limits(buffer_bytes=2 * MIB, window_bytes=16 * MIB)
 
 # Shards opened before a tensor counts as absent, since shards may be saved without what others hold.
@@ -247,7 +247,7 @@ class Conversion:
         Args:
             needs: tells which tensors are looked at, of those that targets have. With `replicas` ANY nothing is read.
 
-        Raises what `sampling.drifted_tensors` raises.
+        Raises what `compare_samples.drifted_tensors` raises.
         """
         self.require_fitting_strategies()
         if self.view is not None:
@@ -271,7 +271,7 @@ class Conversion:
         return drift._replace(unlisted=()) if self._keeps_each_ranks_own else drift
 
     def require_one_of_stages(self, differing: Iterable[Differing]) -> None:
-        """Raise StrategyError if stages hold different tensors of one name, as `sampling.require_one_of_stages` says.
+        """Raise StrategyError if stages hold different tensors of one name (`compare_samples`).
 
         Args:
             differing: what targets take from one rank of several.
@@ -428,8 +428,8 @@ def apply_map(request: Request, conversion: Conversion) -> tuple[Conversion, Map
     """
     if not request.is_mapped:
         return conversion, {}
+    from reshard_mpi.runs.check_maps import TensorMap
     from reshard_mpi.runs.mapped_source import conversion_through
-    from reshard_mpi.runs.maps import TensorMap
 
     tensor_map = TensorMap.read(request)
     return conversion_through(tensor_map, conversion), tensor_map.digests

@@ -14,7 +14,7 @@ from reshard_mpi.processes.comm import Comm
 from reshard_mpi.processes.governor import Allowance, Governor
 from reshard_mpi.processes.process_lease import WORKER_BYTES, ProcessLease
 from reshard_mpi.runs.progress import Progress
-from reshard_mpi.runs.projection import INTERPRETER_BYTES, Projection, Workload, opening_bytes
+from reshard_mpi.runs.target_needs import INTERPRETER_BYTES, Projection, Workload, opening_bytes
 from reshard_mpi.text import KIB, MIB
 
 # At least one of several workers needs this much besides its own size, or none could finish.

@@ -12,7 +12,7 @@ from reshard_mpi.checkpoints.shard_files import ShardFiles, both_ways, shards_in
 from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.paths import rank_of_folder, real_path
 from reshard_mpi.filesystem.source_files import is_file
-from reshard_mpi.runs.projection import nearest_folder
+from reshard_mpi.runs.target_needs import nearest_folder
 
 _OUTSIDE = "choose a target outside the source; a source is never written to"
 

@@ -27,9 +27,9 @@ from reshard_mpi.runs.outcome import Outcome, TargetReport, attempt, merge, reco
 from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.runs.process_memory import RunMemory
 from reshard_mpi.runs.progress import Progress, ProgressStage
-from reshard_mpi.runs.projection import MAX_KEPT_PLANS, MAX_KEPT_PLANS_BYTES, SpaceEstimate, SpaceNeed, may_share
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.scheduling import divide, target_weights
+from reshard_mpi.runs.target_needs import MAX_KEPT_PLANS, MAX_KEPT_PLANS_BYTES, SpaceEstimate, SpaceNeed, may_share
 from reshard_mpi.runs.target_paths import (
     lying_beside,
     refuse_removing,

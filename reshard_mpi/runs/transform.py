@@ -40,8 +40,8 @@ from reshard_mpi.runs.outcome import Outcome, attempt, raise_first_failure, reco
 from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.runs.process_memory import RunMemory
 from reshard_mpi.runs.progress import CLOSED, MOVED, PHASES, Progress, ProgressStage, SliceCounter
-from reshard_mpi.runs.projection import Workload, checking_bytes, require_room
 from reshard_mpi.runs.request import Request, Strategies
+from reshard_mpi.runs.target_needs import Workload, checking_bytes, require_room
 from reshard_mpi.runs.target_plans import PlanReport, TargetPlans
 from reshard_mpi.runs.target_writer import Writer
 

@@ -47,10 +47,10 @@ from reshard_mpi.runs.outcome import Checked, Failure, Outcome, agreed, attempt
 from reshard_mpi.runs.plan_conversion import LIMITS, Conversion, apply_map
 from reshard_mpi.runs.process_memory import RunMemory
 from reshard_mpi.runs.progress import Progress, ProgressStage, SliceCounter, Words, complain
-from reshard_mpi.runs.projection import Workload, checking_bytes
 from reshard_mpi.runs.recorded_options import accumulated_as_made, as_made, made_otherwise, recorded_run
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.scheduling import assign, target_weights
+from reshard_mpi.runs.target_needs import Workload, checking_bytes
 from reshard_mpi.text import counted
 
 # Damaged tensors located in one shard; if there are more, one line says so.

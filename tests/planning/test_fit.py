@@ -20,7 +20,7 @@ from support.launch import MPI
 from support.wrong_specs import Rule, Slip, Spec, contradictions, outcome, slips
 
 import reshard_mpi
-from reshard_mpi.checkpoints import sampling
+from reshard_mpi.checkpoints import compare_samples
 from reshard_mpi.checkpoints.discovery import find_shards
 from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.engine.open_files import Files
@@ -784,7 +784,7 @@ def test_little_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         decoded.append((entry.source.path, entry.name))
         return excerpt(files, entry, box)
 
-    monkeypatch.setattr(sampling, "excerpt", counting)
+    monkeypatch.setattr(compare_samples, "excerpt", counting)
     source = open_source(find_shards(str(tmp_path / "src")), strategy_files.load(str(tmp_path / "src.toml")))
     assert Conversion(source, unsharded()).drifted_tensors() == Drift()
     assert {name[0] for _, name in decoded} == {"w", "x"}

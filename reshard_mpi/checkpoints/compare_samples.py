@@ -1,4 +1,4 @@
-"""Check a source strategy against samples of the source's values (`drifted_tensors`)."""
+"""Compare samples of shards, which shows whether the source strategy is theirs (`drifted_tensors`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read the maps of a request, and the checkpoint of `--like`; check maps against values and cuts (`TensorMap`).
+"""Read the maps of a request (`TensorMap`), and check them against the source's values and the target's cuts.
 
 Halves of `[(f + f) h]` are all of the first tensor and all of the second. FSDP cuts so. Under tensor parallelism each
 rank has a part of both, which is another tensor as a whole; no byte tells which of the two a file is.

@@ -1,4 +1,4 @@
-"""Project the memory and the disk space that targets take (`Projection`, `SpaceEstimate`, `require_room`)."""
+"""Project the memory and the disk space that targets need (`Projection`, `SpaceEstimate`, `require_room`)."""
 
 from __future__ import annotations
 
