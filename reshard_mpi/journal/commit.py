@@ -41,7 +41,7 @@ from reshard_mpi.journal.run_records import (
     RunIdentity,
     committed_times,
     keep_times,
-    recorded_run,
+    run_to_commit,
 )
 from reshard_mpi.journal.target_journal import COMMIT_LOCK
 from reshard_mpi.journal.target_records import TargetRecord
@@ -141,12 +141,12 @@ def commit(folder: Path) -> Committed:
     CoverageError if they were made from shards that do not belong together. Then there is no new commit record, and one
     of other targets than are there now is removed, with its index.
     """
-    recorded_run(folder)
+    run_to_commit(folder)
     require_replaceable(folder / COMMIT_RECORD, "the commit record")
     deadline = time.monotonic() + _WAIT_SECONDS
     with opened_to_commit(folder) as opened:
         while not try_lock(opened.lock, fcntl.LOCK_EX):
-            _require_complete(folder, recorded_run(folder), "; a process is writing some of them now")
+            _require_complete(folder, run_to_commit(folder), "; a process is writing some of them now")
             if time.monotonic() >= deadline:
                 raise TargetError(
                     "the targets are being written or committed by another process",
@@ -156,7 +156,7 @@ def commit(folder: Path) -> Committed:
                     remedy="wait for it",
                 )
             time.sleep(_NAP_SECONDS)
-        identity = recorded_run(folder)
+        identity = run_to_commit(folder)
         try:
             records = _require_complete(folder, identity, "")
         except TransformError:

@@ -224,7 +224,7 @@ class RunIdentity(NamedTuple):
         return cls({name: value for name, value in values.items() if name not in keys.values()}, files)
 
 
-def recorded_run(folder: Path) -> RunIdentity:
+def run_to_commit(folder: Path) -> RunIdentity:
     """Return the run recorded under `folder`. Raises TargetError if there is none to commit."""
     identity = RunIdentity.recorded(folder / STATE)
     if identity is None or not identity.facts.keys() >= {"source", "to", "target_ranks"}:

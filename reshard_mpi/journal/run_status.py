@@ -14,7 +14,7 @@ from reshard_mpi.journal.commit import recorded_targets
 from reshard_mpi.journal.file_ownership import NOT_WRITTEN, changed_index_files
 from reshard_mpi.journal.publication import is_partial
 from reshard_mpi.journal.record_files import COMMIT_RECORD, STATE, run_path
-from reshard_mpi.journal.run_records import CommitRecord, RunIdentity, committed_times, recorded_run
+from reshard_mpi.journal.run_records import CommitRecord, RunIdentity, committed_times, run_to_commit
 from reshard_mpi.journal.target_records import RecordHead, TargetRecord
 from reshard_mpi.text import format_bytes
 
@@ -36,7 +36,7 @@ class Standing(NamedTuple):
 
 def standing(folder: Path) -> Standing:
     """Return how far the run recorded under `folder` has come. Raises TargetError if there is none."""
-    identity = recorded_run(folder)
+    identity = run_to_commit(folder)
     targets = recorded_targets(folder, identity)
     complete = tuple(rank for rank, record in targets.items() if isinstance(record, TargetRecord))
     return Standing(identity, complete, {rank: why for rank, why in targets.items() if isinstance(why, str)})
