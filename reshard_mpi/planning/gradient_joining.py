@@ -1,4 +1,4 @@
-"""Join accumulated gradients over their replicas (`GradientJoining`).
+"""Join accumulated gradients over their replicas (`GradientJoining`), and say so (`gradient_texts`).
 
 The replicas of an accumulated gradient are the ranks that hold the same piece of it by the source strategy. They differ
 by nature, so nothing in them shows whether the strategy is right. But the gradient of a parameter has its shape, and
@@ -17,17 +17,11 @@ from reshard_mpi.formats.locations import Location, Reduced
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import NOT_CONTIGUOUS, TensorTable, TensorType
 from reshard_mpi.planning.map_routes import constant
-from reshard_mpi.planning.rank_plan import ReadGroup
+from reshard_mpi.planning.rank_plan import AccumulatedGradients, ReadGroup
 from reshard_mpi.planning.replicas import ReplicaGroup
 from reshard_mpi.planning.source_flaws import UnusableShard, named
 from reshard_mpi.planning.source_tensors import SourceGroup, SourceTensors, TensorPart
-from reshard_mpi.planning.tensor_names import (
-    Accumulated,
-    AccumulatedGradients,
-    GradientShare,
-    gradients_like,
-    is_partial_sum,
-)
+from reshard_mpi.planning.tensor_names import ACCUMULATORS, Accumulated, GradientShare, is_partial_sum
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import Placement
 from reshard_mpi.sharding.strategy import Strategy, named_after
@@ -247,3 +241,32 @@ def _zeros(count: int, kind: TensorType, rank: int) -> ReadGroup:
     zeros = TensorTable("", [constant("", kind.dtype, kind.shape, bytes(kind.dtype.itemsize_bytes))])
     whole = Box.whole(kind.shape)
     return ReadGroup(rank, whole, whole, zeros, array("I", bytes(array("I").itemsize * count)), kind.own_box)
+
+
+def gradients_like(name: str) -> str:
+    """Return a glob of the accumulated gradients that this one belongs to, such as `opt.grad_sum.*`."""
+    parts = name.split(".")
+    place = next(place for place, part in enumerate(parts) if part in ACCUMULATORS)
+    return ".".join([*parts[: place + 1], "*"])
+
+
+def gradient_texts(accumulated: Accumulated, all_gradients: Iterable[AccumulatedGradients]) -> Iterator[str]:
+    """Yield words on the accumulated gradients taken from a checkpoint; there are none to tell of with REFUSE."""
+    for names, count, added_in in all_gradients:
+        joined = f"the {accumulated} of {count} replicas, added in {added_in} in the order of their ranks"
+        yield f"accumulated gradients {names}: {joined if count > 1 else 'each piece is on one rank, nothing to join'}"
+
+
+def notes_on(accumulated: Accumulated, all_gradients: Iterable[AccumulatedGradients]) -> Iterator[str]:
+    """Yield notes for the user on the accumulated gradients in a target."""
+    whose = {
+        Accumulated.MEAN: "every rank of the target that holds a piece gets it",
+        Accumulated.SUM: "of the ranks of the target that hold a piece the lowest gets it, the others zeros",
+    }
+    return (f"{text}; {whose[accumulated]}" for text in gradient_texts(accumulated, all_gradients))
+
+
+def note_on_none(accumulated: Accumulated) -> str:
+    """Return the note for the user if no target holds any accumulated gradient."""
+    names = " or ".join(f"{name}.*" for name in ACCUMULATORS)
+    return f"no target has a tensor called {names}, as accumulated gradients are: --accumulated {accumulated} is no use"

@@ -13,7 +13,6 @@ from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, Specs, Tensor
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable, TensorType
 from reshard_mpi.planning.replicas import ReplicaGroup
 from reshard_mpi.planning.source_flaws import Differing, PrefixDigest, UnusableShard
-from reshard_mpi.planning.tensor_names import AccumulatedGradients
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strides import Strides, paired, source_region, target_region
 
@@ -275,6 +274,14 @@ class StageDigest(NamedTuple):
     stage: int
     digest: str
     rank: int
+
+
+class AccumulatedGradients(NamedTuple):
+    """Accumulated gradients, and how many source ranks hold the same piece of each."""
+
+    names: str  # a glob of their names
+    replicas: int
+    added_in: str  # the type in which they are added
 
 
 class RankPlan(NamedTuple):

@@ -21,12 +21,12 @@ from reshard_mpi.errors import DifferenceError, SourceError
 from reshard_mpi.formats.manifest import NEST, TensorSpec
 from reshard_mpi.formats.nest.nodes import agree
 from reshard_mpi.formats.nest.rebuild_tree import first_difference as first_nest_difference
+from reshard_mpi.planning.gradient_joining import gradient_texts
 from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.planning.replicas import partition_for
 from reshard_mpi.planning.source_flaws import TEXT, UnusableShard, difference_messages
 from reshard_mpi.planning.strategy_check import drift_warning
 from reshard_mpi.planning.target_tensors import Policy
-from reshard_mpi.planning.tensor_names import gradient_texts
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.outcome import Checked, Failure, Outcome, agreed, attempt
 from reshard_mpi.runs.plan_conversion import LIMITS, Conversion

@@ -26,11 +26,12 @@ from reshard_mpi.mapping.direction import Inventory
 from reshard_mpi.mapping.result import ConstantTensor, DerivedTensor, MapResult, require_holdable, values_of
 from reshard_mpi.mapping.rules import Rules, element_value
 from reshard_mpi.mapping.selection import is_chosen
+from reshard_mpi.planning.gradient_joining import gradients_like, notes_on
 from reshard_mpi.planning.map_routes import MappedTensors
 from reshard_mpi.planning.rank_plan import LEFT_OUT, RankPlan
 from reshard_mpi.planning.shared_facts import OWN
 from reshard_mpi.planning.source_flaws import MissingRanks, UnusableShard
-from reshard_mpi.planning.tensor_names import Accumulated, Unlisted, gradients_like, is_partial_sum, notes_on
+from reshard_mpi.planning.tensor_names import Accumulated, Unlisted, is_partial_sum
 from reshard_mpi.runs.check_maps import (
     TensorMap,
     require_equal,
@@ -249,9 +250,8 @@ class MappedCheckpoint(SourceCheckpoint):
         whole = outcome.plan
         cautions = dict.fromkeys(caution for step in outcome.steps for caution in step.mapped.cautions)
         taken = {name for tensor in outcome.made for name in tensor.sources.values()}
-        # these are said of the target, if it has gradients
         known_notes = set(notes_on(self.original.policy.accumulated, whole.gradients))
-        whole_notes = (note for note in whole.notes if note not in known_notes)
+        whole_notes = (note for note in whole.notes if note not in known_notes)  # the target says its own
         taken_gradients = {gradients_like(name) for name in taken if is_partial_sum(name)}
         return plan._replace(
             shared_facts=(*plan.shared_facts, *whole.shared_facts),

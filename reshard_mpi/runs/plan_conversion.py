@@ -42,7 +42,7 @@ from reshard_mpi.planning.strategy_check import (
     unconfirmed_rules,
 )
 from reshard_mpi.planning.target_tensors import Policy, TensorClass
-from reshard_mpi.planning.tensor_names import Unlisted, find_or_follow, is_dropped, notes_on
+from reshard_mpi.planning.tensor_names import Unlisted, find_or_follow, is_dropped
 from reshard_mpi.runs.request import Request
 from reshard_mpi.sharding import strategy_table
 from reshard_mpi.sharding.strategy import Strategy
@@ -151,6 +151,8 @@ class Conversion:
             where = self.source.files.path
             plan = with_warning(plan, self.target, nest, self.policy.unlisted, strict=self.policy.strict, where=where)
         if plan.gradients:
+            from reshard_mpi.planning.gradient_joining import notes_on
+
             plan = plan._replace(notes=(*plan.notes, *notes_on(self.policy.accumulated, plan.gradients)))
         if checked:
             self.require_none_left_behind(plan, ShardShare(target_rank, self.target.world_size))
@@ -339,9 +341,7 @@ class Conversion:
         if self.view is not None:
             # Names in the source itself tell the moment. In a map's result, a number in a name may be another's.
             return ()
-        counters = tuple(moment_counters(manifests, self._is_listed))
-        if not counters:
-            return ()
+        counters = moment_counters(manifests, self._is_listed)
         with Files() as files:
             return tuple(SharedFact(counter.spec.name, self._shown(counter, files), path) for path, counter in counters)
 

@@ -39,10 +39,9 @@ from reshard_mpi.runs.target_paths import (
 )
 
 if TYPE_CHECKING:
-    from reshard_mpi.planning.rank_plan import SharedFact, StageDigest
+    from reshard_mpi.planning.rank_plan import AccumulatedGradients, SharedFact, StageDigest
     from reshard_mpi.planning.replicas import ReplicaGroup
     from reshard_mpi.planning.source_flaws import Differing, PrefixDigest
-    from reshard_mpi.planning.tensor_names import AccumulatedGradients
 
 OnPlanned = Callable[[Run, RankPlan, int], None]
 _NOT_VERIFIED = (

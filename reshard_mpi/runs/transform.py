@@ -34,7 +34,7 @@ from reshard_mpi.planning.shared_facts import (
 )
 from reshard_mpi.planning.source_flaws import UnusableShard, difference_messages
 from reshard_mpi.planning.strategy_check import NO_DRIFT, Drift, drift_warning, require_no_drift
-from reshard_mpi.planning.tensor_names import Accumulated, note_on_none
+from reshard_mpi.planning.tensor_names import Accumulated
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.outcome import Outcome, attempt, raise_first_failure, record_of, together
 from reshard_mpi.runs.plan_conversion import Conversion
@@ -157,6 +157,8 @@ def _agreeing(
         require_same_shapes(of_stage, source)
     joined = PlanReport().joined(reports)
     if joined.held and not joined.gradients and accumulated is not Accumulated.REFUSE:
+        from reshard_mpi.planning.gradient_joining import note_on_none
+
         noted = Outcome(notes=(note_on_none(accumulated),))
         joined = joined._replace(outcome=joined.outcome.joined([noted]))
     return joined

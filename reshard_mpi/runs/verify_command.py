@@ -28,9 +28,9 @@ from reshard_mpi.journal.record_finder import (
     modified_shards,
     type_and_shape,
 )
+from reshard_mpi.planning.gradient_joining import notes_on
 from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.planning.target_tensors import Policy
-from reshard_mpi.planning.tensor_names import notes_on
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.processes.governor import Governor
 from reshard_mpi.runs.check_contents import (
