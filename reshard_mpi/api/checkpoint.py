@@ -56,7 +56,9 @@ class SourcePart(NamedTuple):
 
 
 class Tensor:
-    """A tensor of an open checkpoint: what `h5py.Dataset` is to a file. Indexing it reads, and nothing else does.
+    """A tensor of an open checkpoint. Only indexing it reads.
+
+    It is used as a dataset of h5py is.
 
     Attributes:
         name: its name in the checkpoint.
@@ -98,7 +100,7 @@ class Tensor:
 
     @public
     def __getitem__(self, index: Index) -> Any:
-        """Read elements: integers and slices, with steps too, mean what they mean for an array of numpy.
+        """Read elements at integers and slices, with steps too, as an array of numpy has them.
 
         Raises UsageError for other indices, OutOfRangeError for an integer out of range; errors of the source as
         `reshard_mpi.transform` does.
@@ -227,7 +229,7 @@ class Checkpoint(Mapping[str, Tensor]):
 
     @cached_property
     def attrs(self) -> dict[str, Any]:
-        """What is no tensor, as plain nested values: steps, schedulers, settings of optimizers, texts.
+        """Steps, schedulers, settings of optimizers and other plain nested values beside the tensors.
 
         A dict lacks the entries that are tensors, and in a list None is in the place of one. Raises ShardError if the
         source has it in a form that cannot be read.
@@ -261,7 +263,7 @@ class Checkpoint(Mapping[str, Tensor]):
 
     @property
     def reader(self) -> RegionReader:
-        """What reads the tensors. Raises UsageError if the checkpoint is closed."""
+        """The reader of the tensors. Raises UsageError if the checkpoint is closed."""
         if self._is_closed:
             raise UsageError("the checkpoint is closed", where=self._conversion.source.files.path)
         return self._reader
@@ -323,7 +325,7 @@ def open(
 
 
 def opened(request: Request, rank: int, *, check: bool = True) -> Checkpoint:
-    """Return what target rank `rank` of a request would hold, open; the arguments are as in `open`."""
+    """Return the tensors of target rank `rank` of a request as an open checkpoint; `check` is as in `open`."""
     shards, strategies = request.shard_files(), Strategies.read(request)
     conversion = Conversion(
         open_source(shards, strategies.source),
@@ -354,7 +356,7 @@ def _tensor_again(checkpoint: Checkpoint, name: str) -> Tensor:
 
 
 def _chosen(index: Index, shape: tuple[int, ...], name: str) -> tuple[list[range], list[bool], list[slice]]:
-    """Return what an index selects, by dimension: the indices, ascending; whether it is kept; how it is turned then.
+    """Return for each dimension the indices that are chosen, ascending; whether it is kept; and how it is turned then.
 
     Raises UsageError for an index that is none.
     """

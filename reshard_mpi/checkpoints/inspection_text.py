@@ -145,7 +145,7 @@ def _named_placement_text(facts: dict[str, Any], stages: int) -> str:
 Shape = tuple[int, ...]
 
 
-class _Tensor(NamedTuple):
+class _OneTensor(NamedTuple):
     """One tensor in a checkpoint: its types (one, if the checkpoint is sound), and its shape."""
 
     dtypes: frozenset[str]
@@ -153,8 +153,8 @@ class _Tensor(NamedTuple):
     shapes: frozenset[Shape]
     is_whole: bool
 
-    def joined(self, other: _Tensor) -> _Tensor:
-        return _Tensor(self.dtypes | other.dtypes, self.shapes | other.shapes, self.is_whole and other.is_whole)
+    def joined(self, other: _OneTensor) -> _OneTensor:
+        return _OneTensor(self.dtypes | other.dtypes, self.shapes | other.shapes, self.is_whole and other.is_whole)
 
     def as_json(self) -> dict[str, Any]:
         return {"dtypes": sorted(self.dtypes), "shapes": sorted(map(list, self.shapes)), "whole": self.is_whole}
@@ -164,7 +164,7 @@ class _ShownCheckpoint(NamedTuple):
     path: str
     format: str
     ranks: int
-    tensors: dict[str, _Tensor]
+    tensors: dict[str, _OneTensor]
 
 
 def compare(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> dict[str, Any]:
@@ -225,7 +225,7 @@ def _side(path: str) -> _ShownCheckpoint:
     # A file that was given alone may be one of several that hold a checkpoint together.
     lone = SingleShard.of(files)
     is_full = len(files.by_rank) == 1 and not (lone is not None and lone.siblings())
-    tensors: dict[str, _Tensor] = {}
+    tensors: dict[str, _OneTensor] = {}
     for _, manifests in manifests_of(files):
         for manifest in manifests:
             for name, tensor in _tensors(manifest, is_full=is_full).items():
@@ -234,17 +234,17 @@ def _side(path: str) -> _ShownCheckpoint:
     return _ShownCheckpoint(files.path, files.format, len(files.by_rank), tensors)
 
 
-def _tensors(manifest: Manifest, *, is_full: bool) -> dict[str, _Tensor]:
+def _tensors(manifest: Manifest, *, is_full: bool) -> dict[str, _OneTensor]:
     """Return what one file says of its tensors. is_full: it holds tensors whole where it says nothing else."""
     of_kind = {}
     for number, kind in enumerate(manifest.tensors.kinds):
         whole = kind.global_shape if kind.global_shape is not None else kind.shape
         is_whole = kind.global_shape is not None or is_full
-        of_kind[number] = _Tensor(frozenset({kind.dtype.name}), frozenset({whole}), is_whole)
+        of_kind[number] = _OneTensor(frozenset({kind.dtype.name}), frozenset({whole}), is_whole)
     return {name: of_kind[number] for name, number in zip(manifest.tensors, manifest.tensors.kind_ids)}
 
 
-def _alike(first: _Tensor | None, second: _Tensor | None, *, same_ranks: bool) -> bool | None:
+def _alike(first: _OneTensor | None, second: _OneTensor | None, *, same_ranks: bool) -> bool | None:
     """Tell whether two tensors have the same type and shape; None if files do not tell enough of the shape.
 
     Parts of the same shapes on as many ranks count as the same.

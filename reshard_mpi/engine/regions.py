@@ -141,9 +141,9 @@ def _dense(chosen: range) -> range:
 
 
 def _enclosing(out: Array) -> Array | None:
-    """Return the row-major array of which `out` is the first part by each dimension; None if it is none of any.
+    """Return a row-major array that begins with `out` in each dimension; None if `out` is no such part.
 
-    That array may reach beyond the memory of `out`: only the part may be written to.
+    The array may reach beyond the memory of `out`: only the part may be written to.
     """
     if out.flags.c_contiguous:
         return out

@@ -39,7 +39,7 @@ def _dict(pairs: Iterable[tuple[Value, Value]]) -> dict[Any, Any]:
 
 
 def _made(call: Call) -> Any:
-    """Return what a call stands for."""
+    """Return the plain value of an object."""
     module, name = call.function
     args = [plain(argument) for argument in call.args]
     if call.flat is not None or name in ("OrderedDict", "defaultdict", "dict"):
