@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property, lru_cache
@@ -21,7 +22,7 @@ from reshard_mpi.errors import (
 from reshard_mpi.formats.dtypes import to_numpy
 from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.options import check_flag
-from reshard_mpi.planning.rank_plan import TensorPlan, meeting
+from reshard_mpi.planning.rank_plan import meeting
 from reshard_mpi.planning.target_tensors import Policy
 from reshard_mpi.runs.plan_conversion import Conversion, apply_map
 from reshard_mpi.runs.progress import log
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
     from reshard_mpi.engine.regions import RegionReader
     from reshard_mpi.journal.provenance import Sources
-    from reshard_mpi.planning.rank_plan import RankPlan
+    from reshard_mpi.planning.rank_plan import Group, RankPlan
 
 # What selects elements: an integer or a slice for each dimension, or `...` for several.
 Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
@@ -66,14 +67,14 @@ class Tensor:
         dtype: numpy's; for bfloat16 and float8 that of ml_dtypes, for int4 int8.
     """
 
-    __slots__ = ("_checkpoint", "_plan", "dtype", "name", "shape")
+    __slots__ = ("_checkpoint", "_group", "_place", "dtype", "name", "shape")
 
-    def __init__(self, checkpoint: Checkpoint, plan: TensorPlan) -> None:
+    def __init__(self, checkpoint: Checkpoint, group: Group, place: int) -> None:
         self._checkpoint = checkpoint
-        self._plan = plan
-        self.name = plan.spec.name
-        self.shape: tuple[int, ...] = plan.spec.box.shape
-        self.dtype: np.dtype[Any] = to_numpy(plan.spec.dtype)
+        self._group, self._place = group, place
+        self.name = group.names[place]
+        self.shape: tuple[int, ...] = group.kind.shape
+        self.dtype: np.dtype[Any] = to_numpy(group.kind.dtype)
 
     @property
     def ndim(self) -> int:
@@ -83,7 +84,7 @@ class Tensor:
     @property
     def size(self) -> int:
         """The number of elements."""
-        return self._plan.spec.box.size
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -107,13 +108,10 @@ class Tensor:
         """
         import numpy as np
 
-        chosen, is_kept, turned = _chosen(index, self.shape, self.name)
-        array: np.ndarray[Any, Any] = np.empty([len(each) for each in chosen], self.dtype)
-        self._checkpoint.reader.read(self._plan, chosen, array)
-        kept = tuple(slice(None) if kept else 0 for kept in is_kept)
-        # As in numpy, an index with `...` has an array for its result, be it one of no dimensions.
-        is_array = index is ... or (isinstance(index, tuple) and any(each is ... for each in index))
-        return array[tuple(turned)][(*kept, ...) if is_array else kept]
+        chosen, view = _chosen(index, self.shape, self.name)
+        array: np.ndarray[Any, Any] = np.empty([*map(len, chosen)], self.dtype)
+        self._checkpoint.reader.read(self._group, self._place, chosen, array)
+        return array if view is None else array[view]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         if copy is False:
@@ -132,11 +130,11 @@ class Tensor:
 
         If it raises, `array` may be filled in part. Raises as `tensor[...]` does.
         """
-        chosen, _, turned = _chosen(box, self.shape, self.name)
-        if any(each.step is not None and each.step < 0 for each in turned):
+        chosen, view = _chosen(box, self.shape, self.name)
+        if any(isinstance(each, slice) and each.step for each in view or ()):
             raise UsageError("a box has a negative step", expected="elements in their order", where=self.name)
         self.check_array(array, tuple(map(len, chosen)))
-        self._checkpoint.reader.read(self._plan, chosen, array)
+        self._checkpoint.reader.read(self._group, self._place, chosen, array)
 
     def check_array(self, array: np.ndarray[Any, Any], shape: tuple[int, ...]) -> None:
         """Raise UsageError if elements of the tensor, of this shape, cannot be read into an array."""
@@ -161,15 +159,16 @@ class Tensor:
         """Return which parts of files the elements come from; see `Checkpoint.sources`."""
         from reshard_mpi.formats.locations import paths_of
 
-        chosen, *_ = _chosen(box, self.shape, self.name)
+        chosen, _ = _chosen(box, self.shape, self.name)
         if not all(map(len, chosen)):
             return ()
-        first = self._plan.spec.box.start
+        plan = self._group.tensor(self._place)
+        first = plan.spec.box.start
         start = tuple(low + each[0] for low, each in zip(first, chosen))
         stop = tuple(low + each[-1] + 1 for low, each in zip(first, chosen))
         return tuple(
             SourcePart(copy.source_rank, tuple(dict.fromkeys(paths_of(copy.source.source))), own.start, own.stop)
-            for copy in meeting(self._plan.copies, Box(start, stop))
+            for copy in meeting(plan.copies, Box(start, stop))
             for own in (copy.target_region,)
         )
 
@@ -199,7 +198,7 @@ class Checkpoint(Mapping[str, Tensor]):
                 where=self._conversion.source.files.path,
             )
         number, index = place
-        return Tensor(self, self._plan.tensors.groups[number].tensor(index))
+        return Tensor(self, self._plan.tensors.groups[number], index)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._plan.tensors.specs.names)
@@ -355,49 +354,64 @@ def _tensor_again(checkpoint: Checkpoint, name: str) -> Tensor:
     return checkpoint[name]
 
 
-def _chosen(index: Index, shape: tuple[int, ...], name: str) -> tuple[list[range], list[bool], list[slice]]:
-    """Return for each dimension the indices that are chosen, ascending; whether it is kept; and how it is turned then.
+def _chosen(
+    index: Index, shape: tuple[int, ...], name: str
+) -> tuple[list[range], tuple[int | slice | EllipsisType, ...] | None]:
+    """Return the chosen indices of each dimension, ascending, and the view of these elements that was asked for.
 
-    Raises UsageError for an index that is none.
+    The view turns slices of negative steps, and leaves out dimensions of integers; None: all as it is. Raises
+    UsageError for an index that is none.
     """
-    given = list(index) if isinstance(index, tuple) else [index]
-    if sum(each is ... for each in given) > 1:
-        raise UsageError("an index has `...` more than once", got=repr(index), where=name)
-    if ... not in [each for each in given if each is ...]:
-        given.append(...)
-    where = next(number for number, each in enumerate(given) if each is ...)
-    missing = len(shape) - len(given) + 1
+    given = index if isinstance(index, tuple) else (index,)
+    has_ellipsis = any(each is ... for each in given)
+    missing = len(shape) - len(given) + has_ellipsis
     if missing < 0:
         raise OutOfRangeError(
             "an index has too many dimensions", expected=f"{len(shape)} at most", got=repr(index), where=name
         )
-    given[where : where + 1] = [slice(None)] * missing
-    chosen, is_kept, turned = [], [], []
+    if has_ellipsis or missing:
+        where = next((number for number, each in enumerate(given) if each is ...), len(given))
+        given = (*given[:where], *(slice(None),) * missing, *given[where + has_ellipsis :])
+    chosen: list[range] = []
+    view: list[int | slice] = []
     for each, length in zip(given, shape):
-        if isinstance(each, slice):
-            try:
-                indices = range(*each.indices(length))
-            except (TypeError, ValueError) as error:
-                raise WrongTypeError("a slice has a wrong bound", got=f"{each}: {error}", where=name) from None
-            is_turned = indices.step < 0
-            chosen.append((indices[::-1] if is_turned else indices) if indices else range(0))
-            is_kept.append(True)
-            turned.append(slice(None, None, -1) if is_turned else slice(None))
-            continue
-        if isinstance(each, bool):
-            raise wrong_type(f"an index of {name}", "integers, slices and `...`", each)
-        try:
-            number = operator.index(each)  # type: ignore[arg-type]
-        except TypeError:
-            raise wrong_type(f"an index of {name}", "integers, slices and `...`", each) from None
-        if not -length <= number < length:
-            raise OutOfRangeError(
-                "an index is out of range", expected=f"{-length} to {length - 1}", got=str(number), where=name
-            )
-        chosen.append(range(number % length, number % length + 1))
-        is_kept.append(False)
-        turned.append(slice(None))
-    return chosen, is_kept, turned
+        if type(each) is slice:
+            indices = _indices(each, length, name)
+            view.append(_BACKWARDS if indices.step < 0 else _ALL)
+            chosen.append(indices[::-1] if indices.step < 0 else indices)
+        else:
+            number = _integer(each, length, name)
+            view.append(0)
+            chosen.append(range(number, number + 1))
+    if view == [_ALL] * len(view) and (view or has_ellipsis):
+        return chosen, None
+    # As in numpy, an index with `...` has an array for its result, be it one of no dimensions.
+    return chosen, (*view, ...) if has_ellipsis else tuple(view)
+
+
+_ALL, _BACKWARDS = slice(None), slice(None, None, -1)
+
+
+def _indices(chosen: slice, length: int, name: str) -> range:
+    try:
+        return range(*chosen.indices(length))
+    except (TypeError, ValueError) as error:
+        raise WrongTypeError("a slice has a wrong bound", got=f"{chosen}: {error}", where=name) from None
+
+
+def _integer(index: object, length: int, name: str) -> int:
+    """Return an index counted from the start. Raises UsageError for anything else, OutOfRangeError beyond the end."""
+    try:
+        if isinstance(index, bool):
+            raise TypeError
+        number = operator.index(index)  # type: ignore[arg-type]
+    except TypeError:
+        raise wrong_type(f"an index of {name}", "integers, slices and one `...`", index) from None
+    if not -length <= number < length:
+        raise OutOfRangeError(
+            "an index is out of range", expected=f"{-length} to {length - 1}", got=str(number), where=name
+        )
+    return number % length
 
 
 def _overlaps(array: np.ndarray[Any, Any]) -> bool:

@@ -14,8 +14,9 @@ from reshard_mpi.engine.gather import gather
 from reshard_mpi.engine.open_files import Files, unreadable
 from reshard_mpi.errors import DisagreementError
 from reshard_mpi.filesystem.source_files import FileVersion, version_of
-from reshard_mpi.formats.locations import paths_of
-from reshard_mpi.planning.rank_plan import Limits, TensorPlan, meeting
+from reshard_mpi.formats.locations import ByteRange, paths_of
+from reshard_mpi.formats.tensor_table import NOT_CONTIGUOUS
+from reshard_mpi.planning.rank_plan import Group, Limits, TensorPlan, meeting
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.text import MIB
 
@@ -45,10 +46,11 @@ class RegionReader:
             with self._idle.pop():
                 pass
 
-    def read(self, tensor: TensorPlan, indices: Sequence[range], out: Array) -> None:
+    def read(self, group: Group, place: int, indices: Sequence[range], out: Array) -> None:
         """Read the elements at `indices` of each dimension into `out`, which has their shape.
 
         Args:
+            group, place: the tensor, by its place in a group.
             indices: counted from the start of the tensor's box, ascending, within it.
             out: a writable array of the tensor's type or of unsigned integers that are as wide; of any strides, but no
                 element may lie where another does.
@@ -63,7 +65,13 @@ class RegionReader:
         except IndexError:
             files = Files()
         try:
-            self._read(files, tensor, indices, out.view(raw_dtype(tensor.spec.dtype)), paths)
+            run = _run(group, place, indices, out)
+            if run is not None:
+                paths.add(run.path)
+                self._remember(paths)
+                files.read_into(run, out.reshape(-1).view(np.uint8).data)
+            else:
+                self._read(files, group.tensor(place), indices, out.view(raw_dtype(group.kind.dtype)), paths)
         finally:
             self._idle.append(files)
         self._require_unchanged(paths)
@@ -98,10 +106,8 @@ class RegionReader:
             tuple(low + chosen[-1] + 1 for low, chosen in zip(first, indices)),
         )
         copies = meeting(tensor.copies, box)
-        own_paths = {path for copy in copies for path in paths_of(copy.source.source)}
-        for path in own_paths - self._versions.keys():
-            self._versions[path] = _version_of(path)
-        paths |= own_paths
+        paths.update(path for copy in copies for path in paths_of(copy.source.source))
+        self._remember(paths)
         whole = _enclosing(out)
         if whole is not None:
             outer = Box(box.start, tuple(map(add, box.start, whole.shape)))
@@ -115,6 +121,10 @@ class RegionReader:
             local = block.relative_to(box)
             out[tuple(map(slice, local.start, local.stop))] = aside
 
+    def _remember(self, paths: set[str]) -> None:
+        for path in paths - self._versions.keys():
+            self._versions[path] = _version_of(path)
+
     def _require_unchanged(self, paths: set[str]) -> None:
         for path in paths:
             now, was = _version_of(path), self._versions[path]
@@ -126,6 +136,26 @@ class RegionReader:
                     where=path,
                     remedy="make sure that nothing writes to the source, and open it again",
                 )
+
+
+def _run(group: Group, place: int, indices: Sequence[range], out: Array) -> ByteRange | None:
+    """Return the bytes to read if elements are one run in one file, and in `out`; None if they are not."""
+    if len(group.routes) != 1 or not out.flags.c_contiguous:
+        return None
+    route = group.routes[0]
+    start = route.tensors.offsets[route.numbers[place]]
+    whole = group.kind.box
+    if start == NOT_CONTIGUOUS or route.to is not None or route.region != whole or route.source_box != whole:
+        return None
+    offset, step, is_part = 0, 1, False
+    for chosen, length in zip(reversed(indices), reversed(group.kind.shape)):
+        count = len(chosen)
+        if count > 1 and (is_part or chosen.step != 1):
+            return None
+        offset += chosen[0] * step
+        step *= length
+        is_part = is_part or count != length
+    return ByteRange(route.tensors.path, start + offset * out.itemsize, out.nbytes)
 
 
 def _version_of(path: str) -> FileVersion:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -137,6 +138,7 @@ _FROM_ML_DTYPES = {"bfloat16", "float8_e4m3fn", "float8_e5m2"}
 _AS_BYTES = {"int4": "int8", "hifloat8": "uint8"}
 
 
+@lru_cache
 def to_numpy(dtype: DType) -> np.dtype[Any]:
     """Return the numpy dtype that shows the values of `dtype` (int4 as int8, hifloat8 as raw uint8)."""
     import numpy as np

@@ -35,6 +35,8 @@ def find_or_follow(strategy: Strategy, name: str, fits: Callable[[str], bool]) -
     listed = strategy.parameters.get(name)
     if listed:  # the common case, so it comes first
         return listed
+    if strategy.is_uniform:
+        return strategy.find(name)
     placing = placing_name(strategy, name, fits)
     return () if placing is None else strategy.find(placing)
 
@@ -131,4 +133,6 @@ class GradientShare(Enum):
 
 def is_partial_sum(name: str) -> bool:
     """Tell whether copies of a parameter may differ because each is a part of a sum."""
-    return any(part in ACCUMULATORS for part in name.split(".")[:-1])
+    return any(f"{word}." in name for word in ACCUMULATORS) and any(
+        part in ACCUMULATORS for part in name.split(".")[:-1]
+    )

@@ -47,6 +47,8 @@ class Strategy:
         self.axes: Final = axes
         # whether the first rule is for every name, as in a full checkpoint: then no pattern is looked at
         self._first_takes_all: Final = bool(rules) and rules[0][0] == "*"
+        # whether one rule places every name
+        self.is_uniform: Final = self._first_takes_all and not parameters
         # the rules' answers for names asked about before: planning asks about each many times
         self._matched: dict[str, int | None] = {}
         self._followed_by_name: dict[str, tuple[str, ...]] = {}

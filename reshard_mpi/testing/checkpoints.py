@@ -57,10 +57,10 @@ def tensors(draw: st.DrawFn) -> dict[str, np.ndarray[Any, Any]]:
 def load_shard(plan: RankPlan, *, limits: Limits) -> dict[str, np.ndarray[Any, Any]]:
     """Return every tensor of a plan by name, as a C-contiguous array. Raises ShardError if a file cannot be read."""
     reader, loaded = RegionReader(limits, {}), {}
-    for tensor in plan.tensors:
-        shape = tensor.spec.box.shape
-        array = loaded[tensor.spec.name] = np.empty(shape, to_numpy(tensor.spec.dtype))
-        reader.read(tensor, [range(length) for length in shape], array)
+    for group in plan.tensors.groups:
+        for place, name in enumerate(group.names):
+            array = loaded[name] = np.empty(group.kind.shape, to_numpy(group.kind.dtype))
+            reader.read(group, place, [range(length) for length in array.shape], array)
     reader.close()
     return loaded
 
