@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.checkpoints import write_ranks
+from support import safetensors_peer, torch_peer
+from support.checkpoints import sample, write_ranks
 from support.conversions import Conversion
 from support.cut_checkpoints import Array, Draw, cut
 from support.examples import few
@@ -24,6 +25,7 @@ from support.examples import few
 import reshard_mpi
 from reshard_mpi import api
 from reshard_mpi.errors import DisagreementError, ReshardError, ShardError, UsageError
+from reshard_mpi.testing.sample_tensors import ShardContents
 
 FORMS = ("ckpt", "hdf5", "safetensors", "torch", "hf", "dcp")
 DTYPES = (np.float32, np.float16, np.int64, np.uint8, np.bool_, ml_dtypes.bfloat16)
@@ -299,3 +301,40 @@ def test_where_a_box_comes_from(halves: tuple[Path, Path]) -> None:
 def test_one_rank_of_another_split_is_what_load_rank_returns(c: Conversion) -> None:
     loaded = reshard_mpi.load_rank(1, c.src, c.src_strategy, c.dst_strategy)
     assert {name: (str(a.dtype), a.shape, a.tobytes()) for name, a in loaded.items()}.keys() == c.expected(1).keys()
+
+
+SETTINGS = {
+    "step": 3,
+    "rate": 0.25,
+    "names": ["a", "b"],
+    "pair": (1, None),
+    "nothing": {},
+    "deep": {"list": [{"x": True}, 2.5], 7: "seven"},
+}
+
+
+@pytest.mark.parametrize("form", ["torch", "safetensors", "dcp", "ckpt"])
+def test_what_is_no_tensor(tmp_path: Path, form: str) -> None:
+    """Also after a conversion to a format that keeps it as a text."""
+    w, moment = (torch_peer.tensor(sample("", np.arange(6, dtype=np.float32)), key) for key in ("0", "1"))
+    state = {"state": {0: {"exp_avg": moment, "kind": "adam"}}, "param_groups": [{"lr": 0.5, "params": [0]}]}
+    torch_peer.save(tmp_path / "x.pt", {"model": {"w": w}, "optimizer": state, "list": [w, 4], **SETTINGS})
+    source = tmp_path / "x.pt"
+    if form != "torch":
+        reshard_mpi.transform(source, tmp_path / "dst", to=form)
+        source = tmp_path / "dst"
+    with reshard_mpi.open(source) as checkpoint:
+        assert {"model.w", "optimizer.state.0.exp_avg"} <= checkpoint.keys()
+        assert checkpoint.attrs == {
+            "model": {},
+            "optimizer": {"state": {0: {"kind": "adam"}}, "param_groups": [{"lr": 0.5, "params": [0]}]},
+            "list": [None, 4],
+            **SETTINGS,
+        }
+
+
+def test_texts_beside_tensors(tmp_path: Path) -> None:
+    contents = ShardContents.of([sample("w", W)], {"learning_rate": "0.5"})
+    safetensors_peer.write(tmp_path / "m.safetensors", contents)
+    with reshard_mpi.open(tmp_path / "m.safetensors") as checkpoint:
+        assert checkpoint.attrs == {"learning_rate": "0.5"} == checkpoint.texts
