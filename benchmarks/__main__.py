@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-from benchmarks import conversion, forms, maps, planning, scaling, startup, tensors, verification
+from benchmarks import conversion, forms, maps, opening, planning, scaling, startup, tensors, verification
 from benchmarks.plot import draw, lacks_matplotlib
 from benchmarks.results import Results
 from benchmarks.targets import LARGE_MB, SMALL_MB
@@ -66,6 +66,11 @@ Reshards checkpoints of very many small tensors, float32 of 64 x 64, cut along r
 beside safetensors' own loading and saving, beside torch's distributed checkpoint, to and from every other format, and a
 larger one beside a smaller. Then moves small pieces in the engine alone, and tells its CPU time.
 """
+_OPEN = """\
+Reads checkpoints without converting them: `dcp.load` into another mesh by our reader beside torch's own, from torch's
+distributed checkpoint and from a Hugging Face folder; one row of each of 2,000 tensors beside safetensors' slices; then
+`open` alone, of 64 ranks of 600 tensors each, and of 20,000 tensors in several formats.
+"""
 
 
 def main() -> None:
@@ -113,6 +118,7 @@ def parser() -> argparse.ArgumentParser:
     _add_forms(_command(commands, "forms", "from one form of a checkpoint to another", _FORMS))
     _add_maps(_command(commands, "maps", "other names, shapes and types", _MAPS))
     _add_tensors(_command(commands, "tensors", "checkpoints of very many small tensors", _TENSORS))
+    _add_open(_command(commands, "open", "checkpoints that are read where they are", _OPEN))
     return whole
 
 
@@ -258,6 +264,15 @@ def _add_forms(parser: argparse.ArgumentParser) -> None:
                 options.torch,
             )
         )
+    )
+
+
+def _add_open(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--megabytes", type=_positive, default=SMALL_MB, metavar="N", help="(default: %(default)s)")
+    text = "interpreter that has torch and safetensors (default: this one)"
+    parser.add_argument("--torch", default=sys.executable, metavar="PYTHON", help=text)
+    parser.set_defaults(
+        run=lambda options: opening.measure(options.megabytes, options.pairs, options.folder, options.torch)
     )
 
 

@@ -126,6 +126,18 @@ TARGETS = {
     "tensors.from_dcp": Target(Figure.SECONDS, 6.0),
     "tensors.piece": Target(Figure.SECONDS, 0.25),
     "tensors.memory": Target(Figure.PEAK, 200 * MIB),
+    # open
+    "open.dcp": Target(Figure.TIME, 1.0, SMALL_MB),
+    "open.dcp.memory": Target(Figure.SMALLER, 1.0, SMALL_MB),
+    "open.hf": Target(Figure.TIME, 1.0, SMALL_MB),
+    "open.rows": Target(Figure.TIME, 1.3),
+    "open.64.ckpt": Target(Figure.SECONDS, 0.050),
+    "open.64.safetensors": Target(Figure.SECONDS, 0.050),
+    "open.many.ckpt": Target(Figure.SECONDS, 0.150),
+    "open.many.safetensors": Target(Figure.SECONDS, 0.150),
+    "open.many.hdf5": Target(Figure.SECONDS, 0.150),
+    "open.many.dcp": Target(Figure.SECONDS, 1.0),
+    "open.memory": Target(Figure.PEAK, 60 * MIB),
     # start-up
     "startup.help": Target(Figure.SECONDS, 0.15),
     "startup.import": Target(Figure.SECONDS),

@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.checkpoint import Checkpoint
 from benchmarks.interpreters import lacks
-from benchmarks.measure import PROGRAMS, Measured, Run, last_json, measure, settle
+from benchmarks.measure import PROGRAMS, ROOT, Measured, Run, last_json, measure, settle
 from reshard_mpi.sharding.placement import Placement
 from reshard_mpi.sharding.strategy import Strategy
 
@@ -41,13 +41,13 @@ class Dcp:
     def make_source(self) -> None:
         """Have the source made, if it is not there."""
         if not self.source.exists():
-            self._measure("save", self.checkpoint.resharding.source.world_size)
+            self.measure("save", self.checkpoint.resharding.source.world_size, self.source)
 
     def run(self) -> Run:
         self.make_source()
         shutil.rmtree(self.output, ignore_errors=True)
         settle(self.checkpoint.folder)
-        measured = self._measure("reshard", self.processes)
+        measured = self.measure("reshard", self.processes, self.source, str(self.output))
         return replace(measured.run, inner_seconds=last_json(measured.stdout)["seconds"])
 
     @property
@@ -60,13 +60,15 @@ class Dcp:
         target = self.checkpoint.resharding.target
         return target.world_size if target else 1
 
-    def _measure(self, task: str, ranks: int) -> Measured:
+    def measure(self, task: str, ranks: int, source: Path, *more: str) -> Measured:
+        """Run a task of the program in so many processes. more: its last argument, if it has one more."""
         spec = self.checkpoint.folder / "dcp.json"
         spec.write_text(json.dumps(self._spec()))
         rendezvous = self.checkpoint.folder / f"rendezvous_{uuid.uuid4().hex}"
         program = [self.interpreter, str(PROGRAMS / "torch_dcp.py"), task, str(spec)]
-        paths = [str(rendezvous), str(self.source), str(self.output)]
-        return measure([[*program, str(rank), *paths] for rank in range(ranks)], _ONE_THREAD)
+        rest = [str(rendezvous), str(source), *more]
+        environment = {**_ONE_THREAD, "PYTHONPATH": str(ROOT)}
+        return measure([[*program, str(rank), *rest] for rank in range(ranks)], environment)
 
     def _spec(self) -> Mapping[str, Any]:
         target = self.checkpoint.resharding.target
@@ -76,6 +78,30 @@ class Dcp:
             "source": side_of(self.checkpoint.resharding.source),
             "target": side_of(target),
         }
+
+
+@dataclass(frozen=True, slots=True)
+class DcpLoad:
+    """`dcp.load` of `source` into the target's mesh; inner_seconds is that of the call, between barriers.
+
+    reader: the class of the storage reader; "Reader" is ours.
+    """
+
+    dcp: Dcp
+    source: Path
+    reader: str
+
+    @property
+    def name(self) -> str:
+        return f"dcp.load by {'our ' if self.reader == 'Reader' else ''}{self.reader}"
+
+    def missing(self) -> str | None:
+        return self.dcp.missing()
+
+    def run(self) -> Run:
+        settle(self.source.parent)
+        measured = self.dcp.measure("load", self.dcp.processes, self.source, self.reader)
+        return replace(measured.run, inner_seconds=last_json(measured.stdout)["seconds"])
 
 
 def side_of(strategy: Strategy) -> Mapping[str, Any]:

@@ -1,7 +1,9 @@
 """torch's distributed checkpoint, one process of several over gloo.
 
 `torch_dcp.py save SPEC.json RANK RENDEZVOUS CHECKPOINT` makes a checkpoint of the source's shards, filled with noise;
-`torch_dcp.py reshard SPEC.json RANK RENDEZVOUS CHECKPOINT OUTPUT` loads it into the target's mesh and saves it again.
+`torch_dcp.py reshard SPEC.json RANK RENDEZVOUS CHECKPOINT OUTPUT` loads it into the target's mesh and saves it again;
+`torch_dcp.py load SPEC.json RANK RENDEZVOUS CHECKPOINT READER` only loads it, by READER: torch's `FileSystemReader` or
+`HuggingFaceStorageReader`, or ours, `Reader`.
 The first rank prints how long load and save took together, the slowest rank's time between barriers.
 """
 
@@ -50,6 +52,16 @@ def state(side: dict[str, Any], tensors: dict[str, list[int]], *, noise: bool) -
     return held
 
 
+def reader_of(name: str, checkpoint: str) -> dcp.StorageReader:
+    """Return a reader of a checkpoint by the name of its class."""
+    if name == "Reader":
+        from reshard_mpi.torch import Reader
+
+        return Reader(checkpoint)
+    reader: dcp.StorageReader = getattr(dcp, name)(checkpoint)
+    return reader
+
+
 def main() -> None:
     """Do what the command line says."""
     task, spec, rank, rendezvous, checkpoint, *output = sys.argv[1:]
@@ -63,8 +75,11 @@ def main() -> None:
     else:
         dist.barrier()
         begin = time.perf_counter()
-        dcp.load(held, checkpoint_id=checkpoint)
-        dcp.save(held, checkpoint_id=output[0])
+        if task == "load":
+            dcp.load(held, storage_reader=reader_of(output[0], checkpoint))
+        else:
+            dcp.load(held, checkpoint_id=checkpoint)
+            dcp.save(held, checkpoint_id=output[0])
         seconds = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
         if rank == "0":
