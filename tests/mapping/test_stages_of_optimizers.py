@@ -97,6 +97,38 @@ def test_optimizers_that_are_ordered_dictionaries_are_joined(tmp_path: Path, kin
     assert type(optimizer) is type(optimizer["state"]) is kind
 
 
+@pytest.mark.parametrize("kind", [dict, OrderedDict])
+def test_what_is_no_tensor_is_kept_of_every_stage_of_a_model_that_torch_says_more_of(
+    tmp_path: Path, kind: type
+) -> None:
+    """`_metadata` of two stages never agree; extra state of modules and the optimizer lie beside the tensors."""
+    for stage in range(2):
+        name = f"layers.{stage}"
+        model = kind([(f"{name}.weight", tensor()), (f"{name}._extra_state", {"amax": stage})])
+        model["optim"] = {
+            "state": {f"{name}.weight": {"exp_avg": tensor()}},
+            "param_groups": [{"lr": 0.5, "params": [f"{name}.weight"]}],
+        }
+        if kind is OrderedDict:
+            model._metadata = OrderedDict({"": {"version": 1}, name: {"version": 1 + stage}})
+        (tmp_path / f"rank_{stage}").mkdir()
+        torch_peer.save(tmp_path / f"rank_{stage}" / "x.pt", model)
+    (tmp_path / "stages.toml").write_text("mesh = { data = 1 }\nstages = 2\n[[parameter]]\nmatch = '*'\n")
+    report = reshard_mpi.transform(tmp_path, tmp_path / "dst", tmp_path / "stages.toml", to="torch")
+    whole = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")
+    assert [whole[f"layers.{stage}._extra_state"] for stage in range(2)] == [{"amax": 0}, {"amax": 1}]
+    names = ["layers.0.weight", "layers.1.weight"]
+    assert [*whole["optim"]["state"]] == names
+    assert [group["params"] for group in whole["optim"]["param_groups"]] == [names]
+    if kind is OrderedDict:
+        assert {name: each["version"] for name, each in whole._metadata.items()} == {
+            "": 1,
+            "layers.0": 1,
+            "layers.1": 2,
+        }
+    assert not [note for note in report.notes if "differs" in note]
+
+
 # Optimizers with numbers, which mean other parameters in every stage
 
 

@@ -11,6 +11,10 @@ from typing import Any
 from reshard_mpi.errors import DisagreementError
 
 _STATE, _GROUPS, _PARAMETER_NAMES = "state", "param_groups", "param_names"
+# What nests have of a dictionary that stages have of their own. Of a model's, torch has `_metadata` among the
+# attributes: what it says of each module, by the module's name.
+_ATTRIBUTES = "state"
+_JOINED = ("dict", _ATTRIBUTES)
 # Lists in the state of torch's schedulers with a value for each group (torch.optim.lr_scheduler, 2.13).
 BY_GROUP = frozenset(("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"))
 
@@ -32,14 +36,17 @@ def joined(roots: Sequence[Any], *, keeps_first: bool = False) -> Any | None:
 
 
 def settings_of(node: Any) -> Any:
-    """Return a nest without what each stage has of its own: tensors, empty dictionaries, optimizers that are joined."""
+    """Return a nest without what each stage has of its own: tensors, empty dictionaries, optimizers that are joined.
+
+    What torch says of the modules of a model is left out as well.
+    """
     if isinstance(node, list):
         return [settings_of(each) for each in node]
     if not isinstance(node, dict):
         return node
-    others = {key: settings_of(value) for key, value in node.items() if key != "dict"}
     if "dict" not in node:
-        return others
+        return {key: settings_of(value) for key, value in node.items()}
+    others = {key: settings_of(value) for key, value in node.items() if key not in _JOINED}
     is_joined = _is_always_joined(node)
     kept = []
     for key, *value in node["dict"]:
@@ -96,14 +103,15 @@ def _joined(first: Any, second: Any, keeps_first: bool) -> Any:
     are_alike = isinstance(first, dict) and isinstance(second, dict) and first.keys() == second.keys()
     if are_alike and "dict" not in first:
         return {key: _joined(first[key], second[key], keeps_first) for key in first}
-    are_dicts = are_alike and all(first[key] == second[key] for key in first if key != "dict")  # of one class
-    one, other = (_entries(first), _entries(second)) if are_dicts else ({}, {})
-    if _is_named(one) and _is_named(other):
-        return {**first, "dict": _joined_optimizers(one, other, keeps_first)}
-    if _is_flat(one) and _is_flat(other):
-        return {**first, "dict": _joined_states(_unnamed(one), _unnamed(other))}
-    if are_dicts and _can_be_joined(one, other):
-        return {**first, "dict": _joined_entries(one, other, keeps_first)}
+    if are_alike and all(first[key] == second[key] for key in first if key not in _JOINED):  # of one class
+        whole = {**first, **{key: _joined(first[key], second[key], keeps_first) for key in first if key == _ATTRIBUTES}}
+        one, other = _entries(first), _entries(second)
+        if _is_named(one) and _is_named(other):
+            return {**whole, "dict": _joined_optimizers(one, other, keeps_first)}
+        if _is_flat(one) and _is_flat(other):
+            return {**whole, "dict": _joined_states(_unnamed(one), _unnamed(other))}
+        if _can_be_joined(one, other):
+            return {**whole, "dict": _joined_entries(one, other, keeps_first)}
     if keeps_first:
         return first
     raise ValueError
