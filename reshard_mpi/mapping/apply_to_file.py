@@ -26,7 +26,6 @@ from reshard_mpi.mapping.numbered_state import (
     training_in,
 )
 from reshard_mpi.mapping.optimizers import (
-    GROUPS,
     STATE_KEY,
     Form,
     MadeParameter,
@@ -135,7 +134,6 @@ def applied_to_file(
     made_up = (*(constant.name for constant in last.constants), *(number.name for number in last.computed))
     tensors = [*(tensor.name for tensor in all_made), *made_up]
     new = renamed(source.nest, training, inventory, all_parameters, tensors, source.path)
-    _require_none_taken_out([each.path for each, _ in new.known], all_made, source.path)
     require_own_state(new.known, inventory, target, source.path)
     begins = tuple(f"{each.path}state." for each, _ in new.known if each.form is not Form.FLAT)
     if training.optimizer is not None or any(derived.name.startswith(begins) for derived in all_made):
@@ -147,27 +145,6 @@ def applied_to_file(
         for path in new.unknown
     )
     return MappedFile(in_files, all_made, new.text, notes)
-
-
-def _require_none_taken_out(paths: Sequence[str], made: Sequence[DerivedTensor], where: str) -> None:
-    """Raise MapError if an equation puts an optimizer's tensors, named as in an optimizer, elsewhere: `{p*}` takes any.
-
-    Args:
-        paths: of the optimizers.
-    """
-    for path in paths:
-        for tensor in made:
-            is_taken_out = any(f".{kind}." in f".{tensor.name}" for kind in (STATE_KEY, GROUPS))
-            own = sorted(name for name in _sources(tensor) if name.startswith(path))
-            if is_taken_out and own and not tensor.name.startswith(path):
-                raise MapError(
-                    "an equation takes tensors out of an optimizer, which would be without them",
-                    expected=f"names that begin with {path}",
-                    got=f"{own[0]}, which becomes {tensor.name}, by {tensor.where}",
-                    where=where,
-                    remedy="write the equation for names of the model alone, and one for state, or leave the"
-                    " optimizer out (--exclude)",
-                )
 
 
 def _told_of_order(training: Training, path: str) -> Iterator[str]:

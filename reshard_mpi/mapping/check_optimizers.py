@@ -82,8 +82,8 @@ def require_own_state(
         kept = [side for side in sides if not used.isdisjoint(side.parameters)]
         for source_side in kept or sides:  # a model that is left out, such as an average, is not the optimizer's
             faults = [_fault(side, source_side, inventory, left_out, target) for side in target_sides]
-            fault = faults[0]
-            if fault is not None and all(faults):
+            fault = faults[0] if all(faults) else _taken_out(target_sides, source_side, target)
+            if fault is not None:
                 raise MapError(fault.problem, expected=_EXPECTED, got=fault.got, where=where, remedy=fault.remedy)
 
 
@@ -235,6 +235,38 @@ def _fault(
         parameter = of_source.owner_of[state]
         for lacking in sorted(made_of.get(parameter, having) - having):
             return _Fault(f"{lacking} would be without state of {parameter}, which it is made of", state)
+    return None
+
+
+def _taken_out(own: Sequence[_Side], of_source: _Side, target: MadeTensors) -> _Fault | None:
+    """Return a fault if an equation puts tensors of an optimizer elsewhere: `{p*}` takes any.
+
+    That of all parameters may get names that are not torch's (`moment1.w`), and not that of some alone.
+
+    Args:
+        own: the target's optimizer, once for each beginning of its parameters' names.
+    """
+    path, source_groups = own[0].optimizer.path, f"{of_source.optimizer.path}{GROUPS}."
+    begins = f"{path}{STATE_KEY}.", f"{path}{GROUPS}."
+    with_state = frozenset(parameter for side in own for parameter in side.owner_of.values())
+    parameters = frozenset(parameter for side in own for parameter in side.parameters)
+    lacking = parameters - with_state if with_state else ()
+    origins, origins_of_lacking = (
+        frozenset[str]().union(*(target.sources_of.get(name, ()) for name in names)) for names in (parameters, lacking)
+    )
+    for name, sources in target.sources_of.items():
+        if name.startswith(begins):
+            continue
+        is_of_torch = any(f".{kind}." in f".{name}" for kind in (STATE_KEY, GROUPS))
+        for source in sorted(sources):
+            is_of_groups = is_of_torch and source.startswith(source_groups)
+            if is_of_groups or of_source.owner_of.get(source) in (origins if is_of_torch else origins_of_lacking):
+                return _Fault(
+                    "an equation takes tensors out of an optimizer, which would be without them",
+                    f"{source}, which becomes {name}, by {target.made[name].where}",
+                    "write the equation for names of the model alone, and one for state, or leave the optimizer out"
+                    " (--exclude)",
+                )
     return None
 
 

@@ -1107,6 +1107,29 @@ def test_one_of_two_optimizers_by_numbers_may_be_left_out(tmp_path: Path) -> Non
         converted(tmp_path, source, MAP_OF_FILES)
 
 
+@pytest.mark.parametrize("some", [["a"], ["a", "b"]])
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_an_equation_may_take_the_state_of_all_parameters_out_of_an_optimizer_and_not_that_of_some(
+    tmp_path: Path, some: list[str], is_flat: bool
+) -> None:
+    """An optimizer that keeps no state of a parameter would begin anew with it. Another model has such a name, too."""
+    optimizer: dict[str, Any] = {
+        "state": {name: {"exp_avg": tensor(Q)} for name in "ab"},
+        "param_groups": [{"lr": 0.5, "params": ["a", "b"]}],
+    }
+    if is_flat:
+        optimizer = {f"state.{name}.exp_avg": tensor(Q) for name in "ab"}
+        optimizer |= {f"param_groups.{name}.lr": 0.5 for name in "ab"}
+    models = {"model": {"a": tensor(Q), "b": tensor(Q)}, "critic": {"a": tensor(Q)}}
+    text = "".join(f'[[map]]\neq = "optim.state.{name}.exp_avg <=> moment1.{name}"\n' for name in some)
+    if some == ["a"]:
+        with pytest.raises(MapError, match=r"takes tensors out of an optimizer[^$]*optim.state.a.exp_avg.*moment1.a"):
+            converted(tmp_path, {**models, "optim": optimizer}, text, forward=True)
+    else:
+        made = converted(tmp_path, {**models, "optim": optimizer}, text, forward=True)
+        assert {"moment1.a", "moment1.b"} <= made.keys()
+
+
 def test_an_equation_that_renames_an_optimizers_key_is_refused(tmp_path: Path) -> None:
     """Its groups would stay under the old one."""
     with pytest.raises(MapError, match="takes tensors out of an optimizer"):
