@@ -5,6 +5,6 @@ equations as `rules`. To apply it, `direction` tells which way it is read, `matc
 `axis_sizes` how long its axes are there, `optimizer_state` which state follows a parameter, `selection` which results
 are asked for; `apply_rules` does all of this for one map (its results are in `result`), and `chain` for several.
 `apply_to_file` applies maps to a file: `numbered_state` gives torch's numbers names, `optimizers` reads optimizers of
-all forms into one record and tells what their parameters become, and `carry_values` carries settings along. Nothing
-here touches a tensor's bytes.
+all forms into one record and tells what their parameters become, and `rename_values` and `carry_values` carry settings
+along. Nothing here touches a tensor's bytes.
 """

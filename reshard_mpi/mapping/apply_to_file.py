@@ -14,7 +14,7 @@ from typing import NamedTuple
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.nest.nodes import parsed
 from reshard_mpi.mapping.apply_rules import applied
-from reshard_mpi.mapping.carry_values import carried_into, renamed
+from reshard_mpi.mapping.carry_values import carried_into
 from reshard_mpi.mapping.chain import chained, composed
 from reshard_mpi.mapping.check_optimizers import MadeTensors, owners_by_names, require_none_by_order, require_own_state
 from reshard_mpi.mapping.direction import Inventory
@@ -34,6 +34,7 @@ from reshard_mpi.mapping.optimizers import (
     optimizers_of,
     settings_of_all,
 )
+from reshard_mpi.mapping.rename_values import renamed
 from reshard_mpi.mapping.result import DerivedTensor, MapResult, taken_of
 from reshard_mpi.mapping.rules import Rules
 from reshard_mpi.mapping.selection import Selection, TargetTemplate, is_chosen
