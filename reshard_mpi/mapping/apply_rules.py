@@ -20,7 +20,6 @@ from reshard_mpi.mapping.optimizer_state import (
     is_state,
     owners,
     parted_anywhere,
-    require_none_stranded,
 )
 from reshard_mpi.mapping.optimizers import GROUPS
 from reshard_mpi.mapping.result import (
@@ -51,6 +50,7 @@ from reshard_mpi.mapping.selection import (
     type_of,
     zeros,
 )
+from reshard_mpi.mapping.stranded_state import require_none_stranded
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strategy import named_after
 

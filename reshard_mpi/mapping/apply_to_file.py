@@ -16,7 +16,7 @@ from reshard_mpi.formats.nest.nodes import parsed
 from reshard_mpi.mapping.apply_rules import applied
 from reshard_mpi.mapping.carry_values import carried_into
 from reshard_mpi.mapping.chain import chained, composed
-from reshard_mpi.mapping.check_optimizers import MadeTensors, owners_by_names, require_none_by_order, require_own_state
+from reshard_mpi.mapping.check_optimizers import MadeTensors, owners_by_names, require_own_state
 from reshard_mpi.mapping.direction import Inventory
 from reshard_mpi.mapping.numbered_state import (
     NO_TRAINING,
@@ -38,6 +38,7 @@ from reshard_mpi.mapping.rename_values import renamed
 from reshard_mpi.mapping.result import DerivedTensor, MapResult, taken_of
 from reshard_mpi.mapping.rules import Rules
 from reshard_mpi.mapping.selection import Selection, TargetTemplate, is_chosen
+from reshard_mpi.mapping.stranded_state import require_none_by_order
 
 
 class SourceTree(NamedTuple):

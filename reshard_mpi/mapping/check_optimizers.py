@@ -2,26 +2,19 @@
 
 Equations, names and groups are carried on by different rules. What came out of them is compared here with the source,
 by one rule: what becomes of a parameter becomes of its state, in an optimizer that has the parameter.
-
-Other training code keeps what belongs to parameters by nothing but their order (`require_none_by_order`).
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from reshard_mpi.errors import MapError
-from reshard_mpi.formats.nest.nodes import parsed
-from reshard_mpi.mapping.box_pairs import TermTensor
 from reshard_mpi.mapping.direction import Inventory
-from reshard_mpi.mapping.numbered_state import entries_of, names_below, parts_of, paths_in, value_of
 from reshard_mpi.mapping.optimizers import GROUPS, STATE_KEY, Form, Optimizer
-from reshard_mpi.mapping.result import DerivedTensor, MapResult, taken_of
-from reshard_mpi.sharding.box import Box
+from reshard_mpi.mapping.result import DerivedTensor, taken_of
 from reshard_mpi.sharding.strides import paired, source_region
 
 _EXPECTED = "each parameter of an optimizer with its own state, which is renamed, cut and turned as the parameter is"
@@ -29,9 +22,6 @@ _REMEDY = (
     "write equations for the parameter and for its state, in the names that each has in the source, be it the same"
     " names on both sides; or leave the optimizer out (--exclude)"
 )
-
-# The numbers in a name, and what is behind them.
-_PLACE = re.compile(r"([0-9]+(?:\.[0-9]+)*)(.*)", re.DOTALL)
 
 
 class MadeTensors(NamedTuple):
@@ -85,99 +75,6 @@ def require_own_state(
             fault = faults[0] if all(faults) else _taken_out(target_sides, source_side, target)
             if fault is not None:
                 raise MapError(fault.problem, expected=_EXPECTED, got=fault.got, where=where, remedy=fault.remedy)
-
-
-def require_none_by_order(
-    nest: str,
-    optimizers: Iterable[Optimizer],
-    inventory: Inventory,
-    chain: Sequence[MapResult],
-    made: Iterable[DerivedTensor],
-    like: str | None,
-    where: str,
-) -> None:
-    """Raise MapError if tensors in the order of parameters stay as they are, and the parameters do not.
-
-    Averages of a model may be a list (`ema.shadow_params.0`), and an optimizer around another one has state of its own
-    (`optimizer.slow_state.0.slow_buffer`). What such tensors are told by is that they have shapes of parameters.
-
-    Args:
-        nest: of the source; like: of the checkpoint that the target is like.
-        optimizers: of the source, whose state by parameters is not meant.
-        inventory: of the source's tensors, in order.
-        chain: what each map makes; made: what the last one makes of the source's tensors.
-        where: the source, for errors.
-    """
-    root = parsed(nest).root
-    numbering = names_below(inventory, set(_numbering(root, "")))
-    if not numbering:
-        return
-    named = {source for mapped in chain for each in mapped.made if each.where for source in each.sources.values()}
-    copied = {each.name: each.sources[place] for each in made if (place := _copied(each, inventory)) is not None}
-    in_target = list(copied) if like is None else parsed(like).in_order(copied)
-    position = {copied[name]: number for number, name in enumerate(in_target)}
-    apart = (*numbering, *(optimizer.path for optimizer in optimizers))
-    others = [name for name in inventory if not name.startswith(apart)]
-    models = []
-    for names in names_below(others, set(paths_in(root, "", ()))).values():
-        stay = [name for name in names if name in position]
-        are_in_order = sorted(stay, key=position.__getitem__) == stay
-        models.append((_count_shapes(names, inventory), _count_shapes(stay if are_in_order else (), inventory)))
-    for path, names in numbering.items():
-        families: dict[str, list[str]] = {}
-        for name in names:
-            number = _PLACE.match(name, len(path))
-            if number is not None:
-                families.setdefault(number[2], []).append(name)
-        for family in families.values():
-            shapes = _count_shapes(family, inventory)
-            is_kept = named.isdisjoint(family) and not position.keys().isdisjoint(family)
-            if is_kept and any(shapes <= of_model and not shapes <= left for of_model, left in models):
-                raise MapError(
-                    "tensors that may be told by the order of parameters alone would stay as they are, while the"
-                    " parameters do not",
-                    expected="tensors below names of parameters, which follow, or equations for these as well",
-                    got=f"{family[0]}, {len(family)} tensor{'s' * (len(family) > 1)} of shapes that parameters have",
-                    where=where,
-                    remedy="write equations for them, be it the same names on both sides, or leave them out"
-                    f" (--exclude '{path}*')",
-                )
-
-
-def _numbering(node: Any, path: str) -> Iterator[str]:
-    """Yield what names begin with in lists of tensors, and in what an optimizer has beside its groups and its state."""
-    has_groups = isinstance(value_of(node, GROUPS), list)
-    for key, value in parts_of(node):
-        begin = f"{path}{key}."
-        if not has_groups and not _is_list(value):
-            yield from _numbering(value, begin)
-        elif not has_groups or key not in (STATE_KEY, GROUPS):
-            yield begin
-
-
-def _is_list(node: Any) -> bool:
-    """Tell whether a part of a nest is a list of tensors, or a dictionary by numbers."""
-    entries = entries_of(node)
-    if entries is not None:
-        return bool(entries) and all(type(entry[0]) is int for entry in entries)
-    items = [item for _, item in parts_of(node) if item is not None]
-    return bool(items) and all((isinstance(item, dict) and "tensor" in item) or _is_list(item) for item in items)
-
-
-def _copied(tensor: DerivedTensor, inventory: Inventory) -> TermTensor | None:
-    """Return which of its sources a tensor is as it is; None if it is none."""
-    if len(tensor.shape.pairs) != 1:
-        return None
-    (pair,) = tensor.shape.pairs
-    whole = Box.whole(inventory[tensor.sources[pair.source]].shape)
-    is_whole = pair.region == pair.to == whole and tensor.shape.shape == whole.shape
-    return pair.source if is_whole and pair.order in (None, tuple(range(len(whole.shape)))) else None
-
-
-def _count_shapes(names: Iterable[str], inventory: Inventory) -> Counter[tuple[int, ...]]:
-    """Count, by shape, the tensors of more than one element."""
-    shapes = (inventory[name].shape for name in names)
-    return Counter(shape for shape in shapes if prod(shape) > 1)
 
 
 def owners_by_names(optimizers: Iterable[Optimizer], tensors: Collection[str]) -> dict[str, str]:

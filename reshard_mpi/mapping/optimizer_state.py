@@ -3,10 +3,6 @@
 `moments.w`, `adam_m.w`, `optimizer.state.w.exp_avg` and `optimizer.state.w.step` belong to `w`: one of the words around
 the name is one that optimizers use. `encoder.w` is another parameter. Where an equation takes parameters, it takes
 their state as well: what is before and behind the parameter's name stays.
-
-With `model.layers.0.w` and `optim.exp_avg.layers.0.w`, a map that takes the one and leaves the other as it is would
-make a checkpoint whose optimizer belongs to parameters that it does not have. So it would with what Adafactor keeps of
-the rows and columns of `w`.
 """
 
 from __future__ import annotations
@@ -29,7 +25,6 @@ _MAX_PARTS = 48
 _PART = re.compile("[^./]+")
 # torch's key for what an optimizer has of each parameter.
 _STATE_KEY = "state"
-_NUMBER = re.compile(rf"(^|\.){_STATE_KEY}\.[0-9]+\.")
 # Words in the names of step counters.
 _COUNTS = frozenset(("step", "state_step"))
 # Words that frameworks have in the names of what optimizers and training keep of a parameter.
@@ -251,7 +246,7 @@ def parted_anywhere(name: str, inventory: Container[str]) -> tuple[str, NameAffi
     parts = parts_of(name)
     found: tuple[str, NameAffixes] | None = None
     for length in range(len(parts) - 1, 0, -1):
-        for start in range(len(parts) - length + 1 - _is_behind_parameter(parts, length)):
+        for start in range(len(parts) - length + 1 - is_behind_parameter(parts, length)):
             first, last = spans[start][0], spans[start + length - 1][1]
             if name[first:last] in inventory and not STATE_WORDS.isdisjoint((*parts[:start], *parts[start + length :])):
                 parted = name[first:last], NameAffixes(name[:first], name[last:])
@@ -261,7 +256,7 @@ def parted_anywhere(name: str, inventory: Container[str]) -> tuple[str, NameAffi
     return found
 
 
-def _is_behind_parameter(parts: Sequence[str], length: int) -> bool:
+def is_behind_parameter(parts: Sequence[str], length: int) -> bool:
     """Tell whether `length` parts at the end of a name are a key of state behind its parameter: `state.w.step`.
 
     A parameter may be called `step` as well.
@@ -342,103 +337,6 @@ def _state(
     )
 
 
-def require_none_stranded(kept: Iterable[str], taken: Iterable[Match], inventory: Inventory) -> None:
-    """Raise MapError if a tensor that stays as it is looks like state of a parameter that an equation takes.
-
-    Args:
-        kept: the names of those that stay, and are neither left out nor state of another tensor by its whole name.
-    """
-    parameters_with_state = with_state(inventory)
-    states = [name for name in kept if is_named_like_state(name) and name not in parameters_with_state]
-    if not states:
-        return
-    matches = list(taken)
-    parameters = _by_ends_of_names(matches)
-    others = [name for name in inventory if not is_named_like_state(name)]
-    match_of = {name: match for match in matches for name in (*match.sources.values(), *match.equal)}
-    ends = frozenset(end for name in others if name not in match_of for end in _ends_of(name))
-    match_of_shape = {inventory[name].shape: match for name, match in match_of.items()}
-    for name in states:
-        numbered = match_of_shape.get(inventory[name].shape)
-        if numbered is not None and _is_numbered(name):
-            raise MapError(
-                "state that torch numbers would stay as it is, while an equation takes parameters of its shape",
-                expected="torch's own file, or a checkpoint that this program has made of it, whose order is known",
-                got=name,
-                where=numbered.rule.where,
-                remedy="convert the checkpoint with its map before it gets a form without that, or leave the state out"
-                " (--exclude)",
-            )
-        parted = parted_anywhere(name, match_of)
-        if parted is not None:
-            whole, _ = parted
-            raise MapError(
-                f"state of {whole} would stay as it is, while an equation takes the parameter",
-                expected=f"the shape of the parameter, {list(inventory[whole].shape)}, or a single element",
-                got=f"{name} {list(inventory[name].shape)}",
-                where=match_of[whole].rule.where,
-                remedy="write equations for such state, or leave it out with --exclude",
-            )
-        for parameter, match, is_of_torch, is_renamed in _named_in_part(name, parameters, ends):
-            shape = inventory[name].shape
-            if inventory[parameter].shape == shape or (is_of_torch and (is_renamed or prod(shape) != 1)):
-                raise MapError(
-                    f"state of {parameter} would stay as it is, while an equation takes the parameter",
-                    expected=f"{parameter}, the whole name, in that of its state, so that it follows",
-                    got=name,
-                    where=match.rule.where,
-                    remedy="write equations for such state as for the parameters, or leave it out with --exclude",
-                )
-
-
-def _is_numbered(name: str) -> bool:
-    """Tell whether state of this name is kept under a number: `optimizer.state.0.exp_avg`."""
-    words = STATE_WORDS.intersection(parts_of(name)) - {_STATE_KEY}
-    return bool(words) and _NUMBER.search(name) is not None
-
-
 def is_named_like_state(name: str) -> bool:
     """Tell whether a part of a tensor's name is a word that optimizers use for their state."""
     return not STATE_WORDS.isdisjoint(parts_of(name))
-
-
-def _by_ends_of_names(taken: Iterable[Match]) -> Mapping[str, tuple[str, Match] | None]:
-    """Return parameters by their names' ends, after the first parts; None where several end alike."""
-    by_end: dict[str, tuple[str, Match] | None] = {}
-    for match in taken:
-        for name in (*match.sources.values(), *match.equal):
-            for end in _ends_of(name) if _STATE_KEY not in parts_of(name) else ():  # an equation may be of state
-                by_end[end] = None if end in by_end else (name, match)
-    return by_end
-
-
-def _ends_of(name: str) -> Iterator[str]:
-    """Yield the text behind each dot of a name."""
-    while "." in name:
-        name = name.partition(".")[2]
-        yield name
-
-
-def _named_in_part(
-    name: str, parameters: Mapping[str, tuple[str, Match] | None], ends: Container[str]
-) -> Iterator[tuple[str, Match, bool, bool]]:
-    """Yield the parameters whose names end in some consecutive parts of a name of state, and what takes them.
-
-    The last items are whether torch's optimizers have such names (`state.fc.weight.step`), and whether the parameter's
-    is gone.
-
-    Args:
-        ends: of names of tensors that stay; their state may stay as well.
-    """
-    parts = parts_of(name)
-    for length in range(len(parts) - 1, 0, -1):
-        for start in range(len(parts) - length + 1 - _is_behind_parameter(parts, length)):
-            rest = (*parts[:start], *parts[start + length :])
-            end = ".".join(parts[start : start + length])
-            parameter = parameters.get(end)
-            if parameter is not None and parameter[0] != name and not STATE_WORDS.isdisjoint(rest):
-                targets = parameter[1].targets.values()
-                is_kept = any(f".{target}".endswith(f".{end}") for target in targets)
-                yield *parameter, parts[start - 1 : start] in (("state",), ("param_groups",)), not is_kept
-            elif end in ends:
-                return

@@ -1,0 +1,227 @@
+"""Refuse state that stays as it is while its parameters do not (`require_none_stranded`, `require_none_by_order`).
+
+With `model.layers.0.w` and `optim.exp_avg.layers.0.w`, a map that takes the one and leaves the other as it is would
+make a checkpoint whose optimizer belongs to parameters that it does not have. So it would with what Adafactor keeps of
+the rows and columns of `w`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+from reshard_mpi.errors import MapError
+from reshard_mpi.formats.nest.nodes import parsed
+from reshard_mpi.mapping import numbered_state
+from reshard_mpi.mapping.box_pairs import TermTensor
+from reshard_mpi.mapping.direction import Inventory
+from reshard_mpi.mapping.matching import Match
+from reshard_mpi.mapping.numbered_state import entries_of, names_below, paths_in, value_of
+from reshard_mpi.mapping.optimizer_state import (
+    STATE_WORDS,
+    is_behind_parameter,
+    is_named_like_state,
+    parted_anywhere,
+    parts_of,
+    with_state,
+)
+from reshard_mpi.mapping.optimizers import GROUPS, STATE_KEY, Optimizer
+from reshard_mpi.mapping.result import DerivedTensor, MapResult
+from reshard_mpi.sharding.box import Box
+
+_NUMBER = re.compile(rf"(^|\.){STATE_KEY}\.[0-9]+\.")
+# The numbers in a name, and what is behind them.
+_PLACE = re.compile(r"([0-9]+(?:\.[0-9]+)*)(.*)", re.DOTALL)
+
+
+def require_none_stranded(kept: Iterable[str], taken: Iterable[Match], inventory: Inventory) -> None:
+    """Raise MapError if a tensor that stays as it is looks like state of a parameter that an equation takes.
+
+    Args:
+        kept: the names of those that stay, and are neither left out nor state of another tensor by its whole name.
+    """
+    parameters_with_state = with_state(inventory)
+    states = [name for name in kept if is_named_like_state(name) and name not in parameters_with_state]
+    if not states:
+        return
+    matches = list(taken)
+    parameters = _by_ends_of_names(matches)
+    others = [name for name in inventory if not is_named_like_state(name)]
+    match_of = {name: match for match in matches for name in (*match.sources.values(), *match.equal)}
+    ends = frozenset(end for name in others if name not in match_of for end in _ends_of(name))
+    match_of_shape = {inventory[name].shape: match for name, match in match_of.items()}
+    for name in states:
+        numbered = match_of_shape.get(inventory[name].shape)
+        if numbered is not None and _is_numbered(name):
+            raise MapError(
+                "state that torch numbers would stay as it is, while an equation takes parameters of its shape",
+                expected="torch's own file, or a checkpoint that this program has made of it, whose order is known",
+                got=name,
+                where=numbered.rule.where,
+                remedy="convert the checkpoint with its map before it gets a form without that, or leave the state out"
+                " (--exclude)",
+            )
+        parted = parted_anywhere(name, match_of)
+        if parted is not None:
+            whole, _ = parted
+            raise MapError(
+                f"state of {whole} would stay as it is, while an equation takes the parameter",
+                expected=f"the shape of the parameter, {list(inventory[whole].shape)}, or a single element",
+                got=f"{name} {list(inventory[name].shape)}",
+                where=match_of[whole].rule.where,
+                remedy="write equations for such state, or leave it out with --exclude",
+            )
+        for parameter, match, is_of_torch, is_renamed in _named_in_part(name, parameters, ends):
+            shape = inventory[name].shape
+            if inventory[parameter].shape == shape or (is_of_torch and (is_renamed or prod(shape) != 1)):
+                raise MapError(
+                    f"state of {parameter} would stay as it is, while an equation takes the parameter",
+                    expected=f"{parameter}, the whole name, in that of its state, so that it follows",
+                    got=name,
+                    where=match.rule.where,
+                    remedy="write equations for such state as for the parameters, or leave it out with --exclude",
+                )
+
+
+def _is_numbered(name: str) -> bool:
+    """Tell whether state of this name is kept under a number: `optimizer.state.0.exp_avg`."""
+    words = STATE_WORDS.intersection(parts_of(name)) - {STATE_KEY}
+    return bool(words) and _NUMBER.search(name) is not None
+
+
+def _by_ends_of_names(taken: Iterable[Match]) -> Mapping[str, tuple[str, Match] | None]:
+    """Return parameters by their names' ends, after the first parts; None where several end alike."""
+    by_end: dict[str, tuple[str, Match] | None] = {}
+    for match in taken:
+        for name in (*match.sources.values(), *match.equal):
+            for end in _ends_of(name) if STATE_KEY not in parts_of(name) else ():  # an equation may be of state
+                by_end[end] = None if end in by_end else (name, match)
+    return by_end
+
+
+def _ends_of(name: str) -> Iterator[str]:
+    """Yield the text behind each dot of a name."""
+    while "." in name:
+        name = name.partition(".")[2]
+        yield name
+
+
+def _named_in_part(
+    name: str, parameters: Mapping[str, tuple[str, Match] | None], ends: Container[str]
+) -> Iterator[tuple[str, Match, bool, bool]]:
+    """Yield the parameters whose names end in some consecutive parts of a name of state, and what takes them.
+
+    The last items are whether torch's optimizers have such names (`state.fc.weight.step`), and whether the parameter's
+    is gone.
+
+    Args:
+        ends: of names of tensors that stay; their state may stay as well.
+    """
+    parts = parts_of(name)
+    for length in range(len(parts) - 1, 0, -1):
+        for start in range(len(parts) - length + 1 - is_behind_parameter(parts, length)):
+            rest = (*parts[:start], *parts[start + length :])
+            end = ".".join(parts[start : start + length])
+            parameter = parameters.get(end)
+            if parameter is not None and parameter[0] != name and not STATE_WORDS.isdisjoint(rest):
+                targets = parameter[1].targets.values()
+                is_kept = any(f".{target}".endswith(f".{end}") for target in targets)
+                yield *parameter, parts[start - 1 : start] in (("state",), ("param_groups",)), not is_kept
+            elif end in ends:
+                return
+
+
+def require_none_by_order(
+    nest: str,
+    optimizers: Iterable[Optimizer],
+    inventory: Inventory,
+    chain: Sequence[MapResult],
+    made: Iterable[DerivedTensor],
+    like: str | None,
+    where: str,
+) -> None:
+    """Raise MapError if tensors in the order of parameters stay as they are, and the parameters do not.
+
+    Averages of a model may be a list (`ema.shadow_params.0`), and an optimizer around another one has state of its own
+    (`optimizer.slow_state.0.slow_buffer`). What such tensors are told by is that they have shapes of parameters.
+
+    Args:
+        nest: of the source; like: of the checkpoint that the target is like.
+        optimizers: of the source, whose state by parameters is not meant.
+        inventory: of the source's tensors, in order.
+        chain: what each map makes; made: what the last one makes of the source's tensors.
+        where: the source, for errors.
+    """
+    root = parsed(nest).root
+    numbering = names_below(inventory, set(_numbering(root, "")))
+    if not numbering:
+        return
+    named = {source for mapped in chain for each in mapped.made if each.where for source in each.sources.values()}
+    copied = {each.name: each.sources[place] for each in made if (place := _copied(each, inventory)) is not None}
+    in_target = list(copied) if like is None else parsed(like).in_order(copied)
+    position = {copied[name]: number for number, name in enumerate(in_target)}
+    apart = (*numbering, *(optimizer.path for optimizer in optimizers))
+    others = [name for name in inventory if not name.startswith(apart)]
+    models = []
+    for names in names_below(others, set(paths_in(root, "", ()))).values():
+        stay = [name for name in names if name in position]
+        are_in_order = sorted(stay, key=position.__getitem__) == stay
+        models.append((_count_shapes(names, inventory), _count_shapes(stay if are_in_order else (), inventory)))
+    for path, names in numbering.items():
+        families: dict[str, list[str]] = {}
+        for name in names:
+            number = _PLACE.match(name, len(path))
+            if number is not None:
+                families.setdefault(number[2], []).append(name)
+        for family in families.values():
+            shapes = _count_shapes(family, inventory)
+            is_kept = named.isdisjoint(family) and not position.keys().isdisjoint(family)
+            if is_kept and any(shapes <= of_model and not shapes <= left for of_model, left in models):
+                raise MapError(
+                    "tensors that may be told by the order of parameters alone would stay as they are, while the"
+                    " parameters do not",
+                    expected="tensors below names of parameters, which follow, or equations for these as well",
+                    got=f"{family[0]}, {len(family)} tensor{'s' * (len(family) > 1)} of shapes that parameters have",
+                    where=where,
+                    remedy="write equations for them, be it the same names on both sides, or leave them out"
+                    f" (--exclude '{path}*')",
+                )
+
+
+def _numbering(node: Any, path: str) -> Iterator[str]:
+    """Yield what names begin with in lists of tensors, and in what an optimizer has beside its groups and its state."""
+    has_groups = isinstance(value_of(node, GROUPS), list)
+    for key, value in numbered_state.parts_of(node):
+        begin = f"{path}{key}."
+        if not has_groups and not _is_list(value):
+            yield from _numbering(value, begin)
+        elif not has_groups or key not in (STATE_KEY, GROUPS):
+            yield begin
+
+
+def _is_list(node: Any) -> bool:
+    """Tell whether a part of a nest is a list of tensors, or a dictionary by numbers."""
+    entries = entries_of(node)
+    if entries is not None:
+        return bool(entries) and all(type(entry[0]) is int for entry in entries)
+    items = [item for _, item in numbered_state.parts_of(node) if item is not None]
+    return bool(items) and all((isinstance(item, dict) and "tensor" in item) or _is_list(item) for item in items)
+
+
+def _copied(tensor: DerivedTensor, inventory: Inventory) -> TermTensor | None:
+    """Return which of its sources a tensor is as it is; None if it is none."""
+    if len(tensor.shape.pairs) != 1:
+        return None
+    (pair,) = tensor.shape.pairs
+    whole = Box.whole(inventory[tensor.sources[pair.source]].shape)
+    is_whole = pair.region == pair.to == whole and tensor.shape.shape == whole.shape
+    return pair.source if is_whole and pair.order in (None, tuple(range(len(whole.shape)))) else None
+
+
+def _count_shapes(names: Iterable[str], inventory: Inventory) -> Counter[tuple[int, ...]]:
+    """Count, by shape, the tensors of more than one element."""
+    shapes = (inventory[name].shape for name in names)
+    return Counter(shape for shape in shapes if prod(shape) > 1)
