@@ -32,7 +32,7 @@ from reshard_mpi.mapping.optimizers import GROUPS, STATE_KEY, Optimizer
 from reshard_mpi.mapping.result import DerivedTensor, MapResult
 from reshard_mpi.sharding.box import Box
 
-_NUMBER = re.compile(rf"(^|\.){STATE_KEY}\.[0-9]+\.")
+_NUMBER = re.compile(rf"(?:^|\.){STATE_KEY}\.([0-9]+)\.")
 # The numbers in a name, and what is behind them.
 _PLACE = re.compile(r"([0-9]+(?:\.[0-9]+)*)(.*)", re.DOTALL)
 
@@ -52,10 +52,11 @@ def require_none_stranded(kept: Iterable[str], taken: Iterable[Match], inventory
     others = [name for name in inventory if not is_named_like_state(name)]
     match_of = {name: match for match in matches for name in (*match.sources.values(), *match.equal)}
     ends = frozenset(end for name in others if name not in match_of for end in _ends_of(name))
+    all_ends = frozenset(end for name in others for end in (name, *_ends_of(name)))
     match_of_shape = {inventory[name].shape: match for name, match in match_of.items()}
     for name in states:
         numbered = match_of_shape.get(inventory[name].shape)
-        if numbered is not None and _is_numbered(name):
+        if numbered is not None and _is_numbered(name, all_ends):
             raise MapError(
                 "state that torch numbers would stay as it is, while an equation takes parameters of its shape",
                 expected="torch's own file, or a checkpoint that this program has made of it, whose order is known",
@@ -86,10 +87,19 @@ def require_none_stranded(kept: Iterable[str], taken: Iterable[Match], inventory
                 )
 
 
-def _is_numbered(name: str) -> bool:
-    """Tell whether state of this name is kept under a number: `optimizer.state.0.exp_avg`."""
+def _is_numbered(name: str, ends: Container[str]) -> bool:
+    """Tell whether state of this name is kept under a number: `optimizer.state.0.exp_avg`.
+
+    Args:
+        ends: of the names of tensors that are no state. Modules may have numbers for names:
+            `optimizer.state.0.weight.exp_avg` is of `0.weight`.
+    """
     words = STATE_WORDS.intersection(parts_of(name)) - {STATE_KEY}
-    return bool(words) and _NUMBER.search(name) is not None
+    number = _NUMBER.search(name)
+    if not words or number is None:
+        return False
+    parts = name[number.end() :].split(".")
+    return all(f"{number[1]}.{'.'.join(parts[:length])}" not in ends for length in range(1, len(parts)))
 
 
 def _by_ends_of_names(taken: Iterable[Match]) -> Mapping[str, tuple[str, Match] | None]:

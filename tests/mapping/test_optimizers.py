@@ -1107,6 +1107,23 @@ def test_one_of_two_optimizers_by_numbers_may_be_left_out(tmp_path: Path) -> Non
         converted(tmp_path, source, MAP_OF_FILES)
 
 
+@pytest.mark.parametrize("models", [["critic"], ["critic", "ema"]])
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_state_below_the_name_of_a_module_that_is_a_number_is_not_numbered(
+    tmp_path: Path, models: list[str], is_flat: bool
+) -> None:
+    """The modules of torch's nn.Sequential have numbers for names."""
+    optimizer: dict[str, Any] = {
+        "state": {"0.weight": {"exp_avg": tensor(Q)}},
+        "param_groups": [{"lr": 0.5, "params": ["0.weight"]}],
+    }
+    if is_flat:
+        optimizer = {"state.0.weight.exp_avg": tensor(Q), "param_groups.0.weight.lr": 0.5}
+    source = {"actor": {"x": tensor(Q)}, "optim": optimizer, **{name: {"0.weight": tensor(Q)} for name in models}}
+    made = converted(tmp_path, source, '[[map]]\neq = "actor.x <=> actor.y"\n', forward=True)
+    assert [*made["actor"]] == ["y"] and made["optim"].keys() == optimizer.keys()
+
+
 @pytest.mark.parametrize("some", [["a"], ["a", "b"]])
 @pytest.mark.parametrize("is_flat", [False, True])
 def test_an_equation_may_take_the_state_of_all_parameters_out_of_an_optimizer_and_not_that_of_some(
