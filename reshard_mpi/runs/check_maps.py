@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
 from reshard_mpi.checkpoints import discovery
@@ -21,7 +21,7 @@ from reshard_mpi.engine.read import element_of
 from reshard_mpi.errors import MapError, StrategyError, UsageError
 from reshard_mpi.formats.dtypes import DType, numbers
 from reshard_mpi.formats.manifest import NEST
-from reshard_mpi.formats.tensor_table import ChunkedTensors
+from reshard_mpi.formats.tensor_table import ChunkedTensors, TensorTable
 from reshard_mpi.mapping.map_file import read_rules
 from reshard_mpi.mapping.numbered_state import named_tensors, training_in
 from reshard_mpi.mapping.result import DerivedTensor, Equal, MapResult
@@ -118,11 +118,18 @@ def _like(path: str) -> TargetTemplate:
     )
 
 
-def tied_tensors(source: SourceCheckpoint, names: Iterable[str]) -> Mapping[str, str]:
-    """Return those tensors of a file that are other ones once more, with the name of the first of these."""
-    if len(source.files.by_rank) != 1:
-        return {}
-    tensors = source.manifest(min(source.files.by_rank)).tensors
+def tied_tensors(source: SourceCheckpoint, names: Collection[str]) -> Mapping[str, str]:
+    """Return those tensors that are other ones once more in all files, with the name of the first of these."""
+    tied: Mapping[str, str] | None = None
+    for rank in sorted(source.files.by_rank):
+        shard = None if tied == {} else source.find(rank)
+        if shard is not None:
+            in_shard = _tied_in(shard.tensors, names)
+            tied = {name: other for name, other in in_shard.items() if tied is None or tied.get(name) == other}
+    return tied or {}
+
+
+def _tied_in(tensors: TensorTable, names: Collection[str]) -> dict[str, str]:
     if isinstance(tensors, ChunkedTensors):  # each is written by itself
         return {}
     first: dict[object, str] = {}

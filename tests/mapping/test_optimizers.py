@@ -155,6 +155,27 @@ def test_a_tied_weight_is_one_parameter(tmp_path: Path) -> None:
     assert [*made["optimizer"]["state"]] == ["embed", "qk", "bias", "out.kernel"]
 
 
+@pytest.mark.parametrize("untied_at", [None, 1])
+def test_a_weight_that_is_tied_in_the_files_of_all_ranks_is_one_parameter(
+    tmp_path: Path, untied_at: int | None
+) -> None:
+    """Every rank of data parallelism has saved its own file."""
+    for rank in range(2):
+        model = {"embed": Q, **MODEL, "head": Q.copy() if rank == untied_at else Q}
+        (tmp_path / f"src/rank_{rank}").mkdir(parents=True)
+        torch_peer.save(tmp_path / f"src/rank_{rank}/x.pt", training(model, ("embed", *PARAMETERS)))
+    (tmp_path / "two.toml").write_text("mesh = { data = 2 }\n[[parameter]]\nmatch = '*'\n")
+    (tmp_path / "map.toml").write_text(MAP_OF_FILES)
+    how = (tmp_path / "src", tmp_path / "dst", tmp_path / "two.toml")
+    if untied_at is not None:
+        with pytest.raises(MapError, match="6 parameters, and 5 numbers"):
+            reshard_mpi.transform(*how, map=tmp_path / "map.toml")
+    else:
+        reshard_mpi.transform(*how, map=tmp_path / "map.toml")
+        made = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")
+        assert [*made["optimizer"]["state"]] == ["embed", "qk", "bias", "out.kernel"]
+
+
 def spoiled(change: str) -> dict[str, Any]:
     source = training()
     optimizer = source["optimizer"]
