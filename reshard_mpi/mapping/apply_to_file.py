@@ -34,7 +34,7 @@ from reshard_mpi.mapping.optimizers import (
     optimizers_of,
     settings_of_all,
 )
-from reshard_mpi.mapping.rename_values import renamed
+from reshard_mpi.mapping.rename_values import renamed, without_emptied
 from reshard_mpi.mapping.result import DerivedTensor, MapResult, taken_of
 from reshard_mpi.mapping.rules import Rules
 from reshard_mpi.mapping.selection import Selection, TargetTemplate, is_chosen
@@ -84,7 +84,10 @@ def applied_to_file(
         sources_of = {tensor.name: _sources(tensor) for tensor in mapped.made}
         target = MadeTensors({tensor.name: tensor for tensor in mapped.made}, sources_of)
         require_own_state(((optimizer, optimizer) for optimizer in optimizers), inventory, target, source.path)
-        return MappedFile((mapped,), mapped.made, source.nest)
+        nest = source.nest
+        if nest is not None and choice.exclude:
+            nest = without_emptied(nest, training, inventory, sources_of)
+        return MappedFile((mapped,), mapped.made, nest)
     if source.nest is not None:
         inventory = {name: inventory[name] for name in in_order(source.nest, inventory, source.path)}
     training = _training(choice, inventory, source)
@@ -117,25 +120,26 @@ def applied_to_file(
     if source.nest is not None:
         of_like = None if like is None else like.nest
         require_none_by_order(source.nest, optimizers, inventory, in_files, all_made, of_like, source.path)
+    tensors = [*_names_made(in_files[-1])]
     if like is not None:
         notes += tuple(_told_of_order(like.training, like.path))
         if like.nest is None or source.nest is None:
             return MappedFile(in_files, all_made, like.nest, notes)
         # By their names in the target's file.
         new = carried_into(like.nest, source.nest, training, like.training, inventory, all_parameters, source.path)
+        names = [like.named.get(name, name) for name in like.shapes]
+        nest = without_emptied(new.text, like.training, names, tensors)
         require_own_state(new.known, inventory, target, source.path)
         unknown = (
             f"the settings of {path}param_groups are those of {like.path}: without the optimizer's state in both"
             " checkpoints nothing tells which group is which"
             for path in new.unknown
         )
-        return MappedFile(in_files, all_made, new.text, (*notes, *unknown))
+        return MappedFile(in_files, all_made, nest, (*notes, *unknown))
     if source.nest is None:
         return MappedFile(in_files, all_made, None)
-    last = in_files[-1]
-    made_up = (*(constant.name for constant in last.constants), *(number.name for number in last.computed))
-    tensors = [*(tensor.name for tensor in all_made), *made_up]
-    new = renamed(source.nest, training, inventory, all_parameters, tensors, source.path)
+    nest = without_emptied(source.nest, training, inventory, frozenset[str]().union(*sources_of.values()))
+    new = renamed(nest, training, inventory, all_parameters, tensors, source.path)
     require_own_state(new.known, inventory, target, source.path)
     begins = tuple(f"{each.path}state." for each, _ in new.known if each.form is not Form.FLAT)
     if training.optimizer is not None or any(derived.name.startswith(begins) for derived in all_made):

@@ -7,10 +7,11 @@ from collections.abc import Collection, Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
-from reshard_mpi.formats.nest.nodes import parsed, written
-from reshard_mpi.mapping.numbered_state import Training, entries_of
+from reshard_mpi.formats.nest.nodes import decoded, parsed, written
+from reshard_mpi.mapping.numbered_state import Training, entries_of, value_of
 from reshard_mpi.mapping.optimizers import (
     NOTHING,
+    STATE_KEY,
     Form,
     Key,
     MadeParameter,
@@ -70,6 +71,36 @@ def renamed(
     return NewNest(written(root, None if order is None else tensors), unknown, known)
 
 
+def without_emptied(nest: str, training: Training, tensors: Iterable[str], left: Iterable[str]) -> str:
+    """Return a nest whose optimizers have no entry for state that is left out: torch has none that is empty.
+
+    By names such entries stay if no parameter has state: torch would take the groups by their places.
+
+    Args:
+        tensors: the names of the tensors that it was made for; left: of those that are left.
+    """
+    root, order = parsed(nest)
+    before, after = sorted(tensors), sorted(left)
+    is_changed = False
+    for node, optimizer in optimizers_of(root, training):
+        states = value_of(node, STATE_KEY)
+        entries = entries_of(states) or []
+        begins = [f"{optimizer.path}{STATE_KEY}.{entry[0]}." for entry in entries]
+        kept = [
+            entry
+            for entry, begin in zip(entries, begins)
+            if entries_of(entry[-1]) != [] or _has_below(after, begin) or not _has_below(before, begin)
+        ]
+        if len(kept) < len(entries) and (kept or all(type(entry[0]) is int for entry in entries)):
+            states["dict"], is_changed = kept, True
+    return written(root, None if order is None else decoded(order)) if is_changed else nest
+
+
+def _has_below(names: Sequence[str], begin: str) -> bool:
+    place = bisect_left(names, begin)
+    return place < len(names) and names[place].startswith(begin)
+
+
 def _remove_emptied(node: Any, path: str, names: Sequence[tuple[str, str]]) -> None:
     """Remove such dictionaries from a part of a nest.
 
@@ -116,7 +147,7 @@ def _renamed(optimizer: Optimizer, made: Sequence[MadeParameter], gone: Containe
             states.setdefault(new, state)
     if optimizer.form is Form.NUMBERS:  # in the order of the model
         parameters = {parameter.name: parameters[parameter.name] for parameter in made if parameter.name in parameters}
-        states = dict[Key, Any](dict.fromkeys(parameters, NOTHING)) | states
+        states = states or dict[Key, Any](dict.fromkeys(parameters, NOTHING))  # torch takes groups by places without
         optimizer = optimizer._replace(form=Form.NAMES, keys={})
     elif optimizer.form is Form.FLAT and [*parameters] != [*optimizer.parameters]:
         optimizer = optimizer._replace(groups=[without_names(group) for group in optimizer.groups])
