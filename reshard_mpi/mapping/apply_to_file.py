@@ -34,11 +34,12 @@ from reshard_mpi.mapping.optimizers import (
     optimizers_of,
     settings_of_all,
 )
-from reshard_mpi.mapping.rename_values import renamed, without_emptied
+from reshard_mpi.mapping.rename_values import NewNest, renamed, without_emptied
 from reshard_mpi.mapping.result import DerivedTensor, MapResult, taken_of
 from reshard_mpi.mapping.rules import Rules
 from reshard_mpi.mapping.selection import Selection, TargetTemplate, is_chosen
 from reshard_mpi.mapping.stranded_state import require_none_by_order
+from reshard_mpi.text import shortened
 
 
 class SourceTree(NamedTuple):
@@ -57,6 +58,7 @@ class MappedFile(NamedTuple):
     made: tuple[DerivedTensor, ...]  # the tensors that the last one makes of others, as made of tensors of the file
     nest: str | None
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 def applied_to_file(
@@ -135,7 +137,7 @@ def applied_to_file(
             " checkpoints nothing tells which group is which"
             for path in new.unknown
         )
-        return MappedFile(in_files, all_made, nest, (*notes, *unknown))
+        return MappedFile(in_files, all_made, nest, (*notes, *unknown), tuple(_told_of_extra_state(new)))
     if source.nest is None:
         return MappedFile(in_files, all_made, None)
     nest = without_emptied(source.nest, training, inventory, frozenset[str]().union(*sources_of.values()))
@@ -150,7 +152,16 @@ def applied_to_file(
         f"the groups of {path}param_groups stay as they are: without the optimizer's state nothing tells whose they are"
         for path in new.unknown
     )
-    return MappedFile(in_files, all_made, new.text, notes)
+    return MappedFile(in_files, all_made, new.text, notes, tuple(_told_of_extra_state(new)))
+
+
+def _told_of_extra_state(new: NewNest) -> Iterator[str]:
+    """Yield a warning of values of modules that do not go where the modules' tensors go."""
+    if new.left_behind:
+        yield (
+            "values that modules keep beside their tensors do not follow these, since the maps take modules apart or"
+            f" together: {shortened(new.left_behind)}; set them anew in the target"
+        )
 
 
 def _told_of_order(training: Training, path: str) -> Iterator[str]:

@@ -28,7 +28,13 @@ from reshard_mpi.mapping.optimizers import (
     put,
     settings_in,
 )
-from reshard_mpi.mapping.rename_values import NewNest, treated_differently
+from reshard_mpi.mapping.rename_values import (
+    NewNest,
+    extra_state_renamed,
+    extra_states,
+    new_names_of,
+    treated_differently,
+)
 
 
 def carried_into(
@@ -74,8 +80,12 @@ def carried_into(
         elif not are_known and (len(own.groups) > 1 or len(of_source.groups) > 1):
             unknown.append(own.path)
     values.require_none_by_group(root, source_root, regrouped, where)
-    text = written(values.of(root, source_root, ""), None if order is None else decoded(order))
-    return NewNest(text, unknown, known)
+    made = values.of(root, source_root, "")
+    new_name_of, left_behind = extra_state_renamed(source_root, new_names_of(parameters))
+    extra = {new_name_of[name]: entry[1] for name, _, entry in extra_states(source_root) if name in new_name_of}
+    for name, _, entry in extra_states(made):
+        entry[1] = values.of(entry[1], extra.get(name), f"{name}.")
+    return NewNest(written(made, None if order is None else decoded(order)), unknown, known, left_behind)
 
 
 def _pairs(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.nest.nodes import decoded, parsed, written
-from reshard_mpi.mapping.numbered_state import Training, entries_of, value_of
+from reshard_mpi.mapping.numbered_state import Training, entries_of, parts_of, value_of
 from reshard_mpi.mapping.optimizers import (
     NOTHING,
     STATE_KEY,
@@ -22,6 +23,9 @@ from reshard_mpi.mapping.optimizers import (
     without_names,
 )
 
+# What torch calls what a module keeps besides its tensors, behind the module's name (torch.nn.Module.get_extra_state).
+_EXTRA_STATE = "_extra_state"
+
 
 class NewNest(NamedTuple):
     """The text of a nest, and the paths of optimizers in it."""
@@ -29,6 +33,7 @@ class NewNest(NamedTuple):
     text: str
     unknown: Sequence[str]  # nothing tells which parameters their groups have
     known: Sequence[tuple[Optimizer, Optimizer]] = ()  # the others, each with the source's
+    left_behind: Sequence[str] = ()  # extra state of modules that does not follow their tensors
 
 
 def renamed(
@@ -67,8 +72,80 @@ def renamed(
         new = _renamed(optimizer, made, gone, where)
         known.append((new, optimizer))
         put(node, new)
-    _remove_emptied(root, "", sorted((source, name) for name, sources, _ in parameters for source in sources))
-    return NewNest(written(root, None if order is None else tensors), unknown, known)
+    names = new_names_of(parameters)
+    new_name_of, left_behind = extra_state_renamed(root, names)
+    _move_extra_state(root, new_name_of)
+    _remove_emptied(root, "", names)
+    return NewNest(written(root, None if order is None else tensors), unknown, known, left_behind)
+
+
+def new_names_of(parameters: Iterable[MadeParameter]) -> list[tuple[str, str]]:
+    """Return names of tensors of the source, in order, each with the name of a tensor that is made of it."""
+    return sorted((source, name) for name, sources, _ in parameters for source in sources)
+
+
+def _names_below(names: Sequence[tuple[str, str]], begin: str) -> Sequence[tuple[str, str]]:
+    """Return the part of `new_names_of` that begins with a path, which is empty or ends with a dot."""
+    first, end = (bisect_left(names, (text, "")) for text in (begin, f"{begin[:-1]}/"))  # "/" comes after "."
+    return names[first:end] if begin else names
+
+
+def _nodes(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dictionaries in a part of a nest, each behind the beginning of the names in it."""
+    if entries_of(node) is not None:
+        yield path, node
+    for key, value in parts_of(node):
+        yield from _nodes(value, f"{path}{key}.")
+
+
+def extra_states(root: Any) -> Iterator[tuple[str, Any, list[Any]]]:
+    """Yield the names of modules' extra state in a nest, each with its dictionary and its entry there."""
+    for path, node in _nodes(root):
+        for entry in node["dict"]:
+            if len(entry) == 2 and isinstance(entry[0], str) and f".{entry[0]}".endswith(f".{_EXTRA_STATE}"):
+                yield f"{path}{entry[0]}", node, entry
+
+
+def extra_state_renamed(root: Any, names: Sequence[tuple[str, str]]) -> tuple[dict[str, str], list[str]]:
+    """Return new names of extra state of modules, by name, and the names of extra state that does not follow tensors.
+
+    It follows the tensors in it, or else those of its module, if all go to one module, and those of no other do.
+
+    Args:
+        names: as of `new_names_of`.
+    """
+    begins_of: dict[str, set[str]] = {}
+    for name, _, _ in extra_states(root):
+        module = name.removesuffix(_EXTRA_STATE)
+        own = _names_below(names, f"{name}.") or _names_below(names, module)
+        begins = {begin for source, new in own for begin in _begins_of_module(source[len(module) :], new)}
+        is_there = not own or module in begins or (not begins and any(new.startswith(module) for _, new in own))
+        begins_of[name] = {module} if is_there else begins
+    counts = Counter(begin for begins in begins_of.values() for begin in begins)
+    follow = {name: min(begins) for name, begins in begins_of.items() if len(begins) == 1 and counts[min(begins)] == 1}
+    new_name_of = {name: f"{begin}{_EXTRA_STATE}" for name, begin in follow.items()}
+    return new_name_of, [name for name in begins_of if name not in follow]
+
+
+def _begins_of_module(name: str, new: str) -> Iterator[str]:
+    """Yield the beginning of the names of the module that a tensor goes to. name: its own in the module before."""
+    if f".{new}".endswith(f".{name}"):
+        yield new.removesuffix(name)
+    elif "." not in name:
+        yield new[: new.rfind(".") + 1]
+
+
+def _move_extra_state(root: Any, new_name_of: Mapping[str, str]) -> None:
+    """Put extra state of modules into the dictionaries of a nest that take tensors of its new names."""
+    nodes = dict(_nodes(root))
+    moved = [each for each in extra_states(root) if new_name_of.get(each[0], each[0]) != each[0]]
+    for _, node, entry in moved:
+        node["dict"].remove(entry)
+    for name, node, entry in moved:
+        path = new_name_of[name]
+        while path and path not in nodes:
+            path = path[: path.rfind(".", 0, -1) + 1]
+        nodes.get(path, node)["dict"].append([new_name_of[name].removeprefix(path), entry[1]])
 
 
 def without_emptied(nest: str, training: Training, tensors: Iterable[str], left: Iterable[str]) -> str:
@@ -106,7 +183,7 @@ def _remove_emptied(node: Any, path: str, names: Sequence[tuple[str, str]]) -> N
 
     Args:
         path: what names of tensors in it begin with.
-        names: of tensors of the source, in order, each with the name of what is made of it.
+        names: as of `new_names_of`.
     """
     entries = entries_of(node) or []
     for entry in [entry for entry in entries if len(entry) == 2]:
@@ -114,8 +191,7 @@ def _remove_emptied(node: Any, path: str, names: Sequence[tuple[str, str]]) -> N
         if entries_of(entry[1]) != []:
             _remove_emptied(entry[1], begin, names)
             continue
-        first, end = (bisect_left(names, (text, "")) for text in (begin, f"{begin[:-1]}/"))  # "/" comes after "."
-        own = names[first:end]
+        own = _names_below(names, begin)
         are_below = [name.startswith(begin) for _, name in own]
         if any(are_below) and not all(are_below) and all(name != source for source, name in own):
             entries.remove(entry)

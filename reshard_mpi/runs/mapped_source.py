@@ -75,7 +75,7 @@ class _MapsOutcome(NamedTuple):
     notes: tuple[str, ...]
     # the names of the checkpoint's tensors that go into targets or are looked at
     needed: frozenset[str]
-    warnings: tuple[str, ...]  # of how the source is cut
+    warnings: tuple[str, ...]  # of how the source is cut, and of values that do not follow their tensors
 
     @property
     def left_out(self) -> tuple[str, ...]:
@@ -295,6 +295,7 @@ class MappedCheckpoint(SourceCheckpoint):
                 self.original.source.strategy.world_size > 1
             )  # the pieces of an index say only who has written what
             warnings = tuple(source_warnings(self._wanted(made_file.made), plan, rules)) if is_cut else ()
+            warnings += made_file.warnings
             self._made = _MapsOutcome(
                 plan, inventory, tuple(steps), made_file.made, manifest, made_file.notes, needed, warnings
             )

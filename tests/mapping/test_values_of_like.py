@@ -148,3 +148,56 @@ def test_an_optimizer_below_a_number_has_state_that_follows(tmp_path: Path, key:
     )
     loaded = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["optimizers"][key]
     assert [*loaded["state"]] == ["new.w"] and [*loaded["state"]["new.w"]] == ["exp_avg"]
+
+
+def with_extra_state(names: dict[str, int], kind: str) -> dict[str, Any]:
+    """Return a model whose modules keep a number besides their tensors, as torch has it of get_extra_state()."""
+    model: dict[str, Any] = {}
+    for name, number in names.items():
+        extra = {"number": number, "text": str(number), "beside a tensor": {"c": number, "h": tensor(number)}}[kind]
+        model |= {f"{name}.weight": tensor(number), f"{name}._extra_state": extra}
+    return model
+
+
+@pytest.mark.parametrize("kind", few(1, ["beside a tensor", "number", "text"]))
+@pytest.mark.parametrize("way", few(1, ["new names", "exchanged", "exchanged, like", "like below another key"]))
+def test_extra_state_of_a_module_goes_where_its_tensors_go(tmp_path: Path, kind: str, way: str) -> None:
+    source = {"model": with_extra_state({"0": 3, "1": 4}, kind)}
+    new = {"0": 4, "1": 3} if way.startswith("exchanged") else {"net.0": 3, "net.1": 4}
+    begin, options = "model.", dict[str, Any]()
+    if "like" in way:
+        begin = ""
+        key = "model" if way.startswith("exchanged") else "state_dict"
+        torch_peer.save(tmp_path / "like.pt", {key: with_extra_state(dict.fromkeys(new, 9), kind)})
+        options = {"like": tmp_path / "like.pt"}
+    pairs = [("0", "1"), ("1", "0")] if way.startswith("exchanged") else [("{n}", "net.{n}")]
+    text = "".join(f'[[map]]\neq = "{begin}{old}.{{p*}} <=> {begin}{other}.{{p*}}"\n' for old, other in pairs)
+    (tmp_path / "map.toml").write_text(text)
+    torch_peer.save(tmp_path / "x.pt", source)
+    report = reshard_mpi.transform(
+        tmp_path / "x.pt", tmp_path / "dst", map=tmp_path / "map.toml", forward=True, **options
+    )
+    (made,) = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt").values()
+    expected = with_extra_state(new, kind)
+    assert made.keys() == expected.keys() and not report.warnings
+    for name, number in new.items():
+        extra = made[f"{name}._extra_state"]
+        if kind == "beside a tensor":
+            assert (
+                extra["c"] == number
+                and torch_peer.sample_of("", extra["h"]).content == np.full(4, number, np.float32).tobytes()
+            )
+        else:
+            assert extra == expected[f"{name}._extra_state"]
+
+
+@pytest.mark.parametrize("is_like", [False, True])
+def test_extra_state_of_modules_that_are_put_together_is_warned_of(tmp_path: Path, is_like: bool) -> None:
+    torch_peer.save(tmp_path / "x.pt", {"model": with_extra_state({"a": 3, "b": 4}, "number")})
+    like = {"model": {"w": torch_peer.tensor(sample("", np.zeros((4, 2), np.float32)), str(next(_keys)))}}
+    torch_peer.save(tmp_path / "like.pt", like)
+    begin, options = ("", {"like": tmp_path / "like.pt"}) if is_like else ("model.", {})
+    equation = f"{begin}a.weight [a h], {begin}b.weight [b h] <=> {begin}w [(a + b) h]"
+    how = (tmp_path / "x.pt", tmp_path / "dst")
+    report = reshard_mpi.transform(*how, map=equation, forward=True, **options)
+    assert [text for text in report.warnings if r"model.a._extra_state, model.b._extra_state" in text]
