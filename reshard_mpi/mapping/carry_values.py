@@ -118,10 +118,12 @@ def _sources_of(
     sources = by_both_names(
         own.path, names[0], of_source.path, names[1], inventory, parameters, where, are_whole=own.form is Form.NUMBERS
     )
+    used = frozenset[str]().union(*sources.values())
     sources_of: dict[str, list[str]] = {}
     for name in own.parameters:
         key = str(own.keys.get(name, name))  # state may go by numbers in the file
-        themselves = () if own.form is Form.NUMBERS else (name,)  # no tensor may have the name
+        # No tensor may have the name. If another parameter is made of the one of this name, it is not this one.
+        themselves = () if own.form is Form.NUMBERS or name in used else (name,)
         of_it = sources.get(name, sources.get(key, themselves))
         sources_of[name] = sorted((source for source in of_it if source in place), key=place.__getitem__)
     return sources_of

@@ -373,7 +373,8 @@ def by_both_names(
     ends = {whole: name for name in left[:1] for whole in sources if whole.endswith(f".{name}")}
     begins = [whole.removesuffix(name) for whole, name in ends.items()]
     of_all = [begin for begin in begins if all(f"{begin}{name}" in sources for name in own_names)]
-    for name in left:
+    own_sources = dict(sources)
+    for name in own_names if len(of_all) == 1 else left:  # one may be the whole name of another
         fitting = {sources[f"{begin}{name}"] for begin in of_all}
         fitting = fitting or {own for whole, own in sources.items() if whole.endswith(f".{name}")}
         if len(fitting) > 1:
@@ -386,5 +387,5 @@ def by_both_names(
                 " optimizer's state out (--exclude)",
             )
         if fitting:
-            sources[name] = fitting.pop()
-    return sources
+            own_sources[name] = fitting.pop()
+    return own_sources

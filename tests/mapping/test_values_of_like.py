@@ -201,3 +201,37 @@ def test_extra_state_of_modules_that_are_put_together_is_warned_of(tmp_path: Pat
     how = (tmp_path / "x.pt", tmp_path / "dst")
     report = reshard_mpi.transform(*how, map=equation, forward=True, **options)
     assert [text for text in report.warnings if r"model.a._extra_state, model.b._extra_state" in text]
+
+
+def rates_made(
+    folder: Path, source: dict[str, Any], like: dict[str, Any], pairs: dict[str, str], **options: Any
+) -> Any:
+    """Return the rates of parameters after renames. pairs: the names of all tensors, before and after."""
+    text = "".join(f'[[map]]\neq = "{old} <=> {new}"\n' for old, new in pairs.items())
+    for name, values in (("x.pt", source), ("like.pt", like)):
+        torch_peer.save(folder / name, values)
+    (folder / "map.toml").write_text(text)
+    how = (folder / "x.pt", folder / "dst")
+    reshard_mpi.transform(*how, map=folder / "map.toml", like=folder / "like.pt", forward=True, **options)
+    groups = torch_peer.load(folder / "dst/rank_0/checkpoint_0.pt")["optim"]["param_groups"]
+    return {name: group["lr"] for group in groups for name in group["params"]}
+
+
+def test_a_name_that_is_the_whole_name_of_another_parameter_is_taken_as_the_others_are(tmp_path: Path) -> None:
+    rates = {"step.w": 0.1, "model.step.w": 0.2}
+    pairs = {"step.w": "model.step.w", "model.step.w": "model.model.step.w"}
+    pairs |= {f"optimizer.state.{name}.exp_avg": f"optim.state.{name}.exp_avg" for name in rates}
+    made = rates_made(tmp_path, training(rates), training(dict.fromkeys(rates, 7.0), "names"), pairs)
+    assert made == rates
+
+
+def test_settings_of_a_parameter_that_is_left_out_are_not_those_of_another_one_of_its_name(tmp_path: Path) -> None:
+    source = training({"a": 0.1, "b": 0.1, "head": 0.2}, "names")
+    like = training({"x": 7.0, "head": 7.0, "y": 7.0}, "names")
+    first, _, third = like["optim"]["param_groups"]
+    like["optim"]["param_groups"] = [{**first, "params": ["x", "head"]}, third]
+    new = {"a": "x", "b": "head", "head": "y"}
+    pairs = {f"model.{old}": f"model.{name}" for old, name in new.items()}
+    pairs |= {f"optim.state.{old}.exp_avg": f"optim.state.{name}.exp_avg" for old, name in new.items()}
+    made = rates_made(tmp_path, source, like, pairs, exclude=["model.head", "optim.state.head.*"])
+    assert (made["x"], made["y"]) == (0.1, 0.2)
