@@ -338,3 +338,30 @@ def test_texts_beside_tensors(tmp_path: Path) -> None:
     safetensors_peer.write(tmp_path / "m.safetensors", contents)
     with reshard_mpi.open(tmp_path / "m.safetensors") as checkpoint:
         assert checkpoint.attrs == {"learning_rate": "0.5"} == checkpoint.texts
+
+
+# How much is read
+
+
+@pytest.mark.parametrize(
+    "index", [np.s_[5], np.s_[3:200:16], np.s_[:, 1024:2048], np.s_[:, 8:16], np.s_[7:9, 5:7], np.s_[...]], ids=str
+)
+def test_only_what_is_asked_for_is_read(tmp_path: Path, index: Any) -> None:
+    """Long runs, and short ones that lie 16 KiB apart."""
+    wide = np.arange(256 * 4096, dtype=np.float32).reshape(256, 4096)
+    write_ranks({0: {"w": wide}}, tmp_path / "src", "safetensors")
+    with reshard_mpi.open(tmp_path / "src") as checkpoint:
+        taken = checkpoint["w"][index]
+        assert same(taken, wide[index])
+        (files,) = checkpoint.reader._idle
+        assert files.traffic.requested_bytes == taken.nbytes
+        assert not files.traffic.mapped_bytes
+
+
+def test_short_runs_that_lie_close_are_read_with_what_lies_between(tmp_path: Path) -> None:
+    narrow = np.arange(4096 * 64, dtype=np.float32).reshape(4096, 64)
+    write_ranks({0: {"w": narrow}}, tmp_path / "src", "safetensors")
+    with reshard_mpi.open(tmp_path / "src") as checkpoint:
+        assert same(checkpoint["w"][100:200, 3:5], narrow[100:200, 3:5])
+        (files,) = checkpoint.reader._idle
+        assert files.traffic.mapped_bytes <= 100 * narrow.strides[0] + 2 * 4096

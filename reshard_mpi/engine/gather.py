@@ -110,6 +110,8 @@ class Reduction:
 _MIN_RUN_BYTES = 1024
 # So are long ones that go straight to their places, if the region spans this many times its own size.
 _MIN_RUN_APART_BYTES, _FAR_APART = 4096, 2
+# Reading as much as this takes about as long as a call.
+_WIDE_GAP_BYTES = 8192
 # The bytes taken at a time to be converted, and to be joined.
 _CONVERTED_BYTES, _JOINED_BYTES = 4 * MIB, 2 * MIB
 # Where one range of a file becomes one run, this much is read at a time: it stays in the processor's second cache.
@@ -144,7 +146,7 @@ def gather(files: Files, copy: Copy, out: Array, out_box: Box, limits: Limits) -
         return
     stored = copy.source.stored
     assert stored is not None
-    if _is_read_singly(places, out.itemsize):
+    if _is_read_singly(places, out.itemsize) or (files.is_sparing and _is_sparse(places, out.itemsize)):
         _read_runs(files, Stream(stored), places, memoryview(out.reshape(-1).view(np.uint8).data), out.itemsize)
     else:
         _gather_windows(files, Stream(stored), copy, out, out_box, limits)
@@ -189,6 +191,13 @@ def _is_read_singly(places: Strides, itemsize: int) -> bool:
     if places.run_length * itemsize < _MIN_RUN_APART_BYTES:
         return False
     return places.is_in_source_order or places.source_span >= _FAR_APART * places.size
+
+
+def _is_sparse(places: Strides, itemsize: int) -> bool:
+    """Tell whether runs are so long, or so far apart, that reading what lies between them costs more than a call."""
+    gaps = places.size // places.run_length - 1
+    gap_bytes = (places.source_span - places.size) * itemsize // max(1, gaps)
+    return gap_bytes >= _WIDE_GAP_BYTES or places.run_length * itemsize >= _MIN_RUN_APART_BYTES
 
 
 def _gather_turned(files: Files, copy: Copy, out: Array, out_box: Box, limits: Limits) -> None:

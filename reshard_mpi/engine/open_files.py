@@ -64,9 +64,12 @@ class Files:
     Attributes:
         on_bytes: called with the number of target bytes just written.
         target: descriptor that is open for writing (and for reading, if `read_target` is called); the caller closes it.
+        is_sparing: whether as little as possible is read of sources besides what is asked for; else the kernel reads
+            ahead, and short runs are read with what lies between them.
     """
 
-    def __init__(self, on_bytes: OnBytes = lambda _: None, target: int = -1) -> None:
+    def __init__(self, on_bytes: OnBytes = lambda _: None, target: int = -1, *, is_sparing: bool = False) -> None:
+        self.is_sparing = is_sparing
         self._sources: OrderedDict[str, SourceFile] = OrderedDict()
         self._target = target
         self._kernel_copies = True
@@ -273,6 +276,9 @@ class Files:
                 source = self._sources[path] = open_file(path)
             except OSError as error:
                 raise unreadable(path, error) from error
+            if self.is_sparing:
+                with suppress(OSError):
+                    source.advise_random()
             if len(self._sources) > _MAX_OPEN_FILES:
                 self._sources.popitem(last=False)[1].close()
         return source

@@ -63,7 +63,7 @@ class RegionReader:
         try:
             files = self._idle.pop()
         except IndexError:
-            files = Files()
+            files = Files(is_sparing=True)
         try:
             run = _run(group, place, indices, out)
             if run is not None:

@@ -131,6 +131,10 @@ class SourceFile:
         """Copy bytes to the file `target` inside the kernel; return how many, which may be too few. Raises OSError."""
         return os.copy_file_range(self._descriptor, target, length_bytes, offset, target_offset)
 
+    def advise_random(self) -> None:
+        """Advise the kernel to read nothing but what is asked for. Raises OSError if it takes no advice."""
+        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+
     def advise(self, offset: int, length_bytes: int) -> None:
         """Advise the kernel to read bytes ahead. Raises OSError if it takes no advice."""
         os.posix_fadvise(self._descriptor, offset, length_bytes, os.POSIX_FADV_WILLNEED)
