@@ -109,6 +109,25 @@ class CheckpointConformance(FormatUnderTest):
 
     @_inherited
     @given(arrays=tensors(), data=st.data())
+    def test_slices_are_those_of_numpy(self, arrays: ArraysByName, data: st.DataObject) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            conversion = self._opened(Path(folder), arrays, data)
+            rank = data.draw(st.integers(0, conversion.target.world_size - 1))
+            reader = RegionReader(conversion.limits, {})
+            for group in conversion.plan(rank).tensors.groups:
+                for place, name in enumerate(group.names):
+                    whole = _cut(arrays[name], _box(conversion.target, name, arrays[name].shape, rank))
+                    indices = [_indices(length, data) for length in whole.shape]
+                    expected = whole[np.ix_(*indices)] if indices else whole
+                    out = np.empty(expected.shape[::-1], whole.dtype).T
+                    if data.draw(st.booleans()):
+                        out = np.empty_like(out, order="C")
+                    reader.read(group, place, indices, out)
+                    assert out.tobytes() == expected.tobytes(), (name, indices)
+            reader.close()
+
+    @_inherited
+    @given(arrays=tensors(), data=st.data())
     def test_a_lost_file_is_replaced_or_refused(self, arrays: ArraysByName, data: st.DataObject) -> None:
         with tempfile.TemporaryDirectory() as folder:
             conversion = self._opened(Path(folder), arrays, data)
@@ -145,6 +164,12 @@ class CheckpointConformance(FormatUnderTest):
         strategy = self.write(folder, arrays, data)
         source = open_source(self.found(folder), strategy)
         return Conversion(source, _target(arrays, data), Policy(replicas=Replicas.CHECK))
+
+
+def _indices(length: int, data: st.DataObject) -> range:
+    """Draw indices of a dimension, ascending."""
+    first = data.draw(st.integers(0, max(0, length - 1)))
+    return range(first, data.draw(st.integers(first, length)), data.draw(st.sampled_from([1, 1, 2, 5])))
 
 
 def _target(arrays: ArraysByName, data: st.DataObject) -> Strategy:
