@@ -31,6 +31,7 @@ LOSSES = {
     "4_precision": ("mixed/losses_resumed.json", ["fp16", "fp32", "mixed"]),
     "5_migration": ("notes/mindspore_1.json", []),
     "6_fsdp": ("losses_2.json", []),
+    "7_load_through": ("losses_through.json", []),
 }
 
 
