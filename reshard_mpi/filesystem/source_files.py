@@ -132,7 +132,7 @@ class SourceFile:
         return os.copy_file_range(self._descriptor, target, length_bytes, offset, target_offset)
 
     def advise_random(self) -> None:
-        """Advise the kernel to read nothing but what is asked for. Raises OSError if it takes no advice."""
+        """Advise the kernel against reading ahead. Raises OSError if it takes no advice."""
         os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_RANDOM)
 
     def advise(self, offset: int, length_bytes: int) -> None:

@@ -25,7 +25,7 @@ from reshard_mpi.text import MIB
 PAGES = [README, *sorted(GUIDE.glob("*.md"))]
 # Of the command line itself, and those of other programs.
 _OTHERS = {"--help", "--array", "--dependency", "--kill-on-invalid-dep", "--mpi", "--nodes", "--ntasks", "--parsable"}
-_OTHERS |= {"--mem", "--wrap"}
+_OTHERS |= {"--mem", "--nproc-per-node", "--wrap"}
 
 
 def table_of(page: str, heading: str) -> list[list[str]]:

@@ -26,7 +26,7 @@ if __name__ == "__main__":
     if not apart <= MOST_APART:
         sys.exit(f"the losses of torch and MindSpore are {apart} apart")
     print(
-        "proved: 7_load_through: MindSpore's checkpoint of 8 ranks, loaded into FSDP on 4 processes without a second copy:"
+        "proved: 7_load_through: MindSpore's checkpoint of 8 ranks, loaded into FSDP on 4 processes without a copy:"
         f" {len(alone)} losses are those of the converted checkpoint, and those of MindSpore alone (at most {apart:.0e}"
         " apart)"
     )

@@ -18,7 +18,8 @@ echo "=== torch: the 10 steps that were left, on 4 processes, from the shards wh
 torchrun --standalone --nproc-per-node 4 "$STORY/train_torch.py" losses_through.json --through eight
 
 echo "=== the same from a checkpoint that was converted"
-reshard-mpi transform eight converted --src-strategy "$STORY/eight_ranks.toml" --map torch-mindspore --like like.pt --to dcp
+reshard-mpi transform eight converted --src-strategy "$STORY/eight_ranks.toml" --map torch-mindspore --like like.pt \
+    --to dcp
 torchrun --standalone --nproc-per-node 4 "$STORY/train_torch.py" losses_converted.json --resume converted
 
 python "$STORY/prove.py"
