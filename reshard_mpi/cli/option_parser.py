@@ -274,6 +274,13 @@ class CommandParser(argparse.ArgumentParser):
             self.error(f"too many arguments: {shortened(list(map(repr, superfluous)))}")
         return options, []
 
+    def _match_arguments_partial(self, actions: Sequence[argparse.Action], arg_strings_pattern: str) -> list[int]:
+        """Leave an argument that may be missing for later if more come behind options, as in PATH --json GLOB."""
+        counts = super()._match_arguments_partial(actions, arg_strings_pattern)
+        while counts and not counts[-1] and "A" in arg_strings_pattern[sum(counts) :]:
+            counts.pop()
+        return counts
+
     def _unknown_options(self, arguments: Iterable[str]) -> Iterator[str]:
         """Yield the long options that this parser does not have. Those behind the name of a command are not its own."""
         for argument in arguments:

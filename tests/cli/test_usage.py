@@ -69,6 +69,23 @@ def test_what_was_meant(arguments: list[str], says: str) -> None:
     assert second == f"  what to do: {first.partition(':')[0]} --help"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "given"),
+    [
+        (["inspect", "a", "--json", "b"], ("a", "b")),
+        (["inspect", "--json", "a", "--rank", "0", "b"], ("a", "b")),
+        (["inspect", "a", "--rank", "0"], ("a", None)),
+        (["verify", "a", "--select", "x", "b", "-q"], ("a", "b")),
+        (["verify", "a", "--select", "x"], ("a", None)),
+        (["verify", "--select", "x", "a", "b"], ("a", "b")),
+    ],
+    ids=lambda value: " ".join(map(str, value)),
+)
+def test_what_may_be_left_out_may_stand_behind_options(arguments: list[str], given: tuple[str, str | None]) -> None:
+    options = parser().parse_args(arguments)
+    assert (options.source, getattr(options, "other" if arguments[0] == "inspect" else "target")) == given
+
+
 def test_the_same_twice_and_what_only_says_how_it_goes_may_be_given_again() -> None:
     asked = ("transform", "a", "b", "--to", "hf", "--to=hf", "--like", "c", "--like", "c")
     options = parser().parse_args([*asked, "--jobs", "1", "--jobs", "2", "--memory", "1G", "--memory", "2G"])
