@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
@@ -69,15 +70,21 @@ def inspect(
             remedy="leave out the pattern of names",
         )
     if not any(_names(facts)):
-        meant = did_you_mean(names, _names(_facts(where, wanted._replace(names=None))))
-        raise SourceError(
-            f"no {'parameter' if kind == 'strategy' else 'tensor'} has a name like this{meant}",
-            expected="a pattern of names, such as 'layers.0.*', or the path of another checkpoint",
-            got=names,
-            where=where,
-            remedy=f"reshard-mpi inspect {where} '*' lists all",
-        )
+        what = "parameter" if kind == "strategy" else "tensor"
+        raise no_such_name(what, names, _names(_facts(where, wanted._replace(names=None))), where)
     return {**facts, "names": names}
+
+
+def no_such_name(what: str, pattern: str, names: Iterable[str], where: str) -> SourceError:
+    """Return the error for a pattern that none of the names of `what` matches."""
+    name = pattern.partition("[")[0] if pattern.endswith("]") else pattern  # of a tensor, with a slice behind
+    return SourceError(
+        f"no {what} has a name like this{did_you_mean(name, names)}",
+        expected="a pattern of names, such as 'layers.0.*', or the path of another checkpoint",
+        got=pattern,
+        where=where,
+        remedy=f"reshard-mpi inspect {where} '*' lists all",
+    )
 
 
 class _TensorFilter(NamedTuple):
@@ -201,14 +208,15 @@ def _shard(manifest: Manifest, wanted: _TensorFilter) -> dict[str, Any]:
 
 
 def _totals(shards: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Return how many tensors there are, in how many parts, and by type the number of parts and their bytes."""
+    """Return how many tensors there are, in how many parts, and by type the parts, elements and bytes."""
     names: set[str] = set()
     by_type: dict[str, dict[str, int]] = {}
     for shard in shards:
         names.update(shard["tensors"])
         for tensor in shard["tensors"].values():
-            of_type = by_type.setdefault(tensor["dtype"], {"parts": 0, "size_bytes": 0})
+            of_type = by_type.setdefault(tensor["dtype"], {"parts": 0, "elements": 0, "size_bytes": 0})
             of_type["parts"] += 1
+            of_type["elements"] += math.prod(tensor["shape"])
             of_type["size_bytes"] += tensor["size_bytes"]
     return {
         "tensors": len(names),

@@ -73,7 +73,10 @@ def _tensor_lines(checkpoint: dict[str, Any]) -> list[str]:
 
 def _total_line(totals: dict[str, Any]) -> str:
     parts = f" in {totals['parts']} parts" if totals["parts"] != totals["tensors"] else ""
-    types = [f"{of['parts']} {name} ({format_bytes(of['size_bytes'])})" for name, of in totals["by_type"].items()]
+    types = [
+        f"{of['parts']} {name} ({counted(of['elements'], 'element')}, {format_bytes(of['size_bytes'])})"
+        for name, of in totals["by_type"].items()
+    ]
     count = counted(totals["tensors"], "tensor")
     return f"  total: {count}{parts}, {format_bytes(totals['size_bytes'])}: {', '.join(types) or 'none'}"
 

@@ -25,7 +25,7 @@ from reshard_mpi.cli.option_parser import (
     strategies_of,
     work_of,
 )
-from reshard_mpi.options import RANK
+from reshard_mpi.options import OPTIONS, RANK
 
 if TYPE_CHECKING:
     from reshard_mpi.runs.request import Request
@@ -177,17 +177,30 @@ def _add_governor(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", type=path, metavar="PATH", help="what to look at")
+    parser.add_argument("source", type=path, metavar="PATH", help="what to look at")
     parser.add_argument(
         "other",
         type=path,
-        metavar="GLOB|OTHER",
+        metavar="GLOB|OTHER|TENSOR[SLICE]",
         nargs="?",
         help="tensors whose names match, such as 'layers.0.*', with the ranks that hold them; or the path of another"
-        " checkpoint, to list the tensors that are not alike in both: names, types and shapes",
+        " checkpoint, to list the tensors that are not alike in both: names, types and shapes; or elements of the whole"
+        " tensor of this name, as numpy prints them, such as 'layers.0.w[:4, -1]'",
     )
-    add(parser, "rank", "look at the shards of these ranks only, such as 3 or 0-3,8 (repeatable)")
-    form = parser.add_mutually_exclusive_group()
+    add_files(parser, "PATH", rank="list the shards of these ranks only, such as 3 or 0-3,8 (repeatable)")
+    strategies = strategies_of(parser)
+    add(strategies, "src_strategy", "how PATH is sharded, to read elements (default: as its shards say)")
+    sampled = "sample: hold the strategy against PATH, as transform does. any: trust (default: %(default)s)"
+    add(strategies, "replicas", sampled, choices=("any", "sample"))
+    add_map(parser, "PATH", "what is read")
+    printed = parser.add_argument_group("what is printed")
+    printed.add_argument(
+        "--stats",
+        action="store_true",
+        help="of TENSOR[SLICE], of the tensors whose names match, or of all: least and largest element, mean, norm, and"
+        " how many are NaN, infinite and zero; NaN and infinities are in the counts only",
+    )
+    form = printed.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print it as JSON")
     form.add_argument(
         "--toml",
@@ -282,8 +295,14 @@ def _add_conversion(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     return work
 
 
+def reading_options(options: argparse.Namespace) -> list[str]:
+    """Return the options that were given to `inspect` for reading elements, as they are written."""
+    known = [(OPTIONS[name], value) for name, value in vars(options).items() if name in OPTIONS and name != "rank"]
+    return [option.flag for option, value in known if (value or None) != (option.default or None)]
+
+
 def request(options: argparse.Namespace) -> Request:
-    """Build the request of `transform`, `plan`, `verify` or `diff` from its parsed arguments."""
+    """Build the request of a command that opens a checkpoint from its parsed arguments."""
     from reshard_mpi.runs.request import Request
 
     given = {
@@ -291,7 +310,7 @@ def request(options: argparse.Namespace) -> Request:
         for name, value in vars(options).items()
         if name in Request._fields
     }
-    given["target"] = options.target or options.source
+    given["target"] = getattr(options, "target", None) or options.source
     return Request.of(given)._replace(recorded=options.command not in ("verify", "diff"))
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import reshard_mpi.formats  # not from the package, which would look for a function of that name first
-from reshard_mpi.cli.arguments import parser, request
+from reshard_mpi.cli.arguments import parser, reading_options, request
 from reshard_mpi.cli.first_lease import end_if_stopped, stopped_text
 from reshard_mpi.cli.output import (
     asked_pictures,
@@ -320,19 +320,28 @@ def _inspect(options: argparse.Namespace) -> int:
     from reshard_mpi.checkpoints.inspection import inspect, strategy_as_toml
 
     as_text = inspection_text.as_text
+    if not options.toml and (options.stats or (options.other or "").endswith("]")):
+        from reshard_mpi.cli.tensor_values import show_values
+
+        if show_values(options):
+            return 0
+    if useless := reading_options(options):
+        expected = "TENSOR[SLICE] with the exact name of a tensor, or --stats"
+        raise UsageError(f"{useless[0]} goes with elements of tensors", expected=expected, got="a list of tensors")
     if options.toml:
-        if options.other is not None or options.rank:
-            raise UsageError("--toml prints a strategy", expected="PATH alone", got="GLOB, another path or --rank")
-        show(strategy_as_toml(options.path))
+        if options.other is not None or options.rank or options.stats:
+            got = "GLOB, another path, --rank or --stats"
+            raise UsageError("--toml prints a strategy", expected="PATH alone", got=got)
+        show(strategy_as_toml(options.source))
         return 0
     if options.other is not None and os.path.lexists(options.other):
         if options.rank:
             raise UsageError(
                 "--rank goes with one checkpoint", expected="PATH, or PATH and GLOB", got="two checkpoints"
             )
-        facts, as_text = inspection_text.compare(options.path, options.other), inspection_text.comparison_text
+        facts, as_text = inspection_text.compare(options.source, options.other), inspection_text.comparison_text
     else:
-        facts = inspect(options.path, options.other, rank=options.rank)
+        facts = inspect(options.source, options.other, rank=options.rank)
     show(json.dumps(facts, indent=1) if options.json else as_text(facts))
     return 0
 
