@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property, lru_cache
-from types import EllipsisType, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard_mpi.api.calls import PathLike, public, request_of
+from reshard_mpi.api.tensor_index import Index, chosen_of, overlaps
 from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.errors import (
-    OutOfRangeError,
     ShardError,
     UnknownTensorError,
     UsageError,
@@ -36,9 +35,6 @@ if TYPE_CHECKING:
     from reshard_mpi.engine.regions import RegionReader
     from reshard_mpi.journal.provenance import Sources
     from reshard_mpi.planning.rank_plan import Group, RankPlan
-
-# What selects elements: an integer or a slice for each dimension, or `...` for several.
-Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
 
 
 class SourcePart(NamedTuple):
@@ -108,7 +104,7 @@ class Tensor:
         """
         import numpy as np
 
-        chosen, view = _chosen(index, self.shape, self.name)
+        chosen, view = chosen_of(index, self.shape, self.name)
         array: np.ndarray[Any, Any] = np.empty([*map(len, chosen)], self.dtype)
         self._checkpoint.reader.read(self._group, self._place, chosen, array)
         return array if view is None else array[view]
@@ -130,7 +126,7 @@ class Tensor:
 
         If it raises, `array` may be filled in part. Raises as `tensor[...]` does.
         """
-        chosen, view = _chosen(box, self.shape, self.name)
+        chosen, view = chosen_of(box, self.shape, self.name)
         if any(isinstance(each, slice) and each.step for each in view or ()):
             raise UsageError("a box has a negative step", expected="elements in their order", where=self.name)
         self.check_array(array, tuple(map(len, chosen)))
@@ -152,14 +148,14 @@ class Tensor:
             )
         if not array.flags.writeable:
             raise UsageError("the array cannot be written to", where=self.name, remedy="make a copy of it")
-        if _overlaps(array):
+        if overlaps(array):
             raise UsageError("elements of the array share memory", where=self.name, remedy="make a copy of it")
 
     def sources(self, box: Index = ...) -> tuple[SourcePart, ...]:
         """Return which parts of files the elements come from; see `Checkpoint.sources`."""
         from reshard_mpi.formats.locations import paths_of
 
-        chosen, _ = _chosen(box, self.shape, self.name)
+        chosen, _ = chosen_of(box, self.shape, self.name)
         if not all(map(len, chosen)):
             return ()
         plan = self._group.tensor(self._place)
@@ -352,76 +348,6 @@ def _checkpoint_again(request: Request, rank: int, sources: Sources) -> Checkpoi
 
 def _tensor_again(checkpoint: Checkpoint, name: str) -> Tensor:
     return checkpoint[name]
-
-
-def _chosen(
-    index: Index, shape: tuple[int, ...], name: str
-) -> tuple[list[range], tuple[int | slice | EllipsisType, ...] | None]:
-    """Return the chosen indices of each dimension, ascending, and the view of these elements that was asked for.
-
-    The view turns slices of negative steps, and leaves out dimensions of integers; None: all as it is. Raises
-    UsageError for an index that is none.
-    """
-    given = index if isinstance(index, tuple) else (index,)
-    has_ellipsis = any(each is ... for each in given)
-    missing = len(shape) - len(given) + has_ellipsis
-    if missing < 0:
-        raise OutOfRangeError(
-            "an index has too many dimensions", expected=f"{len(shape)} at most", got=repr(index), where=name
-        )
-    if has_ellipsis or missing:
-        where = next((number for number, each in enumerate(given) if each is ...), len(given))
-        given = (*given[:where], *(slice(None),) * missing, *given[where + has_ellipsis :])
-    chosen: list[range] = []
-    view: list[int | slice] = []
-    for each, length in zip(given, shape):
-        if type(each) is slice:
-            indices = _indices(each, length, name)
-            view.append(_BACKWARDS if indices.step < 0 else _ALL)
-            chosen.append(indices[::-1] if indices.step < 0 else indices)
-        else:
-            number = _integer(each, length, name)
-            view.append(0)
-            chosen.append(range(number, number + 1))
-    if view == [_ALL] * len(view) and (view or has_ellipsis):
-        return chosen, None
-    # As in numpy, an index with `...` has an array for its result, be it one of no dimensions.
-    return chosen, (*view, ...) if has_ellipsis else tuple(view)
-
-
-_ALL, _BACKWARDS = slice(None), slice(None, None, -1)
-
-
-def _indices(chosen: slice, length: int, name: str) -> range:
-    try:
-        return range(*chosen.indices(length))
-    except (TypeError, ValueError) as error:
-        raise WrongTypeError("a slice has a wrong bound", got=f"{chosen}: {error}", where=name) from None
-
-
-def _integer(index: object, length: int, name: str) -> int:
-    """Return an index counted from the start. Raises UsageError for anything else, OutOfRangeError beyond the end."""
-    try:
-        if isinstance(index, bool):
-            raise TypeError
-        number = operator.index(index)  # type: ignore[arg-type]
-    except TypeError:
-        raise wrong_type(f"an index of {name}", "integers, slices and one `...`", index) from None
-    if not -length <= number < length:
-        raise OutOfRangeError(
-            "an index is out of range", expected=f"{-length} to {length - 1}", got=str(number), where=name
-        )
-    return number % length
-
-
-def _overlaps(array: np.ndarray[Any, Any]) -> bool:
-    """Tell whether elements of an array may share memory."""
-    reach = array.itemsize
-    for stride, length in sorted((abs(stride), length) for stride, length in zip(array.strides, array.shape)):
-        if length > 1 and stride < reach:
-            return array.size > 0
-        reach += (length - 1) * stride
-    return False
 
 
 def _like(name: object, names: Mapping[str, object]) -> str:

@@ -51,12 +51,10 @@ class _Choice(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor, written: str) -> _Choice:
-        given = _parsed(written, tensor.name)
-        sources = tensor.sources(given)  # which raises an error for an index that the tensor does not have
-        where = given.index(...) if ... in given else len(given)
-        behind = given[where + 1 :]
-        every: tuple[Any, ...] = (*given[:where], *[slice(None)] * (tensor.ndim - where - len(behind)), *behind)
-        return cls(tensor, written, tuple(range(length)[each] for each, length in zip(every, tensor.shape)), sources)
+        from reshard_mpi.api.tensor_index import positions
+
+        index = _parsed(written, tensor.name)
+        return cls(tensor, written, positions(index, tensor.shape, tensor.name), tensor.sources(index))
 
     @property
     def kept(self) -> tuple[range, ...]:
