@@ -1,4 +1,4 @@
-"""Understand indices of tensors, as those of numpy's arrays (`positions`, `chosen_of`)."""
+"""Understand an index of a tensor as numpy does (`positions`, `chosen_of`)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def positions(index: Index, shape: tuple[int, ...], name: str) -> tuple[int | ra
 def chosen_of(
     index: Index, shape: tuple[int, ...], name: str
 ) -> tuple[list[range], tuple[int | slice | EllipsisType, ...] | None]:
-    """Return the chosen positions in each dimension, ascending, and the view of these elements that was asked for.
+    """Return the chosen positions in each dimension, ascending, and the view of these elements that the index means.
 
     The view turns slices of negative steps, and leaves out dimensions of integers; None: all as it is. Raises as
     `positions` does.
