@@ -39,9 +39,11 @@ class RegionReader:
         self._limits = limits
         self._versions = dict(versions)
         self._idle: deque[Files] = deque()  # appended to and taken from without a lock, which a child might inherit
+        self._is_closed = False
 
     def close(self) -> None:
-        """Close all files."""
+        """Close all files, those that other threads read from as soon as they have read."""
+        self._is_closed = True
         while self._idle:
             with self._idle.pop():
                 pass
@@ -74,6 +76,8 @@ class RegionReader:
                 self._read(files, group.tensor(place), indices, out.view(raw_dtype(group.kind.dtype)), paths)
         finally:
             self._idle.append(files)
+            if self._is_closed:
+                self.close()
         self._require_unchanged(paths)
 
     def _read(self, files: Files, tensor: TensorPlan, indices: Sequence[range], out: Array, paths: set[str]) -> None:
