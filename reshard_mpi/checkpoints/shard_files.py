@@ -72,7 +72,7 @@ class ShardFiles(NamedTuple):
         Of a folder with an index those that are there: for one that is missing others may hold the same.
         """
         assert self.looks is not None
-        return self.looks.sources(self._paths(ranks))
+        return self.looks.sources(self._paths(ranks), (path for paths in self.by_rank.values() for path in paths))
 
     def versions(self, ranks: Iterable[int]) -> dict[str, FileVersion]:
         """Return the versions of the same files by path."""

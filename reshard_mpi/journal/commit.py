@@ -94,7 +94,7 @@ class EarlierTarget(NamedTuple):
         earlier = self.record.evidence.sources
         require_same_sources({self.record.rank: earlier, target_rank: sources}, _ANEW)
         saved = (file.modified_ns for file in sources.files)
-        now_ns = max(self.written_ns, *saved, *(version.changed_ns for version in sources.versions), 0)
+        now_ns = max((self.written_ns, *saved))
         require_one_state({self.record.rank: (earlier, self.written_ns), target_rank: (sources, now_ns)}, _ANEW)
 
 

@@ -2,7 +2,8 @@
 
 Size and time of modification tell a file from another that has taken its place. Structure does not: the checkpoint of
 another step has the same one. Within one run the time of the last change of status is compared as well, which nobody
-can set back; of all files together it is recorded too, for sources that are gone when targets are compared.
+can set back; it is not recorded, since a copy of the source has others. A few other files of the source are recorded
+too, by which targets that have no file in common are compared.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache
+from heapq import nsmallest
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
+from zlib import crc32
 
 from reshard_mpi.errors import DisagreementError
 from reshard_mpi.filesystem.source_files import FileVersion, is_folder, version_of
@@ -25,6 +28,8 @@ from reshard_mpi.planning.rank_plan import RankPlan, SharedFact, StageDigest
 from reshard_mpi.planning.source_flaws import PrefixDigest
 
 _MANY = 3
+# Of a source of thousands of files no process looks at all. Who exchanges a checkpoint exchanges nearly all.
+_MOST_SEEN = 32
 # Kernels keep whole seconds in 64 bits, and a file system may keep any of these times.
 MAX_NS = (1 << 63) * 10**9
 
@@ -35,6 +40,14 @@ class FileState(NamedTuple):
     path: str
     size_bytes: int
     modified_ns: int
+
+    @classmethod
+    def of(cls, facts: Sequence[Any]) -> FileState:
+        """Return the state that a record has of a file. Raises TypeError or ValueError if it is impossible."""
+        path, size, modified = facts
+        return cls(
+            record_files.path_below(path), record_files.number(size), record_files.number(modified, -MAX_NS, MAX_NS)
+        )
 
     def __str__(self) -> str:
         seconds, rest = divmod(self.modified_ns, 10**9)
@@ -49,35 +62,30 @@ class Sources(NamedTuple):
     """Files of the source under `folder`, in the order of their ranks.
 
     Attributes:
-        changed_ns: when the status of any was last changed before the target was made (nanoseconds since 1970): a
-            backup that is restored has the times at which its files were saved. 0 in records of earlier versions.
+        seen: a sample of all files of the checkpoint, as they lay there when the target was planned. None in records
+            of earlier versions.
         named, versions: only within the run that has looked at the files: the folder by the name that it is read by,
             which may be a link that leads elsewhere later; and the version of each, which tells more.
     """
 
     folder: str = ""
     files: tuple[FileState, ...] = ()
-    changed_ns: int = 0
+    seen: tuple[FileState, ...] | None = None
     named: str = ""
     versions: tuple[FileVersion, ...] = ()
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Sources:
         """Parse the sources that `as_json` wrote. Raises KeyError, TypeError or ValueError for other facts."""
-        files = tuple(
-            FileState(
-                record_files.path_below(path), record_files.number(size), record_files.number(modified, -MAX_NS, MAX_NS)
-            )
-            for path, size, modified in record_files.each(facts["files"], tuple)
-        )
+        files = record_files.each(facts["files"], FileState.of)
+        seen = _shared(record_files.each(facts["seen"], FileState.of)) if "seen" in facts else None
         folder = facts["folder"]
-        changed_ns = record_files.number(facts.get("changed_ns", 0), -MAX_NS, MAX_NS)
-        return cls(record_files.path(folder) if folder or files else "", files, changed_ns)
+        return cls(record_files.path(folder) if folder or files or seen else "", files, seen)
 
     def as_json(self) -> dict[str, Any]:
         """Return plain values."""
-        files = [list(file) for file in self.files]
-        return {"folder": self.folder, "files": files, "changed_ns": self.changed_ns}
+        seen = {} if self.seen is None else {"seen": self.seen}
+        return {"folder": self.folder, "files": self.files, **seen}
 
     def require_unchanged(self, problem: str, remedy: str) -> None:
         """Raise DisagreementError, which says `problem`, if a file has changed.
@@ -98,7 +106,7 @@ class Sources(NamedTuple):
             )
 
     def is_as_it_was(self, file: FileState, states: dict[tuple[str, FileState], bool | None]) -> bool | None:
-        """Tell whether one of the files is still the same; None if it is gone.
+        """Tell whether one of the files is still the same; None if it is gone, or cannot be looked at any more.
 
         Args:
             states: what is known of files in their folders, which is added to.
@@ -107,7 +115,7 @@ class Sources(NamedTuple):
         if key not in states:
             try:
                 states[key] = _look(Path(self.folder), file.path)[0] == file
-            except FileNotFoundError:
+            except OSError:
                 states[key] = None
         return states[key]
 
@@ -117,8 +125,10 @@ class Sources(NamedTuple):
         for was, was_version in zip_longest(self.files, self.versions):
             try:
                 now, version = _look(folder, was.path)
-            except FileNotFoundError:
+            except OSError as error:
                 if was_version is not None:
+                    if not isinstance(error, FileNotFoundError):
+                        raise
                     yield was, None, False
                 continue
             if now != was or (was_version is not None and version.is_later_than(was_version)):
@@ -164,6 +174,7 @@ class FirstLooks:
     def __init__(self, source: str) -> None:
         self._source = Path(source)
         self._looks: dict[str, tuple[FileState, FileVersion]] = {}
+        self._seen: tuple[FileState, ...] | None = None
 
     @cached_property
     def _folder(self) -> Path:
@@ -175,12 +186,20 @@ class FirstLooks:
             with contextlib.suppress(OSError):
                 self._look(path)
 
-    def sources(self, paths: Iterable[str]) -> Sources:
-        """Return these files of the source, as each was at the first look. Raises OSError if one is gone."""
+    def sources(self, paths: Iterable[str], all_paths: Iterable[str]) -> Sources:
+        """Return these files of the source, of all that it has, as each was at the first look.
+
+        The sample of all is the same for all processes, as far as a process that has a part of the source has them.
+        Raises OSError if one of the files is gone.
+        """
         looks = [self._look(path) for path in paths]
         files, versions = tuple(file for file, _ in looks), tuple(version for _, version in looks)
-        changed_ns = max((version.changed_ns for version in versions), default=0)
-        return Sources(str(self._folder.resolve()), files, changed_ns, str(self._folder), versions)
+        if self._seen is None:
+            folder = str(self._folder)
+            sample = nsmallest(_MOST_SEEN, all_paths, key=lambda path: crc32(os.fsencode(path.removeprefix(folder))))
+            self.look(sample)
+            self._seen = tuple(self._looks[path][0] for path in sample if path in self._looks)
+        return Sources(str(self._folder.resolve()), files, self._seen, str(self._folder), versions)
 
     def versions(self, paths: Iterable[str]) -> dict[str, FileVersion]:
         """Return the version of each of these files at the first look, by path. Raises OSError if one is gone."""
@@ -230,11 +249,9 @@ def require_one_state(targets: Mapping[int, tuple[Sources, int]], remedy: str) -
         elif of_files:
             same.append(target_rank)
     last_ns = max((file.modified_ns for sources, _ in targets.values() for file in sources.files), default=0)
-    restored_ns = max((last_ns, *(sources.changed_ns for sources, _ in targets.values())))
-    latest_ns = dict.fromkeys(changed, last_ns) | dict.fromkeys(gone, restored_ns)
-    for target_rank, saved_ns in latest_ns.items():
+    for target_rank in (*changed, *gone):
         sources, written_ns = targets[target_rank]
-        if written_ns < saved_ns:
+        if written_ns < last_ns:
             problem = f"other targets were made from what was saved after target rank {target_rank} was made"
             sources.require_unchanged(problem, remedy)
             lost = next(file for file in sources.files if sources.is_as_it_was(file, states) is None)
@@ -247,6 +264,15 @@ def require_one_state(targets: Mapping[int, tuple[Sources, int]], remedy: str) -
                 f"the source of target rank {target_rank} is another one now, that of target rank {same[0]} is not"
             )
             sources.require_unchanged(problem, remedy)
+    if changed or gone:  # else all lie there as they were, beside each other
+        seen = {rank: own._replace(files=(*own.files, *(own.seen or ()))) for rank, (own, _) in targets.items()}
+        require_same_sources(seen, remedy)
+
+
+@lru_cache(maxsize=8)
+def _shared(states: tuple[FileState, ...]) -> tuple[FileState, ...]:
+    """Return equal states once, since all targets of a run have mostly seen the same."""
+    return states
 
 
 def _look(folder: Path, path: str) -> tuple[FileState, FileVersion]:

@@ -27,6 +27,7 @@ import reshard_mpi
 from reshard_mpi import formats
 from reshard_mpi.engine import regions
 from reshard_mpi.journal import commit
+from reshard_mpi.journal.provenance import FirstLooks
 from reshard_mpi.processes.host import ONE_THREAD
 from reshard_mpi.runs import target_writer
 
@@ -393,12 +394,13 @@ def test_a_backup_with_older_times_is_being_restored(c: Conversion, overwrite: b
     wait_for_clock(c, 0)
     for rank in (2, 3):
         shutil.copytree(backup / f"rank_{rank}", c.src / f"rank_{rank}")
+    problem = "a source was changed between the targets of ranks 0 and 1\n  expected: rank_2/checkpoint_2.ckpt of "
     if not overwrite:
-        assert "rank_0/checkpoint_0.ckpt is not there any more" in c.refused("transform", "--rank", "1")
+        assert problem in c.refused("transform", "--rank", "1")
         assert not c.written(1).exists()
         return
     c.done("transform", "--rank", "1", "--overwrite")
-    assert "rank_0/checkpoint_0.ckpt is not there any more" in refused("commit", c.dst)
+    assert problem in refused("commit", c.dst)
     assert not (c.dst / "reshard.json").exists()
 
 
@@ -445,5 +447,94 @@ def test_targets_of_a_restored_backup_beside_others_whose_sources_are_gone(c: Co
     shutil.copytree(tmp_path / "backup", c.src)
     c.done("transform", "--rank", "0", "--overwrite")
     shutil.rmtree(c.src)
-    assert "saved after target rank 1 was made" in run_here("commit", c.dst).err
+    assert "a source was changed between the targets of ranks 0 and 1" in refused("commit", c.dst)
     assert not (c.dst / "reshard.json").exists()
+
+
+@pytest.mark.parametrize("links", few(1, [False, True]))
+def test_targets_of_a_source_that_was_moved_into_the_place_of_another_when_both_are_gone(
+    c: Conversion, links: bool
+) -> None:
+    """No time of any file tells: the one was saved before the targets of the other were made."""
+    other = copy_of_source(c, "other")
+    if links:
+        c.src.rename(c.folder / "first")
+        c.src.mkdir()
+
+    def lead_to(name: str) -> None:
+        for rank in range(4):
+            (c.src / f"rank_{rank}").unlink(missing_ok=True)
+            (c.src / f"rank_{rank}").symlink_to(c.folder / name / f"rank_{rank}")
+
+    if links:
+        lead_to("first")
+    c.done()
+    if links:
+        lead_to("other")
+    else:
+        c.src.rename(c.folder / "first")
+        other.rename(c.src)
+    c.done("transform", "--rank", "1", "--overwrite")
+    shutil.rmtree(c.src)
+    assert "a source was changed between the targets of ranks 0 and 1" in refused("commit", c.dst)
+    assert not (c.dst / "reshard.json").exists()
+
+
+@pytest.mark.parametrize("how", few(1, ["--resume", "--overwrite"]))
+@pytest.mark.parametrize("more", few(1, [0, 1]))
+def test_nodes_that_have_only_what_their_targets_need(c: Conversion, how: str, more: int) -> None:
+    """What one node has copied and another has not tells nothing; that lies there as it was saved.
+
+    more: how many ranks the second node has that the first has too.
+    """
+    home = c.src.rename(c.folder / "home")
+    for target, needed in (("0", (0, 1)), ("1", range(2 - more, 4))):
+        shutil.rmtree(c.src, ignore_errors=True)
+        for rank in needed:
+            shutil.copytree(home / f"rank_{rank}", c.src / f"rank_{rank}")
+        assert c.run("transform", "--rank", target, how).code == 0
+    shutil.rmtree(c.src)
+    done("commit", c.dst)
+
+
+def test_a_shard_that_is_restored_between_two_targets(c: Conversion) -> None:
+    """Target 0 has seen it as it was when it was cut, but all that both were made from lies there together."""
+    whole, status = c.shard(3).read_bytes(), c.shard(3).stat()
+    c.shard(3).write_bytes(whole[:100])
+    c.done("transform", "--rank", "0")
+    c.shard(3).write_bytes(whole)
+    os.utime(c.shard(3), ns=(status.st_atime_ns, status.st_mtime_ns))
+    c.done("transform", "--resume")
+    assert (c.dst / "reshard.json").exists()
+    (c.dst / "reshard.json").unlink()
+    done("commit", c.dst)
+
+
+def test_processes_look_at_the_same_few_files_of_a_large_source(tmp_path: Path) -> None:
+    files = []
+    for rank in range(100):
+        files.append(tmp_path / f"rank_{rank}" / "net.ckpt")
+        files[-1].parent.mkdir()
+        files[-1].write_bytes(b"")
+    paths = [str(file) for file in files]
+    seen = FirstLooks(str(tmp_path)).sources(paths[:1], paths).seen
+    by_another_way = FirstLooks(os.path.relpath(tmp_path)).sources([], [os.path.relpath(path) for path in paths[::-1]])
+    assert len(set(seen)) == 32 and by_another_way.seen == seen
+    part = FirstLooks(str(tmp_path)).sources([], paths[:50]).seen
+    assert len(part) == 32 and {state for state in seen if str(tmp_path / state.path) in paths[:50]} <= {*part}
+    gone = tmp_path / seen[0].path
+    gone.unlink()
+    assert FirstLooks(str(tmp_path)).sources([], paths).seen == seen[1:]
+
+
+@pytest.mark.parametrize("verify", [(), ("--verify",)])
+def test_sources_that_cannot_be_looked_at_any_more(c: Conversion, verify: tuple[str, ...]) -> None:
+    """A file lies in the place of their folder, such as an archive of it; that is as if they were gone."""
+    c.done("transform", *verify)
+    (c.dst / "reshard.json").unlink()
+    shutil.rmtree(c.src)
+    c.src.write_bytes(b"packed")
+    if verify:
+        done("verify", c.dst)
+    done("transform", c.dst, c.folder / "again", "--src-strategy", c.dst_strategy, "--to", "hdf5")
+    done("commit", c.dst)
