@@ -40,7 +40,7 @@ class Publication:
     Attributes:
         partial: its path until then. descriptor: open for reading and writing as long as the block lasts.
         before: called before the file takes its name, with the open file and the sums given to `publish`.
-        then: called when it is in place.
+        then: called when it is in place, with its descriptor.
         host: the name of this host if other processes may write the same file at once.
     """
 
@@ -49,7 +49,7 @@ class Publication:
         folder: Folder,
         name: str,
         before: Before = lambda *_: None,
-        then: Callable[[], None] = lambda: None,
+        then: Callable[[int], None] = lambda _: None,
         host: str = "",
     ) -> None:
         self._folder = folder
@@ -112,7 +112,7 @@ class Publication:
         self.is_published = True
         if synced:
             self._folder.sync()
-        self._then()
+        self._then(self.descriptor)
 
 
 @contextlib.contextmanager
@@ -273,8 +273,8 @@ class SharedIndex(NamedTuple):
         Several runs may do so at the same time: they write the same.
         """
         with Folder.open(self.folder) as folder:
-            for file in self.own:
-                publish_text(folder, self._mark(file), "")
+            for mark in filter(None, map(self._mark, self.own)):
+                publish_text(folder, mark, "")
             lying = set(folder.names())
             if self.name in lying:  # another run has completed the last file, and removed the marks
                 return ()

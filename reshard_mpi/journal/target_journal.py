@@ -306,10 +306,14 @@ class Journal:
         if not self._overwrite and is_taken(path):
             require_own_target(state, self.folder, target_rank, path)
 
-    def _confirm(self, state: Folder, target_rank: int) -> None:
+    def _confirm(self, state: Folder, target_rank: int, descriptor: int) -> None:
+        """Record a target with the time that its file has now, which some file systems set when it is renamed.
+
+        By then somebody may have saved another file in its place, which this does not make a target.
+        """
         record = self._record(target_rank)
-        if record is not None:  # with the time that the file has now, which some file systems set when it is renamed
-            modified_ns = (self.folder / record.file).stat().st_mtime_ns
+        if record is not None:
+            modified_ns = os.fstat(descriptor).st_mtime_ns
             record._replace(announced=None, modified_ns=modified_ns).publish(state)
 
     def _is_begun(self) -> bool:

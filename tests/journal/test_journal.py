@@ -485,6 +485,25 @@ def test_a_target_that_could_not_get_its_name_is_not_complete(tmp_path: Path, mo
     assert path.read_bytes() == b"older" and not journal(tmp_path, resume=True).is_done(0, path)
 
 
+def test_a_file_that_is_saved_in_the_place_of_a_target_that_has_just_got_its_name_is_not_the_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, sync = tmp_path / "rank_0" / "net.ckpt", Folder.sync
+
+    def save_then_sync(folder: Folder) -> None:
+        if path.exists() and path.read_bytes() == b"ours":
+            (tmp_path / "theirs").write_bytes(b"mine")
+            (tmp_path / "theirs").replace(path)
+        sync(folder)
+
+    monkeypatch.setattr(Folder, "sync", save_then_sync)
+    write(journal(tmp_path), path, b"ours")
+    assert path.read_bytes() == b"mine"
+    assert "not written lies where target rank 0 goes" in str(
+        refused(lambda: journal(tmp_path, resume=True).is_done(0, path))
+    )
+
+
 def test_a_copy_of_a_folder_is_as_complete_as_it_was(tmp_path: Path) -> None:
     write(journal(tmp_path / "one"), tmp_path / "one" / "rank_0" / "net.ckpt")
     shutil.copytree(tmp_path / "one", tmp_path / "two", copy_function=shutil.copy)
