@@ -286,7 +286,13 @@ class SharedIndex(NamedTuple):
         return missing
 
     def _mark(self, file: str) -> str:
-        digest = hashlib.sha256(f"{self.state}\0{self.text}".encode("utf-8", "surrogatepass")).hexdigest()
+        """Return the name of the mark of a file as it is now, with its size and time; empty if it is not there."""
+        try:
+            status = (self.folder / file).stat()
+        except FileNotFoundError:
+            return ""
+        state = f"{self.state}\0{self.text}\0{status.st_size} {status.st_mtime_ns}"
+        digest = hashlib.sha256(state.encode("utf-8", "surrogatepass")).hexdigest()
         return f".{file}.{digest[:32]}{_COMPLETE}"
 
     def _marks(self, folder: Folder, files: Collection[str]) -> list[str]:

@@ -172,6 +172,24 @@ def test_a_share_beside_those_of_another_state(c: Conversion, tmp_path: Path, sh
     assert not list(c.dst.glob(".*"))
 
 
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("how", ["lost", "cut", "replaced"])
+def test_a_share_whose_file_has_become_another_before_the_last_share_ends(c: Conversion, how: str) -> None:
+    unified_safetensors(c.src, c.src_strategy, c.dst, split_dst_file=(1, 2))
+    file = c.dst / "part0.safetensors"
+    content = file.read_bytes()
+    file.unlink()
+    if how != "lost":
+        file.write_bytes(content[:-1] if how == "cut" else content)
+        os.utime(file, ns=(1, 1))
+    report = unified_safetensors(c.src, c.src_strategy, c.dst, split_dst_file=(2, 2))
+    assert any("no index yet" in note and note.endswith(": part0.safetensors") for note in report.notes)
+    assert not (c.dst / "param_name_map.json").exists()
+    unified_safetensors(c.src, c.src_strategy, c.dst, split_dst_file=(1, 2))
+    reshard_mpi.diff(c.src, c.dst, c.src_strategy)
+    assert not list(c.dst.glob(".*"))
+
+
 def test_an_earlier_file_of_what_no_strategy_places_is_removed(c: Conversion) -> None:
     """It is read with any map, and would be a part of the new checkpoint."""
     unified_safetensors(c.src, c.src_strategy, c.dst)
