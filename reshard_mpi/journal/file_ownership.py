@@ -266,8 +266,8 @@ def _noted(path: Path) -> bytes:
 def leftovers(folder: Path, identity: RunIdentity) -> dict[str, int]:
     """Return the files in a target folder that another run than `identity` has made, by path, with their target ranks.
 
-    Only files that the run does not make itself: those that their records, with a sample, are about, and those
-    that were to be replaced. Paths are relative to the folder.
+    Only files that the run does not make itself: those that are by their times and a sample what their records are
+    about, and those that were to be replaced. Paths are relative to the folder.
     """
     own = set(_target_files(identity))
     records = (record for record in _records(folder / STATE) if record.digest != identity.digest)
@@ -275,6 +275,20 @@ def leftovers(folder: Path, identity: RunIdentity) -> dict[str, int]:
     earlier = RunIdentity.recorded(folder / STATE)
     given_up = () if earlier is None or "target_ranks" not in earlier.facts else _given_up(folder, earlier)
     return made | {file: rank for file, rank in given_up if file not in own}
+
+
+def leftover_index(folder: Path, identity: RunIdentity) -> tuple[str, ...]:
+    """Return the names of the index files in a target folder that another run than `identity` has written.
+
+    None if a shard of that run's stays, which is somebody's by now: nothing but the index makes it a checkpoint.
+    """
+    earlier = RunIdentity.recorded(folder / STATE)
+    if earlier is None:
+        return ()
+    named = _target_files(earlier) if "target_ranks" in earlier.facts else ()
+    shards = {*named, *(record.file for record in _records(folder / STATE))}
+    staying = shards.difference(leftovers(folder, identity), _target_files(identity))
+    return () if any(is_taken(folder / file) for file in staying) else own_index_files(folder, earlier)
 
 
 def _given_up(folder: Path, earlier: RunIdentity) -> Iterator[tuple[str, int]]:
@@ -329,7 +343,8 @@ def _records(state: Path) -> Iterator[RecordHead]:
 
 
 def _is_unchanged(folder: Path, record: RecordHead) -> bool:
-    path = folder / record.file
+    """Tell whether nobody has changed a target; without its time, as in a copy, a sample does not tell that."""
+    path, record = folder / record.file, record._replace(has_its_time=True)
     with contextlib.suppress(OSError):
         return record.sample is not None and stat.S_ISREG(path.lstat().st_mode) and record.is_about(path)
     return False

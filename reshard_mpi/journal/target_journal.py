@@ -38,9 +38,9 @@ from reshard_mpi.filesystem.paths import require_replaceable
 from reshard_mpi.filesystem.source_files import SourceFile, is_taken
 from reshard_mpi.journal.file_ownership import (
     is_in_place,
+    leftover_index,
     leftovers,
     note_replaceable,
-    own_index_files,
     remove_leftovers,
     remove_note,
     require_no_other_records,
@@ -184,9 +184,7 @@ class Journal:
         """
         if not self._overwrite or self._is_begun():
             return ()
-        earlier = RunIdentity.recorded(self._state)
-        own = own_index_files(self.folder, earlier) if earlier is not None else ()
-        return {*leftovers(self.folder, self.identity), *own}
+        return {*leftovers(self.folder, self.identity), *leftover_index(self.folder, self.identity)}
 
     def begin(self, say: Say = lambda _: None) -> None:
         """Create the folder and record the run in it; join the run if another process has begun it.
@@ -210,9 +208,7 @@ class Journal:
                 is_new = read_json(run) is None
                 if self._overwrite and not self._is_begun():
                     is_new = True
-                    earlier = RunIdentity.recorded(self._state)
-                    own = own_index_files(self.folder, earlier) if earlier is not None else ()
-                    uncommit(folder, (*own, *self._index_files))
+                    uncommit(folder, (*leftover_index(self.folder, self.identity), *self._index_files))
                     remove_leftovers(folder, state, self.identity)
                 if self._strategy is not None and (
                     is_new or strategy_of_run(self.folder, self.identity.digest) is None

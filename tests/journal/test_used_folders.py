@@ -222,6 +222,24 @@ def test_a_kill_at_any_instant(conversion: Conversion, tmp_path: Path, form: str
     assert count > 20
 
 
+@pytest.mark.parametrize("earlier", few(2, ["dcp", "hf", "ckpt", "torch"]))
+@pytest.mark.parametrize("which", ["one", "all"])
+@pytest.mark.parametrize("times", [True, False])
+def test_overwriting_in_another_format_leaves_shards_that_were_saved_since_and_their_index(
+    conversion: Conversion, tmp_path: Path, earlier: str, which: str, times: bool
+) -> None:
+    """They are told by their times alone: all pages of them that are looked at are as they were written."""
+    dst, copy = tmp_path / "dst", shutil.copy2 if times else shutil.copyfile
+    shutil.copytree(conversion.folder / earlier, dst, copy_function=copy)
+    shards = [dst / name for name in sorted(made_by(conversion, earlier)) if formats.name_of(name)]
+    for shard in shards if which == "all" else shards[1:2]:
+        shard.write_bytes(shard.read_bytes())
+    before = listing(dst)
+    finished = run_here(*command(conversion, "safetensors", dst, "--overwrite"))
+    assert finished.code == 3 and "files that are no part of the checkpoint" in finished.err, finished
+    assert listing(dst) == before
+
+
 @pytest.mark.parametrize("earlier", few(1, FORMS))
 @pytest.mark.parametrize("form", FORMS)
 def test_overwriting_leaves_one_checkpoint(conversion: Conversion, tmp_path: Path, form: str, earlier: str) -> None:
