@@ -10,6 +10,7 @@ import stat
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple, NoReturn, TypeVar
+from zlib import crc32
 
 from reshard_mpi.errors import TargetError
 from reshard_mpi.text import format_bytes
@@ -50,6 +51,11 @@ _MAX_PART_BYTES = 255
 MAX_NUMBER = (1 << 63) - 1
 MAX_TEXT_LENGTH = 1 << 20
 _HEXADECIMAL = frozenset("0123456789abcdef")
+
+
+def check_of(facts: Any) -> str:
+    """Return a CRC-32 of plain values, by which a record is known in which a bit has turned over."""
+    return f"{crc32(json.dumps(facts).encode()):08x}"
 
 
 class RecordLimits(NamedTuple):

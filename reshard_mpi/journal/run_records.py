@@ -316,7 +316,7 @@ def keep_times(state: Folder, digest: str, times_ns: Mapping[int, int | None]) -
     """
     facts = {"format": "reshard_mpi commit times", "version": 1, "digest": digest, "modified_ns": times_ns}
     remove_stale(state, _TIMES_RECORD)
-    publish_text(state, _TIMES_RECORD, json.dumps(facts) + "\n")
+    publish_text(state, _TIMES_RECORD, json.dumps({**facts, "check": record_files.check_of(times_ns)}) + "\n")
 
 
 def committed_times(folder: Path, digest: str) -> Mapping[int, int] | None:
@@ -325,8 +325,10 @@ def committed_times(folder: Path, digest: str) -> Mapping[int, int] | None:
     try:
         if record_files.digest(facts["digest"]) != digest:
             return None
-        times = record_files.table(facts["modified_ns"]).items()
-        return {checked_rank(int(rank)): record_files.number(time_ns, -MAX_NS, MAX_NS) for rank, time_ns in times}
+        times = record_files.table(facts["modified_ns"])
+        if "check" in facts and facts["check"] != record_files.check_of(times):
+            return None
+        return {checked_rank(int(rank)): record_files.number(times[rank], -MAX_NS, MAX_NS) for rank in times}
     except DAMAGE:
         return None
 

@@ -140,7 +140,7 @@ class RecordHead(NamedTuple):
     def of(cls, facts: Mapping[str, Any]) -> RecordHead:
         """Return the head with these values. Raises LookupError, TypeError or ValueError if they are not of one."""
         rank = checked_rank(facts["rank"])
-        return cls(
+        head = cls(
             record_files.digest(facts["digest"]),
             rank,
             checked_file(facts["file"], rank),
@@ -149,6 +149,14 @@ class RecordHead(NamedTuple):
             _announced(facts["announced"]) if "announced" in facts else None,
             record_files.digest(facts["sample"]) if "sample" in facts else None,
         )
+        if "check" in facts and facts["check"] != head.as_json()["check"]:  # records of earlier versions have none
+            raise ValueError("values that have become others")
+        return head
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain values, with a check of them."""
+        facts = {name: value for name, value in self._asdict().items() if value is not None and name in _KEPT}
+        return {**facts, "check": record_files.check_of(facts)}
 
 
 class TargetRecord(NamedTuple):
@@ -184,7 +192,7 @@ class TargetRecord(NamedTuple):
         """Return what `rank_<r>.json` holds."""
         evidence = self.evidence
         facts = {
-            **{name: value for name, value in self.head._asdict().items() if value is not None and name in _KEPT},
+            **self.head.as_json(),
             "read_ranks": evidence.read_ranks,
             "held": evidence.held._asdict(),
             "moments": [moment._asdict() for moment in evidence.shared_facts],

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -242,7 +243,9 @@ SPOILS: dict[str, tuple[Callable[[Conversion], object], str]] = {
     ),
     "another run": (
         lambda c: state(c, "rank_1.json").write_text(
-            state(c, "rank_1.json").read_text().replace('"digest": "', '"digest": "0', 1)
+            re.sub(
+                '"check": "[^"]*", ', "", state(c, "rank_1.json").read_text().replace('"digest": "', '"digest": "0', 1)
+            )
         ),
         "is of another run",
     ),
@@ -310,6 +313,37 @@ def test_commit_leaves_what_is_committed_where_it_fails(tmp_path: Path, withered
     shutil.rmtree(c.dst / ".reshard_mpi")
     assert "source: " in done("transform", c.dst, tmp_path / "read", "--to", "safetensors").err
     assert {path: path.read_bytes() for path in committed} == committed
+
+
+@pytest.mark.parametrize("form", few(1, ["dcp", "hf"]))
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("rank_1.json", r'"digest": "[0-9a-f]*([0-9])'),
+        ("rank_1.json", r'"modified_ns": \d{12}(\d)'),
+        ("committed.json", r'"1": \d{12}(\d)'),
+    ],
+)
+def test_commit_removes_nothing_by_a_record_in_which_a_bit_has_turned_over(
+    tmp_path: Path, form: str, name: str, place: str
+) -> None:
+    """The source has changed since, in a part: else the targets would be committed again."""
+    c = make(tmp_path)
+    given = ("--max-shard-size", "140") if form == "hf" else ("--dst-strategy", c.dst_strategy)
+    done("transform", c.src, c.dst, "--src-strategy", c.src_strategy, "--to", form, *given)
+    c.rewrite(2, {"w": c.arrays(2)["w"] + 1})
+    path = state(c, name)
+    content, status = bytearray(path.read_bytes()), path.stat()
+    found = re.search(place, content.decode())
+    assert found is not None
+    content[found.start(1)] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(status.st_mtime_ns, status.st_mtime_ns))
+    before = listing(c.dst)
+    run_here("commit", c.dst)
+    assert {file: text for file, text in listing(c.dst).items() if "/" not in file} == {
+        file: text for file, text in before.items() if "/" not in file
+    }
 
 
 @pytest.mark.parametrize("spoiled", few(3, SPOILS))

@@ -80,6 +80,7 @@ def shown(record: RunIdentity | TargetRecord | CommitRecord) -> dict[str, Any]:
             ],
         }
     facts: dict[str, Any] = json.loads(record.as_text())
+    facts.pop("check", None)
     return facts
 
 

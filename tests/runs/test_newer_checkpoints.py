@@ -119,6 +119,7 @@ def as_earlier_version(c: Conversion, select: str | None) -> None:
     for path in state.glob("rank_*.json"):
         record = json.loads(path.read_text())
         moments = [moment for moment in record["moments"] if moment["name"] != "chosen files"]
+        record.pop("check", None)
         path.write_text(json.dumps({**record, "digest": identity.digest, "moments": moments}))
 
 

@@ -168,9 +168,9 @@ def listing(folder: Path) -> dict[str, bytes | None]:
 
 
 def timeless(folder: Path) -> dict[str, bytes | None]:
-    """Return the same without the times of files that the records of targets keep."""
+    """Return the same without the times of files that the records of targets keep, and checks of these records."""
     return {
-        name: content and re.sub(rb'"modified_ns": (\d+|{[^}]*})', b'"modified_ns": 0', content)
+        name: content and re.sub(rb'"modified_ns": (\d+|{[^}]*})|"check": "[^"]*"', b"", content)
         for name, content in listing(folder).items()
     }
 

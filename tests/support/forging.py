@@ -86,9 +86,12 @@ def forged(facts: dict[str, Any], place: Keys, value: Any) -> dict[str, Any]:
 
 
 def as_text(name: str, facts: dict[str, Any]) -> str:
-    """Return what a record of that name says, with the digest that its facts have if it is that of the run."""
+    """Return what a record of that name says, with the digest that its facts have if it is that of the run.
+
+    That of a target is without the check of its facts, which earlier versions did not write.
+    """
     if name != "run.json":
-        return json.dumps(facts)
+        return json.dumps({key: value for key, value in facts.items() if key != "check"})
     files = ("src_strategy_file", "dst_strategy_file")
     facts = {key: value for key, value in facts.items() if key != "digest"}
     digest = RunIdentity({key: value for key, value in facts.items() if key not in files}).digest
