@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi import formats
-from reshard_mpi.errors import DamageError, DisagreementError
+from reshard_mpi.errors import DamageError, DisagreementError, ReshardError
 from reshard_mpi.filesystem.paths import rank_of_folder, real_path
 from reshard_mpi.filesystem.source_files import FileCutShortError, is_taken
 from reshard_mpi.formats.manifest import Manifest
@@ -245,19 +245,22 @@ def damage_of_index(folder: Path) -> Iterator[DamageError]:
 def holds_another(folder: Path) -> bool:
     """Tell whether another checkpoint has been saved in a folder where a run had committed one.
 
-    Then it has another index, and no target is the one that was committed.
+    Then it has another index, all files that this names are there, and none is a target as it was committed: those may
+    lie there still, where the other has fewer files.
     """
     committed = CommitRecord.read(folder)
-    index = None if committed is None else formats.index_of(committed.run.format)
-    if committed is None or index is None or not is_taken(folder / index):
+    folder_format = None if committed is None else formats.folder_by_name(committed.run.format)
+    if committed is None or folder_format is None or not changed_index_files(folder, committed):
         return False
-    if not changed_index_files(folder, committed):
+    try:
+        named = folder_format.files_of(str(folder))
+    except (OSError, ReshardError):  # there is no index, or it is damaged
         return False
-    for rank, file in committed.files.items():
-        head = RecordHead.read(folder / STATE, rank)
-        with contextlib.suppress(FileNotFoundError):
-            if head is None or head.is_about(folder / file):
-                return False
+    rank_of = {str(folder / file): rank for rank, file in committed.files.items()}
+    for path in named:
+        head = RecordHead.read(folder / STATE, rank_of[path]) if path in rank_of else None
+        if not is_taken(path) or (path in rank_of and (head is None or head.is_about(Path(path)))):
+            return False
     return True
 
 

@@ -146,6 +146,26 @@ def test_a_checkpoint_in_the_place_of_a_run_is_no_damage_of_it(
         reshard_mpi.verify(out)
 
 
+def test_a_checkpoint_of_fewer_files_in_the_place_of_a_run_is_no_damage_of_it(tmp_path: Path) -> None:
+    """As when one process saves into a DCP folder of several, whose files its index does not name."""
+    out, others = made(tmp_path, "ours", "dcp", 1, verify=True), tmp_path / "others"
+    values = np.full((9, 8), 7, np.float32)
+    write_ranks({0: dict.fromkeys(("a", "w0", "w1", "w2"), values)}, tmp_path / "others_src", "safetensors")
+    reshard_mpi.transform(tmp_path / "others_src", others, to="dcp")
+    index = (out / ".metadata").read_bytes()
+    for path in (others / ".metadata", *shards(others)):
+        (out / path.name).unlink()
+        shutil.copyfile(path, out / path.name)
+    assert len(shards(out)) > len(shards(others)) == 1
+    reshard_mpi.transform(out, tmp_path / "again", to="safetensors", verify=True)
+    assert reshard_mpi.load_rank(0, tmp_path / "again")["w2"][7, 7] == 7
+    with pytest.raises(SourceError, match="keeps no sums"):
+        reshard_mpi.verify(out)
+    (out / ".metadata").write_bytes(index.replace(b"__1_0.distcp", b"__8_0.distcp"))  # damage: no such file is there
+    with pytest.raises(DamageError, match="a shard has another size"):
+        reshard_mpi.verify(out)
+
+
 @pytest.mark.parametrize(("form", "first"), few(2, one_at_a_time(FORMS, ["records", "shards", "with times"])))
 def test_a_copy_of_the_whole_folder_is_no_doubt(tmp_path: Path, form: str, first: str) -> None:
     out = made(tmp_path, "ours", form, 1)

@@ -438,15 +438,21 @@ def test_a_source_that_is_written_to_and_then_taken_away_while_it_is_read(
     assert list(c.dst.glob("rank_*/*")) == [c.written(0)]
 
 
-def test_targets_of_a_restored_backup_beside_others_whose_sources_are_gone(c: Conversion, tmp_path: Path) -> None:
-    """The backup has the times at which its files were saved, which are earlier than all targets."""
+@pytest.mark.parametrize("left", few(2, ["", "0", "01", "2", "23"]))
+def test_targets_of_a_restored_backup_beside_others_whose_sources_are_gone(
+    c: Conversion, tmp_path: Path, left: str
+) -> None:
+    """The backup has the times at which its files were saved, which are earlier than all targets.
+
+    left: the ranks of it that are not cleared away.
+    """
     shutil.copytree(c.src, tmp_path / "backup")
     saved_again(c)
     c.done("transform")
     shutil.rmtree(c.src)
     shutil.copytree(tmp_path / "backup", c.src)
     c.done("transform", "--rank", "0", "--overwrite")
-    shutil.rmtree(c.src)
+    c.remove(*(rank for rank in range(4) if str(rank) not in left))
     assert "a source was changed between the targets of ranks 0 and 1" in refused("commit", c.dst)
     assert not (c.dst / "reshard.json").exists()
 
