@@ -37,7 +37,7 @@ from reshard_mpi.journal.record_finder import (
     holds_another,
     require_one_run,
 )
-from reshard_mpi.journal.run_records import CommitRecord, RunIdentity
+from reshard_mpi.journal.run_records import CommitRecord, RunIdentity, strategy_of_run
 from reshard_mpi.journal.target_records import TensorSum, sums_of_wholes
 from reshard_mpi.planning.rank_plan import Limits, RankPlan, TensorPlan
 from reshard_mpi.planning.replicas import Replicas
@@ -276,6 +276,9 @@ def _not_of_begun_run(files: ShardFiles, digest: str) -> Iterator[DamageError]:
         )
     elif run is not None:
         yield from _missing(files.by_target_rank.keys(), run.target_ranks, "run.json says", files.path)
+    elif (table := strategy_of_run(Path(files.path), digest)) is not None:
+        world_size = strategy_table.loads(*table).world_size
+        yield from _missing(files.by_target_rank.keys(), world_size, "strategy.json says", files.path)
 
 
 def _missing_beside_others(missing: Collection[Path], files: ShardFiles) -> Iterator[DamageError]:

@@ -265,6 +265,11 @@ def test_a_run_that_is_not_complete_is_not_sound(tmp_path: Path, form: str) -> N
     said = refused("verify", c.dst, code=4)
     assert "a shard is missing" in said and "run.json says" in said
     done("verify", c.dst, "--rank", "0")
+    begun = (c.dst / ".reshard_mpi" / "run.json").read_bytes()
+    (c.dst / ".reshard_mpi" / "run.json").unlink()
+    said = refused("verify", c.dst, code=4)
+    assert "a shard is missing" in said and "strategy.json says" in said
+    (c.dst / ".reshard_mpi" / "run.json").write_bytes(begun)
     c.done("transform", "--to", form, "--verify", "--rank", "1", "--resume")
     done("verify", c.dst)
 
