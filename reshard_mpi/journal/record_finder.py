@@ -249,12 +249,13 @@ def holds_another(folder: Path) -> bool:
     lie there still, where the other has fewer files.
     """
     committed = CommitRecord.read(folder)
-    folder_format = None if committed is None else formats.folder_by_name(committed.run.format)
+    name = "" if committed is None else committed.run.format
+    folder_format = formats.folder_by_name(name) if name in formats.names_of_folder(str(folder)) else None
     if committed is None or folder_format is None or not changed_index_files(folder, committed):
         return False
     try:
         named = folder_format.files_of(str(folder))
-    except (OSError, ReshardError):  # there is no index, or it is damaged
+    except (OSError, ReshardError):  # the index is damaged
         return False
     rank_of = {str(folder / file): rank for rank, file in committed.files.items()}
     for path in named:
