@@ -32,7 +32,7 @@ from reshard_mpi.journal.file_ownership import (
     require_own_index,
     withdraw_commit,
 )
-from reshard_mpi.journal.provenance import Sources, require_one_state, require_same_sources
+from reshard_mpi.journal.provenance import MAX_NS, Sources, require_one_state, require_same_sources
 from reshard_mpi.journal.publication import publish_bytes, publish_text, remove_stale, remove_stale_records
 from reshard_mpi.journal.record_files import COMMIT_RECORD, STATE, record_path, recorded_ranks, written
 from reshard_mpi.journal.run_records import (
@@ -91,11 +91,8 @@ class EarlierTarget(NamedTuple):
 
         Committing would refuse it; this is before anything is written, and only as far as one target tells.
         """
-        earlier = self.record.evidence.sources
-        require_same_sources({self.record.rank: earlier, target_rank: sources}, _ANEW)
-        saved = (file.modified_ns for file in sources.files)
-        now_ns = max((self.written_ns, *saved))
-        require_one_state({self.record.rank: (earlier, self.written_ns), target_rank: (sources, now_ns)}, _ANEW)
+        earlier = self.record.evidence.sources, self.written_ns
+        require_one_state({self.record.rank: earlier, target_rank: (sources, MAX_NS)}, _ANEW)  # to be written later
 
 
 def commit_if_complete(
@@ -310,11 +307,12 @@ def _require_alike(folder: Path, identity: RunIdentity, records: Sequence[Target
     except DisagreementError as error:
         error.remedy += f", and {_ANEW}"
         raise
-    sources = {record.rank: record.evidence.sources for record in records}
-    require_same_sources(sources, _ANEW)
-    if not is_committed:
-        written_ns = {record.rank: record.written_ns(folder / record.file) for record in records}
-        require_one_state({rank: (own, written_ns[rank]) for rank, own in sources.items()}, _ANEW)
+    if is_committed:
+        require_same_sources({record.rank: record.evidence.sources for record in records}, _ANEW)
+    else:
+        files = ((record, folder / record.file) for record in records)
+        targets = {record.rank: (record.evidence.sources, record.written_ns(path)) for record, path in files}
+        require_one_state(targets, _ANEW)
     for stage in differing_stages(record.evidence.held for record in records):
         of_stage = [record for record in records if record.evidence.held.stage == stage]
         differing = list({record.evidence.held.digest: record for record in reversed(of_stage)}.values())

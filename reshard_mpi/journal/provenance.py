@@ -230,7 +230,7 @@ def require_same_sources(sources: Mapping[int, Sources], remedy: str) -> None:
 
 
 def require_one_state(targets: Mapping[int, tuple[Sources, int]], remedy: str) -> None:
-    """Raise DisagreementError if the source may have been changed between the making of two targets.
+    """Raise DisagreementError if the source was, or may have been, changed between the making of two targets.
 
     Sources that have changed after all targets were made do not matter. That is not so if a target was written before
     another one's source was saved, and is not believed if one target's sources are as they were and another one's not.
@@ -238,6 +238,7 @@ def require_one_state(targets: Mapping[int, tuple[Sources, int]], remedy: str) -
     Args:
         targets: by rank, the sources of a target, and when its file was written (nanoseconds since 1970).
     """
+    require_same_sources({target_rank: sources for target_rank, (sources, _) in targets.items()}, remedy)
     states: dict[tuple[str, FileState], bool | None] = {}
     changed, gone, same = [], [], []
     for target_rank, (sources, _) in targets.items():

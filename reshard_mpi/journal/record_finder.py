@@ -17,7 +17,7 @@ from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.structure import digest_besides, opened
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
 from reshard_mpi.journal.file_ownership import changed_index_files
-from reshard_mpi.journal.provenance import digest_of_texts, require_one_state, require_same_sources
+from reshard_mpi.journal.provenance import digest_of_texts, require_one_state
 from reshard_mpi.journal.record_files import COMMIT_RECORD, STATE, record_path, recorded_ranks
 from reshard_mpi.journal.run_records import CommitRecord, RunIdentity, committed_times
 from reshard_mpi.journal.target_records import RecordHead, TargetRecord, TensorSum
@@ -191,10 +191,9 @@ def _require_one_state(finder: RecordFinder, files: Mapping[int, Sequence[str]])
     """Raise DisagreementError if files of a run were made from two states of the source, as its records say."""
     found = {path: finder.find(path, rank) for rank, paths in files.items() for path in paths}
     records = {path: each.record for path, each in found.items() if each is not None and each.record is not None}
-    require_same_sources({record.rank: record.evidence.sources for record in records.values()}, _FINISH)
-    written_ns = {record.rank: record.written_ns(Path(path)) for path, record in records.items()}
-    sources = {record.rank: record.evidence.sources for record in records.values()}
-    require_one_state({rank: (own, written_ns[rank]) for rank, own in sources.items()}, _FINISH)
+    of_paths = ((Path(path), record) for path, record in records.items())
+    targets = {record.rank: (record.evidence.sources, record.written_ns(path)) for path, record in of_paths}
+    require_one_state(targets, _FINISH)
 
 
 def _of_several_runs(expected: str, got: str, where: str) -> DisagreementError:
