@@ -17,7 +17,7 @@ from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.structure import digest_besides, opened
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
 from reshard_mpi.journal.file_ownership import changed_index_files
-from reshard_mpi.journal.provenance import digest_of_texts, require_one_state
+from reshard_mpi.journal.provenance import digest_of_texts, require_one_state, require_same_sources
 from reshard_mpi.journal.record_files import COMMIT_RECORD, STATE, record_path, recorded_ranks
 from reshard_mpi.journal.run_records import CommitRecord, RunIdentity, committed_times
 from reshard_mpi.journal.target_records import RecordHead, TargetRecord, TensorSum
@@ -145,9 +145,9 @@ def require_one_run(files: Mapping[int, Sequence[str]], where: str) -> RunOfFile
             got = f"{path} of another run" if head is not None else f"{path}, of which no run has a record"
             raise _of_several_runs(f"those of one run, as {first_path}", got, where)
     state_folders = dict.fromkeys(each.path.parent for each in found.values() if each is not None)
-    committed = [_is_committed(state.parent, first, heads.values(), where) for state in state_folders]
-    if not all(committed):
-        _require_one_state(finder, files)
+    committed = {_is_committed(state.parent, first, heads.values(), where) for state in state_folders}
+    if committed != {True}:
+        _require_one_state(finder, files, is_committed=False not in committed)
     return RunOfFiles(first.digest, _modified(heads))
 
 
@@ -172,8 +172,10 @@ def _modified(heads: Mapping[str, RecordHead]) -> tuple[ModifiedShard, ...]:
     return tuple(modified)
 
 
-def _is_committed(folder: Path, first: RecordHead, heads: Collection[RecordHead], where: str) -> bool:
+def _is_committed(folder: Path, first: RecordHead, heads: Collection[RecordHead], where: str) -> bool | None:
     """Tell whether targets in a folder are the ones that were committed, as far as the times in their records tell.
+
+    None if those of the commit are not known, as in folders of earlier versions: then the run is the same.
 
     Raises DisagreementError if it was another run that was committed.
     """
@@ -184,16 +186,23 @@ def _is_committed(folder: Path, first: RecordHead, heads: Collection[RecordHead]
     if committed is None:
         return False
     times_ns = committed_times(folder, committed.digest)
-    return times_ns is None or all(head.modified_ns == times_ns.get(head.rank) for head in heads)
+    return None if times_ns is None else all(head.modified_ns == times_ns.get(head.rank) for head in heads)
 
 
-def _require_one_state(finder: RecordFinder, files: Mapping[int, Sequence[str]]) -> None:
-    """Raise DisagreementError if files of a run were made from two states of the source, as its records say."""
+def _require_one_state(finder: RecordFinder, files: Mapping[int, Sequence[str]], *, is_committed: bool) -> None:
+    """Raise DisagreementError if files of a run were made from two states of the source, as its records say.
+
+    Args:
+        is_committed: whether they were compared once, so that it does not matter what has become of the source since.
+    """
     found = {path: finder.find(path, rank) for rank, paths in files.items() for path in paths}
     records = {path: each.record for path, each in found.items() if each is not None and each.record is not None}
     of_paths = ((Path(path), record) for path, record in records.items())
     targets = {record.rank: (record.evidence.sources, record.written_ns(path)) for path, record in of_paths}
-    require_one_state(targets, _FINISH)
+    if is_committed:
+        require_same_sources({rank: sources for rank, (sources, _) in targets.items()}, _FINISH)
+    else:
+        require_one_state(targets, _FINISH)
 
 
 def _of_several_runs(expected: str, got: str, where: str) -> DisagreementError:
