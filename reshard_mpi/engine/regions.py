@@ -42,7 +42,7 @@ class RegionReader:
         self._is_closed = False
 
     def close(self) -> None:
-        """Close all files, those that other threads read from as soon as they have read."""
+        """Close all files; other threads close theirs as soon as they have read."""
         self._is_closed = True
         while self._idle:
             with self._idle.pop():
