@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import pickle
 import shutil
@@ -280,7 +281,7 @@ def test_a_pickle_opens_it_again(halves: tuple[Path, Path]) -> None:
     assert same(pickle.loads(text)[3:5], W[3:5].astype(np.float64))
     path = halves[0] / "rank_0" / "checkpoint_0.safetensors"
     os.utime(path, ns=(1, 1))
-    api.checkpoint._checkpoint_again.cache_clear()
+    api.checkpoint._origin_again.cache_clear()
     with pytest.raises(DisagreementError, match="after the checkpoint was opened"):
         pickle.loads(text)
 
@@ -366,3 +367,45 @@ def test_short_runs_that_lie_close_are_read_with_what_lies_between(tmp_path: Pat
         assert same(checkpoint["w"][100:200, 3:5], narrow[100:200, 3:5])
         (files,) = checkpoint.reader._idle
         assert files.traffic.mapped_bytes <= 100 * narrow.strides[0] + 2 * 4096
+
+
+def test_pickles_that_are_loaded_are_closed_by_themselves(halves: tuple[Path, Path]) -> None:
+    with reshard_mpi.open(halves[0], src_strategy=halves[1]) as checkpoint:
+        text = pickle.dumps(checkpoint)
+    with pickle.loads(text) as one:
+        assert one["w"][0, 1] == 1
+    with pickle.loads(text) as two, pickle.loads(text) as three:
+        two.close()
+        assert three["w"][0, 1] == 1
+
+
+def test_a_file_that_was_not_there_is_not_read(tmp_path: Path) -> None:
+    """Another one may come into its place."""
+    write_ranks({0: {"w": W, "v": W + 1}}, tmp_path / "one", "safetensors")
+    reshard_mpi.transform(tmp_path / "one", tmp_path / "src", to="hf", max_shard_size=W.nbytes + 100)
+    first, second = sorted((tmp_path / "src").glob("*.safetensors"))
+    content = second.read_bytes()
+    second.unlink()
+    with contextlib.suppress(ReshardError), reshard_mpi.open(tmp_path / "src", check=False) as checkpoint:
+        second.write_bytes(content)
+        for name in checkpoint:
+            with contextlib.suppress(ReshardError):
+                tensor = checkpoint[name][...]
+                assert str(second) not in checkpoint.sources(name)[0].files and tensor.shape == W.shape
+    assert first.exists()
+
+
+def test_a_checkpoint_that_is_forgotten_leaves_no_file_open(halves: tuple[Path, Path]) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        assert reshard_mpi.open(halves[0], src_strategy=halves[1])["w"][20, 0] == W[20, 0]
+    gc.collect()
+    assert set(os.listdir("/proc/self/fd")) <= before
+
+
+def test_another_working_folder(halves: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(halves[0].parent)
+    with reshard_mpi.open("src", src_strategy="strategy.toml") as checkpoint:
+        text = pickle.dumps(checkpoint["w"])
+        monkeypatch.chdir("/")
+        assert (checkpoint["w"][20] == W[20]).all() and (pickle.loads(text)[20] == W[20]).all()

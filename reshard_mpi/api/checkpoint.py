@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from reshard_mpi.engine.regions import RegionReader
+    from reshard_mpi.filesystem.source_files import FileVersion
     from reshard_mpi.journal.provenance import Sources
     from reshard_mpi.planning.rank_plan import Group, RankPlan
 
@@ -172,6 +173,35 @@ class Tensor:
         return _tensor_again, (self._checkpoint, self.name)
 
 
+class _Origin(NamedTuple):
+    """What an open checkpoint reads from: one target of a request, planned, with the versions of its files by path."""
+
+    request: Request
+    rank: int
+    plan: RankPlan
+    conversion: Conversion
+    sources: Sources
+    versions: Mapping[str, FileVersion]
+
+    @classmethod
+    def of(cls, request: Request, rank: int, *, check: bool) -> _Origin:
+        """Open the source of a request, and plan a target; `check` is as in `open`."""
+        shards, strategies = request.shard_files(), Strategies.read(request)
+        conversion = Conversion(
+            open_source(shards, strategies.source),
+            strategies.target,
+            Policy(request.unlisted, request.strict, request.replicas, request.accumulated),
+        )
+        conversion, _ = apply_map(request, conversion)
+        if check:
+            (plan,), outcome = plan_alone(conversion, [rank])
+            log(outcome.notes, outcome.warnings)
+        else:
+            plan = conversion.plan(rank, checked=False)
+        files = conversion.source.files
+        return cls(request, rank, plan, conversion, files.sources(plan.read_ranks), files.versions(plan.read_ranks))
+
+
 class Checkpoint(Mapping[str, Tensor]):
     """An open checkpoint: its tensors by name, in order. It is a context manager, and closes its files at the end.
 
@@ -179,10 +209,10 @@ class Checkpoint(Mapping[str, Tensor]):
     it is loaded, and is refused there if the files are others by then.
     """
 
-    def __init__(self, request: Request, rank: int, plan: RankPlan, conversion: Conversion) -> None:
-        self._request, self._rank = request, rank
-        self._plan = plan
-        self._conversion = conversion
+    def __init__(self, origin: _Origin) -> None:
+        self._origin = origin
+        self._plan = origin.plan
+        self._path = origin.conversion.source.files.path
         self._is_closed = False
 
     def __getitem__(self, name: str) -> Tensor:
@@ -191,7 +221,7 @@ class Checkpoint(Mapping[str, Tensor]):
             raise UnknownTensorError(
                 f"the checkpoint has no tensor {name!r}",
                 expected=_like(name, self._places),
-                where=self._conversion.source.files.path,
+                where=self._path,
             )
         number, index = place
         return Tensor(self, self._plan.tensors.groups[number], index)
@@ -206,7 +236,7 @@ class Checkpoint(Mapping[str, Tensor]):
         return name in self._places
 
     def __repr__(self) -> str:
-        return f"<Checkpoint {self._conversion.source.files.path!r}: {len(self)} tensors>"
+        return f"<Checkpoint {self._path!r}: {len(self)} tensors>"
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -239,7 +269,7 @@ class Checkpoint(Mapping[str, Tensor]):
             raise ShardError(
                 "what a checkpoint holds beside its tensors cannot be read",
                 got=str(error),
-                where=self._conversion.source.files.path,
+                where=self._path,
             ) from error
         return tree if isinstance(tree, dict) else {"": tree}
 
@@ -260,26 +290,22 @@ class Checkpoint(Mapping[str, Tensor]):
     def reader(self) -> RegionReader:
         """The reader of the tensors. Raises UsageError if the checkpoint is closed."""
         if self._is_closed:
-            raise UsageError("the checkpoint is closed", where=self._conversion.source.files.path)
+            raise UsageError("the checkpoint is closed", where=self._path)
         return self._reader
 
     @cached_property
     def _reader(self) -> RegionReader:
         from reshard_mpi.engine.regions import RegionReader
 
-        versions = self._conversion.source.files.versions(self._plan.read_ranks)
-        return RegionReader(self._conversion.limits, versions)
-
-    @cached_property
-    def _sources(self) -> Sources:
-        return self._conversion.source.files.sources(self._plan.read_ranks)
+        return RegionReader(self._origin.conversion.limits, self._origin.versions)
 
     @cached_property
     def _places(self) -> dict[str, tuple[int, int]]:
         return self._plan.tensors.places
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _checkpoint_again, (self._request, self._rank, self._sources._replace(named="", versions=()))
+        request, rank, *_ = self._origin
+        return _checkpoint_again, (request, rank, self._origin.sources._replace(named="", versions=()))
 
 
 @public
@@ -321,29 +347,22 @@ def open(
 
 def opened(request: Request, rank: int, *, check: bool = True) -> Checkpoint:
     """Return the tensors of target rank `rank` of a request as an open checkpoint; `check` is as in `open`."""
-    shards, strategies = request.shard_files(), Strategies.read(request)
-    conversion = Conversion(
-        open_source(shards, strategies.source),
-        strategies.target,
-        Policy(request.unlisted, request.strict, request.replicas, request.accumulated),
-    )
-    conversion, _ = apply_map(request, conversion)
-    if not check:
-        return Checkpoint(request, rank, conversion.plan(rank, checked=False), conversion)
-    (plan,), outcome = plan_alone(conversion, [rank])
-    log(outcome.notes, outcome.warnings)
-    return Checkpoint(request, rank, plan, conversion)
+    return Checkpoint(_Origin.of(request.from_anywhere(), rank, check=check))
+
+
+def _checkpoint_again(request: Request, rank: int, sources: Sources) -> Checkpoint:
+    """Open a checkpoint that has been pickled. Raises DisagreementError if its files have changed since."""
+    return Checkpoint(_origin_again(request, rank, sources))
 
 
 @lru_cache(maxsize=4)
-def _checkpoint_again(request: Request, rank: int, sources: Sources) -> Checkpoint:
-    """Open a checkpoint that has been pickled. Raises DisagreementError if its files have changed since."""
-    checkpoint = opened(request, rank, check=False)
+def _origin_again(request: Request, rank: int, sources: Sources) -> _Origin:
+    origin = _Origin.of(request, rank, check=False)
     sources.require_unchanged(
         "a source file was written or replaced after the checkpoint was opened",
         "make sure that nothing writes to the source, and open it again",
     )
-    return checkpoint
+    return origin
 
 
 def _tensor_again(checkpoint: Checkpoint, name: str) -> Tensor:

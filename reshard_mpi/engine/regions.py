@@ -31,15 +31,17 @@ class RegionReader:
 
     Args:
         limits: memory for one read at a time.
-        versions: by path, what the files were when the plan was made. One that is another now is refused; others are
-            remembered as they are when they are first read.
+        versions: of all files that were there when the plan was made, by path: others are refused. None: any are read.
     """
 
-    def __init__(self, limits: Limits, versions: Mapping[str, FileVersion]) -> None:
+    def __init__(self, limits: Limits, versions: Mapping[str, FileVersion] | None) -> None:
         self._limits = limits
-        self._versions = dict(versions)
+        self._versions = versions
         self._idle: deque[Files] = deque()  # appended to and taken from without a lock, which a child might inherit
         self._is_closed = False
+
+    def __del__(self) -> None:
+        self.close()
 
     def close(self) -> None:
         """Close all files; other threads close theirs as soon as they have read."""
@@ -70,7 +72,6 @@ class RegionReader:
             run = _run(group, place, indices, out)
             if run is not None:
                 paths.add(run.path)
-                self._remember(paths)
                 files.read_into(run, out.reshape(-1).view(np.uint8).data)
             else:
                 self._read(files, group.tensor(place), indices, out.view(raw_dtype(group.kind.dtype)), paths)
@@ -111,7 +112,6 @@ class RegionReader:
         )
         copies = meeting(tensor.copies, box)
         paths.update(path for copy in copies for path in paths_of(copy.source.source))
-        self._remember(paths)
         whole = _enclosing(out)
         if whole is not None:
             outer = Box(box.start, tuple(map(add, box.start, whole.shape)))
@@ -125,17 +125,15 @@ class RegionReader:
             local = block.relative_to(box)
             out[tuple(map(slice, local.start, local.stop))] = aside
 
-    def _remember(self, paths: set[str]) -> None:
-        for path in paths - self._versions.keys():
-            self._versions[path] = _version_of(path)
-
     def _require_unchanged(self, paths: set[str]) -> None:
+        if self._versions is None:
+            return
         for path in paths:
-            now, was = _version_of(path), self._versions[path]
-            if now.is_later_than(was):
+            now, was = _version_of(path), self._versions.get(path)
+            if was is None or now.is_later_than(was):
                 raise DisagreementError(
                     "a source file was written or replaced after the checkpoint was opened",
-                    expected=f"the file of {was.size_bytes} bytes that was opened",
+                    expected="no file" if was is None else f"the file of {was.size_bytes} bytes that was opened",
                     got=f"one of {now.size_bytes} bytes, changed since",
                     where=path,
                     remedy="make sure that nothing writes to the source, and open it again",

@@ -124,6 +124,12 @@ class Request(NamedTuple):
         said = (self.map, self.forward, self.reverse, self.config, self.like, self.dtype, self.include, self.exclude)
         return any(said)
 
+    def from_anywhere(self) -> Request:
+        """Return the same request for any working folder: paths of the source, and of what it is read by, absolute."""
+        named = {name: getattr(self, name) for name in ("source", "src_strategy", "dst_strategy", "config", "like")}
+        paths = {name: os.path.abspath(path) for name, path in named.items() if path}  # noqa: PTH100 - not to follow links
+        return self._replace(map=self.map_words, **paths)
+
     @property
     def map_words(self) -> tuple[str, ...]:
         """The maps as they may be given from any folder: absolute paths, and equations as they are."""

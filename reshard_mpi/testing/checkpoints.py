@@ -56,7 +56,7 @@ def tensors(draw: st.DrawFn) -> dict[str, np.ndarray[Any, Any]]:
 
 def load_shard(plan: RankPlan, *, limits: Limits) -> dict[str, np.ndarray[Any, Any]]:
     """Return every tensor of a plan by name, as a C-contiguous array. Raises ShardError if a file cannot be read."""
-    reader, loaded = RegionReader(limits, {}), {}
+    reader, loaded = RegionReader(limits, None), {}
     for group in plan.tensors.groups:
         for place, name in enumerate(group.names):
             array = loaded[name] = np.empty(group.kind.shape, to_numpy(group.kind.dtype))
@@ -113,7 +113,7 @@ class CheckpointConformance(FormatUnderTest):
         with tempfile.TemporaryDirectory() as folder:
             conversion = self._opened(Path(folder), arrays, data)
             rank = data.draw(st.integers(0, conversion.target.world_size - 1))
-            reader = RegionReader(conversion.limits, {})
+            reader = RegionReader(conversion.limits, None)
             for group in conversion.plan(rank).tensors.groups:
                 for place, name in enumerate(group.names):
                     whole = _cut(arrays[name], _box(conversion.target, name, arrays[name].shape, rank))
