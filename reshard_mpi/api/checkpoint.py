@@ -174,7 +174,7 @@ class Tensor:
 
 
 class _Origin(NamedTuple):
-    """What an open checkpoint reads from: one target of a request, planned, with the versions of its files by path."""
+    """The origin of an open checkpoint: one target of a request, planned, and the versions of its files by path."""
 
     request: Request
     rank: int

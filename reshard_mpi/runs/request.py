@@ -125,7 +125,7 @@ class Request(NamedTuple):
         return any(said)
 
     def from_anywhere(self) -> Request:
-        """Return the same request for any working folder: paths of the source, and of what it is read by, absolute."""
+        """Return the same request with absolute paths of source, strategies, maps, configuration and the like."""
         named = {name: getattr(self, name) for name in ("source", "src_strategy", "dst_strategy", "config", "like")}
         paths = {name: os.path.abspath(path) for name, path in named.items() if path}  # noqa: PTH100 - not to follow links
         return self._replace(map=self.map_words, **paths)

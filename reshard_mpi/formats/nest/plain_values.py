@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import PurePosixPath
 from typing import Any
@@ -49,23 +50,25 @@ def _made(call: Call) -> Any:
         return args[0] if args else {}
     if name in ("Namespace", "SimpleNamespace"):
         return plain(call.state) if call.state is not None else {}
-    if name in _SEQUENCES and module in ("builtins", "collections"):
-        given = args[0] if args and not isinstance(args[0], str) else ()
+    given = args[0] if args else ()
+    if name in _SEQUENCES and isinstance(given, list | tuple | set | frozenset | bytes):
         return _SEQUENCES[name]([*given, *map(plain, call.items or ())])
     if name == "Size":
-        return tuple(args[0]) if args else ()
+        return tuple(given)
     if call.function == BYTES_IO:
         return args[0] if args else b""
     if module.partition(".")[0] == "pathlib" and all(isinstance(argument, str) for argument in args):
         return str(PurePosixPath(*args))
     if name == "scalar" and len(args) == 2 and isinstance(args[1], bytes):
-        return _number(call.args[0], args[1])
+        dtype = call.args[0]
+        if type(dtype) is Call and re.fullmatch("[biufc][0-9]{1,2}", str(dtype.args[:1]).strip("(',)")):
+            return _number(dtype, args[1])
     return {"class": str(call.function), "args": args, "state": plain(call.state)}
 
 
-def _number(dtype: Value, content: bytes) -> Any:
+def _number(dtype: Call, content: bytes) -> Any:
     """Return the number that numpy's `scalar` makes of an element type, as it is pickled, and bytes."""
     import numpy as np
 
-    order = dtype.state[1] if type(dtype.state) is tuple and len(dtype.state) > 1 else "="
-    return np.frombuffer(content, np.dtype(dtype.args[0]).newbyteorder(order if order in ("<", ">") else "="))[0].item()
+    order = dtype.state[1] if type(dtype.state) is tuple and len(dtype.state) > 1 else ""
+    return np.frombuffer(content, f"{order if order in ('<', '>') else '='}{dtype.args[0]}")[0].item()
