@@ -369,10 +369,11 @@ def damage_of(
         progress: told of the bytes of the files.
     """
     for files, own_rank in _one_by_one(source.files, rank):
-        if not keeps_sums(files, own_rank):
-            continue
         try:
-            _, damage = check_shard(files, own_rank, limits, before_sums, progress)
+            if keeps_sums(files, own_rank):
+                _, damage = check_shard(files, own_rank, limits, before_sums, progress)
+            else:
+                damage = list(_unlike_its_record(files, own_rank))
         except DAMAGE as error:
             return as_reshard_error(error, Path(files.by_rank[own_rank][0]))
         for first in damage:  # which refuses the run, if no other shard holds the same
@@ -382,6 +383,15 @@ def damage_of(
     unfit = source.check_crc(rank, counter.add)
     counter.end()
     return unfit
+
+
+def _unlike_its_record(files: ShardFiles, rank: int) -> Iterator[DamageError]:
+    """Yield how the files of a rank differ from records that have no sums: these have sizes, and digests of texts."""
+    finder = RecordFinder()
+    for path in files.by_rank[rank]:
+        found = finder.find(path, rank)
+        if found is not None and found.record is not None:
+            yield from damage_by_record(files.locate(path), found.record, {})
 
 
 def committed_tensors(source: SourceCheckpoint) -> tuple[CommitRecord, list[TensorPlan]] | None:

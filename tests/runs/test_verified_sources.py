@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
 from pathlib import Path
 
@@ -104,14 +105,13 @@ HALVES = 'mesh = { d = 2, t = 2 }\n[[parameter]]\nmatch = "w"\nsplit = { 0 = ["t
 QUARTERS = 'mesh = { t = 4 }\n[[parameter]]\nmatch = "w"\nsplit = { 0 = ["t"] }\n'
 
 
-def halves_with_a_text(folder: Path) -> Path:
-    """Make four shards with --verify, two for each half of `w`, all with a text; return their folder."""
+def halves_with_a_text(folder: Path, *options: str) -> Path:
+    """Make four shards by these options, two for each half of `w`, all with a text; return their folder."""
     tensor = sample("w", np.arange(16, dtype=np.float32).reshape(4, 4))
     safetensors_peer.write(folder / "m.safetensors", ShardContents.of([tensor], {"rate": "0.125"}))
     (folder / "halves.toml").write_text(HALVES)
     (folder / "quarters.toml").write_text(QUARTERS)
-    options = ["--dst-strategy", folder / "halves.toml", "--to", "safetensors", "--verify"]
-    done("transform", folder / "m.safetensors", folder / "src", *options)
+    done("transform", folder / "m.safetensors", folder / "src", "--dst-strategy", folder / "halves.toml", *options)
     return folder / "src"
 
 
@@ -122,11 +122,14 @@ def turn_over(src: Path, rank: int, old: bytes, new: bytes) -> None:
     path.write_bytes(content.replace(old, new))
 
 
+@pytest.mark.parametrize("options", [["--verify"], ["--crc"], []], ids=str)
 @pytest.mark.parametrize("rank", range(4))
-def test_the_text_of_a_damaged_shard_is_not_taken(tmp_path: Path, rank: int) -> None:
-    """Whichever shards the tensors come from, texts come from shards that are held against their sums."""
-    src, dst = halves_with_a_text(tmp_path), tmp_path / "dst"
+def test_the_text_of_a_damaged_shard_is_not_taken(tmp_path: Path, rank: int, options: list[str]) -> None:
+    """Whichever shards the tensors come from, texts come from shards that are held against their records."""
+    src, dst = halves_with_a_text(tmp_path, *options), tmp_path / "dst"
+    status = (src / f"rank_{rank}/checkpoint_{rank}.safetensors").stat()
     turn_over(src, rank, b"0.125", b"0.525")
+    os.utime(src / f"rank_{rank}/checkpoint_{rank}.safetensors", ns=(status.st_atime_ns, status.st_mtime_ns))
     strategies = ["--src-strategy", tmp_path / "halves.toml", "--dst-strategy", tmp_path / "quarters.toml"]
     done("transform", src, dst, *strategies, "--to", "safetensors", "--verify")
     texts = {safetensors_peer.read(path).strings["rate"] for path in dst.glob("rank_*/*")}
@@ -135,7 +138,7 @@ def test_the_text_of_a_damaged_shard_is_not_taken(tmp_path: Path, rank: int) -> 
 
 def test_a_rank_whose_text_is_taken_is_one_that_is_read(tmp_path: Path) -> None:
     """Its shard is held against its sums, and recorded as a source of the target, as those of the tensors are."""
-    src = halves_with_a_text(tmp_path)
+    src = halves_with_a_text(tmp_path, "--verify")
     for rank in (0, 1, 2):
         turn_over(src, rank, b"rate", b"late")
     planned = reshard_mpi.plan(src, tmp_path / "halves.toml", tmp_path / "quarters.toml").targets
