@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -543,4 +544,14 @@ def test_sources_that_cannot_be_looked_at_any_more(c: Conversion, verify: tuple[
     if verify:
         done("verify", c.dst)
     done("transform", c.dst, c.folder / "again", "--src-strategy", c.dst_strategy, "--to", "hdf5")
+    done("commit", c.dst)
+
+
+def test_a_source_whose_host_has_a_clock_that_is_ahead(c: Conversion) -> None:
+    """Its targets seem older than what they were made of."""
+    for path in c.src.rglob("*.ckpt"):
+        os.utime(path, ns=(time.time_ns() + 60 * 10**9,) * 2)
+    c.done("transform")
+    (c.dst / "reshard.json").unlink()
+    shutil.rmtree(c.src)
     done("commit", c.dst)
