@@ -47,8 +47,8 @@ class CountedFiles(regions.Files):
 
     every: list[CountedFiles] = []  # noqa: RUF012 - of all, on purpose
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.every.append(self)
 
 
