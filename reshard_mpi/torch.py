@@ -98,6 +98,7 @@ class Reader(StorageReader):
                 if item.type == LoadItemType.BYTE_IO:
                     values = _values(checkpoint) if values is None else values
                     stream = io.BytesIO()
+                    _require_plain(values[name], name)
                     torch.save(values[name], stream)
                     stream.seek(0)
                     planner.load_bytes(item, stream)
@@ -201,6 +202,20 @@ def _metadata(tensor: Tensor) -> TensorStorageMetadata:
 def _values(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the values beside the tensors, by the names that `flatten_state_dict` of torch gives them."""
     return dict(_named_values(checkpoint.attrs, "", checkpoint))
+
+
+def _require_plain(value: Any, name: str) -> None:
+    """Raise UsageError if a value is, or holds, an object that `Checkpoint.attrs` only describes."""
+    if isinstance(value, dict) and value.keys() == {"class", "args", "state"}:
+        raise UsageError(
+            "a value is an object that is not made of what a file says",
+            expected="numbers, texts, lists and dictionaries",
+            got=str(value["class"]),
+            where=name,
+            remedy="leave it out of the state_dict, and load it with torch from the checkpoint itself",
+        )
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ():
+        _require_plain(part, name)
 
 
 def _named_values(value: Any, name: str, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Any]]:

@@ -409,3 +409,16 @@ def test_another_working_folder(halves: tuple[Path, Path], tmp_path: Path, monke
         text = pickle.dumps(checkpoint["w"])
         monkeypatch.chdir("/")
         assert (checkpoint["w"][20] == W[20]).all() and (pickle.loads(text)[20] == W[20]).all()
+
+
+def test_elements_that_are_too_large_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_ranks({0: {"w": np.array([1e6, 1, 2], np.float32)}}, tmp_path / "src", "safetensors")
+    with (
+        caplog.at_level("WARNING", "reshard_mpi"),
+        reshard_mpi.open(tmp_path / "src", dtype="fp16", check=False) as checkpoint,
+    ):
+        assert checkpoint["w"][1:].tolist() == [1, 2] and not caplog.records
+        assert checkpoint["w"][0] == np.inf
+    assert [record.getMessage() for record in caplog.records] == [
+        "1 element of 'w' is too large for float16 and became infinite"
+    ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,6 +23,7 @@ from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.options import check_flag
 from reshard_mpi.planning.rank_plan import meeting
 from reshard_mpi.planning.target_tensors import Policy
+from reshard_mpi.runs.outcome import Overflow, overflow_warnings
 from reshard_mpi.runs.plan_conversion import Conversion, apply_map
 from reshard_mpi.runs.progress import log
 from reshard_mpi.runs.request import Request, Strategies
@@ -107,7 +108,7 @@ class Tensor:
 
         chosen, view = chosen_of(index, self.shape, self.name)
         array: np.ndarray[Any, Any] = np.empty([*map(len, chosen)], self.dtype)
-        self._checkpoint.reader.read(self._group, self._place, chosen, array)
+        self._read(chosen, array)
         return array if view is None else array[view]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
@@ -131,7 +132,13 @@ class Tensor:
         if any(isinstance(each, slice) and each.step for each in view or ()):
             raise UsageError("a box has a negative step", expected="elements in their order", where=self.name)
         self.check_array(array, tuple(map(len, chosen)))
-        self._checkpoint.reader.read(self._group, self._place, chosen, array)
+        self._read(chosen, array)
+
+    def _read(self, chosen: Sequence[range], array: np.ndarray[Any, Any]) -> None:
+        """Read elements, and log how many have become infinite."""
+        too_large = self._checkpoint.reader.read(self._group, self._place, chosen, array)
+        if too_large:
+            log((), overflow_warnings([[Overflow(self.name, self._group.kind.dtype.name, too_large)]]))
 
     def check_array(self, array: np.ndarray[Any, Any], shape: tuple[int, ...]) -> None:
         """Raise UsageError if elements of the tensor, of this shape, cannot be read into an array."""

@@ -50,24 +50,25 @@ class RegionReader:
             with self._idle.pop():
                 pass
 
-    def read(self, group: Group, place: int, indices: Sequence[range], out: Array) -> None:
-        """Read the elements at `indices` of each dimension into `out`, which has their shape.
+    def read(self, group: Group, place: int, indices: Sequence[range], out: Array) -> int:
+        """Read the elements at `indices` of each dimension into `out`; return how many are too large for its type.
 
         Args:
             group, place: the tensor, by its place in a group.
             indices: counted from the start of the tensor's box, ascending, within it.
-            out: a writable array of the tensor's type or of unsigned integers that are as wide; of any strides, but no
-                element may lie where another does.
+            out: of their shape, writable, of the tensor's type or of unsigned integers that are as wide; of any
+                strides, but no element may lie where another does.
 
         Raises ShardError if a source file cannot be read, DisagreementError if one is not the one that was planned.
         """
         if not out.size:
-            return
+            return 0
         paths: set[str] = set()
         try:
             files = self._idle.pop()
         except IndexError:
             files = Files(is_sparing=True)
+        too_large = files.traffic.too_large
         try:
             run = _run(group, place, indices, out)
             if run is not None:
@@ -75,11 +76,13 @@ class RegionReader:
                 files.read_into(run, out.reshape(-1).view(np.uint8).data)
             else:
                 self._read(files, group.tensor(place), indices, out.view(raw_dtype(group.kind.dtype)), paths)
+            too_large = files.traffic.too_large - too_large
         finally:
             self._idle.append(files)
             if self._is_closed:
                 self.close()
         self._require_unchanged(paths)
+        return too_large
 
     def _read(self, files: Files, tensor: TensorPlan, indices: Sequence[range], out: Array, paths: set[str]) -> None:
         stepped = next((dim for dim, chosen in enumerate(indices) if chosen.step > 1 and len(chosen) > 1), None)

@@ -46,6 +46,8 @@ def _made(call: Call) -> Any:
     if call.flat is not None or name in ("OrderedDict", "defaultdict", "dict"):
         first = args[0] if args and isinstance(args[0], dict) else {}
         return {**first, **_dict(call.pairs())}
+    if name == "complex" and all(isinstance(part, int | float) for part in args):
+        return complex(*args[:2])
     if name == "Counter":
         return args[0] if args else {}
     if name in ("Namespace", "SimpleNamespace"):
