@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import io
 from collections import deque
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.planner import LoadItemType
 from torch.futures import Future
 
 from reshard_mpi.api.calls import PathLike
-from reshard_mpi.api.checkpoint import Checkpoint, Tensor, open
+from reshard_mpi.api.checkpoint import Checkpoint, Tensor, open, require_same_state
 from reshard_mpi.errors import UsageError
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.text import MIB
@@ -81,11 +82,13 @@ class Reader(StorageReader):
         self._checkpoint()
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan of this process, as torch has made it."""
-        return plan
+        """Return the plan that torch has made, with the state of the checkpoint that this process has opened."""
+        return dataclasses.replace(plan, storage_data=self._checkpoint().state)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans of all processes, as torch has made them."""
+        """Return the plans of all processes. Raises DisagreementError if they have opened different checkpoints."""
+        for plan in plans:
+            require_same_state(plans[0].storage_data, plan.storage_data)
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

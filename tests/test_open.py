@@ -282,7 +282,7 @@ def test_a_pickle_opens_it_again(halves: tuple[Path, Path]) -> None:
     path = halves[0] / "rank_0" / "checkpoint_0.safetensors"
     os.utime(path, ns=(1, 1))
     api.checkpoint._origin_again.cache_clear()
-    with pytest.raises(DisagreementError, match="after the checkpoint was opened"):
+    with pytest.raises(DisagreementError, match="another one than was opened"):
         pickle.loads(text)
 
 
@@ -422,3 +422,33 @@ def test_elements_that_are_too_large_are_told(tmp_path: Path, caplog: pytest.Log
     assert [record.getMessage() for record in caplog.records] == [
         "1 element of 'w' is too large for float16 and became infinite"
     ]
+
+
+def test_a_pickle_is_of_the_checkpoint_that_was_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of the newest of several by then, nor of what another map makes of it."""
+    write_ranks({0: {"w": W}}, tmp_path / "src", "safetensors")
+    link, map_file = tmp_path / "latest", tmp_path / "map.toml"
+    link.symlink_to("src")
+    map_file.write_text("[[map]]\neq = 'w [a b] <=> v [a b]'\n")
+    with reshard_mpi.open(link, map=map_file, forward=True) as checkpoint:
+        text = pickle.dumps(checkpoint["v"])
+    assert (pickle.loads(text)[2] == W[2]).all()
+    api.checkpoint._origin_again.cache_clear()
+    map_file.write_text("[[map]]\neq = 'w [a b] <=> v [b a]'\n")
+    with pytest.raises(DisagreementError, match="another one than was opened"):
+        pickle.loads(text)
+    map_file.write_text("[[map]]\neq = 'w [a b] <=> v [a b]'\n")
+    write_ranks({0: {"w": W + 1}}, tmp_path / "other", "safetensors")
+    link.unlink()
+    link.symlink_to("other")
+    with pytest.raises(DisagreementError, match="another one than was opened"):
+        pickle.loads(text)
+
+
+def test_steps_of_a_tensor_that_is_turned_are_read_together(tmp_path: Path) -> None:
+    write_ranks({0: {"w": W}}, tmp_path / "src", "safetensors")
+    turned = "w [a b] <=> w [b a]"
+    with reshard_mpi.open(tmp_path / "src", map=turned, forward=True) as checkpoint:
+        assert same(checkpoint["w"][::3, 1::2], W.T[::3, 1::2])
+        (files,) = checkpoint.reader._idle
+        assert files.traffic.requested_bytes <= W.nbytes

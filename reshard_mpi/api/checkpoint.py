@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
+from itertools import zip_longest
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard_mpi.api.calls import PathLike, public, request_of
 from reshard_mpi.api.tensor_index import Index, chosen_of, overlaps
 from reshard_mpi.checkpoints.opening import open_source
+from reshard_mpi.engine.regions import RegionReader
 from reshard_mpi.errors import (
+    DisagreementError,
     ShardError,
     UnknownTensorError,
     UsageError,
@@ -20,6 +23,7 @@ from reshard_mpi.errors import (
 )
 from reshard_mpi.formats.dtypes import to_numpy
 from reshard_mpi.formats.manifest import NEST
+from reshard_mpi.journal.provenance import FileState
 from reshard_mpi.options import check_flag
 from reshard_mpi.planning.rank_plan import meeting
 from reshard_mpi.planning.target_tensors import Policy
@@ -33,9 +37,7 @@ from reshard_mpi.sharding.box import Box
 if TYPE_CHECKING:
     import numpy as np
 
-    from reshard_mpi.engine.regions import RegionReader
     from reshard_mpi.filesystem.source_files import FileVersion
-    from reshard_mpi.journal.provenance import Sources
     from reshard_mpi.planning.rank_plan import Group, RankPlan
 
 
@@ -180,15 +182,24 @@ class Tensor:
         return _tensor_again, (self._checkpoint, self.name)
 
 
+# The folder of a source, its files, and the digests of what it is read by.
+State = tuple[str, tuple[FileState, ...], tuple[object, ...]]
+
+
 class _Origin(NamedTuple):
-    """The origin of an open checkpoint: one target of a request, planned, and the versions of its files by path."""
+    """The origin of an open checkpoint: one target of a request, planned, and the versions of its files by path.
+
+    Attributes:
+        state: by which it is seen that another process, or a later one, has opened the same: the files of the source,
+            and the digests of strategies, maps and what else it is read by.
+    """
 
     request: Request
     rank: int
     plan: RankPlan
     conversion: Conversion
-    sources: Sources
     versions: Mapping[str, FileVersion]
+    state: State
 
     @classmethod
     def of(cls, request: Request, rank: int, *, check: bool) -> _Origin:
@@ -199,14 +210,16 @@ class _Origin(NamedTuple):
             strategies.target,
             Policy(request.unlisted, request.strict, request.replicas, request.accumulated),
         )
-        conversion, _ = apply_map(request, conversion)
+        conversion, digests = apply_map(request, conversion)
         if check:
             (plan,), outcome = plan_alone(conversion, [rank])
             log(outcome.notes, outcome.warnings)
         else:
             plan = conversion.plan(rank, checked=False)
         files = conversion.source.files
-        return cls(request, rank, plan, conversion, files.sources(plan.read_ranks), files.versions(plan.read_ranks))
+        sources, versions = files.sources(plan.read_ranks), files.versions(plan.read_ranks)
+        read_by = (strategies.source_digest, strategies.target_digest, *sorted(digests.items()))
+        return cls(request, rank, plan, conversion, versions, (sources.folder, sources.files, read_by))
 
 
 class Checkpoint(Mapping[str, Tensor]):
@@ -221,6 +234,7 @@ class Checkpoint(Mapping[str, Tensor]):
         self._plan = origin.plan
         self._path = origin.conversion.source.files.path
         self._is_closed = False
+        self._reader = RegionReader(origin.conversion.limits, origin.versions)
 
     def __getitem__(self, name: str) -> Tensor:
         place = self._places.get(name)
@@ -256,8 +270,7 @@ class Checkpoint(Mapping[str, Tensor]):
     def close(self) -> None:
         """Close the files. Nothing can be read afterwards."""
         self._is_closed = True
-        if "_reader" in vars(self):
-            self._reader.close()
+        self._reader.close()
 
     @cached_property
     def attrs(self) -> dict[str, Any]:
@@ -300,19 +313,17 @@ class Checkpoint(Mapping[str, Tensor]):
             raise UsageError("the checkpoint is closed", where=self._path)
         return self._reader
 
-    @cached_property
-    def _reader(self) -> RegionReader:
-        from reshard_mpi.engine.regions import RegionReader
-
-        return RegionReader(self._origin.conversion.limits, self._origin.versions)
+    @property
+    def state(self) -> State:
+        """What tells this state of the checkpoint from others: its folder, files, and digests of what it is read by."""
+        return self._origin.state
 
     @cached_property
     def _places(self) -> dict[str, tuple[int, int]]:
         return self._plan.tensors.places
 
     def __reduce__(self) -> tuple[object, ...]:
-        request, rank, *_ = self._origin
-        return _checkpoint_again, (request, rank, self._origin.sources._replace(named="", versions=()))
+        return _checkpoint_again, (self._origin.request, self._origin.rank, self.state)
 
 
 @public
@@ -357,19 +368,29 @@ def opened(request: Request, rank: int, *, check: bool = True) -> Checkpoint:
     return Checkpoint(_Origin.of(request.from_anywhere(), rank, check=check))
 
 
-def _checkpoint_again(request: Request, rank: int, sources: Sources) -> Checkpoint:
-    """Open a checkpoint that has been pickled. Raises DisagreementError if its files have changed since."""
-    return Checkpoint(_origin_again(request, rank, sources))
+def _checkpoint_again(request: Request, rank: int, state: State) -> Checkpoint:
+    """Open a checkpoint that has been pickled. Raises DisagreementError if it is another one by now."""
+    return Checkpoint(_origin_again(request, rank, state))
 
 
 @lru_cache(maxsize=4)
-def _origin_again(request: Request, rank: int, sources: Sources) -> _Origin:
+def _origin_again(request: Request, rank: int, state: State) -> _Origin:
     origin = _Origin.of(request, rank, check=False)
-    sources.require_unchanged(
-        "a source file was written or replaced after the checkpoint was opened",
-        "make sure that nothing writes to the source, and open it again",
-    )
+    require_same_state(state, origin.state)
     return origin
+
+
+def require_same_state(expected: State, got: State) -> None:
+    """Raise DisagreementError if a checkpoint was opened in two states."""
+    if expected != got:
+        others = (f"{now} instead of {was}" for was, now in zip_longest(expected[1], got[1]) if was != now)
+        raise DisagreementError(
+            "a checkpoint is another one than was opened before, or elsewhere",
+            expected=f"the files of {expected[0]} as they were, read by the same strategies and maps",
+            got=next(others, f"those of {got[0]}, or other strategies or maps"),
+            where=got[0],
+            remedy="choose the checkpoint (--select) while others are saved beside it; copies need their times (cp -p)",
+        )
 
 
 def _tensor_again(checkpoint: Checkpoint, name: str) -> Tensor:

@@ -24,6 +24,8 @@ from reshard_mpi.text import MIB
 _NEAR_BYTES = 4096
 # The memory for bytes on their way to places that they cannot be read into.
 _MOST_ASIDE_BYTES = 4 * MIB
+# The same for elements whose axes change places, or that are decoded.
+_MOST_DECODED_BYTES = 64 * MIB
 
 
 class RegionReader:
@@ -92,7 +94,11 @@ class RegionReader:
         chosen, before, behind = indices[stepped], (slice(None),) * stepped, indices[stepped + 1 :]
         apart_bytes = math.prod(tensor.spec.box.shape[stepped + 1 :]) * out.itemsize * (chosen.step - 1)
         wide_bytes = math.prod(len(_dense(each)) for each in (*indices[:stepped], *behind)) * out.itemsize
-        together = 1 if apart_bytes >= _NEAR_BYTES else max(1, _MOST_ASIDE_BYTES // (wide_bytes * chosen.step))
+        if any(copy.order is not None or copy.source.stored is None for copy in tensor.copies):
+            # An index by itself would be many short runs of the source, or chunks that are decoded for each anew.
+            together = max(1, _MOST_DECODED_BYTES // (wide_bytes * chosen.step))
+        else:
+            together = 1 if apart_bytes >= _NEAR_BYTES else max(1, _MOST_ASIDE_BYTES // (wide_bytes * chosen.step))
         for first in range(0, len(chosen), together):
             portion = chosen[first : first + together]
             inner = [*indices[:stepped], _dense(portion), *behind]
