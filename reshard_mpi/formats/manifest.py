@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, overload
 
-from reshard_mpi.errors import TargetError
+from reshard_mpi.errors import DisagreementError, TargetError
 from reshard_mpi.formats.dtypes import DType, numbers
 from reshard_mpi.formats.locations import ByteRanges, LibraryRead, Location
 from reshard_mpi.formats.tensor_table import ChunkedTensors, TensorTable, TensorType
@@ -38,29 +38,52 @@ def same_nest(texts: Iterable[str]) -> str | None:
     return without_order[0] if len(without_order) == 1 else None
 
 
-def common_nest(texts: Iterable[str], *, keeps_first: bool = False) -> str | None:
-    """Return one text for shards whose nests differ in no more than the stages of a pipeline do, without an order then.
+class CommonNest(NamedTuple):
+    """One text for nests that stages of a pipeline have saved."""
+
+    text: str
+    is_whole: bool  # they differ in nothing but what stages have of their own
+    # By their texts, what names of the state of optimizers begin with that are not in this one, and why.
+    apart: Mapping[str, Mapping[str, str]] = {}
+
+
+def common_nest(texts: Iterable[str]) -> CommonNest | None:
+    """Join the nests of shards; where these differ in more than stages of a pipeline do, the first one's is taken.
 
     Stages that others have saved have tensors of their own, so no order is that of all; and optimizers of their own
-    parameters, which are joined if they go by names. The same text if all are the same.
-
-    Args:
-        keeps_first: where nests differ otherwise take what the first has; else None is returned.
-
-    Raises DisagreementError for optimizers of which some parameters would have another one's settings.
+    parameters, which are joined if they go by names. The same text if all are the same; None if one is no nest.
     """
     different = list(dict.fromkeys(texts))
     same = same_nest(different)
     if same is not None or not different:
-        return same
+        return None if same is None else CommonNest(same, is_whole=True)
     from reshard_mpi.formats.nest.join_stages import joined
 
     try:
-        roots = [json.loads(nest_without_order(text)) for text in different]
+        root, is_whole, apart = joined([json.loads(nest_without_order(text)) for text in different])
     except (ValueError, RecursionError):
         return None
-    root = joined(roots, keeps_first=keeps_first)
-    return None if root is None else json.dumps(root, separators=(",", ":"))
+    text = json.dumps(root, separators=(",", ":"))
+    return CommonNest(text, is_whole, {own: lost for own, lost in zip(different, apart) if lost})
+
+
+def apart_error(name: str, path: str, kept: str, apart: Mapping[str, str]) -> DisagreementError:
+    """Return the error for state of an optimizer that cannot be joined with those of other stages.
+
+    Args:
+        name: of the tensor.
+        path: its file; kept: the file whose settings are kept.
+        apart: what such names begin with, and why, as of `CommonNest`.
+    """
+    begin = next(begin for begin in apart if name.startswith(begin))
+    return DisagreementError(
+        "optimizers of stages cannot be joined",
+        expected=f"optimizers by names of parameters, as many in each stage, or the state of {kept} alone, whose"
+        " settings are kept",
+        got=f"{name} of {path}: {apart[begin]}",
+        remedy=f"leave the state out (--exclude '{begin.removesuffix('state.')}*'), or save it by names of parameters"
+        " (torch.distributed.checkpoint.state_dict.get_state_dict), with the same settings in all stages",
+    )
 
 
 def nest_without_order(text: str) -> str:

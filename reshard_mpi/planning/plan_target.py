@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
 from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, StrategyError
-from reshard_mpi.formats.manifest import NEST, Manifest, ShardIdentity, nest_without_order
+from reshard_mpi.formats.manifest import Manifest, ShardIdentity, apart_error
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.planning.rank_plan import Group, PlannedTensors, RankPlan, ReadGroup, SharedFact
 from reshard_mpi.planning.replicas import Replicas, choose_holders, replicas_to_compare
@@ -44,7 +43,8 @@ def plan_target(target: TargetTensors, strategy_table: str) -> RankPlan:
     choices = _choose(target)
     read_ranks = {rank for chosen in choices for rank in chosen}
     in_order = sorted(target.manifests, key=lambda rank: (rank not in read_ranks, rank != target.home, rank))
-    holes: dict[str, ReshardError] = dict(_numbers_of_other_stages(target, in_order))
+    common = CommonStrings.of(target.manifests, in_order)
+    holes: dict[str, ReshardError] = dict(_state_of_other_stages(target, common))
     for error in holes.values():
         if not policy.allows_holes:
             raise error
@@ -79,8 +79,12 @@ def plan_target(target: TargetTensors, strategy_table: str) -> RankPlan:
         holes |= reads.holes
         for manifest in target.manifests.values():
             warnings += missing_files(manifest.tensors)
-    common = CommonStrings.of(target.manifests, in_order)
     warnings += unlike_by_group(target.manifests, in_order)
+    if target.source_strategy.stages > 1:
+        reasons = dict.fromkeys(why for apart in common.apart.values() for why in apart.values())
+        warnings += (
+            f"optimizers of stages cannot be joined, and those of the first are kept: {why}" for why in reasons
+        )
     taken = ((held.names, held.group, held.layout) for held in target.classes if held.share is GradientShare.TAKEN)
     alike = list(replicas_to_compare(taken, target.layouts.box, policy.replicas))
     joining = target.joining
@@ -113,48 +117,26 @@ def plan_target(target: TargetTensors, strategy_table: str) -> RankPlan:
     )
 
 
-def _numbers_of_other_stages(target: TargetTensors, in_order: Sequence[int]) -> Iterator[tuple[str, DisagreementError]]:
-    """Yield state under numbers of another optimizer than the one whose settings are kept, and why it has no place.
+def _state_of_other_stages(target: TargetTensors, common: CommonStrings) -> Iterator[tuple[str, DisagreementError]]:
+    """Yield state of optimizers of stages that cannot be joined with the one whose settings are kept, with the error.
 
     Stages of one training that this program has cut have the same optimizer, and the same numbers.
-
-    Args:
-        in_order: the opened ranks; the settings of the first are kept (see `CommonStrings`).
     """
-    nests = {rank: target.manifests[rank].strings[NEST] for rank in in_order if NEST in target.manifests[rank].strings}
-    if target.source_strategy.stages == 1 or len(set(nests.values())) <= 1:
-        return
-    from reshard_mpi.formats.nest.join_stages import numbered_optimizers
-
-    kept = next(iter(nests))
-    try:
-        roots = {text: json.loads(nest_without_order(text)) for text in set(nests.values())}
-        of_text = {text: dict(numbered_optimizers(root)) for text, root in roots.items()}
-    except (ValueError, RecursionError, LookupError, TypeError):
-        return  # a damaged nest is told of where it is made again
     stage_of = target.source_strategy.stage_of
-    for held in target.classes:
-        if stage_of(kept) in map(stage_of, held.group.ranks):
-            continue
-        theirs = [of_text[nests[rank]] for rank in held.group.ranks if rank in nests]
-        begins = tuple(
-            f"{path}state."
-            for path, optimizer in of_text[nests[kept]].items()
-            if theirs and all(path in each and each[path] != optimizer for each in theirs)
-        )
-        for name in held.names if begins else ():
-            if name.startswith(begins):
-                yield name, _other_stage_error(name, target.manifests[kept], target.manifests[held.group.ranks[0]])
-
-
-def _other_stage_error(name: str, kept: Manifest, shard: Manifest) -> DisagreementError:
-    return DisagreementError(
-        "a number in the state of stages' optimizers means another parameter in each stage",
-        expected=f"the state of {kept.path} alone, whose settings are kept",
-        got=f"{name} of {shard.path}",
-        remedy=f"leave the state out (--exclude '{name.partition('state.')[0]}*'), or save it by names of parameters"
-        " (torch.distributed.checkpoint.state_dict.get_state_dict)",
-    )
+    kept_in: dict[str, frozenset[int]] = {}  # the stages whose optimizers with such names are kept
+    for begin in {begin for apart in common.apart.values() for begin in apart}:
+        kept_in[begin] = frozenset(stage_of(rank) for rank, apart in common.apart.items() if begin not in apart)
+    for held in target.classes if kept_in else ():
+        rank, *_ = held.group.ranks
+        apart = {
+            begin: why
+            for begin, why in common.apart.get(rank, {}).items()
+            if kept_in[begin].isdisjoint(map(stage_of, held.group.ranks))
+        }
+        for name in held.names if apart else ():
+            if name.startswith((*apart,)):
+                shard, kept = target.manifests[rank], target.manifests[next(iter(common.apart))]
+                yield name, apart_error(name, shard.path, kept.path, apart)
 
 
 def _choose(target: TargetTensors) -> list[Sequence[int | None]]:

@@ -318,11 +318,13 @@ class CommonStrings(NamedTuple):
         strings: texts by name.
         ranks: the source ranks that they are taken from.
         notes: one for each string that differs between opened shards.
+        apart: by rank, what names of the state of its optimizers begin with that are not in the nest, and why.
     """
 
     strings: dict[str, str]
     ranks: tuple[int, ...]
     notes: list[str]
+    apart: Mapping[int, Mapping[str, str]]
 
     @classmethod
     def of(cls, manifests: Mapping[int, Manifest], in_order: Sequence[int]) -> CommonStrings:
@@ -332,23 +334,20 @@ class CommonStrings(NamedTuple):
         """
         strings: dict[str, str] = {}
         notes = []
-        rank_of_nest: dict[str, int] = {}
-        for rank in in_order:
-            if NEST in manifests[rank].strings:
-                rank_of_nest.setdefault(manifests[rank].strings[NEST], rank)
-        ranks = {*rank_of_nest.values()}
-        common = common_nest(rank_of_nest)
-        nest = common_nest(rank_of_nest, keeps_first=True) if common is None else common
-        if nest is not None:
-            strings[NEST] = nest
+        nests = {rank: manifests[rank].strings[NEST] for rank in in_order if NEST in manifests[rank].strings}
+        common = common_nest(nests.values())
+        ranks = {*{text: rank for rank, text in reversed(nests.items())}.values()}  # the first of each text
+        if common is not None:
+            strings[NEST] = common.text
         for rank in in_order:
             for name, text in manifests[rank].strings.items():
                 if name not in strings:
                     strings[name] = text
                     ranks.add(rank)
-                elif strings[name] != text and (name != NEST or common is None):
+                elif strings[name] != text and (name != NEST or common is None or not common.is_whole):
                     notes.append(f"{TEXT}{shown_string(name)} of {manifests[rank].path} differs from the one taken")
-        return cls(dict(sorted(strings.items())), tuple(sorted(ranks)), notes)
+        apart = {} if common is None else {rank: common.apart.get(text, {}) for rank, text in nests.items()}
+        return cls(dict(sorted(strings.items())), tuple(sorted(ranks)), notes, apart)
 
 
 def unlike_by_group(manifests: Mapping[int, Manifest], in_order: Sequence[int]) -> Iterator[str]:

@@ -18,7 +18,7 @@ import reshard_mpi
 from reshard_mpi import formats
 from reshard_mpi.errors import MapError, TargetError
 from reshard_mpi.formats import ckpt
-from reshard_mpi.formats.manifest import NEST, common_nest, nest_settings
+from reshard_mpi.formats.manifest import NEST, CommonNest, common_nest, nest_settings
 from reshard_mpi.formats.nest import flatten_tree
 from reshard_mpi.formats.nest.nodes import agree
 from reshard_mpi.testing import sample_tensors
@@ -313,9 +313,12 @@ def test_nests_agree_whatever_only_one_of_them_says_of_the_order() -> None:
     assert agree(None, None) and not agree(None, one) and agree(one, root) and agree(root, one) and agree(one, fewer)
     assert not agree(one, other) and not agree(one, '{"dict":[["a",true]]}') and not agree(one, "{")
     assert not agree(one, f'{{"nest":{root},"order":[3]}}')
-    assert common_nest([one, other]) == root == common_nest([root, one]) and common_nest([one, one]) == one
-    assert common_nest([one, '{"dict":[]}']) == root
-    assert common_nest([one, '{"dict":[["a",2]]}']) is common_nest([one, "{"]) is common_nest([]) is None
+    whole = CommonNest(root, is_whole=True)
+    assert common_nest([one, other]) == whole == common_nest([root, one])
+    assert common_nest([one, one]) == whole._replace(text=one)
+    assert common_nest([one, '{"dict":[]}']) == whole
+    assert common_nest([one, '{"dict":[["a",2]]}']) == whole._replace(is_whole=False)
+    assert common_nest([one, "{"]) is common_nest([]) is None
 
 
 def test_stages_join_groups_of_equal_settings_by_their_places() -> None:
@@ -325,7 +328,7 @@ def test_stages_join_groups_of_equal_settings_by_their_places() -> None:
 
     joined = common_nest([stage(0), stage(1)])
     assert joined is not None
-    (_, (_, groups)) = json.loads(joined)["dict"]
+    (_, (_, groups)) = json.loads(joined.text)["dict"]
     assert [dict(group["dict"])["params"] for group in groups] == [["l0.a", "l1.a"], ["l0.b", "l1.b"]]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import count
@@ -216,3 +217,91 @@ def test_values_of_a_scheduler_for_groups_of_another_stage_are_warned_of(
     assert len(joined(source, tmp_path / "dst")["param_groups"]) == len(rates)
     warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert any("sched.base_lrs: kept as in" in text and "rank_1" in text for text in warned) == (len(rates) > 1)
+
+
+# Optimizers that stages keep in unlike ways
+
+
+def stages(folder: Path, optimizers: Sequence[Any], more: Sequence[Any] = ()) -> Path:
+    """Save stages with these optimizers, each of whose tensors has the name of a parameter of its stage."""
+    for stage, optimizer in enumerate(optimizers):
+        (folder / f"rank_{stage}").mkdir(parents=True)
+        torch_peer.save(
+            folder / f"rank_{stage}" / "x.pt",
+            {"model": {f"l{stage}": tensor(), "embed": tensor()}, "optim": optimizer, "more": [*more][stage:][:1]},
+        )
+    (folder / "stages.toml").write_text(
+        f"mesh = {{ data = 1 }}\nstages = {len(optimizers)}\n[[parameter]]\nmatch = '*'\n"
+    )
+    return folder
+
+
+def of(*names: str, **settings: Any) -> dict[str, Any]:
+    """Return an optimizer by names with one group."""
+    return {
+        "state": {name: {"exp_avg": tensor()} for name in names},
+        "param_groups": [{"lr": 0.5, **settings, "params": [*names]}],
+    }
+
+
+NO_GROUPS: dict[str, Any] = {"state": {}, "param_groups": []}
+
+
+@pytest.mark.parametrize("nothing", [None, {}, [], NO_GROUPS])
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_stage_without_an_optimizer_takes_none_away(tmp_path: Path, nothing: Any, at: int) -> None:
+    optimizers = [nothing, of("l1")] if at == 0 else [of("l0"), nothing]
+    optimizer = joined(stages(tmp_path / "src", optimizers), tmp_path / "dst")
+    name = f"l{1 - at}"
+    assert [group["params"] for group in optimizer["param_groups"]] == [[name]]
+    assert [(own, [*state]) for own, state in optimizer["state"].items()] == [(name, ["exp_avg"])]
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "why"),
+    [
+        ([of("embed", "l0"), of("embed", "l1", lr=0.25)], "embed has other settings in its group in another stage"),
+        ([[of("l0"), of("embed")], [of("l1")]], "are not as many in each stage"),
+        ([{0: of("l0"), 1: of("embed")}, {0: of("l1")}], "are kept by numbers, and not as many in each stage"),
+        ([(of("l0"), of("embed")), (of("l1"),)], "are not as many in each stage"),
+        ([of("l0"), OrderedDict(of("l1"))], "are kept in different ways"),
+    ],
+)
+def test_optimizers_that_cannot_be_joined_are_refused(tmp_path: Path, optimizers: Sequence[Any], why: str) -> None:
+    source = stages(tmp_path / "src", optimizers)
+    with pytest.raises(DisagreementError, match=why) as refused:
+        joined(source, tmp_path / "dst")
+    assert "l1.exp_avg" in str(refused.value)
+    (glob,) = re.findall(r"--exclude '(.*?)'", str(refused.value))
+    report = reshard_mpi.transform(source, tmp_path / "dst", source / "stages.toml", to="torch", exclude=[glob])
+    assert {*torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["model"]} == {"embed", "l0", "l1"}
+    assert any("optimizers of stages cannot be joined" in warning and why in warning for warning in report.warnings)
+
+
+def test_a_key_that_is_no_name_keeps_the_first_value_of_its_dictionary_alone(tmp_path: Path) -> None:
+    source = stages(tmp_path / "src", [of("l0"), of("l1")], [{0.5: 1, "of 0": 0}, {0.5: 2, "of 1": 1}])
+    optimizer = joined(source, tmp_path / "dst")
+    assert [group["params"] for group in optimizer["param_groups"]] == [["l0", "l1"]]
+    assert torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["more"] == [{0.5: 1, "of 0": 0}]
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_names_beside_parameters_and_the_order_of_settings_make_no_other_group(
+    tmp_path: Path, is_reversed: bool
+) -> None:
+    """A group of joined ones has no names beside it, and the third stage shares a parameter with the first."""
+    names = [["embed", "l0"], ["l1"], ["embed", "l2"]]
+    optimizers = [of(*own, param_names=own) for own in names]
+    if is_reversed:
+        optimizers[1]["param_groups"] = [dict(reversed(optimizers[1]["param_groups"][0].items()))]
+    optimizer = joined(stages(tmp_path / "src", optimizers), tmp_path / "dst")
+    assert [group["params"] for group in optimizer["param_groups"]] == [["embed", "l0", "l1", "l2"]]
+    assert {*optimizer["state"]} == {"embed", "l0", "l1", "l2"}
+
+
+def test_files_of_stages_that_cannot_be_joined_get_no_index_of_all(tmp_path: Path) -> None:
+    source = stages(tmp_path / "src", [[of("l0"), of("embed")], [of("l1")]])
+    how = (source, tmp_path / "dst", source / "stages.toml", source / "stages.toml")
+    with pytest.raises(DisagreementError, match="are not as many in each stage"):
+        reshard_mpi.transform(*how, to="dcp")
+    reshard_mpi.transform(*how, to="dcp", exclude=["optim.*"], overwrite=True)

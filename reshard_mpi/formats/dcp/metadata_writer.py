@@ -17,7 +17,7 @@ from reshard_mpi.formats.dcp.file_layout import Keys, TensorLeaf, tensors_in
 from reshard_mpi.formats.dcp.metadata import INDEX, OWN_STRINGS
 from reshard_mpi.formats.dcp.writer import entries_of
 from reshard_mpi.formats.dtypes import DType
-from reshard_mpi.formats.manifest import NEST, Manifest, common_nest
+from reshard_mpi.formats.manifest import NEST, Manifest, apart_error, common_nest
 from reshard_mpi.formats.nest.nodes import Value
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.formats.torch.pickler import text_opcode, whole_opcode
@@ -106,13 +106,20 @@ def _entries(shards: Sequence[Manifest]) -> tuple[dict[str, str], dict[str, Keys
 
     Files have tensors of their own, all of which together fit the strings. Stages of a pipeline may have strings of
     their own; where these differ, none is kept as such. Of settings that differ the first file's are taken.
+
+    Raises DisagreementError for state of optimizers that cannot be joined.
     """
     names: dict[tuple[tuple[str, str], ...], dict[str, None]] = {}
-    common = common_nest((shard.strings[NEST] for shard in shards if NEST in shard.strings), keeps_first=True)
+    nested = [shard for shard in shards if NEST in shard.strings]
+    common = common_nest(shard.strings[NEST] for shard in nested)
     for shard in shards:
         texts = dict(shard.strings)
         if common is not None and NEST in texts:
-            texts[NEST] = common
+            apart = common.apart.get(texts[NEST], {})
+            for name in shard.tensors if apart else ():
+                if name.startswith((*apart,)):
+                    raise apart_error(name, shard.path, nested[0].path, apart)
+            texts[NEST] = common.text
         names.setdefault(tuple(texts.items()), {}).update(dict.fromkeys(shard.tensors))
     paths: dict[str, Keys] = {}
     objects: dict[str, Value] = {}

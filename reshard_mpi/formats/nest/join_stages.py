@@ -5,10 +5,8 @@ Only optimizers that name their parameters can be joined: numbers of two stages 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
-
-from reshard_mpi.errors import DisagreementError
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 _STATE, _GROUPS, _PARAMETER_NAMES = "state", "param_groups", "param_names"
 # What nests have of a dictionary that stages have of their own. Of a model's, torch has `_metadata` among the
@@ -19,24 +17,30 @@ _JOINED = ("dict", _ATTRIBUTES)
 BY_GROUP = frozenset(("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"))
 
 
-def joined(roots: Sequence[Any], *, keeps_first: bool = False) -> Any | None:
-    """Return the nest of all stages; None if they differ in more than the parameters of their optimizers.
+class Joined(NamedTuple):
+    """The nest of all stages. Where they differ in other things than theirs alone, it has the first one's value."""
+
+    root: Any
+    is_whole: bool  # they differ in nothing else
+    # For each stage, what names of the state of its optimizers begin with that are not in the nest, and why.
+    apart: Sequence[Mapping[str, str]]
+
+
+def joined(roots: Sequence[Any]) -> Joined:
+    """Join the nests of stages.
 
     Args:
         roots: the nest of each, as parsed from its text. They may not be changed afterwards.
-        keeps_first: where they differ otherwise, keep the first one's value.
     """
     first, *others = roots
-    try:
-        for other in others:
-            first = _joined(first, other, keeps_first)
-    except ValueError:
-        return None
-    return first
+    joinings = [_Joining() for _ in others]
+    for joining, other in zip(joinings, others):
+        first = joining.joined(first, other, "")
+    return Joined(first, all(each.is_whole for each in joinings), [{}, *(each.apart for each in joinings)])
 
 
 def settings_of(node: Any) -> Any:
-    """Return a nest without what each stage has of its own: tensors, empty dictionaries, optimizers that are joined.
+    """Return a nest without what each stage has of its own: tensors, empty values, optimizers that are joined.
 
     What torch says of the modules of a model is left out as well.
     """
@@ -53,17 +57,7 @@ def settings_of(node: Any) -> Any:
         is_flat = isinstance(key, str) and key.startswith((f"{_STATE}.", f"{_GROUPS}."))
         if value and not is_flat and not (is_joined and key in (_STATE, _GROUPS)):
             kept.append([key, *map(settings_of, value)])
-    return {**others, "dict": [entry for entry in kept if entry[1:] != [{"dict": []}]]}
-
-
-def numbered_optimizers(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the paths, each with a dot behind it, and values of optimizers whose groups have numbers for parameters."""
-    pairs = _pairs(node)
-    groups = next((value for key, value in pairs if key == _GROUPS and isinstance(value, list)), [])
-    if any(type(number) is int for group in groups for number in (_entries(group).get("params") or [[]])[0]):
-        yield path, node
-    for key, value in pairs:
-        yield from numbered_optimizers(value, f"{path}{key}.")
+    return {**others, "dict": [entry for entry in kept if not _is_empty(entry[1])]}
 
 
 def lists_by_group(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -76,7 +70,9 @@ def lists_by_group(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _pairs(node: Any) -> list[tuple[Any, Any]]:
-    """Return keys and values of a dictionary, or places and items of a list."""
+    """Return keys and values of a dictionary, or places and items of a list or tuple."""
+    if isinstance(node, dict) and isinstance(node.get("tuple"), list):
+        node = node["tuple"]
     if isinstance(node, dict):
         entries = node.get("dict")
         pairs = [entry for entry in entries if isinstance(entry, list)] if isinstance(entries, list) else []
@@ -84,66 +80,139 @@ def _pairs(node: Any) -> list[tuple[Any, Any]]:
     return [*enumerate(node)] if isinstance(node, list) else []
 
 
+def _is_empty(node: Any) -> bool:
+    """Tell whether a value is None, or a list or dictionary of nothing else: an optimizer without groups is."""
+    if isinstance(node, dict):
+        return node.keys() == {"dict"} and all(len(entry) == 2 and _is_empty(entry[1]) for entry in node["dict"])
+    return node is None or (isinstance(node, list) and all(map(_is_empty, node)))
+
+
+def _optimizers(node: Any, path: str) -> Iterator[str]:
+    """Yield what names of tensors in the optimizers of a part of a nest begin with. path: in this part."""
+    pairs = _pairs(node)
+    if any(key == _GROUPS or (isinstance(key, str) and key.startswith(f"{_GROUPS}.")) for key, _ in pairs):
+        yield path
+    for key, value in pairs:
+        yield from _optimizers(value, f"{path}{key}.")
+
+
 def _is_always_joined(node: Any) -> bool:
     """Tell whether a dictionary is an optimizer that names its parameters, and no setting of a group is a tensor."""
     try:
         entries = _entries(node)
-        groups = [_entries(group) for group in entries[_GROUPS][0]] if _is_named(entries) else []
+        is_named = _is_named(entries)
+        return is_named and all(value for group in entries[_GROUPS][0] for value in _entries(group).values())
     except ValueError:
         return False
-    return bool(groups) and all(value for group in groups for value in group.values())
 
 
-def _joined(first: Any, second: Any, keeps_first: bool) -> Any:
-    """Join two values of nests. Raises ValueError if that cannot be done, unless the first is then kept."""
-    if first == second and type(first) is type(second):
+class _Joining:
+    """Joins two nests.
+
+    Attributes:
+        is_whole: all of both is in what has been joined.
+        apart: what names of the state of the second's optimizers begin with that are not, and why.
+    """
+
+    def __init__(self) -> None:
+        self.is_whole = True
+        self.apart: dict[str, str] = {}
+
+    def joined(self, first: Any, second: Any, path: str) -> Any:
+        """Join two values of nests; if that cannot be done, return the first. path: what names in both begin with."""
+        if first == second and type(first) is type(second):
+            return first
+        try:
+            return self._whole(first, second, path)
+        except ValueError as error:
+            optimizers = {f"{each}{_STATE}.": str(error) for each in _optimizers(second, path)}
+        if optimizers and _is_empty(first):
+            return second
+        if not (_is_empty(second) and any(_optimizers(first, path))):
+            self.is_whole = False
+            self.apart |= optimizers
         return first
-    if isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
-        return [_joined(own, other, keeps_first) for own, other in zip(first, second)]
-    are_alike = isinstance(first, dict) and isinstance(second, dict) and first.keys() == second.keys()
-    if are_alike and "dict" not in first:
-        return {key: _joined(first[key], second[key], keeps_first) for key in first}
-    if are_alike and all(first[key] == second[key] for key in first if key not in _JOINED):  # of one class
-        whole = {**first, **{key: _joined(first[key], second[key], keeps_first) for key in first if key == _ATTRIBUTES}}
+
+    def _whole(self, first: Any, second: Any, path: str) -> Any:
+        """Join two values that differ. Raises ValueError if that cannot be done, which says why."""
+        if isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
+            return [self.joined(*both, f"{path}{place}.") for place, both in enumerate(zip(first, second))]
+        are_alike = isinstance(first, dict) and isinstance(second, dict) and first.keys() == second.keys()
+        if are_alike and "dict" not in first:
+            return {key: self.joined(first[key], second[key], path) for key in first}
+        if not are_alike or any(first[key] != second[key] for key in first if key not in _JOINED):  # of two classes
+            raise ValueError("they are kept in different ways, or are not as many in each stage")
         one, other = _entries(first), _entries(second)
         if _is_named(one) and _is_named(other):
-            return {**whole, "dict": _joined_optimizers(one, other, keeps_first)}
-        if _is_flat(one) and _is_flat(other):
-            return {**whole, "dict": _joined_states(_unnamed(one), _unnamed(other))}
-        if _can_be_joined(one, other):
-            return {**whole, "dict": _joined_entries(one, other, keeps_first)}
-    if keeps_first:
-        return first
-    raise ValueError
+            entries = self._optimizer(one, other, path)
+        elif _is_flat(one) and _is_flat(other):
+            entries = _joined_states(_unnamed(one), _unnamed(other))
+        elif {_STATE, _GROUPS} <= one.keys() | other.keys():
+            raise ValueError("a number in the state of stages' optimizers means another parameter in each stage")
+        elif one.keys() == other.keys() or all(isinstance(key, str) for key in (*one, *other)):
+            entries = self._entries(one, other, path)
+        else:
+            raise ValueError("they are kept by numbers, and not as many in each stage")
+        attributes = {key: self.joined(first[key], second[key], f"{path}{key}.") for key in first if key == _ATTRIBUTES}
+        return {**first, **attributes, "dict": entries}
 
+    def _entries(self, one: dict[Any, list[Any]], other: dict[Any, list[Any]], path: str) -> list[Any]:
+        """Join dictionaries: what both have is joined, and what only one has is kept."""
+        both = {}
+        for key, own in one.items():
+            if key in other and (not own or not other[key]):  # a tensor
+                both[key], self.is_whole = own, self.is_whole and own == other[key]
+            elif key in other:
+                both[key] = [self.joined(own[0], other[key][0], f"{path}{key}.")]
+        return [[key, *value] for key, value in {**one, **other, **both}.items()]
 
-def _can_be_joined(one: dict[Any, list[Any]], other: dict[Any, list[Any]]) -> bool:
-    """Tell whether keys of two dictionaries mean the same: names do, numbers of two stages are other parameters'."""
-    are_numbered = {_STATE, _GROUPS} <= one.keys() | other.keys()
-    are_names = all(isinstance(key, str) for key in (*one, *other))
-    return not are_numbered and (are_names or one.keys() == other.keys())
+    def _optimizer(self, one: dict[Any, list[Any]], other: dict[Any, list[Any]], path: str) -> list[Any]:
+        """Join optimizers: the state of both, and groups that differ in their parameters alone as one.
 
-
-def _joined_entries(one: dict[Any, list[Any]], other: dict[Any, list[Any]], keeps_first: bool) -> list[Any]:
-    """Join dictionaries: what both have is joined, and what only one has is kept."""
-    both = {key: _joined(one[key], other[key], keeps_first) for key in one if key in other}
-    return [[key, *value] for key, value in {**one, **other, **both}.items()]
+        A parameter stays in the group that it has. Raises ValueError if its group in the other one is treated
+        differently; and for a setting that is a tensor, which is called by the place of its group, if another group
+        would get it.
+        """
+        groups = [_entries(group) for group in one[_GROUPS][0]]
+        for place, group in enumerate(map(_entries, other[_GROUPS][0])):
+            own = frozenset(group["params"][0])
+            known = frozenset(name for each in groups for name in each["params"][0])
+            with_own = [number for number, each in enumerate(groups) if not own.isdisjoint(each["params"][0])]
+            alike = [number for number, each in enumerate(groups) if _settings(each) == _settings(group)]
+            if not {*with_own} <= {*alike}:
+                raise ValueError(f"{min(own & known)} has other settings in its group in another stage")
+            # Of groups treated alike first one that has a parameter already, and then the one in the same place.
+            number = next((each for each in (*with_own, place, *alike) if each in alike), len(groups))
+            if number != place and not all(group.values()):
+                raise ValueError("stages have settings that are tensors, and groups in other places")
+            if number == len(groups):
+                groups.append(group)
+                continue
+            added = [name for name in group["params"][0] if name not in known]
+            groups[number] = {**groups[number], "params": [[*groups[number]["params"][0], *added]]}
+        states = {**one[_STATE][0], "dict": _joined_states(_entries(one[_STATE][0]), _entries(other[_STATE][0]))}
+        # No names beside these: they would be in the order of the stages, and torch takes over any that are there.
+        all_groups = [
+            {"dict": [[key, *value] for key, value in group.items() if key != _PARAMETER_NAMES]} for group in groups
+        ]
+        of_both: dict[Any, list[Any]] = {_STATE: [states], _GROUPS: [all_groups]}
+        return self._entries(one | of_both, other | of_both, path)
 
 
 def _entries(node: Any) -> dict[Any, list[Any]]:
     """Return the values of a dictionary by its plain keys: a list of one, or of none for a tensor."""
     entries: dict[Any, list[Any]] = {}
-    for entry in node["dict"]:
+    for entry in node["dict"] if isinstance(node, dict) and isinstance(node.get("dict"), list) else [None]:
         if not isinstance(entry, list) or not entry or not isinstance(entry[0], str | int) or entry[0] in entries:
-            raise ValueError
+            raise ValueError("a key in them is neither text nor an integer, or is there twice")
         entries[entry[0]] = entry[1:]
     return entries
 
 
 def _is_named(entries: dict[Any, list[Any]]) -> bool:
-    """Tell whether a dictionary is an optimizer whose groups name their parameters."""
+    """Tell whether a dictionary is an optimizer whose groups name their parameters; it may have none yet."""
     state, groups = entries.get(_STATE), entries.get(_GROUPS)
-    if not state or not groups or not isinstance(groups[0], list) or not groups[0]:
+    if not state or not isinstance(state[0], dict) or not groups or not isinstance(groups[0], list):
         return False
     names = [name for group in groups[0] for name in (_entries(group).get("params") or [[None]])[0]]
     return all(isinstance(name, str) for name in names)
@@ -161,49 +230,13 @@ def _unnamed(entries: dict[Any, list[Any]]) -> dict[Any, list[Any]]:
     return {key: [[]] if key.endswith(f".{_PARAMETER_NAMES}") else value for key, value in entries.items()}
 
 
-def _joined_optimizers(one: dict[Any, list[Any]], other: dict[Any, list[Any]], keeps_first: bool) -> list[Any]:
-    """Join optimizers: the state of both, and groups that differ in their parameters alone as one.
-
-    A parameter stays in the group that it has. Raises DisagreementError for a setting that is a tensor: it is called by
-    the place of its group, which another one would get.
-    """
-    groups = [_entries(group) for group in one[_GROUPS][0]]
-    for place, group in enumerate(map(_entries, other[_GROUPS][0])):
-        own = frozenset(group["params"][0])
-        known = frozenset(name for each in groups for name in each["params"][0])
-        with_own = [number for number, each in enumerate(groups) if not own.isdisjoint(each["params"][0])]
-        alike = [number for number, each in enumerate(groups) if _settings(each) == _settings(group)]
-        if not {*with_own} <= {*alike}:
-            raise ValueError
-        # Of groups treated alike first one that has a parameter already, and then the one in the same place.
-        number = next((each for each in (*with_own, place, *alike) if each in alike), len(groups))
-        if number != place and not all(group.values()):
-            raise DisagreementError(
-                "optimizers of stages have settings that are tensors, and groups in other places",
-                expected="groups in the same places in all stages, or settings that are plain numbers",
-                got=f"group {place}",
-                remedy="save numbers in place of these tensors: group['lr'] = float(group['lr'])",
-            )
-        if number == len(groups):
-            groups.append(group)
-            continue
-        added = [name for name in group["params"][0] if name not in known]
-        groups[number] = {**groups[number], "params": [[*groups[number]["params"][0], *added]]}
-    states = {**one[_STATE][0], "dict": _joined_states(_entries(one[_STATE][0]), _entries(other[_STATE][0]))}
-    # No names beside these: they would be in the order of the stages, and torch takes over any that are there.
-    all_groups = [
-        {"dict": [[key, *value] for key, value in group.items() if key != _PARAMETER_NAMES]} for group in groups
-    ]
-    of_both: dict[Any, list[Any]] = {_STATE: [states], _GROUPS: [all_groups]}
-    return _joined_entries(one | of_both, other | of_both, keeps_first)
-
-
 def _settings(group: dict[Any, list[Any]]) -> dict[Any, list[Any]]:
-    return {key: value for key, value in group.items() if key not in ("params", _PARAMETER_NAMES)} | {"keys": [*group]}
+    return {key: value for key, value in group.items() if key not in ("params", _PARAMETER_NAMES)}
 
 
 def _joined_states(one: dict[Any, list[Any]], other: dict[Any, list[Any]]) -> list[Any]:
     """Join what two optimizers have of their parameters. Raises ValueError if they contradict each other."""
-    if any(one[key] != other[key] for key in one.keys() & other.keys()):
-        raise ValueError
+    for key, value in one.items():
+        if value != other.get(key, value):
+            raise ValueError(f"stages have other values for {key}")
     return [[key, *value] for key, value in {**one, **other}.items()]
