@@ -68,7 +68,7 @@ def common_nest(texts: Iterable[str]) -> CommonNest | None:
 
 
 def apart_error(name: str, path: str, kept: str, apart: Mapping[str, str]) -> DisagreementError:
-    """Return the error for state of an optimizer that cannot be joined with those of other stages.
+    """Return the error for state of an optimizer that cannot be joined with other stages' optimizers.
 
     Args:
         name: of the tensor.

@@ -305,3 +305,22 @@ def test_files_of_stages_that_cannot_be_joined_get_no_index_of_all(tmp_path: Pat
     with pytest.raises(DisagreementError, match="are not as many in each stage"):
         reshard_mpi.transform(*how, to="dcp")
     reshard_mpi.transform(*how, to="dcp", exclude=["optim.*"], overwrite=True)
+
+
+def test_ranks_of_one_stage_share_out_state_by_numbers(tmp_path: Path) -> None:
+    """As distributed Muon does: all groups on each rank, and the state of its own parameters."""
+    names = ["a", "b", "c"]
+    for rank, numbers in enumerate(([0, 2], [1])):
+        optimizer = {
+            "state": {number: {"exp_avg": tensor(number), "note": names[number]} for number in numbers},
+            "param_groups": [{"lr": 0.5, "params": [0, 1, 2]}],
+        }
+        (tmp_path / f"src/rank_{rank}").mkdir(parents=True)
+        torch_peer.save(
+            tmp_path / f"src/rank_{rank}/x.pt", {"model": dict.fromkeys(names, tensor()), "optim": optimizer}
+        )
+    (tmp_path / "src/stages.toml").write_text("mesh = { data = 2 }\n[[parameter]]\nmatch = '*'\n")
+    state = joined(tmp_path / "src", tmp_path / "dst")["state"]
+    assert {number: (own["note"], "exp_avg" in own) for number, own in state.items()} == {
+        number: (name, True) for number, name in enumerate(names)
+    }

@@ -146,9 +146,9 @@ class _Joining:
         if _is_named(one) and _is_named(other):
             entries = self._optimizer(one, other, path)
         elif _is_flat(one) and _is_flat(other):
-            entries = _joined_states(_unnamed(one), _unnamed(other))
+            entries = _joined_values(_unnamed(one), _unnamed(other))
         elif {_STATE, _GROUPS} <= one.keys() | other.keys():
-            raise ValueError("a number in the state of stages' optimizers means another parameter in each stage")
+            entries = self._numbered(one, other, path)
         elif one.keys() == other.keys() or all(isinstance(key, str) for key in (*one, *other)):
             entries = self._entries(one, other, path)
         else:
@@ -165,6 +165,15 @@ class _Joining:
             elif key in other:
                 both[key] = [self.joined(own[0], other[key][0], f"{path}{key}.")]
         return [[key, *value] for key, value in {**one, **other, **both}.items()]
+
+    def _numbered(self, one: dict[Any, list[Any]], other: dict[Any, list[Any]], path: str) -> list[Any]:
+        """Join optimizers by numbers with equal groups: ranks of one stage may share out whose state each keeps."""
+        why = "a number in the state of stages' optimizers means another parameter in each stage"
+        if {_STATE, _GROUPS} - (one.keys() & other.keys()) or one[_GROUPS] != other[_GROUPS]:
+            raise ValueError(why)
+        of_both = {_STATE: [_joined_states(one, other)]}
+        self.apart[f"{path}{_STATE}."] = why  # for ranks of other stages
+        return self._entries(one | of_both, other | of_both, path)
 
     def _optimizer(self, one: dict[Any, list[Any]], other: dict[Any, list[Any]], path: str) -> list[Any]:
         """Join optimizers: the state of both, and groups that differ in their parameters alone as one.
@@ -184,13 +193,16 @@ class _Joining:
             # Of groups treated alike first one that has a parameter already, and then the one in the same place.
             number = next((each for each in (*with_own, place, *alike) if each in alike), len(groups))
             if number != place and not all(group.values()):
-                raise ValueError("stages have settings that are tensors, and groups in other places")
+                raise ValueError(
+                    "stages have settings that are tensors, and groups in other places: save plain numbers in them,"
+                    " group['lr'] = float(group['lr'])"
+                )
             if number == len(groups):
                 groups.append(group)
                 continue
             added = [name for name in group["params"][0] if name not in known]
             groups[number] = {**groups[number], "params": [[*groups[number]["params"][0], *added]]}
-        states = {**one[_STATE][0], "dict": _joined_states(_entries(one[_STATE][0]), _entries(other[_STATE][0]))}
+        states = _joined_states(one, other)
         # No names beside these: they would be in the order of the stages, and torch takes over any that are there.
         all_groups = [
             {"dict": [[key, *value] for key, value in group.items() if key != _PARAMETER_NAMES]} for group in groups
@@ -234,7 +246,13 @@ def _settings(group: dict[Any, list[Any]]) -> dict[Any, list[Any]]:
     return {key: value for key, value in group.items() if key not in ("params", _PARAMETER_NAMES)}
 
 
-def _joined_states(one: dict[Any, list[Any]], other: dict[Any, list[Any]]) -> list[Any]:
+def _joined_states(one: dict[Any, list[Any]], other: dict[Any, list[Any]]) -> Any:
+    """Join the state of two optimizers. Raises ValueError as `_joined_values` does."""
+    first, second = (_entries(*(entries[_STATE] or [None])) for entries in (one, other))
+    return {**one[_STATE][0], "dict": _joined_values(first, second)}
+
+
+def _joined_values(one: dict[Any, list[Any]], other: dict[Any, list[Any]]) -> list[Any]:
     """Join what two optimizers have of their parameters. Raises ValueError if they contradict each other."""
     for key, value in one.items():
         if value != other.get(key, value):
