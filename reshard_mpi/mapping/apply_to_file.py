@@ -189,7 +189,7 @@ def _training(choice: Selection, inventory: Inventory, source: SourceTree) -> Tr
             some = {name: shape for name, shape in shapes.items() if name in taken or STATE_KEY not in name.split(".")}
             return training_in(source.nest, some, source.tied, source.path)
         training = training_in(source.nest, taken, source.tied, source.path)
-        if training.optimizer is not None:
+        if training.optimizer is not None and not training.are_named:
             raise
         return training
 

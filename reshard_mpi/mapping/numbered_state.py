@@ -8,6 +8,7 @@ the model is taken from the text of the nest alone.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
@@ -22,6 +23,8 @@ STATE = "optimizer.state."
 # Tensors of a model that no optimizer changes. Users' own are not known; where there are any, the numbers do not come
 # out.
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+# Words in the names of models that no optimizer trains: averages of another one.
+_COPIES = frozenset(("average", "averaged", "avg", "ema", "shadow", "swa", "teacher"))
 _MAX_NAMED = 5
 _REMEDY = (
     "give torch's optimizer named parameters, which it keeps in the file (AdamW(model.named_parameters())), or leave"
@@ -30,6 +33,9 @@ _REMEDY = (
 _TWIN_REMEDY = (
     "convert the checkpoint without the other one before, and without a map (--exclude 'ema.*'), then that with the"
     " map; or leave the state out (--exclude)"
+)
+_MODELS_REMEDY = (
+    "leave all but the model of the optimizer out (--exclude 'ema.*'), or the state; they can be converted on their own"
 )
 _ORDER_REMEDY = (
     "convert torch's own file once more, since what earlier versions of this program made of it does not have the"
@@ -129,20 +135,22 @@ def training_in(nest: str | None, shapes: TemplateShapes, alias: Mapping[str, st
     models = names_below(sorted(others, key=lambda name: place.get(name, len(place))), paths)
     by_path: dict[tuple[str, ...], str] = {}
     problems = []
+    exact: list[tuple[str, ...]] = []  # the parameters of models with the very names of the optimizer
     for is_wrapped in (False, True) if are_named else (False,):
-        if any(STATE_WORDS.isdisjoint(path.split(".")) for path in by_path.values()):
-            break
+        exact = [*by_path]
         for path, own in sorted(models.items(), key=lambda model: -len(model[0])):
             parameters, problem = _parameters(optimizer, path, own, shapes, alias, is_wrapped=is_wrapped)
-            if parameters:
+            if parameters and not (exact and _is_part(parameters, path, own)):
                 by_path.setdefault(parameters, path)
             elif not is_wrapped:
                 problems.append(f"{path.removesuffix('.') or 'the file'}: {problem}")
+    if [path for path in by_path.values() if not _is_copy(path)] == [by_path[parameters] for parameters in exact]:
+        by_path = {parameters: by_path[parameters] for parameters in exact} or by_path
     if len(by_path) != 1 and not has_state:
         return stateless
     if len(by_path) != 1:
         got = " or ".join(by_path.values()) if by_path else "; ".join(problems[:_MAX_NAMED]) or "no parameters"
-        remedy = _TWIN_REMEDY if are_named and by_path else _REMEDY
+        remedy = _MODELS_REMEDY if are_named and by_path else _REMEDY
         raise _doubt("whose optimizer state each number is cannot be told", got, where, remedy)
     ((parameters, prefix),) = by_path.items()
     twin = None if are_named else _twin(parameters, prefix, models, shapes)
@@ -156,6 +164,23 @@ def training_in(nest: str | None, shapes: TemplateShapes, alias: Mapping[str, st
     is_taken = any(name.startswith(STATE) and state_of(optimizer, name) is None for name in shapes)
     state = f"{optimizer.path}state." if is_taken else STATE
     return Training(prefix, optimizer, dict(zip(numbers, parameters)), are_named, state)
+
+
+def _is_part(parameters: Iterable[str], path: str, names: Iterable[str]) -> bool:
+    """Tell whether parameters are one module's, beside other modules: behind a wrapper are all tensors of a model.
+
+    Args:
+        path: what names of the model's tensors begin with; names: these.
+    """
+    modules, of_parameters = (
+        {name[len(path) :].rpartition(".")[0].partition(".")[0] for name in some} for some in (names, parameters)
+    )
+    return len(of_parameters) == 1 and not modules <= {*of_parameters, ""}
+
+
+def _is_copy(path: str) -> bool:
+    """Tell whether a dictionary is called as averages of a model are: `ema`, `model_ema`, `teacher`."""
+    return not STATE_WORDS.isdisjoint(path.split(".")) or not _COPIES.isdisjoint(re.split("[._]", path.lower()))
 
 
 def _twin(

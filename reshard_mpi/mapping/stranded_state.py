@@ -102,13 +102,13 @@ def _is_numbered(name: str, ends: Container[str]) -> bool:
     return all(f"{number[1]}.{'.'.join(parts[:length])}" not in ends for length in range(1, len(parts)))
 
 
-def _by_ends_of_names(taken: Iterable[Match]) -> Mapping[str, tuple[str, Match] | None]:
-    """Return parameters by their names' ends, after the first parts; None where several end alike."""
-    by_end: dict[str, tuple[str, Match] | None] = {}
+def _by_ends_of_names(taken: Iterable[Match]) -> Mapping[str, Sequence[tuple[str, Match]]]:
+    """Return parameters by their names' ends, after the first parts: a model and its copy have equal ones."""
+    by_end: dict[str, list[tuple[str, Match]]] = {}
     for match in taken:
         for name in (*match.sources.values(), *match.equal):
             for end in _ends_of(name) if STATE_KEY not in parts_of(name) else ():  # an equation may be of state
-                by_end[end] = None if end in by_end else (name, match)
+                by_end.setdefault(end, []).append((name, match))
     return by_end
 
 
@@ -120,7 +120,7 @@ def _ends_of(name: str) -> Iterator[str]:
 
 
 def _named_in_part(
-    name: str, parameters: Mapping[str, tuple[str, Match] | None], ends: Container[str]
+    name: str, parameters: Mapping[str, Sequence[tuple[str, Match]]], ends: Container[str]
 ) -> Iterator[tuple[str, Match, bool, bool]]:
     """Yield the parameters whose names end in some consecutive parts of a name of state, and what takes them.
 
@@ -135,11 +135,11 @@ def _named_in_part(
         for start in range(len(parts) - length + 1 - is_behind_parameter(parts, length)):
             rest = (*parts[:start], *parts[start + length :])
             end = ".".join(parts[start : start + length])
-            parameter = parameters.get(end)
-            if parameter is not None and parameter[0] != name and not STATE_WORDS.isdisjoint(rest):
-                targets = parameter[1].targets.values()
-                is_kept = any(f".{target}".endswith(f".{end}") for target in targets)
-                yield *parameter, parts[start - 1 : start] in (("state",), ("param_groups",)), not is_kept
+            taken = [each for each in parameters.get(end, ()) if each[0] != name]
+            if taken and not STATE_WORDS.isdisjoint(rest):
+                for parameter, match in taken:
+                    is_kept = any(f".{target}".endswith(f".{end}") for target in match.targets.values())
+                    yield parameter, match, parts[start - 1 : start] in (("state",), ("param_groups",)), not is_kept
             elif end in ends:
                 return
 

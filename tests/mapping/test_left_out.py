@@ -254,6 +254,22 @@ def test_state_named_after_a_part_of_a_parameters_name_is_no_state_that_stays(tm
     assert_held(tmp_path / "dst", {"net.w": np.stack([array.T for array in tensors.values()])})
 
 
+@pytest.mark.parametrize("copy", ["model_ema", "ema"])
+@pytest.mark.parametrize("way", ["renamed", "turned"])
+def test_state_named_after_a_part_that_a_model_and_its_copy_have_does_not_stay(
+    tmp_path: Path, copy: str, way: str
+) -> None:
+    """Whichever of them it is of, neither is as it was."""
+    tensors: Tensors = {f"{model}.{n}.w": floats(2, 3, first=n) for model in ("model", copy) for n in range(2)}
+    source = source_of(tmp_path, tensors | {f"optim.state.{n}.w.exp_avg": floats(2, 3, first=9 + n) for n in range(2)})
+    new = "{p*}.w [o i] <=> {p*}.kernel [o i]" if way == "renamed" else "{p*}.w [o i] <=> {p*}.w [i o]"
+    map_path = map_of(tmp_path, f"[[map]]\neq = '{new}'\n")
+    with pytest.raises(MapError, match=r"state of model\.0\.w would stay as it is"):
+        reshard_mpi.transform(source, tmp_path / "dst", map=map_path, forward=True)
+    reshard_mpi.transform(source, tmp_path / "dst", exclude="optim.*", map=map_path, forward=True)
+    assert len(held(tmp_path / "dst")) == 4
+
+
 @pytest.mark.parametrize("state", ["optimizer.state.{}.exp_avg_sq_row", "exp_avg_sq_col.{}.moment"])
 def test_state_of_another_shape_than_its_parameter_does_not_stay(tmp_path: Path, state: str) -> None:
     """As Adafactor's, of rows and of columns: it would be that of a parameter that is no longer there as it was."""

@@ -1146,6 +1146,42 @@ def test_names_of_parameters_may_begin_otherwise_than_those_of_the_model(
         assert [*made["state"]] == [f"{of_model}{name}" for name in ("qk", "bias", "out.weight")]
 
 
+@pytest.mark.parametrize("key", ["ema", "model_ema", "swa", "teacher", "another"])
+@pytest.mark.parametrize(("of_names", "of_model", "of_copy"), [each[:3] for each in WRAPPED if each[2] is not None])
+def test_which_of_two_models_an_optimizer_with_names_is_of_is_told_or_asked(
+    tmp_path: Path, key: str, of_names: str, of_model: str, of_copy: str
+) -> None:
+    """The average of a model has a wrapper of its own (torch.optim.swa_utils.AveragedModel), and any key."""
+    source = training({f"{of_model}{name}": array for name, array in MODEL.items()}, ())
+    source["optimizer"] = training()["optimizer"]
+    source["optimizer"]["param_groups"][0]["param_names"] = [f"{of_names}{name}" for name in PARAMETERS]
+    source[key] = {f"{of_copy}{name}": tensor(array * 2) for name, array in MODEL.items()}
+    begin = f"model.{of_model}"
+    text = f"""[[map]]\neq = "{begin}q [a h], {begin}k [b h] <=> {begin}qk [(a + b) h]"\n"""
+    names = [f"{of_model}{name}" for name in ("qk", "bias", "out.weight")]
+    if of_names == of_model != of_copy and key != "another":  # the model alone has these names
+        if key != "ema":  # it would have to follow
+            assert [*converted(tmp_path, source, text)["optimizer"]["state"]] == names
+    else:
+        with pytest.raises(MapError, match=rf"cannot be told[^$]*{key}\. or model\.|model\. or {key}\."):
+            converted(tmp_path, source, text)
+    assert [*converted(tmp_path, source, text, exclude=f"{key}.*")["optimizer"]["state"]] == names
+    reshard_mpi.transform(tmp_path / "source.pt", tmp_path / "one", exclude=f"{key}.*")
+    assert {*torch_peer.load(tmp_path / "one/rank_0/checkpoint_0.pt")["optimizer"]["state"]} == {*range(4)}
+
+
+@pytest.mark.parametrize("names", [["fc.weight", "fc.bias"], ["0.weight", "1.bias"]])
+def test_a_module_of_another_model_is_no_copy_of_a_model_of_its_names(tmp_path: Path, names: list[str]) -> None:
+    critic = dict(zip(names, (Q[:12].reshape(4, 3), BIAS[:4])))
+    source = training(critic, tuple(critic))
+    source["optimizer"]["param_groups"][0]["param_names"] = names
+    actor = {f"body.{name}": array for name, array in critic.items()} | {"head.weight": OUT[:6]}
+    source["actor"] = {name: tensor(array * 2) for name, array in actor.items()}
+    text = "[[map]]\neq = 'model.{p*}.weight [o i] <=> model.{p*}.kernel [i o]'\n"
+    made = converted(tmp_path, source, text)["optimizer"]["state"]
+    assert {*made} == {names[0].replace("weight", "kernel"), names[1]}
+
+
 def test_one_of_two_optimizers_by_numbers_may_be_left_out(tmp_path: Path) -> None:
     source = training()
     second = training({"v": K[:6]}, ("v",))
