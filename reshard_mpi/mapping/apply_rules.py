@@ -177,8 +177,10 @@ def _require_state_follows(
 ) -> None:
     """Raise MapError if state stays as it is, though the parameter that it is of does not."""
     shapes = {name: kind.shape for name, kind in inventory.items()}
-    owned = owners(kept, shapes, rules, taken.direction, choice.owners) if rules else {}
-    require_none_stranded((name for name in kept if name not in owned), taken.matches, inventory)
+    owner_of = owners(kept, shapes, rules, taken.direction, {}) if rules else {}
+    parameters = frozenset(name for match in taken.matches for name in (*match.sources.values(), *match.equal))
+    stay = [name for name in kept if name not in owner_of or owner_of[name] in parameters]
+    require_none_stranded(stay, taken.matches, inventory)
 
 
 def _stranded_in_between(

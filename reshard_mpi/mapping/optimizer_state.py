@@ -117,12 +117,16 @@ def followed(
     families: dict[tuple[int, NameAffixes], set[str]] = {}
     shapes = {name: kind.shape for name, kind in inventory.items()}
     parameters = with_state(shapes)
-    for name in left:
-        parted = None if name in parameters else _parameter_of(name, by_affixes, shapes)
-        if parted is None:
+    parted = {name: _parted(name, by_affixes, shapes) or parted_anywhere(name, shapes) for name in left}
+    states = {name: owner for name, owner in parted.items() if owner is not None and name not in parameters}
+    # Of a square parameter [8, 8], Shampoo's matrices have its shape by chance; of the others they have not.
+    by_chance = {affixes for name, (base, affixes) in states.items() if not _has_shape_of(name, base, shapes)}
+    for name, (base, affixes) in states.items():
+        if not _has_shape_of(name, base, shapes):
             continue
-        base, affixes = parted
         if base in match_of:
+            if affixes in by_chance and not _is_copied(matches[match_of[base]], shapes):
+                continue
             families.setdefault((match_of[base], affixes), set()).add(base)
             continue
         chosen = _chosen(by_affixes.get(affixes, ()), (base,), direction, like)
@@ -222,9 +226,22 @@ def _parameter_of(
         all_affixes: what maps have around names of parameters in those of their state.
     """
     parted = _parted(name, all_affixes, shapes) or parted_anywhere(name, shapes)
-    if parted is None or (shapes[name] != shapes[parted[0]] and prod(shapes[name]) != 1):
-        return None
-    return parted
+    return parted if parted is not None and _has_shape_of(name, parted[0], shapes) else None
+
+
+def _has_shape_of(name: str, parameter: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Tell whether a tensor has a shape that state of a parameter has: the parameter's, or one element."""
+    return shapes[name] == shapes[parameter] or prod(shapes[name]) == 1
+
+
+def _is_copied(match: Match, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Tell whether tensors that an equation makes are its source as it is, under other names."""
+    wholes = [whole_pair(place, shapes[name]) for place, name in match.sources.items()]
+    return all(
+        [pair._replace(order=None) for pair in made.pairs] == wholes
+        and all(pair.order in (None, tuple(range(len(made.shape)))) for pair in made.pairs)
+        for made in match.geometry.targets.values()
+    )
 
 
 def _parted(name: str, all_affixes: Iterable[NameAffixes], inventory: Container[str]) -> tuple[str, NameAffixes] | None:

@@ -70,7 +70,8 @@ def require_none_stranded(kept: Iterable[str], taken: Iterable[Match], inventory
             whole, _ = parted
             raise MapError(
                 f"state of {whole} would stay as it is, while an equation takes the parameter",
-                expected=f"the shape of the parameter, {list(inventory[whole].shape)}, or a single element",
+                expected=f"the shape of the parameter, {list(inventory[whole].shape)}, or a single element, as in the"
+                " same state of all parameters",
                 got=f"{name} {list(inventory[name].shape)}",
                 where=match_of[whole].rule.where,
                 remedy="write equations for such state, or leave it out with --exclude",

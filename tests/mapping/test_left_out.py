@@ -300,3 +300,30 @@ def test_state_in_groups_of_hdf5_follows(tmp_path: Path) -> None:
     reshard_mpi.transform(source_of(tmp_path, tensors), tmp_path / "dst", map=map_path)
     w, state = tensors.values()
     assert_held(tmp_path / "dst", {"net.w": w.T[None], "optim/exp_avg/net.w": state.T[None]})
+
+
+@pytest.mark.parametrize(
+    ("equation", "is_refused"),
+    [
+        ("model.q.w [o i] <=> model.q.w [i o]", True),
+        ("model.q.w [o i], model.k.w [o i] <=> model.qk.w [(o + o) i]", True),
+        ("model.q.w <=> model.a.w", False),
+    ],
+)
+def test_state_that_has_the_shape_of_a_square_parameter_by_chance_does_not_follow(
+    tmp_path: Path, equation: str, is_refused: bool
+) -> None:
+    """As the matrices of Shampoo do: of a parameter that is not square they have another shape than that."""
+    shapes = {"q": (4, 4), "k": (4, 4), "up": (8, 4)}
+    tensors: Tensors = {f"model.{name}.w": floats(*shape) for name, shape in shapes.items()}
+    for name, (rows, _) in shapes.items():
+        tensors[f"optim.state.model.{name}.w.precond_0"] = floats(rows, rows, first=50)
+        tensors[f"optim.state.model.{name}.w.step"] = floats(first=3)
+    source, map_path = source_of(tmp_path, tensors), map_of(tmp_path, f"[[map]]\neq = '{equation}'\n")
+    if is_refused:
+        with pytest.raises(MapError, match=r"state of model\.[qk]\.w would stay as it is[^$]*precond_0"):
+            reshard_mpi.transform(source, tmp_path / "dst", map=map_path, forward=True)
+        reshard_mpi.transform(source, tmp_path / "dst", map=map_path, forward=True, exclude="*.precond_0")
+    else:
+        reshard_mpi.transform(source, tmp_path / "dst", map=map_path, forward=True)
+        assert "optim.state.model.a.w.precond_0" in held(tmp_path / "dst")
