@@ -80,11 +80,14 @@ def carried_into(
         elif not are_known and (len(own.groups) > 1 or len(of_source.groups) > 1):
             unknown.append(own.path)
     values.require_none_by_group(root, source_root, regrouped, where)
+    own_extra = {name: entry[1] for name, _, entry in extra_states(root)}
     made = values.of(root, source_root, "")
     new_name_of, left_behind = extra_state_renamed(source_root, new_names_of(parameters))
     extra = {new_name_of[name]: entry[1] for name, _, entry in extra_states(source_root) if name in new_name_of}
-    for name, _, entry in extra_states(made):
-        entry[1] = values.of(entry[1], extra.get(name), f"{name}.")
+    in_target = NestValues([*decoded(order or ()), *(parameter.name for parameter in parameters)])
+    for name, _, entry in extra_states(made):  # another module's may have the name in the source
+        own = own_extra[name]
+        entry[1] = in_target.of(own, extra[name], f"{name}.") if name in extra else own
     return NewNest(written(made, None if order is None else decoded(order)), unknown, known, left_behind)
 
 

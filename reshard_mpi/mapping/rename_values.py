@@ -109,18 +109,22 @@ def extra_states(root: Any) -> Iterator[tuple[str, Any, list[Any]]]:
 def extra_state_renamed(root: Any, names: Sequence[tuple[str, str]]) -> tuple[dict[str, str], list[str]]:
     """Return new names of extra state of modules, by name, and the names of extra state that does not follow tensors.
 
-    It follows the tensors in it, or else those of its module, if all go to one module, and those of no other do.
+    It follows the tensors in it, or else those of its module, if all go to one module, and those of no other do. A
+    module without tensors goes where the module around it goes.
 
     Args:
         names: as of `new_names_of`.
     """
     begins_of: dict[str, set[str]] = {}
     for name, _, _ in extra_states(root):
-        module = name.removesuffix(_EXTRA_STATE)
+        own_module = module = name.removesuffix(_EXTRA_STATE)
         own = _names_below(names, f"{name}.") or _names_below(names, module)
+        while module and not own:
+            module = module[: module.rfind(".", 0, -1) + 1]
+            own = _names_below(names, module)
         begins = {begin for source, new in own for begin in _begins_of_module(source[len(module) :], new)}
         is_there = not own or module in begins or (not begins and any(new.startswith(module) for _, new in own))
-        begins_of[name] = {module} if is_there else begins
+        begins_of[name] = {f"{begin}{own_module[len(module) :]}" for begin in ({module} if is_there else begins)}
     counts = Counter(begin for begins in begins_of.values() for begin in begins)
     follow = {name: min(begins) for name, begins in begins_of.items() if len(begins) == 1 and counts[min(begins)] == 1}
     new_name_of = {name: f"{begin}{_EXTRA_STATE}" for name, begin in follow.items()}

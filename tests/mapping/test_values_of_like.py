@@ -203,6 +203,52 @@ def test_extra_state_of_modules_that_are_put_together_is_warned_of(tmp_path: Pat
     assert [text for text in report.warnings if r"model.a._extra_state, model.b._extra_state" in text]
 
 
+@pytest.mark.parametrize("is_like", [False, True])
+def test_extra_state_of_a_module_without_tensors_goes_with_the_module_around_it(tmp_path: Path, is_like: bool) -> None:
+    """As Transformer Engine's `core_attention._extra_state`; of one module the map takes some of the tensors."""
+
+    def model(begin: str, *values: int) -> dict[str, Any]:
+        own = {f"{begin}{at}.core.a._extra_state": {"amax": value} for at, value in enumerate(values)}
+        return {**{f"{begin}{at}.lin.weight": tensor(at) for at in range(2)}, "drop._extra_state": values[0], **own}
+
+    torch_peer.save(tmp_path / "x.pt", {"model": model("layers.", 3, 4)})
+    torch_peer.save(tmp_path / "like.pt", {"model": model("blocks.", 8, 9)})
+    begin, options = ("", {"like": tmp_path / "like.pt"}) if is_like else ("model.", {})
+    equation = f"{begin}layers.{{p*}} <=> {begin}blocks.{{p*}}"
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", map=equation, forward=True, **options)
+    made = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["model"]
+    extra = {name: value for name, value in made.items() if name.endswith("_extra_state")}
+    core = {f"blocks.{at}.core.a._extra_state": {"amax": 3 + at} for at in range(2)}
+    assert extra == {"drop._extra_state": 3, **core}
+
+
+@pytest.mark.parametrize("of_source", [{}, {"b._extra_state": 5}])
+def test_extra_state_that_the_source_has_none_for_is_that_of_like(tmp_path: Path, of_source: dict[str, Any]) -> None:
+    """In the source another module, which goes elsewhere, may have the name."""
+    source = {"a.weight": tensor(1), "b.weight": tensor(2), **of_source}
+    torch_peer.save(tmp_path / "x.pt", {"model": source})
+    torch_peer.save(tmp_path / "like.pt", {"model": with_extra_state({"b": 8, "c": 9}, "number")})
+    text = "".join(f'[[map]]\neq = "{old}.{{p*}} <=> {new}.{{p*}}"\n' for old, new in ("ab", "bc"))
+    (tmp_path / "map.toml").write_text(text)
+    options: Any = {"map": tmp_path / "map.toml", "like": tmp_path / "like.pt", "forward": True}
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", **options)
+    made = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["model"]
+    assert made["b._extra_state"] == 8 and made["c._extra_state"] == of_source.get("b._extra_state", 9)
+
+
+def test_extra_state_takes_the_place_of_another_that_has_a_tensor(tmp_path: Path) -> None:
+    source = with_extra_state({"a": 3}, "number") | with_extra_state({"b": 4}, "beside a tensor")
+    like = with_extra_state({"b": 8}, "number") | with_extra_state({"c": 9}, "beside a tensor")
+    torch_peer.save(tmp_path / "x.pt", {"model": source})
+    torch_peer.save(tmp_path / "like.pt", {"model": like})
+    text = "".join(f'[[map]]\neq = "{old}.{{p*}} <=> {new}.{{p*}}"\n' for old, new in ("ab", "bc"))
+    (tmp_path / "map.toml").write_text(text)
+    options: Any = {"map": tmp_path / "map.toml", "like": tmp_path / "like.pt", "forward": True}
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", **options)
+    made = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["model"]
+    assert made["b._extra_state"] == 3 and made["c._extra_state"]["c"] == 4
+
+
 def rates_made(
     folder: Path, source: dict[str, Any], like: dict[str, Any], pairs: dict[str, str], **options: Any
 ) -> Any:
