@@ -120,8 +120,8 @@ def applied_to_file(
     sources_of = {parameter.name: parameter.sources for parameter in all_parameters}
     target = MadeTensors({tensor.name: tensor for tensor in all_made}, sources_of)
     if source.nest is not None:
-        of_like = None if like is None else like.nest
-        require_none_by_order(source.nest, optimizers, inventory, in_files, all_made, of_like, source.path)
+        of_like = (None, ()) if like is None else (like.nest, tuple(like.training.parameters.values()))
+        require_none_by_order(source.nest, optimizers, inventory, in_files, all_made, *of_like, source.path)
     tensors = [*_names_made(in_files[-1])]
     if like is not None:
         notes += tuple(_told_of_order(like.training, like.path))

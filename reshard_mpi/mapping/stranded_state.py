@@ -28,7 +28,7 @@ from reshard_mpi.mapping.optimizer_state import (
     parts_of,
     with_state,
 )
-from reshard_mpi.mapping.optimizers import GROUPS, STATE_KEY, Optimizer
+from reshard_mpi.mapping.optimizers import GROUPS, STATE_KEY, Form, Optimizer
 from reshard_mpi.mapping.result import DerivedTensor, MapResult
 from reshard_mpi.sharding.box import Box
 
@@ -147,20 +147,23 @@ def _named_in_part(
 
 def require_none_by_order(
     nest: str,
-    optimizers: Iterable[Optimizer],
+    optimizers: Sequence[Optimizer],
     inventory: Inventory,
     chain: Sequence[MapResult],
     made: Iterable[DerivedTensor],
     like: str | None,
+    of_like: Sequence[str],
     where: str,
 ) -> None:
     """Raise MapError if tensors in the order of parameters stay as they are, and the parameters do not.
 
     Averages of a model may be a list (`ema.shadow_params.0`), and an optimizer around another one has state of its own
-    (`optimizer.slow_state.0.slow_buffer`). What such tensors are told by is that they have shapes of parameters.
+    (`optimizer.slow_state.0.slow_buffer`). What such tensors are told by is that they have shapes of parameters. Their
+    order may be the model's, or that of the optimizer's numbers, group after group.
 
     Args:
-        nest: of the source; like: of the checkpoint that the target is like.
+        nest: of the source; like: of the checkpoint that the target is like; of_like: the parameters of its optimizer
+            by numbers, in their order.
         optimizers: of the source, whose state by parameters is not meant.
         inventory: of the source's tensors, in order.
         chain: what each map makes; made: what the last one makes of the source's tensors.
@@ -176,10 +179,18 @@ def require_none_by_order(
     position = {copied[name]: number for number, name in enumerate(in_target)}
     apart = (*numbering, *(optimizer.path for optimizer in optimizers))
     others = [name for name in inventory if not name.startswith(apart)]
+    orders: list[tuple[list[str], Mapping[str, int]]] = [
+        (names, position) for names in names_below(others, set(paths_in(root, "", ()))).values()
+    ]
+    orders += [
+        (list(each.parameters), _numbers_of(each, position, copied, of_like))
+        for each in optimizers
+        if each.form is Form.NUMBERS
+    ]
     models = []
-    for names in names_below(others, set(paths_in(root, "", ()))).values():
-        stay = [name for name in names if name in position]
-        are_in_order = sorted(stay, key=position.__getitem__) == stay
+    for names, number_of in orders:
+        stay = [name for name in names if name in number_of]
+        are_in_order = sorted(stay, key=number_of.__getitem__) == stay
         models.append((_count_shapes(names, inventory), _count_shapes(stay if are_in_order else (), inventory)))
     for path, names in numbering.items():
         families: dict[str, list[str]] = {}
@@ -200,6 +211,21 @@ def require_none_by_order(
                     remedy="write equations for them, be it the same names on both sides, or leave them out"
                     f" (--exclude '{path}*')",
                 )
+
+
+def _numbers_of(
+    optimizer: Optimizer, position: Mapping[str, int], copied: Mapping[str, str], of_like: Sequence[str]
+) -> Mapping[str, int]:
+    """Return the numbers that parameters which stay as they are get in the target, by their names in the source.
+
+    Args:
+        position: of tensors that stay, in the target; copied: names of these in the source, by name in the target.
+        of_like: as of `require_none_by_order`; without it groups have their parameters in the order of the model.
+    """
+    stay = [name for name in optimizer.parameters if name in position]
+    in_target = sorted(stay, key=lambda name: (optimizer.parameters[name], position[name]))
+    of_like = [copied[name] for name in of_like if name in copied] or in_target
+    return {name: number for number, name in enumerate(of_like)}
 
 
 def _numbering(node: Any, path: str) -> Iterator[str]:
