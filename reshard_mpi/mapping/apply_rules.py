@@ -50,7 +50,7 @@ from reshard_mpi.mapping.selection import (
     type_of,
     zeros,
 )
-from reshard_mpi.mapping.stranded_state import require_none_stranded
+from reshard_mpi.mapping.stranded_state import require_none_as_parameter, require_none_stranded
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strategy import named_after
 
@@ -99,6 +99,7 @@ def applied(
     stranded = _stranded_in_between(choice, taken, inventory, rules)
     outcome = everything.among(chosen)
     _require_state_follows([name for name in taken.kept if name in chosen - stranded], taken, inventory, rules, choice)
+    require_none_as_parameter(taken.matches, chosen, inventory)
     if like is not None:
         of_choice = {name: shape for name, shape in like.shapes.items() if is_chosen(choice, name)}
         of_choice = {name: shape for name, shape in of_choice.items() if name not in states_out}

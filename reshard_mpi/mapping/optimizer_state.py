@@ -125,7 +125,7 @@ def followed(
         if not _has_shape_of(name, base, shapes):
             continue
         if base in match_of:
-            if affixes in by_chance and not _is_copied(matches[match_of[base]], shapes):
+            if affixes in by_chance and not is_copied(matches[match_of[base]], shapes):
                 continue
             families.setdefault((match_of[base], affixes), set()).add(base)
             continue
@@ -234,7 +234,7 @@ def _has_shape_of(name: str, parameter: str, shapes: Mapping[str, tuple[int, ...
     return shapes[name] == shapes[parameter] or prod(shapes[name]) == 1
 
 
-def _is_copied(match: Match, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+def is_copied(match: Match, shapes: Mapping[str, tuple[int, ...]]) -> bool:
     """Tell whether tensors that an equation makes are its source as it is, under other names."""
     wholes = [whole_pair(place, shapes[name]) for place, name in match.sources.items()]
     return all(

@@ -23,6 +23,7 @@ from reshard_mpi.mapping.numbered_state import entries_of, names_below, paths_in
 from reshard_mpi.mapping.optimizer_state import (
     STATE_WORDS,
     is_behind_parameter,
+    is_copied,
     is_named_like_state,
     parted_anywhere,
     parts_of,
@@ -86,6 +87,36 @@ def require_none_stranded(kept: Iterable[str], taken: Iterable[Match], inventory
                     where=match.rule.where,
                     remedy="write equations for such state as for the parameters, or leave it out with --exclude",
                 )
+
+
+def require_none_as_parameter(taken: Sequence[Match], chosen: Container[str], inventory: Inventory) -> None:
+    """Raise MapError for state that an equation of parameters takes, `{p*} <=> net.{p*}`, and arranges otherwise.
+
+    Args:
+        taken: what equations take; those that take a tensor of another name than state has are of parameters.
+        chosen: the names of the target's tensors that are not left out.
+    """
+    match_of = {name: match for match in taken for name in (*match.sources.values(), *match.equal)}
+    states = {name: match for name, match in match_of.items() if is_named_like_state(name)}
+    of_parameters = {id(match.rule) for name, match in match_of.items() if name not in states} if states else ()
+    shapes = {name: kind.shape for name, kind in inventory.items()}
+    for name, match in states.items():
+        if id(match.rule) not in of_parameters:
+            continue
+        parted = parted_anywhere(name, inventory)
+        own = None if parted is None else match_of.get(parted[0])
+        if parted is None or own is None or own.rule is match.rule or shapes[name] != shapes[parted[0]]:
+            continue
+        are_alike = own.geometry == match.geometry or (is_copied(own, shapes) and is_copied(match, shapes))
+        if prod(shapes[name]) > 1 and not are_alike and any(target in chosen for target in match.targets.values()):
+            raise MapError(
+                f"an equation takes state of {parted[0]} for a parameter, and does not arrange it as that is",
+                expected=f"the state of {parted[0]} to follow it, as {own.rule.where} says",
+                got=f"{name}, which becomes {', '.join(match.targets.values())}",
+                where=match.rule.where,
+                remedy="write the equation for names of the model alone, or one for such state before it, or leave the"
+                f" state out (--exclude '{min(match.targets.values())}')",
+            )
 
 
 def _is_numbered(name: str, ends: Container[str]) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -327,3 +329,28 @@ def test_state_that_has_the_shape_of_a_square_parameter_by_chance_does_not_follo
     else:
         reshard_mpi.transform(source, tmp_path / "dst", map=map_path, forward=True)
         assert "optim.state.model.a.w.precond_0" in held(tmp_path / "dst")
+
+
+@pytest.mark.parametrize("state", ["optim.state.{}.exp_avg", "optimizer.state.{}.exp_avg", "exp_avg.{}"])
+def test_a_catch_all_does_not_take_state_for_a_parameter(tmp_path: Path, state: str) -> None:
+    """In a file without a nest: the weight is turned, and its moment was renamed alone."""
+    tensors: Tensors = {"model.0.w": floats(2, 2), "model.0.b": floats(2)}
+    states = {state.format(name): floats(*array.shape, first=9) for name, array in tensors.items()}
+    source = source_of(tmp_path, tensors | states)
+    catch_all = "[[map]]\neq = '{p*} <=> net.{p*}'\n"
+
+    def made(text: str, **options: Any) -> Tensors:
+        map_path = map_of(tmp_path, text)
+        reshard_mpi.transform(source, tmp_path / "dst", map=map_path, forward=True, overwrite=True, **options)
+        return held(tmp_path / "dst")
+
+    turned = "[[map]]\neq = 'model.{p*}.w [o i] <=> net.{p*}.kernel [i o]'\n"
+    moment = state.format("model.0.w")
+    with pytest.raises(MapError, match=r"takes state of model\.0\.w for a parameter") as refused:
+        made(turned + catch_all)
+    (glob,) = re.findall(r"--exclude '(.*?)'", str(refused.value))
+    assert f"net.{moment}" == glob and glob not in made(turned + catch_all, exclude=glob)
+    both = turned + f"[[map]]\neq = '{moment} [o i] <=> net.{moment} [i o]'\n" + catch_all
+    assert np.array_equal(made(both)[f"net.{moment}"], states[moment].T)
+    renamed = "[[map]]\neq = 'model.{p*}.w <=> net.{p*}.kernel'\n"
+    assert np.array_equal(made(renamed + catch_all)[f"net.{moment}"], states[moment])
