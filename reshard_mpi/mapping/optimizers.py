@@ -244,8 +244,9 @@ def made_in(
     left = known.difference(*(parameter.sources for parameter in made))
     by_state = _followed_by_state(path, source_path, left, parameters)
     left = left.difference(*(parameter.sources for parameter in by_state))
-    below, gone = made_below(left, known, source_path, tensors, parameters, where)
-    return [*made, *by_state, *below], gone.union(name for name in left if name in tensors)
+    whole = frozenset(name for name in left if name in tensors)  # these are left out
+    below, gone = made_below(left - whole, known, source_path, tensors, parameters, where)
+    return [*made, *by_state, *below], gone | whole
 
 
 def made_below(
@@ -367,9 +368,11 @@ def by_both_names(
         tensors: names of the source's tensors.
         are_whole: whether `own_names` are names of tensors.
     """
-    made, _ = made_in(path, source_path, source_names, tensors, parameters, where)
-    sources = {(are_whole and each.whole) or each.name: each.sources for each in made}
-    left = [name for name in own_names if name not in sources]
+    made, gone = made_in(path, source_path, source_names, tensors, parameters, where)
+    if are_whole:
+        return {each.whole or each.name: each.sources for each in made}
+    sources = {each.name: each.sources for each in made}
+    left = [name for name in own_names if name not in sources and name not in gone]
     ends = {whole: name for name in left[:1] for whole in sources if whole.endswith(f".{name}")}
     begins = [whole.removesuffix(name) for whole, name in ends.items()]
     of_all = [begin for begin in begins if all(f"{begin}{name}" in sources for name in own_names)]

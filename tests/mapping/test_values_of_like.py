@@ -249,6 +249,44 @@ def test_extra_state_takes_the_place_of_another_that_has_a_tensor(tmp_path: Path
     assert made["b._extra_state"] == 3 and made["c._extra_state"]["c"] == 4
 
 
+@pytest.mark.parametrize("others", [["aux"], ["aux", "more"]])
+@pytest.mark.parametrize("form", ["numbers, like", "names, like", "names", "flat"])
+def test_an_excluded_parameter_is_none_of_those_whose_names_end_in_its_name(
+    tmp_path: Path, form: str, others: list[str]
+) -> None:
+    """The model is at the root of the file, and a new head is to be trained."""
+
+    def training(*rates: float) -> dict[str, Any]:
+        groups = [["body.w", "head.w"], [f"{other}.head.w" for other in others]]
+        names = [name for group in groups for name in group]
+        model = {name: tensor(number) for number, name in enumerate(names)}
+        keys: list[Any] = [*range(len(names))] if form.startswith("numbers") else names
+        optimizer: dict[str, Any] = {"state": {key: {"exp_avg": tensor(9)} for key in keys}, "param_groups": []}
+        for rate, group in zip(rates, groups):
+            own = [keys[names.index(name)] for name in group]
+            optimizer["param_groups"].append({"lr": rate, "params": own, "param_names": group})
+        if form == "flat":
+            optimizer = {f"state.{name}.exp_avg": tensor(9) for name in names}
+            for rate, group in zip(rates, groups):
+                optimizer |= {f"param_groups.{name}.lr": rate for name in group}
+        return {**model, "optimizer": optimizer}
+
+    torch_peer.save(tmp_path / "x.pt", training(0.5, 0.25))
+    torch_peer.save(tmp_path / "like.pt", training(7.0, 8.0))
+    options: Any = {"map": "{p*}.w <=> {p*}.w", "forward": True, "exclude": ["head.w"]}
+    options |= {"like": tmp_path / "like.pt"} if "like" in form else {}
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", **options)
+    made = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["optimizer"]
+    if form == "flat":
+        rates = {key: value for key, value in made.items() if key.endswith(".lr")}
+        expected = {f"param_groups.{other}.head.w.lr": 0.25 for other in others}
+        assert rates == {"param_groups.body.w.lr": 0.5, **expected}
+    else:
+        assert [group["lr"] for group in made["param_groups"]] == [0.5, 0.25]
+    if form == "names":
+        assert made["param_groups"][0]["params"] == ["body.w"]
+
+
 def rates_made(
     folder: Path, source: dict[str, Any], like: dict[str, Any], pairs: dict[str, str], **options: Any
 ) -> Any:
