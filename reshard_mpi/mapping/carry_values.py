@@ -125,8 +125,9 @@ def _sources_of(
     sources_of: dict[str, list[str]] = {}
     for name in own.parameters:
         key = str(own.keys.get(name, name))  # state may go by numbers in the file
-        # No tensor may have the name. If another parameter is made of the one of this name, it is not this one.
-        themselves = () if own.form is Form.NUMBERS or name in used else (name,)
+        # No tensor may have the name. If another parameter is made of the one of this name, or nothing is, it is not
+        # this one.
+        themselves = () if own.form is Form.NUMBERS or name in used or name in inventory else (name,)
         of_it = sources.get(name, sources.get(key, themselves))
         sources_of[name] = sorted((source for source in of_it if source in place), key=place.__getitem__)
     return sources_of

@@ -287,6 +287,31 @@ def test_an_excluded_parameter_is_none_of_those_whose_names_end_in_its_name(
         assert made["param_groups"][0]["params"] == ["body.w"]
 
 
+@pytest.mark.parametrize("form", ["numbers", "names"])
+def test_an_excluded_parameter_has_no_say_in_the_settings_of_its_group(tmp_path: Path, form: str) -> None:
+    def training(groups: dict[str, float], *, are_together: bool) -> dict[str, Any]:
+        keys: list[Any] = [*range(len(groups))] if form == "numbers" else [*groups]
+        parted = [keys] if are_together else [[key] for key in keys]
+        rates = [*groups.values()]
+        return {
+            **{name: tensor(1) for name in groups},
+            "optimizer": {
+                "state": {key: {"exp_avg": tensor(2)} for key in keys},
+                "param_groups": [
+                    {"lr": rate, "params": own, "param_names": [[*groups][keys.index(key)] for key in own]}
+                    for rate, own in zip(rates, parted)
+                ],
+            },
+        }
+
+    torch_peer.save(tmp_path / "x.pt", training({"norm.w": 0.5, "b.w": 0.25}, are_together=False))
+    torch_peer.save(tmp_path / "like.pt", training({"norm.w": 7.0, "b.w": 7.0}, are_together=True))
+    options: Any = {"map": "b.w <=> b.w", "forward": True, "exclude": ["norm.w"], "like": tmp_path / "like.pt"}
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", **options)
+    made = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["optimizer"]
+    assert [group["lr"] for group in made["param_groups"]] == [0.25]
+
+
 def rates_made(
     folder: Path, source: dict[str, Any], like: dict[str, Any], pairs: dict[str, str], **options: Any
 ) -> Any:
