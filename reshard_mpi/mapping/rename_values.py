@@ -25,6 +25,8 @@ from reshard_mpi.mapping.optimizers import (
 
 # What torch calls what a module keeps besides its tensors, behind the module's name (torch.nn.Module.get_extra_state).
 _EXTRA_STATE = "_extra_state"
+# Where nests have the attributes of an object, and what torch calls what it says there of each module of a model.
+_ATTRIBUTES, _METADATA = "state", "_metadata"
 
 
 class NewNest(NamedTuple):
@@ -75,6 +77,7 @@ def renamed(
     names = new_names_of(parameters)
     new_name_of, left_behind = extra_state_renamed(root, names)
     _move_extra_state(root, new_name_of)
+    _rename_modules(root, names)
     _remove_emptied(root, "", names)
     return NewNest(written(root, None if order is None else tensors), unknown, known, left_behind)
 
@@ -117,18 +120,58 @@ def extra_state_renamed(root: Any, names: Sequence[tuple[str, str]]) -> tuple[di
     """
     begins_of: dict[str, set[str]] = {}
     for name, _, _ in extra_states(root):
-        own_module = module = name.removesuffix(_EXTRA_STATE)
-        own = _names_below(names, f"{name}.") or _names_below(names, module)
-        while module and not own:
-            module = module[: module.rfind(".", 0, -1) + 1]
-            own = _names_below(names, module)
-        begins = {begin for source, new in own for begin in _begins_of_module(source[len(module) :], new)}
-        is_there = not own or module in begins or (not begins and any(new.startswith(module) for _, new in own))
-        begins_of[name] = {f"{begin}{own_module[len(module) :]}" for begin in ({module} if is_there else begins)}
+        module = name.removesuffix(_EXTRA_STATE)
+        begins_of[name] = _new_modules(module, names, _names_below(names, f"{name}."))
     counts = Counter(begin for begins in begins_of.values() for begin in begins)
     follow = {name: min(begins) for name, begins in begins_of.items() if len(begins) == 1 and counts[min(begins)] == 1}
     new_name_of = {name: f"{begin}{_EXTRA_STATE}" for name, begin in follow.items()}
     return new_name_of, [name for name in begins_of if name not in follow]
+
+
+def _new_modules(module: str, names: Sequence[tuple[str, str]], own: Sequence[tuple[str, str]] = ()) -> set[str]:
+    """Return the modules that the tensors of a module go to, each as what names in it begin with.
+
+    Args:
+        names: as of `new_names_of`; own: those of them that are asked first.
+    """
+    around = module
+    own = own or _names_below(names, module)
+    while around and not own:
+        around = around[: around.rfind(".", 0, -1) + 1]
+        own = _names_below(names, around)
+    begins = {begin for source, new in own for begin in _begins_of_module(source[len(around) :], new)}
+    is_there = not own or around in begins or (not begins and any(new.startswith(around) for _, new in own))
+    return {f"{begin}{module[len(around) :]}" for begin in ({around} if is_there else begins)}
+
+
+def _rename_modules(root: Any, names: Sequence[tuple[str, str]]) -> None:
+    """Rename modules in what torch says of each beside a model's tensors (`_metadata`), as their tensors are renamed.
+
+    Modules that are taken apart, or go to a dictionary for which it says nothing, stay under their names.
+
+    Args:
+        names: as of `new_names_of`.
+    """
+    told = {path: value_of(node.get(_ATTRIBUTES), _METADATA) for path, node in _nodes(root)}
+    tables = {
+        path: table
+        for path, table in told.items()
+        if all(isinstance(each[0], str) for each in entries_of(table) or [[0]])
+    }
+    made: dict[str, dict[str, Any]] = {path: {} for path in tables}
+    moved: dict[str, dict[str, Any]] = {path: {} for path in tables}
+    for path, table in tables.items() if any(source != new for source, new in names) else ():
+        for key, *value in table["dict"]:
+            module = f"{path}{key}." if key else path
+            new, *others = _new_modules(module, names)
+            home = max((other for other in tables if new.startswith(other)), key=len, default=None)
+            is_kept = bool(others) or home is None or new == module
+            if is_kept or not key:  # the whole model has one in any case
+                made[path][key] = value
+            if home is not None and not is_kept:
+                moved[home][new[len(home) : -1]] = value
+    for path, table in tables.items():
+        table["dict"] = [[key, *value] for key, value in {**made[path], **moved[path]}.items()]
 
 
 def _begins_of_module(name: str, new: str) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -285,6 +286,32 @@ def test_an_excluded_parameter_is_none_of_those_whose_names_end_in_its_name(
         assert [group["lr"] for group in made["param_groups"]] == [0.5, 0.25]
     if form == "names":
         assert made["param_groups"][0]["params"] == ["body.w"]
+
+
+VERSIONS = {"": 1, "net": 2, "net.0": 3, "net.1": 4, "net.0.act": 5}
+
+
+@pytest.mark.parametrize(
+    ("pairs", "expected"),
+    [
+        ({"net": "body.net"}, {"": 1, "body": 1, "body.net": 2, "body.net.0": 3, "body.net.1": 4, "body.net.0.act": 5}),
+        ({"net.0": "net.1", "net.1": "net.0"}, {"": 1, "net": 2, "net.1": 3, "net.1.act": 5, "net.0": 4}),
+        ({"net": ""}, {"": 2, "0": 3, "1": 4, "0.act": 5}),
+        ({"net.0": "head"}, {"": 1, "net": 2, "head": 3, "head.act": 5, "net.1": 4}),
+    ],
+)
+def test_what_torch_says_of_modules_goes_with_them(
+    tmp_path: Path, pairs: dict[str, str], expected: dict[str, int]
+) -> None:
+    """The versions of modules: to one without a version load_state_dict gives values of an old one."""
+    model = OrderedDict((f"net.{at}.{name}", tensor(at)) for at in range(2) for name in ("weight", "bias"))
+    model._metadata = OrderedDict((name, {"version": version}) for name, version in VERSIONS.items())  # type: ignore[attr-defined]
+    torch_peer.save(tmp_path / "x.pt", {"model": model, "epoch": 3})
+    equations = [f"model.{old}.{{p*}} <=> model.{new}.{{p*}}".replace("..", ".") for old, new in pairs.items()]
+    (tmp_path / "map.toml").write_text("".join(f"[[map]]\neq = '{each}'\n" for each in equations))
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", map=tmp_path / "map.toml", forward=True)
+    made = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["model"]
+    assert {name: own["version"] for name, own in made._metadata.items()} == expected
 
 
 @pytest.mark.parametrize("form", ["numbers", "names"])
