@@ -360,12 +360,12 @@ def open(
     """
     arguments = dict(locals())
     is_checked = check_flag(arguments.pop("check"), "check")
-    return opened(request_of(arguments), 0, check=is_checked)
+    return opened(request_of(arguments).from_anywhere(), 0, check=is_checked)
 
 
 def opened(request: Request, rank: int, *, check: bool = True) -> Checkpoint:
     """Return the tensors of target rank `rank` of a request as an open checkpoint; `check` is as in `open`."""
-    return Checkpoint(_Origin.of(request.from_anywhere(), rank, check=check))
+    return Checkpoint(_Origin.of(request, rank, check=check))
 
 
 def _checkpoint_again(request: Request, rank: int, state: State) -> Checkpoint:
