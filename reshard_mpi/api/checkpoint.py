@@ -315,7 +315,7 @@ class Checkpoint(Mapping[str, Tensor]):
 
     @property
     def state(self) -> State:
-        """What tells this state of the checkpoint from others: its folder, files, and digests of what it is read by."""
+        """The folder of the checkpoint, its files as they are, and digests of strategies and maps."""
         return self._origin.state
 
     @cached_property
