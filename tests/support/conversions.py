@@ -170,7 +170,7 @@ def listing(folder: Path) -> dict[str, bytes | None]:
 def timeless(folder: Path) -> dict[str, bytes | None]:
     """Return the same without the times of files that the records of targets keep, and checks of these records."""
     return {
-        name: content and re.sub(rb'"modified_ns": (\d+|{[^}]*})|"check": "[^"]*"', b"", content)
+        name: content and re.sub(rb'"(modified_ns|check)": (\d+|{[^}]*}|"[^"]*")', rb'"\1": 0', content)
         for name, content in listing(folder).items()
     }
 
