@@ -93,7 +93,13 @@ class Tensor:
 
     def __len__(self) -> int:
         if not self.shape:
-            raise WrongTypeError("a tensor of no dimensions has no length", where=self.name)
+            raise WrongTypeError(
+                "a tensor of no dimensions has no length",
+                expected="one dimension or more",
+                got="[]",
+                where=self.name,
+                remedy="read it with [()]",
+            )
         return self.shape[0]
 
     def __repr__(self) -> str:
@@ -115,7 +121,13 @@ class Tensor:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         if copy is False:
-            raise UsageError("a tensor of a checkpoint is read into a new array", expected="copy=True", where=self.name)
+            raise UsageError(
+                "a tensor of a checkpoint is read into a new array",
+                expected="copy=True, or none said",
+                got="copy=False",
+                where=self.name,
+                remedy="read_into fills an array that is there",
+            )
         array = self[...]
         return array if dtype is None else array.astype(dtype, copy=False)  # type: ignore[no-any-return]
 
@@ -132,8 +144,14 @@ class Tensor:
         """
         chosen, view = chosen_of(box, self.shape, self.name)
         if any(isinstance(each, slice) and each.step for each in view or ()):
-            raise UsageError("a box has a negative step", expected="elements in their order", where=self.name)
-        self.check_array(array, tuple(map(len, chosen)))
+            raise UsageError(
+                "a box has a negative step",
+                expected="elements in their order",
+                got=str(box),
+                where=self.name,
+                remedy="read into a view of the array that is turned: array[::-1]",
+            )
+        self._require_fitting(array, tuple(map(len, chosen)))
         self._read(chosen, array)
 
     def _read(self, chosen: Sequence[range], array: np.ndarray[Any, Any]) -> None:
@@ -142,7 +160,7 @@ class Tensor:
         if too_large:
             log((), overflow_warnings([[Overflow(self.name, self._group.kind.dtype.name, too_large)]]))
 
-    def check_array(self, array: np.ndarray[Any, Any], shape: tuple[int, ...]) -> None:
+    def _require_fitting(self, array: np.ndarray[Any, Any], shape: tuple[int, ...]) -> None:
         """Raise UsageError if elements of the tensor, of this shape, cannot be read into an array."""
         import numpy as np
 
@@ -157,9 +175,21 @@ class Tensor:
                 remedy="" if array.dtype == self.dtype else "open the checkpoint with dtype=, which converts",
             )
         if not array.flags.writeable:
-            raise UsageError("the array cannot be written to", where=self.name, remedy="make a copy of it")
+            raise UsageError(
+                "the array cannot be written to",
+                expected="a writable array",
+                got="one that is read-only",
+                where=self.name,
+                remedy="make a copy of it",
+            )
         if overlaps(array):
-            raise UsageError("elements of the array share memory", where=self.name, remedy="make a copy of it")
+            raise UsageError(
+                "elements of the array share memory",
+                expected="a place of its own for each element",
+                got=f"shape {list(array.shape)} with strides of {list(array.strides)} bytes",
+                where=self.name,
+                remedy="make a copy of it",
+            )
 
     def sources(self, box: Index = ...) -> tuple[SourcePart, ...]:
         """Return which parts of files the elements come from; see `Checkpoint.sources`."""
@@ -310,7 +340,13 @@ class Checkpoint(Mapping[str, Tensor]):
     def reader(self) -> RegionReader:
         """The reader of the tensors. Raises UsageError if the checkpoint is closed."""
         if self._is_closed:
-            raise UsageError("the checkpoint is closed", where=self._path)
+            raise UsageError(
+                "the checkpoint is closed",
+                expected="one that is open",
+                got="a tensor that is read after close(), or behind its `with`",
+                where=self._path,
+                remedy="read within `with reshard_mpi.open(...)`, or open it again",
+            )
         return self._reader
 
     @property

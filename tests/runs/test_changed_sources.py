@@ -415,6 +415,7 @@ def test_sources_that_are_gone_when_others_have_got_other_rights(c: Conversion) 
     for rank in (2, 3):
         c.shard(rank).chmod(0o400)
     done("commit", c.dst)
+    assert (c.dst / "reshard.json").exists()
 
 
 @pytest.mark.parametrize("journal", [True, False])
@@ -555,3 +556,4 @@ def test_a_source_whose_host_has_a_clock_that_is_ahead(c: Conversion) -> None:
     (c.dst / "reshard.json").unlink()
     shutil.rmtree(c.src)
     done("commit", c.dst)
+    assert (c.dst / "reshard.json").exists()
