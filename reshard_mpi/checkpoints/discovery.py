@@ -17,6 +17,7 @@ from reshard_mpi.checkpoints.shard_files import (
     common_name,
     is_strategy,
     name_left_out,
+    name_left_out_beside,
     rank_folders,
     shards_in,
 )
@@ -48,11 +49,13 @@ def find_shards(
 
     Raises SourceError where there is nothing or no clear choice.
     """
-    latest = latest_in(path)
+    latest = latest_in(path, format_name)
     folder = path if latest is None else latest.path
     shards = _found(folder, select, role, format_name, FirstLooks(path))
     if select is None and source_files.is_folder(folder):
         shards = name_left_out(shards, folder, format_name)
+    if latest is not None and select is None:
+        shards = name_left_out_beside(shards, path)
     if latest is not None:
         shards = shards._replace(notes=(latest.note, *shards.notes), latest=Path(latest.path).name)
     return shards._replace(src_files=src_files)
@@ -313,16 +316,41 @@ class Latest(NamedTuple):
     note: str
 
 
-def latest_in(path: str) -> Latest | None:
+def latest_in(path: str, format_name: str | None = None) -> Latest | None:
     """Return the latest of the checkpoints in the folder `path`; None if no file in it names one.
 
-    Raises SourceError if what the file names is no folder there.
+    Args:
+        format_name: of this format alone; None: of any.
+
+    Raises SourceError if what the file names is no folder there. Where other programs use its name too, only a folder
+    that holds no checkpoint itself is refused for it.
     """
-    pointer = next(
-        (Path(path, name) for name in formats.pointer_files() if source_files.is_file(Path(path, name))), None
-    )
-    if pointer is None:
-        return None
+    problem: SourceError | None = None
+    for name, forms in formats.pointer_files(format_name).items():
+        pointer = Path(path, name)
+        if not source_files.is_file(pointer):
+            continue
+        try:
+            latest = _named_by(pointer, path)
+        except SourceError as error:
+            if not all(form.pointers_are_common for form in forms):
+                raise
+            problem = problem or error
+            continue
+        marked = formats.names_of_folder(latest.path)
+        if any(form.name in marked or not form.pointers_are_common for form in forms):
+            return latest
+    if problem is not None and not _holds_checkpoint(path):
+        raise problem
+    return None
+
+
+def _holds_checkpoint(path: str) -> bool:
+    return bool(formats.names_of_folder(path) or rank_folders(Path(path)) or shards_in(Path(path), None))
+
+
+def _named_by(pointer: Path, path: str) -> Latest:
+    """Return the folder in `path` that a file there names. Raises SourceError if there is none."""
     try:
         named = source_files.first_bytes(pointer, _MAX_BYTES).decode().strip()
     except (OSError, UnicodeDecodeError) as error:

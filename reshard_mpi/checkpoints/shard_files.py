@@ -216,6 +216,17 @@ def name_left_out(files: ShardFiles, folder: str, format_name: str | None) -> Sh
     return files._replace(left_out=left_out, warnings=(*files.warnings, warning))
 
 
+def name_left_out_beside(files: ShardFiles, folder: str) -> ShardFiles:
+    """Return files with a warning that names the files beside the folder of the latest checkpoint, in `folder`."""
+    left_out = left_out_of_folder(folder, (), lambda name: source_files.is_folder(Path(folder, name)))
+    if not left_out:
+        return files
+    warning = f"left out, though it lies in {folder} beside the checkpoint that is read: {left_out}"
+    return files._replace(
+        left_out="; ".join(filter(None, (files.left_out, left_out))), warnings=(*files.warnings, warning)
+    )
+
+
 def strangers(path: Path) -> list[Path]:
     """Return other shards in the folder of the shard `path`."""
     if not source_files.is_folder(path.parent):

@@ -85,9 +85,15 @@ def is_mark(name: str) -> bool:
     return name_of(name) is None and any(name in form.marks for form in all_formats())
 
 
-def pointer_files() -> tuple[str, ...]:
-    """Return the names of files that name the latest of the checkpoints beside them, of all formats."""
-    return tuple(dict.fromkeys(name for form in all_formats() for name in form.pointer_files))
+def pointer_files(format_name: str | None = None) -> dict[str, tuple[FormatInfo, ...]]:
+    """Return, by name, files that name the latest of the checkpoints beside them, with their formats.
+
+    Args:
+        format_name: of this format alone; None: of all.
+    """
+    forms = tuple(form for form in all_formats() if format_name in (None, form.name))
+    names = dict.fromkeys(name for form in forms for name in form.pointer_files)
+    return {name: tuple(form for form in forms if name in form.pointer_files) for name in names}
 
 
 def names_of_folder(path: str) -> tuple[str, ...]:

@@ -59,6 +59,8 @@ class FormatInfo(NamedTuple):
     # names of files that name one of the folders beside them, the latest checkpoint: by its name, or the number of an
     # iteration
     pointer_files: tuple[str, ...] = ()
+    # whether other programs use these names too, so that they count only where they lead to a checkpoint of the format
+    pointers_are_common: bool = False
     is_folder: bool = False  # a checkpoint is a folder whose files an index lists (see `protocol.FolderFormat`)
     # whether a folder tells which files it should have; if not, the user must say how many
     knows_file_count: bool = True
@@ -191,6 +193,21 @@ _BUILT_IN = (
         title="torch checkpoint",
         describes_itself=True,
         has_crc=True,
+    ),
+    FormatInfo(
+        "deepspeed",
+        "reshard_mpi.formats.deepspeed",
+        (".pt",),
+        read_tensor_bytes=4 * KIB,
+        title="DeepSpeed checkpoint",
+        is_target=False,
+        parts=re.compile(r"((bf16_|fp16_)?zero_pp_rank_\d+_)?mp_rank_\d+_?(model|optim)_states\.pt"),
+        pointer_files=("latest", "latest_universal"),
+        pointers_are_common=True,
+        is_folder=True,
+        has_crc=True,
+        sharded_variant="torch",
+        default_target="torch",
     ),
     FormatInfo(
         "mindformers",

@@ -1,4 +1,4 @@
-"""Read the object that a file of torch holds, and find its storages (`of_archive`, `of_pickles`)."""
+"""Read the object that a file of torch holds, and find its storages (`content_of`)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import NamedTuple
 from zlib import crc32
 
 from reshard_mpi.errors import ShardError
+from reshard_mpi.filesystem.paths import START_BYTES
 from reshard_mpi.filesystem.source_files import SourceFile
+from reshard_mpi.formats import structure
 from reshard_mpi.formats.nest.nodes import LESS, Dict, Value
-from reshard_mpi.formats.torch.archive import Archive, Member, program
+from reshard_mpi.formats.torch.archive import Archive, Member, is_archive, program
 from reshard_mpi.formats.torch.pickle_hooks import PickleCutShortError, PickleError, PickleHooks
 from reshard_mpi.formats.torch.tensors import CALLS, Storage, named_storage
 from reshard_mpi.formats.torch.unpickler import BUDGET_BYTES, load
@@ -24,7 +26,7 @@ _MAX_OWN_BYTES = 24 * MIB
 _NEWEST_VERSION = 10
 _MAX_SMALL_BYTES = 64
 # The first pickle: a number that no other file begins with.
-START = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+_START = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 _PROTOCOL = 1001
 # The pickles do not say how long they are, so at first this much is read.
 _FIRST_BYTES = MIB
@@ -76,6 +78,26 @@ class Storages:
         if first is not read and first.size_bytes != read.size_bytes:
             raise ValueError(f"a storage of two sizes: {read.key[:60]!r}")
         return read._replace(key=self._prefix + read.key) if self._prefix else read
+
+
+def content_of(file: SourceFile, prefix: str = "") -> FileContent:
+    """Read the object that a file of torch holds. Raises ShardError if the file is not sound, or no file of torch.
+
+    Args:
+        prefix: of the keys of storages in what is returned.
+    """
+    start = file.read(0, START_BYTES)
+    if is_archive(start):
+        return of_archive(Archive(file), prefix=prefix)
+    if start.startswith(_START):
+        return _of_pickles(file, prefix)
+    raise structure.other_kind(start, file.path, "a file that torch.save writes") or ShardError(
+        "a shard is no file that torch.save writes",
+        expected="a zip archive, or the older layout with its number",
+        got=f"a file that begins with {start[:8]!r}",
+        where=file.path,
+        remedy="if it is a bare pickle or a tar file, load it with torch, and save its state_dict()",
+    )
 
 
 def of_archive(archive: Archive, budget_bytes: int = BUDGET_BYTES, prefix: str = "") -> FileContent:
@@ -157,12 +179,12 @@ def _unpickled(data: bytes, storages: Storages, path: str, budget_bytes: int) ->
     return root
 
 
-def of_pickles(file: SourceFile) -> FileContent:
+def _of_pickles(file: SourceFile, prefix: str) -> FileContent:
     """Read the content of a file of the older layout. Raises ShardError if it is not sound."""
     length_bytes = _FIRST_BYTES
     while True:
         try:
-            return _legacy_content(file.read(0, length_bytes), file)
+            return _legacy_content(file.read(0, length_bytes), file, prefix)
         except PickleCutShortError as error:
             if length_bytes >= min(file.size_bytes, _MAX_PICKLE_BYTES):
                 raise error.of_shard(file.path) from None
@@ -171,7 +193,7 @@ def of_pickles(file: SourceFile) -> FileContent:
             raise error.of_shard(file.path) from None
 
 
-def _legacy_content(data: bytes, file: SourceFile) -> FileContent:
+def _legacy_content(data: bytes, file: SourceFile, prefix: str) -> FileContent:
     """Read the pickles at the beginning of a file, and look where its storages lie."""
     _, offset = load(data)
     protocol, offset = load(data, offset)
@@ -180,18 +202,19 @@ def _legacy_content(data: bytes, file: SourceFile) -> FileContent:
     if protocol != _PROTOCOL or type(is_little) is not bool:
         raise PickleError("an older checkpoint of torch has an unknown beginning", offset)
     order = "little" if is_little else "big"
-    storages = Storages()
+    storages = Storages(prefix)
     root, offset = load(data, offset, storages.readers)
     keys, offset = load(data, offset)
     starts: dict[str, int] = {}
     for key, (elements, length_bytes) in zip(_checked(keys, storages, offset), _sizes(keys, storages, offset)):
         counted = file.read(offset, _COUNT_BYTES)
-        starts[key] = offset + _COUNT_BYTES
-        offset = starts[key] + length_bytes
+        start = offset + _COUNT_BYTES
+        starts[prefix + key] = start
+        offset = start + length_bytes
         if len(counted) < _COUNT_BYTES or offset > file.size_bytes:
             raise PickleError("an older checkpoint of torch ends in the middle of a storage", offset)
         if int.from_bytes(counted, "little" if is_little else "big") != elements:
-            raise PickleError("a storage of an older checkpoint has another size than its pickle says", starts[key])
+            raise PickleError("a storage of an older checkpoint has another size than its pickle says", start)
     if offset != file.size_bytes:
         raise PickleError("something follows the end of an older checkpoint of torch", offset)
     return FileContent(root, starts, order != sys.byteorder)

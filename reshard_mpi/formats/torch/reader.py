@@ -11,17 +11,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
-from reshard_mpi.filesystem.paths import START_BYTES
-from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats import structure
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.nest import flatten_tree, nodes
 from reshard_mpi.formats.nest.nodes import Call, Dict, Value
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable, TensorType
-from reshard_mpi.formats.torch import archive, archive_layout
+from reshard_mpi.formats.torch import archive_layout
 from reshard_mpi.formats.torch.dtensors import WholeTensor, whole_tensors
-from reshard_mpi.formats.torch.file_content import START, FileContent, of_archive, of_pickles
+from reshard_mpi.formats.torch.file_content import FileContent, content_of
 from reshard_mpi.formats.torch.tensors import DistributedTensor, StoredTensor, is_tensor, numbers, place_of
 
 # Entries of a file with one rank's optimizer state, by the stage of ZeRO that writes them.
@@ -146,7 +144,7 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
         digest = None if like is None else like.header_digest
         if like is not None and digest is not None and archive_layout.of_file(file, like.tensors) == digest:
             return like.at(path)
-        manifest = _parsed(path, _content(file))
+        manifest = _parsed(path, content_of(file))
         if manifest.identity is None:  # the files of different ranks say different ranks
             manifest = manifest._replace(header_digest=archive_layout.of_file(file, manifest.tensors))
     return manifest
@@ -188,21 +186,6 @@ def _parsed(path: str, content: FileContent) -> Manifest:
 def read_back(meant: Manifest) -> None:
     """Read the structure of a file that was just written. Raises ShardError if it is not what was meant."""
     structure.require_as_written(locate(meant.path), meant)
-
-
-def _content(file: SourceFile) -> FileContent:
-    start = file.read(0, START_BYTES)
-    if archive.is_archive(start):
-        return of_archive(archive.Archive(file))
-    if start.startswith(START):
-        return of_pickles(file)
-    raise structure.other_kind(start, file.path, "a file that torch.save writes") or ShardError(
-        "a shard is no file that torch.save writes",
-        expected="a zip archive, or the older layout with its number",
-        got=f"a file that begins with {start[:8]!r}",
-        where=file.path,
-        remedy="if it is a bare pickle or a tar file, load it with torch, and save its state_dict()",
-    )
 
 
 def _storage_number(named: tuple[str, Value]) -> int:

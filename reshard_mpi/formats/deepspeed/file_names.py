@@ -1,0 +1,102 @@
+"""Sort the files of a DeepSpeed checkpoint by their names (`sorted_files`).
+
+    mp_rank_01_model_states.pt                       weights and settings; stages 0 to 2: of model-parallel rank 1
+    zero_pp_rank_2_mp_rank_01_model_states.pt        the same of stage 3: of data-parallel rank 2
+    bf16_zero_pp_rank_2_mp_rank_01_optim_states.pt   a data-parallel rank's share of the optimizer, all stages
+    layer_03-model_00-model_states.pt                a layer of a pipeline, of tensor-parallel rank 0
+    layer_0_expert_5_mp_rank_00_model_states.pt      expert 5 of the first layer that has experts
+
+Facts are of DeepSpeed 0.19; older releases left out `_model_00`, the underscore before `optim`, or `layer_0_`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, TypeVar
+
+from reshard_mpi.errors import ShardError
+
+_ZERO = r"(?:bf16_|fp16_)?zero_pp_rank_(?P<data>\d+)_mp_rank_(?P<model>\d+)_?optim_states\.pt"
+_STATES = r"(?:zero_pp_rank_(?P<data>\d+)_)?mp_rank_(?P<model>\d+)_model_states\.pt"
+_LAYER = r"layer_(?P<layer>\d+)(?:-model_(?P<model>\d+))?-model_states\.pt"
+_EXPERT = r"(?:layer_(?P<layer>\d+)_)?expert_(?P<expert>\d+)_mp_rank_(?P<model>\d+)_model_states\.pt"
+_EXPERT_OPTIMIZER = r"expp_rank_(?P<data>\d+)_mp_rank_(?P<model>\d+)_optim_states\.pt"
+
+
+class Ranks(NamedTuple):
+    """The place of a file: its data-parallel and its model-parallel rank."""
+
+    data: int
+    model: int
+
+
+class LayerPart(NamedTuple):
+    """A layer of a pipeline, and the tensor-parallel rank that holds this part of it."""
+
+    layer: int
+    model: int
+
+
+class Expert(NamedTuple):
+    """An expert: of which layer among those with experts, its number over all ranks, and the model-parallel rank."""
+
+    layer: int
+    expert: int
+    model: int
+
+
+class TagFiles(NamedTuple):
+    """The files of a checkpoint by what they hold, as names in its folder.
+
+    Attributes:
+        models: weights and settings. At stages 0 to 2 they are written by data-parallel rank 0 alone.
+        optimizers: shares of the optimizer.
+        expert_optimizers: those of trainings without ZeRO.
+    """
+
+    models: Mapping[Ranks, str]
+    optimizers: Mapping[Ranks, str]
+    layers: Mapping[LayerPart, str]
+    experts: Mapping[Expert, str]
+    expert_optimizers: Mapping[Ranks, str]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all files."""
+        return [name for kind in self for name in kind.values()]
+
+
+def sorted_files(names: Iterable[str], folder: str) -> TagFiles:
+    """Return the files of a checkpoint among those of a folder. Raises ShardError if two are of one rank."""
+    lying = sorted(names)
+    return TagFiles(
+        models=_by_place(_STATES, Ranks, lying, folder),
+        optimizers=_by_place(_ZERO, Ranks, lying, folder),
+        layers=_by_place(_LAYER, LayerPart, lying, folder),
+        experts=_by_place(_EXPERT, Expert, lying, folder),
+        expert_optimizers=_by_place(_EXPERT_OPTIMIZER, Ranks, lying, folder),
+    )
+
+
+_Place = TypeVar("_Place", Ranks, LayerPart, Expert)
+
+
+def _by_place(pattern: str, kind: type[_Place], names: Iterable[str], folder: str) -> dict[_Place, str]:
+    """Return the names that match a pattern, in the order of what the pattern's groups say."""
+    found: dict[_Place, str] = {}
+    for name in names:
+        match = re.fullmatch(pattern, name)
+        if match is None:
+            continue
+        place = kind(*(int(match[field] or 0) for field in kind._fields))
+        other = found.setdefault(place, name)
+        if other != name:
+            raise ShardError(
+                "two files of a DeepSpeed checkpoint are of one rank",
+                expected="one of them: the files of one save",
+                got=f"{other} and {name}",
+                where=folder,
+                remedy="remove the files of the other save",
+            )
+    return dict(sorted(found.items()))

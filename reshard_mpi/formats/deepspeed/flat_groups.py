@@ -1,0 +1,90 @@
+"""Compute where the parameters lie in the flat vectors of DeepSpeed's ZeRO (`in_partitions`, `in_slices`).
+
+Stages 1 and 2 put the parameters of a group into one vector, row-major and one behind the other, and cut it into equal
+partitions, one a data-parallel rank. Stage 3 cuts every parameter by itself into slices of ceil(elements / ranks), and
+each rank has its slices of all parameters of a group one behind the other. What is left at the end is padding.
+(deepspeed/runtime/zero/stage_1_and_2.py and stage3.py of release 0.19; the alignment of parameters since 0.19.7.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+
+class Run(NamedTuple):
+    """A run of elements in the vector of one rank. All numbers are in elements."""
+
+    rank: int  # its place among the ranks that share the group
+    start: int  # in that rank's vector
+    length: int
+
+
+class SizeError(ValueError):
+    """Sizes that contradict each other: what was expected and what is there."""
+
+    def __init__(self, expected: str, got: str) -> None:
+        super().__init__(expected, got)
+        self.expected, self.got = expected, got
+
+
+def in_partitions(sizes: Sequence[int], gaps: Sequence[int], held: Sequence[int]) -> Iterator[tuple[Run, ...]]:
+    """Yield for each parameter of a group of stages 1 and 2 its runs, in order.
+
+    Args:
+        sizes: how many elements each parameter has.
+        gaps: how many elements lie between each and the next one.
+        held: how many elements each rank's partition has in its file, with its padding or without.
+
+    Raises SizeError if the parameters do not fill these partitions.
+    """
+    total = sum(sizes) + sum(gaps)
+    partition = max(held)
+    for rank, length in enumerate(held):
+        needed = min(max(total - rank * partition, 0), partition)
+        if length not in (needed, partition):
+            raise SizeError(
+                f"{needed} elements in the partition of rank {rank}, or {partition} with padding: the parameters have"
+                f" {total} in all",
+                str(length),
+            )
+    if total > partition * len(held):
+        raise SizeError(f"{total} elements in all partitions", str(sum(held)))
+    start = 0
+    for size, gap in zip(sizes, gaps, strict=True):
+        yield tuple(_runs(start, size, partition))
+        start += size + gap
+
+
+def _runs(start: int, size: int, partition: int) -> Iterator[Run]:
+    """Yield the runs of `size` elements from `start` on in a vector that is cut into partitions."""
+    end = start + size
+    while start < end:
+        rank, inside = divmod(start, partition)
+        length = min(partition - inside, end - start)
+        yield Run(rank, inside, length)
+        start += length
+
+
+def in_slices(sizes: Sequence[int], held: Sequence[int]) -> Iterator[tuple[Run, ...]]:
+    """Yield for each parameter of a group of stage 3 its runs, in order.
+
+    Args:
+        sizes: how many elements each parameter has.
+        held: how many elements each rank's vector has.
+
+    Raises SizeError if the slices do not fill these vectors.
+    """
+    ranks = len(held)
+    slices = [math.ceil(size / ranks) for size in sizes]
+    for rank, length in enumerate(held):
+        if length != sum(slices):
+            expected = f"{sum(slices)} elements in the vector of rank {rank}: a slice of each parameter"
+            raise SizeError(expected, str(length))
+    start = 0
+    for size, length in zip(sizes, slices):
+        yield tuple(
+            Run(rank, start, min(length, size - rank * length)) for rank in range(ranks) if rank * length < size
+        )
+        start += length

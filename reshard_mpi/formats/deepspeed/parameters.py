@@ -1,0 +1,179 @@
+"""Find the parameters that a DeepSpeed training optimizes, in the vectors of all ranks (`trained_parameters`).
+
+A group of experts is cut over fewer ranks than others: with ranks 0 to 3 and two parts of the experts, ranks 0 and 2
+share the first part, ranks 1 and 3 the second (deepspeed/utils/groups.py). Each part calls its experts by their places
+in it, from 0 on.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from reshard_mpi.errors import ShardError
+from reshard_mpi.formats.deepspeed.flat_groups import Run, SizeError, in_partitions, in_slices
+from reshard_mpi.formats.deepspeed.rank_files import FlatVector, HeldTensor, OptimizerStates
+from reshard_mpi.formats.deepspeed.ranks import RankStates
+from reshard_mpi.formats.locations import ByteRanges
+from reshard_mpi.formats.nest.nodes import Value
+
+_OF_EXPERT = re.compile(r"(?P<before>.*\bdeepspeed_experts\.)(?P<number>\d+)(?P<after>\..*)")
+
+
+class TrainedParameter(NamedTuple):
+    """A parameter with the optimizer's state of it.
+
+    Attributes:
+        weights: as the optimizer holds it; several where stages of a pipeline share it.
+        state: tensors of its shape, by kind; others: the single numbers and values of its group.
+        group: the number of its flat group, among those of its stage.
+    """
+
+    shape: tuple[int, ...]
+    weights: list[HeldTensor]
+    state: Mapping[str, list[HeldTensor]]
+    others: Mapping[str, Value]
+    group: int
+
+
+def trained_parameters(states: RankStates) -> dict[str, TrainedParameter]:
+    """Return all parameters that are optimized, by name, in the order of the groups.
+
+    Raises ShardError if the vectors are not as long as the parameters' shapes say.
+    """
+    found: dict[str, TrainedParameter] = {}
+    for model_rank in range(states.model_ranks):
+        for name, parameter in _of_stage(states, model_rank):
+            other = found.setdefault(name, parameter)
+            if other is not parameter:
+                _join(name, other, parameter, states)
+    return found
+
+
+def _join(name: str, first: TrainedParameter, other: TrainedParameter, states: RankStates) -> None:
+    """Add what another stage of a pipeline has of a parameter that both have."""
+    if first.shape != other.shape or first.state.keys() != other.state.keys():
+        raise ShardError(
+            f"two model-parallel ranks of a DeepSpeed checkpoint have parts of {name!r}, or different ones",
+            expected=f"one parameter of shape {list(first.shape)}, which stages of a pipeline share",
+            got=f"shape {list(other.shape)}, state {', '.join(other.state) or 'none'}",
+            where=states.first.path,
+        )
+    first.weights.extend(other.weights)
+    for kind, tensors in first.state.items():
+        tensors.extend(other.state[kind])
+
+
+def _of_stage(states: RankStates, model_rank: int) -> Iterator[tuple[str, TrainedParameter]]:
+    """Yield the parameters of one model-parallel rank."""
+    model = next(model for ranks, model in states.models.items() if ranks.model == model_rank)
+    shares = states.shares(model_rank)
+    shapes = model.shapes or []
+    if shares and len(shares[0].groups) != len(shapes):
+        raise ShardError(
+            "the groups of a DeepSpeed optimizer are not those whose parameters are listed",
+            expected=f"{len(shapes)} groups, as param_shapes of {model.path} has",
+            got=f"{len(shares[0].groups)}",
+            where=shares[0].path,
+        )
+    for number, of_group in enumerate(shapes):
+        parts = len(shares) // shares[0].partitions[number]
+        experts = _experts_of(of_group) if parts > 1 else {}
+        for part in range(parts):
+            own = shares[part::parts]
+            names = [_name_in(name, part, experts, model.path) if parts > 1 else name for name in of_group]
+            yield from zip(names, _of_group([*of_group.values()], number, own, model.path), strict=True)
+
+
+def _experts_of(names: Mapping[str, object]) -> dict[str, int]:
+    """Return how many experts each layer has in one part, by what their names begin with."""
+    matches = filter(None, map(_OF_EXPERT.fullmatch, names))
+    numbers: dict[str, set[int]] = {}
+    for match in matches:
+        numbers.setdefault(match["before"], set()).add(int(match["number"]))
+    return {before: len(own) for before, own in numbers.items()}
+
+
+def _name_in(name: str, part: int, experts: Mapping[str, int], path: str) -> str:
+    """Return the name of an expert's parameter over all ranks."""
+    match = _OF_EXPERT.fullmatch(name)
+    if match is None:
+        raise ShardError(
+            "a group of a DeepSpeed optimizer is cut over fewer ranks than there are, and is not of experts",
+            expected="names of experts (deepspeed_experts.0 ...)",
+            got=name,
+            where=path,
+        )
+    number = part * experts[match["before"]] + int(match["number"])
+    return f"{match['before']}{number}{match['after']}"
+
+
+def _of_group(
+    shapes: Sequence[tuple[int, ...]], number: int, shares: Sequence[OptimizerStates], path: str
+) -> Iterator[TrainedParameter]:
+    """Yield the parameters of a group from the vectors of the ranks that share it."""
+    groups = [share.groups[number] for share in shares]
+    sizes = [math.prod(shape) for shape in shapes]
+    vectors = {"": [group.weights for group in groups]}
+    vectors |= {kind: [group.state[kind] for group in groups if kind in group.state] for kind in groups[0].state}
+    _require_paddings(sum(sizes), number, shares, path)
+    by_kind = {kind: [*_held(own, shapes, sizes, number, shares, path)] for kind, own in vectors.items()}
+    others = {**groups[0].values, **groups[0].of_all}
+    for place, shape in enumerate(shapes):
+        state = {kind: [own[place]] for kind, own in by_kind.items() if kind}
+        yield TrainedParameter(shape, [by_kind[""][place]], state, others, number)
+
+
+def _held(
+    vectors: Sequence[FlatVector],
+    shapes: Sequence[tuple[int, ...]],
+    sizes: Sequence[int],
+    number: int,
+    shares: Sequence[OptimizerStates],
+    path: str,
+) -> Iterator[HeldTensor]:
+    """Yield the tensors that lie in the vectors of some ranks."""
+    lengths = [vector.elements for vector in vectors]
+    runs: Iterator[tuple[Run, ...]]
+    if shares[0].is_sliced:
+        runs = in_slices(sizes, lengths)
+    else:
+        gaps = shares[0].gaps[number] if shares[0].gaps else (0,) * len(sizes)
+        runs = in_partitions(sizes, gaps, lengths)
+    try:
+        for shape, own in zip(shapes, runs, strict=True):
+            ranges = tuple(vectors[run.rank].range(run.start, run.length) for run in own)
+            yield HeldTensor(vectors[0].dtype, shape, ByteRanges(ranges))
+    except SizeError as error:
+        raise ShardError(
+            f"group {number} of a DeepSpeed optimizer does not have the parameters that are listed",
+            expected=error.expected,
+            got=error.got,
+            where=f"{path} (param_shapes) and {vectors[0].path}",
+            remedy="copy or restore all files of one save",
+        ) from None
+
+
+def _require_paddings(total: int, number: int, shares: Sequence[OptimizerStates], path: str) -> None:
+    """Raise ShardError if the padding that ranks say they have is not what parameters leave of their partitions."""
+    if any(share.paddings is None or len(share.paddings) <= number for share in shares) or shares[0].is_sliced:
+        return
+    total += sum(shares[0].gaps[number]) if shares[0].gaps else 0
+    lengths = [share.groups[number].weights.elements for share in shares]
+    paddings = [share.paddings[number] for share in shares if share.paddings is not None]
+    without = len({length + padding for length, padding in zip(lengths, paddings)}) == 1 and sum(lengths) == total
+    included = len(set(lengths)) == 1 and sum(lengths) - sum(paddings) == total
+    if not (without or included):
+        raise ShardError(
+            f"the padding of group {number} of a DeepSpeed optimizer is not what its parameters leave",
+            expected=f"{total} elements of parameters in partitions of one length",
+            got=f"partitions of {_shown(lengths)} elements, and paddings of {_shown(paddings)}",
+            where=f"{path} (param_shapes) and {shares[0].path}",
+            remedy="copy or restore all files of one save",
+        )
+
+
+def _shown(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:8])) + (" ..." if len(numbers) > 8 else "")

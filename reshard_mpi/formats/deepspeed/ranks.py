@@ -1,0 +1,217 @@
+"""Read the files of all ranks of a DeepSpeed checkpoint, and require that they are of one moment (`read_ranks`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from reshard_mpi.errors import DisagreementError, ShardError
+from reshard_mpi.formats import structure
+from reshard_mpi.formats.deepspeed.file_names import Ranks, TagFiles
+from reshard_mpi.formats.deepspeed.rank_files import (
+    HeldTensor,
+    ModelStates,
+    OptimizerStates,
+    read_model_states,
+    read_optimizer_states,
+)
+from reshard_mpi.formats.locations import ByteRanges
+from reshard_mpi.formats.nest import flatten_tree
+from reshard_mpi.formats.nest.nodes import Dict, NestError, Value
+from reshard_mpi.formats.torch.tensors import is_tensor
+from reshard_mpi.text import counted
+
+_RESTORE = "copy or restore all files of one save"
+
+
+class RankStates(NamedTuple):
+    """What the files of all ranks say.
+
+    Attributes:
+        models, optimizers: by rank. Without ZeRO there are no optimizers.
+        is_sliced: whether they are of stage 3.
+        notes: in words, what only some ranks have and what is not kept.
+    """
+
+    models: Mapping[Ranks, ModelStates]
+    optimizers: Mapping[Ranks, OptimizerStates]
+    is_sliced: bool
+    notes: tuple[str, ...]
+
+    @property
+    def first(self) -> ModelStates:
+        """The settings and weights that the first rank has written."""
+        return self.models[Ranks(0, 0)]
+
+    @property
+    def model_ranks(self) -> int:
+        """Over how many model-parallel ranks, here stages of a pipeline, the parameters are divided."""
+        return self.first.model_ranks
+
+    def shares(self, model_rank: int) -> list[OptimizerStates]:
+        """Return the optimizer's shares of the data-parallel ranks of one model-parallel rank, in order."""
+        return [states for ranks, states in self.optimizers.items() if ranks.model == model_rank]
+
+
+def read_ranks(folder: str, files: TagFiles) -> RankStates:
+    """Read all files of weights and of optimizers.
+
+    Raises ShardError if one is missing or not sound, DisagreementError if they are not of one save.
+    """
+    if Ranks(0, 0) not in files.models:
+        raise _missing("the weights and settings of the first rank, *mp_rank_00_model_states.pt", folder)
+    models = {ranks: read_model_states(str(Path(folder, name))) for ranks, name in files.models.items()}
+    first = models[Ranks(0, 0)]
+    if files.expert_optimizers:
+        raise ShardError(
+            "the optimizer of a DeepSpeed checkpoint with experts and without ZeRO is not read",
+            got=", ".join([*files.expert_optimizers.values()][:3]),
+            where=folder,
+            remedy="train with ZeRO stage 1 or 2, or give *_model_states.pt alone for the weights",
+        )
+    data_ranks = range(first.data_ranks if first.shapes is not None else 0)
+    expected = [Ranks(data, model) for model in range(first.model_ranks) for data in data_ranks]
+    lacking = [ranks for ranks in expected if ranks not in files.optimizers]
+    if lacking:
+        raise _missing(
+            f"{len(expected)} files *_optim_states.pt, one a rank",
+            folder,
+            f"{counted(len(files.optimizers), 'file')}, none of data-parallel rank {lacking[0].data}"
+            + (f" of model-parallel rank {lacking[0].model}" if first.model_ranks > 1 else ""),
+        )
+    optimizers = {ranks: read_optimizer_states(str(Path(folder, name))) for ranks, name in files.optimizers.items()}
+    beyond = [optimizers[ranks].path for ranks in optimizers if ranks not in expected]
+    if beyond:
+        raise _other_save(f"{counted(len(expected), 'file')} *_optim_states.pt", first.path, beyond[0], folder)
+    is_sliced = any(states.is_sliced for states in optimizers.values())
+    writers = data_ranks if is_sliced else range(1)
+    of_models = [Ranks(data, model) for model in range(first.model_ranks) for data in writers]
+    absent = [ranks for ranks in of_models if ranks not in models]
+    if absent:
+        raise _missing(
+            f"{len(of_models)} files *_model_states.pt",
+            folder,
+            f"{counted(len(models), 'file')}, none of data-parallel rank {absent[0].data},"
+            f" model-parallel rank {absent[0].model}",
+        )
+    beyond = [models[ranks].path for ranks in models if ranks not in of_models]
+    if beyond:
+        raise _other_save(f"{counted(len(of_models), 'file')} *_model_states.pt", first.path, beyond[0], folder)
+    _require_one_moment(models, optimizers)
+    return RankStates(models, optimizers, is_sliced, tuple(_notes(models)))
+
+
+def _missing(expected: str, folder: str, got: str = "") -> ShardError:
+    return ShardError(
+        "files of a DeepSpeed checkpoint are missing",
+        expected=expected,
+        got=got or "none",
+        where=folder,
+        remedy=_RESTORE,
+    )
+
+
+def _other_save(expected: str, says: str, path: str, folder: str) -> ShardError:
+    return ShardError(
+        "a folder has files of two DeepSpeed checkpoints",
+        expected=f"{expected}, as {says} says",
+        got=f"{Path(path).name} too",
+        where=folder,
+        remedy="remove the files of the other save",
+    )
+
+
+# What all files *_model_states.pt of a save say alike.
+_OF_ONE_SAVE = ("global_steps", "global_samples", "skipped_steps", "ds_version")
+
+
+def _require_one_moment(models: Mapping[Ranks, ModelStates], optimizers: Mapping[Ranks, OptimizerStates]) -> None:
+    """Raise DisagreementError if files are of different steps, or of trainings on different numbers of ranks."""
+    first, *others = models.values()
+    for other in others:
+        for key in _OF_ONE_SAVE:
+            _require_same(key, first.path, first.values.get(key), other.path, other.values.get(key))
+        for key, is_of in {"dp_world_size": first.data_ranks, "mp_world_size": first.model_ranks}.items():
+            _require_same(
+                key, first.path, is_of, other.path, other.data_ranks if key == "dp_world_size" else other.model_ranks
+            )
+    if not optimizers:
+        return
+    lead, *rest = optimizers.values()
+    for share in rest:
+        _require_same("the form of its vectors", lead.path, _form(lead), share.path, _form(share))
+        if share.settings and lead.settings:
+            _require_same("the settings of its optimizer", lead.path, _settings(lead), share.path, _settings(share))
+    counters: dict[tuple[int, str], tuple[str, str]] = {}
+    for states in optimizers.values():
+        for number, group in enumerate(states.groups):
+            for name, tensor in group.of_all.items():
+                value = _bytes_of(tensor).hex()
+                path, expected = counters.setdefault((number, name), (states.path, value))
+                _require_same(f"{name} of group {number}", path, expected, states.path, value)
+    for share in optimizers.values():
+        data_ranks = first.data_ranks
+        odd = next((count for count in share.partitions if count > data_ranks or data_ranks % count), None)
+        if odd is not None:
+            _require_same("its number of partitions", first.path, data_ranks, share.path, odd)
+
+
+def _require_same(what: str, path: str, expected: object, other_path: str, got: object) -> None:
+    if expected != got:
+        raise DisagreementError(
+            "files of a DeepSpeed checkpoint are not of one save",
+            expected=f"{what}: {expected!r}"[:300] + f", as {path} says",
+            got=repr(got)[:300],
+            where=other_path,
+            remedy=_RESTORE,
+        )
+
+
+def _form(states: OptimizerStates) -> tuple[object, ...]:
+    """Return what is alike in the files of all ranks, but for how long vectors are."""
+    groups = [(group.weights.dtype.name, *group.state, *group.of_all, *group.values) for group in states.groups]
+    return states.is_sliced, len(groups), groups[:1]
+
+
+def _settings(states: OptimizerStates) -> str:
+    """Return the settings of the optimizer's groups as text, with state that is no tensor."""
+    of_groups: list[Value] = [Dict([part for pair in group.values.items() for part in pair]) for group in states.groups]
+    return _text([*states.settings, *of_groups])
+
+
+def _text(value: Value) -> str:
+    """Return a text that is equal for equal values, without tensors."""
+    try:
+        flattened = flatten_tree.flatten(value, is_tensor, has_order=False)
+    except NestError as error:
+        return error.problem
+    return str([*flattened.strings.values()])
+
+
+def _bytes_of(tensor: HeldTensor) -> bytes:
+    """Return the elements of a tensor that is one number. Raises ShardError if its file cannot be read."""
+    assert isinstance(tensor.place, ByteRanges)
+    (run,) = tensor.place.ranges
+    with structure.opened(run.path) as file:
+        return file.read_exactly(run.offset_bytes, run.length_bytes)
+
+
+def _notes(models: Mapping[Ranks, ModelStates]) -> Iterator[str]:
+    """Say what the files of other ranks hold besides weights that differs from the first one's, and is left out."""
+    first, *others = models.values()
+    differing: dict[str, list[str]] = {}
+    for key, value in first.values.items():
+        expected = _text([value])
+        apart = [other.path for other in others if _text([other.values.get(key)]) != expected]
+        if apart:
+            differing[key] = apart
+    for key, paths in differing.items():
+        shown = f"{Path(paths[0]).name}" + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
+        yield f"{key} of {shown}: it differs from that of {Path(first.path).name}, which is kept"
+    beyond: dict[str, Sequence[str]] = {}
+    for other in others:
+        for key in other.values.keys() - first.values.keys():
+            beyond.setdefault(key, [other.path])
+    for key, (path, *_) in beyond.items():
+        yield f"{key} of {Path(path).name}: {Path(first.path).name}, whose settings are kept, has none"

@@ -1,0 +1,131 @@
+"""Open a DeepSpeed checkpoint as whole tensors by their names (`open_folder`).
+
+Its names are those of a whole training state: `model.NAME`, `optimizer.state.NAME.exp_avg` and so on, with
+`optimizer.state.NAME.fp32_param` where the model has a parameter in another type. Parameters of experts have their
+numbers over all ranks. A weight that lies both in the model and, in float32, in the optimizer is listed as two pieces,
+so that both are compared as copies are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from reshard_mpi.errors import ShardError
+from reshard_mpi.filesystem import source_files
+from reshard_mpi.formats.deepspeed.file_names import TagFiles, sorted_files
+from reshard_mpi.formats.deepspeed.flat_groups import SizeError, in_slices
+from reshard_mpi.formats.deepspeed.parameters import trained_parameters
+from reshard_mpi.formats.deepspeed.rank_files import LAYOUT_KEYS, FlatVector, HeldTensor, named_tensors, read_content
+from reshard_mpi.formats.deepspeed.ranks import RankStates, read_ranks
+from reshard_mpi.formats.deepspeed.training_tree import Training, arranged
+from reshard_mpi.formats.locations import ByteRanges
+from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.nest.nodes import Value
+from reshard_mpi.formats.tensor_table import TensorType
+from reshard_mpi.text import natural_key
+
+NAME = "deepspeed"
+
+_NOT_KEPT = f"the layout of DeepSpeed's files ({', '.join(LAYOUT_KEYS)}), which is that of its ranks"
+
+
+def files_of(folder: str) -> tuple[str, ...]:
+    """Return the paths of the checkpoint's files. Raises ShardError if two are of one rank."""
+    files = sorted_files(source_files.names(folder), folder)
+    return tuple(str(Path(folder, name)) for name in sorted(files.names, key=natural_key))
+
+
+def open_folder(folder: str) -> dict[int, Manifest]:
+    """Return the whole tensors of the checkpoint, and everything else that it has as the text of a nest.
+
+    Raises ShardError if a file is missing, not sound, or contradicts others; DisagreementError if files are of several
+    saves.
+    """
+    files = sorted_files(source_files.names(folder), folder)
+    states = read_ranks(folder, files)
+    trained = trained_parameters(states)
+    lead = next(iter(states.optimizers.values()), None)
+    training = Training(
+        states.first,
+        weights=dict(_weights(states, files, folder)),
+        trained=trained,
+        frozen=dict(_frozen(states)),
+        settings=() if lead is None else lead.settings,
+        values={} if lead is None else lead.values,
+        starts={} if lead is None else lead.starts,
+        path="" if lead is None else lead.path,
+    )
+    return {0: arranged(training, folder, (_NOT_KEPT, *states.notes))}
+
+
+def _weights(states: RankStates, files: TagFiles, folder: str) -> Iterator[tuple[str, Value]]:
+    """Yield the tensors of the model by name, with what else its modules have.
+
+    Raises ShardError if several model-parallel ranks have slices of the same tensors.
+    """
+    module = states.first.module
+    if module is not None and states.model_ranks > 1:
+        raise ShardError(
+            f"a DeepSpeed checkpoint of {states.model_ranks} tensor-parallel ranks is not read",
+            expected="data parallelism, a pipeline, or experts",
+            got="files of several model-parallel ranks, with slices of the same parameters",
+            where=folder,
+            remedy="load it with the training's own framework, and save it whole",
+        )
+    if module is not None:
+        yield from module.items()
+    for layer, name in files.layers.items():
+        for key, value in _of_file(str(Path(folder, name))):
+            yield f"{layer.layer}.{key}", value
+    for name in files.experts.values():
+        yield from _of_file(str(Path(folder, name)))
+
+
+def _of_file(path: str) -> Iterator[tuple[str, Value]]:
+    content = read_content(path)
+    yield from named_tensors("state of a layer or expert", content.root, content, path)
+
+
+def _frozen(states: RankStates) -> Iterator[tuple[str, HeldTensor]]:
+    """Yield the parameters that are not trained, where they lie in slices of their own."""
+    if not states.is_sliced:
+        return
+    for name, shape in states.first.frozen.items():
+        vectors = [_vector(name, model.fragments.get(name), model.path) for model in states.models.values()]
+        size = TensorType(vectors[0].dtype, shape).size_bytes // vectors[0].dtype.itemsize_bytes
+        try:
+            (runs,) = in_slices([size], [vector.elements for vector in vectors])
+        except SizeError as error:
+            raise ShardError(
+                f"the slices of {name!r}, which is not trained, are not of its size",
+                expected=error.expected,
+                got=error.got,
+                where=states.first.path,
+            ) from None
+        ranges = tuple(vectors[run.rank].range(run.start, run.length) for run in runs)
+        yield name, HeldTensor(vectors[0].dtype, shape, ByteRanges(ranges))
+
+
+def _vector(name: str, fragment: Value, path: str) -> FlatVector:
+    """Return a rank's slice of a parameter. Raises ShardError if it is none."""
+    if type(fragment) is HeldTensor and len(fragment.shape) == 1 and isinstance(fragment.place, ByteRanges):
+        start = fragment.place.ranges[0].offset_bytes if fragment.place.ranges else 0
+        return FlatVector(path, start, fragment.dtype, fragment.shape[0])
+    raise ShardError(
+        f"a file lacks its slice of {name!r}, which is not trained",
+        expected="a vector in frozen_param_fragments",
+        got="nothing" if fragment is None else "something else",
+        where=path,
+    )
+
+
+def locate(path: str, like: Manifest | None = None) -> Manifest:
+    """Refuse a file by itself: it has parts of tensors that all files together have. Raises ShardError."""
+    raise ShardError(
+        "a file of a DeepSpeed checkpoint is only a part of it",
+        expected="the folder of all its files",
+        got="one of them",
+        where=path,
+        remedy=f"give {Path(path).parent}; *_model_states.pt of stages 0 to 2 alone is read as a file of torch",
+    )

@@ -1,0 +1,228 @@
+"""Arrange a DeepSpeed training as one nest under the names of a whole training state (`arranged`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from reshard_mpi.errors import ShardError
+from reshard_mpi.formats.deepspeed.parameters import TrainedParameter
+from reshard_mpi.formats.deepspeed.rank_files import HeldTensor, ModelStates, held, pairs_of
+from reshard_mpi.formats.dtypes import BY_NAME, DType
+from reshard_mpi.formats.locations import Converted, Location
+from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.nest import flatten_tree, nodes
+from reshard_mpi.formats.nest.nodes import Call, Dict, Value
+from reshard_mpi.formats.tensor_table import NOT_CONTIGUOUS, ChunkedTensors, ListedChunk, TensorTable, TensorType
+from reshard_mpi.formats.torch.tensors import StoredTensor
+from reshard_mpi.sharding.box import Box
+
+# Keys of the engine that are kept under their own names. All others are what the training has given to
+# `save_checkpoint` as `client_state`.
+_OF_ENGINE = (
+    *("data_sampler", "random_ltd", "sparse_tensor_module_names", "csr_tensor_module_names", "skipped_steps"),
+    *("global_steps", "global_samples", "num_experts", "ds_config", "ds_version", "universal_checkpoint_info"),
+)
+_SCALERS = "deepspeed.runtime.fp16.loss_scaler"
+# In a pipeline, modules that several layers share; their weights lie in the files of these layers.
+_TIED = "tied_modules."
+# The optimizer of a training in 16 bit without ZeRO: vectors of all parameters, without their names.
+_NAMELESS = ("fp32_groups_flat", "fp32_groups")
+_NAMELESS_WHY = "a vector of the optimizer of a training without ZeRO, which does not say whose elements lie where"
+
+
+class Training(NamedTuple):
+    """What the files of a checkpoint say together.
+
+    Attributes:
+        model: the first rank's settings.
+        weights: the tensors of the model by name, and what else its modules save; parameters of stage 3 have no
+            elements there.
+        trained: the parameters that are optimized.
+        frozen: those that are not, where they lie in other files than the model's.
+        settings: the optimizer's groups, each with the numbers of flat groups as `params`.
+        values: what else the optimizer has; starts, path: where the storages of tensors in them begin, in which file.
+    """
+
+    model: ModelStates
+    weights: Mapping[str, Value]
+    trained: Mapping[str, TrainedParameter]
+    frozen: Mapping[str, HeldTensor]
+    settings: Sequence[Dict]
+    values: Mapping[str, Value]
+    starts: Mapping[str, int]
+    path: str
+
+
+class _Leaf(NamedTuple):
+    """A tensor in the tree: its type and shape, and each place that holds it whole."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    places: tuple[Location, ...]
+
+
+def arranged(training: Training, folder: str, left_out: Sequence[str]) -> Manifest:
+    """Return a checkpoint's tensors as pieces that its files hold, and the rest of it as the text of a nest.
+
+    Args:
+        left_out: in words, what else is not kept.
+
+    Raises ShardError if weights are missing or contradict what the optimizer has.
+    """
+    weights = Dict([part for pair in _weights(training, folder) for part in pair])
+    root = Dict(["model", weights])
+    if training.trained:
+        root.flat += ["optimizer", _optimizer(training, dict(weights.pairs()))]
+    root.flat += _rest(training)
+    try:
+        flattened = flatten_tree.flatten(root, lambda value: type(value) is _Leaf or type(value) is StoredTensor)
+    except nodes.NestError as error:
+        problem = f"a DeepSpeed checkpoint cannot be read: {error.problem}"
+        raise ShardError(problem, got=error.got, where=folder, remedy=error.remedy) from None
+    listed, table = ChunkedTensors(folder), TensorTable(folder)
+    nameless = _nameless(training)
+    for name, leaf in flattened.tensors:
+        if type(leaf) is StoredTensor:
+            leaf = _of_file(leaf, training)
+        if nameless and name.startswith("optimizer."):
+            listed.add_unreadable(name, leaf.dtype, leaf.shape, _NAMELESS_WHY)
+            continue
+        kind, whole = table.kind(TensorType(leaf.dtype, leaf.shape)), Box.whole(leaf.shape)
+        pieces = [ListedChunk(whole, table, table.add_unnamed(kind, NOT_CONTIGUOUS, place)) for place in leaf.places]
+        listed.add_listed(name, leaf.dtype, leaf.shape, pieces)
+    return Manifest(folder, "deepspeed", listed, flattened.strings, left_out=(*flattened.left_out, *left_out))
+
+
+def _nameless(training: Training) -> bool:
+    optimizer = training.model.values.get("optimizer")
+    return type(optimizer) is Dict and any(optimizer.get(key) is not None for key in _NAMELESS)
+
+
+def _of_file(stored: StoredTensor, training: Training) -> _Leaf:
+    """Return the leaf of a tensor among values, which are the model's or the optimizer's."""
+    model = training.model
+    of_model = stored.storage.key in model.starts
+    starts, path = (model.starts, model.path) if of_model else (training.starts, training.path)
+    return _leaf(held(stored, starts, path))
+
+
+def _leaf(tensor: HeldTensor) -> _Leaf:
+    return _Leaf(tensor.dtype, tensor.shape, (tensor.place,))
+
+
+def _weights(training: Training, folder: str) -> Iterator[tuple[str, Value]]:
+    """Yield the tensors of the model, and what else its modules have, by name."""
+    shared = training.model.shared
+    for name, value in training.weights.items():
+        own = shared.get(name, name)
+        if type(value) is not HeldTensor:
+            yield name, value
+            continue
+        trained, frozen = training.trained.get(own), training.frozen.get(own)
+        elsewhere = trained.weights if trained is not None else [frozen] if frozen is not None else []
+        shape = elsewhere[0].shape if elsewhere else value.shape
+        is_empty = 0 in value.shape and value.shape != shape
+        if not is_empty and value.shape != shape:
+            raise ShardError(
+                f"the parameter {name!r} of a DeepSpeed checkpoint has another shape than is listed",
+                expected=f"{list(shape)} (param_shapes)",
+                got=str(list(value.shape)),
+                where=training.model.path,
+            )
+        if 0 in value.shape and not elsewhere and name not in training.model.buffers:
+            raise _without_elements(name, training.model.path)
+        yield name, _Leaf(value.dtype, shape, (*(() if is_empty else (value.place,)), *_as(value.dtype, elsewhere)))
+    lacking = [name for name in training.trained if name not in training.weights]
+    tied = [name for name in lacking if name.startswith(_TIED)]
+    if len(tied) < len(lacking):
+        name = next(name for name in lacking if name not in tied)
+        raise ShardError(
+            "a DeepSpeed checkpoint lacks the weights of parameters that its optimizer has",
+            expected=f"{name!r} in *_model_states.pt, or in a file of its layer or expert",
+            got=f"{len(lacking)} parameters that are in none of them",
+            where=folder,
+            remedy="copy or restore all files of one save",
+        )
+    dtype = _type_in(training.model.values.get("ds_config"))
+    for name in tied:
+        parameter = training.trained[name]
+        yield name, _Leaf(dtype, parameter.shape, tuple(_as(dtype, parameter.weights)))
+
+
+def _without_elements(name: str, path: str) -> ShardError:
+    return ShardError(
+        f"the parameter {name!r} of a DeepSpeed checkpoint is empty, and nothing says where its elements are",
+        expected="it in param_shapes, frozen_param_shapes or shared_params",
+        got="none of these",
+        where=path,
+    )
+
+
+def _as(dtype: DType, tensors: Sequence[HeldTensor]) -> Iterator[Location]:
+    """Yield the places of tensors, converted to a type if they have another one."""
+    for tensor in tensors:
+        yield tensor.place if tensor.dtype == dtype else Converted(tensor.place, tensor.dtype)
+
+
+def _type_in(config: Value) -> DType:
+    """Return the type of a model's parameters, as DeepSpeed's settings say it."""
+    for key, name in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16")):
+        section = config.get(key) if type(config) is Dict else None
+        if type(section) is Dict and section.get("enabled") is True:
+            return BY_NAME[name]
+    return BY_NAME["float32"]
+
+
+def _optimizer(training: Training, weights: Mapping[str, Value]) -> Dict:
+    """Return the optimizer's state by names of parameters, and its groups."""
+    state = Dict()
+    for name, parameter in training.trained.items():
+        own = Dict()
+        for key, value in parameter.others.items():
+            own.flat += [key, _leaf(value) if type(value) is HeldTensor else value]
+        for key, tensors in parameter.state.items():
+            own.flat += [key, _Leaf(tensors[0].dtype, parameter.shape, tuple(tensor.place for tensor in tensors))]
+        master = parameter.weights
+        if weights[name].dtype != master[0].dtype:
+            own.flat += ["fp32_param", _Leaf(master[0].dtype, parameter.shape, tuple(one.place for one in master))]
+        state.flat += [name, own]
+    groups: list[Value] = []
+    for settings in training.settings or [Dict()]:
+        numbers = settings.get("params")
+        names = [
+            name
+            for name, parameter in training.trained.items()
+            if type(numbers) is not list or parameter.group in numbers
+        ]
+        others = [part for key, value in settings.pairs() if key != "params" for part in (key, value)]
+        groups.append(Dict([*others, "params", names]))
+    return Dict(["state", state, "param_groups", groups])
+
+
+def _rest(training: Training) -> Iterator[Value]:
+    """Yield keys and values in turn: what else the engine and the training keep."""
+    values = dict(training.model.values)
+    optimizer, scheduler = values.pop("optimizer", None), values.pop("lr_scheduler", None)
+    if optimizer is not None and not training.trained:
+        yield from ("optimizer", optimizer)
+    if scheduler is not None:
+        yield from ("scheduler", scheduler)
+    of_optimizer = dict(training.values)
+    scaler = of_optimizer.pop("loss_scaler", None)
+    if scaler is not None:
+        yield from ("scaler", _scaler(scaler))
+    for key in _OF_ENGINE:
+        if key in values:
+            yield from (key, values.pop(key))
+    for key, value in of_optimizer.items():
+        yield from (key, value)
+    if values:
+        yield from ("client_state", Dict([part for pair in values.items() for part in pair]))
+
+
+def _scaler(value: Value) -> Value:
+    """Return a loss scaler as a dictionary of its class and attributes; another object as it is."""
+    if type(value) is Call and value.function.module == _SCALERS and type(value.state) is Dict:
+        return Dict(["class", value.function.name, *(part for pair in pairs_of(value.state) for part in pair)])
+    return value
