@@ -102,7 +102,7 @@ def plan_target(target: TargetTensors, strategy_table: str) -> RankPlan:
         strings={} if drops_strings else common.strings,
         checks=tuple(checks),
         absent=absent,
-        notes=tuple(common.notes),
+        notes=tuple(dict.fromkeys((*common.notes, *(note for one in target.manifests.values() for note in one.notes)))),
         source_ranks=tuple(sorted(target.manifests)),
         loose=loose,
         unplaced=frozenset(name for name in loose if not target.layouts.lists(name)),

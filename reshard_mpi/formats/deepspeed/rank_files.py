@@ -173,8 +173,13 @@ def read_optimizer_states(path: str) -> OptimizerStates:
     """Read a file with one rank's share of the optimizer. Raises ShardError if it is none."""
     content = read_content(path)
     root = content.root
+    state = root.get("optimizer_state_dict") if type(root) is Dict else None
+    return optimizer_states_of(state, content, path)
+
+
+def optimizer_states_of(state: Value, content: FileContent, path: str) -> OptimizerStates:
+    """Return what the state of ZeRO's optimizer in a file says. Raises ShardError if it is none."""
     try:
-        state = root.get("optimizer_state_dict") if type(root) is Dict else None
         if type(state) is not Dict:
             raise _Contradiction("optimizer_state_dict", "a dictionary", type(state).__name__)
         is_sliced = state.get("fp32_flat_groups") is not None

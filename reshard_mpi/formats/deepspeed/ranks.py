@@ -54,8 +54,11 @@ class RankStates(NamedTuple):
         return [states for ranks, states in self.optimizers.items() if ranks.model == model_rank]
 
 
-def read_ranks(folder: str, files: TagFiles) -> RankStates:
+def read_ranks(folder: str, files: TagFiles, *, is_universal: bool = False) -> RankStates:
     """Read all files of weights and of optimizers.
+
+    Args:
+        is_universal: whether the optimizer's state is in other files, so that there are none of ranks.
 
     Raises ShardError if one is missing or not sound, DisagreementError if they are not of one save.
     """
@@ -71,7 +74,7 @@ def read_ranks(folder: str, files: TagFiles) -> RankStates:
             remedy="train with ZeRO stage 1 or 2, or give *_model_states.pt alone for the weights",
         )
     data_ranks = range(first.data_ranks if first.shapes is not None else 0)
-    expected = [Ranks(data, model) for model in range(first.model_ranks) for data in data_ranks]
+    expected = [] if is_universal else [Ranks(data, model) for model in range(first.model_ranks) for data in data_ranks]
     lacking = [ranks for ranks in expected if ranks not in files.optimizers]
     if lacking:
         raise _missing(
@@ -84,7 +87,9 @@ def read_ranks(folder: str, files: TagFiles) -> RankStates:
     beyond = [optimizers[ranks].path for ranks in optimizers if ranks not in expected]
     if beyond:
         raise _other_save(f"{counted(len(expected), 'file')} *_optim_states.pt", first.path, beyond[0], folder)
-    is_sliced = any(states.is_sliced for states in optimizers.values())
+    is_sliced = any(states.is_sliced for states in optimizers.values()) or (
+        is_universal and files.models[Ranks(0, 0)].startswith("zero_")
+    )
     writers = data_ranks if is_sliced else range(1)
     of_models = [Ranks(data, model) for model in range(first.model_ranks) for data in writers]
     absent = [ranks for ranks in of_models if ranks not in models]

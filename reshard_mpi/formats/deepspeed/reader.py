@@ -8,7 +8,7 @@ so that both are compared as copies are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from reshard_mpi.errors import ShardError
@@ -18,7 +18,8 @@ from reshard_mpi.formats.deepspeed.flat_groups import SizeError, in_slices
 from reshard_mpi.formats.deepspeed.parameters import trained_parameters
 from reshard_mpi.formats.deepspeed.rank_files import LAYOUT_KEYS, FlatVector, HeldTensor, named_tensors, read_content
 from reshard_mpi.formats.deepspeed.ranks import RankStates, read_ranks
-from reshard_mpi.formats.deepspeed.training_tree import Training, arranged
+from reshard_mpi.formats.deepspeed.training_tree import Training, arranged, type_in
+from reshard_mpi.formats.deepspeed.universal import PARAMETERS, UniversalStates, files_of_parameters, read_universal
 from reshard_mpi.formats.locations import ByteRanges
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.nest.nodes import Value
@@ -27,13 +28,19 @@ from reshard_mpi.text import natural_key
 
 NAME = "deepspeed"
 
-_NOT_KEPT = f"the layout of DeepSpeed's files ({', '.join(LAYOUT_KEYS)}), which is that of its ranks"
+_NOT_KEPT = f"not carried over, since it is about the ranks of DeepSpeed's files alone: {', '.join(LAYOUT_KEYS)}"
 
 
 def files_of(folder: str) -> tuple[str, ...]:
     """Return the paths of the checkpoint's files. Raises ShardError if two are of one rank."""
-    files = sorted_files(source_files.names(folder), folder)
-    return tuple(str(Path(folder, name)) for name in sorted(files.names, key=natural_key))
+    names = sorted_files(source_files.names(folder), folder).names
+    if _is_universal(folder):
+        names += files_of_parameters(folder)
+    return tuple(str(Path(folder, name)) for name in sorted(names, key=natural_key))
+
+
+def _is_universal(folder: str) -> bool:
+    return source_files.is_folder(Path(folder, PARAMETERS))
 
 
 def open_folder(folder: str) -> dict[int, Manifest]:
@@ -43,28 +50,66 @@ def open_folder(folder: str) -> dict[int, Manifest]:
     saves.
     """
     files = sorted_files(source_files.names(folder), folder)
-    states = read_ranks(folder, files)
-    trained = trained_parameters(states)
-    lead = next(iter(states.optimizers.values()), None)
-    training = Training(
+    is_universal = _is_universal(folder)
+    states = read_ranks(folder, files, is_universal=is_universal)
+    weights = dict(_weights(states, files, folder, is_universal=is_universal))
+    if is_universal:
+        training = _universal(states, weights, folder)
+    else:
+        lead = next(iter(states.optimizers.values()), None)
+        training = Training(states.first, weights, trained_parameters(states), dict(_frozen(states)))
+        if lead is not None:
+            training = training._replace(settings=lead.settings, values=lead.values, starts=lead.starts, path=lead.path)
+    manifest = arranged(training, folder, states.notes)
+    return {0: manifest._replace(notes=(_NOT_KEPT,))}
+
+
+def _universal(states: RankStates, weights: Mapping[str, Value], folder: str) -> Training:
+    """Return the training of a universal checkpoint."""
+    read = read_universal(folder, states)
+    if states.model_ranks > 1:
+        weights = dict(_of_several_ranks(states, read, folder))
+    return Training(
         states.first,
-        weights=dict(_weights(states, files, folder)),
-        trained=trained,
-        frozen=dict(_frozen(states)),
-        settings=() if lead is None else lead.settings,
-        values={} if lead is None else lead.values,
-        starts={} if lead is None else lead.starts,
-        path="" if lead is None else lead.path,
+        weights,
+        read.trained,
+        {**dict(_frozen(states)), **read.besides},
+        read.settings,
+        read.values,
+        read.starts,
+        read.path,
     )
-    return {0: arranged(training, folder, (_NOT_KEPT, *states.notes))}
 
 
-def _weights(states: RankStates, files: TagFiles, folder: str) -> Iterator[tuple[str, Value]]:
+def _of_several_ranks(states: RankStates, read: UniversalStates, folder: str) -> Iterator[tuple[str, HeldTensor]]:
+    """Yield the tensors of a model whose files hold slices, or some layers each: whole are those of the optimizer.
+
+    Raises ShardError for a parameter that is not trained, since no file has it whole.
+    """
+    dtype = type_in(states.first.values.get("ds_config"))
+    nothing = HeldTensor(dtype, (0,), ByteRanges(()))
+    yield from dict.fromkeys(read.trained, nothing).items()
+    yield from read.besides.items()
+    for model in states.models.values():
+        others = (model.module or {}).keys() - read.trained.keys() - read.besides.keys() - model.shared.keys()
+        if others:
+            raise ShardError(
+                "a universal checkpoint of DeepSpeed has tensors that are in files of tensor-parallel ranks alone",
+                expected="all of them below zero/",
+                got=f"{len(others)} others, such as {min(others)!r}",
+                where=folder,
+                remedy="load it with the training's own framework, and save it whole",
+            )
+
+
+def _weights(states: RankStates, files: TagFiles, folder: str, *, is_universal: bool) -> Iterator[tuple[str, Value]]:
     """Yield the tensors of the model by name, with what else its modules have.
 
     Raises ShardError if several model-parallel ranks have slices of the same tensors.
     """
     module = states.first.module
+    if is_universal and states.model_ranks > 1:
+        return
     if module is not None and states.model_ranks > 1:
         raise ShardError(
             f"a DeepSpeed checkpoint of {states.model_ranks} tensor-parallel ranks is not read",

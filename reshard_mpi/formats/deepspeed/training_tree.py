@@ -48,10 +48,10 @@ class Training(NamedTuple):
     weights: Mapping[str, Value]
     trained: Mapping[str, TrainedParameter]
     frozen: Mapping[str, HeldTensor]
-    settings: Sequence[Dict]
-    values: Mapping[str, Value]
-    starts: Mapping[str, int]
-    path: str
+    settings: Sequence[Dict] = ()
+    values: Mapping[str, Value] = {}
+    starts: Mapping[str, int] = {}
+    path: str = ""
 
 
 class _Leaf(NamedTuple):
@@ -144,7 +144,7 @@ def _weights(training: Training, folder: str) -> Iterator[tuple[str, Value]]:
             where=folder,
             remedy="copy or restore all files of one save",
         )
-    dtype = _type_in(training.model.values.get("ds_config"))
+    dtype = type_in(training.model.values.get("ds_config"))
     for name in tied:
         parameter = training.trained[name]
         yield name, _Leaf(dtype, parameter.shape, tuple(_as(dtype, parameter.weights)))
@@ -165,7 +165,7 @@ def _as(dtype: DType, tensors: Sequence[HeldTensor]) -> Iterator[Location]:
         yield tensor.place if tensor.dtype == dtype else Converted(tensor.place, tensor.dtype)
 
 
-def _type_in(config: Value) -> DType:
+def type_in(config: Value) -> DType:
     """Return the type of a model's parameters, as DeepSpeed's settings say it."""
     for key, name in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16")):
         section = config.get(key) if type(config) is Dict else None
