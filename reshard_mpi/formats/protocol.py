@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from reshard_mpi.filesystem.folders import create_file
 from reshard_mpi.formats.manifest import Manifest, ShardSpec
+from reshard_mpi.formats.tensor_table import TensorType
+from reshard_mpi.sharding.box import Box
 
 NO_SUMS: Mapping[str, int] = {}
 # Told how many bytes have just been read.
@@ -115,6 +117,53 @@ class FolderFormat(Format, Protocol):
 
         Args:
             files: all files of the checkpoint, which lie in the folder, by target rank.
+        """
+
+
+class Part(NamedTuple):
+    """A part of a tensor that a file has by itself: its name there, whose part, and which.
+
+    dtype: the name of the type that it is converted to; empty: it keeps its own.
+    """
+
+    name: str
+    source: str
+    box: Box
+    dtype: str = ""
+
+
+class Packed(NamedTuple):
+    """The files that a checkpoint is packed into, by target rank.
+
+    Attributes:
+        prefix: what `FolderFormat.file_name` is given for their names.
+        files: the parts in each, in the order in which they are written; no name twice in all.
+        strings: that every file gets, for `Format.reserve`.
+        equal: names of tensors of which only the first is taken, since the others must hold the same.
+        left_out: names of tensors that go nowhere.
+    """
+
+    prefix: str
+    files: Sequence[Sequence[Part]]
+    strings: Mapping[str, str]
+    equal: Sequence[tuple[str, ...]] = ()
+    left_out: tuple[str, ...] = ()
+
+
+class PackingFormat(FolderFormat, Protocol):
+    """A format whose files have parts of many tensors in a row, for a number of ranks (`FormatInfo.packs`)."""
+
+    def packed(
+        self, tensors: Mapping[str, TensorType], strings: Mapping[str, str], ranks: int, stage: int, name: str
+    ) -> Packed:
+        """Return the files that these whole tensors are packed into.
+
+        Args:
+            tensors, strings: of the checkpoint, by name.
+            stage: of ZeRO.
+            name: of the source's folder, if that is of the same format; else empty.
+
+        Raises TargetError if they cannot be packed.
         """
 
 

@@ -65,6 +65,7 @@ class FormatInfo(NamedTuple):
     # whether a folder tells which files it should have; if not, the user must say how many
     knows_file_count: bool = True
     split_by_size: bool = False  # a checkpoint is a full one, in files that are filled up to a size
+    packs: bool = False  # files have parts of many tensors in a row, for a number of ranks (`protocol.PackingFormat`)
     describes_itself: bool = False  # a shard states its rank and how its checkpoint is sharded
     has_crc: bool = False  # a shard can be sealed with a checksum of the whole file
     crc_counts_scalars: bool = False  # which counts scalars of whole numbers (see `manifest.is_in_crc`)
@@ -82,8 +83,11 @@ class FormatInfo(NamedTuple):
 
     @property
     def index_files(self) -> tuple[str, ...]:
-        """The names of the files that are written when all others are complete, in order: the index is last."""
-        return (*self.before_index, *self.marks[:1])
+        """The names of the files that are written when all others are complete, in order: the index is last.
+
+        Without an index it is what names the folder of the checkpoint.
+        """
+        return (*self.before_index, *(self.marks[:1] or self.pointer_files[:1]))
 
     def load(self) -> Format:
         """Import and return the module with the functions of the format.
@@ -110,6 +114,7 @@ class FormatInfo(NamedTuple):
             *(("size_at_most_bytes", "reserve", "seal", "read_back") if self.is_target else ()),
             *(("files_of", "open_folder") if self.is_folder else ()),
             *(("file_name", "index_files") if self.is_folder and self.is_target else ()),
+            *(("packed",) if self.packs else ()),
         )
 
     def load_folder(self) -> FolderFormat | None:
@@ -199,12 +204,14 @@ _BUILT_IN = (
         "reshard_mpi.formats.deepspeed",
         (".pt",),
         read_tensor_bytes=4 * KIB,
+        written_tensor_bytes=4 * KIB,
+        library_bytes=2 * MIB,
         title="DeepSpeed checkpoint",
-        is_target=False,
         parts=re.compile(r"((bf16_|fp16_)?zero_pp_rank_\d+_)?mp_rank_\d+_?(model|optim)_states\.pt"),
         pointer_files=("latest", "latest_universal"),
         pointers_are_common=True,
         is_folder=True,
+        packs=True,
         has_crc=True,
         sharded_variant="torch",
         default_target="torch",

@@ -1,4 +1,4 @@
-"""Compute where the parameters lie in the flat vectors of DeepSpeed's ZeRO (`in_partitions`, `in_slices`).
+"""Compute where parameters lie in the flat vectors of DeepSpeed's ZeRO (`in_partitions`, `in_slices`).
 
 Stages 1 and 2 put the parameters of a group into one vector, row-major and one behind the other, and cut it into equal
 partitions, one a data-parallel rank. Stage 3 cuts every parameter by itself into slices of ceil(elements / ranks), and
@@ -88,3 +88,8 @@ def in_slices(sizes: Sequence[int], held: Sequence[int]) -> Iterator[tuple[Run, 
             Run(rank, start, min(length, size - rank * length)) for rank in range(ranks) if rank * length < size
         )
         start += length
+
+
+def round_robin(count: int, ranks: int) -> list[int]:
+    """Return the numbers of a group's parameters in the order in which `round_robin_gradients` lays them out."""
+    return [number for first in range(min(ranks, count)) for number in range(first, count, ranks)]

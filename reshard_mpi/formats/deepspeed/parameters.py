@@ -13,8 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
-from reshard_mpi.formats.deepspeed.flat_groups import Run, SizeError, in_partitions, in_slices
-from reshard_mpi.formats.deepspeed.rank_files import FlatVector, HeldTensor, OptimizerStates
+from reshard_mpi.formats.deepspeed.flat_groups import Run, SizeError, in_partitions, in_slices, round_robin
+from reshard_mpi.formats.deepspeed.rank_files import (
+    FlatVector,
+    HeldTensor,
+    ModelStates,
+    OptimizerStates,
+    config_value,
+)
 from reshard_mpi.formats.deepspeed.ranks import RankStates
 from reshard_mpi.formats.locations import ByteRanges
 from reshard_mpi.formats.nest.nodes import Value
@@ -84,7 +90,19 @@ def _of_stage(states: RankStates, model_rank: int) -> Iterator[tuple[str, Traine
         for part in range(parts):
             own = shares[part::parts]
             names = [_name_in(name, part, experts, model.path) if parts > 1 else name for name in of_group]
-            yield from zip(names, _of_group([*of_group.values()], number, own, model.path), strict=True)
+            found = [*zip(names, _of_group([*of_group.values()], number, own, model.path), strict=True)]
+            yield from _in_order_of_model(found, own, model)
+
+
+def _in_order_of_model(
+    found: list[tuple[str, TrainedParameter]], shares: Sequence[OptimizerStates], model: ModelStates
+) -> list[tuple[str, TrainedParameter]]:
+    """Return the parameters of a group in the order that they have in the training, not that of its vectors."""
+    zero = config_value(model.values.get("ds_config"), "zero_optimization")
+    if shares[0].is_sliced or not shares[0].has_stage or config_value(zero, "round_robin_gradients") is not True:
+        return found
+    places = round_robin(len(found), len(shares))
+    return [parameter for _, parameter in sorted(zip(places, found), key=lambda placed: placed[0])]
 
 
 def _experts_of(names: Mapping[str, object]) -> dict[str, int]:

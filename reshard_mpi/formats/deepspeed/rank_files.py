@@ -100,6 +100,7 @@ class OptimizerStates(NamedTuple):
 
     Attributes:
         is_sliced: whether the vectors are those of stage 3, where every parameter is cut by itself.
+        has_stage: whether it says its stage; BF16_Optimizer does not.
         groups: the flat vectors, group by group.
         settings: the optimizer's own groups, each with the numbers of the flat ones as `params`; empty if the file
             does not say them.
@@ -112,6 +113,7 @@ class OptimizerStates(NamedTuple):
 
     path: str
     is_sliced: bool
+    has_stage: bool
     groups: Sequence[FlatGroup]
     settings: Sequence[Dict]
     partitions: Sequence[int]
@@ -202,6 +204,7 @@ def optimizer_states_of(state: Value, content: FileContent, path: str) -> Optimi
         return OptimizerStates(
             path,
             is_sliced,
+            has_stage=state.get("zero_stage") is not None,
             groups=[_group(key, own, vector, content, path) for own, vector in zip(of_groups, weights)],
             settings=settings,
             partitions=_counts("partition_count", [partitions] * len(weights) if is_sliced else partitions, weights),
@@ -230,6 +233,11 @@ def pairs_of(value: Value) -> Iterator[tuple[str, Value]]:
     """Yield the entries of a dictionary, ordered or not, whose keys are texts; none of anything else."""
     if type(value) is Dict or type(value) is Call:
         yield from ((key, entry) for key, entry in value.pairs() if type(key) is str)
+
+
+def config_value(config: Value, key: str) -> Value:
+    """Return a value of a section of DeepSpeed's settings; None if there is no such section, or no such value in it."""
+    return config.get(key) if type(config) is Dict else None
 
 
 def held(tensor: StoredTensor, starts: Mapping[str, int], path: str) -> HeldTensor:

@@ -16,14 +16,23 @@ from reshard_mpi.filesystem import source_files
 from reshard_mpi.formats.deepspeed.file_names import TagFiles, sorted_files
 from reshard_mpi.formats.deepspeed.flat_groups import SizeError, in_slices
 from reshard_mpi.formats.deepspeed.parameters import trained_parameters
-from reshard_mpi.formats.deepspeed.rank_files import LAYOUT_KEYS, FlatVector, HeldTensor, named_tensors, read_content
+from reshard_mpi.formats.deepspeed.rank_files import (
+    LAYOUT_KEYS,
+    FlatVector,
+    HeldTensor,
+    held,
+    named_tensors,
+    read_content,
+)
 from reshard_mpi.formats.deepspeed.ranks import RankStates, read_ranks
 from reshard_mpi.formats.deepspeed.training_tree import Training, arranged, type_in
 from reshard_mpi.formats.deepspeed.universal import PARAMETERS, UniversalStates, files_of_parameters, read_universal
 from reshard_mpi.formats.locations import ByteRanges
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.formats.nest.nodes import Value
-from reshard_mpi.formats.tensor_table import TensorType
+from reshard_mpi.formats.nest import flatten_tree
+from reshard_mpi.formats.nest.nodes import NestError, Value
+from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable, TensorType
+from reshard_mpi.formats.torch.tensors import StoredTensor, is_tensor
 from reshard_mpi.text import natural_key
 
 NAME = "deepspeed"
@@ -166,11 +175,16 @@ def _vector(name: str, fragment: Value, path: str) -> FlatVector:
 
 
 def locate(path: str, like: Manifest | None = None) -> Manifest:
-    """Refuse a file by itself: it has parts of tensors that all files together have. Raises ShardError."""
-    raise ShardError(
-        "a file of a DeepSpeed checkpoint is only a part of it",
-        expected="the folder of all its files",
-        got="one of them",
-        where=path,
-        remedy=f"give {Path(path).parent}; *_model_states.pt of stages 0 to 2 alone is read as a file of torch",
-    )
+    """Return the vectors and other tensors of one of the files, which are parts of what all hold together.
+
+    Raises ShardError if it is not sound.
+    """
+    content = read_content(path)
+    try:
+        tensors = flatten_tree.flatten(content.root, is_tensor).tensors
+    except NestError as error:
+        problem = f"a file of a DeepSpeed checkpoint cannot be read: {error.problem}"
+        raise ShardError(problem, got=error.got, where=path, remedy=error.remedy) from None
+    placed = ((name, held(tensor, content.starts, path)) for name, tensor in tensors if type(tensor) is StoredTensor)
+    table = TensorTable(path, (TensorEntry(name, *tensor) for name, tensor in placed))
+    return Manifest(path, NAME, table, part_of="a DeepSpeed checkpoint", to_have_all=f"give {Path(path).parent}")

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.deepspeed.parameters import TrainedParameter
-from reshard_mpi.formats.deepspeed.rank_files import HeldTensor, ModelStates, held, pairs_of
+from reshard_mpi.formats.deepspeed.rank_files import HeldTensor, ModelStates, config_value, held, pairs_of
 from reshard_mpi.formats.dtypes import BY_NAME, DType
 from reshard_mpi.formats.locations import Converted, Location
 from reshard_mpi.formats.manifest import Manifest
@@ -168,8 +168,7 @@ def _as(dtype: DType, tensors: Sequence[HeldTensor]) -> Iterator[Location]:
 def type_in(config: Value) -> DType:
     """Return the type of a model's parameters, as DeepSpeed's settings say it."""
     for key, name in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16")):
-        section = config.get(key) if type(config) is Dict else None
-        if type(section) is Dict and section.get("enabled") is True:
+        if config_value(config_value(config, key), "enabled") is True:
             return BY_NAME[name]
     return BY_NAME["float32"]
 
@@ -212,6 +211,9 @@ def _rest(training: Training) -> Iterator[Value]:
     scaler = of_optimizer.pop("loss_scaler", None)
     if scaler is not None:
         yield from ("scaler", _scaler(scaler))
+    if training.trained:  # without ZeRO the file has them as well, but nobody needs them there
+        yield from ("buffer_names", [*training.model.buffers])
+        yield from ("shared_params", Dict([part for pair in training.model.shared.items() for part in pair]))
     for key in _OF_ENGINE:
         if key in values:
             yield from (key, values.pop(key))

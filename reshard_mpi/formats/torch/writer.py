@@ -1,16 +1,16 @@
-"""Write all of a torch file but the elements (`reserve`, `seal`)."""
+"""Write all of a torch file but the elements (`reserve`, `write_archive`, `seal`)."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from zlib import crc32
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats import structure
-from reshard_mpi.formats.manifest import NEST, Manifest, ShardSpec
+from reshard_mpi.formats.manifest import NEST, HeaderDigest, Manifest, ShardSpec
 from reshard_mpi.formats.nest.nodes import Value
 from reshard_mpi.formats.protocol import NO_SUMS, OnBytes, uncounted
 from reshard_mpi.formats.tensor_table import TensorTable, TensorType
@@ -36,6 +36,8 @@ _ID_DIGITS = 40
 _PICKLED_BYTES, _PICKLED_KIND_BYTES, _NUMBER_BYTES = 96, 256, 11
 # No character of a string, or of a nest, takes more in a pickle.
 _PICKLED_CHARACTER_BYTES = 5
+# The most that an archive takes besides its pickle and storages.
+SMALL_MEMBERS_BYTES = 7 * (MEMBER_BYTES + 2 * len(TOP) + 128)
 
 
 def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
@@ -51,10 +53,29 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
     """
     specs = spec.specs
     structure.check_names(path, [*specs.names, *spec.strings])
-    root = _root(spec, path)
-    pickle = dumps(root)
+    pickle = dumps(_root(spec, path))
     strings = dict(spec.strings)
-    tensors, members, writer = TensorTable(path), list[Placed](), structure.HeaderDigestWriter(fd)
+    own = json.dumps({"pickle_crc": crc32(pickle), "strings": strings}).encode() if NEST in strings else None
+    sizes = [specs.kinds[kind].size_bytes for kind in specs.kind_ids]
+    starts, digest = write_archive(fd, pickle, sizes, own)
+    tensors = TensorTable(path)
+    kinds = [tensors.kind(kind) for kind in _kinds(spec)]
+    for name, kind, start in zip(specs.names, specs.kind_ids, starts):
+        tensors.add(name, kinds[kind], start)
+    return Manifest(path, NAME, tensors, strings, header_digest=digest)
+
+
+def write_archive(
+    fd: int, pickle: bytes, sizes: Sequence[int], own_record: bytes | None = None
+) -> tuple[list[int], HeaderDigest]:
+    """Write an archive without the elements of its storages; return where each begins, 0 for an empty one.
+
+    Args:
+        fd: the empty file.
+        sizes: of the storages in bytes, whose keys are their numbers.
+        own_record: what is kept beside them (`OWN_RECORD`).
+    """
+    members, writer = list[Placed](), structure.HeaderDigestWriter(fd)
 
     def add(name: str, content: bytes) -> None:
         member = placed(name, len(content), members[-1].end if members else 0, crc32(content))
@@ -63,21 +84,20 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
 
     for name, content in first_members(pickle).items():
         add(name, content)
-    kinds = [tensors.kind(kind) for kind in _kinds(spec)]
-    for number, (name, kind) in enumerate(zip(specs.names, specs.kind_ids)):
-        size_bytes = specs.kinds[kind].size_bytes
+    starts = []
+    for number, size_bytes in enumerate(sizes):
         member = placed(f"data/{number}", size_bytes, members[-1].end)
         writer.add(member.header_start, local_header(member))
         if size_bytes:
             writer.add(member.payload_start + size_bytes, descriptor(member))
         members.append(member)
-        tensors.add(name, kinds[kind], member.payload_start if size_bytes else 0)
-    if NEST in strings:
-        add(OWN_RECORD, json.dumps({"pickle_crc": crc32(pickle), "strings": strings}).encode())
+        starts.append(member.payload_start if size_bytes else 0)
+    if own_record is not None:
+        add(OWN_RECORD, own_record)
     add("version", b"3\n")
     add(".data/serialization_id", _identity(pickle))
     writer.add(members[-1].end, ends(members, members[-1].end))
-    return Manifest(path, NAME, tensors, strings, header_digest=writer.finish())
+    return starts, writer.finish()
 
 
 def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
@@ -92,9 +112,8 @@ def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
         for name, kind in zip(specs.names, specs.kind_ids)
     )
     of_strings = sum(_string_bytes(name, text) for name, text in spec.strings.items())
-    small_members = 7 * (MEMBER_BYTES + 2 * len(TOP) + 128)
     of_kinds = _PICKLED_KIND_BYTES * (len(specs.kinds) + 1)
-    return specs.size_bytes + of_tensors + of_strings + of_kinds + small_members + ENDS_BYTES
+    return specs.size_bytes + of_tensors + of_strings + of_kinds + SMALL_MEMBERS_BYTES + ENDS_BYTES
 
 
 def _string_bytes(name: str, text: str) -> int:

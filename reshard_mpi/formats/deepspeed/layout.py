@@ -1,0 +1,214 @@
+"""Lay a whole training out as the files of DeepSpeed's ZeRO (`Layout`, `vectors_of`), and keep that as text.
+
+The files of one checkpoint are numbered: first those with each rank's share of the optimizer, then those with weights
+and settings, of which stages 1 and 2 have one and stage 3 has one a rank. All numbers here are in elements.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from reshard_mpi.formats.deepspeed.flat_groups import Run, in_partitions, in_slices
+from reshard_mpi.formats.protocol import Part
+from reshard_mpi.sharding.box import Box
+
+# Under this name the layout goes to the writer, among the strings of a file.
+LAYOUT = "__reshard_mpi_deepspeed__"
+# Partitions of a group have a multiple of so many elements (`nccl_start_alignment_factor`).
+_ALIGNMENT = 2
+# The name that state has of the weights themselves.
+WEIGHTS = "fp32_param"
+STATE, MODEL = "optimizer.state.", "model."
+
+
+class Parameter(NamedTuple):
+    """A parameter: its name in the model, its whole shape, and the tensor of which the optimizer's weights are made."""
+
+    name: str
+    shape: tuple[int, ...]
+    weights: str = ""
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+class FlatLayout(NamedTuple):
+    """A flat group: its parameters in order, the gaps behind them, and the number of the optimizer's own group."""
+
+    parameters: tuple[Parameter, ...]
+    gaps: tuple[int, ...]
+    settings: int
+
+    @property
+    def size(self) -> int:
+        return sum(parameter.size for parameter in self.parameters) + sum(self.gaps)
+
+    def partition(self, ranks: int) -> int:
+        """Return how many elements each of so many ranks has of the group at stages 1 and 2, with padding."""
+        aligned = _ALIGNMENT * ranks
+        return -(-self.size // aligned) * aligned // ranks
+
+
+class Layout(NamedTuple):
+    """How a training lies in the files of ZeRO.
+
+    Attributes:
+        stage, ranks: of ZeRO, and how many data-parallel ranks there are.
+        dtype: the name of the type of the model's parameters.
+        groups: the flat groups. At stage 3 an optimizer's group may have several.
+        kinds: the kinds of state that have the shape of their parameter, with the name of their type; counters: those
+            that are one number.
+        frozen: parameters that are not trained; buffers: names of buffers; shared: names of parameters that are others
+            under a second name, each with that.
+        model, optimizer: texts of nests: what else the files have of both.
+    """
+
+    stage: int
+    ranks: int
+    dtype: str
+    groups: tuple[FlatLayout, ...]
+    kinds: tuple[tuple[str, str], ...]
+    counters: tuple[str, ...]
+    frozen: tuple[Parameter, ...]
+    buffers: tuple[str, ...]
+    shared: tuple[tuple[str, str], ...]
+    model: str
+    optimizer: str
+
+    @property
+    def is_sliced(self) -> bool:
+        return self.stage == 3
+
+    @property
+    def files(self) -> int:
+        """How many files there are."""
+        return 2 * self.ranks if self.is_sliced else self.ranks + 1
+
+    def as_text(self) -> str:
+        return json.dumps(self, separators=(",", ":"))
+
+    @classmethod
+    def of_text(cls, text: str) -> Layout:
+        """Return the layout that a text of `as_text` says."""
+        fields: list[Any] = json.loads(text)
+        stage, ranks, dtype, groups, kinds, counters, frozen, buffers, shared, model, optimizer = fields
+        return cls(
+            stage,
+            ranks,
+            dtype,
+            tuple(FlatLayout(_parameters(own), tuple(gaps), settings) for own, gaps, settings in groups),
+            tuple((kind, dtype) for kind, dtype in kinds),
+            tuple(counters),
+            _parameters(frozen),
+            tuple(buffers),
+            tuple((name, other) for name, other in shared),
+            model,
+            optimizer,
+        )
+
+
+def _parameters(fields: Sequence[Any]) -> tuple[Parameter, ...]:
+    return tuple(Parameter(name, tuple(shape), weights) for name, shape, weights in fields)
+
+
+class Vector(NamedTuple):
+    """A vector in a file: its length, and the parts of tensors in it, each with the place of its first element."""
+
+    length: int
+    parts: tuple[tuple[int, Part], ...]
+
+
+class RankVectors(NamedTuple):
+    """What a file has of one flat group.
+
+    Attributes:
+        weights: the parameters themselves; at stages 1 and 2 without the padding at the end.
+        state: by kind; counters: by kind, as tensors of one number.
+        padding: how many elements of the partition are padding.
+        slices: at stages 1 and 2, for each parameter that has elements here, its number, its start and its length.
+    """
+
+    weights: Vector
+    state: dict[str, Vector]
+    counters: dict[str, Part]
+    padding: int
+    slices: tuple[tuple[int, int, int], ...]
+
+
+def vectors_of(layout: Layout, rank: int) -> Iterator[RankVectors]:
+    """Yield what the optimizer's file of a rank has of each flat group."""
+    for group in layout.groups:
+        sizes = [parameter.size for parameter in group.parameters]
+        if layout.is_sliced:
+            length = sum(-(-size // layout.ranks) for size in sizes)
+            runs = list(in_slices(sizes, [length] * layout.ranks))
+            padding = 0
+        else:
+            length = group.partition(layout.ranks)
+            runs = list(in_partitions(sizes, group.gaps, [length] * layout.ranks))
+            padding = min(max((rank + 1) * length - group.size, 0), length)
+        own = [
+            _OwnRun(number, group.parameters[number], sum(other.length for other in of_all[:place]), run)
+            for number, of_all in enumerate(runs)
+            for place, run in enumerate(of_all)
+            if run.rank == rank
+        ]
+        first = next(iter(group.parameters), None)
+        yield RankVectors(
+            Vector(length - padding, tuple(_parts_of(own, WEIGHTS, rank))),
+            {kind: Vector(length, tuple(_parts_of(own, kind, rank))) for kind, _ in layout.kinds},
+            {
+                kind: whole_part(f"{STATE}{first.name}.{kind}", (), rank)
+                for kind in layout.counters
+                if first is not None
+            },
+            padding,
+            tuple((number, run.start, run.length) for number, _, _, run in own),
+        )
+
+
+class _OwnRun(NamedTuple):
+    """A run that a rank has: the number of its parameter, that, and how many elements of it come before."""
+
+    number: int
+    parameter: Parameter
+    before: int
+    run: Run
+
+
+def _parts_of(own: Sequence[_OwnRun], kind: str, rank: int) -> Iterator[tuple[int, Part]]:
+    """Yield the parts of a vector of one kind, with their places in it."""
+    for _, parameter, before, run in own:
+        source = parameter.weights if kind == WEIGHTS else f"{STATE}{parameter.name}.{kind}"
+        yield from _parts(source, parameter.shape, before, run, rank, "float32" if kind == WEIGHTS else "")
+
+
+def frozen_vectors(layout: Layout, rank: int) -> Iterator[Vector]:
+    """Yield the slices that a rank of stage 3 has of the parameters that are not trained."""
+    for parameter in layout.frozen:
+        length = -(-parameter.size // layout.ranks)
+        (runs,) = in_slices([parameter.size], [length] * layout.ranks)
+        parts: list[tuple[int, Part]] = []
+        for run in runs:
+            if run.rank == rank:
+                parts += _parts(MODEL + parameter.name, parameter.shape, rank * length, run, rank)
+        yield Vector(length, tuple(parts))
+
+
+def _parts(
+    source: str, shape: tuple[int, ...], first: int, run: Run, rank: int, dtype: str = ""
+) -> Iterator[tuple[int, Part]]:
+    """Yield the boxes that are the elements from number `first` on of a tensor, with their places in a vector."""
+    place = run.start
+    for number, box in enumerate(Box.whole(shape).blocks(max(run.length, 1), first, first + run.length)):
+        yield place, Part(f"{source}@{rank}.{number}", source, box, dtype)
+        place += box.size
+
+
+def whole_part(source: str, shape: tuple[int, ...], file: int) -> Part:
+    """Return the part of a file that is a whole tensor, which other files have as well."""
+    return Part(f"{source}@{file}", source, Box.whole(shape), "")

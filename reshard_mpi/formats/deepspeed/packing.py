@@ -1,0 +1,380 @@
+"""Pack a whole training into DeepSpeed's files for a number of ranks (`packed`).
+
+The tensors have the names of a whole training state, and the nest says the optimizer's groups: which parameters are in
+each, in the order of the model. What a training of DeepSpeed loads has to be as its own engine would lay it out, so the
+settings that decide this (round_robin_gradients, parameter_alignment, sub_group_size) are taken from its `ds_config`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from reshard_mpi.errors import TargetError
+from reshard_mpi.formats.deepspeed.flat_groups import round_robin
+from reshard_mpi.formats.deepspeed.layout import (
+    LAYOUT,
+    MODEL,
+    STATE,
+    WEIGHTS,
+    FlatLayout,
+    Layout,
+    Parameter,
+    frozen_vectors,
+    vectors_of,
+    whole_part,
+)
+from reshard_mpi.formats.deepspeed.rank_files import config_value
+from reshard_mpi.formats.deepspeed.training_tree import type_in
+from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.formats.manifest import NEST
+from reshard_mpi.formats.nest import flatten_tree, rebuild_tree
+from reshard_mpi.formats.nest.nodes import Dict, NestError, Value
+from reshard_mpi.formats.protocol import Packed, Part
+from reshard_mpi.formats.structure import MAX_TENSORS
+from reshard_mpi.formats.tensor_table import TensorType
+from reshard_mpi.text import shortened
+
+_OPTIMIZER = "optimizer."
+# Elements of a sub-group of stage 3, where the settings do not say it.
+_USUAL_SUB_GROUP = 10**9
+# Parameters begin at multiples of so many bytes where they are aligned.
+_ALIGNED_BYTES = 16
+# Keys of the nest that the optimizer's files have; the rest is the model's.
+_OF_OPTIMIZER = ("dynamic_loss_scale", "overflow", "clip_grad")
+# Names of parameters in a pipeline: the number of a layer, or a key of modules that layers share.
+_OF_PIPELINE = re.compile(r"(?:\d+|tied_modules)\.")
+
+
+class _Leaf(NamedTuple):
+    """A tensor in the nest."""
+
+    name: str
+
+
+class _Training(NamedTuple):
+    """What the nest of a training says besides its tensors."""
+
+    root: Dict
+    groups: Sequence[Sequence[str]]  # the names of parameters in each group of the optimizer
+    settings: Sequence[Dict]  # the groups without these
+
+    @property
+    def config(self) -> Value:
+        """The settings of DeepSpeed that the training had; None if it was none of DeepSpeed's."""
+        return self.root.get("ds_config")
+
+
+def packed(tensors: Mapping[str, TensorType], strings: Mapping[str, str], ranks: int, stage: int, name: str) -> Packed:
+    """Return the files for this number of ranks, as `PackingFormat.packed` says."""
+    training = _training(tensors, strings)
+    layout = _layout(training, tensors, ranks, stage)
+    whole = _whole_in_model(training, layout, tensors)
+    files = [_optimizer_parts(layout, rank) for rank in range(ranks)]
+    for rank in range(layout.files - ranks):
+        file = [whole_part(own, tensors[own].shape, ranks + rank) for own in whole]
+        if layout.is_sliced:
+            file += (part for vector in frozen_vectors(layout, rank) for _, part in vector.parts)
+        files.append(file)
+    count = sum(map(len, files))
+    if count > MAX_TENSORS:
+        raise TargetError(
+            "a checkpoint of DeepSpeed would have too many pieces of parameters",
+            expected=f"at most {MAX_TENSORS} in all files",
+            got=f"{count} for {ranks} ranks",
+            remedy="choose fewer ranks (--dp)",
+        )
+    steps = training.root.get("global_steps")
+    tag = name or f"global_step{steps if type(steps) is int else 0}"
+    prefix = f"{tag}/{'bf16_' if layout.dtype == 'bfloat16' else ''}zero{stage}"
+    equal = [
+        tuple(f"{STATE}{own.name}.{kind}" for own in group.parameters)
+        for group in layout.groups
+        for kind in layout.counters
+    ]
+    return Packed(prefix, files, {LAYOUT: layout.as_text()}, equal)
+
+
+def _optimizer_parts(layout: Layout, rank: int) -> list[Part]:
+    parts: list[Part] = []
+    for vectors in vectors_of(layout, rank):
+        for vector in (vectors.weights, *vectors.state.values()):
+            parts += (part for _, part in vector.parts)
+        parts += vectors.counters.values()
+    return parts
+
+
+def _training(tensors: Mapping[str, TensorType], strings: Mapping[str, str]) -> _Training:
+    """Return the training that the tensors and the nest are of. Raises TargetError if they are of none."""
+    try:
+        root = rebuild_tree.rebuild({name: _Leaf(name) for name in tensors}, strings)
+    except NestError as error:
+        raise TargetError("the nest of the source does not fit its tensors", got=error.problem) from None
+    optimizer = root.get("optimizer") if type(root) is Dict else None
+    groups = optimizer.get("param_groups") if type(optimizer) is Dict else None
+    if (
+        type(groups) is not list
+        or not all(type(group) is Dict for group in groups)
+        or type(root.get("model")) is not Dict
+    ):
+        raise _no_training("a model and an optimizer with its groups", shortened(list(tensors)) or "no tensors")
+    names = [group.get("params") for group in groups]
+    for own in names:
+        if type(own) is not list or not all(type(name) is str for name in own):
+            raise _no_training("the names of parameters as params of each group", f"{own!r}"[:100])
+    settings = [
+        Dict([part for key, value in group.pairs() if key != "params" for part in (key, value)]) for group in groups
+    ]
+    return _Training(root, names, settings)
+
+
+def _no_training(expected: str, got: str) -> TargetError:
+    return TargetError(
+        "the source is not a whole training, which a checkpoint of DeepSpeed is made of",
+        expected=f"{expected}: tensors called model.NAME and optimizer.state.NAME.exp_avg, and"
+        " optimizer.param_groups, whose params are names",
+        got=got,
+        remedy="convert a checkpoint of DeepSpeed, or save one by names of parameters"
+        " (torch.distributed.checkpoint.state_dict.get_state_dict)",
+    )
+
+
+def _layout(training: _Training, tensors: Mapping[str, TensorType], ranks: int, stage: int) -> Layout:
+    """Return how the training lies in the files. Raises TargetError if a part of it is missing, or cannot lie there."""
+    groups = [[_parameter(name, tensors) for name in own] for own in training.groups]
+    _require_no_parts_elsewhere(training, [name for own in training.groups for name in own])
+    trained = {parameter.name: parameter for own in groups for parameter in own}
+    if len(trained) != sum(map(len, groups)) or not trained:
+        raise _no_training(
+            "each parameter in one group", "one in two groups" if trained else "groups without parameters"
+        )
+    kinds, counters = _kinds(trained, tensors)
+    buffers, shared = _names(training.root.get("buffer_names")), _shared(training.root.get("shared_params"))
+    others = [name.removeprefix(MODEL) for name in tensors if name.startswith(MODEL)]
+    frozen = [name for name in others if name not in trained and name not in buffers and name not in dict(shared)]
+    if stage == 3 and frozen and training.root.get("buffer_names") is None:
+        raise TargetError(
+            "it is not known which tensors of the model are parameters, which stage 3 cuts, and which are buffers",
+            expected="buffer_names beside the model, as checkpoints of DeepSpeed have it",
+            got=f"{shortened(frozen)}, which the optimizer does not train",
+            remedy="choose --zero-stage 1 or 2",
+        )
+    dtypes = {tensors[MODEL + name].dtype.name for name in trained}
+    if len(dtypes) > 1:
+        raise _no_training(
+            "parameters of one type", f"{', '.join(sorted(dtypes))}: choose one (--dtype 'model.*=TYPE')"
+        )
+    (dtype,) = dtypes
+    itemsize_bytes = BY_NAME[dtype].itemsize_bytes
+    flat: list[FlatLayout] = []
+    for number, own in enumerate(groups):
+        flat += _flat_groups(own, number, training, itemsize_bytes, ranks, stage)
+    return Layout(
+        stage,
+        ranks,
+        dtype,
+        tuple(flat),
+        kinds,
+        counters,
+        frozen=tuple(Parameter(name, tensors[MODEL + name].shape) for name in frozen),
+        buffers=buffers,
+        shared=shared,
+        model=_model_text(training),
+        optimizer=_optimizer_text(training, flat, stage, ranks, dtype),
+    )
+
+
+def _require_no_parts_elsewhere(training: _Training, names: Sequence[str]) -> None:
+    """Raise TargetError for models whose weights DeepSpeed loads from files of layers or experts: none are written."""
+    pipeline = next((name for name in names if _OF_PIPELINE.match(name)), None)
+    if pipeline is not None or training.root.get("num_experts") is not None:
+        raise TargetError(
+            f"{'a pipeline' if pipeline else 'a mixture of experts'} is not written as a checkpoint of DeepSpeed",
+            expected="a model that every rank has whole, or cut by ZeRO alone",
+            got=f"the parameter {pipeline!r} of a layer by its number" if pipeline else "experts in files of their own",
+            remedy="choose --to torch or --to dcp",
+        )
+
+
+def _parameter(name: str, tensors: Mapping[str, TensorType]) -> Parameter:
+    """Return a parameter that is trained. Raises TargetError if it is not in the model, or its state is not there."""
+    model = tensors.get(MODEL + name)
+    if model is None:
+        raise _no_training(f"the weights of {name!r}, which the optimizer trains", f"no tensor called {MODEL + name}")
+    master = f"{STATE}{name}.{WEIGHTS}"
+    if master in tensors and tensors[master].shape != model.shape:
+        raise _no_training(f"{master} of shape {list(model.shape)}", str(list(tensors[master].shape)))
+    return Parameter(name, model.shape, master if master in tensors else MODEL + name)
+
+
+def _kinds(
+    trained: Mapping[str, Parameter], tensors: Mapping[str, TensorType]
+) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
+    """Return the kinds of state that have the shapes of parameters, and those that are one number.
+
+    Raises TargetError unless all parameters have all of them.
+    """
+    by_kind: dict[str, dict[str, TensorType]] = {}
+    for tensor, kind in tensors.items():
+        if not tensor.startswith(_OPTIMIZER):
+            continue
+        name, _, word = tensor.removeprefix(STATE).rpartition(".")
+        if not tensor.startswith(STATE) or name not in trained:
+            raise _no_training("state of parameters that are in a group of the optimizer", tensor)
+        if word != WEIGHTS:
+            by_kind.setdefault(word, {})[name] = kind
+    flat: list[tuple[str, str]] = []
+    counters: list[str] = []
+    for word, own in by_kind.items():
+        lacking = next((name for name in trained if name not in own), None)
+        if lacking is not None:
+            raise _no_training(f"{word} of every parameter that the optimizer trains", f"none of {lacking!r}")
+        shaped = {name: trained[name].shape for name in own if trained[name].shape} or dict.fromkeys(own, (0,))
+        is_counter = all(own[name].shape == () for name in shaped)
+        odd = next((name for name in shaped if not is_counter and own[name].shape != shaped[name]), None)
+        if odd is not None:
+            raise _no_training(
+                f"{word} of {odd!r} of shape {list(trained[odd].shape)}, which the parameter has",
+                f"{list(own[odd].shape)}: such state has no place in the vectors of ZeRO",
+            )
+        types = {kind.dtype.name for kind in own.values()}
+        if len(types) > 1:
+            raise _no_training(f"{word} of one type", ", ".join(sorted(types)))
+        if is_counter:
+            counters.append(word)
+        else:
+            flat.append((word, types.pop()))
+    return tuple(flat), tuple(counters)
+
+
+def _names(value: Value) -> tuple[str, ...]:
+    return tuple(name for name in value if type(name) is str) if type(value) is list else ()
+
+
+def _shared(value: Value) -> tuple[tuple[str, str], ...]:
+    pairs = value.pairs() if type(value) is Dict else ()
+    return tuple((name, other) for name, other in pairs if type(name) is str and type(other) is str)
+
+
+def _flat_groups(
+    own: Sequence[Parameter],
+    number: int,
+    training: _Training,
+    itemsize_bytes: int,
+    ranks: int,
+    stage: int,
+) -> list[FlatLayout]:
+    """Return the flat groups that the engine makes of one group of the optimizer."""
+    zero = config_value(training.config, "zero_optimization")
+    if stage == 3:
+        size = config_value(zero, "sub_group_size")
+        most = int(size) if type(size) in (int, float) else _USUAL_SUB_GROUP
+        return [FlatLayout(tuple(part), (0,) * len(part), number) for part in _sub_groups(own, ranks, most)]
+    is_plain = stage == 1 and _has_bf16_optimizer(training.config)
+    if config_value(zero, "round_robin_gradients") is True and not is_plain:
+        own = [own[place] for place in round_robin(len(own), ranks)]
+    is_aligned = config_value(zero, "parameter_alignment") is True and not is_plain
+    alignment = _ALIGNED_BYTES // math.gcd(_ALIGNED_BYTES, itemsize_bytes) if is_aligned else 1
+    gaps, end = [], 0
+    for parameter in own:
+        gap = -(end + parameter.size) % alignment
+        gaps.append(gap)
+        end += parameter.size + gap
+    return [FlatLayout(tuple(own), (*gaps[:-1], 0), number)]
+
+
+def _has_bf16_optimizer(config: Value) -> bool:
+    """Tell whether DeepSpeed's engine takes BF16_Optimizer at stage 1, which knows neither order nor alignment."""
+    return type_in(config).name == "bfloat16" and config_value(
+        config_value(config, "data_types"), "grad_accum_dtype"
+    ) in ("fp32", "float32")
+
+
+def _sub_groups(own: Sequence[Parameter], ranks: int, most: int) -> Iterator[list[Parameter]]:
+    """Yield the sub-groups of stage 3: each is full when its slices have so many elements."""
+    slices = [-(-parameter.size // ranks) for parameter in own]
+    if most >= sum(slices):
+        yield [*own]
+        return
+    part: list[Parameter] = []
+    length = 0
+    for parameter, size in zip(own, slices):
+        part.append(parameter)
+        length += size
+        if length >= most:
+            yield part
+            part, length = [], 0
+    if part:
+        yield part
+
+
+def _model_text(training: _Training) -> str:
+    """Return the nest of what the files of weights have besides the tensors of the model."""
+    weights = training.root.get("model")
+    besides = [part for key, value in weights.pairs() if type(value) is not _Leaf for part in (key, value)]
+    rest = Dict(["model", Dict(besides)])
+    for key, value in training.root.pairs():
+        if key not in ("model", "optimizer", "scaler", "ds_config", "buffer_names", "shared_params", *_OF_OPTIMIZER):
+            rest.flat += [key, value]
+    return _text(rest)
+
+
+def _optimizer_text(training: _Training, flat: Sequence[FlatLayout], stage: int, ranks: int, dtype: str) -> str:
+    """Return the nest of what the files of the optimizer have besides its tensors, and of settings for all files."""
+    state = training.root.get("optimizer").get("state")
+    values = [_common_values(group, state) for group in flat]
+    rest = [part for key, value in training.root.pairs() if key in _OF_OPTIMIZER for part in (key, value)]
+    config = _config(training.config, stage, ranks, dtype)
+    scaler = training.root.get("scaler")
+    parts = {"settings": [*training.settings], "values": values, "scaler": scaler, "rest": Dict(rest), "config": config}
+    return _text(_dict({**parts, "ds_version": training.root.get("ds_version")}))
+
+
+def _common_values(group: FlatLayout, state: Value) -> Dict:
+    """Return the values besides tensors that the state of all parameters of a group has alike, such as a step."""
+    texts: dict[str, Dict] = {}
+    for parameter in group.parameters:
+        own = state.get(parameter.name) if type(state) is Dict else None
+        pairs = own.pairs() if type(own) is Dict else ()
+        values = Dict([part for key, value in pairs if type(value) is not _Leaf for part in (key, value)])
+        texts.setdefault(_text(Dict(["values", values])), values)
+    if len(texts) > 1:
+        first, other, *_ = texts
+        raise _no_training("state that is the same number for all parameters of a group", f"{first} and {other}"[:200])
+    return next(iter(texts.values()))
+
+
+def _config(config: Value, stage: int, ranks: int, dtype: str) -> Dict:
+    """Return DeepSpeed's settings for this stage and number of ranks."""
+    known = dict(config.pairs()) if type(config) is Dict else {}
+    if not known and dtype in ("bfloat16", "float16"):
+        known["bf16" if dtype == "bfloat16" else "fp16"] = Dict(["enabled", True])
+    zero = known.get("zero_optimization")
+    of_zero = dict(zero.pairs()) if type(zero) is Dict else {}
+    of_zero["stage"] = stage
+    known["zero_optimization"] = _dict(of_zero)
+    size, steps = known.get("train_micro_batch_size_per_gpu"), known.get("gradient_accumulation_steps")
+    if type(known.get("train_batch_size")) is int and type(size) is int and type(steps) is int:
+        known["train_batch_size"] = size * steps * ranks
+    return _dict(known)
+
+
+def _dict(values: Mapping[Value, Value]) -> Dict:
+    return Dict([part for pair in values.items() for part in pair])
+
+
+def _text(root: Dict) -> str:
+    """Return a tree as the text of a nest. Raises TargetError if it is too large."""
+    try:
+        return flatten_tree.flatten(root, lambda value: type(value) is _Leaf).strings[NEST]
+    except NestError as error:
+        raise TargetError("what the source holds besides tensors cannot be written", got=error.problem) from None
+
+
+def _whole_in_model(training: _Training, layout: Layout, tensors: Mapping[str, TensorType]) -> list[str]:
+    """Return the names of the tensors that the files of weights have whole."""
+    buffers = {MODEL + name for name in layout.buffers}
+    of_model = [own for own in tensors if own.startswith(MODEL) and (not layout.is_sliced or own in buffers)]
+    return [*of_model, *(own for own in tensors if not own.startswith((MODEL, _OPTIMIZER)))]

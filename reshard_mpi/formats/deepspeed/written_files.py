@@ -1,0 +1,268 @@
+"""Make the object that a file of DeepSpeed's ZeRO is a pickle of (`written`).
+
+It has plain data, tensors, and objects of four classes of DeepSpeed, which its engine needs: a loss scaler, the stage
+as a member of an enumeration, and addresses in vectors. They are made of checked numbers alone, never of what a nest
+says. (deepspeed/runtime/engine.py, runtime/zero/stage_1_and_2.py and stage3.py of release 0.19)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from reshard_mpi.errors import TargetError
+from reshard_mpi.formats.deepspeed.layout import (
+    LAYOUT,
+    MODEL,
+    FlatLayout,
+    Layout,
+    Parameter,
+    RankVectors,
+    Vector,
+    frozen_vectors,
+    vectors_of,
+    whole_part,
+)
+from reshard_mpi.formats.dtypes import BY_NAME, DType
+from reshard_mpi.formats.manifest import NEST, ShardSpec
+from reshard_mpi.formats.nest import rebuild_tree
+from reshard_mpi.formats.nest.nodes import ORDERED_DICT, Call, Dict, Global, NestError, Value
+from reshard_mpi.formats.tensor_table import TensorType
+from reshard_mpi.formats.torch.pickler import WrittenTensor
+from reshard_mpi.formats.torch.tensors import BY_TORCH_NAME, SIZE
+
+_STAGE = Global("deepspeed.runtime.zero.config", "ZeroStageEnum")
+_ADDRESS = Global("deepspeed.utils.tensor_fragment", "fragment_address")
+_SCALER = "deepspeed.runtime.fp16.loss_scaler"
+# The attributes of each class of loss scalers, with the types that they may have.
+_SCALERS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
+    "LossScaler": {"cur_scale": (int, float), "dynamic": (bool,)},
+    "DynamicLossScaler": {
+        **dict.fromkeys(("cur_scale", "scale_factor", "min_scale"), (int, float)),
+        **dict.fromkeys(("cur_iter", "last_overflow_iter", "scale_window"), (int,)),
+        **dict.fromkeys(("delayed_shift", "cur_hysteresis"), (int,)),
+        **dict.fromkeys(("consecutive_hysteresis", "raise_error_at_min_scale", "dynamic"), (bool,)),
+        "dtype": (Global,),
+    },
+}
+_NO_SCALER = Dict(["class", "LossScaler", "cur_scale", 1.0, "dynamic", False])
+# What an engine that has not said its release is taken for: one whose files have this form.
+_RELEASE = "0.19.8"
+# Keys of the engine that its files have in any case, with what stands there if nothing is known.
+_OF_ENGINE = {"data_sampler": None, "random_ltd": None, "skipped_steps": 0, "global_steps": 0, "global_samples": 0}
+
+
+class Storage(NamedTuple):
+    """A storage of a file: its size, and the parts in it by name, each with the byte where it begins."""
+
+    size_bytes: int
+    parts: Mapping[str, int]
+
+
+class WrittenFile(NamedTuple):
+    """A file: its object, whose tensors have the numbers of storages as keys, and these."""
+
+    root: Dict
+    storages: Sequence[Storage]
+
+
+class _Storages:
+    """The storages of a file while it is made. kinds: the types of its parts, by name."""
+
+    def __init__(self, kinds: Mapping[str, TensorType]) -> None:
+        self.made: list[Storage] = []
+        self._kinds = kinds
+
+    def vector(self, vector: Vector, dtype: DType) -> WrittenTensor:
+        """Return a tensor of one dimension in a storage of its own."""
+        itemsize_bytes = dtype.itemsize_bytes
+        parts = {part.name: place * itemsize_bytes for place, part in vector.parts}
+        return self._tensor(TensorType(dtype, (vector.length,)), parts)
+
+    def whole(self, name: str) -> WrittenTensor:
+        """Return a part of the file as a tensor in a storage of its own."""
+        kind = self._kinds[name].unplaced
+        return self._tensor(kind, {name: 0})
+
+    def empty(self, dtype: DType) -> WrittenTensor:
+        """Return a tensor without elements, as parameters of stage 3 are in the files of weights."""
+        return self._tensor(TensorType(dtype, (0,)), {})
+
+    def _tensor(self, kind: TensorType, parts: Mapping[str, int]) -> WrittenTensor:
+        self.made.append(Storage(kind.size_bytes, parts))
+        return WrittenTensor(str(len(self.made) - 1), kind)
+
+
+def written(spec: ShardSpec, path: str) -> WrittenFile:
+    """Return the file of a target. Raises TargetError if what it should hold is not there."""
+    text = spec.strings.get(LAYOUT)
+    if text is None:
+        raise TargetError("a file of DeepSpeed is written of a whole training", got="no layout of it", where=path)
+    layout = Layout.of_text(text)
+    specs = spec.specs
+    kinds = {name: specs.kinds[kind] for name, kind in zip(specs.names, specs.kind_ids)}
+    number = spec.identity.rank
+    storages = _Storages(kinds)
+    settings = _values(layout.optimizer, {}, path)
+    if number < layout.ranks:
+        root = _optimizer_states(layout, number, settings, storages)
+    else:
+        root = _model_states(layout, number, settings, kinds, storages, path)
+    return WrittenFile(root, storages.made)
+
+
+def _values(text: str, leaves: Mapping[str, Value], path: str) -> Dict:
+    """Return the values that a text of a nest says, with these tensors among them."""
+    try:
+        root = rebuild_tree.rebuild(leaves, {NEST: text})
+    except NestError as error:
+        raise TargetError("the settings of a training cannot be made again", got=error.problem, where=path) from None
+    assert type(root) is Dict
+    return root
+
+
+def _optimizer_states(layout: Layout, rank: int, settings: Dict, storages: _Storages) -> Dict:
+    """Return the object of a file with one rank's share of the optimizer."""
+    vectors = [*vectors_of(layout, rank)]
+    weights = [storages.vector(own.weights, BY_NAME["float32"]) for own in vectors]
+    values = settings.get("values")
+    state = Dict()
+    for number, (own, besides) in enumerate(zip(vectors, values)):
+        of_group = Dict([*besides.flat])
+        for kind, part in own.counters.items():
+            of_group.flat += [kind, storages.whole(part.name)]
+        for kind, dtype in layout.kinds:
+            of_group.flat += [kind, storages.vector(own.state[kind], BY_NAME[dtype])]
+        state.flat += [number, of_group]
+    groups = [
+        Dict([*own.flat, "params", [place for place, flat in enumerate(layout.groups) if flat.settings == number]])
+        for number, own in enumerate(settings.get("settings"))
+    ]
+    base = Dict(["state", state, "param_groups", groups])
+    rest = dict(settings.get("rest").pairs())
+    common = [
+        *("loss_scaler", _scaler(settings.get("scaler"))),
+        *("dynamic_loss_scale", rest.get("dynamic_loss_scale", False)),
+        *("overflow", rest.get("overflow", False)),
+    ]
+    stage: list[Value] = ["zero_stage", Call(_STAGE, (layout.stage,))]
+    version = _release(settings)
+    if layout.is_sliced:
+        own_state = [*stage, *common, "partition_count", layout.ranks]
+        own_state += ["optimizer_state_dict", base, "fp32_flat_groups", weights]
+    else:
+        clip = ["clip_grad", rest["clip_grad"]] if "clip_grad" in rest else []
+        own_state = [*common, *clip, "base_optimizer_state", base, "single_partition_of_fp32_groups", weights, *stage]
+        own_state += ["group_paddings", [own.padding for own in vectors]]
+        own_state += ["param_alignment_paddings", [list(group.gaps) for group in layout.groups]]
+        own_state += ["partition_count", [layout.ranks] * len(layout.groups), "ds_version", version]
+        own_state += ["param_slice_mappings", [_addresses(*both) for both in zip(layout.groups, vectors)]]
+    return Dict(["optimizer_state_dict", Dict(own_state), "ds_config", settings.get("config"), "ds_version", version])
+
+
+def _addresses(group: FlatLayout, own: RankVectors) -> Call:
+    """Return where the parameters of a group lie in the partition of a rank."""
+    mapping = Call(ORDERED_DICT, ())
+    mapping.flat = []
+    for number, start, length in own.slices:
+        address = Call(_ADDRESS, (), is_new=True)
+        address.state = Dict(["numel", length, "start", start])
+        mapping.flat += [group.parameters[number].name, address]
+    return mapping
+
+
+def _release(settings: Dict) -> str:
+    version = settings.get("ds_version")
+    return version if type(version) is str and version else _RELEASE
+
+
+def _scaler(value: Value) -> Call:
+    """Return a loss scaler of checked attributes. Raises TargetError if they are those of none."""
+    given = dict((value if type(value) is Dict else _NO_SCALER).pairs())
+    name = given.pop("class", None)
+    known = _SCALERS.get(name) if type(name) is str else None
+    odd = [key for key, own in given.items() if known is None or type(own) not in known.get(key, ())]
+    if known is None or odd or "cur_scale" not in given:
+        raise TargetError(
+            "the loss scaler of the source is none of DeepSpeed's",
+            expected=f"{' or '.join(_SCALERS)} with its attributes",
+            got=f"{name!r} with {odd or [*given]}"[:200],
+            remedy="leave it out of the source, or choose --to torch",
+        )
+    dtype = given.get("dtype")
+    if dtype is not None and (dtype.module != "torch" or dtype.name not in BY_TORCH_NAME):
+        raise TargetError("the type of a loss scaler is none of torch's", got=str(dtype))
+    scaler = Call(Global(_SCALER, str(name)), (), is_new=True)
+    scaler.state = Dict([part for pair in given.items() for part in pair])
+    return scaler
+
+
+def _model_states(
+    layout: Layout,
+    number: int,
+    settings: Dict,
+    kinds: Mapping[str, TensorType],
+    storages: _Storages,
+    path: str,
+) -> Dict:
+    """Return the object of a file of weights and settings."""
+    rank, suffix = number - layout.ranks, whole_part("", (), number).name
+    tensors = {name.removesuffix(suffix): storages.whole(name) for name in kinds if name.endswith(suffix)}
+    of_values = {name: tensor for name, tensor in tensors.items() if not name.startswith(MODEL)}
+    values = dict(_values(layout.model, of_values, path).pairs())
+    module = {name.removeprefix(MODEL): tensor for name, tensor in tensors.items() if name.startswith(MODEL)}
+    fragments: dict[str, Value] = {}
+    if layout.is_sliced:
+        dtype = BY_NAME[layout.dtype]
+        trained = [parameter.name for group in layout.groups for parameter in group.parameters]
+        names = (*trained, *(parameter.name for parameter in layout.frozen), *(name for name, _ in layout.shared))
+        module |= {name: storages.empty(dtype) for name in names}
+        for parameter, vector in zip(layout.frozen, frozen_vectors(layout, rank)):
+            fragments[parameter.name] = storages.vector(vector, _type_of(vector, kinds, dtype))
+    else:
+        fragments = {parameter.name: module[parameter.name] for parameter in layout.frozen}
+    besides = values.pop("model", Dict())
+    has_fragments = layout.stage > 1
+    root: list[Value] = [
+        *("module", _ordered({**module, **dict(besides.pairs())})),
+        *("buffer_names", list(layout.buffers)),
+        *("optimizer", None),
+        *("param_shapes", [_shapes(group.parameters) for group in layout.groups]),
+        *("frozen_param_shapes", _shapes(layout.frozen) if has_fragments else None),
+        *("shared_params", Dict([part for pair in layout.shared for part in pair] if rank == 0 else [])),
+        *("frozen_param_fragments", _ordered(fragments) if has_fragments else None),
+        *("lr_scheduler", values.pop("scheduler", None)),
+    ]
+    values.pop("ds_version", None)
+    client_state = values.pop("client_state", Dict())
+    for key, otherwise in _OF_ENGINE.items():
+        root += [key, values.pop(key, otherwise)]
+    root += ["dp_world_size", layout.ranks, "mp_world_size", 1]
+    root += ["checkpoint_parallel_dimensions", Dict(["pp_degree", 1, "tp_degree", 1])]
+    root += ["ds_config", settings.get("config"), "ds_version", _release(settings)]
+    values |= dict(client_state.pairs()) if type(client_state) is Dict else {"client_state": client_state}
+    clash = sorted(str(key) for key in values if key in root[::2])
+    if clash:
+        raise TargetError(
+            "the training's own state has keys of DeepSpeed's engine",
+            expected="others",
+            got=", ".join(clash),
+            where=path,
+            remedy="leave them out of the source",
+        )
+    return Dict([*root, *(part for pair in values.items() for part in pair)])
+
+
+def _type_of(vector: Vector, kinds: Mapping[str, TensorType], otherwise: DType) -> DType:
+    """Return the type of a rank's slice of a parameter; of a slice of padding alone that of the model."""
+    return kinds[vector.parts[0][1].name].dtype if vector.parts else otherwise
+
+
+def _ordered(values: Mapping[str, Value]) -> Call:
+    ordered = Call(ORDERED_DICT, ())
+    ordered.flat = [part for pair in values.items() for part in pair]
+    return ordered
+
+
+def _shapes(parameters: Sequence[Parameter]) -> Call:
+    return _ordered({parameter.name: Call(SIZE, (parameter.shape,)) for parameter in parameters})
