@@ -20,6 +20,7 @@ from reshard_mpi.text import parse_bytes
 ARROW = "<=>"
 
 _MAX_RANKS = 1 << 16  # ranks that one option may name, as many as a run makes at once
+_STAGES = (1, 2, 3)  # of ZeRO
 _MAX_DIGITS = 18  # of a number on the command line
 
 
@@ -78,6 +79,14 @@ def check_count(value: object, name: str) -> int:
     return number
 
 
+def check_stage(value: object, name: str) -> int:
+    """Return a stage of ZeRO: 1, 2 or 3. Raises UsageError for any other number."""
+    number = check_number(value, name)
+    if number not in _STAGES:
+        raise UsageError(f"{name} is no stage of ZeRO", expected="1, 2 or 3", got=str(number))
+    return number
+
+
 def check_numbers(values: object, name: str) -> tuple[int, ...]:
     """Return whole numbers of any types as ints. Raises WrongTypeError."""
     if not isinstance(values, Iterable):
@@ -132,6 +141,13 @@ def read_count(text: str) -> int:
     """Return a number of 1 or more. Raises UsageError for any other text."""
     if not _is_number(text) or int(text) < 1:
         raise _wrong_word("1 or more", text)
+    return int(text)
+
+
+def read_stage(text: str) -> int:
+    """Return a stage of ZeRO. Raises UsageError for any other text."""
+    if text not in map(str, _STAGES):
+        raise _wrong_word("1, 2 or 3", text)
     return int(text)
 
 
@@ -196,6 +212,7 @@ TEXT = Kind(check_text)
 TEXTS = Kind(check_text, action="append")
 MAPS = Kind(check_map, action="append")
 COUNT = Kind(check_count, read_count)
+STAGE = Kind(check_stage, read_stage)
 RANK = Kind(check_number, read_rank)
 RANKS = Kind(check_number, read_ranks, action="extend")
 PART = Kind(check_part, read_part)
@@ -267,6 +284,8 @@ OPTIONS = {
         Option("to", TARGET_FORMAT, is_recorded=True),
         Option("prefix", TEXT, default=formats.DEFAULT_PREFIX, is_recorded=True),
         Option("max_shard_size", SIZE, "SIZE", is_recorded=True),
+        Option("dp", COUNT, "N", is_recorded=True),
+        Option("zero_stage", STAGE, is_recorded=True),
         Option("crc", FLAG, default=False, is_recorded=True),
         Option("rank", RANKS, "RANKS", is_of_task=True),
         Option("part", PART, "I/N", is_of_task=True),

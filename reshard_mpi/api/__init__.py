@@ -73,6 +73,8 @@ def transform(
     memory: str | int | None = None,
     max_active: int | None = None,
     max_shard_size: str | int | None = None,
+    dp: int | None = None,
+    zero_stage: int | None = None,
     map: PathLike | Iterable[PathLike] | None = None,
     forward: bool = False,
     reverse: bool = False,
@@ -95,6 +97,7 @@ def transform(
         rank: the targets to make, one or several; None: all.
         part: (i, n), share number i from 0 of n shares of them.
         accumulated: as in `transform_checkpoints`.
+        dp, zero_stage: for how many data-parallel ranks, and for which stage of ZeRO, files of format "deepspeed" are.
         max_shard_size: the most bytes of a file of format "hf", as "5GB" (the default) or a number of bytes.
         map: an equation, the path of a map, or the name of one that comes with the program; or several of these,
             applied one after another.

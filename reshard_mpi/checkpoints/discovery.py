@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
@@ -310,10 +310,11 @@ _MAX_BYTES = 64
 
 
 class Latest(NamedTuple):
-    """The folder of the latest moment, and a note that says which one it is."""
+    """The folder of the latest moment, and a note that says which one it is. pointer: the file that names it."""
 
     path: str
     note: str
+    pointer: str
 
 
 def latest_in(path: str, format_name: str | None = None) -> Latest | None:
@@ -361,7 +362,22 @@ def _named_by(pointer: Path, path: str) -> Latest:
     folders = [name for name in dict.fromkeys(names) if source_files.is_folder(Path(path, name))]
     if len(folders) != 1:
         raise _unsound(pointer, f"one folder called {' or '.join(names)}", " and ".join(folders) or "no such folder")
-    return Latest(str(Path(path, folders[0])), f"{folders[0]} of {path} is read, the latest as {pointer.name} says")
+    note = f"{folders[0]} of {path} is read, the latest as {pointer.name} says"
+    return Latest(str(Path(path, folders[0])), note, pointer.name)
+
+
+def pointers_in(path: str) -> Iterator[str]:
+    """Yield the names of files in the folder `path` that name the latest checkpoint, for whoever reads the folder.
+
+    One that leads nowhere counts too, unless other programs use its name.
+    """
+    try:
+        latest = latest_in(path)
+    except SourceError as error:
+        yield Path(error.where).name
+    else:
+        if latest is not None:
+            yield latest.pointer
 
 
 _EXPECTED = "the number of an iteration, or the name of a folder beside it"

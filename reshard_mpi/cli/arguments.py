@@ -258,6 +258,8 @@ def _add_conversion(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         "max_shard_size",
         "how large a file may become with --to hf (default: 5GB, which is 5 * 10^9 bytes)",
     )
+    add(files, "dp", "how many data-parallel ranks the files are for, with --to deepspeed")
+    add(files, "zero_stage", "which stage of ZeRO they are of, with --to deepspeed: 1, 2 or 3")
     able = ", ".join(form.name for form in formats.all_formats() if form.is_target and form.has_crc)
     add(files, "crc", f"add a checksum of the file, for MindSpore to check ({able})")
     share = files.add_mutually_exclusive_group()

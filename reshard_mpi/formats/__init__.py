@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from reshard_mpi.errors import UsageError
 from reshard_mpi.formats.registry import FormatInfo, all_formats, info, left_out, names, register, targets, unregister
 
 if TYPE_CHECKING:
-    from reshard_mpi.formats.protocol import FolderFormat, Format
+    from reshard_mpi.formats.protocol import FolderFormat, Format, PackingFormat
 
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "name_of",
     "names",
     "names_of_folder",
+    "packing_by_name",
     "pointer_files",
     "register",
     "require_target",
@@ -55,6 +56,12 @@ def by_name(name: str) -> Format:
 def folder_by_name(name: str) -> FolderFormat | None:
     """Return the format called `name` if its checkpoints are folders, else None. Raises UsageError if unknown."""
     return info(name).load_folder()
+
+
+def packing_by_name(name: str) -> PackingFormat | None:
+    """Return the format called `name` if its files have parts of many tensors in a row, else None."""
+    form = info(name)
+    return cast("PackingFormat", form.load()) if form.packs else None
 
 
 def require_target(name: str) -> str:

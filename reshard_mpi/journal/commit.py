@@ -376,7 +376,7 @@ def _as_text(
     if sums:
         head["sums"] = {name: f"{sums[name]:08x}" for name in sorted(sums)}
     if index_digests:
-        head["index"] = index_digests.pop(str(formats.index_of(identity.format)))
+        head["index"] = index_digests.pop(formats.info(identity.format).index_files[-1])
     if index_digests:
         head["before_index"] = index_digests
     files = {file.path: file.size_bytes for record in records for file in record.evidence.sources.files}

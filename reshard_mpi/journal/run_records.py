@@ -32,7 +32,7 @@ from reshard_mpi.journal.target_records import (
     checked_rank,
     checked_sum,
 )
-from reshard_mpi.options import COUNT, FLAG, MAPS, OPTIONS, PATH, SIZE, TEXT, TEXTS, Kind
+from reshard_mpi.options import COUNT, FLAG, MAPS, OPTIONS, PATH, SIZE, STAGE, TEXT, TEXTS, Kind
 from reshard_mpi.sharding.value_checks import MAX_FILE_BYTES
 
 # What decides which files of the source are read, if several checkpoints lie there. Two runs are the same if they have
@@ -68,6 +68,7 @@ def _check_of(kind: Kind) -> Callable[[Any], Any]:
         MAPS: record_files.optional(record_files.digest),
         FLAG: record_files.flag,
         COUNT: lambda value: record_files.number(value, 1),
+        STAGE: lambda value: record_files.number(value, 1, 3),
         SIZE: lambda value: record_files.number(value, 1, MAX_TENSOR_BYTES),
         TEXT: lambda value: record_files.text(value, 255),  # the beginning of a file name
         TEXTS: record_files.text,
@@ -281,7 +282,7 @@ class CommitRecord(NamedTuple):
         info = formats.info(run.format)
         digests = {
             **record_files.table(facts.get("before_index", {})),
-            **dict.fromkeys(info.marks[:1], facts.get("index")),
+            **dict.fromkeys(info.index_files[-1:], facts.get("index")),
         }
         # Every rank has its line, from 0 on.
         if not targets or len(files) < len(targets) or max(files) >= len(files):

@@ -19,6 +19,7 @@ from zlib import crc32
 
 from reshard_mpi.errors import DamageError
 from reshard_mpi.filesystem.folders import Folder
+from reshard_mpi.filesystem.paths import rank_of_folder
 from reshard_mpi.filesystem.source_files import SourceFile, open_file
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.journal import record_files
@@ -263,10 +264,11 @@ def checked_sum(value: Any) -> int:
 
 
 def checked_file(value: Any, rank: int) -> str:
-    """Return the relative path of a target's file: in the folder of its rank, or in the target folder itself."""
+    """Return the relative path of a target's file: in the target folder, or in one that is not another rank's."""
     folder, _, name = record_files.path_below(value).rpartition("/")
+    is_elsewhere = "/" in folder or folder.startswith(".") or rank_of_folder(folder) not in (None, rank)
     is_hidden = name.startswith(".") and not folder
-    if folder not in (f"rank_{rank}", "") or name in ("", ".", COMMIT_RECORD) or is_hidden:
+    if is_elsewhere or name in ("", ".", COMMIT_RECORD) or is_hidden:
         raise ValueError("the file of another target")
     return str(value)
 

@@ -168,3 +168,12 @@ def _require_none_taken(stranded: frozenset[str], mapped: MapResult) -> None:
                 where=tensor.where,
                 remedy="write equations for such state in the earlier map, or leave it out with an entry drop there",
             )
+
+
+def made_of_first(
+    parts: MapResult, made: Iterable[DerivedTensor], constants: Iterable[ConstantTensor]
+) -> tuple[DerivedTensor, ...]:
+    """Return parts of tensors, expressed by what these are made of."""
+    before: dict[str, MadeUp | DerivedTensor] = {tensor.name: tensor for tensor in made}
+    before |= {tensor.name: tensor for tensor in constants}
+    return tuple(Composition().of(parts.made, before))

@@ -7,10 +7,11 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
-from reshard_mpi.formats.dtypes import DType
+from reshard_mpi.formats.dtypes import BY_NAME, DType
+from reshard_mpi.formats.protocol import Packed
 from reshard_mpi.formats.structure import MAX_DIMENSIONS, MAX_NAME_BYTES
 from reshard_mpi.formats.tensor_table import TensorType
-from reshard_mpi.mapping.box_pairs import TargetShape, TermTensor
+from reshard_mpi.mapping.box_pairs import BoxPair, TargetShape, TermTensor
 from reshard_mpi.mapping.direction import Direction, Inventory, TemplateShapes
 from reshard_mpi.mapping.rules import (
     Count,
@@ -221,6 +222,26 @@ class MapResult(NamedTuple):
     states_left_out: tuple[str, ...] = ()  # the ones left out with the parameter whose state they are
     # state that stays while its parameter goes, which is left out after a later map
     stranded: frozenset[str] = frozenset()
+
+
+def parts_of(packed: Packed, kinds: Mapping[str, TensorType]) -> MapResult:
+    """Return the parts of tensors that a format packs into its files as what a map makes.
+
+    Args:
+        kinds: of the tensors, by name.
+    """
+    shapes: dict[Box, TargetShape] = {}
+    source = TermTensor(0, ())
+    made = []
+    for part in (part for file in packed.files for part in file):
+        shape = shapes.get(part.box)
+        if shape is None:
+            pair = BoxPair(source, part.box, Box.whole(part.box.shape), None)
+            shape = shapes[part.box] = TargetShape(part.box.shape, (pair,), ())
+        dtype = BY_NAME[part.dtype] if part.dtype else kinds[part.source].dtype
+        made.append(DerivedTensor(part.name, dtype, shape, {source: part.source}, ""))
+    equal = tuple(Equal(names, "the optimizer's groups") for names in packed.equal if len(names) > 1)
+    return MapResult(tuple(made), (), equal, (), (), None)
 
 
 def require_holdable(mapped: MapResult) -> None:

@@ -9,7 +9,7 @@ map says is equal or padding, and single numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard_mpi.checkpoints.shard_files import ShardFiles
 from reshard_mpi.checkpoints.shard_opener import ShardShare
@@ -20,10 +20,12 @@ from reshard_mpi.errors import DisagreementError
 from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.manifest import NEST, Manifest, shown_string
 from reshard_mpi.formats.nest.rebuild_tree import first_difference
+from reshard_mpi.formats.protocol import Packed
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.mapping.apply_to_file import SourceTree, applied_to_file
+from reshard_mpi.mapping.chain import made_of_first
 from reshard_mpi.mapping.direction import Inventory
-from reshard_mpi.mapping.result import ConstantTensor, DerivedTensor, MapResult, require_holdable, values_of
+from reshard_mpi.mapping.result import ConstantTensor, DerivedTensor, MapResult, parts_of, require_holdable, values_of
 from reshard_mpi.mapping.rules import Rules, element_value
 from reshard_mpi.mapping.selection import is_chosen
 from reshard_mpi.planning.gradient_joining import gradients_like, notes_on
@@ -45,6 +47,9 @@ from reshard_mpi.runs.check_maps import (
 from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.sharding.strategy import Strategy, unsharded
 from reshard_mpi.text import counted, shortened
+
+if TYPE_CHECKING:
+    from reshard_mpi.runs.plan_conversion import Packing
 
 
 class _MapStep(NamedTuple):
@@ -76,6 +81,7 @@ class _MapsOutcome(NamedTuple):
     # the names of the checkpoint's tensors that go into targets or are looked at
     needed: frozenset[str]
     warnings: tuple[str, ...]  # of how the source is cut, and of values that do not follow their tensors
+    packed: Packed | None  # the files that the result is packed into
 
     @property
     def left_out(self) -> tuple[str, ...]:
@@ -88,8 +94,12 @@ class _MapsOutcome(NamedTuple):
         return self.steps[-1].mapped.constants
 
 
-def conversion_through(tensor_map: TensorMap, conversion: Conversion) -> Conversion:
-    """Return the conversion of the source through a map."""
+def conversion_through(tensor_map: TensorMap, conversion: Conversion, packing: Packing | None = None) -> Conversion:
+    """Return the conversion of the source through a map.
+
+    Args:
+        packing: what packs the map's result into files; the targets are these then.
+    """
     source = conversion.source
     policy = conversion.policy._replace(unlisted=Unlisted.FOLLOW, allows_holes=True)
     original = Conversion(source, unsharded(), policy)
@@ -98,6 +108,7 @@ def conversion_through(tensor_map: TensorMap, conversion: Conversion) -> Convers
         unsharded(source.files.path),
         original=original,
         tensor_map=tensor_map,
+        packing=packing,
         is_wanted=conversion.is_wanted,
         is_rank_by_rank=conversion.target.world_size == source.strategy.world_size > 1,
     )
@@ -109,6 +120,7 @@ class MappedCheckpoint(SourceCheckpoint):
 
     Args:
         original: of the source to one full checkpoint in its own names.
+        packing: what packs the result into files; None: nothing does.
         is_wanted: of a name and all names: whether the targets have the tensor.
         is_rank_by_rank: whether there are as many targets as source ranks, so that each could keep its own values.
     """
@@ -120,12 +132,14 @@ class MappedCheckpoint(SourceCheckpoint):
         *,
         original: Conversion,
         tensor_map: TensorMap,
+        packing: Packing | None,
         is_wanted: Callable[[str, Container[str]], bool],
         is_rank_by_rank: bool,
     ) -> None:
         super().__init__(files, strategy)
         self.original = original
         self.tensor_map = tensor_map
+        self.packing = packing
         self.is_wanted = is_wanted
         self.is_rank_by_rank = is_rank_by_rank
         self._made: _MapsOutcome | None = None
@@ -139,6 +153,7 @@ class MappedCheckpoint(SourceCheckpoint):
             self.strategy,
             original=self.original.changed(source=source),
             tensor_map=self.tensor_map,
+            packing=self.packing,
             is_wanted=self.is_wanted,
             is_rank_by_rank=self.is_rank_by_rank,
         )
@@ -202,6 +217,13 @@ class MappedCheckpoint(SourceCheckpoint):
             recipes: dict[str, DerivedTensor | ConstantTensor] = {tensor.name: tensor for tensor in outcome.made}
             self._recipes = recipes | {tensor.name: tensor for tensor in outcome.constants}
         return self._recipes.get(name)
+
+    @property
+    def packed(self) -> Packed:
+        """The files that the result is packed into."""
+        packed = self._opened().packed
+        assert packed is not None  # only asked where the target's format packs
+        return packed
 
     @property
     def left_out(self) -> tuple[str, ...]:
@@ -288,16 +310,24 @@ class MappedCheckpoint(SourceCheckpoint):
             strings = {name: text for name, text in plan.strings.items() if name != NEST}
             if made_file.nest is not None:
                 strings[NEST] = made_file.nest
+            made, packed = made_file.made, None
+            if self.packing is not None:
+                kinds = {tensor.name: TensorType(tensor.dtype, tensor.shape.shape) for tensor in steps[-1].mapped.made}
+                kinds |= {tensor.name: tensor.kind for tensor in steps[-1].mapped.constants}
+                packed = self.packing(kinds, strings)
+                parts, strings = parts_of(packed, kinds), dict(packed.strings)
+                steps.append(self._planned(parts, None, steps[-1].planned))
+                made = made_of_first(parts, made, steps[-2].mapped.constants)
             manifest = Manifest(self.files.path, self.files.format, steps[-1].tensors, strings)
             needed = self._needed(steps)
             plan = _comparing_only(plan, needed)
             is_cut = (
                 self.original.source.strategy.world_size > 1
             )  # the pieces of an index say only who has written what
-            warnings = tuple(source_warnings(self._wanted(made_file.made), plan, rules)) if is_cut else ()
+            warnings = tuple(source_warnings(self._wanted(made), plan, rules)) if is_cut else ()
             warnings += made_file.warnings
             self._made = _MapsOutcome(
-                plan, inventory, tuple(steps), made_file.made, manifest, made_file.notes, needed, warnings
+                plan, inventory, tuple(steps), made, manifest, made_file.notes, needed, warnings, packed
             )
         return self._made
 
@@ -356,7 +386,7 @@ class MappedCheckpoint(SourceCheckpoint):
         is_mapped = outcome.steps[0].rules is not None
         kept = [next(iter(tensor.sources.values())) for tensor in self._wanted(outcome.made) if not tensor.where]
         if kept and is_mapped:
-            yield f"no equation takes {shortened(kept)}; names and shapes stay as they are"
+            yield f"no equation takes {shortened(list(dict.fromkeys(kept)))}; names and shapes stay as they are"
         with_parameters = [name for step in outcome.steps for name in step.mapped.states_left_out]
         left_out = [name for name in outcome.left_out if name not in frozenset(with_parameters)]
         if left_out:

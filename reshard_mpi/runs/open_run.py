@@ -31,6 +31,7 @@ from reshard_mpi.sharding.strategy import Strategy
 if TYPE_CHECKING:
     from reshard_mpi.journal.publication import SharedIndex
     from reshard_mpi.journal.target_folders import Unrecorded
+    from reshard_mpi.runs.plan_conversion import Packing
 
 # Planning takes a millisecond and a KiB for each, and no cluster has as many ranks.
 MAX_TARGETS = 1 << 16
@@ -118,6 +119,8 @@ class Run(NamedTuple):
         # These are left out where they say nothing, as in the records of versions that did not have them.
         optional = {
             "max_shard_size": request.most_file_bytes if traits.split_by_size else None,
+            "dp": request.dp,
+            "zero_stage": request.zero_stage,
             "from": request.source_format,
             "src_files": request.src_files,
             "accumulated": str(request.accumulated) if request.accumulated is not Accumulated.REFUSE else None,
@@ -160,7 +163,8 @@ def open_run(
     shards = request.shard_files()
     name = _target_format(request, shards.format)
     traits = formats.info(name)
-    is_sampled = request.part is not None or traits.split_by_size  # only some of millions of targets are looked at
+    # Only some of millions of targets are looked at, and only later where it is not known yet how many there are.
+    is_sampled = request.part is not None or traits.split_by_size or traits.packs
     if not is_sampled:
         ranks = request.rank if request.rank is not None else range(strategies.target.world_size)
         _refuse_overlap(request, shards, name, ranks, strategies.target)
@@ -174,7 +178,13 @@ def open_run(
         once=traits.is_folder,
         new_names=None if request.files is None else request.files.new_names,
     )
-    conversion, map_digests = apply_map(request, conversion)
+    conversion, map_digests = apply_map(request, conversion, _packing(request, name, shards))
+    if conversion.view is not None and traits.packs:
+        memory.reserve_for_planning(Workload(conversion, name, verify=request.verify), purpose)
+        packed = conversion.view.packed
+        request = request._replace(prefix=packed.prefix)
+        strategies = strategies._replace(target=strategy_of([[part.name for part in file] for file in packed.files]))
+        conversion = conversion.to(strategies.target)
     if traits.split_by_size:
         memory.reserve_for_planning(Workload(conversion, name, verify=request.verify), purpose)
         whole = conversion.plan(0, checked=False).tensors.specs
@@ -229,6 +239,18 @@ def _require_writable(request: Request, format_name: str) -> None:
         )
 
 
+def _packing(request: Request, format_name: str, files: shard_files.ShardFiles) -> Packing | None:
+    """Return what packs a checkpoint into files for ranks, if its format does."""
+    module = formats.packing_by_name(format_name)
+    if module is None:
+        return None
+    assert request.dp is not None
+    assert request.zero_stage is not None
+    folder = files.latest or Path(files.path).name
+    name = folder if files.format == format_name else ""
+    return partial(module.packed, ranks=request.dp, stage=request.zero_stage, name=name)
+
+
 def _target_format(request: Request, source_format: str) -> str:
     """Return the name of the targets' format. Raises UsageError for options that it does not allow."""
     own = formats.info(source_format)
@@ -241,6 +263,7 @@ def _target_format(request: Request, source_format: str) -> str:
             expected=f"--to {name} without --dst-strategy, or --to {traits.sharded_variant} with it",
             got=f"--dst-strategy {request.dst_strategy}",
         )
+    _require_for_ranks(request, name)
     folder_format = formats.folder_by_name(name)
     if (
         folder_format is not None
@@ -259,6 +282,30 @@ def _target_format(request: Request, source_format: str) -> str:
             f"--max-shard-size is for {' or '.join(able)}", expected=" or ".join(able), got=f"targets in {name}"
         )
     return name
+
+
+def _require_for_ranks(request: Request, format_name: str) -> None:
+    """Raise UsageError unless a format that packs has a number of ranks and a stage, and any other has neither."""
+    given = {"--dp": request.dp, "--zero-stage": request.zero_stage}
+    if not formats.info(format_name).packs:
+        for option, value in given.items():
+            if value is not None:
+                able = [f"--to {other}" for other in formats.targets() if formats.info(other).packs]
+                raise UsageError(
+                    f"{option} is for {' or '.join(able)}", expected=" or ".join(able), got=f"targets in {format_name}"
+                )
+        return
+    lacking = [option for option, value in given.items() if value is None]
+    if lacking or request.dst_strategy is not None:
+        raise UsageError(
+            f"a checkpoint in {format_name} is packed for a number of ranks",
+            expected="--dp N and --zero-stage 1, 2 or 3, and no --dst-strategy",
+            got=f"no {' and no '.join(lacking)}" if lacking else f"--dst-strategy {request.dst_strategy}",
+        )
+    if request.dp is not None and 2 * request.dp > MAX_TARGETS:
+        raise UsageError(
+            "there are too many targets for one run", expected=f"--dp {MAX_TARGETS // 2} at most", got=str(request.dp)
+        )
 
 
 def _refuse_overlap(

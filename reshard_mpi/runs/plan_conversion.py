@@ -49,7 +49,12 @@ from reshard_mpi.sharding.strategy import Strategy
 from reshard_mpi.text import MIB
 
 if TYPE_CHECKING:
+    from reshard_mpi.formats.protocol import Packed
+    from reshard_mpi.formats.tensor_table import TensorType
     from reshard_mpi.runs.mapped_source import MappedCheckpoint
+
+    # Packs the whole tensors and the strings of a checkpoint into files.
+    Packing = Callable[[Mapping[str, TensorType], Mapping[str, str]], Packed]
 
 # The buffer is so large that Python's work for each filling takes little time compared with moving the bytes. The
 # window is the most that is mapped of sources at once. `target_needs` knows how much memory the process takes besides.
@@ -420,16 +425,21 @@ class Conversion:
         return self._table
 
 
-def apply_map(request: Request, conversion: Conversion) -> tuple[Conversion, Mapping[str, str]]:
+def apply_map(
+    request: Request, conversion: Conversion, packing: Packing | None = None
+) -> tuple[Conversion, Mapping[str, str]]:
     """Return the conversion through the request's maps, and digests of all files that decide its result.
 
     The same conversion if the request leaves all tensors as they are. Raises MapError
     if the map cannot be read, UsageError for options that do not belong together.
+
+    Args:
+        packing: what packs the result into files, if the target's format does.
     """
-    if not request.is_mapped:
+    if not request.is_mapped and packing is None:
         return conversion, {}
     from reshard_mpi.runs.check_maps import TensorMap
     from reshard_mpi.runs.mapped_source import conversion_through
 
     tensor_map = TensorMap.read(request)
-    return conversion_through(tensor_map, conversion), tensor_map.digests
+    return conversion_through(tensor_map, conversion, packing), tensor_map.digests

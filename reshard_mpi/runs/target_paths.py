@@ -8,10 +8,10 @@ from functools import lru_cache
 from pathlib import Path
 
 from reshard_mpi import formats
+from reshard_mpi.checkpoints.discovery import pointers_in
 from reshard_mpi.checkpoints.shard_files import ShardFiles, both_ways, shards_in, strangers
 from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.paths import rank_of_folder, real_path
-from reshard_mpi.filesystem.source_files import is_file
 from reshard_mpi.runs.target_needs import nearest_folder
 
 _OUTSIDE = "choose a target outside the source; a source is never written to"
@@ -155,7 +155,7 @@ def lying_beside(
         return []
     targets = set(every_path)
     marks = (folder / name for name in formats.marks_in(str(folder)) if name not in index_files)
-    pointers = (folder / name for name in formats.pointer_files() if is_file(folder / name))  # which readers follow
+    pointers = (folder / name for name in pointers_in(str(folder)) if name not in index_files)  # which readers follow
     lying = (*marks, *pointers, *_shards_beside(folder, format_name, targets, own_paths))
     return [path for path in dict.fromkeys(lying) if path not in targets]
 
@@ -170,7 +170,9 @@ def _shards_beside(
     target_folders = {path.parent.name for path in targets if path.parent != folder}
     if formats.folder_by_name(format_name) is not None:
         endings = formats.info(format_name).suffixes
-        yield from (path for path in shards_in(folder, None) if path.name.endswith(endings))
+        for place in {folder, *(path.parent for path in targets)}:
+            lying = shards_in(place, None) if place.is_dir() else []
+            yield from (path for path in lying if path.name.endswith(endings))
     else:
         for path in own_paths:
             yield from strangers(path)
