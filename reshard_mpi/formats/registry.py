@@ -65,6 +65,8 @@ class FormatInfo(NamedTuple):
     # whether a folder tells which files it should have; if not, the user must say how many
     knows_file_count: bool = True
     split_by_size: bool = False  # a checkpoint is a full one, in files that are filled up to a size
+    # of a whole training only the model is kept, whose tensors have names without the `model.` before them
+    holds_model_alone: bool = False
     packs: bool = False  # files have parts of many tensors in a row, for a number of ranks (`protocol.PackingFormat`)
     describes_itself: bool = False  # a shard states its rank and how its checkpoint is sharded
     has_crc: bool = False  # a shard can be sealed with a checksum of the whole file
@@ -171,6 +173,7 @@ _BUILT_IN = (
         marks=("model.safetensors.index.json", "model.safetensors", "param_name_map.json"),
         is_folder=True,
         split_by_size=True,
+        holds_model_alone=True,
         keeps_strings=False,
         shares_blocks=True,
         sharded_variant="safetensors",

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import BY_NAME, DType
-from reshard_mpi.formats.protocol import Packed
+from reshard_mpi.formats.manifest import NEST
+from reshard_mpi.formats.nest.nodes import MODEL, is_whole_training
+from reshard_mpi.formats.protocol import Packed, Part
 from reshard_mpi.formats.structure import MAX_DIMENSIONS, MAX_NAME_BYTES
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.mapping.box_pairs import BoxPair, TargetShape, TermTensor
@@ -224,6 +226,19 @@ class MapResult(NamedTuple):
     stranded: frozenset[str] = frozenset()
 
 
+def model_alone(kinds: Mapping[str, TensorType], strings: Mapping[str, str]) -> Packed | None:
+    """Return the model of a whole training as files that hold nothing else; None if the tensors are of none."""
+    if not is_whole_training(strings.get(NEST)):
+        return None
+    parts = [
+        Part(name.removeprefix(MODEL), name, Box.whole(kind.shape))
+        for name, kind in kinds.items()
+        if name.startswith(MODEL)
+    ]
+    others = tuple(name for name in kinds if not name.startswith(MODEL))
+    return Packed("", [parts], strings, left_out=others)
+
+
 def parts_of(packed: Packed, kinds: Mapping[str, TensorType]) -> MapResult:
     """Return the parts of tensors that a format packs into its files as what a map makes.
 
@@ -241,7 +256,7 @@ def parts_of(packed: Packed, kinds: Mapping[str, TensorType]) -> MapResult:
         dtype = BY_NAME[part.dtype] if part.dtype else kinds[part.source].dtype
         made.append(DerivedTensor(part.name, dtype, shape, {source: part.source}, ""))
     equal = tuple(Equal(names, "the optimizer's groups") for names in packed.equal if len(names) > 1)
-    return MapResult(tuple(made), (), equal, (), (), None)
+    return MapResult(tuple(made), (), equal, (), packed.left_out, None)
 
 
 def require_holdable(mapped: MapResult) -> None:

@@ -311,10 +311,11 @@ class MappedCheckpoint(SourceCheckpoint):
             if made_file.nest is not None:
                 strings[NEST] = made_file.nest
             made, packed = made_file.made, None
+            kinds = {tensor.name: TensorType(tensor.dtype, tensor.shape.shape) for tensor in steps[-1].mapped.made}
+            kinds |= {tensor.name: tensor.kind for tensor in steps[-1].mapped.constants}
             if self.packing is not None:
-                kinds = {tensor.name: TensorType(tensor.dtype, tensor.shape.shape) for tensor in steps[-1].mapped.made}
-                kinds |= {tensor.name: tensor.kind for tensor in steps[-1].mapped.constants}
                 packed = self.packing(kinds, strings)
+            if packed is not None:
                 parts, strings = parts_of(packed, kinds), dict(packed.strings)
                 steps.append(self._planned(parts, None, steps[-1].planned))
                 made = made_of_first(parts, made, steps[-2].mapped.constants)

@@ -18,7 +18,7 @@ from reshard_mpi.journal.target_journal import Journal
 from reshard_mpi.planning.needed_ranks import check_target_rank
 from reshard_mpi.planning.target_tensors import Policy
 from reshard_mpi.planning.tensor_names import Accumulated
-from reshard_mpi.runs.plan_conversion import Conversion, apply_map
+from reshard_mpi.runs.plan_conversion import Conversion, apply_map, packing_of_model
 from reshard_mpi.runs.process_memory import RunMemory
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.scheduling import are_even, assign, target_weights
@@ -178,7 +178,8 @@ def open_run(
         once=traits.is_folder,
         new_names=None if request.files is None else request.files.new_names,
     )
-    conversion, map_digests = apply_map(request, conversion, _packing(request, name, shards))
+    packing = _packing(request, name, shards) or packing_of_model(conversion, name, is_mapped=request.is_mapped)
+    conversion, map_digests = apply_map(request, conversion, packing)
     if conversion.view is not None and traits.packs:
         memory.reserve_for_planning(Workload(conversion, name, verify=request.verify), purpose)
         packed = conversion.view.packed

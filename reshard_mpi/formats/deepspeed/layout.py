@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from reshard_mpi.formats.deepspeed.flat_groups import Run, in_partitions, in_slices
+from reshard_mpi.formats.nest.nodes import MODEL
 from reshard_mpi.formats.protocol import Part
 from reshard_mpi.sharding.box import Box
 
@@ -21,7 +22,7 @@ LAYOUT = "__reshard_mpi_deepspeed__"
 _ALIGNMENT = 2
 # The name that state has of the weights themselves.
 WEIGHTS = "fp32_param"
-STATE, MODEL = "optimizer.state.", "model."
+STATE = "optimizer.state."
 
 
 class Parameter(NamedTuple):

@@ -16,7 +16,6 @@ from reshard_mpi.errors import TargetError
 from reshard_mpi.formats.deepspeed.flat_groups import round_robin
 from reshard_mpi.formats.deepspeed.layout import (
     LAYOUT,
-    MODEL,
     STATE,
     WEIGHTS,
     FlatLayout,
@@ -31,7 +30,7 @@ from reshard_mpi.formats.deepspeed.training_tree import type_in
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.nest import flatten_tree, rebuild_tree
-from reshard_mpi.formats.nest.nodes import Dict, NestError, Value
+from reshard_mpi.formats.nest.nodes import MODEL, Dict, NestError, Value
 from reshard_mpi.formats.protocol import Packed, Part
 from reshard_mpi.formats.structure import MAX_TENSORS
 from reshard_mpi.formats.tensor_table import TensorType

@@ -13,7 +13,6 @@ from typing import NamedTuple
 from reshard_mpi.errors import TargetError
 from reshard_mpi.formats.deepspeed.layout import (
     LAYOUT,
-    MODEL,
     FlatLayout,
     Layout,
     Parameter,
@@ -26,7 +25,7 @@ from reshard_mpi.formats.deepspeed.layout import (
 from reshard_mpi.formats.dtypes import BY_NAME, DType
 from reshard_mpi.formats.manifest import NEST, ShardSpec
 from reshard_mpi.formats.nest import rebuild_tree
-from reshard_mpi.formats.nest.nodes import ORDERED_DICT, Call, Dict, Global, NestError, Value
+from reshard_mpi.formats.nest.nodes import MODEL, ORDERED_DICT, Call, Dict, Global, NestError, Value
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.formats.torch.pickler import WrittenTensor
 from reshard_mpi.formats.torch.tensors import BY_TORCH_NAME, SIZE

@@ -138,6 +138,9 @@ PLAIN = frozenset(Global(module, name) for module, names in _PLAIN_NAMES.items()
 )
 
 
+# What names of the model's tensors begin with in a whole training: `{"model": {...}, "optimizer": {...}, ...}`.
+MODEL = "model."
+
 MAX_CHARACTERS = MAX_STRING_BYTES // 4
 # A value that several parts of a tree share is met as often as it is in it.
 MAX_VALUES = 1 << 19
@@ -206,6 +209,21 @@ def parsed(text: str) -> Parsed:
     if type(content["order"]) is not list:
         raise NestError("the order of a nest is no list", str(content["order"])[:100])
     return Parsed(content["nest"], content["order"])
+
+
+def is_whole_training(text: str | None) -> bool:
+    """Tell whether a nest has a model and an optimizer, each a dictionary of its own."""
+    try:
+        root = None if text is None else parsed(text).root
+    except (ValueError, RecursionError, NestError):
+        return False
+    entries = root.get("dict") if type(root) is dict else None
+    found = {entry[0] for entry in entries or () if type(entry) is list and len(entry) == 2 and _is_dict(entry[1])}
+    return found.issuperset(("model", "optimizer"))
+
+
+def _is_dict(content: Any) -> bool:
+    return type(content) is dict and (content.keys() == {"dict"} or "call" in content)
 
 
 def written(root: Any, names: Iterable[str] | None) -> str:
