@@ -240,7 +240,7 @@ def model_alone(kinds: Mapping[str, TensorType], strings: Mapping[str, str]) -> 
 
 
 def parts_of(packed: Packed, kinds: Mapping[str, TensorType]) -> MapResult:
-    """Return the parts of tensors that a format packs into its files as what a map makes.
+    """Return the parts of tensors that a format packs into its files, in the form of a map's result.
 
     Args:
         kinds: of the tensors, by name.

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 
-class Run(NamedTuple):
+class FlatRun(NamedTuple):
     """A run of elements in the vector of one rank. All numbers are in elements."""
 
     rank: int  # its place among the ranks that share the group
@@ -29,7 +29,7 @@ class SizeError(ValueError):
         self.expected, self.got = expected, got
 
 
-def in_partitions(sizes: Sequence[int], gaps: Sequence[int], held: Sequence[int]) -> Iterator[tuple[Run, ...]]:
+def in_partitions(sizes: Sequence[int], gaps: Sequence[int], held: Sequence[int]) -> Iterator[tuple[FlatRun, ...]]:
     """Yield for each parameter of a group of stages 1 and 2 its runs, in order.
 
     Args:
@@ -57,17 +57,17 @@ def in_partitions(sizes: Sequence[int], gaps: Sequence[int], held: Sequence[int]
         start += size + gap
 
 
-def _runs(start: int, size: int, partition: int) -> Iterator[Run]:
+def _runs(start: int, size: int, partition: int) -> Iterator[FlatRun]:
     """Yield the runs of `size` elements from `start` on in a vector that is cut into partitions."""
     end = start + size
     while start < end:
         rank, inside = divmod(start, partition)
         length = min(partition - inside, end - start)
-        yield Run(rank, inside, length)
+        yield FlatRun(rank, inside, length)
         start += length
 
 
-def in_slices(sizes: Sequence[int], held: Sequence[int]) -> Iterator[tuple[Run, ...]]:
+def in_slices(sizes: Sequence[int], held: Sequence[int]) -> Iterator[tuple[FlatRun, ...]]:
     """Yield for each parameter of a group of stage 3 its runs, in order.
 
     Args:
@@ -85,7 +85,7 @@ def in_slices(sizes: Sequence[int], held: Sequence[int]) -> Iterator[tuple[Run, 
     start = 0
     for size, length in zip(sizes, slices):
         yield tuple(
-            Run(rank, start, min(length, size - rank * length)) for rank in range(ranks) if rank * length < size
+            FlatRun(rank, start, min(length, size - rank * length)) for rank in range(ranks) if rank * length < size
         )
         start += length
 

@@ -1,4 +1,4 @@
-"""Lay a whole training out as the files of DeepSpeed's ZeRO (`Layout`, `vectors_of`), and keep that as text.
+"""Lay a whole training out as the files of DeepSpeed's ZeRO (`ZeroLayout`, `vectors_of`), and keep that as text.
 
 The files of one checkpoint are numbered: first those with each rank's share of the optimizer, then those with weights
 and settings, of which stages 1 and 2 have one and stage 3 has one a rank. All numbers here are in elements.
@@ -11,22 +11,22 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from reshard_mpi.formats.deepspeed.flat_groups import Run, in_partitions, in_slices
+from reshard_mpi.formats.deepspeed.flat_groups import FlatRun, in_partitions, in_slices
 from reshard_mpi.formats.nest.nodes import MODEL
 from reshard_mpi.formats.protocol import Part
 from reshard_mpi.sharding.box import Box
 
 # Under this name the layout goes to the writer, among the strings of a file.
 LAYOUT = "__reshard_mpi_deepspeed__"
-# Partitions of a group have a multiple of so many elements (`nccl_start_alignment_factor`).
+# Partitions of a group have a multiple of this number of elements (called nccl_start_alignment_factor there).
 _ALIGNMENT = 2
 # The name that state has of the weights themselves.
 WEIGHTS = "fp32_param"
 STATE = "optimizer.state."
 
 
-class Parameter(NamedTuple):
-    """A parameter: its name in the model, its whole shape, and the tensor of which the optimizer's weights are made."""
+class LaidParameter(NamedTuple):
+    """A parameter: its name in the model, its whole shape, and the tensor that its weights in the optimizer come from."""
 
     name: str
     shape: tuple[int, ...]
@@ -37,10 +37,10 @@ class Parameter(NamedTuple):
         return math.prod(self.shape)
 
 
-class FlatLayout(NamedTuple):
+class FlatGroupLayout(NamedTuple):
     """A flat group: its parameters in order, the gaps behind them, and the number of the optimizer's own group."""
 
-    parameters: tuple[Parameter, ...]
+    parameters: tuple[LaidParameter, ...]
     gaps: tuple[int, ...]
     settings: int
 
@@ -49,12 +49,12 @@ class FlatLayout(NamedTuple):
         return sum(parameter.size for parameter in self.parameters) + sum(self.gaps)
 
     def partition(self, ranks: int) -> int:
-        """Return how many elements each of so many ranks has of the group at stages 1 and 2, with padding."""
+        """Return the number of elements of the group that each of `ranks` ranks has at stages 1 and 2, with padding."""
         aligned = _ALIGNMENT * ranks
         return -(-self.size // aligned) * aligned // ranks
 
 
-class Layout(NamedTuple):
+class ZeroLayout(NamedTuple):
     """How a training lies in the files of ZeRO.
 
     Attributes:
@@ -71,10 +71,10 @@ class Layout(NamedTuple):
     stage: int
     ranks: int
     dtype: str
-    groups: tuple[FlatLayout, ...]
+    groups: tuple[FlatGroupLayout, ...]
     kinds: tuple[tuple[str, str], ...]
     counters: tuple[str, ...]
-    frozen: tuple[Parameter, ...]
+    frozen: tuple[LaidParameter, ...]
     buffers: tuple[str, ...]
     shared: tuple[tuple[str, str], ...]
     model: str
@@ -93,7 +93,7 @@ class Layout(NamedTuple):
         return json.dumps(self, separators=(",", ":"))
 
     @classmethod
-    def of_text(cls, text: str) -> Layout:
+    def of_text(cls, text: str) -> ZeroLayout:
         """Return the layout that a text of `as_text` says."""
         fields: list[Any] = json.loads(text)
         stage, ranks, dtype, groups, kinds, counters, frozen, buffers, shared, model, optimizer = fields
@@ -101,7 +101,7 @@ class Layout(NamedTuple):
             stage,
             ranks,
             dtype,
-            tuple(FlatLayout(_parameters(own), tuple(gaps), settings) for own, gaps, settings in groups),
+            tuple(FlatGroupLayout(_parameters(own), tuple(gaps), settings) for own, gaps, settings in groups),
             tuple((kind, dtype) for kind, dtype in kinds),
             tuple(counters),
             _parameters(frozen),
@@ -112,8 +112,8 @@ class Layout(NamedTuple):
         )
 
 
-def _parameters(fields: Sequence[Any]) -> tuple[Parameter, ...]:
-    return tuple(Parameter(name, tuple(shape), weights) for name, shape, weights in fields)
+def _parameters(fields: Sequence[Any]) -> tuple[LaidParameter, ...]:
+    return tuple(LaidParameter(name, tuple(shape), weights) for name, shape, weights in fields)
 
 
 class Vector(NamedTuple):
@@ -124,7 +124,7 @@ class Vector(NamedTuple):
 
 
 class RankVectors(NamedTuple):
-    """What a file has of one flat group.
+    """The vectors of one flat group in a file.
 
     Attributes:
         weights: the parameters themselves; at stages 1 and 2 without the padding at the end.
@@ -140,8 +140,8 @@ class RankVectors(NamedTuple):
     slices: tuple[tuple[int, int, int], ...]
 
 
-def vectors_of(layout: Layout, rank: int) -> Iterator[RankVectors]:
-    """Yield what the optimizer's file of a rank has of each flat group."""
+def vectors_of(layout: ZeroLayout, rank: int) -> Iterator[RankVectors]:
+    """Yield the vectors of each flat group in a rank's file of the optimizer."""
     for group in layout.groups:
         sizes = [parameter.size for parameter in group.parameters]
         if layout.is_sliced:
@@ -153,7 +153,7 @@ def vectors_of(layout: Layout, rank: int) -> Iterator[RankVectors]:
             runs = list(in_partitions(sizes, group.gaps, [length] * layout.ranks))
             padding = min(max((rank + 1) * length - group.size, 0), length)
         own = [
-            _OwnRun(number, group.parameters[number], sum(other.length for other in of_all[:place]), run)
+            _RankRun(number, group.parameters[number], sum(other.length for other in of_all[:place]), run)
             for number, of_all in enumerate(runs)
             for place, run in enumerate(of_all)
             if run.rank == rank
@@ -172,23 +172,23 @@ def vectors_of(layout: Layout, rank: int) -> Iterator[RankVectors]:
         )
 
 
-class _OwnRun(NamedTuple):
+class _RankRun(NamedTuple):
     """A run that a rank has: the number of its parameter, that, and how many elements of it come before."""
 
     number: int
-    parameter: Parameter
+    parameter: LaidParameter
     before: int
-    run: Run
+    run: FlatRun
 
 
-def _parts_of(own: Sequence[_OwnRun], kind: str, rank: int) -> Iterator[tuple[int, Part]]:
+def _parts_of(own: Sequence[_RankRun], kind: str, rank: int) -> Iterator[tuple[int, Part]]:
     """Yield the parts of a vector of one kind, with their places in it."""
     for _, parameter, before, run in own:
         source = parameter.weights if kind == WEIGHTS else f"{STATE}{parameter.name}.{kind}"
         yield from _parts(source, parameter.shape, before, run, rank, "float32" if kind == WEIGHTS else "")
 
 
-def frozen_vectors(layout: Layout, rank: int) -> Iterator[Vector]:
+def frozen_vectors(layout: ZeroLayout, rank: int) -> Iterator[Vector]:
     """Yield the slices that a rank of stage 3 has of the parameters that are not trained."""
     for parameter in layout.frozen:
         length = -(-parameter.size // layout.ranks)
@@ -201,7 +201,7 @@ def frozen_vectors(layout: Layout, rank: int) -> Iterator[Vector]:
 
 
 def _parts(
-    source: str, shape: tuple[int, ...], first: int, run: Run, rank: int, dtype: str = ""
+    source: str, shape: tuple[int, ...], first: int, run: FlatRun, rank: int, dtype: str = ""
 ) -> Iterator[tuple[int, Part]]:
     """Yield the boxes that are the elements from number `first` on of a tensor, with their places in a vector."""
     place = run.start

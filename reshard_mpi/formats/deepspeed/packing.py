@@ -18,9 +18,9 @@ from reshard_mpi.formats.deepspeed.layout import (
     LAYOUT,
     STATE,
     WEIGHTS,
-    FlatLayout,
-    Layout,
-    Parameter,
+    FlatGroupLayout,
+    LaidParameter,
+    ZeroLayout,
     frozen_vectors,
     vectors_of,
     whole_part,
@@ -39,7 +39,7 @@ from reshard_mpi.text import shortened
 _OPTIMIZER = "optimizer."
 # Elements of a sub-group of stage 3, where the settings do not say it.
 _USUAL_SUB_GROUP = 10**9
-# Parameters begin at multiples of so many bytes where they are aligned.
+# Parameters begin at multiples of this number of bytes where they are aligned.
 _ALIGNED_BYTES = 16
 # Keys of the nest that the optimizer's files have; the rest is the model's.
 _OF_OPTIMIZER = ("dynamic_loss_scale", "overflow", "clip_grad")
@@ -47,14 +47,14 @@ _OF_OPTIMIZER = ("dynamic_loss_scale", "overflow", "clip_grad")
 _OF_PIPELINE = re.compile(r"(?:\d+|tied_modules)\.")
 
 
-class _Leaf(NamedTuple):
+class _NestTensor(NamedTuple):
     """A tensor in the nest."""
 
     name: str
 
 
-class _Training(NamedTuple):
-    """What the nest of a training says besides its tensors."""
+class _NestedTraining(NamedTuple):
+    """A training as its nest tells it, besides its tensors."""
 
     root: Dict
     groups: Sequence[Sequence[str]]  # the names of parameters in each group of the optimizer
@@ -96,7 +96,7 @@ def packed(tensors: Mapping[str, TensorType], strings: Mapping[str, str], ranks:
     return Packed(prefix, files, {LAYOUT: layout.as_text()}, equal)
 
 
-def _optimizer_parts(layout: Layout, rank: int) -> list[Part]:
+def _optimizer_parts(layout: ZeroLayout, rank: int) -> list[Part]:
     parts: list[Part] = []
     for vectors in vectors_of(layout, rank):
         for vector in (vectors.weights, *vectors.state.values()):
@@ -105,12 +105,17 @@ def _optimizer_parts(layout: Layout, rank: int) -> list[Part]:
     return parts
 
 
-def _training(tensors: Mapping[str, TensorType], strings: Mapping[str, str]) -> _Training:
+def _training(tensors: Mapping[str, TensorType], strings: Mapping[str, str]) -> _NestedTraining:
     """Return the training that the tensors and the nest are of. Raises TargetError if they are of none."""
     try:
-        root = rebuild_tree.rebuild({name: _Leaf(name) for name in tensors}, strings)
+        root = rebuild_tree.rebuild({name: _NestTensor(name) for name in tensors}, strings)
     except NestError as error:
-        raise TargetError("the nest of the source does not fit its tensors", got=error.problem) from None
+        raise TargetError(
+            "the nest of the source does not fit its tensors",
+            expected="nested dictionaries that hold the tensors by their names",
+            got=error.problem,
+            remedy="convert the source to torch first (--to torch), and then that",
+        ) from None
     optimizer = root.get("optimizer") if type(root) is Dict else None
     groups = optimizer.get("param_groups") if type(optimizer) is Dict else None
     if (
@@ -126,7 +131,7 @@ def _training(tensors: Mapping[str, TensorType], strings: Mapping[str, str]) -> 
     settings = [
         Dict([part for key, value in group.pairs() if key != "params" for part in (key, value)]) for group in groups
     ]
-    return _Training(root, names, settings)
+    return _NestedTraining(root, names, settings)
 
 
 def _no_training(expected: str, got: str) -> TargetError:
@@ -140,7 +145,7 @@ def _no_training(expected: str, got: str) -> TargetError:
     )
 
 
-def _layout(training: _Training, tensors: Mapping[str, TensorType], ranks: int, stage: int) -> Layout:
+def _layout(training: _NestedTraining, tensors: Mapping[str, TensorType], ranks: int, stage: int) -> ZeroLayout:
     """Return how the training lies in the files. Raises TargetError if a part of it is missing, or cannot lie there."""
     groups = [[_parameter(name, tensors) for name in own] for own in training.groups]
     _require_no_parts_elsewhere(training, [name for own in training.groups for name in own])
@@ -167,17 +172,17 @@ def _layout(training: _Training, tensors: Mapping[str, TensorType], ranks: int, 
         )
     (dtype,) = dtypes
     itemsize_bytes = BY_NAME[dtype].itemsize_bytes
-    flat: list[FlatLayout] = []
+    flat: list[FlatGroupLayout] = []
     for number, own in enumerate(groups):
         flat += _flat_groups(own, number, training, itemsize_bytes, ranks, stage)
-    return Layout(
+    return ZeroLayout(
         stage,
         ranks,
         dtype,
         tuple(flat),
         kinds,
         counters,
-        frozen=tuple(Parameter(name, tensors[MODEL + name].shape) for name in frozen),
+        frozen=tuple(LaidParameter(name, tensors[MODEL + name].shape) for name in frozen),
         buffers=buffers,
         shared=shared,
         model=_model_text(training),
@@ -185,7 +190,7 @@ def _layout(training: _Training, tensors: Mapping[str, TensorType], ranks: int, 
     )
 
 
-def _require_no_parts_elsewhere(training: _Training, names: Sequence[str]) -> None:
+def _require_no_parts_elsewhere(training: _NestedTraining, names: Sequence[str]) -> None:
     """Raise TargetError for models whose weights DeepSpeed loads from files of layers or experts: none are written."""
     pipeline = next((name for name in names if _OF_PIPELINE.match(name)), None)
     if pipeline is not None or training.root.get("num_experts") is not None:
@@ -197,7 +202,7 @@ def _require_no_parts_elsewhere(training: _Training, names: Sequence[str]) -> No
         )
 
 
-def _parameter(name: str, tensors: Mapping[str, TensorType]) -> Parameter:
+def _parameter(name: str, tensors: Mapping[str, TensorType]) -> LaidParameter:
     """Return a parameter that is trained. Raises TargetError if it is not in the model, or its state is not there."""
     model = tensors.get(MODEL + name)
     if model is None:
@@ -205,13 +210,13 @@ def _parameter(name: str, tensors: Mapping[str, TensorType]) -> Parameter:
     master = f"{STATE}{name}.{WEIGHTS}"
     if master in tensors and tensors[master].shape != model.shape:
         raise _no_training(f"{master} of shape {list(model.shape)}", str(list(tensors[master].shape)))
-    return Parameter(name, model.shape, master if master in tensors else MODEL + name)
+    return LaidParameter(name, model.shape, master if master in tensors else MODEL + name)
 
 
 def _kinds(
-    trained: Mapping[str, Parameter], tensors: Mapping[str, TensorType]
+    trained: Mapping[str, LaidParameter], tensors: Mapping[str, TensorType]
 ) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
-    """Return the kinds of state that have the shapes of parameters, and those that are one number.
+    """Return the kinds of state that have the shapes of parameters, and the kinds that are one number.
 
     Raises TargetError unless all parameters have all of them.
     """
@@ -258,19 +263,19 @@ def _shared(value: Value) -> tuple[tuple[str, str], ...]:
 
 
 def _flat_groups(
-    own: Sequence[Parameter],
+    own: Sequence[LaidParameter],
     number: int,
-    training: _Training,
+    training: _NestedTraining,
     itemsize_bytes: int,
     ranks: int,
     stage: int,
-) -> list[FlatLayout]:
+) -> list[FlatGroupLayout]:
     """Return the flat groups that the engine makes of one group of the optimizer."""
     zero = config_value(training.config, "zero_optimization")
     if stage == 3:
         size = config_value(zero, "sub_group_size")
         most = int(size) if type(size) in (int, float) else _USUAL_SUB_GROUP
-        return [FlatLayout(tuple(part), (0,) * len(part), number) for part in _sub_groups(own, ranks, most)]
+        return [FlatGroupLayout(tuple(part), (0,) * len(part), number) for part in _sub_groups(own, ranks, most)]
     is_plain = stage == 1 and _has_bf16_optimizer(training.config)
     if config_value(zero, "round_robin_gradients") is True and not is_plain:
         own = [own[place] for place in round_robin(len(own), ranks)]
@@ -281,7 +286,7 @@ def _flat_groups(
         gap = -(end + parameter.size) % alignment
         gaps.append(gap)
         end += parameter.size + gap
-    return [FlatLayout(tuple(own), (*gaps[:-1], 0), number)]
+    return [FlatGroupLayout(tuple(own), (*gaps[:-1], 0), number)]
 
 
 def _has_bf16_optimizer(config: Value) -> bool:
@@ -291,13 +296,13 @@ def _has_bf16_optimizer(config: Value) -> bool:
     ) in ("fp32", "float32")
 
 
-def _sub_groups(own: Sequence[Parameter], ranks: int, most: int) -> Iterator[list[Parameter]]:
-    """Yield the sub-groups of stage 3: each is full when its slices have so many elements."""
+def _sub_groups(own: Sequence[LaidParameter], ranks: int, most: int) -> Iterator[list[LaidParameter]]:
+    """Yield the sub-groups of stage 3: each is full when its slices have `most` elements."""
     slices = [-(-parameter.size // ranks) for parameter in own]
     if most >= sum(slices):
         yield [*own]
         return
-    part: list[Parameter] = []
+    part: list[LaidParameter] = []
     length = 0
     for parameter, size in zip(own, slices):
         part.append(parameter)
@@ -309,10 +314,10 @@ def _sub_groups(own: Sequence[Parameter], ranks: int, most: int) -> Iterator[lis
         yield part
 
 
-def _model_text(training: _Training) -> str:
-    """Return the nest of what the files of weights have besides the tensors of the model."""
+def _model_text(training: _NestedTraining) -> str:
+    """Return the nest of everything besides the tensors of the model that goes into the files of weights."""
     weights = training.root.get("model")
-    besides = [part for key, value in weights.pairs() if type(value) is not _Leaf for part in (key, value)]
+    besides = [part for key, value in weights.pairs() if type(value) is not _NestTensor for part in (key, value)]
     rest = Dict(["model", Dict(besides)])
     for key, value in training.root.pairs():
         if key not in ("model", "optimizer", "scaler", "ds_config", "buffer_names", "shared_params", *_OF_OPTIMIZER):
@@ -320,8 +325,10 @@ def _model_text(training: _Training) -> str:
     return _text(rest)
 
 
-def _optimizer_text(training: _Training, flat: Sequence[FlatLayout], stage: int, ranks: int, dtype: str) -> str:
-    """Return the nest of what the files of the optimizer have besides its tensors, and of settings for all files."""
+def _optimizer_text(
+    training: _NestedTraining, flat: Sequence[FlatGroupLayout], stage: int, ranks: int, dtype: str
+) -> str:
+    """Return the nest of everything besides tensors that goes into the files of the optimizer, and settings for all."""
     state = training.root.get("optimizer").get("state")
     values = [_common_values(group, state) for group in flat]
     rest = [part for key, value in training.root.pairs() if key in _OF_OPTIMIZER for part in (key, value)]
@@ -331,13 +338,13 @@ def _optimizer_text(training: _Training, flat: Sequence[FlatLayout], stage: int,
     return _text(_dict({**parts, "ds_version": training.root.get("ds_version")}))
 
 
-def _common_values(group: FlatLayout, state: Value) -> Dict:
+def _common_values(group: FlatGroupLayout, state: Value) -> Dict:
     """Return the values besides tensors that the state of all parameters of a group has alike, such as a step."""
     texts: dict[str, Dict] = {}
     for parameter in group.parameters:
         own = state.get(parameter.name) if type(state) is Dict else None
         pairs = own.pairs() if type(own) is Dict else ()
-        values = Dict([part for key, value in pairs if type(value) is not _Leaf for part in (key, value)])
+        values = Dict([part for key, value in pairs if type(value) is not _NestTensor for part in (key, value)])
         texts.setdefault(_text(Dict(["values", values])), values)
     if len(texts) > 1:
         first, other, *_ = texts
@@ -367,12 +374,17 @@ def _dict(values: Mapping[Value, Value]) -> Dict:
 def _text(root: Dict) -> str:
     """Return a tree as the text of a nest. Raises TargetError if it is too large."""
     try:
-        return flatten_tree.flatten(root, lambda value: type(value) is _Leaf).strings[NEST]
+        return flatten_tree.flatten(root, lambda value: type(value) is _NestTensor).strings[NEST]
     except NestError as error:
-        raise TargetError("what the source holds besides tensors cannot be written", got=error.problem) from None
+        raise TargetError(
+            "the settings of the source besides its tensors cannot be written",
+            expected="plain data of moderate size",
+            got=error.problem,
+            remedy="leave them out of the source, or choose --to torch",
+        ) from None
 
 
-def _whole_in_model(training: _Training, layout: Layout, tensors: Mapping[str, TensorType]) -> list[str]:
+def _whole_in_model(training: _NestedTraining, layout: ZeroLayout, tensors: Mapping[str, TensorType]) -> list[str]:
     """Return the names of the tensors that the files of weights have whole."""
     buffers = {MODEL + name for name in layout.buffers}
     of_model = [own for own in tensors if own.startswith(MODEL) and (not layout.is_sliced or own in buffers)]

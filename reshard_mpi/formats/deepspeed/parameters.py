@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
-from reshard_mpi.formats.deepspeed.flat_groups import Run, SizeError, in_partitions, in_slices, round_robin
+from reshard_mpi.formats.deepspeed.flat_groups import FlatRun, SizeError, in_partitions, in_slices, round_robin
 from reshard_mpi.formats.deepspeed.rank_files import (
     FlatVector,
     HeldTensor,
@@ -154,7 +154,7 @@ def _held(
 ) -> Iterator[HeldTensor]:
     """Yield the tensors that lie in the vectors of some ranks."""
     lengths = [vector.elements for vector in vectors]
-    runs: Iterator[tuple[Run, ...]]
+    runs: Iterator[tuple[FlatRun, ...]]
     if shares[0].is_sliced:
         runs = in_slices(sizes, lengths)
     else:

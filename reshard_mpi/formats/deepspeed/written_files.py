@@ -13,11 +13,11 @@ from typing import NamedTuple
 from reshard_mpi.errors import TargetError
 from reshard_mpi.formats.deepspeed.layout import (
     LAYOUT,
-    FlatLayout,
-    Layout,
-    Parameter,
+    FlatGroupLayout,
+    LaidParameter,
     RankVectors,
     Vector,
+    ZeroLayout,
     frozen_vectors,
     vectors_of,
     whole_part,
@@ -51,7 +51,7 @@ _RELEASE = "0.19.8"
 _OF_ENGINE = {"data_sampler": None, "random_ltd": None, "skipped_steps": 0, "global_steps": 0, "global_samples": 0}
 
 
-class Storage(NamedTuple):
+class WrittenStorage(NamedTuple):
     """A storage of a file: its size, and the parts in it by name, each with the byte where it begins."""
 
     size_bytes: int
@@ -62,14 +62,14 @@ class WrittenFile(NamedTuple):
     """A file: its object, whose tensors have the numbers of storages as keys, and these."""
 
     root: Dict
-    storages: Sequence[Storage]
+    storages: Sequence[WrittenStorage]
 
 
-class _Storages:
+class _StoragesInFile:
     """The storages of a file while it is made. kinds: the types of its parts, by name."""
 
     def __init__(self, kinds: Mapping[str, TensorType]) -> None:
-        self.made: list[Storage] = []
+        self.made: list[WrittenStorage] = []
         self._kinds = kinds
 
     def vector(self, vector: Vector, dtype: DType) -> WrittenTensor:
@@ -88,20 +88,26 @@ class _Storages:
         return self._tensor(TensorType(dtype, (0,)), {})
 
     def _tensor(self, kind: TensorType, parts: Mapping[str, int]) -> WrittenTensor:
-        self.made.append(Storage(kind.size_bytes, parts))
+        self.made.append(WrittenStorage(kind.size_bytes, parts))
         return WrittenTensor(str(len(self.made) - 1), kind)
 
 
 def written(spec: ShardSpec, path: str) -> WrittenFile:
-    """Return the file of a target. Raises TargetError if what it should hold is not there."""
+    """Return the file of a target. Raises TargetError if it cannot be made."""
     text = spec.strings.get(LAYOUT)
     if text is None:
-        raise TargetError("a file of DeepSpeed is written of a whole training", got="no layout of it", where=path)
-    layout = Layout.of_text(text)
+        raise TargetError(
+            "a file of DeepSpeed is only written as a part of a whole training",
+            expected="the layout of all files",
+            got="none",
+            where=path,
+            remedy="use reshard-mpi transform --to deepspeed",
+        )
+    layout = ZeroLayout.of_text(text)
     specs = spec.specs
     kinds = {name: specs.kinds[kind] for name, kind in zip(specs.names, specs.kind_ids)}
     number = spec.identity.rank
-    storages = _Storages(kinds)
+    storages = _StoragesInFile(kinds)
     settings = _values(layout.optimizer, {}, path)
     if number < layout.ranks:
         root = _optimizer_states(layout, number, settings, storages)
@@ -115,12 +121,18 @@ def _values(text: str, leaves: Mapping[str, Value], path: str) -> Dict:
     try:
         root = rebuild_tree.rebuild(leaves, {NEST: text})
     except NestError as error:
-        raise TargetError("the settings of a training cannot be made again", got=error.problem, where=path) from None
+        raise TargetError(
+            "the settings of a training cannot be made again",
+            expected="the nest that was made of them",
+            got=error.problem,
+            where=path,
+            remedy="choose --to torch",
+        ) from None
     assert type(root) is Dict
     return root
 
 
-def _optimizer_states(layout: Layout, rank: int, settings: Dict, storages: _Storages) -> Dict:
+def _optimizer_states(layout: ZeroLayout, rank: int, settings: Dict, storages: _StoragesInFile) -> Dict:
     """Return the object of a file with one rank's share of the optimizer."""
     vectors = [*vectors_of(layout, rank)]
     weights = [storages.vector(own.weights, BY_NAME["float32"]) for own in vectors]
@@ -159,7 +171,7 @@ def _optimizer_states(layout: Layout, rank: int, settings: Dict, storages: _Stor
     return Dict(["optimizer_state_dict", Dict(own_state), "ds_config", settings.get("config"), "ds_version", version])
 
 
-def _addresses(group: FlatLayout, own: RankVectors) -> Call:
+def _addresses(group: FlatGroupLayout, own: RankVectors) -> Call:
     """Return where the parameters of a group lie in the partition of a rank."""
     mapping = Call(ORDERED_DICT, ())
     mapping.flat = []
@@ -176,7 +188,7 @@ def _release(settings: Dict) -> str:
 
 
 def _scaler(value: Value) -> Call:
-    """Return a loss scaler of checked attributes. Raises TargetError if they are those of none."""
+    """Return a loss scaler of checked attributes. Raises TargetError if no scaler of DeepSpeed has them."""
     given = dict((value if type(value) is Dict else _NO_SCALER).pairs())
     name = given.pop("class", None)
     known = _SCALERS.get(name) if type(name) is str else None
@@ -190,18 +202,23 @@ def _scaler(value: Value) -> Call:
         )
     dtype = given.get("dtype")
     if dtype is not None and (dtype.module != "torch" or dtype.name not in BY_TORCH_NAME):
-        raise TargetError("the type of a loss scaler is none of torch's", got=str(dtype))
+        raise TargetError(
+            "the type of a loss scaler is none of torch's",
+            expected="torch.float16 or another",
+            got=str(dtype),
+            remedy="leave the scaler out of the source, or choose --to torch",
+        )
     scaler = Call(Global(_SCALER, str(name)), (), is_new=True)
     scaler.state = Dict([part for pair in given.items() for part in pair])
     return scaler
 
 
 def _model_states(
-    layout: Layout,
+    layout: ZeroLayout,
     number: int,
     settings: Dict,
     kinds: Mapping[str, TensorType],
-    storages: _Storages,
+    storages: _StoragesInFile,
     path: str,
 ) -> Dict:
     """Return the object of a file of weights and settings."""
@@ -253,7 +270,7 @@ def _model_states(
 
 
 def _type_of(vector: Vector, kinds: Mapping[str, TensorType], otherwise: DType) -> DType:
-    """Return the type of a rank's slice of a parameter; of a slice of padding alone that of the model."""
+    """Return the type of a rank's slice of a parameter, or `otherwise` for a slice of padding alone."""
     return kinds[vector.parts[0][1].name].dtype if vector.parts else otherwise
 
 
@@ -263,5 +280,5 @@ def _ordered(values: Mapping[str, Value]) -> Call:
     return ordered
 
 
-def _shapes(parameters: Sequence[Parameter]) -> Call:
+def _shapes(parameters: Sequence[LaidParameter]) -> Call:
     return _ordered({parameter.name: Call(SIZE, (parameter.shape,)) for parameter in parameters})
