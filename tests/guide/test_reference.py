@@ -13,9 +13,10 @@ from support.pages import GUIDE, README, ROOT, blocks
 import reshard_mpi
 from reshard_mpi import errors, formats
 from reshard_mpi.cli import arguments
-from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, TensorSpec
+from reshard_mpi.formats.dtypes import BY_NAME, DType
+from reshard_mpi.formats.manifest import NEST, ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.formats.registry import FormatInfo
+from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.processes import governor, host, ledger_folder, process_lease
 from reshard_mpi.sharding import strategy_table, toml_spec
 from reshard_mpi.sharding.box import Box
@@ -111,13 +112,34 @@ def test_the_table_of_formats_has_all_of_them(page: Path) -> None:
     assert written == set(formats.targets())
 
 
+def plain_spec(dtype: DType) -> ShardSpec:
+    """Return a shard with one tensor of a type."""
+    identity = ShardIdentity(0, 1, strategy_table.dumps(unsharded()))
+    return ShardSpec(identity, [TensorSpec("t", dtype, (2,), Box((0,), (2,)))], {})
+
+
+def packed_spec(format_name: str, dtype: DType) -> ShardSpec:
+    """Return the last of the files of a whole training that has a tensor of a type beside its model."""
+    module = formats.packing_by_name(format_name)
+    assert module is not None
+    weights = dict.fromkeys(("model.w", "optimizer.state.w.exp_avg"), TensorType(BY_NAME["float32"], (2,)))
+    kinds = {**weights, "t": TensorType(dtype, (2,))}
+    groups = '[{"dict":[["params",["w"]]]}]'
+    state = '{"dict":[["w",{"dict":[]}]]}'
+    nest = (
+        f'{{"dict":[["model",{{"dict":[]}}],["optimizer",{{"dict":[["state",{state}],["param_groups",{groups}]]}}]]}}'
+    )
+    packed = module.packed(kinds, {NEST: nest}, ranks=1, stage=1, name="")
+    specs = [TensorSpec(part.name, kinds[part.source].dtype, part.box.shape, part.box) for part in packed.files[-1]]
+    return ShardSpec(ShardIdentity(len(packed.files) - 1, len(packed.files), ""), specs, packed.strings)
+
+
 def refused_types(format_name: str, *, crc: bool = False) -> set[str]:
     """Return the types of which a format refuses tensors that come from another one. crc: with a checksum."""
-    strategy = strategy_table.dumps(unsharded())
     refused = set(formats.info(format_name).types_own_loader_refuses)
     for name, dtype in BY_NAME.items():
-        spec = ShardSpec(ShardIdentity(0, 1, strategy), [TensorSpec("t", dtype, (2,), Box((0,), (2,)))], {})
         try:
+            spec = packed_spec(format_name, dtype) if formats.info(format_name).packs else plain_spec(dtype)
             formats.by_name(format_name).size_at_most_bytes(spec, crc=crc)
         except errors.TargetError:
             refused.add(name)
