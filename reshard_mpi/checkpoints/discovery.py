@@ -11,6 +11,12 @@ from typing import NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints.choose_step import PART, choose, require_one_step
+from reshard_mpi.checkpoints.find_branches import (
+    branch_folders,
+    group_in_ranks,
+    loose_branches,
+    warned_of_optimizer_alone,
+)
 from reshard_mpi.checkpoints.refuse_sources import require_readable
 from reshard_mpi.checkpoints.shard_files import (
     ShardFiles,
@@ -53,7 +59,7 @@ def find_shards(
     folder = path if latest is None else latest.path
     shards = _found(folder, select, role, format_name, FirstLooks(path))
     if select is None and source_files.is_folder(folder):
-        shards = name_left_out(shards, folder, format_name)
+        shards = name_left_out(warned_of_optimizer_alone(shards), folder, format_name)
     if latest is not None and select is None:
         shards = name_left_out_beside(shards, path)
     if latest is not None:
@@ -86,6 +92,8 @@ def _found(path: str, select: str | None, role: str, format_name: str | None, lo
     wanted = f"{_endings(format_name)}{_selected(select)}"
     if not folders and select is None:
         require_readable(path, role)
+        if (joined := branch_folders(path, format_name)) is not None:
+            return joined._replace(looks=looks)
     if folders:
         return _from_folders(path, folders, select, role, format_name)._replace(looks=looks)
     loose = shards_in(given, select, format_name)
@@ -96,7 +104,8 @@ def _found(path: str, select: str | None, role: str, format_name: str | None, lo
     _require_all_parts(loose, path)
     if select is None:
         _require_no_rest_of_unified(loose, path)
-    return _by_own_rank(ShardFiles(path, name, {0: tuple(str(entry) for entry in loose)}, looks=looks))
+    files = ShardFiles(path, name, {0: tuple(str(entry) for entry in loose)}, looks=looks)
+    return loose_branches(files) or _by_own_rank(files)
 
 
 # Files that MindSpore's `unified_safetensors`, and ours, write.
@@ -218,6 +227,11 @@ def _from_folders(
     name = _one_format(candidates, path)
     if common_name(entry.name for entries in candidates.values() for entry in entries) is not None:
         return ShardFiles(path, name, {rank: (str(entry),) for rank, (entry,) in candidates.items()})
+    if formats.info(name).has_branches:
+        grouped = group_in_ranks(candidates, path, is_selected=select is not None)
+        if grouped is not None:
+            chosen, by_rank = grouped
+            return ShardFiles(path, name, by_rank, chosen.notes, warnings=chosen.warnings, by_branch=True)
     chosen = choose(candidates, path, is_selected=select is not None)
     by_rank = {rank: (str(entry),) for rank, entry in chosen.files.items()}
     return ShardFiles(path, name, by_rank, chosen.notes, warnings=chosen.warnings)

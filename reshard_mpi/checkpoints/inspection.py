@@ -13,6 +13,7 @@ from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery, shard_files
 from reshard_mpi.checkpoints.refuse_sources import ForeignCheckpointError
 from reshard_mpi.checkpoints.shard_files import in_its_rank
+from reshard_mpi.checkpoints.source import locate
 from reshard_mpi.errors import ReshardError, SourceError, StrategyError
 from reshard_mpi.filesystem import source_files
 from reshard_mpi.filesystem.paths import kind_of_file
@@ -180,13 +181,10 @@ def manifests_of(
     for rank in () if ranks is None else sorted(ranks):
         if rank not in files.by_rank:
             raise shard_files.no_such_rank(files, rank)
-    folder_format = formats.folder_by_name(files.format)
-    if files.is_folder and folder_format is not None:
-        yield from ((rank, iter((manifest,))) for rank, manifest in folder_format.open_folder(files.path).items())
-        return
     for rank, paths in files.by_rank.items():
         if ranks is None or rank in ranks:
-            yield rank, map(files.locate, paths)
+            joined = files.is_folder or files.by_branch
+            yield rank, iter((locate(files, rank),)) if joined else map(files.locate, paths)
 
 
 def _shard(manifest: Manifest, wanted: _TensorFilter) -> dict[str, Any]:

@@ -305,9 +305,10 @@ def chosen_files(files: ShardFiles) -> str:
         common = common_name(name for (name,) in names.values())
         if common is not None:
             return common
+    if (files.by_branch and not files.is_folder) or all(len(own) == 1 for own in names.values()):
         # First the way that calls a single rank as it calls many.
         for way in (name_without_rank, *NAME_WAYS, name_ending_in_rank):
-            called = (way(rank, own[0]) for rank, own in names.items())
+            called = (" and ".join(way(rank, name) for name in own) for rank, own in names.items())
             first = next(called, None)
             if first is not None and all(other == first for other in called):  # most ways are given up at once
                 return first

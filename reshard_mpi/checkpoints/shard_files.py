@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi import formats
+from reshard_mpi.checkpoints.branch_names import LEFT_OUT, branch_of_name
 from reshard_mpi.errors import SourceError
 from reshard_mpi.filesystem import source_files
 from reshard_mpi.filesystem.paths import rank_of_folder, real_path
@@ -42,6 +43,8 @@ class ShardFiles(NamedTuple):
     warnings: tuple[str, ...] = ()
     # whether an index lists the contents of the files, which make up one full checkpoint; their rank is then 0
     is_folder: bool = False
+    by_branch: bool = False  # whether each file of a rank, or each folder, is a branch, which its name says
+    folders: tuple[str, ...] = ()  # the folders with an index that make up the checkpoint, if it is not `path` itself
     src_files: int | None = None  # how many files were saved, if the caller says so
     latest: str = ""  # the name of the folder, if a file beside it names it as the latest of several
     # the structure of the first file, if it was read to learn whose it is, so that it is parsed once
@@ -197,7 +200,8 @@ def name_left_out(files: ShardFiles, folder: str, format_name: str | None) -> Sh
         def is_taken(name: str) -> bool:
             entry = Path(folder, place, name)
             if name.endswith(suffixes):
-                return are_others_told or is_strategy(entry)
+                is_told = are_others_told and not (files.by_branch and branch_of_name(name) == LEFT_OUT)
+                return is_told or is_strategy(entry)
             if rank_of_folder(name) is not None and _has_shards(entry):
                 return True
             is_of_others = format_name is not None and formats.name_of(name) is not None

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi import formats
+from reshard_mpi.checkpoints.join_files import joined
 from reshard_mpi.checkpoints.shard_files import ShardFiles
-from reshard_mpi.errors import DisagreementError, ReshardError, ShardError, SourceError, as_reshard_error, told
+from reshard_mpi.errors import DisagreementError, ReshardError, ShardError, as_reshard_error, told
 from reshard_mpi.filesystem import source_files
-from reshard_mpi.formats.manifest import NEST, Manifest, ShardIdentity, same_nest
+from reshard_mpi.formats.manifest import Manifest, ShardIdentity
 from reshard_mpi.formats.protocol import OnBytes, uncounted
 from reshard_mpi.formats.tensor_table import ChunkedTensors, TensorTable
 from reshard_mpi.planning.source_flaws import MissingRanks, UnusableShard
@@ -250,39 +251,9 @@ def locate(files: ShardFiles, rank: int, like: Manifest | None = None) -> Manife
     folder_format = formats.folder_by_name(files.format)
     if files.is_folder and folder_format is not None:
         files.look(*files.by_rank[rank])
-        return folder_format.open_folder(files.path)[rank]
-    manifests = [files.locate(path, like) for path in files.by_rank[rank]]
+        manifests = [folder_format.open_folder(folder)[rank] for folder in files.folders or (files.path,)]
+    else:
+        manifests = [files.locate(path, like) for path in files.by_rank[rank]]
     if len(manifests) == 1:
         return manifests[0]
-    tensors = TensorTable(files.path)
-    holder: dict[str, str] = {}
-    for manifest in manifests:
-        for name, entry in manifest.tensors.items():
-            if name in tensors:
-                raise SourceError(
-                    f"two of the loose files hold {name!r}",
-                    expected="files of one full checkpoint, each tensor in one of them",
-                    got=f"it is in {holder[name]} and {manifest.path}",
-                    where=files.path,
-                    remedy="choose files with --select, or put the shards of several ranks into rank_* folders",
-                )
-            tensors.add_entry(entry)
-            holder[name] = manifest.path
-    strings = {name: text for manifest in manifests for name, text in manifest.strings.items()}
-    nested = [manifest for manifest in manifests if NEST in manifest.strings]
-    if nested:
-        common = same_nest(manifest.strings[NEST] for manifest in nested)
-        if common is None:
-            raise SourceError(
-                "two of the loose files have nested dictionaries of their own",
-                expected="one file, or files that are dictionaries of tensors",
-                got=f"{nested[0].path} and another",
-                where=files.path,
-                remedy="choose one of them with --select, and convert the others by themselves",
-            )
-        strings[NEST] = common
-    left_out = tuple(what for manifest in manifests for what in manifest.left_out)
-    lacks_others = any(manifest.lacks_others for manifest in manifests)
-    part = next((manifest for manifest in manifests if manifest.part_of), manifests[0])
-    joined = Manifest(files.path, files.format, tensors, strings, left_out=left_out)
-    return joined._replace(lacks_others=lacks_others, part_of=part.part_of, to_have_all=part.to_have_all)
+    return joined(manifests, files.path if len(files.by_rank) == 1 else manifests[0].path, by_branch=files.by_branch)

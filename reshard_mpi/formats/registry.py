@@ -64,6 +64,8 @@ class FormatInfo(NamedTuple):
     is_folder: bool = False  # a checkpoint is a folder whose files an index lists (see `protocol.FolderFormat`)
     # whether a folder tells which files it should have; if not, the user must say how many
     knows_file_count: bool = True
+    # whether people save the parts of a training's state, such as model and optimizer, in files or folders of their own
+    has_branches: bool = False
     split_by_size: bool = False  # a checkpoint is a full one, in files that are filled up to a size
     # of a whole training only the model is kept, whose tensors have names without the `model.` before them
     holds_model_alone: bool = False
@@ -189,6 +191,7 @@ _BUILT_IN = (
         marks=(".metadata",),
         pointer_files=(_LATEST_ITERATION,),  # Megatron's
         is_folder=True,
+        has_branches=True,
         shares_blocks=True,
     ),
     FormatInfo(
@@ -199,6 +202,7 @@ _BUILT_IN = (
         written_tensor_bytes=2 * KIB,
         library_bytes=2 * MIB,
         title="torch checkpoint",
+        has_branches=True,
         describes_itself=True,
         has_crc=True,
     ),

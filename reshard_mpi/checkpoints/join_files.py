@@ -1,0 +1,172 @@
+"""Join what several files of one rank hold into one manifest (`joined`).
+
+Files that hold different tensors lie side by side, under their own names. Branches of a training's state come under
+the name of their branch, since a model and its optimizer each have names of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from reshard_mpi.checkpoints.branch_names import branches_in, keys_of
+from reshard_mpi.errors import DisagreementError, SourceError
+from reshard_mpi.formats.manifest import NEST, Manifest, ShardIdentity, same_nest
+from reshard_mpi.formats.nest.join_branches import Branch, branch_of, join_branches
+from reshard_mpi.formats.nest.nodes import NestError
+from reshard_mpi.formats.tensor_table import ChunkedTensors, TensorTable
+from reshard_mpi.sharding import strategy_table
+from reshard_mpi.sharding.strategy import Strategy
+
+_TO_BE_ONE_CHECKPOINT = "choose files with --select, or put the shards of several ranks into rank_* folders"
+
+
+def joined(manifests: Sequence[Manifest], path: str, *, by_branch: bool) -> Manifest:
+    """Return one manifest of several files.
+
+    Args:
+        path: what errors call it.
+        by_branch: each file is a branch, which its name says.
+
+    Raises SourceError if two have the same name, or nests that cannot be joined; DisagreementError if they are of
+    different ranks.
+    """
+    if not by_branch:
+        return _side_by_side(manifests, path)
+    held = branches_in(Path(manifest.path) for manifest in manifests)
+    of_path = {Path(manifest.path): manifest for manifest in manifests}
+    branches = []
+    for word, paths in held.items():
+        own = _side_by_side([of_path[each] for each in paths], path)
+        branches.append((own, _branch(word, own) if word else None))
+    return _under_branches(branches, path)
+
+
+def _side_by_side(manifests: Sequence[Manifest], path: str) -> Manifest:
+    """Join files under the names that their tensors have."""
+    if len(manifests) == 1:
+        return manifests[0]
+    nested = [manifest for manifest in manifests if NEST in manifest.strings]
+    strings = {name: text for manifest in manifests for name, text in manifest.strings.items()}
+    if nested:
+        common = same_nest(manifest.strings[NEST] for manifest in nested)
+        if common is None:
+            raise _two_nests(nested, path)
+        strings[NEST] = common
+    return _merged([(manifest, None) for manifest in manifests], strings, path)._replace(identity=None)
+
+
+def _two_nests(nested: Sequence[Manifest], path: str) -> SourceError:
+    return SourceError(
+        "two of the loose files have nested dictionaries of their own",
+        expected="one file, or files that are dictionaries of tensors",
+        got=f"{nested[0].path} and another",
+        where=path,
+        remedy="choose one of them with --select, and convert the others by themselves",
+    )
+
+
+def _branch(word: str, manifest: Manifest) -> Branch:
+    try:
+        return branch_of(word, keys_of(word), manifest.tensors.keys(), manifest.strings)
+    except NestError as error:
+        raise _unsound(error, manifest.path) from None
+
+
+def _unsound(error: NestError, path: str) -> SourceError:
+    return SourceError(
+        f"the files of a checkpoint cannot be joined: {error.problem}",
+        got=error.got,
+        where=path,
+        remedy=error.remedy or "choose one of them with --select",
+    )
+
+
+def _under_branches(parts: Sequence[tuple[Manifest, Branch | None]], path: str) -> Manifest:
+    """Join branches, and files that are none, whose tensors keep their names.
+
+    A name of the latter that begins as a branch would come to lie in that.
+    """
+    branches = [branch for _, branch in parts if branch is not None]
+    others = [manifest for manifest, branch in parts if branch is None]
+    for manifest in others:
+        if NEST in manifest.strings:
+            raise _two_nests([manifest], path)
+        prefixes = tuple(branch.prefix for branch in branches)
+        clash = next((name for name in manifest.tensors if name.startswith(prefixes)), None)
+        if clash is not None:
+            raise _held_twice(clash, "a branch of this name", manifest.path, path)
+    try:
+        nest = join_branches(branches)
+    except NestError as error:
+        raise _unsound(error, path) from None
+    strings = {name: text for manifest in others for name, text in manifest.strings.items()}
+    return _merged(parts, {**strings, NEST: nest.text}, path)
+
+
+def _held_twice(name: str, first: str, second: str, path: str) -> SourceError:
+    return SourceError(
+        f"two of the loose files hold {name!r}",
+        expected="files of one full checkpoint, each tensor in one of them",
+        got=f"it is in {first} and {second}",
+        where=path,
+        remedy=_TO_BE_ONE_CHECKPOINT,
+    )
+
+
+def _merged(parts: Sequence[tuple[Manifest, Branch | None]], strings: Mapping[str, str], path: str) -> Manifest:
+    """Return one manifest of files whose nests have been joined."""
+    manifests = [manifest for manifest, _ in parts]
+    is_chunked = any(isinstance(manifest.tensors, ChunkedTensors) for manifest in manifests)
+    tensors = ChunkedTensors(path) if is_chunked else TensorTable(path)
+    holder: dict[str, str] = {}
+    for manifest, branch in parts:
+        for own_name in manifest.tensors:
+            name = own_name if branch is None else branch.name(own_name)
+            if name in tensors:
+                raise _held_twice(name, holder[name], manifest.path, path)
+            tensors.add_as(name, manifest.tensors, own_name)
+            holder[name] = manifest.path
+        if isinstance(tensors, ChunkedTensors) and isinstance(manifest.tensors, ChunkedTensors):
+            tensors.missing += manifest.tensors.missing
+    left_out = tuple(
+        what if branch is None else f"{branch.prefix[:-1]}: {what}"
+        for manifest, branch in parts
+        for what in manifest.left_out
+    )
+    part = next((manifest for manifest in manifests if manifest.part_of), manifests[0])
+    return Manifest(
+        path,
+        manifests[0].format,
+        tensors,
+        strings,
+        _identity(parts),
+        left_out=left_out,
+        lacks_others=any(manifest.lacks_others for manifest in manifests),
+        part_of=part.part_of,
+        to_have_all=part.to_have_all,
+    )
+
+
+def _identity(parts: Sequence[tuple[Manifest, Branch | None]]) -> ShardIdentity | None:
+    """Return the identity of files of one rank, which places the tensors of all; None if none says its rank."""
+    stated = [(manifest, branch, manifest.identity) for manifest, branch in parts if manifest.identity is not None]
+    if not stated:
+        return None
+    (first, _, identity), *others = stated
+    for other, _, own in others:
+        if own[:2] != identity[:2]:
+            raise DisagreementError(
+                "two files of one rank say they are of different ranks",
+                expected=f"rank {identity.rank} of {identity.world_size}, as {first.path}",
+                got=f"rank {own.rank} of {own.world_size}",
+                where=other.path,
+                remedy="put every file back to those of its own rank",
+            )
+    placements = {
+        name if branch is None else branch.name(name): placement
+        for manifest, branch, own in stated
+        for name, placement in strategy_table.stated(own.strategy, manifest.path).parameters.items()
+    }
+    strategy = Strategy(identity.world_size, 1, placements, origin=first.path)
+    return identity._replace(strategy=strategy_table.dumps(strategy))
