@@ -211,8 +211,10 @@ def _paths(group: Branches) -> tuple[str, ...]:
 
 def _examples(groups: Iterable[Branches]) -> dict[str, Path]:
     """Return a file of each branch that any of the ranks has, in the order of branches."""
-    example = {branch: own[0] for group in groups for branch, own in group.items() if branch}
-    return {branch: own[0] for branch, own in branches_in(example.values()).items()}
+    example: dict[str, Path] = {}
+    for branch, own in (each for group in groups for each in group.items()):
+        example.setdefault(branch, own[0])
+    return {branch: own[0] for branch, own in branches_in(example.values()).items() if branch}
 
 
 def _require_all(held: Branches, example: Mapping[str, Path], rank: int, where: str) -> None:

@@ -2,14 +2,15 @@
 
 To be run as `python branch_ranks.py SCHEME RANK RANKS MEETING FOLDER WHOLE`. SCHEME: "files", a file of model,
 optimizer and the rest for each rank, as verl saves them; "folders", a distributed checkpoint of each, as Accelerate.
-MEETING: a file by which the processes find each other. WHOLE: a file of torch to which rank 0 writes the whole model and
-optimizer, and the loss of a further step.
+MEETING: a file by which the processes find each other. WHOLE: a file of torch to which rank 0 writes the whole model
+and optimizer, and the losses of further steps.
 """
 
 from __future__ import annotations
 
-import os
 import sys
+from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ def main(scheme: str, rank: int, ranks: int, meeting: str, folder: str, whole: s
     for _ in range(3):
         step(model, optimizer)
         scheduler.step()
-    os.makedirs(folder, exist_ok=True)
+    Path(folder).mkdir(exist_ok=True)
     if scheme == "files":
         torch.manual_seed(rank)
         extra = {"lr_scheduler": scheduler.state_dict(), "rng": {"cpu": torch.get_rng_state()}}
@@ -61,7 +62,7 @@ def main(scheme: str, rank: int, ranks: int, meeting: str, folder: str, whole: s
     options = StateDictOptions(full_state_dict=True)
     full = {
         "model": get_model_state_dict(model, options=options),
-        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
+        "optimizer": deepcopy(get_optimizer_state_dict(model, optimizer, options=options)),  # steps are counted on
     }
     losses = [step(model, optimizer) for _ in range(2)]
     if rank == 0:
