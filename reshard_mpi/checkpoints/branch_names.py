@@ -62,5 +62,8 @@ def _stem(name: str) -> str:
 
 
 def numbers_of(path: Path) -> tuple[int, ...]:
-    """Return the numbers in a name: ranks, steps. Those of one of several parts count parts."""
+    """Return the numbers in a name: ranks, steps.
+
+    None of a part's name (`model-00001-of-00002.pt`), whose numbers count parts.
+    """
     return () if PART.fullmatch(path.name) else tuple(map(int, re.findall("[0-9]+", _stem(path.name))))

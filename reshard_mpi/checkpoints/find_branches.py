@@ -130,7 +130,7 @@ def loose_branches(files: ShardFiles) -> ShardFiles | None:
 
 
 def _by_moment(held: Branches) -> list[dict[str, list[Path]]]:
-    """Group files by the numbers in their names, and those of a group by branch."""
+    """Group files by the numbers in their names; in each group, by branch."""
     groups: defaultdict[tuple[int, ...], dict[str, list[Path]]] = defaultdict(dict)
     for branch, paths in held.items():
         for path in paths:
@@ -139,7 +139,7 @@ def _by_moment(held: Branches) -> list[dict[str, list[Path]]]:
 
 
 def _identity_of(files: ShardFiles, group: Branches) -> tuple[ShardIdentity | None, str]:
-    """Return the identity that one of the files states; else, if none can be read, what is wrong with the first."""
+    """Return the identity that one of the files states; if none can be read, why the first cannot."""
     problems: list[str] = []
     for path in _paths(group):
         try:

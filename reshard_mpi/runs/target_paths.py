@@ -8,6 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from reshard_mpi import formats
+from reshard_mpi.checkpoints.branch_names import branch_of_name
 from reshard_mpi.checkpoints.discovery import pointers_in
 from reshard_mpi.checkpoints.shard_files import ShardFiles, both_ways, shards_in, strangers
 from reshard_mpi.errors import TargetError
@@ -32,6 +33,14 @@ def refuse_overlap(files: ShardFiles, target: str, target_files: Iterable[Path])
     if source_ways[1] == target_ways[1] or sources & {*folders, *real_targets}:
         raise TargetError(
             "the target is the source", expected="another folder", got=target, where=files.path, remedy=_OUTSIDE
+        )
+    if files.folders and any(way.parent in source_ways and branch_of_name(way.name) for way in target_ways):
+        raise TargetError(
+            "the target would be read with the source, as a branch of it",
+            expected="a folder elsewhere, or one whose name has no word of a branch",
+            got=target,
+            where=files.path,
+            remedy=_OUTSIDE,
         )
     roots = _above_rank_folders(real_shards, source_folders) | set(source_ways)
     if any(_lies_in_rank_folder(place, roots) for place in (*target_ways, *folders)):

@@ -304,6 +304,14 @@ def test_folders(tmp_path: Path) -> None:
     assert loaded(tmp_path / "alone") == plain({"optimizer": OPTIMIZER})
 
 
+@pytest.mark.parametrize("name", ["optimizer_0", "optimizer_1", "scaler"])
+def test_a_target_that_would_be_a_branch_of_its_source(tmp_path: Path, name: str) -> None:
+    source = make_folders(tmp_path / "src")
+    assert name in refused("transform", source, source / name, "--to", "dcp")
+    done("transform", source, source / "made", "--to", "dcp")
+    assert len(reshard_mpi.inspect(source)["files"]) == 2
+
+
 def spoil_index(source: Path) -> None:
     (source / "optimizer_0" / ".metadata").unlink()
 
@@ -393,10 +401,6 @@ def test_ranks_of_different_steps(tmp_path: Path) -> None:
         discovery.find_shards(str(tmp_path))
 
 
-def lose(source: Path, name: str) -> None:
-    next(source.rglob(name)).unlink()
-
-
 @pytest.mark.parametrize(
     "make, name, words",
     [
@@ -478,19 +482,6 @@ def test_an_optimizer_without_a_model(tmp_path: Path, names: list[str]) -> None:
     (warning,) = discovery.find_shards(str(tmp_path)).warnings
     assert "optim.pt" in warning and "no file of the model" in warning
     assert discovery.find_shards(str(tmp_path), "*optim*").warnings == ()
-
-
-def test_formats_without_such_branches_stay_as_they_are(tmp_path: Path) -> None:
-    save(tmp_path / "whole.pt", {"w": weights(1)})
-    for name in ("model", "optim"):
-        reshard_mpi.transform(tmp_path / "whole.pt", tmp_path / name, to="hdf5")
-        for rank in range(2):
-            (tmp_path / "src" / f"rank_{rank}").mkdir(parents=True, exist_ok=True)
-            shutil.copy(
-                tmp_path / name / "rank_0" / "checkpoint_0.h5", tmp_path / "src" / f"rank_{rank}" / f"{name}.h5"
-            )
-    with pytest.raises(SourceError, match="several files of one rank"):
-        discovery.find_shards(str(tmp_path / "src"))
 
 
 # What a file may hold: trees of tensors and plain values, with keys of all sorts.

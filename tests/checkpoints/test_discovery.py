@@ -144,7 +144,7 @@ def test_names_that_end_in_the_rank_are_of_one_moment(tmp_path: Path) -> None:
 # Several files of a rank that are not checkpoints of several steps
 
 
-@pytest.mark.parametrize("ending", ["h5", "pt", "ckpt", "safetensors"])
+@pytest.mark.parametrize("ending", ["h5", "ckpt", "safetensors"])
 def test_a_model_and_its_optimizer_in_two_files_are_not_two_moments(tmp_path: Path, ending: str) -> None:
     lay(tmp_path, *(f"rank_{rank}/{name}.{ending}" for rank in (0, 1) for name in ("model", "optim")))
     error = refusal(SourceError, tmp_path)
