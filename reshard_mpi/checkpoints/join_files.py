@@ -14,7 +14,7 @@ from reshard_mpi.errors import DisagreementError, SourceError
 from reshard_mpi.formats.manifest import NEST, Manifest, ShardIdentity, same_nest
 from reshard_mpi.formats.nest.join_branches import Branch, branch_of, join_branches
 from reshard_mpi.formats.nest.nodes import NestError
-from reshard_mpi.formats.tensor_table import ChunkedTensors, TensorTable
+from reshard_mpi.formats.tensor_table import ChunkedTensors, ListedChunk, TensorTable
 from reshard_mpi.sharding import strategy_table
 from reshard_mpi.sharding.strategy import Strategy
 
@@ -125,7 +125,7 @@ def _merged(parts: Sequence[tuple[Manifest, Branch | None]], strings: Mapping[st
             name = own_name if branch is None else branch.name(own_name)
             if name in tensors:
                 raise _held_twice(name, holder[name], manifest.path, path)
-            tensors.add_as(name, manifest.tensors, own_name)
+            _add(tensors, name, manifest.tensors, own_name)
             holder[name] = manifest.path
         if isinstance(tensors, ChunkedTensors) and isinstance(manifest.tensors, ChunkedTensors):
             tensors.missing += manifest.tensors.missing
@@ -146,6 +146,20 @@ def _merged(parts: Sequence[tuple[Manifest, Branch | None]], strings: Mapping[st
         part_of=part.part_of,
         to_have_all=part.to_have_all,
     )
+
+
+def _add(tensors: TensorTable, name: str, of_file: TensorTable, own_name: str) -> None:
+    """Add a tensor of a file under another name, with its pieces if these are listed."""
+    if not (isinstance(tensors, ChunkedTensors) and isinstance(of_file, ChunkedTensors)):
+        tensors.add_entry(of_file[own_name]._replace(name=name))
+        return
+    kind, number = of_file.kind_named(own_name), of_file.index_by_name[own_name]
+    if own_name in of_file.unreadable:
+        tensors.add_unreadable(name, kind.dtype, kind.shape, of_file.unreadable[own_name])
+        return
+    places = zip(of_file.chunk_lists[of_file.chunk_list_ids[number]], of_file.numbers[number])
+    pieces = [ListedChunk(box, pieces_of_file, own) for (box, pieces_of_file), own in places]
+    tensors.add_listed(name, kind.dtype, kind.shape, pieces)
 
 
 def _identity(parts: Sequence[tuple[Manifest, Branch | None]]) -> ShardIdentity | None:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints.choose_step import name_without_rank
-from reshard_mpi.checkpoints.join_files import joined
 from reshard_mpi.checkpoints.shard_files import ShardFiles, SingleShard
 from reshard_mpi.errors import ReshardError, SourceError, told
 from reshard_mpi.filesystem import source_files
@@ -115,6 +114,8 @@ def _counterpart(files: ShardFiles, rank: int, other_rank: int, candidates: list
     if len(manifests) == 1:
         return manifests[0]
     if files.by_branch:
+        from reshard_mpi.checkpoints.join_files import joined
+
         return joined(manifests, manifests[0].path, by_branch=True)
     tensors = {name: entry for manifest in manifests for name, entry in manifest.tensors.items()}
     return manifests[0]._replace(tensors=TensorTable(manifests[0].path, tensors.values()))

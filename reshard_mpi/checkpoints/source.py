@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi import formats
-from reshard_mpi.checkpoints.join_files import joined
 from reshard_mpi.checkpoints.shard_files import ShardFiles
 from reshard_mpi.errors import DisagreementError, ReshardError, ShardError, as_reshard_error, told
 from reshard_mpi.filesystem import source_files
@@ -256,4 +255,6 @@ def locate(files: ShardFiles, rank: int, like: Manifest | None = None) -> Manife
         manifests = [files.locate(path, like) for path in files.by_rank[rank]]
     if len(manifests) == 1:
         return manifests[0]
+    from reshard_mpi.checkpoints.join_files import joined  # only here, since most ranks have one file
+
     return joined(manifests, files.path if len(files.by_rank) == 1 else manifests[0].path, by_branch=files.by_branch)

@@ -204,10 +204,6 @@ class TensorTable(Mapping[str, TensorEntry]):
             self.locations[len(self.offsets)] = source
         self.add(entry.name, kind, start)
 
-    def add_as(self, name: str, other: TensorTable, own_name: str) -> None:
-        """Add a tensor of another table under a name. Raises ValueError if there is one of this name already."""
-        self.add_entry(other[own_name]._replace(name=name))
-
     def share_names(self, other: TensorTable) -> None:
         """Share the table of names with another shard if that has the same names in the same order, to save memory."""
         if self.index_by_name is not other.index_by_name and list(self.index_by_name) == list(other.index_by_name):
@@ -378,17 +374,6 @@ class ChunkedTensors(TensorTable):
         self._add(name, TensorType(dtype, shape), len(self.chunk_lists), ())
         self.chunk_lists.append(())
         self.unreadable[name] = why
-
-    def add_as(self, name: str, other: TensorTable, own_name: str) -> None:
-        """Add a tensor of another table of pieces under a name. Raises as `add_listed` does."""
-        assert isinstance(other, ChunkedTensors)
-        kind, number = other.kind_named(own_name), other.index_by_name[own_name]
-        if own_name in other.unreadable:
-            self.add_unreadable(name, kind.dtype, kind.shape, other.unreadable[own_name])
-            return
-        places = zip(other.chunk_lists[other.chunk_list_ids[number]], other.numbers[number])
-        pieces = [ListedChunk(box, tensors, own) for (box, tensors), own in places]
-        self.add_listed(name, kind.dtype, kind.shape, pieces)
 
     def _add(self, name: str, kind: TensorType, list_number: int, numbers: tuple[int, ...]) -> None:
         if name in self.index_by_name:
