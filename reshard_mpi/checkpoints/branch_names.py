@@ -21,8 +21,9 @@ _BRANCHES = {
     "scaler": "scaler",
 }
 MODEL, OPTIMIZER = "model", "optimizer"
-# Random states and places in the data are of one layout of ranks.
+# Random states and places in the data are of one layout of ranks. The Trainer of transformers pickles its arguments.
 LEFT_OUT = "left out"
+_ARGUMENTS = "training_args.bin"
 _LEFT_OUT_WORDS = frozenset(("rng", "random", "sampler"))
 
 
@@ -35,7 +36,8 @@ def branch_of_name(name: str) -> str:
     branches = {_BRANCHES[word] for word in words if word in _BRANCHES}
     if len(branches) == 1:
         return branches.pop()
-    return LEFT_OUT if not branches and not _LEFT_OUT_WORDS.isdisjoint(words) else ""
+    is_left_out = not branches and (name == _ARGUMENTS or not _LEFT_OUT_WORDS.isdisjoint(words))
+    return LEFT_OUT if is_left_out else ""
 
 
 def keys_of(branch: str) -> frozenset[str]:

@@ -92,6 +92,7 @@ def loaded(target: Path) -> Any:
         ("scaler.pt", "scaler"),
         ("rng_state_0.pth", LEFT_OUT),
         ("sampler.bin", LEFT_OUT),
+        ("training_args.bin", LEFT_OUT),
         ("random_model.pt", "model"),
         ("model_optim_rng.pt", ""),
         ("remodel.pt", ""),
@@ -124,6 +125,25 @@ def test_loose_files(tmp_path: Path) -> None:
         ]
         np.testing.assert_array_equal(checkpoint["model.0.w"][1:3], MODEL["0.w"][1:3])
         assert checkpoint.attrs["scheduler"] == SCHEDULER
+
+
+def test_what_a_trainer_saves(tmp_path: Path) -> None:
+    """A model in parts, and what is no dictionary beside it."""
+    source = tmp_path / "src"
+    for number, (name, value) in enumerate(MODEL.items(), 1):
+        save(source / f"pytorch_model-{number:05d}-of-00002.bin", {name: value})
+    save(source / "optimizer.pt", OPTIMIZER)
+    save(source / "scheduler.pt", SCHEDULER)
+    save(source / "rng_state.pth", [3])
+    save(source / "training_args.bin", [3])
+    (source / "trainer_state.json").write_text("{}")
+    said = done("transform", source, tmp_path / "made", "--to", "torch")
+    assert "rng_state.pth" in said.err and "training_args" not in said.err
+    assert dict(loaded(tmp_path / "made")) == dict(
+        plain({"model": MODEL, "optimizer": OPTIMIZER, "scheduler": SCHEDULER})
+    )
+    (source / "pytorch_model-00002-of-00002.bin").unlink()
+    assert "number 2 is not there" in refused("transform", source, tmp_path / "other", "--to", "torch")
 
 
 @pytest.mark.parametrize("form", few(1, ["dcp", "safetensors", "hdf5", "hf"]))
