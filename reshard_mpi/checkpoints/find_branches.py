@@ -10,18 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from reshard_mpi import formats
-from reshard_mpi.checkpoints.branch_names import (
-    MODEL,
-    OPTIMIZER,
-    branch_of_name,
-    branches_in,
-    numbers_of,
-)
+from reshard_mpi.checkpoints.branch_names import MODEL, OPTIMIZER, branch_of_name, branches_in, numbers_of
 from reshard_mpi.checkpoints.choose_step import FileChoice, choose
 from reshard_mpi.checkpoints.shard_files import ShardFiles
-from reshard_mpi.errors import DisagreementError, ReshardError, ShardError, SourceError, told
+from reshard_mpi.errors import DisagreementError, ShardError, SourceError, told
 from reshard_mpi.filesystem import source_files
-from reshard_mpi.formats.manifest import ShardIdentity
+from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.registry import FormatInfo
 
 _MAX_NAMED = 4
@@ -74,8 +68,7 @@ def _joined_folders(path: str, form: FormatInfo, held: Branches) -> ShardFiles:
     module = form.load_folder()
     assert module is not None
     files = tuple(file for folder in folders for file in module.files_of(folder))
-    note = _told(folders)
-    return ShardFiles(path, form.name, {0: files}, (note,), is_folder=True, by_branch=True, folders=folders)
+    return ShardFiles(path, form.name, {0: files}, (_told(folders),), is_folder=True, by_branch=True, folders=folders)
 
 
 def loose_branches(files: ShardFiles) -> ShardFiles | None:
@@ -91,8 +84,10 @@ def loose_branches(files: ShardFiles) -> ShardFiles | None:
     by_rank: dict[int, dict[str, list[Path]]] = {}
     warnings: list[str] = []
     of_no_rank: list[Path] = []
+    first: Manifest | None = None
     for group in _by_moment(held):
-        identity, problem = _identity_of(files, group)
+        manifest, problem = _telling_file(files, group)
+        first, identity = first or manifest, None if manifest is None else manifest.identity
         if identity is not None and identity.rank in by_rank:
             raise SourceError(
                 "two shards say they are the same rank",
@@ -109,7 +104,7 @@ def loose_branches(files: ShardFiles) -> ShardFiles | None:
             of_no_rank += map(Path, _paths(group))
     if not by_rank:
         _require_one_moment(held, files.path)
-        return files._replace(notes=(*files.notes, _told(files.by_rank[0])))
+        return files._replace(notes=(*files.notes, _told(files.by_rank[0])), read=first)
     unclear = [*of_no_rank, *(path for group in by_rank.values() for path in group.get("", ()))]
     if unclear:
         raise SourceError(
@@ -119,14 +114,21 @@ def loose_branches(files: ShardFiles) -> ShardFiles | None:
             where=files.path,
             remedy="move it elsewhere, or choose the others with --select",
         )
+    example = _examples(by_rank.values())
     for rank, group in by_rank.items():
-        _require_all(group, _examples(by_rank.values()), rank, files.path)
+        _require_all(group, example, rank, files.path)
         several = next((own for own in group.values() if len(own) > 1), ())
         if several:
-            raise _several_files(several, rank, files.path)
+            raise SourceError(
+                "several files of one rank",
+                expected="one file of each branch",
+                got=f"{_listed(several)} of rank {rank}",
+                where=files.path,
+                remedy="choose with --select, and convert the others into another folder",
+            )
     paths = {rank: _paths(by_rank[rank]) for rank in sorted(by_rank)}
     note = _told(next(iter(paths.values())), of_ranks=True)
-    return files._replace(by_rank=paths, notes=(*files.notes, note), warnings=(*files.warnings, *warnings))
+    return files._replace(by_rank=paths, notes=(*files.notes, note), warnings=(*files.warnings, *warnings), read=first)
 
 
 def _by_moment(held: Branches) -> list[dict[str, list[Path]]]:
@@ -138,18 +140,19 @@ def _by_moment(held: Branches) -> list[dict[str, list[Path]]]:
     return [*groups.values()]
 
 
-def _identity_of(files: ShardFiles, group: Branches) -> tuple[ShardIdentity | None, str]:
-    """Return the identity that one of the files states; if none can be read, why the first cannot."""
-    problems: list[str] = []
+def _telling_file(files: ShardFiles, group: Branches) -> tuple[Manifest | None, str]:
+    """Return the first file that states its rank, or else the first that can be read; if none can, why not."""
+    first, problems = None, []
     for path in _paths(group):
         try:
-            identity = files.locate(path).identity
+            manifest = files.locate(path)
         except (ShardError, OSError) as error:
             problems.append(told(error))
             continue
-        if identity is not None:
-            return identity, ""
-    return None, problems[0] if len(problems) == len(_paths(group)) else ""
+        if manifest.identity is not None:
+            return manifest, ""
+        first = first or manifest
+    return first, "" if first is not None else problems[0]
 
 
 def group_in_ranks(
@@ -246,16 +249,6 @@ def _other_moments(paths: Sequence[Path], where: str) -> DisagreementError:
         got=_listed(paths),
         where=where,
         remedy="restore the missing files, or choose one of these with --select",
-    )
-
-
-def _several_files(paths: Sequence[Path], rank: int, where: str) -> ReshardError:
-    return SourceError(
-        "several files of one rank",
-        expected="one file of each branch",
-        got=f"{_listed(paths)} of rank {rank}",
-        where=where,
-        remedy="choose with --select, and convert the others into another folder",
     )
 
 

@@ -162,13 +162,13 @@ def test_a_type_that_torch_has_not_is_refused_before_anything_is_written(tmp_pat
 def test_loose_files_with_nests_of_their_own_are_not_mixed(tmp_path: Path) -> None:
     src = tmp_path / "src"
     src.mkdir()
-    for name in ("model", "optimizer"):
+    for name in ("first", "second"):
         made = torch_peer.tensor(SampleTensor.random(name, BY_NAME["float32"], (2,)), "0")
         torch_peer.save(src / f"{name}.pt", {name: {"w": made}})
     with pytest.raises(SourceError, match="nested dictionaries of their own"):
         reshard_mpi.transform(src, tmp_path / "out")
-    path = transformed(src, tmp_path / "out", select="model.pt")
-    expected = {"nest": {"dict": [["model", {"dict": []}]]}, "order": [0, "model.w"]}
+    path = transformed(src, tmp_path / "out", select="first.pt")
+    expected = {"nest": {"dict": [["first", {"dict": []}]]}, "order": [0, "first.w"]}
     assert json.loads(contents_of(path).strings[NEST]) == expected
 
 
