@@ -36,6 +36,16 @@ def saved(scheme: str, folder: Path) -> tuple[Path, Any]:
     return folder / "src", torch.load(folder / "whole.pt")
 
 
+@pytest.fixture(scope="module")
+def of_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    return saved("files", tmp_path_factory.mktemp("files"))
+
+
+@pytest.fixture(scope="module")
+def of_folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    return saved("folders", tmp_path_factory.mktemp("folders"))
+
+
 def assert_trains_on(state: Any, whole: Any) -> None:
     """Load a model and its optimizer, which must go on as the processes did, but for the order of their sums."""
     from support.branch_ranks import network, optimizer_of, step
@@ -63,8 +73,10 @@ def assert_trains_on(state: Any, whole: Any) -> None:
 
 
 @pytest.mark.parametrize("between", [None, "dcp"])
-def test_files_of_model_and_optimizer_for_each_rank(tmp_path: Path, between: str | None) -> None:
-    source, whole = saved("files", tmp_path)
+def test_files_of_model_and_optimizer_for_each_rank(
+    tmp_path: Path, of_files: tuple[Path, Any], between: str | None
+) -> None:
+    source, whole = of_files
     for form in filter(None, (between, "torch")):
         run_apart("transform", source, tmp_path / form, "--to", form, "--jobs", "1", "--verify", check=True)
         source = tmp_path / form
@@ -74,9 +86,9 @@ def test_files_of_model_and_optimizer_for_each_rank(tmp_path: Path, between: str
     assert_trains_on(state, whole)
 
 
-def test_a_folder_of_the_model_and_one_of_the_optimizer(tmp_path: Path) -> None:
+def test_a_folder_of_the_model_and_one_of_the_optimizer(tmp_path: Path, of_folders: tuple[Path, Any]) -> None:
     """As Accelerate saves them. Its own files have checksums, by which they are verified."""
-    source, whole = saved("folders", tmp_path)
+    source, whole = of_folders
     verified = run_apart("verify", source, check=True)
     assert "4 shards" in verified.out and "sound" in verified.out
     said = run_apart("transform", source, tmp_path / "made", "--to", "torch", "--jobs", "1", check=True)
@@ -86,11 +98,11 @@ def test_a_folder_of_the_model_and_one_of_the_optimizer(tmp_path: Path) -> None:
     assert_trains_on(state, whole)
 
 
-def test_a_running_model_loads_them(tmp_path: Path) -> None:
+def test_a_running_model_loads_them(of_folders: tuple[Path, Any]) -> None:
     """Through the names that torch's own distributed checkpoints have."""
     import reshard_mpi.torch
 
-    source, whole = saved("folders", tmp_path)
+    source, whole = of_folders
     state = {"model": {name: torch.zeros_like(tensor) for name, tensor in whole["model"].items()}}
     torch.distributed.checkpoint.load(state, storage_reader=reshard_mpi.torch.Reader(source), no_dist=True)
     assert all(torch.equal(tensor, state["model"][name]) for name, tensor in whole["model"].items())
