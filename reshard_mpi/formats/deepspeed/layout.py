@@ -26,7 +26,7 @@ STATE = "optimizer.state."
 
 
 class LaidParameter(NamedTuple):
-    """A parameter: its name in the model, its whole shape, and the tensor that its weights in the optimizer come from."""
+    """A parameter: its name in the model, its whole shape, and the tensor that its weights in vectors come from."""
 
     name: str
     shape: tuple[int, ...]
