@@ -13,6 +13,7 @@ from reshard_mpi.journal.record_finder import run_of
 from reshard_mpi.journal.run_records import CHOSEN, CommitRecord, RunIdentity, joined_words
 from reshard_mpi.planning.tensor_names import Accumulated, Unlisted
 from reshard_mpi.runs.request import Request
+from reshard_mpi.sharding.strategy import Strategy
 
 _FILES = ("map", "config", "like")
 _REPEATED = ("dtype", "include", "exclude")
@@ -151,3 +152,19 @@ def accumulated_as_made(request: Request, run: RunIdentity | None) -> Accumulate
     if request.accumulated is not Accumulated.REFUSE:
         return request.accumulated
     return Accumulated(run.facts.get("accumulated", Accumulated.REFUSE)) if run else Accumulated.REFUSE
+
+
+def strategy_to_drop_by(run: RunIdentity | None, path: str) -> Strategy | None:
+    """Return the target strategy of the run that made the checkpoint at `path`; None if no record names one.
+
+    Raises UsageError if the file is not there any more, or is another one.
+    """
+    recorded = None if run is None else run.files.get("dst_strategy")
+    if run is None or recorded is None:
+        return None
+    from reshard_mpi.sharding.strategy_files import digest, load
+
+    if not Path(recorded).exists() or digest(recorded) != run.facts["dst_strategy"]:
+        made_with = shlex.join(["--dst-strategy", recorded, "--unlisted", "drop"])
+        raise _not_given("no --dst-strategy, and its file is not there any more, or is another one", made_with, path)
+    return load(recorded)

@@ -31,6 +31,7 @@ from reshard_mpi.journal.record_finder import (
 from reshard_mpi.planning.gradient_joining import notes_on
 from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.planning.target_tensors import Policy
+from reshard_mpi.planning.tensor_names import Unlisted
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.processes.governor import Governor
 from reshard_mpi.runs.check_contents import (
@@ -47,7 +48,13 @@ from reshard_mpi.runs.outcome import Checked, Failure, Outcome, agreed, attempt
 from reshard_mpi.runs.plan_conversion import LIMITS, Conversion, apply_map, packing_of_model
 from reshard_mpi.runs.process_memory import RunMemory
 from reshard_mpi.runs.progress import Progress, ProgressStage, SliceCounter, Words, complain
-from reshard_mpi.runs.recorded_options import accumulated_as_made, as_made, made_otherwise, recorded_run
+from reshard_mpi.runs.recorded_options import (
+    accumulated_as_made,
+    as_made,
+    made_otherwise,
+    recorded_run,
+    strategy_to_drop_by,
+)
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.scheduling import assign, target_weights
 from reshard_mpi.runs.target_needs import Workload, checking_bytes
@@ -167,13 +174,17 @@ def _opened_pair(
     files, target_files = request.shard_files(), discovery.find_shards(request.target, role="target")
     memory.reserve_for_reading(named, purpose, files.format, target_files.format)
     source = open_source(files, read.source)
-    target = open_source(target_files, None if request.dst_strategy is None else read.target)
     run = recorded_run(target_files)
     request, made_so = as_made(request, run, target_files.path)
+    given = None if request.dst_strategy is None else read.target
+    # The index of a folder does not say what was to be left out.
+    drops_in_folder = target_files.is_folder and request.unlisted is Unlisted.DROP
+    target = open_source(target_files, None if drops_in_folder else given)
+    lists = (given or strategy_to_drop_by(run, target_files.path)) if drops_in_folder else None
     accumulated = accumulated_as_made(request, run)
     conversion = Conversion(
         source,
-        target.strategy,
+        target.strategy if lists is None else lists.whole(),
         Policy(request.unlisted, replicas=request.replicas, accumulated=accumulated),
         keeps_strings=formats.info(target_files.format).keeps_strings,
     )

@@ -157,6 +157,11 @@ class Strategy:
                 listed[name] = placed.setdefault((placement, stages_here), (placement.with_stages(stages_here),))
         return Strategy(self.world_size, self.stages, listed, self.rules, self.origin, self.required_rules, self.axes)
 
+    def whole(self) -> Strategy:
+        """Return the strategy of one rank that holds whole all that this one lists."""
+        one = replicated(1)
+        return Strategy(1, 1, dict.fromkeys(self.parameters, (one,)), tuple((glob, one) for glob, _ in self.rules))
+
     def is_only_caught(self, name: str) -> bool:
         """Tell whether only a rule for every name (`*`) lists parameter `name`."""
         if name in self.parameters:

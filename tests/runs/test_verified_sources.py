@@ -212,6 +212,33 @@ def test_verify_takes_what_became_of_unlisted_parameters(c: Conversion, made: st
     assert f"--unlisted {made}" in finished.err and "damage" not in finished.err
 
 
+@pytest.mark.parametrize("form", ["safetensors", "dcp"])
+def test_verify_knows_what_a_strategy_has_left_out(c: Conversion, form: str) -> None:
+    """A folder that lists its own pieces does not say which tensors were to be left out: the run's strategy does."""
+    c = c.to(side(2, {"w": RawLayout((2,), (0, -1))}))
+    c.done("transform", "--to", form, "--unlisted", "drop")
+    without = c.but(dst_strategy=None)
+    for finished in (verify(c), verify(without), verify(c, "--unlisted", "drop")):
+        assert finished.code == 0 and finished.out.startswith("verified "), finished
+    shutil.rmtree(c.dst / ".reshard_mpi")
+    (c.dst / "reshard.json").unlink()
+    finished = verify(c, "--unlisted", "drop")
+    assert finished.code == 0, finished
+    spoil(c.dst)
+    finished = verify(c, "--unlisted", "drop")
+    assert finished.code == 4 and "differs from its source" in finished.err, finished
+
+
+def test_verify_asks_for_the_strategy_that_has_left_tensors_out(c: Conversion) -> None:
+    c = c.to(side(2, {"w": RawLayout((2,), (0, -1))}))
+    c.done("transform", "--to", "dcp", "--unlisted", "drop")
+    assert c.dst_strategy is not None
+    c.dst_strategy.rename(c.folder / "moved.ckpt")
+    finished = verify(c.but(dst_strategy=None))
+    assert finished.code == 2 and "no --dst-strategy, and its file is not there" in finished.err, finished
+    assert verify(c.but(dst_strategy=c.folder / "moved.ckpt")).code == 0
+
+
 def test_verify_finds_the_options_of_a_file_or_a_rank_folder(tmp_path: Path) -> None:
     c = make(tmp_path).but(dst_strategy=None)
     c.done("transform", "--dtype", "w=bf16")
