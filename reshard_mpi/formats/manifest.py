@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
 from reshard_mpi.errors import DisagreementError, TargetError
 from reshard_mpi.formats.dtypes import DType, numbers
@@ -60,7 +60,7 @@ def common_nest(texts: Iterable[str]) -> CommonNest | None:
     from reshard_mpi.formats.nest.join_stages import joined
 
     try:
-        root, is_whole, apart = joined([json.loads(nest_without_order(text)) for text in different])
+        root, is_whole, apart = joined([nest_root(text) for text in different])
     except (ValueError, RecursionError):
         return None
     text = json.dumps(root, separators=(",", ":"))
@@ -86,18 +86,22 @@ def apart_error(name: str, path: str, kept: str, apart: Mapping[str, str]) -> Di
     )
 
 
-def nest_without_order(text: str) -> str:
-    """Return a nest without the order of its tensors. Raises ValueError or RecursionError for another text."""
+def nest_root(text: str) -> Any:
+    """Return the value of a nest's text, without the order. Raises ValueError or RecursionError for another text."""
     content = json.loads(text)
-    has_order = type(content) is dict and content.keys() == {"nest", "order"}
-    return json.dumps(content["nest"] if has_order else content, separators=(",", ":"))
+    return content["nest"] if type(content) is dict and content.keys() == {"nest", "order"} else content
+
+
+def nest_without_order(text: str) -> str:
+    """Return a nest's text without the order of its tensors. Raises ValueError or RecursionError for another text."""
+    return json.dumps(nest_root(text), separators=(",", ":"))
 
 
 def nest_settings(text: str) -> str:
     """Return what nests of all stages have in common: no tensors, no entries of optimizers. Raises as the above."""
     from reshard_mpi.formats.nest.join_stages import settings_of
 
-    return json.dumps(settings_of(json.loads(nest_without_order(text))))
+    return json.dumps(settings_of(nest_root(text)))
 
 
 class ShardIdentity(NamedTuple):

@@ -12,9 +12,9 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
-from reshard_mpi.formats.nest.join_stages import BY_GROUP, lists_by_group
+from reshard_mpi.formats.nest.join_stages import BY_GROUP, lists_by_group, pairs_of
 from reshard_mpi.formats.nest.nodes import decoded, parsed, written
-from reshard_mpi.mapping.numbered_state import Training, entries_of, parts_of
+from reshard_mpi.mapping.numbered_state import Training, entries_of
 from reshard_mpi.mapping.optimizers import (
     GROUPS,
     NOTHING,
@@ -312,8 +312,8 @@ class NestValues:
         """Yield the paths and items of lists that both nests have beside optimizers."""
         if id(node) in self._left_alone:
             return
-        of_source = dict(parts_of(source))
-        for key, value in parts_of(node):
+        of_source = dict(pairs_of(source))
+        for key, value in pairs_of(node):
             if key in of_source:
                 own, items = _items(value), _items(of_source[key])
                 if own is not None and items is not None:

@@ -14,6 +14,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
+from reshard_mpi.formats.nest.join_stages import pairs_of
 from reshard_mpi.formats.nest.nodes import NestError, decoded, parsed, places
 from reshard_mpi.mapping.direction import TemplateShapes
 from reshard_mpi.mapping.optimizer_state import STATE_WORDS
@@ -278,19 +279,8 @@ def optimizers_in(node: Any, path: str) -> Iterator[Numbered]:
         if all(read_groups):
             yield Numbered(path, tuple(group for group in read_groups if group is not None))
             return
-    for key, value in parts_of(node):
+    for key, value in pairs_of(node):
         yield from optimizers_in(value, f"{path}{key}.")
-
-
-def parts_of(node: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield keys and values of a dictionary, or places and items of an array."""
-    if isinstance(node, dict) and isinstance(node.get("tuple"), list):
-        node = node["tuple"]
-    if isinstance(node, list):
-        yield from enumerate(node)
-    for entry in entries_of(node) or ():
-        if len(entry) == 2 and type(entry[0]) in (str, int):
-            yield entry[0], entry[1]
 
 
 def _group(node: Any) -> ParameterGroup | None:
@@ -298,7 +288,7 @@ def _group(node: Any) -> ParameterGroup | None:
     if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
         return None
     is_named = isinstance(names, list) and len(names) == len(numbers) and all(isinstance(name, str) for name in names)
-    settings = {key: value for key, value in parts_of(node) if key not in ("params", "param_names")}
+    settings = {key: value for key, value in pairs_of(node) if key not in ("params", "param_names")}
     return ParameterGroup(tuple(numbers), tuple(names) if is_named else None, settings)
 
 
@@ -308,7 +298,7 @@ def paths_in(node: Any, path: str, without: Collection[str]) -> Iterator[str]:
         return
     if entries_of(node) is not None:
         yield path
-    for key, value in parts_of(node):
+    for key, value in pairs_of(node):
         yield from paths_in(value, f"{path}{key}.", without)
 
 

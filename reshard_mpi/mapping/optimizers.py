@@ -13,8 +13,9 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
+from reshard_mpi.formats.nest.join_stages import pairs_of
 from reshard_mpi.formats.nest.nodes import parsed
-from reshard_mpi.mapping.numbered_state import Training, entries_of, parts_of, value_of
+from reshard_mpi.mapping.numbered_state import Training, entries_of, value_of
 from reshard_mpi.mapping.rules import Unlike
 
 STATE_KEY, GROUPS = "state", "param_groups"
@@ -58,7 +59,7 @@ def _nodes(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     if any(flat is not None and flat.kind == GROUPS for flat in map(_flat_key, entries_of(node) or ())):
         yield path, node
         return
-    for key, value in parts_of(node):
+    for key, value in pairs_of(node):
         yield from _nodes(value, f"{path}{key}.")
 
 
@@ -193,12 +194,12 @@ def settings_of_all(training: Training, nest: str | None) -> dict[str, Any]:
     """Return the settings, by name, that the optimizers of a file have for their parameters, in groups or in state."""
     said: dict[str, list[Any]] = {}
     for _, optimizer in [] if nest is None else optimizers_of(parsed(nest).root, training):
-        groups = [dict(parts_of({"dict": settings_in(group)})) for group in optimizer.groups]
+        groups = [dict(pairs_of({"dict": settings_in(group)})) for group in optimizer.groups]
         in_groups = dict.fromkeys(key for group in groups for key in group)
         for key in in_groups:
             said.setdefault(key, []).extend(group.get(key) for group in groups)
         for name in optimizer.parameters:
-            for key, value in parts_of(optimizer.states.get(name)):
+            for key, value in pairs_of(optimizer.states.get(name)):
                 if key not in in_groups:
                     said.setdefault(key, []).append(value)
     return {

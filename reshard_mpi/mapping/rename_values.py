@@ -8,8 +8,9 @@ from collections.abc import Collection, Container, Iterable, Iterator, Mapping, 
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
+from reshard_mpi.formats.nest.join_stages import pairs_of
 from reshard_mpi.formats.nest.nodes import decoded, parsed, written
-from reshard_mpi.mapping.numbered_state import Training, entries_of, parts_of, value_of
+from reshard_mpi.mapping.numbered_state import Training, entries_of, value_of
 from reshard_mpi.mapping.optimizers import (
     NOTHING,
     STATE_KEY,
@@ -97,7 +98,7 @@ def _nodes(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the dictionaries in a part of a nest, each behind the beginning of the names in it."""
     if entries_of(node) is not None:
         yield path, node
-    for key, value in parts_of(node):
+    for key, value in pairs_of(node):
         yield from _nodes(value, f"{path}{key}.")
 
 

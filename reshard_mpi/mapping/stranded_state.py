@@ -14,8 +14,8 @@ from math import prod
 from typing import Any
 
 from reshard_mpi.errors import MapError
+from reshard_mpi.formats.nest.join_stages import pairs_of
 from reshard_mpi.formats.nest.nodes import parsed
-from reshard_mpi.mapping import numbered_state
 from reshard_mpi.mapping.box_pairs import TermTensor
 from reshard_mpi.mapping.direction import Inventory
 from reshard_mpi.mapping.matching import Match
@@ -262,7 +262,7 @@ def _numbers_of(
 def _numbering(node: Any, path: str) -> Iterator[str]:
     """Yield what names begin with in lists of tensors, and in what an optimizer has beside its groups and its state."""
     has_groups = isinstance(value_of(node, GROUPS), list)
-    for key, value in numbered_state.parts_of(node):
+    for key, value in pairs_of(node):
         begin = f"{path}{key}."
         if not has_groups and not _is_list(value):
             yield from _numbering(value, begin)
@@ -275,7 +275,7 @@ def _is_list(node: Any) -> bool:
     entries = entries_of(node)
     if entries is not None:
         return bool(entries) and all(type(entry[0]) is int for entry in entries)
-    items = [item for _, item in numbered_state.parts_of(node) if item is not None]
+    items = [item for _, item in pairs_of(node) if item is not None]
     return bool(items) and all((isinstance(item, dict) and "tensor" in item) or _is_list(item) for item in items)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import re
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from math import prod
@@ -16,6 +15,7 @@ from reshard_mpi.formats.manifest import (
     Manifest,
     TensorSpec,
     common_nest,
+    nest_root,
     nest_settings,
     nest_without_order,
     shown_string,
@@ -366,7 +366,7 @@ def unlike_by_group(manifests: Mapping[int, Manifest], in_order: Sequence[int]) 
     from reshard_mpi.formats.nest.join_stages import lists_by_group
 
     try:
-        first, *others = [dict(lists_by_group(json.loads(nest_without_order(text)))) for text in texts]
+        first, *others = [dict(lists_by_group(nest_root(text))) for text in texts]
     except (ValueError, RecursionError, LookupError, TypeError):
         return  # a damaged nest is told of where it is made again
     for text, other in zip(texts[1:], others):

@@ -62,21 +62,21 @@ def settings_of(node: Any) -> Any:
 
 def lists_by_group(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the paths and values of lists that schedulers have by groups of parameters."""
-    for key, value in _pairs(node):
+    for key, value in pairs_of(node):
         if isinstance(key, str) and key in BY_GROUP:
             yield f"{path}{key}", value
         else:
             yield from lists_by_group(value, f"{path}{key}.")
 
 
-def _pairs(node: Any) -> list[tuple[Any, Any]]:
-    """Return keys and values of a dictionary, or places and items of a list or tuple."""
+def pairs_of(node: Any) -> list[tuple[Any, Any]]:
+    """Return the keys that are texts or numbers and values of a dictionary, or places and items of a list or tuple."""
     if isinstance(node, dict) and isinstance(node.get("tuple"), list):
         node = node["tuple"]
     if isinstance(node, dict):
         entries = node.get("dict")
         pairs = [entry for entry in entries if isinstance(entry, list)] if isinstance(entries, list) else []
-        return [(entry[0], entry[1]) for entry in pairs if len(entry) == 2]
+        return [(entry[0], entry[1]) for entry in pairs if len(entry) == 2 and type(entry[0]) in (str, int)]
     return [*enumerate(node)] if isinstance(node, list) else []
 
 
@@ -89,7 +89,7 @@ def _is_empty(node: Any) -> bool:
 
 def _optimizers(node: Any, path: str) -> Iterator[str]:
     """Yield what names of tensors in the optimizers of a part of a nest begin with. path: in this part."""
-    pairs = _pairs(node)
+    pairs = pairs_of(node)
     if any(key == _GROUPS or (isinstance(key, str) and key.startswith(f"{_GROUPS}.")) for key, _ in pairs):
         yield path
     for key, value in pairs:
