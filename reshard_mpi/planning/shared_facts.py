@@ -7,7 +7,7 @@ import hashlib
 import re
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from reshard_mpi.errors import CoverageError, DisagreementError
 from reshard_mpi.formats.manifest import (
@@ -135,6 +135,23 @@ def moment_counters(
 
                     copies = ChunkReads(0, 1).copies(copy, tensors)
                 yield manifest.path, TensorPlan(spec, copies)
+
+
+def plain_counters(manifests: Iterable[Manifest]) -> tuple[SharedFact, ...]:
+    """Return the step counters of shards that are no tensors, each value once: texts, and numbers beside a model."""
+    from reshard_mpi.formats.nest.join_stages import pairs_of
+
+    path_of = {text: manifest.path for manifest in manifests for text in manifest.strings.items()}
+    counters: dict[tuple[str, str], str] = {}
+    for text, path in path_of.items():
+        values: list[tuple[Any, Any]] = [text]
+        if text[0] == NEST:
+            with contextlib.suppress(ValueError, RecursionError):  # a damaged nest is told of where it is made again
+                values = pairs_of(nest_root(text[1]))
+        for name, value in values:
+            if type(name) is str and type(value) in (int, float, str) and is_moment(name):
+                counters.setdefault((name, str(value)), path)
+    return tuple(SharedFact(name, value, path) for (name, value), path in counters.items())
 
 
 def shared_tensors(

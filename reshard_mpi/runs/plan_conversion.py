@@ -31,7 +31,9 @@ from reshard_mpi.planning.shared_facts import (
     loose_beginnings,
     moment_counters,
     not_carried,
+    plain_counters,
     require_nothing_left_out,
+    require_one_checkpoint,
     text_digests,
 )
 from reshard_mpi.planning.source_flaws import Differing, PrefixDigest, modified_warning
@@ -215,8 +217,11 @@ class Conversion:
     def checked(self, plan: RankPlan) -> RankPlan:
         """Return a plan with all that reading tensors of the source shows. Raises what `plan` raises."""
         manifests = {rank: self.planned_source.manifest(rank) for rank in plan.source_ranks}
+        counters = plain_counters(manifests.values())
+        require_one_checkpoint(counters)
         return self._checked(plan)._replace(
-            shared_facts=(*plan.shared_facts, *self._moments(plan, manifests)), prefix_digests=self._beginnings(plan)
+            shared_facts=(*plan.shared_facts, *self._moments(plan, manifests), *counters),
+            prefix_digests=self._beginnings(plan),
         )
 
     def _without_strings(self, plan: RankPlan) -> RankPlan:

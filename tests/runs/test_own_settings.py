@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import torch_peer
+from support import safetensors_peer, torch_peer
 from support.checkpoints import sample
 from support.command_line import done
 from support.examples import few
 
 import reshard_mpi
 from reshard_mpi.errors import DisagreementError
+from reshard_mpi.testing.sample_tensors import ShardContents
 
 NOTE = "the string settings beside the tensors, and how all is nested differs between ranks"
 
@@ -116,6 +117,42 @@ def test_stages_with_settings_of_their_own_keep_their_parameters(tmp_path: Path,
     assert read["optim"]["state"].keys() == {"l0.b", "l1.b"}
     assert way != "one has more" or read["own"] == 3.5
     assert way != "its optimizer has more" or read["optim"]["own"] == 3.5
+
+
+@pytest.mark.parametrize("to", ["one", "torch", "dcp", "map"])
+@pytest.mark.parametrize("stages", [False, True])
+def test_rank_files_of_two_moments(tmp_path: Path, to: str, stages: bool) -> None:
+    """A counter that is a plain number is compared as one that is a tensor is."""
+    for rank in range(2):
+        (tmp_path / "src" / f"rank_{rank}").mkdir(parents=True)
+        model = {f"l{rank if stages else 0}.b": tensor(np.full(4, rank, np.float32), "0")}
+        saved = {"model": model, "iteration": 100 + rank, "data": {"epoch": rank}}
+        torch_peer.save(tmp_path / "src" / f"rank_{rank}" / "x.pt", saved)
+    rules = "".join(f'[[parameter]]\nmatch = "*l{stage}.b"\nstage = {stage}\n' for stage in (0, 1))
+    cut = 'mesh = { x = 2 }\n[[parameter]]\nmatch = "model.*"\nsplit = { 0 = ["x"] }\n'
+    strategy = tmp_path / "strategy.toml"
+    strategy.write_text(f"mesh = {{ x = 1 }}\nstages = 2\n{rules}" if stages else cut)
+    source, target = tmp_path / "src", tmp_path / "dst"
+    options: dict[str, Any] = (
+        {"map": "model.l0.b <=> model.l0.c"} if to == "map" else {"to": "dcp"} if to == "dcp" else {}
+    )
+    dst_strategy = None if to in ("one", "map") else strategy
+    with pytest.raises(DisagreementError, match="different moments") as error:
+        reshard_mpi.transform(source, target, strategy, dst_strategy, **options)
+    assert "'iteration' = 100" in str(error.value) and "'iteration' = 101" in str(error.value)
+    assert not target.exists()
+    if to == "torch":
+        with pytest.raises(DisagreementError, match="different moments"):
+            reshard_mpi.plan(source, strategy, dst_strategy)
+
+
+def test_texts_of_two_moments(tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / "src" / f"rank_{rank}").mkdir(parents=True)
+        content = ShardContents.of([sample("model.w", np.full((4, 2), rank, np.float32))], {"step": str(rank)})
+        safetensors_peer.write(tmp_path / "src" / f"rank_{rank}" / "x.safetensors", content)
+    with pytest.raises(DisagreementError, match="different moments"):
+        reshard_mpi.transform(tmp_path / "src", tmp_path / "dst", cut(tmp_path, 2))
 
 
 def test_diff_says_which_settings_it_has_compared(tmp_path: Path) -> None:
