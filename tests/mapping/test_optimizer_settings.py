@@ -173,12 +173,12 @@ def test_state_of_a_parameter_beside_one_that_is_called_like_it(
 
 
 @pytest.mark.parametrize(
-    ("between", "rates", "epochs"),
+    ("between", "rates", "seeds"),
     one_at_a_time(["torch", "dcp", "safetensors"], [(0.1, 0.1), (0.1, 0.2)], [(3, 3), (3, 4)]),
 )
 @pytest.mark.parametrize("is_flat", few(1, [True, False]))
 def test_optimizers_of_stages_are_joined(
-    tmp_path: Path, is_flat: bool, epochs: tuple[int, int], rates: tuple[float, float], between: str
+    tmp_path: Path, is_flat: bool, seeds: tuple[int, int], rates: tuple[float, float], between: str
 ) -> None:
     """Two stages have saved a parameter each, and an optimizer that names it."""
     for stage, name in enumerate(("a.w", "b.w")):
@@ -189,14 +189,14 @@ def test_optimizers_of_stages_are_joined(
             **{f"state.{name}.{key}": value for key, value in state.items()},
             f"param_groups.{name}.lr": rates[stage],
         }
-        saved = {"model": {name: tensor(stage)}, "optim": flat if is_flat else named, "epoch": epochs[stage]}
+        saved = {"model": {name: tensor(stage)}, "optim": flat if is_flat else named, "seed": seeds[stage]}
         torch_peer.save(tmp_path / "src" / f"rank_{stage}" / "x.pt", saved)
     (tmp_path / "stages.toml").write_text('mesh = { data = 1 }\nstages = 2\n[[parameter]]\nmatch = "*"\n')
     report = reshard_mpi.transform(tmp_path / "src", tmp_path / "between", tmp_path / "stages.toml", to=between)
-    assert any("differs from the one taken" in note for note in report.notes) == (epochs == (3, 4))
+    assert any("differs from the one taken" in note for note in report.notes) == (seeds == (3, 4))
     reshard_mpi.transform(tmp_path / "between", tmp_path / "dst", to="torch")
     loaded = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")
-    assert loaded["epoch"] == 3
+    assert loaded["seed"] == 3
     for stage, name in enumerate(("a.w", "b.w")):
         assert value_of(loaded["model"][name]) == stage
         optimizer = loaded["optim"]
