@@ -24,6 +24,8 @@ STATE = "optimizer.state."
 # Tensors of a model that no optimizer changes. Users' own are not known; where there are any, the numbers do not come
 # out.
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+# What DistributedDataParallel, torch.compile, FSDP and trainers put before the names of all parameters of a model.
+_WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "model")
 # Words in the names of models that no optimizer trains: averages of another one.
 _COPIES = frozenset(("average", "averaged", "avg", "ema", "shadow", "swa", "teacher"))
 _MAX_NAMED = 5
@@ -37,6 +39,10 @@ _TWIN_REMEDY = (
 )
 _MODELS_REMEDY = (
     "leave all but the model of the optimizer out (--exclude 'ema.*'), or the state; they can be converted on their own"
+)
+_NAMES_REMEDY = (
+    "give the optimizer the names that parameters have in the file (AdamW(model.named_parameters())), or leave its"
+    " state out (--exclude)"
 )
 _ORDER_REMEDY = (
     "convert torch's own file once more, since what earlier versions of this program made of it does not have the"
@@ -151,7 +157,7 @@ def training_in(nest: str | None, shapes: TemplateShapes, alias: Mapping[str, st
         return stateless
     if len(by_path) != 1:
         got = " or ".join(by_path.values()) if by_path else "; ".join(problems[:_MAX_NAMED]) or "no parameters"
-        remedy = _MODELS_REMEDY if are_named and by_path else _REMEDY
+        remedy = (_MODELS_REMEDY if by_path else _NAMES_REMEDY) if are_named else _REMEDY
         raise _doubt("whose optimizer state each number is cannot be told", got, where, remedy)
     ((parameters, prefix),) = by_path.items()
     twin = None if are_named else _twin(parameters, prefix, models, shapes)
@@ -359,13 +365,15 @@ def _parameters(
 def _behind_wrapper(path: str, names: Sequence[str], own: Sequence[str]) -> tuple[str, Sequence[str]]:
     """Return what names of a model begin with, and how an optimizer's go on: `module.` is before either, or neither.
 
+    Another first part of the optimizer's names may be that of another model.
+
     Args:
         path: what is before all of the model's; they are looked for with no more if nothing else fits them.
         own: the names of the model.
     """
     parted = [name.partition(".") for name in names]
     ends_of_names = [names]
-    if len({first for first, _, _ in parted}) == 1 and all(rest for _, _, rest in parted):
+    if any({first for first, _, _ in parted} == {wrapper} for wrapper in _WRAPPERS):
         ends_of_names.append([rest for _, _, rest in parted])
     known = frozenset(own)
     for ends in ends_of_names if names else ():

@@ -1146,6 +1146,21 @@ def test_names_of_parameters_may_begin_otherwise_than_those_of_the_model(
         assert [*made["state"]] == [f"{of_model}{name}" for name in ("qk", "bias", "out.weight")]
 
 
+@pytest.mark.parametrize(("key", "of_model"), [("critic", ""), ("model", "critic."), ("model", "")])
+def test_another_models_name_before_those_of_parameters_is_no_wrapper(tmp_path: Path, key: str, of_model: str) -> None:
+    """The optimizer's own model is not in the file; the one that is there has parameters of the same ends of names."""
+    source = training({f"{of_model}{name}": array for name, array in MODEL.items()}, ())
+    source = {key: source["model"], "actor_optimizer": training()["optimizer"]}
+    source["actor_optimizer"]["param_groups"][0]["param_names"] = [f"actor.{name}" for name in PARAMETERS]
+    text = f"[[map]]\neq = '{key}.{of_model}q [a h], {key}.{of_model}k [b h] <=> {key}.{of_model}qk [(a + b) h]'\n"
+    with pytest.raises(MapError, match=r"cannot be told[^$]*no \w+\.(critic\.)?actor\.") as raised:
+        converted(tmp_path, source, text)
+    assert "give the optimizer the names that parameters have in the file" in str(raised.value)
+    source["actor_optimizer"]["param_groups"][0]["param_names"] = [f"{key}.{of_model}{name}" for name in PARAMETERS]
+    made = converted(tmp_path, source, text)["actor_optimizer"]
+    assert [*made["state"]] == [f"{key}.{of_model}{name}" for name in ("qk", "bias", "out.weight")]
+
+
 @pytest.mark.parametrize("key", ["ema", "model_ema", "swa", "teacher", "another"])
 @pytest.mark.parametrize(("of_names", "of_model", "of_copy"), [each[:3] for each in WRAPPED if each[2] is not None])
 def test_which_of_two_models_an_optimizer_with_names_is_of_is_told_or_asked(
