@@ -51,7 +51,8 @@ def common_nest(texts: Iterable[str]) -> CommonNest | None:
     """Join the nests of shards; where these differ in more than stages of a pipeline do, the first one's is taken.
 
     Stages that others have saved have tensors of their own, so no order is that of all; and optimizers of their own
-    parameters, which are joined if they go by names. The same text if all are the same; None if one is no nest.
+    parameters, which are joined if they go by names. Ranks of the same tensors in one order keep it. The same text if
+    all are the same; None if one is no nest.
     """
     different = list(dict.fromkeys(texts))
     same = same_nest(different)
@@ -60,10 +61,12 @@ def common_nest(texts: Iterable[str]) -> CommonNest | None:
     from reshard_mpi.formats.nest.join_stages import joined
 
     try:
-        root, is_whole, apart = joined([nest_root(text) for text in different])
+        roots, orders = zip(*map(_nest_and_order, different))
+        root, is_whole, apart = joined(roots)
     except (ValueError, RecursionError):
         return None
-    text = json.dumps(root, separators=(",", ":"))
+    has_order = orders[0] is not None and all(order == orders[0] for order in orders)
+    text = json.dumps({"nest": root, "order": orders[0]} if has_order else root, separators=(",", ":"))
     return CommonNest(text, is_whole, {own: lost for own, lost in zip(different, apart) if lost})
 
 
@@ -88,8 +91,14 @@ def apart_error(name: str, path: str, kept: str, apart: Mapping[str, str]) -> Di
 
 def nest_root(text: str) -> Any:
     """Return the value of a nest's text, without the order. Raises ValueError or RecursionError for another text."""
+    return _nest_and_order(text)[0]
+
+
+def _nest_and_order(text: str) -> tuple[Any, Any]:
+    """Return the value of a nest's text, and the order of its tensors; None for one without. Raises as `nest_root`."""
     content = json.loads(text)
-    return content["nest"] if type(content) is dict and content.keys() == {"nest", "order"} else content
+    has_order = type(content) is dict and content.keys() == {"nest", "order"}
+    return (content["nest"], content["order"]) if has_order else (content, None)
 
 
 def nest_without_order(text: str) -> str:

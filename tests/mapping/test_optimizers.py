@@ -199,6 +199,30 @@ def test_an_optimizer_has_no_empty_entry_for_state_that_is_left_out(tmp_path: Pa
         assert all({*state} == {"step", "exp_avg"} for state in states.values())
 
 
+@pytest.mark.parametrize("is_same_order", [True, False])
+def test_ranks_with_settings_of_their_own_have_the_order_that_all_have(tmp_path: Path, is_same_order: bool) -> None:
+    """Tensor parallelism: every rank has saved all tensors of the model, and its number besides."""
+    models = [{name: array + 1000 * rank for name, array in MODEL.items() if array.ndim} for rank in range(2)]
+    for rank, model in enumerate(models):
+        names = [*model] if is_same_order or rank == 0 else [*reversed(model)]
+        (tmp_path / f"src/rank_{rank}").mkdir(parents=True)
+        saved = {**training({name: model[name] for name in names}), "rank": rank}
+        torch_peer.save(tmp_path / f"src/rank_{rank}/x.pt", saved)
+    (tmp_path / "two.toml").write_text("mesh = { t = 2 }\n[[parameter]]\nmatch = '*'\nsplit = { 0 = ['t'] }\n")
+    (tmp_path / "map.toml").write_text("[[map]]\neq = 'model.{p*} <=> model.net.{p*}'\n")
+    how = (tmp_path / "src", tmp_path / "dst", tmp_path / "two.toml")
+    if not is_same_order:
+        with pytest.raises(MapError, match="by the order of the model's tensors, which is not known here"):
+            reshard_mpi.transform(*how, map=tmp_path / "map.toml")
+        return
+    reshard_mpi.transform(*how, map=tmp_path / "map.toml")
+    made = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")
+    assert [*made["optimizer"]["state"]] == [f"net.{name}" for name in PARAMETERS]
+    for number, name in enumerate(PARAMETERS):
+        expected = np.concatenate([moment(number, model[name]) for model in models])
+        assert np.array_equal(arrays_of(made["optimizer"]["state"][f"net.{name}"])["exp_avg"], expected)
+
+
 def test_a_parameter_that_never_had_state_has_no_empty_entry_by_names_either(tmp_path: Path) -> None:
     source = training()
     del source["optimizer"]["state"][1]
