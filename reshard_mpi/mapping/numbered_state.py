@@ -21,9 +21,11 @@ from reshard_mpi.mapping.optimizer_state import STATE_WORDS
 
 # What state is called once its numbers are names, wherever the optimizer is in its file, unless another one has it.
 STATE = "optimizer.state."
+# What torch calls what a module keeps besides its tensors, behind the module's name (torch.nn.Module.get_extra_state).
+EXTRA_STATE = "_extra_state"
 # Tensors of a model that no optimizer changes. Users' own are not known; where there are any, the numbers do not come
 # out.
-_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked", EXTRA_STATE)
 # What DistributedDataParallel, torch.compile, FSDP and trainers put before the names of all parameters of a model.
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "model")
 # Words in the names of models that no optimizer trains: averages of another one.

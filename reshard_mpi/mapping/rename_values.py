@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.nest.join_stages import pairs_of
 from reshard_mpi.formats.nest.nodes import decoded, parsed, written
-from reshard_mpi.mapping.numbered_state import Training, entries_of, value_of
+from reshard_mpi.mapping.numbered_state import EXTRA_STATE, Training, entries_of, value_of
 from reshard_mpi.mapping.optimizers import (
     NOTHING,
     STATE_KEY,
@@ -24,8 +24,6 @@ from reshard_mpi.mapping.optimizers import (
     without_names,
 )
 
-# What torch calls what a module keeps besides its tensors, behind the module's name (torch.nn.Module.get_extra_state).
-_EXTRA_STATE = "_extra_state"
 # Where nests have the attributes of an object, and what torch calls what it says there of each module of a model.
 _ATTRIBUTES, _METADATA = "state", "_metadata"
 
@@ -106,7 +104,7 @@ def extra_states(root: Any) -> Iterator[tuple[str, Any, list[Any]]]:
     """Yield the names of modules' extra state in a nest, each with its dictionary and its entry there."""
     for path, node in _nodes(root):
         for entry in node["dict"]:
-            if len(entry) == 2 and isinstance(entry[0], str) and f".{entry[0]}".endswith(f".{_EXTRA_STATE}"):
+            if len(entry) == 2 and isinstance(entry[0], str) and f".{entry[0]}".endswith(f".{EXTRA_STATE}"):
                 yield f"{path}{entry[0]}", node, entry
 
 
@@ -121,11 +119,11 @@ def extra_state_renamed(root: Any, names: Sequence[tuple[str, str]]) -> tuple[di
     """
     begins_of: dict[str, set[str]] = {}
     for name, _, _ in extra_states(root):
-        module = name.removesuffix(_EXTRA_STATE)
+        module = name.removesuffix(EXTRA_STATE)
         begins_of[name] = _new_modules(module, names, _names_below(names, f"{name}."))
     counts = Counter(begin for begins in begins_of.values() for begin in begins)
     follow = {name: min(begins) for name, begins in begins_of.items() if len(begins) == 1 and counts[min(begins)] == 1}
-    new_name_of = {name: f"{begin}{_EXTRA_STATE}" for name, begin in follow.items()}
+    new_name_of = {name: f"{begin}{EXTRA_STATE}" for name, begin in follow.items()}
     return new_name_of, [name for name in begins_of if name not in follow]
 
 

@@ -149,6 +149,21 @@ def test_named_parameters_may_be_in_groups_and_in_any_order(tmp_path: Path) -> N
     assert np.array_equal(arrays_of(made["state"]["qk"])["exp_avg"], expected)
 
 
+def test_what_modules_keep_as_a_tensor_is_no_parameter(tmp_path: Path) -> None:
+    """Transformer Engine keeps scales of float8 so."""
+    extra = np.zeros(5, np.uint8)
+    model = {"q": MODEL["q"], "out._extra_state": extra, **MODEL, "_extra_state": extra[:3]}
+    made = converted(tmp_path, training(model), MAP_OF_FILES)
+    assert [*made["optimizer"]["state"]] == ["qk", "bias", "out.kernel"] and "out._extra_state" in made["model"]
+    text = "[[map]]\neq = 'model.{p*} <=> model.{p*}'\n"
+    options: dict[str, Any] = {"forward": True, "exclude": "*_extra_state"}
+    assert [*converted(tmp_path, training(model), text, **options)["optimizer"]["state"]] == [*PARAMETERS]
+    torch_peer.save(tmp_path / "like.pt", training(model))
+    text = "[[map]]\neq = 'out.weight <=> out.weight'\n"
+    back = converted(tmp_path, training(model), text, forward=True, like=tmp_path / "like.pt")
+    assert np.array_equal(arrays_of(back["optimizer"]["state"][3])["exp_avg"], moment(3, MODEL["out.weight"]))
+
+
 def test_a_tied_weight_is_one_parameter(tmp_path: Path) -> None:
     model = {"embed": Q, **MODEL, "head": Q}
     made = converted(tmp_path, training(model, ("embed", *PARAMETERS)), MAP_OF_FILES)
