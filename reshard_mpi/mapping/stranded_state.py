@@ -48,11 +48,12 @@ def require_none_stranded(kept: Iterable[str], taken: Iterable[Match], inventory
     states = [name for name in kept if is_named_like_state(name) and name not in parameters_with_state]
     if not states:
         return
-    matches = list(taken)
+    shapes = {name: kind.shape for name, kind in inventory.items()}
+    matches = [match for match in taken if not _is_left(match, shapes)]
     parameters = _by_ends_of_names(matches)
     others = [name for name in inventory if not is_named_like_state(name)]
     match_of = {name: match for match in matches for name in (*match.sources.values(), *match.equal)}
-    ends = frozenset(end for name in others if name not in match_of for end in _ends_of(name))
+    ends = frozenset(end for name in others if name not in match_of for end in (name, *_ends_of(name)))
     all_ends = frozenset(end for name in others for end in (name, *_ends_of(name)))
     match_of_shape = {inventory[name].shape: match for name, match in match_of.items()}
     for name in states:
@@ -87,6 +88,12 @@ def require_none_stranded(kept: Iterable[str], taken: Iterable[Match], inventory
                     where=match.rule.where,
                     remedy="write equations for such state as for the parameters, or leave it out with --exclude",
                 )
+
+
+def _is_left(match: Match, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Tell whether an equation leaves a tensor its name and arrangement: it is for the type alone, or for nothing."""
+    names = [*match.sources.values()]
+    return names == [*match.targets.values()] and len(names) == 1 and not match.equal and is_copied(match, shapes)
 
 
 def require_none_as_parameter(taken: Sequence[Match], chosen: Container[str], inventory: Inventory) -> None:

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from support.checkpoints import write_ranks
@@ -293,6 +294,28 @@ def test_tensors_that_are_like_no_state_of_a_parameter_stay(tmp_path: Path) -> N
     reshard_mpi.transform(source_of(tmp_path, tensors), tmp_path / "dst", map=map_of(tmp_path, STACKED))
     kept = {name: array for name, array in tensors.items() if name != "model.layers.0.w"}
     assert_held(tmp_path / "dst", {"net.w": tensors["model.layers.0.w"].T[None], **kept})
+
+
+def test_state_of_a_parameter_that_stays_or_gets_another_type_alone_stays(tmp_path: Path) -> None:
+    tensors: Tensors = {"model.q.w": floats(2, 3), "model.k.w": floats(2, 3, first=10)}
+    tensors |= {f"optim.state.{name}.w.exp_avg": floats(2, 3, first=20) for name in ("q", "k")}
+    map_path = map_of(tmp_path, "[[map]]\neq = 'model.q.w [o i] <=> model.q.w [o i] : bf16'\n")
+    reshard_mpi.transform(source_of(tmp_path, tensors), tmp_path / "dst", map=map_path, forward=True)
+    assert_held(tmp_path / "dst", tensors | {"model.q.w": tensors["model.q.w"].astype(ml_dtypes.bfloat16)})
+    with pytest.raises(MapError, match=r"state of model\.q\.w would stay as it is"):
+        text = "[[map]]\neq = 'model.q.w [o i] <=> model.q.w [i o]'\n"
+        reshard_mpi.transform(tmp_path / "src", tmp_path / "no", map=map_of(tmp_path, text), forward=True)
+
+
+def test_state_of_a_parameter_that_stays_is_of_no_other_that_ends_its_name(tmp_path: Path) -> None:
+    """Of a model at the root: `weight` ends the name of `up.weight`."""
+    tensors: Tensors = {"q.weight": floats(4, 4), "up.weight": floats(8, 4)}
+    tensors |= {"optim.state.q.weight.exp_avg": floats(4, 4, first=20)}
+    tensors |= {f"optim.state.up.weight.precond_{n}": floats(8 - 4 * n, 8 - 4 * n, first=50) for n in (0, 1)}
+    map_path = map_of(tmp_path, "[[map]]\neq = 'q.weight [o i] <=> q.kernel [i o]'\n")
+    reshard_mpi.transform(source_of(tmp_path, tensors), tmp_path / "dst", map=map_path)
+    turned = {name.replace("q.weight", "q.kernel"): array.T for name, array in tensors.items() if "q.weight" in name}
+    assert_held(tmp_path / "dst", turned | {name: array for name, array in tensors.items() if "up" in name})
 
 
 def test_state_in_groups_of_hdf5_follows(tmp_path: Path) -> None:
