@@ -310,8 +310,7 @@ class Checkpoint(Mapping[str, Tensor]):
         source has it in a form that cannot be read.
         """
         from reshard_mpi.formats.nest.nodes import NestError
-        from reshard_mpi.formats.nest.plain_values import TENSOR, plain
-        from reshard_mpi.formats.nest.rebuild_tree import rebuild
+        from reshard_mpi.formats.nest.rebuild_tree import TENSOR, plain, rebuild
 
         try:
             tree = plain(rebuild(dict.fromkeys(self, TENSOR), self._plan.strings))
