@@ -12,12 +12,12 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from reshard_mpi.errors import MapError
-from reshard_mpi.formats.nest.nodes import parsed
+from reshard_mpi.formats.nest.nodes import MODEL, is_whole_training, parsed
 from reshard_mpi.mapping.apply_rules import applied
 from reshard_mpi.mapping.carry_values import carried_into
 from reshard_mpi.mapping.chain import chained, composed
 from reshard_mpi.mapping.check_optimizers import MadeTensors, owners_by_names, require_own_state
-from reshard_mpi.mapping.direction import Inventory
+from reshard_mpi.mapping.direction import Inventory, MisfitError
 from reshard_mpi.mapping.numbered_state import (
     NO_TRAINING,
     Training,
@@ -74,6 +74,9 @@ def applied_to_file(
     Args:
         rules: of the maps; if there are none, every tensor keeps its name and shape.
         choice, like: of what the last makes.
+
+    In a whole training whose optimizer goes by names, maps see the names below `model.` unless they fit all names as
+    they are.
     """
     if not rules:
         training = NO_TRAINING
@@ -93,20 +96,59 @@ def applied_to_file(
     if source.nest is not None:
         inventory = {name: inventory[name] for name in in_order(source.nest, inventory, source.path)}
     training = _training(choice, inventory, source)
+    is_below = like is None and _goes_by_names_below(source, training)
+    try:
+        return _mapped(rules, choice, inventory, source, training, forward, like)
+    except MapError as error:
+        if not is_below:
+            raise
+        as_they_are = error
+    try:
+        return _mapped(rules, choice, inventory, source, training._replace(prefix=MODEL), forward, None, is_below=True)
+    except MisfitError:
+        if isinstance(as_they_are, MisfitError):
+            raise
+        raise as_they_are from None
+
+
+def _goes_by_names_below(source: SourceTree, training: Training) -> bool:
+    """Tell whether a source is a whole training whose optimizer has the names of parameters below `model.`."""
+    if not is_whole_training(source.nest):
+        return False
+    return any(optimizer.form is Form.NAMES for optimizer in _optimizers(source, training))
+
+
+def _mapped(
+    rules: Sequence[Rules],
+    choice: Selection,
+    inventory: Inventory,
+    source: SourceTree,
+    training: Training,
+    forward: bool | None,
+    like: TargetTemplate | None,
+    *,
+    is_below: bool = False,
+) -> MappedFile:
+    """Return what maps make of the file with a training.
+
+    Args:
+        is_below: they see the names below the training's prefix, and the target is nested as the source is.
+    """
+    is_stripped = is_below or like is not None
     shapes = {name: kind.shape for name, kind in inventory.items()}
-    named = named_tensors(training, shapes, source.path, is_stripped=like is not None)
+    named = named_tensors(training, shapes, source.path, is_stripped=is_stripped)
     plain = {name: inventory[in_file] for name, in_file in named.items()}
-    prefix = training.prefix if like is not None else ""
+    prefix = training.prefix if is_stripped else ""
     optimizers = _optimizers(source, training)
     told = owners_by_names(optimizers, inventory).items()
     choice = choice._replace(owners={state.removeprefix(prefix): owner.removeprefix(prefix) for state, owner in told})
     settings = settings_of_all(training, source.nest)
     while True:
-        in_target = _names_in_target(training, like)
+        in_target = _below_prefix(training, named) if is_below else _names_in_target(training, like)
         chain = tuple(chained(rules, choice._replace(named=in_target), plain, forward, like, settings))
         in_files = _chain_in_files(chain, named, in_target)
         all_made = composed(in_files)
-        if like is not None or not _is_prefix_taken_off(training, all_made):
+        if is_stripped or not _is_prefix_taken_off(training, all_made):
             break
         training = training._replace(prefix="")  # what begins so now is a part of the model with the name of its key
     _require_different(in_files[-1], chain[-1], source.path)
@@ -214,6 +256,16 @@ def _names_in_target(training: Training, like: TargetTemplate | None) -> Callabl
         return f"{path}state.{name.removeprefix(training.state).removeprefix(training.prefix)}"
 
     return renamed
+
+
+def _below_prefix(training: Training, named: Mapping[str, str]) -> Callable[[str], str]:
+    """Return what tensors are called in a target that has the model where the source has it.
+
+    Args:
+        named: the names that the first map sees, each with the name in the source's file.
+    """
+    apart = {name for name, in_file in named.items() if name == in_file}
+    return lambda name: name if name in apart or name.startswith(training.state) else f"{training.prefix}{name}"
 
 
 def _require_different(in_file: MapResult, plain: MapResult, path: str) -> None:

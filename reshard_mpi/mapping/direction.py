@@ -134,6 +134,10 @@ def what_is_missing(side: Sequence[Term], rule: EquationRule, inventory: Invento
     return f"{shortened(missing)} {are} not there{others}{nearest}"
 
 
+class MisfitError(MapError):
+    """A map's equations are about other names than the checkpoint has."""
+
+
 class Direction(NamedTuple):
     """Which side of equations the source's tensors are on."""
 
@@ -198,7 +202,7 @@ def told_direction(
         )
     forwards, backwards = (lack.why(direction, inventory) for direction, lack in unmet.items() if lack is not None)
     has_like = like is not None
-    raise MapError(
+    raise MisfitError(
         "the map does not fit the checkpoint in either direction",
         expected="tensors for all of its equations, read from left to right or from right to left",
         got=f"forward, {forwards}; backward, {backwards}",

@@ -11,6 +11,7 @@ from support import torch_peer
 from support.checkpoints import sample, write_shard
 from support.command_line import done, run_here
 from support.examples import few
+from support.full_checkpoints import source_of
 
 import reshard_mpi
 from reshard_mpi.errors import MapError, StrategyError
@@ -939,7 +940,9 @@ def test_a_list_of_copies_is_not_taken_for_the_model(tmp_path: Path, copy: dict[
 def test_numbered_state_whose_order_nothing_tells_is_refused(tmp_path: Path, equation: str) -> None:
     """As in a folder of Hugging Face's form, which has names alone."""
     torch_peer.save(tmp_path / "x.pt", training())
-    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "hf", to="hf")
+    arrays = reshard_mpi.load_rank(0, tmp_path / "x.pt")
+    (tmp_path / "hf").mkdir()
+    source_of(tmp_path, arrays).joinpath("rank_0/checkpoint_0.safetensors").rename(tmp_path / "hf/model.safetensors")
     asked: dict[str, Any] = {"map": equation, "to": "torch", "forward": True}
     with pytest.raises(MapError, match="state that torch numbers would stay"):
         reshard_mpi.transform(tmp_path / "hf", tmp_path / "dst", **asked)

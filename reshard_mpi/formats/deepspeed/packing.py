@@ -156,6 +156,14 @@ def _layout(training: _NestedTraining, tensors: Mapping[str, TensorType], ranks:
         )
     kinds, counters = _kinds(trained, tensors)
     buffers, shared = _names(training.root.get("buffer_names")), _shared(training.root.get("shared_params"))
+    lost = next((name for name in (*buffers, *dict(shared)) if MODEL + name not in tensors), None)
+    if lost is not None:
+        raise TargetError(
+            "buffer_names or shared_params of the source name a tensor that its model does not have",
+            expected=f"a tensor called {MODEL}{lost}",
+            got="none, as after a map or a selection that does not keep such names",
+            remedy="convert to DeepSpeed without that first, or keep the names of buffers and shared parameters",
+        )
     others = [name.removeprefix(MODEL) for name in tensors if name.startswith(MODEL)]
     frozen = [name for name in others if name not in trained and name not in buffers and name not in dict(shared)]
     if stage == 3 and frozen and training.root.get("buffer_names") is None:

@@ -1,0 +1,116 @@
+"""Of a whole training by names, `{"model": ..., "optimizer": ...}`, maps see the model, and Hugging Face gets it."""
+
+from __future__ import annotations
+
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import torch_peer
+from support.checkpoints import sample
+
+import reshard_mpi
+from reshard_mpi.errors import DisagreementError, MapError
+
+WEIGHTS = {
+    "model.layers.0.q.weight": np.arange(12, dtype=np.float32).reshape(4, 3),
+    "model.layers.0.q.bias": np.arange(4, dtype=np.float32) + 100,
+    "lm_head.weight": np.arange(6, dtype=np.float32).reshape(2, 3) - 7,
+}
+RENAMING = "model.layers.{l}.q.{w*} <=> decoder.{l}.query.{w*}"
+RENAMED = {
+    "model.layers.0.q.weight": "decoder.0.query.weight",
+    "model.layers.0.q.bias": "decoder.0.query.bias",
+    "lm_head.weight": "lm_head.weight",
+}
+
+
+KEYS = count()
+
+
+def tensor(array: Any) -> Any:
+    return torch_peer.tensor(sample("", np.asarray(array)), str(next(KEYS)))
+
+
+def training(*, state: bool = True) -> dict[str, Any]:
+    """Return the training: moments are the weights times 10, and a buffer is not trained."""
+    moments = {name: {"step": tensor(np.float32(3)), "exp_avg": tensor(array * 10)} for name, array in WEIGHTS.items()}
+    groups = [{"lr": 0.1, "params": [*WEIGHTS]}]
+    weights = {**{name: tensor(array) for name, array in WEIGHTS.items()}, "scale": tensor(np.ones(2, np.float32))}
+    return {
+        "model": weights,
+        "optimizer": {"state": moments if state else {}, "param_groups": groups},
+        "client_state": {"seen": tensor(np.arange(2)), "epoch": 4},
+    }
+
+
+def converted(folder: Path, source: Any, **options: Any) -> Path:
+    torch_peer.save(folder / "x.pt", source)
+    reshard_mpi.transform(folder / "x.pt", folder / "dst", **options)
+    return folder / "dst"
+
+
+def held(folder: Path) -> dict[str, np.ndarray[Any, Any]]:
+    return dict(reshard_mpi.load_rank(0, folder))
+
+
+@pytest.mark.parametrize("state", [True, False])
+def test_a_map_sees_the_names_below_the_model(tmp_path: Path, state: bool) -> None:
+    dst = converted(tmp_path, training(state=state), map=RENAMING, to="torch")
+    found = held(dst)
+    for name, array in WEIGHTS.items():
+        assert np.array_equal(found.pop(f"model.{RENAMED[name]}"), array)
+        if state:
+            assert np.array_equal(found.pop(f"optimizer.state.{RENAMED[name]}.exp_avg"), array * 10)
+            assert found.pop(f"optimizer.state.{RENAMED[name]}.step") == 3
+    assert found.keys() == {"model.scale", "client_state.seen"}
+    loaded = torch_peer.load(dst / "rank_0/checkpoint_0.pt")
+    assert [*loaded["optimizer"]["param_groups"][0]["params"]] == [*RENAMED.values()]
+    assert loaded["client_state"]["epoch"] == 4
+
+
+def test_a_map_that_fits_neither_says_the_names_below(tmp_path: Path) -> None:
+    with pytest.raises(MapError, match=r"did you mean 'model\.layers\.0\.q\.weight'"):
+        converted(tmp_path, training(), map="model.layer.{l}.q.weight <=> decoder.{l}.query", to="torch")
+
+
+def test_the_map_that_is_a_part_of_a_training_by_numbers_stays_so(tmp_path: Path) -> None:
+    """Numbers go by the order of names in the file, below which a map begins only with `like`."""
+    numbered = training()
+    numbered["optimizer"] = {
+        "state": {number: {"exp_avg": tensor(array * 10)} for number, array in enumerate(WEIGHTS.values())},
+        "param_groups": [{"lr": 0.1, "params": [0, 1, 2]}],
+    }
+    del numbered["model"]["scale"]
+    with pytest.raises(MapError, match="does not fit the checkpoint"):
+        converted(tmp_path, numbered, map=RENAMING, to="torch")
+
+
+@pytest.mark.parametrize("options", [{}, {"map": RENAMING}, {"max_shard_size": 40}, {"jobs": 2, "max_shard_size": 40}])
+def test_a_hugging_face_folder_gets_the_model(tmp_path: Path, options: dict[str, Any]) -> None:
+    dst = converted(tmp_path, training(), to="hf", **options)
+    names = RENAMED if "map" in options else {name: name for name in WEIGHTS}
+    found = held(dst)
+    assert np.array_equal(found.pop("scale"), np.ones(2, np.float32))
+    assert found.keys() == {*names.values()}
+    for name, array in WEIGHTS.items():
+        assert np.array_equal(found[names[name]], array)
+    report = reshard_mpi.verify(tmp_path / "x.pt", dst, **{k: v for k, v in options.items() if k == "map"})
+    assert report.targets == () and not report.warnings
+
+
+def test_what_hugging_face_does_not_get_is_named(tmp_path: Path) -> None:
+    torch_peer.save(tmp_path / "x.pt", training())
+    report = reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", to="hf")
+    (note,) = (note for note in report.notes if note.startswith("left out: "))
+    assert "optimizer.state.model.layers.0.q.weight.step" in note
+    with pytest.raises(DisagreementError, match="cannot be carried"):
+        reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "strict", to="hf", strict=True)
+
+
+def test_a_model_without_an_optimizer_keeps_its_names(tmp_path: Path) -> None:
+    """A model of transformers may have a part called `model`, so the key alone tells nothing."""
+    source = {"model": training()["model"], "epoch": 3}
+    assert held(converted(tmp_path, source, to="hf")).keys() == {f"model.{name}" for name in (*WEIGHTS, "scale")}
