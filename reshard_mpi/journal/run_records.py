@@ -166,7 +166,10 @@ class RunIdentity(NamedTuple):
     def command(self, target: str) -> str:
         """Return the command that makes these targets in the folder `target`."""
         words = ["reshard-mpi", "transform", str(self.facts.get("source")), target]
+        has_own_names = formats.info(self.format).packs  # its prefix is made of what the source says
         for name, flag in _FLAGS.items():
+            if has_own_names and name == "prefix":
+                continue
             option = _RECORDED.get(name)
             value = self.files.get(name) if name in _FILES else self.facts.get(name)
             if value is True:
