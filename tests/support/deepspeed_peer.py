@@ -348,9 +348,7 @@ def _optimizer_states(training: Training, form: Form, groups: Sequence[_Group], 
             }
         else:
             whole = {
-                kind: np.concatenate(
-                    [np.pad(arrays[name].reshape(-1), (0, gap)) for name, gap in zip(names, between)]
-                )
+                kind: np.concatenate([np.pad(arrays[name].reshape(-1), (0, gap)) for name, gap in zip(names, between)])
                 for kind, arrays in kinds.items()
             }
             total = len(whole[""])
@@ -447,7 +445,10 @@ def arrays(shapes: Mapping[str, tuple[int, ...]], seed: int, dtype: str = "float
 
 
 def training(
-    *groups: Mapping[str, tuple[int, ...]], kinds: Sequence[str] = ("exp_avg", "exp_avg_sq"), seed: int = 0, **named: Any
+    *groups: Mapping[str, tuple[int, ...]],
+    kinds: Sequence[str] = ("exp_avg", "exp_avg_sq"),
+    seed: int = 0,
+    **named: Any,
 ) -> Training:
     """Return a training with random parameters of these shapes. named: as in `Training`."""
     own = [arrays(shapes, seed + number) for number, shapes in enumerate(groups)]

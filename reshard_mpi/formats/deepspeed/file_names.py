@@ -22,6 +22,8 @@ _STATES = r"(?:zero_pp_rank_(?P<data>\d+)_)?mp_rank_(?P<model>\d+)_model_states\
 _LAYER = r"layer_(?P<layer>\d+)(?:-model_(?P<model>\d+))?-model_states\.pt"
 _EXPERT = r"(?:layer_(?P<layer>\d+)_)?expert_(?P<expert>\d+)_mp_rank_(?P<model>\d+)_model_states\.pt"
 _EXPERT_OPTIMIZER = r"expp_rank_(?P<data>\d+)_mp_rank_(?P<model>\d+)_optim_states\.pt"
+# The folder of a universal checkpoint in which every parameter has one.
+PARAMETERS = "zero"
 
 
 class Ranks(NamedTuple):

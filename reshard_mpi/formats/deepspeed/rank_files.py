@@ -21,9 +21,13 @@ from reshard_mpi.formats.torch.tensors import StoredTensor, numbers, place_of
 # What files say of their own layout. It is of these ranks, so nothing of it is carried over.
 LAYOUT_KEYS = (
     *("param_shapes", "frozen_param_shapes", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions"),
+    *("buffer_names", "shared_params"),
     *("group_paddings", "partition_count", "param_slice_mappings", "param_alignment_paddings", "zero_stage"),
     "ds_zero_partition_groups",
 )
+# What files with shares of the optimizer have at the top; the settings are those that the model's files have too.
+_OF_OPTIMIZER_FILES = ("optimizer_state_dict", "ds_config", "ds_version")
+_SCALERS = "deepspeed.runtime.fp16.loss_scaler"
 
 
 class HeldTensor(NamedTuple):
@@ -153,7 +157,7 @@ def read_model_states(path: str) -> ModelStates:
             groups = shapes if type(shapes) is list else [shapes]  # releases before 0.5 had one group, in no list
             shapes = [dict(_shapes("param_shapes", group)) for group in groups]
         fragments = root.get("frozen_param_fragments") or Dict()
-        known = {*LAYOUT_KEYS, "module", "buffer_names", "frozen_param_fragments", "shared_params"}
+        known = {*LAYOUT_KEYS, "module", "frozen_param_fragments"}
         return ModelStates(
             path,
             module=None if module is None else dict(named_tensors("module", module, content, path)),
@@ -174,9 +178,10 @@ def read_model_states(path: str) -> ModelStates:
 def read_optimizer_states(path: str) -> OptimizerStates:
     """Read a file with one rank's share of the optimizer. Raises ShardError if it is none."""
     content = read_content(path)
-    root = content.root
-    state = root.get("optimizer_state_dict") if type(root) is Dict else None
-    return optimizer_states_of(state, content, path)
+    entries = dict(pairs_of(content.root))
+    states = optimizer_states_of(entries.get("optimizer_state_dict"), content, path)
+    others = {key: value for key, value in entries.items() if key not in _OF_OPTIMIZER_FILES}
+    return states._replace(values={**states.values, **others})
 
 
 def optimizer_states_of(state: Value, content: FileContent, path: str) -> OptimizerStates:
@@ -210,11 +215,18 @@ def optimizer_states_of(state: Value, content: FileContent, path: str) -> Optimi
             partitions=_counts("partition_count", [partitions] * len(weights) if is_sliced else partitions, weights),
             paddings=None if paddings is None else _numbers("group_paddings", paddings),
             gaps=[_numbers("param_alignment_paddings", group) for group in _list("param_alignment_paddings", gaps)],
-            values={name: value for name, value in pairs_of(state) if name not in known},
+            values={name: plain(value) for name, value in pairs_of(state) if name not in known},
             starts=content.starts,
         )
     except _Contradiction as error:
         raise _unsound(path, error) from None
+
+
+def plain(value: Value) -> Value:
+    """Return a loss scaler as a dictionary of its class and attributes; anything else as it is."""
+    if type(value) is Call and value.function.module == _SCALERS and type(value.state) is Dict:
+        return Dict(["class", value.function.name, *(part for pair in pairs_of(value.state) for part in pair)])
+    return value
 
 
 def read_content(path: str) -> FileContent:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import DisagreementError, ShardError
 from reshard_mpi.formats import structure
-from reshard_mpi.formats.deepspeed.file_names import Ranks, TagFiles
+from reshard_mpi.formats.deepspeed.file_names import PARAMETERS, Ranks, TagFiles
 from reshard_mpi.formats.deepspeed.rank_files import (
     HeldTensor,
     ModelStates,
@@ -78,7 +78,8 @@ def read_ranks(folder: str, files: TagFiles, *, is_universal: bool = False) -> R
     lacking = [ranks for ranks in expected if ranks not in files.optimizers]
     if lacking:
         raise _missing(
-            f"{len(expected)} files *_optim_states.pt, one a rank",
+            f"{len(expected)} files *_optim_states.pt, one a rank"
+            + ("" if files.optimizers else f"; or {PARAMETERS}/"),
             folder,
             f"{counted(len(files.optimizers), 'file')}, none of data-parallel rank {lacking[0].data}"
             + (f" of model-parallel rank {lacking[0].model}" if first.model_ranks > 1 else ""),
@@ -104,7 +105,8 @@ def read_ranks(folder: str, files: TagFiles, *, is_universal: bool = False) -> R
     if beyond:
         raise _other_save(f"{counted(len(of_models), 'file')} *_model_states.pt", first.path, beyond[0], folder)
     _require_one_moment(models, optimizers)
-    return RankStates(models, optimizers, is_sliced, tuple(_notes(models)))
+    notes = (*_differing([*models.values()]), *_differing([*optimizers.values()]), *_unread(optimizers))
+    return RankStates(models, optimizers, is_sliced, notes)
 
 
 def _missing(expected: str, folder: str, got: str = "") -> ShardError:
@@ -176,7 +178,7 @@ def _require_same(what: str, path: str, expected: object, other_path: str, got: 
 def _form(states: OptimizerStates) -> tuple[object, ...]:
     """Return what is alike in the files of all ranks, but for how long vectors are."""
     groups = [(group.weights.dtype.name, *group.state, *group.of_all, *group.values) for group in states.groups]
-    return states.is_sliced, len(groups), groups[:1]
+    return states.is_sliced, groups
 
 
 def _settings(states: OptimizerStates) -> str:
@@ -202,21 +204,28 @@ def _bytes_of(tensor: HeldTensor) -> bytes:
         return file.read_exactly(run.offset_bytes, run.length_bytes)
 
 
-def _notes(models: Mapping[Ranks, ModelStates]) -> Iterator[str]:
-    """Say what the files of other ranks hold besides weights that differs from the first one's, and is left out."""
-    first, *others = models.values()
+def _differing(states: Sequence[ModelStates | OptimizerStates]) -> Iterator[str]:
+    """Say which values in the files of other ranks are not those of the first one's, and are left out."""
+    if not states:
+        return
+    first, *others = states
+    kept = {key: _text(value) for key, value in first.values.items()}
     differing: dict[str, list[str]] = {}
-    for key, value in first.values.items():
-        expected = _text([value])
-        apart = [other.path for other in others if _text([other.values.get(key)]) != expected]
-        if apart:
-            differing[key] = apart
-    for key, paths in differing.items():
-        shown = f"{Path(paths[0]).name}" + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
-        yield f"{key} of {shown}: it differs from that of {Path(first.path).name}, which is kept"
-    beyond: dict[str, Sequence[str]] = {}
     for other in others:
-        for key in other.values.keys() - first.values.keys():
-            beyond.setdefault(key, [other.path])
-    for key, (path, *_) in beyond.items():
-        yield f"{key} of {Path(path).name}: {Path(first.path).name}, whose settings are kept, has none"
+        for key, value in other.values.items():
+            if key not in kept or _text(value) != kept[key]:
+                differing.setdefault(key, []).append(Path(other.path).name)
+    for key, (name, *more) in differing.items():
+        shown = name + (f" and {len(more)} more" if more else "")
+        lead = Path(first.path).name
+        why = f"it differs from that of {lead}, which is kept" if key in kept else f"{lead}, which is kept, has none"
+        yield f"{key} of {shown}: {why}"
+
+
+def _unread(optimizers: Mapping[Ranks, OptimizerStates]) -> Iterator[str]:
+    """Say which tensors of an optimizer's state are neither of all elements of a group nor one number."""
+    shapes = {
+        name: shape for states in optimizers.values() for group in states.groups for name, shape in group.others.items()
+    }
+    for name, shape in shapes.items():
+        yield f"{name} of the optimizer: tensors of shape {list(shape)}, which are not of the parameters' elements"

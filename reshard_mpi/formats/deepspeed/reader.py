@@ -13,7 +13,7 @@ from pathlib import Path
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem import source_files
-from reshard_mpi.formats.deepspeed.file_names import TagFiles, sorted_files
+from reshard_mpi.formats.deepspeed.file_names import PARAMETERS, TagFiles, sorted_files
 from reshard_mpi.formats.deepspeed.flat_groups import SizeError, in_slices
 from reshard_mpi.formats.deepspeed.parameters import trained_parameters
 from reshard_mpi.formats.deepspeed.rank_files import (
@@ -26,7 +26,7 @@ from reshard_mpi.formats.deepspeed.rank_files import (
 )
 from reshard_mpi.formats.deepspeed.ranks import RankStates, read_ranks
 from reshard_mpi.formats.deepspeed.training_tree import Training, arranged, type_in
-from reshard_mpi.formats.deepspeed.universal import PARAMETERS, UniversalStates, files_of_parameters, read_universal
+from reshard_mpi.formats.deepspeed.universal import UniversalStates, files_of_parameters, read_universal
 from reshard_mpi.formats.locations import ByteRanges
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.nest import flatten_tree
@@ -38,6 +38,7 @@ from reshard_mpi.text import natural_key
 NAME = "deepspeed"
 
 _NOT_KEPT = f"not carried over, since it is about the ranks of DeepSpeed's files alone: {', '.join(LAYOUT_KEYS)}"
+_OF_FIRST = "buffers are those of the first rank's file, as DeepSpeed takes them"
 
 
 def files_of(folder: str) -> tuple[str, ...]:
@@ -70,7 +71,8 @@ def open_folder(folder: str) -> dict[int, Manifest]:
         if lead is not None:
             training = training._replace(settings=lead.settings, values=lead.values, starts=lead.starts, path=lead.path)
     manifest = arranged(training, folder, states.notes)
-    return {0: manifest._replace(notes=(_NOT_KEPT,))}
+    of_first = (_OF_FIRST,) if states.is_sliced and len(states.models) > 1 and states.first.buffers else ()
+    return {0: manifest._replace(notes=(_NOT_KEPT, *of_first))}
 
 
 def _universal(states: RankStates, weights: Mapping[str, Value], folder: str) -> Training:
@@ -119,9 +121,12 @@ def _weights(states: RankStates, files: TagFiles, folder: str, *, is_universal: 
     module = states.first.module
     if is_universal and states.model_ranks > 1:
         return
-    if module is not None and states.model_ranks > 1:
+    parts = 1 + max((layer.model for layer in files.layers), default=0)
+    if parts > 1 or (module is not None and states.model_ranks > 1):
         raise ShardError(
-            f"a DeepSpeed checkpoint of {states.model_ranks} tensor-parallel ranks is not read",
+            f"a DeepSpeed checkpoint of {max(parts, states.model_ranks)} tensor-parallel ranks is not read"
+            if module is not None
+            else f"a DeepSpeed checkpoint of a pipeline with {parts} tensor-parallel ranks is not read",
             expected="data parallelism, a pipeline, or experts",
             got="files of several model-parallel ranks, with slices of the same parameters",
             where=folder,
@@ -142,8 +147,10 @@ def _of_file(path: str) -> Iterator[tuple[str, Value]]:
 
 
 def _frozen(states: RankStates) -> Iterator[tuple[str, HeldTensor]]:
-    """Yield the parameters that are not trained, where they lie in slices of their own."""
+    """Yield the parameters that are not trained, where they lie apart: at stage 3 in slices, else a second time."""
     if not states.is_sliced:
+        fragments = states.first.fragments.items()
+        yield from ((name, tensor) for name, tensor in fragments if type(tensor) is HeldTensor)
         return
     for name, shape in states.first.frozen.items():
         vectors = [_vector(name, model.fragments.get(name), model.path) for model in states.models.values()]

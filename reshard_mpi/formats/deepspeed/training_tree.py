@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.deepspeed.parameters import TrainedParameter
-from reshard_mpi.formats.deepspeed.rank_files import HeldTensor, ModelStates, config_value, held, pairs_of
+from reshard_mpi.formats.deepspeed.rank_files import HeldTensor, ModelStates, config_value, held
 from reshard_mpi.formats.dtypes import BY_NAME, DType
 from reshard_mpi.formats.locations import Converted, Location
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.nest import flatten_tree, nodes
-from reshard_mpi.formats.nest.nodes import Call, Dict, Value
+from reshard_mpi.formats.nest.nodes import Dict, Value
 from reshard_mpi.formats.tensor_table import NOT_CONTIGUOUS, ChunkedTensors, ListedChunk, TensorTable, TensorType
 from reshard_mpi.formats.torch.tensors import StoredTensor
 from reshard_mpi.sharding.box import Box
@@ -23,7 +23,6 @@ _OF_ENGINE = (
     *("data_sampler", "random_ltd", "sparse_tensor_module_names", "csr_tensor_module_names", "skipped_steps"),
     *("global_steps", "global_samples", "num_experts", "ds_config", "ds_version", "universal_checkpoint_info"),
 )
-_SCALERS = "deepspeed.runtime.fp16.loss_scaler"
 # In a pipeline, modules that several layers share; their weights lie in the files of these layers.
 _TIED = "tied_modules."
 # The optimizer of a training in 16 bit without ZeRO: vectors of all parameters, without their names.
@@ -210,7 +209,7 @@ def _rest(training: Training) -> Iterator[Value]:
     of_optimizer = dict(training.values)
     scaler = of_optimizer.pop("loss_scaler", None)
     if scaler is not None:
-        yield from ("scaler", _scaler(scaler))
+        yield from ("scaler", scaler)
     if training.trained:  # without ZeRO the file has them as well, but nobody needs them there
         yield from ("buffer_names", [*training.model.buffers])
         yield from ("shared_params", Dict([part for pair in training.model.shared.items() for part in pair]))
@@ -221,10 +220,3 @@ def _rest(training: Training) -> Iterator[Value]:
         yield from (key, value)
     if values:
         yield from ("client_state", Dict([part for pair in values.items() for part in pair]))
-
-
-def _scaler(value: Value) -> Value:
-    """Return a loss scaler as a dictionary of its class and attributes; another object as it is."""
-    if type(value) is Call and value.function.module == _SCALERS and type(value.state) is Dict:
-        return Dict(["class", value.function.name, *(part for pair in pairs_of(value.state) for part in pair)])
-    return value

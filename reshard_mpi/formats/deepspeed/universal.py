@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem import source_files
+from reshard_mpi.formats.deepspeed.file_names import PARAMETERS
 from reshard_mpi.formats.deepspeed.parameters import TrainedParameter
 from reshard_mpi.formats.deepspeed.rank_files import (
     LAYOUT_KEYS,
@@ -24,6 +25,7 @@ from reshard_mpi.formats.deepspeed.rank_files import (
     held,
     optimizer_states_of,
     pairs_of,
+    plain,
     read_content,
 )
 from reshard_mpi.formats.deepspeed.ranks import RankStates
@@ -31,7 +33,6 @@ from reshard_mpi.formats.locations import ByteRanges
 from reshard_mpi.formats.nest.nodes import Dict, Value
 from reshard_mpi.formats.torch.tensors import StoredTensor
 
-PARAMETERS = "zero"
 _SETTINGS, _WEIGHTS, _SUFFIX = "optimizer_state.pt", "fp32", ".pt"
 _OF_VECTORS = ("optimizer_state_dict", "fp32_flat_groups", "ds_version", "param_groups")
 _RESTORE = "convert the checkpoint with ds_to_universal.py again, or give the one that it was made from"
@@ -82,6 +83,8 @@ def read_universal(folder: str, states: RankStates) -> UniversalStates:
     """
     by_name = {name: _read(folder, name, files) for name, files in _folders(folder).items()}
     path = str(Path(folder, PARAMETERS, _SETTINGS))
+    if not source_files.is_file(path):
+        raise _lacking(f"{PARAMETERS}/{_SETTINGS}, with the settings of its optimizer", "no such file", folder)
     content = read_content(path)
     root = content.root
     if type(root) is not Dict or type(root.get("param_groups")) is not list:
@@ -99,12 +102,12 @@ def read_universal(folder: str, states: RankStates) -> UniversalStates:
         own = by_name.pop(name, {})
         weights = own.get(_WEIGHTS)
         if not isinstance(weights, HeldTensor):
-            raise _lacking(name, "a tensor in fp32.pt", folder)
+            raise _lacking_part(name, "a tensor in fp32.pt", folder)
         of_all = {**groups[number].values, **groups[number].of_all} if number < len(groups) else {}
         trained[name] = _parameter(name, shape or weights.shape, own, of_all, number)
     _require_alike(trained, folder)
     besides = {name: tensor for name, own in by_name.items() if isinstance(tensor := own.get(_WEIGHTS), HeldTensor)}
-    values = {key: value for key, value in pairs_of(root) if key not in (*LAYOUT_KEYS, *_OF_VECTORS)}
+    values = {key: plain(value) for key, value in pairs_of(root) if key not in (*LAYOUT_KEYS, *_OF_VECTORS)}
     return UniversalStates(trained, besides, root.get("param_groups"), values, content.starts, path)
 
 
@@ -154,11 +157,15 @@ def _parameter(
     return TrainedParameter(shape, state.pop(_WEIGHTS), state, others, number)
 
 
-def _lacking(name: str, what: str, folder: str) -> ShardError:
+def _lacking_part(name: str, what: str, folder: str) -> ShardError:
+    return _lacking(f"{PARAMETERS}/{name} with fp32.pt and the optimizer's state", f"{what} is not there", folder)
+
+
+def _lacking(expected: str, got: str, folder: str) -> ShardError:
     return ShardError(
-        "a universal checkpoint of DeepSpeed lacks a parameter, or a part of it",
-        expected=f"{PARAMETERS}/{name} with fp32.pt and the optimizer's state",
-        got=f"{what} is not there",
+        "a universal checkpoint of DeepSpeed lacks a part of it",
+        expected=expected,
+        got=got,
         where=folder,
         remedy=_RESTORE,
     )
@@ -170,4 +177,4 @@ def _require_alike(trained: Mapping[str, TrainedParameter], folder: str) -> None
     every = set[str]().union(*kinds.values())
     for name, own in kinds.items():
         if own != every:
-            raise _lacking(name, f"{min(every - own)}{_SUFFIX}", folder)
+            raise _lacking_part(name, f"{min(every - own)}{_SUFFIX}", folder)
