@@ -1,6 +1,6 @@
-"""Refuse foreign and incomplete checkpoints: DeepSpeed, Megatron, one shard (`require_readable`, `require_full`).
+"""Refuse foreign and incomplete checkpoints: Megatron, one shard (`require_readable`, `require_full`).
 
-Folders of DeepSpeed and Megatron hold torch's files, which would pass for one full checkpoint, or for none. Each is
+Folders of Megatron and DeepSpeed hold torch's files, which would pass for one full checkpoint, or for none. Each is
 refused by what it is. In a data-parallel run every rank saves the whole checkpoint; in any other run one shard is only
 a part. Nothing in a shard tells which, so it is compared with the shards in the rank folders beside its own.
 """
@@ -193,16 +193,6 @@ def _samples(ours: TensorEntry, theirs: TensorEntry) -> Iterator[Check]:
 # Files that name the folder of the latest save, as DeepSpeed and its converter write them.
 _TRACKERS = ("latest", "latest_universal")
 _MAX_TAG_BYTES = 255
-_STATES = (
-    r"(?:bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+_?optim_states\.pt|(?:zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt"
-    r"|layer_\d+(?:-model_\d+)?-model_states\.pt|(?:layer_\d+_)?expert_\d+_mp_rank_\d+_(?:model|optim)_states\.pt"
-    r"|expp_rank_\d+_mp_rank_\d+_optim_states\.pt"
-)
-_STAGE_3 = r"zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt"
-_OPTIMIZER = r".*_?optim_states\.pt"
-_LAYERS = r"layer_\d+(?:-model_\d+)?-model_states\.pt"
-_EXPERTS = r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt"
-_WEIGHTS = "mp_rank_00_model_states.pt"
 # The folder of parameters in what ds_to_universal.py makes.
 _UNIVERSAL, _OF_PARAMETER = "zero", "fp32.pt"
 _MEGATRON_FOLDER = r"mp_rank_\d{2}(?:_\d{3}){0,2}"
@@ -231,7 +221,7 @@ def require_readable(folder: str, role: str) -> None:
     """
     tagged = _tagged(folder)
     for path in (folder, *tagged):
-        kind = _deepspeed(path) or _megatron(path)
+        kind = _universal(path) or _megatron(path)
         if kind is not None:
             raise ForeignCheckpointError(
                 f"the {role} is {kind.what}, which is not read",
@@ -255,40 +245,22 @@ def _tagged(folder: str) -> list[str]:
     return folders
 
 
-def _deepspeed(folder: str) -> _ForeignFolder | None:
-    """Return the kind of a DeepSpeed folder; None if the folder is not DeepSpeed's."""
+def _universal(folder: str) -> _ForeignFolder | None:
+    """Return the kind of a folder with the parameters of a universal checkpoint of DeepSpeed, and no more of it."""
     names = source_files.names(folder, ())
-    states = [name for name in names if re.fullmatch(_STATES, name)]
-    weights = f"; its 16-bit weights alone: give {_WEIGHTS}" if _WEIGHTS in states else ""
-    is_parameters = _has_parameters(folder, names)
-    if is_parameters or (_UNIVERSAL in names and _has_parameters(str(Path(folder, _UNIVERSAL)))):
+    if _has_parameters(folder, names):
         return _ForeignFolder(
-            "a universal checkpoint of DeepSpeed",
-            f"the weights and the optimizer's state in {'' if is_parameters else 'zero/'}PARAMETER/fp32.pt and so on",
-            f"convert the checkpoint that it was made from with DeepSpeed's zero_to_fp32.py{weights}",
+            "the parameters of a universal checkpoint of DeepSpeed, without its settings",
+            "folders PARAMETER/fp32.pt and so on",
+            f"give the folder above, {Path(folder).parent}",
         )
-    if not states or (len(states) == 1 and _WEIGHTS in states):
-        return None  # 16-bit weights alone: a file of one full checkpoint, or one that says that it is none
-    parts = sum(1 for name in states if re.fullmatch(_OPTIMIZER, name))
-    of_optimizer = f"the optimizer's state in flat pieces in {parts} files *_optim_states.pt"
-    if any(re.fullmatch(_LAYERS, name) for name in states) or any(re.fullmatch(_EXPERTS, name) for name in states):
-        kind = "pipeline" if any(re.fullmatch(_LAYERS, name) for name in states) else "mixture of experts"
+    if _UNIVERSAL in names and _has_parameters(str(Path(folder, _UNIVERSAL))):
         return _ForeignFolder(
-            f"a DeepSpeed checkpoint of a {kind}",
-            f"weights in {len(states) - parts} files *_model_states.pt, {of_optimizer}",
-            "load it with DeepSpeed, and save the state_dict() of the model",
+            "a universal checkpoint of DeepSpeed without its settings",
+            f"{_UNIVERSAL}/PARAMETER/fp32.pt and so on, and no *_model_states.pt",
+            "copy or restore those files, or give the checkpoint that it was made from",
         )
-    if any(re.fullmatch(_STAGE_3, name) for name in states):
-        return _ForeignFolder(
-            "a DeepSpeed ZeRO stage 3 checkpoint",
-            f"its weights and {of_optimizer}",
-            "zero_to_fp32.py, which DeepSpeed puts beside it, makes one of the weights",
-        )
-    return _ForeignFolder(
-        "a DeepSpeed ZeRO checkpoint",
-        f"weights in *_model_states.pt, {of_optimizer}",
-        f"zero_to_fp32.py, which DeepSpeed puts beside it, makes one of the fp32 weights{weights}",
-    )
+    return None
 
 
 def _has_parameters(folder: str, names: Sequence[str] | None = None) -> bool:

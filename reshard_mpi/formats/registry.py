@@ -214,7 +214,11 @@ _BUILT_IN = (
         written_tensor_bytes=4 * KIB,
         library_bytes=2 * MIB,
         title="DeepSpeed checkpoint",
-        parts=re.compile(r"((bf16_|fp16_)?zero_pp_rank_\d+_)?mp_rank_\d+_?(model|optim)_states\.pt"),
+        parts=re.compile(
+            r"((bf16_|fp16_)?zero_pp_rank_\d+_)?mp_rank_\d+(_model|_?optim)_states\.pt"
+            r"|layer_\d+(-model_\d+)?-model_states\.pt|(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt"
+            r"|expp_rank_\d+_mp_rank_\d+_optim_states\.pt"
+        ),
         pointer_files=("latest", "latest_universal"),
         pointers_are_common=True,
         is_folder=True,

@@ -20,6 +20,7 @@ from reshard_mpi.formats.manifest import (
     nest_without_order,
     shown_string,
 )
+from reshard_mpi.formats.tensor_table import ChunkedTensors
 from reshard_mpi.planning.rank_plan import CHOSEN_FILES, Check, Copy, RankPlan, SharedFact, StageDigest, TensorPlan
 from reshard_mpi.planning.source_flaws import TEXT, PrefixDigest
 from reshard_mpi.planning.source_tensors import SourceGroup, SourceTensors
@@ -121,14 +122,15 @@ def moment_counters(
     """
     yielded: set[str] = set()
     for rank, manifest in manifests.items():
-        for name in sorted(_counters(manifest.tensors) - yielded):
-            entry = manifest.tensors[name]
+        tensors = manifest.tensors
+        unreadable = tensors.unreadable.keys() if isinstance(tensors, ChunkedTensors) else ()
+        for name in sorted(_counters(tensors) - yielded.union(unreadable)):
+            entry = tensors[name]
             is_whole = not entry.shape or not is_listed(name) or (name in MOMENTS and prod(entry.shape) == 1)
             if is_whole and is_moment(name, entry.shape) and 0 < entry.size_bytes <= _SMALL_BYTES:
                 yielded.add(name)
                 box = Box.whole(entry.shape)
                 spec, copy = TensorSpec(name, entry.dtype, entry.shape, box), Copy(rank, entry, box, box)
-                tensors = manifest.tensors
                 copies: tuple[Copy, ...] = (copy,)
                 if tensors.in_pieces:
                     from reshard_mpi.planning.chunk_reads import ChunkReads  # which only such checkpoints need

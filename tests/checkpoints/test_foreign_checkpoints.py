@@ -1,4 +1,4 @@
-"""Folders of DeepSpeed and Megatron: each is refused by what it is, wherever in it somebody points."""
+"""Folders of Megatron, and parts of DeepSpeed's: each is refused by what it is, wherever in it somebody points."""
 
 from __future__ import annotations
 
@@ -27,47 +27,15 @@ def made(folder: Path, *names: str) -> Path:
 
 ZERO = [f"{name}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for name in ("", "bf16_") for rank in range(2)]
 FOLDERS: dict[str, tuple[list[str], str, str]] = {
-    "stage 2": (
-        ["mp_rank_00_model_states.pt", *ZERO[2:]],
-        "a DeepSpeed ZeRO checkpoint",
-        "give mp_rank_00_model_states",
-    ),
-    "fp32": (["mp_rank_00_model_states.pt", *ZERO[:2]], "a DeepSpeed ZeRO checkpoint", "zero_to_fp32.py"),
-    "very old": (
-        ["mp_rank_00_model_states.pt", "fp16_zero_pp_rank_0_mp_rank_00optim_states.pt"],
-        "a DeepSpeed ZeRO checkpoint",
-        "zero_to_fp32.py",
-    ),
-    "the optimizer alone": (ZERO[:1], "a DeepSpeed ZeRO checkpoint", "zero_to_fp32.py"),
-    "stage 3": (
-        [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(2)] + ZERO[2:],
-        "a DeepSpeed ZeRO stage 3 checkpoint",
-        "zero_to_fp32.py",
-    ),
-    "a pipeline": (
-        ["mp_rank_00_model_states.pt", "layer_00-model_states.pt", *ZERO[2:]],
-        "a DeepSpeed checkpoint of a pipeline",
-        "save the state_dict()",
-    ),
-    "experts": (
-        ["mp_rank_00_model_states.pt", "layer_0_expert_3_mp_rank_00_model_states.pt", *ZERO[2:]],
-        "a DeepSpeed checkpoint of a mixture of experts",
-        "save the state_dict()",
-    ),
-    "tensor parallelism": (
-        ["mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"],
-        "a DeepSpeed ZeRO checkpoint",
-        "zero_to_fp32.py",
-    ),
-    "universal": (
-        ["mp_rank_00_model_states.pt", "zero/layer.0.weight/fp32.pt", "zero/layer.0.weight/exp_avg.pt"],
-        "a universal checkpoint of DeepSpeed",
-        "give mp_rank_00_model_states.pt",
-    ),
     "parameters alone": (
         ["optimizer_state.pt", "layer.0.weight/fp32.pt"],
-        "a universal checkpoint of DeepSpeed",
-        "zero_to_fp32.py",
+        "the parameters of a universal checkpoint of DeepSpeed, without its settings",
+        "give the folder above",
+    ),
+    "a universal one without settings": (
+        ["zero/layer.0.weight/fp32.pt", "zero/layer.0.weight/exp_avg.pt"],
+        "a universal checkpoint of DeepSpeed without its settings",
+        "copy or restore those files",
     ),
     "ranks of Megatron": (
         ["mp_rank_00/model_optim_rng.pt", "mp_rank_01/model_optim_rng.pt"],

@@ -7,10 +7,12 @@ pickles are stand-ins with their names. Keys and layout are those of release 0.1
 from __future__ import annotations
 
 import enum
+import io
 import itertools
 import math
 import sys
 import types
+import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,7 +44,8 @@ class ZeroStageEnum(int, enum.Enum):
     disabled, optimizer_states, gradients, weights = range(4)
 
 
-class fragment_address(NamedTuple):  # noqa: N801 - DeepSpeed's own name
+@dataclass
+class fragment_address:  # noqa: N801 - DeepSpeed's own name
     numel: int
     start: int
 
@@ -109,7 +112,7 @@ class Form:
     Attributes:
         stage: of ZeRO.
         data_ranks: how many ranks share each parameter.
-        is_bf16_optimizer: a stage 1 with the keys of BF16_Optimizer.
+        is_bf16_optimizer: a stage 1 with the keys of BF16_Optimizer; `stage` 0: the same without the list of shapes.
         gaps: parameters begin at multiples of so many elements.
         sub_group: at stage 3 a flat group is full from so many elements of a rank on; 0: never.
         expert_parts: over how many parts of the ranks experts are divided.
@@ -189,6 +192,38 @@ def save(path: Path, content: Any) -> None:
     """Write a file as torch.save does, with DeepSpeed's classes."""
     with mock.patch.dict(sys.modules, _MODULES):
         torch_peer.save(path, content)
+
+
+class _Unpickler(torch_peer._Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module.startswith("deepspeed."):
+            return type(name, (Object,), {})
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        if (module, name) == ("torch._tensor", "_rebuild_from_type_v2"):
+            return lambda make, kind, args, state: make(*args)
+        if (module, name) in {("torch", "Tensor"), ("builtins", "set")}:
+            return {"Tensor": object, "set": set}[name]
+        return super().find_class(module, name)
+
+
+class Object:
+    """An object of a class of DeepSpeed, with its attributes."""
+
+    def __new__(cls, *args: Any) -> Object:
+        return super().__new__(cls)
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+
+def load(path: Path) -> Any:
+    """Return what a file of DeepSpeed holds, with `torch_peer.Tensor`s and `Object`s in it."""
+    with zipfile.ZipFile(path) as opened:
+        names = opened.namelist()
+        top = next(name for name in names if name.endswith("/data.pkl")).removesuffix("data.pkl")
+        storages = {name.removeprefix(f"{top}data/"): opened.read(name) for name in names if "/data/" in name}
+        return _Unpickler(io.BytesIO(opened.read(f"{top}data.pkl")), storages).load()
 
 
 def contents(training: Training, form: Form) -> Iterator[tuple[str, Content]]:
@@ -300,7 +335,7 @@ def _model_states(training: Training, form: Form, groups: Sequence[_Group], data
         "module": None if form.stages else module,
         "buffer_names": [*training.buffers],
         "optimizer": None,
-        "param_shapes": shapes,
+        "param_shapes": shapes if form.stage else None,
         "frozen_param_shapes": OrderedDict((name, Size(array.shape)) for name, array in training.frozen.items()),
         "shared_params": dict(training.shared) if data_rank == 0 else {},
         "frozen_param_fragments": fragments if form.stage > 1 else None,
@@ -355,6 +390,8 @@ def _optimizer_states(training: Training, form: Form, groups: Sequence[_Group], 
             length = math.ceil(total / (2 * ranks)) * 2
             own = {kind: np.pad(vector, (0, length * ranks - total)) for kind, vector in whole.items()}
             own = {kind: vector[rank * length : (rank + 1) * length] for kind, vector in own.items()}
+            sizes = [group.arrays[name].size for name in names]
+            mappings.append(OrderedDict(_pieces([*group.local], sizes, between, rank, length)))
             if form.is_bf16_optimizer:  # the last rank says how much all have together
                 paddings.append(length * ranks - total if rank == ranks - 1 else 0)
             else:
@@ -362,7 +399,6 @@ def _optimizer_states(training: Training, form: Form, groups: Sequence[_Group], 
         flat.append(own)
         partitions.append(ranks)
         gaps.append(between)
-        mappings.append(OrderedDict((name, fragment_address(1, 0)) for name in group.local))
     states, weights = [], []
     for number, own in enumerate(flat):
         cut = len(own[""]) - (paddings[number] if form.stage < 3 and not form.is_bf16_optimizer else 0)
@@ -404,6 +440,18 @@ def _optimizer_states(training: Training, form: Form, groups: Sequence[_Group], 
         state |= {"zero_stage": ZeroStageEnum(form.stage), "loss_scaler": LossScaler(1.0), "overflow": False}
         state |= {"param_alignment_paddings": gaps}
     return {"optimizer_state_dict": state, **config}
+
+
+def _pieces(
+    names: Sequence[str], sizes: Sequence[int], gaps: Sequence[int], rank: int, length: int
+) -> Iterator[tuple[str, fragment_address]]:
+    """Yield the parameters that a rank has elements of, and where these lie in its partition."""
+    start = 0
+    for name, size, gap in zip(names, sizes, gaps):
+        low, high = max(start, rank * length), min(start + size, (rank + 1) * length)
+        if low < high:
+            yield name, fragment_address(high - low, low - rank * length)
+        start += size + gap
 
 
 def write_universal(folder: Path, training: Training, form: Form, spoil: Spoil = lambda name, content: None) -> Path:
@@ -474,7 +522,8 @@ def trainings(draw: st.DrawFn) -> tuple[Training, Form]:
         shapes = {f"{layer}.w{at}": draw(_SHAPES) for layer in range(layers) for at in range(draw(st.integers(1, 3)))}
         is_bf16 = draw(st.booleans())
         made = training(shapes, kinds=kinds, seed=seed, dtype=dtype)
-        return made, Form(1, ranks, is_bf16_optimizer=is_bf16, stages=stages)
+        stage = draw(st.integers(0, 1)) if is_bf16 else 1
+        return made, Form(stage, ranks, is_bf16_optimizer=is_bf16, stages=stages)
     if kind == "experts":
         parts = draw(st.sampled_from([1, 2, 3]))
         before = [f"layer{layer}.deepspeed_experts." for layer in range(draw(st.integers(1, 2)))]
@@ -506,6 +555,6 @@ def trainings(draw: st.DrawFn) -> tuple[Training, Form]:
         sub_group=draw(st.sampled_from([0, 1, 20])),
     )
     if form.is_bf16_optimizer:
-        form = Form(1, ranks, is_bf16_optimizer=True)
+        form = Form(draw(st.integers(0, 1)), ranks, is_bf16_optimizer=True)
     made = training(*groups, kinds=kinds, seed=seed, dtype=dtype, frozen=frozen, buffers=buffers, shared=shared)
     return made, form

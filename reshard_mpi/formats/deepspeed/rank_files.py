@@ -21,7 +21,6 @@ from reshard_mpi.formats.torch.tensors import StoredTensor, numbers, place_of
 # What files say of their own layout. It is of these ranks, so nothing of it is carried over.
 LAYOUT_KEYS = (
     *("param_shapes", "frozen_param_shapes", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions"),
-    *("buffer_names", "shared_params"),
     *("group_paddings", "partition_count", "param_slice_mappings", "param_alignment_paddings", "zero_stage"),
     "ds_zero_partition_groups",
 )
@@ -111,6 +110,8 @@ class OptimizerStates(NamedTuple):
         partitions: over how many ranks each group is cut.
         paddings: how many elements of padding this rank has in each group; None if it is not said.
         gaps: for each group, how many elements lie behind each parameter; empty if none do.
+        pieces: for each group, how many elements of which parameters this rank has, in order; empty if it is not said.
+            With `round_robin_gradients` DeepSpeed says it wrongly.
         values: everything else, by key.
         starts: where the storages of tensors in `values` begin.
     """
@@ -123,6 +124,7 @@ class OptimizerStates(NamedTuple):
     partitions: Sequence[int]
     paddings: Sequence[int] | None
     gaps: Sequence[Sequence[int]]
+    pieces: Sequence[Mapping[str, int]]
     values: Mapping[str, Value]
     starts: Mapping[str, int]
 
@@ -149,15 +151,16 @@ def read_model_states(path: str) -> ModelStates:
     content = read_content(path)
     root = content.root
     try:
-        if type(root) is not Dict or root.get("ds_version") is None:
+        module = root.get("module") if type(root) is Dict else None
+        # Models are also given away with their weights alone.
+        if type(root) is not Dict or (root.get("ds_version") is None and module is None):
             raise _Contradiction("ds_version", "a dictionary of DeepSpeed's engine", type(root).__name__)
-        module = root.get("module")
         shapes = root.get("param_shapes")
         if shapes is not None:
             groups = shapes if type(shapes) is list else [shapes]  # releases before 0.5 had one group, in no list
             shapes = [dict(_shapes("param_shapes", group)) for group in groups]
         fragments = root.get("frozen_param_fragments") or Dict()
-        known = {*LAYOUT_KEYS, "module", "frozen_param_fragments"}
+        known = {*LAYOUT_KEYS, "module", "buffer_names", "frozen_param_fragments", "shared_params"}
         return ModelStates(
             path,
             module=None if module is None else dict(named_tensors("module", module, content, path)),
@@ -166,8 +169,8 @@ def read_model_states(path: str) -> ModelStates:
             fragments=dict(named_tensors("frozen_param_fragments", fragments, content, path)),
             shared=dict(_texts("shared_params", root.get("shared_params") or Dict())),
             buffers=[name for name in root.get("buffer_names") or () if type(name) is str],
-            data_ranks=_count("dp_world_size", root.get("dp_world_size")),
-            model_ranks=_count("mp_world_size", root.get("mp_world_size")),
+            data_ranks=_count("dp_world_size", 1 if root.get("ds_version") is None else root.get("dp_world_size")),
+            model_ranks=_count("mp_world_size", 1 if root.get("ds_version") is None else root.get("mp_world_size")),
             values={key: value for key, value in pairs_of(root) if key not in known},
             starts=content.starts,
         )
@@ -215,6 +218,7 @@ def optimizer_states_of(state: Value, content: FileContent, path: str) -> Optimi
             partitions=_counts("partition_count", [partitions] * len(weights) if is_sliced else partitions, weights),
             paddings=None if paddings is None else _numbers("group_paddings", paddings),
             gaps=[_numbers("param_alignment_paddings", group) for group in _list("param_alignment_paddings", gaps)],
+            pieces=[_pieces(group) for group in _list("param_slice_mappings", state.get("param_slice_mappings") or [])],
             values={name: plain(value) for name, value in pairs_of(state) if name not in known},
             starts=content.starts,
         )
@@ -332,6 +336,12 @@ def _group(key: str, state: Dict, weights: FlatVector, content: FileContent, pat
         else:
             others[name] = value.shape
     return group._replace(state=flat, of_all=of_all, values=values, others=others)
+
+
+def _pieces(value: Value) -> dict[str, int]:
+    """Return how many elements of which parameters a rank has of a group: the sizes of DeepSpeed's fragment_address."""
+    attributes = {name: place.state for name, place in pairs_of(value) if type(place) is Call}
+    return {name: own.get("numel") for name, own in attributes.items() if type(own) is Dict}
 
 
 def _list(key: str, value: Value) -> list[Value]:

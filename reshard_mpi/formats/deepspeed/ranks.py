@@ -73,7 +73,7 @@ def read_ranks(folder: str, files: TagFiles, *, is_universal: bool = False) -> R
             where=folder,
             remedy="train with ZeRO stage 1 or 2, or give *_model_states.pt alone for the weights",
         )
-    data_ranks = range(first.data_ranks if first.shapes is not None else 0)
+    data_ranks = range(first.data_ranks if first.shapes is not None or files.optimizers else 0)
     expected = [] if is_universal else [Ranks(data, model) for model in range(first.model_ranks) for data in data_ranks]
     lacking = [ranks for ranks in expected if ranks not in files.optimizers]
     if lacking:

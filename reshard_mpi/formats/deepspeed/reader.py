@@ -27,6 +27,7 @@ from reshard_mpi.formats.deepspeed.rank_files import (
 from reshard_mpi.formats.deepspeed.ranks import RankStates, read_ranks
 from reshard_mpi.formats.deepspeed.training_tree import Training, arranged, type_in
 from reshard_mpi.formats.deepspeed.universal import UniversalStates, files_of_parameters, read_universal
+from reshard_mpi.formats.deepspeed.unlisted_shapes import with_shapes
 from reshard_mpi.formats.locations import ByteRanges
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.nest import flatten_tree
@@ -63,6 +64,8 @@ def open_folder(folder: str) -> dict[int, Manifest]:
     is_universal = _is_universal(folder)
     states = read_ranks(folder, files, is_universal=is_universal)
     weights = dict(_weights(states, files, folder, is_universal=is_universal))
+    if states.optimizers and states.first.shapes is None:
+        states = with_shapes(states, weights)
     if is_universal:
         training = _universal(states, weights, folder)
     else:

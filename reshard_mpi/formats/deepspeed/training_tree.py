@@ -8,6 +8,7 @@ from typing import NamedTuple
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.deepspeed.parameters import TrainedParameter
 from reshard_mpi.formats.deepspeed.rank_files import HeldTensor, ModelStates, config_value, held
+from reshard_mpi.formats.deepspeed.unlisted_shapes import TIED
 from reshard_mpi.formats.dtypes import BY_NAME, DType
 from reshard_mpi.formats.locations import Converted, Location
 from reshard_mpi.formats.manifest import Manifest
@@ -23,8 +24,6 @@ _OF_ENGINE = (
     *("data_sampler", "random_ltd", "sparse_tensor_module_names", "csr_tensor_module_names", "skipped_steps"),
     *("global_steps", "global_samples", "num_experts", "ds_config", "ds_version", "universal_checkpoint_info"),
 )
-# In a pipeline, modules that several layers share; their weights lie in the files of these layers.
-_TIED = "tied_modules."
 # The optimizer of a training in 16 bit without ZeRO: vectors of all parameters, without their names.
 _NAMELESS = ("fp32_groups_flat", "fp32_groups")
 _NAMELESS_WHY = "a vector of the optimizer of a training without ZeRO, which does not say whose elements lie where"
@@ -133,7 +132,7 @@ def _weights(training: Training, folder: str) -> Iterator[tuple[str, Value]]:
             raise _without_elements(name, training.model.path)
         yield name, _Leaf(value.dtype, shape, (*(() if is_empty else (value.place,)), *_as(value.dtype, elsewhere)))
     lacking = [name for name in training.trained if name not in training.weights]
-    tied = [name for name in lacking if name.startswith(_TIED)]
+    tied = [name for name in lacking if name.startswith(TIED)]
     if len(tied) < len(lacking):
         name = next(name for name in lacking if name not in tied)
         raise ShardError(
@@ -210,7 +209,7 @@ def _rest(training: Training) -> Iterator[Value]:
     scaler = of_optimizer.pop("loss_scaler", None)
     if scaler is not None:
         yield from ("scaler", scaler)
-    if training.trained:  # without ZeRO the file has them as well, but nobody needs them there
+    if "ds_version" in values:  # the file has more than weights
         yield from ("buffer_names", [*training.model.buffers])
         yield from ("shared_params", Dict([part for pair in training.model.shared.items() for part in pair]))
     for key in _OF_ENGINE:

@@ -24,7 +24,7 @@ from reshard_mpi.formats.torch.tensors import DistributedTensor, StoredTensor, i
 
 # Entries of a file with one rank's optimizer state, by the stage of ZeRO that writes them.
 _FLAT_STATE = ("single_partition_of_fp32_groups", "fp32_flat_groups")
-_CONVERTER = "DeepSpeed's zero_to_fp32.py, which lies beside its checkpoints, makes one of the weights"
+_WHOLE = "give the folder of all files of the checkpoint"
 _PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
 _AS_RANKS = "put the files of all ranks into folders rank_0, rank_1 ... (links will do), and say how they are cut"
 
@@ -47,7 +47,7 @@ def require_weights(root: Value, path: str) -> None:
             expected="whole tensors, or parts of each",
             got="flat pieces of all parameters in a row",
             where=path,
-            remedy=_CONVERTER,
+            remedy=_WHOLE,
         )
     if root.get("buckets_coalesced") is not None:
         raise ShardError(
@@ -79,7 +79,7 @@ def _require_listed_weights(root: Dict, path: str) -> None:
             expected="parameters of the shapes that the file lists",
             got=f"{len(empty)} that are empty, such as {empty[0]!r} of shape {list(held[empty[0]].shape)}",
             where=path,
-            remedy="the weights lie in pieces in the files *_optim_states.pt beside it; " + _CONVERTER,
+            remedy="the weights lie in pieces in the files *_optim_states.pt beside it: " + _WHOLE,
         )
     if lacking:
         others = "layer_*_expert_*_model_states.pt" if held else "layer_*-model_states.pt"
@@ -90,7 +90,7 @@ def _require_listed_weights(root: Dict, path: str) -> None:
             + ("experts" if held else "layers of a pipeline")
             + f" lie in {others}",
             where=path,
-            remedy="load the checkpoint with DeepSpeed, and save the state_dict() of the model",
+            remedy=_WHOLE,
         )
 
 
