@@ -202,7 +202,7 @@ class _Unpickler(torch_peer._Unpickler):
             return tuple
         if (module, name) == ("torch._tensor", "_rebuild_from_type_v2"):
             return lambda make, kind, args, state: make(*args)
-        if (module, name) in {("torch", "Tensor"), ("builtins", "set")}:
+        if name in {"Tensor", "set"}:
             return {"Tensor": object, "set": set}[name]
         return super().find_class(module, name)
 

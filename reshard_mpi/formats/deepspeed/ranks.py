@@ -20,7 +20,7 @@ from reshard_mpi.formats.locations import ByteRanges
 from reshard_mpi.formats.nest import flatten_tree
 from reshard_mpi.formats.nest.nodes import Dict, NestError, Value
 from reshard_mpi.formats.torch.tensors import is_tensor
-from reshard_mpi.text import counted
+from reshard_mpi.text import counted, shortened
 
 _RESTORE = "copy or restore all files of one save"
 
@@ -66,13 +66,6 @@ def read_ranks(folder: str, files: TagFiles, *, is_universal: bool = False) -> R
         raise _missing("the weights and settings of the first rank, *mp_rank_00_model_states.pt", folder)
     models = {ranks: read_model_states(str(Path(folder, name))) for ranks, name in files.models.items()}
     first = models[Ranks(0, 0)]
-    if files.expert_optimizers:
-        raise ShardError(
-            "the optimizer of a DeepSpeed checkpoint with experts and without ZeRO is not read",
-            got=", ".join([*files.expert_optimizers.values()][:3]),
-            where=folder,
-            remedy="train with ZeRO stage 1 or 2, or give *_model_states.pt alone for the weights",
-        )
     data_ranks = range(first.data_ranks if first.shapes is not None or files.optimizers else 0)
     expected = [] if is_universal else [Ranks(data, model) for model in range(first.model_ranks) for data in data_ranks]
     lacking = [ranks for ranks in expected if ranks not in files.optimizers]
@@ -88,6 +81,7 @@ def read_ranks(folder: str, files: TagFiles, *, is_universal: bool = False) -> R
     beyond = [optimizers[ranks].path for ranks in optimizers if ranks not in expected]
     if beyond:
         raise _other_save(f"{counted(len(expected), 'file')} *_optim_states.pt", first.path, beyond[0], folder)
+    _require_one_moment(models, optimizers)
     is_sliced = any(states.is_sliced for states in optimizers.values()) or (
         is_universal and files.models[Ranks(0, 0)].startswith("zero_")
     )
@@ -104,8 +98,10 @@ def read_ranks(folder: str, files: TagFiles, *, is_universal: bool = False) -> R
     beyond = [models[ranks].path for ranks in models if ranks not in of_models]
     if beyond:
         raise _other_save(f"{counted(len(of_models), 'file')} *_model_states.pt", first.path, beyond[0], folder)
-    _require_one_moment(models, optimizers)
     notes = (*_differing([*models.values()]), *_differing([*optimizers.values()]), *_unread(optimizers))
+    if files.expert_optimizers:
+        shown = shortened([*files.expert_optimizers.values()])
+        notes += (f"{shown}: the optimizer of experts without ZeRO, which does not say whose elements lie where",)
     return RankStates(models, optimizers, is_sliced, notes)
 
 

@@ -104,7 +104,7 @@ def read_universal(folder: str, states: RankStates) -> UniversalStates:
         if not isinstance(weights, HeldTensor):
             raise _lacking_part(name, "a tensor in fp32.pt", folder)
         of_all = {**groups[number].values, **groups[number].of_all} if number < len(groups) else {}
-        trained[name] = _parameter(name, shape or weights.shape, own, of_all, number)
+        trained[name] = _parameter(name, shape or weights.shape, own, of_all, number, folder)
     _require_alike(trained, folder)
     besides = {name: tensor for name, own in by_name.items() if isinstance(tensor := own.get(_WEIGHTS), HeldTensor)}
     values = {key: plain(value) for key, value in pairs_of(root) if key not in (*LAYOUT_KEYS, *_OF_VECTORS)}
@@ -135,7 +135,12 @@ def _read(folder: str, name: str, files: Sequence[str]) -> dict[str, Value]:
 
 
 def _parameter(
-    name: str, shape: tuple[int, ...], own: Mapping[str, Value], of_all: Mapping[str, Value], number: int
+    name: str,
+    shape: tuple[int, ...],
+    own: Mapping[str, Value],
+    of_all: Mapping[str, Value],
+    number: int,
+    folder: str,
 ) -> TrainedParameter:
     """Return a parameter with its state. Raises ShardError if a file does not hold as many elements as it has."""
     state: dict[str, list[HeldTensor]] = {}
@@ -150,7 +155,7 @@ def _parameter(
                 f"{kind} of {name!r} in a universal checkpoint of DeepSpeed has another shape than is listed",
                 expected=f"{list(shape)}, or a vector of as many elements",
                 got=str(list(value.shape)),
-                where=f"{PARAMETERS}/{name}/{kind}{_SUFFIX}",
+                where=str(Path(folder, PARAMETERS, name, f"{kind}{_SUFFIX}")),
                 remedy=_RESTORE,
             )
         state[kind] = [value._replace(shape=shape)]

@@ -1,0 +1,354 @@
+"""DeepSpeed's folders with files that are missing, damaged or of another save: each is refused by what is wrong."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import deepspeed_peer, torch_peer
+from support.command_line import done, run_here
+from support.deepspeed_peer import Content, Form, Size, Training
+from support.examples import few
+
+OPTIMIZER = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+MODEL, MODEL_3 = "mp_rank_00_model_states.pt", "zero_pp_rank_{}_mp_rank_00_model_states.pt"
+
+
+def training(**named: object) -> Training:
+    buffers = {"scale": np.float32([1, 2])}
+    return deepspeed_peer.training({"a.w": (3, 4), "b.w": (5,)}, {"c.b": (7,)}, buffers=buffers, **named)
+
+
+def pipeline() -> Training:
+    return deepspeed_peer.training({f"{layer}.w": (2, 3) for layer in range(3)})
+
+
+def experts() -> Training:
+    names = "layer.deepspeed_experts."
+    return deepspeed_peer.training(
+        {"a.w": (3, 4)}, {f"{names}{number}.w": (2, 3) for number in range(4)}, experts={names: 4}
+    )
+
+
+def removed(*names: str) -> Callable[[Path], None]:
+    def remove(tag: Path) -> None:
+        for name in names:
+            path = tag / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    return remove
+
+
+def of_another(name: str, form: Form, **named: object) -> Callable[[Path], None]:
+    """Return what replaces a file by that of another save."""
+
+    def replace(tag: Path) -> None:
+        other = deepspeed_peer.write(tag.parent.parent / "other", training(**named), form)
+        shutil.copy(other / name, tag / name)
+
+    return replace
+
+
+def cut(name: str, keep: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    def shorten(tag: Path) -> None:
+        (tag / name).write_bytes(keep((tag / name).read_bytes()))
+
+    return shorten
+
+
+# What is made, by which form; what is done to its folder; words of the refusal: what is expected, what is there.
+SPOILED: dict[str, tuple[Training, Form, Callable[[Path], None], tuple[str, ...]]] = {
+    "a rank's share": (
+        training(),
+        Form(2, 3),
+        removed(OPTIMIZER.format(1)),
+        ("missing", "3 files *_optim_states.pt", "none of data-parallel rank 1"),
+    ),
+    "the last share": (training(), Form(2, 3), removed(OPTIMIZER.format(2)), ("missing", "data-parallel rank 2")),
+    "all shares": (
+        training(),
+        Form(2, 2),
+        removed(OPTIMIZER.format(0), OPTIMIZER.format(1)),
+        ("missing", "or zero/", "0 files"),
+    ),
+    "the settings": (training(), Form(2, 2), removed(MODEL), ("missing", "*mp_rank_00_model_states.pt")),
+    "settings of a rank": (training(), Form(3, 3), removed(MODEL_3.format(1)), ("3 files *_model_states.pt", "rank 1")),
+    "a stage": (pipeline(), Form(1, 2, stages=2), removed("mp_rank_01_model_states.pt"), ("model-parallel rank 1",)),
+    "a layer": (pipeline(), Form(1, 2, stages=2), removed("layer_01-model_states.pt"), ("lacks the weights", "'1.w'")),
+    "all but layers": (
+        pipeline(),
+        Form(1, 1, stages=2),
+        removed(
+            *(f"bf16_zero_pp_rank_0_mp_rank_0{n}_optim_states.pt" for n in range(2)), MODEL, "mp_rank_01" + MODEL[10:]
+        ),
+        ("missing", "*mp_rank_00_model_states.pt"),
+    ),
+    "an expert": (
+        experts(),
+        Form(2, 2, expert_parts=2),
+        removed("layer_0_expert_2_mp_rank_00_model_states.pt"),
+        ("lacks the weights", "'layer.deepspeed_experts.2.w'"),
+    ),
+    "a share of a later step": (
+        training(),
+        Form(2, 3),
+        of_another(OPTIMIZER.format(1), Form(2, 3), step=4.0),
+        ("not of one save", "step of group 0"),
+    ),
+    "a share of other values": (
+        training(kinds=()),
+        Form(2, 3),
+        of_another(OPTIMIZER.format(1), Form(2, 3), kinds=(), seed=5),
+        ("copies of 'model.a.w' differ",),
+    ),
+    "settings of other values": (
+        training(),
+        Form(2, 3),
+        of_another(MODEL, Form(2, 3), seed=5),
+        ("copies of 'model.a.w' differ",),
+    ),
+    "a share of more ranks": (
+        training(),
+        Form(2, 3),
+        of_another(OPTIMIZER.format(1), Form(2, 4)),
+        ("number of partitions: 3", "got: 4"),
+    ),
+    "a share too many": (
+        training(),
+        Form(2, 3),
+        of_another(OPTIMIZER.format(3), Form(2, 4)),
+        ("files of two DeepSpeed checkpoints", "3 files", OPTIMIZER.format(3)),
+    ),
+    "a share of stage 3": (
+        training(),
+        Form(2, 3),
+        of_another(OPTIMIZER.format(1), Form(3, 3)),
+        ("not of one save", "form of its vectors"),
+    ),
+    "settings of stage 3": (
+        training(),
+        Form(2, 3),
+        of_another(MODEL_3.format(0), Form(3, 3)),
+        ("two files of a DeepSpeed checkpoint are of one rank", MODEL, MODEL_3.format(0)),
+    ),
+    "a share in float32": (
+        training(),
+        Form(2, 3),
+        of_another(OPTIMIZER.format(1).removeprefix("bf16_"), Form(2, 3), dtype="float32"),
+        ("two files of a DeepSpeed checkpoint are of one rank", OPTIMIZER.format(1)),
+    ),
+    "a share with state of another kind": (
+        training(),
+        Form(1, 2),
+        of_another(OPTIMIZER.format(1), Form(1, 2), kinds=("momentum_buffer",)),
+        ("not of one save", "exp_avg_sq"),
+    ),
+    "half a file": (training(), Form(2, 2), cut(OPTIMIZER.format(1), lambda own: own[: len(own) // 2]), ("truncated",)),
+    "an empty file": (training(), Form(2, 2), cut(OPTIMIZER.format(0), lambda own: b""), ("empty",)),
+    "no file of torch": (
+        training(),
+        Form(2, 2),
+        cut(MODEL, lambda own: b"text" * 99),
+        ("a file that torch.save writes",),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", few(4, SPOILED))
+def test_a_folder_that_is_spoiled(tmp_path: Path, what: str) -> None:
+    made, form, spoil, words = SPOILED[what]
+    tag = deepspeed_peer.write(tmp_path / "save", made, form)
+    spoil(tag)
+    require_refused(tmp_path, tag, *words)
+
+
+def require_refused(tmp_path: Path, tag: Path, *words: str) -> None:
+    for source in (tag.parent, tag):
+        said = run_here("transform", source, tmp_path / "out")
+        assert said.code == 3 and not (tmp_path / "out").exists(), said
+        assert said.err.count("error:") == 1 and "Traceback" not in said.err
+        assert "where: " in said.err and "what to do: " in said.err and str(tag) in said.err
+        assert all(word in said.err for word in words), said.err
+
+
+def shapes_of(**shapes: tuple[int, ...]) -> Callable[[str, Content], None]:
+    def spoil(name: str, content: Content) -> None:
+        for key, shape in shapes.items():
+            if "model_states" in name:
+                content["param_shapes"][0][key.replace("_", ".")] = Size(shape)
+
+    return spoil
+
+
+def changed(kind: str, **values: object) -> Callable[[str, Content], None]:
+    def spoil(name: str, content: Content) -> None:
+        if kind in name:
+            (content if kind == "model_states" else content["optimizer_state_dict"]).update(values)
+
+    return spoil
+
+
+def of_size(size: int) -> torch_peer.Tensor:
+    return torch_peer.tensor(deepspeed_peer.sample(np.zeros(size, np.float32)), "own")
+
+
+CONTRADICTIONS: dict[str, tuple[int, Callable[[str, Content], object], tuple[str, ...]]] = {
+    "a larger parameter": (2, shapes_of(a_w=(30, 4)), ("padding of group 0", "125 elements")),
+    "a smaller parameter": (2, shapes_of(a_w=(2, 4)), ("padding of group 0", "13 elements")),
+    "another shape of the same size": (2, shapes_of(a_w=(4, 3)), ("another shape than is listed", "[4, 3]", "[3, 4]")),
+    "a larger parameter of stage 3": (3, shapes_of(a_w=(3, 5)), ("group 0", "11 elements in the vector of rank 0")),
+    "one parameter more": (3, shapes_of(d_w=(3, 5)), ("group 0", "elements in the vector of rank 0")),
+    "shapes that are none": (2, changed("model_states", param_shapes=[{"a.w": "large"}, {}]), ("param_shapes['a.w']",)),
+    "a list of too few groups": (2, changed("model_states", param_shapes=[{"a.w": (3, 4)}]), ("1 groups", "got: 2")),
+    "no number of ranks": (2, changed("model_states", dp_world_size=None), ("no dp_world_size",)),
+    "a number of ranks that is none": (2, changed("model_states", dp_world_size=-1), ("no dp_world_size", "-1")),
+    "partitions without numbers": (2, changed("optim_states", partition_count=None), ("no partition_count",)),
+    "partitions that are too few": (2, changed("optim_states", partition_count=[2]), ("partition_count", "2 groups")),
+    "partitions of odd ranks": (2, changed("optim_states", partition_count=[2, 3]), ("number of partitions", "got: 3")),
+    "vectors that are none": (2, changed("optim_states", single_partition_of_fp32_groups=[1, 2]), ("vectors",)),
+    "vectors of another size": (
+        2,
+        changed("optim_states", single_partition_of_fp32_groups=[of_size(3), of_size(3)]),
+        ("group",),
+    ),
+    "state of a group too many": (
+        2,
+        changed("optim_states", base_optimizer_state={"state": {0: {}, 1: {}, 2: {}}, "param_groups": []}),
+        ("the numbers of 2 groups",),
+    ),
+    "no optimizer": (2, changed("optim_states", base_optimizer_state=None), ("base_optimizer_state",)),
+    "a name of no parameter": (2, changed("model_states", shared_params={"tied": 3}), ("shared_params['tied']",)),
+}
+
+
+@pytest.mark.parametrize("what", few(4, CONTRADICTIONS))
+def test_what_contradicts_itself(tmp_path: Path, what: str) -> None:
+    stage, spoil, words = CONTRADICTIONS[what]
+    require_refused(tmp_path, deepspeed_peer.write(tmp_path / "save", training(), Form(stage, 2), spoil), *words)
+
+
+UNIVERSAL: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
+    "the folder of parameters": (removed("zero"), ("missing", "or zero/")),
+    "a parameter": (removed("zero/a.w"), ("lacks a part of it", "zero/a.w with fp32.pt")),
+    "a weight": (removed("zero/a.w/fp32.pt"), ("lacks a part of it", "zero/a.w with fp32.pt")),
+    "state of a parameter": (removed("zero/a.w/exp_avg.pt"), ("lacks a part of it", "exp_avg.pt is not there")),
+    "settings of the optimizer": (removed("zero/optimizer_state.pt"), ("zero/optimizer_state.pt",)),
+    "settings of the model": (removed(MODEL), ("without its settings", "no *_model_states.pt")),
+    "half a file": (cut("zero/a.w/fp32.pt", lambda own: own[: len(own) // 2]), ("truncated", "zero/a.w/fp32.pt")),
+}
+
+
+@pytest.mark.parametrize("what", few(2, UNIVERSAL))
+def test_a_universal_folder(tmp_path: Path, what: str) -> None:
+    spoil, words = UNIVERSAL[what]
+    tag = deepspeed_peer.write_universal(tmp_path / "save", training(), Form(2, 2))
+    spoil(tag)
+    require_refused(tmp_path, tag, *words)
+
+
+def test_a_parameter_of_another_shape_in_a_universal_folder(tmp_path: Path) -> None:
+    tag = deepspeed_peer.write_universal(tmp_path / "save", training(), Form(2, 2), shapes_of(a_w=(4, 4)))
+    require_refused(tmp_path, tag, "another shape than is listed", "[4, 4]", "[3, 4]")
+
+
+def test_slices_of_tensor_parallelism(tmp_path: Path) -> None:
+    tag = deepspeed_peer.write(tmp_path / "save", training(), Form(2, 2), changed("model_states", mp_world_size=2))
+    for path in tag.glob("*mp_rank_00*"):
+        shutil.copy(path, tag / path.name.replace("mp_rank_00", "mp_rank_01"))
+    require_refused(tmp_path, tag, "2 tensor-parallel ranks is not read")
+
+
+def test_slices_of_tensor_parallelism_in_a_pipeline(tmp_path: Path) -> None:
+    tag = deepspeed_peer.write(tmp_path / "save", pipeline(), Form(1, 2, stages=2))
+    for path in tag.glob("layer_*"):
+        for part in range(2):
+            shutil.copy(path, tag / path.name.replace("-model_states", f"-model_0{part}-model_states"))
+        path.unlink()
+    require_refused(tmp_path, tag, "a pipeline with 2 tensor-parallel ranks is not read")
+
+
+def test_what_is_not_known_is_never_run(tmp_path: Path) -> None:
+    """Objects of unknown classes are named as left out, also those of one rank alone; all else is carried over."""
+
+    def spoil(name: str, content: Content) -> None:
+        if "model_states" in name:
+            content |= {"user": {"deep": deepspeed_peer.Surprise(), "count": 3}, "odd": deepspeed_peer.Surprise()}
+            return
+        content["extra"] = 7
+        state = content["optimizer_state_dict"]
+        state["mystery"] = deepspeed_peer.Surprise()
+        for own in state["base_optimizer_state"]["state"].values():
+            own["row"] = of_size(1)
+        if "rank_1_" in name:
+            state |= {"loss_scaler": deepspeed_peer.LossScaler(8.0), "of_one": 1}
+
+    tag = deepspeed_peer.write(tmp_path / "save", training(), Form(2, 2), spoil)
+    said = done("transform", tag, tmp_path / "out").err
+    for name in ("mystery", "client_state.user.deep", "client_state.odd"):
+        assert f"{name}: an object of somewhere.else.Surprise" in said
+    assert "row of the optimizer: tensors of shape [1]" in said
+    assert f"loss_scaler of {OPTIMIZER.format(1)}: it differs" in said and f"of_one of {OPTIMIZER.format(1)}" in said
+    loaded = deepspeed_peer.load(tmp_path / "out" / "rank_0" / "checkpoint_0.pt")
+    assert loaded["extra"] == 7 and loaded["client_state"]["user"] == {"count": 3}
+    assert loaded["scaler"]["cur_scale"] == 1.0
+    strict = run_here("transform", tag, tmp_path / "strict", "--strict")
+    assert strict.code == 3 and "mystery" in strict.err
+
+
+def test_an_optimizer_without_names(tmp_path: Path) -> None:
+    """Of a training in 16 bit without ZeRO: it cannot be read, and --exclude does without it, as the refusal says."""
+    step = torch_peer.tensor(deepspeed_peer.sample(np.float32(3).reshape(())), "step")
+    inner = {"state": {0: {"step": step, "exp_avg": of_size(24)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+
+    def spoil(name: str, content: Content) -> None:
+        if "model_states" in name:
+            content |= {
+                "param_shapes": None,
+                "optimizer": {"optimizer_state_dict": inner, "fp32_groups_flat": [of_size(24)]},
+            }
+        else:
+            content.clear()
+
+    tag = deepspeed_peer.write(tmp_path / "save", training(), Form(2, 1), spoil)
+    require_refused(tmp_path, tag, "cannot be read", "--exclude 'optimizer.*'")
+    done("transform", tag, tmp_path / "out", "--exclude", "optimizer.*")
+    assert {*deepspeed_peer.load(tmp_path / "out" / "rank_0" / "checkpoint_0.pt")["model"]} == {
+        "a.w",
+        "b.w",
+        "c.b",
+        "scale",
+    }
+
+
+def test_optimizers_of_experts_without_zero(tmp_path: Path) -> None:
+    """They are named as left out, since they have no names of parameters; the weights are whole."""
+    made = experts()
+
+    def spoil(name: str, content: Content) -> None:
+        if name == MODEL:
+            content["param_shapes"] = None
+        elif "optim_states" in name:
+            content.clear()
+
+    tag = deepspeed_peer.write(tmp_path / "save", made, Form(2, 2, expert_parts=2), spoil)
+    for rank in range(2):
+        deepspeed_peer.save(tag / f"expp_rank_{rank}_mp_rank_00_optim_states.pt", {"optimizer": {"state": {}}})
+    said = done("transform", tag, tmp_path / "out").err
+    assert "expp_rank_0_mp_rank_00_optim_states.pt" in said and "left out" in said
+    assert {*deepspeed_peer.load(tmp_path / "out" / "rank_0" / "checkpoint_0.pt")["model"]} == {*made.trained}
+
+
+def test_weights_alone(tmp_path: Path) -> None:
+    """As models are given away: one file with the module and nothing else."""
+
+    def spoil(name: str, content: Content) -> None:
+        kept = {"module": content["module"]} if "model_states" in name else {}
+        content.clear()
+        content |= kept
+
+    tag = deepspeed_peer.write(tmp_path / "save", training(), Form(2, 1), spoil)
+    done("transform", tag.parent, tmp_path / "out")
+    assert {*deepspeed_peer.load(tmp_path / "out" / "rank_0" / "checkpoint_0.pt")} == {"model"}
