@@ -5,7 +5,9 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from hypothesis import given
+import numpy as np
+import pytest
+from hypothesis import assume, given
 from support import deepspeed_peer
 from support.deepspeed_peer import Form, Training
 from support.examples import many
@@ -29,3 +31,35 @@ def test_whole_tensors(drawn: tuple[Training, Form]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         deepspeed_peer.write(Path(folder, "save"), *drawn)
         require_equal(Path(folder, "save"), *drawn)
+
+
+@many(100)
+@given(deepspeed_peer.trainings())
+def test_whole_tensors_of_a_universal_folder(drawn: tuple[Training, Form]) -> None:
+    training, form = drawn
+    assume(not (form.stages or training.experts or form.is_elastic) and form.stage)
+    with tempfile.TemporaryDirectory() as folder:
+        deepspeed_peer.write_universal(Path(folder, "save"), training, form)
+        require_equal(Path(folder, "save"), training, form)
+
+
+FORMS = {
+    "stage 1": Form(1, 3),
+    "stage 2 with gaps": Form(2, 3, gaps=8),
+    "elastic": Form(2, 4, is_elastic=True),
+    "BF16_Optimizer": Form(1, 3, is_bf16_optimizer=True),
+    "BF16_Optimizer without ZeRO": Form(0, 3, is_bf16_optimizer=True),
+    "stage 3": Form(3, 5, sub_group=4),
+    "more ranks than elements": Form(3, 40),
+}
+
+
+@pytest.mark.parametrize("what", FORMS)
+def test_each_form(tmp_path: Path, what: str) -> None:
+    shapes = {"a.weight": (5, 3), "a.bias": (1,), "b.weight": (7, 2)}
+    frozen = deepspeed_peer.arrays({"table": (3, 3)}, 9)
+    made = deepspeed_peer.training(
+        shapes, {"c.weight": (11,)}, frozen=frozen, shared={"tied": "a.weight"}, buffers={"count": np.arange(3)}
+    )
+    deepspeed_peer.write(tmp_path, made, FORMS[what])
+    require_equal(tmp_path, made, FORMS[what])

@@ -64,7 +64,7 @@ def read_ranks(folder: str, files: TagFiles, *, is_universal: bool = False) -> R
     """
     if Ranks(0, 0) not in files.models:
         raise _missing("the weights and settings of the first rank, *mp_rank_00_model_states.pt", folder)
-    models = {ranks: read_model_states(str(Path(folder, name))) for ranks, name in files.models.items()}
+    models = {ranks: _model_states(ranks, str(Path(folder, name))) for ranks, name in files.models.items()}
     first = models[Ranks(0, 0)]
     data_ranks = range(first.data_ranks if first.shapes is not None or files.optimizers else 0)
     expected = [] if is_universal else [Ranks(data, model) for model in range(first.model_ranks) for data in data_ranks]
@@ -103,6 +103,12 @@ def read_ranks(folder: str, files: TagFiles, *, is_universal: bool = False) -> R
         shown = shortened([*files.expert_optimizers.values()])
         notes += (f"{shown}: the optimizer of experts without ZeRO, which does not say whose elements lie where",)
     return RankStates(models, optimizers, is_sliced, notes)
+
+
+def _model_states(ranks: Ranks, path: str) -> ModelStates:
+    """Read the weights and settings of a rank; of stage 3 only the first's have tensors, so others' are let go."""
+    states = read_model_states(path)
+    return states if ranks.data == 0 else states._replace(module={})
 
 
 def _missing(expected: str, folder: str, got: str = "") -> ShardError:

@@ -104,7 +104,7 @@ def read_universal(folder: str, states: RankStates) -> UniversalStates:
         if not isinstance(weights, HeldTensor):
             raise _lacking_part(name, "a tensor in fp32.pt", folder)
         of_all = {**groups[number].values, **groups[number].of_all} if number < len(groups) else {}
-        trained[name] = _parameter(name, shape or weights.shape, own, of_all, number, folder)
+        trained[name] = _parameter(name, weights.shape if shape is None else shape, own, of_all, number, folder)
     _require_alike(trained, folder)
     besides = {name: tensor for name, own in by_name.items() if isinstance(tensor := own.get(_WEIGHTS), HeldTensor)}
     values = {key: plain(value) for key, value in pairs_of(root) if key not in (*LAYOUT_KEYS, *_OF_VECTORS)}
