@@ -37,12 +37,16 @@ from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.text import shortened
 
 _OPTIMIZER = "optimizer."
+# The kind of state that is one number for all of a group.
+_COUNTER = "step"
 # Elements of a sub-group of stage 3, where the settings do not say it.
 _USUAL_SUB_GROUP = 10**9
 # Parameters begin at multiples of this number of bytes where they are aligned.
 _ALIGNED_BYTES = 16
 # Keys of the nest that the optimizer's files have; the rest is the model's.
 _OF_OPTIMIZER = ("dynamic_loss_scale", "overflow", "clip_grad")
+# What is in the names of experts' parameters.
+_OF_EXPERTS = "deepspeed_experts."
 # Names of parameters in a pipeline: the number of a layer, or a key of modules that layers share.
 _OF_PIPELINE = re.compile(r"(?:\d+|tied_modules)\.")
 
@@ -201,11 +205,12 @@ def _layout(training: _NestedTraining, tensors: Mapping[str, TensorType], ranks:
 def _require_no_parts_elsewhere(training: _NestedTraining, names: Sequence[str]) -> None:
     """Raise TargetError for models whose weights DeepSpeed loads from files of layers or experts: none are written."""
     pipeline = next((name for name in names if _OF_PIPELINE.match(name)), None)
-    if pipeline is not None or training.root.get("num_experts") is not None:
+    expert = next((name for name in names if _OF_EXPERTS in name), None)
+    if pipeline is not None or expert is not None:
         raise TargetError(
             f"{'a pipeline' if pipeline else 'a mixture of experts'} is not written as a checkpoint of DeepSpeed",
             expected="a model that every rank has whole, or cut by ZeRO alone",
-            got=f"the parameter {pipeline!r} of a layer by its number" if pipeline else "experts in files of their own",
+            got=f"the parameter {pipeline or expert!r} of {'a layer by its number' if pipeline else 'an expert'}",
             remedy="choose --to torch or --to dcp",
         )
 
@@ -243,8 +248,9 @@ def _kinds(
         lacking = next((name for name in trained if name not in own), None)
         if lacking is not None:
             raise _no_training(f"{word} of every parameter that the optimizer trains", f"none of {lacking!r}")
-        shaped = {name: trained[name].shape for name in own if trained[name].shape} or dict.fromkeys(own, (0,))
-        is_counter = all(own[name].shape == () for name in shaped)
+        shaped = {name: trained[name].shape for name in own if trained[name].shape}
+        # Of parameters without dimensions the shape tells nothing.
+        is_counter = all(own[name].shape == () for name in shaped) if shaped else word == _COUNTER
         odd = next((name for name in shaped if not is_counter and own[name].shape != shaped[name]), None)
         if odd is not None:
             raise _no_training(

@@ -158,11 +158,11 @@ def _optimizer_states(layout: ZeroLayout, rank: int, settings: Dict, storages: _
     ]
     stage: list[Value] = ["zero_stage", Call(_STAGE, (layout.stage,))]
     version = _release(settings)
+    clip = ["clip_grad", rest["clip_grad"]] if "clip_grad" in rest else []
     if layout.is_sliced:
-        own_state = [*stage, *common, "partition_count", layout.ranks]
+        own_state = [*stage, *common, *clip, "partition_count", layout.ranks]
         own_state += ["optimizer_state_dict", base, "fp32_flat_groups", weights]
     else:
-        clip = ["clip_grad", rest["clip_grad"]] if "clip_grad" in rest else []
         own_state = [*common, *clip, "base_optimizer_state", base, "single_partition_of_fp32_groups", weights, *stage]
         own_state += ["group_paddings", [own.padding for own in vectors]]
         own_state += ["param_alignment_paddings", [list(group.gaps) for group in layout.groups]]

@@ -1,0 +1,218 @@
+"""Files that are written for DeepSpeed hold what its engine would have saved on as many ranks."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from support import deepspeed_peer, torch_peer
+from support.deepspeed_peer import Form, Training
+from support.examples import many
+
+import reshard_mpi
+from reshard_mpi.errors import TargetError, UsageError
+
+# Keys that the engine of another release or stage leaves out, with what stands there then.
+OFTEN_LEFT_OUT = {
+    "random_ltd": None,
+    "dynamic_loss_scale": False,
+    "overflow": False,
+    "loss_scaler": None,
+    "clip_grad": 1.0,
+}
+# What people save beside them.
+SHAPES = {"a.weight": (5, 3), "a.bias": (1,), "b.weight": (7, 2), "b.scale": ()}
+
+
+def plain(value: Any) -> Any:
+    """Return what a file holds as values that can be compared: tensors as their type, shape and bytes."""
+    if isinstance(value, torch_peer.Tensor):
+        sample = torch_peer.sample_of("", value)
+        return sample.dtype.name, sample.shape, sample.content
+    if isinstance(value, deepspeed_peer.Object):
+        attributes = dict(vars(value))
+        return type(value).__name__, attributes.pop("args", ()), attributes
+    if isinstance(value, dict):
+        return {key: plain(inner) for key, inner in value.items()}
+    return [plain(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def require_same(found: Any, expected: Any, where: str) -> None:
+    """Require that two values are the same, dictionaries of tensors in the same order."""
+    if not isinstance(expected, dict):
+        assert found == expected, where
+        return
+    assert found.keys() - expected.keys() <= OFTEN_LEFT_OUT.keys(), where
+    if where.endswith("['module']"):
+        assert [*found] == [*expected], where
+    for key, value in expected.items():
+        require_same(found[key], value, f"{where}[{key!r}]")
+
+
+def require_files(folder: Path, training: Training, form: Form, scratch: Path) -> None:
+    """Require that a folder has the files that DeepSpeed saves, and nothing else."""
+    tag = folder / (folder / "latest").read_text()
+    names = set()
+    for name, content in deepspeed_peer.contents(training, form):
+        deepspeed_peer.save(scratch, content)
+        expected, found = plain(deepspeed_peer.load(scratch)), plain(deepspeed_peer.load(tag / name))
+        if "optimizer_state_dict" in expected:  # a source of stage 3 has none
+            expected["optimizer_state_dict"].pop("clip_grad", None)
+        if form.stage == 1:
+            expected.pop("frozen_param_shapes", None)
+            found.pop("frozen_param_shapes", None)
+        require_same(found, expected, name)
+        names.add(name)
+    assert {path.name for path in tag.iterdir()} == names
+
+
+@many(200)
+@given(deepspeed_peer.trainings(), st.integers(1, 3), st.integers(1, 5), st.booleans())
+def test_files_for_other_ranks_and_stages(
+    drawn: tuple[Training, Form], stage: int, ranks: int, through_torch: bool
+) -> None:
+    training, form = drawn
+    assume(not form.stages and not training.experts and not form.is_elastic and not form.is_bf16_optimizer)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        deepspeed_peer.write(folder / "save", training, form)
+        source = folder / "save"
+        if through_torch:
+            source = folder / "torch"
+            reshard_mpi.transform(folder / "save", source, to="torch")
+        reshard_mpi.transform(source, folder / "out", to="deepspeed", dp=ranks, zero_stage=stage, verify=True)
+        # At stage 3 the vectors have no padding to clip, so nothing says where to.
+        require_files(folder / "out", training, Form(stage, ranks), folder / "expected.pt")
+        back = deepspeed_peer.expected(training, Form(stage, ranks))
+        with reshard_mpi.open(folder / "out") as opened:
+            assert {name: opened[name][...].tobytes() for name in opened} == {
+                name: sample.content for name, sample in back.items()
+            }
+
+
+def source_of(folder: Path, form: Form = Form(2, 2), **named: Any) -> Path:  # noqa: B008 - never changed
+    training = deepspeed_peer.training(SHAPES, {"c.weight": (11,)}, **named)
+    deepspeed_peer.write(folder / "save", training, form)
+    return folder / "save"
+
+
+@pytest.mark.parametrize("options", [{"dp": 2}, {"zero_stage": 2}, {}])
+def test_ranks_and_stage_must_be_said(tmp_path: Path, options: dict[str, int]) -> None:
+    with pytest.raises(UsageError, match="packed for a number of ranks"):
+        reshard_mpi.transform(source_of(tmp_path), tmp_path / "out", to="deepspeed", **options)
+
+
+@pytest.mark.parametrize("options", [{"dp": 2}, {"zero_stage": 2}, {"dp": 2, "to": "dcp"}])
+def test_ranks_and_stage_are_for_it_alone(tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="is for --to deepspeed"):
+        reshard_mpi.transform(source_of(tmp_path), tmp_path / "out", **options)
+
+
+@pytest.mark.parametrize("stage", [0, 4])
+def test_no_other_stage(tmp_path: Path, stage: int) -> None:
+    with pytest.raises(UsageError, match="no stage of ZeRO"):
+        reshard_mpi.transform(source_of(tmp_path), tmp_path / "out", to="deepspeed", dp=2, zero_stage=stage)
+
+
+def test_a_model_without_an_optimizer_is_refused(tmp_path: Path) -> None:
+    reshard_mpi.transform(source_of(tmp_path), tmp_path / "hf", to="hf")
+    with pytest.raises(TargetError, match="not a whole training"):
+        reshard_mpi.transform(tmp_path / "hf", tmp_path / "out", to="deepspeed", dp=2, zero_stage=2)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("excluded", ["optimizer.state.a.weight.exp_avg", "*.step", "model.b.weight"])
+def test_a_training_that_lacks_something_is_refused(tmp_path: Path, excluded: str) -> None:
+    asked: dict[str, Any] = {"to": "deepspeed", "dp": 2, "zero_stage": 2}
+    if excluded == "*.step":  # of no parameter: it is the optimizer's then, and goes with it
+        reshard_mpi.transform(source_of(tmp_path), tmp_path / "out", exclude=[excluded], **asked)
+        return
+    with pytest.raises(reshard_mpi.ReshardError):
+        reshard_mpi.transform(source_of(tmp_path), tmp_path / "out", exclude=[excluded], **asked)
+    assert not (tmp_path / "out").exists()
+
+
+def test_steps_that_differ_in_a_group_are_refused(tmp_path: Path) -> None:
+    """A vector has one step for all of its parameters."""
+    reshard_mpi.transform(source_of(tmp_path), tmp_path / "torch", to="torch")
+    path = tmp_path / "torch/rank_0/checkpoint_0.pt"
+    loaded = deepspeed_peer.load(path)
+    state = loaded["optimizer"]["state"]
+    state["a.bias"]["step"] = torch_peer.tensor(deepspeed_peer.sample(np.float32(9).reshape(())), "new")
+    torch_peer.save(tmp_path / "x.pt", loaded)
+    with pytest.raises(reshard_mpi.ReshardError, match="step"):
+        reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "out", to="deepspeed", dp=2, zero_stage=2)
+
+
+@pytest.mark.parametrize("form", [Form(1, 2, stages=2), Form(2, 2, expert_parts=2)], ids=["pipeline", "experts"])
+def test_what_deepspeed_loads_from_other_files_is_refused(tmp_path: Path, form: Form) -> None:
+    before = "l.deepspeed_experts."
+    training = (
+        deepspeed_peer.training({"0.w": (3,), "1.w": (4,)})
+        if form.stages
+        else deepspeed_peer.training({"w": (3,)}, {f"{before}{n}.w": (2,) for n in range(2)}, experts={before: 2})
+    )
+    deepspeed_peer.write(tmp_path / "save", training, form)
+    with pytest.raises(TargetError, match="is not written as a checkpoint of DeepSpeed"):
+        reshard_mpi.transform(tmp_path / "save", tmp_path / "out", to="deepspeed", dp=2, zero_stage=2)
+
+
+@many(60)
+@given(st.integers(1, 7), st.integers(1, 6))
+def test_round_robin_gradients_has_an_order_of_its_own(from_ranks: int, to_ranks: int) -> None:
+    """The parameters of a group are dealt out over the ranks, and the vectors are in that order."""
+    shapes = {f"w{number}": (number + 1, 2) for number in range(7)}
+
+    def dealt(names: list[str], ranks: int) -> list[str]:
+        return [name for first in range(ranks) for name in names[first::ranks]]
+
+    def laid(ranks: int) -> Training:
+        whole = deepspeed_peer.training(shapes)
+        (own,) = whole.groups
+        return deepspeed_peer.training({name: shapes[name] for name in dealt([*shapes], ranks)}).__class__(
+            [{name: own[name] for name in dealt([*own], ranks)}], whole.state
+        )
+
+    def with_setting(_: str, content: dict[str, Any]) -> None:
+        content["ds_config"]["zero_optimization"]["round_robin_gradients"] = True
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        deepspeed_peer.write(folder / "save", laid(from_ranks), Form(2, from_ranks), with_setting)
+        reshard_mpi.transform(folder / "save", folder / "out", to="deepspeed", dp=to_ranks, zero_stage=2)
+        for written, content in deepspeed_peer.contents(laid(to_ranks), Form(2, to_ranks)):
+            if "optim" in written:
+                deepspeed_peer.save(folder / "expected.pt", content)
+                expected = plain(deepspeed_peer.load(folder / "expected.pt"))["optimizer_state_dict"]
+                found = plain(deepspeed_peer.load(folder / "out/global_step3" / written))["optimizer_state_dict"]
+                require_same(found, expected, written)
+
+
+def test_a_stopped_run_goes_on_and_names_its_folder_last(tmp_path: Path) -> None:
+    source, asked = source_of(tmp_path), {"to": "deepspeed", "dp": 3, "zero_stage": 3}
+    reshard_mpi.transform(source, tmp_path / "out", rank=[0, 4], **asked)
+    assert not (tmp_path / "out/latest").exists()
+    reshard_mpi.transform(source, tmp_path / "out", resume=True, **asked)
+    assert (tmp_path / "out/latest").read_text() == "global_step3"
+    report = reshard_mpi.verify(source, tmp_path / "out")
+    assert not report.warnings
+    with pytest.raises(TargetError):  # of another stage, into the same folder
+        reshard_mpi.transform(source, tmp_path / "out", to="deepspeed", dp=3, zero_stage=2)
+    reshard_mpi.transform(source, tmp_path / "out", to="deepspeed", dp=3, zero_stage=2, overwrite=True)
+    names = {path.name for path in (tmp_path / "out/global_step3").iterdir()}
+    assert names == {"mp_rank_00_model_states.pt"} | {
+        f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(3)
+    }
+
+
+def test_a_file_of_another_save_beside_the_targets_is_refused(tmp_path: Path) -> None:
+    tag = tmp_path / "out/global_step3"
+    tag.mkdir(parents=True)
+    (tag / "bf16_zero_pp_rank_7_mp_rank_00_optim_states.pt").write_bytes(b"another")
+    with pytest.raises(TargetError, match="no part of the checkpoint"):
+        reshard_mpi.transform(source_of(tmp_path), tmp_path / "out", to="deepspeed", dp=2, zero_stage=2)
