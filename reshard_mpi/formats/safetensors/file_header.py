@@ -10,6 +10,7 @@ fails if it is none. So such an entry is written only to give a type.
 from __future__ import annotations
 
 import math
+import re
 import sys
 from array import array
 from collections.abc import Container, Sequence
@@ -158,6 +159,11 @@ _MAX_ENTRY_BYTES = 64 << 10
 # One for each tensor, if all are of MindSpore's Int4.
 _MAX_METADATA = structure.MAX_TENSORS + 1024
 _FIELDS = {"dtype", "shape", "data_offsets"}
+# An entry as all writers write it, with the comma before it: its name, its kind, and its offsets.
+_USUAL_ENTRY = re.compile(
+    r',"([^"\\\x00-\x1f]++)":\{"dtype":"([A-Z0-9_]++","shape":\[[0-9,]*+)\]'
+    r',"data_offsets":\[(0|[1-9][0-9]{0,17}+),(0|[1-9][0-9]{0,17}+)\]\}(?=[,}])'
+)
 # Of a string as it is written: it takes up to twelve times as much memory while it is read.
 MAX_STRING_BYTES = structure.MAX_STRING_BYTES // 2
 
@@ -189,6 +195,7 @@ class _HeaderReading:
         self._ends = array("q")
         # Kinds by type and lengths: their numbers, and the size of a tensor.
         self._kinds: dict[tuple[str | int, ...], tuple[int, int]] = {}
+        self._kinds_as_written: dict[str, tuple[int, int]] = {}  # the same, by their text in `_USUAL_ENTRY`
         self._strings: dict[str, str] = {}
         self._plain = PlainStrings()
         self._int4: dict[str, None] = {}
@@ -205,6 +212,7 @@ class _HeaderReading:
                 self._take_metadata()
             else:
                 self._add_entry(name, self._header.value(_MAX_ENTRY_BYTES))
+                self._add_alike()
         self._header.require_end()
         self._require_tiles()
         self._mark_int4()
@@ -212,6 +220,35 @@ class _HeaderReading:
         return HeaderContents(
             self._tensors, plain | self._strings, self._crc, self._lacks_others, left_out, self._sharding
         )
+
+    def _add_alike(self) -> None:
+        """Add the tensors that come next and are of known kinds, up to an entry that is unusual, or has any flaw.
+
+        Nearly all tensors are such. To read their entries as JSON takes three times as long.
+        """
+        names, kinds = self._tensors.index_by_name, self._kinds_as_written
+        data_bytes, base = self._data_bytes, self._header.end
+        add_kind, add_start, add_end = self._tensors.kind_ids.append, self._tensors.offsets.append, self._ends.append
+        for entry in self._header.matches(_USUAL_ENTRY):
+            name, kind, begin_text, end_text = entry.groups()
+            begin, end = int(begin_text), int(end_text)
+            kept_bytes = self._kept_bytes + structure.kept_bytes(name)
+            if (
+                kind not in kinds
+                or end - begin != kinds[kind][1]
+                or end > data_bytes
+                or name in names
+                or name == METADATA
+                or len(name) > MAX_NAME_BYTES // 4
+                or len(names) == structure.MAX_TENSORS
+                or kept_bytes > structure.MAX_KEPT_BYTES
+            ):
+                break
+            self._kept_bytes = kept_bytes
+            names[sys.intern(name)] = len(names)
+            add_kind(kinds[kind][0])
+            add_start(base + begin)
+            add_end(base + end)
 
     def _add_entry(self, name: str, entry: Json) -> None:
         """Add the tensor that an entry describes."""
@@ -247,8 +284,9 @@ class _HeaderReading:
         kind = TensorType(dtype, dims)
         number = self._tensors.kind(kind)
         self._keep(structure.kept_kind_bytes(len(dims)))
-        self._kinds[tag, *dims] = number, kind.size_bytes
-        return number, kind.size_bytes
+        known = self._kinds[tag, *dims] = number, kind.size_bytes
+        self._kinds_as_written[f'{tag}","shape":[{",".join(map(str, dims))}'] = known
+        return known
 
     def _add(self, name: str, kind: tuple[int, int], begin: int, end: int) -> None:
         number, size_bytes = kind

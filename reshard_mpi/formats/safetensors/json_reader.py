@@ -89,6 +89,12 @@ class JsonReader:
             yield key
             mark = self._take(",}")
 
+    def matches(self, pattern: re.Pattern[str]) -> Iterator[re.Match[str]]:
+        """Yield what a pattern matches from the next character on, again and again; each is taken when this goes on."""
+        while found := pattern.match(self._window, self._at):
+            yield found
+            self._at = found.end()
+
     def items(self) -> Iterator[None]:
         """Take an array; each value is the next to be taken when this yields."""
         self._take("[")
