@@ -86,8 +86,9 @@ def agreement_checks(
             strategy lists should be, and a difference is reported; with `same_world` they are compared only where
             several stages have them, since each rank keeps its own (random state).
     """
-    counters = _counters(tensors.names)
-    for name in tensors.names:
+    names = tensors.names if len(tensors.ranks) > 1 else ()
+    counters = _counters(names)
+    for name in names:
         group = tensors.group(name)
         counts = name in counters and is_moment(name, group.shape)
         is_compared = (

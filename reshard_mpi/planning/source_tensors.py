@@ -111,6 +111,7 @@ class SourceTensors:
     A checkpoint has thousands of tensors, but of few kinds and placed in few ways, so each group is made once.
 
     Attributes:
+        ranks: those of the opened shards.
         lost: the shards that cannot be used, by rank.
         may_be_needed: tells of a name, and of all names there are, whether a tensor is asked for (None: all are); one
             that is not is left out if the opened shards do not tell how large it is.
@@ -126,8 +127,8 @@ class SourceTensors:
         self._strategy = strategy
         self._manifests = manifests
         self._lost = lost
-        self._ranks = tuple(sorted(manifests))
-        self._held = tuple(manifests[rank].tensors for rank in self._ranks)
+        self.ranks = tuple(sorted(manifests))
+        self._held = tuple(manifests[rank].tensors for rank in self.ranks)
         self._signatures = self._all_signatures()
         self._group_by_name: dict[str, SourceGroup] = {}
         # By the identity of placements, which the strategy keeps.
@@ -179,8 +180,7 @@ class SourceTensors:
 
     def _placements(self, name: str) -> tuple[Placement, ...]:
         """Return how the strategy places a tensor; empty if it does not."""
-        listed = self._strategy.parameters.get(name)
-        return listed or find_or_follow(self._strategy, name, lambda base: self._held_alike(name, base))
+        return find_or_follow(self._strategy, name, lambda base: self._held_alike(name, base))
 
     def missing_slices(self) -> Iterator[tuple[int, ...]]:
         """Yield the ranks that hold a slice that no opened shard has and that tells how large tensors are, for each."""
@@ -239,7 +239,7 @@ class SourceTensors:
         """Return the kind of a tensor on each opened rank that holds it."""
         return {
             rank: tensors.kinds[number]
-            for rank, tensors, number in zip(self._ranks, self._held, self._signatures[name])
+            for rank, tensors, number in zip(self.ranks, self._held, self._signatures[name])
             if number != _LACKING
         }
 

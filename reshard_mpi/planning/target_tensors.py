@@ -95,9 +95,8 @@ class TargetLayouts:
 
     def placements(self, name: str) -> tuple[Placement, ...]:
         """Return how the target strategy places a tensor; empty where it does not."""
-        listed = self._strategy.parameters.get(name)
-        if listed or self._unlisted is not Unlisted.FOLLOW:
-            return listed or self._strategy.find(name)
+        if self._unlisted is not Unlisted.FOLLOW:
+            return self._strategy.find(name)
         return find_or_follow(self._strategy, name, lambda base: self._tensors.same_shape(name, base))
 
     def lists(self, name: str) -> bool:
@@ -196,13 +195,12 @@ class TargetTensors:
                 lost,
                 keeps_errors=policy.allows_holes,
             )
+        taken: GradientShare | ReshardError = GradientShare.TAKEN
         for name in self.tensors.names:
             group = self.tensors.group(name)
             layout = self.layouts.layout(name, group)
             if layout is not None:
-                share: GradientShare | ReshardError = GradientShare.TAKEN
-                if self.joining is not None:
-                    share = self.joining.share(name, group, layout.placement)
+                share = taken if self.joining is None else self.joining.share(name, group, layout.placement)
                 held = self._classes.get((group, layout, share))
                 if held is None:
                     box = self.layouts.box(layout)

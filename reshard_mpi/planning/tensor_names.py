@@ -32,11 +32,9 @@ def find_or_follow(strategy: Strategy, name: str, fits: Callable[[str], bool]) -
             rule for every name (`*`) places what is neither listed nor follows another. Empty if nothing places the
             parameter.
     """
-    listed = strategy.parameters.get(name)
+    listed = strategy.of_every_name or strategy.parameters.get(name)
     if listed:  # the common case, so it comes first
         return listed
-    if strategy.is_uniform:
-        return strategy.find(name)
     placing = placing_name(strategy, name, fits)
     return () if placing is None else strategy.find(placing)
 
@@ -133,6 +131,5 @@ class GradientShare(Enum):
 
 def is_partial_sum(name: str) -> bool:
     """Tell whether copies of a parameter may differ because each is a part of a sum."""
-    return any(f"{word}." in name for word in ACCUMULATORS) and any(
-        part in ACCUMULATORS for part in name.split(".")[:-1]
-    )
+    first, second = ACCUMULATORS
+    return (first in name or second in name) and any(part in ACCUMULATORS for part in name.split(".")[:-1])

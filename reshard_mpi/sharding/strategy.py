@@ -47,8 +47,8 @@ class Strategy:
         self.axes: Final = axes
         # whether the first rule is for every name, as in a full checkpoint: then no pattern is looked at
         self._first_takes_all: Final = bool(rules) and rules[0][0] == "*"
-        # whether one rule places every name
-        self.is_uniform: Final = self._first_takes_all and not parameters
+        # the placements of every name, if there is but one rule for all: then nothing is looked up
+        self.of_every_name: Final = (rules[0][1],) if self._first_takes_all and not parameters else ()
         # the rules' answers for names asked about before: planning asks about each many times
         self._matched: dict[str, int | None] = {}
         self._followed_by_name: dict[str, tuple[str, ...]] = {}
@@ -96,7 +96,7 @@ class Strategy:
 
         All calls for one name, and for all names that one rule places, return the same object.
         """
-        listed = self.parameters.get(name)
+        listed = self.of_every_name or self.parameters.get(name)
         if listed is not None:
             return listed
         rule = self.rule_of(name)
