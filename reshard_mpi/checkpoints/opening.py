@@ -48,7 +48,9 @@ def open_source(
     can be read, or if no strategy says which other shards hold the same data.
     """
     _require_all_files(files)
-    files = _of_one_run(files)
+    has_records = _has_records(files)
+    if has_records:
+        files = _of_one_run(files)
     if files.is_folder:
         return _open_folder(files, strategy, known_damage)
     if strategy is not None and strategy.world_size > 1:
@@ -64,7 +66,7 @@ def open_source(
             _require_whole_run(files)
     elif described is not None:
         _require_agreement(strategy, described, manifest.path)
-    else:
+    elif has_records:
         _require_as_many_ranks(files, strategy)
     if strategy is None:
         if damage:
@@ -195,12 +197,10 @@ def _recorded(files: ShardFiles) -> Strategy | None:
 
 
 def _of_one_run(files: ShardFiles) -> ShardFiles:
-    """Return files, and which of them are not, by their times, as their run has recorded them.
+    """Return files that have records, and which of them are not, by their times, as their run has recorded them.
 
     Raises DisagreementError if they are of several runs, as where one has replaced some of them.
     """
-    if not _has_records(files):
-        return files
     from reshard_mpi.journal.record_finder import require_one_run
 
     files.look(*files.shards)  # one that is replaced after this is noticed
@@ -218,8 +218,6 @@ def _has_records(files: ShardFiles) -> bool:
 
 def _require_as_many_ranks(files: ShardFiles, strategy: Strategy) -> None:
     """Raise SourceError if the run that has made the files has another number of targets than a strategy has ranks."""
-    if not _has_records(files):
-        return
     from reshard_mpi.journal.record_finder import run_of
 
     rank, paths = next(iter(files.by_rank.items()))

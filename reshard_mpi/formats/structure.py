@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 
 from reshard_mpi.errors import ShardError, TargetError
 from reshard_mpi.filesystem.paths import file_kind_of
@@ -115,18 +116,26 @@ def contents(file: SourceFile, spans: Sequence[Span]) -> Iterator[bytes]:
 
     Raises ShardError if it cannot be read, or ends before.
     """
+    return chain.from_iterable(contents_by_call(file, spans))
+
+
+def contents_by_call(file: SourceFile, spans: Sequence[Span]) -> Iterator[Sequence[bytes]]:
+    """Yield what `contents` does, all that one call reads at once."""
     number = 0
     while number < len(spans):
         base, end = spans[number]
-        last = number + 1
-        while last < len(spans) and spans[last][0] - end <= _CLOSE_BYTES and spans[last][1] - base <= _READ_BYTES:
-            end = spans[last][1]
-            last += 1
+        last, most = len(spans), base + _READ_BYTES
+        for other in range(number + 1, last):
+            start, stop = spans[other]
+            if start - end > _CLOSE_BYTES or stop > most:
+                last = other
+                break
+            end = stop
         content = file.read_exactly(base, end - base)
         if last == number + 1:
-            yield content
+            yield (content,)
         else:
-            yield from [content[start - base : stop - base] for start, stop in spans[number:last]]
+            yield [content[start - base : stop - base] for start, stop in spans[number:last]]
         number = last
 
 
@@ -159,8 +168,8 @@ def digest_besides(file: SourceFile, payloads: Iterable[Span]) -> str:
     Raises ShardError if it cannot be read, FileCutShortError if it is shorter than they say.
     """
     digest = hashlib.blake2b(b"%d" % file.size_bytes, digest_size=_DIGEST_BYTES)
-    for part in contents(file, spans_besides(file, payloads, file.size_bytes)):
-        digest.update(part)
+    for parts in contents_by_call(file, spans_besides(file, payloads, file.size_bytes)):
+        digest.update(b"".join(parts))
     return digest.hexdigest()
 
 

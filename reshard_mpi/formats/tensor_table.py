@@ -242,11 +242,16 @@ class TensorTable(Mapping[str, TensorEntry]):
             ours = (part for part in stored.ranges if part.path == self.path) if stored is not None else ()
             spans += [(part.offset_bytes, part.offset_bytes + part.length_bytes) for part in ours]
         merged: list[tuple[int, int]] = []
-        for start, end in sorted(spans):
-            if merged and start <= merged[-1][1]:
-                merged[-1] = merged[-1][0], max(end, merged[-1][1])
-            elif start < end:
-                merged.append((start, end))
+        last = -1
+        for span in sorted(spans):
+            start, end = span
+            if start > last and start < end:
+                merged.append(span)
+            elif start <= last < end:
+                merged[-1] = merged[-1][0], end
+            else:
+                continue
+            last = end
         return merged
 
     def element_bytes(self, numbers: Sequence[int]) -> int:

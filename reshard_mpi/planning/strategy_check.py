@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from enum import Enum
+from itertools import chain
 from typing import NamedTuple
 
 from reshard_mpi.errors import CoverageError, DisagreementError, StrategyError
@@ -311,7 +312,7 @@ def require_living_rules(strategy: Strategy, names: Collection[str], which: str,
 def require_same_network(strategy: Strategy, manifests: Iterable[Manifest]) -> None:
     """Raise StrategyError if a source strategy lists parameters one by one and the shards hold none of them."""
     opened = list(manifests)
-    names = dict.fromkeys(name for manifest in opened for name in manifest.tensors)
+    names = dict.fromkeys(chain.from_iterable(manifest.tensors for manifest in opened))
     if strategy.rules or not names or any(find_or_follow(strategy, name, lambda _: True) for name in names):
         return
     raise StrategyError(

@@ -32,8 +32,8 @@ def of_file(file: SourceFile, tensors: TensorTable) -> HeaderDigest | None:
     payloads, digest = tensors.payload_spans(), hashlib.blake2b()
     try:
         size_bytes = _without_checksum(file, payloads[-1][1] if payloads else 0)
-        for part in structure.contents(file, structure.spans_besides(file, payloads, size_bytes)):
-            digest.update(part)
+        for parts in structure.contents_by_call(file, structure.spans_besides(file, payloads, size_bytes)):
+            digest.update(b"".join(parts))
     except ShardError:  # it is shorter, or cannot be read
         return None
     return HeaderDigest(size_bytes, digest.digest())
