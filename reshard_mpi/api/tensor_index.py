@@ -67,8 +67,10 @@ def chosen_of(
         else:
             chosen.append(each[::-1])
             view.append(_BACKWARDS)
+    if view and view.count(_ALL) == len(view):
+        return chosen, None
     has_ellipsis = index is ... or (type(index) is tuple and any(each is ... for each in index))
-    if view.count(_ALL) == len(view) and (view or has_ellipsis):
+    if not view and has_ellipsis:
         return chosen, None
     # As in numpy, an index with `...` has an array for its result, be it one of no dimensions.
     return chosen, (*view, ...) if has_ellipsis else tuple(view)

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
-from reshard_mpi.filesystem.source_files import SourceFile, open_file, version_of
+from reshard_mpi.filesystem.source_files import FileVersion, SourceFile, open_file, version_of
 from reshard_mpi.formats.locations import ByteRange
 from reshard_mpi.text import MIB
 
@@ -133,6 +133,14 @@ class Files:
                 self.read_into(ByteRange(path, offset + skipped, len(place) - skipped), place[skipped:])
             done -= skipped
             offset += len(place)
+
+    def is_open_as(self, path: str, version: FileVersion | None) -> bool:
+        """Tell whether a file is open and still this version, with as many names as it had."""
+        source = self._sources.get(path)
+        try:
+            return source is not None and source.version_now() == version
+        except OSError:
+            return False
 
     def advise(self, part: ByteRange) -> None:
         """Advise the kernel to read `part` ahead; does nothing if that is not possible."""

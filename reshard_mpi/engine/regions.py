@@ -78,13 +78,12 @@ class RegionReader:
                 files.read_into(run, out.reshape(-1).view(np.uint8).data)
             else:
                 self._read(files, group.tensor(place), indices, out.view(raw_dtype(group.kind.dtype)), paths)
-            too_large = files.traffic.too_large - too_large
+            self._require_unchanged(files, paths)
+            return files.traffic.too_large - too_large
         finally:
             self._idle.append(files)
             if self._is_closed:
                 self.close()
-        self._require_unchanged(paths)
-        return too_large
 
     def _read(self, files: Files, tensor: TensorPlan, indices: Sequence[range], out: Array, paths: set[str]) -> None:
         stepped = next((dim for dim, chosen in enumerate(indices) if chosen.step > 1 and len(chosen) > 1), None)
@@ -134,11 +133,12 @@ class RegionReader:
             local = block.relative_to(box)
             out[tuple(map(slice, local.start, local.stop))] = aside
 
-    def _require_unchanged(self, paths: set[str]) -> None:
-        if self._versions is None:
-            return
-        for path in paths:
-            now, was = _version_of(path), self._versions.get(path)
+    def _require_unchanged(self, files: Files, paths: set[str]) -> None:
+        for path in paths if self._versions is not None else ():
+            was = self._versions.get(path)
+            if was is not None and files.is_open_as(path, was):
+                continue  # a file that takes its place takes its name from it
+            now = _version_of(path)
             if was is None or now.is_later_than(was):
                 raise DisagreementError(
                     "a source file was written or replaced after the checkpoint was opened",

@@ -83,6 +83,10 @@ class SourceFile:
     def close(self) -> None:
         os.close(self._descriptor)
 
+    def version_now(self) -> FileVersion:
+        """Return the version of the file that is open, be it where it was or not. Raises OSError."""
+        return FileVersion.of(os.fstat(self._descriptor))
+
     def read(self, offset: int, length_bytes: int) -> bytes:
         """Return bytes of the file from byte `offset` on, fewer only if it ends before.
 
