@@ -11,6 +11,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -25,6 +26,7 @@ from support.examples import few
 
 import reshard_mpi
 from reshard_mpi import api
+from reshard_mpi.engine import regions
 from reshard_mpi.errors import DisagreementError, ReshardError, ShardError, UsageError
 from reshard_mpi.testing.sample_tensors import ShardContents
 
@@ -358,6 +360,23 @@ def test_only_what_is_asked_for_is_read(tmp_path: Path, index: Any) -> None:
         (files,) = checkpoint.reader._idle
         assert files.traffic.requested_bytes == taken.nbytes
         assert not files.traffic.mapped_bytes
+
+
+@pytest.mark.parametrize("first", [0, 1, 1023])
+def test_what_lies_beside_a_large_array_stays(tmp_path: Path, first: int) -> None:
+    """The kernel is asked for the memory of large arrays before they are filled, wherever these begin."""
+    large = np.arange(300_000, dtype=np.float32)
+    write_ranks({0: {"w": large}}, tmp_path / "src", "safetensors")
+    memory = np.full(first + large.size + 3000, 7, np.float32)
+    with (
+        reshard_mpi.open(tmp_path / "src") as checkpoint,
+        mock.patch.object(regions, "populate", wraps=regions.populate) as populated,
+    ):
+        checkpoint["w"].read_into(memory[first : first + large.size])
+        assert checkpoint["w"][5] == 5
+    populated.assert_called_once_with(memory[first:].ctypes.data, large.nbytes)
+    assert same(memory[first : first + large.size], large)
+    assert (memory[:first] == 7).all() and (memory[first + large.size :] == 7).all()
 
 
 def test_short_runs_that_lie_close_are_read_with_what_lies_between(tmp_path: Path) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from types import TracebackType
 from typing import NamedTuple
 
@@ -306,6 +308,30 @@ def large_buffer(length_bytes: int) -> memoryview:
     with suppress(OSError, AttributeError):  # a kernel without them; a system that is not Linux
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(memory)[:length_bytes]
+
+
+# MADV_POPULATE_WRITE of Linux 5.14 and later, which Python has no name for.
+_POPULATE_WRITE = 23
+
+
+def populate(address: int, length_bytes: int) -> None:
+    """Have the kernel give all pages of memory that is about to be filled; one by one, as they are met, costs more."""
+    start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = (address + length_bytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
+    if length > 0:
+        _madvise()(start, length, _POPULATE_WRITE)  # if it fails, they are given one by one
+
+
+@cache
+def _madvise() -> Callable[[int, int, int], object]:
+    """Return the C library's function; one that does nothing where numbers of advice are others than Linux's."""
+    import ctypes
+
+    if sys.platform != "linux":
+        return lambda *_: None
+    function = ctypes.CDLL(None).madvise
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return function
 
 
 def _about(error: OSError, path: str, other: str | None = None) -> OSError:

@@ -11,17 +11,19 @@ import numpy as np
 
 from reshard_mpi.engine.elements import Array, raw_dtype
 from reshard_mpi.engine.gather import gather
-from reshard_mpi.engine.open_files import Files, unreadable
+from reshard_mpi.engine.open_files import Files, populate, unreadable
 from reshard_mpi.errors import DisagreementError
 from reshard_mpi.filesystem.source_files import FileVersion, version_of
 from reshard_mpi.formats.locations import ByteRange, paths_of
 from reshard_mpi.formats.tensor_table import NOT_CONTIGUOUS
 from reshard_mpi.planning.rank_plan import Group, Limits, TensorPlan, meeting
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.text import MIB
+from reshard_mpi.text import KIB, MIB
 
 # Elements that are not asked for are read along with others if the ones asked for come closer than this.
 _NEAR_BYTES = 4096
+# Memory of this size is new more often than not.
+_POPULATED_BYTES = 128 * KIB
 # The memory for bytes on their way to places that they cannot be read into.
 _MOST_ASIDE_BYTES = 4 * MIB
 # The same for elements whose axes change places, or that are decoded.
@@ -65,6 +67,8 @@ class RegionReader:
         """
         if not out.size:
             return 0
+        if out.nbytes >= _POPULATED_BYTES and out.flags.c_contiguous:
+            populate(out.ctypes.data, out.nbytes)
         paths: set[str] = set()
         try:
             files = self._idle.pop()
@@ -134,7 +138,9 @@ class RegionReader:
             out[tuple(map(slice, local.start, local.stop))] = aside
 
     def _require_unchanged(self, files: Files, paths: set[str]) -> None:
-        for path in paths if self._versions is not None else ():
+        if self._versions is None:
+            return
+        for path in paths:
             was = self._versions.get(path)
             if was is not None and files.is_open_as(path, was):
                 continue  # a file that takes its place takes its name from it
