@@ -90,7 +90,7 @@ class JsonReader:
             mark = self._take(",}")
 
     def matches(self, pattern: re.Pattern[str]) -> Iterator[re.Match[str]]:
-        """Yield what a pattern matches from the next character on, again and again; each is taken when this goes on."""
+        """Yield matches of a pattern, one behind the other from the next character on; going on takes each."""
         while found := pattern.match(self._window, self._at):
             yield found
             self._at = found.end()
