@@ -63,6 +63,7 @@ class ZeroLayout(NamedTuple):
         groups: the flat groups. At stage 3 an optimizer's group may have several.
         kinds: the kinds of state that have the shape of their parameter, with the name of their type; counters: those
             that are one number.
+        names: of all tensors of the model, in its order.
         frozen: parameters that are not trained; buffers: names of buffers; shared: names of parameters that are others
             under a second name, each with that.
         model, optimizer: texts of nests: what else the files have of both.
@@ -74,6 +75,7 @@ class ZeroLayout(NamedTuple):
     groups: tuple[FlatGroupLayout, ...]
     kinds: tuple[tuple[str, str], ...]
     counters: tuple[str, ...]
+    names: tuple[str, ...]
     frozen: tuple[LaidParameter, ...]
     buffers: tuple[str, ...]
     shared: tuple[tuple[str, str], ...]
@@ -96,7 +98,7 @@ class ZeroLayout(NamedTuple):
     def of_text(cls, text: str) -> ZeroLayout:
         """Return the layout that a text of `as_text` says."""
         fields: list[Any] = json.loads(text)
-        stage, ranks, dtype, groups, kinds, counters, frozen, buffers, shared, model, optimizer = fields
+        stage, ranks, dtype, groups, kinds, counters, names, frozen, buffers, shared, model, optimizer = fields
         return cls(
             stage,
             ranks,
@@ -104,6 +106,7 @@ class ZeroLayout(NamedTuple):
             tuple(FlatGroupLayout(_parameters(own), tuple(gaps), settings) for own, gaps, settings in groups),
             tuple((kind, dtype) for kind, dtype in kinds),
             tuple(counters),
+            tuple(names),
             _parameters(frozen),
             tuple(buffers),
             tuple((name, other) for name, other in shared),

@@ -194,6 +194,7 @@ def _layout(training: _NestedTraining, tensors: Mapping[str, TensorType], ranks:
         tuple(flat),
         kinds,
         counters,
+        tuple(others),
         frozen=tuple(LaidParameter(name, tensors[MODEL + name].shape) for name in frozen),
         buffers=buffers,
         shared=shared,

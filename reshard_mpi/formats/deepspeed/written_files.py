@@ -226,15 +226,13 @@ def _model_states(
     tensors = {name.removesuffix(suffix): storages.whole(name) for name in kinds if name.endswith(suffix)}
     of_values = {name: tensor for name, tensor in tensors.items() if not name.startswith(MODEL)}
     values = dict(_values(layout.model, of_values, path).pairs())
-    module = {name.removeprefix(MODEL): tensor for name, tensor in tensors.items() if name.startswith(MODEL)}
-    fragments: dict[str, Value] = {}
+    dtype = BY_NAME[layout.dtype]
+    module = {name: tensors.get(MODEL + name) or storages.empty(dtype) for name in layout.names}
     if layout.is_sliced:
-        dtype = BY_NAME[layout.dtype]
-        trained = [parameter.name for group in layout.groups for parameter in group.parameters]
-        names = (*trained, *(parameter.name for parameter in layout.frozen), *(name for name, _ in layout.shared))
-        module |= {name: storages.empty(dtype) for name in names}
-        for parameter, vector in zip(layout.frozen, frozen_vectors(layout, rank)):
-            fragments[parameter.name] = storages.vector(vector, _type_of(vector, kinds, dtype))
+        fragments: dict[str, Value] = {
+            parameter.name: storages.vector(vector, _type_of(vector, kinds, dtype))
+            for parameter, vector in zip(layout.frozen, frozen_vectors(layout, rank))
+        }
     else:
         fragments = {parameter.name: module[parameter.name] for parameter in layout.frozen}
     besides = values.pop("model", Dict())
