@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support import deepspeed_peer, torch_peer
 from support.command_line import done, run_here
 from support.deepspeed_peer import Content, Form, Size, Training
-from support.examples import few
+from support.examples import few, many
+
+from reshard_mpi.errors import ReshardError
+from reshard_mpi.formats import deepspeed
 
 OPTIMIZER = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 MODEL, MODEL_3 = "mp_rank_00_model_states.pt", "zero_pp_rank_{}_mp_rank_00_model_states.pt"
@@ -352,3 +358,50 @@ def test_weights_alone(tmp_path: Path) -> None:
     tag = deepspeed_peer.write(tmp_path / "save", training(), Form(2, 1), spoil)
     done("transform", tag.parent, tmp_path / "out")
     assert {*deepspeed_peer.load(tmp_path / "out" / "rank_0" / "checkpoint_0.pt")} == {"model"}
+
+
+PLAIN = (None, 7, -1, 1.5, "text", b"", True, [], [None], [[]], {}, {"a": 1}, {3: 4}, (1, 2))
+ODD: list[Callable[[], object]] = [
+    *(lambda own=own: own for own in PLAIN),
+    *(lambda size=size: of_size(size) for size in (0, 1, 5)),
+    deepspeed_peer.Surprise,
+]
+FORMS = [
+    *(Form(2, 2), Form(3, 2), Form(2, 2, is_elastic=True)),
+    *(Form(1, 2, is_bf16_optimizer=True), Form(0, 2, is_bf16_optimizer=True)),
+]
+
+
+def places(content: object, *keys: object) -> Iterator[tuple[object, ...]]:
+    """Yield where anything lies in a file, but for the attributes of objects."""
+    if isinstance(content, dict | list):
+        for key, value in content.items() if isinstance(content, dict) else enumerate(content):
+            yield (*keys, key)
+            yield from places(value, *keys, key)
+
+
+@many(400)
+@given(st.data())
+def test_any_value_may_be_odd(data: st.DataObject) -> None:
+    """Whatever stands in a file in place of anything, it is refused by an error of the package, or read."""
+    form = data.draw(st.sampled_from(FORMS))
+    is_universal = data.draw(st.booleans()) and form.stage > 0 and not form.is_elastic
+    made = training(frozen=deepspeed_peer.arrays({"fixed": (2, 3)}, 7), shared={"tied": "a.w"})
+    write = deepspeed_peer.write_universal if is_universal else deepspeed_peer.write
+    names: list[str] = []
+
+    def spoil(name: str, content: Content) -> None:
+        names.append(name)
+        if len(names) == chosen:
+            *keys, last = data.draw(st.sampled_from([*places(content)]))
+            for key in keys:
+                content = content[key]
+            content[last] = data.draw(st.sampled_from(ODD))()
+
+    chosen = data.draw(st.integers(1, 12))
+    with tempfile.TemporaryDirectory() as folder:
+        tag = write(Path(folder), made, form, spoil)
+        try:
+            deepspeed.open_folder(str(tag))
+        except ReshardError as error:
+            assert str(error)

@@ -41,7 +41,7 @@ class LayerPart(NamedTuple):
 
 
 class Expert(NamedTuple):
-    """An expert: of which layer among those with experts, its number over all ranks, and the model-parallel rank."""
+    """An expert: the number of its layer among layers with experts, its own over all ranks, its model-parallel rank."""
 
     layer: int
     expert: int
@@ -49,7 +49,7 @@ class Expert(NamedTuple):
 
 
 class TagFiles(NamedTuple):
-    """The files of a checkpoint by what they hold, as names in its folder.
+    """The files of a checkpoint by their kinds, as names in its folder.
 
     Attributes:
         models: weights and settings. At stages 0 to 2 they are written by data-parallel rank 0 alone.
@@ -70,7 +70,7 @@ class TagFiles(NamedTuple):
 
 
 def sorted_files(names: Iterable[str], folder: str) -> TagFiles:
-    """Return the files of a checkpoint among those of a folder. Raises ShardError if two are of one rank."""
+    """Return the files of a checkpoint among the names in a folder. Raises ShardError if two are of one rank."""
     lying = sorted(names)
     return TagFiles(
         models=_by_place(_STATES, Ranks, lying, folder),
@@ -85,7 +85,7 @@ _Place = TypeVar("_Place", Ranks, LayerPart, Expert)
 
 
 def _by_place(pattern: str, kind: type[_Place], names: Iterable[str], folder: str) -> dict[_Place, str]:
-    """Return the names that match a pattern, in the order of what the pattern's groups say."""
+    """Return the names that match a pattern, in the order of the numbers in them."""
     found: dict[_Place, str] = {}
     for name in names:
         match = re.fullmatch(pattern, name)

@@ -22,7 +22,7 @@ class FlatRun(NamedTuple):
 
 
 class SizeError(ValueError):
-    """Sizes that contradict each other: what was expected and what is there."""
+    """Sizes that contradict each other: the expected ones, and others."""
 
     def __init__(self, expected: str, got: str) -> None:
         super().__init__(expected, got)
@@ -39,6 +39,8 @@ def in_partitions(sizes: Sequence[int], gaps: Sequence[int], held: Sequence[int]
 
     Raises SizeError if the parameters do not fill these partitions.
     """
+    if len(gaps) != len(sizes):
+        raise SizeError(f"{len(sizes)} gaps, one behind each parameter", str(len(gaps)))
     total = sum(sizes) + sum(gaps)
     partition = max(held)
     for rank, length in enumerate(held):

@@ -97,7 +97,7 @@ def _of_stage(states: RankStates, model_rank: int) -> Iterator[tuple[str, Traine
 def _in_order_of_model(
     found: list[tuple[str, TrainedParameter]], shares: Sequence[OptimizerStates], model: ModelStates
 ) -> list[tuple[str, TrainedParameter]]:
-    """Return the parameters of a group in the order that they have in the training, not that of its vectors."""
+    """Return the parameters of a group in the order of the training, which may not be the order in its vectors."""
     zero = config_value(model.values.get("ds_config"), "zero_optimization")
     if shares[0].is_sliced or not shares[0].has_stage or config_value(zero, "round_robin_gradients") is not True:
         return found

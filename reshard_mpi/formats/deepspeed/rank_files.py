@@ -24,7 +24,7 @@ LAYOUT_KEYS = (
     *("group_paddings", "partition_count", "param_slice_mappings", "param_alignment_paddings", "zero_stage"),
     "ds_zero_partition_groups",
 )
-# What files with shares of the optimizer have at the top; the settings are those that the model's files have too.
+# The keys of files with shares of the optimizer; the settings are in the model's files too.
 _OF_OPTIMIZER_FILES = ("optimizer_state_dict", "ds_config", "ds_version")
 _SCALERS = "deepspeed.runtime.fp16.loss_scaler"
 
@@ -81,7 +81,7 @@ class ModelStates(NamedTuple):
 
 
 class FlatGroup(NamedTuple):
-    """What a rank's file holds of one group of parameters.
+    """One group of parameters in a rank's file.
 
     Attributes:
         weights: this rank's part of the parameters themselves, as a rule in float32.
@@ -130,7 +130,7 @@ class OptimizerStates(NamedTuple):
 
 
 class _Contradiction(ValueError):
-    """A key of a file has a value that cannot be: the key, what was expected, and what is there."""
+    """A key of a file has a value that cannot be: the key, the expected value, and the value there."""
 
     def __init__(self, key: str, expected: str, got: object) -> None:
         super().__init__(key, expected, got)
@@ -168,7 +168,7 @@ def read_model_states(path: str) -> ModelStates:
             frozen=dict(_shapes("frozen_param_shapes", root.get("frozen_param_shapes") or Dict())),
             fragments=dict(named_tensors("frozen_param_fragments", fragments, content, path)),
             shared=dict(_texts("shared_params", root.get("shared_params") or Dict())),
-            buffers=[name for name in root.get("buffer_names") or () if type(name) is str],
+            buffers=[name for name in _list("buffer_names", root.get("buffer_names") or []) if type(name) is str],
             data_ranks=_count("dp_world_size", 1 if root.get("ds_version") is None else root.get("dp_world_size")),
             model_ranks=_count("mp_world_size", 1 if root.get("ds_version") is None else root.get("mp_world_size")),
             values={key: value for key, value in pairs_of(root) if key not in known},
@@ -188,7 +188,7 @@ def read_optimizer_states(path: str) -> OptimizerStates:
 
 
 def optimizer_states_of(state: Value, content: FileContent, path: str) -> OptimizerStates:
-    """Return what the state of ZeRO's optimizer in a file says. Raises ShardError if it is none."""
+    """Return the state of ZeRO's optimizer in a file. Raises ShardError if it is none."""
     try:
         if type(state) is not Dict:
             raise _Contradiction("optimizer_state_dict", "a dictionary", type(state).__name__)
@@ -323,7 +323,7 @@ def _states(key: str, value: Value, groups: int) -> tuple[list[Dict], list[Dict]
 
 
 def _group(key: str, state: Dict, weights: FlatVector, content: FileContent, path: str) -> FlatGroup:
-    """Return a group with its state, sorted by what it is."""
+    """Return a group with its state, sorted into vectors, single numbers and others."""
     group = FlatGroup(weights, {}, {}, {}, {})
     flat, of_all, values, others = {}, {}, {}, {}
     for name, value in pairs_of(state):
@@ -339,9 +339,10 @@ def _group(key: str, state: Dict, weights: FlatVector, content: FileContent, pat
 
 
 def _pieces(value: Value) -> dict[str, int]:
-    """Return how many elements of which parameters a rank has of a group: the sizes of DeepSpeed's fragment_address."""
-    attributes = {name: place.state for name, place in pairs_of(value) if type(place) is Call}
-    return {name: own.get("numel") for name, own in attributes.items() if type(own) is Dict}
+    """Return the parameters of a group that a rank has elements of, with the numbers of these elements."""
+    attributes = {name: place.state for name, place in pairs_of(value) if type(place) is Call}  # fragment_address
+    counts = {name: own.get("numel") for name, own in attributes.items() if type(own) is Dict}
+    return {name: count for name, count in counts.items() if type(count) is int}
 
 
 def _list(key: str, value: Value) -> list[Value]:

@@ -26,7 +26,7 @@ _RESTORE = "copy or restore all files of one save"
 
 
 class RankStates(NamedTuple):
-    """What the files of all ranks say.
+    """The contents of the files of all ranks.
 
     Attributes:
         models, optimizers: by rank. Without ZeRO there are no optimizers.
@@ -178,7 +178,7 @@ def _require_same(what: str, path: str, expected: object, other_path: str, got: 
 
 
 def _form(states: OptimizerStates) -> tuple[object, ...]:
-    """Return what is alike in the files of all ranks, but for how long vectors are."""
+    """Return a summary of a file that is equal for all ranks: without the lengths of vectors."""
     groups = [(group.weights.dtype.name, *group.state, *group.of_all, *group.values) for group in states.groups]
     return states.is_sliced, groups
 
@@ -207,7 +207,7 @@ def _bytes_of(tensor: HeldTensor) -> bytes:
 
 
 def _differing(states: Sequence[ModelStates | OptimizerStates]) -> Iterator[str]:
-    """Say which values in the files of other ranks are not those of the first one's, and are left out."""
+    """Say which values in the files of other ranks differ from the first one's, and are left out."""
     if not states:
         return
     first, *others = states

@@ -25,7 +25,7 @@ from reshard_mpi.formats.deepspeed.rank_files import (
     read_content,
 )
 from reshard_mpi.formats.deepspeed.ranks import RankStates, read_ranks
-from reshard_mpi.formats.deepspeed.training_tree import Training, arranged, type_in
+from reshard_mpi.formats.deepspeed.training_tree import SavedTraining, arranged, type_in
 from reshard_mpi.formats.deepspeed.universal import UniversalStates, files_of_parameters, read_universal
 from reshard_mpi.formats.deepspeed.unlisted_shapes import with_shapes
 from reshard_mpi.formats.locations import ByteRanges
@@ -70,7 +70,7 @@ def open_folder(folder: str) -> dict[int, Manifest]:
         training = _universal(states, weights, folder)
     else:
         lead = next(iter(states.optimizers.values()), None)
-        training = Training(states.first, weights, trained_parameters(states), dict(_frozen(states)))
+        training = SavedTraining(states.first, weights, trained_parameters(states), dict(_frozen(states)))
         if lead is not None:
             training = training._replace(settings=lead.settings, values=lead.values, starts=lead.starts, path=lead.path)
     manifest = arranged(training, folder, states.notes)
@@ -78,12 +78,12 @@ def open_folder(folder: str) -> dict[int, Manifest]:
     return {0: manifest._replace(notes=(_NOT_KEPT, *of_first))}
 
 
-def _universal(states: RankStates, weights: Mapping[str, Value], folder: str) -> Training:
+def _universal(states: RankStates, weights: Mapping[str, Value], folder: str) -> SavedTraining:
     """Return the training of a universal checkpoint."""
     read = read_universal(folder, states)
     if states.model_ranks > 1:
         weights = dict(_of_several_ranks(states, read, folder))
-    return Training(
+    return SavedTraining(
         states.first,
         weights,
         read.trained,
@@ -96,7 +96,7 @@ def _universal(states: RankStates, weights: Mapping[str, Value], folder: str) ->
 
 
 def _of_several_ranks(states: RankStates, read: UniversalStates, folder: str) -> Iterator[tuple[str, HeldTensor]]:
-    """Yield the tensors of a model whose files hold slices, or some layers each: whole are those of the optimizer.
+    """Yield the tensors of a model whose files hold slices, or some layers each: the optimizer has them whole.
 
     Raises ShardError for a parameter that is not trained, since no file has it whole.
     """

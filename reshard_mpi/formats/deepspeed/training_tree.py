@@ -29,8 +29,8 @@ _NAMELESS = ("fp32_groups_flat", "fp32_groups")
 _NAMELESS_WHY = "a vector of the optimizer of a training without ZeRO, which does not say whose elements lie where"
 
 
-class Training(NamedTuple):
-    """What the files of a checkpoint say together.
+class SavedTraining(NamedTuple):
+    """The contents of all files of a checkpoint together.
 
     Attributes:
         model: the first rank's settings.
@@ -60,7 +60,7 @@ class _Leaf(NamedTuple):
     places: tuple[Location, ...]
 
 
-def arranged(training: Training, folder: str, left_out: Sequence[str]) -> Manifest:
+def arranged(training: SavedTraining, folder: str, left_out: Sequence[str]) -> Manifest:
     """Return a checkpoint's tensors as pieces that its files hold, and the rest of it as the text of a nest.
 
     Args:
@@ -92,12 +92,12 @@ def arranged(training: Training, folder: str, left_out: Sequence[str]) -> Manife
     return Manifest(folder, "deepspeed", listed, flattened.strings, left_out=(*flattened.left_out, *left_out))
 
 
-def _nameless(training: Training) -> bool:
+def _nameless(training: SavedTraining) -> bool:
     optimizer = training.model.values.get("optimizer")
     return type(optimizer) is Dict and any(optimizer.get(key) is not None for key in _NAMELESS)
 
 
-def _of_file(stored: StoredTensor, training: Training) -> _Leaf:
+def _of_file(stored: StoredTensor, training: SavedTraining) -> _Leaf:
     """Return the leaf of a tensor among values, which are the model's or the optimizer's."""
     model = training.model
     of_model = stored.storage.key in model.starts
@@ -109,12 +109,19 @@ def _leaf(tensor: HeldTensor) -> _Leaf:
     return _Leaf(tensor.dtype, tensor.shape, (tensor.place,))
 
 
-def _weights(training: Training, folder: str) -> Iterator[tuple[str, Value]]:
+def _weights(training: SavedTraining, folder: str) -> Iterator[tuple[str, Value]]:
     """Yield the tensors of the model, and what else its modules have, by name."""
     shared = training.model.shared
     for name, value in training.weights.items():
         own = shared.get(name, name)
         if type(value) is not HeldTensor:
+            if own in training.trained:
+                raise ShardError(
+                    f"the parameter {name!r} of a DeepSpeed checkpoint is no tensor",
+                    expected="a tensor, since the optimizer has it",
+                    got=type(value).__name__,
+                    where=training.model.path,
+                )
             yield name, value
             continue
         trained, frozen = training.trained.get(own), training.frozen.get(own)
@@ -171,7 +178,7 @@ def type_in(config: Value) -> DType:
     return BY_NAME["float32"]
 
 
-def _optimizer(training: Training, weights: Mapping[str, Value]) -> Dict:
+def _optimizer(training: SavedTraining, weights: Mapping[str, Value]) -> Dict:
     """Return the optimizer's state by names of parameters, and its groups."""
     state = Dict()
     for name, parameter in training.trained.items():
@@ -197,7 +204,7 @@ def _optimizer(training: Training, weights: Mapping[str, Value]) -> Dict:
     return Dict(["state", state, "param_groups", groups])
 
 
-def _rest(training: Training) -> Iterator[Value]:
+def _rest(training: SavedTraining) -> Iterator[Value]:
     """Yield keys and values in turn: what else the engine and the training keep."""
     values = dict(training.model.values)
     optimizer, scheduler = values.pop("optimizer", None), values.pop("lr_scheduler", None)

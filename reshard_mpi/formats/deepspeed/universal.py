@@ -39,7 +39,7 @@ _RESTORE = "convert the checkpoint with ds_to_universal.py again, or give the on
 
 
 class UniversalStates(NamedTuple):
-    """What the folder of parameters says.
+    """The contents of the folder of parameters.
 
     Attributes:
         trained: the parameters that are optimized, in the order of the groups.
@@ -87,11 +87,12 @@ def read_universal(folder: str, states: RankStates) -> UniversalStates:
         raise _lacking(f"{PARAMETERS}/{_SETTINGS}, with the settings of its optimizer", "no such file", folder)
     content = read_content(path)
     root = content.root
-    if type(root) is not Dict or type(root.get("param_groups")) is not list:
+    settings = root.get("param_groups") if type(root) is Dict else None
+    if type(root) is not Dict or type(settings) is not list or not all(type(group) is Dict for group in settings):
         raise ShardError(
             "a universal checkpoint of DeepSpeed does not say the settings of its optimizer",
-            expected="a dictionary with param_groups",
-            got=type(root).__name__,
+            expected="a dictionary with param_groups, a list of dictionaries",
+            got=type(root if type(root) is not Dict else settings).__name__,
             where=path,
             remedy=_RESTORE,
         )
@@ -108,7 +109,7 @@ def read_universal(folder: str, states: RankStates) -> UniversalStates:
     _require_alike(trained, folder)
     besides = {name: tensor for name, own in by_name.items() if isinstance(tensor := own.get(_WEIGHTS), HeldTensor)}
     values = {key: plain(value) for key, value in pairs_of(root) if key not in (*LAYOUT_KEYS, *_OF_VECTORS)}
-    return UniversalStates(trained, besides, root.get("param_groups"), values, content.starts, path)
+    return UniversalStates(trained, besides, settings, values, content.starts, path)
 
 
 def _listed(states: RankStates) -> dict[str, tuple[tuple[int, ...] | None, int]]:
@@ -124,7 +125,7 @@ def _listed(states: RankStates) -> dict[str, tuple[tuple[int, ...] | None, int]]
 
 
 def _read(folder: str, name: str, files: Sequence[str]) -> dict[str, Value]:
-    """Return what the files of a parameter hold, by their names without ending."""
+    """Return the contents of a parameter's files, by their names without ending."""
     own = {}
     for file in files:
         path = str(Path(folder, PARAMETERS, name, file))
