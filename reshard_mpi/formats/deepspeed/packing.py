@@ -30,7 +30,7 @@ from reshard_mpi.formats.deepspeed.training_tree import type_in
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.nest import flatten_tree, rebuild_tree
-from reshard_mpi.formats.nest.nodes import MODEL, Dict, NestError, Value
+from reshard_mpi.formats.nest.nodes import MODEL, ORDERED_DICT, Call, Dict, NestError, Value
 from reshard_mpi.formats.protocol import Packed, Part
 from reshard_mpi.formats.structure import MAX_TENSORS
 from reshard_mpi.formats.tensor_table import TensorType
@@ -120,6 +120,8 @@ def _training(tensors: Mapping[str, TensorType], strings: Mapping[str, str]) -> 
             got=error.problem,
             remedy="convert the source to torch first (--to torch), and then that",
         ) from None
+    if type(root) is Dict:
+        root = Dict([part for key, value in root.pairs() for part in (key, _of_training(key, value))])
     optimizer = root.get("optimizer") if type(root) is Dict else None
     groups = optimizer.get("param_groups") if type(optimizer) is Dict else None
     if (
@@ -136,6 +138,12 @@ def _training(tensors: Mapping[str, TensorType], strings: Mapping[str, str]) -> 
         Dict([part for key, value in group.pairs() if key != "params" for part in (key, value)]) for group in groups
     ]
     return _NestedTraining(root, names, settings)
+
+
+def _of_training(key: Value, value: Value) -> Value:
+    """Return a value at the root: model and optimizer as plain dictionaries, since torch gives a model's ordered."""
+    is_ordered = type(value) is Call and value.function == ORDERED_DICT and not value.args
+    return Dict([*(value.flat or ())]) if is_ordered and key in ("model", "optimizer") else value
 
 
 def _no_training(expected: str, got: str) -> TargetError:

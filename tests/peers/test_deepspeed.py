@@ -1,0 +1,181 @@
+"""Checkpoints exchanged with DeepSpeed: its engine saves what we read, loads what we write, and trains on."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.command_line import run_apart
+
+torch = pytest.importorskip("torch")
+
+from support.deepspeed_ranks import batch, new_model  # noqa: E402 - which imports torch
+
+# One process has all of them, since DeepSpeed is imported once.
+pytestmark = [pytest.mark.deepspeed, pytest.mark.xdist_group("deepspeed")]
+
+SCRIPT = Path(__file__).parent.parent / "support" / "deepspeed_ranks.py"
+# How trainings are begun: the stage of ZeRO, the ranks, and whether the model is in bfloat16.
+SOURCES = {"zero2": (2, 4, True), "zero3": (3, 2, True), "fp32": (1, 2, False)}
+STEPS = 3
+# Every stage on one to five ranks, from each source in turn.
+CASES = [
+    (sorted(SOURCES)[(stage + ranks) % len(SOURCES)], stage, ranks) for stage in (1, 2, 3) for ranks in range(1, 6)
+]
+# How far a step may be from the same step of the training that went on. Ranks whose number is no power of two round
+# gradients when they average them, and stage 3 averages in another order than stages 1 and 2.
+APART = {True: 1e-4, False: 1e-7}
+
+
+class DeepSpeed:
+    """The process that has DeepSpeed, and the folder for what comes of its tasks."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._numbers = itertools.count()
+        self.errors = folder / "errors.txt"
+        # What a machine's own folder of compiled operators has, is not there: nothing may be compiled.
+        self.compiled = folder / "compiled"
+        self._process = subprocess.Popen(
+            [sys.executable, str(SCRIPT)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors.open("w"),
+            env={**os.environ, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(self.compiled)},
+            text=True,
+        )
+
+    def begin(self, stage: int, ranks: int, *, is_bf16: bool) -> Path:
+        """Train some steps on so many ranks; return the folder of what came of it."""
+        return self._do({"stage": stage, "ranks": ranks, "is_bf16": is_bf16, "steps": STEPS})
+
+    def load(self, folder: Path, stage: int, ranks: int, **others: Any) -> Path:
+        """Load a checkpoint into so many ranks; return the folder of what came of it."""
+        return self._do({"stage": stage, "ranks": ranks, "load": str(folder), **others})
+
+    def _do(self, asked: dict[str, Any]) -> Path:
+        out = self.folder / f"task_{next(self._numbers)}"
+        task = {"load": None, "steps": 0, "earlier_steps": 0, "has_scheduler": True, **asked, "out": str(out)}
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(task) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        assert answer == '""\n', f"{answer}\n{self.errors.read_text()[-3000:]}"
+        return out
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+@pytest.fixture(scope="module")
+def deepspeed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeepSpeed]:
+    peer = DeepSpeed(tmp_path_factory.mktemp("deepspeed"))
+    yield peer
+    peer.end()
+
+
+@pytest.fixture(scope="module")
+def sources(deepspeed: DeepSpeed) -> dict[str, Path]:
+    """What became of a training from each source: saved after some steps, and after one more."""
+    return {name: deepspeed.begin(stage, ranks, is_bf16=is_bf16) for name, (stage, ranks, is_bf16) in SOURCES.items()}
+
+
+def convert(source: Path, target: Path, stage: int, ranks: int) -> None:
+    options = ("--to", "deepspeed", "--dp", str(ranks), "--zero-stage", str(stage))
+    run_apart("transform", source, target, *options, "--jobs", "1", check=True)
+
+
+def tensors(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = torch.load(path)
+    return found
+
+
+def differing(got: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    """Return the names of tensors that are not the same bit by bit."""
+    assert got.keys() == expected.keys()
+    return [
+        name
+        for name in expected
+        if got[name].dtype != expected[name].dtype or not torch.equal(got[name], expected[name])
+    ]
+
+
+def apart(got: dict[str, Any], expected: dict[str, Any]) -> float:
+    """Return how far the elements of tensors are apart at most."""
+    return max(float((got[name].double() - expected[name].double()).abs().max()) for name in expected)
+
+
+def is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
+
+
+@pytest.mark.parametrize(("name", "stage", "ranks"), CASES)
+def test_a_training_goes_on_with_other_ranks_and_stages(
+    tmp_path: Path, deepspeed: DeepSpeed, sources: dict[str, Path], name: str, stage: int, ranks: int
+) -> None:
+    before, is_bf16 = sources[name], SOURCES[name][2]
+    convert(before / "saved", tmp_path / "made", stage, ranks)
+    after = deepspeed.load(tmp_path / "made", stage, ranks, is_bf16=is_bf16)
+    assert differing(tensors(after / "saved.pt"), tensors(before / "saved.pt")) == []
+    expected, got = (tensors(folder / "stepped.pt") for folder in (before, after))
+    facts, own_facts = (json.loads((folder / "facts.json").read_text()) for folder in (before, after))
+    loss, own_loss = facts.pop("loss"), own_facts.pop("loss")
+    assert own_facts == facts
+    if is_power_of_two(ranks) and (stage == 3) == (SOURCES[name][0] == 3):
+        assert differing(got, expected) == [] and own_loss == loss
+    else:
+        assert apart(got, expected) < APART[is_bf16] and own_loss == pytest.approx(loss, abs=APART[is_bf16])
+
+
+def test_a_training_of_torch_goes_on_in_deepspeed(tmp_path: Path, deepspeed: DeepSpeed) -> None:
+    """By names of parameters, from one file to two ranks of stage 2, and from these to three of stage 3.
+
+    The rate is that of the file, not that of DeepSpeed's settings.
+    """
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    model = new_model(is_loaded=False)
+    optimizer = torch.optim.AdamW(model.groups(), lr=0.004, betas=(0.8, 0.9), foreach=False)
+
+    def step(number: int) -> dict[str, Any]:
+        """Take a step; return what is saved after it."""
+        optimizer.zero_grad()
+        model(batch(number)).backward()
+        optimizer.step()
+        of_model, of_optimizer = get_state_dict(model, optimizer)
+        return {"model": of_model, "optimizer": of_optimizer}
+
+    def named(state: dict[str, Any]) -> dict[str, Any]:
+        """Return the tensors of what is saved as those of DeepSpeed are named."""
+        of_model = {f"model.{name}": tensor.clone() for name, tensor in state["model"].items()}
+        states = state["optimizer"]["state"]
+        masters = {f"fp32.{name}": of_model[f"model.{name}"] for name in states}
+        return (
+            of_model | masters | {f"{kind}.{name}": own[kind].clone() for name, own in states.items() for kind in own}
+        )
+
+    for number in range(STEPS):
+        state = step(number)
+    torch.save(state, tmp_path / "saved.pt")
+    saved, stepped = named(state), named(step(STEPS))
+    convert(tmp_path / "saved.pt", tmp_path / "two", 2, 2)
+    others = {"is_bf16": False, "has_scheduler": False, "earlier_steps": STEPS}
+    two = deepspeed.load(tmp_path / "two", 2, 2, **others)
+    convert(two / "saved", tmp_path / "three", 3, 3)
+    three = deepspeed.load(tmp_path / "three", 3, 3, **others)
+    for after in (two, three):
+        assert differing(tensors(after / "saved.pt"), saved) == []
+        assert apart(tensors(after / "stepped.pt"), stepped) < APART[False]
+        assert json.loads((after / "facts.json").read_text())["rates"] == [0.004, 0.004]
+
+
+def test_nothing_is_compiled(deepspeed: DeepSpeed, sources: dict[str, Path]) -> None:
+    assert not deepspeed.compiled.exists()
