@@ -17,7 +17,7 @@ from reshard_mpi.mapping.apply_rules import applied
 from reshard_mpi.mapping.carry_values import carried_into
 from reshard_mpi.mapping.chain import chained, composed
 from reshard_mpi.mapping.check_optimizers import MadeTensors, owners_by_names, require_own_state
-from reshard_mpi.mapping.direction import Inventory, MisfitError
+from reshard_mpi.mapping.direction import Inventory, UnfitMapError
 from reshard_mpi.mapping.numbered_state import (
     NO_TRAINING,
     Training,
@@ -105,8 +105,8 @@ def applied_to_file(
         as_they_are = error
     try:
         return _mapped(rules, choice, inventory, source, training._replace(prefix=MODEL), forward, None, is_below=True)
-    except MisfitError:
-        if isinstance(as_they_are, MisfitError):
+    except UnfitMapError:
+        if isinstance(as_they_are, UnfitMapError):
             raise
         raise as_they_are from None
 

@@ -134,7 +134,7 @@ def what_is_missing(side: Sequence[Term], rule: EquationRule, inventory: Invento
     return f"{shortened(missing)} {are} not there{others}{nearest}"
 
 
-class MisfitError(MapError):
+class UnfitMapError(MapError):
     """A map's equations are about other names than the checkpoint has."""
 
 
@@ -202,7 +202,7 @@ def told_direction(
         )
     forwards, backwards = (lack.why(direction, inventory) for direction, lack in unmet.items() if lack is not None)
     has_like = like is not None
-    raise MisfitError(
+    raise UnfitMapError(
         "the map does not fit the checkpoint in either direction",
         expected="tensors for all of its equations, read from left to right or from right to left",
         got=f"forward, {forwards}; backward, {backwards}",

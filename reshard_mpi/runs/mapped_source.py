@@ -49,7 +49,7 @@ from reshard_mpi.sharding.strategy import Strategy, unsharded
 from reshard_mpi.text import counted, shortened
 
 if TYPE_CHECKING:
-    from reshard_mpi.runs.plan_conversion import Packing
+    from reshard_mpi.runs.packing import Packing
 
 
 class _MapStep(NamedTuple):

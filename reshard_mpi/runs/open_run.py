@@ -18,7 +18,8 @@ from reshard_mpi.journal.target_journal import Journal
 from reshard_mpi.planning.needed_ranks import check_target_rank
 from reshard_mpi.planning.target_tensors import Policy
 from reshard_mpi.planning.tensor_names import Accumulated
-from reshard_mpi.runs.plan_conversion import Conversion, apply_map, packing_of_model
+from reshard_mpi.runs.packing import packing_of, require_for_ranks
+from reshard_mpi.runs.plan_conversion import Conversion, apply_map
 from reshard_mpi.runs.process_memory import RunMemory
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.scheduling import are_even, assign, target_weights
@@ -31,7 +32,6 @@ from reshard_mpi.sharding.strategy import Strategy
 if TYPE_CHECKING:
     from reshard_mpi.journal.publication import SharedIndex
     from reshard_mpi.journal.target_folders import Unrecorded
-    from reshard_mpi.runs.plan_conversion import Packing
 
 # Planning takes a millisecond and a KiB for each, and no cluster has as many ranks.
 MAX_TARGETS = 1 << 16
@@ -178,7 +178,7 @@ def open_run(
         once=traits.is_folder,
         new_names=None if request.files is None else request.files.new_names,
     )
-    packing = _packing(request, name, shards) or packing_of_model(conversion, name, is_mapped=request.is_mapped)
+    packing = packing_of(request, conversion.source, name)
     conversion, map_digests = apply_map(request, conversion, packing)
     if conversion.view is not None and traits.packs:
         memory.reserve_for_planning(Workload(conversion, name, verify=request.verify), purpose)
@@ -240,18 +240,6 @@ def _require_writable(request: Request, format_name: str) -> None:
         )
 
 
-def _packing(request: Request, format_name: str, files: shard_files.ShardFiles) -> Packing | None:
-    """Return what packs a checkpoint into files for ranks, if its format does."""
-    module = formats.packing_by_name(format_name)
-    if module is None:
-        return None
-    assert request.dp is not None
-    assert request.zero_stage is not None
-    folder = files.latest or Path(files.path).name
-    name = folder if files.format == format_name else ""
-    return partial(module.packed, ranks=request.dp, stage=request.zero_stage, name=name)
-
-
 def _target_format(request: Request, source_format: str) -> str:
     """Return the name of the targets' format. Raises UsageError for options that it does not allow."""
     own = formats.info(source_format)
@@ -264,7 +252,7 @@ def _target_format(request: Request, source_format: str) -> str:
             expected=f"--to {name} without --dst-strategy, or --to {traits.sharded_variant} with it",
             got=f"--dst-strategy {request.dst_strategy}",
         )
-    _require_for_ranks(request, name)
+    require_for_ranks(request, name, MAX_TARGETS)
     folder_format = formats.folder_by_name(name)
     if (
         folder_format is not None
@@ -283,30 +271,6 @@ def _target_format(request: Request, source_format: str) -> str:
             f"--max-shard-size is for {' or '.join(able)}", expected=" or ".join(able), got=f"targets in {name}"
         )
     return name
-
-
-def _require_for_ranks(request: Request, format_name: str) -> None:
-    """Raise UsageError unless a format that packs has a number of ranks and a stage, and any other has neither."""
-    given = {"--dp": request.dp, "--zero-stage": request.zero_stage}
-    if not formats.info(format_name).packs:
-        for option, value in given.items():
-            if value is not None:
-                able = [f"--to {other}" for other in formats.targets() if formats.info(other).packs]
-                raise UsageError(
-                    f"{option} is for {' or '.join(able)}", expected=" or ".join(able), got=f"targets in {format_name}"
-                )
-        return
-    lacking = [option for option, value in given.items() if value is None]
-    if lacking or request.dst_strategy is not None:
-        raise UsageError(
-            f"a checkpoint in {format_name} is packed for a number of ranks",
-            expected="--dp N and --zero-stage 1, 2 or 3, and no --dst-strategy",
-            got=f"no {' and no '.join(lacking)}" if lacking else f"--dst-strategy {request.dst_strategy}",
-        )
-    if request.dp is not None and 2 * request.dp > MAX_TARGETS:
-        raise UsageError(
-            "there are too many targets for one run", expected=f"--dp {MAX_TARGETS // 2} at most", got=str(request.dp)
-        )
 
 
 def _refuse_overlap(

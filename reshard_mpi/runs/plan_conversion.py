@@ -10,7 +10,6 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from reshard_mpi import formats
 from reshard_mpi.checkpoints.compare_replicas import difference
 from reshard_mpi.checkpoints.compare_samples import drifted_tensors, rank_of_another_stage, require_one_of_stages
 from reshard_mpi.checkpoints.opening import open_source
@@ -22,7 +21,6 @@ from reshard_mpi.engine.read import fill, takes_numpy
 from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError
 from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.manifest import NEST, Manifest, shown_string
-from reshard_mpi.formats.nest.nodes import is_whole_training
 from reshard_mpi.planning.needed_ranks import check_target_rank
 from reshard_mpi.planning.plan_target import plan_target
 from reshard_mpi.planning.rank_plan import Check, Limits, RankPlan, SharedFact, TensorPlan
@@ -53,12 +51,9 @@ from reshard_mpi.sharding.strategy import Strategy
 from reshard_mpi.text import MIB
 
 if TYPE_CHECKING:
-    from reshard_mpi.formats.protocol import Packed
-    from reshard_mpi.formats.tensor_table import TensorType
     from reshard_mpi.runs.mapped_source import MappedCheckpoint
+    from reshard_mpi.runs.packing import Packing
 
-    # Packs the whole tensors and the strings of a checkpoint into files; None: they stay as they are.
-    Packing = Callable[[Mapping[str, TensorType], Mapping[str, str]], Packed | None]
 
 # The buffer is so large that Python's work for each filling takes little time compared with moving the bytes. The
 # window is the most that is mapped of sources at once. `target_needs` knows how much memory the process takes besides.
@@ -430,23 +425,6 @@ class Conversion:
         if self._table is None:
             self._table = strategy_table.dumps(self.target)
         return self._table
-
-
-def packing_of_model(conversion: Conversion, format_name: str, *, is_mapped: bool) -> Packing | None:
-    """Return what takes the model alone out of a whole training, if a format holds nothing else.
-
-    Args:
-        is_mapped: whether there is a map, so that only its result tells whether it is a whole training.
-    """
-    if not formats.info(format_name).holds_model_alone:
-        return None
-    source = conversion.source
-    shard = next(filter(None, map(source.find, sorted(source.files.by_rank))), None)
-    if not is_mapped and (shard is None or not is_whole_training(shard.strings.get(NEST))):
-        return None
-    from reshard_mpi.mapping.result import model_alone
-
-    return model_alone
 
 
 def apply_map(
