@@ -12,9 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support import deepspeed_peer
 from support.cases import Side
 from support.checkpoints import read_shard
-from support.command_line import COMMAND
+from support.command_line import COMMAND, done
 from support.conversions import DST_LAYOUTS, Conversion, listing, make, of_every_kind, shards, write_conversion
 from support.oracle import RawLayout
 from support.processes import Finished, run_command
@@ -200,11 +201,24 @@ def test_the_size_of_files_is_passed_on(tmp_path: Path) -> None:
     assert found == options_of(c.arguments("transform", *given, "--resume", "--part", "0/3"))
 
 
+def test_the_ranks_that_files_are_packed_for_are_passed_on(tmp_path: Path) -> None:
+    deepspeed_peer.write(tmp_path / "save", deepspeed_peer.training({"w": (3, 4)}), deepspeed_peer.Form())
+    given = (
+        *("transform", str(tmp_path / "save"), str(tmp_path / "out"), "--to=deepspeed"),
+        "--dp=3",
+        "--zero-stage=3",
+    )
+    script = done("plan", "--sbatch", *given[1:]).out
+    assert options_of(words_of(tmp_path, script)) == options_of([*given, "--jobs=1", "--resume", "--part", "0/6"])
+
+
 def test_every_option_that_is_passed_on_is_tried() -> None:
     tried = {given.partition("=")[0] for given in GIVEN} | {
         "--src-strategy",
         "--dst-strategy",
         "--max-shard-size",
+        "--dp",
+        "--zero-stage",
         *MAPPED,
     }
     assert tried == PASSED_ON

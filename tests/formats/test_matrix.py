@@ -60,7 +60,8 @@ def given(held: tuple[Form, Path]) -> Path | None:
 
 
 def test_every_target_is_in_the_matrix() -> None:
-    assert {form.format for form in FORMS} == {*formats.targets()}
+    """A format that packs a whole training has a matrix of its own (`test_deepspeed_targets`)."""
+    assert {form.format for form in FORMS} == {name for name in formats.targets() if not formats.info(name).packs}
 
 
 # Each form is read and written in a pair with the one before and with the one behind: reading knows nothing of writing.

@@ -469,13 +469,13 @@ from reshard_mpi.checkpoints import discovery
 
 source, first, found = Path({source!r}), Path({first!r}), discovery.latest_in
 
-def latest_in(path):
-    latest = found(path)
+def latest_in(path, format_name=None):
+    latest = found(path, format_name)
     try:
         first.touch(exist_ok=False)
     except FileExistsError:
         (source / {latest!r}).write_text("3")
-        return found(path)
+        return found(path, format_name)
     return latest
 
 discovery.latest_in = latest_in

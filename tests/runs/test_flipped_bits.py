@@ -107,7 +107,7 @@ def test_sums_of_files_that_are_read_by_themselves(tmp_path: Path, way: str) -> 
     """Files of a folder with an index, one of them damaged, read without that index."""
     src, out = training(tmp_path), tmp_path / "out"
     reshard_mpi.transform(src, out, to="hf", max_shard_size=64, verify=True)
-    damaged = out / "model-00002-of-00003.safetensors"
+    damaged = out / "model-00002-of-00002.safetensors"
     content = bytearray(damaged.read_bytes())
     content[-2] ^= 4
     damaged.write_bytes(content)

@@ -16,11 +16,11 @@ import reshard_mpi
 from reshard_mpi import formats
 from reshard_mpi.checkpoints.inspection import inspect
 from reshard_mpi.errors import SourceError, TargetError
+from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats import ckpt, torch
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.torch import file_content, reader
-from reshard_mpi.formats.torch.archive import Archive
 from reshard_mpi.testing import sample_tensors
 from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
 
@@ -87,11 +87,11 @@ def test_a_file_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     """It is asked whose rank it is before it is known to be all of the checkpoint."""
     parsed: list[str] = []
 
-    def of_archive(archive: Archive) -> file_content.FileContent:
-        parsed.append(archive.file.path)
-        return file_content.of_archive(archive)
+    def content_of(file: SourceFile) -> file_content.FileContent:
+        parsed.append(file.path)
+        return file_content.content_of(file)
 
-    monkeypatch.setattr(reader, "of_archive", of_archive)
+    monkeypatch.setattr(reader, "content_of", content_of)
     paths = {"SRC": str(GOLDEN / "train.pth"), "DST": str(tmp_path / "out")}
     done(*(paths.get(word, word) for word in command.split()))
     assert parsed == [str(GOLDEN / "train.pth")]
