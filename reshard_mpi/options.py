@@ -285,7 +285,7 @@ OPTIONS = {
         Option("prefix", TEXT, default=formats.DEFAULT_PREFIX, is_recorded=True),
         Option("max_shard_size", SIZE, "SIZE", is_recorded=True),
         Option("dp", COUNT, "N", is_recorded=True),
-        Option("zero_stage", STAGE, is_recorded=True),
+        Option("zero_stage", STAGE, "N", is_recorded=True),
         Option("crc", FLAG, default=False, is_recorded=True),
         Option("rank", RANKS, "RANKS", is_of_task=True),
         Option("part", PART, "I/N", is_of_task=True),
