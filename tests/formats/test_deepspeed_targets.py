@@ -138,6 +138,23 @@ def test_a_training_that_lacks_something_is_refused(tmp_path: Path, excluded: st
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("dtype", ["fp64", "optimizer.*=bf16", "model.a.*=fp16"])
+def test_types_that_deepspeed_does_not_train_in_are_refused(tmp_path: Path, dtype: str) -> None:
+    with pytest.raises(TargetError, match="not a whole training"):
+        reshard_mpi.transform(source_of(tmp_path), tmp_path / "out", to="deepspeed", dp=2, zero_stage=2, dtype=dtype)
+
+
+def test_another_type_of_the_model_alone(tmp_path: Path) -> None:
+    """The files have the names that an engine in that type looks for; its fp32 weights stay."""
+    source = source_of(tmp_path)
+    reshard_mpi.transform(source, tmp_path / "out", to="deepspeed", dp=2, zero_stage=3, dtype="model.*=fp16")
+    assert (tmp_path / "out/global_step3/zero_pp_rank_0_mp_rank_00_optim_states.pt").exists()
+    with reshard_mpi.open(source) as before, reshard_mpi.open(tmp_path / "out") as after:
+        assert after["model.a.weight"].dtype == np.float16
+        name = "optimizer.state.a.weight.fp32_param"
+        assert np.array_equal(before[name][...], after[name][...])
+
+
 def test_steps_that_differ_in_a_group_are_refused(tmp_path: Path) -> None:
     """A vector has one step for all of its parameters."""
     reshard_mpi.transform(source_of(tmp_path), tmp_path / "torch", to="torch")

@@ -39,6 +39,8 @@ from reshard_mpi.text import shortened
 _OPTIMIZER = "optimizer."
 # The kind of state that is one number for all of a group.
 _COUNTER = "step"
+# The types that DeepSpeed trains in.
+_TYPES = ("float32", "bfloat16", "float16")
 # Elements of a sub-group of stage 3, where the settings do not say it.
 _USUAL_SUB_GROUP = 10**9
 # Parameters begin at multiples of this number of bytes where they are aligned.
@@ -191,6 +193,12 @@ def _layout(training: _NestedTraining, tensors: Mapping[str, TensorType], ranks:
             "parameters of one type", f"{', '.join(sorted(dtypes))}: choose one (--dtype 'model.*=TYPE')"
         )
     (dtype,) = dtypes
+    copies = (own.weights for own in trained.values() if own.weights != MODEL + own.name)
+    masters = {tensors[name].dtype.name for name in copies} - {"float32"}
+    if dtype not in _TYPES or masters:
+        raise _no_training(
+            f"parameters of type {', '.join(_TYPES)}, and {WEIGHTS} in float32", ", ".join(sorted({dtype, *masters}))
+        )
     itemsize_bytes = BY_NAME[dtype].itemsize_bytes
     flat: list[FlatGroupLayout] = []
     for number, own in enumerate(groups):
