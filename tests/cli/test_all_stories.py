@@ -32,6 +32,7 @@ LOSSES = {
     "5_migration": ("notes/mindspore_1.json", []),
     "6_fsdp": ("losses_2.json", []),
     "7_load_through": ("losses_through.json", []),
+    "8_deepspeed": ("losses_torch.json", []),
 }
 
 
