@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-from benchmarks import conversion, forms, maps, opening, planning, scaling, startup, tensors, verification
+from benchmarks import conversion, deepspeed, forms, maps, opening, planning, scaling, startup, tensors, verification
 from benchmarks.plot import draw, lacks_matplotlib
 from benchmarks.results import Results
 from benchmarks.targets import LARGE_MB, SMALL_MB
@@ -71,6 +71,11 @@ Reads checkpoints without converting them: `dcp.load` into another mesh by our r
 distributed checkpoint and from a Hugging Face folder; one row of each of 2,000 tensors beside safetensors' slices; then
 `open` alone, of 64 ranks of 600 tensors each, and of 20,000 tensors in several formats.
 """
+_DEEPSPEED = """\
+Takes a checkpoint of ZeRO-2 of 4 ranks, in bf16 and with the optimizer, to whole weights in fp32 beside DeepSpeed's
+zero_to_fp32.py, and to ZeRO-2 of 8 ranks beside its ds_to_universal.py, which puts all pieces into temporary files
+first. Time, CPU time and memory.
+"""
 
 
 def main() -> None:
@@ -119,6 +124,7 @@ def parser() -> argparse.ArgumentParser:
     _add_maps(_command(commands, "maps", "other names, shapes and types", _MAPS))
     _add_tensors(_command(commands, "tensors", "checkpoints of very many small tensors", _TENSORS))
     _add_open(_command(commands, "open", "checkpoints that are read where they are", _OPEN))
+    _add_deepspeed(_command(commands, "deepspeed", "ZeRO's checkpoints beside DeepSpeed's scripts", _DEEPSPEED))
     return whole
 
 
@@ -273,6 +279,15 @@ def _add_open(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--torch", default=sys.executable, metavar="PYTHON", help=text)
     parser.set_defaults(
         run=lambda options: opening.measure(options.megabytes, options.pairs, options.folder, options.torch)
+    )
+
+
+def _add_deepspeed(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--megabytes", type=_positive, default=SMALL_MB, metavar="N", help="(default: %(default)s)")
+    text = "interpreter that has DeepSpeed, safetensors and huggingface_hub (default: this one)"
+    parser.add_argument("--deepspeed", default=sys.executable, metavar="PYTHON", help=text)
+    parser.set_defaults(
+        run=lambda options: deepspeed.measure(options.megabytes, options.pairs, options.folder, options.deepspeed)
     )
 
 

@@ -138,6 +138,14 @@ TARGETS = {
     "open.many.hdf5": Target(Figure.SECONDS, 0.150),
     "open.many.dcp": Target(Figure.SECONDS, 1.0),
     "open.memory": Target(Figure.PEAK, 60 * MIB),
+    # DeepSpeed
+    "deepspeed.fp32": Target(Figure.FASTER, 5, SMALL_MB),
+    "deepspeed.fp32.cpu": Target(Figure.FASTER),
+    "deepspeed.fp32.memory": Target(Figure.SMALLER, 10, SMALL_MB),
+    "deepspeed.ranks": Target(Figure.FASTER, 5, SMALL_MB),
+    "deepspeed.ranks.cpu": Target(Figure.FASTER),
+    "deepspeed.ranks.memory": Target(Figure.SMALLER),
+    "deepspeed.memory": Target(Figure.PEAK, 200 * MIB),
     # start-up
     "startup.help": Target(Figure.SECONDS, 0.15),
     "startup.import": Target(Figure.SECONDS),

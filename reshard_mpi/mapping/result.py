@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import BY_NAME, DType
 from reshard_mpi.formats.manifest import NEST
-from reshard_mpi.formats.nest.nodes import MODEL, is_whole_training
+from reshard_mpi.formats.nest import rebuild_tree
+from reshard_mpi.formats.nest.nodes import MODEL, Dict, is_whole_training
 from reshard_mpi.formats.protocol import Packed, Part
 from reshard_mpi.formats.structure import MAX_DIMENSIONS, MAX_NAME_BYTES
 from reshard_mpi.formats.tensor_table import TensorType
@@ -227,16 +228,39 @@ class MapResult(NamedTuple):
 
 
 def model_alone(kinds: Mapping[str, TensorType], strings: Mapping[str, str]) -> Packed | None:
-    """Return the model of a whole training as files that hold nothing else; None if the tensors are of none."""
+    """Return the model of a whole training as files that hold nothing else; None if the tensors are of none.
+
+    A weight that is to be float32 is the optimizer's copy of it in that type, where there is one: the model's own, in
+    16 bit, is that rounded.
+    """
     if not is_whole_training(strings.get(NEST)):
         return None
+    copies = _full_precision(kinds, strings)
     parts = [
-        Part(name.removeprefix(MODEL), name, Box.whole(kind.shape))
+        Part(name.removeprefix(MODEL), copies.get(name, name), Box.whole(kind.shape))
         for name, kind in kinds.items()
         if name.startswith(MODEL)
     ]
-    others = tuple(name for name in kinds if not name.startswith(MODEL))
+    taken = {part.source for part in parts}
+    others = tuple(name for name in kinds if not name.startswith(MODEL) and name not in taken)
     return Packed("", [parts], strings, left_out=others)
+
+
+def _full_precision(kinds: Mapping[str, TensorType], strings: Mapping[str, str]) -> dict[str, str]:
+    """Return the optimizer's copies in float32 of weights that are to be of this type, by the names of the weights."""
+    copies = {}
+    for name, kind in kinds.items():
+        own = name.removeprefix("optimizer.state.").removesuffix(".fp32_param")
+        weight = kinds.get(MODEL + own)
+        if name == f"optimizer.state.{own}.fp32_param" and weight == kind and kind.dtype.name == "float32":
+            copies[MODEL + own] = name
+    if copies:
+        root = rebuild_tree.rebuild(dict.fromkeys(kinds), strings)
+        shared = root.get("shared_params") if type(root) is Dict else None
+        for second, first in shared.pairs() if type(shared) is Dict else ():
+            if f"{MODEL}{first}" in copies and f"{MODEL}{second}" in kinds:
+                copies[f"{MODEL}{second}"] = copies[f"{MODEL}{first}"]
+    return copies
 
 
 def parts_of(packed: Packed, kinds: Mapping[str, TensorType]) -> MapResult:
