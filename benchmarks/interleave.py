@@ -29,7 +29,8 @@ def interleave(comparisons: Sequence[Comparison], pairs: int) -> None:
     Where a side is missing or fails, the comparison says why.
     """
     for comparison in comparisons:
-        comparison.missing = comparison.ours.missing() or comparison.peer.missing()
+        # The peer first: a source that it should have made is missing with it.
+        comparison.missing = comparison.peer.missing() or comparison.ours.missing()
     for number in range(1 - WARM_UPS, 1 + pairs):
         for comparison in comparisons:
             if comparison.missing is None:

@@ -21,7 +21,7 @@ from support.processes import clean_environment, run_command
 
 sys.path.append(str(Path(__file__).parent.parent))  # benchmarks are part of the checkout, not of what is installed
 
-from benchmarks import checkpoint, network, xfs
+from benchmarks import checkpoint, deepspeed, network, xfs
 from benchmarks.__main__ import main
 from benchmarks.interleave import Comparison, interleave
 from benchmarks.interpreters import lacks
@@ -115,6 +115,19 @@ class TestCommands:
     @pytest.mark.skipif(not (find_spec("torch") and find_spec("mindspore")), reason="the peers are not installed")
     def test_forms_beside_the_peers(self, tmp_path: Path) -> None:
         rows = run_benchmark(tmp_path, "forms", "--megabytes", "1", "--large-megabytes", "1", "--pairs", "1")
+        assert {key: row["skipped"] for key, row in rows.items() if row["skipped"]} == {}
+
+    def test_deepspeed(self, tmp_path: Path, bare_interpreter: Path) -> None:
+        """Where DeepSpeed is not, nothing can be read either: its own classes are in its files."""
+        rows = {row.key: row for row in deepspeed.measure(1, 1, tmp_path, str(bare_interpreter)).rows}
+        assert set(rows) == keys("deepspeed.")
+        lacking = "deepspeed is not installed (--deepspeed names an interpreter that has it)"
+        assert {row.skipped for key, row in rows.items() if key != "deepspeed.memory"} == {lacking}
+        assert rows["deepspeed.memory"].skipped is not None
+
+    @pytest.mark.skipif(not find_spec("deepspeed"), reason="DeepSpeed is not installed")
+    def test_deepspeed_beside_its_scripts(self, tmp_path: Path) -> None:
+        rows = run_benchmark(tmp_path, "deepspeed", "--megabytes", "1", "--pairs", "1")
         assert {key: row["skipped"] for key, row in rows.items() if row["skipped"]} == {}
 
     def test_maps(self, tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import assume, given
-from support import deepspeed_peer
+from support import deepspeed_peer, safetensors_peer
+from support.command_line import done
 from support.deepspeed_peer import Form, Training
 from support.examples import many
 
@@ -63,3 +64,16 @@ def test_each_form(tmp_path: Path, what: str) -> None:
     )
     deepspeed_peer.write(tmp_path, made, FORMS[what])
     require_equal(tmp_path, made, FORMS[what])
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_weights_in_fp32_are_the_optimizers_copies(tmp_path: Path, stage: int) -> None:
+    """Of a second name too; and nothing of the 16-bit weights is taken, which are these rounded."""
+    made = deepspeed_peer.training({"a.weight": (5, 3)}, {"c.weight": (11,)}, shared={"tied": "a.weight"})
+    deepspeed_peer.write(tmp_path / "save", made, Form(stage, 3))
+    done("transform", tmp_path / "save", tmp_path / "out", "--to", "hf", "--dtype", "fp32")
+    found = safetensors_peer.read(tmp_path / "out" / "model.safetensors").tensors
+    expected = {**made.trained, "tied": made.trained["a.weight"]}
+    assert {name: tensor.content for name, tensor in found.items()} == {
+        name: array.tobytes() for name, array in expected.items()
+    }

@@ -135,6 +135,20 @@ def test_a_training_goes_on_with_other_ranks_and_stages(
         assert apart(got, expected) < APART[is_bf16] and own_loss == pytest.approx(loss, abs=APART[is_bf16])
 
 
+@pytest.mark.parametrize("name", sorted(SOURCES))
+def test_weights_in_full_precision_are_those_of_zero_to_fp32(
+    tmp_path: Path, sources: dict[str, Path], name: str
+) -> None:
+    from safetensors.torch import load_file
+
+    saved = sources[name] / "saved"
+    run_apart("transform", saved, tmp_path / "made", "--to", "hf", "--dtype", "fp32", "--jobs", "1", check=True)
+    script = [sys.executable, "-m", "deepspeed.utils.zero_to_fp32", str(saved), str(tmp_path / "theirs")]
+    subprocess.run(script, check=True, capture_output=True, timeout=240)
+    theirs = torch.load(tmp_path / "theirs" / "pytorch_model.bin")
+    assert differing(load_file(tmp_path / "made" / "model.safetensors"), theirs) == []
+
+
 def test_a_training_of_torch_goes_on_in_deepspeed(tmp_path: Path, deepspeed: DeepSpeed) -> None:
     """By names of parameters, from one file to two ranks of stage 2, and from these to three of stage 3.
 
