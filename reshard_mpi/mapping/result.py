@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -263,16 +263,17 @@ def _full_precision(kinds: Mapping[str, TensorType], strings: Mapping[str, str])
     return copies
 
 
-def parts_of(packed: Packed, kinds: Mapping[str, TensorType]) -> MapResult:
+def parts_of(packed: Packed, files: Iterable[Sequence[Part]], kinds: Mapping[str, TensorType]) -> MapResult:
     """Return the parts of tensors that a format packs into its files, in the form of a map's result.
 
     Args:
+        files: the parts of each of the files that are asked for.
         kinds: of the tensors, by name.
     """
     shapes: dict[Box, TargetShape] = {}
     source = TermTensor(0, ())
     made = []
-    for part in (part for file in packed.files for part in file):
+    for part in (part for file in files for part in file):
         shape = shapes.get(part.box)
         if shape is None:
             pair = BoxPair(source, part.box, Box.whole(part.box.shape), None)

@@ -18,7 +18,7 @@ from reshard_mpi.engine.open_files import Files
 from reshard_mpi.engine.read import only_element
 from reshard_mpi.errors import DisagreementError
 from reshard_mpi.formats.dtypes import numbers
-from reshard_mpi.formats.manifest import NEST, Manifest, shown_string
+from reshard_mpi.formats.manifest import NEST, Manifest, ShardIdentity, shown_string
 from reshard_mpi.formats.nest.rebuild_tree import first_difference
 from reshard_mpi.formats.protocol import Packed
 from reshard_mpi.formats.tensor_table import TensorType
@@ -82,6 +82,8 @@ class _MapsOutcome(NamedTuple):
     needed: frozenset[str]
     warnings: tuple[str, ...]  # of how the source is cut, and of values that do not follow their tensors
     packed: Packed | None  # the files that the result is packed into
+    kinds: Mapping[str, TensorType]  # of the whole tensors that the maps make
+    whole: RankPlan  # of these
 
     @property
     def left_out(self) -> tuple[str, ...]:
@@ -219,6 +221,33 @@ class MappedCheckpoint(SourceCheckpoint):
         return self._recipes.get(name)
 
     @property
+    def has_files(self) -> bool:
+        """Whether its targets are files that a format packs it into."""
+        return self.packing is not None and self.packing.by_file
+
+    def file_plan(self, number: int) -> RankPlan:
+        """Return the plan of one of the files that it is packed into. Raises the error for what cannot be made."""
+        outcome, packed = self._opened(), self.packed
+        parts, whole = parts_of(packed, [packed.files[number]], outcome.kinds), outcome.whole
+        rank = min(whole.read_ranks, default=0)
+        made = MappedTensors(self.files.path, parts, whole.tensors, rank, whole.holes)
+        tensors, holes = made.planned()
+        for error in holes.values():
+            raise error.with_traceback(None)
+        return RankPlan(
+            target_rank=number,
+            stage=number,
+            identity=ShardIdentity(number, len(packed.files), ""),
+            tensors=tensors,
+            strings=packed.strings,
+            checks=(),
+            absent=(),
+            notes=(),
+            source_ranks=(0,),
+            loose=frozenset(),
+        )
+
+    @property
     def packed(self) -> Packed:
         """The files that the result is packed into."""
         packed = self._opened().packed
@@ -313,14 +342,20 @@ class MappedCheckpoint(SourceCheckpoint):
             made, packed = made_file.made, None
             kinds = {tensor.name: TensorType(tensor.dtype, tensor.shape.shape) for tensor in steps[-1].mapped.made}
             kinds |= {tensor.name: tensor.kind for tensor in steps[-1].mapped.constants}
-            if self.packing is not None:
-                packed = self.packing(kinds, strings)
-            if packed is not None:
-                parts, strings = parts_of(packed, kinds), dict(packed.strings)
-                steps.append(self._planned(parts, None, steps[-1].planned))
-                made = made_of_first(parts, made, steps[-2].mapped.constants)
             manifest = Manifest(self.files.path, self.files.format, steps[-1].tensors, strings)
             needed = self._needed(steps)
+            whole = steps[-1].planned if self.packing is not None else plan
+            if self.packing is not None:
+                packed = self.packing.pack(kinds, strings)
+            if packed is not None:
+                parts = parts_of(packed, () if self.has_files else packed.files, kinds)
+                steps.append(self._planned(parts, None, whole))
+                manifest = Manifest(self.files.path, self.files.format, steps[-1].tensors, dict(packed.strings))
+                if self.has_files:
+                    needed |= {name for equal in parts.equal for name in equal.names}
+                else:
+                    made = made_of_first(parts, made, steps[-2].mapped.constants)
+                    needed = self._needed(steps)
             plan = _comparing_only(plan, needed)
             is_cut = (
                 self.original.source.strategy.world_size > 1
@@ -328,7 +363,7 @@ class MappedCheckpoint(SourceCheckpoint):
             warnings = tuple(source_warnings(self._wanted(made), plan, rules)) if is_cut else ()
             warnings += made_file.warnings
             self._made = _MapsOutcome(
-                plan, inventory, tuple(steps), made, manifest, made_file.notes, needed, warnings, packed
+                plan, inventory, tuple(steps), made, manifest, made_file.notes, needed, warnings, packed, kinds, whole
             )
         return self._made
 

@@ -184,7 +184,7 @@ def open_run(
         memory.reserve_for_planning(Workload(conversion, name, verify=request.verify), purpose)
         packed = conversion.view.packed
         request = request._replace(prefix=packed.prefix)
-        strategies = strategies._replace(target=strategy_of([[part.name for part in file] for file in packed.files]))
+        strategies = strategies._replace(target=Strategy(len(packed.files), 1, {}))  # which file has what is known
         conversion = conversion.to(strategies.target)
     if traits.split_by_size:
         memory.reserve_for_planning(Workload(conversion, name, verify=request.verify), purpose)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints.source import SourceCheckpoint
@@ -18,8 +18,17 @@ if TYPE_CHECKING:
     from reshard_mpi.formats.protocol import Packed
     from reshard_mpi.formats.tensor_table import TensorType
 
-    # Takes the whole tensors and the strings of a checkpoint. None: they stay as they are.
-    Packing = Callable[[Mapping[str, TensorType], Mapping[str, str]], Packed | None]
+
+class Packing(NamedTuple):
+    """What packs a checkpoint into files.
+
+    Attributes:
+        pack: takes the whole tensors and the strings of a checkpoint. None: they stay as they are.
+        by_file: whether the targets are the files that it makes; else the tensors in them are divided anew.
+    """
+
+    pack: Callable[[Mapping[str, TensorType], Mapping[str, str]], Packed | None]
+    by_file: bool
 
 
 def packing_of(request: Request, source: SourceCheckpoint, format_name: str) -> Packing | None:
@@ -31,7 +40,7 @@ def packing_of(request: Request, source: SourceCheckpoint, format_name: str) -> 
     assert request.zero_stage is not None
     files = source.files
     name = files.latest or Path(files.path).name if files.format == format_name else ""
-    return partial(module.packed, ranks=request.dp, stage=request.zero_stage, name=name)
+    return Packing(partial(module.packed, ranks=request.dp, stage=request.zero_stage, name=name), by_file=True)
 
 
 def model_alone_of(request: Request, source: SourceCheckpoint, format_name: str) -> Packing | None:
@@ -46,7 +55,7 @@ def model_alone_of(request: Request, source: SourceCheckpoint, format_name: str)
         return None
     from reshard_mpi.mapping.result import model_alone
 
-    return model_alone
+    return Packing(model_alone, by_file=False)
 
 
 def require_for_ranks(request: Request, format_name: str, most_targets: int) -> None:

@@ -127,6 +127,12 @@ class Conversion:
         """
         check_target_rank(target_rank, self.target)
         self.require_fitting_strategies()
+        if self.view is not None and self.view.has_files:
+            plan = self.view.completed(self.view.file_plan(target_rank), checked=checked)
+            if not checked:
+                return plan
+            self.require_none_left_behind(plan, ShardShare(target_rank, self.target.world_size))
+            return self.checked(plan)
         try:
             opened = self.shards.open(target_rank)
             require_same_network(self.planned_source.strategy, opened.manifests.values())

@@ -95,3 +95,39 @@ def in_slices(sizes: Sequence[int], held: Sequence[int]) -> Iterator[tuple[FlatR
 def round_robin(count: int, ranks: int) -> list[int]:
     """Return the numbers of a group's parameters in the order in which `round_robin_gradients` lays them out."""
     return [number for first in range(min(ranks, count)) for number in range(first, count, ranks)]
+
+
+class OwnRun(NamedTuple):
+    """The elements of a parameter in one rank's vector. All numbers but the first are in elements.
+
+    Attributes:
+        parameter: its number in the group.
+        before: how many elements of it are in the vectors of lower ranks.
+        start, length: of the run in the vector.
+    """
+
+    parameter: int
+    before: int
+    start: int
+    length: int
+
+
+def own_in_partition(sizes: Sequence[int], gaps: Sequence[int], partition: int, rank: int) -> Iterator[OwnRun]:
+    """Yield the parameters in a rank's partition of stages 1 and 2. partition: its length, with padding."""
+    low, high, start = rank * partition, (rank + 1) * partition, 0
+    for number, (size, gap) in enumerate(zip(sizes, gaps, strict=True)):
+        first, last = max(start, low), min(start + size, high)
+        if first < last:
+            yield OwnRun(number, first - start, first - low, last - first)
+        start += size + gap
+
+
+def own_slices(sizes: Sequence[int], ranks: int, rank: int) -> Iterator[OwnRun]:
+    """Yield the slices of parameters in a rank's vector of stage 3."""
+    start = 0
+    for number, size in enumerate(sizes):
+        length = math.ceil(size / ranks)
+        before = rank * length
+        if before < size:
+            yield OwnRun(number, before, start, min(length, size - before))
+        start += length

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from reshard_mpi.formats.deepspeed.flat_groups import FlatRun, in_partitions, in_slices
+from reshard_mpi.formats.deepspeed.flat_groups import OwnRun, own_in_partition, own_slices
 from reshard_mpi.formats.nest.nodes import MODEL
 from reshard_mpi.formats.protocol import Part
 from reshard_mpi.sharding.box import Box
@@ -148,67 +148,46 @@ def vectors_of(layout: ZeroLayout, rank: int) -> Iterator[RankVectors]:
     for group in layout.groups:
         sizes = [parameter.size for parameter in group.parameters]
         if layout.is_sliced:
-            length = sum(-(-size // layout.ranks) for size in sizes)
-            runs = list(in_slices(sizes, [length] * layout.ranks))
-            padding = 0
+            length, padding = sum(-(-size // layout.ranks) for size in sizes), 0
+            own = [*own_slices(sizes, layout.ranks, rank)]
         else:
             length = group.partition(layout.ranks)
-            runs = list(in_partitions(sizes, group.gaps, [length] * layout.ranks))
             padding = min(max((rank + 1) * length - group.size, 0), length)
-        own = [
-            _RankRun(number, group.parameters[number], sum(other.length for other in of_all[:place]), run)
-            for number, of_all in enumerate(runs)
-            for place, run in enumerate(of_all)
-            if run.rank == rank
-        ]
+            own = [*own_in_partition(sizes, group.gaps, length, rank)]
         first = next(iter(group.parameters), None)
         yield RankVectors(
-            Vector(length - padding, tuple(_parts_of(own, WEIGHTS, rank))),
-            {kind: Vector(length, tuple(_parts_of(own, kind, rank))) for kind, _ in layout.kinds},
+            Vector(length - padding, tuple(_parts_of(group, own, WEIGHTS, rank))),
+            {kind: Vector(length, tuple(_parts_of(group, own, kind, rank))) for kind, _ in layout.kinds},
             {
                 kind: whole_part(f"{STATE}{first.name}.{kind}", (), rank)
                 for kind in layout.counters
                 if first is not None
             },
             padding,
-            tuple((number, run.start, run.length) for number, _, _, run in own),
+            tuple((run.parameter, run.start, run.length) for run in own),
         )
 
 
-class _RankRun(NamedTuple):
-    """A run that a rank has: the number of its parameter, that, and how many elements of it come before."""
-
-    number: int
-    parameter: LaidParameter
-    before: int
-    run: FlatRun
-
-
-def _parts_of(own: Sequence[_RankRun], kind: str, rank: int) -> Iterator[tuple[int, Part]]:
+def _parts_of(group: FlatGroupLayout, own: Sequence[OwnRun], kind: str, rank: int) -> Iterator[tuple[int, Part]]:
     """Yield the parts of a vector of one kind, with their places in it."""
-    for _, parameter, before, run in own:
+    for run in own:
+        parameter = group.parameters[run.parameter]
         source = parameter.weights if kind == WEIGHTS else f"{STATE}{parameter.name}.{kind}"
-        yield from _parts(source, parameter.shape, before, run, rank, "float32" if kind == WEIGHTS else "")
+        yield from _parts(source, parameter.shape, run, rank, "float32" if kind == WEIGHTS else "")
 
 
 def frozen_vectors(layout: ZeroLayout, rank: int) -> Iterator[Vector]:
     """Yield the slices that a rank of stage 3 has of the parameters that are not trained."""
     for parameter in layout.frozen:
-        length = -(-parameter.size // layout.ranks)
-        (runs,) = in_slices([parameter.size], [length] * layout.ranks)
-        parts: list[tuple[int, Part]] = []
-        for run in runs:
-            if run.rank == rank:
-                parts += _parts(MODEL + parameter.name, parameter.shape, rank * length, run, rank)
-        yield Vector(length, tuple(parts))
+        own = own_slices([parameter.size], layout.ranks, rank)
+        parts = [part for run in own for part in _parts(MODEL + parameter.name, parameter.shape, run, rank)]
+        yield Vector(-(-parameter.size // layout.ranks), tuple(parts))
 
 
-def _parts(
-    source: str, shape: tuple[int, ...], first: int, run: FlatRun, rank: int, dtype: str = ""
-) -> Iterator[tuple[int, Part]]:
-    """Yield the boxes that are the elements from number `first` on of a tensor, with their places in a vector."""
+def _parts(source: str, shape: tuple[int, ...], run: OwnRun, rank: int, dtype: str = "") -> Iterator[tuple[int, Part]]:
+    """Yield the boxes of a tensor that make up a run, with their places in a vector."""
     place = run.start
-    for number, box in enumerate(Box.whole(shape).blocks(max(run.length, 1), first, first + run.length)):
+    for number, box in enumerate(Box.whole(shape).blocks(run.length, run.before, run.before + run.length)):
         yield place, Part(f"{source}@{rank}.{number}", source, box, dtype)
         place += box.size
 
