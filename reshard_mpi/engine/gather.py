@@ -5,8 +5,8 @@ place.
 
 Elements are added one tensor after another, beginning with 0.0, in float32, or in float64 where that is their type; a
 mean is divided in that type as well; the result is rounded once to the type of the elements. So it depends on nothing
-but the tensors and their order. In a mean, an element that is the same in all tensors, bit for bit, stays as it is. A
-result that is no number is the same NaN, whatever the NaNs were.
+but the tensors and their order. In a mean, an element that is the same in all tensors, bit for bit, stays as it is if
+`keeps_equal`. A result that is no number is the same NaN, whatever the NaNs were.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Reduction:
     Raises ReshardError if this thread takes tiny numbers for zero.
     """
 
-    def __init__(self, dtype: DType, size: int, *, is_mean: bool) -> None:
+    def __init__(self, dtype: DType, size: int, *, is_mean: bool, keeps_equal: bool = True) -> None:
         require_tiny_numbers()
-        self._dtype, self._is_mean = dtype, is_mean
+        self._dtype, self._is_mean, self._keeps_equal = dtype, is_mean, is_mean and keeps_equal
         self._wide = _FLOAT64 if dtype == _FLOAT64 else _FLOAT32
         self._total: Array = np.zeros(size, to_numpy(self._wide))
         self._count = 0
@@ -69,7 +69,7 @@ class Reduction:
         infinite = np.isinf(values)
         if infinite.any():
             self._had_infinity = infinite if self._had_infinity is None else self._had_infinity | infinite
-        if self._is_mean and self._first is None:
+        if self._keeps_equal and self._first is None:
             self._first = elements.copy()
         elif self._first is not None:
             self._is_same &= elements == self._first
@@ -287,7 +287,7 @@ def _joined(files: Files, copy: Copy, source: Reduced, limits: Limits) -> Iterat
         most_elements = max(1, _JOINED_BYTES // dtype.itemsize_bytes)
         parts = (copy.taking(block) for block in copy.region.blocks(most_elements))
     for part in parts:
-        joining = Reduction(dtype, part.region.size, is_mean=source.is_mean)
+        joining = Reduction(dtype, part.region.size, is_mean=source.is_mean, keeps_equal=source.keeps_equal)
         content = np.empty(part.region.shape, raw_dtype(dtype))
         for place in source.places:
             alone = part._replace(source=part.source._replace(source=place), to=None, order=None)

@@ -80,6 +80,9 @@ class Reduced(NamedTuple):
     # where these tensors are, in the order in which they are added. They have the type and shape of this one.
     places: tuple[Location, ...]
     is_mean: bool  # whether it is the mean
+    # whether in a mean an element that is the same in all tensors, bit for bit, stays as it is, rather than being added
+    # and divided as others are
+    keeps_equal: bool = True
 
 
 # Where a tensor is.
