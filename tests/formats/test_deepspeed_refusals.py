@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import deepspeed_peer, torch_peer
+from support import deepspeed_peer, deepspeed_slices, torch_peer
 from support.command_line import done, run_here
 from support.deepspeed_peer import Content, Form, Size, Training
+from support.deepspeed_slices import Cut
 from support.examples import few, many
 
 from reshard_mpi.errors import ReshardError
@@ -380,14 +381,23 @@ def places(content: object, *keys: object) -> Iterator[tuple[object, ...]]:
             yield from places(value, *keys, key)
 
 
+def write_slices(folder: Path, made: Training, form: Form, spoil: deepspeed_peer.Spoil) -> Path:
+    """Write a training cut over two tensor-parallel ranks, in all ways that there are."""
+    kinds = {"a.w": Cut("row"), "c.b": Cut("averaged"), "b.w": Cut("sub-parameters", (2, 3)), "fixed": Cut("halves")}
+    kinds["a.w"] = kinds["a.w"]._replace(is_mapped=form.stage > 1)
+    return deepspeed_slices.write(folder, deepspeed_slices.sliced(made, kinds, 2), form, spoil)
+
+
 @many(400)
 @given(st.data())
 def test_any_value_may_be_odd(data: st.DataObject) -> None:
     """Whatever stands in a file in place of anything, it is refused by an error of the package, or read."""
     form = data.draw(st.sampled_from(FORMS))
-    is_universal = data.draw(st.booleans()) and form.stage > 0 and not form.is_elastic
+    writers = [deepspeed_peer.write, write_slices]
+    if form.stage > 0 and not form.is_elastic:
+        writers.append(deepspeed_peer.write_universal)
+    write = data.draw(st.sampled_from(writers))
     made = training(frozen=deepspeed_peer.arrays({"fixed": (2, 3)}, 7), shared={"tied": "a.w"})
-    write = deepspeed_peer.write_universal if is_universal else deepspeed_peer.write
     names: list[str] = []
 
     def spoil(name: str, content: Content) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
@@ -19,6 +19,7 @@ from reshard_mpi.formats.deepspeed.rank_files import (
     HeldTensor,
     ModelStates,
     OptimizerStates,
+    TensorPieces,
     config_value,
 )
 from reshard_mpi.formats.deepspeed.ranks import RankStates
@@ -32,34 +33,36 @@ class TrainedParameter(NamedTuple):
     """A parameter with the optimizer's state of it.
 
     Attributes:
-        weights: as the optimizer holds it; several where stages of a pipeline share it.
+        weights: as the optimizer holds it.
         state: tensors of its shape, by kind; others: the single numbers and values of its group.
         group: the number of its flat group, among those of its stage.
     """
 
     shape: tuple[int, ...]
-    weights: list[HeldTensor]
-    state: Mapping[str, list[HeldTensor]]
+    weights: TensorPieces
+    state: Mapping[str, TensorPieces]
     others: Mapping[str, Value]
     group: int
 
 
-def trained_parameters(states: RankStates) -> dict[str, TrainedParameter]:
+def trained_parameters(states: RankStates, model_ranks: Iterable[int]) -> dict[str, TrainedParameter]:
     """Return all parameters that are optimized, by name, in the order of the groups.
+
+    Args:
+        model_ranks: whose. They are the stages of a pipeline; a parameter that several have is listed with its copies.
 
     Raises ShardError if the vectors are not as long as the parameters' shapes say.
     """
     found: dict[str, TrainedParameter] = {}
-    for model_rank in range(states.model_ranks):
+    for model_rank in model_ranks:
         for name, parameter in _of_stage(states, model_rank):
-            other = found.setdefault(name, parameter)
-            if other is not parameter:
-                _join(name, other, parameter, states)
+            other = found.get(name)
+            found[name] = parameter if other is None else _with_copy(name, other, parameter, states)
     return found
 
 
-def _join(name: str, first: TrainedParameter, other: TrainedParameter, states: RankStates) -> None:
-    """Add what another stage of a pipeline has of a parameter that both have."""
+def _with_copy(name: str, first: TrainedParameter, other: TrainedParameter, states: RankStates) -> TrainedParameter:
+    """Return a parameter with the copy of it that another stage of a pipeline has."""
     if first.shape != other.shape or first.state.keys() != other.state.keys():
         raise ShardError(
             f"two model-parallel ranks of a DeepSpeed checkpoint have parts of {name!r}, or different ones",
@@ -67,9 +70,14 @@ def _join(name: str, first: TrainedParameter, other: TrainedParameter, states: R
             got=f"shape {list(other.shape)}, state {', '.join(other.state) or 'none'}",
             where=states.first.path,
         )
-    first.weights.extend(other.weights)
-    for kind, tensors in first.state.items():
-        tensors.extend(other.state[kind])
+    return first._replace(
+        weights=_copied(first.weights, other.weights),
+        state={kind: _copied(tensor, other.state[kind]) for kind, tensor in first.state.items()},
+    )
+
+
+def _copied(first: TensorPieces, other: TensorPieces) -> TensorPieces:
+    return first._replace(pieces=first.pieces + other.pieces)
 
 
 def _of_stage(states: RankStates, model_rank: int) -> Iterator[tuple[str, TrainedParameter]]:
@@ -140,8 +148,8 @@ def _of_group(
     by_kind = {kind: [*_held(own, shapes, sizes, number, shares, path)] for kind, own in vectors.items()}
     others = {**groups[0].values, **groups[0].of_all}
     for place, shape in enumerate(shapes):
-        state = {kind: [own[place]] for kind, own in by_kind.items() if kind}
-        yield TrainedParameter(shape, [by_kind[""][place]], state, others, number)
+        state = {kind: own[place] for kind, own in by_kind.items() if kind}
+        yield TrainedParameter(shape, by_kind[""][place], state, others, number)
 
 
 def _held(
@@ -151,7 +159,7 @@ def _held(
     number: int,
     shares: Sequence[OptimizerStates],
     path: str,
-) -> Iterator[HeldTensor]:
+) -> Iterator[TensorPieces]:
     """Yield the tensors that lie in the vectors of some ranks."""
     lengths = [vector.elements for vector in vectors]
     runs: Iterator[tuple[FlatRun, ...]]
@@ -163,7 +171,7 @@ def _held(
     try:
         for shape, own in zip(shapes, runs, strict=True):
             ranges = tuple(vectors[run.rank].range(run.start, run.length) for run in own)
-            yield HeldTensor(vectors[0].dtype, shape, ByteRanges(ranges))
+            yield HeldTensor(vectors[0].dtype, shape, ByteRanges(ranges)).whole
     except SizeError as error:
         raise ShardError(
             f"group {number} of a DeepSpeed optimizer does not have the parameters that are listed",

@@ -17,6 +17,7 @@ from reshard_mpi.formats.nest.nodes import Call, Dict, Value
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.formats.torch.file_content import FileContent, content_of
 from reshard_mpi.formats.torch.tensors import StoredTensor, numbers, place_of
+from reshard_mpi.sharding.box import Box
 
 # What files say of their own layout. It is of these ranks, so nothing of it is carried over.
 LAYOUT_KEYS = (
@@ -35,6 +36,22 @@ class HeldTensor(NamedTuple):
     dtype: DType
     shape: tuple[int, ...]
     place: Location
+
+    @property
+    def whole(self) -> TensorPieces:
+        """The same tensor as one piece."""
+        return TensorPieces(self.dtype, self.shape, ((Box.whole(self.shape), self.place),))
+
+
+class TensorPieces(NamedTuple):
+    """A whole tensor: its type, its shape, and the pieces of it that files hold, each with its box.
+
+    A box comes several times where files hold copies of a piece.
+    """
+
+    dtype: DType
+    shape: tuple[int, ...]
+    pieces: tuple[tuple[Box, Location], ...]
 
 
 class FlatVector(NamedTuple):

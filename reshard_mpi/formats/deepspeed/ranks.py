@@ -46,7 +46,7 @@ class RankStates(NamedTuple):
 
     @property
     def model_ranks(self) -> int:
-        """Over how many model-parallel ranks, here stages of a pipeline, the parameters are divided."""
+        """Over how many model-parallel ranks parameters are divided: the tensor-parallel ones of each stage of a pipeline."""
         return self.first.model_ranks
 
     def shares(self, model_rank: int) -> list[OptimizerStates]:
@@ -186,10 +186,10 @@ def _form(states: OptimizerStates) -> tuple[object, ...]:
 def _settings(states: OptimizerStates) -> str:
     """Return the settings of the optimizer's groups as text, with state that is no tensor."""
     of_groups: list[Value] = [Dict([part for pair in group.values.items() for part in pair]) for group in states.groups]
-    return _text([*states.settings, *of_groups])
+    return text_of([*states.settings, *of_groups])
 
 
-def _text(value: Value) -> str:
+def text_of(value: Value) -> str:
     """Return a text that is equal for equal values, without tensors."""
     try:
         flattened = flatten_tree.flatten(value, is_tensor, has_order=False)
@@ -211,11 +211,11 @@ def _differing(states: Sequence[ModelStates | OptimizerStates]) -> Iterator[str]
     if not states:
         return
     first, *others = states
-    kept = {key: _text(value) for key, value in first.values.items()}
+    kept = {key: text_of(value) for key, value in first.values.items()}
     differing: dict[str, list[str]] = {}
     for other in others:
         for key, value in other.values.items():
-            if key not in kept or _text(value) != kept[key]:
+            if key not in kept or text_of(value) != kept[key]:
                 differing.setdefault(key, []).append(Path(other.path).name)
     for key, (name, *more) in differing.items():
         shown = name + (f" and {len(more)} more" if more else "")

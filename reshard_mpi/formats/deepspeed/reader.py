@@ -8,23 +8,26 @@ so that both are compared as copies are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem import source_files
-from reshard_mpi.formats.deepspeed.file_names import PARAMETERS, TagFiles, sorted_files
+from reshard_mpi.formats.deepspeed.file_names import PARAMETERS, Ranks, TagFiles, sorted_files
 from reshard_mpi.formats.deepspeed.flat_groups import SizeError, in_slices
 from reshard_mpi.formats.deepspeed.parameters import trained_parameters
 from reshard_mpi.formats.deepspeed.rank_files import (
     LAYOUT_KEYS,
     FlatVector,
     HeldTensor,
+    TensorPieces,
     held,
     named_tensors,
     read_content,
 )
 from reshard_mpi.formats.deepspeed.ranks import RankStates, read_ranks
+from reshard_mpi.formats.deepspeed.slice_rules import read_rules
+from reshard_mpi.formats.deepspeed.tensor_parallel import JOINED, joined
 from reshard_mpi.formats.deepspeed.training_tree import SavedTraining, arranged, type_in
 from reshard_mpi.formats.deepspeed.universal import UniversalStates, files_of_parameters, read_universal
 from reshard_mpi.formats.deepspeed.unlisted_shapes import with_shapes
@@ -63,19 +66,34 @@ def open_folder(folder: str) -> dict[int, Manifest]:
     files = sorted_files(source_files.names(folder), folder)
     is_universal = _is_universal(folder)
     states = read_ranks(folder, files, is_universal=is_universal)
-    weights = dict(_weights(states, files, folder, is_universal=is_universal))
+    parts = 1 if is_universal else _tensor_parallel_ranks(states, files)
+    rules = read_rules(states, files, parts, folder) if parts > 1 else None
+    weights = [dict(_weights(states, files, folder, range(part, states.model_ranks, parts))) for part in range(parts)]
     if states.optimizers and states.first.shapes is None:
         states = with_shapes(states, weights)
     if is_universal:
-        training = _universal(states, weights, folder)
+        training = _universal(states, weights[0], folder)
     else:
         lead = next(iter(states.optimizers.values()), None)
-        training = SavedTraining(states.first, weights, trained_parameters(states), dict(_frozen(states)))
+        trained = [trained_parameters(states, range(part, states.model_ranks, parts)) for part in range(parts)]
+        frozen = [dict(_frozen(states, part)) for part in range(parts)]
+        trainings = [SavedTraining(states.first, *of_part) for of_part in zip(weights, trained, frozen)]
+        training = trainings[0] if rules is None else joined(trainings, rules)
         if lead is not None:
             training = training._replace(settings=lead.settings, values=lead.values, starts=lead.starts, path=lead.path)
     manifest = arranged(training, folder, states.notes)
-    of_first = (_OF_FIRST,) if states.is_sliced and len(states.models) > 1 and states.first.buffers else ()
-    return {0: manifest._replace(notes=(_NOT_KEPT, *of_first))}
+    of_first = (_OF_FIRST,) if states.is_sliced and states.first.data_ranks > 1 and states.first.buffers else ()
+    of_slices = (JOINED,) if parts > 1 else ()
+    return {0: manifest._replace(notes=(_NOT_KEPT, *of_first, *of_slices))}
+
+
+def _tensor_parallel_ranks(states: RankStates, files: TagFiles) -> int:
+    """Return over how many ranks parameters are cut. With a pipeline its stages are model-parallel ranks as well."""
+    return (
+        states.model_ranks
+        if states.first.module is not None
+        else 1 + max((own.model for own in files.layers), default=0)
+    )
 
 
 def _universal(states: RankStates, weights: Mapping[str, Value], folder: str) -> SavedTraining:
@@ -87,7 +105,7 @@ def _universal(states: RankStates, weights: Mapping[str, Value], folder: str) ->
         states.first,
         weights,
         read.trained,
-        {**dict(_frozen(states)), **read.besides},
+        {**dict(_frozen(states, 0)), **read.besides},
         read.settings,
         read.values,
         read.starts,
@@ -95,13 +113,13 @@ def _universal(states: RankStates, weights: Mapping[str, Value], folder: str) ->
     )
 
 
-def _of_several_ranks(states: RankStates, read: UniversalStates, folder: str) -> Iterator[tuple[str, HeldTensor]]:
+def _of_several_ranks(states: RankStates, read: UniversalStates, folder: str) -> Iterator[tuple[str, TensorPieces]]:
     """Yield the tensors of a model whose files hold slices, or some layers each: the optimizer has them whole.
 
     Raises ShardError for a parameter that is not trained, since no file has it whole.
     """
     dtype = type_in(states.first.values.get("ds_config"))
-    nothing = HeldTensor(dtype, (0,), ByteRanges(()))
+    nothing = TensorPieces(dtype, (0,), ())
     yield from dict.fromkeys(read.trained, nothing).items()
     yield from read.besides.items()
     for model in states.models.values():
@@ -116,47 +134,46 @@ def _of_several_ranks(states: RankStates, read: UniversalStates, folder: str) ->
             )
 
 
-def _weights(states: RankStates, files: TagFiles, folder: str, *, is_universal: bool) -> Iterator[tuple[str, Value]]:
+def _weights(
+    states: RankStates, files: TagFiles, folder: str, model_ranks: Sequence[int]
+) -> Iterator[tuple[str, Value]]:
     """Yield the tensors of the model by name, with what else its modules have.
 
-    Raises ShardError if several model-parallel ranks have slices of the same tensors.
+    Args:
+        model_ranks: whose. They are the stages of a pipeline.
     """
-    module = states.first.module
-    if is_universal and states.model_ranks > 1:
-        return
-    parts = 1 + max((layer.model for layer in files.layers), default=0)
-    if parts > 1 or (module is not None and states.model_ranks > 1):
-        raise ShardError(
-            f"a DeepSpeed checkpoint of {max(parts, states.model_ranks)} tensor-parallel ranks is not read"
-            if module is not None
-            else f"a DeepSpeed checkpoint of a pipeline with {parts} tensor-parallel ranks is not read",
-            expected="data parallelism, a pipeline, or experts",
-            got="files of several model-parallel ranks, with slices of the same parameters",
-            where=folder,
-            remedy="load it with the training's own framework, and save it whole",
-        )
-    if module is not None:
-        yield from module.items()
+    first = states.models[Ranks(0, model_ranks[0])]
+    if first.module is not None:
+        yield from _as_whole(first.module.items())
     for layer, name in files.layers.items():
-        for key, value in _of_file(str(Path(folder, name))):
-            yield f"{layer.layer}.{key}", value
+        if layer.model == model_ranks[0]:
+            for key, value in _of_file(str(Path(folder, name))):
+                yield f"{layer.layer}.{key}", value
     for name in files.experts.values():
         yield from _of_file(str(Path(folder, name)))
 
 
+def _as_whole(tensors: Iterable[tuple[str, Value]]) -> Iterator[tuple[str, Value]]:
+    yield from ((name, value.whole if type(value) is HeldTensor else value) for name, value in tensors)
+
+
 def _of_file(path: str) -> Iterator[tuple[str, Value]]:
     content = read_content(path)
-    yield from named_tensors("state of a layer or expert", content.root, content, path)
+    yield from _as_whole(named_tensors("state of a layer or expert", content.root, content, path))
 
 
-def _frozen(states: RankStates) -> Iterator[tuple[str, HeldTensor]]:
-    """Yield the parameters that are not trained, where they lie apart: at stage 3 in slices, else a second time."""
+def _frozen(states: RankStates, model_rank: int) -> Iterator[tuple[str, TensorPieces]]:
+    """Yield the parameters of a model-parallel rank that are not trained, where they lie apart.
+
+    At stage 3 they do so in slices, else a second time.
+    """
+    models = [model for ranks, model in states.models.items() if ranks.model == model_rank]
     if not states.is_sliced:
-        fragments = states.first.fragments.items()
-        yield from ((name, tensor) for name, tensor in fragments if type(tensor) is HeldTensor)
+        fragments = models[0].fragments.items()
+        yield from ((name, tensor.whole) for name, tensor in fragments if type(tensor) is HeldTensor)
         return
-    for name, shape in states.first.frozen.items():
-        vectors = [_vector(name, model.fragments.get(name), model.path) for model in states.models.values()]
+    for name, shape in models[0].frozen.items():
+        vectors = [_vector(name, model.fragments.get(name), model.path) for model in models]
         size = TensorType(vectors[0].dtype, shape).size_bytes // vectors[0].dtype.itemsize_bytes
         try:
             (runs,) = in_slices([size], [vector.elements for vector in vectors])
@@ -165,10 +182,10 @@ def _frozen(states: RankStates) -> Iterator[tuple[str, HeldTensor]]:
                 f"the slices of {name!r}, which is not trained, are not of its size",
                 expected=error.expected,
                 got=error.got,
-                where=states.first.path,
+                where=models[0].path,
             ) from None
         ranges = tuple(vectors[run.rank].range(run.start, run.length) for run in runs)
-        yield name, HeldTensor(vectors[0].dtype, shape, ByteRanges(ranges))
+        yield name, HeldTensor(vectors[0].dtype, shape, ByteRanges(ranges)).whole
 
 
 def _vector(name: str, fragment: Value, path: str) -> FlatVector:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.deepspeed.parameters import TrainedParameter
-from reshard_mpi.formats.deepspeed.rank_files import HeldTensor, ModelStates, config_value, held
+from reshard_mpi.formats.deepspeed.rank_files import HeldTensor, ModelStates, TensorPieces, config_value, held
 from reshard_mpi.formats.deepspeed.unlisted_shapes import TIED
 from reshard_mpi.formats.dtypes import BY_NAME, DType
 from reshard_mpi.formats.locations import Converted, Location
@@ -45,19 +45,11 @@ class SavedTraining(NamedTuple):
     model: ModelStates
     weights: Mapping[str, Value]
     trained: Mapping[str, TrainedParameter]
-    frozen: Mapping[str, HeldTensor]
+    frozen: Mapping[str, TensorPieces]
     settings: Sequence[Dict] = ()
     values: Mapping[str, Value] = {}
     starts: Mapping[str, int] = {}
     path: str = ""
-
-
-class _Leaf(NamedTuple):
-    """A tensor in the tree: its type and shape, and each place that holds it whole."""
-
-    dtype: DType
-    shape: tuple[int, ...]
-    places: tuple[Location, ...]
 
 
 def arranged(training: SavedTraining, folder: str, left_out: Sequence[str]) -> Manifest:
@@ -74,7 +66,7 @@ def arranged(training: SavedTraining, folder: str, left_out: Sequence[str]) -> M
         root.flat += ["optimizer", _optimizer(training, dict(weights.pairs()))]
     root.flat += _rest(training)
     try:
-        flattened = flatten_tree.flatten(root, lambda value: type(value) is _Leaf or type(value) is StoredTensor)
+        flattened = flatten_tree.flatten(root, lambda value: type(value) is TensorPieces or type(value) is StoredTensor)
     except nodes.NestError as error:
         problem = f"a DeepSpeed checkpoint cannot be read: {error.problem}"
         raise ShardError(problem, got=error.got, where=folder, remedy=error.remedy) from None
@@ -86,8 +78,10 @@ def arranged(training: SavedTraining, folder: str, left_out: Sequence[str]) -> M
         if nameless and name.startswith("optimizer."):
             listed.add_unreadable(name, leaf.dtype, leaf.shape, _NAMELESS_WHY)
             continue
-        kind, whole = table.kind(TensorType(leaf.dtype, leaf.shape)), Box.whole(leaf.shape)
-        pieces = [ListedChunk(whole, table, table.add_unnamed(kind, NOT_CONTIGUOUS, place)) for place in leaf.places]
+        pieces = []
+        for box, place in leaf.pieces:
+            kind = table.kind(TensorType(leaf.dtype, box.shape))
+            pieces.append(ListedChunk(box, table, table.add_unnamed(kind, NOT_CONTIGUOUS, place)))
         listed.add_listed(name, leaf.dtype, leaf.shape, pieces)
     return Manifest(folder, "deepspeed", listed, flattened.strings, left_out=(*flattened.left_out, *left_out))
 
@@ -97,16 +91,12 @@ def _nameless(training: SavedTraining) -> bool:
     return type(optimizer) is Dict and any(optimizer.get(key) is not None for key in _NAMELESS)
 
 
-def _of_file(stored: StoredTensor, training: SavedTraining) -> _Leaf:
-    """Return the leaf of a tensor among values, which are the model's or the optimizer's."""
+def _of_file(stored: StoredTensor, training: SavedTraining) -> TensorPieces:
+    """Return a tensor among values, which are the model's or the optimizer's."""
     model = training.model
     of_model = stored.storage.key in model.starts
     starts, path = (model.starts, model.path) if of_model else (training.starts, training.path)
-    return _leaf(held(stored, starts, path))
-
-
-def _leaf(tensor: HeldTensor) -> _Leaf:
-    return _Leaf(tensor.dtype, tensor.shape, (tensor.place,))
+    return held(stored, starts, path).whole
 
 
 def _weights(training: SavedTraining, folder: str) -> Iterator[tuple[str, Value]]:
@@ -114,7 +104,7 @@ def _weights(training: SavedTraining, folder: str) -> Iterator[tuple[str, Value]
     shared = training.model.shared
     for name, value in training.weights.items():
         own = shared.get(name, name)
-        if type(value) is not HeldTensor:
+        if type(value) is not TensorPieces:
             if own in training.trained:
                 raise ShardError(
                     f"the parameter {name!r} of a DeepSpeed checkpoint is no tensor",
@@ -125,8 +115,8 @@ def _weights(training: SavedTraining, folder: str) -> Iterator[tuple[str, Value]
             yield name, value
             continue
         trained, frozen = training.trained.get(own), training.frozen.get(own)
-        elsewhere = trained.weights if trained is not None else [frozen] if frozen is not None else []
-        shape = elsewhere[0].shape if elsewhere else value.shape
+        elsewhere = trained.weights if trained is not None else frozen
+        shape = value.shape if elsewhere is None else elsewhere.shape
         is_empty = 0 in value.shape and value.shape != shape
         if not is_empty and value.shape != shape:
             raise ShardError(
@@ -135,9 +125,10 @@ def _weights(training: SavedTraining, folder: str) -> Iterator[tuple[str, Value]
                 got=str(list(value.shape)),
                 where=training.model.path,
             )
-        if 0 in value.shape and not elsewhere and name not in training.model.buffers:
+        if 0 in value.shape and elsewhere is None and name not in training.model.buffers:
             raise _without_elements(name, training.model.path)
-        yield name, _Leaf(value.dtype, shape, (*(() if is_empty else (value.place,)), *_as(value.dtype, elsewhere)))
+        own_pieces = () if is_empty else value.pieces
+        yield name, TensorPieces(value.dtype, shape, (*own_pieces, *_as(value.dtype, elsewhere)))
     lacking = [name for name in training.trained if name not in training.weights]
     tied = [name for name in lacking if name.startswith(TIED)]
     if len(tied) < len(lacking):
@@ -152,7 +143,7 @@ def _weights(training: SavedTraining, folder: str) -> Iterator[tuple[str, Value]
     dtype = type_in(training.model.values.get("ds_config"))
     for name in tied:
         parameter = training.trained[name]
-        yield name, _Leaf(dtype, parameter.shape, tuple(_as(dtype, parameter.weights)))
+        yield name, TensorPieces(dtype, parameter.shape, tuple(_as(dtype, parameter.weights)))
 
 
 def _without_elements(name: str, path: str) -> ShardError:
@@ -164,10 +155,12 @@ def _without_elements(name: str, path: str) -> ShardError:
     )
 
 
-def _as(dtype: DType, tensors: Sequence[HeldTensor]) -> Iterator[Location]:
-    """Yield the places of tensors, converted to a type if they have another one."""
-    for tensor in tensors:
-        yield tensor.place if tensor.dtype == dtype else Converted(tensor.place, tensor.dtype)
+def _as(dtype: DType, tensor: TensorPieces | None) -> Iterator[tuple[Box, Location]]:
+    """Yield the pieces of a tensor, if there is one, converted to a type if they have another one."""
+    if tensor is None:
+        return
+    for box, place in tensor.pieces:
+        yield box, (place if tensor.dtype == dtype else Converted(place, tensor.dtype))
 
 
 def type_in(config: Value) -> DType:
@@ -184,12 +177,11 @@ def _optimizer(training: SavedTraining, weights: Mapping[str, Value]) -> Dict:
     for name, parameter in training.trained.items():
         own = Dict()
         for key, value in parameter.others.items():
-            own.flat += [key, _leaf(value) if type(value) is HeldTensor else value]
-        for key, tensors in parameter.state.items():
-            own.flat += [key, _Leaf(tensors[0].dtype, parameter.shape, tuple(tensor.place for tensor in tensors))]
-        master = parameter.weights
-        if weights[name].dtype != master[0].dtype:
-            own.flat += ["fp32_param", _Leaf(master[0].dtype, parameter.shape, tuple(one.place for one in master))]
+            own.flat += [key, value.whole if type(value) is HeldTensor else value]
+        for key, tensor in parameter.state.items():
+            own.flat += [key, tensor]
+        if weights[name].dtype != parameter.weights.dtype:
+            own.flat += ["fp32_param", parameter.weights]
         state.flat += [name, own]
     groups: list[Value] = []
     for settings in training.settings or [Dict()]:
@@ -223,6 +215,7 @@ def _rest(training: SavedTraining) -> Iterator[Value]:
         if key in values:
             yield from (key, values.pop(key))
     for key, value in of_optimizer.items():
-        yield from (key, value)
+        if key not in _OF_ENGINE or key not in training.model.values:
+            yield from (key, value)
     if values:
         yield from ("client_state", Dict([part for pair in values.items() for part in pair]))

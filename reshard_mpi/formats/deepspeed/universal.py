@@ -22,6 +22,7 @@ from reshard_mpi.formats.deepspeed.parameters import TrainedParameter
 from reshard_mpi.formats.deepspeed.rank_files import (
     LAYOUT_KEYS,
     HeldTensor,
+    TensorPieces,
     held,
     optimizer_states_of,
     pairs_of,
@@ -48,7 +49,7 @@ class UniversalStates(NamedTuple):
     """
 
     trained: Mapping[str, TrainedParameter]
-    besides: Mapping[str, HeldTensor]
+    besides: Mapping[str, TensorPieces]
     settings: Sequence[Dict]
     values: Mapping[str, Value]
     starts: Mapping[str, int]
@@ -107,7 +108,9 @@ def read_universal(folder: str, states: RankStates) -> UniversalStates:
         of_all = {**groups[number].values, **groups[number].of_all} if number < len(groups) else {}
         trained[name] = _parameter(name, weights.shape if shape is None else shape, own, of_all, number, folder)
     _require_alike(trained, folder)
-    besides = {name: tensor for name, own in by_name.items() if isinstance(tensor := own.get(_WEIGHTS), HeldTensor)}
+    besides = {
+        name: tensor.whole for name, own in by_name.items() if isinstance(tensor := own.get(_WEIGHTS), HeldTensor)
+    }
     values = {key: plain(value) for key, value in pairs_of(root) if key not in (*LAYOUT_KEYS, *_OF_VECTORS)}
     return UniversalStates(trained, besides, settings, values, content.starts, path)
 
@@ -144,7 +147,7 @@ def _parameter(
     folder: str,
 ) -> TrainedParameter:
     """Return a parameter with its state. Raises ShardError if a file does not hold as many elements as it has."""
-    state: dict[str, list[HeldTensor]] = {}
+    state: dict[str, TensorPieces] = {}
     others = dict(of_all)
     for kind, value in own.items():
         if not isinstance(value, HeldTensor) or (not value.shape and shape):
@@ -159,7 +162,7 @@ def _parameter(
                 where=str(Path(folder, PARAMETERS, name, f"{kind}{_SUFFIX}")),
                 remedy=_RESTORE,
             )
-        state[kind] = [value._replace(shape=shape)]
+        state[kind] = value._replace(shape=shape).whole
     return TrainedParameter(shape, state.pop(_WEIGHTS), state, others, number)
 
 

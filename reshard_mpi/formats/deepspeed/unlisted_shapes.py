@@ -7,10 +7,10 @@ shapes of parameters only with ZeRO. Each rank says how many elements of which p
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from reshard_mpi.errors import ShardError
-from reshard_mpi.formats.deepspeed.rank_files import HeldTensor
+from reshard_mpi.formats.deepspeed.rank_files import TensorPieces
 from reshard_mpi.formats.deepspeed.ranks import RankStates
 from reshard_mpi.formats.nest.nodes import Value
 
@@ -18,16 +18,17 @@ from reshard_mpi.formats.nest.nodes import Value
 TIED = "tied_modules."
 
 
-def with_shapes(states: RankStates, weights: Mapping[str, Value]) -> RankStates:
+def with_shapes(states: RankStates, weights: Sequence[Mapping[str, Value]]) -> RankStates:
     """Return what ranks say, with the shapes of all parameters.
 
     Args:
-        weights: the tensors of the model by name.
+        weights: the tensors of the model by name, as each tensor-parallel rank has them.
 
     Raises ShardError for a parameter that the model has not, or with another number of elements.
     """
     models = {
-        ranks: model._replace(shapes=[*_shapes(states, ranks.model, weights)]) for ranks, model in states.models.items()
+        ranks: model._replace(shapes=[*_shapes(states, ranks.model, weights[ranks.model % len(weights)])])
+        for ranks, model in states.models.items()
     }
     return states._replace(models=models)
 
@@ -50,7 +51,7 @@ def _shape(name: str, size: int, weights: Mapping[str, Value], path: str) -> tup
         for other, tensor in weights.items()
         if other == name or (own is not None and other.partition(".")[2] == own)
     )
-    shapes = {tensor.shape for tensor in named if type(tensor) is HeldTensor}
+    shapes = {tensor.shape for tensor in named if type(tensor) is TensorPieces}
     if {math.prod(shape) for shape in shapes} != {size} or len(shapes) > 1:
         raise ShardError(
             f"the shape of the parameter {name!r} of a DeepSpeed checkpoint is not known",

@@ -1,0 +1,245 @@
+"""DeepSpeed's checkpoints of tensor-parallel ranks: slices join as the files' own rules say, or are refused."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from support import deepspeed_peer, deepspeed_slices
+from support.command_line import done, run_here
+from support.deepspeed_peer import Content, Form, Spoil
+from support.deepspeed_slices import Cut, Sliced, odd_info
+from support.examples import few, many
+
+import reshard_mpi
+
+
+def require_equal(folder: Path, made: Sliced, form: Form) -> None:
+    expected = deepspeed_peer.expected(made.whole, form)
+    with reshard_mpi.open(folder) as opened:
+        assert set(opened) == set(expected)
+        for name, sample in expected.items():
+            tensor = opened[name]
+            assert tensor.shape == sample.shape and tensor.dtype.name == sample.dtype.name, name
+            assert tensor[...].tobytes() == sample.content, name
+
+
+@many(100)
+@given(deepspeed_slices.trainings())
+def test_whole_tensors(drawn: tuple[Sliced, Form]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        deepspeed_slices.write(Path(folder, "save"), *drawn)
+        require_equal(Path(folder, "save"), *drawn)
+
+
+SHAPES = {"a.w": (4, 6), "a.b": (4,), "norm.w": (6,), "words.w": (5, 2), "qkv.w": (9, 2), "mean.w": (3, 2)}
+CUTS = {
+    "a.w": Cut("row"),
+    "a.b": Cut("halves"),
+    "norm.w": Cut("replicated"),
+    "words.w": Cut("vocabulary", padding=1),
+    "qkv.w": Cut("sub-parameters", (5, 2, 2)),
+    "mean.w": Cut("averaged"),
+}
+
+
+def made(**named: Any) -> Sliced:
+    return deepspeed_slices.sliced(deepspeed_peer.training(SHAPES, **named), CUTS, 2, rows=5)
+
+
+@pytest.mark.parametrize("to", few(2, ["torch", "hf", "deepspeed"]))
+def test_every_target(tmp_path: Path, to: str) -> None:
+    whole, form = made(dtype="float32"), Form(2, 3)
+    deepspeed_slices.write(tmp_path / "save", whole, form)
+    ranks = ("--dp", "2", "--zero-stage", "3") if to == "deepspeed" else ()
+    said = done("transform", tmp_path / "save", tmp_path / "out", "--to", to, *ranks, "--verify").err
+    assert "universal_checkpoint_info says, which is not carried over" in said
+    if to == "hf":
+        with reshard_mpi.open(tmp_path / "out") as opened:
+            assert {name: opened[name][...].tobytes() for name in opened} == {
+                name: array.tobytes() for name, array in whole.whole.trained.items()
+            }
+    else:
+        require_equal(tmp_path / "out", whole, form)
+
+
+def test_the_mean_is_that_of_a_sum_one_by_one(tmp_path: Path) -> None:
+    """Of eight equal numbers it is another one, and of negative zeros a positive one, as torch has it."""
+    training = deepspeed_peer.training({"mean.w": (64,)}, kinds=(), dtype="float32")
+    training.groups[0]["mean.w"][:3] = -0.0, 0.1, 3e38 / 8
+    cut = deepspeed_slices.sliced(training, {"mean.w": Cut("replicated")}, 8)
+    total = np.zeros(64, np.float32)
+    for _ in range(8):
+        total = total + training.groups[0]["mean.w"]
+    expected = total / np.float32(8)
+    assert (expected.view(np.uint32) != training.groups[0]["mean.w"].view(np.uint32)).any()
+    info = {**cut.info, "tp_replicated_parameter_patterns": [], "parameter_to_average_patterns": ["mean"]}
+    deepspeed_slices.write(tmp_path, cut._replace(info=info), Form(1, 2))
+    with reshard_mpi.open(tmp_path) as opened:
+        assert opened["model.mean.w"][...].tobytes() == expected.tobytes()
+
+
+def test_words_that_stages_of_a_pipeline_share(tmp_path: Path) -> None:
+    """The rule of the shared module is that of the layers which it is in; the padding is taken from all of them."""
+    training = deepspeed_peer.training({"0.w": (5, 2), "1.w": (5, 2), "2.w": (4, 2)}, dtype="float16")
+    for arrays in (training.groups[0], *training.state.values()):
+        arrays["1.w"] = arrays["0.w"]
+    words, name = Cut("vocabulary", padding=3), "tied_modules.embed.w"
+    cut = deepspeed_slices.sliced(training, {"0.w": words, "1.w": words, "2.w": Cut("row")}, 2, rows=5)
+    cut.info["vocabulary_parameter_patterns"] = [r"tied_modules\.embed"]
+    cut.info["pipeline_replicated_parameter_patterns"] = [r"tied_modules\.embed"]
+    form = Form(1, 2, stages=2)
+
+    def tie(file: str, content: Content) -> None:
+        state = content.get("optimizer_state_dict", {})
+        for listed in (*content.get("param_shapes", ()), *state.get("param_slice_mappings", ())):
+            for own in ("0.w", "1.w"):
+                if own in listed:
+                    listed[name] = listed.pop(own)
+                    for other in {"2.w"} & listed.keys():
+                        listed[other] = listed.pop(other)
+
+    deepspeed_slices.write(tmp_path, cut, form, tie)
+    wholes = deepspeed_peer.expected(training, form)
+    expected = {own: sample for own, sample in wholes.items() if "state.0.w" not in own and "state.1.w" not in own}
+    of_state = {own: sample for own, sample in wholes.items() if "state.0.w" in own}
+    expected |= {own.replace("0.w", name): sample for own, sample in of_state.items()}
+    expected[f"model.{name}"] = wholes["model.0.w"]
+    with reshard_mpi.open(tmp_path) as opened:
+        assert {own: opened[own][...].tobytes() for own in opened} == {
+            own: sample.content for own, sample in expected.items()
+        }
+
+
+def changed_slice(rank: int, name: str, change: Any) -> Spoil:
+    """Return what replaces a tensor of the model of a tensor-parallel rank."""
+
+    def spoil(file: str, content: Content) -> None:
+        if file == f"mp_rank_{rank:02d}_model_states.pt":
+            content["module"][name] = change(content["module"])
+
+    return spoil
+
+
+def without_info(name: str, content: Content) -> None:
+    content.pop("universal_checkpoint_info", None)
+
+
+def of_one_rank(name: str, content: Content) -> None:
+    if name.startswith("mp_rank_01"):
+        odd_info(original_vocab_size=4)(name, content)
+
+
+def renamed(name: str, content: Content) -> None:
+    if name.startswith("mp_rank_01"):
+        content["param_shapes"][0]["other.w"] = content["param_shapes"][0].pop("mean.w")
+
+
+SUB, WIDTHS = "parameter_with_sub_params", "sub_param_shard_widths"
+QKV = "^qkv\\.w$"
+
+
+def fused(shape: list[Any], dim: int = 0) -> list[Content]:
+    return [{"patterns": [QKV], "shape": shape, "partition_dim": dim}]
+
+
+def piece(**values: Any) -> Content:
+    """Return a map of a parameter of which both ranks have the whole, with other values in the first rank's piece."""
+    own = {"shape": [6], "source": [0, [1]], "dest": [0, [1]], "locations": [0, 1]}
+    ranks = {0: {"shard_shape": [6], "pieces": [own | values]}, 1: {"shard_shape": [6], "pieces": [own]}}
+    return {"version": 1, "params": {"norm": {"logical_shape": [6], "ranks": ranks}}}
+
+
+def half_a_map() -> Content:
+    """Return a map in which the last two elements of a parameter are nowhere."""
+    own = piece(shape=[4])
+    ranks = own["params"]["norm"]["ranks"]
+    ranks[1] = ranks[0]
+    return own
+
+
+UNSOUND: dict[str, tuple[Spoil, tuple[str, ...]]] = {
+    "no info": (without_info, ("2 tensor-parallel ranks is not read", "and no universal_checkpoint_info")),
+    "an info that is none": (
+        lambda name, content: content.update(universal_checkpoint_info=3),
+        ("2 tensor-parallel ranks is not read",),
+    ),
+    "another info on one rank": (of_one_rank, ("differ in universal_checkpoint_info",)),
+    "other parameters on one rank": (renamed, ("have different parameters", "'mean.w'")),
+    "patterns that are none": (odd_info(tp_replicated_parameter_patterns="norm"), ("a list of regular expressions",)),
+    "a pattern that is none": (odd_info(tp_replicated_parameter_patterns=[3]), ("a regular expression of at most",)),
+    "a pattern that is wrong": (odd_info(tp_replicated_parameter_patterns=["(norm"]), ("'(norm'", "unterminated")),
+    "a pattern that is long": (odd_info(tp_replicated_parameter_patterns=["x" * 1001]), ("at most 1000 characters",)),
+    "a repeated group": (odd_info(tp_replicated_parameter_patterns=["(x*)*y"]), ("without repeated groups", "(x*)*y")),
+    "a group repeated in braces": (
+        odd_info(tp_replicated_parameter_patterns=["(x*){9}"]),
+        ("without repeated groups",),
+    ),
+    "a reference": (odd_info(tp_replicated_parameter_patterns=["(x)\\1"]), ("without repeated groups, references",)),
+    "looking ahead": (odd_info(tp_replicated_parameter_patterns=["(?=x)"]), ("looking around",)),
+    "many repetitions": (odd_info(tp_replicated_parameter_patterns=["x*" * 20]), ("few repetitions", "x*x*")),
+    "many alternatives": (odd_info(tp_replicated_parameter_patterns=["(x|x)" * 40]), ("few repetitions",)),
+    "two patterns of one": (
+        odd_info(tp_replicated_parameter_patterns=["norm", "norm.w"]),
+        ("one pattern of tp_replicated_parameter_patterns for 'norm.w'", "'norm', 'norm.w'"),
+    ),
+    "copies of other shapes": (
+        odd_info(tp_replicated_parameter_patterns=["qkv", "norm"]),
+        ("the same shape on all ranks", "[5, 2], [4, 2]"),
+    ),
+    "slices of other widths": (
+        odd_info(parameter_with_row_parallelism_patterns=["qkv", "a.w"], **{SUB: []}),
+        ("qkv.w",),
+    ),
+    "no dimension to join": (
+        odd_info(parameter_with_row_parallelism_patterns=["norm", "a.w"], tp_replicated_parameter_patterns=[]),
+        ("slices that join along dimension 1", "'norm.w'"),
+    ),
+    "halves of odd rows": (
+        odd_info(parameter_with_2_sub_params_cat_dim_0=["a.b", "words"]),
+        ("two halves along dimension 0", "'words.w'"),
+    ),
+    "no widths": (odd_info(**{WIDTHS: {}}), ("the width on each of 2 ranks", "no sub_param_shard_widths")),
+    "widths of other sums": (odd_info(**{WIDTHS: {QKV: [[3, 2], [1, 1], [1, 2]]}}), ("in all (5, 2, 2)",)),
+    "widths of other ranks": (odd_info(**{WIDTHS: {QKV: [[5], [2], [2]]}}), ("the width on each of 2 ranks",)),
+    "widths of other slices": (odd_info(**{WIDTHS: {QKV: [[2, 3], [1, 1], [1, 1]]}}), ("slices that have 4, 5",)),
+    "widths along dimension 1": (
+        odd_info(**{SUB: fused([-1, (2, 2)], 1), WIDTHS: {QKV: [[1, 1], [1, 1]]}}),
+        ("'qkv.w'", "not joined"),
+    ),
+    "sizes that no ranks divide": (odd_info(universal_checkpoint_version=0.2), ("the width on each of 2 ranks",)),
+    "a count that does not divide": (
+        odd_info(universal_checkpoint_version=0.2, **{SUB: fused([2, -1])}),
+        ("2 sub-parameters of one size", "9 along dimension 0"),
+    ),
+    "a dimension that is none": (odd_info(**{SUB: fused([(5, 2, 2), -1], 2)}), ("a partition_dim",)),
+    "sub-parameters that are none": (odd_info(**{SUB: 3}), ("a list as parameter_with_sub_params",)),
+    "no size of a vocabulary": (odd_info(original_vocab_size=None), ("original_vocab_size", "'words.w'")),
+    "a size that is none": (odd_info(original_vocab_size="5"), ("a number as original_vocab_size",)),
+    "a version that is none": (
+        odd_info(universal_checkpoint_version="new"),
+        ("a number as universal_checkpoint_version",),
+    ),
+    "what AutoTP cannot": (odd_info(autotp_unsupported_parameter_patterns={"norm": "odd heads"}), ("odd heads",)),
+    "a newer map": (odd_info(affine_map={"version": 2, "params": {}}), ("an affine_map of version 1",)),
+    "a scaled map": (odd_info(affine_map=piece(scale=0.5)), ("'norm.w'", "unscaled")),
+    "a map that leaves the whole": (odd_info(affine_map=piece(source=[1, [1]])), ("'norm.w'", "boxes of the whole")),
+    "a map of other strides": (odd_info(affine_map=piece(dest=[0, [2]])), ("'norm.w'", "whole rows")),
+    "a map that is none": (odd_info(affine_map={"version": 1, "params": {"words": None}}), ("an affine_map with",)),
+    "a map with a hole": (odd_info(affine_map=half_a_map()), ("'model.norm.w'", "box [4:6]")),
+    "copies that differ": (changed_slice(1, "norm.w", lambda own: own["mean.w"]), ("'norm.w'",)),
+}
+
+
+@pytest.mark.parametrize("what", few(6, UNSOUND))
+def test_what_is_refused(tmp_path: Path, what: str) -> None:
+    spoil, words = UNSOUND[what]
+    tag = deepspeed_slices.write(tmp_path / "save", made(), Form(2, 2), spoil)
+    said = run_here("transform", tag, tmp_path / "out")
+    assert said.code == 3 and not (tmp_path / "out").exists(), said
+    assert said.err.count("error:") == 1 and "Traceback" not in said.err
+    assert "where: " in said.err and "what to do: " in said.err and all(word in said.err for word in words), said.err
