@@ -67,6 +67,22 @@ def test_every_target(tmp_path: Path, to: str) -> None:
         require_equal(tmp_path / "out", whole, form)
 
 
+def test_slices_whose_axes_are_turned_in_their_files(tmp_path: Path) -> None:
+    """Parts of a slice are rows of it, in whatever order its elements lie."""
+
+    def turn(file: str, content: Content) -> None:
+        for own in content.get("module", {}).values():
+            stored, _, shape, *_ = own.args
+            if len(shape) == 2:
+                bits = np.frombuffer(stored.content, np.uint16).reshape(shape)
+                turned = stored._replace(content=bits.T.tobytes())
+                own.args = (turned, 0, shape, (1, shape[0]), *own.args[4:])
+
+    whole, form = made(), Form(2, 2)
+    deepspeed_slices.write(tmp_path, whole, form, turn)
+    require_equal(tmp_path, whole, form)
+
+
 def test_the_mean_is_that_of_a_sum_one_by_one(tmp_path: Path) -> None:
     """Of eight equal numbers it is another one, and of negative zeros a positive one, as torch has it."""
     training = deepspeed_peer.training({"mean.w": (64,)}, kinds=(), dtype="float32")

@@ -225,8 +225,7 @@ def trainings(draw: st.DrawFn) -> tuple[Sliced, Form]:
         )
     has_vocabulary = any(cut.kind == "vocabulary" for cut in cuts.values())
     made = sliced(training, cuts, ranks, seed=draw(st.integers(0, 99)), version=version, rows=rows * has_vocabulary)
-    sizes = [[array.size for array in own.trained.values()] for own in made.of_ranks]
-    return made, form if all(own == sizes[0] for own in sizes) else replace(form, sub_group=0)
+    return made, form
 
 
 def odd_info(**values: Any) -> Spoil:

@@ -46,7 +46,7 @@ class RankStates(NamedTuple):
 
     @property
     def model_ranks(self) -> int:
-        """Over how many model-parallel ranks parameters are divided: the tensor-parallel ones of each stage of a pipeline."""
+        """How many model-parallel ranks there are: the tensor-parallel ones of each stage of a pipeline."""
         return self.first.model_ranks
 
     def shares(self, model_rank: int) -> list[OptimizerStates]:
@@ -147,8 +147,11 @@ def _require_one_moment(models: Mapping[Ranks, ModelStates], optimizers: Mapping
             )
     if not optimizers:
         return
-    lead, *rest = optimizers.values()
-    for share in rest:
+    first_share = next(iter(optimizers.values()))
+    leads: dict[int, OptimizerStates] = {}
+    for ranks, share in optimizers.items():
+        # At stage 3 slices of uneven sizes fill up other numbers of groups on each tensor-parallel rank.
+        lead = leads.setdefault(ranks.model if first_share.is_sliced and share.is_sliced else 0, share)
         _require_same("the form of its vectors", lead.path, _form(lead), share.path, _form(share))
         if share.settings and lead.settings:
             _require_same("the settings of its optimizer", lead.path, _settings(lead), share.path, _settings(share))
