@@ -150,7 +150,8 @@ def test_what_a_trainer_saves(tmp_path: Path) -> None:
 def test_every_command_and_target(tmp_path: Path, form: str) -> None:
     source = make_loose(tmp_path / "src")
     done("transform", source, tmp_path / "made", "--to", form, "--verify")
-    done("diff", source, tmp_path / "made")
+    if form != "hf":  # which holds the model alone
+        done("diff", source, tmp_path / "made")
     done("verify", source, tmp_path / "made")
     said = done("transform", source, tmp_path / "made", "--to", form, "--verify", "--resume")
     assert "complete already" in said.out

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.checkpoints import TARGETS
 
 from reshard_mpi import formats
 from reshard_mpi.errors import ShardError
@@ -45,7 +46,7 @@ def test_what_cannot_be_read_is_not_read_back(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", formats.targets())
+@pytest.mark.parametrize("name", TARGETS)
 def test_very_many_long_names(tmp_path: Path, name: str) -> None:
     module, path = formats.by_name(name), str(tmp_path / "net")
     meant = reserve_file(module, path, spec_of(contents(45_000, 130)))

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.checkpoints import write_ranks
+from support.checkpoints import TARGETS, write_ranks
 from support.command_line import run_here
 from support.examples import few
 
 import reshard_mpi
-from reshard_mpi import MapError, TargetError, UsageError, formats
+from reshard_mpi import MapError, TargetError, UsageError
 from reshard_mpi.mapping.axis_sizes import ExpressionProblem, evaluated
 from reshard_mpi.mapping.map_file import parse_rules
 
@@ -290,7 +290,7 @@ def test_what_no_shard_can_hold(tmp_path: Path, equation: str, says: str) -> Non
         assert "map.toml, line 1" in str(error.value) and not target.exists()
 
 
-@pytest.mark.parametrize("to", few(1, formats.targets()))
+@pytest.mark.parametrize("to", few(1, TARGETS))
 def test_what_a_shard_can_just_hold(tmp_path: Path, to: str) -> None:
     source, name = checkpoint(tmp_path), "n" * 4096
     (tmp_path / "map.toml").write_text(f"[[map]]\neq = 'a.0.q [x y] <=> {name} [y {'1 ' * 30}x] : bf16'")

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.checkpoints import write_ranks
+from support.checkpoints import TARGETS, write_ranks
 from support.cut_checkpoints import DESCRIBED, KINDS, TYPES, assert_ranks, cut, in_floats, map_text
 from support.equations import Case, cases
 
 import reshard_mpi
-from reshard_mpi import formats
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +28,7 @@ Draw = Any
 def test_there_and_back_over_ranks_and_formats(case: Case, data: st.DataObject) -> None:
     left, right = in_floats(case.left), in_floats(case.right)
     one, other = cut(data.draw, left), cut(data.draw, right)
-    kind = data.draw(st.sampled_from(formats.targets()))
+    kind = data.draw(st.sampled_from(TARGETS))
     converted = data.draw(st.sampled_from([None, *TYPES]))
     if converted is not None:
         right = {name: array.astype(TYPES[converted]) for name, array in right.items()}

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import torch_peer
-from support.checkpoints import sample, write_ranks
+from support.checkpoints import TARGETS, sample, write_ranks
 from support.command_line import done, refused, run_here
 from support.cut_checkpoints import DESCRIBED, KINDS, TYPES, assert_ranks, cut, in_floats, map_text
 from support.equations import Case, assert_same, cases, following, kinds, made_of
@@ -21,7 +21,7 @@ from support.examples import few
 from support.full_checkpoints import assert_held, floats, held, map_of, source_of
 
 import reshard_mpi
-from reshard_mpi import MapError, TargetError, formats
+from reshard_mpi import MapError, TargetError
 from reshard_mpi.mapping.apply_rules import applied
 from reshard_mpi.mapping.chain import Composition
 from reshard_mpi.mapping.map_file import parse_rules
@@ -44,7 +44,7 @@ def test_there_and_back_over_ranks_and_formats(first: Case, data: st.DataObject)
     chain = [in_float(case) for case in chain]
     left, right = chain[0].left, chain[-1].right
     one, other = cut(data.draw, left), cut(data.draw, right)
-    kind = data.draw(st.sampled_from(formats.targets()))
+    kind = data.draw(st.sampled_from(TARGETS))
     converted = data.draw(st.sampled_from([None, *TYPES]))
     if converted is not None:
         right = {name: array.astype(TYPES[converted]) for name, array in right.items()}

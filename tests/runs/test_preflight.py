@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.checkpoints import write_shard
+from support.checkpoints import TARGETS, write_shard
 from support.command_line import COMMAND
 from support.conversions import (
     Conversion,
@@ -320,7 +320,7 @@ def test_functions_point_out_shards_of_another_name(c: Conversion, caplog: pytes
     assert f"{strange} will lie beside the new targets" in caplog.text and strange.read_bytes() == b"precious"
 
 
-@pytest.mark.parametrize("to", few(1, [name for name in formats.targets() if not formats.info(name).split_by_size]))
+@pytest.mark.parametrize("to", few(1, [name for name in TARGETS if not formats.info(name).split_by_size]))
 def test_a_rank_that_holds_nothing(tmp_path: Path, to: str) -> None:
     """MindSpore loads no file without a parameter; all other formats have files of nothing that are read again."""
     model = {"w": np.arange(4, dtype=np.float32)}

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from reshard_mpi import formats
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.sharding import mindspore_json
 from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
@@ -27,6 +28,8 @@ Read = dict[str, tuple[str, tuple[int, ...], bytes]]
 ENDINGS = {"ckpt": "ckpt", "hdf5": "h5", "safetensors": "safetensors"}
 # Those that most tests are run with: one that parsers of ours read and one that a library may have to.
 KINDS = ("ckpt", "hdf5")
+# What shards of boxes are written in; a format that packs a whole training has tests of its own.
+TARGETS = tuple(name for name in formats.targets() if not formats.info(name).packs)
 
 
 def expected_rank(side: Side, tensors: Arrays, rank: int) -> Arrays:
