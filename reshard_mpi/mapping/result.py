@@ -231,7 +231,7 @@ def model_alone(kinds: Mapping[str, TensorType], strings: Mapping[str, str]) -> 
     """Return the model of a whole training as files that hold nothing else; None if the tensors are of none.
 
     A weight that is to be float32 is the optimizer's copy of it in that type, where there is one: the model's own, in
-    16 bit, is that rounded.
+    16 bit, is that rounded. Raises MapError if no tensor is the model's.
     """
     if not is_whole_training(strings.get(NEST)):
         return None
@@ -241,6 +241,13 @@ def model_alone(kinds: Mapping[str, TensorType], strings: Mapping[str, str]) -> 
         for name, kind in kinds.items()
         if name.startswith(MODEL)
     ]
+    if not parts:
+        raise MapError(
+            "no tensor of the model is left to be written",
+            expected="weights: a folder of Hugging Face holds the model alone",
+            got=f"{len(kinds)} tensors of a whole training, none of them of its model",
+            remedy="include tensors of the model, or choose a format for whole trainings: --to torch or --to dcp",
+        )
     taken = {part.source for part in parts}
     others = tuple(name for name in kinds if not name.startswith(MODEL) and name not in taken)
     return Packed("", [parts], strings, left_out=others)

@@ -110,6 +110,13 @@ def test_what_hugging_face_does_not_get_is_named(tmp_path: Path) -> None:
         reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "strict", to="hf", strict=True)
 
 
+def test_a_hugging_face_folder_of_no_model_is_refused(tmp_path: Path) -> None:
+    torch_peer.save(tmp_path / "x.pt", training())
+    with pytest.raises(MapError, match="no tensor of the model is left"):
+        reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", to="hf", include=["optimizer.*"])
+    assert not (tmp_path / "dst").exists()
+
+
 def test_a_model_without_an_optimizer_keeps_its_names(tmp_path: Path) -> None:
     """A model of transformers may have a part called `model`, so the key alone tells nothing."""
     source = {"model": training()["model"], "epoch": 3}

@@ -509,9 +509,9 @@ _SHAPES = st.lists(st.integers(1, 5), max_size=3).map(tuple)
 
 
 @st.composite
-def trainings(draw: st.DrawFn) -> tuple[Training, Form]:
-    """Draw a training and a form that it can be laid in."""
-    kind = draw(st.sampled_from(["plain", "plain", "pipeline", "experts"]))
+def trainings(draw: st.DrawFn, *, writable: bool = False) -> tuple[Training, Form]:
+    """Draw a training and a form that it can be laid in; writable: one that the package writes as well."""
+    kind = "plain" if writable else draw(st.sampled_from(["plain", "plain", "pipeline", "experts"]))
     seed = draw(st.integers(0, 1 << 20))
     kinds = draw(st.sampled_from([("exp_avg", "exp_avg_sq"), ("momentum_buffer",), ()]))
     dtype = draw(st.sampled_from(["bfloat16", "float16", "float32"]))
@@ -549,10 +549,11 @@ def trainings(draw: st.DrawFn) -> tuple[Training, Form]:
     form = Form(
         stage,
         ranks,
-        is_bf16_optimizer=stage == 1 and draw(st.booleans()),
-        is_elastic=stage < 3 and draw(st.booleans()),
+        is_bf16_optimizer=stage == 1 and not writable and draw(st.booleans()),
+        is_elastic=stage < 3 and not writable and draw(st.booleans()),
         gaps=draw(st.sampled_from([1, 8])) if stage < 3 else 1,
-        sub_group=draw(st.sampled_from([0, 1, 20])),
+        # The sub-groups of stage 3 look like groups of the optimizer.
+        sub_group=0 if stage == 3 and writable else draw(st.sampled_from([0, 1, 20])),
     )
     if form.is_bf16_optimizer:
         form = Form(draw(st.integers(0, 1)), ranks, is_bf16_optimizer=True)

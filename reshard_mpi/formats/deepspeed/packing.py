@@ -8,7 +8,6 @@ settings that decide this (round_robin_gradients, parameter_alignment, sub_group
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -26,7 +25,7 @@ from reshard_mpi.formats.deepspeed.layout import (
     whole_part,
 )
 from reshard_mpi.formats.deepspeed.rank_files import config_value
-from reshard_mpi.formats.deepspeed.training_tree import type_in
+from reshard_mpi.formats.deepspeed.training_tree import IS_PIPELINE, type_in
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.nest import flatten_tree, rebuild_tree
@@ -49,8 +48,6 @@ _ALIGNED_BYTES = 16
 _OF_OPTIMIZER = ("dynamic_loss_scale", "overflow", "clip_grad")
 # What is in the names of experts' parameters.
 _OF_EXPERTS = "deepspeed_experts."
-# Names of parameters in a pipeline: the number of a layer, or a key of modules that layers share.
-_OF_PIPELINE = re.compile(r"(?:\d+|tied_modules)\.")
 
 
 class _NestTensor(NamedTuple):
@@ -221,13 +218,13 @@ def _layout(training: _NestedTraining, tensors: Mapping[str, TensorType], ranks:
 
 def _require_no_parts_elsewhere(training: _NestedTraining, names: Sequence[str]) -> None:
     """Raise TargetError for models whose weights DeepSpeed loads from files of layers or experts: none are written."""
-    pipeline = next((name for name in names if _OF_PIPELINE.match(name)), None)
+    is_pipeline = training.root.get(IS_PIPELINE) is True
     expert = next((name for name in names if _OF_EXPERTS in name), None)
-    if pipeline is not None or expert is not None:
+    if is_pipeline or expert is not None:
         raise TargetError(
-            f"{'a pipeline' if pipeline else 'a mixture of experts'} is not written as a checkpoint of DeepSpeed",
+            f"{'a pipeline' if is_pipeline else 'a mixture of experts'} is not written as a checkpoint of DeepSpeed",
             expected="a model that every rank has whole, or cut by ZeRO alone",
-            got=f"the parameter {pipeline or expert!r} of {'a layer by its number' if pipeline else 'an expert'}",
+            got="the layers of a pipeline, by their numbers" if is_pipeline else f"{expert!r} of an expert",
             remedy="choose --to torch or --to dcp",
         )
 

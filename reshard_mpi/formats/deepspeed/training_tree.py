@@ -24,6 +24,8 @@ _OF_ENGINE = (
     *("data_sampler", "random_ltd", "sparse_tensor_module_names", "csr_tensor_module_names", "skipped_steps"),
     *("global_steps", "global_samples", "num_experts", "ds_config", "ds_version", "universal_checkpoint_info"),
 )
+# A key of ours: the layers of the model are those of a pipeline, which loads them from files of their own.
+IS_PIPELINE = "is_pipeline"
 # The optimizer of a training in 16 bit without ZeRO: vectors of all parameters, without their names.
 _NAMELESS = ("fp32_groups_flat", "fp32_groups")
 _NAMELESS_WHY = "a vector of the optimizer of a training without ZeRO, which does not say whose elements lie where"
@@ -211,6 +213,8 @@ def _rest(training: SavedTraining) -> Iterator[Value]:
     if "ds_version" in values:  # the file has more than weights
         yield from ("buffer_names", [*training.model.buffers])
         yield from ("shared_params", Dict([part for pair in training.model.shared.items() for part in pair]))
+    if training.model.module is None:
+        yield from (IS_PIPELINE, True)
     for key in _OF_ENGINE:
         if key in values:
             yield from (key, values.pop(key))
