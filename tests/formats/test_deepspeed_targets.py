@@ -100,6 +100,12 @@ def source_of(folder: Path, form: Form = Form(2, 2), **named: Any) -> Path:  # n
     return folder / "save"
 
 
+def in_torch(folder: Path) -> Any:
+    """Return the training of `source_of` as one object."""
+    reshard_mpi.transform(source_of(folder), folder / "torch", to="torch")
+    return deepspeed_peer.load(folder / "torch/rank_0/checkpoint_0.pt")
+
+
 @pytest.mark.parametrize("options", [{"dp": 2}, {"zero_stage": 2}, {}])
 def test_ranks_and_stage_must_be_said(tmp_path: Path, options: dict[str, int]) -> None:
     with pytest.raises(UsageError, match="packed for a number of ranks"):
@@ -155,9 +161,7 @@ def test_another_type_of_the_model_alone(tmp_path: Path) -> None:
 
 def test_steps_that_differ_in_a_group_are_refused(tmp_path: Path) -> None:
     """A vector has one step for all of its parameters."""
-    reshard_mpi.transform(source_of(tmp_path), tmp_path / "torch", to="torch")
-    path = tmp_path / "torch/rank_0/checkpoint_0.pt"
-    loaded = deepspeed_peer.load(path)
+    loaded = in_torch(tmp_path)
     state = loaded["optimizer"]["state"]
     state["a.bias"]["step"] = torch_peer.tensor(deepspeed_peer.sample(np.float32(9).reshape(())), "new")
     torch_peer.save(tmp_path / "x.pt", loaded)
@@ -215,6 +219,46 @@ def test_round_robin_gradients_has_an_order_of_its_own(from_ranks: int, to_ranks
                 expected = plain(deepspeed_peer.load(folder / "expected.pt"))["optimizer_state_dict"]
                 found = plain(deepspeed_peer.load(folder / "out/global_step3" / written))["optimizer_state_dict"]
                 require_same(found, expected, written)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_order_of_a_training_with_bf16_optimizer_is_kept(tmp_path: Path, stage: int) -> None:
+    """It does not deal parameters out as `round_robin_gradients` says, but DeepSpeed does so at other stages."""
+    shapes = {f"w{number}": (number + 1, 2) for number in range(7)}
+
+    def with_settings(_: str, content: dict[str, Any]) -> None:
+        content["ds_config"]["zero_optimization"]["round_robin_gradients"] = True
+        content["ds_config"]["data_types"] = {"grad_accum_dtype": "fp32"}
+
+    training = deepspeed_peer.training(shapes, dtype="bfloat16")
+    deepspeed_peer.write(tmp_path / "save", training, Form(1, 2, is_bf16_optimizer=True), with_settings)
+    last = tmp_path / "save"
+    for ranks in (3, 2):
+        reshard_mpi.transform(last, tmp_path / f"over {ranks}", to="deepspeed", dp=ranks, zero_stage=stage)
+        last = tmp_path / f"over {ranks}"
+        reshard_mpi.verify(tmp_path / "save", last)
+        with reshard_mpi.open(tmp_path / "save") as before, reshard_mpi.open(last) as after:
+            assert [*before] == [*after] and all((before[name][...] == after[name][...]).all() for name in before)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.uint8, np.int64])
+def test_parameters_that_are_not_trained_keep_their_type(tmp_path: Path, dtype: type) -> None:
+    """A slice of one has the type that it has in the model, also where it is padding alone."""
+    frozen, loaded = np.arange(7).astype(dtype).reshape(7, 1), in_torch(tmp_path)
+    loaded["model"]["f.weight"] = torch_peer.tensor(deepspeed_peer.sample(frozen), "new")
+    torch_peer.save(tmp_path / "x.pt", loaded)
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "out", to="deepspeed", dp=5, zero_stage=3)
+    with reshard_mpi.open(tmp_path / "out") as opened:
+        array = opened["model.f.weight"][...]
+    assert array.dtype == dtype and (array == frozen).all()
+
+
+def test_a_group_without_parameters_is_refused(tmp_path: Path) -> None:
+    loaded = in_torch(tmp_path)
+    loaded["optimizer"]["param_groups"].append({"lr": 0.5, "params": []})
+    torch_peer.save(tmp_path / "x.pt", loaded)
+    with pytest.raises(TargetError, match="a group without parameters"):
+        reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "out", to="deepspeed", dp=2, zero_stage=2)
 
 
 def test_a_stopped_run_goes_on_and_names_its_folder_last(tmp_path: Path) -> None:

@@ -26,11 +26,18 @@ STATE = "optimizer.state."
 
 
 class LaidParameter(NamedTuple):
-    """A parameter: its name in the model, its whole shape, and the tensor that its weights in vectors come from."""
+    """A parameter.
+
+    Attributes:
+        name, shape: in the model, whole.
+        weights: the tensor that its weights in vectors come from.
+        dtype: the name of the type of one that is not trained; "": that of the model.
+    """
 
     name: str
     shape: tuple[int, ...]
     weights: str = ""
+    dtype: str = ""
 
     @property
     def size(self) -> int:
@@ -116,7 +123,7 @@ class ZeroLayout(NamedTuple):
 
 
 def _parameters(fields: Sequence[Any]) -> tuple[LaidParameter, ...]:
-    return tuple(LaidParameter(name, tuple(shape), weights) for name, shape, weights in fields)
+    return tuple(LaidParameter(name, tuple(shape), weights, dtype) for name, shape, weights, dtype in fields)
 
 
 class Vector(NamedTuple):

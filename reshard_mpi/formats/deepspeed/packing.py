@@ -24,8 +24,8 @@ from reshard_mpi.formats.deepspeed.layout import (
     vectors_of,
     whole_part,
 )
-from reshard_mpi.formats.deepspeed.rank_files import config_value
-from reshard_mpi.formats.deepspeed.training_tree import IS_PIPELINE, type_in
+from reshard_mpi.formats.deepspeed.settings import has_round_robin, is_aligned, sub_group_size
+from reshard_mpi.formats.deepspeed.training_tree import IS_PIPELINE
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.nest import flatten_tree, rebuild_tree
@@ -40,8 +40,6 @@ _OPTIMIZER = "optimizer."
 _COUNTER = "step"
 # The types that DeepSpeed trains in.
 _TYPES = ("float32", "bfloat16", "float16")
-# Elements of a sub-group of stage 3, where the settings do not say it.
-_USUAL_SUB_GROUP = 10**9
 # Parameters begin at multiples of this number of bytes where they are aligned.
 _ALIGNED_BYTES = 16
 # Keys of the nest that the optimizer's files have; the rest is the model's.
@@ -161,9 +159,9 @@ def _layout(training: _NestedTraining, tensors: Mapping[str, TensorType], ranks:
     groups = [[_parameter(name, tensors) for name in own] for own in training.groups]
     _require_no_parts_elsewhere(training, [name for own in training.groups for name in own])
     trained = {parameter.name: parameter for own in groups for parameter in own}
-    if len(trained) != sum(map(len, groups)) or not trained:
+    if len(trained) != sum(map(len, groups)) or not all(groups) or not trained:
         raise _no_training(
-            "each parameter in one group", "one in two groups" if trained else "groups without parameters"
+            "each parameter in one group", "one in two groups" if all(groups) else "a group without parameters"
         )
     kinds, counters = _kinds(trained, tensors)
     buffers, shared = _names(training.root.get("buffer_names")), _shared(training.root.get("shared_params"))
@@ -208,7 +206,7 @@ def _layout(training: _NestedTraining, tensors: Mapping[str, TensorType], ranks:
         kinds,
         counters,
         tuple(others),
-        frozen=tuple(LaidParameter(name, tensors[MODEL + name].shape) for name in frozen),
+        frozen=tuple(_frozen(name, tensors[MODEL + name]) for name in frozen),
         buffers=buffers,
         shared=shared,
         model=_model_text(training),
@@ -238,6 +236,10 @@ def _parameter(name: str, tensors: Mapping[str, TensorType]) -> LaidParameter:
     if master in tensors and tensors[master].shape != model.shape:
         raise _no_training(f"{master} of shape {list(model.shape)}", str(list(tensors[master].shape)))
     return LaidParameter(name, model.shape, master if master in tensors else MODEL + name)
+
+
+def _frozen(name: str, kind: TensorType) -> LaidParameter:
+    return LaidParameter(name, kind.shape, dtype=kind.dtype.name)
 
 
 def _kinds(
@@ -299,29 +301,27 @@ def _flat_groups(
     stage: int,
 ) -> list[FlatGroupLayout]:
     """Return the flat groups that the engine makes of one group of the optimizer."""
-    zero = config_value(training.config, "zero_optimization")
     if stage == 3:
-        size = config_value(zero, "sub_group_size")
-        most = int(size) if type(size) in (int, float) else _USUAL_SUB_GROUP
+        most = sub_group_size(training.config)
+        if most is None:
+            raise TargetError(
+                "the size of a sub-group in ds_config cannot be followed",
+                expected="a whole number (zero_optimization.sub_group_size)",
+                got="another value",
+                remedy="choose --zero-stage 1 or 2, or leave the setting out of the source",
+            )
         return [FlatGroupLayout(tuple(part), (0,) * len(part), number) for part in _sub_groups(own, ranks, most)]
-    is_plain = stage == 1 and _has_bf16_optimizer(training.config)
-    if config_value(zero, "round_robin_gradients") is True and not is_plain:
+    if has_round_robin(training.config, stage):
         own = [own[place] for place in round_robin(len(own), ranks)]
-    is_aligned = config_value(zero, "parameter_alignment") is True and not is_plain
-    alignment = _ALIGNED_BYTES // math.gcd(_ALIGNED_BYTES, itemsize_bytes) if is_aligned else 1
+    alignment = 1
+    if is_aligned(training.config, stage):
+        alignment = _ALIGNED_BYTES // math.gcd(_ALIGNED_BYTES, itemsize_bytes)
     gaps, end = [], 0
     for parameter in own:
         gap = -(end + parameter.size) % alignment
         gaps.append(gap)
         end += parameter.size + gap
     return [FlatGroupLayout(tuple(own), (*gaps[:-1], 0), number)]
-
-
-def _has_bf16_optimizer(config: Value) -> bool:
-    """Tell whether DeepSpeed's engine takes BF16_Optimizer at stage 1, which knows neither order nor alignment."""
-    return type_in(config).name == "bfloat16" and config_value(
-        config_value(config, "data_types"), "grad_accum_dtype"
-    ) in ("fp32", "float32")
 
 
 def _sub_groups(own: Sequence[LaidParameter], ranks: int, most: int) -> Iterator[list[LaidParameter]]:

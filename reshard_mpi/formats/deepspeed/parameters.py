@@ -20,9 +20,9 @@ from reshard_mpi.formats.deepspeed.rank_files import (
     ModelStates,
     OptimizerStates,
     TensorPieces,
-    config_value,
 )
 from reshard_mpi.formats.deepspeed.ranks import RankStates
+from reshard_mpi.formats.deepspeed.settings import has_round_robin
 from reshard_mpi.formats.locations import ByteRanges
 from reshard_mpi.formats.nest.nodes import Value
 
@@ -106,8 +106,7 @@ def _in_order_of_model(
     found: list[tuple[str, TrainedParameter]], shares: Sequence[OptimizerStates], model: ModelStates
 ) -> list[tuple[str, TrainedParameter]]:
     """Return the parameters of a group in the order of the training, which may not be the order in its vectors."""
-    zero = config_value(model.values.get("ds_config"), "zero_optimization")
-    if shares[0].is_sliced or not shares[0].has_stage or config_value(zero, "round_robin_gradients") is not True:
+    if shares[0].stage is None or not has_round_robin(model.values.get("ds_config"), shares[0].stage):
         return found
     places = round_robin(len(found), len(shares))
     return [parameter for _, parameter in sorted(zip(places, found), key=lambda placed: placed[0])]

@@ -120,7 +120,7 @@ class OptimizerStates(NamedTuple):
 
     Attributes:
         is_sliced: whether the vectors are those of stage 3, where every parameter is cut by itself.
-        has_stage: whether it says its stage; BF16_Optimizer does not.
+        stage: as it says it; None if it does not, as BF16_Optimizer.
         groups: the flat vectors, group by group.
         settings: the optimizer's own groups, each with the numbers of the flat ones as `params`; empty if the file
             does not say them.
@@ -135,7 +135,7 @@ class OptimizerStates(NamedTuple):
 
     path: str
     is_sliced: bool
-    has_stage: bool
+    stage: int | None
     groups: Sequence[FlatGroup]
     settings: Sequence[Dict]
     partitions: Sequence[int]
@@ -229,7 +229,7 @@ def optimizer_states_of(state: Value, content: FileContent, path: str) -> Optimi
         return OptimizerStates(
             path,
             is_sliced,
-            has_stage=state.get("zero_stage") is not None,
+            stage=_stage(state.get("zero_stage"), is_sliced=is_sliced),
             groups=[_group(key, own, vector, content, path) for own, vector in zip(of_groups, weights)],
             settings=settings,
             partitions=_counts("partition_count", [partitions] * len(weights) if is_sliced else partitions, weights),
@@ -268,9 +268,12 @@ def pairs_of(value: Value) -> Iterator[tuple[str, Value]]:
         yield from ((key, entry) for key, entry in value.pairs() if type(key) is str)
 
 
-def config_value(config: Value, key: str) -> Value:
-    """Return a value of a section of DeepSpeed's settings; None if there is no such section, or no such value in it."""
-    return config.get(key) if type(config) is Dict else None
+def _stage(value: Value, *, is_sliced: bool) -> int | None:
+    """Return the stage that a file says, by its number or as a member of DeepSpeed's enumeration."""
+    number = value.args[0] if type(value) is Call and len(value.args) == 1 else value
+    if number is None:
+        return None
+    return number if type(number) is int else 3 if is_sliced else 2
 
 
 def held(tensor: StoredTensor, starts: Mapping[str, int], path: str) -> HeldTensor:

@@ -26,9 +26,10 @@ from reshard_mpi.formats.deepspeed.rank_files import (
     read_content,
 )
 from reshard_mpi.formats.deepspeed.ranks import RankStates, read_ranks
+from reshard_mpi.formats.deepspeed.settings import type_in
 from reshard_mpi.formats.deepspeed.slice_rules import read_rules
 from reshard_mpi.formats.deepspeed.tensor_parallel import JOINED, joined
-from reshard_mpi.formats.deepspeed.training_tree import SavedTraining, arranged, type_in
+from reshard_mpi.formats.deepspeed.training_tree import SavedTraining, arranged
 from reshard_mpi.formats.deepspeed.universal import UniversalStates, files_of_parameters, read_universal
 from reshard_mpi.formats.deepspeed.unlisted_shapes import with_shapes
 from reshard_mpi.formats.locations import ByteRanges

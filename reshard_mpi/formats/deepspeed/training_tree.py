@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.deepspeed.parameters import TrainedParameter
-from reshard_mpi.formats.deepspeed.rank_files import HeldTensor, ModelStates, TensorPieces, config_value, held
+from reshard_mpi.formats.deepspeed.rank_files import HeldTensor, ModelStates, TensorPieces, held
+from reshard_mpi.formats.deepspeed.settings import type_in
 from reshard_mpi.formats.deepspeed.unlisted_shapes import TIED
-from reshard_mpi.formats.dtypes import BY_NAME, DType
+from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.locations import Converted, Location
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.nest import flatten_tree, nodes
@@ -163,14 +164,6 @@ def _as(dtype: DType, tensor: TensorPieces | None) -> Iterator[tuple[Box, Locati
         return
     for box, place in tensor.pieces:
         yield box, (place if tensor.dtype == dtype else Converted(place, tensor.dtype))
-
-
-def type_in(config: Value) -> DType:
-    """Return the type of a model's parameters, as DeepSpeed's settings say it."""
-    for key, name in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16")):
-        if config_value(config_value(config, key), "enabled") is True:
-            return BY_NAME[name]
-    return BY_NAME["float32"]
 
 
 def _optimizer(training: SavedTraining, weights: Mapping[str, Value]) -> Dict:

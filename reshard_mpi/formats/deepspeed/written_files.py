@@ -226,11 +226,14 @@ def _model_states(
     tensors = {name.removesuffix(suffix): storages.whole(name) for name in kinds if name.endswith(suffix)}
     of_values = {name: tensor for name, tensor in tensors.items() if not name.startswith(MODEL)}
     values = dict(_values(layout.model, of_values, path).pairs())
-    dtype = BY_NAME[layout.dtype]
-    module = {name: tensors.get(MODEL + name) or storages.empty(dtype) for name in layout.names}
+    dtypes = {own.name: own.dtype for own in layout.frozen}
+    module = {
+        name: tensors.get(MODEL + name) or storages.empty(BY_NAME[dtypes.get(name) or layout.dtype])
+        for name in layout.names
+    }
     if layout.is_sliced:
         fragments: dict[str, Value] = {
-            parameter.name: storages.vector(vector, _type_of(vector, kinds, dtype))
+            parameter.name: storages.vector(vector, BY_NAME[parameter.dtype])
             for parameter, vector in zip(layout.frozen, frozen_vectors(layout, rank))
         }
     else:
@@ -265,11 +268,6 @@ def _model_states(
             remedy="leave them out of the source",
         )
     return Dict([*root, *(part for pair in values.items() for part in pair)])
-
-
-def _type_of(vector: Vector, kinds: Mapping[str, TensorType], otherwise: DType) -> DType:
-    """Return the type of a rank's slice of a parameter, or `otherwise` for a slice of padding alone."""
-    return kinds[vector.parts[0][1].name].dtype if vector.parts else otherwise
 
 
 def _ordered(values: Mapping[str, Value]) -> Call:
