@@ -27,6 +27,7 @@ from reshard_mpi.journal.target_records import RecordHead, TargetRecord
 NOT_WRITTEN = "has not been written"
 OF_ANOTHER_RUN = "is of another run"
 _MOST_NOTE_BYTES = 64
+_MOST_OF_POINTER = 4096  # bytes, more than the name of a folder has
 _ELSEWHERE = "choose another target folder, or remove the file if nobody needs it"
 
 
@@ -215,12 +216,24 @@ def changed_index_files(folder: Path, committed: CommitRecord) -> dict[str, str]
     """Return the names of the index files in a folder that are not as they were committed, and the SHA-256 of each.
 
     Commits of earlier versions do not say what their index was, only that there is one: the SHA-256 is then empty.
+    A file that names the latest of several folders may be changed: a training has gone on then, and saved another.
     """
     marks = formats.info(committed.run.format).marks
     if not committed.index_digests and marks and not any((folder / name).exists() for name in marks):
         return {marks[0]: ""}
     digests = committed.index_digests.items()
-    return {name: digest for name, digest in digests if _digest(folder / name) != digest}
+    changed = {name: digest for name, digest in digests if _digest(folder / name) != digest}
+    pointers = formats.info(committed.run.format).pointer_files
+    return {name: own for name, own in changed.items() if name not in pointers or not _names_folder(folder / name)}
+
+
+def _names_folder(pointer: Path) -> bool:
+    """Tell whether a file says the name of a folder that lies beside it."""
+    try:
+        name = pointer.read_bytes()[:_MOST_OF_POINTER].decode().strip()
+    except (OSError, UnicodeDecodeError):
+        return False
+    return name not in ("", ".", "..") and Path(name).name == name and (pointer.parent / name).is_dir()
 
 
 def _digest(path: Path) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -276,6 +277,19 @@ def test_a_stopped_run_goes_on_and_names_its_folder_last(tmp_path: Path) -> None
     assert names == {"mp_rank_00_model_states.pt"} | {
         f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(3)
     }
+
+
+def test_a_later_save_of_the_training_stays_the_latest(tmp_path: Path) -> None:
+    """DeepSpeed has gone on from a target, and saved its state in the same folder."""
+    source, out, asked = source_of(tmp_path), tmp_path / "out", {"to": "deepspeed", "dp": 3, "zero_stage": 2}
+    reshard_mpi.transform(source, out, **asked)
+    shutil.copytree(out / "global_step3", out / "global_step10")
+    (out / "latest").write_text("global_step10")
+    reshard_mpi.transform(source, out, resume=True, **asked)
+    assert (out / "latest").read_text() == "global_step10"
+    (out / "latest").write_text("global_step9")  # there is no such folder
+    reshard_mpi.transform(source, out, resume=True, **asked)
+    assert (out / "latest").read_text() == "global_step3"
 
 
 def test_a_file_of_another_save_beside_the_targets_is_refused(tmp_path: Path) -> None:
