@@ -31,7 +31,6 @@ from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.nest import flatten_tree, rebuild_tree
 from reshard_mpi.formats.nest.nodes import MODEL, ORDERED_DICT, Call, Dict, NestError, Value
 from reshard_mpi.formats.protocol import Packed, Part
-from reshard_mpi.formats.structure import MAX_TENSORS
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.text import shortened
 
@@ -42,6 +41,8 @@ _COUNTER = "step"
 _TYPES = ("float32", "bfloat16", "float16")
 # Parameters begin at multiples of this number of bytes where they are aligned.
 _ALIGNED_BYTES = 16
+# Of parameters in all files together.
+_MAX_PARTS = 1 << 20
 # Keys of the nest that the optimizer's files have; the rest is the model's.
 _OF_OPTIMIZER = ("dynamic_loss_scale", "overflow", "clip_grad")
 # What is in the names of experts' parameters.
@@ -79,10 +80,10 @@ def packed(tensors: Mapping[str, TensorType], strings: Mapping[str, str], ranks:
             file += (part for vector in frozen_vectors(layout, rank) for _, part in vector.parts)
         files.append(file)
     count = sum(map(len, files))
-    if count > MAX_TENSORS:
+    if count > _MAX_PARTS:
         raise TargetError(
             "a checkpoint of DeepSpeed would have too many pieces of parameters",
-            expected=f"at most {MAX_TENSORS} in all files",
+            expected=f"at most {_MAX_PARTS} in all files",
             got=f"{count} for {ranks} ranks",
             remedy="choose fewer ranks (--dp)",
         )
