@@ -1,4 +1,4 @@
-"""What DeepSpeed's settings (`ds_config`) say of how a training lies in its files, as its engine reads them.
+"""Read in DeepSpeed's settings (`ds_config`) how a training lies in its files, as its engine does.
 
 (deepspeed/runtime/config.py, zero/config.py and `_do_optimizer_sanity_check` of engine.py in release 0.19; values are
 checked by pydantic, which takes several words and numbers for true, and texts for numbers.)

@@ -25,7 +25,7 @@ _OF_ENGINE = (
     *("data_sampler", "random_ltd", "sparse_tensor_module_names", "csr_tensor_module_names", "skipped_steps"),
     *("global_steps", "global_samples", "num_experts", "ds_config", "ds_version", "universal_checkpoint_info"),
 )
-# A key of ours: the layers of the model are those of a pipeline, which loads them from files of their own.
+# A key of ours: the model is a pipeline, which loads each layer from a file of its own.
 IS_PIPELINE = "is_pipeline"
 # The optimizer of a training in 16 bit without ZeRO: vectors of all parameters, without their names.
 _NAMELESS = ("fp32_groups_flat", "fp32_groups")
