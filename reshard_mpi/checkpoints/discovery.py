@@ -24,6 +24,7 @@ from reshard_mpi.checkpoints.shard_files import (
     is_strategy,
     name_left_out,
     name_left_out_beside,
+    of_one_rank,
     rank_folders,
     shards_in,
 )
@@ -273,13 +274,7 @@ def _by_own_rank(files: ShardFiles) -> ShardFiles:
         if identity is None:
             return files._replace(read=first)
         if identity.rank in ranks:
-            raise SourceError(
-                "two shards say they are the same rank",
-                expected="one shard a rank",
-                got=f"rank {identity.rank} in {ranks[identity.rank]} and {path}",
-                where=files.path,
-                remedy="take away the one that is of another checkpoint, or choose by names (--select)",
-            )
+            raise of_one_rank(identity.rank, ranks[identity.rank], path, files.path)
         ranks[identity.rank] = path
     if not ranks:
         return files

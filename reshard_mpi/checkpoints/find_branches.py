@@ -12,7 +12,7 @@ from pathlib import Path
 from reshard_mpi import formats
 from reshard_mpi.checkpoints.branch_names import MODEL, OPTIMIZER, branch_of_name, branches_in, numbers_of
 from reshard_mpi.checkpoints.choose_step import FileChoice, choose
-from reshard_mpi.checkpoints.shard_files import ShardFiles
+from reshard_mpi.checkpoints.shard_files import ShardFiles, of_one_rank
 from reshard_mpi.errors import DisagreementError, ShardError, SourceError, told
 from reshard_mpi.filesystem import source_files
 from reshard_mpi.formats.manifest import Manifest
@@ -89,13 +89,7 @@ def loose_branches(files: ShardFiles) -> ShardFiles | None:
         manifest, problem = _telling_file(files, group)
         first, identity = first or manifest, None if manifest is None else manifest.identity
         if identity is not None and identity.rank in by_rank:
-            raise SourceError(
-                "two shards say they are the same rank",
-                expected="one shard a rank",
-                got=f"rank {identity.rank} in {_paths(by_rank[identity.rank])[0]} and {_paths(group)[0]}",
-                where=files.path,
-                remedy="take away the one that is of another checkpoint, or choose by names (--select)",
-            )
+            raise of_one_rank(identity.rank, _paths(by_rank[identity.rank])[0], _paths(group)[0], files.path)
         if identity is not None:
             by_rank[identity.rank] = group
         elif problem:

@@ -114,6 +114,17 @@ def no_such_rank(files: ShardFiles, rank: int) -> SourceError:
     )
 
 
+def of_one_rank(rank: int, first: str, second: str, where: str) -> SourceError:
+    """Return the error for two shards that state the same rank. first, second: their paths; where: of all."""
+    return SourceError(
+        "two shards say they are the same rank",
+        expected="one shard a rank",
+        got=f"rank {rank} in {first} and {second}",
+        where=where,
+        remedy="take away the one that is of another checkpoint, or choose by names (--select)",
+    )
+
+
 def common_name(names: Iterable[str]) -> str | None:
     """Return the name that all files have; None if they have several, or one with a number, which may mean anything.
 

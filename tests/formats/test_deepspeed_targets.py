@@ -254,6 +254,17 @@ def test_parameters_that_are_not_trained_keep_their_type(tmp_path: Path, dtype: 
     assert array.dtype == dtype and (array == frozen).all()
 
 
+def test_an_elastic_checkpoint_keeps_its_groups_and_says_what_it_lacks(tmp_path: Path) -> None:
+    """Their settings are not in it, so no optimizer of DeepSpeed could go on from what would be written for it."""
+    source = source_of(tmp_path, Form(2, 2, is_elastic=True))
+    report = reshard_mpi.transform(source, tmp_path / "torch", to="torch")
+    assert any("settings of the optimizer's groups" in note for note in report.notes)
+    groups = deepspeed_peer.load(tmp_path / "torch/rank_0/checkpoint_0.pt")["optimizer"]["param_groups"]
+    assert [group["params"] for group in groups] == [[*SHAPES], ["c.weight"]]
+    with pytest.raises(TargetError, match="settings of each group"):
+        reshard_mpi.transform(source, tmp_path / "out", to="deepspeed", dp=3, zero_stage=2)
+
+
 def test_a_group_without_parameters_is_refused(tmp_path: Path) -> None:
     loaded = in_torch(tmp_path)
     loaded["optimizer"]["param_groups"].append({"lr": 0.5, "params": []})

@@ -10,20 +10,8 @@ import pytest
 from hypothesis import assume, given
 from support import deepspeed_peer, safetensors_peer
 from support.command_line import done
-from support.deepspeed_peer import Form, Training
+from support.deepspeed_peer import Form, Training, require_read
 from support.examples import many
-
-import reshard_mpi
-
-
-def require_equal(folder: Path, training: Training, form: Form) -> None:
-    expected = deepspeed_peer.expected(training, form)
-    with reshard_mpi.open(folder) as opened:
-        assert set(opened) == set(expected)
-        for name, sample in expected.items():
-            tensor = opened[name]
-            assert tensor.shape == sample.shape and tensor.dtype.name == sample.dtype.name, name
-            assert tensor[...].tobytes() == sample.content, name
 
 
 @many(300)
@@ -31,17 +19,17 @@ def require_equal(folder: Path, training: Training, form: Form) -> None:
 def test_whole_tensors(drawn: tuple[Training, Form]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         deepspeed_peer.write(Path(folder, "save"), *drawn)
-        require_equal(Path(folder, "save"), *drawn)
+        require_read(Path(folder, "save"), *drawn)
 
 
 @many(100)
-@given(deepspeed_peer.trainings())
+@given(deepspeed_peer.trainings(kinds=["plain"]))
 def test_whole_tensors_of_a_universal_folder(drawn: tuple[Training, Form]) -> None:
     training, form = drawn
-    assume(not (form.stages or training.experts or form.is_elastic) and form.stage)
+    assume(not form.is_elastic and form.stage)
     with tempfile.TemporaryDirectory() as folder:
         deepspeed_peer.write_universal(Path(folder, "save"), training, form)
-        require_equal(Path(folder, "save"), training, form)
+        require_read(Path(folder, "save"), training, form)
 
 
 FORMS = {
@@ -63,7 +51,7 @@ def test_each_form(tmp_path: Path, what: str) -> None:
         shapes, {"c.weight": (11,)}, frozen=frozen, shared={"tied": "a.weight"}, buffers={"count": np.arange(3)}
     )
     deepspeed_peer.write(tmp_path, made, FORMS[what])
-    require_equal(tmp_path, made, FORMS[what])
+    require_read(tmp_path, made, FORMS[what])
 
 
 @pytest.mark.parametrize("stage", [2, 3])

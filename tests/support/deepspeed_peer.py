@@ -23,6 +23,7 @@ from unittest import mock
 import numpy as np
 from hypothesis import strategies as st
 
+import reshard_mpi
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.testing.sample_tensors import SampleTensor
 from support import torch_peer
@@ -141,6 +142,17 @@ def sample(array: Array, dtype: str | None = None, name: str = "") -> SampleTens
     """Return an array as a tensor of a type, which is its own unless another one is said."""
     kind, bits = (array.dtype.name, array) if dtype is None else as_type(array, dtype)
     return SampleTensor(name, BY_NAME[kind], array.shape, np.ascontiguousarray(bits).tobytes())
+
+
+def require_read(folder: Path, training: Training, form: Form) -> None:
+    """Require that a checkpoint opens as all tensors of a training, bit by bit."""
+    whole = expected(training, form)
+    with reshard_mpi.open(folder) as opened:
+        assert set(opened) == set(whole)
+        for name, own in whole.items():
+            tensor = opened[name]
+            assert tensor.shape == own.shape and tensor.dtype.name == own.dtype.name, name
+            assert tensor[...].tobytes() == own.content, name
 
 
 def expected(training: Training, form: Form) -> dict[str, SampleTensor]:
@@ -509,11 +521,13 @@ _SHAPES = st.lists(st.integers(1, 5), max_size=3).map(tuple)
 
 
 @st.composite
-def trainings(draw: st.DrawFn, *, writable: bool = False) -> tuple[Training, Form]:
+def trainings(
+    draw: st.DrawFn, *, kinds: Sequence[str] = ("plain", "plain", "pipeline", "experts"), writable: bool = False
+) -> tuple[Training, Form]:
     """Draw a training and a form that it can be laid in; writable: one that the package writes as well."""
-    kind = "plain" if writable else draw(st.sampled_from(["plain", "plain", "pipeline", "experts"]))
+    kind = draw(st.sampled_from(["plain"] if writable else kinds))
     seed = draw(st.integers(0, 1 << 20))
-    kinds = draw(st.sampled_from([("exp_avg", "exp_avg_sq"), ("momentum_buffer",), ()]))
+    state = draw(st.sampled_from([("exp_avg", "exp_avg_sq"), ("momentum_buffer",), ()]))
     dtype = draw(st.sampled_from(["bfloat16", "float16", "float32"]))
     ranks = draw(st.integers(1, 5))
     if kind == "pipeline":
@@ -521,7 +535,7 @@ def trainings(draw: st.DrawFn, *, writable: bool = False) -> tuple[Training, For
         layers = draw(st.integers(stages, 5))
         shapes = {f"{layer}.w{at}": draw(_SHAPES) for layer in range(layers) for at in range(draw(st.integers(1, 3)))}
         is_bf16 = draw(st.booleans())
-        made = training(shapes, kinds=kinds, seed=seed, dtype=dtype)
+        made = training(shapes, kinds=state, seed=seed, dtype=dtype)
         stage = draw(st.integers(0, 1)) if is_bf16 else 1
         return made, Form(stage, ranks, is_bf16_optimizer=is_bf16, stages=stages)
     if kind == "experts":
@@ -536,7 +550,7 @@ def trainings(draw: st.DrawFn, *, writable: bool = False) -> tuple[Training, For
             for weight, shape in weights[own].items()
         }
         others = {f"p{at}": draw(_SHAPES) for at in range(draw(st.integers(1, 3)))}
-        made = training(others, of_experts, kinds=kinds, seed=seed, dtype=dtype, experts=experts)
+        made = training(others, of_experts, kinds=state, seed=seed, dtype=dtype, experts=experts)
         return made, Form(draw(st.integers(1, 2)), parts * draw(st.integers(1, 2)), expert_parts=parts)
     names = (f"block.{at}.weight" for at in itertools.count())
     groups = [
@@ -557,5 +571,5 @@ def trainings(draw: st.DrawFn, *, writable: bool = False) -> tuple[Training, For
     )
     if form.is_bf16_optimizer:
         form = Form(draw(st.integers(0, 1)), ranks, is_bf16_optimizer=True)
-    made = training(*groups, kinds=kinds, seed=seed, dtype=dtype, frozen=frozen, buffers=buffers, shared=shared)
+    made = training(*groups, kinds=state, seed=seed, dtype=dtype, frozen=frozen, buffers=buffers, shared=shared)
     return made, form

@@ -135,6 +135,10 @@ def _training(tensors: Mapping[str, TensorType], strings: Mapping[str, str]) -> 
     settings = [
         Dict([part for key, value in group.pairs() if key != "params" for part in (key, value)]) for group in groups
     ]
+    if any(not own.flat for own in settings):
+        raise _no_training(
+            "settings of each group of the optimizer, such as lr", "none, as elastic checkpoints of DeepSpeed have"
+        )
     return _NestedTraining(root, names, settings)
 
 

@@ -43,6 +43,7 @@ from reshard_mpi.text import natural_key
 NAME = "deepspeed"
 
 _NOT_KEPT = f"not carried over, since it is about the ranks of DeepSpeed's files alone: {', '.join(LAYOUT_KEYS)}"
+_NO_SETTINGS = "an elastic checkpoint does not say the settings of the optimizer's groups, such as lr: set them anew"
 _OF_FIRST = "buffers are those of the first rank's file, as DeepSpeed takes them"
 
 
@@ -85,7 +86,8 @@ def open_folder(folder: str) -> dict[int, Manifest]:
     manifest = arranged(training, folder, states.notes)
     of_first = (_OF_FIRST,) if states.is_sliced and states.first.data_ranks > 1 and states.first.buffers else ()
     of_slices = (JOINED,) if parts > 1 else ()
-    return {0: manifest._replace(notes=(_NOT_KEPT, *of_first, *of_slices))}
+    of_groups = (_NO_SETTINGS,) if training.trained and not training.settings else ()
+    return {0: manifest._replace(notes=(_NOT_KEPT, *of_first, *of_slices, *of_groups))}
 
 
 def _tensor_parallel_ranks(states: RankStates, files: TagFiles) -> int:

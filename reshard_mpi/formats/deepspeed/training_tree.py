@@ -179,7 +179,8 @@ def _optimizer(training: SavedTraining, weights: Mapping[str, Value]) -> Dict:
             own.flat += ["fp32_param", parameter.weights]
         state.flat += [name, own]
     groups: list[Value] = []
-    for settings in training.settings or [Dict()]:
+    numbered = sorted({parameter.group for parameter in training.trained.values()})
+    for settings in training.settings or [Dict(["params", [number]]) for number in numbered]:
         numbers = settings.get("params")
         names = [
             name
