@@ -124,7 +124,7 @@ def packed_spec(format_name: str, dtype: DType) -> ShardSpec:
     assert module is not None
     weights = dict.fromkeys(("model.w", "optimizer.state.w.exp_avg"), TensorType(BY_NAME["float32"], (2,)))
     kinds = {**weights, "t": TensorType(dtype, (2,))}
-    groups = '[{"dict":[["params",["w"]]]}]'
+    groups = '[{"dict":[["lr",0.5],["params",["w"]]]}]'
     state = '{"dict":[["w",{"dict":[]}]]}'
     nest = (
         f'{{"dict":[["model",{{"dict":[]}}],["optimizer",{{"dict":[["state",{state}],["param_groups",{groups}]]}}]]}}'
