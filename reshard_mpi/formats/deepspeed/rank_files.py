@@ -11,13 +11,10 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import structure
-from reshard_mpi.formats.dtypes import DType
-from reshard_mpi.formats.locations import ByteRange, ByteRanges, Location
 from reshard_mpi.formats.nest.nodes import Call, Dict, Value
-from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.formats.torch.file_content import FileContent, content_of
-from reshard_mpi.formats.torch.tensors import StoredTensor, numbers, place_of
-from reshard_mpi.sharding.box import Box
+from reshard_mpi.formats.torch.tensor_pieces import FlatVector, HeldTensor, held
+from reshard_mpi.formats.torch.tensors import StoredTensor, numbers
 
 # What files say of their own layout. It is of these ranks, so nothing of it is carried over.
 LAYOUT_KEYS = (
@@ -28,44 +25,6 @@ LAYOUT_KEYS = (
 # The keys of files with shares of the optimizer; the settings are in the model's files too.
 _OF_OPTIMIZER_FILES = ("optimizer_state_dict", "ds_config", "ds_version")
 _SCALERS = "deepspeed.runtime.fp16.loss_scaler"
-
-
-class HeldTensor(NamedTuple):
-    """A tensor of a file: its type, its shape, and where its elements are."""
-
-    dtype: DType
-    shape: tuple[int, ...]
-    place: Location
-
-    @property
-    def whole(self) -> TensorPieces:
-        """The same tensor as one piece."""
-        return TensorPieces(self.dtype, self.shape, ((Box.whole(self.shape), self.place),))
-
-
-class TensorPieces(NamedTuple):
-    """A whole tensor: its type, its shape, and the pieces of it that files hold, each with its box.
-
-    A box comes several times where files hold copies of a piece.
-    """
-
-    dtype: DType
-    shape: tuple[int, ...]
-    pieces: tuple[tuple[Box, Location], ...]
-
-
-class FlatVector(NamedTuple):
-    """A vector of elements in a file, in a row."""
-
-    path: str
-    offset_bytes: int
-    dtype: DType
-    elements: int
-
-    def range(self, start: int, length: int) -> ByteRange:
-        """Return where `length` elements from `start` on are."""
-        size_bytes = self.dtype.itemsize_bytes
-        return ByteRange(self.path, self.offset_bytes + start * size_bytes, length * size_bytes)
 
 
 class ModelStates(NamedTuple):
@@ -274,16 +233,6 @@ def _stage(value: Value, *, is_sliced: bool) -> int | None:
     if number is None:
         return None
     return number if type(number) is int else 3 if is_sliced else 2
-
-
-def held(tensor: StoredTensor, starts: Mapping[str, int], path: str) -> HeldTensor:
-    """Return a tensor of a file with its place. starts: where its storages begin, by their keys."""
-    start = starts[tensor.storage.key] + tensor.offset * tensor.dtype.itemsize_bytes
-    place = place_of(path, tensor, start, swapped=False)
-    if place is None:
-        size_bytes = TensorType(tensor.dtype, tensor.shape).size_bytes
-        place = ByteRanges((ByteRange(path, start, size_bytes),) if size_bytes else ())
-    return HeldTensor(tensor.dtype, tensor.shape, place)
 
 
 def named_tensors(key: str, value: Value, content: FileContent, path: str) -> Iterator[tuple[str, Value]]:

@@ -10,7 +10,6 @@ from reshard_mpi.errors import DisagreementError, ShardError
 from reshard_mpi.formats import structure
 from reshard_mpi.formats.deepspeed.file_names import PARAMETERS, Ranks, TagFiles
 from reshard_mpi.formats.deepspeed.rank_files import (
-    HeldTensor,
     ModelStates,
     OptimizerStates,
     read_model_states,
@@ -19,6 +18,7 @@ from reshard_mpi.formats.deepspeed.rank_files import (
 from reshard_mpi.formats.locations import ByteRanges
 from reshard_mpi.formats.nest import flatten_tree
 from reshard_mpi.formats.nest.nodes import Dict, NestError, Value
+from reshard_mpi.formats.torch.tensor_pieces import HeldTensor
 from reshard_mpi.formats.torch.tensors import is_tensor
 from reshard_mpi.text import counted, shortened
 

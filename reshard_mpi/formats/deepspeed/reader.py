@@ -16,15 +16,7 @@ from reshard_mpi.filesystem import source_files
 from reshard_mpi.formats.deepspeed.file_names import PARAMETERS, Ranks, TagFiles, sorted_files
 from reshard_mpi.formats.deepspeed.flat_groups import SizeError, in_slices
 from reshard_mpi.formats.deepspeed.parameters import trained_parameters
-from reshard_mpi.formats.deepspeed.rank_files import (
-    LAYOUT_KEYS,
-    FlatVector,
-    HeldTensor,
-    TensorPieces,
-    held,
-    named_tensors,
-    read_content,
-)
+from reshard_mpi.formats.deepspeed.rank_files import LAYOUT_KEYS, named_tensors, read_content
 from reshard_mpi.formats.deepspeed.ranks import RankStates, read_ranks
 from reshard_mpi.formats.deepspeed.settings import type_in
 from reshard_mpi.formats.deepspeed.slice_rules import read_rules
@@ -37,6 +29,7 @@ from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.nest import flatten_tree
 from reshard_mpi.formats.nest.nodes import NestError, Value
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable, TensorType
+from reshard_mpi.formats.torch.tensor_pieces import FlatVector, HeldTensor, TensorPieces, held
 from reshard_mpi.formats.torch.tensors import StoredTensor, is_tensor
 from reshard_mpi.text import natural_key
 

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.deepspeed.parameters import TrainedParameter
-from reshard_mpi.formats.deepspeed.rank_files import TensorPieces
 from reshard_mpi.formats.deepspeed.slice_rules import (
     AVERAGED,
     HALVES,
@@ -32,6 +31,7 @@ from reshard_mpi.formats.deepspeed.training_tree import SavedTraining
 from reshard_mpi.formats.deepspeed.unlisted_shapes import TIED
 from reshard_mpi.formats.locations import ByteRange, ByteRanges, Location, Reduced, StridedView
 from reshard_mpi.formats.nest.nodes import Dict, Value
+from reshard_mpi.formats.torch.tensor_pieces import TensorPieces
 from reshard_mpi.sharding.box import Box
 
 JOINED = f"slices of tensor-parallel ranks are joined as {INFO} says, which is not carried over"

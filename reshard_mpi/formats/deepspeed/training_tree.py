@@ -7,15 +7,14 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.deepspeed.parameters import TrainedParameter
-from reshard_mpi.formats.deepspeed.rank_files import HeldTensor, ModelStates, TensorPieces, held
+from reshard_mpi.formats.deepspeed.rank_files import ModelStates
 from reshard_mpi.formats.deepspeed.settings import type_in
 from reshard_mpi.formats.deepspeed.unlisted_shapes import TIED
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.locations import Converted, Location
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.formats.nest import flatten_tree, nodes
 from reshard_mpi.formats.nest.nodes import Dict, Value
-from reshard_mpi.formats.tensor_table import NOT_CONTIGUOUS, ChunkedTensors, ListedChunk, TensorTable, TensorType
+from reshard_mpi.formats.torch.tensor_pieces import HeldTensor, TensorPieces, held, listed
 from reshard_mpi.formats.torch.tensors import StoredTensor
 from reshard_mpi.sharding.box import Box
 
@@ -68,25 +67,16 @@ def arranged(training: SavedTraining, folder: str, left_out: Sequence[str]) -> M
     if training.trained:
         root.flat += ["optimizer", _optimizer(training, dict(weights.pairs()))]
     root.flat += _rest(training)
-    try:
-        flattened = flatten_tree.flatten(root, lambda value: type(value) is TensorPieces or type(value) is StoredTensor)
-    except nodes.NestError as error:
-        problem = f"a DeepSpeed checkpoint cannot be read: {error.problem}"
-        raise ShardError(problem, got=error.got, where=folder, remedy=error.remedy) from None
-    listed, table = ChunkedTensors(folder), TensorTable(folder)
     nameless = _nameless(training)
-    for name, leaf in flattened.tensors:
-        if type(leaf) is StoredTensor:
-            leaf = _of_file(leaf, training)
-        if nameless and name.startswith("optimizer."):
-            listed.add_unreadable(name, leaf.dtype, leaf.shape, _NAMELESS_WHY)
-            continue
-        pieces = []
-        for box, place in leaf.pieces:
-            kind = table.kind(TensorType(leaf.dtype, box.shape))
-            pieces.append(ListedChunk(box, table, table.add_unnamed(kind, NOT_CONTIGUOUS, place)))
-        listed.add_listed(name, leaf.dtype, leaf.shape, pieces)
-    return Manifest(folder, "deepspeed", listed, flattened.strings, left_out=(*flattened.left_out, *left_out))
+    manifest = listed(
+        root,
+        folder,
+        "deepspeed",
+        "DeepSpeed checkpoint",
+        lambda stored: _of_file(stored, training),
+        lambda name: _NAMELESS_WHY if nameless and name.startswith("optimizer.") else None,
+    )
+    return manifest._replace(left_out=(*manifest.left_out, *left_out))
 
 
 def _nameless(training: SavedTraining) -> bool:

@@ -19,19 +19,11 @@ from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem import source_files
 from reshard_mpi.formats.deepspeed.file_names import PARAMETERS
 from reshard_mpi.formats.deepspeed.parameters import TrainedParameter
-from reshard_mpi.formats.deepspeed.rank_files import (
-    LAYOUT_KEYS,
-    HeldTensor,
-    TensorPieces,
-    held,
-    optimizer_states_of,
-    pairs_of,
-    plain,
-    read_content,
-)
+from reshard_mpi.formats.deepspeed.rank_files import LAYOUT_KEYS, optimizer_states_of, pairs_of, plain, read_content
 from reshard_mpi.formats.deepspeed.ranks import RankStates
 from reshard_mpi.formats.locations import ByteRanges
 from reshard_mpi.formats.nest.nodes import Dict, Value
+from reshard_mpi.formats.torch.tensor_pieces import HeldTensor, TensorPieces, held
 from reshard_mpi.formats.torch.tensors import StoredTensor
 
 _SETTINGS, _WEIGHTS, _SUFFIX = "optimizer_state.pt", "fp32", ".pt"

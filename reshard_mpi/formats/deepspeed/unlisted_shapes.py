@@ -10,9 +10,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from reshard_mpi.errors import ShardError
-from reshard_mpi.formats.deepspeed.rank_files import TensorPieces
 from reshard_mpi.formats.deepspeed.ranks import RankStates
 from reshard_mpi.formats.nest.nodes import Value
+from reshard_mpi.formats.torch.tensor_pieces import TensorPieces
 
 # In a pipeline, modules that several layers share: their weights lie in the files of these layers.
 TIED = "tied_modules."
