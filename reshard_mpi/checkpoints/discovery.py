@@ -171,6 +171,8 @@ def _indexed(path: str, folders: Mapping[int, Path], select: str | None, format_
         for name in formats.names_of_folder(path)
         if format_name in (None, name) and (select is None or fnmatchcase(formats.index_of(name) or "", select))
     ]
+    less = {other for name in names for other in formats.info(name).also_marked_as}
+    names = [name for name in names if name not in less]
     beside = {rank: folder for rank, folder in folders.items() if names and shards_in(folder, None)}
     if len(names) > 1 or (beside and format_name is None):
         lying = [f"{formats.index_of(name) or 'files'} ({name})" for name in names]

@@ -53,6 +53,7 @@ class FormatInfo(NamedTuple):
     # these bytes near its beginning, since others use its name too
     marks: tuple[str, ...] = ()
     index_says: bytes = b""
+    also_marked_as: tuple[str, ...] = ()  # names of formats whose marks its folders have as well, and which read less
     before_index: tuple[str, ...] = ()  # names of files that belong to the index, and are written before it
     # the pattern of the names of a checkpoint's files, which mark their folder as well
     parts: re.Pattern[str] | None = None
@@ -224,6 +225,21 @@ _BUILT_IN = (
         is_folder=True,
         packs=True,
         has_crc=True,
+        sharded_variant="torch",
+        default_target="torch",
+    ),
+    FormatInfo(
+        "megatron",
+        "reshard_mpi.formats.megatron",
+        (".distcp",),
+        read_tensor_bytes=4 * KIB,
+        title="Megatron checkpoint",
+        is_target=False,
+        marks=("metadata.json",),
+        index_says=b'"torch_dist"',
+        also_marked_as=("dcp",),
+        pointer_files=(_LATEST_ITERATION,),
+        is_folder=True,
         sharded_variant="torch",
         default_target="torch",
     ),

@@ -1,4 +1,4 @@
-"""Read `.metadata`: tensors, objects, and the file and bytes of each (`read`)."""
+"""Read `.metadata`: tensors, objects, and the file and bytes of each (`read`, `without_flat_state`)."""
 
 from __future__ import annotations
 
@@ -35,8 +35,15 @@ INDEX = ".metadata"
 OWN_STRINGS = "reshard_mpi_strings"
 # An attribute that Megatron-Core up to 0.15 adds, and the class that 0.15 gives to the whole.
 _MEGATRON = "mcore_data"
+_WHOLE_SHAPE = "nd_reformulated_orig_global_shape"
 _MEGATRON_ROOT = Global("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata")
-_FLATTENED = "a range of flattened elements a rank, as the optimizer of Megatron-Core up to 0.15 has them"
+_FLATTENED = "a range of flattened elements a rank, as the optimizer of Megatron-Core up to 0.15 has them: it is read"
+_FLATTENED += " with --from megatron"
+# An attribute that Megatron-Core adds as the last one: what every rank has planned to write, several times as long as
+# all others. Nothing of it is needed, so it is cut away unread: a dictionary ends in its place, and the object with it.
+_PLANS = b"\x8c\x0fall_local_plans"
+_END_OF_OBJECT = b"ub."
+_READ_BYTES = MIB
 # For 250,000 items the file has 48 MB, and its objects take this much memory by the count of the unpickler.
 _MAX_BYTES = 48 * MIB
 _BUDGET_BYTES = 144 * MIB
@@ -56,15 +63,16 @@ class TensorChunks(NamedTuple):
 class Metadata(NamedTuple):
     """The contents of `.metadata`."""
 
-    # tensors by name, None for an object, without those in `left_out`: tensors and objects that nobody can use by
-    # themselves
+    # tensors by name, None for an object
     entries: Mapping[str, TensorChunks | None]
-    items: Mapping[ItemKey, ItemPlace]  # where each chunk and object lies, of these as well
+    items: Mapping[ItemKey, ItemPlace]  # where each chunk and object lies
     # the keys under which an entry lies in nested dictionaries and lists, where that is known
     paths: Mapping[str, Keys]
     strings: Mapping[str, str] | None  # those with which this program wrote the checkpoint, None if others did
     end: int  # the byte behind the metadata in its file
-    left_out: tuple[str, ...] = ()
+    # tensors in which Megatron-Core up to 0.15 has flattened each part, with the shapes of the whole ones
+    flattened: Mapping[str, tuple[int, ...]] = {}
+    left_out: tuple[str, ...] = ()  # in words, what is in no entry
 
 
 # The state of an optimizer as Megatron-Core keeps it in memory, and how long its buckets are.
@@ -80,19 +88,11 @@ class _Unsound(Exception):
 
 def read(file: SourceFile) -> Metadata:
     """Read the metadata of a checkpoint, without executing it. Raises ShardError if it is not sound."""
-    path, size_bytes = file.path, file.size_bytes
-    if size_bytes > _MAX_BYTES:
-        raise ShardError(
-            "the metadata of a checkpoint is too large",
-            expected=f"{_MAX_BYTES} bytes at most",
-            got=str(size_bytes),
-            where=path,
-        )
-    content = file.read_exactly(0, size_bytes)
+    path, (content, is_cut) = file.path, _content(file)
     readers = PickleHooks(no_persistent_ids, {**PLAIN_CALLS, SIZE: numbers}, States().readers)
     try:
         root, end = load(content, readers=readers, budget_bytes=_BUDGET_BYTES)
-        return _metadata(root, end)
+        return _metadata(root, file.size_bytes if is_cut else end)
     except PickleError as error:
         raise ShardError(
             f"the metadata of a checkpoint cannot be read: {error.problem}",
@@ -108,14 +108,34 @@ def read(file: SourceFile) -> Metadata:
         ) from None
 
 
+def _content(file: SourceFile) -> tuple[bytes, bool]:
+    """Return the pickle without Megatron's plans, and whether it had them. Raises ShardError if it is too large."""
+    content = bytearray()
+    while len(content) <= _MAX_BYTES:
+        more = file.read(len(content), _READ_BYTES)
+        searched = max(len(content) - len(_PLANS), 0)
+        content += more
+        cut = content.find(_PLANS, searched)
+        if cut >= 0:
+            return bytes(content[:cut]) + _END_OF_OBJECT, True
+        if len(content) == file.size_bytes or not more:
+            return bytes(content), False
+    raise ShardError(
+        "the metadata of a checkpoint is too large",
+        expected=f"{_MAX_BYTES} bytes at most",
+        got=str(file.size_bytes),
+        where=file.path,
+    )
+
+
 def _metadata(root: Value, end: int) -> Metadata:
     is_of_megatron = type(root) is Call and root.function == _MEGATRON_ROOT and type(root.state) is Dict
     state = root.state if is_of_megatron else _state(root, "Metadata")
-    flattened = frozenset(
-        name
+    flattened = {
+        name: _numbers(facts.get(_WHOLE_SHAPE))
         for name, facts in _named(state.get(_MEGATRON) or Dict(), _MEGATRON)
-        if type(facts) is Dict and facts.get("nd_reformulated_orig_global_shape") is not None
-    )
+        if type(facts) is Dict and facts.get(_WHOLE_SHAPE) is not None
+    }
     entries: dict[str, TensorChunks | None] = {}
     alike: dict[int, TensorChunks] = {}
     for name, value in _named(state.get("state_dict_metadata"), "state_dict_metadata"):
@@ -123,8 +143,7 @@ def _metadata(root: Value, end: int) -> Metadata:
             entries[name] = None
             continue
         tensor = alike.get(id(value)) or alike.setdefault(id(value), _tensor(name, value))
-        unreadable = _FLATTENED if name in flattened else "" if name else "a tensor without a name"
-        entries[name] = tensor._replace(unreadable=unreadable) if unreadable else tensor
+        entries[name] = tensor if name else tensor._replace(unreadable="a tensor without a name")
     items: dict[ItemKey, ItemPlace] = {}
     for key_value, place_value in _pairs(state.get("storage_data"), "storage_data"):
         key, place = _key(key_value), _place(place_value)
@@ -138,20 +157,32 @@ def _metadata(root: Value, end: int) -> Metadata:
     strings = None if own is None else dict(_named(own, OWN_STRINGS))
     if strings is not None and not all(type(text) is str for text in strings.values()):
         raise _Unsound(f"{OWN_STRINGS} is no dictionary of texts")
-    buckets = [name for name in entries if _OF_BUCKETS.fullmatch(name)]
-    for name in buckets:
-        del entries[name]
     paths = _paths(state.get("planner_data"), entries)
-    return Metadata(entries, items, paths, strings, end, _left_out(buckets))
+    return Metadata(entries, items, paths, strings, end, flattened)
+
+
+def without_flat_state(metadata: Metadata) -> Metadata:
+    """Return the metadata of a checkpoint of Megatron-Core as that of torch: flat state is in no tensor that is one.
+
+    Buckets of the optimizer are left out, which is said; tensors whose parts are flattened cannot be read.
+    """
+    buckets = [name for name in metadata.entries if _OF_BUCKETS.fullmatch(name)]
+    if not buckets and not metadata.flattened:
+        return metadata
+    entries = {name: entry for name, entry in metadata.entries.items() if not _OF_BUCKETS.fullmatch(name)}
+    for name in metadata.flattened:
+        entry = entries.get(name)
+        if entry is not None:
+            entries[name] = entry._replace(unreadable=_FLATTENED)
+    return metadata._replace(entries=entries, left_out=_left_out(buckets))
 
 
 def _left_out(buckets: Sequence[str]) -> tuple[str, ...]:
     """Say which buckets, and which records of their division, are left out, if there are any."""
     if not buckets:
         return ()
-    what = "the optimizer's state in flat buckets (dp_reshardable), of which Megatron-Core alone knows what lies where"
-    remedy = "it can save another form by --dist-ckpt-optim-fully-reshardable"
-    return (f"{shortened(sorted(buckets), 2)}: {what}; {remedy}",)
+    what = "the optimizer's state in flat buckets (dp_reshardable), which is read with --from megatron"
+    return (f"{shortened(sorted(buckets), 2)}: {what}",)
 
 
 def _require_same_items(entries: Mapping[str, TensorChunks | None], items: Mapping[ItemKey, ItemPlace]) -> None:

@@ -15,7 +15,7 @@ from reshard_mpi.formats.dcp import file_layout, metadata
 from reshard_mpi.formats.dcp.bulk_metadata import Chunk, ItemKey
 from reshard_mpi.formats.dcp.file_layout import TensorLeaf, tree_of
 from reshard_mpi.formats.dcp.items import Common, LocatedFile, MisfitError, WantedItem, locate_items, named
-from reshard_mpi.formats.dcp.metadata import INDEX, Metadata
+from reshard_mpi.formats.dcp.metadata import INDEX, Metadata, without_flat_state
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.nest import flatten_tree, nodes
 from reshard_mpi.formats.nest.nodes import Value
@@ -32,7 +32,7 @@ NAME = "dcp"
 _kept: dict[tuple[str, FileVersion], Metadata] = {}
 
 
-def _metadata_of(folder: str) -> Metadata:
+def metadata_of(folder: str) -> Metadata:
     """Return the metadata of a checkpoint, if it has just been read without reading it again."""
     with structure.opened(str(Path(folder, INDEX))) as file:
         key = file.path, file.version
@@ -47,7 +47,7 @@ def files_of(folder: str) -> tuple[str, ...]:
 
     Raises ShardError if the metadata is damaged.
     """
-    metadata = _metadata_of(folder)
+    metadata = metadata_of(folder)
     names = {place.file for place in metadata.items.values()} - {INDEX}
     others = (name for name in source_files.names(folder, ()) if name.endswith(".distcp") and name not in names)
     names.update([name for name in others if _holds_nothing(str(Path(folder, name)), metadata.strings or {})])
@@ -70,9 +70,9 @@ def open_folder(folder: str) -> dict[int, Manifest]:
 
     Raises ShardError if metadata and files contradict each other, or an object is lost with its file.
     """
-    metadata = _metadata_of(folder)
+    metadata = without_flat_state(metadata_of(folder))
     _kept.clear()
-    located, missing = _located(folder, metadata)
+    located, missing = located_items(folder, metadata)
     listed = ChunkedTensors(folder)
     listed.missing = tuple(missing.values())
     boxes: dict[Chunk, Box] = {}
@@ -123,7 +123,7 @@ def wanted_in(path: str) -> list[WantedItem]:
             where=path,
             remedy=f"give the folder in which {INDEX} lies",
         )
-    metadata = _metadata_of(folder)
+    metadata = without_flat_state(metadata_of(folder))
     names = {place.file for place in metadata.items.values()}
     if file == max(names, key=natural_key, default=file):
         _kept.clear()  # whoever goes through all files is done
@@ -134,7 +134,7 @@ def wanted_in(path: str) -> list[WantedItem]:
     ]
 
 
-def _located(folder: str, metadata: Metadata) -> tuple[dict[str, LocatedFile], dict[str, str]]:
+def located_items(folder: str, metadata: Metadata) -> tuple[dict[str, LocatedFile], dict[str, str]]:
     """Return the contents of each file, and an error text for each file that cannot be used."""
     wanted: dict[str, list[WantedItem]] = {}
     for key, kind in _items(metadata):

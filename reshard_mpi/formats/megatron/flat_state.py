@@ -1,0 +1,370 @@
+"""Read flat state of Megatron's distributed optimizer: in buckets (`of_buckets`), or part by part (`unflattened`).
+
+`dp_reshardable` keeps the buckets of each model-parallel rank as they are in memory (`parameter_order`). Up to release
+0.15 `fully_sharded_model_space` keeps each rank's part of a tensor as a row of elements: a tensor of shape [X, Y] whose
+parts have shape [x, y] is stored with shape [X/x, Y/y, x*y]. (megatron/core/optimizer/distrib_optimizer.py)
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from reshard_mpi.errors import ShardError
+from reshard_mpi.formats.dtypes import DType
+from reshard_mpi.formats.locations import ByteRange, ByteRanges, Location
+from reshard_mpi.formats.megatron.model_names import is_expert, place_of
+from reshard_mpi.formats.megatron.parameter_order import (
+    MAIN,
+    Bucket,
+    Buffer,
+    ElementReader,
+    ModelPlace,
+    Parameter,
+    PlacedParameter,
+    placed,
+)
+from reshard_mpi.formats.megatron.training_tree import FP32
+from reshard_mpi.formats.nest.nodes import Dict, Value
+from reshard_mpi.formats.torch.tensor_pieces import FlatVector, TensorPieces
+from reshard_mpi.formats.torch.tensors import BY_TORCH_NAME
+from reshard_mpi.sharding.box import Box
+
+BucketNames = re.compile(
+    r"(?:chained_(?P<chain>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.gbuf_idx_(?P<buffer>\d+)"
+    r"\.dtype_\(torch\.(?P<dtype>\w+), torch\.\w+\)\.bucket_idx_(?P<bucket>\d+)\.(?P<kind>\w+)"
+)
+# By chained optimizer: of each model-parallel rank its buffers.
+_Ranks = dict[int, list[Buffer]]
+# What is needed of it here: from what element on, and where.
+_Part = tuple[int, FlatVector]
+
+
+def unflattened(name: str, tensor: TensorPieces, shape: tuple[int, ...], folder: str) -> TensorPieces:
+    """Return a whole tensor whose parts are stored as rows of elements. Raises ShardError if it cannot be one."""
+    *grid, row = tensor.shape
+    is_one = len(grid) == len(shape) and all(count and whole % count == 0 for count, whole in zip(grid, shape))
+    part = tuple(whole // count for count, whole in zip(grid, shape)) if is_one else ()
+    if not is_one or math.prod(part) != row:
+        raise ShardError(
+            f"the tensor {name!r} of a Megatron checkpoint is not of the shape that it says",
+            expected=f"rows of the parts of a tensor of shape {list(shape)}",
+            got=f"shape {list(tensor.shape)}",
+            where=folder,
+        )
+    of_cell: dict[tuple[int, ...], list[tuple[Box, Location]]] = {}
+    for box, place in tensor.pieces:
+        of_cell.setdefault(box.start[:-1], []).append((box, place))
+    pieces = []
+    for cell, runs in of_cell.items():
+        runs.sort(key=lambda run: run[0].start[-1])
+        ends = [0, *(box.stop[-1] for box, _ in runs)]
+        if (
+            [box.start[-1] for box, _ in runs] != ends[:-1]
+            or ends[-1] != row
+            or any(box.size != box.shape[-1] for box, _ in runs)
+        ):
+            raise ShardError(
+                f"the tensor {name!r} of a Megatron checkpoint lacks elements",
+                expected=f"{row} elements of the part at {list(cell)}, each once",
+                got=", ".join(f"{box.start[-1]} to {box.stop[-1]}" for box, _ in runs[:4]),
+                where=folder,
+            )
+        low = tuple(number * length for number, length in zip(cell, part))
+        high = tuple(start + length for start, length in zip(low, part))
+        pieces.append((Box(low, high), _joined(place for _, place in runs)))
+    return TensorPieces(tensor.dtype, shape, tuple(pieces))
+
+
+def _joined(places: Iterator[Location]) -> ByteRanges:
+    """Return rows of elements one behind the other."""
+    ranges: list[ByteRange] = []
+    for place in places:
+        assert isinstance(place, ByteRanges)
+        ranges += place.ranges
+    return ByteRanges(tuple(ranges))
+
+
+def of_buckets(
+    tensors: Mapping[str, TensorPieces],
+    weights: Mapping[str, Value],
+    objects: Mapping[tuple[int, str], Mapping[int, Value]],
+    args: Mapping[str, Value],
+    reader: ElementReader,
+    folder: str,
+) -> dict[str, dict[str, TensorPieces]]:
+    """Return the optimizer's state by the names of weights and its kinds, taken out of buckets.
+
+    Args:
+        tensors: the buckets; weights: the tensors of the model; objects: of the distributed optimizer.
+        args: of the run.
+
+    Raises ShardError if they contradict each other, or whose state lies where cannot be told.
+    """
+    ranks = _by_rank(tensors, folder)
+    parallel = _ParallelSizes(args, weights, ranks, objects, folder)
+    cells = {key: _cells(key, own) for key, own in weights.items() if type(own) is TensorPieces}
+    found: list[PlacedParameter] = []
+    for chain, of_chain in ranks.items():
+        has_experts = parallel.is_of_experts(chain)
+        wanted = {key: own for key, own in cells.items() if has_experts in (None, is_expert(key))}
+        for stages, part, parts, experts in parallel.families(chain):
+            own = [*_parameters(wanted, weights, part, parts, experts, folder)]
+            found += placed([of_chain[stage] for stage in stages], own, reader)
+    return _state_of(found, weights, folder)
+
+
+def _by_rank(tensors: Mapping[str, TensorPieces], folder: str) -> dict[int, _Ranks]:
+    """Return the buffers of all model-parallel ranks, by chained optimizer. Raises ShardError if some are missing."""
+    numbered: dict[int, dict[int, dict[int, dict[int, dict[str, TensorPieces]]]]] = {}
+    dtypes: dict[tuple[int, int, int], str] = {}
+    for name, tensor in tensors.items():
+        match = BucketNames.fullmatch(name)
+        assert match is not None
+        chain, group, buffer, bucket = (int(match[word] or 0) for word in ("chain", "group", "buffer", "bucket"))
+        dtypes[chain, group, buffer] = match["dtype"]
+        of_rank = numbered.setdefault(chain, {}).setdefault(group, {})
+        of_rank.setdefault(buffer, {}).setdefault(bucket, {})[match["kind"]] = tensor
+    ranks: dict[int, _Ranks] = {}
+    for chain, of_chain in sorted(numbered.items()):
+        for group in _without_gap(of_chain, "ranks", folder):
+            buffers = of_chain[group]
+            ranks.setdefault(chain, {})[group] = [
+                Buffer(
+                    _weights_type(dtypes[chain, group, number], folder),
+                    _buckets(group, number, buffers[number], folder),
+                )
+                for number in _without_gap(buffers, f"buffers of model-parallel rank {group}", folder)
+            ]
+    return ranks
+
+
+def _weights_type(name: str, folder: str) -> DType:
+    if name not in BY_TORCH_NAME or name == "uint8":
+        raise ShardError(
+            "the optimizer's buckets of a Megatron checkpoint are of weights of a type that is not read",
+            expected="bfloat16, float16 or float32",
+            got=f"{name}, as weights in FP8 have it" if name == "uint8" else name,
+            where=folder,
+            remedy="save it with --dist-ckpt-optim-fully-reshardable; weights alone can be read with --from dcp",
+        )
+    return BY_TORCH_NAME[name]
+
+
+def _without_gap(numbered: Mapping[int, object], what: str, folder: str) -> list[int]:
+    numbers = sorted(numbered)
+    if numbers != [*range(len(numbers))]:
+        raise ShardError(
+            "a Megatron checkpoint lacks buckets of its optimizer",
+            expected=f"{what} from 0 to {numbers[-1]}",
+            got=", ".join(map(str, numbers[:16])),
+            where=folder,
+            remedy="copy or restore all files of one save",
+        )
+    return numbers
+
+
+def _buckets(group: int, buffer: int, buckets: Mapping[int, Mapping[str, TensorPieces]], folder: str) -> list[Bucket]:
+    """Return the buckets of a buffer in order. Raises ShardError for one that lacks elements, or is not of float32."""
+    of_buffer = []
+    for number in _without_gap(buckets, f"buckets of model-parallel rank {group}", folder):
+        kinds = buckets[number]
+        name = f"bucket {number} of buffer {buffer} of model-parallel rank {group}"
+        main = kinds.get(MAIN)
+        if main is None or main.dtype.name != "float32" or len({tensor.shape for tensor in kinds.values()}) > 1:
+            raise ShardError(
+                "a bucket of a Megatron checkpoint is not one that can be read",
+                expected=f"vectors of one length, {MAIN} in float32 among them",
+                got=", ".join(f"{kind} {tensor.dtype.name} {list(tensor.shape)}" for kind, tensor in kinds.items()),
+                where=f"{name} of {folder}",
+                remedy="save it with --dist-ckpt-optim-fully-reshardable; weights alone can be read with --from dcp",
+            )
+        vectors = {kind: _in_order(name, tensor, folder) for kind, tensor in kinds.items()}
+        of_buffer.append(Bucket(name, folder, main.shape[0], vectors))
+    return of_buffer
+
+
+def _in_order(name: str, tensor: TensorPieces, folder: str) -> list[_Part]:
+    """Return the parts of a flat vector in order. Raises ShardError if they are not the whole of it."""
+    pieces = sorted(tensor.pieces, key=lambda piece: piece[0].start)
+    ends = [0, *(box.stop[0] for box, _ in pieces)]
+    if [box.start[0] for box, _ in pieces] != ends[:-1] or ends[-1] != tensor.shape[0]:
+        gap = next((low for low, (box, _) in zip(ends, pieces) if box.start[0] != low), ends[-1])
+        raise ShardError(
+            "a bucket of a Megatron checkpoint lacks elements, or has some twice",
+            expected=f"{tensor.shape[0]} elements, each once",
+            got=f"others from element {gap} on",
+            where=f"{name} of {folder}",
+            remedy="copy or restore all files of one save",
+        )
+    return [(box.start[0], _vector(box, place, tensor.dtype)) for box, place in pieces]
+
+
+def _vector(box: Box, place: Location, dtype: DType) -> FlatVector:
+    assert isinstance(place, ByteRanges)
+    (run,) = place.ranges
+    return FlatVector(run.path, run.offset_bytes, dtype, box.size)
+
+
+# A family: its ranks by stage, which part of how many it has of cut tensors, and which experts (None: all).
+_Family = tuple[list[int], int, int, range | None]
+
+
+class _ParallelSizes:
+    """Over how many ranks the training was cut in each way."""
+
+    def __init__(
+        self,
+        args: Mapping[str, Value],
+        weights: Mapping[str, Value],
+        ranks: Mapping[int, _Ranks],
+        objects: Mapping[tuple[int, str], Mapping[int, Value]],
+        folder: str,
+    ) -> None:
+        self._ranks, self._objects, self._folder, self._weights = ranks, objects, folder, weights
+        dense = next((len(own) for chain, own in ranks.items() if not self.is_of_experts(chain)), None)
+        self._tensor = _count(args.get("tensor_model_parallel_size")) or self._vocabulary_parts()
+        stages = _count(args.get("pipeline_model_parallel_size"))
+        if dense is not None and dense % self._tensor == 0:
+            stages = stages or dense // self._tensor
+        if stages is None or (dense is not None and dense != self._tensor * stages):
+            raise ShardError(
+                "the arguments of a Megatron checkpoint contradict its files",
+                expected=f"an optimizer of {self._tensor} tensor-parallel ranks times {stages or 'some'} stages",
+                got=f"{dense} model-parallel ranks",
+                where=folder,
+                remedy="copy or restore all files of one save",
+            )
+        self._stages = stages
+        self._expert_tensor = _count(args.get("expert_tensor_parallel_size"))
+
+    def is_of_experts(self, chain: int) -> bool | None:
+        """Tell whether a chained optimizer is that of experts; None: it is the only one, of all parameters."""
+        if len(self._ranks) == 1:
+            return None
+        value = self._objects.get((chain, "optimizer"), {}).get(0)
+        groups = value.get("param_groups") if type(value) is Dict else None
+        return any(type(group) is Dict and group.get("is_expert_parallel") is True for group in groups or [])
+
+    def families(self, chain: int) -> Iterator[_Family]:
+        """Yield the ranks of a chained optimizer, those of all stages with one place in tensor parallelism together."""
+        count = len(self._ranks[chain])
+        if not self.is_of_experts(chain):
+            for part in range(self._tensor):
+                yield [part + self._tensor * stage for stage in range(self._stages)], part, self._tensor, None
+            return
+        experts = self._experts()
+        parts = self._expert_tensor or self._expert_parts()
+        shares = count // (parts * self._stages)
+        if parts * shares * self._stages != count or not shares or experts % shares:
+            raise ShardError(
+                "the optimizer of experts in a Megatron checkpoint contradicts its weights",
+                expected=f"{experts} experts, cut over {parts} tensor-parallel ranks in {self._stages} stages",
+                got=f"{count} ranks of its optimizer",
+                where=self._folder,
+            )
+        own = experts // shares
+        for share in range(shares):
+            for part in range(parts):
+                ranks = [part + parts * (share + shares * stage) for stage in range(self._stages)]
+                yield ranks, part, parts, range(share * own, (share + 1) * own)
+
+    def _vocabulary_parts(self) -> int:
+        embedding = self._weights.get("embedding.word_embeddings.weight")
+        return len({box for box, _ in embedding.pieces}) if type(embedding) is TensorPieces else 1
+
+    def _experts(self) -> int:
+        numbers = [0]
+        for key, own in self._weights.items():
+            place = place_of(key)
+            if place.stacked_experts and type(own) is TensorPieces:
+                numbers.append(own.shape[place.stacked_layers])
+            elif place.expert is not None:
+                numbers.append(place.expert + 1)
+        return max(numbers)
+
+    def _expert_parts(self) -> int:
+        """Return into how many parts the second matrix of an expert is cut; the first one may be cut into halves."""
+        of_second = [key for key in self._weights if is_expert(key) and ".linear_fc2.weight" in key]
+        return min((len(cell) for key in of_second for cell in _cells(key, self._weights[key]).values()), default=1)
+
+
+def _count(value: Value) -> int | None:
+    return value if type(value) is int and value > 0 else None
+
+
+# By layer and expert, the pieces of a tensor in order.
+_Cells = dict[tuple[int, int], list[tuple[Box, ByteRanges]]]
+
+
+def _cells(key: str, tensor: TensorPieces) -> _Cells:
+    """Return the pieces of a tensor by layer and expert."""
+    place = place_of(key)
+    cells: _Cells = {}
+    for box, location in sorted(tensor.pieces, key=lambda piece: piece[0].start):
+        layer = box.start[0] if place.stacked_layers else place.layer or 0
+        expert = box.start[place.stacked_layers] if place.stacked_experts else place.expert or 0
+        if isinstance(location, ByteRanges):
+            cells.setdefault((layer, expert), []).append((box, location))
+    return cells
+
+
+def _parameters(
+    cells: Mapping[str, _Cells],
+    weights: Mapping[str, Value],
+    part: int,
+    parts: int,
+    experts: range | None,
+    folder: str,
+) -> Iterator[Parameter]:
+    """Yield what a tensor-parallel rank has of all parameters: of gated ones two slices, one of each half."""
+    for key, of_key in cells.items():
+        named = place_of(key)
+        for (layer, expert), pieces in of_key.items():
+            if experts is not None and expert not in experts:
+                continue
+            if len(pieces) == 1:
+                own = pieces
+            elif len(pieces) in (parts, 2 * parts):
+                own = pieces[part::parts]
+            else:
+                raise ShardError(
+                    f"how {key!r} of a Megatron checkpoint is cut is not known",
+                    expected=f"1, {parts} or {2 * parts} parts, with {parts} tensor-parallel ranks",
+                    got=f"{len(pieces)}",
+                    where=folder,
+                )
+            place = ModelPlace(named.section, layer, named.part, expert)
+            yield Parameter(key, place, weights[key].dtype, tuple(own))
+
+
+def _state_of(
+    found: Sequence[PlacedParameter], weights: Mapping[str, Value], folder: str
+) -> dict[str, dict[str, TensorPieces]]:
+    """Return the state of whole tensors, put together from that of all ranks."""
+    pieces: dict[str, dict[str, list[tuple[Box, Location]]]] = {}
+    dtypes = {}
+    for parameter, bucket, start in found:
+        own = pieces.setdefault(parameter.key, {})
+        for box, _ in parameter.slices:
+            for kind, vectors in bucket.vectors.items():
+                name = FP32 if kind == MAIN else kind
+                dtypes[name] = vectors[0][1].dtype
+                own.setdefault(name, []).append((box, bucket.ranges(kind, start, box.size)))
+            start += box.size
+    for key, kinds in pieces.items():
+        held = {box for box, _ in kinds[FP32]}
+        lacking = next((box for box, _ in weights[key].pieces if box not in held), None)
+        if lacking is not None:
+            raise ShardError(
+                f"the optimizer of a Megatron checkpoint has the state of a part of {key!r} alone",
+                expected=f"that of all parts of shape {list(weights[key].shape)}",
+                got=f"none of {lacking}",
+                where=folder,
+                remedy="copy or restore all files of one save",
+            )
+    return {
+        key: {kind: TensorPieces(dtypes[kind], weights[key].shape, tuple(own)) for kind, own in kinds.items()}
+        for key, kinds in pieces.items()
+    }

@@ -1,0 +1,42 @@
+"""Open a Megatron checkpoint as whole tensors by their names (`open_folder`).
+
+Its names are those of a whole training state: `model.KEY`, `optimizer.state.KEY.exp_avg` and so on, with
+`optimizer.state.KEY.fp32_param` where the model has a parameter in another type. KEY is what torch_dist calls a tensor.
+A weight that lies both in the model and, in float32, in the optimizer is listed as two pieces, so that both are
+compared as copies are.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from reshard_mpi.errors import ShardError
+from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.megatron.torch_dist import files_of_torch_dist, read_training
+from reshard_mpi.formats.megatron.training_tree import arranged
+
+
+def files_of(folder: str) -> tuple[str, ...]:
+    """Return the paths of the checkpoint's files. Raises ShardError if it is damaged."""
+    return files_of_torch_dist(folder)
+
+
+def open_folder(folder: str) -> dict[int, Manifest]:
+    """Return the whole tensors of the checkpoint, and everything else that it has as the text of a nest.
+
+    Raises ShardError if a file is missing, not sound, or contradicts others; DisagreementError if files are of several
+    saves.
+    """
+    read = read_training(folder)
+    return {0: arranged(read.training, folder, read.of_file, read.left_out)}
+
+
+def locate(path: str, like: Manifest | None = None) -> Manifest:
+    """Refuse one of the files, which are parts of what all hold together. Raises ShardError."""
+    raise ShardError(
+        "one file of a Megatron checkpoint is no checkpoint",
+        expected="the folder of all its files",
+        got="one of them",
+        where=path,
+        remedy=f"give {Path(path).parent}",
+    )

@@ -1,0 +1,283 @@
+"""Read what a folder of Megatron's form torch_dist holds: a training in a DCP folder (`read_training`).
+
+    iter_0000003/metadata.json      says that it is torch_dist; written last
+    iter_0000003/.metadata          torch's index: every tensor and object, and where it lies
+    iter_0000003/__0_0.distcp ...   tensors and objects of all ranks
+    iter_0000003/common.pt          up to release 0.18: everything that is the same on all ranks; later an object has it
+
+The optimizer's state is there by the names of weights, as whole tensors or with each rank's part of them flattened, or
+in flat buckets. (megatron/core/dist_checkpointing and optimizer/distrib_optimizer.py of Megatron-Core 0.14 to 0.19)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from reshard_mpi.errors import DisagreementError, ShardError
+from reshard_mpi.filesystem import source_files
+from reshard_mpi.formats import structure
+from reshard_mpi.formats.dcp.bulk_metadata import ItemKey
+from reshard_mpi.formats.dcp.items import LocatedFile, StoragePlace
+from reshard_mpi.formats.dcp.metadata import TensorChunks
+from reshard_mpi.formats.dcp.reader import located_items, metadata_of
+from reshard_mpi.formats.deepspeed.ranks import text_of
+from reshard_mpi.formats.locations import Location
+from reshard_mpi.formats.megatron.flat_state import BucketNames, of_buckets, unflattened
+from reshard_mpi.formats.megatron.parameter_order import ElementReader
+from reshard_mpi.formats.megatron.training_tree import FP32, MAIN_NAMES, SavedTraining, differing
+from reshard_mpi.formats.nest.nodes import Dict, Value
+from reshard_mpi.formats.torch.file_content import content_of
+from reshard_mpi.formats.torch.tensor_pieces import TensorPieces, held
+from reshard_mpi.formats.torch.tensors import StoredTensor
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.text import natural_key
+
+COMMON = "common.pt"
+_OBJECT = re.compile(r"(?P<key>.*)/shard_(?P<place>[\d.]+)_(?P<of>[\d.]+)")
+_STATE = re.compile(r"optimizer\.state\.(?P<kind>[^.]+)\.(?P<key>.+)")
+_OF_GROUP = re.compile(
+    r"(?:chained_(?P<chain>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.(?P<what>[a-z_]+)"
+)
+_COMMON_STATE = "common_state"
+# Objects that are of these ranks alone.
+_OF_RANKS = ("rng_state", "rerun_state_machine_state")
+
+
+class TorchDist(NamedTuple):
+    """A folder's training, how tensors among its values are placed, and what is left out, in words."""
+
+    training: SavedTraining
+    of_file: Callable[[StoredTensor], TensorPieces]
+    left_out: tuple[str, ...]
+
+
+class _Objects(NamedTuple):
+    """The objects of a folder, sorted.
+
+    Attributes:
+        common: what is the same on all ranks.
+        extra: what modules of the model have besides tensors, by key.
+        of_groups: of the distributed optimizer, by chained optimizer and kind, the values of all model-parallel ranks.
+        left_out: keys of those that are of these ranks alone.
+    """
+
+    common: Mapping[str, Value]
+    extra: Mapping[str, Value]
+    of_groups: Mapping[tuple[int, str], Mapping[int, Value]]
+    left_out: Sequence[str]
+
+
+def read_training(folder: str) -> TorchDist:
+    """Read the training in a folder. Raises ShardError if it is not whole or contradicts itself."""
+    metadata = metadata_of(folder)
+    located, missing = located_items(folder, metadata)
+    if missing:
+        raise ShardError(
+            "files of a Megatron checkpoint cannot be used",
+            expected="all of them, since each has parts of many tensors",
+            got="; ".join(list(missing.values())[:3]),
+            where=folder,
+            remedy="restore them, or copy the checkpoint again",
+        )
+    storages = {key: (file, place) for file in located.values() for key, place in file.storages.items()}
+    own_objects = {key.name: value for file in located.values() for key, value in file.objects.items()}
+    common, of_common = _common_file(folder)
+    objects = _sorted(own_objects, common, folder)
+    tensors = dict(_tensors(metadata.entries, located, folder))
+
+    def of_file(stored: StoredTensor) -> TensorPieces:
+        if stored.storage.key in of_common:
+            return held(stored, of_common, str(Path(folder, COMMON))).whole
+        file, place = storages[stored.storage.key]
+        return _held(stored, file, place)
+
+    weights: dict[str, Value] = {}
+    state: dict[str, dict[str, TensorPieces]] = {}
+    buckets: dict[str, TensorPieces] = {}
+    for name, tensor in tensors.items():
+        if name in metadata.flattened:
+            tensor = unflattened(name, tensor, metadata.flattened[name], folder)
+        if match := _STATE.fullmatch(name):
+            kind = FP32 if match["kind"] in MAIN_NAMES else match["kind"]
+            state.setdefault(match["key"], {})[kind] = tensor
+        elif BucketNames.fullmatch(name):
+            buckets[name] = tensor
+        else:
+            weights[name] = tensor
+    _require_known(objects, folder)
+    with ElementReader() as reader:
+        if buckets:
+            state.update(of_buckets(buckets, weights, objects.of_groups, _args(objects), reader, folder))
+    groups, scaler = _groups_of(objects, folder)
+    values = dict(objects.common)
+    if scaler is not None:
+        values["scaler"] = scaler
+    training = SavedTraining({**weights, **objects.extra}, state, groups, values)
+    notes = differing(objects.left_out, "states of the ranks that saved them, which no other layout has")
+    return TorchDist(training, of_file, tuple(notes))
+
+
+def _common_file(folder: str) -> tuple[Mapping[str, Value], Mapping[str, int]]:
+    """Return the content of `common.pt`, and where its storages begin; nothing if there is none."""
+    path = Path(folder, COMMON)
+    if not source_files.is_file(path):
+        return {}, {}
+    with structure.opened(str(path)) as file:
+        content = content_of(file, prefix=f"{COMMON}/")
+    return dict(_texts(content.root, str(path))), content.starts
+
+
+def _texts(value: Value, where: str) -> Iterator[tuple[str, Value]]:
+    if type(value) is not Dict or not all(type(key) is str for key, _ in value.pairs()):
+        raise ShardError(
+            "what a Megatron checkpoint keeps of its run is no dictionary", got=type(value).__name__, where=where
+        )
+    yield from value.pairs()
+
+
+def _tensors(
+    entries: Mapping[str, TensorChunks | None], located: Mapping[str, LocatedFile], folder: str
+) -> Iterator[tuple[str, TensorPieces]]:
+    """Yield the tensors of the index with their pieces. Raises ShardError for one that cannot be read."""
+    place_of = {key: (file.tensors, number) for file in located.values() for key, number in file.numbers.items()}
+    why_not = {key.name: why for file in located.values() for key, why in file.unreadable.items()}
+    for name, tensor in entries.items():
+        if tensor is None:
+            continue
+        why = tensor.unreadable or why_not.get(name)
+        if why:
+            raise ShardError(f"the tensor {name!r} of a Megatron checkpoint cannot be read", got=why, where=folder)
+        pieces: list[tuple[Box, Location]] = []
+        for chunk in tensor.chunks:
+            table, number = place_of[ItemKey(name, chunk.offsets)]
+            ends = tuple(low + length for low, length in zip(chunk.offsets, chunk.sizes))
+            pieces.append((Box(chunk.offsets, ends), table.source(number)))
+        yield name, TensorPieces(tensor.dtype, tensor.shape, tuple(pieces))
+
+
+def _held(stored: StoredTensor, file: LocatedFile, place: StoragePlace) -> TensorPieces:
+    """Return a tensor that is in an object."""
+    own = held(stored, {stored.storage.key: place.start}, file.tensors.path)
+    if place.swapped:
+        raise ShardError(
+            "a file of a Megatron checkpoint has the byte order that this machine has not", where=file.tensors.path
+        )
+    return own.whole
+
+
+def _sorted(found: Mapping[str, Value], common: Mapping[str, Value], folder: str) -> _Objects:
+    """Sort objects by their keys. Each is kept as a list of one value."""
+    extra: dict[str, Value] = {}
+    of_groups: dict[tuple[int, str], dict[int, Value]] = {}
+    left_out: list[str] = []
+    for name, listed in found.items():
+        value = listed[0] if type(listed) is list and len(listed) == 1 else listed
+        match = _OBJECT.fullmatch(name)
+        key = name if match is None else match["key"]
+        if key == _COMMON_STATE:
+            common = dict(_texts(value, f"{name} of {folder}"))
+        elif key in _OF_RANKS:
+            left_out.append(name)
+        elif group := _OF_GROUP.fullmatch(key):
+            chain = int(group["chain"] or 0)
+            of_groups.setdefault((chain, group["what"]), {})[int(group["group"])] = value
+        else:
+            extra[name] = value
+    if not common:
+        raise ShardError(
+            "a Megatron checkpoint lacks what its ranks have in common: arguments, iteration, settings",
+            expected=f"{COMMON}, or the object {_COMMON_STATE}",
+            got="neither",
+            where=folder,
+            remedy="copy or restore all files of one save; weights alone can be read with --from dcp",
+        )
+    return _Objects(common, extra, of_groups, left_out)
+
+
+def _args(objects: _Objects) -> Mapping[str, Value]:
+    """Return the arguments of the run, none where they are not kept."""
+    args = objects.common.get("args")
+    state = getattr(args, "state", None)
+    return {key: value for key, value in state.pairs() if type(key) is str} if type(state) is Dict else {}
+
+
+# Kinds of objects of the distributed optimizer that are read.
+_READ_OF_GROUPS = ("optimizer", "grad_scaler", "per_bucket_numel", "per_bucket_numel_unpadded")
+
+
+def _require_known(objects: _Objects, folder: str) -> None:
+    """Raise ShardError for state of the optimizer in a form that is not read."""
+    for _, what in objects.of_groups:
+        if what not in _READ_OF_GROUPS:
+            raise ShardError(
+                f"the optimizer of a Megatron checkpoint has a form that is not read, with {what}",
+                expected="state by the names of weights, or buckets (dp_reshardable)",
+                got="the form dp_zero_gather_scatter" if what == "param_state" else "another one",
+                where=folder,
+                remedy="load it with its Megatron and save it in one of these forms; weights alone: --from dcp",
+            )
+
+
+def _groups_of(objects: _Objects, folder: str) -> tuple[list[Dict], Value]:
+    """Return the groups of all optimizers with their settings, and the state of the scaler of gradients.
+
+    Raises DisagreementError if model-parallel ranks have different ones.
+    """
+    groups: list[Dict] = []
+    scaler: Value = None
+    for number, own in enumerate(_chained(objects.common.get("optimizer"))):
+        of_ranks = objects.of_groups.get((number, "optimizer"), {0: own.get("optimizer")})
+        groups += _merged([value for _, value in sorted(of_ranks.items())], folder)
+        scalers = objects.of_groups.get((number, "grad_scaler"), {0: own.get("grad_scaler")})
+        texts = {text_of(value) for value in scalers.values()}
+        if len(texts) > 1:
+            raise _not_of_one_save("one state of the scaler of gradients", f"{len(texts)}", folder)
+        scaler = scaler or next(iter(scalers.values()))
+    return groups, scaler
+
+
+# What tells the groups of an optimizer from each other.
+_OF_GROUP_ALONE = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+
+
+def _merged(optimizers: Sequence[Value], folder: str) -> list[Dict]:
+    """Return the groups that the ranks of an optimizer have, each once: a rank has those of its own parameters."""
+    merged: dict[tuple[Value, ...], Dict] = {}
+    for rank, optimizer in enumerate(optimizers):
+        groups = optimizer.get("param_groups") if type(optimizer) is Dict else None
+        for group in groups or []:
+            if type(group) is not Dict:
+                raise ShardError("a group of the optimizer of a Megatron checkpoint is no dictionary", where=folder)
+            first = merged.setdefault(tuple(map(group.get, _OF_GROUP_ALONE)), group)
+            if text_of(first) != text_of(group):
+                raise _not_of_one_save("the settings of its optimizer's groups alike", f"others of rank {rank}", folder)
+    return [*merged.values()]
+
+
+def _not_of_one_save(expected: str, got: str, folder: str) -> DisagreementError:
+    return DisagreementError(
+        "the ranks of a Megatron checkpoint are not of one save",
+        expected=expected,
+        got=got,
+        where=folder,
+        remedy="copy or restore all files of one save",
+    )
+
+
+def _chained(optimizer: Value) -> list[Dict]:
+    """Return the optimizers of a run: several have numbers for keys."""
+    if type(optimizer) is not Dict:
+        return []
+    numbered = [own for key, own in optimizer.pairs() if type(key) is int and type(own) is Dict]
+    return numbered or [optimizer]
+
+
+def files_of_torch_dist(folder: str) -> tuple[str, ...]:
+    """Return the paths of the files that make up such a checkpoint, its index first."""
+    metadata = metadata_of(folder)
+    names = sorted({place.file for place in metadata.items.values()} - {".metadata"}, key=natural_key)
+    others = [COMMON] if source_files.is_file(Path(folder, COMMON)) else []
+    return tuple(str(Path(folder, name)) for name in ("metadata.json", ".metadata", *others, *names))

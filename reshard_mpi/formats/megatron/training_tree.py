@@ -1,0 +1,180 @@
+"""Arrange a Megatron training as one nest under the names of a whole training state (`arranged`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from reshard_mpi.errors import ShardError
+from reshard_mpi.formats.locations import Converted
+from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.megatron.model_names import is_expert, layer_axes
+from reshard_mpi.formats.nest.nodes import Call, Dict, Global, Value
+from reshard_mpi.formats.torch.tensor_pieces import TensorPieces, listed
+from reshard_mpi.formats.torch.tensors import StoredTensor
+from reshard_mpi.text import shortened
+
+NAME = "megatron"
+# The float32 copy of a weight, as this program calls it.
+FP32 = "fp32_param"
+# What Megatron calls it, in files of one form or another.
+MAIN_NAMES = ("param", "fp32_param")
+_NAMESPACE = Global("argparse", "Namespace")
+# Settings of the run that other frameworks have as well, by Megatron's names.
+_RENAMED = {"opt_param_scheduler": "scheduler"}
+# What is about these files alone, or these ranks.
+_OF_LAYOUT = ("content_metadata", "rng_state", "optimizer")
+_NO_MEMBERS = (
+    "which parameters each group of the optimizer has is not in the files, and its groups are not those that Megatron"
+    " makes by itself (with and without weight decay): they have no list of parameters"
+)
+_MEMBERS = (
+    "which parameters each group of the optimizer has is not in the files: biases and vectors are taken for those"
+    " without weight decay, as Megatron takes them unless it is told otherwise"
+)
+
+
+class SavedTraining(NamedTuple):
+    """The contents of all files of a checkpoint together.
+
+    Attributes:
+        weights: the tensors of the model by key, and what else its modules save.
+        state: the optimizer's tensors by key and kind; `FP32` is the copy of the weights.
+        groups: the optimizer's groups with their settings.
+        values: what else the run keeps, by key.
+    """
+
+    weights: Mapping[str, Value]
+    state: Mapping[str, Mapping[str, TensorPieces]]
+    groups: Sequence[Dict]
+    values: Mapping[str, Value]
+
+
+def arranged(
+    training: SavedTraining, folder: str, of_file: Callable[[StoredTensor], TensorPieces], left_out: Sequence[str]
+) -> Manifest:
+    """Return a checkpoint's tensors as pieces that its files hold, and the rest of it as the text of a nest.
+
+    Args:
+        of_file: returns a tensor among values with its place.
+        left_out: in words, what else is not kept.
+
+    Raises ShardError if weights and state contradict each other.
+    """
+    model = Dict()
+    for key, value in training.weights.items():
+        state = training.state.get(key, {})
+        model.flat += [key, _with_copies(key, value, state, folder) if type(value) is TensorPieces else value]
+    lacking = [key for key in training.state if type(training.weights.get(key)) is not TensorPieces]
+    if lacking:
+        raise ShardError(
+            "a Megatron checkpoint lacks the weights of parameters that its optimizer has",
+            expected=repr(lacking[0]),
+            got=f"{len(lacking)} parameters without weights",
+            where=folder,
+            remedy="copy or restore all files of one save",
+        )
+    root = Dict(["model", model])
+    notes: list[str] = []
+    if training.state:
+        groups, note = _groups(training)
+        steps = {name: group.get("step") for group, names in groups for name in names}
+        state_tree = Dict()
+        for key, kinds in training.state.items():
+            own = Dict(
+                [part for kind, tensor in kinds.items() if _is_kept(kind, key, training) for part in (kind, tensor)]
+            )
+            if steps.get(key) is not None:
+                own.flat += ["step", steps[key]]
+            state_tree.flat += [key, own]
+        listed_groups: list[Value] = [
+            Dict([*group.flat, "params", list(names)]) if note != _NO_MEMBERS else group for group, names in groups
+        ]
+        root.flat += ["optimizer", Dict(["state", state_tree, "param_groups", listed_groups])]
+        notes.append(note)
+    elif training.groups:
+        root.flat += ["optimizer", Dict(["param_groups", list(training.groups)])]
+    for key, value in training.values.items():
+        if key not in _OF_LAYOUT:
+            root.flat += [_RENAMED.get(key, key), plain(value)]
+    manifest = listed(root, folder, NAME, "Megatron checkpoint", of_file)
+    return manifest._replace(left_out=(*manifest.left_out, *left_out), notes=tuple(notes))
+
+
+def _is_kept(kind: str, key: str, training: SavedTraining) -> bool:
+    """Tell whether a kind of state is listed: the copy of a weight that is float32 itself is the weight."""
+    return kind != FP32 or training.weights[key].dtype != training.state[key][FP32].dtype
+
+
+def _with_copies(key: str, tensor: TensorPieces, state: Mapping[str, TensorPieces], folder: str) -> TensorPieces:
+    """Return a weight with the pieces of its float32 copy, converted, so that both are compared as copies are.
+
+    Raises ShardError if state has another shape.
+    """
+    for kind, own in state.items():
+        if own.shape != tensor.shape:
+            raise ShardError(
+                f"{kind} of {key!r} in a Megatron checkpoint has another shape than the weight",
+                expected=str(list(tensor.shape)),
+                got=str(list(own.shape)),
+                where=folder,
+                remedy="copy or restore all files of one save",
+            )
+    main = state.get(FP32)
+    if main is None:
+        return tensor
+    same = main.dtype == tensor.dtype
+    copies = tuple((box, place if same else Converted(place, main.dtype)) for box, place in main.pieces)
+    return tensor._replace(pieces=(*tensor.pieces, *copies))
+
+
+def _groups(training: SavedTraining) -> tuple[list[tuple[Dict, list[str]]], str]:
+    """Return the optimizer's groups, each with the names of its parameters, and what is to be said of that."""
+    members: list[list[str]] = [[] for _ in training.groups]
+    for key in training.state:
+        weight = training.weights[key]
+        is_decayed = len(weight.shape) - layer_axes(key) > 1 and not key.endswith(".bias")
+        fitting = [number for number, group in enumerate(training.groups) if _fits(group, key, is_decayed=is_decayed)]
+        if len(fitting) != 1:
+            return [(group, []) for group in training.groups], _NO_MEMBERS
+        members[fitting[0]].append(key)
+    return list(zip(training.groups, members)), _MEMBERS
+
+
+def _fits(group: Dict, key: str, *, is_decayed: bool) -> bool:
+    """Tell whether a group can have a parameter, if groups are those that Megatron makes by itself."""
+    is_plain = group.get("lr_mult") in (None, 1.0) and not group.get("is_decoupled_lr")
+    of_experts = group.get("is_expert_parallel")
+    return (
+        is_plain and of_experts in (None, is_expert(key)) and group.get("wd_mult") in (None, 1.0 if is_decayed else 0.0)
+    )
+
+
+def plain(value: Value) -> Value:
+    """Return a value in which objects of Megatron's classes are dictionaries.
+
+    A Namespace becomes one of its attributes; a member of an enumeration one of its class and its value.
+    """
+    kind = type(value)
+    if kind is list:
+        return [plain(part) for part in value]
+    if kind is tuple:
+        return tuple(map(plain, value))
+    if kind is Dict:
+        return Dict([part for key, own in value.pairs() for part in (key, plain(own))])
+    if kind is Call and value.function == _NAMESPACE and type(value.state) is Dict:
+        return plain(value.state)
+    if kind is Call and value.function.module.startswith("megatron.") and _is_member(value):
+        return Dict(["class", str(value.function), "value", value.args[0]])
+    return value
+
+
+def _is_member(value: Call) -> bool:
+    """Tell whether an object is made of one number or text, as members of enumerations are."""
+    return len(value.args) == 1 and type(value.args[0]) in (int, str) and value.state is None and not value.items
+
+
+def differing(keys: Sequence[str], what: str) -> Iterator[str]:
+    """Say that keys are left out, if there are any, and why."""
+    if keys:
+        yield f"{shortened(sorted(keys), 3)}: {what}"
