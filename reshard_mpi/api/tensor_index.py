@@ -55,6 +55,9 @@ def chosen_of(
     The view turns slices of negative steps, and leaves out dimensions of integers; None: all as it is. Raises as
     `positions` does.
     """
+    if type(index) is int and shape:  # the most frequent index by far: one row
+        row = _integer(index, shape[0], name)
+        return [range(row, row + 1), *map(range, shape[1:])], (0,)
     chosen: list[range] = []
     view: list[int | slice] = []
     for each in positions(index, shape, name):
