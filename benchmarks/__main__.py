@@ -9,7 +9,19 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-from benchmarks import conversion, deepspeed, forms, maps, opening, planning, scaling, startup, tensors, verification
+from benchmarks import (
+    conversion,
+    deepspeed,
+    forms,
+    maps,
+    megatron,
+    opening,
+    planning,
+    scaling,
+    startup,
+    tensors,
+    verification,
+)
 from benchmarks.plot import draw, lacks_matplotlib
 from benchmarks.results import Results
 from benchmarks.targets import LARGE_MB, SMALL_MB
@@ -76,6 +88,11 @@ Takes a checkpoint of ZeRO-2 of 4 ranks, in bf16 and with the optimizer, to whol
 zero_to_fp32.py, and to ZeRO-2 of 8 ranks beside its ds_to_universal.py, which puts all pieces into temporary files
 first. Time, CPU time and memory.
 """
+_MEGATRON = """\
+Takes weights of Megatron's torch_dist to a Hugging Face folder beside torch's dcp_to_torch_save, and the optimizer of
+tensor parallelism 2 and 2 stages out of its buckets (dp_reshardable) into the form that any layout loads, beside `cp`
+of what was written; then opens a checkpoint with a very long index.
+"""
 
 
 def main() -> None:
@@ -125,6 +142,7 @@ def parser() -> argparse.ArgumentParser:
     _add_tensors(_command(commands, "tensors", "checkpoints of very many small tensors", _TENSORS))
     _add_open(_command(commands, "open", "checkpoints that are read where they are", _OPEN))
     _add_deepspeed(_command(commands, "deepspeed", "ZeRO's checkpoints beside DeepSpeed's scripts", _DEEPSPEED))
+    _add_megatron(_command(commands, "megatron", "Megatron-Core's checkpoints", _MEGATRON))
     return whole
 
 
@@ -288,6 +306,18 @@ def _add_deepspeed(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--deepspeed", default=sys.executable, metavar="PYTHON", help=text)
     parser.set_defaults(
         run=lambda options: deepspeed.measure(options.megabytes, options.pairs, options.folder, options.deepspeed)
+    )
+
+
+def _add_megatron(parser: argparse.ArgumentParser) -> None:
+    for name, count in (("--megabytes", SMALL_MB), ("--items", 100_000)):
+        parser.add_argument(name, type=_positive, default=count, metavar="N", help="(default: %(default)s)")
+    text = "interpreter that has torch (default: this one)"
+    parser.add_argument("--torch", default=sys.executable, metavar="PYTHON", help=text)
+    parser.set_defaults(
+        run=lambda options: megatron.measure(
+            options.megabytes, options.items, options.pairs, options.folder, options.torch
+        )
     )
 
 

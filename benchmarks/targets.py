@@ -146,6 +146,14 @@ TARGETS = {
     "deepspeed.ranks.cpu": Target(Figure.FASTER),
     "deepspeed.ranks.memory": Target(Figure.SMALLER),
     "deepspeed.memory": Target(Figure.PEAK, 200 * MIB),
+    # Megatron
+    "megatron.weights": Target(Figure.FASTER, 4, SMALL_MB),
+    "megatron.weights.cpu": Target(Figure.FASTER),
+    "megatron.weights.memory": Target(Figure.SMALLER),
+    "megatron.buckets": Target(Figure.TIME, 2.5, SMALL_MB),
+    "megatron.memory": Target(Figure.PEAK, 200 * MIB),
+    "megatron.items": Target(Figure.SECONDS, 5.0),
+    "megatron.items.memory": Target(Figure.PEAK, 300 * MIB),
     # start-up
     "startup.help": Target(Figure.SECONDS, 0.15),
     "startup.import": Target(Figure.SECONDS),
