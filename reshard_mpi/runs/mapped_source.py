@@ -9,7 +9,7 @@ map says is equal or padding, and single numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from reshard_mpi.checkpoints.shard_files import ShardFiles
 from reshard_mpi.checkpoints.shard_opener import ShardShare
@@ -17,9 +17,7 @@ from reshard_mpi.checkpoints.source import ShardStats, SourceCheckpoint
 from reshard_mpi.engine.open_files import Files
 from reshard_mpi.engine.read import only_element
 from reshard_mpi.errors import DisagreementError
-from reshard_mpi.formats.dtypes import numbers
-from reshard_mpi.formats.manifest import NEST, Manifest, ShardIdentity, shown_string
-from reshard_mpi.formats.nest.rebuild_tree import first_difference
+from reshard_mpi.formats.manifest import NEST, Manifest, ShardIdentity
 from reshard_mpi.formats.protocol import Packed
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.mapping.apply_to_file import SourceTree, applied_to_file
@@ -30,7 +28,7 @@ from reshard_mpi.mapping.rules import Rules, element_value
 from reshard_mpi.mapping.selection import is_chosen
 from reshard_mpi.planning.gradient_joining import gradients_like, notes_on
 from reshard_mpi.planning.map_routes import MappedTensors
-from reshard_mpi.planning.rank_plan import LEFT_OUT, RankPlan
+from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.planning.shared_facts import OWN
 from reshard_mpi.planning.source_flaws import MissingRanks, UnusableShard
 from reshard_mpi.planning.tensor_names import Accumulated, Unlisted, is_partial_sum
@@ -44,56 +42,12 @@ from reshard_mpi.runs.check_maps import (
     tensor_at,
     tied_tensors,
 )
+from reshard_mpi.runs.map_notes import MapsOutcome, MapStep, notes_of_nest, notes_of_tensors, origins
 from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.sharding.strategy import Strategy, unsharded
-from reshard_mpi.text import counted, shortened
 
 if TYPE_CHECKING:
     from reshard_mpi.runs.packing import Packing
-
-
-class _MapStep(NamedTuple):
-    """The result of one map on a full checkpoint. plan: of the full checkpoint. tensors: the derived ones, as a
-    shard's.
-    """
-
-    rules: Rules | None
-    plan: RankPlan
-    mapped: MapResult
-    tensors: MappedTensors
-
-    @property
-    def planned(self) -> RankPlan:
-        """The map's result, planned as a full checkpoint."""
-        tensors, holes = self.tensors.planned()
-        return self.plan._replace(tensors=tensors, holes=holes)
-
-
-class _MapsOutcome(NamedTuple):
-    """What all maps make of the checkpoint, one after another, and that as a shard."""
-
-    plan: RankPlan  # of the checkpoint as one full one
-    inventory: Inventory  # its tensors
-    steps: tuple[_MapStep, ...]
-    made: tuple[DerivedTensor, ...]  # the tensors that maps make of others, each as made of tensors of the checkpoint
-    manifest: Manifest
-    notes: tuple[str, ...]
-    # the names of the checkpoint's tensors that go into targets or are looked at
-    needed: frozenset[str]
-    warnings: tuple[str, ...]  # of how the source is cut, and of values that do not follow their tensors
-    packed: Packed | None  # the files that the result is packed into
-    kinds: Mapping[str, TensorType]  # of the whole tensors that the maps make
-    whole: RankPlan  # of these
-
-    @property
-    def left_out(self) -> tuple[str, ...]:
-        """The names of tensors that go nowhere, from each map's sources and the last one's results."""
-        return tuple(dict.fromkeys(name for step in self.steps for name in step.mapped.left_out))
-
-    @property
-    def constants(self) -> tuple[ConstantTensor, ...]:
-        """The tensors of the target that are made up."""
-        return self.steps[-1].mapped.constants
 
 
 def conversion_through(tensor_map: TensorMap, conversion: Conversion, packing: Packing | None = None) -> Conversion:
@@ -144,7 +98,7 @@ class MappedCheckpoint(SourceCheckpoint):
         self.packing = packing
         self.is_wanted = is_wanted
         self.is_rank_by_rank = is_rank_by_rank
-        self._made: _MapsOutcome | None = None
+        self._made: MapsOutcome | None = None
         self._is_checked = False
         self._recipes: Mapping[str, DerivedTensor | ConstantTensor] | None = None
 
@@ -196,21 +150,7 @@ class MappedCheckpoint(SourceCheckpoint):
 
     def origins(self) -> Iterator[tuple[str, str]]:
         """Yield tensors of the targets with their sources, and tensors that are left out, by name."""
-        outcome, accumulated = self._opened(), self.original.policy.accumulated
-        dtypes = {name: kind.dtype for name, kind in outcome.inventory.items()}
-        for tensor in outcome.made:
-            sources = list(dict.fromkeys(tensor.sources[pair.source] for pair in tensor.shape.pairs))
-            before = {dtypes[name] for name in sources} - {tensor.dtype}
-            types = f", converted from {' and '.join(map(str, before))}" if before else ""
-            origin = f"{shortened(sources) or 'made up'}, by {tensor.where}" if tensor.where else "as it is"
-            zeros = f", {sum(box.size for box in tensor.shape.zeros)} zeros" if tensor.shape.zeros else ""
-            joins = accumulated is not Accumulated.REFUSE and any(map(is_partial_sum, sources))
-            types += f", the {accumulated} of replicas" if joins else ""
-            yield tensor.name, f"{origin}{zeros}{types}"
-        for name, kind, element, where in outcome.constants:
-            yield name, f"made up of {numbers(element, kind.dtype)[0]}, by {where}"
-        for name in outcome.left_out:
-            yield name, LEFT_OUT
+        return origins(self._opened(), self.original.policy.accumulated)
 
     def recipe(self, name: str) -> DerivedTensor | ConstantTensor | None:
         """Return the sources of a tensor; None if the map makes none of this name."""
@@ -279,7 +219,8 @@ class MappedCheckpoint(SourceCheckpoint):
     def notes(self) -> tuple[str, ...]:
         """Return notes for the user on the results of the maps."""
         outcome = self._opened()
-        return (*self._notes(outcome), *outcome.notes, *self._nest_notes(outcome))
+        of_tensors = notes_of_tensors(outcome, self._wanted(outcome.made))
+        return (*of_tensors, *outcome.notes, *notes_of_nest(outcome, self.tensor_map.like))
 
     def cut_warnings(self, plan: RankPlan) -> tuple[str, ...]:
         """Return warnings on how a target holds the tensors that a map makes. plan: the target's plan."""
@@ -323,51 +264,66 @@ class MappedCheckpoint(SourceCheckpoint):
             require_equal(self.original, step.plan, step.mapped)
             require_padding(self.original, step.plan, step.mapped)
 
-    def _opened(self) -> _MapsOutcome:
+    def _opened(self) -> MapsOutcome:
         if self._made is None:
-            plan = self.original.plan(0, checked=False)
-            inventory = _inventory_of(plan)
-            nest = plan.strings.get(NEST)
-            tied = {} if nest is None else tied_tensors(self.original.source, inventory)
-            rules, choice, forward, like, _ = self.tensor_map
-            made_file = applied_to_file(
-                rules, choice, inventory, SourceTree(nest, tied, self.files.path), forward, like
-            )
-            steps: list[_MapStep] = []
-            for mapped, own_rules in zip(made_file.mapped, rules or (None,)):
-                steps.append(self._planned(mapped, own_rules, plan if not steps else steps[-1].planned))
-            strings = {name: text for name, text in plan.strings.items() if name != NEST}
-            if made_file.nest is not None:
-                strings[NEST] = made_file.nest
-            made, packed = made_file.made, None
-            kinds = {tensor.name: TensorType(tensor.dtype, tensor.shape.shape) for tensor in steps[-1].mapped.made}
-            kinds |= {tensor.name: tensor.kind for tensor in steps[-1].mapped.constants}
-            manifest = Manifest(self.files.path, self.files.format, steps[-1].tensors, strings)
-            needed = self._needed(steps)
-            whole = steps[-1].planned if self.packing is not None else plan
-            if self.packing is not None:
-                packed = self.packing.pack(kinds, strings)
-            if packed is not None:
-                parts = parts_of(packed, () if self.has_files else packed.files, kinds)
-                steps.append(self._planned(parts, None, whole))
-                manifest = Manifest(self.files.path, self.files.format, steps[-1].tensors, dict(packed.strings))
-                if self.has_files:
-                    needed |= {name for equal in parts.equal for name in equal.names}
-                else:
-                    made = made_of_first(parts, made, steps[-2].mapped.constants)
-                    needed = self._needed(steps)
-            plan = _comparing_only(plan, needed)
-            is_cut = (
-                self.original.source.strategy.world_size > 1
-            )  # the pieces of an index say only who has written what
-            warnings = tuple(source_warnings(self._wanted(made), plan, rules)) if is_cut else ()
-            warnings += made_file.warnings
-            self._made = _MapsOutcome(
-                plan, inventory, tuple(steps), made, manifest, made_file.notes, needed, warnings, packed, kinds, whole
-            )
+            self._made = self._map_source()
         return self._made
 
-    def _planned(self, mapped: MapResult, rules: Rules | None, plan: RankPlan) -> _MapStep:
+    def _map_source(self) -> MapsOutcome:
+        """Plan the source as one full checkpoint, and apply the maps to it one after another."""
+        plan = self.original.plan(0, checked=False)
+        inventory = _inventory_of(plan)
+        nest = plan.strings.get(NEST)
+        tied = {} if nest is None else tied_tensors(self.original.source, inventory)
+        rules, choice, forward, like, _ = self.tensor_map
+        made_file = applied_to_file(rules, choice, inventory, SourceTree(nest, tied, self.files.path), forward, like)
+        steps: list[MapStep] = []
+        for mapped, own_rules in zip(made_file.mapped, rules or (None,)):
+            steps.append(self._planned(mapped, own_rules, plan if not steps else steps[-1].planned))
+        strings = {name: text for name, text in plan.strings.items() if name != NEST}
+        if made_file.nest is not None:
+            strings[NEST] = made_file.nest
+        kinds = {tensor.name: TensorType(tensor.dtype, tensor.shape.shape) for tensor in steps[-1].mapped.made}
+        kinds |= {tensor.name: tensor.kind for tensor in steps[-1].mapped.constants}
+        outcome = MapsOutcome(
+            plan=plan,
+            inventory=inventory,
+            steps=tuple(steps),
+            made=made_file.made,
+            manifest=Manifest(self.files.path, self.files.format, steps[-1].tensors, strings),
+            notes=made_file.notes,
+            needed=self._needed(steps),
+            warnings=made_file.warnings,
+            packed=None,
+            kinds=kinds,
+            whole=plan,
+        )
+        if self.packing is not None:
+            outcome = self._pack(outcome, self.packing)
+        outcome = outcome._replace(plan=_comparing_only(plan, outcome.needed))
+        if self.original.source.strategy.world_size == 1:  # the pieces of an index say only who has written what
+            return outcome
+        cuts = source_warnings(self._wanted(outcome.made), outcome.plan, rules)
+        return outcome._replace(warnings=(*cuts, *outcome.warnings))
+
+    def _pack(self, outcome: MapsOutcome, packing: Packing) -> MapsOutcome:
+        """Return the result of the maps packed into files, by one step more that cuts its tensors for them."""
+        last = outcome.steps[-1]
+        packed = packing.pack(outcome.kinds, outcome.manifest.strings)
+        outcome = outcome._replace(packed=packed, whole=last.planned)
+        if packed is None:
+            return outcome
+        parts = parts_of(packed, () if packing.by_file else packed.files, outcome.kinds)
+        steps = (*outcome.steps, self._planned(parts, None, outcome.whole))
+        manifest = Manifest(self.files.path, self.files.format, steps[-1].tensors, dict(packed.strings))
+        outcome = outcome._replace(steps=steps, manifest=manifest)
+        if packing.by_file:
+            compared = {name for equal in parts.equal for name in equal.names}
+            return outcome._replace(needed=outcome.needed | compared)
+        made = made_of_first(parts, outcome.made, last.mapped.constants)
+        return outcome._replace(made=made, needed=self._needed(steps))
+
+    def _planned(self, mapped: MapResult, rules: Rules | None, plan: RankPlan) -> MapStep:
         """Return what one map makes of the tensors of a plan, with the numbers that are computed of theirs."""
         if self.original.policy.accumulated is Accumulated.SUM:
             require_known_sums(mapped, self.files.path)
@@ -376,14 +332,14 @@ class MappedCheckpoint(SourceCheckpoint):
         mapped = mapped._replace(constants=(*mapped.constants, *computed))
         plan = plan._replace(value_ranks=(*plan.value_ranks, *ranks))
         rank = min(plan.read_ranks, default=0)
-        return _MapStep(rules, plan, mapped, MappedTensors(self.files.path, mapped, plan.tensors, rank, plan.holes))
+        return MapStep(rules, plan, mapped, MappedTensors(self.files.path, mapped, plan.tensors, rank, plan.holes))
 
     def _wanted(self, derived: Sequence[DerivedTensor]) -> list[DerivedTensor]:
         """Return the tensors that targets have; others are left out by their strategy."""
         names = {tensor.name for tensor in derived}
         return [tensor for tensor in derived if self.is_wanted(tensor.name, names)]
 
-    def _needed(self, steps: Sequence[_MapStep]) -> frozenset[str]:
+    def _needed(self, steps: Sequence[MapStep]) -> frozenset[str]:
         needed = {tensor.name for tensor in self._wanted(steps[-1].mapped.made)}
         for step in reversed(steps):
             mapped = step.mapped
@@ -413,45 +369,7 @@ class MappedCheckpoint(SourceCheckpoint):
                 computed.append(ConstantTensor(number.name, number.kind, element, number.where))
         return computed, ranks
 
-    def _notes(self, outcome: _MapsOutcome) -> Iterator[str]:
-        """Yield notes for the user on the results of the maps."""
-        for step in outcome.steps:
-            if step.rules is not None and step.mapped.direction is not None:
-                count = sum(1 for tensor in step.mapped.made if tensor.where)
-                yield f"the map {step.rules.where}, read {step.mapped.direction}, makes {counted(count, 'tensor')}"
-        is_mapped = outcome.steps[0].rules is not None
-        kept = [next(iter(tensor.sources.values())) for tensor in self._wanted(outcome.made) if not tensor.where]
-        if kept and is_mapped:
-            yield f"no equation takes {shortened(list(dict.fromkeys(kept)))}; names and shapes stay as they are"
-        with_parameters = [name for step in outcome.steps for name in step.mapped.states_left_out]
-        left_out = [name for name in outcome.left_out if name not in frozenset(with_parameters)]
-        if left_out:
-            yield f"left out: {shortened(left_out)}"
-        if with_parameters:
-            yield f"left out with the parameters whose state they are: {shortened(with_parameters)}"
-        if outcome.constants:
-            yield f"made up: {shortened([tensor.name for tensor in outcome.constants])}"
-        pads = (pads for step in outcome.steps for pads in step.mapped.pads if pads.are_dropped)
-        dropped = [(pad.name, sum(box.size for box in pad.boxes)) for pad in pads]
-        if dropped:
-            elements = sum(size for _, size in dropped)
-            names = shortened([name for name, _ in dropped])
-            yield f"{elements} elements of padding are dropped, whatever they hold: {names}"
-
-    def _nest_notes(self, outcome: _MapsOutcome) -> Iterator[str]:
-        """Yield notes on values that are neither tensor nor text."""
-        like = self.tensor_map.like
-        own, new = outcome.plan.strings.get(NEST), outcome.manifest.strings.get(NEST)
-        if like is None or new == own:
-            return
-        if new is None:
-            yield f"left out, since {like.path} has no such thing: {shown_string(NEST)}"
-        else:
-            other = first_difference(own, new)
-            where = f"the first other one is {other}" if other else "tensors are nested otherwise"
-            yield f"{shown_string(NEST)}: as in {like.path}, with the values of the source that both have; {where}"
-
-    def _require_nobodys_own(self, outcome: _MapsOutcome, whole: RankPlan) -> None:
+    def _require_nobodys_own(self, outcome: MapsOutcome, whole: RankPlan) -> None:
         """Raise DisagreementError if each rank has its own of something that all targets would get from one of them.
 
         Args:
