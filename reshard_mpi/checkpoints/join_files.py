@@ -6,19 +6,38 @@ the name of their branch, since a model and its optimizer each have names of the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from reshard_mpi.checkpoints.branch_names import branches_in, keys_of
 from reshard_mpi.errors import DisagreementError, SourceError
 from reshard_mpi.formats.manifest import NEST, Manifest, ShardIdentity, same_nest
-from reshard_mpi.formats.nest.join_branches import Branch, branch_of, join_branches
-from reshard_mpi.formats.nest.nodes import NestError
+from reshard_mpi.formats.nest.nodes import LESS, MAX_CHARACTERS, NestError, decoded, parsed, written
 from reshard_mpi.formats.tensor_table import ChunkedTensors, ListedChunk, TensorTable
 from reshard_mpi.sharding import strategy_table
 from reshard_mpi.sharding.strategy import Strategy
 
 _TO_BE_ONE_CHECKPOINT = "choose files with --select, or put the shards of several ranks into rank_* folders"
+
+
+class _Branch(NamedTuple):
+    """The nest of one file as a branch.
+
+    Example, of a file `{"optim": {"state": {...}}}` that becomes the branch `optimizer`:
+
+        _Branch("optimizer.", "optim.", {"dict": [["state", {"dict": [...]}]]}, ["optimizer.state.0.exp_avg"])
+    """
+
+    prefix: str  # what names of its tensors begin with
+    own_prefix: str  # what they begin with in the file, and not as a branch; mostly empty
+    root: Any  # the nest below the branch's name
+    order: Sequence[str] | None  # names of its tensors in order; None: it is not known
+
+    def name(self, own_name: str) -> str:
+        """Return the name that a tensor of the file has as a part of the branch."""
+        return self.prefix + own_name.removeprefix(self.own_prefix)
 
 
 def joined(manifests: Sequence[Manifest], path: str, *, by_branch: bool) -> Manifest:
@@ -66,11 +85,39 @@ def _two_nests(nested: Sequence[Manifest], path: str) -> SourceError:
     )
 
 
-def _branch(word: str, manifest: Manifest) -> Branch:
+def _branch(word: str, manifest: Manifest) -> _Branch:
     try:
-        return branch_of(word, keys_of(word), manifest.tensors.keys(), manifest.strings)
+        return _branch_of(word, keys_of(word), manifest.tensors.keys(), manifest.strings)
     except NestError as error:
         raise _unsound(error, manifest.path) from None
+
+
+def _branch_of(word: str, keys: Collection[str], names: Collection[str], strings: Mapping[str, str]) -> _Branch:
+    """Make a branch of what one file holds. Raises NestError if the text of its nest is none.
+
+    Args:
+        word: the name of the branch.
+        keys: a dictionary with one of these as its only key says itself which branch it is.
+        names: of the file's tensors, in its order.
+    """
+    texts = [[key, text] for key, text in strings.items() if key != NEST]
+    if NEST not in strings:  # a dictionary of tensors, followed by texts
+        root: Any = {"dict": [*([name] for name in names if texts), *texts]}
+        return _Branch(f"{word}.", "", root, [f"{word}.{name}" for name in names])
+    try:
+        content = parsed(strings[NEST])
+    except (ValueError, RecursionError) as error:
+        raise NestError("the text of the nest is no JSON", str(error)[:100]) from None
+    match content.root:
+        case {"dict": [[str() as key, {} as below]], **rest} if (
+            key in keys and not rest and not texts and all(name.startswith(f"{key}.") for name in names)
+        ):
+            branch = _Branch(f"{word}.", f"{key}.", below, None)
+        case {"dict": list() as entries, **rest} if texts:
+            branch = _Branch(f"{word}.", "", {**rest, "dict": [*entries, *texts]}, None)
+        case _:
+            branch = _Branch(f"{word}.", "", content.root, None)
+    return branch if content.order is None else branch._replace(order=[*map(branch.name, decoded(content.order))])
 
 
 def _unsound(error: NestError, path: str) -> SourceError:
@@ -82,7 +129,7 @@ def _unsound(error: NestError, path: str) -> SourceError:
     )
 
 
-def _under_branches(parts: Sequence[tuple[Manifest, Branch | None]], path: str) -> Manifest:
+def _under_branches(parts: Sequence[tuple[Manifest, _Branch | None]], path: str) -> Manifest:
     """Join branches, and files that are none, whose tensors keep their names.
 
     A name of the latter that begins as a branch would come to lie in that.
@@ -97,11 +144,28 @@ def _under_branches(parts: Sequence[tuple[Manifest, Branch | None]], path: str) 
         if clash is not None:
             raise _held_twice(clash, "a branch of this name", manifest.path, path)
     try:
-        nest = join_branches(branches)
+        nest = _nest_of_branches(branches)
     except NestError as error:
         raise _unsound(error, path) from None
     strings = {name: text for manifest in others for name, text in manifest.strings.items()}
-    return _merged(parts, {**strings, NEST: nest.text}, path)
+    return _merged(parts, {**strings, NEST: nest}, path)
+
+
+def _nest_of_branches(branches: Sequence[_Branch]) -> str:
+    """Return one text for branches of different names, with the order of their tensors if there is room for it.
+
+    Raises NestError if it is too long.
+    """
+    root = {"dict": [[branch.prefix[:-1], branch.root] for branch in branches]}
+    orders = [branch.order for branch in branches if branch.order is not None]
+    if len(orders) == len(branches):
+        text = written(root, chain.from_iterable(orders))
+        if len(text) <= MAX_CHARACTERS:
+            return text
+    text = written(root, None)
+    if len(text) > MAX_CHARACTERS:
+        raise NestError("what files hold besides tensors is too much", f"more than {MAX_CHARACTERS} characters", LESS)
+    return text
 
 
 def _held_twice(name: str, first: str, second: str, path: str) -> SourceError:
@@ -114,7 +178,7 @@ def _held_twice(name: str, first: str, second: str, path: str) -> SourceError:
     )
 
 
-def _merged(parts: Sequence[tuple[Manifest, Branch | None]], strings: Mapping[str, str], path: str) -> Manifest:
+def _merged(parts: Sequence[tuple[Manifest, _Branch | None]], strings: Mapping[str, str], path: str) -> Manifest:
     """Return one manifest of files whose nests have been joined."""
     manifests = [manifest for manifest, _ in parts]
     is_chunked = any(isinstance(manifest.tensors, ChunkedTensors) for manifest in manifests)
@@ -162,7 +226,7 @@ def _add(tensors: TensorTable, name: str, of_file: TensorTable, own_name: str) -
     tensors.add_listed(name, kind.dtype, kind.shape, pieces)
 
 
-def _identity(parts: Sequence[tuple[Manifest, Branch | None]]) -> ShardIdentity | None:
+def _identity(parts: Sequence[tuple[Manifest, _Branch | None]]) -> ShardIdentity | None:
     """Return the identity of files of one rank, which places the tensors of all; None if none says its rank."""
     stated = [(manifest, branch, manifest.identity) for manifest, branch in parts if manifest.identity is not None]
     if not stated:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from reshard_mpi.formats.structure import MAX_NAME_BYTES, MAX_STRING_BYTES, MAX_TENSORS
@@ -21,6 +21,9 @@ Value = Any
 
 # What to do about a tree that is too large.
 LESS = "load it with torch, and save it without what is so large, or with that as tensors"
+
+# Parts of a value that are searched for tensors lost with it.
+_MAX_LOOKED_INTO = 1 << 16
 
 
 class Global(NamedTuple):
@@ -95,6 +98,35 @@ class Unreadable(NamedTuple):
 
     what: str
     is_empty: bool = False
+
+
+def described(value: Value, is_tensor: Callable[[Value], bool]) -> str:
+    """Name a value that is left out, and the number of tensors lost with it."""
+    if is_tensor(value):
+        return "a lone tensor"
+    if type(value) is Unreadable:
+        return value.what
+    if type(value) is Global:
+        return str(value)[:200]
+    if type(value) is not Call:
+        return "a tensor within an object, or a value of another kind"
+    tensors = _tensors_in(value, is_tensor)
+    lost = f", with {tensors} tensor{'' if tensors == 1 else 's'} in it" if tensors else ""
+    return f"an object of {value.function}"[:200] + lost
+
+
+def _tensors_in(value: Value, is_tensor: Callable[[Value], bool]) -> int:
+    """Return how many different tensors there are in a value, as far as it is looked into."""
+    waiting, met = [value], {id(value)}
+    tensors = 0
+    while waiting and len(met) < _MAX_LOOKED_INTO:
+        part = waiting.pop()
+        tensors += is_tensor(part)
+        for further in parts(part):
+            if id(further) not in met:
+                met.add(id(further))
+                waiting.append(further)
+    return tensors
 
 
 ORDERED_DICT = Global("collections", "OrderedDict")
