@@ -17,8 +17,8 @@ from reshard_mpi.engine.open_files import Files, OnBytes
 from reshard_mpi.engine.read import Stream, read_region
 from reshard_mpi.formats.locations import ByteRanges
 from reshard_mpi.formats.manifest import Manifest, TensorSpec
-from reshard_mpi.formats.tensor_table import ChunkedTensors, TensorEntry
-from reshard_mpi.planning.chunk_reads import ChunkReads
+from reshard_mpi.formats.tensor_table import TensorEntry
+from reshard_mpi.planning.chunk_reads import held_tensor
 from reshard_mpi.planning.rank_plan import Copy, Limits, RankPlan, TensorPlan, meeting
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strides import Runs, common_runs, run_length
@@ -256,13 +256,6 @@ def sum_sources(tensors: Iterable[TensorPlan], *, limits: Limits, on_bytes: OnBy
 def takes_numpy(spec: TensorSpec, entry: TensorEntry) -> bool:
     """Tell whether numpy is loaded to sum a tensor of a shard."""
     return not entry.is_as_stored or has_short_runs(spec.box, Box.whole(spec.global_shape), spec.dtype.itemsize_bytes)
-
-
-def held_tensor(spec: TensorSpec, shard: Manifest) -> TensorPlan:
-    """Return a tensor as a shard that holds it gives it."""
-    copy = Copy(-1, shard.tensors[spec.name], spec.box, spec.box)
-    chunked = shard.tensors if isinstance(shard.tensors, ChunkedTensors) else None
-    return TensorPlan(spec, (copy,) if chunked is None else ChunkReads(0, 1).copies(copy, chunked))
 
 
 def _elements_within(entry: TensorEntry, span: Span) -> tuple[int, int]:

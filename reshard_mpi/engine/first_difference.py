@@ -7,9 +7,13 @@ from collections.abc import Iterator
 
 from reshard_mpi.engine.open_files import Files, OnBytes
 from reshard_mpi.engine.read import Stream, element_of, fill, read_region
+from reshard_mpi.errors import DamageError
 from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.locations import ByteRange, LibraryRead, Reduced
-from reshard_mpi.planning.rank_plan import Check, Copy, Limits, TensorPlan, meeting
+from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.planning.chunk_reads import held_tensor
+from reshard_mpi.planning.rank_plan import Check, Copy, Limits, RankPlan, TensorPlan, meeting
+from reshard_mpi.planning.tensor_names import is_partial_sum
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.text import KIB
 
@@ -107,6 +111,44 @@ def first_difference_of_tensors(
             return _element(block, _first_differing_byte(expected, got) // itemsize)
         on_bytes(block.size * itemsize)
     return None
+
+
+def difference_from_source(
+    files: Files, tensor: TensorPlan, target: Manifest, limits: Limits, on_bytes: OnBytes = lambda _: None
+) -> DamageError | None:
+    """Return the error for a tensor of the shard `target` that differs from its sources; None if it does not.
+
+    Args:
+        on_bytes: called with the number of bytes just compared.
+    """
+    own = held_tensor(tensor.spec, target)
+    element = first_difference_of_tensors(files, tensor, own, limits, on_bytes)
+    if element is None:
+        return None
+    remedy = "make the target anew with --overwrite; if it differs again, look for a failing disk or memory"
+    if is_partial_sum(tensor.spec.name):
+        remedy = f"give the --accumulated that it was made with; if you did, {remedy}"
+    return DamageError(
+        f"{tensor.spec.name!r} differs from its source at element {list(element)}",
+        expected=value_at(files, tensor, element, limits),
+        got=value_at(files, own, element, limits),
+        where=target.path,
+        remedy=remedy,
+    )
+
+
+def where_it_differs(plan: RankPlan, target: Manifest, name: str, limits: Limits) -> DamageError:
+    """Return the error for a tensor of the shard `target` whose sum differs from the sum of its sources."""
+    tensor = next(tensor for tensor in plan.tensors if tensor.spec.name == name)
+    with Files() as files:
+        difference = difference_from_source(files, tensor, target, limits)
+    return difference or DamageError(
+        f"{name!r} was read as something else a moment ago",
+        expected="the same bytes whenever they are read",
+        got="sums that differed, and bytes that do not",
+        where=target.path,
+        remedy="make sure nothing writes to source or target; look for failing memory",
+    )
 
 
 def value_at(files: Files, tensor: TensorPlan, element: tuple[int, ...], limits: Limits) -> str:

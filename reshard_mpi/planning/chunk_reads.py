@@ -9,9 +9,10 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from reshard_mpi.errors import CoverageError, ReshardError
+from reshard_mpi.formats.manifest import Manifest, TensorSpec
 from reshard_mpi.formats.tensor_table import ChunkedTensors, PieceList, TensorTable
 from reshard_mpi.planning.map_routes import MappedTensors
-from reshard_mpi.planning.rank_plan import Check, Copy, Group, PlannedTensors, ReadGroup
+from reshard_mpi.planning.rank_plan import Check, Copy, Group, PlannedTensors, ReadGroup, TensorPlan
 from reshard_mpi.planning.replicas import Replicas, home_rank
 from reshard_mpi.planning.source_flaws import errors_text
 from reshard_mpi.sharding.box import Box, CoveredPart, Pieces, UncoveredError, overlapping
@@ -201,3 +202,10 @@ def _list_of(route: ReadGroup, place: int) -> int:
     if isinstance(tensors, MappedTensors):
         return tensors.recipe_of[route.numbers[place]]
     return tensors.chunk_list_ids[route.numbers[place]] if isinstance(tensors, ChunkedTensors) else 0
+
+
+def held_tensor(spec: TensorSpec, shard: Manifest) -> TensorPlan:
+    """Return a tensor as a shard that holds it gives it."""
+    copy = Copy(-1, shard.tensors[spec.name], spec.box, spec.box)
+    chunked = shard.tensors if isinstance(shard.tensors, ChunkedTensors) else None
+    return TensorPlan(spec, (copy,) if chunked is None else ChunkReads(0, 1).copies(copy, chunked))

@@ -15,15 +15,14 @@ from reshard_mpi.checkpoints.shard_files import ShardFiles
 from reshard_mpi.checkpoints.source import DAMAGE, SourceCheckpoint
 from reshard_mpi.engine.checksums import (
     Span,
-    held_tensor,
     sum_of_whole,
     sum_shard,
     sum_sources,
     sum_tensors,
     takes_numpy,
 )
-from reshard_mpi.engine.first_difference import first_difference_of_tensors, value_at
-from reshard_mpi.engine.open_files import Files, OnBytes
+from reshard_mpi.engine.first_difference import where_it_differs
+from reshard_mpi.engine.open_files import OnBytes
 from reshard_mpi.errors import DamageError, DisagreementError, ReshardError, ShardError, as_reshard_error
 from reshard_mpi.filesystem.source_files import is_taken
 from reshard_mpi.formats.manifest import Manifest, TensorSpec
@@ -69,7 +68,7 @@ def sums_as_planned(
     sums = []
     for summed in sum_shard(plan, target, span=span, limits=limits, on_bytes=on_bytes):
         if summed.expected != summed.found:
-            raise _where_it_differs(plan, target, summed.tensor.name, limits)
+            raise where_it_differs(plan, target, summed.tensor.name, limits)
         sums.append(tensor_sum(summed.tensor, summed.found, loose=summed.tensor.name in plan.loose))
     return tuple(sums)
 
@@ -78,43 +77,6 @@ def tensor_sum(spec: TensorSpec, value: int, *, loose: bool) -> TensorSum:
     """Return the record of a tensor's sum. loose: whether no strategy places it."""
     loose = loose or is_partial_sum(spec.name)
     return TensorSum(spec.name, spec.dtype.name, spec.global_shape, spec.box.start, spec.box.shape, value, loose)
-
-
-def _where_it_differs(plan: RankPlan, target: Manifest, name: str, limits: Limits) -> DamageError:
-    tensor = next(tensor for tensor in plan.tensors if tensor.spec.name == name)
-    with Files() as files:
-        difference = difference_from_source(files, tensor, target, limits)
-    return difference or DamageError(
-        f"{name!r} was read as something else a moment ago",
-        expected="the same bytes whenever they are read",
-        got="sums that differed, and bytes that do not",
-        where=target.path,
-        remedy="make sure nothing writes to source or target; look for failing memory",
-    )
-
-
-def difference_from_source(
-    files: Files, tensor: TensorPlan, target: Manifest, limits: Limits, on_bytes: OnBytes = lambda _: None
-) -> DamageError | None:
-    """Return the error for a tensor of the shard `target` that differs from its sources; None if it does not.
-
-    Args:
-        on_bytes: called with the number of bytes just compared.
-    """
-    own = held_tensor(tensor.spec, target)
-    element = first_difference_of_tensors(files, tensor, own, limits, on_bytes)
-    if element is None:
-        return None
-    remedy = "make the target anew with --overwrite; if it differs again, look for a failing disk or memory"
-    if is_partial_sum(tensor.spec.name):
-        remedy = f"give the --accumulated that it was made with; if you did, {remedy}"
-    return DamageError(
-        f"{tensor.spec.name!r} differs from its source at element {list(element)}",
-        expected=value_at(files, tensor, element, limits),
-        got=value_at(files, own, element, limits),
-        where=target.path,
-        remedy=remedy,
-    )
 
 
 class Summing(NamedTuple):

@@ -16,6 +16,7 @@ from reshard_mpi.checkpoints import discovery, shard_files
 from reshard_mpi.checkpoints.opening import chosen_files, open_source, require_same_choice
 from reshard_mpi.checkpoints.shard_opener import ShardShare
 from reshard_mpi.checkpoints.source import SourceCheckpoint
+from reshard_mpi.engine.first_difference import difference_from_source
 from reshard_mpi.engine.open_files import Files, OnBytes
 from reshard_mpi.errors import DamageError, ReshardError, SourceError
 from reshard_mpi.filesystem.paths import require_reachable
@@ -41,7 +42,6 @@ from reshard_mpi.runs.check_contents import (
     check_together,
     damage_of,
     damaged_record,
-    difference_from_source,
 )
 from reshard_mpi.runs.open_run import chosen_targets
 from reshard_mpi.runs.outcome import Checked, Failure, Outcome, agreed, attempt

@@ -13,7 +13,7 @@ from support.float_oracle import became
 from support.plans import planned_singly
 
 from reshard_mpi.engine import elements
-from reshard_mpi.engine.checksums import held_tensor, sum_shard
+from reshard_mpi.engine.checksums import sum_shard
 from reshard_mpi.engine.elements import convert
 from reshard_mpi.engine.first_difference import place_of
 from reshard_mpi.engine.open_files import Traffic
@@ -24,6 +24,7 @@ from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.locations import ByteRange, ByteRanges, LibraryRead
 from reshard_mpi.formats.manifest import Manifest, ShardIdentity, TensorSpec
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable, TensorType
+from reshard_mpi.planning.chunk_reads import held_tensor
 from reshard_mpi.planning.map_routes import constant, converted
 from reshard_mpi.planning.rank_plan import Copy, Group, Limits, PlannedTensors, RankPlan, ReadGroup, TensorPlan
 from reshard_mpi.sharding.box import Box

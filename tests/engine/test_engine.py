@@ -21,7 +21,7 @@ from reshard_mpi.engine import elements, shard_transfer, tiles
 from reshard_mpi.engine import gather as engine_gather
 from reshard_mpi.engine import open_files as engine_files
 from reshard_mpi.engine import tiles as engine_tiles
-from reshard_mpi.engine.checksums import held_tensor, sum_shard
+from reshard_mpi.engine.checksums import sum_shard
 from reshard_mpi.engine.first_difference import first_difference, first_difference_of_tensors
 from reshard_mpi.engine.open_files import ByteRuns, Files, Traffic
 from reshard_mpi.engine.shard_transfer import write_shard
@@ -30,6 +30,7 @@ from reshard_mpi.formats.dtypes import BY_NAME, FLOATS, DType
 from reshard_mpi.formats.locations import ByteRange, ByteRanges, LibraryRead, StridedView
 from reshard_mpi.formats.manifest import Manifest, ShardIdentity, TensorSpec
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
+from reshard_mpi.planning.chunk_reads import held_tensor
 from reshard_mpi.planning.map_routes import constant, converted
 from reshard_mpi.planning.rank_plan import Check, Copy, Limits, RankPlan, TensorPlan
 from reshard_mpi.sharding.box import Box
