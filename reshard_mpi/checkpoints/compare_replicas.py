@@ -1,4 +1,4 @@
-"""Compare replicas byte by byte before anything is written (`compare`)."""
+"""Compare replicas byte by byte before anything is written (`compare`, `compare_checks`)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from itertools import chain, groupby
 from operator import attrgetter
 
 from reshard_mpi.checkpoints.source import SourceCheckpoint
+from reshard_mpi.engine.open_files import Files
+from reshard_mpi.engine.read import takes_numpy
 from reshard_mpi.errors import CoverageError, DisagreementError, StrategyError
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import TensorEntry
 from reshard_mpi.planning.rank_plan import Check, Copy, Limits
 from reshard_mpi.planning.replicas import ReplicaGroup
-from reshard_mpi.planning.source_flaws import UnusableShard, named
+from reshard_mpi.planning.source_flaws import Differing, UnusableShard, named
 from reshard_mpi.planning.source_tensors import TensorPart
 from reshard_mpi.text import KIB
 
@@ -51,6 +53,33 @@ def compare(
     return tuple(comparison.lost.values())
 
 
+def compare_checks(
+    source: SourceCheckpoint, checks: Iterable[Check], limits: Limits, before_gathering: Callable[[], object]
+) -> Iterator[Differing]:
+    """Compare the copies that each check names; yield the tensors that differ, with the ranks that have others.
+
+    Args:
+        before_gathering: called before copies are compared with numpy, which takes more memory.
+
+    Raises DisagreementError if copies differ that must not.
+    """
+    from reshard_mpi.engine.first_difference import first_difference
+
+    for check in checks:
+        if any(takes_numpy(copy, copy.target_region, limits.buffer_bytes) for copy in check.copies):
+            before_gathering()
+        differing = first_difference(check, limits=limits)
+        if differing is None:
+            continue
+        if check.refuse:
+            raise _difference(source, check, differing[0].source_rank, differing[1])
+        first, *others = check.copies
+        with Files() as files:
+            pairs = (check._replace(copies=(first, other)) for other in others)
+            ranks = [pair.copies[1].source_rank for pair in pairs if first_difference(pair, limits=limits, files=files)]
+        yield Differing(check.name, (first.source_rank, *ranks))
+
+
 def comparing_bytes(limits: Limits) -> int:
     """Return the memory that `compare` needs in addition to the memory in use.
 
@@ -60,7 +89,7 @@ def comparing_bytes(limits: Limits) -> int:
     return limits.buffer_bytes + limits.window_bytes + tables_bytes + _MAX_DIGESTS * _DIGEST_BYTES
 
 
-def difference(source: SourceCheckpoint, check: Check, other_rank: int, element: Sequence[int]) -> DisagreementError:
+def _difference(source: SourceCheckpoint, check: Check, other_rank: int, element: Sequence[int]) -> DisagreementError:
     """Return the error for two copies of `check` that differ first at `element`."""
     ranks = (check.copies[0].source_rank, other_rank)
     return DisagreementError(
@@ -84,7 +113,6 @@ class _Comparison:
     def compare_holders(self, group: Sequence[ReplicaGroup]) -> None:
         """Compare the tensors of `group`, which the same ranks hold. Raises what `compare` raises."""
         from reshard_mpi.engine.first_difference import digest_unless_zeros, first_difference
-        from reshard_mpi.engine.open_files import Files
 
         first: dict[tuple[int, str], Copy] = {}  # the first copy of each tensor, by its place in the group and its name
         for batch in self._batches(group[0].parts):
@@ -100,7 +128,7 @@ class _Comparison:
                         differing = first_difference(check, limits=self._limits, files=files, on_bytes=self._on_bytes)
                         if differing is not None:
                             other, element = differing
-                            error = difference(self._source, check, other.source_rank, element)
+                            error = _difference(self._source, check, other.source_rank, element)
                             raise error if alike.listed else _of_unlisted(name, error, self._source)
 
         unasked = self._unasked(group[0].parts)
@@ -126,7 +154,6 @@ class _Comparison:
 
     def _tell_apart_at_once(self, group: Sequence[ReplicaGroup], batch: Iterable[_Holder]) -> None:
         from reshard_mpi.engine.first_difference import first_same
-        from reshard_mpi.engine.open_files import Files
 
         with Files() as files:
             for check in _checks(group, batch):
@@ -137,7 +164,6 @@ class _Comparison:
 
     def _tell_apart_by_digests(self, group: Sequence[ReplicaGroup], batches: Iterable[Iterable[_Holder]]) -> None:
         from reshard_mpi.engine.first_difference import digest_unless_zeros
-        from reshard_mpi.engine.open_files import Files
 
         rank_of: dict[tuple[int, str, bytes], int] = {}  # a rank for each digest of each tensor's copies
         for batch in batches:

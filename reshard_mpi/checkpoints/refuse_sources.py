@@ -16,14 +16,15 @@ from typing import TYPE_CHECKING, NamedTuple
 from reshard_mpi import formats
 from reshard_mpi.checkpoints.choose_step import name_without_rank
 from reshard_mpi.checkpoints.shard_files import ShardFiles, SingleShard
-from reshard_mpi.errors import ReshardError, SourceError, told
+from reshard_mpi.errors import DisagreementError, ReshardError, SourceError, told
 from reshard_mpi.filesystem import source_files
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.structure import is_file_name
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
 from reshard_mpi.planning.rank_plan import Check, Copy, Limits
 from reshard_mpi.planning.sample_choice import kind_of
-from reshard_mpi.planning.source_flaws import named
+from reshard_mpi.planning.shared_facts import not_carried
+from reshard_mpi.planning.source_flaws import modified_warning, named
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.text import MIB
 
@@ -40,6 +41,21 @@ _SAMPLES = 4
 _SAMPLE_BYTES = 256
 _SEED = 11
 _LIMITS = Limits(buffer_bytes=MIB, window_bytes=MIB)
+
+
+def require_files_meant(files: ShardFiles) -> None:
+    """Raise DisagreementError if files beside the source's own are not read, or some may be copies of others."""
+    for modified in modified_warning(files.modified):
+        raise DisagreementError(
+            "shards are not the ones that their run has recorded",
+            expected="files that have their times, as --strict demands",
+            got=modified,
+            where=files.path,
+            remedy="leave out --strict, or restore them with their times (cp -p), or with their records",
+        )
+    if files.left_out:
+        expected, remedy = "all files of the folder to be read", "move them elsewhere"
+        raise not_carried(files.left_out, expected=expected, remedy=remedy, where=files.path)
 
 
 def require_full(files: ShardFiles, manifest: Manifest, *, said: bool) -> ShardFiles:

@@ -10,15 +10,16 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from reshard_mpi.checkpoints.compare_replicas import difference
+from reshard_mpi.checkpoints.compare_replicas import compare_checks
 from reshard_mpi.checkpoints.compare_samples import drifted_tensors, rank_of_another_stage, require_one_of_stages
 from reshard_mpi.checkpoints.opening import open_source
+from reshard_mpi.checkpoints.refuse_sources import require_files_meant
 from reshard_mpi.checkpoints.shard_files import SingleShard
 from reshard_mpi.checkpoints.shard_opener import ShardOpener, ShardShare, require_consistent_source
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.engine.open_files import Files
-from reshard_mpi.engine.read import fill, takes_numpy
-from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError
+from reshard_mpi.engine.read import fill
+from reshard_mpi.errors import CoverageError, ReshardError
 from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.manifest import NEST, Manifest, shown_string
 from reshard_mpi.planning.needed_ranks import check_target_rank
@@ -34,7 +35,7 @@ from reshard_mpi.planning.shared_facts import (
     require_one_checkpoint,
     text_digests,
 )
-from reshard_mpi.planning.source_flaws import Differing, PrefixDigest, modified_warning
+from reshard_mpi.planning.source_flaws import Differing, PrefixDigest
 from reshard_mpi.planning.strategy_check import (
     NO_DRIFT,
     Drift,
@@ -138,7 +139,7 @@ class Conversion:
             require_same_network(self.planned_source.strategy, opened.manifests.values())
             if self.policy.strict:
                 require_nothing_left_out(opened.manifests)
-                self._require_the_files_meant()
+                require_files_meant(self.source.files)
             plan = plan_target(opened, self._strategy_table() if self.keeps_strategy else "")
         except CoverageError as error:
             self._tell_where(error)
@@ -173,21 +174,6 @@ class Conversion:
             plan = plan.without(opened.written_elsewhere())
         return plan if self.new_names is None else plan.renamed(self.new_names)
 
-    def _require_the_files_meant(self) -> None:
-        """Raise DisagreementError if files beside the source's own are not read, or some may be copies of others."""
-        files = self.source.files
-        for modified in modified_warning(files.modified):
-            raise DisagreementError(
-                "shards are not the ones that their run has recorded",
-                expected="files that have their times, as --strict demands",
-                got=modified,
-                where=files.path,
-                remedy="leave out --strict, or restore them with their times (cp -p), or with their records",
-            )
-        if files.left_out:
-            expected, remedy = "all files of the folder to be read", "move them elsewhere"
-            raise not_carried(files.left_out, expected=expected, remedy=remedy, where=files.path)
-
     def held(self, target_rank: int, names: Iterable[str]) -> dict[str, TensorClass]:
         """Return how both sides hold each of the tensors that a target has. Raises as `plan` does."""
         held_by_name = self.shards.open(target_rank).class_by_name
@@ -220,7 +206,9 @@ class Conversion:
         manifests = {rank: self.planned_source.manifest(rank) for rank in plan.source_ranks}
         counters = plain_counters(manifests.values())
         require_one_checkpoint(counters)
-        return self._checked(plan)._replace(
+        if plan.checks:
+            plan = plan._replace(differing=self._differing(plan.checks))
+        return plan._replace(
             shared_facts=(*plan.shared_facts, *self._moments(plan, manifests), *counters),
             prefix_digests=self._beginnings(plan),
         )
@@ -391,41 +379,12 @@ class Conversion:
             )
             return (*texts, *of_tensors)
 
-    def _checked(self, plan: RankPlan) -> RankPlan:
-        """Return the plan with what checks found to differ. Raises DisagreementError if one refuses the target."""
-        if not plan.checks:
-            return plan
-        from reshard_mpi.engine.first_difference import first_difference
-
-        tensors = []
-        for check in plan.checks:
-            if any(takes_numpy(copy, copy.target_region, self.limits.buffer_bytes) for copy in check.copies):
-                self.before_gathering()
-            differing = first_difference(check, limits=self.limits)
-            if differing is None:
-                continue
-            if check.refuse:
-                raise difference(self.planned_source, check, differing[0].source_rank, differing[1])
-            tensor = Differing(check.name, self._differing_ranks(check))
-            is_lost = self.planned_source.strategy.world_size != self.target.world_size
-            if is_lost or rank_of_another_stage(self.source, tensor) is not None:
-                tensors.append(tensor)
-        return plan._replace(differing=tuple(tensors))
-
-    def _differing_ranks(self, check: Check) -> tuple[int, ...]:
-        """Return the rank of the first copy of a check, and those whose copies differ from it."""
-        from reshard_mpi.engine.first_difference import first_difference
-
-        first, *others = check.copies
-        with Files() as files:
-            return (
-                first.source_rank,
-                *(
-                    copy.source_rank
-                    for copy in others
-                    if first_difference(check._replace(copies=(first, copy)), limits=self.limits, files=files)
-                ),
-            )
+    def _differing(self, checks: Iterable[Check]) -> tuple[Differing, ...]:
+        """Return the tensors whose copies differ, where targets get one of these alone."""
+        differing = compare_checks(self.planned_source, checks, self.limits, self.before_gathering)
+        if self.planned_source.strategy.world_size != self.target.world_size:
+            return tuple(differing)
+        return tuple(tensor for tensor in differing if rank_of_another_stage(self.source, tensor) is not None)
 
     def _strategy_table(self) -> str:
         if self._table is None:
