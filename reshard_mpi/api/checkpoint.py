@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard_mpi.api.calls import PathLike, public, request_of
-from reshard_mpi.api.tensor_index import Index, chosen_of, overlaps
+from reshard_mpi.api.tensor_index import Index, chosen_of, require_fitting
 from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.engine.regions import RegionReader
 from reshard_mpi.errors import (
@@ -19,7 +19,6 @@ from reshard_mpi.errors import (
     UnknownTensorError,
     UsageError,
     WrongTypeError,
-    wrong_type,
 )
 from reshard_mpi.formats.dtypes import to_numpy
 from reshard_mpi.formats.manifest import NEST
@@ -151,7 +150,7 @@ class Tensor:
                 where=self.name,
                 remedy="read into a view of the array that is turned: array[::-1]",
             )
-        self._require_fitting(array, tuple(map(len, chosen)))
+        require_fitting(array, self.dtype, tuple(map(len, chosen)), self.name)
         self._read(chosen, array)
 
     def _read(self, chosen: Sequence[range], array: np.ndarray[Any, Any]) -> None:
@@ -159,37 +158,6 @@ class Tensor:
         too_large = self._checkpoint.reader.read(self._group, self._place, chosen, array)
         if too_large:
             log((), overflow_warnings([[Overflow(self.name, self._group.kind.dtype.name, too_large)]]))
-
-    def _require_fitting(self, array: np.ndarray[Any, Any], shape: tuple[int, ...]) -> None:
-        """Raise UsageError if elements of the tensor, of this shape, cannot be read into an array."""
-        import numpy as np
-
-        if not isinstance(array, np.ndarray):
-            raise wrong_type("array", "an array of numpy", array)
-        if array.dtype != self.dtype or array.shape != shape:
-            raise UsageError(
-                "the array does not fit what is read into it",
-                expected=f"{self.dtype.name} {list(shape)}",
-                got=f"{array.dtype.name} {list(array.shape)}",
-                where=self.name,
-                remedy="" if array.dtype == self.dtype else "open the checkpoint with dtype=, which converts",
-            )
-        if not array.flags.writeable:
-            raise UsageError(
-                "the array cannot be written to",
-                expected="a writable array",
-                got="one that is read-only",
-                where=self.name,
-                remedy="make a copy of it",
-            )
-        if overlaps(array):
-            raise UsageError(
-                "elements of the array share memory",
-                expected="a place of its own for each element",
-                got=f"shape {list(array.shape)} with strides of {list(array.strides)} bytes",
-                where=self.name,
-                remedy="make a copy of it",
-            )
 
     def sources(self, box: Index = ...) -> tuple[SourcePart, ...]:
         """Return which parts of files the elements come from; see `Checkpoint.sources`."""

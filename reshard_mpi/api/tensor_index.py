@@ -1,4 +1,4 @@
-"""Understand an index of a tensor as numpy does (`positions`, `chosen_of`)."""
+"""Understand an index of a tensor as numpy does (`chosen_of`), and check an array to read into (`require_fitting`)."""
 
 from __future__ import annotations
 
@@ -101,7 +101,43 @@ def _integer(index: object, length: int, name: str) -> int:
     return number % length
 
 
-def overlaps(array: np.ndarray[Any, Any]) -> bool:
+def require_fitting(array: np.ndarray[Any, Any], dtype: np.dtype[Any], shape: tuple[int, ...], name: str) -> None:
+    """Raise UsageError if elements of a tensor, of this type and shape, cannot be read into an array.
+
+    Args:
+        name: of the tensor, for errors.
+    """
+    import numpy as np
+
+    if not isinstance(array, np.ndarray):
+        raise wrong_type("array", "an array of numpy", array)
+    if array.dtype != dtype or array.shape != shape:
+        raise UsageError(
+            "the array does not fit what is read into it",
+            expected=f"{dtype.name} {list(shape)}",
+            got=f"{array.dtype.name} {list(array.shape)}",
+            where=name,
+            remedy="" if array.dtype == dtype else "open the checkpoint with dtype=, which converts",
+        )
+    if not array.flags.writeable:
+        raise UsageError(
+            "the array cannot be written to",
+            expected="a writable array",
+            got="one that is read-only",
+            where=name,
+            remedy="make a copy of it",
+        )
+    if _overlaps(array):
+        raise UsageError(
+            "elements of the array share memory",
+            expected="a place of its own for each element",
+            got=f"shape {list(array.shape)} with strides of {list(array.strides)} bytes",
+            where=name,
+            remedy="make a copy of it",
+        )
+
+
+def _overlaps(array: np.ndarray[Any, Any]) -> bool:
     """Tell whether elements of an array may share memory."""
     reach = array.itemsize
     for stride, length in sorted((abs(stride), length) for stride, length in zip(array.strides, array.shape)):

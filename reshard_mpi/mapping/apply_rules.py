@@ -111,6 +111,9 @@ def applied(
         choice = choice._replace(settings=settings_among({choice.named(name): shape for name, shape in shapes.items()}))
     used = {name for tensor in outcome.tensors for name in tensor.sources.values()}
     scalars = taken.counted
+    states_dropped: Iterable[str] = ()
+    if rules is not None and taken.direction is not None and taken.dropped:
+        states_dropped = states_among(taken.dropped, inventory, rules, taken.direction, choice.owners)
     return MapResult(
         tuple(all_typed(choice, outcome.tensors)),
         tuple(constant_typed(choice, constant) for constant in outcome.constants),
@@ -127,7 +130,7 @@ def applied(
         scalars,
         () if rules is None else tuple(_cautions(rules, taken, everything, inventory)),
         everything.settings,
-        (*_states_dropped(taken, inventory, rules, choice), *(name for name in shapes if name in states_out)),
+        (*states_dropped, *(name for name in shapes if name in states_out)),
         stranded,
     )
 
@@ -288,12 +291,6 @@ def _computed(
     if twice:
         raise MapError(f"what is computed has the name of another tensor: {twice[0]}", where=rules.where)
     return numbers
-
-
-def _states_dropped(taken: _Matched, inventory: Inventory, rules: Rules | None, choice: Selection) -> tuple[str, ...]:
-    if rules is None or taken.direction is None or not taken.dropped:
-        return ()
-    return tuple(states_among(taken.dropped, inventory, rules, taken.direction, choice.owners))
 
 
 def _does_nothing(

@@ -208,6 +208,20 @@ def label_within(texts: Sequence[str], area: Area, colour: str = INK, title: str
                 return
 
 
+def framed_label(texts: Sequence[str], area: Area, ground: str | None, title: str) -> Iterator[Rectangle | TextLine]:
+    """Yield a label in the middle of a rectangle, with its own ground if the rectangle's has several colours.
+
+    Args:
+        ground: the colour of the rectangle; None: it has several.
+    """
+    for label in label_within(texts, area, INK if ground is None else on(ground), title):
+        wide = text_width(label.text, label.size) + 6
+        if ground is None and label.size + 6 <= area.height:
+            middle = area.y + area.height / 2
+            yield Rectangle(label.x - wide / 2, middle - label.size * 0.75, wide, label.size * 1.5, PAPER)
+        yield label
+
+
 def label_beside(text: str, area: Area, taken: Sequence[Area], colour: str, title: str) -> Iterator[TextLine]:
     """Yield a text within a rectangle where it meets none of `taken`, written upwards where it is too narrow.
 

@@ -19,6 +19,7 @@ from reshard_mpi.pictures.scene import (
     TextLine,
     area_of,
     fitted,
+    framed_label,
     label_beside,
     label_within,
     on,
@@ -270,7 +271,7 @@ def _target(
         is_striped = block.pieces == 1 and len(grounds.tensors) > 1
         left = 8 + max(text_width(text, 9) for text in grounds.tensors.values()) if is_striped else 0.0
         left = left if left < width / 2 else 0.0  # else labels of stripes are where the other is not
-        label = list(_framed_label(labels, Area(x + left, y, width - left, height), ground, title))
+        label = list(framed_label(labels, Area(x + left, y, width - left, height), ground, title))
         frames += label
         if is_striped:
             taken = [
@@ -320,16 +321,6 @@ def _names(block: DrawnBlock, shards: Shards) -> Iterator[str]:
 
 def _pieces(block: DrawnBlock) -> str:
     return f"{block.pieces} pieces, of which the first is {block.piece}" if block.pieces > 1 else str(block.piece)
-
-
-def _framed_label(texts: Sequence[str], area: Area, ground: str | None, title: str) -> Iterator[Rectangle | TextLine]:
-    """Yield a label in the middle of a rectangle; on a ground of several colours with a ground of its own."""
-    for label in label_within(texts, area, INK if ground is None else on(ground), title):
-        wide = text_width(label.text, label.size) + 6
-        if ground is None and label.size + 6 <= area.height:
-            middle = area.y + area.height / 2
-            yield Rectangle(label.x - wide / 2, middle - label.size * 0.75, wide, label.size * 1.5, PAPER)
-        yield label
 
 
 def _ticks(frame: _TensorFrame, boxes: Sequence[Box]) -> Iterator[TextLine]:

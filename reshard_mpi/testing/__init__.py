@@ -9,4 +9,6 @@ if "pytest" in sys.modules:
     import pytest
 
     # So that a failure shows what was compared.
-    pytest.register_assert_rewrite(*(f"{__name__}.{name}" for name in ("checkpoints", "conformance", "folders")))
+    pytest.register_assert_rewrite(
+        *(f"{__name__}.{name}" for name in ("checkpoints", "conformance", "folders", "sample_tensors"))
+    )

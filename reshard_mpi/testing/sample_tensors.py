@@ -11,6 +11,7 @@ from random import Random
 
 import numpy as np
 
+from reshard_mpi.formats import structure
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.locations import ByteRanges, LibraryRead, StridedView
 from reshard_mpi.formats.manifest import Manifest, ShardIdentity, ShardSpec, TensorSpec
@@ -111,6 +112,29 @@ def all_ranges(manifest: Manifest) -> Sequence[tuple[int, int]]:
         if isinstance(entry.source, ByteRanges)
         for part in entry.source.ranges
     )
+
+
+def outside(ranges: Sequence[tuple[int, int]], size_bytes: int) -> list[int]:
+    """Return the offsets of the bytes of a file that are in none of `ranges`."""
+    payload = {offset for first, last in ranges for offset in range(first, last)}
+    return [offset for offset in range(size_bytes) if offset not in payload]
+
+
+def require_possible(manifest: Manifest, size_bytes: int) -> None:
+    """Require that the tensors, texts and identity of a located shard are possible ones in a file of this size."""
+    assert all(0 <= first <= last <= size_bytes for first, last in all_ranges(manifest))
+    for entry in manifest.tensors.values():
+        assert 0 < len(entry.name.encode()) <= structure.MAX_NAME_BYTES
+        assert len(entry.shape) <= structure.MAX_DIMENSIONS
+        lengths = (*entry.shape, *(entry.global_shape or ()), *(entry.box.start if entry.box else ()))
+        assert all(type(length) is int and length >= 0 for length in lengths), lengths
+        if entry.box is not None and entry.global_shape is not None:
+            assert entry.box.shape == entry.shape and Box.whole(entry.global_shape).contains(entry.box)
+    if manifest.identity is not None:
+        rank, world_size, strategy = manifest.identity
+        assert type(rank) is type(world_size) is int and 0 <= rank < world_size and type(strategy) is str
+    assert all(type(text) is str for text in manifest.strings.values())
+    assert len(manifest.tensors) == len({*manifest.tensors}), "a name twice"
 
 
 def _read(path: str, offset_bytes: int, length_bytes: int) -> bytes:
