@@ -19,6 +19,7 @@ from support.examples import few
 
 from reshard_mpi.checkpoints import discovery
 from reshard_mpi.formats import dcp
+from reshard_mpi.formats.dcp import metadata
 from reshard_mpi.sharding.box import Box
 
 W = np.arange(24, dtype=np.float32).reshape(6, 4)
@@ -62,10 +63,13 @@ def test_buckets_are_left_out_and_named(tmp_path: Path, prefix: str, root: str) 
     source, out = tmp_path / "source", tmp_path / "out"
     source.mkdir()
     write(source, prefix, root)
+    by_choice = run_here("plan", str(source), str(out), "--from", "dcp")
+    (source / "metadata.json").unlink()  # nothing else says that it is Megatron's
     assert {name: array.tolist() for name, array in arrays_of(source).items()} == {"decoder.w": W.tolist()}
     (said,) = dcp.open_folder(str(source))[0].left_out
     assert said.startswith(f"{prefix}{BUCKET.format(0, 'exp_avg')}, ") and "and 3 more: " in said
     told = run_here("transform", str(source), str(out), "--to", "torch")
+    assert by_choice.code == 0 and said in by_choice.err and "--from megatron" in said
     assert told.code == 0 and said in told.err and "common.pt (Megatron's settings" in told.err
     assert "distcp" not in told.err  # files with buckets alone are of the checkpoint too
     assert said in run_here("inspect", str(source)).out
@@ -101,3 +105,65 @@ def test_buckets_alone(tmp_path: Path) -> None:
     dcp_peer.write(tmp_path, {BUCKET.format(0, "param"): listed(array, [("__0_0.distcp", FLAT)])})
     assert dict(arrays_of(tmp_path)) == {}
     assert "flat buckets" in run_here("plan", str(tmp_path), str(tmp_path.parent / "out")).err
+
+
+# The plans of Megatron's ranks, which are cut away unread
+
+
+def planned(folder: Path, plans: Any, name: str = "w") -> bytes:
+    """Write a folder whose metadata has plans, and return the metadata."""
+
+    def spoil(made: Metadata) -> None:
+        made.all_local_plans = plans  # type: ignore[attr-defined]
+
+    dcp_peer.write(folder, {name: listed(W, [("__0_0.distcp", UPPER), ("__1_0.distcp", LOWER)])}, spoil=spoil)
+    return (folder / ".metadata").read_bytes()
+
+
+def require_whole(folder: Path, name: str = "w") -> None:
+    assert {name: array.tolist() for name, array in arrays_of(folder).items()} == {name: W.tolist()}
+
+
+@pytest.mark.parametrize("plans", [[], [{}], [{"items": [Box.whole((3,))]}, "x" * (3 << 20)]], ids=str)
+def test_plans_are_not_read(tmp_path: Path, plans: Any) -> None:
+    """Whatever they hold, and however much; the weights are those of torch's own reading."""
+    planned(tmp_path, plans)
+    require_whole(tmp_path)
+
+
+def test_plans_that_are_cut_short(tmp_path: Path) -> None:
+    content = planned(tmp_path, [["x" * 99]])
+    (tmp_path / ".metadata").write_bytes(content[:-40])
+    said = run_here("plan", str(tmp_path), str(tmp_path.parent / "out"))
+    assert said.code == 3 and ".metadata, byte " in said.err and "before it is complete" in said.err
+
+
+def test_plans_behind_as_much_metadata_as_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound on its length holds for what is before the plans."""
+    content = planned(tmp_path, ["x" * 10000])
+    monkeypatch.setattr(metadata, "_MAX_BYTES", content.index(b"all_local_plans"))
+    monkeypatch.setattr(metadata, "_READ_BYTES", 100)
+    require_whole(tmp_path)
+    monkeypatch.setattr(metadata, "_MAX_BYTES", 300)
+    assert "too large" in run_here("plan", str(tmp_path), str(tmp_path.parent / "out")).err
+
+
+@pytest.mark.parametrize("plans", [False, True])
+def test_a_tensor_of_that_name(tmp_path: Path, plans: bool) -> None:
+    if plans:
+        planned(tmp_path, ["a"], "all_local_plans")
+    else:
+        dcp_peer.write(tmp_path, {"all_local_plans": listed(W, [("__0_0.distcp", Box.whole(W.shape))])})
+    require_whole(tmp_path, "all_local_plans")
+
+
+def test_plans_within_another_object(tmp_path: Path) -> None:
+    """Metadata that other metadata holds is not taken for the whole: what comes behind it would be lost."""
+
+    def spoil(made: Metadata) -> None:
+        inner = Metadata({}, None, {})
+        inner.all_local_plans = []  # type: ignore[attr-defined]
+        made.planner_data = inner
+
+    dcp_peer.write(tmp_path, {"w": listed(W, [("__0_0.distcp", Box.whole(W.shape))])}, spoil=spoil)
+    require_whole(tmp_path)

@@ -282,8 +282,9 @@ def test_parts_by_a_strategy(folder: Path, tmp_path: Path) -> None:
 def test_other_programs_have_a_file_of_that_name(tmp_path: Path) -> None:
     """Such as Megatron, beside the metadata of a distributed checkpoint, or anybody in a folder of Hugging Face's."""
     shutil.copytree(Path(__file__).parent / "golden" / "dcp" / "four_ranks", tmp_path / "dcp")
-    (tmp_path / "dcp" / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
-    assert formats.names_of_folder(str(tmp_path / "dcp")) == ("dcp",)
+    for content, names in (('{"sharded_backend": "torch_dist"}', ("dcp", "megatron")), ('{"by": "me"}', ("dcp",))):
+        (tmp_path / "dcp" / "metadata.json").write_text(content)
+        assert formats.names_of_folder(str(tmp_path / "dcp")) == names
     arrays_of(tmp_path / "dcp")
 
 

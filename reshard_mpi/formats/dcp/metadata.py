@@ -25,7 +25,13 @@ from reshard_mpi.formats.dcp.bulk_metadata import (
 from reshard_mpi.formats.dcp.file_layout import Keys
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.nest.nodes import MAX_DEPTH, Call, Dict, Global, Value
-from reshard_mpi.formats.torch.pickle_hooks import PLAIN_CALLS, PickleError, PickleHooks, no_persistent_ids
+from reshard_mpi.formats.torch.pickle_hooks import (
+    PLAIN_CALLS,
+    PickleCutShortError,
+    PickleError,
+    PickleHooks,
+    no_persistent_ids,
+)
 from reshard_mpi.formats.torch.tensors import BY_TORCH_NAME, SIZE, numbers
 from reshard_mpi.formats.torch.unpickler import load
 from reshard_mpi.text import MIB, shortened
@@ -41,7 +47,9 @@ _FLATTENED = "a range of flattened elements a rank, as the optimizer of Megatron
 _FLATTENED += " with --from megatron"
 # An attribute that Megatron-Core adds as the last one: what every rank has planned to write, several times as long as
 # all others. Nothing of it is needed, so it is cut away unread: a dictionary ends in its place, and the object with it.
-_PLANS = b"\x8c\x0fall_local_plans"
+# Where the same bytes stand elsewhere, the unpickler has something left on its stack, or storage_data is not yet there.
+_PLANS = re.compile(rb"\x8c\x0fall_local_plans\x94?\]")
+_PLANS_BYTES = 19
 _END_OF_OBJECT = b"ub."
 _READ_BYTES = MIB
 # For 250,000 items the file has 48 MB, and its objects take this much memory by the count of the unpickler.
@@ -88,36 +96,55 @@ class _Unsound(Exception):
 
 def read(file: SourceFile) -> Metadata:
     """Read the metadata of a checkpoint, without executing it. Raises ShardError if it is not sound."""
-    path, (content, is_cut) = file.path, _content(file)
-    readers = PickleHooks(no_persistent_ids, {**PLAIN_CALLS, SIZE: numbers}, States().readers)
+    content, is_cut = _content(file)
     try:
-        root, end = load(content, readers=readers, budget_bytes=_BUDGET_BYTES)
-        return _metadata(root, file.size_bytes if is_cut else end)
+        if not is_cut:
+            return _metadata(*_loaded(content))
+        try:
+            return _without_plans(content, file)
+        except (PickleError, _Unsound):
+            # What has been cut away is something else than plans, or the file is damaged.
+            if file.size_bytes > _MAX_BYTES:
+                raise
+        return _metadata(*_loaded(file.read_exactly(0, file.size_bytes)))
     except PickleError as error:
         raise ShardError(
             f"the metadata of a checkpoint cannot be read: {error.problem}",
             got=error.got,
-            where=f"{path}, byte {error.at}",
+            where=f"{file.path}, byte {error.at}",
             remedy=error.remedy,
         ) from None
     except _Unsound as error:
         raise ShardError(
             f"the metadata of a checkpoint is not sound: {error.args[0]}",
             got=str(error.args[1])[:300] if len(error.args) > 1 else "",
-            where=path,
+            where=file.path,
         ) from None
 
 
+def _without_plans(content: bytes, file: SourceFile) -> Metadata:
+    """Return what stands before Megatron's plans. Raises PickleError or _Unsound if that is no metadata."""
+    metadata = _metadata(_loaded(content + _END_OF_OBJECT)[0], file.size_bytes)
+    if file.read(file.size_bytes - len(_END_OF_OBJECT), len(_END_OF_OBJECT)) != _END_OF_OBJECT:
+        raise PickleCutShortError(file.size_bytes)
+    return metadata
+
+
+def _loaded(content: bytes) -> tuple[Value, int]:
+    readers = PickleHooks(no_persistent_ids, {**PLAIN_CALLS, SIZE: numbers}, States().readers)
+    return load(content, readers=readers, budget_bytes=_BUDGET_BYTES)
+
+
 def _content(file: SourceFile) -> tuple[bytes, bool]:
-    """Return the pickle without Megatron's plans, and whether it had them. Raises ShardError if it is too large."""
+    """Return the pickle, and whether it ends before Megatron's plans. Raises ShardError if it is too large."""
     content = bytearray()
     while len(content) <= _MAX_BYTES:
         more = file.read(len(content), _READ_BYTES)
-        searched = max(len(content) - len(_PLANS), 0)
+        searched = max(len(content) - _PLANS_BYTES + 1, 0)
         content += more
-        cut = content.find(_PLANS, searched)
-        if cut >= 0:
-            return bytes(content[:cut]) + _END_OF_OBJECT, True
+        plans = _PLANS.search(content, searched)
+        if plans is not None:
+            return bytes(memoryview(content)[: plans.start()]), True
         if len(content) == file.size_bytes or not more:
             return bytes(content), False
     raise ShardError(
