@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
-from reshard_mpi.formats import structure
 from reshard_mpi.formats.nest.nodes import Call, Dict, Value
-from reshard_mpi.formats.torch.file_content import FileContent, content_of
+from reshard_mpi.formats.torch.file_content import FileContent
+from reshard_mpi.formats.torch.framework_files import pairs_of, read_content
 from reshard_mpi.formats.torch.tensor_pieces import FlatVector, HeldTensor, held
 from reshard_mpi.formats.torch.tensors import StoredTensor, numbers
 
@@ -124,7 +124,7 @@ def _unsound(path: str, error: _Contradiction) -> ShardError:
 
 def read_model_states(path: str) -> ModelStates:
     """Read a file of weights and settings. Raises ShardError if it is none."""
-    content = read_content(path)
+    content = read_content(path, "DeepSpeed")
     root = content.root
     try:
         module = root.get("module") if type(root) is Dict else None
@@ -156,7 +156,7 @@ def read_model_states(path: str) -> ModelStates:
 
 def read_optimizer_states(path: str) -> OptimizerStates:
     """Read a file with one rank's share of the optimizer. Raises ShardError if it is none."""
-    content = read_content(path)
+    content = read_content(path, "DeepSpeed")
     entries = dict(pairs_of(content.root))
     states = optimizer_states_of(entries.get("optimizer_state_dict"), content, path)
     others = {key: value for key, value in entries.items() if key not in _OF_OPTIMIZER_FILES}
@@ -207,24 +207,6 @@ def plain(value: Value) -> Value:
     if type(value) is Call and value.function.module == _SCALERS and type(value.state) is Dict:
         return Dict(["class", value.function.name, *(part for pair in pairs_of(value.state) for part in pair)])
     return value
-
-
-def read_content(path: str) -> FileContent:
-    """Read the object of a file, in which the path is put before the keys of storages.
-
-    Raises ShardError if it is not sound, or of the other byte order.
-    """
-    with structure.opened(path) as file:
-        content = content_of(file, prefix=path)
-    if content.swapped:
-        raise ShardError("a file of a DeepSpeed checkpoint has the byte order that this machine has not", where=path)
-    return content
-
-
-def pairs_of(value: Value) -> Iterator[tuple[str, Value]]:
-    """Yield the entries of a dictionary, ordered or not, whose keys are texts; none of anything else."""
-    if type(value) is Dict or type(value) is Call:
-        yield from ((key, entry) for key, entry in value.pairs() if type(key) is str)
 
 
 def _stage(value: Value, *, is_sliced: bool) -> int | None:

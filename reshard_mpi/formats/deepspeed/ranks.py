@@ -16,10 +16,9 @@ from reshard_mpi.formats.deepspeed.rank_files import (
     read_optimizer_states,
 )
 from reshard_mpi.formats.locations import ByteRanges
-from reshard_mpi.formats.nest import flatten_tree
-from reshard_mpi.formats.nest.nodes import Dict, NestError, Value
+from reshard_mpi.formats.nest.nodes import Dict, Value
+from reshard_mpi.formats.torch.framework_files import text_of
 from reshard_mpi.formats.torch.tensor_pieces import HeldTensor
-from reshard_mpi.formats.torch.tensors import is_tensor
 from reshard_mpi.text import counted, shortened
 
 _RESTORE = "copy or restore all files of one save"
@@ -190,15 +189,6 @@ def _settings(states: OptimizerStates) -> str:
     """Return the settings of the optimizer's groups as text, with state that is no tensor."""
     of_groups: list[Value] = [Dict([part for pair in group.values.items() for part in pair]) for group in states.groups]
     return text_of([*states.settings, *of_groups])
-
-
-def text_of(value: Value) -> str:
-    """Return a text that is equal for equal values, without tensors."""
-    try:
-        flattened = flatten_tree.flatten(value, is_tensor, has_order=False)
-    except NestError as error:
-        return error.problem
-    return str([*flattened.strings.values()])
 
 
 def _bytes_of(tensor: HeldTensor) -> bytes:

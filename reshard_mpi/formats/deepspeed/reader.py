@@ -16,7 +16,7 @@ from reshard_mpi.filesystem import source_files
 from reshard_mpi.formats.deepspeed.file_names import PARAMETERS, Ranks, TagFiles, sorted_files
 from reshard_mpi.formats.deepspeed.flat_groups import SizeError, in_slices
 from reshard_mpi.formats.deepspeed.parameters import trained_parameters
-from reshard_mpi.formats.deepspeed.rank_files import LAYOUT_KEYS, named_tensors, read_content
+from reshard_mpi.formats.deepspeed.rank_files import LAYOUT_KEYS, named_tensors
 from reshard_mpi.formats.deepspeed.ranks import RankStates, read_ranks
 from reshard_mpi.formats.deepspeed.settings import type_in
 from reshard_mpi.formats.deepspeed.slice_rules import read_rules
@@ -29,6 +29,7 @@ from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.nest import flatten_tree
 from reshard_mpi.formats.nest.nodes import NestError, Value
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable, TensorType
+from reshard_mpi.formats.torch.framework_files import read_content
 from reshard_mpi.formats.torch.tensor_pieces import FlatVector, HeldTensor, TensorPieces, held
 from reshard_mpi.formats.torch.tensors import StoredTensor, is_tensor
 from reshard_mpi.text import natural_key
@@ -154,7 +155,7 @@ def _as_whole(tensors: Iterable[tuple[str, Value]]) -> Iterator[tuple[str, Value
 
 
 def _of_file(path: str) -> Iterator[tuple[str, Value]]:
-    content = read_content(path)
+    content = read_content(path, "DeepSpeed")
     yield from _as_whole(named_tensors("state of a layer or expert", content.root, content, path))
 
 
@@ -202,7 +203,7 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
 
     Raises ShardError if it is not sound.
     """
-    content = read_content(path)
+    content = read_content(path, "DeepSpeed")
     try:
         tensors = flatten_tree.flatten(content.root, is_tensor).tensors
     except NestError as error:

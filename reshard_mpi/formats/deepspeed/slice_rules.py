@@ -23,9 +23,9 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import DisagreementError, ShardError
 from reshard_mpi.formats.deepspeed.file_names import TagFiles
-from reshard_mpi.formats.deepspeed.rank_files import pairs_of
-from reshard_mpi.formats.deepspeed.ranks import RankStates, text_of
+from reshard_mpi.formats.deepspeed.ranks import RankStates
 from reshard_mpi.formats.nest.nodes import Dict, Value
+from reshard_mpi.formats.torch.framework_files import pairs_of, text_of
 
 INFO = "universal_checkpoint_info"
 REPLICATED, AVERAGED = "tp_replicated_parameter_patterns", "parameter_to_average_patterns"

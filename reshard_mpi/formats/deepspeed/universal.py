@@ -19,10 +19,11 @@ from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem import source_files
 from reshard_mpi.formats.deepspeed.file_names import PARAMETERS
 from reshard_mpi.formats.deepspeed.parameters import TrainedParameter
-from reshard_mpi.formats.deepspeed.rank_files import LAYOUT_KEYS, optimizer_states_of, pairs_of, plain, read_content
+from reshard_mpi.formats.deepspeed.rank_files import LAYOUT_KEYS, optimizer_states_of, plain
 from reshard_mpi.formats.deepspeed.ranks import RankStates
 from reshard_mpi.formats.locations import ByteRanges
 from reshard_mpi.formats.nest.nodes import Dict, Value
+from reshard_mpi.formats.torch.framework_files import pairs_of, read_content
 from reshard_mpi.formats.torch.tensor_pieces import HeldTensor, TensorPieces, held
 from reshard_mpi.formats.torch.tensors import StoredTensor
 
@@ -78,7 +79,7 @@ def read_universal(folder: str, states: RankStates) -> UniversalStates:
     path = str(Path(folder, PARAMETERS, _SETTINGS))
     if not source_files.is_file(path):
         raise _lacking(f"{PARAMETERS}/{_SETTINGS}, with the settings of its optimizer", "no such file", folder)
-    content = read_content(path)
+    content = read_content(path, "DeepSpeed")
     root = content.root
     settings = root.get("param_groups") if type(root) is Dict else None
     if type(root) is not Dict or type(settings) is not list or not all(type(group) is Dict for group in settings):
@@ -124,7 +125,7 @@ def _read(folder: str, name: str, files: Sequence[str]) -> dict[str, Value]:
     own = {}
     for file in files:
         path = str(Path(folder, PARAMETERS, name, file))
-        content = read_content(path)
+        content = read_content(path, "DeepSpeed")
         value = content.root.get("param") if type(content.root) is Dict else content.root
         own[file.removesuffix(_SUFFIX)] = held(value, content.starts, path) if type(value) is StoredTensor else value
     return own

@@ -23,13 +23,13 @@ from reshard_mpi.formats.dcp.bulk_metadata import ItemKey
 from reshard_mpi.formats.dcp.items import LocatedFile, StoragePlace
 from reshard_mpi.formats.dcp.metadata import TensorChunks
 from reshard_mpi.formats.dcp.reader import located_items, metadata_of
-from reshard_mpi.formats.deepspeed.ranks import text_of
 from reshard_mpi.formats.locations import Location
 from reshard_mpi.formats.megatron.flat_state import BucketNames, of_buckets, unflattened
 from reshard_mpi.formats.megatron.parameter_order import ElementReader
 from reshard_mpi.formats.megatron.training_tree import FP32, MAIN_NAMES, SavedTraining, differing
 from reshard_mpi.formats.nest.nodes import Dict, Value
 from reshard_mpi.formats.torch.file_content import content_of
+from reshard_mpi.formats.torch.framework_files import text_of
 from reshard_mpi.formats.torch.tensor_pieces import TensorPieces, held
 from reshard_mpi.formats.torch.tensors import StoredTensor
 from reshard_mpi.sharding.box import Box
