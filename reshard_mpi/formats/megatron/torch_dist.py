@@ -12,11 +12,11 @@ in flat buckets. (megatron/core/dist_checkpointing and optimizer/distrib_optimiz
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from reshard_mpi.errors import DisagreementError, ShardError
+from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem import source_files
 from reshard_mpi.formats import structure
 from reshard_mpi.formats.dcp.bulk_metadata import ItemKey
@@ -25,8 +25,9 @@ from reshard_mpi.formats.dcp.metadata import TensorChunks
 from reshard_mpi.formats.dcp.reader import located_items, metadata_of
 from reshard_mpi.formats.locations import Location
 from reshard_mpi.formats.megatron.flat_state import BucketNames, of_buckets, unflattened
+from reshard_mpi.formats.megatron.optimizer_groups import merged, not_of_one_save
 from reshard_mpi.formats.megatron.parameter_order import ElementReader
-from reshard_mpi.formats.megatron.training_tree import FP32, MAIN_NAMES, SavedTraining, differing
+from reshard_mpi.formats.megatron.training_tree import FP32, MAIN_NAMES, FolderTraining, SavedTraining, differing
 from reshard_mpi.formats.nest.nodes import Dict, Value
 from reshard_mpi.formats.torch.file_content import content_of
 from reshard_mpi.formats.torch.framework_files import text_of
@@ -46,14 +47,6 @@ _COMMON_STATE = "common_state"
 _OF_RANKS = ("rng_state", "rerun_state_machine_state")
 
 
-class TorchDist(NamedTuple):
-    """A folder's training, how tensors among its values are placed, and what is left out, in words."""
-
-    training: SavedTraining
-    of_file: Callable[[StoredTensor], TensorPieces]
-    left_out: tuple[str, ...]
-
-
 class _Objects(NamedTuple):
     """The objects of a folder, sorted.
 
@@ -70,7 +63,7 @@ class _Objects(NamedTuple):
     left_out: Sequence[str]
 
 
-def read_training(folder: str) -> TorchDist:
+def read_training(folder: str) -> FolderTraining:
     """Read the training in a folder. Raises ShardError if it is not whole or contradicts itself."""
     metadata = metadata_of(folder)
     located, missing = located_items(folder, metadata)
@@ -117,7 +110,7 @@ def read_training(folder: str) -> TorchDist:
         values["scaler"] = scaler
     training = SavedTraining({**weights, **objects.extra}, state, groups, values)
     notes = differing(objects.left_out, "states of the ranks that saved them, which no other layout has")
-    return TorchDist(training, of_file, tuple(notes))
+    return FolderTraining(training, of_file, tuple(notes))
 
 
 def _common_file(folder: str) -> tuple[Mapping[str, Value], Mapping[str, int]]:
@@ -230,41 +223,13 @@ def _groups_of(objects: _Objects, folder: str) -> tuple[list[Dict], Value]:
     scaler: Value = None
     for number, own in enumerate(_chained(objects.common.get("optimizer"))):
         of_ranks = objects.of_groups.get((number, "optimizer"), {0: own.get("optimizer")})
-        groups += _merged([value for _, value in sorted(of_ranks.items())], folder)
+        groups += merged([value for _, value in sorted(of_ranks.items())], folder)
         scalers = objects.of_groups.get((number, "grad_scaler"), {0: own.get("grad_scaler")})
         texts = {text_of(value) for value in scalers.values()}
         if len(texts) > 1:
-            raise _not_of_one_save("one state of the scaler of gradients", f"{len(texts)}", folder)
+            raise not_of_one_save("one state of the scaler of gradients", f"{len(texts)}", folder)
         scaler = scaler or next(iter(scalers.values()))
     return groups, scaler
-
-
-# What tells the groups of an optimizer from each other.
-_OF_GROUP_ALONE = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
-
-
-def _merged(optimizers: Sequence[Value], folder: str) -> list[Dict]:
-    """Return the groups that the ranks of an optimizer have, each once: a rank has those of its own parameters."""
-    merged: dict[tuple[Value, ...], Dict] = {}
-    for rank, optimizer in enumerate(optimizers):
-        groups = optimizer.get("param_groups") if type(optimizer) is Dict else None
-        for group in groups or []:
-            if type(group) is not Dict:
-                raise ShardError("a group of the optimizer of a Megatron checkpoint is no dictionary", where=folder)
-            first = merged.setdefault(tuple(map(group.get, _OF_GROUP_ALONE)), group)
-            if text_of(first) != text_of(group):
-                raise _not_of_one_save("the settings of its optimizer's groups alike", f"others of rank {rank}", folder)
-    return [*merged.values()]
-
-
-def _not_of_one_save(expected: str, got: str, folder: str) -> DisagreementError:
-    return DisagreementError(
-        "the ranks of a Megatron checkpoint are not of one save",
-        expected=expected,
-        got=got,
-        where=folder,
-        remedy="copy or restore all files of one save",
-    )
 
 
 def _chained(optimizer: Value) -> list[Dict]:

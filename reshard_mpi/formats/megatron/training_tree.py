@@ -50,6 +50,14 @@ class SavedTraining(NamedTuple):
     values: Mapping[str, Value]
 
 
+class FolderTraining(NamedTuple):
+    """A folder's training, how tensors among its values are placed, and what is left out, in words."""
+
+    training: SavedTraining
+    of_file: Callable[[StoredTensor], TensorPieces]
+    left_out: tuple[str, ...]
+
+
 def arranged(
     training: SavedTraining, folder: str, of_file: Callable[[StoredTensor], TensorPieces], left_out: Sequence[str]
 ) -> Manifest:
