@@ -315,8 +315,6 @@ def _nothing(path: str, expected: str, got: str, role: str) -> SourceError:
 
 
 # As releases of MindFormers and Megatron call the folder of an iteration.
-_FOLDERS = ("iteration_{:08d}", "iter_{:08d}", "iter_{:07d}")
-_ITERATION = re.compile(r"\d{1,12}", re.ASCII)
 _MAX_BYTES = 64
 
 
@@ -367,7 +365,7 @@ def _named_by(pointer: Path, path: str) -> Latest:
         named = source_files.first_bytes(pointer, _MAX_BYTES).decode().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise _unsound(pointer, _EXPECTED, str(error)) from None
-    names = [name.format(int(named)) for name in _FOLDERS] if _ITERATION.fullmatch(named) else [named]
+    names = formats.folders_meant(named)
     if not all(map(is_file_name, names)):
         raise _unsound(pointer, _EXPECTED, repr(named))
     folders = [name for name in dict.fromkeys(names) if source_files.is_folder(Path(path, name))]

@@ -5,6 +5,7 @@ A format's module, and with it a library, is imported only when it is needed.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -23,6 +24,7 @@ __all__ = [
     "all_formats",
     "by_name",
     "folder_by_name",
+    "folders_meant",
     "index_of",
     "info",
     "is_mark",
@@ -42,6 +44,9 @@ __all__ = [
 ]
 
 _BEGINNING_BYTES = 4096
+# What frameworks call the folder of an iteration.
+_FOLDERS = ("iteration_{:08d}", "iter_{:08d}", "iter_{:07d}")
+_ITERATION = re.compile(r"\d{1,12}", re.ASCII)
 # The format that the functions with MindSpore's names write by default.
 DEFAULT = "ckpt"
 # What names of target files begin with, unless the user says otherwise or their format has names of its own.
@@ -101,6 +106,11 @@ def pointer_files(format_name: str | None = None) -> dict[str, tuple[FormatInfo,
     forms = tuple(form for form in all_formats() if format_name in (None, form.name))
     names = dict.fromkeys(name for form in forms for name in form.pointer_files)
     return {name: tuple(form for form in forms if name in form.pointer_files) for name in names}
+
+
+def folders_meant(named: str) -> list[str]:
+    """Return the names that a folder may have which a file names so: by its own name, or the number of an iteration."""
+    return [name.format(int(named)) for name in _FOLDERS] if _ITERATION.fullmatch(named) else [named]
 
 
 def names_of_folder(path: str) -> tuple[str, ...]:

@@ -86,13 +86,20 @@ class FormatInfo(NamedTuple):
     types_own_loader_refuses: tuple[str, ...] = ()
     own_loader_refuses_empty: bool = False  # whether that framework refuses a shard of nothing
 
-    @property
-    def index_files(self) -> tuple[str, ...]:
-        """The names of the files that are written when all others are complete, in order: the index is last.
+    def index_files(self, prefix: object = "") -> tuple[str, ...]:
+        """Return the names of the files that are written when all others are complete, in order.
 
-        Without an index it is what names the folder of the checkpoint.
+        The last of them makes the folder a checkpoint: the index; or, of a format that packs, what names the folder of
+        the checkpoint, in which its index lies.
+
+        Args:
+            prefix: of the run's file names. That of a format that packs begins with the name of that folder.
         """
-        return (*self.before_index, *(self.marks[:1] or self.pointer_files[:1]))
+        index = (*self.before_index, *self.marks[:1])
+        if not self.packs:
+            return index
+        folder = str(prefix).partition("/")[0]
+        return (*(f"{folder}/{name}" for name in index), *self.pointer_files[:1])
 
     def load(self) -> Format:
         """Import and return the module with the functions of the format.

@@ -43,6 +43,7 @@ from reshard_mpi.journal.run_records import (
     keep_times,
     run_to_commit,
 )
+from reshard_mpi.journal.target_folders import target_folder
 from reshard_mpi.journal.target_journal import COMMIT_LOCK
 from reshard_mpi.journal.target_records import TargetRecord
 from reshard_mpi.planning.shared_facts import differing_stages, require_one_checkpoint, require_same_names
@@ -253,8 +254,10 @@ def commit_locked(
     begun = RunIdentity.recorded(folder / STATE)  # which may name other files of the same strategies
     begun = begun if begun and begun.digest == identity.digest else identity
     for name, content in index.items():
-        remove_stale(opened.folder, name)
-        publish_bytes(opened.folder, name, content)
+        path = folder / name
+        with target_folder(opened.folder, path) as inner:
+            remove_stale(inner, path.name)
+            publish_bytes(inner, path.name, content)
     digests = {name: hashlib.sha256(content).hexdigest() for name, content in index.items()}
     keep_times(opened.state, identity.digest, times_ns)
     publish_text(opened.folder, COMMIT_RECORD, _as_text(begun, records, sums, digests))
@@ -277,7 +280,7 @@ def _index_files(folder: Path, identity: RunIdentity, records: Sequence[TargetRe
     if folder_format is None:
         return {}
     contents = folder_format.index_files(files)
-    return {name: contents[name] for name in formats.info(identity.format).index_files if name in contents}
+    return {name: contents[name] for name in identity.index_files if name in contents}
 
 
 def _sums(records: Sequence[TargetRecord]) -> dict[str, int]:
@@ -376,7 +379,7 @@ def _as_text(
     if sums:
         head["sums"] = {name: f"{sums[name]:08x}" for name in sorted(sums)}
     if index_digests:
-        head["index"] = index_digests.pop(formats.info(identity.format).index_files[-1])
+        head["index"] = index_digests.pop(identity.index_files[-1])
     if index_digests:
         head["before_index"] = index_digests
     files = {file.path: file.size_bytes for record in records for file in record.evidence.sources.files}

@@ -19,6 +19,7 @@ from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.folders import Folder, close
 from reshard_mpi.filesystem.paths import described
 from reshard_mpi.filesystem.source_files import is_taken
+from reshard_mpi.formats.structure import is_file_name
 from reshard_mpi.journal.record_files import COMMIT_RECORD, STATE, lock_name, record_path, recorded_ranks
 from reshard_mpi.journal.run_records import CommitRecord, RunIdentity, committed_times
 from reshard_mpi.journal.target_folders import opened_inner, uncommit
@@ -98,7 +99,7 @@ def require_own_index(folder: Path, identity: RunIdentity, is_begun: Callable[[]
         is_begun: tells whether the folder's records are those of this run. It is asked after a file has been seen,
             since another process may begin the run, and end it, meanwhile.
     """
-    for name in formats.info(identity.format).index_files:
+    for name in identity.index_files:
         if is_taken(folder / name):
             is_own = is_begun() and name in own_index_files(folder, identity)
             # It is looked for again: another process may have begun to make a target anew, and removed it.
@@ -126,7 +127,7 @@ def own_index_files(folder: Path, identity: RunIdentity) -> tuple[str, ...]:
     They are as they were committed. Any other is damaged, or has no commit record yet, while all targets are complete
     and nobody else's shard lies there that it may list.
     """
-    lying = tuple(name for name in formats.info(identity.format).index_files if is_taken(folder / name))
+    lying = tuple(name for name in identity.index_files if is_taken(folder / name))
     own = _committed_index(folder) if lying else ()
     return lying if not {*lying} <= {*own} and _are_all_in_place(folder, identity) else own
 
@@ -233,7 +234,7 @@ def _names_folder(pointer: Path) -> bool:
         name = pointer.read_bytes()[:_MOST_OF_POINTER].decode().strip()
     except (OSError, UnicodeDecodeError):
         return False
-    return name not in ("", ".", "..") and Path(name).name == name and (pointer.parent / name).is_dir()
+    return any(is_file_name(own) and (pointer.parent / own).is_dir() for own in formats.folders_meant(name))
 
 
 def _digest(path: Path) -> str | None:

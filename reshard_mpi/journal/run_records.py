@@ -123,6 +123,11 @@ class RunIdentity(NamedTuple):
         return str(self.facts.get("to", formats.DEFAULT))
 
     @property
+    def index_files(self) -> tuple[str, ...]:
+        """The names of the files that are written when all targets are complete, in order."""
+        return formats.info(self.format).index_files(self.facts.get("prefix", ""))
+
+    @property
     def target_ranks(self) -> int:
         """How many targets it has."""
         return int(self.facts["target_ranks"])
@@ -282,10 +287,9 @@ class CommitRecord(NamedTuple):
         sources = record_files.each(facts.get("sources", []), record_files.table)
         sums = record_files.table(facts.get("sums", {}))
         run = RunIdentity.of(settings)
-        info = formats.info(run.format)
         digests = {
             **record_files.table(facts.get("before_index", {})),
-            **dict.fromkeys(info.index_files[-1:], facts.get("index")),
+            **dict.fromkeys(run.index_files[-1:], facts.get("index")),
         }
         # Every rank has its line, from 0 on.
         if not targets or len(files) < len(targets) or max(files) >= len(files):
@@ -302,7 +306,7 @@ class CommitRecord(NamedTuple):
                 for source in sources
             ),
             run,
-            {name: record_files.sha256(digests[name]) for name in info.index_files if digests.get(name) is not None},
+            {name: record_files.sha256(digests[name]) for name in run.index_files if digests.get(name) is not None},
         )
 
 

@@ -89,9 +89,23 @@ def uncommit(folder: Folder, index_files: Sequence[str]) -> None:
 
     That one makes the folder a checkpoint.
     """
-    removed = [folder.remove(name) for name in (*reversed(index_files), COMMIT_RECORD)]
+    removed = [_remove(folder, name) for name in (*reversed(index_files), COMMIT_RECORD)]
     if any(removed):
         folder.sync()
+
+
+def _remove(folder: Folder, name: str) -> bool:
+    """Remove a file of a folder, or of one in it; tell whether it was there."""
+    inner_name, slash, name = name.rpartition("/")
+    if not slash:
+        return folder.remove(name)
+    try:
+        with folder.inner(inner_name) as inner:
+            if is_removed := inner.remove(name):
+                inner.sync()
+            return is_removed
+    except FileNotFoundError:
+        return False
 
 
 class Unrecorded:

@@ -21,7 +21,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from reshard_mpi import formats
 from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.folders import (
     Folder,
@@ -100,7 +99,7 @@ class Journal:
         self.identity = identity
         self._strategy = strategy
         self._state = folder / STATE
-        self._index_files = formats.info(identity.format).index_files
+        self._index_files = identity.index_files
         self._resume = resume
         self._overwrite = overwrite
 

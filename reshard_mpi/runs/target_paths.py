@@ -129,16 +129,21 @@ def stranger_notes(lying: Sequence[Path]) -> tuple[str, ...]:
 
 
 def require_no_strangers(
-    folder: Path, format_name: str, every_path: Iterable[Path], own_paths: Iterable[Path], removed: Iterable[str]
+    folder: Path,
+    format_name: str,
+    index_files: Collection[str],
+    every_path: Iterable[Path],
+    own_paths: Iterable[Path],
+    removed: Iterable[str],
 ) -> None:
     """Raise TargetError if a folder has foreign files that would be taken for a part of the checkpoint written there.
 
     Args:
-        every_path, own_paths: as for `lying_beside`.
+        index_files, every_path, own_paths: as for `lying_beside`.
         removed: the paths, relative to the folder, of files that are going to be removed.
     """
     expected = {folder / name for name in removed}
-    lying = lying_beside(folder, format_name, formats.info(format_name).index_files, every_path, own_paths)
+    lying = lying_beside(folder, format_name, index_files, every_path, own_paths)
     strangers = [path.relative_to(folder) for path in lying if path not in expected]
     if strangers:
         raise TargetError(
