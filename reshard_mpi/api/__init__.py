@@ -75,6 +75,7 @@ def transform(
     max_shard_size: str | int | None = None,
     dp: int | None = None,
     zero_stage: int | None = None,
+    core_version: str | None = None,
     map: PathLike | Iterable[PathLike] | None = None,
     forward: bool = False,
     reverse: bool = False,
@@ -98,7 +99,8 @@ def transform(
         part: (i, n), share number i from 0 of n shares of them.
         accumulated: as in `transform_checkpoints`.
         dp, zero_stage: for how many data-parallel ranks, and for which stage of ZeRO, files of format "deepspeed" are.
-        max_shard_size: the most bytes of a file of format "hf", as "5GB" (the default) or a number of bytes.
+        core_version: which release of Megatron-Core is to load files of format "megatron", such as "0.19".
+        max_shard_size: the most bytes of a file of format "hf" or "megatron", such as "5GB" (the default).
         map: an equation, the path of a map, or the name of one that comes with the program; or several of these,
             applied one after another.
         forward and reverse: their direction, where names do not tell it; config: path of the model's configuration;

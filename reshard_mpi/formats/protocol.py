@@ -141,6 +141,7 @@ class Packed(NamedTuple):
         strings: that every file gets, for `Format.reserve`.
         equal: names of tensors of which only the first is taken, since the others must hold the same.
         left_out: names of tensors that go nowhere.
+        notes: in words, what else people must know of the files.
     """
 
     prefix: str
@@ -148,20 +149,35 @@ class Packed(NamedTuple):
     strings: Mapping[str, str]
     equal: Sequence[tuple[str, ...]] = ()
     left_out: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+class PackingOptions(NamedTuple):
+    """What a user says of the files of a format that packs; each of them takes what its `FormatInfo` names.
+
+    Attributes:
+        dp: for how many data-parallel ranks they are.
+        zero_stage: of ZeRO.
+        core_version: the release of Megatron-Core that is to load them, such as 0.19.
+        most_file_bytes: how large a file may become.
+        name: of the source's folder, if that is of the same format; else empty.
+    """
+
+    dp: int = 1
+    zero_stage: int = 1
+    core_version: str = ""
+    most_file_bytes: int = 1 << 40
+    name: str = ""
 
 
 class PackingFormat(FolderFormat, Protocol):
-    """A format whose files have parts of many tensors in a row, for a number of ranks (`FormatInfo.packs`)."""
+    """A format whose files have parts of many tensors as its own framework lays them out (`FormatInfo.packs`)."""
 
-    def packed(
-        self, tensors: Mapping[str, TensorType], strings: Mapping[str, str], ranks: int, stage: int, name: str
-    ) -> Packed:
+    def packed(self, tensors: Mapping[str, TensorType], strings: Mapping[str, str], options: PackingOptions) -> Packed:
         """Return the files that these whole tensors are packed into.
 
         Args:
             tensors, strings: of the checkpoint, by name.
-            stage: of ZeRO.
-            name: of the source's folder, if that is of the same format; else empty.
 
         Raises TargetError if they cannot be packed.
         """

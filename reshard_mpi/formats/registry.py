@@ -70,7 +70,9 @@ class FormatInfo(NamedTuple):
     split_by_size: bool = False  # a checkpoint is a full one, in files that are filled up to a size
     # of a whole training only the model is kept, whose tensors have names without the `model.` before them
     holds_model_alone: bool = False
-    packs: bool = False  # files have parts of many tensors in a row, for a number of ranks (`protocol.PackingFormat`)
+    packs: bool = False  # files have parts of tensors as its framework lays them out (`protocol.PackingFormat`)
+    needs: tuple[str, ...] = ()  # names of options that its targets need, and no others take
+    takes: tuple[str, ...] = ()  # names of further options that they take
     describes_itself: bool = False  # a shard states its rank and how its checkpoint is sharded
     has_crc: bool = False  # a shard can be sealed with a checksum of the whole file
     crc_counts_scalars: bool = False  # which counts scalars of whole numbers (see `manifest.is_in_crc`)
@@ -117,6 +119,11 @@ class FormatInfo(NamedTuple):
             problem = f"functions {', '.join(self.functions)}"
             raise _not_loaded(self.name, problem, f"no {', no '.join(lacking)}", self.module)
         return cast("Format", module)
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The names of the options that not all targets take, but these."""
+        return (*self.needs, *self.takes)
 
     @property
     def functions(self) -> tuple[str, ...]:
@@ -183,6 +190,7 @@ _BUILT_IN = (
         marks=("model.safetensors.index.json", "model.safetensors", "param_name_map.json"),
         is_folder=True,
         split_by_size=True,
+        takes=("max_shard_size",),
         holds_model_alone=True,
         keeps_strings=False,
         shares_blocks=True,
@@ -231,6 +239,7 @@ _BUILT_IN = (
         pointers_are_common=True,
         is_folder=True,
         packs=True,
+        needs=("dp", "zero_stage"),
         has_crc=True,
         sharded_variant="torch",
         default_target="torch",

@@ -220,7 +220,8 @@ class MappedCheckpoint(SourceCheckpoint):
         """Return notes for the user on the results of the maps."""
         outcome = self._opened()
         of_tensors = notes_of_tensors(outcome, self._wanted(outcome.made))
-        return (*of_tensors, *outcome.notes, *notes_of_nest(outcome, self.tensor_map.like))
+        packed = () if outcome.packed is None else outcome.packed.notes
+        return (*of_tensors, *outcome.notes, *notes_of_nest(outcome, self.tensor_map.like), *packed)
 
     def cut_warnings(self, plan: RankPlan) -> tuple[str, ...]:
         """Return warnings on how a target holds the tensors that a map makes. plan: the target's plan."""

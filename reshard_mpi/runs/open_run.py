@@ -18,7 +18,7 @@ from reshard_mpi.journal.target_journal import Journal
 from reshard_mpi.planning.needed_ranks import check_target_rank
 from reshard_mpi.planning.target_tensors import Policy
 from reshard_mpi.planning.tensor_names import Accumulated
-from reshard_mpi.runs.packing import packing_of, require_for_ranks
+from reshard_mpi.runs.packing import packing_of, require_target_options
 from reshard_mpi.runs.plan_conversion import Conversion, apply_map
 from reshard_mpi.runs.process_memory import RunMemory
 from reshard_mpi.runs.request import Request, Strategies
@@ -118,9 +118,10 @@ class Run(NamedTuple):
         }
         # These are left out where they say nothing, as in the records of versions that did not have them.
         optional = {
-            "max_shard_size": request.most_file_bytes if traits.split_by_size else None,
+            "max_shard_size": request.most_file_bytes if "max_shard_size" in traits.options else None,
             "dp": request.dp,
             "zero_stage": request.zero_stage,
+            "core_version": request.core_version,
             "from": request.source_format,
             "src_files": request.src_files,
             "accumulated": str(request.accumulated) if request.accumulated is not Accumulated.REFUSE else None,
@@ -252,7 +253,7 @@ def _target_format(request: Request, source_format: str) -> str:
             expected=f"--to {name} without --dst-strategy, or --to {traits.sharded_variant} with it",
             got=f"--dst-strategy {request.dst_strategy}",
         )
-    require_for_ranks(request, name, MAX_TARGETS)
+    require_target_options(request, name, MAX_TARGETS)
     folder_format = formats.folder_by_name(name)
     if (
         folder_format is not None
@@ -264,11 +265,6 @@ def _target_format(request: Request, source_format: str) -> str:
             f"files of a checkpoint in {name} have names of their own",
             expected="no --prefix",
             got=f"--prefix {request.prefix}",
-        )
-    if request.max_shard_size is not None and not traits.split_by_size:
-        able = [f"--to {other}" for other in formats.targets() if formats.info(other).split_by_size]
-        raise UsageError(
-            f"--max-shard-size is for {' or '.join(able)}", expected=" or ".join(able), got=f"targets in {name}"
         )
     return name
 

@@ -12,6 +12,8 @@ from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.errors import UsageError
 from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.nest.nodes import is_whole_training
+from reshard_mpi.formats.protocol import PackingOptions
+from reshard_mpi.options import OPTIONS
 from reshard_mpi.runs.request import Request
 
 if TYPE_CHECKING:
@@ -36,11 +38,12 @@ def packing_of(request: Request, source: SourceCheckpoint, format_name: str) -> 
     module = formats.packing_by_name(format_name)
     if module is None:
         return model_alone_of(request, source, format_name)
-    assert request.dp is not None
-    assert request.zero_stage is not None
     files = source.files
     name = files.latest or Path(files.path).name if files.format == format_name else ""
-    return Packing(partial(module.packed, ranks=request.dp, stage=request.zero_stage, name=name), by_file=True)
+    options = PackingOptions(
+        request.dp or 1, request.zero_stage or 1, request.core_version or "", request.most_file_bytes, name
+    )
+    return Packing(partial(module.packed, options=options), by_file=True)
 
 
 def model_alone_of(request: Request, source: SourceCheckpoint, format_name: str) -> Packing | None:
@@ -58,21 +61,29 @@ def model_alone_of(request: Request, source: SourceCheckpoint, format_name: str)
     return Packing(model_alone, by_file=False)
 
 
-def require_for_ranks(request: Request, format_name: str, most_targets: int) -> None:
-    """Raise UsageError unless a format that packs has a number of ranks and a stage, and any other has neither."""
-    given = {"--dp": request.dp, "--zero-stage": request.zero_stage}
-    if not formats.info(format_name).packs:
-        for option, value in given.items():
-            if value is not None:
-                able = " or ".join(f"--to {other}" for other in formats.targets() if formats.info(other).packs)
-                raise UsageError(f"{option} is for {able}", expected=able, got=f"targets in {format_name}")
+def require_target_options(request: Request, format_name: str, most_targets: int) -> None:
+    """Raise UsageError unless the targets' format has all options that it needs, and none that are for others."""
+    form = formats.info(format_name)
+    for option in dict.fromkeys(option for other in formats.targets() for option in formats.info(other).options):
+        able = [other for other in formats.targets() if option in formats.info(other).options]
+        if getattr(request, option) is not None and format_name not in able:
+            takers = " or ".join(f"--to {other}" for other in able)
+            flag = OPTIONS[option].flag
+            raise UsageError(f"{flag} is for {takers}", expected=takers, got=f"targets in {format_name}")
+    if not form.packs:
         return
-    lacking = [option for option, value in given.items() if value is None]
-    if lacking or request.dst_strategy is not None:
+    lacking = [OPTIONS[option].flag for option in form.needs if getattr(request, option) is None]
+    if lacking or (form.needs and request.dst_strategy is not None):
         raise UsageError(
             f"a checkpoint in {format_name} is packed for a number of ranks",
             expected="--dp N and --zero-stage 1, 2 or 3, and no --dst-strategy",
             got=f"no {' and no '.join(lacking)}" if lacking else f"--dst-strategy {request.dst_strategy}",
+        )
+    if request.dst_strategy is not None:
+        raise UsageError(
+            f"a checkpoint in {format_name} is loaded by any number of ranks",
+            expected="no --dst-strategy",
+            got=f"--dst-strategy {request.dst_strategy}",
         )
     if request.dp is not None and 2 * request.dp > most_targets:
         problem = "there are too many targets for one run"

@@ -15,6 +15,7 @@ from reshard_mpi import errors, formats
 from reshard_mpi.cli import arguments
 from reshard_mpi.formats.dtypes import BY_NAME, DType
 from reshard_mpi.formats.manifest import NEST, ShardIdentity, ShardSpec, TensorSpec
+from reshard_mpi.formats.protocol import PackingOptions
 from reshard_mpi.formats.registry import FormatInfo
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.processes import governor, host, ledger_folder, process_lease
@@ -129,7 +130,7 @@ def packed_spec(format_name: str, dtype: DType) -> ShardSpec:
     nest = (
         f'{{"dict":[["model",{{"dict":[]}}],["optimizer",{{"dict":[["state",{state}],["param_groups",{groups}]]}}]]}}'
     )
-    packed = module.packed(kinds, {NEST: nest}, ranks=1, stage=1, name="")
+    packed = module.packed(kinds, {NEST: nest}, PackingOptions())
     specs = [TensorSpec(part.name, kinds[part.source].dtype, part.box.shape, part.box) for part in packed.files[-1]]
     return ShardSpec(ShardIdentity(len(packed.files) - 1, len(packed.files), ""), specs, packed.strings)
 

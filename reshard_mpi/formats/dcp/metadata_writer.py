@@ -29,7 +29,7 @@ _WIDE_BYTES = 8
 ChunkPlace = tuple[tuple[int, ...], tuple[int, ...], ItemPlace]
 
 
-class _CollectedTensor:
+class CollectedTensor:
     """A tensor of the checkpoint while its pieces are collected. pieces: by their first element."""
 
     __slots__ = ("dtype", "pieces", "shape")
@@ -51,18 +51,35 @@ def index_files(shards: Sequence[Manifest]) -> dict[str, bytes]:
     for name in (name for value in objects.values() for name in tensors_in(value)) if not strings else ():
         del wholes[name], paths[name]  # without strings, they are read from objects
     items = {
-        name: file_layout.of_object(value, _contents(tensors_in(value), shards)) for name, value in objects.items()
+        name: file_layout.of_object(value, contents_of(tensors_in(value), shards)) for name, value in objects.items()
     }
+    return {INDEX: content_of(wholes, paths, items, paths, strings)}
+
+
+def content_of(
+    wholes: Mapping[str, CollectedTensor],
+    names: Iterable[str],
+    items: Mapping[str, bytes],
+    paths: Mapping[str, Keys] | None = None,
+    strings: Mapping[str, str] = {},
+) -> bytes:
+    """Return the metadata of these tensors, with the items of objects behind it.
+
+    Args:
+        names: of all entries, in order.
+        paths: of the entries; None: they are in no nest.
+        strings: of the checkpoint, for this program.
+    """
     places, offset = {}, 0
     for name, item in items.items():
         places[name] = ItemPlace(INDEX, offset, len(item))
         offset += len(item)
-    write = _listed(wholes, paths, strings)
+    write = _listed(wholes, names, paths, strings)
     end = len(_with_objects(write.copy(), places, 0))
-    return {INDEX: _with_objects(write, places, end) + b"".join(items.values())}
+    return _with_objects(write, places, end) + b"".join(items.values())
 
 
-def _contents(names: Iterable[str], shards: Sequence[Manifest]) -> dict[str, tuple[TensorType, bytes]]:
+def contents_of(names: Iterable[str], shards: Sequence[Manifest]) -> dict[str, tuple[TensorType, bytes]]:
     """Return the types and the bytes of tensors, each whole in the first of the files that has it."""
     contents = {}
     for name in names:
@@ -74,8 +91,8 @@ def _contents(names: Iterable[str], shards: Sequence[Manifest]) -> dict[str, tup
     return contents
 
 
-def _wholes(shards: Sequence[Manifest]) -> dict[str, _CollectedTensor]:
-    wholes: dict[str, _CollectedTensor] = {}
+def _wholes(shards: Sequence[Manifest]) -> dict[str, CollectedTensor]:
+    wholes: dict[str, CollectedTensor] = {}
     for shard in shards:
         tensors, file = shard.tensors, Path(shard.path).name
         layouts = [file_layout.of_tensor(kind) for kind in tensors.kinds]
@@ -84,7 +101,7 @@ def _wholes(shards: Sequence[Manifest]) -> dict[str, _CollectedTensor]:
             assert box is not None and global_shape is not None
             whole = wholes.get(name)
             if whole is None:
-                whole = wholes[name] = _CollectedTensor(dtype, global_shape)
+                whole = wholes[name] = CollectedTensor(dtype, global_shape)
             if (whole.dtype, whole.shape) != (dtype, global_shape):
                 raise DisagreementError(
                     f"files of one checkpoint have different tensors called {name!r}",
@@ -132,7 +149,10 @@ def _entries(shards: Sequence[Manifest]) -> tuple[dict[str, str], dict[str, Keys
 
 
 def _listed(
-    wholes: Mapping[str, _CollectedTensor], paths: Mapping[str, Keys], strings: Mapping[str, str]
+    wholes: Mapping[str, CollectedTensor],
+    names: Iterable[str],
+    paths: Mapping[str, Keys] | None,
+    strings: Mapping[str, str],
 ) -> _MetadataPickler:
     """Return the pickle with all but where objects lie."""
     write = _MetadataPickler()
@@ -141,7 +161,7 @@ def _listed(
     write.raw(b"}(")
     write.text("state_dict_metadata")
     write.raw(b"}(")
-    for name in paths:
+    for name in names:
         write.text(name)
         if name in wholes:
             write.tensor(wholes[name])
@@ -150,11 +170,14 @@ def _listed(
             write.raw(b"}b")
     write.raw(b"u")
     write.text("planner_data")
-    write.raw(b"}(")
-    for name, path in paths.items():
-        write.text(name)
-        write.path(path)
-    write.raw(b"u")
+    if paths is None:
+        write.raw(b"N")
+    else:
+        write.raw(b"}(")
+        for name, path in paths.items():
+            write.text(name)
+            write.path(path)
+        write.raw(b"u")
     for name, value in (("storage_meta", b"N"), ("version", text_opcode(_VERSION))):
         write.text(name)
         write.raw(value)
@@ -240,7 +263,7 @@ class _MetadataPickler:
             b"(" + b"".join(whole_opcode(key) if type(key) is int else text_opcode(str(key)) for key in path) + b"t"
         )
 
-    def tensor(self, whole: _CollectedTensor) -> None:
+    def tensor(self, whole: CollectedTensor) -> None:
         self.new(METADATA, "TensorStorageMetadata")
         self.raw(b"}(")
         self.text("properties")

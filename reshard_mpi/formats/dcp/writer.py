@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from reshard_mpi.errors import ShardError, TargetError, UsageError
 from reshard_mpi.formats import structure
 from reshard_mpi.formats.dcp import file_layout
-from reshard_mpi.formats.dcp.file_layout import Keys, TensorLeaf, flattened, tensors_in
+from reshard_mpi.formats.dcp.file_layout import ItemLayout, Keys, TensorLeaf, flattened, tensors_in
 from reshard_mpi.formats.dcp.items import Common, locate_items
 from reshard_mpi.formats.dcp.metadata import INDEX
 from reshard_mpi.formats.dcp.reader import NAME, wanted_in
@@ -55,11 +55,20 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
     structure.check_names(path, [*specs.names, *strings])
     require_types(specs, _HOLDER, path)
     _require_small(entries_of([*specs.names, *spec.written_by_others], strings, path), specs, path)
+    layouts = [file_layout.of_tensor(kind) for kind in specs.kinds]
+    return Manifest(path, NAME, write_items(fd, path, specs, strings, lambda _, kind: layouts[kind]), strings)
+
+
+# Returns the layout of an item of a name and a number of a kind.
+LayoutOf = Callable[[str, int], ItemLayout]
+
+
+def write_items(fd: int, path: str, specs: Specs, strings: dict[str, str], layout_of: LayoutOf) -> TensorTable:
+    """Write items without their payloads to an empty file, and the record behind them; return where payloads lie."""
     tensors, writer, end = TensorTable(path), structure.HeaderDigestWriter(fd), 0
     kinds = [tensors.kind(kind) for kind in specs.kinds]
-    layouts = [file_layout.of_tensor(kind) for kind in specs.kinds]
     for name, kind in zip(specs.names, specs.kind_ids):
-        item = layouts[kind]
+        item = layout_of(name, kind)
         start = item.start_behind(end)
         payload_start = start + len(item.head)
         writer.add(start, item.head)
@@ -68,7 +77,7 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
         end = start + item.length_bytes
     writer.add(end, file_layout.footer_of(tensors, strings))
     writer.finish()
-    return Manifest(path, NAME, tensors, strings)
+    return tensors
 
 
 def _require_small(entries: Iterable[Entry], specs: Specs, path: str) -> None:
@@ -89,13 +98,24 @@ def _require_small(entries: Iterable[Entry], specs: Specs, path: str) -> None:
 
 def locate_own(path: str) -> Manifest:
     """Find the tensors of a file that this program has written. Raises ShardError if it is another one, or damaged."""
+
+    def layouts(tensors: TensorTable) -> LayoutOf:
+        of_kinds = [file_layout.of_tensor(kind) for kind in tensors.kinds]
+        return lambda _, kind: of_kinds[kind]
+
+    footer = read_items(path, layouts)
+    return Manifest(path, NAME, footer.tensors, footer.strings)
+
+
+def read_items(path: str, layouts: Callable[[TensorTable], LayoutOf]) -> file_layout.Footer:
+    """Return what the record of a file says of its items, as `write_items` wrote them. Raises ShardError if not so."""
     with structure.opened(path) as file:
         own_footer = file_layout.read_footer(file)
         tensors, end = own_footer.tensors, 0
-        layouts = [file_layout.of_tensor(kind) for kind in tensors.kinds]
+        layout_of = layouts(tensors)
+        items = [layout_of(*named) for named in zip(tensors, tensors.kind_ids)]
         spans, parts = list[structure.Span](), list[bytes]()
-        for start, kind in zip(tensors.offsets, tensors.kind_ids):
-            item = layouts[kind]
+        for start, item in zip(tensors.offsets, items):
             head_start, tail_start = start - len(item.head), start + item.payload_bytes
             if head_start < end or tail_start + len(item.tail) > own_footer.end:
                 break
@@ -109,9 +129,9 @@ def locate_own(path: str) -> Manifest:
             f"{list(tensors)[misplaced]!r} is not where its file says",
             expected="an item of its type and shape",
             got="something else",
-            where=f"{path}, byte {tensors.offsets[misplaced] - len(layouts[tensors.kind_ids[misplaced]].head)}",
+            where=f"{path}, byte {tensors.offsets[misplaced] - len(items[misplaced].head)}",
         )
-    return Manifest(path, NAME, tensors, own_footer.strings)
+    return own_footer
 
 
 def read_back(meant: Manifest) -> None:

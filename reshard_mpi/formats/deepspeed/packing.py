@@ -30,7 +30,7 @@ from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.nest import flatten_tree, rebuild_tree
 from reshard_mpi.formats.nest.nodes import MODEL, ORDERED_DICT, Call, Dict, NestError, Value
-from reshard_mpi.formats.protocol import Packed, Part
+from reshard_mpi.formats.protocol import Packed, PackingOptions, Part
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.text import shortened
 
@@ -68,8 +68,9 @@ class _NestedTraining(NamedTuple):
         return self.root.get("ds_config")
 
 
-def packed(tensors: Mapping[str, TensorType], strings: Mapping[str, str], ranks: int, stage: int, name: str) -> Packed:
-    """Return the files for this number of ranks, as `PackingFormat.packed` says."""
+def packed(tensors: Mapping[str, TensorType], strings: Mapping[str, str], options: PackingOptions) -> Packed:
+    """Return the files for a number of ranks, as `PackingFormat.packed` says."""
+    ranks, stage = options.dp, options.zero_stage
     training = _training(tensors, strings)
     layout = _layout(training, tensors, ranks, stage)
     whole = _whole_in_model(training, layout, tensors)
@@ -88,7 +89,7 @@ def packed(tensors: Mapping[str, TensorType], strings: Mapping[str, str], ranks:
             remedy="choose fewer ranks (--dp)",
         )
     steps = training.root.get("global_steps")
-    tag = name or f"global_step{steps if type(steps) is int else 0}"
+    tag = options.name or f"global_step{steps if type(steps) is int else 0}"
     prefix = f"{tag}/{'bf16_' if layout.dtype == 'bfloat16' else ''}zero{stage}"
     equal = [
         tuple(f"{STATE}{own.name}.{kind}" for own in group.parameters)
