@@ -8,9 +8,6 @@ compared as copies are.
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.megatron.torch_dist import files_of_torch_dist, read_training
 from reshard_mpi.formats.megatron.training_tree import arranged
@@ -29,14 +26,3 @@ def open_folder(folder: str) -> dict[int, Manifest]:
     """
     read = read_training(folder)
     return {0: arranged(read.training, folder, read.of_file, read.left_out)}
-
-
-def locate(path: str, like: Manifest | None = None) -> Manifest:
-    """Refuse one of the files, which are parts of what all hold together. Raises ShardError."""
-    raise ShardError(
-        "one file of a Megatron checkpoint is no checkpoint",
-        expected="the folder of all its files",
-        got="one of them",
-        where=path,
-        remedy=f"give {Path(path).parent}",
-    )

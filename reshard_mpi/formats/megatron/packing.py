@@ -1,0 +1,301 @@
+"""Pack a checkpoint into the files of Megatron-Core's torch_dist, to be loaded in any layout (`packed`).
+
+Tensors of a whole training have its names: `model.KEY` becomes KEY, `optimizer.state.KEY.exp_avg` becomes
+`optimizer.state.exp_avg.KEY`, and the copy of the weights in float32 `optimizer.state.param.KEY`, as Megatron's form
+fully_reshardable has them. Tensors of another checkpoint are the model's, by their own names. A tensor is cut into the
+layers and experts that are stacked in it, since a rank that loads one of these reads the whole of its chunk.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
+from typing import NamedTuple
+
+from reshard_mpi.errors import TargetError
+from reshard_mpi.formats.manifest import NEST
+from reshard_mpi.formats.megatron.chunk_names import Chunk
+from reshard_mpi.formats.megatron.common_state import common_state
+from reshard_mpi.formats.megatron.stacking import StackedPlace, stacked, unnumbered
+from reshard_mpi.formats.megatron.training_tree import FP32
+from reshard_mpi.formats.nest import flatten_tree, rebuild_tree
+from reshard_mpi.formats.nest.nodes import MODEL, ORDERED_DICT, Call, Dict, NestError, Value
+from reshard_mpi.formats.protocol import Packed, PackingOptions, Part
+from reshard_mpi.formats.tensor_table import TensorType
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.text import KIB, shortened
+
+# The string of the first file that says what else the checkpoint has.
+COMMON = "__megatron_common__"
+DEFAULT_RELEASE = "0.19"
+_STATE = "optimizer.state."
+_EXTRA = "_extra_state"
+# What modules of Megatron keep besides tensors has this behind its key: which one of how many.
+_SHARD = re.compile(r".*/shard_[\d.]+_[\d.]+")
+# The kind of state that is one number for all parameters, and is kept with the groups.
+_COUNTER = "step"
+_FLOAT32 = "float32"
+# In all files together.
+_MOST_CHUNKS = 1 << 20
+_MOST_EXTRA_BYTES = 1024 * KIB
+# Modules that save nothing besides tensors.
+_WITHOUT_EXTRA = ("embedding.", "output_layer.")
+
+
+class _NestTensor(NamedTuple):
+    """A tensor in the nest."""
+
+    name: str
+
+
+class _SourceTensors(NamedTuple):
+    """The tensors of a source by what they are: names in it, by key.
+
+    Attributes:
+        weights: of the model.
+        extra: what modules have besides, where that is a tensor.
+        state: of the optimizer by kind and key.
+        others: names of what is none of these.
+    """
+
+    weights: dict[str, str]
+    extra: dict[str, str]
+    state: dict[str, dict[str, str]]
+    others: list[str]
+
+    @property
+    def trained(self) -> dict[str, None]:
+        """The keys of the weights that the optimizer trains, in order."""
+        moments = dict.fromkeys(key for kind, own in self.state.items() if kind not in (_COUNTER, FP32) for key in own)
+        return moments or dict.fromkeys(self.state.get(FP32, ()))
+
+
+def packed(tensors: Mapping[str, TensorType], strings: Mapping[str, str], options: PackingOptions) -> Packed:
+    """Return the files, as `PackingFormat.packed` says."""
+    release = options.core_version or DEFAULT_RELEASE
+    root = _root(tensors, strings)
+    model = root.get("model")
+    found = _sorted(tensors, model)
+    if not found.weights:
+        raise _not_held("tensors of a model", shortened(list(tensors)) or "no tensors")
+    kinds = {key: tensors[name] for key, name in found.weights.items()}
+    places = stacked(kinds)
+    chunks = [*_weights(found, places, tensors), *_state(found, places, tensors)]
+    extra = _extra_values(model, places.values()) if type(model) is Dict else {}
+    extra_tensors = dict(_extra_tensors(found, places.values(), tensors))
+    if not extra and not extra_tensors:
+        extra = dict.fromkeys(_usual_extra(places.values()))
+    others = Dict()
+    for key, value in root.pairs():
+        if key != "model" and type(value) is not _NestTensor:
+            others.flat += [key, value]
+    common = common_state(_without_tensors(others), has_state=bool(found.trained), release=release)
+    counters = [*found.state.get(_COUNTER, {}).values()]
+    held = [Part(name, name, Box.whole(tensors[name].shape)) for name in (*extra_tensors.values(), *counters[:1])]
+    if len(chunks) > _MOST_CHUNKS:
+        raise TargetError(
+            "a Megatron checkpoint would have too many chunks",
+            expected=f"at most {_MOST_CHUNKS}",
+            got=str(len(chunks)),
+            remedy="choose --to dcp",
+        )
+    text = _text(
+        Dict(
+            [
+                *("release", release, "values", common.values),
+                *("extra", _dict(extra), "extra_tensors", _dict(extra_tensors)),
+                *("step", counters[0] if counters else None),
+            ]
+        )
+    )
+    return Packed(
+        f"iter_{common.iteration:07d}",
+        _filled([*held, *chunks], tensors, options.most_file_bytes),
+        {COMMON: text},
+        [tuple(counters)],
+        tuple(found.others),
+        common.notes,
+    )
+
+
+def _root(tensors: Mapping[str, TensorType], strings: Mapping[str, str]) -> Dict:
+    """Return the nest of a source, with models of torch as plain dictionaries. Raises TargetError if it is none."""
+    try:
+        root = rebuild_tree.rebuild({name: _NestTensor(name) for name in tensors}, strings)
+    except NestError as error:
+        raise _not_held("nested dictionaries that hold the tensors by their names", error.problem) from None
+    if type(root) is not Dict:
+        return Dict()
+    return Dict([part for key, value in root.pairs() for part in (key, _plain(value))])
+
+
+def _plain(value: Value) -> Value:
+    is_ordered = type(value) is Call and value.function == ORDERED_DICT and not value.args
+    return Dict([*(value.flat or ())]) if is_ordered else value
+
+
+def _sorted(tensors: Mapping[str, TensorType], model: Value) -> _SourceTensors:
+    """Sort tensors by their names. Raises TargetError for state of what is no weight.
+
+    Args:
+        model: of the nest. None: all tensors are the model's.
+    """
+    has_model = type(model) is Dict
+    own_keys = {key for key, value in model.pairs() if type(value) is _NestTensor} if has_model else set()
+    found = _SourceTensors({}, {}, {}, [])
+    for name in tensors:
+        if has_model and not name.startswith(MODEL):
+            continue
+        key = name.removeprefix(MODEL) if has_model else name
+        if f".{_EXTRA}" not in key:
+            found.weights[key] = name
+        elif not has_model or key in own_keys:
+            found.extra[key] = name
+        else:  # within an object of a module
+            found.others.append(name)
+    for name in tensors if has_model else ():
+        key, _, kind = name.removeprefix(_STATE).rpartition(".")
+        if name.startswith(_STATE):
+            if key not in found.weights:
+                raise _not_held("state of parameters that the model has, by their names", name)
+            found.state.setdefault(kind, {})[key] = name
+        elif not name.startswith(MODEL):
+            found.others.append(name)
+    return found
+
+
+def _not_held(expected: str, got: str) -> TargetError:
+    return TargetError(
+        "the source is not what a checkpoint of Megatron is made of",
+        expected=expected,
+        got=got,
+        remedy="convert a checkpoint of Megatron, take another one through a map (--map), or leave the optimizer out"
+        " (--exclude 'optimizer.*')",
+    )
+
+
+def _weights(
+    found: _SourceTensors, places: Mapping[str, StackedPlace], tensors: Mapping[str, TensorType]
+) -> Iterator[Part]:
+    for key, name in found.weights.items():
+        yield from _chunks("", places[key], name, tensors[name].shape)
+
+
+def _state(
+    found: _SourceTensors, places: Mapping[str, StackedPlace], tensors: Mapping[str, TensorType]
+) -> Iterator[Part]:
+    """Yield the chunks of the optimizer's state. A weight without a copy in float32 is its own.
+
+    Raises TargetError for state that has another shape than its weight, or that only some parameters have.
+    """
+    kinds = {kind: own for kind, own in found.state.items() if kind not in (_COUNTER, FP32)}
+    trained = found.trained
+    for kind, own in kinds.items():
+        lacking = next((key for key in trained if key not in own), None)
+        if lacking is not None:
+            raise _not_held(f"{kind} of every parameter that the optimizer trains", f"none of {lacking!r}")
+    copies = {key: found.state.get(FP32, {}).get(key) or found.weights[key] for key in trained}
+    stray = next((name for key, name in found.state.get(FP32, {}).items() if key not in trained), None)
+    if stray is not None:
+        raise _not_held("moments of every weight that has a copy in float32", stray)
+    for kind, own in {"param": copies, **kinds}.items():
+        for key, name in own.items():
+            if tensors[name].shape != tensors[found.weights[key]].shape:
+                raise _not_held(
+                    f"{kind} of shape {list(tensors[found.weights[key]].shape)}, as the weight {key!r} has it",
+                    str(list(tensors[name].shape)),
+                )
+            dtype = _FLOAT32 if kind == "param" and tensors[name].dtype.name != _FLOAT32 else ""
+            yield from _chunks(f"{_STATE}{kind}.", places[key], name, tensors[name].shape, dtype)
+
+
+def _chunks(prefix: str, own: StackedPlace, name: str, shape: tuple[int, ...], dtype: str = "") -> Iterator[Part]:
+    """Yield the parts of a tensor: each layer and expert that is stacked in it, or the whole of it as one of these."""
+    rest = shape[len(own.own_counts) :]
+    whole, ends = (*own.counts, *shape), (0,) * len(rest)
+    for place in product(*map(range, own.own_counts)):
+        box = Box((*place, *ends), (*(number + 1 for number in place), *rest))
+        yield Part(Chunk(prefix + own.key, (*own.place, *place, *ends), whole).name, name, box, dtype)
+
+
+def _extra_values(model: Dict, places: Iterable[StackedPlace]) -> dict[str, Value]:
+    """Return what modules have besides tensors, by the keys of objects."""
+    placed = [*places]
+    pairs = ((key, value) for key, value in model.pairs() if type(key) is str and type(value) is not _NestTensor)
+    return {_shard(key, placed): _without_tensors(value) for key, value in pairs if _EXTRA in key}
+
+
+def _extra_tensors(
+    found: _SourceTensors, places: Iterable[StackedPlace], tensors: Mapping[str, TensorType]
+) -> Iterator[tuple[str, str]]:
+    """Yield what modules have besides tensors where it is one itself: the keys of objects, and names."""
+    placed = [*places]
+    for key, name in found.extra.items():
+        if tensors[name].size_bytes > _MOST_EXTRA_BYTES:
+            raise _not_held(f"{_EXTRA} of at most {_MOST_EXTRA_BYTES} bytes", f"{name}: {tensors[name].size_bytes}")
+        yield _shard(key, placed), name
+
+
+def _shard(key: str, places: Sequence[StackedPlace]) -> str:
+    """Return the key of the object of a module: which layer it is of, of how many."""
+    if _SHARD.fullmatch(key):
+        return key
+    own = unnumbered(key, places)
+    return _object_key(*own) if own is not None else _object_key(key, (), ())
+
+
+def _object_key(key: str, place: tuple[int, ...], counts: tuple[int, ...]) -> str:
+    return f"{key}/shard_{'.'.join(map(str, place or (0,)))}_{'.'.join(map(str, counts or (1,)))}"
+
+
+def _usual_extra(places: Iterable[StackedPlace]) -> Iterator[str]:
+    """Yield the keys of the objects that Megatron's modules have, where the source has none: they are empty."""
+    for own in places:
+        module, _, part = own.key.rpartition(".")
+        if part != "weight" or own.key.startswith(_WITHOUT_EXTRA):
+            continue
+        modules = [module]
+        if module.endswith("self_attention.linear_proj"):
+            modules.append(f"{module.removesuffix('linear_proj')}core_attention")
+        counts = (*own.counts, *own.own_counts)
+        for name in modules:
+            for place in product(*map(range, counts)):
+                yield _object_key(f"{name}.{_EXTRA}", place, counts)
+
+
+def _without_tensors(value: Value) -> Value:
+    """Return a value without the tensors in it, which are left out by their names."""
+    kind = type(value)
+    if kind is Dict:
+        kept = ((key, own) for key, own in value.pairs() if type(own) is not _NestTensor)
+        return Dict([part for key, own in kept for part in (key, _without_tensors(own))])
+    if kind is list or kind is tuple:
+        return kind(_without_tensors(own) for own in value if type(own) is not _NestTensor)
+    return value
+
+
+def _filled(parts: Iterable[Part], tensors: Mapping[str, TensorType], most_bytes: int) -> list[list[Part]]:
+    """Return parts by files, none of which is larger than said unless by a single part."""
+    files: list[list[Part]] = [[]]
+    size_bytes = 0
+    for part in parts:
+        own_bytes = part.box.size * max(tensors[part.source].dtype.itemsize_bytes, 4 if part.dtype else 0)
+        if files[-1] and size_bytes + own_bytes > most_bytes:
+            files.append([])
+            size_bytes = 0
+        files[-1].append(part)
+        size_bytes += own_bytes
+    return files
+
+
+def _dict(values: Mapping[str, Value]) -> Dict:
+    return Dict([part for pair in values.items() for part in pair])
+
+
+def _text(root: Dict) -> str:
+    """Return a tree as the text of a nest. Raises TargetError if it is too large."""
+    try:
+        return flatten_tree.flatten(root, lambda value: type(value) is _NestTensor).strings[NEST]
+    except NestError as error:
+        raise _not_held("settings besides tensors of moderate size", error.problem) from None

@@ -1,0 +1,120 @@
+"""Put the weights of numbered layers and experts on top of each other, as torch_dist does (`stacked`).
+
+`decoder.layers.7.mlp.linear_fc2.weight [h, f]` is part 7 of `decoder.layers.mlp.linear_fc2.weight [L, h, f]`, if all
+layers are alike; layers that are not keep their numbers, as Megatron-Core keeps them then. Experts are on top of each
+other in any case. (megatron/core/transformer/transformer_block.py, moe/experts.py of Megatron-Core 0.19)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from reshard_mpi.errors import TargetError
+from reshard_mpi.formats.tensor_table import TensorType
+
+_LAYER = re.compile(r"(?P<before>(?:.*\.)?layers\.)(?P<number>\d+)\.(?P<part>.+)")
+_EXPERT = re.compile(r"(?P<before>.*?\.)experts\.(?:(?:local_)?experts\.)?(?P<number>\d+)\.(?P<part>.+)")
+_STACKED_LAYERS = re.compile(r"(?:.*\.)?layers\.(?!\d)")
+_EXPERTS = ".experts.experts."
+# Experts whose matrices are multiplied as a group have their numbers behind.
+_GROUPED = re.compile(r"(?P<before>.*?\.)experts\.(?P<part>linear_fc\d\.(?:weight|bias))(?P<number>\d+)")
+
+
+class StackedPlace(NamedTuple):
+    """Where a weight is in a stacked tensor: the key of that, and its place among layers and experts.
+
+    Attributes:
+        counts: how many of these there are.
+        own_counts: the weight's own first dimensions that are layers and experts.
+    """
+
+    key: str
+    place: tuple[int, ...]
+    counts: tuple[int, ...]
+    own_counts: tuple[int, ...]
+
+
+class _Numbered(NamedTuple):
+    """A key without numbers, and these: of the layer and of the expert, None where it has none."""
+
+    key: str
+    layers: str
+    layer: int | None
+    expert: int | None
+
+
+def stacked(weights: Mapping[str, TensorType]) -> dict[str, StackedPlace]:
+    """Return the places of weights in stacked tensors, by key.
+
+    Raises TargetError if experts of one layer are not alike.
+    """
+    numbered = {key: _numbered(key) for key in weights}
+    unlike = {*_unlike(numbered, weights)}
+    places: dict[str, StackedPlace] = {}
+    of_key: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+    for key, own in numbered.items():
+        name, layer = own.key, own.layer
+        if own.layers in unlike and layer is not None:
+            name, layer = f"{own.layers}{layer}.{own.key.removeprefix(own.layers)}", None
+        of_key.setdefault(name, []).append((key, tuple(n for n in (layer, own.expert) if n is not None)))
+    for name, members in of_key.items():
+        counts = tuple(1 + max(numbers) for numbers in zip(*(place for _, place in members)))
+        if not _are_full(members, counts, weights):
+            raise TargetError(
+                f"the weights that are to become {name!r} are not alike",
+                expected=f"tensors of one type and shape, each of {' x '.join(map(str, counts)) or '1'} once",
+                got=", ".join(f"{key} {weights[key].dtype} {list(weights[key].shape)}" for key, _ in members[:3]),
+                remedy="choose --to dcp or --to torch",
+            )
+        for key, place in members:
+            places[key] = StackedPlace(name, place, counts, weights[key].shape[: _own_axes(key, numbered[key])])
+    return places
+
+
+def unnumbered(key: str, places: Iterable[StackedPlace]) -> tuple[str, tuple[int, ...], tuple[int, ...]] | None:
+    """Return the key, place and counts of something that a numbered layer has besides weights; None if it has none."""
+    own = _numbered(key)
+    if own.layer is None:
+        return None
+    counts = next((each.counts[:1] for each in places if each.place and each.key.startswith(own.layers)), None)
+    return None if counts is None else (own.key, (own.layer,), counts)
+
+
+def _own_axes(key: str, own: _Numbered) -> int:
+    """Return how many of a weight's own first dimensions are layers and experts: those that have no number."""
+    return (own.layer is None and _STACKED_LAYERS.match(key) is not None) + (own.expert is None and _EXPERTS in key)
+
+
+def _numbered(key: str) -> _Numbered:
+    layers, layer, part, expert = "", None, key, None
+    if match := _LAYER.fullmatch(key):
+        layers, layer, part = match["before"], int(match["number"]), match["part"]
+    if match := _EXPERT.fullmatch(part) or _GROUPED.fullmatch(part):
+        part, expert = f"{match['before']}experts.experts.{match['part']}", int(match["number"])
+    return _Numbered(f"{layers}{part}", layers, layer, expert)
+
+
+def _unlike(numbered: Mapping[str, _Numbered], weights: Mapping[str, TensorType]) -> Iterator[str]:
+    """Yield what keys of layers begin with that are not alike: one has other weights than another."""
+    of_layers: dict[str, dict[int, dict[tuple[str, int | None], TensorType]]] = {}
+    for key, own in numbered.items():
+        if own.layer is not None:
+            of_layers.setdefault(own.layers, {}).setdefault(own.layer, {})[own.key, own.expert] = weights[key]
+    for layers, own_layers in of_layers.items():
+        first = next(iter(own_layers.values()))
+        if sorted(own_layers) != [*range(len(own_layers))] or any(each != first for each in own_layers.values()):
+            yield layers
+
+
+def _are_full(
+    members: list[tuple[str, tuple[int, ...]]], counts: tuple[int, ...], weights: Mapping[str, TensorType]
+) -> bool:
+    """Tell whether weights are alike, and each place is taken by one."""
+    total = 1
+    for count in counts:
+        total *= count
+    return (
+        len({place for _, place in members}) == len(members) == total and len({weights[key] for key, _ in members}) == 1
+    )
