@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.nest.join_stages import BY_GROUP, lists_by_group, pairs_of
 from reshard_mpi.formats.nest.nodes import decoded, parsed, written
+from reshard_mpi.mapping.move_dictionaries import moved, new_names_of
 from reshard_mpi.mapping.numbered_state import Training, entries_of
 from reshard_mpi.mapping.optimizers import (
     GROUPS,
@@ -32,7 +33,6 @@ from reshard_mpi.mapping.rename_values import (
     NewNest,
     extra_state_renamed,
     extra_states,
-    new_names_of,
     treated_differently,
 )
 
@@ -64,6 +64,7 @@ def carried_into(
     values = NestValues([*names, *(parameter.name for parameter in parameters)])
     optimizers, of_source_nest = optimizers_of(root, theirs), optimizers_of(source_root, training)
     values.leave_alone(node for node, _ in (*optimizers, *of_source_nest))
+    new_names = moved(source_root, new_names_of(parameters), (each for _, each in of_source_nest), ())
     regrouped, unknown, known = [], [], []
     for (node, own), (source_node, of_source) in _pairs(optimizers, of_source_nest):
         if own.form is Form.FLAT:
@@ -82,7 +83,7 @@ def carried_into(
     values.require_none_by_group(root, source_root, regrouped, where)
     own_extra = {name: entry[1] for name, _, entry in extra_states(root)}
     made = values.of(root, source_root, "")
-    new_name_of, left_behind = extra_state_renamed(source_root, new_names_of(parameters))
+    new_name_of, left_behind = extra_state_renamed(source_root, new_names)
     extra = {new_name_of[name]: entry[1] for name, _, entry in extra_states(source_root) if name in new_name_of}
     in_target = NestValues([*decoded(order or ()), *(parameter.name for parameter in parameters)])
     for name, _, entry in extra_states(made):  # another module's may have the name in the source

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.nest.join_stages import pairs_of
 from reshard_mpi.formats.nest.nodes import decoded, parsed, written
+from reshard_mpi.mapping.move_dictionaries import has_below, moved, names_below, new_names_of
 from reshard_mpi.mapping.numbered_state import EXTRA_STATE, Training, entries_of, value_of
 from reshard_mpi.mapping.optimizers import (
     NOTHING,
@@ -18,6 +18,7 @@ from reshard_mpi.mapping.optimizers import (
     Key,
     MadeParameter,
     Optimizer,
+    beginning_of,
     made_in,
     optimizers_of,
     put,
@@ -59,7 +60,8 @@ def renamed(
     """
     root, order = parsed(nest)
     unknown, known = [], []
-    for node, optimizer in optimizers_of(root, training):
+    optimizers = optimizers_of(root, training)
+    for node, optimizer in optimizers:
         path = optimizer.path
         if optimizer.form is Form.UNKNOWN:
             unknown += [path] * (len(optimizer.groups) > 1)  # a lone group has all parameters in any case
@@ -73,23 +75,15 @@ def renamed(
         new = _renamed(optimizer, made, gone, where)
         known.append((new, optimizer))
         put(node, new)
-    names = new_names_of(parameters)
+    models = [beginning_of(each.parameters, each.path, inventory) for _, each in known]
+    if training.optimizer is not None:
+        models.append(training.prefix)
+    names = moved(root, new_names_of(parameters), (each for _, each in optimizers), models)
     new_name_of, left_behind = extra_state_renamed(root, names)
     _move_extra_state(root, new_name_of)
     _rename_modules(root, names)
     _remove_emptied(root, "", names)
     return NewNest(written(root, None if order is None else tensors), unknown, known, left_behind)
-
-
-def new_names_of(parameters: Iterable[MadeParameter]) -> list[tuple[str, str]]:
-    """Return names of tensors of the source, in order, each with the name of a tensor that is made of it."""
-    return sorted((source, name) for name, sources, _ in parameters for source in sources)
-
-
-def _names_below(names: Sequence[tuple[str, str]], begin: str) -> Sequence[tuple[str, str]]:
-    """Return the part of `new_names_of` that begins with a path, which is empty or ends with a dot."""
-    first, end = (bisect_left(names, (text, "")) for text in (begin, f"{begin[:-1]}/"))  # "/" comes after "."
-    return names[first:end] if begin else names
 
 
 def _nodes(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -120,7 +114,7 @@ def extra_state_renamed(root: Any, names: Sequence[tuple[str, str]]) -> tuple[di
     begins_of: dict[str, set[str]] = {}
     for name, _, _ in extra_states(root):
         module = name.removesuffix(EXTRA_STATE)
-        begins_of[name] = _new_modules(module, names, _names_below(names, f"{name}."))
+        begins_of[name] = _new_modules(module, names, names_below(names, f"{name}."))
     counts = Counter(begin for begins in begins_of.values() for begin in begins)
     follow = {name: min(begins) for name, begins in begins_of.items() if len(begins) == 1 and counts[min(begins)] == 1}
     new_name_of = {name: f"{begin}{EXTRA_STATE}" for name, begin in follow.items()}
@@ -134,10 +128,10 @@ def _new_modules(module: str, names: Sequence[tuple[str, str]], own: Sequence[tu
         names: as of `new_names_of`; own: those of them that are asked first.
     """
     around = module
-    own = own or _names_below(names, module)
+    own = own or names_below(names, module)
     while around and not own:
         around = around[: around.rfind(".", 0, -1) + 1]
-        own = _names_below(names, around)
+        own = names_below(names, around)
     begins = {begin for source, new in own for begin in _begins_of_module(source[len(around) :], new)}
     is_there = not own or around in begins or (not begins and any(new.startswith(around) for _, new in own))
     return {f"{begin}{module[len(around) :]}" for begin in ({around} if is_there else begins)}
@@ -212,16 +206,11 @@ def without_emptied(nest: str, training: Training, tensors: Iterable[str], left:
         kept = [
             entry
             for entry, begin in zip(entries, begins)
-            if entries_of(entry[-1]) != [] or _has_below(after, begin) or not _has_below(before, begin)
+            if entries_of(entry[-1]) != [] or has_below(after, begin) or not has_below(before, begin)
         ]
         if len(kept) < len(entries) and (kept or all(type(entry[0]) is int for entry in entries)):
             states["dict"], is_changed = kept, True
     return written(root, None if order is None else decoded(order)) if is_changed else nest
-
-
-def _has_below(names: Sequence[str], begin: str) -> bool:
-    place = bisect_left(names, begin)
-    return place < len(names) and names[place].startswith(begin)
 
 
 def _remove_emptied(node: Any, path: str, names: Sequence[tuple[str, str]]) -> None:
@@ -237,7 +226,7 @@ def _remove_emptied(node: Any, path: str, names: Sequence[tuple[str, str]]) -> N
         if entries_of(entry[1]) != []:
             _remove_emptied(entry[1], begin, names)
             continue
-        own = _names_below(names, begin)
+        own = names_below(names, begin)
         are_below = [name.startswith(begin) for _, name in own]
         if any(are_below) and not all(are_below) and all(name != source for source, name in own):
             entries.remove(entry)

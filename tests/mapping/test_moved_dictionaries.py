@@ -1,0 +1,172 @@
+"""Dictionaries and lists of a nest go where a map puts all of their tensors, with what lies beside these in them."""
+
+from __future__ import annotations
+
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import torch_peer
+from support.checkpoints import sample
+
+import reshard_mpi
+
+_keys = count()
+
+
+def tensor(value: float, shape: tuple[int, ...] = (2, 2)) -> Any:
+    return torch_peer.tensor(sample("", np.full(shape, value, np.float32)), str(next(_keys)))
+
+
+def plain(value: Any) -> Any:
+    """Return the same with the first number of each tensor in its place."""
+    if isinstance(value, dict):
+        return {key: plain(own) for key, own in value.items()}
+    if isinstance(value, list):
+        return [plain(own) for own in value]
+    if not isinstance(value, torch_peer.Tensor):
+        return value
+    stored = torch_peer.sample_of("", value)
+    return float(np.frombuffer(stored.content, stored.dtype.name)[0])
+
+
+def filled(value: Any) -> Any:
+    """Return the same with a tensor in the place of each number that is a float."""
+    if isinstance(value, dict):
+        return {key: filled(own) for key, own in value.items()}
+    if isinstance(value, list):
+        return [filled(own) for own in value]
+    return tensor(value) if isinstance(value, float) else value
+
+
+def made_of(folder: Path, source: dict[str, Any], *equations: str, like: dict[str, Any] | None = None) -> Any:
+    """Return what equations, one after another in a file, make of a file."""
+    torch_peer.save(folder / "x.pt", filled(source))
+    (folder / "map.toml").write_text("".join(f'[[map]]\neq = "{equation}"\n' for equation in equations))
+    options: dict[str, Any] = {} if like is None else {"like": folder / "like.pt"}
+    if like is not None:
+        torch_peer.save(folder / "like.pt", filled(like))
+    report = reshard_mpi.transform(
+        folder / "x.pt", folder / "dst", to="torch", map=folder / "map.toml", forward=True, **options
+    )
+    return plain(torch_peer.load(folder / "dst/rank_0/checkpoint_0.pt")), report
+
+
+TRAINER = {
+    "0.weight": 1.0,
+    "0.bias": 2.0,
+    "optim_state": {"0.weight": {"step": 3, "exp_avg": 10.0}, "0.bias": {"step": 4, "exp_avg": 20.0}},
+    "epoch": 7,
+}
+
+
+@pytest.mark.parametrize("is_like", [False, True])
+def test_state_by_parameter_that_is_no_optimizer_of_torch(tmp_path: Path, is_like: bool) -> None:
+    expected = {
+        "0.kernel": 1.0,
+        "0.bias": 2.0,
+        "optim_state": {"0.kernel": {"step": 3, "exp_avg": 10.0}, "0.bias": {"step": 4, "exp_avg": 20.0}},
+        "epoch": 7,
+    }
+    zeros = {"0.kernel": {"step": 0, "exp_avg": 0.0}, "0.bias": {"step": 0, "exp_avg": 0.0}}
+    like = {"0.kernel": 0.0, "0.bias": 0.0, "optim_state": zeros, "epoch": 0} if is_like else None
+    made, report = made_of(tmp_path, TRAINER, "{p*}.weight <=> {p*}.kernel", like=like)
+    assert made == expected and not report.warnings
+
+
+@pytest.mark.parametrize(
+    ("source", "equations", "expected"),
+    [
+        (  # modules in modules
+            {"params": {"fc": {"weight": 1.0, "bias": 2.0, "size": 2}, "out": {"weight": 3.0}}},
+            ["params.fc.{p*} <=> params.proj.{p*}"],
+            {"params": {"proj": {"weight": 1.0, "bias": 2.0, "size": 2}, "out": {"weight": 3.0}}},
+        ),
+        ({"encoder": {"0.w": 1.0}, "epoch": 3}, ["encoder.{p*} <=> enc.{p*}"], {"enc": {"0.w": 1.0}, "epoch": 3}),
+        (  # exchanged
+            {"g": {"w": 1.0, "size": 3}, "d": {"w": 2.0, "size": 4}},
+            ["g.{p*} <=> d.{p*}", "d.{p*} <=> g.{p*}"],
+            {"d": {"w": 1.0, "size": 3}, "g": {"w": 2.0, "size": 4}},
+        ),
+        (  # into another dictionary, and out of it
+            {"a": {"net": {"w": 1.0, "n": 5}, "n": 6}, "b": {"v": 2.0}},
+            ["a.net.{p*} <=> b.net.{p*}"],
+            {"a": {"n": 6}, "b": {"v": 2.0, "net": {"w": 1.0, "n": 5}}},
+        ),
+        (  # numbers stay numbers
+            {"layers": {0: {"w": 1.0, "n": 5}, 1: {"w": 2.0, "n": 6}}},
+            ["layers.{l}.{p*} <=> blocks.{l}.{p*}"],
+            {"blocks": {0: {"w": 1.0, "n": 5}, 1: {"w": 2.0, "n": 6}}},
+        ),
+        (
+            {"layers": {0: {"w": 1.0}, 1: {"w": 2.0}}},
+            ["layers.1.{p*} <=> layers.2.{p*}"],
+            {"layers": {0: {"w": 1.0}, 2: {"w": 2.0}}},
+        ),
+        (  # a list of modules
+            {"net": {"layers": [{"w": 1.0, "n": 5}, {"w": 2.0, "n": 6}]}},
+            ["net.layers.{p*} <=> net.blocks.{p*}"],
+            {"net": {"blocks": [{"w": 1.0, "n": 5}, {"w": 2.0, "n": 6}]}},
+        ),
+        (  # what is taken together or apart has equal values
+            {"m": {"q": {"v": 1.0, "n": 5}, "k": {"v": 2.0, "n": 5}}},
+            ["m.q.{s} [a h], m.k.{s} [b h] <=> m.qk.{s} [(a + b) h]".replace("{s}", "v")],
+            {"m": {"qk": {"v": 1.0, "n": 5}}},
+        ),
+        (
+            {"m": {"qk": {"v": 1.0, "n": 5}}},
+            ["m.qk.v [(1 + 1) h] <=> m.q.v [1 h], m.k.v [1 h]"],
+            {"m": {"q": {"v": 1.0, "n": 5}, "k": {"v": 1.0, "n": 5}}},
+        ),
+    ],
+)
+def test_dictionaries_go_along(
+    tmp_path: Path, source: dict[str, Any], equations: list[str], expected: dict[str, Any]
+) -> None:
+    made, report = made_of(tmp_path, source, *equations)
+    assert made == expected and not report.warnings
+
+
+@pytest.mark.parametrize(
+    ("source", "equations", "expected"),
+    [
+        # the dictionary is taken off
+        ({"model": {"w": 1.0, "n": 5}}, ["model.{p*} <=> {p*}"], {"model": {"n": 5}, "w": 1.0}),
+        # all of it begins as before
+        ({"model": {"w": 1.0}}, ["model.{p*} <=> model.net.{p*}"], {"model": {"net.w": 1.0}}),
+        # there is another dictionary, or another value
+        ({"a": {"w": 1.0, "n": 5}, "b": {"v": 2.0}}, ["a.{p*} <=> b.{p*}"], {"a": {"n": 5}, "b": {"v": 2.0, "w": 1.0}}),
+        ({"a": {"w": 1.0, "n": 5}, "b": "x"}, ["a.{p*} <=> b.{p*}"], {"a": {"n": 5}, "b": "x", "b.w": 1.0}),
+        # another tensor would get into the dictionary
+        ({"a": {"w": 1.0}, "b.v": 2.0}, ["a.{p*} <=> b.{p*}"], {"a": {}, "b.v": 2.0, "b.w": 1.0}),
+        # modules that are taken together have other values
+        (
+            {"m": {"q": {"v": 1.0, "n": 5}, "k": {"v": 2.0, "n": 6}}},
+            ["m.q.v [a h], m.k.v [b h] <=> m.qk.v [(a + b) h]"],
+            {"m": {"q": {"n": 5}, "k": {"n": 6}, "qk.v": 1.0}},
+        ),
+        # one is taken apart
+        ({"m": {"q": {"v": 1.0, "u": 2.0}}}, ["m.q.v <=> m.k.v"], {"m": {"q": {"u": 2.0}, "k.v": 1.0}}),
+    ],
+)
+def test_dictionaries_stay(
+    tmp_path: Path, source: dict[str, Any], equations: list[str], expected: dict[str, Any]
+) -> None:
+    made, _ = made_of(tmp_path, source, *equations)
+    assert made == expected
+
+
+def test_the_model_of_an_optimizer_stays_where_the_optimizer_looks_for_it(tmp_path: Path) -> None:
+    """Its names would no longer be those of the optimizer."""
+    optimizer = {"state": {"w": {"exp_avg": 3.0}}, "param_groups": [{"params": ["w"], "lr": 0}]}
+    source = {"model": {"w": 1.0}, "optim": optimizer, "ema": {"v": 2.0}}
+    made, _ = made_of(
+        tmp_path,
+        source,
+        "model.w <=> net.w",
+        "optim.state.w.exp_avg <=> optim.state.net.w.exp_avg",
+        "ema.{p*} <=> avg.{p*}",
+    )
+    assert made["net.w"] == 1.0 and [*made["optim"]["state"]] == ["net.w"] and made["avg"] == {"v": 2.0}
