@@ -7,7 +7,7 @@ takes the names that the one before it has made, so the numbers of the files mat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -33,6 +33,7 @@ from reshard_mpi.mapping.optimizers import (
     is_taken_off,
     optimizers_of,
     settings_of_all,
+    unread_in,
 )
 from reshard_mpi.mapping.rename_values import NewNest, renamed, without_emptied
 from reshard_mpi.mapping.result import DerivedTensor, MapResult, taken_of
@@ -152,6 +153,7 @@ def _mapped(
             break
         training = training._replace(prefix="")  # what begins so now is a part of the model with the name of its key
     _require_different(in_files[-1], chain[-1], source.path)
+    _require_read(source, all_made)
     notes = tuple(_told_of_order(training, source.path))
     # What is equal to another tensor goes into what is made of that.
     equal = {each.names[0]: frozenset(each.names) for each in in_files[0].equal}
@@ -285,6 +287,21 @@ def _require_different(in_file: MapResult, plain: MapResult, path: str) -> None:
                 where=path,
                 remedy="mend the equations: state is named without what all names of the source's model begin with; or"
                 " leave the state out (--exclude)",
+            )
+
+
+def _require_read(source: SourceTree, made: Iterable[DerivedTensor]) -> None:
+    """Raise MapError if state gets other names in an optimizer whose groups cannot be read."""
+    paths = [] if source.nest is None else [f"{path}{STATE_KEY}." for path in unread_in(parsed(source.nest).root)]
+    for tensor in made if paths else ():
+        moved = [name for name in _sources(tensor) if name != tensor.name and name.startswith(tuple(paths))]
+        if moved:
+            raise MapError(
+                "the groups of an optimizer name its parameters in a way that cannot be read, and would keep old names",
+                expected="a list of dictionaries, each with a list `params`, as torch saves param_groups",
+                got=f"{min(moved)}, which becomes {tensor.name}",
+                where=source.path,
+                remedy="save the groups as torch does, or leave the optimizer out (--exclude)",
             )
 
 

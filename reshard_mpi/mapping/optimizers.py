@@ -80,6 +80,29 @@ def optimizers_of(root: Any, training: Training) -> list[tuple[Any, Optimizer]]:
     return list(read.values())
 
 
+def unread_in(node: Any, path: str = "") -> Iterator[str]:
+    """Yield what names begin with in optimizers of no form of torch: their groups name keys of their state otherwise.
+
+    Args:
+        path: what names in this part of a nest begin with.
+    """
+    keys = {entry[0] for entry in entries_of(value_of(node, STATE_KEY)) or () if isinstance(entry[0], str)}
+    if keys and not _is_grouped(node) and not keys.isdisjoint(_texts(value_of(node, GROUPS))):
+        yield path
+    for key, value in pairs_of(node):
+        yield from unread_in(value, f"{path}{key}.")
+
+
+def _texts(node: Any) -> Iterator[Any]:
+    """Yield the keys and values in a part of a nest that are no dictionary, list or tuple."""
+    for key, value in pairs_of(node):
+        yield key
+        if isinstance(value, dict | list):
+            yield from _texts(value)
+        else:
+            yield value
+
+
 def _grouped(path: str, node: Any, training: Training) -> Optimizer:
     groups = value_of(node, GROUPS)
     members = [value_of(group, _PARAMETERS) for group in groups]

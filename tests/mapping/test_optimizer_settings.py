@@ -717,3 +717,25 @@ def test_state_goes_with_the_parameter_that_its_optimizer_means(tmp_path: Path) 
     reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", to="torch", exclude=["model.model.fc"])
     held = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["optim"]["state"]
     assert {name for name, state in held.items() if "exp_avg" in state} == {"fc"}
+
+
+@pytest.mark.parametrize(
+    "groups", few(1, [({"params": ["a.w"]},), [{"params": ("a.w",)}], {"all": {"params": ["a.w"]}}])
+)
+@pytest.mark.parametrize("like", [False, True])
+def test_groups_that_are_kept_otherwise_do_not_keep_old_names(tmp_path: Path, groups: Any, like: bool) -> None:
+    saved = {"a.w": tensor(1), "b.w": tensor(2), "optim": {"state": {"a.w": {"m": tensor(3)}}, "param_groups": groups}}
+    torch_peer.save(tmp_path / "x.pt", saved)
+    torch_peer.save(tmp_path / "like.pt", saved)
+    asked: dict[str, Any] = {"map": "b.{p*} <=> b.{p*}", "like": tmp_path / "like.pt" if like else None}
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "stays", to="torch", **asked)
+    asked = {"map": "a.{p*} <=> c.{p*}"}
+    with pytest.raises(
+        MapError, match=r"groups of an optimizer(.|\n)*optim.state.a.w.m, which becomes optim.state.c.w.m"
+    ):
+        reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", to="torch", **asked)
+    assert not (tmp_path / "dst").exists()
+    without = saved["optim"] | {"param_groups": [{"lr": 0.1}]}  # which names none
+    torch_peer.save(tmp_path / "x.pt", saved | {"optim": without})
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", to="torch", **asked)
+    assert [*torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["optim"]["state"]] == ["c.w"]
