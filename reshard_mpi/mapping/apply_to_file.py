@@ -83,8 +83,7 @@ def applied_to_file(
         training = NO_TRAINING
         if choice.exclude and source.nest is not None:
             with suppress(MapError):  # nothing tells whose state it is
-                shapes = {name: kind.shape for name, kind in inventory.items()}
-                training = training_in(source.nest, shapes, source.tied, source.path)
+                training = training_in(source.nest, inventory, source.tied, source.path)
         optimizers = _optimizers(source, training) if choice.exclude else []
         mapped = applied(None, choice._replace(owners=owners_by_names(optimizers, inventory)), inventory, forward)
         sources_of = {tensor.name: _sources(tensor) for tensor in mapped.made}
@@ -224,13 +223,12 @@ def _optimizers(source: SourceTree, training: Training) -> list[Optimizer]:
 
 
 def _training(choice: Selection, inventory: Inventory, source: SourceTree) -> Training:
-    shapes = {name: kind.shape for name, kind in inventory.items()}
     try:
-        return training_in(source.nest, shapes, source.tied, source.path)
+        return training_in(source.nest, inventory, source.tied, source.path)
     except MapError:
-        taken = {name: shape for name, shape in shapes.items() if is_chosen(choice, name)}
+        taken = {name: kind for name, kind in inventory.items() if is_chosen(choice, name)}
         with suppress(MapError):  # of several optimizers one may be left, and all models tell whose it is
-            some = {name: shape for name, shape in shapes.items() if name in taken or STATE_KEY not in name.split(".")}
+            some = {name: kind for name, kind in inventory.items() if name in taken or STATE_KEY not in name.split(".")}
             return training_in(source.nest, some, source.tied, source.path)
         training = training_in(source.nest, taken, source.tied, source.path)
         if training.optimizer is not None and not training.are_named:

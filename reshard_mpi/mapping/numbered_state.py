@@ -9,23 +9,26 @@ the model is taken from the text of the nest alone.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
+from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.nest.join_stages import pairs_of
 from reshard_mpi.formats.nest.nodes import NestError, decoded, parsed, places
-from reshard_mpi.mapping.direction import TemplateShapes
+from reshard_mpi.mapping.direction import Inventory, TemplateShapes
 from reshard_mpi.mapping.optimizer_state import STATE_WORDS
 
 # What state is called once its numbers are names, wherever the optimizer is in its file, unless another one has it.
 STATE = "optimizer.state."
 # What torch calls what a module keeps besides its tensors, behind the module's name (torch.nn.Module.get_extra_state).
 EXTRA_STATE = "_extra_state"
-# Tensors of a model that no optimizer changes. Users' own are not known; where there are any, the numbers do not come
-# out.
+# Tensors of a model that no optimizer changes. Users' own are not known if a parameter could have their type; where
+# there are any, the numbers do not come out.
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked", EXTRA_STATE)
+# Types that have no gradient in torch: positions, masks.
+_UNTRAINED = frozenset(dtype for dtype in BY_NAME.values() if "int" in dtype.name or dtype.name == "bool")
 # What DistributedDataParallel, torch.compile, FSDP and trainers put before the names of all parameters of a model.
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "model")
 # Words in the names of models that no optimizer trains: averages of another one.
@@ -95,12 +98,12 @@ def value_of(node: Any, key: str) -> Any:
     return None
 
 
-def training_in(nest: str | None, shapes: TemplateShapes, alias: Mapping[str, str], where: str) -> Training:
+def training_in(nest: str | None, inventory: Inventory, alias: Mapping[str, str], where: str) -> Training:
     """Find the training in a file.
 
     Args:
         nest: the text that says how its tensors are nested, and their order.
-        shapes: of all its tensors.
+        inventory: of its tensors.
         alias: for tensors that are others once more, such as tied weights, the name of the first of them.
         where: the file, for errors.
 
@@ -108,6 +111,8 @@ def training_in(nest: str | None, shapes: TemplateShapes, alias: Mapping[str, st
     """
     if nest is None:
         return NO_TRAINING
+    shapes = {name: kind.shape for name, kind in inventory.items()}
+    no_parameters = {*alias, *(name for name, kind in inventory.items() if kind.dtype in _UNTRAINED)}
     root, place = _parsed(nest, shapes, where)
     try:
         optimizers = {optimizer.path: optimizer for optimizer in optimizers_in(root, "")}
@@ -148,7 +153,7 @@ def training_in(nest: str | None, shapes: TemplateShapes, alias: Mapping[str, st
     for is_wrapped in (False, True) if are_named else (False,):
         exact = [*by_path]
         for path, own in sorted(models.items(), key=lambda model: -len(model[0])):
-            parameters, problem = _parameters(optimizer, path, own, shapes, alias, is_wrapped=is_wrapped)
+            parameters, problem = _parameters(optimizer, path, own, shapes, no_parameters, is_wrapped=is_wrapped)
             if parameters and not (exact and _is_part(parameters, path, own)):
                 by_path.setdefault(parameters, path)
             elif not is_wrapped:
@@ -324,13 +329,14 @@ def _parameters(
     path: str,
     own: Sequence[str],
     shapes: TemplateShapes,
-    alias: Mapping[str, str],
+    no_parameters: Container[str],
     *,
     is_wrapped: bool,
 ) -> tuple[tuple[str, ...], str]:
     """Return the names of the parameters in the order of their numbers, or none and an error text.
 
     Args:
+        no_parameters: tensors that are others once more, or have a type that torch does not train.
         is_wrapped: the optimizer's names and those of the model may begin otherwise, as behind a wrapper.
     """
     numbers = [number for group in optimizer.groups for number in group.numbers]
@@ -345,7 +351,7 @@ def _parameters(
         if absent:
             return (), f"no {absent[0]}"
     else:
-        parameters = [name for name in own if name.rpartition(".")[2] not in _BUFFERS and name not in alias]
+        parameters = [name for name in own if name.rpartition(".")[2] not in _BUFFERS and name not in no_parameters]
         if len(optimizer.groups) > 1:
             return (), f"{len(optimizer.groups)} groups of parameters, and no names in them"
         if len(parameters) != len(numbers) or numbers != sorted(numbers):

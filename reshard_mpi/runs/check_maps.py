@@ -21,7 +21,7 @@ from reshard_mpi.engine.read import element_of
 from reshard_mpi.errors import MapError, StrategyError, UsageError
 from reshard_mpi.formats.dtypes import DType, numbers
 from reshard_mpi.formats.manifest import NEST
-from reshard_mpi.formats.tensor_table import ChunkedTensors, TensorTable
+from reshard_mpi.formats.tensor_table import ChunkedTensors, TensorTable, TensorType
 from reshard_mpi.mapping.map_file import read_rules
 from reshard_mpi.mapping.numbered_state import named_tensors, training_in
 from reshard_mpi.mapping.result import DerivedTensor, Equal, MapResult
@@ -108,9 +108,10 @@ def _like(path: str) -> TargetTemplate:
     files = discovery.find_shards(path, role="checkpoint that the target is to be like")
     source = open_source(files, None)
     plan = Conversion(source, unsharded()).plan(0, checked=False)
-    shapes = {spec.name: spec.global_shape for spec in plan.tensors.specs}
+    inventory = {spec.name: TensorType(spec.dtype, spec.global_shape) for spec in plan.tensors.specs}
+    shapes = {name: kind.shape for name, kind in inventory.items()}
     nest = plan.strings.get(NEST)
-    training = training_in(nest, shapes, tied_tensors(source, shapes), path)
+    training = training_in(nest, inventory, tied_tensors(source, shapes), path)
     named = named_tensors(training, shapes, path, is_stripped=True)
     plain = {name: shapes[in_file] for name, in_file in named.items()}
     return TargetTemplate(

@@ -15,6 +15,8 @@ from support.full_checkpoints import source_of
 
 import reshard_mpi
 from reshard_mpi.errors import MapError, StrategyError
+from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.formats.tensor_table import TensorType
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -46,6 +48,10 @@ def tensor(array: Array) -> Any:
     if key == len(_STORED):
         _STORED.append(array)
     return torch_peer.tensor(sample("", array), str(key))
+
+
+def floats(shapes: dict[str, tuple[int, ...]]) -> dict[str, TensorType]:
+    return {name: TensorType(BY_NAME["float32"], shape) for name, shape in shapes.items()}
 
 
 def moment(number: int, array: Array) -> Array:
@@ -165,6 +171,18 @@ def test_what_modules_keep_as_a_tensor_is_no_parameter(tmp_path: Path) -> None:
     assert np.array_equal(arrays_of(back["optimizer"]["state"][3])["exp_avg"], moment(3, MODEL["out.weight"]))
 
 
+@pytest.mark.parametrize("is_like", [False, True])
+def test_positions_and_masks_are_no_parameters(tmp_path: Path, is_like: bool) -> None:
+    """Of their types torch trains nothing."""
+    buffers = {"positions": np.arange(3), "out.mask": np.ones((2, 3), np.bool_), "out.kind": np.zeros(2, np.uint8)}
+    model = {**buffers, **MODEL}
+    like = training({**buffers, **LIKE_MODEL}, LIKE_PARAMETERS) if is_like else None
+    made = converted(tmp_path, training(model), MAP if is_like else MAP_OF_FILES, like=like)
+    assert [*made["optimizer"]["state"]] == ([0, 1, 2] if is_like else ["qk", "bias", "out.kernel"])
+    key = 0 if is_like else "out.kernel"
+    assert np.array_equal(arrays_of(made["optimizer"]["state"][key])["exp_avg"], moment(3, MODEL["out.weight"]).T)
+
+
 def test_a_tied_weight_is_one_parameter(tmp_path: Path) -> None:
     model = {"embed": Q, **MODEL, "head": Q}
     made = converted(tmp_path, training(model, ("embed", *PARAMETERS)), MAP_OF_FILES)
@@ -282,7 +300,7 @@ def test_a_forged_nest_with_two_optimizers_under_one_key_is_no_traceback() -> No
         '["optimizer",{"dict":[["state",{"dict":[[0,{"dict":[]}]]}],["param_groups",[{"dict":[["params",[0]]]}]]]}]'
     )
     nest = '{"nest":{"dict":[["optimizer",3],' + optimizer + ']},"order":[0,"w"]}'
-    training = training_in(nest, {"w": (2,), "optimizer.state.0.exp_avg": (2,)}, {}, "file")
+    training = training_in(nest, floats({"w": (2,), "optimizer.state.0.exp_avg": (2,)}), {}, "file")
     made = [MadeParameter("w", frozenset("w"))]
     assert '"w"' in renamed(nest, training, {"w"}, made, ["w"], "file").text
     assert "params" in carried_into(nest, nest, training, training, {"w"}, made, "file").text
@@ -640,7 +658,7 @@ def test_a_nest_that_is_none_is_refused_or_left_alone(tmp_path: Path, nest: str)
 
     shapes = {"w": (2,), "optimizer.state.0.exp_avg": (2,)}
     try:
-        training = training_in(nest, shapes, {}, "file")
+        training = training_in(nest, floats(shapes), {}, "file")
     except MapError as error:
         assert "file" in str(error)
     else:
@@ -654,7 +672,7 @@ def test_many_dictionaries_take_no_long_time() -> None:
 
     parts = ",".join(f'["d{number}",{{"dict":[["state",{{"dict":[]}}],[{GROUPS}]]}}]' for number in range(20_000))
     shapes = {f"d{number}.w{number}": (1,) for number in range(20_000)}
-    assert training_in(f'{{"dict":[{parts}]}}', shapes, {}, "file").optimizer is None
+    assert training_in(f'{{"dict":[{parts}]}}', floats(shapes), {}, "file").optimizer is None
 
 
 @pytest.mark.parametrize("is_like", [False, True])
