@@ -27,6 +27,8 @@ EXTRA_STATE = "_extra_state"
 # Tensors of a model that no optimizer changes. Users' own are not known if a parameter could have their type; where
 # there are any, the numbers do not come out.
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked", EXTRA_STATE)
+# No buffer is called so.
+_TRAINED = ("weight", "bias")
 # Types that have no gradient in torch: positions, masks.
 _UNTRAINED = frozenset(dtype for dtype in BY_NAME.values() if "int" in dtype.name or dtype.name == "bool")
 # What DistributedDataParallel, torch.compile, FSDP and trainers put before the names of all parameters of a model.
@@ -171,6 +173,10 @@ def training_in(nest: str | None, inventory: Inventory, alias: Mapping[str, str]
     if twin is not None:
         got = f"{prefix} or {twin or 'the file itself'}, which has tensors of these shapes too, and more"
         raise _doubt("whose optimizer state each number is cannot be told", got, where, _TWIN_REMEDY)
+    other = None if are_named else _other_number(frozenset(parameters), models[prefix], alias, shapes)
+    if other is not None:
+        got = f"a number that is {other}'s, or that of a tensor in the same memory as another, which is none then"
+        raise _doubt("whose optimizer state each number is cannot be told", got, where)
     gone = None if are_named else _gone(nest, prefix, optimizer, shapes)
     if gone is not None:
         raise _doubt("whose optimizer state each number is cannot be told", f"{gone} was left out before", where)
@@ -227,6 +233,27 @@ def _twin(
             for begin in before
         ):
             return path
+    return None
+
+
+def _other_number(
+    parameters: Collection[str], own: Sequence[str], alias: Mapping[str, str], shapes: TemplateShapes
+) -> str | None:
+    """Return a parameter that may be a buffer, so that a tensor in the memory of another has its number; None if none.
+
+    Two parameters may share memory and yet have state of their own: `nn.Parameter(other.data)`.
+
+    Args:
+        own: the tensors of the model, in order.
+    """
+    own = [name for name in own if name in alias or name in parameters]
+    for place, name in enumerate(own):
+        for neighbours in (own[place + 1 :], own[:place][::-1]) if name in alias else ():
+            for other in neighbours:
+                if shapes[other] != shapes[name]:
+                    break
+                if other not in alias and other != alias[name] and other.rpartition(".")[2] not in _TRAINED:
+                    return other
     return None
 
 

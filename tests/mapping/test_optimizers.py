@@ -189,6 +189,21 @@ def test_a_tied_weight_is_one_parameter(tmp_path: Path) -> None:
     assert [*made["optimizer"]["state"]] == ["embed", "qk", "bias", "out.kernel"]
 
 
+@pytest.mark.parametrize("where", ["before", "behind"])
+def test_a_weight_in_the_memory_of_another_may_have_a_number_of_its_own(tmp_path: Path, where: str) -> None:
+    """`c.weight` is made of `a.weight.data`, and a buffer has the shape of both: it would get the state of `c`."""
+    text = "[[map]]\neq = '{p*}.weight <=> {p*}.kernel'\n"
+    weight, mask = np.zeros((4, 4), np.float32), np.ones((4, 4), np.float32)
+    names = ["a.weight", "b.bias", *(["b.mask", "c.weight"] if where == "before" else ["c.weight", "d.mask"])]
+    model = {name: {"b.bias": Q[:3], "b.mask": mask, "d.mask": mask}.get(name, weight) for name in names}
+    with pytest.raises(MapError, match=r"[bd]\.mask's"):
+        converted(tmp_path, training(model, ("a.weight", "b.bias", "c.weight")), text)
+    renamed = {name.replace("mask", "weight"): array for name, array in model.items()}
+    tied = ("a.weight", "b.bias", "b.weight" if where == "before" else "d.weight")
+    made = converted(tmp_path, training(renamed, tied), text)
+    assert [*made["optimizer"]["state"]] == [name.replace("weight", "kernel") for name in tied]
+
+
 @pytest.mark.parametrize("untied_at", [None, 1])
 def test_a_weight_that_is_tied_in_the_files_of_all_ranks_is_one_parameter(
     tmp_path: Path, untied_at: int | None
