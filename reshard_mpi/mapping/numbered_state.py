@@ -31,6 +31,7 @@ _BUFFERS = ("running_mean", "running_var", "num_batches_tracked", EXTRA_STATE)
 _TRAINED = ("weight", "bias")
 # Types that have no gradient in torch: positions, masks.
 _UNTRAINED = frozenset(dtype for dtype in BY_NAME.values() if "int" in dtype.name or dtype.name == "bool")
+_OF_OPTIMIZER = ("state", "param_groups")
 # What DistributedDataParallel, torch.compile, FSDP and trainers put before the names of all parameters of a model.
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "model")
 # Words in the names of models that no optimizer trains: averages of another one.
@@ -122,6 +123,8 @@ def training_in(nest: str | None, inventory: Inventory, alias: Mapping[str, str]
     except RecursionError as error:
         raise _unreadable(error, where) from None
     below = names_below(shapes, optimizers)
+    if "" in below:
+        below[""] = [name for name in below[""] if name.startswith(begins_of(""))]
     with_state = [path for path, names in below.items() if any(state_of(optimizers[path], name) for name in names)]
     others = dict.fromkeys(shapes, None)
     for names in below.values():
@@ -260,7 +263,7 @@ def _other_number(
 def _gone(nest: str, prefix: str, optimizer: Numbered, shapes: TemplateShapes) -> str | None:
     """Return a tensor that the model had when its order was written down, and has no more; None if it has all."""
     for name in decoded(parsed(nest).order or ()):
-        is_of_model = name.startswith(prefix) and not name.startswith(optimizer.path)
+        is_of_model = name.startswith(prefix) and not name.startswith(begins_of(optimizer.path))
         if is_of_model and name not in shapes and name.rpartition(".")[2] not in _BUFFERS:
             return name
     return None
@@ -332,14 +335,20 @@ def _group(node: Any) -> ParameterGroup | None:
     return ParameterGroup(tuple(numbers), tuple(names) if is_named else None, settings)
 
 
+def begins_of(path: str) -> tuple[str, ...]:
+    """Return what names in an optimizer's dictionary begin with. Beside an optimizer at the root there are models."""
+    return (path,) if path else tuple(f"{key}." for key in _OF_OPTIMIZER)
+
+
 def paths_in(node: Any, path: str, without: Collection[str]) -> Iterator[str]:
-    """Yield what names in each dictionary begin with."""
-    if path in without:
+    """Yield what names in each dictionary begin with, without those of some optimizers."""
+    if path and path in without:
         return
     if entries_of(node) is not None:
         yield path
     for key, value in pairs_of(node):
-        yield from paths_in(value, f"{path}{key}.", without)
+        if path not in without or key not in _OF_OPTIMIZER:
+            yield from paths_in(value, f"{path}{key}.", without)
 
 
 def state_of(optimizer: Numbered, name: str) -> tuple[int, str] | None:

@@ -19,7 +19,7 @@ from reshard_mpi.formats.nest.nodes import parsed
 from reshard_mpi.mapping.box_pairs import TermTensor
 from reshard_mpi.mapping.direction import Inventory
 from reshard_mpi.mapping.matching import Match
-from reshard_mpi.mapping.numbered_state import entries_of, names_below, paths_in, value_of
+from reshard_mpi.mapping.numbered_state import begins_of, entries_of, names_below, paths_in, value_of
 from reshard_mpi.mapping.optimizer_state import (
     STATE_WORDS,
     is_behind_parameter,
@@ -215,7 +215,7 @@ def require_none_by_order(
     copied = {each.name: each.sources[place] for each in made if (place := _copied(each, inventory)) is not None}
     in_target = list(copied) if like is None else parsed(like).in_order(copied)
     position = {copied[name]: number for number, name in enumerate(in_target)}
-    apart = (*numbering, *(optimizer.path for optimizer in optimizers))
+    apart = (*numbering, *(begin for optimizer in optimizers for begin in begins_of(optimizer.path)))
     others = [name for name in inventory if not name.startswith(apart)]
     orders: list[tuple[list[str], Mapping[str, int]]] = [
         (names, position) for names in names_below(others, set(paths_in(root, "", ()))).values()
@@ -271,10 +271,12 @@ def _numbering(node: Any, path: str) -> Iterator[str]:
     has_groups = isinstance(value_of(node, GROUPS), list)
     for key, value in pairs_of(node):
         begin = f"{path}{key}."
-        if not has_groups and not _is_list(value):
-            yield from _numbering(value, begin)
-        elif not has_groups or key not in (STATE_KEY, GROUPS):
+        if has_groups and key in (STATE_KEY, GROUPS):
+            continue
+        if (has_groups and path) or _is_list(value):
             yield begin
+        else:
+            yield from _numbering(value, begin)
 
 
 def _is_list(node: Any) -> bool:

@@ -171,6 +171,49 @@ def test_what_modules_keep_as_a_tensor_is_no_parameter(tmp_path: Path) -> None:
     assert np.array_equal(arrays_of(back["optimizer"]["state"][3])["exp_avg"], moment(3, MODEL["out.weight"]))
 
 
+@pytest.mark.parametrize("is_below", [False, True])
+@pytest.mark.parametrize("is_like", [False, True])
+def test_an_optimizer_at_the_root_of_a_file(tmp_path: Path, is_below: bool, is_like: bool) -> None:
+    """The model is beside it: `{**optimizer.state_dict(), "model": ...}`."""
+
+    def saved(model: dict[str, Array], parameters: tuple[str, ...]) -> dict[str, Any]:
+        own = training(model, parameters)
+        rest = {"model": own["model"]} if is_below else own["model"]
+        return {**own["optimizer"], **rest, "epoch": 3}
+
+    text = MAP_OF_FILES if is_below and not is_like else MAP
+    like = saved(LIKE_MODEL, LIKE_PARAMETERS) if is_like else None
+    made = converted(tmp_path, saved(MODEL, PARAMETERS), text, like=like)
+    own = made["model"] if is_below else {name: made[name] for name in LIKE_MODEL}
+    assert arrays_of(own).keys() == LIKE_MODEL.keys() and made["epoch"] == 3
+    for number, name in enumerate(LIKE_PARAMETERS):
+        expected = {"qk": np.concatenate([moment(0, MODEL["q"]), moment(1, MODEL["k"])]), "bias": moment(2, BIAS[:2])}
+        state = arrays_of(made["state"][number if is_like else name])
+        assert np.array_equal(state["exp_avg"], expected.get(name, moment(3, MODEL["out.weight"]).T))
+    assert sorted(made["param_groups"][0]["params"]) == ([0, 1, 2] if is_like else sorted(LIKE_PARAMETERS))
+
+
+def test_a_tensor_beside_an_optimizer_at_the_root_that_was_left_out_before_is_missed(tmp_path: Path) -> None:
+    source = training({**MODEL, "more": BIAS[:5]})
+    torch_peer.save(tmp_path / "x.pt", {**source["optimizer"], "model": source["model"]})
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "y", exclude="model.more")
+    with pytest.raises(MapError, match=r"model.more was left out before"):
+        reshard_mpi.transform(tmp_path / "y", tmp_path / "made", map="model.bias <=> model.new", forward=True)
+
+
+def test_lists_beside_an_optimizer_at_the_root(tmp_path: Path) -> None:
+    """Numbers in names of the model are none of parameters."""
+    model = {"0.weight": Q[:9].reshape(3, 3), "1.weight": K[:9].reshape(3, 3), "q": OUT[:9].reshape(3, 3)}
+    source = training(model, ("q", "0.weight", "1.weight"))
+    source["optimizer"]["param_groups"][0]["param_names"] = ["q", "0.weight", "1.weight"]
+    torch_peer.save(tmp_path / "x.pt", {**source["optimizer"], "model": source["model"]})
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "made", map="model.q <=> model.a", forward=True)
+    masters = [tensor(moment(9, array)) for array in model.values()]
+    torch_peer.save(tmp_path / "x.pt", {**source["optimizer"], "model": source["model"], "masters": masters})
+    with pytest.raises(MapError, match=r"order of parameters(.|\n)*masters.0"):
+        reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "other", map="model.q <=> model.a", forward=True)
+
+
 @pytest.mark.parametrize("is_like", [False, True])
 def test_positions_and_masks_are_no_parameters(tmp_path: Path, is_like: bool) -> None:
     """Of their types torch trains nothing."""
