@@ -180,7 +180,7 @@ def _mapped(
             " checkpoints nothing tells which group is which"
             for path in new.unknown
         )
-        return MappedFile(in_files, all_made, nest, (*notes, *unknown), tuple(_told_of_extra_state(new)))
+        return MappedFile(in_files, all_made, nest, (*notes, *unknown), tuple(_told_of_values(new)))
     if source.nest is None:
         return MappedFile(in_files, all_made, None)
     nest = without_emptied(source.nest, training, inventory, frozenset[str]().union(*sources_of.values()))
@@ -195,10 +195,10 @@ def _mapped(
         f"the groups of {path}param_groups stay as they are: without the optimizer's state nothing tells whose they are"
         for path in new.unknown
     )
-    return MappedFile(in_files, all_made, new.text, notes, tuple(_told_of_extra_state(new)))
+    return MappedFile(in_files, all_made, new.text, notes, tuple(_told_of_values(new)))
 
 
-def _told_of_extra_state(new: NewNest) -> Iterator[str]:
+def _told_of_values(new: NewNest) -> Iterator[str]:
     """Yield a warning of values of modules that do not go where the modules' tensors go."""
     if new.left_behind:
         yield (

@@ -31,9 +31,9 @@ from reshard_mpi.mapping.optimizers import (
 )
 from reshard_mpi.mapping.rename_values import (
     NewNest,
-    extra_state_renamed,
-    extra_states,
     treated_differently,
+    values_of_modules,
+    values_renamed,
 )
 
 
@@ -81,14 +81,17 @@ def carried_into(
         elif not are_known and (len(own.groups) > 1 or len(of_source.groups) > 1):
             unknown.append(own.path)
     values.require_none_by_group(root, source_root, regrouped, where)
-    own_extra = {name: entry[1] for name, _, entry in extra_states(root)}
+    of_source_modules = [*values_of_modules(source_root, new_names, [each for _, each in of_source_nest])]
+    new_name_of, left_behind = values_renamed(of_source_modules, new_names)
+    carried = {new_name_of[name]: entry[1] for name, _, entry in of_source_modules if name in new_name_of}
+    made_names = sorted((parameter.name, parameter.name) for parameter in parameters)
+    own_optimizers = [each for _, each in optimizers]
+    own_values = {name: entry[1] for name, _, entry in values_of_modules(root, made_names, own_optimizers)}
     made = values.of(root, source_root, "")
-    new_name_of, left_behind = extra_state_renamed(source_root, new_names)
-    extra = {new_name_of[name]: entry[1] for name, _, entry in extra_states(source_root) if name in new_name_of}
     in_target = NestValues([*decoded(order or ()), *(parameter.name for parameter in parameters)])
-    for name, _, entry in extra_states(made):  # another module's may have the name in the source
-        own = own_extra[name]
-        entry[1] = in_target.of(own, extra[name], f"{name}.") if name in extra else own
+    for name, _, entry in values_of_modules(made, made_names, own_optimizers):  # another module's may have the name
+        of_like = own_values[name]
+        entry[1] = in_target.of(of_like, carried[name], f"{name}.") if name in carried else of_like
     return NewNest(written(made, None if order is None else decoded(order)), unknown, known, left_behind)
 
 

@@ -12,6 +12,7 @@ from reshard_mpi.formats.nest.nodes import decoded, parsed, written
 from reshard_mpi.mapping.move_dictionaries import has_below, moved, names_below, new_names_of
 from reshard_mpi.mapping.numbered_state import EXTRA_STATE, Training, entries_of, value_of
 from reshard_mpi.mapping.optimizers import (
+    GROUPS,
     NOTHING,
     STATE_KEY,
     Form,
@@ -35,7 +36,7 @@ class NewNest(NamedTuple):
     text: str
     unknown: Sequence[str]  # nothing tells which parameters their groups have
     known: Sequence[tuple[Optimizer, Optimizer]] = ()  # the others, each with the source's
-    left_behind: Sequence[str] = ()  # extra state of modules that does not follow their tensors
+    left_behind: Sequence[str] = ()  # what modules keep besides tensors, and does not follow these
 
 
 def renamed(
@@ -79,8 +80,9 @@ def renamed(
     if training.optimizer is not None:
         models.append(training.prefix)
     names = moved(root, new_names_of(parameters), (each for _, each in optimizers), models)
-    new_name_of, left_behind = extra_state_renamed(root, names)
-    _move_extra_state(root, new_name_of)
+    values = [*values_of_modules(root, names, [each for _, each in optimizers])]
+    new_name_of, left_behind = values_renamed(values, names)
+    _move_values(root, values, new_name_of)
     _rename_modules(root, names)
     _remove_emptied(root, "", names)
     return NewNest(written(root, None if order is None else tensors), unknown, known, left_behind)
@@ -94,31 +96,48 @@ def _nodes(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield from _nodes(value, f"{path}{key}.")
 
 
-def extra_states(root: Any) -> Iterator[tuple[str, Any, list[Any]]]:
-    """Yield the names of modules' extra state in a nest, each with its dictionary and its entry there."""
+def values_of_modules(
+    root: Any, names: Sequence[tuple[str, str]], optimizers: Iterable[Optimizer]
+) -> Iterator[tuple[str, Any, list[Any]]]:
+    """Yield the names of what modules keep besides their tensors, each with its dictionary and its entry there.
+
+    Beside tensors of dotted names it is what has such a name, and holds no tensor; and what torch calls extra state.
+
+    Args:
+        names: as of `new_names_of`.
+        optimizers: of the nest, which have such names as well.
+    """
+    apart = tuple(begin for each in optimizers for begin in (f"{each.path}{STATE_KEY}.", f"{each.path}{GROUPS}."))
     for path, node in _nodes(root):
         for entry in node["dict"]:
-            if len(entry) == 2 and isinstance(entry[0], str) and f".{entry[0]}".endswith(f".{EXTRA_STATE}"):
-                yield f"{path}{entry[0]}", node, entry
+            if len(entry) < 2 or not isinstance(entry[0], str) or f"{path}{entry[0]}".startswith(apart):
+                continue
+            name, (first, dot, _) = f"{path}{entry[0]}", entry[0].partition(".")
+            is_beside = dot and names_below(names, f"{path}{first}.") and not names_below(names, f"{name}.")
+            if is_beside or f".{entry[0]}".endswith(f".{EXTRA_STATE}"):
+                yield name, node, entry
 
 
-def extra_state_renamed(root: Any, names: Sequence[tuple[str, str]]) -> tuple[dict[str, str], list[str]]:
-    """Return new names of extra state of modules, by name, and the names of extra state that does not follow tensors.
+def values_renamed(
+    values: Iterable[tuple[str, Any, list[Any]]], names: Sequence[tuple[str, str]]
+) -> tuple[dict[str, str], list[str]]:
+    """Return new names of what modules keep besides tensors, by name, and the names of that which does not follow them.
 
     It follows the tensors in it, or else those of its module, if all go to one module, and those of no other do. A
     module without tensors goes where the module around it goes.
 
     Args:
+        values: as of `values_of_modules`.
         names: as of `new_names_of`.
     """
-    begins_of: dict[str, set[str]] = {}
-    for name, _, _ in extra_states(root):
-        module = name.removesuffix(EXTRA_STATE)
-        begins_of[name] = _new_modules(module, names, names_below(names, f"{name}."))
-    counts = Counter(begin for begins in begins_of.values() for begin in begins)
-    follow = {name: min(begins) for name, begins in begins_of.items() if len(begins) == 1 and counts[min(begins)] == 1}
-    new_name_of = {name: f"{begin}{EXTRA_STATE}" for name, begin in follow.items()}
-    return new_name_of, [name for name in begins_of if name not in follow]
+    new_names_by_name: dict[str, list[str]] = {}
+    for name, _, _ in values:
+        module, dot, key = name.rpartition(".")
+        begins = _new_modules(f"{module}{dot}", names, names_below(names, f"{name}."))
+        new_names_by_name[name] = [f"{begin}{key}" for begin in begins]
+    counts = Counter(new for new_names in new_names_by_name.values() for new in new_names)
+    follow = {name: new for name, (new, *others) in new_names_by_name.items() if not others and counts[new] == 1}
+    return follow, [name for name in new_names_by_name if name not in follow]
 
 
 def _new_modules(module: str, names: Sequence[tuple[str, str]], own: Sequence[tuple[str, str]] = ()) -> set[str]:
@@ -133,7 +152,7 @@ def _new_modules(module: str, names: Sequence[tuple[str, str]], own: Sequence[tu
         around = around[: around.rfind(".", 0, -1) + 1]
         own = names_below(names, around)
     begins = {begin for source, new in own for begin in _begins_of_module(source[len(around) :], new)}
-    is_there = not own or around in begins or (not begins and any(new.startswith(around) for _, new in own))
+    is_there = not own or (not begins and any(new.startswith(around) for _, new in own))
     return {f"{begin}{module[len(around) :]}" for begin in ({around} if is_there else begins)}
 
 
@@ -175,10 +194,14 @@ def _begins_of_module(name: str, new: str) -> Iterator[str]:
         yield new[: new.rfind(".") + 1]
 
 
-def _move_extra_state(root: Any, new_name_of: Mapping[str, str]) -> None:
-    """Put extra state of modules into the dictionaries of a nest that take tensors of its new names."""
+def _move_values(root: Any, values: Iterable[tuple[str, Any, list[Any]]], new_name_of: Mapping[str, str]) -> None:
+    """Put what modules keep into the dictionaries of a nest that take tensors of its new names.
+
+    Args:
+        values: as of `values_of_modules`.
+    """
     nodes = dict(_nodes(root))
-    moved = [each for each in extra_states(root) if new_name_of.get(each[0], each[0]) != each[0]]
+    moved = [each for each in values if new_name_of.get(each[0], each[0]) != each[0]]
     for _, node, entry in moved:
         node["dict"].remove(entry)
     for name, node, entry in moved:

@@ -223,6 +223,50 @@ def test_extra_state_of_a_module_without_tensors_goes_with_the_module_around_it(
     assert extra == {"drop._extra_state": 3, **core}
 
 
+@pytest.mark.parametrize("is_like", [False, True])
+def test_values_beside_the_tensors_of_a_module_go_where_these_go(tmp_path: Path, is_like: bool) -> None:
+    """Quantized modules have some, and hooks of state_dict() put others there."""
+
+    def model(begin: str, value: int, **others: int) -> dict[str, Any]:
+        own = {f"{begin}{at}.{key}": value + at for at in range(2) for key in ("bits", "sub.kind")}
+        return {**{f"{begin}{at}.weight": tensor(at) for at in range(2)}, **own, "bits": value, "a.b": value, **others}
+
+    torch_peer.save(tmp_path / "x.pt", {"model": model("", 3), "0.note": 5, "epoch": 7})
+    torch_peer.save(tmp_path / "like.pt", {"model": model("net.", 8), "0.note": 5, "epoch": 7})
+    begin, options = ("", {"like": tmp_path / "like.pt"}) if is_like else ("model.", {})
+    report = reshard_mpi.transform(
+        tmp_path / "x.pt", tmp_path / "dst", map=f"{begin}{{p*}} <=> {begin}net.{{p*}}", forward=True, **options
+    )
+    made = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")
+    values = {name: value for name, value in made["model"].items() if isinstance(value, int)}
+    of_modules = {f"net.{at}.{key}": 3 + at for at in range(2) for key in ("bits", "sub.kind")}
+    assert values == {**of_modules, "bits": 3, "a.b": 3} and not report.warnings
+    assert (made["0.note"], made["epoch"]) == (5, 7)
+
+
+@pytest.mark.parametrize("way", ["exchanged", "together", "in part"])
+def test_values_of_modules_that_are_taken_apart_are_warned_of(tmp_path: Path, way: str) -> None:
+    model = {f"{name}.{key}": tensor(at) for at, name in enumerate("ab") for key in ("weight", "bias")}
+    model |= {"a.bits": 3, "b.bits": 4, "a._extra_state": 5}
+    torch_peer.save(tmp_path / "x.pt", {"model": model})
+    equations = {
+        "exchanged": ["model.a.{p*} <=> model.b.{p*}", "model.b.{p*} <=> model.a.{p*}"],
+        "together": [
+            f"model.a.{key} [a h], model.b.{key} [b h] <=> model.c.{key} [(a+b) h]" for key in ("weight", "bias")
+        ],
+        "in part": ["model.a.weight <=> model.c.weight"],
+    }[way]
+    (tmp_path / "map.toml").write_text("".join(f'[[map]]\neq = "{each}"\n' for each in equations))
+    report = reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", map=tmp_path / "map.toml", forward=True)
+    made = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["model"]
+    if way == "exchanged":
+        assert (made["b.bits"], made["a.bits"], made["b._extra_state"]) == (3, 4, 5) and not report.warnings
+        return
+    (warning,) = report.warnings
+    assert ("model.a.bits" in warning) and ("model.b.bits" in warning) == (way == "together")
+    assert ("model.a._extra_state" in warning) == (way == "in part") and "set them anew" in warning
+
+
 @pytest.mark.parametrize("of_source", [{}, {"b._extra_state": 5}])
 def test_extra_state_that_the_source_has_none_for_is_that_of_like(tmp_path: Path, of_source: dict[str, Any]) -> None:
     """In the source another module, which goes elsewhere, may have the name."""
