@@ -50,7 +50,7 @@ from reshard_mpi.mapping.selection import (
     type_of,
     zeros,
 )
-from reshard_mpi.mapping.stranded_state import require_none_as_parameter, require_none_stranded
+from reshard_mpi.mapping.stranded_state import copies_that_stay, require_none_as_parameter, require_none_stranded
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strategy import named_after
 
@@ -100,6 +100,7 @@ def applied(
     outcome = everything.among(chosen)
     _require_state_follows([name for name in taken.kept if name in chosen - stranded], taken, inventory, rules, choice)
     require_none_as_parameter(taken.matches, chosen, inventory)
+    copies = copies_that_stay((name for name in taken.kept if name in chosen), taken.matches, inventory)
     if like is not None:
         of_choice = {name: shape for name, shape in like.shapes.items() if is_chosen(choice, name)}
         of_choice = {name: shape for name, shape in of_choice.items() if name not in states_out}
@@ -128,7 +129,7 @@ def applied(
         taken.direction,
         tuple(outcome.numbers),
         scalars,
-        () if rules is None else tuple(_cautions(rules, taken, everything, inventory)),
+        () if rules is None else (*_cautions(rules, taken, everything, inventory), *copies),
         everything.settings,
         (*states_dropped, *(name for name in shapes if name in states_out)),
         stranded,

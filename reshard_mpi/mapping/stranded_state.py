@@ -32,8 +32,11 @@ from reshard_mpi.mapping.optimizer_state import (
 from reshard_mpi.mapping.optimizers import GROUPS, STATE_KEY, Form, Optimizer
 from reshard_mpi.mapping.result import DerivedTensor, MapResult
 from reshard_mpi.sharding.box import Box
+from reshard_mpi.text import shortened
 
 _NUMBER = re.compile(rf"(?:^|\.){STATE_KEY}\.([0-9]+)\.")
+# What names of a model's tensors begin with, where they do not stand alone.
+_MODELS = ("", "model.", "module.", "network.", "params.", "state_dict.")
 # The numbers in a name, and what is behind them.
 _PLACE = re.compile(r"([0-9]+(?:\.[0-9]+)*)(.*)", re.DOTALL)
 
@@ -94,6 +97,31 @@ def _is_left(match: Match, shapes: Mapping[str, tuple[int, ...]]) -> bool:
     """Tell whether an equation leaves a tensor its name and arrangement: it is for the type alone, or for nothing."""
     names = [*match.sources.values()]
     return names == [*match.targets.values()] and len(names) == 1 and not match.equal and is_copied(match, shapes)
+
+
+def copies_that_stay(kept: Iterable[str], taken: Iterable[Match], inventory: Inventory) -> Iterator[str]:
+    """Yield a warning of tensors that stay as they are, and may be copies of parameters that equations cut or turn.
+
+    They have the shape of such a parameter, and end in its name: frameworks have many words for averages and state.
+
+    Args:
+        kept: the names of those that stay.
+    """
+    shapes = {name: kind.shape for name, kind in inventory.items()}
+    arranged = {name for match in taken if not is_copied(match, shapes) for name in match.sources.values()}
+    shape_of = {
+        name.removeprefix(begin): shapes[name] for name in arranged for begin in _MODELS if name.startswith(begin)
+    }
+    copies = [
+        name
+        for name in kept
+        if prod(shapes[name]) > 1 and any("." in end and shape_of.get(end) == shapes[name] for end in _ends_of(name))
+    ]
+    if copies:
+        yield (
+            "tensors that stay as they are have the names and shapes of parameters that equations cut or turn: if they"
+            f" are copies or state of these, write equations for them as well ({shortened(copies)})"
+        )
 
 
 def require_none_as_parameter(taken: Sequence[Match], chosen: Container[str], inventory: Inventory) -> None:

@@ -349,6 +349,25 @@ def test_only_what_is_named_as_state_follows(tmp_path: Path) -> None:
     assert_held(tmp_path / "dst", expected | {name: tensors[name] for name in ("encoder.0.weight", "weights.w")})
 
 
+@pytest.mark.parametrize("begin", few(1, ["", "model.", "state_dict."]))
+def test_copies_in_other_words_that_stay_are_warned_of(tmp_path: Path, begin: str) -> None:
+    """As optax's `mu`, or averages: frameworks have words for what they keep of a parameter that nobody knows all."""
+    tensors = {f"{begin}0.weight": floats(3, 3), f"{begin}0.bias": floats(3), f"{begin}gate": floats(3, 3)}
+    tensors |= {f"mu.0.{key}": tensors[f"{begin}0.{key}"] for key in ("weight", "bias")}
+    tensors |= {"mu.1.weight": floats(3, 3), "kept.0.weight": floats(2, 2), "mu.gate": floats(3, 3)}
+    source = source_of(tmp_path, tensors)
+    turned = f"[[map]]\neq = '{begin}{{p*}} [a b] <=> {begin}{{p*}} [b a]'"
+    turned = turned.replace("{p*}", "0.weight")
+    report = reshard_mpi.transform(source, tmp_path / "dst", map=map_of(tmp_path, turned), forward=True)
+    (warning,) = report.warnings
+    assert "(mu.0.weight)" in warning
+    for number, text in enumerate((f"{begin}0.weight <=> {begin}0.kernel", f"{begin}0.bias [a] <=> {begin}0.b [a]")):
+        options = {"map": map_of(tmp_path, f"[[map]]\neq = '{text}'"), "forward": True}
+        assert not reshard_mpi.transform(source, tmp_path / f"dst{number}", **options).warnings
+    options = {"map": map_of(tmp_path, turned), "forward": True, "exclude": "mu.*"}
+    assert not reshard_mpi.transform(source, tmp_path / "without", **options).warnings
+
+
 def test_a_type_for_all_leaves_counters_as_they_are(tmp_path: Path) -> None:
     """A bfloat16 cannot count to 257."""
     counters = {"optimizer.state.w.step": np.array([257], np.float32), "learning_rate": np.array(0.1, np.float32)}
