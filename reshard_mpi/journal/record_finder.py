@@ -82,16 +82,21 @@ class RecordFinder:
 
     def _rank(self, folder: Path, file: str) -> int | None:
         """Return the target rank of a file in a target folder; None if it is none."""
-        if "/" in file:
-            return rank_of_folder(file.partition("/")[0])
+        of_folder = rank_of_folder(file.partition("/")[0]) if "/" in file else None
+        if of_folder is not None:
+            return of_folder
         if folder not in self._rank_of:
             self._rank_of[folder] = _ranks_by_file(folder)
         return self._rank_of[folder].get(file)
 
 
-def run_of(path: str, likely_rank: int) -> tuple[RunIdentity, Path] | None:
-    """Return the run that has written the file at `path`, and its target folder; None if no run has a record of it."""
-    found = RecordFinder().find_head(path, likely_rank)
+def run_of(path: str, likely_rank: int, finder: RecordFinder | None = None) -> tuple[RunIdentity, Path] | None:
+    """Return the run that has written the file at `path`, and its target folder; None if no run has a record of it.
+
+    Args:
+        finder: for many files of a folder.
+    """
+    found = (finder or RecordFinder()).find_head(path, likely_rank)
     if found is None or found.head is None:
         return None
     state = found.path.parent
@@ -282,7 +287,7 @@ def target_folders_of(path: str) -> Iterator[tuple[Path, str]]:
 
 
 def _ranks_by_file(folder: Path) -> dict[str, int]:
-    """Return the target ranks of the files that lie in a target folder itself."""
+    """Return the target ranks of the files in a target folder, as far as no rank folders say them."""
     committed = CommitRecord.read(folder)
     if committed is not None:
         return {file: rank for rank, file in committed.files.items()}
@@ -291,14 +296,17 @@ def _ranks_by_file(folder: Path) -> dict[str, int]:
 
 
 def damage_by_record(shard: Manifest, record: TargetRecord, recorded: Mapping[str, TensorSum]) -> Iterator[DamageError]:
-    """Yield what differs between a shard and its record, besides the bytes of its tensors."""
+    """Yield what differs between a shard and its record, besides the bytes of its tensors.
+
+    A format that packs is given texts to make a file by, which the file does not hold.
+    """
     size_bytes = Path(shard.path).stat().st_size
     if size_bytes != record.size_bytes:
         expected, got = f"{record.size_bytes} bytes, as it was written", f"{size_bytes}"
         yield DamageError(
             "a shard has another size", expected=expected, got=got, where=shard.path, remedy="restore the file"
         )
-    if digest_of_texts(shard.strings) != record.evidence.texts:
+    if not formats.info(shard.format).packs and digest_of_texts(shard.strings) != record.evidence.texts:
         yield DamageError("the texts of a shard are not what was written", where=shard.path, remedy="restore the file")
     for name in dict.fromkeys((*recorded, *shard.tensors)) if recorded else ():
         tensor, entry = recorded.get(name), shard.tensors.get(name)

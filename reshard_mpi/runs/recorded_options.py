@@ -9,7 +9,7 @@ from typing import Any
 
 from reshard_mpi.checkpoints.shard_files import ShardFiles
 from reshard_mpi.errors import UsageError
-from reshard_mpi.journal.record_finder import run_of
+from reshard_mpi.journal.record_finder import RecordFinder, run_of
 from reshard_mpi.journal.run_records import CHOSEN, CommitRecord, RunIdentity, joined_words
 from reshard_mpi.planning.tensor_names import Accumulated, Unlisted
 from reshard_mpi.runs.request import Request
@@ -26,7 +26,8 @@ _OPTIONS = (
 def recorded_run(files: ShardFiles) -> RunIdentity | None:
     """Return the run that made a checkpoint, as records of its files or its commit record say; None if none does."""
     paths = ((path, rank) for rank, rank_paths in files.by_target_rank.items() for path in rank_paths)
-    found = next((run for path, rank in paths if (run := run_of(path, rank)) is not None), None)
+    finder = RecordFinder()
+    found = next((run for path, rank in paths if (run := run_of(path, rank, finder)) is not None), None)
     committed = CommitRecord.read(Path(files.path)) if found is None else None
     return committed.run if committed is not None else found and found[0]
 

@@ -88,6 +88,8 @@ def test_files_for_other_ranks_and_stages(
         reshard_mpi.transform(source, folder / "out", to="deepspeed", dp=ranks, zero_stage=stage, verify=True)
         # At stage 3 the vectors have no padding to clip, so nothing says where to.
         require_files(folder / "out", training, Form(stage, ranks), folder / "expected.pt")
+        reshard_mpi.verify(folder / "out")
+        reshard_mpi.verify(source, folder / "out")
         back = deepspeed_peer.expected(training, Form(stage, ranks))
         with reshard_mpi.open(folder / "out") as opened:
             assert {name: opened[name][...].tobytes() for name in opened} == {

@@ -1,0 +1,88 @@
+"""`verify` of files that were written for DeepSpeed: by themselves, as a source, and against what they were made of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import deepspeed_peer
+from support.deepspeed_peer import Form
+
+import reshard_mpi
+from reshard_mpi.errors import ReshardError
+
+SHAPES = {"a.weight": (5, 3), "a.bias": (1,), "b.weight": (7, 2), "b.scale": ()}
+STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
+DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+
+
+def source_of(folder: Path, dtype: str = "bfloat16") -> Path:
+    training = deepspeed_peer.training(SHAPES, {"c.weight": (11,)}, dtype=dtype, buffers={"n": np.arange(3)})
+    deepspeed_peer.write(folder / "save", training, Form(2, 2))
+    return folder / "save"
+
+
+def written(folder: Path, source: Path, stage: int, **options: Any) -> Path:
+    reshard_mpi.transform(source, folder / "out", to="deepspeed", dp=3, zero_stage=stage, **options)
+    return folder / "out"
+
+
+def changed(path: Path, old: bytes, new: bytes) -> None:
+    content = path.read_bytes()
+    assert old in content
+    path.write_bytes(content.replace(old, new))
+
+
+@STAGES
+@DTYPES
+@pytest.mark.parametrize("is_verified", [False, True])
+def test_files_are_sound_by_themselves_and_as_a_source(
+    tmp_path: Path, stage: int, dtype: str, is_verified: bool
+) -> None:
+    out = written(tmp_path, source_of(tmp_path, dtype), stage, verify=is_verified)
+    report = reshard_mpi.verify(out)
+    assert not report.warnings and not report.notes[1:]
+    reshard_mpi.transform(out, tmp_path / "torch", to="torch", verify=True)
+
+
+@STAGES
+@pytest.mark.parametrize("kind", ["optim_states", "model_states"])
+def test_files_of_another_state_are_damage(tmp_path: Path, stage: int, kind: str) -> None:
+    """A file of the same size from another run, and sound by its checksums."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    outs = []
+    for seed, folder in enumerate((first, second)):
+        training = deepspeed_peer.training(SHAPES, seed=seed, buffers={"n": np.arange(3) + seed})
+        deepspeed_peer.write(folder / "save", training, Form(2, 2))
+        outs.append(written(folder, folder / "save", stage, verify=True))
+    name = next(path.name for path in sorted((outs[0] / "global_step3").iterdir()) if kind in path.name)
+    ours, theirs = (out / "global_step3" / name for out in outs)
+    assert ours.stat().st_size == theirs.stat().st_size
+    ours.write_bytes(theirs.read_bytes())
+    with pytest.raises(ReshardError, match=r"besides its tensors|damaged"):
+        reshard_mpi.verify(outs[0])
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "map": {"map": "{p*} <=> n.{p*}", "forward": True},
+    "types": {"dtype": "*.exp_avg=bf16"},
+    "choice": {"exclude": ["*.exp_avg_sq"]},
+}
+
+
+@STAGES
+@DTYPES
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_are_taken_from_the_record(tmp_path: Path, stage: int, dtype: str, option: str) -> None:
+    source = source_of(tmp_path, dtype)
+    options = OPTIONS[option]
+    if option == "map":
+        training = deepspeed_peer.training(SHAPES, dtype=dtype)
+        deepspeed_peer.write(tmp_path / "plain", training, Form(2, 2))
+        source = tmp_path / "plain"
+    out = written(tmp_path, source, stage, **options)
+    for given in ({}, options):
+        report = reshard_mpi.verify(source, out, **given)
+        assert any("compared with" in note for note in report.notes) is not bool(given)
