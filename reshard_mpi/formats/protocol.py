@@ -182,6 +182,12 @@ class PackingFormat(FolderFormat, Protocol):
         Raises TargetError if they cannot be packed.
         """
 
+    def as_read(self, tensors: Mapping[str, TensorType], strings: Mapping[str, str]) -> Packed | None:
+        """Return the whole tensors, as one file, that the files are read as which these have been packed into.
+
+        None if they are of no training. Raises TargetError as `packed` does.
+        """
+
 
 def reserve_file(module: Format, path: str, spec: ShardSpec) -> Manifest:
     """Make the new file `path` with everything of a shard but payloads; if that fails, no file is left.

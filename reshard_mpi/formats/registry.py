@@ -133,7 +133,7 @@ class FormatInfo(NamedTuple):
             *(("size_at_most_bytes", "reserve", "seal", "read_back") if self.is_target else ()),
             *(("files_of", "open_folder") if self.is_folder else ()),
             *(("file_name", "index_files") if self.is_folder and self.is_target else ()),
-            *(("packed",) if self.packs else ()),
+            *(("packed", "as_read") if self.packs else ()),
         )
 
     def load_folder(self) -> FolderFormat | None:

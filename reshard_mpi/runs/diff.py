@@ -29,6 +29,7 @@ from reshard_mpi.planning.strategy_check import drift_warning
 from reshard_mpi.planning.target_tensors import Policy
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.outcome import Checked, Failure, Outcome, agreed, attempt
+from reshard_mpi.runs.packing import as_read_from
 from reshard_mpi.runs.plan_conversion import LIMITS, Conversion
 from reshard_mpi.runs.process_memory import RunMemory
 from reshard_mpi.runs.progress import Progress, ProgressStage, SliceCounter
@@ -270,9 +271,15 @@ def _both_through_map(
 ) -> tuple[tuple[Conversion, Conversion], Callable[[Collection[str]], None]]:
     """Return the conversions of two checkpoints to compare: the first through the map, both with the selection.
 
+    Of a format that packs and another one, the other is taken as what it would be read as from the first.
+
     Also returns a function that takes the names of both and raises MapError if a glob matches none, or nothing is left.
     """
-    if not request.is_mapped:
+    readings = [
+        None if formats.info(own.source.files.format).packs else as_read_from(other.source.files.format)
+        for own, other in ((first, second), (second, first))
+    ]
+    if not request.is_mapped and not any(readings):
         return (first, second), lambda _: None
     from reshard_mpi.mapping.selection import require_any
     from reshard_mpi.runs.check_maps import TensorMap
@@ -280,11 +287,13 @@ def _both_through_map(
 
     tensor_map = TensorMap.read(request)
     of_both = tensor_map.of_two_checkpoints()
-    first = conversion_through(of_both, first)
-    if request.include or request.exclude:
-        second = conversion_through(of_both.choice_alone(), second)
+    if request.is_mapped or readings[0]:
+        first = conversion_through(of_both, first, readings[0])
+    if request.include or request.exclude or readings[1]:
+        second = conversion_through(of_both.choice_alone(), second, readings[1])
 
     def require_some(names: Collection[str]) -> None:
-        require_any(tensor_map.choice, names)
+        if request.is_mapped:
+            require_any(tensor_map.choice, names)
 
     return (first, second), require_some

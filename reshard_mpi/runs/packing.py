@@ -46,6 +46,23 @@ def packing_of(request: Request, source: SourceCheckpoint, format_name: str) -> 
     return Packing(partial(module.packed, options=options), by_file=True)
 
 
+def reading_of(request: Request, source: SourceCheckpoint, format_name: str) -> Packing | None:
+    """Return what makes the source, or a map's result of it, what targets of it in a format are read as.
+
+    None if that is the same.
+    """
+    if not formats.info(format_name).packs:
+        return model_alone_of(request, source, format_name)
+    is_same = not request.is_mapped and source.files.format == format_name
+    return None if is_same else as_read_from(format_name)
+
+
+def as_read_from(format_name: str) -> Packing | None:
+    """Return what makes a checkpoint what it is read as from files of a format; None if that packs nothing."""
+    module = formats.packing_by_name(format_name)
+    return None if module is None else Packing(module.as_read, by_file=False)
+
+
 def model_alone_of(request: Request, source: SourceCheckpoint, format_name: str) -> Packing | None:
     """Return what takes the model alone out of a whole training, if a format holds nothing else.
 

@@ -45,7 +45,7 @@ from reshard_mpi.runs.check_contents import (
 )
 from reshard_mpi.runs.open_run import chosen_targets
 from reshard_mpi.runs.outcome import Checked, Failure, Outcome, agreed, attempt
-from reshard_mpi.runs.packing import model_alone_of
+from reshard_mpi.runs.packing import reading_of
 from reshard_mpi.runs.plan_conversion import LIMITS, Conversion, apply_map
 from reshard_mpi.runs.process_memory import RunMemory
 from reshard_mpi.runs.progress import Progress, ProgressStage, SliceCounter, Words, complain
@@ -189,7 +189,7 @@ def _opened_pair(
         Policy(request.unlisted, replicas=request.replicas, accumulated=accumulated),
         keeps_strings=formats.info(target_files.format).keeps_strings,
     )
-    packing = model_alone_of(request, source, target_files.format)
+    packing = reading_of(request, source, target_files.format)
     conversion, digests = apply_map(request, conversion, packing)
     otherwise = made_otherwise(request, digests, chosen_files(files), run, target_files.path)
     for damage in damage_of_index(Path(target_files.path)):

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import deepspeed_peer
+from support import deepspeed_peer, torch_peer
 from support.deepspeed_peer import Form
 
 import reshard_mpi
@@ -86,3 +86,47 @@ def test_options_are_taken_from_the_record(tmp_path: Path, stage: int, dtype: st
     for given in ({}, options):
         report = reshard_mpi.verify(source, out, **given)
         assert any("compared with" in note for note in report.notes) is not bool(given)
+
+
+def in_bf16(folder: Path) -> Path:
+    """Return a training in bf16 by names, without fp32 copies."""
+    reshard_mpi.transform(source_of(folder), folder / "torch", to="torch", exclude=["*.fp32_param"])
+    return folder / "torch"
+
+
+@STAGES
+def test_an_fp32_copy_that_was_made_of_the_weights_is_none_too_many(tmp_path: Path, stage: int) -> None:
+    source = in_bf16(tmp_path)
+    out = written(tmp_path, source, stage)
+    reshard_mpi.verify(source, out)
+    reshard_mpi.diff(source, out)
+    reshard_mpi.diff(out, source)
+    name = next((out / "global_step3").glob("*rank_1_mp_rank_00_optim_states.pt"))
+    loaded = deepspeed_peer.load(name)["optimizer_state_dict"]
+    key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+    vector = next(own for own in loaded[key] if torch_peer.sample_of("", own).content.strip(b"\0"))
+    content = torch_peer.sample_of("", vector).content
+    changed(name, content, bytes([content[0] ^ 1]) + content[1:])  # which rounds to the same weight
+    for compare in (reshard_mpi.verify, reshard_mpi.diff):
+        with pytest.raises(ReshardError, match="fp32_param' differs"):
+            compare(source, out)
+
+
+@STAGES
+def test_another_type_of_the_model_makes_or_spares_fp32_copies(tmp_path: Path, stage: int) -> None:
+    source = source_of(tmp_path, "float32")
+    out = written(tmp_path, source, stage, dtype="model.*=bf16")
+    reshard_mpi.verify(source, out)
+
+
+@STAGES
+def test_tensors_beside_model_and_optimizer_are_found_under_client_state(tmp_path: Path, stage: int) -> None:
+    reshard_mpi.transform(source_of(tmp_path), tmp_path / "torch", to="torch")
+    loaded = deepspeed_peer.load(tmp_path / "torch/rank_0/checkpoint_0.pt")
+    tensor = torch_peer.tensor(deepspeed_peer.sample(np.arange(4.0)), "new")
+    loaded |= {"seen": tensor, "scheduler": {"last": tensor}, "client_state": {"mine": tensor}}
+    torch_peer.save(tmp_path / "x.pt", loaded)
+    out = written(tmp_path, tmp_path / "x.pt", stage)
+    with reshard_mpi.open(out) as opened:
+        assert {"client_state.seen", "client_state.mine", "scheduler.last"} <= {*opened}
+    reshard_mpi.verify(tmp_path / "x.pt", out)

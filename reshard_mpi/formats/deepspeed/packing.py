@@ -49,10 +49,11 @@ _OF_OPTIMIZER = ("dynamic_loss_scale", "overflow", "clip_grad")
 _OF_EXPERTS = "deepspeed_experts."
 
 
-class _NestTensor(NamedTuple):
-    """A tensor in the nest."""
+class NestTensor(NamedTuple):
+    """A tensor in the nest. dtype: the name of the type that it is converted to; empty: it keeps its own."""
 
     name: str
+    dtype: str = ""
 
 
 class _NestedTraining(NamedTuple):
@@ -110,17 +111,7 @@ def _optimizer_parts(layout: ZeroLayout, rank: int) -> list[Part]:
 
 def _training(tensors: Mapping[str, TensorType], strings: Mapping[str, str]) -> _NestedTraining:
     """Return the training that the tensors and the nest are of. Raises TargetError if they are of none."""
-    try:
-        root = rebuild_tree.rebuild({name: _NestTensor(name) for name in tensors}, strings)
-    except NestError as error:
-        raise TargetError(
-            "the nest of the source does not fit its tensors",
-            expected="nested dictionaries that hold the tensors by their names",
-            got=error.problem,
-            remedy="convert the source to torch first (--to torch), and then that",
-        ) from None
-    if type(root) is Dict:
-        root = Dict([part for key, value in root.pairs() for part in (key, _of_training(key, value))])
+    root = root_of(tensors, strings)
     optimizer = root.get("optimizer") if type(root) is Dict else None
     groups = optimizer.get("param_groups") if type(optimizer) is Dict else None
     if (
@@ -141,6 +132,22 @@ def _training(tensors: Mapping[str, TensorType], strings: Mapping[str, str]) -> 
             "settings of each group of the optimizer, such as lr", "none, as elastic checkpoints of DeepSpeed have"
         )
     return _NestedTraining(root, names, settings)
+
+
+def root_of(tensors: Mapping[str, TensorType], strings: Mapping[str, str]) -> Value:
+    """Return the nest that tensors lie in, each as a `NestTensor`. Raises TargetError if it does not fit them."""
+    try:
+        root = rebuild_tree.rebuild({name: NestTensor(name) for name in tensors}, strings)
+    except NestError as error:
+        raise TargetError(
+            "the nest of the source does not fit its tensors",
+            expected="nested dictionaries that hold the tensors by their names",
+            got=error.problem,
+            remedy="convert the source to torch first (--to torch), and then that",
+        ) from None
+    if type(root) is Dict:
+        return Dict([part for key, value in root.pairs() for part in (key, _of_training(key, value))])
+    return root
 
 
 def _of_training(key: Value, value: Value) -> Value:
@@ -351,7 +358,7 @@ def _sub_groups(own: Sequence[LaidParameter], ranks: int, most: int) -> Iterator
 def _model_text(training: _NestedTraining) -> str:
     """Return the nest of everything besides the tensors of the model that goes into the files of weights."""
     weights = training.root.get("model")
-    besides = [part for key, value in weights.pairs() if type(value) is not _NestTensor for part in (key, value)]
+    besides = [part for key, value in weights.pairs() if type(value) is not NestTensor for part in (key, value)]
     rest = Dict(["model", Dict(besides)])
     for key, value in training.root.pairs():
         if key not in ("model", "optimizer", "scaler", "ds_config", "buffer_names", "shared_params", *_OF_OPTIMIZER):
@@ -378,7 +385,7 @@ def _common_values(group: FlatGroupLayout, state: Value) -> Dict:
     for parameter in group.parameters:
         own = state.get(parameter.name) if type(state) is Dict else None
         pairs = own.pairs() if type(own) is Dict else ()
-        values = Dict([part for key, value in pairs if type(value) is not _NestTensor for part in (key, value)])
+        values = Dict([part for key, value in pairs if type(value) is not NestTensor for part in (key, value)])
         texts.setdefault(_text(Dict(["values", values])), values)
     if len(texts) > 1:
         first, other, *_ = texts
@@ -408,7 +415,7 @@ def _dict(values: Mapping[Value, Value]) -> Dict:
 def _text(root: Dict) -> str:
     """Return a tree as the text of a nest. Raises TargetError if it is too large."""
     try:
-        return flatten_tree.flatten(root, lambda value: type(value) is _NestTensor).strings[NEST]
+        return flatten_tree.flatten(root, lambda value: type(value) is NestTensor).strings[NEST]
     except NestError as error:
         raise TargetError(
             "the settings of the source besides its tensors cannot be written",

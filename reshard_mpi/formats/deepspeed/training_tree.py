@@ -20,10 +20,11 @@ from reshard_mpi.sharding.box import Box
 
 # Keys of the engine that are kept under their own names. All others are what the training has given to
 # `save_checkpoint` as `client_state`.
-_OF_ENGINE = (
+OF_ENGINE = (
     *("data_sampler", "random_ltd", "sparse_tensor_module_names", "csr_tensor_module_names", "skipped_steps"),
     *("global_steps", "global_samples", "num_experts", "ds_config", "ds_version", "universal_checkpoint_info"),
 )
+CLIENT_STATE = "client_state"
 # A key of ours: the model is a pipeline, which loads each layer from a file of its own.
 IS_PIPELINE = "is_pipeline"
 # The optimizer of a training in 16 bit without ZeRO: vectors of all parameters, without their names.
@@ -199,11 +200,11 @@ def _rest(training: SavedTraining) -> Iterator[Value]:
         yield from ("shared_params", Dict([part for pair in training.model.shared.items() for part in pair]))
     if training.model.module is None:
         yield from (IS_PIPELINE, True)
-    for key in _OF_ENGINE:
+    for key in OF_ENGINE:
         if key in values:
             yield from (key, values.pop(key))
     for key, value in of_optimizer.items():
-        if key not in _OF_ENGINE or key not in training.model.values:
+        if key not in OF_ENGINE or key not in training.model.values:
             yield from (key, value)
     if values:
-        yield from ("client_state", Dict([part for pair in values.items() for part in pair]))
+        yield from (CLIENT_STATE, Dict([part for pair in values.items() for part in pair]))
