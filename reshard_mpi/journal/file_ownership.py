@@ -281,14 +281,29 @@ def leftovers(folder: Path, identity: RunIdentity) -> dict[str, int]:
     """Return the files in a target folder that another run than `identity` has made, by path, with their target ranks.
 
     Only files that the run does not make itself: those that are by their times and a sample what their records are
-    about, and those that were to be replaced. Paths are relative to the folder.
+    about, and those that were to be replaced. A save in a folder of its own stays. Paths are relative to the folder.
     """
+    earlier = RunIdentity.recorded(folder / STATE)
+    if earlier is not None and other_saves(earlier, identity):
+        return {}
     own = set(_target_files(identity))
     records = (record for record in _records(folder / STATE) if record.digest != identity.digest)
     made = {record.file: record.rank for record in records if record.file not in own and _is_unchanged(folder, record)}
-    earlier = RunIdentity.recorded(folder / STATE)
     given_up = () if earlier is None or "target_ranks" not in earlier.facts else _given_up(folder, earlier)
     return made | {file: rank for file, rank in given_up if file not in own}
+
+
+def other_saves(earlier: RunIdentity, identity: RunIdentity) -> tuple[str, ...]:
+    """Return the names of the folders in which an earlier run has made a save that stays beside that of another run.
+
+    It does so where a pointer names the latest of several folders, and both runs have others; else there are none.
+    """
+    if earlier.format != identity.format or not formats.info(identity.format).pointer_files:
+        return ()
+    if not all("target_ranks" in run.facts for run in (earlier, identity)):
+        return ()
+    theirs, ours = ({file.rpartition("/")[0] for file in _target_files(run)} for run in (earlier, identity))
+    return () if theirs & ours else tuple(sorted(theirs))
 
 
 def leftover_index(folder: Path, identity: RunIdentity) -> tuple[str, ...]:
@@ -322,8 +337,14 @@ def _given_up(folder: Path, earlier: RunIdentity) -> Iterator[tuple[str, int]]:
 def remove_leftovers(folder: Folder, state: Folder, identity: RunIdentity) -> None:
     """Remove what `leftovers` finds, its records, and rank folders that become empty.
 
+    Records of a save that stays go too: those of this run take their places one by one.
+
     Raises TargetError if a file is of another user.
     """
+    earlier = RunIdentity.recorded(folder.path / STATE)
+    if earlier is not None and other_saves(earlier, identity):
+        for rank in recorded_ranks(state.path):
+            state.remove(record_path(state.path, rank).name)
     rank_of = leftovers(folder.path, identity)
     for path, rank in rank_of.items():
         rank_folder, _, name = path.rpartition("/")

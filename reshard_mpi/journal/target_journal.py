@@ -40,6 +40,7 @@ from reshard_mpi.journal.file_ownership import (
     leftover_index,
     leftovers,
     note_replaceable,
+    other_saves,
     remove_leftovers,
     remove_note,
     require_no_other_records,
@@ -132,12 +133,18 @@ class Journal:
         moment = self.identity.moment_beside(other) if other is not None else None
         goes_on = "" if moment is None else f"to go on with what was begun, give {moment} as the source; else "
         ours, theirs = self.identity.differences(other) if other is not None else ("the same settings", "")
+        staying = other_saves(other, self.identity) if other is not None else ()
+        replaces = (
+            f"--overwrite to add these targets beside it ({', '.join(staying)} stays)"
+            if staying
+            else "--overwrite to replace that run's targets one by one"
+        )
         raise TargetError(
             "the target folder holds another run",
             expected=f"an empty folder, or a run with {ours}",
             got=f"a run with {theirs}" if theirs else f"a record of a run that cannot be read: {run_path(self._state)}",
             where=str(self.folder),
-            remedy=f"{goes_on}use another target, or --overwrite to replace that run's targets one by one",
+            remedy=f"{goes_on}use another target, or {replaces}",
         )
 
     def is_done(self, target_rank: int, path: Path) -> bool:

@@ -292,6 +292,50 @@ def test_a_stopped_run_goes_on_and_names_its_folder_last(tmp_path: Path) -> None
     }
 
 
+def at_step(folder: Path, source: Path, step: int) -> Path:
+    """Return a copy of a checkpoint as it would be of another step."""
+    tag = folder / f"save {step}" / f"global_step{step}"
+    shutil.copytree(source / "global_step3", tag)
+    (tag.parent / "latest").write_text(tag.name)
+    return tag.parent
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_another_tag_is_added_to_a_folder_of_saves(tmp_path: Path, is_killed: bool) -> None:
+    """As DeepSpeed keeps the saves that lie in a folder; `latest` names the one that was written last."""
+    out, asked = tmp_path / "out", {"to": "deepspeed", "zero_stage": 2}
+    first = source_of(tmp_path)
+    reshard_mpi.transform(first, out, dp=3, **asked)
+    second = at_step(tmp_path, first, 20)
+    with pytest.raises(TargetError, match="global_step3 stays"):
+        reshard_mpi.transform(second, out, dp=2, **asked)
+    before = {path: path.read_bytes() for path in (out / "global_step3").iterdir()}
+    if is_killed:
+        reshard_mpi.transform(second, out, dp=2, overwrite=True, rank=[1], **asked)
+        reshard_mpi.transform(second, out, dp=2, resume=True, **asked)
+    else:
+        reshard_mpi.transform(second, out, dp=2, overwrite=True, **asked)
+    assert (out / "latest").read_text() == "global_step20"
+    assert {path: path.read_bytes() for path in (out / "global_step3").iterdir()} == before
+    for source, own in ((first, out / "global_step3"), (second, out)):
+        assert not reshard_mpi.verify(source, own).warnings
+        reshard_mpi.transform(own, tmp_path / "back", to="torch", verify=True, overwrite=True)
+    assert reshard_mpi.inspect(out)
+
+
+def test_only_the_files_of_the_same_tag_are_replaced(tmp_path: Path) -> None:
+    out, asked = tmp_path / "out", {"to": "deepspeed", "zero_stage": 3}
+    first = source_of(tmp_path)
+    second = at_step(tmp_path, first, 20)
+    reshard_mpi.transform(first, out, dp=2, **asked)
+    reshard_mpi.transform(second, out, dp=3, overwrite=True, **asked)
+    reshard_mpi.transform(second, out, dp=1, overwrite=True, **asked)
+    assert len([*(out / "global_step3").iterdir()]) == 4 and len([*(out / "global_step20").iterdir()]) == 2
+    assert {path.name for path in out.iterdir() if not path.name.startswith(".")} == {
+        *("global_step3", "global_step20", "latest", "reshard.json")
+    }
+
+
 def test_a_later_save_of_the_training_stays_the_latest(tmp_path: Path) -> None:
     """DeepSpeed has gone on from a target, and saved its state in the same folder."""
     source, out, asked = source_of(tmp_path), tmp_path / "out", {"to": "deepspeed", "dp": 3, "zero_stage": 2}
