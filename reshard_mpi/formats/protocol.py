@@ -142,6 +142,7 @@ class Packed(NamedTuple):
         equal: names of tensors of which only the first is taken, since the others must hold the same.
         left_out: names of tensors that go nowhere.
         notes: in words, what else people must know of the files.
+        absent: what names of tensors begin with that the checkpoint must not have had before a choice (`--exclude`).
     """
 
     prefix: str
@@ -150,6 +151,7 @@ class Packed(NamedTuple):
     equal: Sequence[tuple[str, ...]] = ()
     left_out: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
 
 
 class PackingOptions(NamedTuple):

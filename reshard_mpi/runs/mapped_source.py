@@ -16,7 +16,7 @@ from reshard_mpi.checkpoints.shard_opener import ShardShare
 from reshard_mpi.checkpoints.source import ShardStats, SourceCheckpoint
 from reshard_mpi.engine.open_files import Files
 from reshard_mpi.engine.read import only_element
-from reshard_mpi.errors import DisagreementError
+from reshard_mpi.errors import DisagreementError, TargetError
 from reshard_mpi.formats.manifest import NEST, Manifest, ShardIdentity
 from reshard_mpi.formats.protocol import Packed
 from reshard_mpi.formats.tensor_table import TensorType
@@ -314,6 +314,7 @@ class MappedCheckpoint(SourceCheckpoint):
         outcome = outcome._replace(packed=packed, whole=last.planned)
         if packed is None:
             return outcome
+        _require_absent(packed.absent, [name for step in outcome.steps for name in step.mapped.left_out])
         parts = parts_of(packed, () if packing.by_file else packed.files, outcome.kinds)
         steps = (*outcome.steps, self._planned(parts, None, outcome.whole))
         manifest = Manifest(self.files.path, self.files.format, steps[-1].tensors, dict(packed.strings))
@@ -388,6 +389,18 @@ class MappedCheckpoint(SourceCheckpoint):
                     remedy=f"leave it out (--exclude {name!r}); only a run without --map, --dtype, --include and"
                     " --exclude keeps it",
                 )
+
+
+def _require_absent(prefixes: Sequence[str], left_out: Sequence[str]) -> None:
+    """Raise TargetError if tensors are left out whose absence would say something: their names begin so."""
+    lost = next((name for name in left_out if name.startswith(tuple(prefixes))), None)
+    if lost is not None:
+        raise TargetError(
+            "all state of a parameter is left out, so it would be taken for one that is not trained",
+            expected="the state of every parameter that the optimizer trains",
+            got=f"{lost} left out",
+            remedy="keep it, or choose --to torch",
+        )
 
 
 def _inventory_of(plan: RankPlan) -> Inventory:

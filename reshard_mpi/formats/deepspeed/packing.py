@@ -25,16 +25,30 @@ from reshard_mpi.formats.deepspeed.layout import (
     whole_part,
 )
 from reshard_mpi.formats.deepspeed.settings import has_round_robin, is_aligned, sub_group_size
+from reshard_mpi.formats.deepspeed.torch_forms import (
+    GroupedOptimizer,
+    NestTensor,
+    dictionary_of,
+    is_engines,
+    is_nest_tensor,
+    is_ordered,
+    loss_scaler,
+    with_groups,
+)
 from reshard_mpi.formats.deepspeed.training_tree import IS_PIPELINE
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.nest import flatten_tree, rebuild_tree
-from reshard_mpi.formats.nest.nodes import MODEL, ORDERED_DICT, Call, Dict, NestError, Value
+from reshard_mpi.formats.nest.nodes import MODEL, Dict, NestError, Value
 from reshard_mpi.formats.protocol import Packed, PackingOptions, Part
 from reshard_mpi.formats.tensor_table import TensorType
+from reshard_mpi.sharding.box import Box
 from reshard_mpi.text import shortened
 
 _OPTIMIZER = "optimizer."
+_OF_GROUPS = f"{_OPTIMIZER}param_groups."
+# Under this key the optimizer's files are told the settings of its groups.
+_SETTINGS = "settings"
 # The kind of state that is one number for all of a group.
 _COUNTER = "step"
 # The types that DeepSpeed trains in.
@@ -49,19 +63,19 @@ _OF_OPTIMIZER = ("dynamic_loss_scale", "overflow", "clip_grad")
 _OF_EXPERTS = "deepspeed_experts."
 
 
-class NestTensor(NamedTuple):
-    """A tensor in the nest. dtype: the name of the type that it is converted to; empty: it keeps its own."""
-
-    name: str
-    dtype: str = ""
-
-
 class _NestedTraining(NamedTuple):
-    """A training as its nest tells it, besides its tensors."""
+    """A training as its nest tells it, besides its tensors.
+
+    Attributes:
+        groups: the names of parameters in each group of the optimizer; settings: the groups without these.
+        equal, untrained: as `GroupedOptimizer` has them.
+    """
 
     root: Dict
-    groups: Sequence[Sequence[str]]  # the names of parameters in each group of the optimizer
-    settings: Sequence[Dict]  # the groups without these
+    groups: Sequence[Sequence[str]]
+    settings: Sequence[Dict]
+    equal: Sequence[tuple[str, ...]]
+    untrained: Sequence[str]
 
     @property
     def config(self) -> Value:
@@ -75,7 +89,14 @@ def packed(tensors: Mapping[str, TensorType], strings: Mapping[str, str], option
     training = _training(tensors, strings)
     layout = _layout(training, tensors, ranks, stage)
     whole = _whole_in_model(training, layout, tensors)
-    files = [_optimizer_parts(layout, rank) for rank in range(ranks)]
+    of_settings = flatten_tree.flatten(Dict([_SETTINGS, [*training.settings]]), is_nest_tensor).tensors
+    files = [
+        [
+            *_optimizer_parts(layout, rank),
+            *(Part(f"{name}@{rank}", own.name, Box.whole(tensors[own.name].shape)) for name, own in of_settings),
+        ]
+        for rank in range(ranks)
+    ]
     for rank in range(layout.files - ranks):
         file = [whole_part(own, tensors[own].shape, ranks + rank) for own in whole]
         if layout.is_sliced:
@@ -97,7 +118,11 @@ def packed(tensors: Mapping[str, TensorType], strings: Mapping[str, str], option
         for group in layout.groups
         for kind in layout.counters
     ]
-    return Packed(prefix, files, {LAYOUT: layout.as_text()}, equal)
+    untrained, notes = training.untrained, tuple[str, ...]()
+    if untrained:
+        notes = (f"parameters without state of the optimizer are taken for not trained: {shortened(untrained)}",)
+    absent = tuple(f"{STATE}{own}." for own in untrained)
+    return Packed(prefix, files, {LAYOUT: layout.as_text()}, (*equal, *training.equal), notes=notes, absent=absent)
 
 
 def _optimizer_parts(layout: ZeroLayout, rank: int) -> list[Part]:
@@ -111,7 +136,7 @@ def _optimizer_parts(layout: ZeroLayout, rank: int) -> list[Part]:
 
 def _training(tensors: Mapping[str, TensorType], strings: Mapping[str, str]) -> _NestedTraining:
     """Return the training that the tensors and the nest are of. Raises TargetError if they are of none."""
-    root = root_of(tensors, strings)
+    root, grouped = root_of(tensors, strings)
     optimizer = root.get("optimizer") if type(root) is Dict else None
     groups = optimizer.get("param_groups") if type(optimizer) is Dict else None
     if (
@@ -131,11 +156,15 @@ def _training(tensors: Mapping[str, TensorType], strings: Mapping[str, str]) -> 
         raise _no_training(
             "settings of each group of the optimizer, such as lr", "none, as elastic checkpoints of DeepSpeed have"
         )
-    return _NestedTraining(root, names, settings)
+    return _NestedTraining(root, names, settings, grouped.equal, grouped.untrained)
 
 
-def root_of(tensors: Mapping[str, TensorType], strings: Mapping[str, str]) -> Value:
-    """Return the nest that tensors lie in, each as a `NestTensor`. Raises TargetError if it does not fit them."""
+def root_of(tensors: Mapping[str, TensorType], strings: Mapping[str, str]) -> tuple[Value, GroupedOptimizer]:
+    """Return the nest that tensors lie in, each as a `NestTensor`, and its optimizer, which is in it.
+
+    Model and optimizer are plain dictionaries, though torch gives a model's ordered. Raises TargetError if the nest
+    does not fit the tensors.
+    """
     try:
         root = rebuild_tree.rebuild({name: NestTensor(name) for name in tensors}, strings)
     except NestError as error:
@@ -145,15 +174,17 @@ def root_of(tensors: Mapping[str, TensorType], strings: Mapping[str, str]) -> Va
             got=error.problem,
             remedy="convert the source to torch first (--to torch), and then that",
         ) from None
-    if type(root) is Dict:
-        return Dict([part for key, value in root.pairs() for part in (key, _of_training(key, value))])
-    return root
-
-
-def _of_training(key: Value, value: Value) -> Value:
-    """Return a value at the root: model and optimizer as plain dictionaries, since torch gives a model's ordered."""
-    is_ordered = type(value) is Call and value.function == ORDERED_DICT and not value.args
-    return Dict([*(value.flat or ())]) if is_ordered and key in ("model", "optimizer") else value
+    if type(root) is not Dict:
+        return root, GroupedOptimizer(Dict())
+    entries = dict(root.pairs())
+    for key in ("model", "optimizer"):
+        if is_ordered(entries.get(key)):
+            entries[key] = Dict([*(entries[key].flat or ())])
+    own = entries.get("optimizer")
+    grouped = with_groups(own) if type(own) is Dict else GroupedOptimizer(Dict())
+    if type(own) is Dict:
+        entries["optimizer"] = grouped.optimizer
+    return dictionary_of(entries), grouped
 
 
 def _no_training(expected: str, got: str) -> TargetError:
@@ -188,11 +219,12 @@ def _layout(training: _NestedTraining, tensors: Mapping[str, TensorType], ranks:
         )
     others = [name.removeprefix(MODEL) for name in tensors if name.startswith(MODEL)]
     frozen = [name for name in others if name not in trained and name not in buffers and name not in dict(shared)]
-    if stage == 3 and frozen and training.root.get("buffer_names") is None:
+    unknown = [name for name in frozen if name not in training.untrained]
+    if stage == 3 and unknown and training.root.get("buffer_names") is None:
         raise TargetError(
             "it is not known which tensors of the model are parameters, which stage 3 cuts, and which are buffers",
             expected="buffer_names beside the model, as checkpoints of DeepSpeed have it",
-            got=f"{shortened(frozen)}, which the optimizer does not train",
+            got=f"{shortened(unknown)}, which the optimizer does not train",
             remedy="choose --zero-stage 1 or 2",
         )
     dtypes = {tensors[MODEL + name].dtype.name for name in trained}
@@ -211,6 +243,7 @@ def _layout(training: _NestedTraining, tensors: Mapping[str, TensorType], ranks:
     flat: list[FlatGroupLayout] = []
     for number, own in enumerate(groups):
         flat += _flat_groups(own, number, training, itemsize_bytes, ranks, stage)
+    config = _config(training.config, stage, ranks, dtype)
     return ZeroLayout(
         stage,
         ranks,
@@ -222,8 +255,8 @@ def _layout(training: _NestedTraining, tensors: Mapping[str, TensorType], ranks:
         frozen=tuple(_frozen(name, tensors[MODEL + name]) for name in frozen),
         buffers=buffers,
         shared=shared,
-        model=_model_text(training),
-        optimizer=_optimizer_text(training, flat, stage, ranks, dtype),
+        model=_model_text(training, config),
+        optimizer=_optimizer_text(training, flat, config, dtype),
     )
 
 
@@ -264,7 +297,7 @@ def _kinds(
     """
     by_kind: dict[str, dict[str, TensorType]] = {}
     for tensor, kind in tensors.items():
-        if not tensor.startswith(_OPTIMIZER):
+        if not tensor.startswith(_OPTIMIZER) or tensor.startswith(_OF_GROUPS):
             continue
         name, _, word = tensor.removeprefix(STATE).rpartition(".")
         if not tensor.startswith(STATE) or name not in trained:
@@ -355,28 +388,26 @@ def _sub_groups(own: Sequence[LaidParameter], ranks: int, most: int) -> Iterator
         yield part
 
 
-def _model_text(training: _NestedTraining) -> str:
+def _model_text(training: _NestedTraining, config: Dict) -> str:
     """Return the nest of everything besides the tensors of the model that goes into the files of weights."""
     weights = training.root.get("model")
     besides = [part for key, value in weights.pairs() if type(value) is not NestTensor for part in (key, value)]
-    rest = Dict(["model", Dict(besides)])
+    rest = Dict(["model", Dict(besides), "ds_config", config])
     for key, value in training.root.pairs():
-        if key not in ("model", "optimizer", "scaler", "ds_config", "buffer_names", "shared_params", *_OF_OPTIMIZER):
+        is_taken = key in ("model", "optimizer", "ds_config", "buffer_names", "shared_params", *_OF_OPTIMIZER)
+        if not is_taken and not (key == "scaler" and (value is None or is_engines(value))):
             rest.flat += [key, value]
     return _text(rest)
 
 
-def _optimizer_text(
-    training: _NestedTraining, flat: Sequence[FlatGroupLayout], stage: int, ranks: int, dtype: str
-) -> str:
-    """Return the nest of everything besides tensors that goes into the files of the optimizer, and settings for all."""
+def _optimizer_text(training: _NestedTraining, flat: Sequence[FlatGroupLayout], config: Dict, dtype: str) -> str:
+    """Return the nest of everything besides tensors that goes into the files of the optimizer."""
     state = training.root.get("optimizer").get("state")
     values = [_common_values(group, state) for group in flat]
     rest = [part for key, value in training.root.pairs() if key in _OF_OPTIMIZER for part in (key, value)]
-    config = _config(training.config, stage, ranks, dtype)
-    scaler = training.root.get("scaler")
-    parts = {"settings": [*training.settings], "values": values, "scaler": scaler, "rest": Dict(rest), "config": config}
-    return _text(_dict({**parts, "ds_version": training.root.get("ds_version")}))
+    scaler = loss_scaler(training.root.get("scaler"), training.config, dtype)
+    parts = {_SETTINGS: [*training.settings], "values": values, "scaler": scaler, "rest": Dict(rest), "config": config}
+    return _text(dictionary_of({**parts, "ds_version": training.root.get("ds_version")}))
 
 
 def _common_values(group: FlatGroupLayout, state: Value) -> Dict:
@@ -401,21 +432,17 @@ def _config(config: Value, stage: int, ranks: int, dtype: str) -> Dict:
     zero = known.get("zero_optimization")
     of_zero = dict(zero.pairs()) if type(zero) is Dict else {}
     of_zero["stage"] = stage
-    known["zero_optimization"] = _dict(of_zero)
+    known["zero_optimization"] = dictionary_of(of_zero)
     size, steps = known.get("train_micro_batch_size_per_gpu"), known.get("gradient_accumulation_steps")
     if type(known.get("train_batch_size")) is int and type(size) is int and type(steps) is int:
         known["train_batch_size"] = size * steps * ranks
-    return _dict(known)
-
-
-def _dict(values: Mapping[Value, Value]) -> Dict:
-    return Dict([part for pair in values.items() for part in pair])
+    return dictionary_of(known)
 
 
 def _text(root: Dict) -> str:
     """Return a tree as the text of a nest. Raises TargetError if it is too large."""
     try:
-        return flatten_tree.flatten(root, lambda value: type(value) is NestTensor).strings[NEST]
+        return flatten_tree.flatten(root, is_nest_tensor).strings[NEST]
     except NestError as error:
         raise TargetError(
             "the settings of the source besides its tensors cannot be written",

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from reshard_mpi.formats.deepspeed.layout import WEIGHTS
-from reshard_mpi.formats.deepspeed.packing import NestTensor, root_of
+from reshard_mpi.formats.deepspeed.packing import root_of
+from reshard_mpi.formats.deepspeed.torch_forms import NestTensor, dictionary_of, is_nest_tensor
 from reshard_mpi.formats.deepspeed.training_tree import CLIENT_STATE, OF_ENGINE
 from reshard_mpi.formats.nest import flatten_tree
 from reshard_mpi.formats.nest.nodes import Dict, Value
@@ -18,14 +19,12 @@ from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.sharding.box import Box
 
 _KEPT = ("model", "optimizer", "scheduler", *OF_ENGINE)
-# The files keep no tensors below these keys, which are for settings.
-_PLAIN = ("ds_config", "ds_version")
 _FULL = "float32"
 
 
 def as_read(tensors: Mapping[str, TensorType], strings: Mapping[str, str]) -> Packed | None:
     """Return the whole tensors that files are read as, as `PackingFormat.as_read` says."""
-    root = root_of(tensors, strings)
+    root, _ = root_of(tensors, strings)
     if type(root) is not Dict or type(root.get("model")) is not Dict or type(root.get("optimizer")) is not Dict:
         return None
     kept, besides = Dict(), Dict()
@@ -33,10 +32,10 @@ def as_read(tensors: Mapping[str, TensorType], strings: Mapping[str, str]) -> Pa
         if key == CLIENT_STATE and type(value) is Dict:
             besides.flat += value.flat
         else:
-            to = kept if key in _KEPT and key not in _PLAIN else besides
+            to = kept if key in _KEPT else besides
             to.flat += [key, _optimizer(value, root, tensors) if key == "optimizer" else value]
     kept.flat += [CLIENT_STATE, besides]
-    named = flatten_tree.flatten(kept, lambda value: type(value) is NestTensor).tensors
+    named = flatten_tree.flatten(kept, is_nest_tensor).tensors
     parts = [Part(name, own.name, Box.whole(tensors[own.name].shape), own.dtype) for name, own in named]
     taken = {part.source for part in parts}
     return Packed("", [parts], {}, left_out=tuple(name for name in tensors if name not in taken))
@@ -53,8 +52,7 @@ def _optimizer(optimizer: Dict, root: Dict, tensors: Mapping[str, TensorType]) -
             if type(weight) is NestTensor:
                 is_full = tensors[weight.name].dtype.name == _FULL
                 by_name[name] = _state(by_name.get(name, Dict()), weight, is_full=is_full)
-    others = [part for key, value in optimizer.pairs() if key != "state" for part in (key, value)]
-    return Dict(["state", Dict([part for pair in by_name.items() for part in pair]), *others])
+    return dictionary_of({**dict(optimizer.pairs()), "state": dictionary_of(by_name)})
 
 
 def _state(own: Value, weight: NestTensor, *, is_full: bool) -> Value:
@@ -64,4 +62,4 @@ def _state(own: Value, weight: NestTensor, *, is_full: bool) -> Value:
     entries = {key: value for key, value in own.pairs() if not (is_full and key == WEIGHTS)}
     if not is_full:
         entries.setdefault(WEIGHTS, weight._replace(dtype=_FULL))
-    return Dict([part for pair in entries.items() for part in pair])
+    return dictionary_of(entries)

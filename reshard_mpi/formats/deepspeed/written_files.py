@@ -33,10 +33,11 @@ from reshard_mpi.formats.torch.tensors import BY_TORCH_NAME, SIZE
 _STAGE = Global("deepspeed.runtime.zero.config", "ZeroStageEnum")
 _ADDRESS = Global("deepspeed.utils.tensor_fragment", "fragment_address")
 _SCALER = "deepspeed.runtime.fp16.loss_scaler"
+_DYNAMIC = "DynamicLossScaler"
 # The attributes of each class of loss scalers, with the types that they may have.
 _SCALERS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
     "LossScaler": {"cur_scale": (int, float), "dynamic": (bool,)},
-    "DynamicLossScaler": {
+    _DYNAMIC: {
         **dict.fromkeys(("cur_scale", "scale_factor", "min_scale"), (int, float)),
         **dict.fromkeys(("cur_iter", "last_overflow_iter", "scale_window"), (int,)),
         **dict.fromkeys(("delayed_shift", "cur_hysteresis"), (int,)),
@@ -45,6 +46,8 @@ _SCALERS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
     },
 }
 _NO_SCALER = Dict(["class", "LossScaler", "cur_scale", 1.0, "dynamic", False])
+# What names of tensors among the settings of an optimizer's groups begin with.
+_SETTINGS = "settings."
 # What an engine that has not said its release is taken for: one whose files have this form.
 _RELEASE = "0.19.8"
 # Keys of the engine that its files have in any case, with what stands there if nothing is known.
@@ -108,11 +111,13 @@ def written(spec: ShardSpec, path: str) -> WrittenFile:
     kinds = {name: specs.kinds[kind] for name, kind in zip(specs.names, specs.kind_ids)}
     number = spec.identity.rank
     storages = _StoragesInFile(kinds)
-    settings = _values(layout.optimizer, {}, path)
     if number < layout.ranks:
-        root = _optimizer_states(layout, number, settings, storages)
+        suffix = whole_part("", (), number).name
+        of_settings = [name for name in kinds if name.startswith(_SETTINGS)]
+        leaves = {name.removesuffix(suffix): storages.whole(name) for name in of_settings}
+        root = _optimizer_states(layout, number, _values(layout.optimizer, leaves, path), storages)
     else:
-        root = _model_states(layout, number, settings, kinds, storages, path)
+        root = _model_states(layout, number, kinds, storages, path)
     return WrittenFile(root, storages.made)
 
 
@@ -151,13 +156,14 @@ def _optimizer_states(layout: ZeroLayout, rank: int, settings: Dict, storages: _
     ]
     base = Dict(["state", state, "param_groups", groups])
     rest = dict(settings.get("rest").pairs())
+    scaler = _scaler(settings.get("scaler"))
     common = [
-        *("loss_scaler", _scaler(settings.get("scaler"))),
-        *("dynamic_loss_scale", rest.get("dynamic_loss_scale", False)),
+        *("loss_scaler", scaler),
+        *("dynamic_loss_scale", scaler.function.name == _DYNAMIC),
         *("overflow", rest.get("overflow", False)),
     ]
     stage: list[Value] = ["zero_stage", Call(_STAGE, (layout.stage,))]
-    version = _release(settings)
+    version = _release(settings.get("ds_version"))
     clip = ["clip_grad", rest["clip_grad"]] if "clip_grad" in rest else []
     if layout.is_sliced:
         own_state = [*stage, *common, *clip, "partition_count", layout.ranks]
@@ -182,8 +188,7 @@ def _addresses(group: FlatGroupLayout, own: RankVectors) -> Call:
     return mapping
 
 
-def _release(settings: Dict) -> str:
-    version = settings.get("ds_version")
+def _release(version: Value) -> str:
     return version if type(version) is str and version else _RELEASE
 
 
@@ -216,7 +221,6 @@ def _scaler(value: Value) -> Call:
 def _model_states(
     layout: ZeroLayout,
     number: int,
-    settings: Dict,
     kinds: Mapping[str, TensorType],
     storages: _StoragesInFile,
     path: str,
@@ -250,13 +254,13 @@ def _model_states(
         *("frozen_param_fragments", _ordered(fragments) if has_fragments else None),
         *("lr_scheduler", values.pop("scheduler", None)),
     ]
-    values.pop("ds_version", None)
+    config, version = values.pop("ds_config"), _release(values.pop("ds_version", None))
     client_state = values.pop("client_state", Dict())
     for key, otherwise in _OF_ENGINE.items():
         root += [key, values.pop(key, otherwise)]
     root += ["dp_world_size", layout.ranks, "mp_world_size", 1]
     root += ["checkpoint_parallel_dimensions", Dict(["pp_degree", 1, "tp_degree", 1])]
-    root += ["ds_config", settings.get("config"), "ds_version", _release(settings)]
+    root += ["ds_config", config, "ds_version", version]
     values |= dict(client_state.pairs()) if type(client_state) is Dict else {"client_state": client_state}
     clash = sorted(str(key) for key in values if key in root[::2])
     if clash:
