@@ -189,7 +189,7 @@ def _metadata(root: Value, end: int) -> Metadata:
 
 
 def without_flat_state(metadata: Metadata) -> Metadata:
-    """Return the metadata of a checkpoint of Megatron-Core as that of torch: flat state is in no tensor that is one.
+    """Return the metadata of a checkpoint of Megatron-Core as torch would have it: without the optimizer's flat state.
 
     Buckets of the optimizer are left out, which is said; tensors whose parts are flattened cannot be read.
     """

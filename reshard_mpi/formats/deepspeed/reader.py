@@ -21,7 +21,7 @@ from reshard_mpi.formats.deepspeed.ranks import RankStates, read_ranks
 from reshard_mpi.formats.deepspeed.settings import type_in
 from reshard_mpi.formats.deepspeed.slice_rules import read_rules
 from reshard_mpi.formats.deepspeed.tensor_parallel import JOINED, joined
-from reshard_mpi.formats.deepspeed.training_tree import SavedTraining, arranged
+from reshard_mpi.formats.deepspeed.training_tree import DeepSpeedTraining, arranged
 from reshard_mpi.formats.deepspeed.universal import UniversalStates, files_of_parameters, read_universal
 from reshard_mpi.formats.deepspeed.unlisted_shapes import with_shapes
 from reshard_mpi.formats.locations import ByteRanges
@@ -73,7 +73,7 @@ def open_folder(folder: str) -> dict[int, Manifest]:
         lead = next(iter(states.optimizers.values()), None)
         trained = [trained_parameters(states, range(part, states.model_ranks, parts)) for part in range(parts)]
         frozen = [dict(_frozen(states, part)) for part in range(parts)]
-        trainings = [SavedTraining(states.first, *of_part) for of_part in zip(weights, trained, frozen)]
+        trainings = [DeepSpeedTraining(states.first, *of_part) for of_part in zip(weights, trained, frozen)]
         training = trainings[0] if rules is None else joined(trainings, rules)
         if lead is not None:
             training = training._replace(settings=lead.settings, values=lead.values, starts=lead.starts, path=lead.path)
@@ -93,12 +93,12 @@ def _tensor_parallel_ranks(states: RankStates, files: TagFiles) -> int:
     )
 
 
-def _universal(states: RankStates, weights: Mapping[str, Value], folder: str) -> SavedTraining:
+def _universal(states: RankStates, weights: Mapping[str, Value], folder: str) -> DeepSpeedTraining:
     """Return the training of a universal checkpoint."""
     read = read_universal(folder, states)
     if states.model_ranks > 1:
         weights = dict(_of_several_ranks(states, read, folder))
-    return SavedTraining(
+    return DeepSpeedTraining(
         states.first,
         weights,
         read.trained,

@@ -27,7 +27,7 @@ from reshard_mpi.formats.deepspeed.slice_rules import (
     entry_of,
     numbers_of,
 )
-from reshard_mpi.formats.deepspeed.training_tree import SavedTraining
+from reshard_mpi.formats.deepspeed.training_tree import DeepSpeedTraining
 from reshard_mpi.formats.deepspeed.unlisted_shapes import TIED
 from reshard_mpi.formats.locations import ByteRange, ByteRanges, Location, Reduced, StridedView
 from reshard_mpi.formats.nest.nodes import Dict, Value
@@ -256,7 +256,7 @@ def _cut(ranges: Sequence[ByteRange], first: int, end: int) -> Iterator[ByteRang
         start += run.length_bytes
 
 
-def joined(trainings: Sequence[SavedTraining], rules: SliceRules) -> SavedTraining:
+def joined(trainings: Sequence[DeepSpeedTraining], rules: SliceRules) -> DeepSpeedTraining:
     """Return the whole training, joined of the slices that tensor-parallel ranks have.
 
     Args:
@@ -310,7 +310,7 @@ def _untrained(name: str, slices: Sequence[TensorPieces], rules: SliceRules) -> 
     return _pieces_of(rules, name, slices, layout._replace(is_mean=False))
 
 
-def _weight(name: str, slices: Sequence[Value], first: SavedTraining, rules: SliceRules) -> Value:
+def _weight(name: str, slices: Sequence[Value], first: DeepSpeedTraining, rules: SliceRules) -> Value:
     """Return a tensor of the model; of what else a module saves the first rank's value is taken.
 
     Buffers are copies. The mean of a parameter that is optimized is taken of the optimizer's weights alone.
@@ -330,7 +330,7 @@ def _weight(name: str, slices: Sequence[Value], first: SavedTraining, rules: Sli
     return _pieces_of(rules, name, slices, layout._replace(is_mean=False))
 
 
-def _rule_name(name: str, first: SavedTraining) -> str:
+def _rule_name(name: str, first: DeepSpeedTraining) -> str:
     """Return the name by which rules mean a tensor: in a pipeline a module of several layers has one of its own."""
     if name in first.trained:
         return name

@@ -32,7 +32,7 @@ _NAMELESS = ("fp32_groups_flat", "fp32_groups")
 _NAMELESS_WHY = "a vector of the optimizer of a training without ZeRO, which does not say whose elements lie where"
 
 
-class SavedTraining(NamedTuple):
+class DeepSpeedTraining(NamedTuple):
     """The contents of all files of a checkpoint together.
 
     Attributes:
@@ -55,7 +55,7 @@ class SavedTraining(NamedTuple):
     path: str = ""
 
 
-def arranged(training: SavedTraining, folder: str, left_out: Sequence[str]) -> Manifest:
+def arranged(training: DeepSpeedTraining, folder: str, left_out: Sequence[str]) -> Manifest:
     """Return a checkpoint's tensors as pieces that its files hold, and the rest of it as the text of a nest.
 
     Args:
@@ -80,12 +80,12 @@ def arranged(training: SavedTraining, folder: str, left_out: Sequence[str]) -> M
     return manifest._replace(left_out=(*manifest.left_out, *left_out))
 
 
-def _nameless(training: SavedTraining) -> bool:
+def _nameless(training: DeepSpeedTraining) -> bool:
     optimizer = training.model.values.get("optimizer")
     return type(optimizer) is Dict and any(optimizer.get(key) is not None for key in _NAMELESS)
 
 
-def _of_file(stored: StoredTensor, training: SavedTraining) -> TensorPieces:
+def _of_file(stored: StoredTensor, training: DeepSpeedTraining) -> TensorPieces:
     """Return a tensor among values, which are the model's or the optimizer's."""
     model = training.model
     of_model = stored.storage.key in model.starts
@@ -93,7 +93,7 @@ def _of_file(stored: StoredTensor, training: SavedTraining) -> TensorPieces:
     return held(stored, starts, path).whole
 
 
-def _weights(training: SavedTraining, folder: str) -> Iterator[tuple[str, Value]]:
+def _weights(training: DeepSpeedTraining, folder: str) -> Iterator[tuple[str, Value]]:
     """Yield the tensors of the model, and what else its modules have, by name."""
     shared = training.model.shared
     for name, value in training.weights.items():
@@ -157,7 +157,7 @@ def _as(dtype: DType, tensor: TensorPieces | None) -> Iterator[tuple[Box, Locati
         yield box, (place if tensor.dtype == dtype else Converted(place, tensor.dtype))
 
 
-def _optimizer(training: SavedTraining, weights: Mapping[str, Value]) -> Dict:
+def _optimizer(training: DeepSpeedTraining, weights: Mapping[str, Value]) -> Dict:
     """Return the optimizer's state by names of parameters, and its groups."""
     state = Dict()
     for name, parameter in training.trained.items():
@@ -183,7 +183,7 @@ def _optimizer(training: SavedTraining, weights: Mapping[str, Value]) -> Dict:
     return Dict(["state", state, "param_groups", groups])
 
 
-def _rest(training: SavedTraining) -> Iterator[Value]:
+def _rest(training: DeepSpeedTraining) -> Iterator[Value]:
     """Yield keys and values in turn: what else the engine and the training keep."""
     values = dict(training.model.values)
     optimizer, scheduler = values.pop("optimizer", None), values.pop("lr_scheduler", None)

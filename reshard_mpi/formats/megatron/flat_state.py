@@ -240,7 +240,7 @@ class _ParallelSizes:
         self._expert_tensor = _count(args.get("expert_tensor_parallel_size"))
 
     def is_of_experts(self, chain: int) -> bool | None:
-        """Tell whether a chained optimizer is that of experts; None: it is the only one, of all parameters."""
+        """Tell whether a chained optimizer has the experts; None: it is the only one, and has all parameters."""
         if len(self._ranks) == 1:
             return None
         value = self._objects.get((chain, "optimizer"), {}).get(0)
@@ -248,7 +248,7 @@ class _ParallelSizes:
         return any(type(group) is Dict and group.get("is_expert_parallel") is True for group in groups or [])
 
     def families(self, chain: int) -> Iterator[_Family]:
-        """Yield the ranks of a chained optimizer, those of all stages with one place in tensor parallelism together."""
+        """Yield the ranks of a chained optimizer, with ranks of all stages together that have the same part of each tensor."""
         count = len(self._ranks[chain])
         if not self.is_of_experts(chain):
             for part in range(self._tensor):
@@ -318,7 +318,7 @@ def _parameters(
     experts: range | None,
     folder: str,
 ) -> Iterator[Parameter]:
-    """Yield what a tensor-parallel rank has of all parameters: of gated ones two slices, one of each half."""
+    """Yield the parameters of a tensor-parallel rank: gated ones have two slices, one of each half."""
     for key, of_key in cells.items():
         named = place_of(key)
         for (layer, expert), pieces in of_key.items():
@@ -342,7 +342,7 @@ def _parameters(
 def _state_of(
     found: Sequence[PlacedParameter], weights: Mapping[str, Value], folder: str
 ) -> dict[str, dict[str, TensorPieces]]:
-    """Return the state of whole tensors, put together from that of all ranks."""
+    """Return the state of whole tensors, put together from all ranks."""
     pieces: dict[str, dict[str, list[tuple[Box, Location]]]] = {}
     dtypes = {}
     for parameter, bucket, start in found:

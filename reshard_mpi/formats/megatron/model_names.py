@@ -1,4 +1,4 @@
-"""Read in the names of a Megatron model's tensors what they are of: layers, experts (`place_of`).
+"""Read layers and experts in the names of a Megatron model's tensors (`place_of`).
 
 torch_dist stacks the layers of a model: `decoder.layers.mlp.linear_fc2.weight` has the layer as its first dimension,
 and experts as the next one. Models whose layers are not alike have the layer's number in the name instead.
@@ -18,7 +18,7 @@ _EXPERT = re.compile(r"(?P<before>.*\.(?:local_)?experts\.)(?P<number>\d+)(?P<af
 
 
 class NamedPlace(NamedTuple):
-    """What the name of a tensor says.
+    """The place of a tensor in its model, as its name tells it.
 
     Attributes:
         section: which part of the model, in the order in which they are built; None: that is not known.
@@ -36,7 +36,7 @@ class NamedPlace(NamedTuple):
 
 
 def place_of(key: str) -> NamedPlace:
-    """Return what the name of a tensor says."""
+    """Return the place of a tensor in its model."""
     section = next((number for number, begin in enumerate(_SECTIONS) if key.startswith(begin)), None)
     layer, part, stacked_layers = None, key, False
     if match := _LAYER.fullmatch(key):

@@ -13,7 +13,7 @@ _OF_GROUP_ALONE = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr"
 
 
 def merged(optimizers: Sequence[Value], folder: str) -> list[Dict]:
-    """Return the groups that the ranks of an optimizer have, each once: a rank has those of its own parameters."""
+    """Return the groups of all ranks of an optimizer, each once: a rank has groups of its own parameters alone."""
     merged: dict[tuple[Value, ...], Dict] = {}
     for rank, optimizer in enumerate(optimizers):
         groups = optimizer.get("param_groups") if type(optimizer) is Dict else None

@@ -221,7 +221,7 @@ def placed(
 def _told(
     dtype: DType, bucket: Bucket, alike: Mapping[_Likeness, Sequence[Parameter]], reader: ElementReader
 ) -> Iterator[tuple[int, _Likeness]]:
-    """Yield where parameters of a bucket begin, and what is known of each. Raises ShardError for elements of none."""
+    """Yield the first element and the likeness of each parameter in a bucket. Raises ShardError for elements of none."""
     sizes = sorted({elements for own, elements, _ in alike if own == dtype}, reverse=True)
     borders, start = bucket.borders, 0
     while start < bucket.elements:
@@ -272,7 +272,7 @@ def _assigned(members: Sequence[Parameter], slots: Sequence[_Slot], order: _Part
 
 
 class _UndecidedError(Exception):
-    """Two parameters of which nothing tells which was built first."""
+    """Two parameters whose order nothing tells."""
 
     def __init__(self, one: Parameter, other: Parameter) -> None:
         super().__init__(one, other)

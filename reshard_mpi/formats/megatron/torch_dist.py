@@ -1,4 +1,4 @@
-"""Read what a folder of Megatron's form torch_dist holds: a training in a DCP folder (`read_training`).
+"""Read the training in a folder of Megatron's form torch_dist, which is a DCP folder (`read_training`).
 
     iter_0000003/metadata.json      says that it is torch_dist; written last
     iter_0000003/.metadata          torch's index: every tensor and object, and where it lies

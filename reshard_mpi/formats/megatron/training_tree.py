@@ -51,7 +51,7 @@ class SavedTraining(NamedTuple):
 
 
 class FolderTraining(NamedTuple):
-    """A folder's training, how tensors among its values are placed, and what is left out, in words."""
+    """A folder's training, a function that places tensors among its values, and words on omissions."""
 
     training: SavedTraining
     of_file: Callable[[StoredTensor], TensorPieces]
@@ -137,7 +137,7 @@ def _with_copies(key: str, tensor: TensorPieces, state: Mapping[str, TensorPiece
 
 
 def _groups(training: SavedTraining) -> tuple[list[tuple[Dict, list[str]]], str]:
-    """Return the optimizer's groups, each with the names of its parameters, and what is to be said of that."""
+    """Return the optimizer's groups, each with the names of its parameters, and a note on these."""
     members: list[list[str]] = [[] for _ in training.groups]
     for key in training.state:
         weight = training.weights[key]
@@ -150,7 +150,7 @@ def _groups(training: SavedTraining) -> tuple[list[tuple[Dict, list[str]]], str]
 
 
 def _fits(group: Dict, key: str, *, is_decayed: bool) -> bool:
-    """Tell whether a group can have a parameter, if groups are those that Megatron makes by itself."""
+    """Tell whether a group can have a parameter, if Megatron has made the groups by itself."""
     is_plain = group.get("lr_mult") in (None, 1.0) and not group.get("is_decoupled_lr")
     of_experts = group.get("is_expert_parallel")
     return (

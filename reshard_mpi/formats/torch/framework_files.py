@@ -1,4 +1,4 @@
-"""Read the files that a framework keeps its training in by torch (`read_content`), and compare what they say."""
+"""Read the files in which a framework keeps its training by torch (`read_content`), and compare them."""
 
 from __future__ import annotations
 

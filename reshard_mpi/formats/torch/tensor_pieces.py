@@ -1,4 +1,4 @@
-"""Hold whole tensors as pieces that files of torch have (`TensorPieces`), and list those of a tree (`listed`)."""
+"""Hold whole tensors as pieces that files of torch have (`TensorPieces`), and list them from a tree (`listed`)."""
 
 from __future__ import annotations
 
