@@ -221,7 +221,7 @@ def placed(
 def _told(
     dtype: DType, bucket: Bucket, alike: Mapping[_Likeness, Sequence[Parameter]], reader: ElementReader
 ) -> Iterator[tuple[int, _Likeness]]:
-    """Yield the first element and the likeness of each parameter in a bucket. Raises ShardError for elements of none."""
+    """Yield the first element and the likeness of each parameter of a bucket. Raises ShardError if some are of none."""
     sizes = sorted({elements for own, elements, _ in alike if own == dtype}, reverse=True)
     borders, start = bucket.borders, 0
     while start < bucket.elements:
@@ -235,15 +235,21 @@ def _told(
                 yield start, likeness
                 break
         else:
-            raise ShardError(
-                "the optimizer's buckets of a Megatron checkpoint are not of its weights",
-                expected=f"from element {start} on a float32 copy whose rounding is the {dtype.name} weight of a"
-                " parameter that is in the model",
-                got="elements of none",
-                where=f"{bucket.name} of {bucket.where}",
-                remedy="restore the files of one save; weights alone can be read with --from dcp",
-            )
+            raise _not_of_weights(dtype, bucket, start)
         start = end + -end % _ALIGNED_ELEMENTS if end < bucket.elements else end
+        if start > bucket.elements:
+            raise _not_of_weights(dtype, bucket, end)
+
+
+def _not_of_weights(dtype: DType, bucket: Bucket, start: int) -> ShardError:
+    return ShardError(
+        "the optimizer's buckets of a Megatron checkpoint are not of its weights",
+        expected=f"from element {start} on a float32 copy whose rounding is the {dtype.name} weight of a"
+        " parameter that is in the model",
+        got="elements of none",
+        where=f"{bucket.name} of {bucket.where}",
+        remedy="restore the files of one save; weights alone can be read with --from dcp",
+    )
 
 
 def _assigned(members: Sequence[Parameter], slots: Sequence[_Slot], order: _PartOrder) -> Iterator[PlacedParameter]:

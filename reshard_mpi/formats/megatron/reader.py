@@ -1,7 +1,7 @@
 """Open a Megatron checkpoint as whole tensors by their names (`open_folder`).
 
 Its names are those of a whole training state: `model.<key>`, `optimizer.state.<key>.exp_avg` and so on, with
-`optimizer.state.<key>.fp32_param` where the model has a parameter in another type. The key of a tensor is that in torch_dist.
+`optimizer.state.<key>.fp32_param` where the model has a parameter in another type, by the keys of torch_dist.
 A weight that lies both in the model and, in float32, in the optimizer is listed as two pieces, so that both are
 compared as copies are.
 """

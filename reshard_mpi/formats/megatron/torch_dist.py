@@ -24,6 +24,7 @@ from reshard_mpi.formats.dcp.items import LocatedFile, StoragePlace
 from reshard_mpi.formats.dcp.metadata import TensorChunks
 from reshard_mpi.formats.dcp.reader import located_items, metadata_of
 from reshard_mpi.formats.locations import Location
+from reshard_mpi.formats.megatron.agreement import require_agreement
 from reshard_mpi.formats.megatron.flat_state import BucketNames, of_buckets, unflattened
 from reshard_mpi.formats.megatron.optimizer_groups import merged, not_of_one_save
 from reshard_mpi.formats.megatron.parameter_order import ElementReader
@@ -101,9 +102,11 @@ def read_training(folder: str) -> FolderTraining:
         else:
             weights[name] = tensor
     _require_known(objects, folder)
+    args = _args(objects)
     with ElementReader() as reader:
+        require_agreement(args, weights, state, reader, folder)
         if buckets:
-            state.update(of_buckets(buckets, weights, objects.of_groups, _args(objects), reader, folder))
+            state.update(of_buckets(buckets, weights, objects.of_groups, args, reader, folder))
     groups, scaler = _groups_of(objects, folder)
     values = dict(objects.common)
     if scaler is not None:
