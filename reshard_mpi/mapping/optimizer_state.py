@@ -162,6 +162,38 @@ def owners(
     return {name: told.get(name, owner[0]) for name, owner in parted if owner is not None and owner[0] != name}
 
 
+def owners_in_part(shapes: Mapping[str, tuple[int, ...]], told: Mapping[str, str]) -> dict[str, str]:
+    """Return, by name, the parameters of state that has the end of a parameter's name behind a word for state.
+
+    The model may be below a key: `model.w` beside `optimizer.state.w.exp_avg`. Where several end so, none is told.
+
+    Args:
+        shapes: of all tensors.
+        told: parameters that optimizers tell.
+    """
+    parameters = [name for name in shapes if not is_named_like_state(name)]
+    ends = frozenset(end for name in parameters for end in ends_of(name) if not end.isdecimal())  # torch has numbers
+    end_of: dict[str, str] = {}
+    for name in shapes.keys() - parameters:
+        parted = parted_anywhere(name, ends)
+        if parted is not None and not STATE_WORDS.isdisjoint(parts_of(parted[1].before)[-1:]):
+            end_of[name] = parted[0]
+    used = frozenset(end_of.values())
+    by_end: dict[str, list[str]] = {}
+    for name in parameters:
+        longest = next((end for end in ends_of(name) if end in used), "")
+        by_end.setdefault(longest, []).append(name)
+    owner_of = {name: told.get(name, by_end[end][0]) for name, end in end_of.items() if len(by_end.get(end, ())) == 1}
+    return {name: owner for name, owner in owner_of.items() if _has_shape_of(name, owner, shapes)}
+
+
+def ends_of(name: str) -> Iterator[str]:
+    """Yield the text behind each dot of a name."""
+    while "." in name:
+        name = name.partition(".")[2]
+        yield name
+
+
 def with_state(names: Collection[str]) -> frozenset[str]:
     """Return the tensors that have state of their own (`optimizer.state.ema.w.exp_avg`), so they are none of others."""
     parameters = set()

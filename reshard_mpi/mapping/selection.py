@@ -15,7 +15,7 @@ from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.mapping.direction import MAX_NAMED, Direction, Inventory, TemplateShapes
 from reshard_mpi.mapping.equations import NamePattern
 from reshard_mpi.mapping.numbered_state import NO_TRAINING, Training
-from reshard_mpi.mapping.optimizer_state import is_named_as_state, owned_by, owners
+from reshard_mpi.mapping.optimizer_state import is_named_as_state, owned_by, owners, owners_in_part
 from reshard_mpi.mapping.optimizers import GROUPS, STATE_KEY
 from reshard_mpi.mapping.result import ConstantTensor, DerivedTensor, Pads
 from reshard_mpi.mapping.rules import TYPES, Drop, Fill, Rules, element_of
@@ -148,7 +148,8 @@ def states_left_out(
     if not excluded:
         return frozenset()
     others = [name for name in shapes if name not in excluded]
-    owner_of = owners(others, shapes, rules, direction, choice.owners, in_target=True)
+    owner_of = owners_in_part(shapes, choice.owners)
+    owner_of |= owners(others, shapes, rules, direction, choice.owners, in_target=True)
     return frozenset(name for name in others if not excluded.isdisjoint(owned_by(name, owner_of)))
 
 
@@ -317,7 +318,7 @@ def dropped(
     _require_made_up_again(rules, direction)
     drops = [drop for drop in rules.drops if drop.side == direction.source_side]
     shapes = {name: kind.shape for name, kind in inventory.items()}
-    owner_of = owners(left, shapes, rules, direction, told) if drops else {}
+    owner_of = owners_in_part(shapes, told) | owners(left, shapes, rules, direction, told) if drops else {}
     entries: dict[str, Drop] = {}
     for drop in drops:
         pattern = Pattern(drop.glob)
@@ -347,8 +348,8 @@ def states_among(
 ) -> Iterator[str]:
     """Yield the excluded tensors whose parameters are excluded as well."""
     shapes = {name: kind.shape for name, kind in inventory.items()}
-    owner_of = owners(names, shapes, rules, direction, told)
-    yield from (name for name, owner in owner_of.items() if owner in names)
+    owner_of = owners_in_part(shapes, told) | owners(names, shapes, rules, direction, told)
+    yield from (name for name in names if owner_of.get(name) in names)
 
 
 def zeros(entries: Mapping[str, Drop], inventory: Inventory) -> Iterator[Pads]:

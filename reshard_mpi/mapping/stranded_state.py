@@ -22,6 +22,7 @@ from reshard_mpi.mapping.matching import Match
 from reshard_mpi.mapping.numbered_state import begins_of, entries_of, names_below, paths_in, value_of
 from reshard_mpi.mapping.optimizer_state import (
     STATE_WORDS,
+    ends_of,
     is_behind_parameter,
     is_copied,
     is_named_like_state,
@@ -53,11 +54,11 @@ def require_none_stranded(kept: Iterable[str], taken: Iterable[Match], inventory
         return
     shapes = {name: kind.shape for name, kind in inventory.items()}
     matches = [match for match in taken if not _is_left(match, shapes)]
-    parameters = _by_ends_of_names(matches)
+    parameters = _byends_of_names(matches)
     others = [name for name in inventory if not is_named_like_state(name)]
     match_of = {name: match for match in matches for name in (*match.sources.values(), *match.equal)}
-    ends = frozenset(end for name in others if name not in match_of for end in (name, *_ends_of(name)))
-    all_ends = frozenset(end for name in others for end in (name, *_ends_of(name)))
+    ends = frozenset(end for name in others if name not in match_of for end in (name, *ends_of(name)))
+    all_ends = frozenset(end for name in others for end in (name, *ends_of(name)))
     match_of_shape = {inventory[name].shape: match for name, match in match_of.items()}
     for name in states:
         numbered = match_of_shape.get(inventory[name].shape)
@@ -115,7 +116,7 @@ def copies_that_stay(kept: Iterable[str], taken: Iterable[Match], inventory: Inv
     copies = [
         name
         for name in kept
-        if prod(shapes[name]) > 1 and any("." in end and shape_of.get(end) == shapes[name] for end in _ends_of(name))
+        if prod(shapes[name]) > 1 and any("." in end and shape_of.get(end) == shapes[name] for end in ends_of(name))
     ]
     if copies:
         yield (
@@ -169,21 +170,14 @@ def _is_numbered(name: str, ends: Container[str]) -> bool:
     return all(f"{number[1]}.{'.'.join(parts[:length])}" not in ends for length in range(1, len(parts)))
 
 
-def _by_ends_of_names(taken: Iterable[Match]) -> Mapping[str, Sequence[tuple[str, Match]]]:
+def _byends_of_names(taken: Iterable[Match]) -> Mapping[str, Sequence[tuple[str, Match]]]:
     """Return parameters by their names' ends, after the first parts: a model and its copy have equal ones."""
     by_end: dict[str, list[tuple[str, Match]]] = {}
     for match in taken:
         for name in (*match.sources.values(), *match.equal):
-            for end in _ends_of(name) if STATE_KEY not in parts_of(name) else ():  # an equation may be of state
+            for end in ends_of(name) if STATE_KEY not in parts_of(name) else ():  # an equation may be of state
                 by_end.setdefault(end, []).append((name, match))
     return by_end
-
-
-def _ends_of(name: str) -> Iterator[str]:
-    """Yield the text behind each dot of a name."""
-    while "." in name:
-        name = name.partition(".")[2]
-        yield name
 
 
 def _named_in_part(

@@ -111,6 +111,34 @@ def test_what_is_made_up_may_be_nowhere_with_its_equation(tmp_path: Path) -> Non
 ONES = "[[map]]\neq = '{p*}.mean <=> {p*}.mm'\n[[map]]\nfill = { name = '{p*}.gamma', value = 1, beside = '{p*}.mm' }\n"
 
 
+@pytest.mark.parametrize("way", few(1, ["exclude", "drop", "exclude, other map"]))
+@pytest.mark.parametrize("begin", ["model.", "net.model."])
+@pytest.mark.parametrize("is_torch", few(1, [True, False]))
+def test_state_by_a_part_of_the_name_goes_with_what_is_left_out(
+    tmp_path: Path, way: str, begin: str, is_torch: bool
+) -> None:
+    """The model is below a key, and the state goes by the names below that: all files of FSDP are so."""
+
+    def saved(*names: str) -> Tensors:
+        made: Tensors = {}
+        for name in names:
+            state = (f"optim.state.{name}.exp_avg", f"optim.state.{name}.step") if is_torch else (f"adam_m.{name}",)
+            made |= {f"{begin}{name}": floats(3, 2)} | dict(zip(state, (floats(3, 2), floats(1))))
+        return made
+
+    tensors = saved("0.weight", "2.weight", "2.0.weight", "head.weight")
+    # Another model has a parameter that is called so; one that is not there has none of these.
+    tensors |= {"critic.head.weight": floats(3, 2), "adam_m.x.0.weight": floats(3, 2), "rng": floats(2)}
+    out = [f"{begin}0.weight", f"{begin}head.weight"]
+    text = "[[map]]\neq = 'rng <=> noise'\n" + "".join(f"[[map]]\ndrop = '{glob}'\n" for glob in out) * (way == "drop")
+    options: dict[str, Any] = {} if way == "exclude" else {"map": map_of(tmp_path, text), "forward": True}
+    options |= {} if way == "drop" else {"exclude": out}
+    reshard_mpi.transform(source_of(tmp_path, tensors), tmp_path / "dst", **options)
+    gone = {*out, *(name for name in saved("0.weight") if not name.startswith(begin))}
+    new = {} if way == "exclude" else {"rng": "noise"}
+    assert_held(tmp_path / "dst", {new.get(name, name): tensors[name] for name in tensors if name not in gone})
+
+
 def test_what_is_made_up_can_be_excluded_or_taken_alone(tmp_path: Path) -> None:
     source, map_path = source_of(tmp_path, {"bn.mean": floats(3)}), map_of(tmp_path, ONES)
     reshard_mpi.transform(source, tmp_path / "dst", map=map_path, exclude="*.gamma")
