@@ -116,7 +116,9 @@ def test_weights_alone(megatron: Megatron, trained: dict[str, Any], tmp_path: Pa
     """From a folder that has nothing else: what Megatron's modules expect besides is made."""
     source, layout = megatron.folder / name / FOLDER, SOURCES[name]
     reshard_mpi.transform(source, tmp_path / "hf", to="hf")
-    reshard_mpi.transform(tmp_path / "hf", tmp_path / "out", to="megatron", core_version=release(), max_shard_size=10**5)
+    reshard_mpi.transform(
+        tmp_path / "hf", tmp_path / "out", to="megatron", core_version=release(), max_shard_size=10**5
+    )
     assert len([*(tmp_path / "out" / "iter_0000000").glob("*.distcp")]) > 1
     found = megatron.do(
         f"{name} alone", **layout, load=str(tmp_path / "out" / "iter_0000000"), only_model=True, steps=0

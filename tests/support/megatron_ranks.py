@@ -239,7 +239,9 @@ class Training:
             for param in optimizer.model_param_group_index_map
         }
         for entry in self.entries():
-            states = {} if entry.data not in owner else owner[entry.data]._get_main_param_and_optimizer_states(entry.data)
+            states = (
+                {} if entry.data not in owner else owner[entry.data]._get_main_param_and_optimizer_states(entry.data)
+            )
             held = {"": entry.data, **{f"{name}|": state for name, state in states.items() if name in _STATE}}
             for prefix, tensor in held.items():
                 values = tensor.detach().float().reshape(entry.data.shape).contiguous()
