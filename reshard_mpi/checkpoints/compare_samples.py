@@ -15,7 +15,7 @@ from reshard_mpi.engine.read import excerpt
 from reshard_mpi.errors import LayoutError, ShardError
 from reshard_mpi.formats.dtypes import DType, numbers
 from reshard_mpi.formats.locations import LibraryRead
-from reshard_mpi.formats.manifest import NEST, Manifest, nest_settings, shown_string
+from reshard_mpi.formats.manifest import NEST, Manifest, common_nest, nest_settings, shown_string
 from reshard_mpi.formats.tensor_table import TensorEntry
 from reshard_mpi.planning.sample_choice import RankPair, Sampled, Sampler, places, rank_pairs, share
 from reshard_mpi.planning.source_flaws import TEXT, Differing
@@ -112,10 +112,14 @@ def _texts_that_differ(pair: RankPair, first: Manifest, second: Manifest, strate
     one_stage = strategy.stage_of(pair.first) == strategy.stage_of(pair.second)
     for name in sorted(first.strings.keys() & second.strings.keys()):
         texts = [first.strings[name], second.strings[name]]
-        if texts[0] != texts[1] and name == NEST:
+        do_differ = texts[0] != texts[1] and (name == NEST or one_stage)
+        if do_differ and name == NEST:
             with contextlib.suppress(ValueError, RecursionError, LookupError, TypeError):
-                texts = [nest_settings(text) for text in texts]
-        if texts[0] != texts[1] and (name == NEST or one_stage):
+                settings = [nest_settings(text) for text in texts]
+                common = common_nest(texts) if one_stage and settings[0] == settings[1] else None
+                # Ranks of one stage may share out whose state each keeps, and no more of an optimizer.
+                do_differ = settings[0] != settings[1] or (common is not None and not common.is_whole)
+        if do_differ:
             yield Differing(f"{TEXT}{shown_string(name)}", (pair.first, pair.second))
 
 

@@ -77,6 +77,37 @@ def test_no_note_where_all_agree(tmp_path: Path) -> None:
         assert not [text for text in (*report.notes, *report.warnings) if "differs" in text]
 
 
+@pytest.mark.parametrize("form", ["numbers", "names", "flat"])
+@pytest.mark.parametrize("is_cut", [False, True])
+@pytest.mark.parametrize("way", ["alike", "another rate", "shared out"])
+def test_an_optimizer_that_differs_between_ranks_of_a_stage_is_told(
+    tmp_path: Path, form: str, is_cut: bool, way: str
+) -> None:
+    """Ranks may share out whose state each keeps, as distributed Muon does."""
+    for rank in range(2):
+        keys = ["w", "b"] if form != "numbers" else [0, 1]
+        whole = {"w": np.arange(4, dtype=np.float32), "b": np.ones(4, np.float32)}
+        model = {name: tensor(array[rank * 2 :][:2] if is_cut else array, name) for name, array in whole.items()}
+        kept = [keys[rank]] if way == "shared out" else keys
+        rate = 0.1 + 0.1 * rank * (way == "another rate")
+        optimizer: dict[str, Any] = {
+            "state": {key: {"calls": 3} for key in kept},
+            "param_groups": [{"lr": rate, "params": keys}],
+        }
+        if form == "flat":
+            optimizer = {
+                **{f"state.{key}.calls": 3 for key in kept},
+                **{f"param_groups.{key}.lr": rate for key in keys},
+            }
+        (tmp_path / "src" / f"rank_{rank}").mkdir(parents=True)
+        torch_peer.save(tmp_path / "src" / f"rank_{rank}" / "x.pt", {"model": model, "optim": optimizer, "rank": 0})
+    split = 'split = { 0 = ["x"] }\n' * is_cut
+    (tmp_path / "two.toml").write_text(f'mesh = {{ x = 2 }}\n[[parameter]]\nmatch = "model.*"\n{split}')
+    report = reshard_mpi.transform(tmp_path / "src", tmp_path / "dst", tmp_path / "two.toml", to="torch")
+    told = [note for note in report.notes if "how all is nested" in note]
+    assert bool(told) == (way == "another rate" or (way == "shared out" and form == "numbers"))
+
+
 def stages(folder: Path, way: str) -> Path:
     """Save two stages of a pipeline, each with a layer and its named optimizer, which differ in one more `way`."""
     for stage in range(2):
