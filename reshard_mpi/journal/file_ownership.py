@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import shlex
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -67,7 +68,14 @@ def require_own_target(state: Folder | None, folder: Path, target_rank: int, pat
     if record is not None and folder / record.file == path and path.is_file():
         size_bytes = path.stat().st_size
         got = f"{size_bytes} bytes, not the {record.size_bytes} that this run has written"
-        if size_bytes == record.size_bytes:
+        if record.modified_ns is not None and _has_lost_its_time(record, path):
+            got = f"{size_bytes} bytes that may be those which this run has written, with another time"
+            seconds = f"{record.modified_ns // 10**9}.{record.modified_ns % 10**9:09}"
+            remedy = (
+                "if they are these, as reshard-mpi verify tells where sums are kept, give the file (of hard links, a"
+                f" copy) the recorded time: touch -d @{seconds} {shlex.quote(str(path))}; or {remedy}"
+            )
+        elif size_bytes == record.size_bytes:
             got = f"{size_bytes} bytes, as many as this run has written, but others"
             remedy += "; a copy of a folder is to be made whole, with its records"
     raise TargetError(
@@ -77,6 +85,13 @@ def require_own_target(state: Folder | None, folder: Path, target_rank: int, pat
         where=str(path),
         remedy=remedy,
     )
+
+
+def _has_lost_its_time(record: RecordHead, path: Path) -> bool:
+    """Tell whether a file may be a target that has been restored or linked without its time."""
+    with contextlib.suppress(OSError):
+        return record.announced is None and record.has_sample_of(path)
+    return False
 
 
 def require_no_other_records(state: Path, identity: RunIdentity) -> None:
@@ -174,6 +189,8 @@ def complete_record(folder: Path, identity: RunIdentity, target_rank: int) -> Ta
         return record
     if record.announced is not None:
         return f"was about to be put in the place of {record.file}"
+    if _has_lost_its_time(record.head, folder / record.file):
+        return f"has another time at {record.file} than its record says"
     return f"has another file in the place of {record.file} than the one that was written"
 
 

@@ -118,8 +118,12 @@ class RecordHead(NamedTuple):
             return False
         if self.sample is None:
             return status.st_mtime_ns > self.modified_ns - _LONGEST_STEP_NS
+        return self.has_sample_of(path)
+
+    def has_sample_of(self, path: Path) -> bool:
+        """Tell whether a file has the recorded sample, whatever its time. Raises OSError if it cannot be read."""
         with open_file(str(path)) as file:
-            return sample_of(file) == self.sample
+            return file.size_bytes == self.size_bytes and sample_of(file) == self.sample
 
     @classmethod
     def read(cls, state: Path, target_rank: int) -> RecordHead | None:

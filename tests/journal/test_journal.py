@@ -510,6 +510,28 @@ def test_a_copy_of_a_folder_is_as_complete_as_it_was(tmp_path: Path) -> None:
     assert journal(tmp_path / "two", resume=True).is_done(0, tmp_path / "two" / "rank_0" / "net.ckpt")
 
 
+@pytest.mark.parametrize("way", ["copied back", "hard link"])
+def test_a_target_with_the_same_bytes_and_another_time_is_not_called_others(tmp_path: Path, way: str) -> None:
+    """As restored by cp, or made one file with an equal target; the time that the error names makes it the target."""
+    path = tmp_path / "rank_0" / "net.ckpt"
+    write(journal(tmp_path), path)
+    if way == "hard link":
+        shutil.copyfile(path, tmp_path / "other")
+        path.unlink()
+        path.hardlink_to(tmp_path / "other")
+    else:
+        content = path.read_bytes()
+        path.write_bytes(content)
+    os.utime(path, ns=(10**18, 10**18))
+    error = refused(lambda: journal(tmp_path, resume=True).is_done(0, path))
+    assert "others" not in error.got and "another time" in error.got
+    (command,) = re.findall(r"touch -d @\S+ \S+net.ckpt", error.remedy)
+    subprocess.run(command.split(), check=True)
+    assert journal(tmp_path, resume=True).is_done(0, path)
+    path.write_bytes(b"x" * path.stat().st_size)
+    assert "but others" in refused(lambda: journal(tmp_path, resume=True).is_done(0, path)).got
+
+
 def test_a_copy_is_told_from_another_file_by_a_sample_of_its_pages(tmp_path: Path) -> None:
     path, pages = tmp_path / "rank_0" / "net.ckpt", 100
     content = os.urandom(pages * 4096 - 1)
