@@ -197,3 +197,30 @@ def test_state_that_was_left_out_does_not_make_a_parameter_one_that_is_not_train
     training = trained(tmp_path)
     with pytest.raises(TargetError, match="every parameter that the optimizer trains"):
         made(tmp_path, training, exclude=["optimizer.state.a.bias.*"])
+
+
+@STAGES
+@pytest.mark.parametrize("keys", [("model", "optimizer"), ("state_dict", ""), ("", "optim"), ("", "")])
+def test_files_of_model_and_optimizer_may_hold_more(tmp_path: Path, stage: int, keys: tuple[str, str]) -> None:
+    """`model.pt` is kept as it is where it is joined with `optim.pt`; the epoch in it is the training's."""
+    training = trained(tmp_path)
+    del training["optimizer"]["state"]["a.bias"]
+    folder = tmp_path / "files"
+    folder.mkdir()
+    for number, (name, key) in enumerate(zip(("model", "optimizer"), keys)):
+        own = {key: training[name], f"epoch {number}": number} if key else dict(training[name])
+        if keys == ("", "") and name == "model":
+            own |= {"epoch 0": 0, "layer._extra_state": 5}
+        torch_peer.save(folder / f"{name}.pt", own)
+    asked: dict[str, Any] = {"to": "deepspeed", "dp": 2, "zero_stage": stage}
+    reshard_mpi.transform(folder, tmp_path / "out", **asked)
+    reshard_mpi.verify(folder, tmp_path / "out")
+    with reshard_mpi.open(tmp_path / "out") as opened:
+        for name, value in training["model"].items():
+            assert opened[f"model.{name}"][...].tobytes() == torch_peer.sample_of("", value).content
+        besides = opened.attrs.get("client_state", {})
+        expected = {f"epoch {number}": number for number, key in enumerate(keys) if key}
+        assert besides == (expected or {"epoch 0": 0})
+        assert opened.attrs["model"].get("layer._extra_state") == (None if any(keys) else 5)
+    with pytest.raises(TargetError, match="every parameter that the optimizer trains"):
+        reshard_mpi.transform(folder, tmp_path / "other", exclude=["*state.b.weight.*"], **asked)

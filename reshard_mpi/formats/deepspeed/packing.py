@@ -26,19 +26,18 @@ from reshard_mpi.formats.deepspeed.layout import (
 )
 from reshard_mpi.formats.deepspeed.settings import has_round_robin, is_aligned, sub_group_size
 from reshard_mpi.formats.deepspeed.torch_forms import (
-    GroupedOptimizer,
+    EngineNest,
     NestTensor,
     dictionary_of,
     is_engines,
     is_nest_tensor,
-    is_ordered,
     loss_scaler,
-    with_groups,
+    nest_of,
 )
 from reshard_mpi.formats.deepspeed.training_tree import IS_PIPELINE
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import NEST
-from reshard_mpi.formats.nest import flatten_tree, rebuild_tree
+from reshard_mpi.formats.nest import flatten_tree
 from reshard_mpi.formats.nest.nodes import MODEL, Dict, NestError, Value
 from reshard_mpi.formats.protocol import Packed, PackingOptions, Part
 from reshard_mpi.formats.tensor_table import TensorType
@@ -68,7 +67,7 @@ class _NestedTraining(NamedTuple):
 
     Attributes:
         groups: the names of parameters in each group of the optimizer; settings: the groups without these.
-        equal, untrained: as `GroupedOptimizer` has them.
+        equal, untrained: as `EngineNest` has them.
     """
 
     root: Dict
@@ -86,7 +85,8 @@ class _NestedTraining(NamedTuple):
 def packed(tensors: Mapping[str, TensorType], strings: Mapping[str, str], options: PackingOptions) -> Packed:
     """Return the files for a number of ranks, as `PackingFormat.packed` says."""
     ranks, stage = options.dp, options.zero_stage
-    training = _training(tensors, strings)
+    nest = nest_of(tensors, strings)
+    training, tensors = _training(nest), nest.tensors
     layout = _layout(training, tensors, ranks, stage)
     whole = _whole_in_model(training, layout, tensors)
     of_settings = flatten_tree.flatten(Dict([_SETTINGS, [*training.settings]]), is_nest_tensor).tensors
@@ -122,7 +122,8 @@ def packed(tensors: Mapping[str, TensorType], strings: Mapping[str, str], option
     if untrained:
         notes = (f"parameters without state of the optimizer are taken for not trained: {shortened(untrained)}",)
     absent = tuple(f"{STATE}{own}." for own in untrained)
-    return Packed(prefix, files, {LAYOUT: layout.as_text()}, (*equal, *training.equal), notes=notes, absent=absent)
+    equal += training.equal
+    return nest.in_source(Packed(prefix, files, {LAYOUT: layout.as_text()}, equal, notes=notes, absent=absent))
 
 
 def _optimizer_parts(layout: ZeroLayout, rank: int) -> list[Part]:
@@ -134,9 +135,9 @@ def _optimizer_parts(layout: ZeroLayout, rank: int) -> list[Part]:
     return parts
 
 
-def _training(tensors: Mapping[str, TensorType], strings: Mapping[str, str]) -> _NestedTraining:
-    """Return the training that the tensors and the nest are of. Raises TargetError if they are of none."""
-    root, grouped = root_of(tensors, strings)
+def _training(nest: EngineNest) -> _NestedTraining:
+    """Return the training that a nest is of. Raises TargetError if it is of none."""
+    root, tensors = nest.root, nest.tensors
     optimizer = root.get("optimizer") if type(root) is Dict else None
     groups = optimizer.get("param_groups") if type(optimizer) is Dict else None
     if (
@@ -156,35 +157,7 @@ def _training(tensors: Mapping[str, TensorType], strings: Mapping[str, str]) -> 
         raise _no_training(
             "settings of each group of the optimizer, such as lr", "none, as elastic checkpoints of DeepSpeed have"
         )
-    return _NestedTraining(root, names, settings, grouped.equal, grouped.untrained)
-
-
-def root_of(tensors: Mapping[str, TensorType], strings: Mapping[str, str]) -> tuple[Value, GroupedOptimizer]:
-    """Return the nest that tensors lie in, each as a `NestTensor`, and its optimizer, which is in it.
-
-    Model and optimizer are plain dictionaries, though torch gives a model's ordered. Raises TargetError if the nest
-    does not fit the tensors.
-    """
-    try:
-        root = rebuild_tree.rebuild({name: NestTensor(name) for name in tensors}, strings)
-    except NestError as error:
-        raise TargetError(
-            "the nest of the source does not fit its tensors",
-            expected="nested dictionaries that hold the tensors by their names",
-            got=error.problem,
-            remedy="convert the source to torch first (--to torch), and then that",
-        ) from None
-    if type(root) is not Dict:
-        return root, GroupedOptimizer(Dict())
-    entries = dict(root.pairs())
-    for key in ("model", "optimizer"):
-        if is_ordered(entries.get(key)):
-            entries[key] = Dict([*(entries[key].flat or ())])
-    own = entries.get("optimizer")
-    grouped = with_groups(own) if type(own) is Dict else GroupedOptimizer(Dict())
-    if type(own) is Dict:
-        entries["optimizer"] = grouped.optimizer
-    return dictionary_of(entries), grouped
+    return _NestedTraining(root, names, settings, nest.equal, nest.untrained)
 
 
 def _no_training(expected: str, got: str) -> TargetError:

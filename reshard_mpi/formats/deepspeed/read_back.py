@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from reshard_mpi.formats.deepspeed.layout import WEIGHTS
-from reshard_mpi.formats.deepspeed.packing import root_of
-from reshard_mpi.formats.deepspeed.torch_forms import NestTensor, dictionary_of, is_nest_tensor
+from reshard_mpi.formats.deepspeed.torch_forms import NestTensor, dictionary_of, is_nest_tensor, nest_of
 from reshard_mpi.formats.deepspeed.training_tree import CLIENT_STATE, OF_ENGINE
 from reshard_mpi.formats.nest import flatten_tree
 from reshard_mpi.formats.nest.nodes import Dict, Value
@@ -24,7 +23,8 @@ _FULL = "float32"
 
 def as_read(tensors: Mapping[str, TensorType], strings: Mapping[str, str]) -> Packed | None:
     """Return the whole tensors that files are read as, as `PackingFormat.as_read` says."""
-    root, _ = root_of(tensors, strings)
+    nest = nest_of(tensors, strings)
+    root, tensors = nest.root, nest.tensors
     if type(root) is not Dict or type(root.get("model")) is not Dict or type(root.get("optimizer")) is not Dict:
         return None
     kept, besides = Dict(), Dict()
@@ -38,7 +38,7 @@ def as_read(tensors: Mapping[str, TensorType], strings: Mapping[str, str]) -> Pa
     named = flatten_tree.flatten(kept, is_nest_tensor).tensors
     parts = [Part(name, own.name, Box.whole(tensors[own.name].shape), own.dtype) for name, own in named]
     taken = {part.source for part in parts}
-    return Packed("", [parts], {}, left_out=tuple(name for name in tensors if name not in taken))
+    return nest.in_source(Packed("", [parts], {}, left_out=tuple(name for name in tensors if name not in taken)))
 
 
 def _optimizer(optimizer: Dict, root: Dict, tensors: Mapping[str, TensorType]) -> Dict:

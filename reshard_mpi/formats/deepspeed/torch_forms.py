@@ -1,4 +1,4 @@
-"""Bring what torch saves of a training into the form that DeepSpeed's engine has (`with_groups`, `loss_scaler`).
+"""Bring what torch saves of a training into the form that DeepSpeed's engine has (`nest_of`, `loss_scaler`).
 
     {"state.w.exp_avg": ..., "param_groups.w.lr": 0.1}     a flat optimizer: parameters of equal settings are a group
     {"state": {...}, "param_groups": [{"params": ["w"]}]}  the form that it gets
@@ -10,13 +10,17 @@ state. Loss scalers of both are made of other numbers (deepspeed/runtime/fp16/lo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
+from reshard_mpi.errors import TargetError
 from reshard_mpi.formats.deepspeed.settings import config_value, type_in
-from reshard_mpi.formats.nest import flatten_tree
-from reshard_mpi.formats.nest.nodes import ORDERED_DICT, Call, Dict, Global, Value
+from reshard_mpi.formats.nest import flatten_tree, rebuild_tree
+from reshard_mpi.formats.nest.nodes import ORDERED_DICT, Call, Dict, Global, NestError, Value
+from reshard_mpi.formats.protocol import Packed
+from reshard_mpi.formats.tensor_table import TensorType
 
+_MODEL, _OPTIMIZER = "model", "optimizer"
 _GROUPS, _STATE, _PARAMETERS = "param_groups", "state", "params"
 # What DeepSpeed begins with in fp16, by the names in its settings (runtime/fp16 and precision_config.py).
 _BEGIN = {"initial_scale_power": 16, "loss_scale_window": 1000, "min_loss_scale": 1, "hysteresis": 2}
@@ -38,28 +42,134 @@ def dictionary_of(pairs: dict[Value, Value]) -> Dict:
     return Dict([part for pair in pairs.items() for part in pair])
 
 
-def is_ordered(value: Value) -> bool:
-    """Tell whether a value is an ordered dictionary, as torch gives a model's."""
-    return type(value) is Call and value.function == ORDERED_DICT and not value.args
-
-
-class GroupedOptimizer(NamedTuple):
-    """An optimizer by groups.
-
-    Attributes:
-        optimizer: with its state by parameters, and its groups.
-        equal: names of tensors that must hold the same, of which the first is taken: settings of one group.
-        untrained: parameters that are in groups and have no state, unlike others; they are left out of the groups.
-    """
+class _GroupedOptimizer(NamedTuple):
+    """An optimizer by groups. equal, untrained: as `EngineNest` has them."""
 
     optimizer: Dict
     equal: tuple[tuple[str, ...], ...] = ()
     untrained: tuple[str, ...] = ()
 
 
-def with_groups(optimizer: Dict) -> GroupedOptimizer:
+class EngineNest(NamedTuple):
+    """A training's nest in the form that DeepSpeed's engine has, with each tensor in it as a `NestTensor`.
+
+    Attributes:
+        tensors: by their names in this form; sources: by these names, those that they have in the source, if others.
+        equal: names of tensors that must hold the same, of which the first is taken: settings of one group.
+        untrained: parameters that are in groups and have no state, unlike others; they are left out of the groups.
+    """
+
+    root: Value
+    tensors: Mapping[str, TensorType]
+    sources: Mapping[str, str] = {}
+    equal: tuple[tuple[str, ...], ...] = ()
+    untrained: tuple[str, ...] = ()
+
+    def in_source(self, packed: Packed) -> Packed:
+        """Return files made of these tensors as made of those of the source."""
+        if not self.sources:
+            return packed
+        own, optimizer = self.sources, f"{_OPTIMIZER}."
+        states = (pair for pair in own.items() if pair[0].startswith(f"{optimizer}{_STATE}."))
+        before = next((source.removesuffix(name.removeprefix(optimizer)) for name, source in states), optimizer)
+        return packed._replace(
+            files=[[part._replace(source=own[part.source]) for part in file] for file in packed.files],
+            equal=[tuple(own[name] for name in names) for names in packed.equal],
+            left_out=tuple(own[name] for name in packed.left_out),
+            absent=tuple(f"{before}{prefix.removeprefix(optimizer)}" for prefix in packed.absent),
+        )
+
+
+def nest_of(tensors: Mapping[str, TensorType], strings: Mapping[str, str]) -> EngineNest:
+    """Return the nest that tensors lie in. Raises TargetError if it does not fit them."""
+    try:
+        root = rebuild_tree.rebuild({name: NestTensor(name) for name in tensors}, strings)
+    except NestError as error:
+        raise TargetError(
+            "the nest of the source does not fit its tensors",
+            expected="nested dictionaries that hold the tensors by their names",
+            got=error.problem,
+            remedy="convert the source to torch first (--to torch), and then that",
+        ) from None
+    if type(root) is not Dict:
+        return EngineNest(root, tensors)
+    entries = {key: _plain(value) if key in (_MODEL, _OPTIMIZER) else value for key, value in root.pairs()}
+    is_lifted = _lift(entries, _OPTIMIZER, _is_optimizer)
+    optimizer = entries.get(_OPTIMIZER)
+    if type(optimizer) is not Dict:
+        return EngineNest(dictionary_of(entries), tensors)
+    grouped = _with_groups(optimizer)
+    entries[_OPTIMIZER] = grouped.optimizer
+    names = {*_parameters_of(grouped.optimizer)}
+    is_lifted |= _lift(entries, _MODEL, lambda own: names <= {key for key, _ in own.pairs()})
+    _lift_numbers(entries)
+    own = EngineNest(dictionary_of(entries), tensors, {}, grouped.equal, grouped.untrained)
+    if not is_lifted:
+        return own
+    flattened = flatten_tree.flatten(own.root, is_nest_tensor)
+    sources = {name: tensor.name for name, tensor in flattened.tensors}
+    new_names = {source: name for name, source in sources.items()}
+    return own._replace(
+        root=rebuild_tree.rebuild({name: NestTensor(name) for name in sources}, flattened.strings),
+        tensors={name: tensors[source] for name, source in sources.items()},
+        sources=sources,
+        equal=tuple(tuple(new_names[name] for name in names if name in new_names) for names in own.equal),
+    )
+
+
+def _plain(value: Value) -> Value:
+    """Return a dictionary as one without order, which torch gives a model's."""
+    return Dict([*(value.flat or ())]) if type(value) is Call and value.function == ORDERED_DICT else value
+
+
+def _is_optimizer(value: Dict) -> bool:
+    keys = [key for key, _ in value.pairs() if type(key) is str]
+    return any(key == _GROUPS or key.startswith(f"{_GROUPS}.") for key in keys)
+
+
+def _lift(entries: dict[Value, Value], key: str, is_it: Callable[[Dict], bool]) -> bool:
+    """Put a dictionary in the place of the one that it is in, at the root, and what lies beside it to the root.
+
+    A file of a model, `{"model": {...}, "epoch": 3}`, is kept below `model` as it is, where several are joined. Where
+    one dictionary alone is what DeepSpeed needs there, it is moved. Returns whether one is.
+    """
+    outer = entries.get(key)
+    if type(outer) is not Dict or is_it(outer):
+        return False
+    inner = [(word, own) for word, value in outer.pairs() if type(own := _plain(value)) is Dict and is_it(own)]
+    others = {word: value for word, value in outer.pairs() if not inner or word != inner[0][0]}
+    if len(inner) != 1 or not entries.keys().isdisjoint(others):
+        return False
+    entries |= {**others, key: inner[0][1]}
+    return True
+
+
+def _lift_numbers(entries: dict[Value, Value]) -> None:
+    """Put single values beside the weights of a model, such as an epoch, to the root: no module would load them.
+
+    What modules save themselves has names that end in `_extra_state`, and may be anything in a training of DeepSpeed.
+    """
+    model = entries.get(_MODEL)
+    if type(model) is not Dict or entries.get("ds_version") is not None:
+        return
+    single = {key: value for key, value in model.pairs() if type(value) in (int, float, bool, str)}
+    moved = {
+        key: value for key, value in single.items() if not str(key).endswith("_extra_state") and key not in entries
+    }
+    if moved:
+        entries |= {_MODEL: dictionary_of({key: value for key, value in model.pairs() if key not in moved}), **moved}
+
+
+def _parameters_of(optimizer: Dict) -> Iterator[Value]:
+    groups = optimizer.get(_GROUPS)
+    for group in groups if type(groups) is list else ():
+        names = group.get(_PARAMETERS) if type(group) is Dict else None
+        yield from names if type(names) is list else ()
+
+
+def _with_groups(optimizer: Dict) -> _GroupedOptimizer:
     """Return an optimizer by groups, which has those parameters that it trains."""
-    grouped = _nested(optimizer) if optimizer.get(_GROUPS) is None else GroupedOptimizer(optimizer)
+    grouped = _nested(optimizer) if optimizer.get(_GROUPS) is None else _GroupedOptimizer(optimizer)
     state, groups = grouped.optimizer.get(_STATE), grouped.optimizer.get(_GROUPS)
     trained = {key for key, _ in state.pairs()} if type(state) is Dict else set()
     untrained: list[str] = []
@@ -78,7 +188,7 @@ def with_groups(optimizer: Dict) -> GroupedOptimizer:
     return grouped._replace(optimizer=dictionary_of(entries), untrained=tuple(untrained))
 
 
-def _nested(optimizer: Dict) -> GroupedOptimizer:
+def _nested(optimizer: Dict) -> _GroupedOptimizer:
     """Return a flat optimizer by groups; another one as it is."""
     state: dict[Value, dict[Value, Value]] = {}
     settings: dict[Value, dict[Value, Value]] = {}
@@ -91,7 +201,7 @@ def _nested(optimizer: Dict) -> GroupedOptimizer:
         else:
             others[key] = value
     if not settings:
-        return GroupedOptimizer(optimizer)
+        return _GroupedOptimizer(optimizer)
     members: dict[str, list[Value]] = {}
     for name, own in settings.items():
         plain = Dict(["settings", dictionary_of({key: own[key] for key in own if not is_nest_tensor(own[key])})])
@@ -103,7 +213,7 @@ def _nested(optimizer: Dict) -> GroupedOptimizer:
         equal += _of_one_group([settings[name] for name in names])
     by_name = dictionary_of({name: dictionary_of(own) for name, own in state.items()})
     entries = {**others, _STATE: by_name, _GROUPS: groups}
-    return GroupedOptimizer(dictionary_of(entries), tuple(equal))
+    return _GroupedOptimizer(dictionary_of(entries), tuple(equal))
 
 
 def _of_one_group(settings: list[dict[Value, Value]]) -> Iterator[tuple[str, ...]]:
