@@ -279,8 +279,7 @@ def _renamed(optimizer: Optimizer, made: Sequence[MadeParameter], gone: Containe
     for key, state in optimizer.states.items():
         for new in new_names[key] if key in optimizer.parameters else [key]:
             states.setdefault(new, state)
-    if optimizer.form is Form.NUMBERS:  # in the order of the model
-        parameters = {parameter.name: parameters[parameter.name] for parameter in made if parameter.name in parameters}
+    if optimizer.form is Form.NUMBERS:
         states = states or dict[Key, Any](dict.fromkeys(parameters, NOTHING))  # torch takes groups by places without
         optimizer = optimizer._replace(form=Form.NAMES, keys={})
     elif optimizer.form is Form.FLAT and [*parameters] != [*optimizer.parameters]:

@@ -242,11 +242,10 @@ def require_none_by_order(
     orders: list[tuple[list[str], Mapping[str, int]]] = [
         (names, position) for names in names_below(others, set(paths_in(root, "", ()))).values()
     ]
-    orders += [
-        (list(each.parameters), _numbers_of(each, position, copied, of_like))
-        for each in optimizers
-        if each.form is Form.NUMBERS
-    ]
+    numbered = [copied[name] for name in of_like if name in copied]
+    for names in ([*each.parameters] for each in optimizers if each.form is Form.NUMBERS):
+        in_order = numbered or [name for name in names if name in position]  # groups keep their order otherwise
+        orders.append((names, {name: number for number, name in enumerate(in_order)}))
     models = []
     for names, number_of in orders:
         stay = [name for name in names if name in number_of]
@@ -271,21 +270,6 @@ def require_none_by_order(
                     remedy="write equations for them, be it the same names on both sides, or leave them out"
                     f" (--exclude '{path}*')",
                 )
-
-
-def _numbers_of(
-    optimizer: Optimizer, position: Mapping[str, int], copied: Mapping[str, str], of_like: Sequence[str]
-) -> Mapping[str, int]:
-    """Return the numbers that parameters which stay as they are get in the target, by their names in the source.
-
-    Args:
-        position: of tensors that stay, in the target; copied: names of these in the source, by name in the target.
-        of_like: as of `require_none_by_order`; without it groups have their parameters in the order of the model.
-    """
-    stay = [name for name in optimizer.parameters if name in position]
-    in_target = sorted(stay, key=lambda name: (optimizer.parameters[name], position[name]))
-    of_like = [copied[name] for name in of_like if name in copied] or in_target
-    return {name: number for number, name in enumerate(of_like)}
 
 
 def _numbering(node: Any, path: str) -> Iterator[str]:

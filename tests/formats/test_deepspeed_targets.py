@@ -267,6 +267,30 @@ def test_an_elastic_checkpoint_keeps_its_groups_and_says_what_it_lacks(tmp_path:
         reshard_mpi.transform(source, tmp_path / "out", to="deepspeed", dp=3, zero_stage=2)
 
 
+@pytest.mark.parametrize("are_named", [True, False])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_groups_have_the_order_that_the_optimizer_was_given(tmp_path: Path, are_named: bool, stage: int) -> None:
+    """Vectors of ZeRO tell parameters by their order alone, and the engine has that of its optimizer."""
+    loaded = in_torch(tmp_path)
+    optimizer = loaded["optimizer"]
+    groups = [["b.scale", "b.weight", "a.weight"], ["c.weight", "a.bias"]] if are_named else [[*loaded["model"]]]
+    names = [name for group in groups for name in group]
+    optimizer["state"] = {number: optimizer["state"][name] for number, name in enumerate(names)}
+    settings = [{**optimizer["param_groups"][0], "param_names": own} for own in groups]
+    optimizer["param_groups"] = [
+        {**own, "params": [names.index(name) for name in own["param_names"]]} for own in settings
+    ]
+    if not are_named:
+        del optimizer["param_groups"][0]["param_names"]
+    torch_peer.save(tmp_path / "x.pt", loaded)
+    how: dict[str, Any] = {"map": "model.{p*} <=> model.n.{p*}", "forward": True, "dp": 2, "zero_stage": stage}
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "out", to="deepspeed", **how)
+    path = next((tmp_path / "out").rglob("*model_states.pt"))
+    assert [[*group] for group in deepspeed_peer.load(path)["param_shapes"]] == [
+        [f"n.{name}" for name in group] for group in groups
+    ]
+
+
 def test_a_group_without_parameters_is_refused(tmp_path: Path) -> None:
     loaded = in_torch(tmp_path)
     loaded["optimizer"]["param_groups"].append({"lr": 0.5, "params": []})
